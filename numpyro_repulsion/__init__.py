@@ -1,0 +1,9 @@
+"""Stochastic-gradient MCMC with interacting particles, for NumPyro."""
+
+from numpyro_repulsion.dynamics import Dynamics, Overdamped
+from numpyro_repulsion.gradients import FullData, Subsampled
+from numpyro_repulsion.interactions import IMQ, RBF, Balanced, Gram, Independent, Interaction, Radial
+from numpyro_repulsion.kernels import SGLD, SGLDR, SVGD, enable_live_warnings
+from numpyro_repulsion.schedules import BiasBudget, Polynomial
+
+__version__ = "0.1.0"

@@ -1,0 +1,371 @@
+"""What force is felt: the potential energy of a NumPyro model, and its gradient on all or some of the data.
+
+A :class:`Target` is the posterior as samplers see it, one unconstrained particle at a time. A :class:`Gradient` says
+which rows of the subsampled plates each particle looks at in each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+import warnings
+
+import jax
+from jax import lax, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+
+import numpyro.distributions as dist
+from numpyro.distributions import biject_to
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer import init_to_uniform
+from numpyro.infer.gibbs import subsample_plate_sizes
+from numpyro.util import not_jax_tracer
+from numpyro.infer.util import constrain_fn, helpful_support_errors, potential_energy
+
+__all__ = ["FullData", "FunctionTarget", "Gradient", "ModelTarget", "Subsampled", "Target", "draw_indices"]
+
+Particle = Any
+Indices = dict[str, jax.Array]
+
+
+class Target:
+    """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
+
+    - **plates** - ``{name: (size, subsample_size)}`` of the plates that are subsampled.
+    """
+
+    plates: dict[str, tuple[int, int]] = {}
+
+    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
+        """U at one particle, from the rows ``indices`` of each subsampled plate; ``key`` feeds random likelihoods."""
+        raise NotImplementedError
+
+    def constrain(self, z: Particle) -> Particle:
+        """What ``get_samples`` shows of one particle."""
+        return z
+
+    def draw(self, key: jax.Array, init_strategy: Callable) -> Particle:
+        """A starting particle."""
+        raise NotImplementedError
+
+    def find_nan(self) -> list[str]:
+        """Where in the data there is NaN, in words."""
+        return []
+
+
+class FunctionTarget(Target):
+    """The posterior of a bare ``potential_fn``."""
+
+    def __init__(self, potential_fn):
+        self.potential_fn = potential_fn
+
+    def potential_energy(self, z, indices, key):
+        return self.potential_fn(z)
+
+
+class ModelTarget(Target):
+    """The posterior of a NumPyro model given its arguments.
+
+    The model is traced abstractly, so that nothing is computed on the data; refusals are raised here.
+
+    :param model: a callable with NumPyro primitives.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    :raises ValueError: for a model that cannot be sampled rightly: no continuous latent site, a latent site inside a
+        subsampled plate, a subsampled plate whose indices do not matter.
+    """
+
+    def __init__(self, model, args=(), kwargs=None):
+        self.model, self.args, self.kwargs = model, args, kwargs or {}
+        sites: dict = {}
+        self._params: dict = {}
+        jax.eval_shape(lambda: sites.update(self._trace({})) or 0)
+        self.plates = subsample_plate_sizes(sites)
+        self.dims = {
+            name: [frame.name for frame in sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)]
+            for name, site in sites.items()
+            if site["type"] in ("sample", "deterministic")
+        }
+        self.observed = [n for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] and not _factor(s)]
+        latent = {name: site for name, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
+        discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
+        self.latent = [name for name in latent if name not in discrete]
+        self._refuse(latent, discrete)
+        self._enumeration_dim = None
+        if discrete:
+            frames = [frame.dim for site in sites.values() for frame in site.get("cond_indep_stack", ())]
+            self._enumeration_dim = min(frames, default=0) - 1
+        if any(site["type"] in ("param", "mutable") for site in sites.values()):
+            # Random initial values of `param` sites must not change from update to update.
+            with jax.ensure_compile_time_eval():
+                values = self._trace(self.first_rows)
+            self._params = {k: v["value"] for k, v in values.items() if v["type"] in ("param", "mutable")}
+        self.prototype = jax.eval_shape(lambda: self.draw(random.key(0), init_to_uniform))
+        deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
+        self.minibatched = self._minibatched(deterministic)
+        self.deterministic = [name for name in deterministic if name not in self.minibatched]
+
+    @property
+    def first_rows(self) -> Indices:
+        """The first ``subsample_size`` rows of each subsampled plate: a fixed choice, for shapes and replays."""
+        return {name: jnp.arange(size) for name, (_, size) in self.plates.items()}
+
+    @property
+    def all_rows(self) -> Indices:
+        """All rows of each subsampled plate."""
+        return {name: jnp.arange(size) for name, (size, _) in self.plates.items()}
+
+    def potential_energy(self, z, indices, key):
+        enum = self._enumeration_dim is not None
+        model = self._bind(indices, key)
+        if enum:
+            from numpyro.contrib.funsor import config_enumerate, enum as enumerated
+
+            model = enumerated(config_enumerate(model), self._enumeration_dim)
+        return potential_energy(model, self.args, self.kwargs, z, enum=enum)
+
+    def constrain(self, z):
+        """The latent sites in their supports, and the deterministic sites that do not look at a minibatch."""
+        values = self._constrain(z, self.first_rows)
+        return {name: values[name] for name in (*self.latent, *self.deterministic)}
+
+    def constrain_minibatched(self, z: Particle) -> dict[str, jax.Array]:
+        """The deterministic sites that look at subsampled rows, over all rows."""
+        values = self._constrain(z, self.all_rows)
+        return {name: values[name] for name in self.minibatched}
+
+    def observations(self) -> dict[str, jax.Array]:
+        """The observed values, over all rows."""
+        values = self._trace(self.all_rows)
+        return {name: values[name]["value"] for name in self.observed}
+
+    @property
+    def leaves(self) -> list:
+        """The leaves of the model's arguments."""
+        return jax.tree.leaves((self.args, self.kwargs))
+
+    def find_nan(self):
+        found = []
+        for path, leaf in jax.tree.leaves_with_path({"args": self.args, "kwargs": self.kwargs}):
+            if _is_concrete(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) and (count := int(jnp.isnan(leaf).sum())):
+                found.append(f"{count} in the model's {jax.tree_util.keystr(path[1:])} ({path[0].key})")
+        values = jax.jit(lambda: {k: jnp.isnan(v).sum() for k, v in self.observations().items()})()
+        found += [f"{int(count)} in the observed site '{name}'" for name, count in values.items() if count]
+        return found
+
+    def is_finite_on_all_rows(self) -> bool:
+        """Whether the potential energy is finite at an arbitrary particle, over all rows."""
+        z = self.draw(random.key(0), init_to_uniform)
+        return bool(jnp.isfinite(jax.jit(self.potential_energy)(z, self.all_rows, random.key(0))))
+
+    def draw(self, key, init_strategy):
+        sites = self._trace(self.first_rows, key, init_strategy)
+        z = {}
+        for name in self.latent:
+            with helpful_support_errors(sites[name]):
+                z[name] = biject_to(sites[name]["fn"].support).inv(sites[name]["value"])
+        return z
+
+    def _bind(self, indices, key):
+        return seed(substitute(self.model, data={**self._params, **indices}), key)
+
+    def _trace(self, indices, key=None, init_strategy=init_to_uniform):
+        model = self._bind(indices, random.key(0) if key is None else key)
+        with warnings.catch_warnings():
+            # Rows given from outside may outnumber the plate's own subsample.
+            warnings.filterwarnings("ignore", "subsample_size does not match")
+            return trace(substitute(model, substitute_fn=init_strategy)).get_trace(*self.args, **self.kwargs)
+
+    def _constrain(self, z, indices):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "subsample_size does not match")
+            model = self._bind(indices, random.key(0))
+            return constrain_fn(model, self.args, self.kwargs, z, return_deterministic=True)
+
+    def _minibatched(self, deterministic):
+        """The deterministic sites that depend on the rows; checks that the potential depends on every plate's."""
+        inside = [name for name in deterministic if set(self.dims[name]) & set(self.plates)]
+        for plate in self.plates:
+
+            def energy(rows, z, plate=plate):
+                return self.potential_energy(z, self.first_rows | {plate: rows}, random.key(0))
+
+            def values(rows, z, plate=plate):
+                traced = self._constrain(z, self.first_rows | {plate: rows})
+                return [traced[name] for name in deterministic]
+
+            rows = self.first_rows[plate]
+            if not all(_influenced(energy, rows, self.prototype)):
+                size, subsample_size = self.plates[plate]
+                raise ValueError(
+                    f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every "
+                    f"update would see the same {subsample_size} of {size} rows. Pass the whole data to the model "
+                    f"and take the rows inside the plate: `with numpyro.plate('{plate}', {size}, "
+                    f"subsample_size={subsample_size}) as i: ... obs=y[i]`, or use `numpyro.subsample`."
+                )
+            depends = _influenced(values, rows, self.prototype)
+            inside += [n for n, yes in zip(deterministic, depends, strict=True) if yes and n not in inside]
+        return inside
+
+    def _refuse(self, latent, discrete):
+        for name, site in latent.items():
+            if isinstance(site["fn"], dist.Delta):
+                raise ValueError(
+                    f"Latent site '{name}' has a delta distribution; use `numpyro.deterministic('{name}', ...)`."
+                )
+            if plates := [plate for plate in self.dims[name] if plate in self.plates]:
+                enumerated = name in discrete
+                raise ValueError(
+                    f"Latent site '{name}' lies inside the subsampled plate '{plates[0]}', where each minibatch "
+                    + (
+                        "would be enumerated with the scale inside the logarithm, a wrong target. Marginalize it by "
+                        "hand (numpyro.distributions.MixtureSameFamily), or drop `subsample_size`."
+                        if enumerated
+                        else "would need other latent variables. Move it out of the plate and index it, marginalize "
+                        "it, or drop `subsample_size`."
+                    )
+                )
+        if not self.latent:
+            raise ValueError(
+                "The model has no continuous latent site, so there is nothing to sample; it needs at least one "
+                f"`numpyro.sample` statement without `obs`. Discrete latent sites: {discrete or 'none'}."
+            )
+
+
+class Gradient:
+    """Which rows of the subsampled plates each particle looks at in each update."""
+
+    def rows(self, key: jax.Array, target: Target, shape: tuple[int, int]) -> tuple[Indices, int]:
+        """Row indices for a cloud of ``shape = (G, L)`` particles.
+
+        :return: ``{plate: indices}``, and how many of the cloud's axes lead each array: 2 for rows of each particle's
+            own, 1 for rows of each group, 0 for the same rows everywhere.
+        """
+        raise NotImplementedError
+
+    def force(self, key: jax.Array, target: Target, unravel: Callable, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``."""
+        rows_key, model_key = random.split(key)
+        indices, axes = self.rows(rows_key, target, z.shape[:2])
+
+        def energy(flat, rows, key):
+            return target.potential_energy(unravel(flat), rows, key).astype(flat.dtype)
+
+        force = jax.value_and_grad(energy)
+        if axes == 1 and z.shape[0] > 1:
+            keys = random.split(model_key, z.shape[:2])
+            return jax.vmap(jax.vmap(force, (0, None, 0)))(z, indices, keys)
+        # One flat axis of particles where rows allow it: an axis of length one slows the matrix products down.
+        count = z.shape[0] * z.shape[1]
+        indices = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[axes:]) if axes else rows, indices)
+        if axes == 1:
+            indices = jax.tree.map(lambda rows: rows[0], indices)
+        batched = jax.vmap(force, (0, 0 if axes == 2 else None, 0))
+        value, gradient = batched(z.reshape(count, -1), indices, random.split(model_key, count))
+        return value.reshape(z.shape[:2]), gradient.reshape(z.shape)
+
+
+@dataclass(frozen=True)
+class FullData(Gradient):
+    """All rows in every update, those of subsampled plates included.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import FullData, SGLDR
+        >>> kernel = SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1, gradient=FullData())
+    """
+
+    def rows(self, key, target, shape):
+        del key, shape
+        return {name: jnp.arange(size) for name, (size, _) in target.plates.items()}, 0
+
+
+@dataclass(frozen=True)
+class Subsampled(Gradient):
+    """A fresh minibatch in every update: the rows that a plate's ``subsample_size`` asks for.
+
+    Rows are drawn one from each of ``subsample_size`` strata of equal size: each row is as likely as any other, so
+    the gradient is unbiased; its variance is at most that of draws with replacement; the cost does not grow with the
+    size of the plate; and a batch of all rows has every row once.
+
+    :param shared: whether the particles of an ensemble share a minibatch. By default each has its own: a shared
+        minibatch gives all particles the same gradient noise, which no average over them removes, and which
+        repulsion adds up over neighbours. Measured on N(0, I₂) with 20 particles, RBF bandwidth 2, step size 0.02
+        and gradient noise of variance 4 (the exact answers are 1 and 1):
+
+        ==================  =================  =======================================
+        ..                  marginal variance  20 × variance of the ensemble's mean
+        ==================  =================  =======================================
+        SGLD, shared        1.05               1.75
+        SGLD, own           1.05               1.04
+        SGLDR, shared       1.22               7.4
+        SGLDR, own          1.03               1.39
+        ==================  =================  =======================================
+
+        A shared minibatch is cheaper: one gather and one matrix product for all particles.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import Subsampled
+        >>> Subsampled(shared=True)
+        Subsampled(shared=True)
+    """
+
+    shared: bool = False
+
+    def rows(self, key, target, shape):
+        shape = shape[:1] if self.shared else shape
+        keys = random.split(key, shape)
+        draw = lambda key: draw_indices(key, target.plates)  # noqa: E731
+        for _ in shape:
+            draw = jax.vmap(draw)
+        return draw(keys), len(shape)
+
+
+def draw_indices(key: jax.Array, plates: dict[str, tuple[int, int]]) -> Indices:
+    """One minibatch: for each plate one row from each of ``subsample_size`` strata of equal size.
+
+    :param key: a PRNG key.
+    :param plates: ``{name: (size, subsample_size)}``.
+    :return: ``{name: indices of shape (subsample_size,)}``, ascending.
+    """
+    indices = {}
+    for name, plate_key in zip(plates, random.split(key, max(len(plates), 1)), strict=False):
+        size, batch = plates[name]
+        # floor((j·size + r) / batch) for r uniform on 0..size-1: over all (j, r) each row comes up `batch` times, so
+        # rows are equally likely even if `batch` does not divide `size`. Split so that nothing exceeds size + batch.
+        start = np.arange(batch, dtype=np.int64) * size
+        offset = random.randint(plate_key, (batch,), 0, size) + jnp.asarray(start % batch, jnp.int32)
+        indices[name] = jnp.asarray(start // batch, jnp.int32) + offset // batch
+    return indices
+
+
+def ravel_cloud(z: Particle) -> tuple[jax.Array, Callable]:
+    """A pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the way back for one particle of shape ``(d,)``."""
+    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], z))
+    return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel
+
+
+def _factor(site):
+    return site["infer"].get("is_auxiliary", False)
+
+
+def _influenced(fn, cause, *rest):
+    """Whether each output of ``fn(cause, *rest)`` depends on ``cause``, by the structure of the program."""
+    program = jax.make_jaxpr(fn)(cause, *rest).jaxpr
+    tainted = {id(variable) for variable in program.invars[: len(jax.tree.leaves(cause))]}
+    for equation in program.eqns:
+        if any(id(variable) in tainted for variable in equation.invars):
+            tainted.update(id(variable) for variable in equation.outvars)
+    return [id(variable) in tainted for variable in program.outvars]
+
+
+def _is_concrete(leaf):
+    return isinstance(leaf, np.ndarray | jax.Array) and not_jax_tracer(leaf)

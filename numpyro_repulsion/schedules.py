@@ -1,0 +1,108 @@
+"""Whatever depends on the update count alone: step sizes ``t -> ε_t``.
+
+A schedule is any callable of the update count (0 at the first update, warmup included), so the schedules of optax
+fit as they are. A float is a constant schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import math
+from numbers import Real
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["BiasBudget", "Polynomial", "as_schedule"]
+
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class BiasBudget:
+    r"""A step size that warmup measures, by the bias it may cause.
+
+    A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2`` of itself; minibatch
+    noise of variance V adds ``εV/2``. The step is the largest that keeps the sum below a tolerance,
+    :math:`\epsilon = \frac{2\delta}{1+\delta} / (\lambda + V)`, with λ and V the largest found on the warmup cloud,
+    and ``ε λ λ_max(K)`` below one half for stability.
+
+    :param tolerance: δ, the tolerated relative inflation of a posterior variance.
+    :raises ValueError: unless 0 < δ < 1.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import BiasBudget
+        >>> BiasBudget(0.1)
+        BiasBudget(tolerance=0.1)
+    """
+
+    tolerance: float = 0.05
+
+    def __post_init__(self):
+        if not (isinstance(self.tolerance, Real) and 0.0 < self.tolerance < 1.0):
+            raise ValueError(f"BiasBudget: `tolerance` must be a number between 0 and 1; got {self.tolerance!r}.")
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    r"""The Robbins-Monro schedule :math:`\epsilon_t = \epsilon_0\, (1 + t / t_0)^{-\gamma}`.
+
+    With ``1/2 < γ <= 1`` the steps sum to infinity and their squares do not, so the bias vanishes in the long run.
+
+    :param step_size: ε_0, the first step.
+    :param offset: t_0, the number of updates over which the step begins to fall.
+    :param power: γ.
+    :raises ValueError: for a step or an offset that is not positive, or a power outside (1/2, 1].
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import Polynomial
+        >>> schedule = Polynomial(0.1, offset=100.0, power=1.0)
+        >>> float(schedule(0)), float(schedule(100))
+        (0.1, 0.05)
+    """
+
+    step_size: float
+    offset: float = 1000.0
+    power: float = 0.55
+
+    def __post_init__(self):
+        for name in ("step_size", "offset"):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0.0 < value < float("inf")):
+                raise ValueError(f"Polynomial: `{name}` must be a positive, finite number; got {value!r}.")
+        if not 0.5 < self.power <= 1.0:
+            raise ValueError(f"Polynomial: `power` must lie in (0.5, 1] (Robbins-Monro); got {self.power!r}.")
+
+    def __call__(self, count):
+        return self.step_size * (1.0 + jnp.asarray(count) / self.offset) ** -self.power
+
+
+def as_schedule(step_size: float | Schedule) -> Schedule:
+    """A number or a callable as a schedule, checked at the first update.
+
+    :raises TypeError: for anything else.
+    :raises ValueError: for a step that is not a positive, finite scalar.
+    """
+    if isinstance(step_size, np.ndarray | jax.Array) and step_size.ndim == 0:
+        step_size = float(step_size)
+    if isinstance(step_size, Real):
+        schedule, first, least = (lambda count: step_size), step_size, math.ulp(0.0)
+    elif callable(step_size):
+        # A schedule may begin at 0, as learning-rate warmups do.
+        schedule, first, least = step_size, step_size(0), 0.0
+    else:
+        raise TypeError(
+            "`step_size` must be None (measured in warmup), a positive number, or a callable of the update count "
+            f"such as Polynomial(0.01) or an optax schedule; got {step_size!r}."
+        )
+    if jnp.shape(first) != () or not least <= float(first) < float("inf"):
+        raise ValueError(f"`step_size` must be a positive, finite number; got {first!r} at the first update.")
+    return schedule
