@@ -2,8 +2,31 @@
 
 from numpyro_repulsion.dynamics import Dynamics, Overdamped
 from numpyro_repulsion.gradients import FullData, Subsampled
+from numpyro_repulsion.inference_data import summary, to_inference_data
 from numpyro_repulsion.interactions import IMQ, RBF, Balanced, Gram, Independent, Interaction, Radial
 from numpyro_repulsion.kernels import SGLD, SGLDR, SVGD, enable_live_warnings
 from numpyro_repulsion.schedules import BiasBudget, Polynomial
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "IMQ",
+    "RBF",
+    "SGLD",
+    "SGLDR",
+    "SVGD",
+    "Balanced",
+    "BiasBudget",
+    "Dynamics",
+    "FullData",
+    "Gram",
+    "Independent",
+    "Interaction",
+    "Overdamped",
+    "Polynomial",
+    "Radial",
+    "Subsampled",
+    "enable_live_warnings",
+    "summary",
+    "to_inference_data",
+]

@@ -40,6 +40,9 @@ class Cloud(NamedTuple):
 class Dynamics:
     """Base class: a discretization of ``dX = [−(D + Q)∇H + Γ] dt + sqrt(2D) dW`` (Ma, Chen & Fox, 2015)."""
 
+    #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
+    is_sampler: bool = True
+
     def init(self, key: jax.Array, z: jax.Array, force: Force, couple: Couple) -> Cloud:
         """The cloud at rest at positions ``z`` of shape ``(..., L, d)``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")
@@ -105,6 +108,10 @@ class Overdamped(Dynamics):
             raise ValueError(
                 f"Overdamped: `temperature` must be a finite number, 0 or above; got {self.temperature!r}."
             )
+
+    @property
+    def is_sampler(self):
+        return self.noise and self.temperature > 0.0
 
     def averages_noise(self, is_identity: bool) -> bool:
         """Whether the noise is averaged (Leimkuhler-Matthews), given whether ``K = I``."""

@@ -84,6 +84,7 @@ class ModelTarget(Target):
         self._params: dict = {}
         jax.eval_shape(lambda: sites.update(self._trace({})) or 0)
         self.plates = subsample_plate_sizes(sites)
+        self.plate_sizes = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
         self.dims = {
             name: [frame.name for frame in sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)]
             for name, site in sites.items()
@@ -132,10 +133,11 @@ class ModelTarget(Target):
         values = self._constrain(z, self.first_rows)
         return {name: values[name] for name in (*self.latent, *self.deterministic)}
 
-    def constrain_minibatched(self, z: Particle) -> dict[str, jax.Array]:
-        """The deterministic sites that look at subsampled rows, over all rows."""
-        values = self._constrain(z, self.all_rows)
-        return {name: values[name] for name in self.minibatched}
+    def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The deterministic sites that look at subsampled rows, over all rows, given latent sites in their supports."""
+        values = {name: values[name] for name in self.latent}
+        sites = self._trace(self.all_rows, init_strategy=lambda site=None: values.get(site["name"]))
+        return {name: sites[name]["value"] for name in self.minibatched}
 
     def observations(self) -> dict[str, jax.Array]:
         """The observed values, over all rows."""

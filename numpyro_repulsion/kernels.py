@@ -321,7 +321,10 @@ class ParticleKernel(MCMCKernel):
             return FunctionTarget(self._potential_fn)
         return ModelTarget(self._model, args, kwargs)
 
-    def _gradient(self, target) -> Gradient:
+    def resolve_gradient(self, target: Target | None) -> Gradient:
+        """The gradient in use for a target: the kernel's own choice where none was given."""
+        if target is None:
+            target = FunctionTarget(self._potential_fn)
         if self.gradient is None:
             return Subsampled() if target.plates else FullData()
         if isinstance(self.gradient, Subsampled) and not target.plates:
@@ -343,7 +346,7 @@ class ParticleKernel(MCMCKernel):
         return Preconditioner(jnp.asarray(scale, flat.dtype))
 
     def _force(self, target, unravel, preconditioner):
-        gradient = self._gradient(target)
+        gradient = self.resolve_gradient(target)
 
         def force(key, u):
             energy, slope = gradient.force(key, target, unravel, preconditioner.colour(u))
@@ -355,7 +358,7 @@ class ParticleKernel(MCMCKernel):
         budget = self.step_size if self._schedule is None else None
         if budget is None and not self.interaction.learns_bandwidth:
             return tuning
-        shared = getattr(self._gradient(target), "shared", False)
+        shared = getattr(self.resolve_gradient(target), "shared", False)
         return lax.cond(
             is_due(tuning),
             lambda: measure(key, tuning, u, force, self.interaction, budget, shared),
