@@ -1,0 +1,60 @@
+# Everything is installed into .venv; each set-up step leaves a stamp there, so that it runs once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: help demo test test-full lint mypy docs notebooks figures bench-overhead hooks clean
+
+help:
+	@echo "make demo            fit the breast-cancer example; writes demo-output/"
+	@echo "make test            ruff, mypy, and the tests but the slow ones"
+	@echo "make test-full       the slow tests too"
+	@echo "make docs            build docs/_build/html; warnings are errors"
+	@echo "make notebooks       execute the notebooks, leaving them as they are"
+	@echo "make figures         draw the figures of README and docs again"
+	@echo "make bench-overhead  time our kernels against a bare loop"
+	@echo "make hooks           install the pre-commit hooks"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each extra of pyproject.toml.
+$(VENV)/.with-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.with-demo
+	$(BIN)/python examples/breast_cancer.py
+
+lint: $(VENV)/.with-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+mypy: $(VENV)/.with-test
+	$(BIN)/mypy
+
+test: lint mypy
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+test-full: lint mypy
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+docs: $(VENV)/.with-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+
+notebooks: $(VENV)/.with-docs
+	for notebook in notebooks/*.ipynb; do $(BIN)/jupyter-execute "$$notebook" || exit 1; done
+
+figures: $(VENV)/.with-demo
+	$(BIN)/python examples/particles.py
+
+bench-overhead: $(VENV)/.with-test
+	$(BIN)/python benchmarks/overhead.py
+
+hooks: $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit
+	$(BIN)/pre-commit install
+
+clean:
+	rm -rf $(VENV) .venv-new docs/_build demo-output .mypy_cache .pytest_cache .ruff_cache
