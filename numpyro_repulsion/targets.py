@@ -177,9 +177,7 @@ def bayesian_neural_network(X: Any, y: Any = None, subsample_size: int | None = 
     noise_precision = numpyro.sample("noise_precision", dist.Gamma(1.0, 0.1))
     prior = dist.Normal(0.0, weight_precision**-0.5)
     shapes = {"w1": (X.shape[1], hidden), "b1": (hidden,), "w2": (hidden,), "b2": ()}
-    weights = {
-        name: numpyro.sample(name, prior.expand(shape).to_event(len(shape))) for name, shape in shapes.items()
-    }
+    weights = {name: numpyro.sample(name, prior.expand(shape).to_event(len(shape))) for name, shape in shapes.items()}
     with numpyro.plate("rows", len(X), subsample_size=subsample_size) as i:
         response = dist.Normal(relu_network(weights, X[i]), noise_precision**-0.5)
         numpyro.sample("y", response, obs=None if y is None else jnp.asarray(y)[i])
@@ -253,6 +251,7 @@ def moments(model: Callable, *args: Any, **kwargs: Any) -> dict[str, tuple[jax.A
         >>> float(mean), float(variance)
         (1.5, 0.75)
     """
+
     def of(key):
         sites = trace(seed(model, key)).get_trace(*args, **kwargs)
         return {name: (site["fn"].mean, site["fn"].variance) for name, site in sites.items() if _is_free(site)}

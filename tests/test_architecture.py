@@ -1,0 +1,115 @@
+"""The house's own rules: imports run downward, heavy packages stay out, public names are documented."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+import numpyro_repulsion
+from numpyro_repulsion import targets
+
+PACKAGE = "numpyro_repulsion"
+FILES = {path.stem: path for path in Path(numpyro_repulsion.__file__).parent.glob("*.py")}
+MATHEMATICS = {"jax", "numpy"}
+HOST = MATHEMATICS | {"numpyro"}
+#: What each file may import: packages, and files of this one.
+ARROWS = {
+    "interactions": (MATHEMATICS, set()),
+    "schedules": (MATHEMATICS, set()),
+    "dynamics": (MATHEMATICS, {"interactions"}),
+    "gradients": (HOST, set()),
+    "targets": (HOST, set()),
+    "adaptation": (MATHEMATICS, {"interactions", "schedules", "gradients"}),
+    "kernels": (HOST, {"interactions", "schedules", "dynamics", "gradients", "adaptation"}),
+    "diagnostics": (MATHEMATICS, {"interactions"}),
+    "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels", "diagnostics"}),
+    "__init__": (set(), set(FILES) - {"targets"}),
+}
+
+
+def imports(tree):
+    """``(packages, files of this package)`` imported anywhere in a syntax tree, the standard library left out."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the arrows"
+            # `from numpyro_repulsion import targets` names a file, `... import RBF` would go up through __init__.
+            within = node.module == PACKAGE
+            names |= {f"{PACKAGE}.{alias.name}" for alias in node.names} if within else {node.module}
+    packages = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
+    files = {name.split(".")[1] for name in names if name.startswith(PACKAGE + ".")}
+    return packages - {PACKAGE}, files
+
+
+class RunOnImport(ast.NodeTransformer):
+    """Leaves of a module what runs when it is imported."""
+
+    def visit_FunctionDef(self, node):
+        return None
+
+    def visit_If(self, node):
+        return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+
+
+def test_every_file_has_its_place():
+    assert set(FILES) <= set(ARROWS), "a new file: say in ARROWS what it may import"
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_imports_run_downward(name):
+    packages, files = imports(ast.parse(FILES[name].read_text()))
+    allowed_packages, allowed_files = ARROWS[name]
+    assert packages <= allowed_packages
+    assert files <= allowed_files
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_arviz_is_imported_lazily(name):
+    packages, _ = imports(RunOnImport().visit(ast.parse(FILES[name].read_text())))
+    assert not packages & {"arviz", "xarray"}
+
+
+def test_arrows_are_seen():
+    source = "try:\n  import arviz\nfinally:\n  def f():\n    from numpyro_repulsion.kernels import SGLD\n"
+    tree = ast.parse(source + "from numpyro_repulsion import RBF")
+    assert imports(tree) == ({"arviz"}, {"kernels", "RBF"})
+    assert imports(RunOnImport().visit(tree)) == ({"arviz"}, {"RBF"})
+
+
+def test_import_is_light():
+    program = f"import sys, {PACKAGE}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert PACKAGE in loaded
+    assert not {"arviz", "xarray", "matplotlib", "optax", "pandas", "funsor", "equinox"} & set(loaded)
+
+
+PUBLIC = {
+    f"{module.__name__}.{name}": value
+    for module in (numpyro_repulsion, targets)
+    for name, value in vars(module).items()
+    if not (name.startswith("_") or inspect.ismodule(value)) and (module is numpyro_repulsion or name in module.__all__)
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_are_documented_with_an_example(name):
+    documentation = PUBLIC[name].__doc__
+    # `vars`, for a class without a docstring of its own shows that of its base.
+    assert vars(PUBLIC[name]).get("__doc__") if inspect.isclass(PUBLIC[name]) else documentation
+    assert ">>>" in documentation, "no example"
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - {"__init__"}))
+def test_modules_say_what_they_offer(name):
+    module = importlib.import_module(f"{PACKAGE}.{name}")
+    assert module.__doc__
+    assert [public for public in module.__all__ if not hasattr(module, public)] == []
+    for public, value in PUBLIC.items():
+        if value.__module__ == module.__name__:
+            assert public.split(".")[-1] in module.__all__
