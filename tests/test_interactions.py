@@ -1,0 +1,458 @@
+"""K, Γ and the noise, against definitions written out here."""
+
+from dataclasses import FrozenInstanceError, dataclass
+import pickle
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.spatial.distance import cdist
+
+from numpyro_repulsion import IMQ, RBF, Balanced, Gram, Independent, Interaction, Radial
+from numpyro_repulsion.interactions import Sum, median_bandwidth, squared_distances
+
+#: Beyond so many standard errors a deviation is none of chance: 6 in 10 million for one normal number.
+SIGMAS = 5.0
+
+
+@dataclass(frozen=True)
+class Laplace(Radial):
+    """A radial kernel of a user's own, with a long tail."""
+
+    bandwidth: float | None = None
+    nugget: float = 1e-3
+
+    def profile(self, s):
+        return 1.0 / (1.0 + s)
+
+
+class Cosine(Gram):
+    """A kernel of a user's own, written for one pair."""
+
+    nugget = 0.1
+
+    def evaluate(self, x, y, bandwidth):
+        return jnp.mean(jnp.cos(x - y))
+
+
+@dataclass(frozen=True)
+class Linear(Gram):
+    """A kernel that is not stationary: K_ii depends on u_i."""
+
+    nugget: float = 0.05
+
+    def evaluate(self, x, y, bandwidth):
+        return 0.3 * x @ y + jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth) * (1 + x[0] ** 2) * (1 + y[0] ** 2)
+
+
+GRAMS = {
+    "rbf": RBF(1.3),
+    "rbf, learned": RBF(),
+    "imq": IMQ(0.7, nugget=0.02),
+    "radial of a user": Laplace(),
+    "gram of a user": Cosine(),
+    "not stationary": Linear(),
+    "scaled": 0.3 * RBF(),
+    "sum": 0.5 * RBF(1.3) + 0.25 * IMQ() + 0.25 * Independent(),
+    "sum with a user's": Cosine() + RBF() * 2,
+}
+ALL = {**GRAMS, "independent": Independent(), "balanced": Balanced()}
+BANDWIDTH = 2.1
+
+grams = pytest.mark.parametrize("interaction", GRAMS.values(), ids=GRAMS)
+everything = pytest.mark.parametrize("interaction", ALL.values(), ids=ALL)
+
+
+def cloud(size=6, dim=3, seed=0):
+    return random.normal(random.key(seed), (size, dim))
+
+
+def matrix(interaction, u, bandwidth=BANDWIDTH):
+    """K, by the definition: the kernel of each pair, and the nugget on the diagonal."""
+    if isinstance(interaction, Sum):
+        return sum(weight * matrix(term, u, bandwidth) for weight, term in interaction.terms)
+    if not isinstance(interaction, Gram):
+        return jnp.eye(len(u))
+    pairs = jax.vmap(lambda x: jax.vmap(lambda y: interaction.evaluate(x, y, bandwidth))(u))(u)
+    return pairs + interaction.nugget * jnp.eye(len(u))
+
+
+def divergence(interaction, u, bandwidth=BANDWIDTH):
+    """Γ_i = Σ_j ∂K_ij / ∂u_j, by automatic differentiation of the whole matrix."""
+    return jnp.einsum("ijjd->id", jax.jacobian(lambda v: matrix(interaction, v, bandwidth))(u))
+
+
+def columns(coupling, u):
+    """K, by applying it to the unit vectors."""
+    return jax.vmap(lambda unit: coupling.apply(jnp.broadcast_to(unit[:, None], u.shape))[:, 0])(jnp.eye(len(u))).T
+
+
+@everything
+def test_apply_is_the_matrix(x64, interaction):
+    u, x = cloud(), cloud(seed=1)
+    coupling = interaction.couple(u, BANDWIDTH)
+    np.testing.assert_allclose(coupling.apply(x), matrix(interaction, u) @ x, rtol=1e-12, atol=1e-12)
+
+
+@everything
+def test_repulsion_is_the_divergence_of_the_matrix(x64, interaction):
+    u = cloud()
+    expected = divergence(interaction, u)
+    given = jnp.broadcast_to(interaction.couple(u, BANDWIDTH).repulsion, u.shape)
+    np.testing.assert_allclose(given, expected, rtol=1e-12, atol=1e-12)
+    if interaction.interacts:  # with the sign flipped, or without Γ, it could not pass
+        assert jnp.abs(expected).max() > 1e-2
+
+
+def test_repulsion_repels(x64):
+    u = jnp.array([[0.0], [1.0]])
+    for interaction in (RBF(1.0), IMQ(1.0), Laplace(1.0)):
+        left, right = interaction.couple(u).repulsion
+        assert left < 0 < right
+
+
+def test_rbf_and_imq_are_what_they_say(x64):
+    x, y = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
+    assert float(RBF(3.0).evaluate(x, y)) == pytest.approx(np.exp(-4.25 / 3))
+    assert float(IMQ(3.0).evaluate(x, y)) == pytest.approx((1 + 4.25 / 3) ** -0.5)
+    assert float(RBF().evaluate(x, y, 3.0)) == float(RBF(3.0).evaluate(x, y)) == float(RBF(3.0).evaluate(x, y, 9.0))
+
+
+@everything
+def test_matrix_is_symmetric_and_positive_semidefinite(x64, interaction):
+    for u in (cloud(), cloud(20, 1, 1), 0.01 * cloud(20, 2, 2)):
+        gram = columns(interaction.couple(u, BANDWIDTH), u)
+        np.testing.assert_allclose(gram, gram.T, rtol=0, atol=1e-14)
+        assert jnp.linalg.eigvalsh(gram).min() > -1e-12
+
+
+@everything
+def test_bound_is_above_the_largest_eigenvalue(x64, interaction):
+    for u in (cloud(), 0.1 * cloud(20, 2, 1), 5.0 * cloud(20, 2, 2)):
+        largest = jnp.linalg.eigvalsh(matrix(interaction, u)).max()
+        bound = interaction.couple(u, BANDWIDTH).bound
+        assert largest <= bound * (1 + 1e-12)
+        assert bound <= len(u) * jnp.abs(matrix(interaction, u)).max()  # and of use
+
+
+def assert_covariance(noise, expected):
+    """Whether draws ``(n, L, d)`` have covariance ``expected ⊗ I``, by the standard errors of all entries."""
+    count, size, dim = noise.shape
+    flat = noise.reshape(count, size * dim)
+    products = flat[:, :, None] * flat[:, None, :]
+    error = products.std(0) / count**0.5
+    deviation = jnp.abs(products.mean(0) - jnp.kron(expected, jnp.eye(dim)))
+    assert (deviation < SIGMAS * error + 1e-6).all()
+    assert (jnp.abs(flat.mean(0)) < SIGMAS * flat.std(0) / count**0.5 + 1e-6).all()
+
+
+def draws(coupling, count=20_000, seed=0):
+    return jax.vmap(coupling.draw)(random.split(random.key(seed), count))
+
+
+@grams
+def test_noise_has_covariance_K(interaction):
+    u = cloud(4, 2)
+    noise, gram = draws(interaction.couple(u, BANDWIDTH)), matrix(interaction, u)
+    assert_covariance(noise, gram)
+    with pytest.raises(AssertionError):
+        assert_covariance(noise, 1.15 * gram)
+    with pytest.raises(AssertionError):
+        assert_covariance(noise, jnp.diag(jnp.diag(gram)))
+
+
+def test_nugget_is_in_the_noise():
+    u = cloud(4, 2)
+    noise = draws(RBF(1.0, nugget=0.2).couple(u))
+    assert_covariance(noise, matrix(RBF(1.0, nugget=0.2), u))
+    with pytest.raises(AssertionError):
+        assert_covariance(noise, matrix(RBF(1.0, nugget=1e-6), u))
+
+
+def test_independent_noise_is_white():
+    assert_covariance(draws(Independent().couple(cloud(4, 2))), jnp.eye(4))
+
+
+def test_balanced_noise_sums_to_zero_with_white_slices():
+    noise = draws(Balanced().couple(cloud(4, 2)))
+    np.testing.assert_allclose(noise.sum(1), 0.0, atol=1e-5)
+    # Slices have unit variance, and share the −1 that makes the sum zero.
+    assert_covariance(noise, 4 / 3 * (jnp.eye(4) - 1 / 4))
+
+
+def test_balanced_noise_of_one_particle_is_plain():
+    u = cloud(1, 2)
+    assert (Balanced().couple(u).draw(random.key(0)) == Independent().couple(u).draw(random.key(0))).all()
+
+
+def test_balanced_noise_in_groups_is_balanced_within_each():
+    noise = draws(Balanced().couple(cloud(6, 2).reshape(2, 3, 2)))
+    np.testing.assert_allclose(noise.sum(2), 0.0, atol=1e-5)
+    within = 3 / 2 * (jnp.eye(3) - 1 / 3)
+    assert_covariance(noise.reshape(-1, 6, 2), jnp.kron(jnp.eye(2), within))
+
+
+def test_balanced_groups_have_the_law_of_their_interaction_and_cancel_across():
+    u = cloud(9, 2).reshape(3, 3, 2)
+    coupling, plain = Balanced(RBF(1.0)).couple(u), RBF(1.0).couple(u)
+    noise = draws(coupling)
+    for group, points in enumerate(u):
+        assert_covariance(noise[:, group], matrix(RBF(1.0), points))
+    roots = jnp.linalg.cholesky(jnp.stack([matrix(RBF(1.0), points) for points in u]))
+    white = jnp.linalg.solve(roots, noise[:100])
+    np.testing.assert_allclose(white.sum(1), 0.0, atol=1e-3)
+    across = 3 / 2 * (jnp.eye(3) - 1 / 3)
+    expected = jnp.einsum("gh,gij,hkj->gihk", across, roots, roots).reshape(9, 9)
+    assert_covariance(noise.reshape(-1, 9, 2), expected)
+    assert (coupling.repulsion == plain.repulsion).all()
+    assert (coupling.apply(u) == plain.apply(u)).all()
+
+
+def test_balanced_interaction_needs_groups():
+    for u in (cloud(), cloud()[None]):
+        with pytest.raises(ValueError, match=r"at least two of them.*num_ensembles=2"):
+            Balanced(RBF(1.0)).couple(u)
+
+
+@everything
+def test_groups_are_coupled_separately(x64, interaction):
+    u, x = cloud(8, 3).reshape(2, 4, 3), cloud(8, 3, 1).reshape(2, 4, 3)
+    together = interaction.couple(u, BANDWIDTH)
+    apart = [interaction.couple(group, BANDWIDTH) for group in u]
+    expected = jnp.stack([coupling.apply(y) for coupling, y in zip(apart, x, strict=True)])
+    np.testing.assert_allclose(together.apply(x), expected, rtol=1e-12, atol=1e-14)
+    expected = jnp.stack([jnp.broadcast_to(coupling.repulsion, (4, 3)) for coupling in apart])
+    np.testing.assert_allclose(jnp.broadcast_to(together.repulsion, u.shape), expected, rtol=1e-12, atol=1e-14)
+    assert together.bound >= max(coupling.bound for coupling in apart)
+
+
+@grams
+def test_noise_of_groups_is_independent(interaction):
+    u = cloud(4, 2).reshape(2, 2, 2)
+    blocks = jax.scipy.linalg.block_diag(*[matrix(interaction, group) for group in u])
+    assert_covariance(draws(interaction.couple(u, BANDWIDTH)).reshape(-1, 4, 2), blocks)
+
+
+def shapes(jaxpr):
+    """The shapes of all intermediate values of a program, those of its inner programs included."""
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            yield variable.aval.shape
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from shapes(inner)
+
+
+def all_pairs_of_coordinates(interaction, size=17, dim=5):
+    """Whether anything as big as all differences of coordinates is formed."""
+
+    def work(u, key):
+        coupling = interaction.couple(u, BANDWIDTH)
+        return coupling.apply(u), coupling.repulsion, coupling.draw(key), coupling.bound
+
+    program = jax.make_jaxpr(work)(jnp.zeros((size, dim)), random.key(0))
+    found = list(shapes(program.jaxpr))
+    assert (size, size) in found
+    return any(np.prod(shape) >= size * size * dim for shape in found)
+
+
+@pytest.mark.parametrize("interaction", [RBF(), IMQ(), 0.5 * RBF() + 0.5 * IMQ(1.0)], ids=repr)
+def test_memory_does_not_grow_with_pairs_times_dimension(interaction):
+    assert not all_pairs_of_coordinates(interaction)
+
+
+def test_memory_of_a_naive_kernel_would_be_seen():
+    class Naive(RBF):
+        def gram(self, u, bandwidth):
+            return jnp.exp(-((u[:, None] - u) ** 2).sum(-1)) + jnp.eye(len(u)), u
+
+    assert all_pairs_of_coordinates(Naive())
+
+
+@pytest.mark.parametrize("interaction", [RBF(), IMQ(), Laplace(), 0.5 * RBF() + 0.5 * IMQ()], ids=repr)
+@pytest.mark.parametrize("u", [jnp.ones((200, 3)), cloud(200, 3), cloud(200, 3).at[1].set(cloud(200, 3)[0])])
+def test_close_particles_stay_finite_in_float32(interaction, u):
+    coupling = interaction.couple(u, 1e5)
+    assert u.dtype == jnp.float32
+    for value in (coupling.apply(u), coupling.repulsion, coupling.draw(random.key(0)), coupling.bound):
+        assert jnp.isfinite(value).all()
+
+
+@pytest.mark.parametrize("interaction", [RBF(), IMQ(), Cosine()], ids=repr)
+def test_coincident_particles_do_not_repel_each_other(interaction):
+    u = jnp.ones((5, 3))
+    np.testing.assert_allclose(interaction.couple(u, 1.0).repulsion, 0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("interaction", [RBF(1.0), IMQ(1.0), Laplace(1.0), 2.0 * RBF(1.0)], ids=repr)
+@pytest.mark.parametrize("distance", [1e19, 1e30, -3e38])
+@pytest.mark.parametrize("runaway", [0, 2, 5])
+def test_a_runaway_particle_leaves_the_others_alone(interaction, distance, runaway):
+    u = cloud().at[runaway, 1].set(distance)
+    others = jnp.delete(jnp.arange(len(u)), runaway)
+    given, alone = interaction.couple(u), interaction.couple(u[others])
+    np.testing.assert_allclose(given.repulsion[others], alone.repulsion, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(given.repulsion[runaway], 0.0, atol=1e-6)
+    x = cloud(seed=1)
+    np.testing.assert_allclose(
+        given.apply(x.at[runaway].set(0.0))[others], alone.apply(x[others]), rtol=1e-5, atol=1e-6
+    )
+    assert jnp.isfinite(given.draw(random.key(0))).all()
+    assert float(given.bound) == pytest.approx(float(alone.bound), rel=1e-5)
+
+
+def test_squared_distances_far_from_the_origin():
+    near = np.random.default_rng(0).normal(size=(20, 4))
+    u = (near + 1e4).astype(np.float32)
+    exact = cdist(u.astype(np.float64), u.astype(np.float64), "sqeuclidean")
+    given = squared_distances(jnp.asarray(u))
+    np.testing.assert_allclose(given, exact, rtol=1e-5, atol=1e-5)
+    assert (jnp.diag(given) == 0).all() or jnp.diag(given).max() < 1e-5
+
+
+def test_squared_distances_to_a_runaway_are_infinite():
+    u = cloud().at[2].set(1e25)
+    given = squared_distances(u)
+    assert jnp.isinf(given[2]).all()
+    others = jnp.array([0, 1, 3, 4, 5])
+    exact = cdist(np.asarray(u)[others], np.asarray(u)[others], "sqeuclidean")
+    np.testing.assert_allclose(given[jnp.ix_(others, others)], exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 7])
+def test_median_bandwidth_is_the_median_rule(x64, size):
+    u = np.random.default_rng(size).normal(size=(size, 3))
+    squared = [((u[i] - u[j]) ** 2).sum() for i in range(size) for j in range(i)]
+    assert float(median_bandwidth(jnp.asarray(u))) == pytest.approx(np.median(squared) / np.log(size), rel=1e-12)
+
+
+def test_median_bandwidth_of_groups_ignores_pairs_across(x64):
+    u = np.random.default_rng(0).normal(size=(2, 4, 3)) + np.array([0.0, 100.0])[:, None, None]
+    squared = [((g[i] - g[j]) ** 2).sum() for g in u for i in range(4) for j in range(i)]
+    assert float(median_bandwidth(jnp.asarray(u))) == pytest.approx(np.median(squared) / np.log(4), rel=1e-10)
+
+
+def test_median_bandwidth_is_always_usable():
+    for u in (jnp.ones((5, 2)), cloud().at[0].set(jnp.nan), cloud().at[:4].multiply(1e25)):
+        assert 0 < median_bandwidth(u) < jnp.inf
+
+
+def test_sums_share_the_learned_bandwidth(x64):
+    u = cloud()
+    given = columns((0.5 * RBF() + 0.5 * IMQ(1.0)).couple(u, 3.0), u)
+    expected = 0.5 * columns(RBF(3.0).couple(u), u) + 0.5 * columns(IMQ(1.0).couple(u), u)
+    np.testing.assert_allclose(given, expected, rtol=1e-12)
+
+
+def test_who_learns_a_bandwidth():
+    learns = [RBF(), IMQ(), 2.0 * RBF(), RBF(1.0) + IMQ(), Balanced(RBF())]
+    has = [RBF(1.0), 2.0 * RBF(1.0), Independent(), Balanced(), Balanced(RBF(1.0)), RBF(1.0) + Independent(), Cosine()]
+    assert all(interaction.learns_bandwidth for interaction in learns)
+    assert not any(interaction.learns_bandwidth for interaction in has)
+
+
+def test_who_interacts():
+    assert all(interaction.interacts for interaction in (*GRAMS.values(), Balanced(RBF())))
+    assert not any(interaction.interacts for interaction in (Independent(), Balanced()))
+
+
+def test_who_is_the_identity():
+    assert Independent().couple(cloud()).is_identity and Balanced().couple(cloud()).is_identity
+    assert not any(interaction.couple(cloud(), 1.0).is_identity for interaction in GRAMS.values())
+
+
+def test_a_missing_bandwidth_is_named():
+    with pytest.raises(ValueError, match="no bandwidth yet"):
+        RBF().couple(cloud())
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        lambda: Balanced() + RBF(),
+        lambda: RBF() + Balanced(),
+        lambda: 0.5 * RBF() + Balanced(),
+        lambda: Balanced() + 0.5 * RBF(),
+        lambda: 0.5 * Balanced(),
+        lambda: Balanced() * 0.5,
+        lambda: Balanced(RBF()) + Balanced(RBF()),
+        lambda: Independent() + Balanced(),
+        lambda: Balanced(Independent()),
+        lambda: Balanced(Balanced(RBF())),
+        lambda: RBF() + 1.0,
+        lambda: 1.0 + RBF(),
+        lambda: RBF() + "IMQ",
+    ],
+)
+def test_what_cannot_be_added(expression):
+    with pytest.raises(TypeError):
+        expression()
+
+
+def test_balanced_says_what_to_write_instead():
+    with pytest.raises(TypeError, match=r"Balanced\(a \+ b\)"):
+        Balanced() + RBF()
+    with pytest.raises(TypeError, match="cannot be scaled"):
+        2.0 * Balanced()
+    with pytest.raises(TypeError, match=r"write Balanced\(\)"):
+        Balanced(Independent())
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "1"])
+@pytest.mark.parametrize("name", ["bandwidth", "nugget"])
+@pytest.mark.parametrize("kind", [RBF, IMQ, Laplace])
+def test_bad_settings_are_refused(kind, name, value):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: `{name}` must be a positive, finite number"):
+        kind(**{name: value})
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_weights_are_refused(weight):
+    for interaction in (RBF(), Independent(), RBF() + IMQ()):
+        with pytest.raises(ValueError, match="`weight` must be a positive, finite number"):
+            weight * interaction
+
+
+def test_algebra():
+    assert 2 * (RBF() + 3 * IMQ()) == 2 * RBF() + 6 * IMQ() == Sum(((2.0, RBF()), (6.0, IMQ())))
+    assert RBF() * 2 == 2 * RBF()
+    assert (RBF() + IMQ()) + Independent() == RBF() + (IMQ() + Independent())
+    assert repr(0.9 * RBF(1.0) + 0.1 * Independent()) == "0.9 * RBF(bandwidth=1.0, nugget=0.001) + 0.1 * Independent()"
+
+
+@pytest.mark.parametrize(
+    "interaction", [RBF(1.0), IMQ(), Laplace(), Independent(), Balanced(RBF()), RBF() + 2 * IMQ()], ids=repr
+)
+def test_interactions_are_values(interaction):
+    again = pickle.loads(pickle.dumps(interaction))
+    assert again == interaction and hash(again) == hash(interaction) and repr(again) == repr(interaction)
+    assert interaction != RBF(0.123)
+    with pytest.raises(FrozenInstanceError):
+        interaction.bandwidth = 2.0
+
+
+@everything
+def test_couple_works_under_jit_and_vmap(x64, interaction):
+    u = jnp.stack([cloud(), cloud(seed=1)])
+
+    def gamma(v):
+        return jnp.broadcast_to(interaction.couple(v, BANDWIDTH).repulsion, v.shape)
+
+    expected = jnp.stack([gamma(v) for v in u])
+    np.testing.assert_allclose(jax.jit(jax.vmap(gamma))(u), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_not_implemented_says_so():
+    class Empty(Interaction):
+        pass
+
+    class Kernelless(Gram):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Empty does not implement `couple`"):
+        Empty().couple(cloud())
+    with pytest.raises(NotImplementedError, match="Kernelless does not implement `evaluate`"):
+        Kernelless().couple(cloud())
