@@ -7,6 +7,7 @@ particles) on synthetic data of the size of the Boston set. Prints a table; writ
 """
 
 import argparse
+from functools import partial
 import json
 import os
 import pathlib
@@ -18,9 +19,9 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 import numpyro
+from numpyro.handlers import substitute
 from numpyro.infer import MCMC
 from numpyro.infer.util import initialize_model
-from numpyro.handlers import substitute
 
 import numpyro_repulsion
 from numpyro_repulsion import RBF, SGLD, SGLDR, Independent, Overdamped
@@ -36,9 +37,9 @@ def bare_scan(model, X, y, num_updates, start):
     def indexed(*args, _rows):
         return substitute(model, data=_rows)(*args)
 
-    plates = {"data": (X.shape[0], 100)}
+    plates = {"rows": (X.shape[0], 100)}
     info = initialize_model(
-        random.key(0), indexed, model_args=(X, y), model_kwargs={"_rows": {"data": jnp.arange(100)}}, dynamic_args=True
+        random.key(0), indexed, model_args=(X, y), model_kwargs={"_rows": {"rows": jnp.arange(100)}}, dynamic_args=True
     )
 
     def energy(z, rows):
@@ -65,3 +66,80 @@ def bare_scan(model, X, y, num_updates, start):
         return lax.scan(iteration, z, keys)[1]
 
     return lambda key: run(key, start)
+
+
+def through_mcmc(kernel, X, y, num_updates):
+    """``MCMC.run`` as one compiled program, so that rounds time the updates and not the compiler."""
+
+    @jax.jit
+    def run(key):
+        mcmc = MCMC(
+            kernel,
+            num_warmup=0,
+            num_samples=num_updates // NUM_STEPS,
+            num_chains=NUM_PARTICLES,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
+        mcmc.run(key, X, y)
+        return mcmc.get_samples()
+
+    return run
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--updates", type=int, default=500)
+    arguments = parser.parse_args()
+
+    X = random.normal(random.key(0), (455, 13))
+    y = jnp.sin(X[:, 0]) + 0.1 * random.normal(random.key(1), (455,))
+    model = partial(bayesian_neural_network, subsample_size=100)
+    kernels = {
+        "SGLD through MCMC": SGLD(model, step_size=STEP_SIZE),
+        "SGLD, paper's baseline": SGLD(
+            model, step_size=STEP_SIZE, interaction=Independent(), dynamics=Overdamped("euler")
+        ),
+        "SGLDR through MCMC": SGLDR(model, step_size=STEP_SIZE, interaction=RBF()),
+    }
+    keys = random.split(random.key(2), NUM_PARTICLES)
+    start = kernels["SGLD through MCMC"].init(keys, 0, None, (X, y), {}).z
+    programs = {"bare lax.scan": bare_scan(model, X, y, arguments.updates, start)}
+    programs |= {name: through_mcmc(kernel, X, y, arguments.updates) for name, kernel in kernels.items()}
+    for run in programs.values():
+        jax.block_until_ready(run(random.key(0)))
+
+    seconds = {name: [] for name in programs}
+    for round_ in range(arguments.rounds):
+        for name, run in programs.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run(random.key(round_)))
+            seconds[name].append((time.perf_counter() - began) / arguments.updates)
+
+    def ratio(name, other):
+        return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
+
+    ratios = {
+        "SGLD / bare scan (at most 1.15)": ratio("SGLD through MCMC", "bare lax.scan"),
+        "paper's SGLD / bare scan": ratio("SGLD, paper's baseline", "bare lax.scan"),
+        "SGLDR / SGLD (at most 1.15)": ratio("SGLDR through MCMC", "SGLD through MCMC"),
+    }
+    print(f"{NUM_PARTICLES} particles, minibatch 100, {arguments.rounds} rounds of {arguments.updates} updates")
+    for name, values in seconds.items():
+        low, middle, high = (1e6 * f(values) for f in (min, statistics.median, max))
+        print(f"{name:<26} {middle:8.0f} µs per update ({low:.0f} to {high:.0f})")
+    for name, value in ratios.items():
+        print(f"{name:<34} {value:.3f}")
+    result = {
+        "microseconds_per_update": {name: 1e6 * statistics.median(values) for name, values in seconds.items()},
+        "ratios": ratios,
+        "rounds": arguments.rounds,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}",
+        "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
+    }
+    pathlib.Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -152,10 +152,12 @@ class ModelTarget(Target):
     def find_nan(self):
         found = []
         for path, leaf in jax.tree.leaves_with_path({"args": self.args, "kwargs": self.kwargs}):
-            if _is_concrete(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) and (count := int(jnp.isnan(leaf).sum())):
-                found.append(f"{count} in the model's {jax.tree_util.keystr(path[1:])} ({path[0].key})")
-        values = jax.jit(lambda: {k: jnp.isnan(v).sum() for k, v in self.observations().items()})()
-        found += [f"{int(count)} in the observed site '{name}'" for name, count in values.items() if count]
+            # NumPy, for inside a user's `jit` an operation of JAX on known data has no value.
+            if _is_concrete(leaf) and (count := _count_nan(leaf)):
+                found.append(f"{count} in the model's {path[0].key}{jax.tree_util.keystr(path[1:])}")
+        for name, value in jax.jit(self.observations)().items():
+            if _is_concrete(value) and (count := _count_nan(value)):
+                found.append(f"{count} in the observed site '{name}'")
         return found
 
     def is_finite_on_all_rows(self) -> bool:
@@ -367,6 +369,10 @@ def _influenced(fn, cause, *rest):
         if any(id(variable) in tainted for variable in equation.invars):
             tainted.update(id(variable) for variable in equation.outvars)
     return [id(variable) in tainted for variable in program.outvars]
+
+
+def _count_nan(array):
+    return int(np.isnan(np.asarray(array)).sum()) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
 
 
 def _is_concrete(leaf):

@@ -1,0 +1,216 @@
+"""One update: exact limits, non-finite particles, keys."""
+
+import dataclasses
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import IMQ, RBF, SGLD, SGLDR, Balanced, Independent, Overdamped
+from numpyro_repulsion.dynamics import Cloud, hold
+
+
+def potential(z):
+    return jnp.sum(z**4) / 4 + jnp.sum(z**2) / 2
+
+
+force = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
+EULER = Overdamped(integrator="euler")
+
+
+def run(kernel, starts, num_samples=20, key=None):
+    mcmc = MCMC(
+        kernel, num_warmup=0, num_samples=num_samples, num_chains=len(starts), chain_method="vectorized", progress_bar=False
+    )
+    mcmc.run(random.key(1) if key is None else key, init_params=starts)
+    return mcmc
+
+
+@pytest.fixture
+def starts():
+    return random.normal(random.key(0), (6, 3))
+
+
+@pytest.mark.parametrize("dynamics", [EULER, Overdamped()])
+def test_sgldr_without_interaction_is_sgld_bit_for_bit(starts, dynamics):
+    setting = {"potential_fn": potential, "step_size": 0.05, "interaction": Independent(), "dynamics": dynamics}
+    sgld, sgldr = (run(kernel(**setting), starts).get_samples(group_by_chain=True) for kernel in (SGLD, SGLDR))
+    assert np.array_equal(sgld, sgldr)
+    with_rbf = run(SGLDR(**setting | {"interaction": RBF(), "dynamics": None}), starts).get_samples(group_by_chain=True)
+    assert not np.allclose(sgld, with_rbf)
+
+
+def test_sgld_is_a_langevin_loop_written_by_hand(starts):
+    step_size, num_steps = 0.05, 10
+    kernel = SGLD(potential_fn=potential, step_size=step_size, interaction=Independent(), dynamics=EULER)
+    mcmc = run(kernel, starts, num_samples=7)
+    state = kernel.init(random.split(random.key(1), 6), 0, starts, (), {})
+
+    @jax.jit
+    def by_hand(z, rng_key):
+        draws = []
+        for _ in range(7):
+            rng_key, _, loop_key = random.split(rng_key, 3)
+            for key in random.split(loop_key, num_steps):
+                noise_key, _ = random.split(key)
+                noise = random.normal(noise_key, (1, 6, 3))[0]
+                z = z + step_size * -jax.vmap(jax.grad(potential))(z) + jnp.sqrt(2 * step_size) * noise
+            draws.append(z)
+        return jnp.stack(draws, 1)
+
+    # Equal but for the order of floating-point operations, which the compiler chooses.
+    np.testing.assert_allclose(
+        mcmc.get_samples(group_by_chain=True), by_hand(state.z, state.rng_key), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_bandwidth_towards_zero_is_independent_euler(starts):
+    def draws(interaction):
+        kernel = SGLDR(potential_fn=potential, step_size=0.05, interaction=interaction, dynamics=EULER)
+        return run(kernel, starts).get_samples(group_by_chain=True)
+
+    independent = draws(Independent())
+    differences = [np.abs(draws(RBF(h, nugget=1e-9)) - independent).max() for h in (1.0, 0.1, 1e-8)]
+    assert differences[0] > 0.1
+    assert differences[2] < 1e-5
+
+
+def test_svgd_direction_is_the_textbook_one(starts):
+    # φ(x) = Σ_j k(x_j, x) ∇log π(x_j) + ∇_{x_j} k(x_j, x), by automatic differentiation, one particle at a time.
+    h = 1.7
+
+    def kernel(x, y):
+        return jnp.exp(-jnp.sum((x - y) ** 2) / h)
+
+    def direction(x):
+        return sum(-kernel(y, x) * jax.grad(potential)(y) + jax.grad(kernel)(y, x) for y in starts)
+
+    dynamics, couple = Overdamped(noise=False), RBF(h, nugget=1e-9).couple
+    cloud = dynamics.init(random.key(0), starts, force, couple)
+    moved = dynamics.step(random.key(1), cloud, force, couple, 0.1).z
+    np.testing.assert_allclose(moved, starts + 0.1 * jax.vmap(direction)(starts), rtol=2e-5, atol=2e-5)
+
+
+def test_zero_temperature_is_gradient_descent(starts):
+    dynamics = Overdamped("euler", temperature=0.0)
+    cloud = dynamics.init(random.key(0), starts, force, Independent().couple)
+    moved = dynamics.step(random.key(1), cloud, force, Independent().couple, 0.1).z
+    np.testing.assert_allclose(moved, starts - 0.1 * force(starts)[1], rtol=1e-6)
+    assert not dynamics.is_sampler
+
+
+@pytest.mark.parametrize("interaction", [RBF(2.0), IMQ(2.0), Independent(), Balanced()])
+def test_groups_move_as_they_would_alone(starts, interaction):
+    clouds = jnp.stack([starts, starts + 1.0])
+    dynamics = Overdamped(noise=False)
+
+    def step(z):
+        cloud = dynamics.init(random.key(0), z, force, interaction.couple)
+        return dynamics.step(random.key(1), cloud, force, interaction.couple, 0.1).z
+
+    np.testing.assert_allclose(step(clouds), jnp.stack([step(clouds[0]), step(clouds[1])]), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("field", ["z", "potential_energy", "gradient", "memory"])
+def test_hold_keeps_whatever_is_not_finite_where_it_was(field, bad):
+    old = Cloud(jnp.zeros((4, 2)), jnp.zeros(4), jnp.zeros((4, 2)), (jnp.zeros((4, 2)),))
+    new = jax.tree.map(lambda x: x + 1.0, old)
+    value = getattr(new, field)
+    broken = jax.tree.map(lambda x: x.at[(2,) * x.ndim if x.ndim == 1 else (2, 1)].set(bad), value)
+    cloud, held = hold(old, new._replace(**{field: broken}))
+    assert held.tolist() == [False, False, True, False]
+    for name in Cloud._fields:
+        array = jax.tree.leaves(getattr(cloud, name))[0]
+        assert (array[2] == 0).all() and (array[jnp.array([0, 1, 3])] == 1).all()
+
+
+@pytest.mark.parametrize("interaction", [RBF(2.0), RBF(), IMQ(2.0), Balanced()])
+def test_a_diverging_particle_does_not_infect_the_others(interaction):
+    def energy(z):
+        return jnp.where(z[0] > 3.0, jnp.nan, jnp.sum(z**2) / 2)
+
+    starts = random.normal(random.key(0), (8, 2)).clip(-1.5, 1.5).at[3].set(jnp.array([2.99, 0.0]))
+    kernel = SGLDR(potential_fn=energy, step_size=0.05, interaction=interaction, num_steps=1)
+    with pytest.warns(RuntimeWarning, match="divide `step_size`") as record:
+        mcmc = run(kernel, starts, num_samples=300)
+        jax.effects_barrier()
+    draws = mcmc.get_samples(group_by_chain=True)
+    diverging = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["diverging"])
+    assert np.isfinite(draws).all() and (draws[..., 0] <= 3.0).all()
+    # A held particle stays exactly where it was, and all others move.
+    before = np.concatenate([starts[:, None], draws[:, :-1]], 1)
+    stayed = (np.asarray(draws) == before).all(-1)
+    assert diverging[3].any()
+    assert np.array_equal(stayed, diverging)
+    assert len(record) == 1
+    assert int(mcmc.last_state.num_divergences) == diverging.sum()
+
+
+@pytest.mark.parametrize("interaction", [RBF(2.0), RBF()])
+def test_a_runaway_particle_is_decoupled_from_the_others(interaction):
+    # Half of a pair of clouds has one particle at the edge of float32; the seven others move as if it were elsewhere.
+    near = random.normal(random.key(0), (8, 2)).at[3].set(jnp.array([1e6, 0.0]))
+    far = near.at[3].set(jnp.array([1e25, 0.0]))
+    others = jnp.array([0, 1, 2, 4, 5, 6, 7])
+
+    def step(z):
+        def couple(u):
+            return interaction.couple(u, 2.0)
+
+        dynamics = Overdamped(noise=False)
+        cloud = dynamics.init(random.key(0), z, force, couple)
+        return dynamics.step(random.key(1), cloud._replace(gradient=jnp.ones_like(z)), force, couple, 0.1).z
+
+    assert np.array_equal(step(near)[others], step(far)[others])
+
+
+def test_no_key_is_used_twice():
+    kernel = SGLDR(potential_fn=potential, step_size=0.05, num_steps=2)
+    starts = random.normal(random.key(0), (4, 3))
+    with jax.debug_key_reuse(True):
+        state = kernel.init(random.split(random.key(0), 4), 0, starts, (), {})
+        jax.jit(lambda state: kernel.sample(state, (), {}))(state)
+
+
+def test_two_uses_of_one_key_are_caught():
+    @dataclasses.dataclass(frozen=True)
+    class Careless(Overdamped):
+        def step(self, key, cloud, force, couple, step_size):
+            cloud = super().step(key, cloud, force, couple, step_size)
+            return super().step(key, cloud, force, couple, step_size)
+
+    kernel = SGLDR(potential_fn=potential, step_size=0.05, num_steps=2, dynamics=Careless())
+    starts = random.normal(random.key(0), (4, 3))
+    with jax.debug_key_reuse(True):
+        state = kernel.init(random.split(random.key(0), 4), 0, starts, (), {})
+        with pytest.raises(jax.errors.KeyReuseError):
+            jax.jit(lambda state: kernel.sample(state, (), {}))(state)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"integrator": "baoab"}, {"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": "hot"}]
+)
+def test_bad_settings(setting):
+    with pytest.raises(ValueError, match="Overdamped: "):
+        Overdamped(**setting)
+
+
+def test_averaged_noise_needs_the_identity(starts):
+    with pytest.raises(ValueError, match="K = I only"):
+        run(SGLDR(potential_fn=potential, step_size=0.1, dynamics=Overdamped("lm")), starts)
+
+
+def test_step_is_a_scan_body_of_constant_type(starts):
+    dynamics, couple = Overdamped(), Balanced().couple
+    cloud = dynamics.init(random.key(0), starts, force, couple)
+
+    def update(cloud, key):
+        return dynamics.step(key, cloud, force, couple, 0.1), None
+
+    cloud, _ = lax.scan(update, cloud, random.split(random.key(1), 3))
+    assert cloud.z.dtype == starts.dtype
