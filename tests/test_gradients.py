@@ -1,0 +1,791 @@
+"""The potential energy against NumPyro's, and minibatches by enumerating them all."""
+
+from functools import partial
+import itertools
+import warnings
+
+import jax
+from jax import random
+from jax.example_libraries import stax
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import numpyro
+from numpyro import handlers
+from numpyro.contrib.control_flow import scan
+from numpyro.contrib.module import eqx_module, random_eqx_module
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+from numpyro.infer import init_to_feasible, init_to_sample, init_to_uniform, init_to_value
+from numpyro.infer.reparam import CircularReparam, LocScaleReparam, TransformReparam
+from numpyro.infer.util import initialize_model
+
+from numpyro_repulsion.gradients import (
+    FullData,
+    FunctionTarget,
+    ModelTarget,
+    Subsampled,
+    draw_indices,
+    ravel_cloud,
+)
+
+KEY = random.key(0)
+
+
+# --- Which rows: the law of a minibatch, written out, and the draws' agreement with it. ---
+
+
+def minibatches(size, batch):
+    """All minibatches of one plate, equally likely: stratum j gives floor((j·size + r) / batch), r = 0..size−1."""
+    strata = [[(j * size + r) // batch for r in range(size)] for j in range(batch)]
+    return np.array(list(itertools.product(*strata)))
+
+
+@pytest.mark.parametrize(("size", "batch"), [(7, 3), (6, 3), (5, 2), (4, 1), (5, 4), (7, 2)])
+def test_every_row_is_equally_likely(size, batch):
+    rows, counts = np.unique(minibatches(size, batch), return_counts=True)
+    assert rows.tolist() == list(range(size))
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize(("size", "batch"), [(7, 3), (6, 3), (5, 2), (4, 1), (5, 4)])
+def test_draws_follow_the_law(size, batch):
+    law, counts = np.unique(minibatches(size, batch), axis=0, return_counts=True)
+    number = 20_000
+    draw = jax.jit(jax.vmap(lambda key: draw_indices(key, {"rows": (size, batch)})["rows"]))
+    given, observed = np.unique(draw(random.split(KEY, number)), axis=0, return_counts=True)
+    assert given.tolist() == law.tolist()
+    assert stats.chisquare(observed, counts / counts.sum() * number).pvalue > 1e-6
+
+
+def test_a_batch_of_all_rows_has_each_once():
+    assert draw_indices(KEY, {"rows": (9, 9)})["rows"].tolist() == list(range(9))
+
+
+def test_plates_are_drawn_independently():
+    draw = jax.vmap(lambda key: draw_indices(key, {"a": (2, 1), "b": (2, 1)}))
+    indices = draw(random.split(KEY, 20_000))
+    table = np.histogram2d(indices["a"][:, 0], indices["b"][:, 0], bins=2)[0].ravel()
+    assert stats.chisquare(table).pvalue > 1e-6
+
+
+@pytest.mark.parametrize(("size", "batch"), [(2**31 - 2, 3), (2**31 - 2, 1000), (10**7, 12_345), (10**9 + 7, 10**6)])
+def test_draws_from_huge_plates_stay_in_their_strata(size, batch):
+    rows = np.asarray(draw_indices(KEY, {"rows": (size, batch)})["rows"], dtype=object)
+    strata = np.arange(batch).astype(object)
+    assert (rows >= strata * size // batch).all()
+    assert (rows <= ((strata + 1) * size - 1) // batch).all()
+
+
+def shapes(jaxpr):
+    """The shapes of all intermediate values of a program, those of its inner programs included."""
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            yield variable.aval.shape
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from shapes(inner)
+
+
+def test_cost_does_not_grow_with_the_data():
+    size, batch = 10**7, 16
+
+    def model(X, y):
+        z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("rows", size, subsample_size=batch) as i:
+            numpyro.sample("y", dist.Normal(take(X, i) @ z, 1), obs=y[i])
+
+    def force(key, X, y, z):
+        target = ModelTarget(model, (X, y))
+        return Subsampled().force(key, target, lambda flat: {"z": flat}, z)
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((size, 2), (size,), (1, 3, 2))]
+    program = jax.make_jaxpr(force)(KEY, *arguments)
+    found = [np.prod(shape) for shape in shapes(program.jaxpr)]
+    assert 3 * batch * 2 <= max(found) < size
+
+
+# --- Unbiased: the average over all minibatches is the gradient on all data. ---
+
+RNG = np.random.default_rng(0)
+X, Y, GROUPS = RNG.normal(size=(7, 2)), RNG.normal(size=7), np.array([0, 1, 2, 0, 1, 2, 2])
+X2, Y2, TABLE = RNG.normal(size=(5, 2)), RNG.normal(size=5), RNG.normal(size=(4, 3))
+
+
+def take(array, rows):
+    """Rows of captured data, in the precision of the test."""
+    return jnp.asarray(array)[rows]
+
+
+def coefficients():
+    return numpyro.sample("z", dist.Normal(0, 2).expand([2]).to_event(1))
+
+
+def indexed(batch=3):
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=batch) as i:
+        numpyro.sample("y", dist.Normal(take(X, i) @ z, jnp.exp(z[0])), obs=take(Y, i))
+
+
+def subsampled(batch=3):
+    z, scale = coefficients(), numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("rows", 7, subsample_size=batch):
+        x, y = numpyro.subsample(X, event_dim=1), numpyro.subsample(Y, event_dim=0)
+        numpyro.sample("y", dist.Normal(x @ z, scale), obs=y)
+
+
+def two_plates(batch=2, batch2=3):
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=batch) as i:
+        numpyro.sample("y", dist.StudentT(3.0, take(X, i) @ z, 1.0), obs=take(Y, i))
+    with numpyro.plate("more", 5, subsample_size=batch2) as i:
+        numpyro.sample("y2", dist.StudentT(5.0, take(X2, i) @ z, 1.0), obs=take(Y2, i))
+
+
+def nested(batch=2, batch2=2):
+    z = coefficients()
+    with numpyro.plate("columns", 3, subsample_size=batch) as j, numpyro.plate("rows", 4, subsample_size=batch2) as i:
+        numpyro.sample("y", dist.Cauchy(z[0] + z[1] * j, 1), obs=take(TABLE, (i[:, None], j)))
+
+
+def nested_half(batch=2):
+    z = coefficients()
+    with numpyro.plate("columns", 3), numpyro.plate("rows", 4, subsample_size=batch):
+        numpyro.sample("y", dist.Cauchy(z[0] + z[1] ** 2, 1), obs=numpyro.subsample(TABLE, event_dim=0))
+
+
+def beside_a_full_plate(batch=3):
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("groups", 3):
+        z = numpyro.sample("z", dist.Normal(level, 1))
+    with numpyro.plate("rows", 7, subsample_size=batch) as i:
+        numpyro.sample("y", dist.Logistic(z[take(GROUPS, i)], 1), obs=take(Y, i))
+
+
+def scaled(batch=3):
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=batch) as i, handlers.scale(scale=0.3):
+        numpyro.sample("y", dist.Cauchy(take(X, i) @ z, 1), obs=take(Y, i))
+
+
+def masked(batch=3):
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=batch) as i, handlers.mask(mask=take(Y > 0, i)):
+        numpyro.sample("y", dist.Cauchy(take(X, i) @ z, 1), obs=take(Y, i))
+
+
+def factored(batch=3):
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=batch) as i:
+        numpyro.factor("penalty", -jnp.log1p((take(X, i) @ z - take(Y, i)) ** 2))
+
+
+def with_deterministic(batch=3):
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=batch) as i:
+        mean = numpyro.deterministic("mean", take(X, i) @ z)
+        numpyro.sample("y", dist.Cauchy(mean, 1), obs=take(Y, i))
+
+
+def noncentred(batch=3):
+    return handlers.reparam(beside_a_full_plate, {"z": LocScaleReparam(0)})(batch)
+
+
+def scoped(batch=3):
+    return handlers.scope(indexed, prefix="a")(batch)
+
+
+def captured(batch=3):
+    x, y = jnp.asarray(X), jnp.asarray(Y)
+
+    def model():
+        z = coefficients()
+        with numpyro.plate("rows", len(y), subsample_size=batch) as i:
+            numpyro.sample("y", dist.Cauchy(x[i] @ z, 1), obs=y[i])
+
+    return model()
+
+
+MODELS = [
+    indexed,
+    subsampled,
+    two_plates,
+    nested,
+    nested_half,
+    beside_a_full_plate,
+    scaled,
+    masked,
+    factored,
+    with_deterministic,
+    noncentred,
+    scoped,
+    captured,
+]
+models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+
+
+def without_minibatches(model):
+    return partial(model, **dict.fromkeys(model.__code__.co_varnames[: model.__code__.co_argcount]))
+
+
+def enumerated_indices(target):
+    """All outcomes of the minibatches of all plates, equally likely."""
+    parts = [minibatches(*sizes) for sizes in target.plates.values()]
+    outcomes = list(itertools.product(*parts))
+    return {name: jnp.array([outcome[k] for outcome in outcomes]) for k, name in enumerate(target.plates)}
+
+
+def energy_and_gradient(target):
+    return jax.jit(lambda z, rows: jax.value_and_grad(target.potential_energy)(z, rows, KEY))
+
+
+@models
+def test_the_average_minibatch_gradient_is_that_of_all_data(x64, model):
+    target = ModelTarget(model)
+    assert target.plates
+    z = target.draw(random.key(1), init_to_uniform)
+    each = jax.vmap(energy_and_gradient(target), (None, 0))(z, enumerated_indices(target))
+    average = jax.tree.map(lambda x: x.mean(0), each)
+    plain = ModelTarget(without_minibatches(model))
+    assert plain.plates == {}
+    full = energy_and_gradient(plain)(z, {})
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-11), average, full)
+    # Minibatches differ, or the average would say nothing.
+    assert ravel_pytree(jax.tree.map(lambda x: x.std(0), each))[0].max() > 1e-2
+
+
+@models
+def test_all_rows_give_the_energy_of_all_data(x64, model):
+    target, plain = ModelTarget(model), ModelTarget(without_minibatches(model))
+    z = target.draw(random.key(1), init_to_uniform)
+    given, expected = energy_and_gradient(target)(z, target.all_rows), energy_and_gradient(plain)(z, {})
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), given, expected)
+
+
+def test_plates_are_found_with_their_sizes():
+    assert ModelTarget(indexed).plates == {"rows": (7, 3)}
+    assert ModelTarget(scoped).plates == {"a/rows": (7, 3)}
+    assert ModelTarget(two_plates).plates == {"rows": (7, 2), "more": (5, 3)}
+    assert ModelTarget(nested).plates == {"columns": (3, 2), "rows": (4, 2)}
+    assert ModelTarget(indexed, (7,)).plates == {}
+
+
+def test_arguments_reach_the_model():
+    def model(x, *, y, batch):
+        z = coefficients()
+        with numpyro.plate("rows", 7, subsample_size=batch) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ z, jnp.exp(z[0])), obs=y[i])
+
+    z = {"z": jnp.array([0.3, -0.2])}
+    target, expected = ModelTarget(model, (jnp.asarray(X),), {"y": jnp.asarray(Y), "batch": 3}), ModelTarget(indexed)
+    rows = {"rows": jnp.array([1, 4, 6])}
+    assert target.plates == expected.plates
+    assert float(target.potential_energy(z, rows, KEY)) == pytest.approx(
+        float(expected.potential_energy(z, rows, KEY)), rel=1e-6
+    )
+
+
+# --- Gradient rules: who looks at which rows. ---
+
+
+def fingerprint():
+    """A model whose energy at z = 1, and gradient, tell which rows were seen."""
+    z = numpyro.sample("z", dist.ImproperUniform(constraints.real, (), ()))
+    with numpyro.plate("rows", 8, subsample_size=2) as i:
+        numpyro.factor("f", -z * 2.0**i / 4)
+
+
+def seen(gradient, shape, key=KEY, model=fingerprint):
+    """The sets of rows that the particles of a cloud saw."""
+    target = ModelTarget(model)
+    force = jax.jit(lambda key, z: gradient.force(key, target, lambda flat: {"z": flat[0]}, z))
+    energy, slope = force(key, jnp.ones((*shape, 1)))
+    assert energy.shape == shape and slope.shape == (*shape, 1)
+    np.testing.assert_allclose(energy, slope[..., 0])
+    return np.asarray(energy).astype(int)
+
+
+def test_own_minibatches():
+    rows = seen(Subsampled(), (3, 40))
+    assert all(bin(value).count("1") == 2 for value in rows.ravel())
+    # 4 × 4 minibatches; 120 particles of which the next shares one's by chance.
+    assert (rows.ravel()[1:] == rows.ravel()[:-1]).mean() < 0.3
+
+
+def test_shared_minibatches_are_those_of_a_group():
+    rows = seen(Subsampled(shared=True), (40, 3))
+    assert (rows == rows[:, :1]).all()
+    assert (rows[1:, 0] == rows[:-1, 0]).mean() < 0.4
+    (single,) = seen(Subsampled(shared=True), (1, 3))
+    assert len(set(single)) == 1 and bin(single[0]).count("1") == 2
+    assert (seen(Subsampled(shared=True), (3, 1)) > 0).all()
+
+
+def test_full_data_sees_all_rows():
+    # The scale is 1 instead of 4.
+    assert (seen(FullData(), (2, 3)) == 255 // 4).all()
+
+
+def test_minibatches_are_fresh_for_each_key_and_the_same_for_the_same_key():
+    for gradient in (Subsampled(), Subsampled(shared=True)):
+        first, again, other = (seen(gradient, (4, 5), random.key(seed)) for seed in (0, 0, 1))
+        assert (first == again).all() and (first != other).any()
+
+
+@pytest.mark.parametrize("gradient", [Subsampled(), Subsampled(shared=True), FullData()])
+@pytest.mark.parametrize("shape", [(1, 4), (2, 3), (2, 1)])
+def test_force_is_the_gradient_at_each_particle(x64, gradient, shape):
+    target = ModelTarget(two_plates)
+    z = random.normal(random.key(1), (*shape, 2))
+    indices, axes = gradient.rows(random.split(KEY)[0], target, shape)
+    energy, slope = jax.jit(lambda z: gradient.force(KEY, target, lambda flat: {"z": flat}, z))(z)
+    alone = energy_and_gradient(target)
+    for place in itertools.product(*map(range, shape)):
+        rows = {name: values[place[:axes]] for name, values in indices.items()}
+        expected, gradient_there = alone({"z": z[place]}, rows)
+        np.testing.assert_allclose(energy[place], expected, rtol=1e-12)
+        np.testing.assert_allclose(slope[place], gradient_there["z"], rtol=1e-12)
+
+
+def abstract_force(gradient, key, dtype=None):
+    """Shapes and types of ``(U, ∇U)``."""
+    target, z = ModelTarget(indexed), jax.ShapeDtypeStruct((2, 3, 2), dtype or jnp.float32)
+    return jax.eval_shape(lambda z: gradient.force(key, target, lambda flat: {"z": flat}, z), z)
+
+
+@pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
+def test_both_kinds_of_keys(make_key):
+    for gradient in (Subsampled(), Subsampled(shared=True), FullData()):
+        energy, slope = abstract_force(gradient, make_key(0))
+        assert energy.shape == (2, 3) and slope.shape == (2, 3, 2)
+    assert draw_indices(make_key(0), {"rows": (5, 2)})["rows"].shape == (2,)
+
+
+def test_precision_follows_the_particles():
+    energy, slope = abstract_force(Subsampled(), KEY)
+    assert energy.dtype == slope.dtype == jnp.float32
+
+
+def test_precision_follows_the_particles_in_64_bit(x64):
+    assert ModelTarget(indexed).prototype["z"].dtype == jnp.float64
+    for dtype in (jnp.float32, jnp.float64):
+        energy, slope = abstract_force(Subsampled(), KEY, dtype)
+        assert energy.dtype == slope.dtype == dtype
+
+
+def test_function_targets():
+    target = FunctionTarget(lambda z: jnp.sum(z**4))
+    z = random.normal(KEY, (2, 3, 2))
+    energy, slope = FullData().force(KEY, target, lambda flat: flat, z)
+    np.testing.assert_allclose(energy, (z**4).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(slope, 4 * z**3, rtol=1e-5)
+    assert target.plates == {} and target.find_nan() == [] and target.constrain(3.0) == 3.0
+
+
+def test_ravel_cloud_goes_there_and_back():
+    z = {"b": random.normal(KEY, (4, 2, 3)), "a": random.normal(KEY, (4,))}
+    flat, unravel = ravel_cloud(z)
+    assert flat.shape == (4, 7)
+    np.testing.assert_array_equal(flat[:, 0], z["a"])  # sites by name
+    jax.tree.map(np.testing.assert_array_equal, jax.vmap(unravel)(flat), z)
+
+
+def test_randomness_in_the_likelihood_is_fresh():
+    def model():
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        numpyro.factor("noise", z * random.normal(numpyro.prng_key()))
+
+    target = ModelTarget(model)
+    energy, slope = FullData().force(KEY, target, lambda flat: {"z": flat[0]}, jnp.ones((1, 5, 1)))
+    assert len(set(energy.ravel().tolist())) == len(set(slope.ravel().tolist())) == 5
+    values = [float(target.potential_energy({"z": 1.0}, {}, random.key(seed))) for seed in (0, 0, 1)]
+    assert values[0] == values[1] != values[2]
+
+
+# --- The energy and the constrained values are NumPyro's. ---
+
+
+def positive():
+    scale = numpyro.sample("scale", dist.HalfCauchy(2))
+    rate = numpyro.sample("rate", dist.Gamma(2, scale))
+    numpyro.sample("y", dist.Poisson(rate), obs=jnp.array([1, 4, 2]))
+
+
+def interval():
+    p = numpyro.sample("p", dist.Beta(2, 3))
+    q = numpyro.sample("q", dist.Uniform(-1, 4))
+    numpyro.sample("y", dist.Normal(q, p), obs=0.5)
+
+
+def simplex():
+    p = numpyro.sample("p", dist.Dirichlet(jnp.array([1.0, 2.0, 3.0])))
+    numpyro.sample("y", dist.Multinomial(10, probs=p), obs=jnp.array([2, 3, 5]))
+
+
+def ordered():
+    base = dist.Normal(0, 1).expand([3]).to_event(1)
+    cuts = numpyro.sample("cuts", dist.TransformedDistribution(base, dist.transforms.OrderedTransform()))
+    numpyro.sample("y", dist.OrderedLogistic(0.3, cuts), obs=jnp.array([0, 1, 3]))
+
+
+def ordered_improper():
+    cuts = numpyro.sample("cuts", dist.ImproperUniform(constraints.ordered_vector, (), (3,)))
+    numpyro.factor("prior", -jnp.sum(cuts**2))
+
+
+def correlation():
+    L = numpyro.sample("L", dist.LKJCholesky(3, 2.0))
+    scale = numpyro.sample("scale", dist.LogNormal(0, 1).expand([3]).to_event(1))
+    numpyro.sample("y", dist.MultivariateNormal(0.0, scale_tril=scale[:, None] * L), obs=jnp.array([1.0, -1.0, 0.5]))
+
+
+def dynamic_support():
+    top = numpyro.sample("top", dist.Exponential(1))
+    x = numpyro.sample("x", dist.Uniform(0, top))
+    numpyro.sample("y", dist.Normal(x, 1), obs=0.4)
+
+
+def circular():
+    with handlers.reparam(config={"angle": CircularReparam()}):
+        numpyro.sample("angle", dist.VonMises(0.5, 2.0))
+
+
+def with_param():
+    a = numpyro.param("a", 1.7, constraint=constraints.positive)
+    numpyro.sample("z", dist.Normal(0, a))
+
+
+def deterministic():
+    z = numpyro.sample("z", dist.Normal(jnp.zeros(2), 1).to_event(1))
+    square = numpyro.deterministic("square", z**2)
+    numpyro.sample("y", dist.Normal(square.sum(), 1), obs=0.3)
+
+
+def schools():
+    mu, tau = numpyro.sample("mu", dist.Normal(0, 5)), numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("schools", 3):
+        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(theta, 10), obs=jnp.array([28.0, 8.0, -3.0]))
+
+
+decentred = handlers.reparam(schools, {"theta": LocScaleReparam(0.3)})
+
+
+def transformed():
+    affine = dist.transforms.AffineTransform(1.0, 3.0)
+    with handlers.reparam(config={"z": TransformReparam()}):
+        z = numpyro.sample("z", dist.TransformedDistribution(dist.Normal(0, 1), affine))
+    numpyro.sample("y", dist.Normal(z, 1), obs=0.3)
+
+
+def scan_over_time():
+    def transition(x, y):
+        x = numpyro.sample("x", dist.Normal(0.9 * x, 1))
+        numpyro.sample("y", dist.Normal(x, 1), obs=y)
+        return x, x
+
+    numpyro.sample("start", dist.Normal(0, 1))
+    scan(transition, 0.0, jnp.array([0.1, 0.5, -0.2]))
+
+
+def equinox_network():
+    eqx = pytest.importorskip("equinox")
+    net = eqx.nn.MLP(2, "scalar", 3, 1, key=random.key(3))
+    net = random_eqx_module("net", net, prior=dist.Normal(0, 1))
+    mean = jax.vmap(net)(jnp.asarray(X))
+    numpyro.sample("y", dist.Normal(mean, 1), obs=jnp.asarray(Y))
+
+
+def equinox_parameters():
+    eqx = pytest.importorskip("equinox")
+    net = eqx_module("net", eqx.nn.Linear(2, "scalar", key=random.key(3)))
+    z = numpyro.sample("z", dist.Normal(0, 1))
+    numpyro.sample("y", dist.Normal(z + jax.vmap(net)(jnp.asarray(X)), 1), obs=jnp.asarray(Y))
+
+
+def conditioned():
+    def model():
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        numpyro.sample("x", dist.Normal(z, 1))
+
+    handlers.condition(model, {"x": 0.7})()
+
+
+def mixture_by_enumeration():
+    pytest.importorskip("funsor")
+    mean = numpyro.sample("mean", dist.Normal(jnp.array([-1.0, 1.0]), 1).to_event(1))
+    p = numpyro.sample("p", dist.Beta(1, 1))
+    with numpyro.plate("rows", 3):
+        c = numpyro.sample("c", dist.Bernoulli(p), infer={"enumerate": "parallel"})
+        numpyro.sample("y", dist.Normal(mean[c], 1), obs=jnp.array([0.1, -0.4, 2.0]))
+
+
+def categorical_by_enumeration():
+    pytest.importorskip("funsor")
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    c = numpyro.sample("c", dist.Categorical(jnp.array([0.2, 0.3, 0.5])), infer={"enumerate": "parallel"})
+    numpyro.sample("y", dist.Normal(mean + c, 1), obs=jnp.array(0.3))
+
+
+HOST_MODELS = [
+    positive,
+    interval,
+    simplex,
+    ordered,
+    ordered_improper,
+    correlation,
+    dynamic_support,
+    circular,
+    with_param,
+    deterministic,
+    schools,
+    decentred,
+    transformed,
+    scan_over_time,
+    equinox_network,
+    equinox_parameters,
+    conditioned,
+    mixture_by_enumeration,
+    categorical_by_enumeration,
+]
+
+
+@pytest.mark.parametrize("model", HOST_MODELS, ids=lambda model: getattr(model, "__name__", "decentred"))
+def test_energy_and_constrained_values_are_those_of_numpyro(x64, model):
+    target = ModelTarget(model)
+    z = target.draw(random.key(1), init_to_uniform)
+    host = initialize_model(random.key(2), model)
+    assert jax.tree.map(jnp.shape, z) == jax.tree.map(jnp.shape, host.param_info.z)
+    expected = jax.jit(jax.value_and_grad(host.potential_fn))(z)
+    given = energy_and_gradient(target)(z, {})
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), given, expected)
+    constrained, wanted = target.constrain(z), host.postprocess_fn(z)
+    shown = {*target.latent, *target.deterministic}
+    assert set(constrained) == shown and set(z) == set(target.latent)
+    # NumPyro also shows scaffolding, such as the base of a transformed site, under the same names.
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), constrained, {name: wanted[name] for name in shown}
+    )
+    assert shown == set(wanted)
+
+
+def test_random_initial_parameters_stay_as_they_are():
+    def model():
+        net = numpyro.module("net", stax.Dense(1), input_shape=(2,))
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(z + net(jnp.asarray(X))[:, 0], 1), obs=jnp.asarray(Y))
+
+    values = [ModelTarget(model).potential_energy({"z": 0.3}, {}, random.key(seed)) for seed in range(3)]
+    jitted = jax.jit(lambda key: ModelTarget(model).potential_energy({"z": 0.3}, {}, key))(random.key(4))
+    assert float(values[0]) == float(values[1]) == float(values[2]) == pytest.approx(float(jitted), rel=1e-6)
+
+
+def test_draws_are_those_of_the_init_strategy():
+    values = {"scale": jnp.array(0.7), "rate": jnp.array(2.5)}
+    target = ModelTarget(positive)
+    z = target.draw(KEY, init_to_value(values=values))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), z, jax.tree.map(jnp.log, values))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), target.constrain(z), values)
+    assert set(ravel_pytree(target.draw(KEY, init_to_feasible()))[0].tolist()) == {0.0}
+    prior = jax.vmap(lambda key: target.draw(key, init_to_sample))(random.split(KEY, 2_000))
+    assert stats.kstest(np.exp(prior["scale"]), stats.halfcauchy(scale=2).cdf).pvalue > 1e-6
+
+
+# --- Deterministic sites and observations under minibatching. ---
+
+
+def rich():
+    z = coefficients()
+    numpyro.deterministic("square", z**2)
+    with numpyro.plate("rows", 7, subsample_size=3) as i:
+        mean = numpyro.deterministic("mean", take(X, i) @ z)
+        numpyro.sample("y", dist.Normal(mean, 1), obs=take(Y, i))
+    numpyro.deterministic("centre", mean.mean())
+    numpyro.deterministic("mean again", jnp.where(z[0] > 0, mean, 0.0))
+
+
+def test_deterministic_sites_that_look_at_rows_are_set_apart(x64):
+    target = ModelTarget(rich)
+    assert target.deterministic == ["square"]
+    assert sorted(target.minibatched) == ["centre", "mean", "mean again"]
+    z = {"z": jnp.array([0.4, -1.0])}
+    constrained = target.constrain(z)
+    assert set(constrained) == {"z", "square"}
+    np.testing.assert_allclose(constrained["square"], z["z"] ** 2)
+    values = target.minibatched_values(constrained)
+    assert set(values) == {"centre", "mean", "mean again"}
+    np.testing.assert_allclose(values["mean"], X @ z["z"])
+    np.testing.assert_allclose(values["mean again"], X @ z["z"])
+    np.testing.assert_allclose(values["centre"], (X @ z["z"]).mean())
+
+
+def test_deterministic_sites_of_a_full_batch_are_all_shown():
+    assert set(ModelTarget(with_deterministic, (None,)).constrain({"z": jnp.ones(2)})) == {"z", "mean"}
+
+
+def test_observations_are_those_of_all_rows():
+    assert ModelTarget(indexed).observed == ["y"]
+    np.testing.assert_allclose(ModelTarget(indexed).observations()["y"], Y, rtol=1e-6)
+    assert ModelTarget(factored).observed == []
+
+
+# --- What is refused, and what is not. ---
+
+
+def local_latent():
+    with numpyro.plate("rows", 7, subsample_size=3) as i:
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(z, 1), obs=take(Y, i))
+
+
+def local_discrete():
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=3) as i:
+        c = numpyro.sample("c", dist.Bernoulli(0.3))
+        numpyro.sample("y", dist.Normal(z[c], 1), obs=take(Y, i))
+
+
+def no_latent():
+    numpyro.sample("y", dist.Normal(0, 1), obs=1.0)
+
+
+def only_discrete():
+    numpyro.sample("c", dist.Bernoulli(0.3))
+
+
+def delta():
+    z = numpyro.sample("z", dist.Normal(0, 1))
+    numpyro.sample("copy", dist.Delta(z))
+
+
+def sliced_beforehand():
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=3):
+        numpyro.sample("y", dist.Normal(X[:3] @ z, 1), obs=Y[:3])
+
+
+def one_plate_of_two_sliced():
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=3) as i:
+        numpyro.sample("y", dist.Normal(take(X, i) @ z, 1), obs=take(Y, i))
+    with numpyro.plate("more", 5, subsample_size=2):
+        numpyro.sample("y2", dist.Normal(z[0], 1), obs=Y2[:2])
+
+
+def only_deterministic_looks():
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=3) as i:
+        numpyro.deterministic("mean", take(X, i) @ z)
+
+
+def discrete_over_minibatches():
+    # −log Σ_c p(c) exp(Σ_i ...) is no sum over rows, so no minibatch of it is unbiased.
+    z = coefficients()
+    c = numpyro.sample("c", dist.Bernoulli(0.3))
+    with numpyro.plate("rows", 7, subsample_size=3) as i:
+        numpyro.sample("y", dist.Normal(z[c], 1), obs=take(Y, i))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (local_latent, r"'z' lies inside the subsampled plate 'rows'.*Move it out"),
+        (local_discrete, r"'c' lies inside the subsampled plate 'rows'.*Marginalize"),
+        (discrete_over_minibatches, r"'c'.*[Mm]arginalize"),
+        (no_latent, r"no continuous latent site.*without `obs`"),
+        (only_discrete, r"no continuous latent site.*'c'"),
+        (delta, r"'copy' has a delta distribution.*numpyro.deterministic"),
+        (sliced_beforehand, r"'rows' draws.*same 3 of 7 rows.*obs=y\[i\]"),
+        (one_plate_of_two_sliced, r"'more' draws.*same 2 of 5 rows"),
+        (only_deterministic_looks, "'rows' draws"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_refusals_name_the_site_and_the_remedy(model, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        ModelTarget(model)
+
+
+def test_data_whose_rows_are_all_equal_are_no_reason_to_refuse():
+    def model(y):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        with numpyro.plate("rows", 7, subsample_size=3) as i:
+            numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
+
+    for y in (jnp.zeros(7), jnp.ones(7)):
+        assert ModelTarget(model, (y,)).plates == {"rows": (7, 3)}
+        # Under `jit` the rows are unknown as well.
+        jax.jit(lambda y: ModelTarget(model, (y,)).potential_energy({"z": 0.1}, {"rows": jnp.arange(3)}, KEY))(y)
+
+
+def test_numpy_data_can_be_indexed():
+    def model(y):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        with numpyro.plate("rows", 7, subsample_size=3) as i:
+            numpyro.sample("y", dist.Normal(z, 1), obs=y["y"][i])
+
+    given, expected = ModelTarget(model, ({"y": Y},)), ModelTarget(model, ({"y": jnp.asarray(Y)},))
+    rows = {"rows": jnp.array([0, 3, 5])}
+    energy = jax.jit(lambda rows: given.potential_energy({"z": 0.1}, rows, KEY))(rows)
+    assert float(energy) == pytest.approx(float(expected.potential_energy({"z": 0.1}, rows, KEY)), rel=1e-6)
+
+
+def test_sites_that_local_ones_may_not_be_are_fine_in_full_plates():
+    assert ModelTarget(schools).plates == {}
+
+
+def test_nothing_is_computed_on_the_data():
+    def model(y):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0], subsample_size=3) as i:
+            numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
+
+    jax.eval_shape(lambda y: ModelTarget(model, (y,)).first_rows, jax.ShapeDtypeStruct((10**9,), jnp.float32))
+
+
+def with_holes(y, batch=2, mask=False):
+    z = numpyro.sample("z", dist.Normal(0, 1))
+    with numpyro.plate("rows", 7, subsample_size=batch) as i:
+        rows = y[i]
+        seen = ~jnp.isnan(rows) if mask else True
+        with handlers.mask(mask=seen):
+            numpyro.sample("y", dist.Normal(z, 1), obs=jnp.where(seen, rows, 0.0) if mask else rows)
+
+
+def test_nan_is_found_and_named():
+    y = jnp.asarray(Y).at[jnp.array([5, 6])].set(jnp.nan)
+    target = ModelTarget(with_holes, (y,))
+    (argument, site) = target.find_nan()
+    assert argument.startswith("2 in") and "args[0]" in argument
+    assert site == "2 in the observed site 'y'"
+    (argument, _) = ModelTarget(with_holes, (), {"y": y}).find_nan()
+    assert "'y'" in argument and "kwargs" in argument
+    assert not target.is_finite_on_all_rows()
+
+
+def test_nan_is_found_in_captured_data():
+    y = jnp.asarray(Y).at[6].set(jnp.nan)
+    assert ModelTarget(lambda: with_holes(y)).find_nan() == ["1 in the observed site 'y'"]
+
+
+def test_masked_nan_is_no_harm():
+    y = jnp.asarray(Y).at[6].set(jnp.nan)
+    assert ModelTarget(with_holes, (y,), {"mask": True}).is_finite_on_all_rows()
+
+
+def test_clean_data_have_no_nan():
+    target = ModelTarget(with_holes, (jnp.asarray(Y),))
+    assert target.find_nan() == [] and target.is_finite_on_all_rows()
+    assert ModelTarget(positive).find_nan() == []  # integers
+
+
+def test_full_data_of_a_minibatched_model_raise_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target = ModelTarget(rich)
+        FullData().force(KEY, target, lambda flat: {"z": flat}, jnp.ones((1, 2, 2)))
+        target.observations(), target.is_finite_on_all_rows(), target.minibatched_values(target.constrain({"z": X[0]}))
