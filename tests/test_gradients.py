@@ -1,6 +1,6 @@
 """The potential energy against NumPyro's, and minibatches by enumerating them all."""
 
-from functools import partial
+from functools import cache, partial
 import itertools
 import warnings
 
@@ -299,11 +299,15 @@ def fingerprint():
         numpyro.factor("f", -z * 2.0**i / 4)
 
 
-def seen(gradient, shape, key=KEY, model=fingerprint):
-    """The sets of rows that the particles of a cloud saw."""
-    target = ModelTarget(model)
-    force = jax.jit(lambda key, z: gradient.force(key, target, lambda flat: {"z": flat[0]}, z))
-    energy, slope = force(key, jnp.ones((*shape, 1)))
+@cache
+def fingerprint_force(gradient):
+    target = ModelTarget(fingerprint)
+    return jax.jit(lambda key, z: gradient.force(key, target, lambda flat: {"z": flat[0]}, z))
+
+
+def seen(gradient, shape, key=KEY):
+    """The sets of rows that the particles of a cloud saw, as bits."""
+    energy, slope = fingerprint_force(gradient)(key, jnp.ones((*shape, 1)))
     assert energy.shape == shape and slope.shape == (*shape, 1)
     np.testing.assert_allclose(energy, slope[..., 0])
     return np.asarray(energy).astype(int)
@@ -337,9 +341,9 @@ def test_minibatches_are_fresh_for_each_key_and_the_same_for_the_same_key():
 
 
 @pytest.mark.parametrize("gradient", [Subsampled(), Subsampled(shared=True), FullData()])
-@pytest.mark.parametrize("shape", [(1, 4), (2, 3), (2, 1)])
+@pytest.mark.parametrize("shape", [(1, 3), (2, 3)])
 def test_force_is_the_gradient_at_each_particle(x64, gradient, shape):
-    target = ModelTarget(two_plates)
+    target = ModelTarget(indexed)
     z = random.normal(random.key(1), (*shape, 2))
     indices, axes = gradient.rows(random.split(KEY)[0], target, shape)
     energy, slope = jax.jit(lambda z: gradient.force(KEY, target, lambda flat: {"z": flat}, z))(z)
@@ -558,7 +562,7 @@ HOST_MODELS = [
 def test_energy_and_constrained_values_are_those_of_numpyro(x64, model):
     target = ModelTarget(model)
     z = target.draw(random.key(1), init_to_uniform)
-    host = initialize_model(random.key(2), model)
+    host = initialize_model(random.key(2), model, validate_grad=False)
     assert jax.tree.map(jnp.shape, z) == jax.tree.map(jnp.shape, host.param_info.z)
     expected = jax.jit(jax.value_and_grad(host.potential_fn))(z)
     given = energy_and_gradient(target)(z, {})

@@ -1,5 +1,7 @@
 """The answers that the models claim to have."""
 
+from functools import partial
+
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -141,8 +143,8 @@ def test_bayesian_neural_network_density(x64):
 
 def test_network_has_50_units_and_takes_many_draws():
     X = random.normal(random.key(0), (6, 3))
-    draws = draw(random.key(1), bayesian_neural_network, 4, X)
-    assert draws["w1"].shape == (4, 3, 50)
+    assert ModelTarget(bayesian_neural_network, (X, X[:, 0])).prototype["w1"].shape == (3, 50)
+    draws = draw(random.key(1), bayesian_neural_network, 4, X, hidden=5)
     one_by_one = [relu_network({name: value[i] for name, value in draws.items()}, X) for i in range(4)]
     np.testing.assert_allclose(relu_network(draws, X), jnp.stack(one_by_one), rtol=1e-5, atol=1e-5)
 
@@ -159,7 +161,7 @@ def test_minibatches_are_those_of_one_plate(model):
     [
         (logistic_regression, ["beta"], lambda joint, X: 0.0 * joint["y"]),
         # Those sites whose score has a finite variance: E[1 / weight_precision] is infinite.
-        (bayesian_neural_network, ["weight_precision", "noise_precision", "b2"], relu_network),
+        (partial(bayesian_neural_network, hidden=5), ["weight_precision", "noise_precision", "b2"], relu_network),
     ],
 )
 def test_drawn_parameters_are_posterior_draws_given_drawn_data(model, sites, wrong):
