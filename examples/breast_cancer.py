@@ -88,8 +88,11 @@ def main():
     print(f"\nTest accuracy: {accuracy.mean():.1%} of {len(y_test)} patients.")
     if arguments.nuts:
         nuts = MCMC(NUTS(model), num_warmup=1000, num_samples=4000, num_chains=4, chain_method="vectorized")
+        began = time.perf_counter()
         nuts.run(random.key(1), x_train, y_train)
-        compare(samples, nuts.get_samples())
+        exact = nuts.get_samples()
+        print(f"NUTS sampled in {time.perf_counter() - began:.0f} s.")
+        compare(samples, exact)
 
     data.to_netcdf(OUTPUT / "posterior.nc")
     save_trace(data, OUTPUT / "trace.png")

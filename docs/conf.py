@@ -1,0 +1,46 @@
+"""Sphinx configuration. ``make docs`` builds with warnings as errors."""
+
+import importlib
+
+from sphinx.errors import ExtensionError
+
+import numpyro_repulsion
+
+project = "numpyro-repulsion"
+author = copyright = "the numpyro-repulsion developers"
+release = version = numpyro_repulsion.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.mathjax", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
+myst_heading_anchors = 3
+# Every build runs the notebooks, so that what they show is what the code does.
+nb_execution_mode = "force"
+nb_execution_timeout = 600
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
+autodoc_typehints = "none"
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(jax|numpyro|Exception|ValueError|TypeError)(\..*)?"), ("py:obj", r".*\.T")]
+
+html_theme = "furo"
+html_title = "numpyro-repulsion"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+
+#: Modules whose ``__all__`` must be on the API page.
+PUBLIC = ("numpyro_repulsion", "numpyro_repulsion.targets")
+
+
+def require_public_names(app, env):
+    """Fails the build where a public name is not documented."""
+    documented = env.domains.python_domain.objects
+    names = [f"{module}.{name}" for module in PUBLIC for name in importlib.import_module(module).__all__]
+    if missing := [name for name in names if name not in documented]:
+        raise ExtensionError(f"Public names that docs/api.md does not document: {', '.join(missing)}.")
+
+
+def setup(app):
+    app.connect("env-check-consistency", require_public_names)
