@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures bench-overhead hooks clean
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead hooks clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -13,6 +13,7 @@ help:
 	@echo "make docs            build docs/_build/html; warnings are errors"
 	@echo "make notebooks       execute the notebooks, leaving them as they are"
 	@echo "make figures         draw the figures of README and docs again"
+	@echo "make measured        print the tables of docs/mathematics.md again"
 	@echo "make bench-overhead  time our kernels against a bare loop"
 	@echo "make hooks           install the pre-commit hooks"
 
@@ -48,6 +49,9 @@ notebooks: $(VENV)/.with-docs
 
 figures: $(VENV)/.with-demo
 	$(BIN)/python examples/particles.py
+
+measured: $(VENV)/.with-demo
+	$(BIN)/python docs/measured.py
 
 bench-overhead: $(VENV)/.with-test
 	$(BIN)/python benchmarks/overhead.py

@@ -1,7 +1,4 @@
-"""Prints every table of ``mathematics.md``. Takes about two minutes on two cores.
-
-    python docs/measured.py
-"""
+"""Prints every table of ``mathematics.md``, in about two minutes on two cores (``make measured``)."""
 
 from __future__ import annotations
 
