@@ -7,6 +7,7 @@ which rows of the subsampled plates each particle looks at in each update.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 import warnings
@@ -63,7 +64,10 @@ class FunctionTarget(Target):
         self.potential_fn = potential_fn
 
     def potential_energy(self, z, indices, key):
-        return self.potential_fn(z)
+        energy = jnp.asarray(self.potential_fn(z))
+        if energy.shape != ():
+            raise ValueError(f"`potential_fn` must return a scalar; got shape {energy.shape} for one particle.")
+        return energy
 
 
 class ModelTarget(Target):
@@ -126,7 +130,8 @@ class ModelTarget(Target):
             from numpyro.contrib.funsor import config_enumerate, enum as enumerated
 
             model = enumerated(config_enumerate(model), self._enumeration_dim)
-        return potential_energy(model, self.args, self.kwargs, z, enum=enum)
+        with _any_number_of_rows():
+            return potential_energy(model, self.args, self.kwargs, z, enum=enum)
 
     def constrain(self, z):
         """The latent sites in their supports, and the deterministic sites that do not look at a minibatch."""
@@ -155,7 +160,11 @@ class ModelTarget(Target):
             # NumPy, for inside a user's `jit` an operation of JAX on known data has no value.
             if _is_concrete(leaf) and (count := _count_nan(leaf)):
                 found.append(f"{count} in the model's {path[0].key}{jax.tree_util.keystr(path[1:])}")
-        for name, value in jax.jit(self.observations)().items():
+        try:
+            observations = jax.jit(self.observations)()
+        except (TypeError, ValueError):
+            observations = {}  # A model that works for its own number of rows only.
+        for name, value in observations.items():
             if _is_concrete(value) and (count := _count_nan(value)):
                 found.append(f"{count} in the observed site '{name}'")
         return found
@@ -178,15 +187,12 @@ class ModelTarget(Target):
 
     def _trace(self, indices, key=None, init_strategy=init_to_uniform):
         model = self._bind(indices, random.key(0) if key is None else key)
-        with warnings.catch_warnings():
-            # Rows given from outside may outnumber the plate's own subsample.
-            warnings.filterwarnings("ignore", "subsample_size does not match")
+        with _any_number_of_rows():
             return trace(substitute(model, substitute_fn=init_strategy)).get_trace(*self.args, **self.kwargs)
 
     def _constrain(self, z, indices):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "subsample_size does not match")
-            model = self._bind(indices, random.key(0))
+        model = self._bind(indices, random.key(0))
+        with _any_number_of_rows():
             return constrain_fn(model, self.args, self.kwargs, z, return_deterministic=True)
 
     def _minibatched(self, deterministic):
@@ -326,19 +332,16 @@ class Subsampled(Gradient):
 
     def rows(self, key, target, shape):
         shape = shape[:1] if self.shared else shape
-        keys = random.split(key, shape)
-        draw = lambda key: draw_indices(key, target.plates)  # noqa: E731
-        for _ in shape:
-            draw = jax.vmap(draw)
-        return draw(keys), len(shape)
+        return draw_indices(key, target.plates, shape), len(shape)
 
 
-def draw_indices(key: jax.Array, plates: dict[str, tuple[int, int]]) -> Indices:
-    """One minibatch: for each plate one row from each of ``subsample_size`` strata of equal size.
+def draw_indices(key: jax.Array, plates: dict[str, tuple[int, int]], shape: tuple[int, ...] = ()) -> Indices:
+    """Minibatches: for each plate one row from each of ``subsample_size`` strata of equal size.
 
     :param key: a PRNG key.
     :param plates: ``{name: (size, subsample_size)}``.
-    :return: ``{name: indices of shape (subsample_size,)}``, ascending.
+    :param shape: how many independent minibatches.
+    :return: ``{name: indices of shape (*shape, subsample_size)}``, ascending.
     """
     indices = {}
     for name, plate_key in zip(plates, random.split(key, max(len(plates), 1)), strict=False):
@@ -346,7 +349,7 @@ def draw_indices(key: jax.Array, plates: dict[str, tuple[int, int]]) -> Indices:
         # floor((j·size + r) / batch) for r uniform on 0..size-1: over all (j, r) each row comes up `batch` times, so
         # rows are equally likely even if `batch` does not divide `size`. Split so that nothing exceeds size + batch.
         start = np.arange(batch, dtype=np.int64) * size
-        offset = random.randint(plate_key, (batch,), 0, size) + jnp.asarray(start % batch, jnp.int32)
+        offset = random.randint(plate_key, (*shape, batch), 0, size) + jnp.asarray(start % batch, jnp.int32)
         indices[name] = jnp.asarray(start // batch, jnp.int32) + offset // batch
     return indices
 
@@ -355,6 +358,14 @@ def ravel_cloud(z: Particle) -> tuple[jax.Array, Callable]:
     """A pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the way back for one particle of shape ``(d,)``."""
     _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], z))
     return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel
+
+
+@contextmanager
+def _any_number_of_rows():
+    """Lets rows given from outside outnumber the plate's own subsample."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "subsample_size does not match")
+        yield
 
 
 def _factor(site):

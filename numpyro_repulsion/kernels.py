@@ -312,7 +312,7 @@ class ParticleKernel(MCMCKernel):
 
     def _forget(self):
         """Drops compiled programs: they cannot be pickled, and hold nothing that is not made again on demand."""
-        self._start_program = jax.jit(self._start_cloud, static_argnums=(2, 3))
+        self._start_program = jax.jit(self._start_cloud, static_argnums=0)
         self._concrete_program = None
         self._checked = None
 
@@ -371,17 +371,16 @@ class ParticleKernel(MCMCKernel):
         is_array = tuple(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves)
         arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
         static = (treedef, is_array, tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes))
-        try:
-            hash(static)
-            return self._start_program(static, arrays, key, keys, init_params)
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError):
-            # The model needs the values of its arguments, not only their shapes: compile for these very ones, as
-            # NumPyro does. An error of the model's own comes up again.
-            known = self._concrete_program
-            if known is None or known[0] != treedef or not all(map(_same, known[1], leaves)):
-                program = jax.jit(partial(self._start_cloud, static, arrays))
-                self._concrete_program = known = (treedef, leaves, program)
-            return known[2](key, keys, init_params)
+        if _is_hashable(static):
+            try:
+                return self._start_program(static, arrays, key, keys, init_params)
+            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                pass  # The model needs the values of its arguments, not only their shapes.
+        known = self._concrete_program
+        if known is None or known[0] != treedef or not all(map(_same, known[1], leaves)):
+            program = jax.jit(partial(self._start_cloud, static, arrays))
+            self._concrete_program = known = (treedef, leaves, program)
+        return known[2](key, keys, init_params)
 
     def _start_cloud(self, static, arrays, key, keys, init_params):
         treedef, is_array, others = static
@@ -389,19 +388,25 @@ class ParticleKernel(MCMCKernel):
         args, kwargs = jax.tree.unflatten(treedef, [next(arrays) if yes else next(others) for yes in is_array])
         target = self._target(args, kwargs)
         force_key, memory_key = random.split(key)
+
+        def grouped(x):
+            return x.reshape(self.num_ensembles, -1, *x.shape[1:])
+
+        def evaluate(key, z):
+            flat, unravel = ravel_cloud(z)
+            scale = self._scale(flat)
+            u = scale.whiten(flat)
+            energy, gradient = self._force(target, unravel, scale)(key, grouped(u))
+            return u, energy.reshape(-1), gradient.reshape(u.shape)
+
         if init_params is None:
-            z, energy, gradient = jax.vmap(lambda key: self._find_start(key, target))(keys)
+            z, *cloud = self._draw_starts(force_key, keys, target, evaluate)
         else:
             z = init_params
             if isinstance(target, ModelTarget):
                 z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
-            flat, unravel = ravel_cloud(z)
-            scale = self._scale(flat)
-            u = scale.whiten(flat).reshape(self.num_ensembles, -1, flat.shape[1])
-            energy, gradient = self._force(target, unravel, scale)(force_key, u)
-        flat, _ = ravel_cloud(z)
-        u = self._scale(flat).whiten(flat).reshape(self.num_ensembles, -1, flat.shape[1])
-        energy, gradient = energy.reshape(u.shape[:2]), gradient.reshape(u.shape)
+            cloud = evaluate(force_key, z)
+        u, energy, gradient = map(grouped, cloud)
         bandwidth = jnp.asarray(getattr(self.interaction, "bandwidth", None) or jnp.nan, u.dtype)
         if self.interaction.learns_bandwidth:
             bandwidth = median_bandwidth(u)
@@ -414,25 +419,28 @@ class ParticleKernel(MCMCKernel):
             eigenvalue = jnp.linalg.eigvalsh(gram).min()
         return z, cloud, bandwidth, eigenvalue
 
-    def _find_start(self, key, target):
-        """One start with finite energy and gradient, if there is one in a hundred draws."""
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), target.prototype)
-        flat = ravel_cloud(jax.tree.map(lambda x: x[None], zeros))[0]
+    def _draw_starts(self, key, keys, target, evaluate):
+        """Starts by the ``init_strategy``, drawn again, each up to a hundred times, until they are finite."""
 
         def attempt(carry):
-            count, key, *_ = carry
-            key, draw_key, force_key = random.split(key, 3)
-            z = target.draw(draw_key, self.init_strategy)
-            flat, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], z))
-            scale = self._scale(flat)
-            energy, gradient = self._force(target, unravel, scale)(force_key, scale.whiten(flat)[None])
-            valid = jnp.isfinite(energy).all() & jnp.isfinite(gradient).all()
-            return count + 1, key, z, energy[0, 0], gradient[0, 0], valid
+            count, key, keys, valid, old = carry
+            key, force_key = random.split(key)
+            keys, draw_keys = jnp.moveaxis(jax.vmap(random.split)(keys), 1, 0)
+            z = jax.vmap(lambda key: target.draw(key, self.init_strategy))(draw_keys)
 
-        start = (0, key, zeros, jnp.zeros((), flat.dtype), jnp.zeros_like(flat[0]), False)
-        carry = lax.while_loop(lambda carry: ~carry[-1] & (carry[0] < MAX_START_DRAWS), attempt, start)
-        _, _, z, energy, gradient, valid = carry
-        return z, jnp.where(valid, energy, jnp.nan), gradient
+            def select(new, old):
+                return jnp.where(valid.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
+            new = jax.tree.map(select, (z, *evaluate(force_key, z)), old)
+            valid = jnp.isfinite(new[2]) & jnp.isfinite(new[3]).all(-1)
+            return count + 1, key, keys, valid, new
+
+        size = keys.shape[0]
+        z = {name: jnp.zeros((size, *site.shape), site.dtype) for name, site in target.prototype.items()}
+        u, _ = ravel_cloud(z)
+        start = (0, key, keys, jnp.zeros(size, bool), (z, u, jnp.zeros(size, u.dtype), u))
+        carry = lax.while_loop(lambda carry: ~carry[3].all() & (carry[0] < MAX_START_DRAWS), attempt, start)
+        return carry[4]
 
     def _check_groups(self, size):
         if size % self.num_ensembles:
@@ -612,6 +620,14 @@ def _map_particles(fn, state):
 def _same(a, b):
     """Whether two leaves of model arguments may be taken for the same: one object, or equal plain values."""
     return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str) and a == b)
+
+
+def _is_hashable(value):
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _warn_at_first_divergence(before, after):

@@ -1,0 +1,264 @@
+"""From runs to ArviZ, on whichever ArviZ is installed: these tests run on 0.23 and on 1.x."""
+
+import importlib.metadata
+import warnings
+
+import arviz
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS
+import pytest
+
+from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, inference_data, summary, to_inference_data
+
+NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
+
+X = random.normal(random.key(0), (40, 3))
+Y = (X[:, 0] + random.normal(random.key(1), (40,)) > 0).astype(jnp.int32)
+
+
+def logistic(X, y):
+    with numpyro.plate("features", 3):
+        beta = numpyro.sample("beta", dist.Normal(0, 1))
+    numpyro.deterministic("total", beta.sum())
+    scale = numpyro.sample("scale", dist.Gamma(3, 3).expand([2]).to_event(1))
+    with numpyro.plate("rows", 40, subsample_size=8) as i:
+        logits = numpyro.deterministic("logits", X[i] @ beta * scale[0])
+        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
+
+
+def run(kernel, *args, num_samples=20, num_chains=6, extra_fields=(), **kwargs):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=8,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=False,
+        **kwargs,
+    )
+    mcmc.run(random.key(0), *args, extra_fields=extra_fields)
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def mcmc():
+    return run(SGLDR(logistic, step_size=1e-3, num_ensembles=2), X, Y)
+
+
+@pytest.fixture(scope="module")
+def data(mcmc):
+    return to_inference_data(mcmc)
+
+
+def test_kind(data):
+    assert type(data).__name__ == ("DataTree" if NEW_ARVIZ else "InferenceData")
+
+
+def test_posterior_has_chains_draws_and_plates(mcmc, data):
+    posterior = data["posterior"]
+    dims = {name: posterior[name].dims for name in posterior.data_vars}
+    assert dims == {
+        "beta": ("chain", "draw", "features"),
+        "total": ("chain", "draw"),
+        "scale": ("chain", "draw", "scale_dim_0"),
+        "logits": ("chain", "draw", "rows"),
+    }
+    assert dict(posterior.sizes) == {"chain": 6, "draw": 20, "features": 3, "scale_dim_0": 2, "rows": 40}
+    samples = mcmc.get_samples(group_by_chain=True)
+    for name in samples:
+        np.testing.assert_array_equal(posterior[name].values, samples[name])
+
+
+def test_deterministic_sites_are_computed_over_all_rows(mcmc, data):
+    assert "logits" not in mcmc.get_samples()
+    samples = mcmc.get_samples(group_by_chain=True)
+    expected = jnp.einsum("ij,cdj->cdi", X, samples["beta"]) * samples["scale"][..., :1]
+    np.testing.assert_allclose(data["posterior"]["logits"].values, expected, rtol=1e-4, atol=1e-5)
+    without = to_inference_data(mcmc, deterministic=False)["posterior"]
+    assert "logits" not in without.data_vars and "total" in without.data_vars
+
+
+def test_deterministic_sites_too_large_for_memory_are_refused(mcmc, monkeypatch):
+    monkeypatch.setattr(inference_data, "MAX_BYTES", 6 * 20 * 40 * 4 - 1)
+    with pytest.raises(ValueError, match="'logits'.*deterministic=False.*thinning"):
+        to_inference_data(mcmc)
+
+
+def test_observed_data_has_all_rows(data):
+    np.testing.assert_array_equal(data["observed_data"]["y"].values, Y)
+    assert data["observed_data"]["y"].dims == ("rows",)
+
+
+def test_observed_data_is_left_out_aloud_where_a_model_insists_on_its_rows():
+    def stubborn(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", 40, subsample_size=8) as i:
+            numpyro.sample("y", dist.Normal(mu + jnp.zeros(8), 1), obs=y[i])
+
+    mcmc = run(SGLD(stubborn, step_size=1e-3), X[:, 0])
+    with pytest.warns(UserWarning, match="observed_data is left out.*all rows of \\['rows'\\]"):
+        data = to_inference_data(mcmc)
+    assert data["posterior"]["mu"].shape == (6, 20)
+
+
+def test_sample_stats(mcmc, data):
+    stats = data["sample_stats"]
+    assert set(stats.data_vars) == {"lp", "step_size", "bandwidth", "diverging"}
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    np.testing.assert_array_equal(stats["lp"].values, -fields["potential_energy"])
+    np.testing.assert_allclose(stats["step_size"].values, 1e-3)
+    assert stats["diverging"].dtype == bool and not stats["diverging"].values.any()
+
+
+def test_extra_fields_of_the_run_are_kept():
+    mcmc = run(SGLDR(logistic, step_size=1e-3), X, Y, extra_fields=("gradient", "z.beta"))
+    stats = to_inference_data(mcmc)["sample_stats"]
+    assert stats["gradient"].shape == (6, 20, 5)
+    assert stats["z.beta"].shape == (6, 20, 3)
+
+
+def test_attributes_name_the_algorithm_and_the_ensembles(data):
+    attributes = data["posterior"].attrs
+    assert attributes["algorithm"] == "SGLDR"
+    assert attributes["interaction"] == repr(RBF())
+    assert attributes["gradient"] == "Subsampled(shared=False)"
+    assert attributes["minibatches"] == "8 of 40 rows"
+    assert attributes["step_size"] == pytest.approx(1e-3)
+    assert attributes["num_steps"] == 10
+    assert list(attributes["ensemble"]) == [0, 0, 0, 1, 1, 1]
+
+
+def test_netcdf_round_trip(data, tmp_path):
+    pytest.importorskip("h5py")
+    path = tmp_path / "posterior.nc"
+    if NEW_ARVIZ:
+        import xarray
+
+        data.to_netcdf(path, engine="h5netcdf")
+        again = xarray.open_datatree(path, engine="h5netcdf")
+    else:
+        data.to_netcdf(str(path), engine="h5netcdf")
+        again = arviz.from_netcdf(str(path), engine="h5netcdf")
+    np.testing.assert_array_equal(again["posterior"]["beta"].values, data["posterior"]["beta"].values)
+    assert list(again["posterior"].attrs["ensemble"]) == [0, 0, 0, 1, 1, 1]
+
+
+def test_coords_and_dims(mcmc):
+    data = to_inference_data(mcmc, coords={"features": ["a", "b", "c"], "part": [1, 2]}, dims={"scale": ["part"]})
+    assert data["posterior"]["beta"].sel(features="b").shape == (6, 20)
+    assert data["posterior"]["scale"].dims == ("chain", "draw", "part")
+
+
+def test_site_names_with_slashes_are_made_safe():
+    def model():
+        with numpyro.handlers.scope(prefix="group"), numpyro.plate("plate", 2):
+            numpyro.sample("x", dist.Normal(0, 1))
+
+    data = to_inference_data(run(SGLD(model, step_size=0.01)))
+    assert data["posterior"]["group.x"].dims == ("chain", "draw", "group.plate")
+
+
+@pytest.mark.parametrize(
+    ("init_params", "names"),
+    [(jnp.arange(6.0), {"z"}), ({"a": jnp.arange(6.0), "b": [jnp.ones((6, 2))]}, {"z[a]", "z[b][0]"})],
+)
+def test_potential_fn(init_params, names):
+    def energy(z):
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(z))
+
+    mcmc = MCMC(SGLD(potential_fn=energy, step_size=0.01), num_warmup=5, num_samples=9, num_chains=6,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), init_params=init_params)
+    data = to_inference_data(mcmc)
+    assert set(data["posterior"].data_vars) == names
+    assert "observed_data" not in (data.children if NEW_ARVIZ else data.groups())
+
+
+def test_single_chain_and_thinning():
+    mcmc = run(SGLD(logistic, step_size=1e-3), X, Y, num_chains=1, thinning=2)
+    data = to_inference_data(mcmc)
+    assert data["posterior"]["beta"].shape == (1, 10, 3)
+    assert list(np.atleast_1d(data["posterior"].attrs["ensemble"])) == [0]
+
+
+def test_an_optimizer_leaves_its_last_cloud(capsys):
+    mcmc = run(SVGD(logistic, step_size=1e-3), X, Y)
+    data = to_inference_data(mcmc)
+    assert data["posterior"]["beta"].shape == (1, 6, 3)
+    np.testing.assert_array_equal(data["posterior"]["beta"].values[0], mcmc.get_samples(group_by_chain=True)["beta"][:, -1])
+    table = summary(mcmc, var_names=["beta"])
+    assert "not a sampler: this describes its last cloud of 6 points" in capsys.readouterr().out
+    assert not [name for name in table.columns if "ess" in name or "hat" in name]
+
+
+@pytest.mark.parametrize("from_data", [False, True])
+def test_summary(mcmc, data, from_data, capsys):
+    table = summary(data if from_data else mcmc, var_names=["beta", "total"])
+    assert len(table) == 4
+    text = capsys.readouterr().out
+    assert "SGLDR: 6 particles in 2 ensembles, 10 updates of size 0.001 per draw. No update was held" in text
+
+
+def test_summary_counts_divergences(capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**4), step_size=3.0), num_warmup=0, num_samples=9,
+                    num_chains=6, chain_method="vectorized", progress_bar=False)  # fmt: skip
+        mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
+        jax.effects_barrier()
+        data = to_inference_data(mcmc)
+        summary(mcmc)
+    held = data["posterior"].attrs["num_divergences"]
+    assert held == int(mcmc.last_state.num_divergences) > 0
+    assert f"{held} updates were not finite and held: divide `step_size`" in capsys.readouterr().out
+
+
+def test_arviz_reads_it(mcmc, data):
+    table = arviz.summary(data, var_names=["beta"])
+    assert any("hat" in name for name in table.columns)
+    # NumPyro's own converter works on these runs as well.
+    direct = arviz.from_numpyro(run(SGLDR(lambda: numpyro.sample("x", dist.Normal(0, 1)), step_size=0.1)))
+    assert direct["sample_stats"]["lp"].shape == (6, 20)
+
+
+def test_plots_run(data):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = ["plot_trace", "plot_rank", "plot_forest", "plot_ess"]
+    names += ["plot_dist", "plot_trace_dist"] if NEW_ARVIZ else ["plot_posterior", "plot_pair", "plot_autocorr"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            getattr(arviz, name)(data, var_names=["beta"])
+            plt.close("all")
+
+
+@pytest.mark.parametrize("thing", [3, None, "run"])
+def test_anything_else_is_refused(thing):
+    with pytest.raises(TypeError, match="takes a numpyro.infer.MCMC with a kernel of this package"):
+        to_inference_data(thing)
+
+
+def test_other_kernels_are_refused():
+    mcmc = MCMC(NUTS(logistic), num_warmup=1, num_samples=1)
+    with pytest.raises(TypeError, match="got MCMC with NUTS.*arviz.from_numpyro"):
+        to_inference_data(mcmc)
+
+
+def test_a_run_is_needed():
+    with pytest.raises(ValueError, match="call mcmc.run"):
+        to_inference_data(MCMC(SGLDR(logistic), num_warmup=1, num_samples=1, num_chains=2, chain_method="vectorized"))
+
+
+def test_summary_of_foreign_data_is_refused():
+    chains = {"x": np.random.default_rng(0).normal(size=(2, 50))}
+    foreign = arviz.from_dict({"posterior": chains}) if NEW_ARVIZ else arviz.from_dict(posterior=chains)
+    with pytest.raises(TypeError, match="to_inference_data"):
+        summary(foreign)

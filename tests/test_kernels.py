@@ -1,0 +1,834 @@
+"""The kernels inside NumPyro's MCMC: what users do, and what they do wrong."""
+
+import pickle
+import re
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, Predictive, init_to_feasible, init_to_uniform, init_to_value
+import optax
+import pytest
+
+import numpyro_repulsion
+from numpyro_repulsion import (
+    IMQ,
+    RBF,
+    SGLD,
+    SGLDR,
+    SVGD,
+    Balanced,
+    BiasBudget,
+    FullData,
+    Gram,
+    Independent,
+    Overdamped,
+    Polynomial,
+    Subsampled,
+    enable_live_warnings,
+)
+
+KERNELS = [SGLD, SGLDR, SVGD]
+
+
+def regression(X, y=None, subsample_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    sigma = numpyro.sample("sigma", dist.LogNormal(0, 0.3))
+    numpyro.deterministic("norm", jnp.linalg.norm(beta))
+    with numpyro.plate("rows", X.shape[0], subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ beta, sigma), obs=None if y is None else y[i])
+
+
+def minibatched(X, y=None):
+    regression(X, y, subsample_size=8)
+
+
+def simple():
+    numpyro.sample("x", dist.Normal(0, 1).expand([2]).to_event(1))
+    numpyro.sample("s", dist.Gamma(3, 1))
+
+
+def quadratic(z):
+    return jnp.sum(z**2) / 2
+
+
+@pytest.fixture(scope="module")
+def data():
+    X = random.normal(random.key(0), (40, 3))
+    return X, X @ jnp.array([1.0, -1.0, 0.5]) + random.normal(random.key(1), (40,))
+
+
+def make(kernel, num_warmup=20, num_samples=30, num_chains=6, chain_method="vectorized", progress_bar=False, **kwargs):
+    return MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method=chain_method,
+        progress_bar=progress_bar,
+        **kwargs,
+    )
+
+
+# What users do
+
+
+@pytest.mark.parametrize(
+    ("kernel", "model", "new_style"),
+    [
+        (SGLD, minibatched, True),
+        (SGLD, regression, False),
+        (SGLDR, minibatched, False),
+        (SGLDR, regression, True),
+        (SVGD, minibatched, True),
+    ],
+)
+def test_run(kernel, new_style, model, data):
+    key = random.key(0) if new_style else random.PRNGKey(0)
+    mcmc = make(kernel(model))
+    mcmc.run(key, *data)
+    samples = mcmc.get_samples(group_by_chain=True)
+    assert {name: value.shape for name, value in samples.items()} == {
+        "beta": (6, 30, 3),
+        "sigma": (6, 30),
+        "norm": (6, 30),
+    }
+    assert (samples["sigma"] > 0).all()
+    np.testing.assert_allclose(samples["norm"], jnp.linalg.norm(samples["beta"], axis=-1), rtol=1e-5)
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    assert set(fields) == {"potential_energy", "step_size", "bandwidth", "diverging"}
+    assert all(value.shape == (6, 30) for value in fields.values())
+    assert fields["diverging"].dtype == bool
+    assert mcmc.last_state.rng_key.shape == key.shape
+    mcmc.print_summary()
+
+
+def test_potential_energy_is_that_of_the_kept_draw(data):
+    mcmc = make(SGLDR(regression))
+    mcmc.run(random.key(0), *data, extra_fields=("z.beta", "z.sigma"))
+    fields = mcmc.get_extra_fields()
+    for n in (0, 17):
+        z = {name: fields[f"z.{name}"][n] for name in ("beta", "sigma")}
+        expected = numpyro.infer.util.potential_energy(regression, data, {}, z)
+        np.testing.assert_allclose(fields["potential_energy"][n], expected, rtol=1e-5)
+
+
+def test_posterior_of_a_conjugate_model():
+    # Beta(1, 1) prior and 7 heads in 10: Beta(8, 4), with everything left to the kernel.
+    def coin(flips):
+        p = numpyro.sample("p", dist.Beta(1, 1))
+        numpyro.sample("flips", dist.Bernoulli(p), obs=flips)
+
+    flips = jnp.array([1.0] * 7 + [0.0] * 3)
+    for kernel in (SGLD(coin), SGLDR(coin)):
+
+        @jax.jit
+        def run(key, kernel=kernel):
+            mcmc = make(kernel, num_warmup=200, num_samples=300, num_chains=20)
+            mcmc.run(key, flips)
+            p = mcmc.get_samples()["p"]
+            return p.mean(), ((p - 8 / 12) ** 2).mean()
+
+        means, squares = zip(*(run(random.key(seed)) for seed in range(6)), strict=True)
+        # Six independent repeats: standard errors from their spread, Student's t with 5 degrees of freedom.
+        for values, exact, bias in ((means, 8 / 12, 0.0), (squares, 8 * 4 / (12**2 * 13), 0.05)):
+            values = np.asarray(values)
+            error = abs(values.mean() - exact) - bias * exact
+            assert error < 6.9 * values.std(ddof=1) / len(values) ** 0.5
+
+
+def test_chain_without_an_axis_for_a_single_plain_chain(data):
+    mcmc = make(SGLD(minibatched, step_size=1e-3), num_chains=1)
+    mcmc.run(random.key(0), *data)
+    assert mcmc.get_samples()["beta"].shape == (30, 3)
+    assert mcmc.last_state.potential_energy.shape == ()
+    mcmc = make(SGLD(potential_fn=quadratic, step_size=0.1), num_chains=1)
+    mcmc.warmup(random.key(0), init_params=jnp.zeros(2))
+    mcmc.run(random.key(1), init_params=jnp.zeros(2))
+    assert mcmc.get_samples().shape == (30, 2)
+    assert mcmc.last_state.z.shape == (2,)
+
+
+def test_plain_chains_run_sequentially_too():
+    with pytest.warns(UserWarning, match="not enough devices"):
+        mcmc = make(SGLD(simple, step_size=0.01), num_chains=2, chain_method="parallel")
+    mcmc.run(random.key(0))
+    x = mcmc.get_samples(group_by_chain=True)["x"]
+    assert x.shape == (2, 30, 2) and not np.allclose(x[0], x[1])
+
+
+def test_balanced_noise_of_a_single_chain_is_white():
+    draws = []
+    for interaction in (Balanced(), Independent()):
+        mcmc = make(SGLD(simple, step_size=0.01, interaction=interaction), num_chains=1)
+        mcmc.run(random.key(0))
+        draws.append(mcmc.get_samples()["x"])
+    assert np.array_equal(*draws)
+
+
+@pytest.mark.parametrize(("kernel", "model"), [(SGLD, minibatched), (SGLDR, minibatched), (SVGD, regression)])
+def test_resume_is_exact(kernel, model, data):
+    kernel = kernel(model, step_size=Polynomial(1e-3))
+    whole = make(kernel, num_warmup=10, num_samples=40)
+    whole.run(random.key(0), *data)
+    parts = make(kernel, num_warmup=10, num_samples=20)
+    parts.run(random.key(0), *data)
+    first = parts.get_samples(group_by_chain=True)["beta"]
+    state = pickle.loads(pickle.dumps(parts.last_state))
+    resumed = make(kernel, num_warmup=10, num_samples=20)
+    resumed.post_warmup_state = state
+    resumed.run(jnp.repeat(state.rng_key[None], 6, 0), *data)
+    second = resumed.get_samples(group_by_chain=True)["beta"]
+    assert np.array_equal(whole.get_samples(group_by_chain=True)["beta"], jnp.concatenate([first, second], 1))
+    assert int(resumed.last_state.num_updates) == int(whole.last_state.num_updates) == 500
+
+
+def test_warmup_then_run_is_one_run(data):
+    kernel = SGLDR(regression)
+    mcmc = make(kernel, num_warmup=40)
+    mcmc.warmup(random.key(0), *data, collect_warmup=True)
+    assert mcmc.get_samples()["sigma"].shape == (6 * 40,)
+    tuned = mcmc.last_state.tuning
+    mcmc.run(random.key(1), *data)
+    fields = mcmc.get_extra_fields()
+    assert np.unique(fields["step_size"]).tolist() == [tuned.step_size]
+    assert np.unique(fields["bandwidth"]).tolist() == [tuned.bandwidth]
+
+
+def test_nothing_is_tuned_after_warmup(data):
+    mcmc = make(SGLDR(minibatched), num_warmup=32, num_samples=64)
+    mcmc.warmup(random.key(0), *data)
+    tuned = mcmc.last_state.tuning
+    mcmc.run(random.key(1), *data)
+    after = mcmc.last_state.tuning
+    assert (tuned.step_size, tuned.bandwidth, tuned.curvature) == (after.step_size, after.bandwidth, after.curvature)
+
+
+def test_tuned_quantities_move_in_warmup_and_freeze_at_three_quarters(data):
+    mcmc = make(SGLDR(regression), num_warmup=64)
+    mcmc.warmup(random.key(0), *data, collect_warmup=True, extra_fields=())
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    for name in ("step_size", "bandwidth"):
+        values = np.asarray(fields[name][0])
+        assert len(np.unique(values[:48])) > 2
+        assert len(np.unique(values[48:])) == 1
+
+
+def test_step_size_by_curvature_on_a_known_quadratic():
+    curvature = jnp.array([4.0, 1.0])
+    kernel = SGLD(potential_fn=lambda z: jnp.sum(curvature * z**2) / 2, step_size=BiasBudget(0.1))
+    mcmc = make(kernel, num_warmup=20)
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
+    np.testing.assert_allclose(mcmc.last_state.step_size, 0.2 / 1.1 / 4.0, rtol=0.02)
+
+
+def test_step_size_allows_for_minibatch_noise(data):
+    # The gradient noise of a unit-variance Gaussian mean with a batch of 8 rows of 40 has variance N²/B Var(row), less
+    # what stratification removes; at most that.
+    def mean(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with numpyro.plate("rows", 40, subsample_size=8) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+    y = random.permutation(random.key(3), jnp.linspace(-2, 2, 40))
+    mcmc = make(SGLD(mean), num_warmup=20)
+    mcmc.run(random.key(0), y)
+    strata = np.asarray(y).reshape(8, 5)
+    exact = 40**2 / 8 * strata.var(1).mean()
+    # 16 pairs for each of 6 particles: the relative error of a variance from 96 degrees of freedom is sqrt(2/96).
+    implied = 0.1 / 1.05 / float(mcmc.last_state.step_size[0]) - 40.01
+    assert abs(implied / exact - 1) < 4.5 * (2 / 96) ** 0.5
+
+
+def test_schedules_count_updates():
+    counts = []
+    kernel = SGLD(potential_fn=quadratic, step_size=lambda count: 0.1 / (1.0 + count), num_steps=5)
+    mcmc = make(kernel, num_warmup=3, num_samples=4)
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
+    counts = 0.1 / mcmc.get_extra_fields(group_by_chain=True)["step_size"][0] - 1.0
+    np.testing.assert_allclose(counts, [19, 24, 29, 34], rtol=1e-4)
+
+
+def test_an_optax_schedule_is_a_step_size():
+    kernel = SGLDR(potential_fn=quadratic, step_size=optax.exponential_decay(0.1, 100, 0.5))
+    mcmc = make(kernel, num_warmup=0, num_samples=10)
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
+    np.testing.assert_allclose(mcmc.last_state.step_size, 0.1 * 0.5**0.99, rtol=1e-4)
+
+
+def test_num_steps_are_updates_between_draws():
+    starts = random.normal(random.key(1), (6, 2))
+    one = make(SGLDR(potential_fn=quadratic, step_size=0.1, num_steps=7), num_warmup=0, num_samples=3)
+    one.run(random.key(0), init_params=starts)
+    assert int(one.last_state.num_updates) == 21
+
+
+def test_thinning_keeps_every_other_draw():
+    kernel = SGLDR(potential_fn=quadratic, step_size=0.1)
+    starts = random.normal(random.key(1), (6, 2))
+    draws = []
+    for thinning in (1, 3):
+        mcmc = make(kernel, num_warmup=0, num_samples=12, thinning=thinning)
+        mcmc.run(random.key(0), init_params=starts)
+        draws.append(mcmc.get_samples(group_by_chain=True))
+    assert np.array_equal(draws[0][:, 2::3], draws[1])
+
+
+@pytest.mark.parametrize(
+    "init_params",
+    [
+        jnp.arange(6.0),
+        random.normal(random.key(0), (6, 2, 3)),
+        {"a": jnp.arange(6.0), "b": [jnp.ones((6, 2)), (jnp.zeros((6, 1)),)]},
+    ],
+    ids=["scalars", "matrices", "nested"],
+)
+def test_potential_fn_takes_any_pytree(init_params):
+    def potential(z):
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(z))
+
+    mcmc = make(SGLDR(potential_fn=potential, step_size=0.05))
+    mcmc.run(random.key(0), init_params=init_params)
+    draws = mcmc.get_samples(group_by_chain=True)
+    assert jax.tree.structure(draws) == jax.tree.structure(init_params)
+    shapes = jax.tree.map(lambda x: (6, 30, *x.shape[1:]), init_params)
+    assert jax.tree.map(jnp.shape, draws) == shapes
+
+
+def test_user_starts_win(data):
+    init_params = {"beta": random.normal(random.key(0), (6, 3)), "sigma": jnp.arange(6.0)}
+    kernel = SGLDR(regression, step_size=1e-3)
+    state = kernel.init(random.split(random.key(0), 6), 10, init_params, data, {})
+    assert all(np.array_equal(state.z[name], init_params[name]) for name in init_params)
+
+
+def test_default_starts_are_draws_from_the_prior():
+    state = SGLDR(simple, step_size=0.1).init(random.split(random.key(0), 2000), 10, None, (), {})
+    s = np.exp(np.asarray(state.z["s"]))
+    assert abs(s.mean() - 3) < 4.5 * (3 / 2000) ** 0.5
+    assert abs(np.asarray(state.z["x"]).mean()) < 4.5 * 4000**-0.5
+
+
+@pytest.mark.parametrize("strategy", [init_to_uniform, init_to_uniform(radius=0.5), init_to_value(values={"s": 2.0})])
+def test_init_strategies(strategy):
+    state = SGLDR(simple, step_size=0.1, init_strategy=strategy).init(random.split(random.key(0), 9), 10, None, (), {})
+    if "values" in getattr(strategy, "keywords", {}):
+        np.testing.assert_allclose(state.z["s"], np.log(2.0), rtol=1e-6)
+    else:
+        radius = getattr(strategy, "keywords", {}).get("radius", 2.0)
+        assert (np.abs(state.z["s"]) <= radius).all() and len(np.unique(state.z["s"])) == 9
+
+
+def test_starts_are_drawn_again_until_they_are_finite():
+    def model():
+        x = numpyro.sample("x", dist.Normal(0, 1))
+        numpyro.factor("wall", jnp.where(x > 0, 0.0, -jnp.inf))
+
+    state = SGLD(model, step_size=0.1).init(random.split(random.key(0), 50), 10, None, (), {})
+    assert (state.z["x"] > 0).all() and np.isfinite(state.potential_energy).all()
+
+
+def test_init_is_idempotent_and_depends_on_the_particle_not_only_its_key(data):
+    kernel = SGLDR(minibatched)
+    keys = random.split(random.key(0), 6)
+    one, two = (kernel.init(keys, 10, None, data, {}) for _ in range(2))
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=True), one.z, two.z))
+    copies = kernel.init(jnp.repeat(keys[:1], 6, 0), 10, None, data, {})
+    assert len(np.unique(copies.z["sigma"])) == 6
+
+
+def test_one_kernel_serves_runs_of_other_sizes_and_data(data):
+    kernel = SGLDR(minibatched, step_size=1e-4)
+    for num_chains, rows in ((6, 40), (4, 30), (6, 40)):
+        mcmc = make(kernel, num_chains=num_chains)
+        mcmc.run(random.key(0), data[0][:rows], data[1][:rows])
+        alone = make(SGLDR(minibatched, step_size=1e-4), num_chains=num_chains)
+        alone.run(random.key(0), data[0][:rows], data[1][:rows])
+        assert np.array_equal(mcmc.get_samples()["beta"], alone.get_samples()["beta"])
+
+
+def test_sample_uses_the_arguments_it_is_given(data):
+    kernel = SGLDR(regression, step_size=1e-3)
+    X, y = data
+    state = kernel.init(random.split(random.key(0), 6), 10, None, (X, y), {})
+    kernel.init(random.split(random.key(0), 6), 10, None, (X[:20], -y[:20]), {})
+    after_other = kernel.sample(state, (X, y), {})
+    fresh = SGLDR(regression, step_size=1e-3).sample(state, (X, y), {})
+    assert np.array_equal(after_other.z["beta"], fresh.z["beta"])
+    assert not np.array_equal(after_other.z["beta"], kernel.sample(state, (X, -y), {}).z["beta"])
+
+
+@pytest.mark.parametrize("progress_bar", [False, True])
+def test_progress_bar_changes_nothing(data, progress_bar, monkeypatch, capsys):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    mcmc = make(SGLDR(regression, step_size=1e-4), progress_bar=progress_bar)
+    mcmc.run(random.key(0), *data)
+    assert ("10 updates of size 1.00e-04" in capsys.readouterr().err) == progress_bar
+    assert np.isfinite(mcmc.get_samples()["beta"]).all()
+
+
+def test_second_run_compiles_nothing_of_ours(data, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    traces = []
+
+    def model(X, y):
+        traces.append(1)
+        regression(X, y)
+
+    # With the progress bar NumPyro compiles once; without it, again in each run, whatever the kernel.
+    mcmc = make(SGLDR(model), progress_bar=True)
+    mcmc.run(random.key(0), *data)
+    with jax.log_compiles(False), _CountCompilations() as compilations:
+        mcmc.run(random.key(1), *data)
+    assert compilations.of("_start_cloud") == 0
+    assert compilations.of("_body_fn") == 0
+
+
+def test_start_program_serves_other_data_of_the_same_shapes(data):
+    kernel = SGLDR(minibatched)
+    keys = random.split(random.key(0), 6)
+    X, y = data
+    kernel.init(keys, 10, None, (X, y), {})
+    with _CountCompilations() as compilations:
+        kernel.init(keys, 10, None, (2.0 * X, y + 1.0), {})
+    assert compilations.of("_start_cloud") == 0
+
+
+class _CountCompilations:
+    def __enter__(self):
+        import logging
+
+        self.records = []
+        handler = logging.Handler()
+        handler.emit = lambda record: self.records.append(record.getMessage())
+        self.handler, self.logger = handler, logging.getLogger("jax")
+        self.logger.addHandler(handler)
+        self.context = jax.log_compiles()
+        self.context.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self.context.__exit__(*exception)
+        self.logger.removeHandler(self.handler)
+
+    def of(self, name):
+        return sum("Compiling" in message and name in message for message in self.records)
+
+
+def test_compilations_are_counted():
+    with _CountCompilations() as compilations:
+        jax.jit(lambda x: x + 1.2345).__wrapped__  # noqa: B018
+        jax.jit(quadratic)(jnp.ones(3))
+    assert compilations.of("quadratic") == 1
+
+
+def test_model_that_needs_the_values_of_its_arguments():
+    def model(group, y):
+        count = len(np.unique(group))
+        effects = numpyro.sample("effects", dist.Normal(0, 1).expand([count]).to_event(1))
+        numpyro.sample("y", dist.Normal(effects[group], 1), obs=y)
+
+    group, y = np.array([0, 0, 1, 2, 2]), np.arange(5.0)
+    kernel = SGLDR(model, step_size=0.01)
+    for _ in range(2):
+        mcmc = make(kernel)
+        mcmc.run(random.key(0), group, y)
+    assert mcmc.get_samples()["effects"].shape == (180, 3)
+    mcmc.run(random.key(0), np.array([0, 0, 1, 3, 2]), y)
+    assert mcmc.get_samples()["effects"].shape == (180, 4)
+
+
+def test_jit_model_args(data, monkeypatch):
+    X, y = data
+    draws = []
+    for jit_model_args in (False, True):
+        mcmc = make(SGLDR(minibatched, step_size=1e-4), jit_model_args=jit_model_args)
+        mcmc.run(random.key(0), X, y=y)
+        draws.append(mcmc.get_samples()["beta"])
+    np.testing.assert_allclose(*draws, rtol=1e-4, atol=1e-5)
+    # The same program on other data looks at the other data.
+    mcmc.run(random.key(0), X, y=-y)
+    other = make(SGLDR(minibatched, step_size=1e-4))
+    other.run(random.key(0), X, y=-y)
+    np.testing.assert_allclose(mcmc.get_samples()["beta"], other.get_samples()["beta"], rtol=1e-4, atol=1e-5)
+
+
+def test_run_inside_jit(data):
+    X, y = data
+
+    @jax.jit
+    def run(key):
+        mcmc = make(SGLDR(minibatched, step_size=1e-4))
+        mcmc.run(key, X, y)
+        return mcmc.get_samples()["beta"]
+
+    mcmc = make(SGLDR(minibatched, step_size=1e-4))
+    mcmc.run(random.key(0), X, y)
+    np.testing.assert_allclose(run(random.key(0)), mcmc.get_samples()["beta"], rtol=1e-4, atol=1e-5)
+
+
+def test_kernel_and_run_can_be_pickled(data):
+    mcmc = make(SGLDR(minibatched))
+    mcmc.run(random.key(0), *data)
+    copy = pickle.loads(pickle.dumps(mcmc))
+    assert np.array_equal(copy.get_samples()["beta"], mcmc.get_samples()["beta"])
+    copy.run(random.key(0), *data)
+    assert np.array_equal(copy.get_samples()["beta"], mcmc.get_samples()["beta"])
+
+
+def test_double_precision():
+    with jax.enable_x64():
+        mcmc = make(SGLDR(simple))
+        mcmc.run(random.key(0))
+        assert mcmc.get_samples()["x"].dtype == jnp.float64
+        assert mcmc.last_state.gradient.dtype == jnp.float64
+        assert mcmc.get_extra_fields()["step_size"].dtype == jnp.float64
+        mcmc = make(SGLD(potential_fn=quadratic, step_size=0.1))
+        mcmc.run(random.key(0), init_params=jnp.arange(6.0, dtype=jnp.float32))
+        assert mcmc.get_samples().dtype == jnp.float32
+
+
+def test_groups_do_not_interact_and_share_no_minibatch(data):
+    # What happens in the first group does not depend on where the second one starts.
+    X, y = data
+    for gradient in (Subsampled(), Subsampled(shared=True)):
+        kernel = SGLDR(minibatched, step_size=1e-4, num_ensembles=2, interaction=RBF(1.0), gradient=gradient)
+        draws = []
+        for shift in (0.0, 1.0):
+            starts = {"beta": random.normal(random.key(5), (8, 3)), "sigma": jnp.linspace(-1, 1, 8)}
+            starts["beta"] = starts["beta"].at[4:].add(shift)
+            mcmc = make(kernel, num_warmup=0, num_chains=8)
+            mcmc.run(random.key(0), X, y, init_params=starts)
+            draws.append(mcmc.get_samples(group_by_chain=True)["beta"])
+        assert np.array_equal(draws[0][:4], draws[1][:4])
+        assert not np.array_equal(draws[0][4:], draws[1][4:])
+
+
+def test_balanced_ensembles_of_repelling_particles(data):
+    kernel = SGLDR(minibatched, interaction=Balanced(RBF()), num_ensembles=3)
+    mcmc = make(kernel)
+    mcmc.run(random.key(0), *data)
+    assert np.isfinite(mcmc.get_samples()["beta"]).all()
+
+
+def test_preconditioner_is_a_change_of_variables():
+    covariance = np.array([[4.0, 1.5], [1.5, 1.0]], np.float32)
+    root, precision = np.linalg.cholesky(covariance), np.linalg.inv(covariance)
+    starts = random.normal(random.key(1), (6, 2))
+
+    def potential(z):
+        return z @ precision @ z / 2
+
+    kernel = SGLDR(potential_fn=potential, step_size=0.1, interaction=RBF(2.0), preconditioner=covariance)
+    mcmc = make(kernel, num_warmup=0, num_samples=3)
+    mcmc.run(random.key(0), init_params=starts @ root.T)
+    white = make(SGLDR(potential_fn=quadratic, step_size=0.1, interaction=RBF(2.0)), num_warmup=0, num_samples=3)
+    white.run(random.key(0), init_params=starts)
+    np.testing.assert_allclose(mcmc.get_samples(), white.get_samples() @ root.T, rtol=1e-3, atol=1e-3)
+    diagonal = make(SGLDR(potential_fn=lambda z: z @ (z / jnp.array([4.0, 0.25])) / 2, step_size=0.1,
+                          interaction=RBF(2.0), preconditioner=[4.0, 0.25]), num_warmup=0, num_samples=3)
+    diagonal.run(random.key(0), init_params=starts * jnp.array([2.0, 0.5]))
+    np.testing.assert_allclose(diagonal.get_samples(), white.get_samples() * jnp.array([2.0, 0.5]), rtol=1e-3, atol=1e-3)
+
+
+def test_full_data_gradient_of_a_minibatched_model_is_that_of_the_full_model(data):
+    draws = []
+    for kernel in (SGLDR(minibatched, step_size=1e-4, gradient=FullData()), SGLDR(regression, step_size=1e-4)):
+        mcmc = make(kernel)
+        mcmc.run(random.key(0), *data)
+        draws.append(mcmc.get_samples()["beta"])
+    np.testing.assert_allclose(*draws, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_all_rows_is_full_data(data):
+    X, y = data
+    draws = []
+    for size in (40, None):
+        mcmc = make(SGLDR(lambda X, y, size=size: regression(X, y, size), step_size=1e-4))
+        mcmc.run(random.key(0), X, y)
+        draws.append(mcmc.get_samples()["beta"])
+    assert np.array_equal(*draws)
+
+
+def test_shared_minibatch(data):
+    mcmc = make(SGLD(minibatched, gradient=Subsampled(shared=True), step_size=1e-4, interaction=Independent()))
+    mcmc.run(random.key(0), *data)
+    assert np.isfinite(mcmc.get_samples()["beta"]).all()
+
+
+def test_random_likelihoods_are_random_in_each_update():
+    def model():
+        x = numpyro.sample("x", dist.Normal(0, 1))
+        numpyro.factor("noise", random.normal(numpyro.prng_key()) * x)
+
+    kernel = SGLD(model, step_size=1e-8, num_steps=1)
+    mcmc = make(kernel, num_warmup=0, num_samples=50)
+    mcmc.run(random.key(0))
+    # The particles hardly move, so what varies in the energy is the likelihood's own noise.
+    energy = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["potential_energy"])
+    assert len(np.unique(energy)) > 250
+
+
+def test_predictive_takes_the_draws(data):
+    X, y = data
+    mcmc = make(SGLDR(minibatched))
+    mcmc.run(random.key(0), X, y)
+    predicted = Predictive(regression, mcmc.get_samples())(random.key(1), X)["y"]
+    assert predicted.shape == (180, 40)
+
+
+def test_live_warnings_can_be_switched_off():
+    def run():
+        kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**4), step_size=10.0)
+        mcmc = make(kernel, num_warmup=0)
+        mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
+        jax.effects_barrier()
+        assert int(mcmc.last_state.num_divergences) > 0
+        assert np.isfinite(mcmc.get_samples()).all()
+
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        run()
+    enable_live_warnings(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run()
+    finally:
+        enable_live_warnings()
+
+
+def test_svgd_collapses_onto_a_tight_cloud():
+    mcmc = make(SVGD(potential_fn=quadratic, step_size=0.05), num_warmup=200, num_samples=1, num_chains=20)
+    mcmc.run(random.key(0), init_params=3.0 + random.normal(random.key(1), (20, 2)))
+    z = np.asarray(mcmc.last_state.z)
+    np.testing.assert_allclose(z.mean(0), 0.0, atol=0.05)
+    assert 0.2 < z.var() < 0.9
+
+
+# What users do wrong
+
+
+def raises(message, kind=ValueError):
+    return pytest.raises(kind, match=re.compile(message, re.DOTALL))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("arguments", "message", "kind"),
+    [
+        ({}, "exactly one of `model` and `potential_fn`; got neither", ValueError),
+        ({"model": simple, "potential_fn": quadratic}, "got both", ValueError),
+        ({"model": 3}, "must be callable", TypeError),
+        ({"model": simple, "step_size": -0.1}, "`step_size` must be a positive", ValueError),
+        ({"model": simple, "step_size": 0.0}, "`step_size` must be a positive", ValueError),
+        ({"model": simple, "step_size": float("nan")}, "`step_size` must be a positive", ValueError),
+        ({"model": simple, "step_size": float("inf")}, "`step_size` must be a positive", ValueError),
+        ({"model": simple, "step_size": lambda count: -1.0}, "`step_size` must be a positive", ValueError),
+        ({"model": simple, "step_size": "small"}, "`step_size` must be None", TypeError),
+        ({"model": simple, "num_steps": 0}, "`num_steps` must be an integer, 1 or more; got 0", ValueError),
+        ({"model": simple, "num_steps": 2.5}, "`num_steps` must be an integer", ValueError),
+        ({"model": simple, "num_ensembles": 0}, "`num_ensembles` must be an integer", ValueError),
+        ({"model": simple, "preconditioner": "cholesky"}, "`preconditioner` must be 'auto', None or", ValueError),
+        ({"model": simple, "preconditioner": [1.0, -1.0]}, "must be positive", ValueError),
+        ({"model": simple, "preconditioner": [[1.0, 2.0], [2.0, 1.0]]}, "positive definite", ValueError),
+        ({"model": simple, "preconditioner": [[1.0, 2.0], [0.0, 1.0]]}, "symmetric", ValueError),
+        ({"model": simple, "interaction": RBF}, "call it, `RBF\\(\\)`", TypeError),
+        ({"model": simple, "interaction": "rbf"}, "`interaction` must be an instance", TypeError),
+        ({"model": simple, "gradient": "minibatch"}, "`gradient` must be an instance", TypeError),
+        ({"model": simple, "dynamics": "sghmc"}, "`dynamics` must be an instance", TypeError),
+        ({"model": simple, "moves": "jump"}, "`moves` must be None", ValueError),
+        ({"model": simple, "init_strategy": 0.0}, "`init_strategy` must be callable", TypeError),
+        ({"model": simple, "interaction": Balanced(RBF())}, "num_ensembles=2 or more", ValueError),
+    ],
+)
+def test_bad_settings(kernel, arguments, message, kind):
+    with raises(message, kind):
+        kernel(**arguments)
+
+
+@pytest.mark.parametrize("bandwidth", [0.0, -1.0, float("nan"), "wide"])
+@pytest.mark.parametrize("interaction", [RBF, IMQ])
+def test_bad_bandwidth(interaction, bandwidth):
+    with raises("`bandwidth` must be a positive, finite number"):
+        interaction(bandwidth)
+
+
+@pytest.mark.parametrize("kernel", [SGLDR, SVGD])
+@pytest.mark.parametrize("setting", [{"chain_method": "sequential"}, {"num_chains": 1}, {"chain_method": jax.vmap}])
+def test_interacting_particles_need_vectorized_chains(kernel, setting):
+    mcmc = make(kernel(simple, step_size=0.1), **setting)
+    with raises('num_chains=20, chain_method="vectorized".*got a single chain'):
+        mcmc.run(random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "num_chains", "message"),
+    [
+        (SGLDR(simple, step_size=0.1, num_ensembles=4), 6, "num_chains=6 and num_ensembles=4"),
+        (SGLDR(simple, step_size=0.1, num_ensembles=3), 3, "one particle in each ensemble; use num_chains=6"),
+        (SGLD(simple, step_size=0.1, num_ensembles=3), 3, "or interaction=Independent"),
+    ],
+)
+def test_bad_groups(kernel, num_chains, message):
+    with raises(message):
+        make(kernel, num_chains=num_chains).run(random.key(0))
+
+
+@pytest.mark.parametrize("kernel", [SGLDR, SVGD])
+def test_identical_starts(kernel):
+    with raises("start at the same point.*init_to_sample"):
+        make(kernel(simple, step_size=0.1, init_strategy=init_to_feasible)).run(random.key(0))
+    with raises("start at the same point"):
+        make(kernel(potential_fn=quadratic, step_size=0.1)).run(random.key(0), init_params=jnp.zeros((6, 2)))
+
+
+def test_identical_starts_are_fine_without_interaction():
+    mcmc = make(SGLD(simple, step_size=0.1, init_strategy=init_to_feasible))
+    mcmc.run(random.key(0))
+    assert np.isfinite(mcmc.get_samples()["x"]).all()
+
+
+def test_no_warmup_means_nothing_is_measured():
+    with raises("num_warmup=0 no step size can be measured; give `step_size`"):
+        make(SGLDR(simple), num_warmup=0).run(random.key(0))
+
+
+def test_no_warmup_takes_the_median_rule_on_the_starts():
+    starts = random.normal(random.key(1), (6, 2))
+    mcmc = make(SGLDR(potential_fn=quadratic, step_size=0.1), num_warmup=0)
+    mcmc.run(random.key(0), init_params=starts)
+    expected = numpyro_repulsion.interactions.median_bandwidth(starts)
+    np.testing.assert_allclose(mcmc.get_extra_fields()["bandwidth"], expected, rtol=1e-5)
+
+
+def test_potential_fn_needs_starts():
+    with raises("needs `init_params`.*leading axis of 6"):
+        make(SGLDR(potential_fn=quadratic, step_size=0.1)).run(random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("init_params", "message"),
+    [
+        ({"x": jnp.ones((6, 2))}, "latent sites \\['s', 'x'\\].*got \\['x'\\]"),
+        ({"x": jnp.ones((6, 2)), "s": jnp.ones(6), "t": jnp.ones(6)}, "got \\['s', 't', 'x'\\]"),
+        ({"x": jnp.ones((6, 3)), "s": jnp.ones(6)}, "of shapes .*\\(6, 2\\).*got .*\\(6, 3\\)"),
+        ({"x": jnp.ones((5, 2)), "s": jnp.ones(6)}, "leading dimension|lead with the 6 chains"),
+        ({"s": jnp.ones(6), "x": jnp.ones((5, 2))}, "lead with the 6 chains"),
+        (jnp.ones((6, 3)), "must be a dictionary with the latent sites"),
+    ],
+)
+def test_bad_init_params(init_params, message):
+    with raises(message):
+        make(SGLD(simple, step_size=0.1)).run(random.key(0), init_params=init_params)
+
+
+def test_starts_must_be_floating_point():
+    with raises("must be floating point", TypeError):
+        make(SGLDR(potential_fn=quadratic, step_size=0.1)).run(random.key(0), init_params=jnp.arange(6))
+
+
+def test_starts_must_be_finite():
+    starts = jnp.arange(6.0).at[2].set(jnp.nan)
+    with raises("not finite at the start of particles \\[2\\]: change their `init_params`"):
+        make(SGLDR(potential_fn=quadratic, step_size=0.1)).run(random.key(0), init_params=starts)
+
+
+def test_no_finite_start_in_a_hundred_draws():
+    def model():
+        x = numpyro.sample("x", dist.Normal(0, 1))
+        numpyro.factor("nowhere", -jnp.inf + 0 * x)
+
+    with raises("after 100 draws from init_strategy"):
+        make(SGLDR(model, step_size=0.1)).run(random.key(0))
+
+
+@pytest.mark.parametrize("model", [regression, minibatched])
+@pytest.mark.parametrize("where", ["X", "y"])
+def test_nan_in_the_data(model, where, data):
+    X, y = data
+    X, y = (X.at[33, 1].set(jnp.nan), y) if where == "X" else (X, y.at[33].set(jnp.nan))
+    with raises("data contain NaN: 1 in the model's args"):
+        make(SGLDR(model, step_size=1e-4)).run(random.key(0), X, y)
+
+
+def test_nan_in_data_the_model_closes_over(data):
+    X, y = data
+    bad = y.at[33].set(jnp.nan)
+    with raises("NaN: 1 in the observed site 'y'"):
+        make(SGLDR(lambda: minibatched(X, bad), step_size=1e-4)).run(random.key(0))
+
+
+def test_nan_that_the_model_masks_is_no_error(data):
+    X, y = data
+    y = y.at[33].set(jnp.nan)
+
+    def model(X, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", 40, subsample_size=8) as i, numpyro.handlers.mask(mask=~jnp.isnan(y[i])):
+            numpyro.sample("y", dist.Normal(X[i] @ beta, 1), obs=jnp.nan_to_num(y[i]))
+
+    mcmc = make(SGLDR(model, step_size=1e-3))
+    mcmc.run(random.key(0), X, y)
+    assert np.isfinite(mcmc.get_samples()["beta"]).all()
+
+
+def test_unsupported_models_are_refused(data):
+    X, y = data
+
+    def local():
+        with numpyro.plate("rows", 40, subsample_size=8) as i:
+            x = numpyro.sample("x", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(x, 1), obs=y[i])
+
+    def enumerated():
+        p = numpyro.sample("p", dist.Beta(1, 1))
+        with numpyro.plate("rows", 40, subsample_size=8) as i:
+            k = numpyro.sample("k", dist.Bernoulli(p), infer={"enumerate": "parallel"})
+            numpyro.sample("y", dist.Normal(k, 1), obs=y[i])
+
+    def sliced(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", 40, subsample_size=8):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    def nothing():
+        numpyro.sample("y", dist.Normal(0, 1), obs=0.0)
+
+    for model, arguments, message in (
+        (local, (), "'x' lies inside the subsampled plate 'rows'.*drop `subsample_size`"),
+        (enumerated, (), "'k' lies inside the subsampled plate 'rows'.*Marginalize"),
+        (sliced, (y[:8],), "'rows'.*same 8 of 40 rows.*obs=y\\[i\\]"),
+        (nothing, (), "no continuous latent site"),
+    ):
+        with raises(message):
+            make(SGLDR(model, step_size=0.1)).run(random.key(0), *arguments)
+
+
+def test_subsampled_needs_a_subsampled_plate(data):
+    with raises("needs a model with a subsampled plate"):
+        make(SGLDR(regression, step_size=0.1, gradient=Subsampled())).run(random.key(0), *data)
+
+
+def test_preconditioner_of_a_wrong_size(data):
+    with raises("`preconditioner` has shape \\(3,\\), but a particle has 4"):
+        make(SGLDR(regression, step_size=0.1, preconditioner=[1.0, 1.0, 1.0])).run(random.key(0), *data)
+
+
+def test_kernel_that_is_not_positive_definite():
+    class Distance(Gram):
+        def evaluate(self, x, y, bandwidth):
+            return jnp.sum((x - y) ** 2)
+
+    with raises("not positive definite on the starting particles"):
+        make(SGLDR(simple, step_size=0.1, interaction=Distance())).run(random.key(0))
+
+
+def test_potential_fn_must_return_a_scalar():
+    with raises("`potential_fn` must return a scalar; got shape \\(2,\\)"):
+        make(SGLDR(potential_fn=lambda z: z**2, step_size=0.1)).run(random.key(0), init_params=jnp.ones((6, 2)))
