@@ -28,10 +28,11 @@ class Laplace(Radial):
         return 1.0 / (1.0 + s)
 
 
+@dataclass(frozen=True)
 class Cosine(Gram):
     """A kernel of a user's own, written for one pair."""
 
-    nugget = 0.1
+    nugget: float = 0.1
 
     def evaluate(self, x, y, bandwidth):
         return jnp.mean(jnp.cos(x - y))
