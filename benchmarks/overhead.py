@@ -18,6 +18,7 @@ import time
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+
 import numpyro
 from numpyro.handlers import substitute
 from numpyro.infer import MCMC
@@ -52,9 +53,9 @@ def bare_scan(model, X, y, num_updates, start):
             rows = jax.vmap(lambda k: draw_indices(k, plates))(random.split(rows_key, NUM_PARTICLES))
             gradient = jax.vmap(jax.grad(energy))(z, rows)
             leaves, treedef = jax.tree.flatten(z)
-            noise = jax.tree.unflatten(
-                treedef, [random.normal(k, x.shape) for k, x in zip(random.split(noise_key, len(leaves)), leaves)]
-            )
+            keys = random.split(noise_key, len(leaves))
+            noise = [random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+            noise = jax.tree.unflatten(treedef, noise)
             z = jax.tree.map(lambda x, g, n: x - STEP_SIZE * g + (2 * STEP_SIZE) ** 0.5 * n, z, gradient, noise)
             return z, None
 

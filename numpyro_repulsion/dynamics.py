@@ -38,7 +38,30 @@ class Cloud(NamedTuple):
 
 
 class Dynamics:
-    """Base class: a discretization of ``dX = [−(D + Q)∇H + Γ] dt + sqrt(2D) dW`` (Ma, Chen & Fox, 2015)."""
+    """Base class: a discretization of ``dX = [−(D + Q)∇H + Γ] dt + sqrt(2D) dW`` (Ma, Chen & Fox, 2015).
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import Dynamics, Independent
+        >>> from numpyro_repulsion.dynamics import Cloud
+
+        >>> class Descent(Dynamics):  # D = 0
+        ...     is_sampler = False
+        ...     def init(self, key, z, force, couple):
+        ...         return Cloud(z, *force(z))
+        ...     def step(self, key, cloud, force, couple, step_size):
+        ...         z = cloud.z - step_size * couple(cloud.z).apply(cloud.gradient)
+        ...         return Cloud(z, *force(z))
+
+        >>> force, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
+        >>> cloud = Descent().init(random.key(0), jnp.ones((2, 1)), force, couple)
+        >>> Descent().step(random.key(1), cloud, force, couple, 0.5).z.tolist()
+        [[0.5], [0.5]]
+    """
 
     #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
     is_sampler: bool = True
@@ -61,9 +84,9 @@ class Overdamped(Dynamics):
         \qquad C C^\top = K
 
     ``D = K(Z) ⊗ I``, ``Q = 0``, ``Γ_i = Σ_j ∇_{z_j} K_ij``. As ε → 0 the stationary law is
-    ``∏_i exp(−U(z_i) / T)``; for ``T = 1`` that is L independent draws from the posterior (:class:`~numpyro_repulsion.Balanced`
-    noise keeps each particle's law and gives up the product). With ``K = I`` this is parallel SGLD. There is no
-    factor ``1/L``: the paper's step is ``L`` times ours.
+    ``∏_i exp(−U(z_i) / T)``; for ``T = 1`` that is L independent draws from the posterior
+    (:class:`~numpyro_repulsion.Balanced` noise keeps each particle's law and gives up the product). With ``K = I``
+    this is parallel SGLD. There is no factor ``1/L``: the paper's step is ``L`` times ours.
 
     :param integrator: ``"euler"`` is the equation above. ``"lm"`` (Leimkuhler & Matthews), for ``K = I`` only,
         replaces ``ξ_t`` by ``(ξ_t + ξ_{t−1}) / 2``, which makes the bias of the stationary law second order in ε at

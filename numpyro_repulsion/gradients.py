@@ -6,14 +6,15 @@ which rows of the subsampled plates each particle looks at in each update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 import warnings
 
 import jax
-from jax import lax, random
+from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +24,8 @@ from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
-from numpyro.util import not_jax_tracer
 from numpyro.infer.util import constrain_fn, helpful_support_errors, potential_energy
+from numpyro.util import not_jax_tracer
 
 __all__ = ["FullData", "FunctionTarget", "Gradient", "ModelTarget", "Subsampled", "Target", "draw_indices"]
 
@@ -38,7 +39,7 @@ class Target:
     - **plates** - ``{name: (size, subsample_size)}`` of the plates that are subsampled.
     """
 
-    plates: dict[str, tuple[int, int]] = {}
+    plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
         """U at one particle, from the rows ``indices`` of each subsampled plate; ``key`` feeds random likelihoods."""
@@ -84,9 +85,14 @@ class ModelTarget(Target):
 
     def __init__(self, model, args=(), kwargs=None):
         self.model, self.args, self.kwargs = model, args, kwargs or {}
-        sites: dict = {}
         self._params: dict = {}
-        jax.eval_shape(lambda: sites.update(self._trace({})) or 0)
+        try:
+            sites = self._inspect()
+        except jax.errors.TracerArrayConversionError:
+            # NumPy arrays cannot be indexed by rows that are drawn in the compiled program.
+            with jax.ensure_compile_time_eval():
+                self.args, self.kwargs = jax.tree.map(_as_jax, (self.args, self.kwargs))
+            sites = self._inspect()
         self.plates = subsample_plate_sizes(sites)
         self.plate_sizes = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
         self.dims = {
@@ -182,6 +188,12 @@ class ModelTarget(Target):
                 z[name] = biject_to(sites[name]["fn"].support).inv(sites[name]["value"])
         return z
 
+    def _inspect(self):
+        """The model's sites, of which only what is static may be used."""
+        sites: dict = {}
+        jax.eval_shape(lambda: sites.update(self._trace({})) or 0)
+        return sites
+
     def _bind(self, indices, key):
         return seed(substitute(self.model, data={**self._params, **indices}), key)
 
@@ -226,17 +238,17 @@ class ModelTarget(Target):
                 raise ValueError(
                     f"Latent site '{name}' has a delta distribution; use `numpyro.deterministic('{name}', ...)`."
                 )
-            if plates := [plate for plate in self.dims[name] if plate in self.plates]:
-                enumerated = name in discrete
+            if self.plates and name in discrete:
                 raise ValueError(
-                    f"Latent site '{name}' lies inside the subsampled plate '{plates[0]}', where each minibatch "
-                    + (
-                        "would be enumerated with the scale inside the logarithm, a wrong target. Marginalize it by "
-                        "hand (numpyro.distributions.MixtureSameFamily), or drop `subsample_size`."
-                        if enumerated
-                        else "would need other latent variables. Move it out of the plate and index it, marginalize "
-                        "it, or drop `subsample_size`."
-                    )
+                    f"Discrete latent site '{name}' would be enumerated, which is wrong with the subsampled plate "
+                    f"{sorted(self.plates)}: the logarithm of a sum over its values is no sum over rows. Marginalize "
+                    "it by hand (numpyro.distributions.MixtureSameFamily), or drop `subsample_size`."
+                )
+            if plates := [plate for plate in self.dims[name] if plate in self.plates]:
+                raise ValueError(
+                    f"Latent site '{name}' lies inside the subsampled plate '{plates[0]}', where each minibatch would "
+                    "need other latent variables. Move it out of the plate and index it, marginalize it, or drop "
+                    "`subsample_size`."
                 )
         if not self.latent:
             raise ValueError(
@@ -248,7 +260,7 @@ class ModelTarget(Target):
 class Gradient:
     """Which rows of the subsampled plates each particle looks at in each update."""
 
-    def rows(self, key: jax.Array, target: Target, shape: tuple[int, int]) -> tuple[Indices, int]:
+    def rows(self, key: jax.Array, target: Target, shape: tuple[int, ...]) -> tuple[Indices, int]:
         """Row indices for a cloud of ``shape = (G, L)`` particles.
 
         :return: ``{plate: indices}``, and how many of the cloud's axes lead each array: 2 for rows of each particle's
@@ -335,7 +347,7 @@ class Subsampled(Gradient):
         return draw_indices(key, target.plates, shape), len(shape)
 
 
-def draw_indices(key: jax.Array, plates: dict[str, tuple[int, int]], shape: tuple[int, ...] = ()) -> Indices:
+def draw_indices(key: jax.Array, plates: Mapping[str, tuple[int, int]], shape: tuple[int, ...] = ()) -> Indices:
     """Minibatches: for each plate one row from each of ``subsample_size`` strata of equal size.
 
     :param key: a PRNG key.
@@ -380,6 +392,10 @@ def _influenced(fn, cause, *rest):
         if any(id(variable) in tainted for variable in equation.invars):
             tainted.update(id(variable) for variable in equation.outvars)
     return [id(variable) in tainted for variable in program.outvars]
+
+
+def _as_jax(leaf):
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
 
 
 def _count_nan(array):

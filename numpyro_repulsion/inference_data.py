@@ -246,8 +246,9 @@ def _attributes(mcmc, kernel, target):
 def _sentence(attributes):
     """What was run, and what to think of it."""
     count, ensembles = int(attributes["num_particles"]), int(attributes["num_ensembles"])
-    text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in {ensembles} ensemble{'s' * (ensembles > 1)}, "
-    text += f"{attributes['num_steps']} updates of size {float(attributes['step_size']):.3g}"
+    text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in "
+    text += f"{ensembles} ensemble{'s' * (ensembles > 1)}, {attributes['num_steps']} updates "
+    text += f"of size {float(attributes['step_size']):.3g}"
     if attributes["step_size_measured"] == "true":
         text += " (a bound from the curvature measured in warmup)"
     text += " per draw. "

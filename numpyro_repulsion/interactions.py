@@ -19,6 +19,7 @@ import jax.numpy as jnp
 __all__ = [
     "Balanced",
     "Coupling",
+    "Gram",
     "IMQ",
     "Independent",
     "Interaction",
@@ -48,7 +49,25 @@ class Coupling(NamedTuple):
 
 
 class Interaction:
-    """What every interaction answers. Gram-type interactions derive from :class:`Gram`."""
+    """What every interaction answers. Those with a Gram matrix derive from :class:`Gram`, and most need only that.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from jax import random
+        >>> from numpyro_repulsion import Interaction
+        >>> from numpyro_repulsion.interactions import Coupling
+
+        >>> class HalfSpeed(Interaction):  # K = I / 2
+        ...     def couple(self, u, bandwidth=None):
+        ...         noise = lambda key: 0.5**0.5 * random.normal(key, u.shape)
+        ...         return Coupling(lambda x: x / 2, 0.0, noise, 0.5)
+
+        >>> HalfSpeed().couple(jnp.zeros((3, 2))).bound
+        0.5
+    """
 
     #: Whether particles need each other: K depends on the cloud, which must hold two distinct particles.
     interacts: ClassVar[bool] = False
@@ -224,7 +243,7 @@ class Gram(Interaction):
             return through_second + jax.grad(k, 0)(x, x)
 
         gram = jax.vmap(jax.vmap(k, (None, 0)), (0, None))(u, u)
-        return gram + self.nugget * jnp.eye(*gram.shape, dtype=u.dtype), lax.map(repulsion, u)
+        return gram + self.nugget * jnp.eye(len(u), dtype=u.dtype), lax.map(repulsion, u)
 
     def couple(self, u, bandwidth=None, white=None):
         if white is None:
@@ -247,6 +266,24 @@ class Radial(Gram):
 
     A subclass writes :meth:`profile`. K and Γ then take two matrix products, and a particle that has run away to
     where float arithmetic overflows is decoupled instead of turning the others into NaN.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from dataclasses import dataclass
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import Radial
+
+        >>> @dataclass(frozen=True)
+        ... class Exponential(Radial):
+        ...     bandwidth: float | None = None
+        ...     def profile(self, s):
+        ...         return jnp.exp(-jnp.sqrt(s + 1e-6))
+
+        >>> gram, _ = Exponential(1.0).gram(jnp.array([[0.0], [1.0]]))
+        >>> f"{gram[0, 1]:.2f}"
+        '0.37'
     """
 
     positive_definite: bool = True
@@ -278,7 +315,7 @@ class Radial(Gram):
         x, squared, together = _centred(u)
         off_diagonal = together & ~jnp.eye(u.shape[0], dtype=bool)
         gram, slope = jax.jvp(self.profile, (squared / h,), (jnp.ones_like(squared),))
-        gram = jnp.where(off_diagonal, gram, 0.0) + (1.0 + self.nugget) * jnp.eye(*gram.shape, dtype=u.dtype)
+        gram = jnp.where(off_diagonal, gram, 0.0) + (1.0 + self.nugget) * jnp.eye(len(u), dtype=u.dtype)
         # ∇_{u_j} φ(‖u_i − u_j‖²/h) = W_ij (u_i − u_j) with W = −(2/h) φ'; summed over j that is one product.
         weight = jnp.where(off_diagonal, -2.0 / h * slope, 0.0)
         return gram, weight.sum(1, keepdims=True) * x - weight @ x

@@ -27,7 +27,7 @@ from numpyro_repulsion.gradients import (
     Target,
     ravel_cloud,
 )
-from numpyro_repulsion.interactions import RBF, Balanced, Gram, Interaction, median_bandwidth
+from numpyro_repulsion.interactions import RBF, Balanced, Interaction, median_bandwidth
 from numpyro_repulsion.schedules import BiasBudget, as_schedule
 
 __all__ = ["ParticleKernel", "ParticleState", "SGLD", "SGLDR", "SVGD", "enable_live_warnings"]
@@ -270,9 +270,7 @@ class ParticleKernel(MCMCKernel):
         def update(carry, key):
             cloud, count = carry
             noise_key, force_key = random.split(key)
-            proposal = self.dynamics.step(
-                noise_key, cloud, lambda u: force(force_key, u), couple, step_size(count)
-            )
+            proposal = self.dynamics.step(noise_key, cloud, lambda u: force(force_key, u), couple, step_size(count))
             cloud, held = hold(cloud, proposal)
             return (cloud, count + 1), held
 
@@ -457,7 +455,7 @@ class ParticleKernel(MCMCKernel):
 
     def _check_data(self, target):
         """Refuses NaN that some minibatch would meet later; the starts meet those of full data."""
-        if not target.plates or self._checked is not None and all(map(_same, self._checked, target.leaves)):
+        if not target.plates or (self._checked is not None and all(map(_same, self._checked, target.leaves))):
             return
         if (found := target.find_nan()) and not target.is_finite_on_all_rows():
             raise ValueError(f"The data contain NaN: {'; '.join(found)}. Remove these rows, or mask them.")
@@ -643,9 +641,7 @@ def _warn_at_first_divergence(before, after):
             )
 
     if _live_warnings:
-        lax.cond(
-            (before == 0) & (after > 0), lambda: jax.debug.callback(warn, before, after), lambda: None
-        )
+        lax.cond((before == 0) & (after > 0), lambda: jax.debug.callback(warn, before, after), lambda: None)
 
 
 def _count(name, value):
@@ -691,9 +687,7 @@ def _check_init_params(init_params, target, size):
             raise ValueError(f"`init_params` must lead with the {size} chains; got shapes {shapes}.")
     if isinstance(target, FunctionTarget):
         if not all(jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in jax.tree.leaves(init_params)):
-            raise TypeError(
-                f"`init_params` must be floating point; got {jax.tree.map(jnp.result_type, init_params)}."
-            )
+            raise TypeError(f"`init_params` must be floating point; got {jax.tree.map(jnp.result_type, init_params)}.")
         return
     expected = {name: (size, *site.shape) for name, site in target.prototype.items()}
     if not isinstance(init_params, dict) or set(init_params) != set(expected):
@@ -703,6 +697,4 @@ def _check_init_params(init_params, target, size):
             f"{got}."
         )
     if shapes != expected:
-        raise ValueError(
-            f"`init_params` are unconstrained values of shapes {expected}, chains first; got {shapes}."
-        )
+        raise ValueError(f"`init_params` are unconstrained values of shapes {expected}, chains first; got {shapes}.")

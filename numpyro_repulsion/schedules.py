@@ -17,7 +17,7 @@ import numpy as np
 
 __all__ = ["BiasBudget", "Polynomial", "as_schedule"]
 
-Schedule = Callable[[jax.Array], jax.Array]
+Schedule = Callable[..., jax.Array | float]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Polynomial:
 
         >>> from numpyro_repulsion import Polynomial
         >>> schedule = Polynomial(0.1, offset=100.0, power=1.0)
-        >>> float(schedule(0)), float(schedule(100))
-        (0.1, 0.05)
+        >>> [f"{schedule(count):.3f}" for count in (0, 100, 900)]
+        ['0.100', '0.050', '0.010']
     """
 
     step_size: float
@@ -78,7 +78,7 @@ class Polynomial:
             value = getattr(self, name)
             if not (isinstance(value, Real) and 0.0 < value < float("inf")):
                 raise ValueError(f"Polynomial: `{name}` must be a positive, finite number; got {value!r}.")
-        if not 0.5 < self.power <= 1.0:
+        if not (isinstance(self.power, Real) and 0.5 < self.power <= 1.0):
             raise ValueError(f"Polynomial: `power` must lie in (0.5, 1] (Robbins-Monro); got {self.power!r}.")
 
     def __call__(self, count):
@@ -93,7 +93,7 @@ def as_schedule(step_size: float | Schedule) -> Schedule:
     """
     if isinstance(step_size, np.ndarray | jax.Array) and step_size.ndim == 0:
         step_size = float(step_size)
-    if isinstance(step_size, Real):
+    if isinstance(step_size, Real) and not isinstance(step_size, bool):
         schedule, first, least = (lambda count: step_size), step_size, math.ulp(0.0)
     elif callable(step_size):
         # A schedule may begin at 0, as learning-rate warmups do.

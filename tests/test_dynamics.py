@@ -24,7 +24,12 @@ EULER = Overdamped(integrator="euler")
 
 def run(kernel, starts, num_samples=20, key=None):
     mcmc = MCMC(
-        kernel, num_warmup=0, num_samples=num_samples, num_chains=len(starts), chain_method="vectorized", progress_bar=False
+        kernel,
+        num_warmup=0,
+        num_samples=num_samples,
+        num_chains=len(starts),
+        chain_method="vectorized",
+        progress_bar=False,
     )
     mcmc.run(random.key(1) if key is None else key, init_params=starts)
     return mcmc

@@ -698,7 +698,7 @@ def discrete_over_minibatches():
     ("model", "message"),
     [
         (local_latent, r"'z' lies inside the subsampled plate 'rows'.*Move it out"),
-        (local_discrete, r"'c' lies inside the subsampled plate 'rows'.*Marginalize"),
+        (local_discrete, r"'c' would be enumerated.*subsampled plate.*'rows'.*Marginalize"),
         (discrete_over_minibatches, r"'c'.*[Mm]arginalize"),
         (no_latent, r"no continuous latent site.*without `obs`"),
         (only_discrete, r"no continuous latent site.*'c'"),

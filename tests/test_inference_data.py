@@ -8,10 +8,11 @@ import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
-import pytest
 
 from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, inference_data, summary, to_inference_data
 
@@ -190,7 +191,9 @@ def test_an_optimizer_leaves_its_last_cloud(capsys):
     mcmc = run(SVGD(logistic, step_size=1e-3), X, Y)
     data = to_inference_data(mcmc)
     assert data["posterior"]["beta"].shape == (1, 6, 3)
-    np.testing.assert_array_equal(data["posterior"]["beta"].values[0], mcmc.get_samples(group_by_chain=True)["beta"][:, -1])
+    np.testing.assert_array_equal(
+        data["posterior"]["beta"].values[0], mcmc.get_samples(group_by_chain=True)["beta"][:, -1]
+    )
     table = summary(mcmc, var_names=["beta"])
     assert "not a sampler: this describes its last cloud of 6 points" in capsys.readouterr().out
     assert not [name for name in table.columns if "ess" in name or "hat" in name]

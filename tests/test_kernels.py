@@ -8,11 +8,12 @@ import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
+
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, Predictive, init_to_feasible, init_to_uniform, init_to_value
-import optax
-import pytest
 
 import numpyro_repulsion
 from numpyro_repulsion import (
@@ -26,7 +27,6 @@ from numpyro_repulsion import (
     FullData,
     Gram,
     Independent,
-    Overdamped,
     Polynomial,
     Subsampled,
     enable_live_warnings,
@@ -444,6 +444,15 @@ def test_model_that_needs_the_values_of_its_arguments():
     assert mcmc.get_samples()["effects"].shape == (180, 4)
 
 
+def test_numpy_arrays_can_be_minibatched(data):
+    draws = []
+    for X, y in (data, map(np.asarray, data)):
+        mcmc = make(SGLDR(minibatched, step_size=1e-4), num_samples=5)
+        mcmc.run(random.key(0), X, y)
+        draws.append(mcmc.get_samples()["beta"])
+    np.testing.assert_allclose(*draws, rtol=1e-4, atol=1e-5)
+
+
 def test_jit_model_args(data, monkeypatch):
     X, y = data
     draws = []
@@ -531,10 +540,20 @@ def test_preconditioner_is_a_change_of_variables():
     white = make(SGLDR(potential_fn=quadratic, step_size=0.1, interaction=RBF(2.0)), num_warmup=0, num_samples=3)
     white.run(random.key(0), init_params=starts)
     np.testing.assert_allclose(mcmc.get_samples(), white.get_samples() @ root.T, rtol=1e-3, atol=1e-3)
-    diagonal = make(SGLDR(potential_fn=lambda z: z @ (z / jnp.array([4.0, 0.25])) / 2, step_size=0.1,
-                          interaction=RBF(2.0), preconditioner=[4.0, 0.25]), num_warmup=0, num_samples=3)
+    diagonal = make(
+        SGLDR(
+            potential_fn=lambda z: z @ (z / jnp.array([4.0, 0.25])) / 2,
+            step_size=0.1,
+            interaction=RBF(2.0),
+            preconditioner=[4.0, 0.25],
+        ),
+        num_warmup=0,
+        num_samples=3,
+    )
     diagonal.run(random.key(0), init_params=starts * jnp.array([2.0, 0.5]))
-    np.testing.assert_allclose(diagonal.get_samples(), white.get_samples() * jnp.array([2.0, 0.5]), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        diagonal.get_samples(), white.get_samples() * jnp.array([2.0, 0.5]), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_full_data_gradient_of_a_minibatched_model_is_that_of_the_full_model(data):
@@ -779,7 +798,7 @@ def test_nan_that_the_model_masks_is_no_error(data):
 
 
 def test_unsupported_models_are_refused(data):
-    X, y = data
+    y = data[1]
 
     def local():
         with numpyro.plate("rows", 40, subsample_size=8) as i:
@@ -802,7 +821,7 @@ def test_unsupported_models_are_refused(data):
 
     for model, arguments, message in (
         (local, (), "'x' lies inside the subsampled plate 'rows'.*drop `subsample_size`"),
-        (enumerated, (), "'k' lies inside the subsampled plate 'rows'.*Marginalize"),
+        (enumerated, (), "'k' would be enumerated.*subsampled plate.*rows.*Marginalize"),
         (sliced, (y[:8],), "'rows'.*same 8 of 40 rows.*obs=y\\[i\\]"),
         (nothing, (), "no continuous latent site"),
     ):

@@ -392,7 +392,9 @@ def two_time_moments(interaction, integrator, *, law=MIXTURE, lag=20, replicas=4
 
 def difference_scores(x, y):
     return {
-        name: float((x[name].mean() - y[name].mean()) / jnp.sqrt(x[name].var() / x[name].size + y[name].var() / y[name].size))
+        name: float(
+            (x[name].mean() - y[name].mean()) / jnp.sqrt(x[name].var() / x[name].size + y[name].var() / y[name].size)
+        )
         for name in x
     }
 

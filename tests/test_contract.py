@@ -1,0 +1,137 @@
+"""What NumPyro asks of a kernel, over kernels, interactions, gradients, keys and precisions.
+
+Shapes and types are computed abstractly, without compiling; one run of each interaction is real.
+"""
+
+import itertools
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_repulsion import (
+    IMQ,
+    RBF,
+    SGLD,
+    SGLDR,
+    SVGD,
+    Balanced,
+    FullData,
+    Independent,
+    Overdamped,
+    Polynomial,
+    Subsampled,
+)
+
+KERNELS = (SGLD, SGLDR, SVGD)
+INTERACTIONS = (
+    None,
+    RBF(),
+    RBF(2.0),
+    IMQ(),
+    Independent(),
+    Balanced(),
+    Balanced(RBF()),
+    0.9 * RBF() + 0.1 * Independent(),
+)
+GRADIENTS = (None, FullData(), Subsampled(), Subsampled(shared=True))
+STEP_SIZES = (None, 0.01, Polynomial(0.01))
+Y = jnp.linspace(-1.0, 1.0, 20)
+
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
+    sigma = numpyro.sample("sigma", dist.Gamma(3, 1))
+    with numpyro.plate("rows", 20, subsample_size=4) as i:
+        numpyro.sample("y", dist.Normal(mu[0], sigma), obs=y[i])
+
+
+def kernels():
+    """Every kernel with every interaction, and SGLDR with every gradient and step size."""
+    for kernel, interaction in itertools.product(KERNELS, INTERACTIONS):
+        num_ensembles = 2 if isinstance(interaction, Balanced) and interaction.interaction else 1
+        yield kernel(model, interaction=interaction, num_ensembles=num_ensembles)
+    for gradient, step_size in itertools.product(GRADIENTS, STEP_SIZES):
+        yield SGLDR(model, gradient=gradient, step_size=step_size)
+
+
+def describe(state):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
+@pytest.mark.parametrize(("make_key", "double"), [(random.key, False), (random.PRNGKey, True)])
+def test_one_iteration_keeps_shapes_and_types(make_key, double):
+    count = 0
+    with jax.enable_x64(double):
+        keys = random.split(make_key(0), 6)
+        for kernel in kernels():
+
+            def iterate(keys, y, kernel=kernel):
+                state = kernel.init(keys, 10, None, (y,), {})
+                return state, kernel.sample(state, (y,), {})
+
+            before, after = jax.eval_shape(iterate, keys, jnp.asarray(Y, float))
+            assert describe(before) == describe(after)
+            assert after.potential_energy.dtype == (jnp.float64 if double else jnp.float32)
+            # Fields that may be collected lead with the particles, and the key is a single one.
+            for name in kernel.default_fields:
+                assert all(leaf.shape[0] == 6 for leaf in jax.tree.leaves(getattr(after, name)))
+            assert after.rng_key.shape == make_key(0).shape
+            count += 1
+    assert count == len(KERNELS) * len(INTERACTIONS) + len(GRADIENTS) * len(STEP_SIZES)
+
+
+@pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
+def test_one_chain_has_no_particle_axis(make_key):
+    for interaction, gradient in itertools.product((Independent(), Balanced()), GRADIENTS):
+        kernel = SGLD(model, interaction=interaction, gradient=gradient, step_size=0.01)
+
+        def iterate(key, kernel=kernel):
+            state = kernel.init(key, 10, None, (Y,), {})
+            return state, kernel.sample(state, (Y,), {})
+
+        before, after = jax.eval_shape(iterate, make_key(0))
+        assert describe(before) == describe(after)
+        assert after.z["mu"].shape == (2,) and after.diverging.shape == ()
+        assert not kernel.is_ensemble_kernel
+    kernel.init(random.split(make_key(0), 2), 10, None, (Y,), {})
+    assert kernel.is_ensemble_kernel
+
+
+@pytest.mark.parametrize("interaction", INTERACTIONS, ids=repr)
+def test_iterations_move_all_particles_and_reproduce(interaction):
+    num_ensembles = 2 if isinstance(interaction, Balanced) and interaction.interaction else 1
+    kernel = SGLDR(model, interaction=interaction, step_size=1e-3, num_ensembles=num_ensembles, num_steps=2)
+    state = kernel.init(random.split(random.key(0), 6), 0, None, (Y,), {})
+    sample = jax.jit(lambda state: kernel.sample(state, (Y,), {}))
+    one, two = sample(state), sample(state)
+    assert np.array_equal(one.z["mu"], two.z["mu"])
+    assert (one.z["mu"] != state.z["mu"]).all() and (one.z["sigma"] != state.z["sigma"]).all()
+    assert not np.array_equal(sample(one).z["mu"] - one.z["mu"], one.z["mu"] - state.z["mu"])
+    assert int(one.num_updates) == 2 and int(sample(one).tuning.iteration) == 2
+
+
+def test_state_can_be_replaced_as_mcmc_does():
+    kernel = SGLDR(model, step_size=0.01)
+    state = kernel.init(random.split(random.key(0), 6), 10, None, (Y,), {})
+    assert state._replace(rng_key=random.key(9)).z is state.z
+
+
+def test_postprocessing_is_of_one_particle():
+    kernel = SGLDR(model, step_size=0.01)
+    state = kernel.init(random.split(random.key(0), 6), 10, None, (Y,), {})
+    one = kernel.postprocess_fn((Y,), {})(jax.tree.map(lambda x: x[0], state.z))
+    np.testing.assert_allclose(one["sigma"], jnp.exp(state.z["sigma"][0]), rtol=1e-6)
+    assert one["mu"].shape == (2,)
+
+
+def test_presets_differ_in_their_parts_alone():
+    assert {kernel(model).interaction for kernel in KERNELS} == {Balanced(), RBF()}
+    assert SGLD(model).dynamics == SGLDR(model).dynamics == Overdamped()
+    assert SVGD(model).dynamics == Overdamped(noise=False)
+    assert not any(set(vars(kernel)) & {"init", "sample", "postprocess_fn", "__init__"} for kernel in KERNELS)
