@@ -221,6 +221,8 @@ def _attributes(mcmc, kernel, target):
     state = mcmc.last_state
     plates = target.plates if target is not None else {}
     measured = isinstance(kernel.step_size, BiasBudget)
+    # Plain chains run one by one leave a state each, and are ensembles of their own.
+    num_ensembles = mcmc.num_chains if np.ndim(state.num_updates) else kernel.num_ensembles
     return {
         "inference_library": "numpyro_repulsion",
         "algorithm": type(kernel).__name__,
@@ -234,8 +236,8 @@ def _attributes(mcmc, kernel, target):
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
         "num_particles": mcmc.num_chains,
-        "num_ensembles": kernel.num_ensembles,
-        "ensemble": np.repeat(np.arange(kernel.num_ensembles), mcmc.num_chains // kernel.num_ensembles),
+        "num_ensembles": num_ensembles,
+        "ensemble": np.repeat(np.arange(num_ensembles), mcmc.num_chains // num_ensembles),
         "num_steps": kernel.num_steps,
         "num_warmup": mcmc.num_warmup,
         "thinning": mcmc.thinning,
