@@ -1,0 +1,19 @@
+"""What force is felt: the potential energy of a NumPyro model, and its gradient on all or some of the data.
+
+A :class:`Target` is the posterior as samplers see it, one unconstrained particle at a time. A :class:`Gradient` says
+which rows of the subsampled plates each particle looks at in each update.
+"""
+
+from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Subsampled, draw_indices, ravel_cloud
+from numpyro_repulsion.gradients.posterior import FunctionTarget, ModelTarget, Target
+
+__all__ = [
+    "FullData",
+    "FunctionTarget",
+    "Gradient",
+    "ModelTarget",
+    "Subsampled",
+    "Target",
+    "draw_indices",
+    "ravel_cloud",
+]

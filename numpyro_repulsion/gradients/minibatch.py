@@ -1,0 +1,131 @@
+"""Which rows of the subsampled plates a particle looks at, and the force that it feels from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.gradients.posterior import Indices, Particle, Target
+
+__all__ = ["FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
+
+
+class Gradient:
+    """Which rows of the subsampled plates each particle looks at in each update."""
+
+    def rows(self, key: jax.Array, target: Target, shape: tuple[int, ...]) -> tuple[Indices, int]:
+        """Row indices for a cloud of ``shape = (G, L)`` particles.
+
+        :return: ``{plate: indices}``, and how many of the cloud's axes lead each array: 2 for rows of each particle's
+            own, 1 for rows of each group, 0 for the same rows everywhere.
+        """
+        raise NotImplementedError
+
+    def force(self, key: jax.Array, target: Target, unravel: Callable, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``."""
+        rows_key, model_key = random.split(key)
+        indices, axes = self.rows(rows_key, target, z.shape[:2])
+
+        def energy(flat, rows, key):
+            return target.potential_energy(unravel(flat), rows, key).astype(flat.dtype)
+
+        force = jax.value_and_grad(energy)
+        if axes == 1 and z.shape[0] > 1:
+            keys = random.split(model_key, z.shape[:2])
+            return jax.vmap(jax.vmap(force, (0, None, 0)))(z, indices, keys)
+        # One flat axis of particles where rows allow it: an axis of length one slows the matrix products down.
+        count = z.shape[0] * z.shape[1]
+        indices = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[axes:]) if axes else rows, indices)
+        if axes == 1:
+            indices = jax.tree.map(lambda rows: rows[0], indices)
+        batched = jax.vmap(force, (0, 0 if axes == 2 else None, 0))
+        value, gradient = batched(z.reshape(count, -1), indices, random.split(model_key, count))
+        return value.reshape(z.shape[:2]), gradient.reshape(z.shape)
+
+
+@dataclass(frozen=True)
+class FullData(Gradient):
+    """All rows in every update, those of subsampled plates included.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import FullData, SGLDR
+        >>> kernel = SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1, gradient=FullData())
+    """
+
+    def rows(self, key, target, shape):
+        del key, shape
+        return {name: jnp.arange(size) for name, (size, _) in target.plates.items()}, 0
+
+
+@dataclass(frozen=True)
+class Subsampled(Gradient):
+    """A fresh minibatch in every update: the rows that a plate's ``subsample_size`` asks for.
+
+    Rows are drawn one from each of ``subsample_size`` strata of equal size: each row is as likely as any other, so
+    the gradient is unbiased; its variance is at most that of draws with replacement; the cost does not grow with the
+    size of the plate; and a batch of all rows has every row once.
+
+    :param shared: whether the particles of an ensemble share a minibatch. By default each has its own: a shared
+        minibatch gives all particles the same gradient noise, which no average over them removes, and which
+        repulsion adds up over neighbours. Measured on N(0, I₂) with 20 particles, RBF bandwidth 2, step size 0.02
+        and gradient noise of variance 4 (the exact answers are 1 and 1):
+
+        ==================  =================  =======================================
+        ..                  marginal variance  20 × variance of the ensemble's mean
+        ==================  =================  =======================================
+        SGLD, shared        1.05               1.75
+        SGLD, own           1.05               1.04
+        SGLDR, shared       1.22               7.4
+        SGLDR, own          1.03               1.39
+        ==================  =================  =======================================
+
+        A shared minibatch is cheaper: one gather and one matrix product for all particles.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import Subsampled
+        >>> Subsampled(shared=True)
+        Subsampled(shared=True)
+    """
+
+    shared: bool = False
+
+    def rows(self, key, target, shape):
+        shape = shape[:1] if self.shared else shape
+        return draw_indices(key, target.plates, shape), len(shape)
+
+
+def draw_indices(key: jax.Array, plates: Mapping[str, tuple[int, int]], shape: tuple[int, ...] = ()) -> Indices:
+    """Minibatches: for each plate one row from each of ``subsample_size`` strata of equal size.
+
+    :param key: a PRNG key.
+    :param plates: ``{name: (size, subsample_size)}``.
+    :param shape: how many independent minibatches.
+    :return: ``{name: indices of shape (*shape, subsample_size)}``, ascending.
+    """
+    indices = {}
+    for name, plate_key in zip(plates, random.split(key, max(len(plates), 1)), strict=False):
+        size, batch = plates[name]
+        # floor((j·size + r) / batch) for r uniform on 0..size-1: over all (j, r) each row comes up `batch` times, so
+        # rows are equally likely even if `batch` does not divide `size`. Split so that nothing exceeds size + batch.
+        start = np.arange(batch, dtype=np.int64) * size
+        offset = random.randint(plate_key, (*shape, batch), 0, size) + jnp.asarray(start % batch, jnp.int32)
+        indices[name] = jnp.asarray(start // batch, jnp.int32) + offset // batch
+    return indices
+
+
+def ravel_cloud(z: Particle) -> tuple[jax.Array, Callable]:
+    """A pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the way back for one particle of shape ``(d,)``."""
+    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], z))
+    return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel

@@ -1,0 +1,24 @@
+"""How particles see each other: the matrix K, its divergence Γ, and noise with covariance K.
+
+A cloud of L particles in d dimensions is an array ``u`` of shape ``(L, d)``, or ``(G, L, d)`` for G groups that do
+not interact. :meth:`Interaction.couple` turns it into a :class:`Coupling`, which is all that the dynamics sees:
+apply K, the repulsion Γ, a draw with covariance K, and a bound on the largest eigenvalue of K.
+"""
+
+from numpyro_repulsion.interactions.balanced import Balanced
+from numpyro_repulsion.interactions.base import Coupling, Gram, Independent, Interaction, Sum
+from numpyro_repulsion.interactions.radial import IMQ, RBF, Radial, median_bandwidth, squared_distances
+
+__all__ = [
+    "IMQ",
+    "RBF",
+    "Balanced",
+    "Coupling",
+    "Gram",
+    "Independent",
+    "Interaction",
+    "Radial",
+    "Sum",
+    "median_bandwidth",
+    "squared_distances",
+]

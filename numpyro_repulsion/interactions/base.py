@@ -1,0 +1,234 @@
+"""The coupling of a cloud, and the interactions that have a Gram matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import ClassVar, NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+
+__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "require_positive"]
+
+
+class Coupling(NamedTuple):
+    """The matrix K of one cloud, by what can be done with it.
+
+    - **apply** - ``x -> K x`` for ``x`` of the cloud's shape.
+    - **repulsion** - Γ, with ``Γ_i = Σ_j ∇_{u_j} K_ij``, of the cloud's shape (0 where K is constant).
+    - **draw** - ``key -> ξ``, Gaussian noise of the cloud's shape, each group's with covariance ``K ⊗ I_d``.
+    - **bound** - scalar, at least the largest eigenvalue of K.
+    - **is_identity** - whether K is the identity, which allows Leimkuhler-Matthews averaging of the noise.
+    """
+
+    apply: Callable[[jax.Array], jax.Array]
+    repulsion: jax.Array | float
+    draw: Callable[[jax.Array], jax.Array]
+    bound: jax.Array | float
+    is_identity: bool = False
+
+
+class Interaction:
+    """What every interaction answers. Those with a Gram matrix derive from :class:`Gram`, and most need only that.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from jax import random
+        >>> from numpyro_repulsion import Interaction
+        >>> from numpyro_repulsion.interactions import Coupling
+
+        >>> class HalfSpeed(Interaction):  # K = I / 2
+        ...     def couple(self, u, bandwidth=None):
+        ...         noise = lambda key: 0.5**0.5 * random.normal(key, u.shape)
+        ...         return Coupling(lambda x: x / 2, 0.0, noise, 0.5)
+
+        >>> HalfSpeed().couple(jnp.zeros((3, 2))).bound
+        0.5
+    """
+
+    #: Whether particles need each other: K depends on the cloud, which must hold two distinct particles.
+    interacts: ClassVar[bool] = False
+
+    @property
+    def learns_bandwidth(self) -> bool:
+        """Whether a bandwidth is left to be learned."""
+        return False
+
+    def couple(self, u: jax.Array, bandwidth: jax.Array | float | None = None) -> Coupling:
+        """The coupling of the cloud.
+
+        :param u: particles, ``(L, d)`` or ``(G, L, d)``.
+        :param bandwidth: the learned bandwidth, for kernels whose own is ``None``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement `couple`.")
+
+    def __add__(self, other):
+        return Sum.of(self) + other
+
+    def __rmul__(self, weight):
+        return weight * Sum.of(self)
+
+    __mul__ = __rmul__
+
+
+@dataclass(frozen=True)
+class Independent(Interaction):
+    """No interaction: ``K = I``, ``Γ = 0``, white noise. Parallel SGLD, the paper's plain baseline.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import Independent
+        >>> coupling = Independent().couple(jnp.zeros((3, 2)))
+        >>> coupling.repulsion, coupling.bound
+        (0.0, 1.0)
+    """
+
+    def couple(self, u, bandwidth=None):
+        return Coupling(lambda x: x, 0.0, lambda key: random.normal(key, u.shape, u.dtype), 1.0, True)
+
+    def gram(self, u, bandwidth):
+        """The identity and zero: what a sum needs."""
+        return jnp.eye(u.shape[0], dtype=u.dtype), jnp.zeros_like(u)
+
+
+class Gram(Interaction):
+    """Base of the interactions with a Gram matrix: ``K_ij = k(u_i, u_j) + nugget · 1{i = j}``.
+
+    A subclass writes :meth:`evaluate`, the kernel for one pair of points; this class lifts it to a cloud, takes Γ by
+    automatic differentiation and tests on the starting cloud that K is positive definite. The nugget belongs to K:
+    it is in the drift *and* in the noise, so it biases nothing, and it keeps the Cholesky factor finite where
+    particles are close, L is large or the bandwidth is wide. Positive weights and sums of such interactions are
+    interactions again: ``0.9 * RBF() + 0.1 * Independent()``.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import Gram
+
+        >>> class Cosine(Gram):
+        ...     def evaluate(self, x, y, bandwidth):
+        ...         return jnp.mean(jnp.cos(x - y))
+
+        >>> coupling = Cosine().couple(jnp.array([[0.0], [1.0]]))
+        >>> coupling.repulsion.round(2).tolist()
+        [[-0.8399999737739563], [0.8399999737739563]]
+    """
+
+    interacts: ClassVar[bool] = True
+    #: Whether k is known to be positive definite; if not, K is tested on the starting cloud.
+    positive_definite: bool = False
+    nugget: float = 1e-3
+
+    def evaluate(self, x: jax.Array, y: jax.Array, bandwidth: jax.Array | float | None) -> jax.Array:
+        """The kernel k of one pair of points of shape ``(d,)``; symmetric, and equal to 1 or so where ``x = y``."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `evaluate`.")
+
+    def gram(self, u: jax.Array, bandwidth: jax.Array | float | None) -> tuple[jax.Array, jax.Array]:
+        """K of shape ``(L, L)`` and Γ of shape ``(L, d)`` for one group ``u`` of shape ``(L, d)``."""
+
+        def k(x, y):
+            return self.evaluate(x, y, bandwidth)
+
+        def repulsion(x):
+            # ∇_{u_j} K_ij through the second argument for all j, and for j = i through the first one too. One row
+            # at a time, so that nothing of shape (L, L, d) is formed.
+            through_second = jax.vmap(jax.grad(k, 1), (None, 0))(x, u).sum(0)
+            return through_second + jax.grad(k, 0)(x, x)
+
+        gram = jax.vmap(jax.vmap(k, (None, 0)), (0, None))(u, u)
+        return gram + self.nugget * jnp.eye(len(u), dtype=u.dtype), lax.map(repulsion, u)
+
+    def couple(self, u, bandwidth=None, white=None):
+        if white is None:
+
+            def white(key):
+                return random.normal(key, u.shape, u.dtype)
+
+        gram, repulsion = jnp.vectorize(lambda v: self.gram(v, bandwidth), signature="(l,d)->(l,l),(l,d)")(u)
+        root = jnp.linalg.cholesky(gram)
+        return Coupling(
+            apply=lambda x: gram @ x,
+            repulsion=repulsion,
+            draw=lambda key: root @ white(key),
+            bound=jnp.abs(gram).sum(-1).max(),  # Gershgorin
+        )
+
+
+@dataclass(frozen=True)
+class Sum(Gram):
+    """A sum of Gram-type interactions with positive weights; written ``0.9 * RBF() + 0.1 * Independent()``.
+
+    Terms without a bandwidth of their own share the learned one.
+
+    :param terms: pairs ``(weight, interaction)``.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import IMQ, RBF
+        >>> 0.5 * RBF(1.0) + 0.5 * IMQ(2.0)
+        0.5 * RBF(bandwidth=1.0, nugget=0.001) + 0.5 * IMQ(bandwidth=2.0, nugget=0.001)
+    """
+
+    terms: tuple[tuple[float, Gram | Independent], ...]
+
+    @staticmethod
+    def of(interaction):
+        """The interaction as a sum of one term."""
+        if isinstance(interaction, Sum):
+            return interaction
+        if not isinstance(interaction, Gram | Independent):
+            raise TypeError(f"Only interactions with a Gram matrix can be added; got {interaction!r}.")
+        return Sum(((1.0, interaction),))
+
+    @property
+    def bandwidth(self):
+        given = {h for _, term in self.terms if (h := getattr(term, "bandwidth", None)) is not None}
+        return given.pop() if len(given) == 1 else None
+
+    @property
+    def positive_definite(self):
+        return all(getattr(term, "positive_definite", True) for _, term in self.terms)
+
+    @property
+    def learns_bandwidth(self):
+        return any(term.learns_bandwidth for _, term in self.terms)
+
+    def evaluate(self, x, y, bandwidth=None):
+        raise NotImplementedError("A sum is evaluated on a cloud: use `gram` or `couple`.")
+
+    def gram(self, u, bandwidth):
+        parts = [(weight, term.gram(u, bandwidth)) for weight, term in self.terms]
+        return sum(weight * gram for weight, (gram, _) in parts), sum(weight * gamma for weight, (_, gamma) in parts)
+
+    def __add__(self, other):
+        if not isinstance(other, Interaction):
+            return NotImplemented
+        return Sum(self.terms + Sum.of(other).terms)
+
+    def __rmul__(self, weight):
+        require_positive(self, "weight", weight)
+        return Sum(tuple((weight * w, term) for w, term in self.terms))
+
+    __mul__ = __rmul__
+
+    def __repr__(self):
+        return " + ".join(f"{weight:g} * {term!r}" for weight, term in self.terms)
+
+
+def require_positive(owner, name, value):
+    """Refuses a setting that is given and not a positive, finite number."""
+    if value is not None and not (isinstance(value, Real) and 0.0 < value < float("inf")):
+        raise ValueError(f"{type(owner).__name__}: `{name}` must be a positive, finite number; got {value!r}.")

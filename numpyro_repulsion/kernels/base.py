@@ -1,0 +1,348 @@
+"""The one ``MCMCKernel`` of the package, whose chains are particles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+import warnings
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro.infer import init_to_sample
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.util import identity, is_prng_key, not_jax_tracer
+
+from numpyro_repulsion.adaptation import Preconditioner, Tuning, is_due, measure
+from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped, hold
+from numpyro_repulsion.gradients import FullData, FunctionTarget, Gradient, ModelTarget, Subsampled, Target, ravel_cloud
+from numpyro_repulsion.interactions import Balanced, Interaction
+from numpyro_repulsion.kernels.settings import check_init_params, count, preconditioner_scale, require_instance
+from numpyro_repulsion.kernels.starts import Starter
+from numpyro_repulsion.kernels.state import ParticleState, map_particles
+from numpyro_repulsion.schedules import BiasBudget, as_schedule
+
+__all__ = ["ParticleKernel", "enable_live_warnings"]
+
+_live_warnings = True
+
+
+def enable_live_warnings(enabled: bool = True) -> None:
+    """Whether kernels warn while they run, at the first particle that diverges. On by default.
+
+    A compiled program that can warn calls back into Python and is not stored in JAX's persistent compilation cache.
+    Switch the warnings off, before ``MCMC.run``, where that cache matters; the counts stay in the results.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import enable_live_warnings
+        >>> enable_live_warnings(False)
+        >>> enable_live_warnings()
+    """
+    global _live_warnings
+    _live_warnings = enabled
+
+
+class ParticleKernel(MCMCKernel):
+    """Base of all kernels: dynamics × interaction × gradient × schedule, with the chains of ``MCMC`` as particles.
+
+    :param model: a NumPyro model. Plates with ``subsample_size`` are minibatched.
+    :param potential_fn: instead of a model, the potential energy of one particle (any pytree of floats); takes
+        ``init_params``.
+    :param step_size: ε. ``None`` measures it in warmup, ``BiasBudget()``: a conservative bound from the largest
+        curvature and the minibatch noise found on the cloud. A float is constant; a callable of the update count
+        (warmup included) is a schedule, for example :class:`~numpyro_repulsion.Polynomial` or one of optax.
+    :param interaction: how particles see each other; ``None`` is the kernel's own.
+    :param preconditioner: a constant matrix P with which the diffusion is ``K ⊗ P``: an array of shape ``(d,)`` for
+        a diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
+        :func:`jax.flatten_util.ravel_pytree` (sites by name). ``None`` is the identity, and so is, in this release,
+        ``"auto"``.
+    :param num_steps: updates per MCMC iteration, and so per draw.
+    :param num_ensembles: the particles are split into so many equal groups, in order of the chains, that do not
+        interact and share no minibatch.
+    :param gradient: ``None`` is ``Subsampled()`` for models with subsampled plates and ``FullData()`` for others.
+    :param dynamics: ``None`` is the kernel's own.
+    :param moves: jumps between updates; only ``None`` in this release.
+    :param init_strategy: where particles start: a draw from the prior each, by default.
+    :raises ValueError: for settings out of range; see also :meth:`init`.
+    :raises TypeError: for settings of a wrong kind.
+    """
+
+    sample_field = "z"
+    default_fields = ("z", "potential_energy", "step_size", "bandwidth", "diverging")
+
+    _default_interaction: ClassVar[Interaction] = Balanced()
+    _default_dynamics: ClassVar[Dynamics] = Overdamped()
+
+    def __init__(
+        self,
+        model: Callable | None = None,
+        potential_fn: Callable | None = None,
+        *,
+        step_size: float | Callable | BiasBudget | None = None,
+        interaction: Interaction | None = None,
+        preconditioner: Any = "auto",
+        num_steps: int = 10,
+        num_ensembles: int = 1,
+        gradient: Gradient | None = None,
+        dynamics: Dynamics | None = None,
+        moves: None = None,
+        init_strategy: Callable = init_to_sample,
+    ):
+        if (model is None) == (potential_fn is None):
+            raise ValueError(
+                f"{type(self).__name__} needs exactly one of `model` and `potential_fn`; "
+                f"got {'neither' if model is None else 'both'}."
+            )
+        if not callable(model if potential_fn is None else potential_fn):
+            raise TypeError(f"`model` or `potential_fn` must be callable; got {model or potential_fn!r}.")
+        interaction = self._default_interaction if interaction is None else interaction
+        dynamics = self._default_dynamics if dynamics is None else dynamics
+        require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
+        require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
+        if gradient is not None:
+            require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
+        if moves is not None:
+            raise ValueError(f"`moves` must be None in this release; got {moves!r}.")
+        if not callable(init_strategy):
+            raise TypeError(f"`init_strategy` must be callable, such as init_to_sample; got {init_strategy!r}.")
+        self._model = model
+        self._potential_fn = potential_fn
+        self.interaction = interaction
+        self.dynamics = dynamics
+        self.gradient = gradient
+        self.num_steps = count("num_steps", num_steps)
+        self.num_ensembles = count("num_ensembles", num_ensembles)
+        self.init_strategy = init_strategy
+        self.step_size = BiasBudget() if step_size is None else step_size
+        self._schedule = None if isinstance(self.step_size, BiasBudget) else as_schedule(self.step_size)
+        self.preconditioner = preconditioner
+        self._preconditioner = preconditioner_scale(preconditioner)
+        if isinstance(interaction, Balanced) and interaction.interacts and self.num_ensembles == 1:
+            raise ValueError(
+                f"{interaction!r} balances ensembles against each other; set num_ensembles=2 or more, or use "
+                f"{interaction.interaction!r} for a single one."
+            )
+        self._is_single = False
+        self._starter = Starter(self)
+
+    @property
+    def model(self):
+        """The model, or ``None`` for a kernel made from a ``potential_fn``."""
+        return self._model
+
+    @property
+    def is_ensemble_kernel(self):
+        """True, unless the last run was of a single plain chain."""
+        return not self._is_single
+
+    def get_diagnostics_str(self, state):
+        """The step size in use and how many updates were held, for the progress bar."""
+        text = f"{self.num_steps} updates of size {float(jnp.ravel(state.step_size)[0]):.2e}"
+        diverged = int(state.num_divergences)
+        return f"{text}. {diverged} diverged" if diverged else text
+
+    def init(self, rng_key, num_warmup, init_params=None, model_args=(), model_kwargs=None):
+        """Starts the particles: draws from ``init_strategy`` until energy and gradient are finite, or ``init_params``.
+
+        :param rng_key: L keys for L particles, or a single key for one plain chain (kernels that do not interact).
+        :param num_warmup: iterations in which step size and bandwidth may be learned.
+        :param init_params: unconstrained positions, each leaf ``(L, ...)``.
+        :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
+            not fit, a model that cannot be sampled, or data with NaN.
+        """
+        self._is_single = is_prng_key(rng_key)
+        if self._is_single:
+            if self.interaction.interacts or self.num_ensembles > 1:
+                raise ValueError(
+                    f"{type(self).__name__} moves all particles of an ensemble together and needs "
+                    '`MCMC(kernel, num_chains=20, chain_method="vectorized", ...)`, with two or more chains; got a '
+                    "single chain, so num_chains=1 or another chain_method."
+                )
+            rng_key = rng_key[None]
+            init_params = jax.tree.map(lambda x: jnp.asarray(x)[None], init_params)
+        size = rng_key.shape[0]
+        self._check_groups(size)
+        if num_warmup == 0 and self._schedule is None:
+            raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or warm up.")
+        target = self.target(model_args, model_kwargs)
+        self._starter.check_data(target)
+        if init_params is not None:
+            check_init_params(init_params, target, size)
+        elif isinstance(target, FunctionTarget):
+            raise ValueError(
+                "A kernel made from a `potential_fn` needs `init_params`, one start per chain: "
+                f"mcmc.run(key, init_params=...) with a leading axis of {size}."
+            )
+        # Keys of a resumed run are copies of one key, so the particle's number goes in too.
+        keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
+        state_key, start_key = random.split(keys[0, 1])
+        start = self._starter(start_key, keys[:, 0], init_params, model_args, model_kwargs)
+        z, cloud, bandwidth, eigenvalue = start
+        if not_jax_tracer(cloud.z):
+            self._starter.check(target, cloud, eigenvalue, init_params is not None)
+        dtype = cloud.z.dtype
+        scalar = jnp.ones((), dtype)
+        tuning = Tuning(
+            jnp.zeros((), jnp.int32), jnp.asarray(num_warmup, jnp.int32), 1e-3 * scalar, 0.0 * scalar, bandwidth
+        )
+        first = tuning.step_size if self._schedule is None else jnp.asarray(self._schedule(0), dtype)
+        state = ParticleState(
+            z=z,
+            potential_energy=cloud.potential_energy.reshape(size),
+            step_size=jnp.broadcast_to(first, (size,)),
+            bandwidth=jnp.broadcast_to(bandwidth, (size,)),
+            diverging=jnp.zeros(size, bool),
+            gradient=cloud.gradient.reshape(size, -1),
+            memory=tuple(x.reshape(size, -1) for x in cloud.memory),
+            tuning=tuning,
+            num_updates=jnp.zeros((), jnp.int32),
+            num_divergences=jnp.zeros((), jnp.int32),
+            rng_key=state_key,
+        )
+        return map_particles(lambda x: x[0], state) if self._is_single else state
+
+    def sample(self, state, model_args, model_kwargs):
+        """One MCMC iteration: ``num_steps`` updates of all particles."""
+        is_single = jnp.ndim(state.potential_energy) == 0
+        if is_single:
+            state = map_particles(lambda x: x[None], state)
+        target = self.target(model_args, model_kwargs)
+        size = state.potential_energy.shape[0]
+        flat, unravel = ravel_cloud(state.z)
+        preconditioner = self.preconditioner_of(flat)
+        force = self.force(target, unravel, preconditioner)
+        cloud = Cloud(preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
+        cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
+        rng_key, tuning_key, loop_key = random.split(state.rng_key, 3)
+        tuning = self._tune(tuning_key, state.tuning, cloud.z, force, target)
+
+        def couple(u):
+            return self.interaction.couple(u, tuning.bandwidth)
+
+        def step_size(count):
+            value = tuning.step_size if self._schedule is None else self._schedule(count)
+            return jnp.asarray(value, flat.dtype)
+
+        def update(carry, key):
+            cloud, count = carry
+            noise_key, force_key = random.split(key)
+            proposal = self.dynamics.step(noise_key, cloud, lambda u: force(force_key, u), couple, step_size(count))
+            cloud, held = hold(cloud, proposal)
+            return (cloud, count + 1), held
+
+        keys = random.split(loop_key, self.num_steps)
+        (cloud, num_updates), held = lax.scan(update, (cloud, state.num_updates), keys)
+        z = jax.vmap(unravel)(preconditioner.colour(cloud.z).reshape(size, -1))
+        counts = (tuning.iteration >= tuning.num_warmup) | (self._schedule is not None)
+        num_divergences = state.num_divergences + jnp.where(counts, held.sum(), 0).astype(jnp.int32)
+        _warn_at_first_divergence(state.num_divergences, num_divergences)
+        state = ParticleState(
+            z=z,
+            potential_energy=cloud.potential_energy.reshape(size),
+            step_size=jnp.broadcast_to(step_size(num_updates - 1), (size,)),
+            bandwidth=jnp.broadcast_to(tuning.bandwidth, (size,)),
+            diverging=held.any(0).reshape(size),
+            gradient=cloud.gradient.reshape(size, -1),
+            memory=tuple(x.reshape(size, -1) for x in cloud.memory),
+            tuning=tuning._replace(iteration=tuning.iteration + 1),
+            num_updates=num_updates,
+            num_divergences=num_divergences,
+            rng_key=rng_key,
+        )
+        return map_particles(lambda x: x[0], state) if is_single else state
+
+    def postprocess_fn(self, args, kwargs):
+        """A function from one unconstrained particle to its sites in their supports, with deterministic sites."""
+        return identity if self._model is None else self.target(args, kwargs).constrain
+
+    def __getstate__(self):
+        state = self.__dict__.copy()
+        del state["_starter"]  # Compiled programs cannot be pickled.
+        return state
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._starter = Starter(self)
+
+    def target(self, args, kwargs) -> Target:
+        if self._model is None:
+            return FunctionTarget(self._potential_fn)
+        return ModelTarget(self._model, args, kwargs)
+
+    def resolve_gradient(self, target: Target | None) -> Gradient:
+        """The gradient in use for a target: the kernel's own choice where none was given."""
+        if target is None:
+            target = FunctionTarget(self._potential_fn)
+        if self.gradient is None:
+            return Subsampled() if target.plates else FullData()
+        if isinstance(self.gradient, Subsampled) and not target.plates:
+            raise ValueError(
+                f"gradient={self.gradient!r} needs a model with a subsampled plate, `numpyro.plate(name, size, "
+                "subsample_size=...)` with subsample_size < size; this one has none. Drop `gradient`."
+            )
+        return self.gradient
+
+    def preconditioner_of(self, flat) -> Preconditioner:
+        scale = self._preconditioner
+        if scale is None:
+            return Preconditioner()
+        if scale.shape[0] != flat.shape[1]:
+            raise ValueError(
+                f"`preconditioner` has shape {np.shape(self.preconditioner)}, but a particle has {flat.shape[1]} "
+                f"unconstrained parameters; expected ({flat.shape[1]},) or ({flat.shape[1]}, {flat.shape[1]})."
+            )
+        return Preconditioner(jnp.asarray(scale, flat.dtype))
+
+    def force(self, target, unravel, preconditioner):
+        gradient = self.resolve_gradient(target)
+
+        def force(key, u):
+            energy, slope = gradient.force(key, target, unravel, preconditioner.colour(u))
+            return energy, preconditioner.pull(slope)
+
+        return force
+
+    def _tune(self, key, tuning, u, force, target):
+        budget = self.step_size if self._schedule is None else None
+        if budget is None and not self.interaction.learns_bandwidth:
+            return tuning
+        shared = getattr(self.resolve_gradient(target), "shared", False)
+        return lax.cond(
+            is_due(tuning),
+            lambda: measure(key, tuning, u, force, self.interaction, budget, shared),
+            lambda: tuning,
+        )
+
+    def _check_groups(self, size):
+        if size % self.num_ensembles:
+            raise ValueError(
+                f"num_chains must be a multiple of num_ensembles; got num_chains={size} and "
+                f"num_ensembles={self.num_ensembles}."
+            )
+        if size == self.num_ensembles and (self.num_ensembles > 1 or self.interaction.interacts):
+            raise ValueError(
+                f"num_chains={size} with num_ensembles={self.num_ensembles} leaves one particle in each ensemble; "
+                f"use num_chains={2 * self.num_ensembles} or more, or fewer ensembles"
+                + ("." if self.interaction.interacts else ", or interaction=Independent().")
+            )
+
+
+def _warn_at_first_divergence(before, after):
+    def warn(before, after):
+        # Where `cond` is batched both its branches run, so look again.
+        if before == 0 and after > 0:
+            warnings.warn(
+                "A particle's update was not finite; it was held where it was and flagged `diverging`. The step size "
+                "is too large for this posterior: divide `step_size` by 2 to 10, or reparameterize. (Said once; the "
+                "count of held updates is in `summary` and `to_inference_data`.)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    if _live_warnings:
+        lax.cond((before == 0) & (after > 0), lambda: jax.debug.callback(warn, before, after), lambda: None)

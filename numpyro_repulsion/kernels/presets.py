@@ -1,0 +1,130 @@
+"""The named kernels: choices of parts."""
+
+from __future__ import annotations
+
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.interactions import RBF
+from numpyro_repulsion.kernels.base import ParticleKernel
+
+__all__ = ["SGLD", "SGLDR", "SVGD"]
+
+
+class SGLD(ParticleKernel):
+    r"""Stochastic-gradient Langevin dynamics of L particles in parallel.
+
+    :math:`z_i \leftarrow z_i - \epsilon \nabla U(z_i) + \sqrt{2\epsilon}\, \xi_i`, that is ``D = I``, ``Q = 0``,
+    ``Γ = 0``. As ε → 0 every particle's stationary law is the posterior. By default the noise is *balanced*
+    (:class:`~numpyro_repulsion.Balanced`: it sums to zero over an ensemble, which leaves each particle's law as it
+    is and makes averages over particles far more precise) and averaged over two updates
+    (:class:`~numpyro_repulsion.Overdamped`: a bias of second order in ε). The paper's plain baseline is
+    ``SGLD(model, interaction=Independent(), dynamics=Overdamped(integrator="euler"))``.
+
+    With a single chain this is one plain SGLD chain. All arguments are those of
+    :class:`~numpyro_repulsion.kernels.ParticleKernel`.
+
+    **References:**
+
+    1. *Bayesian Learning via Stochastic Gradient Langevin Dynamics*, M. Welling and Y. W. Teh, ICML 2011
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLD
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> mcmc = MCMC(SGLD(model, step_size=1e-3), num_warmup=50, num_samples=50, num_chains=4,
+        ...             chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), jnp.arange(100.0) / 100)
+        >>> mcmc.get_samples(group_by_chain=True)["mu"].shape
+        (4, 50)
+    """
+
+
+class SGLDR(ParticleKernel):
+    r"""SGLD with repulsion (SGLD+R): particles that repel each other, with noise that keeps the posterior stationary.
+
+    .. math::
+        Z \leftarrow Z + \epsilon\,(-K \nabla U(Z) + \Gamma) + \sqrt{2 \epsilon}\; C \xi,
+        \qquad C C^\top = K_{ij} = k(z_i, z_j), \qquad \Gamma_i = \sum_j \nabla_{z_j} K_{ij}
+
+    that is ``D = K ⊗ I`` and ``Q = 0`` in the complete recipe. As ε → 0 the stationary law is ``∏_i π(z_i)``: L
+    independent draws from the posterior at any one time. The bandwidth is frozen before draws are kept, for K must
+    depend on the particles through k alone. There is no factor ``1/L``: the paper's step is L times ours, and
+    ``interaction=Independent()`` is parallel SGLD exactly.
+
+    Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
+    those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
+    :class:`~numpyro_repulsion.RBF`.
+
+    **References:**
+
+    1. *Stochastic Gradient MCMC with Repulsive Forces*, V. Gallego and D. Ríos Insua,
+       https://arxiv.org/abs/1812.00071
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLDR
+
+        >>> def model():
+        ...     numpyro.sample("rate", dist.Gamma(5, 1))
+
+        >>> mcmc = MCMC(SGLDR(model), num_warmup=100, num_samples=100, num_chains=6,
+        ...             chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0))
+        >>> bool((mcmc.get_samples()["rate"] > 0).all())
+        True
+    """
+
+    _default_interaction = RBF()
+
+
+class SVGD(ParticleKernel):
+    r"""Stein variational gradient descent: :class:`SGLDR` with the noise off. An optimizer, not a sampler.
+
+    :math:`Z \leftarrow Z + \epsilon\,(-K \nabla U(Z) + \Gamma)` moves a cloud of particles towards a set of points
+    that represents the posterior. The product law is *not* stationary; the spread of few particles comes out too
+    small, and successive clouds are not draws. The result is the last cloud:
+    :func:`~numpyro_repulsion.to_inference_data` and :func:`~numpyro_repulsion.summary` keep just that one. There is
+    no factor ``1/L``, and no adaptive learning rate; any schedule of optax fits ``step_size``.
+
+    All arguments are those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
+    :class:`~numpyro_repulsion.RBF`.
+
+    **References:**
+
+    1. *Stein Variational Gradient Descent: A General Purpose Bayesian Inference Algorithm*, Q. Liu and D. Wang,
+       https://arxiv.org/abs/1608.04471
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SVGD
+        >>> mcmc = MCMC(SVGD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.05), num_warmup=100,
+        ...             num_samples=1, num_chains=5, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=3.0 + random.normal(random.key(1), (5, 2)))
+        >>> mcmc.last_state.z.shape
+        (5, 2)
+    """
+
+    _default_interaction = RBF()
+    _default_dynamics = Overdamped(noise=False)

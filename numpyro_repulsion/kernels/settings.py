@@ -1,0 +1,72 @@
+"""What users pass, checked: settings of a kernel, and starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.gradients import FunctionTarget
+
+__all__ = ["check_init_params", "count", "preconditioner_scale", "require_instance"]
+
+
+def count(name: str, value: Any) -> int:
+    """A positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"`{name}` must be an integer, 1 or more; got {value!r}.")
+    return int(value)
+
+
+def require_instance(name: str, value: Any, kind: type, example: str) -> None:
+    """Refuses anything that is not an instance of a kind of part."""
+    if not isinstance(value, kind):
+        called = f"; call it, `{value.__name__}()`" if isinstance(value, type) else ""
+        raise TypeError(f"`{name}` must be an instance such as {example}; got {value!r}{called}.")
+
+
+def preconditioner_scale(value: Any) -> np.ndarray | None:
+    """The scale S with ``P = S Sᵀ``, or ``None`` for the identity."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return None
+    if isinstance(value, str):
+        raise ValueError(
+            f"`preconditioner` must be 'auto', None or an array; got {value!r}"
+            + (", which is not learned in this release." if value in ("diagonal", "dense") else ".")
+        )
+    matrix = np.asarray(value)
+    if matrix.dtype.kind not in "fiu" or matrix.ndim not in (1, 2) or not np.isfinite(matrix).all():
+        raise ValueError(f"`preconditioner` must be a finite array of shape (d,) or (d, d); got {value!r}.")
+    if matrix.ndim == 1:
+        if (matrix <= 0).any():
+            raise ValueError(f"A diagonal `preconditioner` must be positive; got {value!r}.")
+        return np.sqrt(matrix)
+    if matrix.shape[0] != matrix.shape[1] or not np.allclose(matrix, matrix.T):
+        raise ValueError(f"A dense `preconditioner` must be square and symmetric; got shape {matrix.shape}.")
+    try:
+        return np.linalg.cholesky(matrix)
+    except np.linalg.LinAlgError as error:
+        raise ValueError("A dense `preconditioner` must be positive definite; this one is not.") from error
+
+
+def check_init_params(init_params: Any, target: Any, size: int) -> None:
+    """Refuses starts that are not one for each of ``size`` chains and every latent site."""
+    shapes = jax.tree.map(jnp.shape, init_params)
+    for leaf in jax.tree.leaves(init_params):
+        if jnp.shape(leaf)[:1] != (size,):
+            raise ValueError(f"`init_params` must lead with the {size} chains; got shapes {shapes}.")
+    if isinstance(target, FunctionTarget):
+        if not all(jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in jax.tree.leaves(init_params)):
+            raise TypeError(f"`init_params` must be floating point; got {jax.tree.map(jnp.result_type, init_params)}.")
+        return
+    expected = {name: (size, *site.shape) for name, site in target.prototype.items()}
+    if not isinstance(init_params, dict) or set(init_params) != set(expected):
+        got = sorted(init_params) if isinstance(init_params, dict) else type(init_params).__name__
+        raise ValueError(
+            f"`init_params` must be a dictionary with the latent sites {sorted(expected)} (unconstrained values); got "
+            f"{got}."
+        )
+    if shapes != expected:
+        raise ValueError(f"`init_params` are unconstrained values of shapes {expected}, chains first; got {shapes}.")

@@ -1,0 +1,165 @@
+"""Where particles start: draws from an ``init_strategy`` or the user's own, until energy and gradient are finite."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
+from numpyro_repulsion.interactions import median_bandwidth
+
+__all__ = ["MAX_DRAWS", "Starter"]
+
+MAX_DRAWS = 100
+
+
+class Starter:
+    """Makes the first cloud of a kernel, by a program compiled once for all data of the same shapes.
+
+    It keeps compiled programs, and nothing that is not made again on demand.
+    """
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+        self._program = jax.jit(self._cloud, static_argnums=0)
+        self._concrete_program = None
+        self._checked = None
+
+    def __call__(self, key, keys, init_params, args, kwargs):
+        """Positions, the cloud at rest there, the bandwidth, and K's smallest eigenvalue where that is in doubt."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        is_array = tuple(
+            isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
+            for leaf in leaves
+        )
+        arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
+        static = (treedef, is_array, tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes))
+        if _is_hashable(static):
+            try:
+                return self._program(static, arrays, key, keys, init_params)
+            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                pass  # The model needs the values of its arguments, not only their shapes.
+        known = self._concrete_program
+        if known is None or known[0] != treedef or not _same(known[1], leaves):
+            program = jax.jit(partial(self._cloud, static, arrays))
+            self._concrete_program = known = (treedef, leaves, program)
+        return known[2](key, keys, init_params)
+
+    def _cloud(self, static, arrays, key, keys, init_params):
+        kernel = self._kernel
+        treedef, is_array, others = static
+        arrays, others = iter(arrays), iter(others)
+        args, kwargs = jax.tree.unflatten(treedef, [next(arrays) if yes else next(others) for yes in is_array])
+        target = kernel.target(args, kwargs)
+        force_key, memory_key = random.split(key)
+
+        def grouped(x):
+            return x.reshape(kernel.num_ensembles, -1, *x.shape[1:])
+
+        def evaluate(key, z):
+            flat, unravel = ravel_cloud(z)
+            scale = kernel.preconditioner_of(flat)
+            u = scale.whiten(flat)
+            energy, gradient = kernel.force(target, unravel, scale)(key, grouped(u))
+            return u, energy.reshape(-1), gradient.reshape(u.shape)
+
+        if init_params is None:
+            z, *cloud = self._draw(force_key, keys, target, evaluate)
+        else:
+            z = init_params
+            if isinstance(target, ModelTarget):
+                z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
+            cloud = evaluate(force_key, z)
+        u, energy, gradient = map(grouped, cloud)
+        bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or jnp.nan, u.dtype)
+        if kernel.interaction.learns_bandwidth:
+            bandwidth = median_bandwidth(u)
+        cloud = kernel.dynamics.init(
+            memory_key, u, lambda _: (energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
+        )
+        eigenvalue = jnp.ones(())
+        if not getattr(kernel.interaction, "positive_definite", True):
+            gram = jax.vmap(lambda v: kernel.interaction.gram(v, bandwidth)[0])(u)
+            eigenvalue = jnp.linalg.eigvalsh(gram).min()
+        return z, cloud, bandwidth, eigenvalue
+
+    def _draw(self, key, keys, target, evaluate):
+        """Starts by the ``init_strategy``, drawn again, each up to a hundred times, until they are finite."""
+
+        def attempt(carry):
+            count, key, keys, valid, old = carry
+            key, force_key = random.split(key)
+            keys, draw_keys = jnp.moveaxis(jax.vmap(random.split)(keys), 1, 0)
+            z = jax.vmap(lambda key: target.draw(key, self._kernel.init_strategy))(draw_keys)
+
+            def select(new, old):
+                return jnp.where(valid.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
+            new = jax.tree.map(select, (z, *evaluate(force_key, z)), old)
+            valid = jnp.isfinite(new[2]) & jnp.isfinite(new[3]).all(-1)
+            return count + 1, key, keys, valid, new
+
+        size = keys.shape[0]
+        z = {name: jnp.zeros((size, *site.shape), site.dtype) for name, site in target.prototype.items()}
+        u, _ = ravel_cloud(z)
+        start = (0, key, keys, jnp.zeros(size, bool), (z, u, jnp.zeros(size, u.dtype), u))
+        carry = lax.while_loop(lambda carry: ~carry[3].all() & (carry[0] < MAX_DRAWS), attempt, start)
+        return carry[4]
+
+    def check_data(self, target):
+        """Refuses NaN that some minibatch would meet later; the starts meet those of full data."""
+        if not target.plates or (self._checked is not None and _same(self._checked, target.leaves)):
+            return
+        if (found := target.find_nan()) and not target.is_finite_on_all_rows():
+            raise ValueError(f"The data contain NaN: {'; '.join(found)}. Remove these rows, or mask them.")
+        self._checked = target.leaves
+
+    def check(self, target, cloud, eigenvalue, given):
+        """Refuses starts that are not finite or coincide, and a K that is not positive definite there."""
+        name, interaction = type(self._kernel).__name__, self._kernel.interaction
+        flat = np.asarray(cloud.z).reshape(-1, cloud.z.shape[-1])
+        finite = np.isfinite(np.asarray(cloud.potential_energy)).ravel()
+        finite &= np.isfinite(np.asarray(cloud.gradient).reshape(flat.shape)).all(1)
+        if not finite.all():
+            where = f"particles {np.flatnonzero(~finite).tolist()}"
+            cause = "; ".join(target.find_nan())
+            raise ValueError(
+                (f"The data contain NaN: {cause}. Remove or mask these rows. " if cause else "")
+                + f"The potential energy or its gradient is not finite at the start of {where}"
+                + (
+                    ": change their `init_params`."
+                    if given
+                    else f", after {MAX_DRAWS} draws from init_strategy; try init_to_uniform or init_params."
+                )
+            )
+        if interaction.interacts and len({row.tobytes() for row in flat}) < len(flat):
+            raise ValueError(
+                f"{name}: some particles start at the same point and would never repel each other. "
+                "Use an init_strategy that draws, such as init_to_sample or init_to_uniform, or distinct init_params."
+            )
+        if eigenvalue <= 0:
+            raise ValueError(
+                f"The Gram matrix of {interaction!r} is not positive definite on the starting particles: its "
+                f"smallest eigenvalue is {float(eigenvalue):.2g}. Use a positive-definite kernel, such as RBF or "
+                "IMQ, or a larger nugget."
+            )
+
+
+def _same(some, others):
+    """Whether leaves of model arguments are the same ones: the same objects, or equal plain values."""
+    return len(some) == len(others) and all(
+        a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str) and a == b)
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+def _is_hashable(value):
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,47 @@
+"""What a kernel carries from one iteration to the next."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from numpyro_repulsion.adaptation import Tuning
+
+__all__ = ["ParticleState", "map_particles"]
+
+_PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "diverging", "gradient", "memory")
+
+
+class ParticleState(NamedTuple):
+    """The state of all particles. With a single plain chain, per-particle fields lack the axis L.
+
+    - **z** - unconstrained positions: the sites, each ``(L, ...)``.
+    - **potential_energy** - U at z, ``(L,)``; an estimate from a minibatch where the gradient is one.
+    - **step_size** - ε of the last update, ``(L,)``.
+    - **bandwidth** - h in use, ``(L,)``; NaN where the interaction has none.
+    - **diverging** - whether a particle became non-finite in the last iteration and was held, ``(L,)``.
+    - **gradient** - the (preconditioned) gradient at z, ``(L, d)``.
+    - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
+    - **tuning** - what warmup learns, see :class:`~numpyro_repulsion.adaptation.Tuning`.
+    - **num_updates** - updates done so far, warmup included: what schedules count.
+    - **num_divergences** - how often a particle was held since warmup ended.
+    - **rng_key** - the PRNG key of the next iteration.
+    """
+
+    z: Any
+    potential_energy: jax.Array
+    step_size: jax.Array
+    bandwidth: jax.Array
+    diverging: jax.Array
+    gradient: jax.Array
+    memory: tuple[jax.Array, ...]
+    tuning: Tuning
+    num_updates: jax.Array
+    num_divergences: jax.Array
+    rng_key: jax.Array
+
+
+def map_particles(fn, state: ParticleState) -> ParticleState:
+    """The state with a function applied to every array that leads with the particles."""
+    return state._replace(**{name: jax.tree.map(fn, getattr(state, name)) for name in _PARTICLE_FIELDS})
