@@ -1,8 +1,9 @@
 """What warmup learns and freezes: the step size and the bandwidth.
 
-Both are measured on the cloud at a few iterations of warmup, the last time when three quarters of it are over, and
-are constant from then on: a quantity that followed the particles while draws are kept would change the stationary
-law.
+Where the step size is to be measured, the first quarter of warmup lets every particle arrive at a step of its own: a
+start from the prior can lie where the posterior is far stiffer than where it has its mass. Then step size and bandwidth
+are measured on the cloud a few times, at last when three quarters of warmup are over, and are constant from then on: a
+quantity that followed the particles while draws are kept would change the stationary law.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from jax.scipy.linalg import solve_triangular
 from numpyro_repulsion.interactions import Interaction, median_bandwidth
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["Preconditioner", "Tuning", "curvature", "gradient_noise", "is_due", "measure"]
+__all__ = ["Preconditioner", "Tuning", "arrive", "curvature", "gradient_noise", "is_arriving", "is_due", "measure"]
+
+#: The fraction of warmup in which particles arrive.
+ARRIVAL = 1 / 4
 
 #: Fractions of warmup at which the tuned quantities are measured again; frozen after the last one.
-WINDOW_ENDS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 5 / 8, 3 / 4)
+WINDOW_ENDS = (ARRIVAL, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 POWER_ITERATIONS = 8
 NOISE_PAIRS = 16
 
@@ -29,13 +33,14 @@ Force = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Tuning(NamedTuple):
-    """The tuned quantities; scalars.
+    """The tuned quantities; scalars, but for one.
 
     - **iteration** - MCMC iterations done so far.
     - **num_warmup** - how many of them are warmup.
     - **step_size** - ε, where it is measured.
     - **curvature** - the largest curvature found at the last measurement.
     - **bandwidth** - h, where an interaction learns it; NaN where none is in use.
+    - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
     """
 
     iteration: jax.Array
@@ -43,6 +48,7 @@ class Tuning(NamedTuple):
     step_size: jax.Array
     curvature: jax.Array
     bandwidth: jax.Array
+    arrival: jax.Array
 
 
 class Preconditioner(NamedTuple):
@@ -79,6 +85,58 @@ def is_due(tuning: Tuning) -> jax.Array:
     """Whether the coming iteration begins with a measurement."""
     ends = (jnp.asarray(WINDOW_ENDS) * tuning.num_warmup).astype(jnp.int32)
     return (tuning.iteration < tuning.num_warmup) & jnp.any(tuning.iteration == ends)
+
+
+def is_arriving(tuning: Tuning) -> jax.Array:
+    """Whether the coming iteration belongs to the part of warmup in which particles arrive."""
+    return tuning.iteration < ARRIVAL * tuning.num_warmup
+
+
+def arrive(
+    key: jax.Array,
+    position: tuple[jax.Array, jax.Array, jax.Array],
+    step_size: jax.Array,
+    force: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """One Metropolis-adjusted Langevin update of every particle by itself, towards three acceptances in five.
+
+    It need not be exact, only bring the particles to the posterior, whatever the scale: with minibatches each update
+    moves on the posterior of its own minibatch.
+
+    :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
+    :param step_size: ``(G, L)``.
+    :param force: ``u -> (U, ∇U)`` on one minibatch.
+    :return: the new position, and step sizes.
+    """
+    u = position[0]
+    noise_key, accept_key = random.split(key)
+    step = step_size[..., None]
+    noise = jnp.sqrt(2.0 * step) * random.normal(noise_key, u.shape, u.dtype)
+
+    def propose(point, _):
+        energy, gradient = force(point)
+        return u - step * gradient + noise, (energy, gradient)
+
+    # At u, then at the proposal from there; as a loop, so that the force is compiled once.
+    _, (energies, gradients) = lax.scan(propose, u, length=2)
+    proposal = u - step * gradients[0] + noise
+    forward = jnp.sum(noise**2, -1)
+    backward = jnp.sum((u - proposal + step * gradients[1]) ** 2, -1)
+    log_ratio = energies[0] - energies[1] + (forward - backward) / (4.0 * step_size)
+    usable = jnp.isfinite(log_ratio) & jnp.isfinite(gradients[1]).all(-1)
+    probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
+    accepted = random.uniform(accept_key, probability.shape, u.dtype) < probability
+
+    def select(new, old):
+        return jnp.where(accepted[..., None] if new.ndim > accepted.ndim else accepted, new, old)
+
+    # A rejected particle keeps its last finite force if the fresh minibatch has none for it.
+    fresh = (jnp.isfinite(energies[0]) & jnp.isfinite(gradients[0]).all(-1)) | accepted
+    moved = (select(proposal, u), select(energies[1], energies[0]), select(gradients[1], gradients[0]))
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(fresh[..., None] if new.ndim > fresh.ndim else fresh, new, old), moved, position
+    )
+    return kept, step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
 def measure(

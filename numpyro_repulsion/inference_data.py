@@ -22,6 +22,8 @@ __all__ = ["summary", "to_inference_data"]
 
 #: Deterministic sites over all rows of subsampled plates are refused beyond this many bytes.
 MAX_BYTES = 2**31
+#: R-hat above which `summary` says that the particles have not mixed.
+MAX_R_HAT = 1.1
 #: Draws of such sites computed at once.
 CHUNK_SIZE = 100
 
@@ -142,8 +144,8 @@ def summary(run, **kwargs):
     if attributes.get("inference_library") != "numpyro_repulsion":
         raise TypeError(f"`summary` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
     is_sampler = attributes["is_sampler"] == "true"
-    print(_sentence(attributes))
     table = arviz.summary(data, **({"kind": "all" if is_sampler else "stats"} | kwargs))
+    print(_sentence(attributes, table))
     return table
 
 
@@ -245,7 +247,7 @@ def _attributes(mcmc, kernel, target):
     }
 
 
-def _sentence(attributes):
+def _sentence(attributes, table):
     """What was run, and what to think of it."""
     count, ensembles = int(attributes["num_particles"]), int(attributes["num_ensembles"])
     text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in "
@@ -262,6 +264,11 @@ def _sentence(attributes):
         )
     else:
         text += "No update was held as diverging."
+    if "r_hat" in table and (worst := float(np.nanmax(np.asarray(table["r_hat"], float), initial=1.0))) > MAX_R_HAT:
+        text += (
+            f" R-hat is {worst:.2f} for {table['r_hat'].astype(float).idxmax()}: the particles have not mixed. Raise "
+            "`num_steps` or `num_warmup`, or rescale or reparameterize the model."
+        )
     if attributes["is_sampler"] != "true":
         text += (
             f" An optimizer, not a sampler: this describes its last cloud of {count} points, whose spread is smaller "

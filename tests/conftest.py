@@ -1,3 +1,4 @@
+import jax
 import pytest
 
 try:
@@ -11,3 +12,10 @@ def x64():
     """64-bit arithmetic in the test that asks for it."""
     with enable_x64(True):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs():
+    """Drops the programs that a file's tests compiled: thousands of them would not fit into memory."""
+    yield
+    jax.clear_caches()

@@ -236,6 +236,26 @@ def test_summary_counts_divergences(capsys):
     assert f"{held} updates were not finite and held: divide `step_size`" in capsys.readouterr().out
 
 
+def test_summary_says_when_particles_have_not_mixed(capsys):
+    def say(step_size):
+        starts = random.normal(random.key(1), (6, 1))
+        mcmc = MCMC(
+            SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=step_size),
+            num_warmup=0,
+            num_samples=100,
+            num_chains=6,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
+        mcmc.run(random.key(0), init_params=starts)
+        summary(mcmc)
+        return capsys.readouterr().out
+
+    assert "R-hat" not in say(0.2)
+    text = say(1e-6)
+    assert "R-hat is" in text and "have not mixed. Raise `num_steps`" in text
+
+
 def test_arviz_reads_it(mcmc, data):
     table = arviz.summary(data, var_names=["beta"])
     assert any("hat" in name for name in table.columns)

@@ -218,6 +218,33 @@ def test_tuned_quantities_move_in_warmup_and_freeze_at_three_quarters(data):
         assert len(np.unique(values[48:])) == 1
 
 
+@pytest.mark.parametrize("subsample_size", [None, 20])
+def test_particles_arrive_from_starts_where_the_posterior_is_stiff(subsample_size):
+    # Draws of sigma from this prior are now and then tiny, and the curvature there enormous: a step that suited the
+    # worst start would move nobody.
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        sigma = numpyro.sample("sigma", dist.HalfCauchy(1))
+        with numpyro.plate("rows", 200, subsample_size=subsample_size) as i:
+            numpyro.sample("y", dist.Normal(mu, sigma), obs=y[i])
+
+    y = 3.0 + random.normal(random.key(7), (200,))
+    for kernel in (SGLD(model), SGLDR(model)):
+
+        @jax.jit
+        def run(key, kernel=kernel):
+            mcmc = make(kernel, num_warmup=400, num_samples=400, num_chains=20)
+            mcmc.run(key, y)
+            return mcmc.get_samples(), mcmc.last_state.step_size[0]
+
+        samples, step_size = run(random.key(0))
+        # The curvature at the mode is 200 for mu and 400 for log sigma.
+        assert step_size > 1e-5
+        assert abs(samples["mu"].mean() - y.mean()) < 0.5 * y.std() / 200**0.5
+        assert abs(samples["mu"].std() / (y.std() / 200**0.5) - 1) < 0.25
+        assert abs(samples["sigma"].mean() / y.std() - 1) < 0.05
+
+
 def test_step_size_by_curvature_on_a_known_quadratic():
     curvature = jnp.array([4.0, 1.0])
     kernel = SGLD(potential_fn=lambda z: jnp.sum(curvature * z**2) / 2, step_size=BiasBudget(0.1))

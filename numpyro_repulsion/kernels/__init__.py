@@ -1,6 +1,7 @@
 """The host layer: one ``MCMCKernel`` whose chains are particles, and presets of its parts."""
 
-from numpyro_repulsion.kernels.base import ParticleKernel, enable_live_warnings
+from numpyro_repulsion.kernels.base import ParticleKernel
+from numpyro_repulsion.kernels.live import enable_live_warnings
 from numpyro_repulsion.kernels.presets import SGLD, SGLDR, SVGD
 from numpyro_repulsion.kernels.state import ParticleState
 

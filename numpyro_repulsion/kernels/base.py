@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
-import warnings
 
 import jax
 from jax import lax, random
@@ -15,36 +14,17 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
-from numpyro_repulsion.adaptation import Preconditioner, Tuning, is_due, measure
+from numpyro_repulsion.adaptation import Preconditioner, Tuning, arrive, is_arriving, is_due, measure
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped, hold
 from numpyro_repulsion.gradients import FullData, FunctionTarget, Gradient, ModelTarget, Subsampled, Target, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
+from numpyro_repulsion.kernels.live import warn_at_first_divergence
 from numpyro_repulsion.kernels.settings import check_init_params, count, preconditioner_scale, require_instance
 from numpyro_repulsion.kernels.starts import Starter
 from numpyro_repulsion.kernels.state import ParticleState, map_particles
 from numpyro_repulsion.schedules import BiasBudget, as_schedule
 
-__all__ = ["ParticleKernel", "enable_live_warnings"]
-
-_live_warnings = True
-
-
-def enable_live_warnings(enabled: bool = True) -> None:
-    """Whether kernels warn while they run, at the first particle that diverges. On by default.
-
-    A compiled program that can warn calls back into Python and is not stored in JAX's persistent compilation cache.
-    Switch the warnings off, before ``MCMC.run``, where that cache matters; the counts stay in the results.
-
-    **Example**
-
-    .. doctest::
-
-        >>> from numpyro_repulsion import enable_live_warnings
-        >>> enable_live_warnings(False)
-        >>> enable_live_warnings()
-    """
-    global _live_warnings
-    _live_warnings = enabled
+__all__ = ["ParticleKernel"]
 
 
 class ParticleKernel(MCMCKernel):
@@ -188,7 +168,12 @@ class ParticleKernel(MCMCKernel):
         dtype = cloud.z.dtype
         scalar = jnp.ones((), dtype)
         tuning = Tuning(
-            jnp.zeros((), jnp.int32), jnp.asarray(num_warmup, jnp.int32), 1e-3 * scalar, 0.0 * scalar, bandwidth
+            iteration=jnp.zeros((), jnp.int32),
+            num_warmup=jnp.asarray(num_warmup, jnp.int32),
+            step_size=1e-3 * scalar,
+            curvature=0.0 * scalar,
+            bandwidth=bandwidth,
+            arrival=jnp.full(cloud.potential_energy.shape, 0.05, dtype),
         )
         first = tuning.step_size if self._schedule is None else jnp.asarray(self._schedule(0), dtype)
         state = ParticleState(
@@ -235,18 +220,39 @@ class ParticleKernel(MCMCKernel):
             cloud, held = hold(cloud, proposal)
             return (cloud, count + 1), held
 
+        def approach(carry, key):
+            position, arrival = carry
+            move_key, force_key = random.split(key)
+            return arrive(move_key, position, arrival, lambda u: force(force_key, u)), None
+
+        def run():
+            (moved, _), held = lax.scan(update, (cloud, state.num_updates), keys)
+            return moved, tuning.arrival, held.any(0), held.sum()
+
+        def run_arrival():
+            (position, arrival), _ = lax.scan(approach, (cloud[:3], tuning.arrival), keys)
+            return Cloud(*position, cloud.memory), arrival, jnp.zeros(arrival.shape, bool), jnp.zeros((), int)
+
         keys = random.split(loop_key, self.num_steps)
-        (cloud, num_updates), held = lax.scan(update, (cloud, state.num_updates), keys)
+        num_updates = state.num_updates + self.num_steps
+        in_use = step_size(num_updates - 1)
+        if self._schedule is None:
+            arriving = is_arriving(tuning)
+            cloud, arrival, diverging, held = lax.cond(arriving, run_arrival, run)
+            tuning = tuning._replace(arrival=arrival)
+            in_use = jnp.where(arriving, arrival.reshape(size), in_use)
+        else:
+            cloud, _, diverging, held = run()
         z = jax.vmap(unravel)(preconditioner.colour(cloud.z).reshape(size, -1))
         counts = (tuning.iteration >= tuning.num_warmup) | (self._schedule is not None)
-        num_divergences = state.num_divergences + jnp.where(counts, held.sum(), 0).astype(jnp.int32)
-        _warn_at_first_divergence(state.num_divergences, num_divergences)
+        num_divergences = state.num_divergences + jnp.where(counts, held, 0).astype(jnp.int32)
+        warn_at_first_divergence(state.num_divergences, num_divergences)
         state = ParticleState(
             z=z,
             potential_energy=cloud.potential_energy.reshape(size),
-            step_size=jnp.broadcast_to(step_size(num_updates - 1), (size,)),
+            step_size=jnp.broadcast_to(in_use, (size,)),
             bandwidth=jnp.broadcast_to(tuning.bandwidth, (size,)),
-            diverging=held.any(0).reshape(size),
+            diverging=diverging.reshape(size),
             gradient=cloud.gradient.reshape(size, -1),
             memory=tuple(x.reshape(size, -1) for x in cloud.memory),
             tuning=tuning._replace(iteration=tuning.iteration + 1),
@@ -330,19 +336,3 @@ class ParticleKernel(MCMCKernel):
                 f"use num_chains={2 * self.num_ensembles} or more, or fewer ensembles"
                 + ("." if self.interaction.interacts else ", or interaction=Independent().")
             )
-
-
-def _warn_at_first_divergence(before, after):
-    def warn(before, after):
-        # Where `cond` is batched both its branches run, so look again.
-        if before == 0 and after > 0:
-            warnings.warn(
-                "A particle's update was not finite; it was held where it was and flagged `diverging`. The step size "
-                "is too large for this posterior: divide `step_size` by 2 to 10, or reparameterize. (Said once; the "
-                "count of held updates is in `summary` and `to_inference_data`.)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    if _live_warnings:
-        lax.cond((before == 0) & (after > 0), lambda: jax.debug.callback(warn, before, after), lambda: None)

@@ -1,0 +1,48 @@
+"""What a kernel says while it runs."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+from jax import lax
+
+__all__ = ["enable_live_warnings", "warn_at_first_divergence"]
+
+_live_warnings = True
+
+
+def enable_live_warnings(enabled: bool = True) -> None:
+    """Whether kernels warn while they run, at the first particle that diverges. On by default.
+
+    A compiled program that can warn calls back into Python and is not stored in JAX's persistent compilation cache.
+    Switch the warnings off, before ``MCMC.run``, where that cache matters; the counts stay in the results.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import enable_live_warnings
+        >>> enable_live_warnings(False)
+        >>> enable_live_warnings()
+    """
+    global _live_warnings
+    _live_warnings = enabled
+
+
+def warn_at_first_divergence(before: jax.Array, after: jax.Array) -> None:
+    """Warns, once, when the count of held updates leaves 0."""
+
+    def warn(before, after):
+        # Where `cond` is batched both its branches run, so look again.
+        if before == 0 and after > 0:
+            warnings.warn(
+                "A particle's update was not finite; it was held where it was and flagged `diverging`. The step size "
+                "is too large for this posterior: divide `step_size` by 2 to 10, or reparameterize. (Said once; the "
+                "count of held updates is in `summary` and `to_inference_data`.)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    if _live_warnings:
+        lax.cond((before == 0) & (after > 0), lambda: jax.debug.callback(warn, before, after), lambda: None)
