@@ -27,7 +27,8 @@ class BiasBudget:
     A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2`` of itself; minibatch
     noise of variance V adds ``εV/2``. The step is the largest that keeps the sum below a tolerance,
     :math:`\epsilon = \frac{2\delta}{1+\delta} / (\lambda + V)`, with λ and V the largest found on the warmup cloud,
-    and ``ε λ λ_max(K)`` below one half for stability.
+    and ``ε λ λ_max(K)`` below one half for stability. It is measured five times, from one to three quarters of warmup;
+    in the first quarter each particle moves by Metropolis steps of its own size, to arrive whatever the scale.
 
     :param tolerance: δ, the tolerated relative inflation of a posterior variance.
     :raises ValueError: unless 0 < δ < 1.
