@@ -38,7 +38,8 @@ class Tuning(NamedTuple):
     - **iteration** - MCMC iterations done so far.
     - **num_warmup** - how many of them are warmup.
     - **step_size** - ε, where it is measured.
-    - **curvature** - the largest curvature found at the last measurement.
+    - **curvature** - the largest curvature found at the last measurement, in the second half of warmup at any; 0 until
+      one is found.
     - **bandwidth** - h, where an interaction learns it; NaN where none is in use.
     - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
     """
@@ -170,8 +171,10 @@ def measure(
     tolerated = 2.0 * budget.tolerance / (1.0 + budget.tolerance)
     step_size = (jnp.minimum(tolerated, 0.5 / bound) / (found + noise)).astype(u.dtype)
     usable = jnp.isfinite(step_size) & (step_size > 0)
+    # Without curvature, on a cone, say, there is no bound: stay well below the steps that Metropolis accepted.
+    last = jnp.where(tuning.curvature > 0, tuning.step_size, 0.1 * jnp.exp(jnp.log(tuning.arrival).mean()))
     return tuning._replace(
-        step_size=jnp.where(usable, step_size, tuning.step_size),
+        step_size=jnp.where(usable, step_size, last).astype(u.dtype),
         curvature=jnp.where(usable, found, tuning.curvature).astype(u.dtype),
     )
 

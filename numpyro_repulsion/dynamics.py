@@ -131,6 +131,8 @@ class Overdamped(Dynamics):
             raise ValueError(
                 f"Overdamped: `temperature` must be a finite number, 0 or above; got {self.temperature!r}."
             )
+        # A NumPy scalar would carry its precision into the particles'.
+        object.__setattr__(self, "temperature", float(self.temperature))
 
     @property
     def is_sampler(self):

@@ -85,14 +85,18 @@ def to_inference_data(
         for name, value in mcmc.get_extra_fields(group_by_chain=True).items()
         if isinstance(value, jax.Array | np.ndarray)
     }
+    if not kernel.dynamics.is_sampler:
+        posterior = {name: value[:, -1:] for name, value in posterior.items()}
+        statistics = {name: value[:, -1:] for name, value in statistics.items()}
     observed: dict[str, Any] = {}
     if target is not None:
         if deterministic and set(target.latent) <= set(posterior):
             posterior |= _minibatched(target, posterior)
         observed = _observations(target)
     if not kernel.dynamics.is_sampler:
-        posterior = {name: value[:, -1][None] for name, value in posterior.items()}
-        statistics = {name: value[:, -1][None] for name, value in statistics.items()}
+        # One chain, whose draws are the particles.
+        posterior = {name: np.swapaxes(value, 0, 1) for name, value in posterior.items()}
+        statistics = {name: np.swapaxes(value, 0, 1) for name, value in statistics.items()}
     groups = {
         "posterior": _safe(posterior),
         "sample_stats": _safe(statistics),
@@ -129,7 +133,7 @@ def summary(run, **kwargs):
         >>> import jax.numpy as jnp
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR, summary
-        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1), num_warmup=10, num_samples=20,
+        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1), num_warmup=10, num_samples=200,
         ...             num_chains=4, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0), init_params=jnp.arange(4.0))
         >>> table = summary(mcmc)
@@ -237,6 +241,7 @@ def _attributes(mcmc, kernel, target):
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
+        "curvature": float(np.max(state.tuning.curvature)),
         "num_particles": mcmc.num_chains,
         "num_ensembles": num_ensembles,
         "ensemble": np.repeat(np.arange(num_ensembles), mcmc.num_chains // num_ensembles),
@@ -254,7 +259,10 @@ def _sentence(attributes, table):
     text += f"{ensembles} ensemble{'s' * (ensembles > 1)}, {attributes['num_steps']} updates "
     text += f"of size {float(attributes['step_size']):.3g}"
     if attributes["step_size_measured"] == "true":
-        text += " (a bound from the curvature measured in warmup)"
+        found = float(attributes["curvature"]) > 0
+        text += (
+            " (a bound from the curvature measured in warmup)" if found else " (warmup found no curvature to bound it)"
+        )
     text += " per draw. "
     held = int(attributes["num_divergences"])
     if held:

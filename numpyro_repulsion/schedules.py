@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["BiasBudget", "Polynomial", "as_schedule"]
+__all__ = ["BiasBudget", "Constant", "Polynomial", "as_schedule"]
 
 Schedule = Callable[..., jax.Array | float]
 
@@ -26,9 +26,10 @@ class BiasBudget:
 
     A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2`` of itself; minibatch
     noise of variance V adds ``εV/2``. The step is the largest that keeps the sum below a tolerance,
-    :math:`\epsilon = \frac{2\delta}{1+\delta} / (\lambda + V)`, with λ and V the largest found on the warmup cloud,
-    and ``ε λ λ_max(K)`` below one half for stability. It is measured five times, from one to three quarters of warmup;
-    in the first quarter each particle moves by Metropolis steps of its own size, to arrive whatever the scale.
+    :math:`\epsilon = \frac{2\delta}{1+\delta} / (\lambda + V)`, with λ the largest curvature found on the warmup
+    cloud and V the largest variance of the minibatch gradient, pooled over it; and ``ε λ λ_max(K)`` is kept below one
+    half for stability. It is measured five times, from one to three quarters of warmup; in the first quarter each
+    particle moves by Metropolis steps of its own size, to arrive whatever the scale.
 
     :param tolerance: δ, the tolerated relative inflation of a posterior variance.
     :raises ValueError: unless 0 < δ < 1.
@@ -86,6 +87,17 @@ class Polynomial:
         return self.step_size * (1.0 + jnp.asarray(count) / self.offset) ** -self.power
 
 
+@dataclass(frozen=True)
+class Constant:
+    """The schedule of a number."""
+
+    step_size: float
+
+    def __call__(self, count):
+        del count
+        return self.step_size
+
+
 def as_schedule(step_size: float | Schedule) -> Schedule:
     """A number or a callable as a schedule, checked at the first update.
 
@@ -95,7 +107,7 @@ def as_schedule(step_size: float | Schedule) -> Schedule:
     if isinstance(step_size, np.ndarray | jax.Array) and step_size.ndim == 0:
         step_size = float(step_size)
     if isinstance(step_size, Real) and not isinstance(step_size, bool):
-        schedule, first, least = (lambda count: step_size), step_size, math.ulp(0.0)
+        schedule, first, least = Constant(float(step_size)), step_size, math.ulp(0.0)
     elif callable(step_size):
         # A schedule may begin at 0, as learning-rate warmups do.
         schedule, first, least = step_size, step_size(0), 0.0
@@ -105,5 +117,8 @@ def as_schedule(step_size: float | Schedule) -> Schedule:
             f"such as Polynomial(0.01) or an optax schedule; got {step_size!r}."
         )
     if jnp.shape(first) != () or not least <= float(first) < float("inf"):
-        raise ValueError(f"`step_size` must be a positive, finite number; got {first!r} at the first update.")
+        raise ValueError(
+            f"`step_size` must be a positive, finite number; got {first!r} at the first update. Leave it "
+            "out to have it measured in warmup."
+        )
     return schedule

@@ -104,6 +104,17 @@ def test_a_measurement_that_is_not_finite_is_not_used():
     assert found.step_size == 1.0
 
 
+def test_without_curvature_the_step_is_a_fraction_of_the_metropolis_steps():
+    def cone(key, u):
+        return jnp.abs(u).sum(-1), jnp.sign(u)
+
+    u = 10.0 + random.normal(random.key(0), (1, 6, 3))
+    before = tuning(curvature=jnp.zeros(()), arrival=jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]))
+    found = measure(random.key(1), before, u, cone, RBF(1.0), BiasBudget(), False)
+    np.testing.assert_allclose(found.step_size, 0.02, rtol=1e-5)
+    assert found.curvature == 0.0
+
+
 def test_warmup_arrives_then_measures_five_times_then_rests():
     iterations = range(120)
     due = [n for n in iterations if is_due(tuning(n))]

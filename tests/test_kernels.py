@@ -27,6 +27,7 @@ from numpyro_repulsion import (
     FullData,
     Gram,
     Independent,
+    Overdamped,
     Polynomial,
     Subsampled,
     enable_live_warnings,
@@ -185,6 +186,19 @@ def test_resume_is_exact(kernel, model, data):
     second = resumed.get_samples(group_by_chain=True)["beta"]
     assert np.array_equal(whole.get_samples(group_by_chain=True)["beta"], jnp.concatenate([first, second], 1))
     assert int(resumed.last_state.num_updates) == int(whole.last_state.num_updates) == 500
+
+
+def test_a_stored_state_is_enough_to_go_on():
+    # Neither starts nor a warmup are asked for again, in a new kernel as in the old one.
+    starts = random.normal(random.key(1), (6, 2))
+    mcmc = make(SGLDR(potential_fn=quadratic), num_samples=10)
+    mcmc.warmup(random.key(0), init_params=starts)
+    mcmc.run(random.key(1))
+    assert mcmc.get_samples().shape == (60, 2)
+    again = make(SGLDR(potential_fn=quadratic), num_warmup=0, num_samples=10)
+    again.post_warmup_state = mcmc.last_state
+    again.run(random.key(2))
+    assert int(again.last_state.num_updates) == 400
 
 
 def test_warmup_then_run_is_one_run(data):
@@ -508,8 +522,9 @@ def test_run_inside_jit(data):
     np.testing.assert_allclose(run(random.key(0)), mcmc.get_samples()["beta"], rtol=1e-4, atol=1e-5)
 
 
-def test_kernel_and_run_can_be_pickled(data):
-    mcmc = make(SGLDR(minibatched))
+@pytest.mark.parametrize("step_size", [None, 1e-4, Polynomial(1e-4)])
+def test_kernel_and_run_can_be_pickled(data, step_size):
+    mcmc = make(SGLDR(minibatched, step_size=step_size), num_samples=5)
     mcmc.run(random.key(0), *data)
     copy = pickle.loads(pickle.dumps(mcmc))
     assert np.array_equal(copy.get_samples()["beta"], mcmc.get_samples()["beta"])
@@ -717,7 +732,7 @@ def test_interacting_particles_need_vectorized_chains(kernel, setting):
     [
         (SGLDR(simple, step_size=0.1, num_ensembles=4), 6, "num_chains=6 and num_ensembles=4"),
         (SGLDR(simple, step_size=0.1, num_ensembles=3), 3, "one particle in each ensemble; use num_chains=6"),
-        (SGLD(simple, step_size=0.1, num_ensembles=3), 3, "or interaction=Independent"),
+        (SGLD(simple, step_size=0.1, num_ensembles=3), 3, "or fewer ensembles"),
     ],
 )
 def test_bad_groups(kernel, num_chains, message):
@@ -872,6 +887,33 @@ def test_kernel_that_is_not_positive_definite():
 
     with raises("not positive definite on the starting particles"):
         make(SGLDR(simple, step_size=0.1, interaction=Distance())).run(random.key(0))
+
+
+def test_kernel_that_is_not_differentiable_at_zero():
+    class Laplace(Gram):
+        def evaluate(self, x, y, bandwidth):
+            return jnp.exp(-jnp.sqrt(jnp.sum((x - y) ** 2)))
+
+    class Undetermined(Gram):
+        def evaluate(self, x, y, bandwidth):
+            return jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth)
+
+    for interaction in (Laplace(), Undetermined(), Balanced(Laplace())):
+        with raises("not finite on the starting particles.*differentiable where x = y"):
+            make(SGLDR(simple, step_size=0.1, interaction=interaction, num_ensembles=2)).run(random.key(0))
+
+
+def test_settings_of_another_precision_leave_particles_as_they_are():
+    with jax.enable_x64():
+        kernel = SGLDR(
+            potential_fn=quadratic,
+            step_size=np.float64(0.1),
+            interaction=np.float64(0.5) * RBF(np.float64(2.0)),
+            dynamics=Overdamped(temperature=np.float64(0.5)),
+        )
+        mcmc = make(kernel, num_samples=3)
+        mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2), jnp.float32))
+        assert mcmc.get_samples().dtype == jnp.float32
 
 
 def test_potential_fn_must_return_a_scalar():

@@ -77,6 +77,12 @@ class Balanced(Interaction):
             )
         return self.interaction.couple(u, bandwidth, white)
 
+    def gram(self, u, bandwidth):
+        """K and Γ of one group, where groups are balanced."""
+        if self.interaction is None:
+            raise TypeError("Balanced() has no Gram matrix within a group; Independent() has.")
+        return self.interaction.gram(u, bandwidth)
+
     def __add__(self, other):
         raise TypeError(
             "Balanced noise has no Gram matrix and cannot be part of a sum; write Balanced(a + b) to balance groups "

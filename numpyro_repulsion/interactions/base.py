@@ -131,7 +131,10 @@ class Gram(Interaction):
     nugget: float = 1e-3
 
     def evaluate(self, x: jax.Array, y: jax.Array, bandwidth: jax.Array | float | None) -> jax.Array:
-        """The kernel k of one pair of points of shape ``(d,)``; symmetric, and equal to 1 or so where ``x = y``."""
+        """The kernel k of one pair of points of shape ``(d,)``: symmetric, and differentiable where ``x = y`` too.
+
+        ``bandwidth`` is NaN unless ``learns_bandwidth`` is true.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement `evaluate`.")
 
     def gram(self, u: jax.Array, bandwidth: jax.Array | float | None) -> tuple[jax.Array, jax.Array]:
@@ -220,7 +223,7 @@ class Sum(Gram):
 
     def __rmul__(self, weight):
         require_positive(self, "weight", weight)
-        return Sum(tuple((weight * w, term) for w, term in self.terms))
+        return Sum(tuple((float(weight) * w, term) for w, term in self.terms))
 
     __mul__ = __rmul__
 

@@ -42,8 +42,11 @@ class Radial(Gram):
     bandwidth: float | None = None
 
     def __post_init__(self):
-        require_positive(self, "bandwidth", self.bandwidth)
-        require_positive(self, "nugget", self.nugget)
+        for name in ("bandwidth", "nugget"):
+            value = getattr(self, name)
+            require_positive(self, name, value)
+            # A NumPy scalar would carry its precision into the particles'.
+            object.__setattr__(self, name, None if value is None else float(value))
 
     @property
     def learns_bandwidth(self):

@@ -53,6 +53,8 @@ class ParticleKernel(MCMCKernel):
     """
 
     sample_field = "z"
+    #: Tells NumPyro that a stored state is enough to go on from, without `init`: `sample` needs nothing else.
+    _sample_fn = True
     default_fields = ("z", "potential_energy", "step_size", "bandwidth", "diverging")
 
     _default_interaction: ClassVar[Interaction] = Balanced()
@@ -148,7 +150,7 @@ class ParticleKernel(MCMCKernel):
         size = rng_key.shape[0]
         self._check_groups(size)
         if num_warmup == 0 and self._schedule is None:
-            raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or warm up.")
+            raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         target = self.target(model_args, model_kwargs)
         self._starter.check_data(target)
         if init_params is not None:
@@ -326,13 +328,13 @@ class ParticleKernel(MCMCKernel):
 
     def _check_groups(self, size):
         if size % self.num_ensembles:
+            multiple = self.num_ensembles * (size // self.num_ensembles + 1)
             raise ValueError(
                 f"num_chains must be a multiple of num_ensembles; got num_chains={size} and "
-                f"num_ensembles={self.num_ensembles}."
+                f"num_ensembles={self.num_ensembles}. Use num_chains={multiple}."
             )
         if size == self.num_ensembles and (self.num_ensembles > 1 or self.interaction.interacts):
             raise ValueError(
                 f"num_chains={size} with num_ensembles={self.num_ensembles} leaves one particle in each ensemble; "
-                f"use num_chains={2 * self.num_ensembles} or more, or fewer ensembles"
-                + ("." if self.interaction.interacts else ", or interaction=Independent().")
+                f"use num_chains={2 * self.num_ensembles} or more, or fewer ensembles."
             )

@@ -41,14 +41,14 @@ def preconditioner_scale(value: Any) -> np.ndarray | None:
         raise ValueError(f"`preconditioner` must be a finite array of shape (d,) or (d, d); got {value!r}.")
     if matrix.ndim == 1:
         if (matrix <= 0).any():
-            raise ValueError(f"A diagonal `preconditioner` must be positive; got {value!r}.")
+            raise ValueError(f"A diagonal `preconditioner` holds variances and must be positive; got {value!r}.")
         return np.sqrt(matrix)
     if matrix.shape[0] != matrix.shape[1] or not np.allclose(matrix, matrix.T):
         raise ValueError(f"A dense `preconditioner` must be square and symmetric; got shape {matrix.shape}.")
     try:
         return np.linalg.cholesky(matrix)
     except np.linalg.LinAlgError as error:
-        raise ValueError("A dense `preconditioner` must be positive definite; this one is not.") from error
+        raise ValueError("A dense `preconditioner` must be positive definite, as a covariance is.") from error
 
 
 def check_init_params(init_params: Any, target: Any, size: int) -> None:

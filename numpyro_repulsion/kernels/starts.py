@@ -9,6 +9,8 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro.util import not_jax_tracer
+
 from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
 from numpyro_repulsion.interactions import median_bandwidth
 
@@ -20,7 +22,8 @@ MAX_DRAWS = 100
 class Starter:
     """Makes the first cloud of a kernel, by a program compiled once for all data of the same shapes.
 
-    It keeps compiled programs, and nothing that is not made again on demand.
+    It keeps compiled programs, for a model that needs the values of its arguments together with these, and which
+    arguments were last searched for NaN; all of it is made again on demand.
     """
 
     def __init__(self, kernel):
@@ -83,8 +86,9 @@ class Starter:
         )
         eigenvalue = jnp.ones(())
         if not getattr(kernel.interaction, "positive_definite", True):
-            gram = jax.vmap(lambda v: kernel.interaction.gram(v, bandwidth)[0])(u)
-            eigenvalue = jnp.linalg.eigvalsh(gram).min()
+            gram, repulsion = jax.vmap(lambda v: kernel.interaction.gram(v, bandwidth))(u)
+            finite = jnp.isfinite(gram).all() & jnp.isfinite(repulsion).all()
+            eigenvalue = jnp.where(finite, jnp.linalg.eigvalsh(gram).min(), jnp.nan)
         return z, cloud, bandwidth, eigenvalue
 
     def _draw(self, key, keys, target, evaluate):
@@ -116,7 +120,7 @@ class Starter:
             return
         if (found := target.find_nan()) and not target.is_finite_on_all_rows():
             raise ValueError(f"The data contain NaN: {'; '.join(found)}. Remove these rows, or mask them.")
-        self._checked = target.leaves
+        self._checked = target.leaves if all(map(not_jax_tracer, target.leaves)) else None
 
     def check(self, target, cloud, eigenvalue, given):
         """Refuses starts that are not finite or coincide, and a K that is not positive definite there."""
@@ -136,10 +140,16 @@ class Starter:
                     else f", after {MAX_DRAWS} draws from init_strategy; try init_to_uniform or init_params."
                 )
             )
-        if interaction.interacts and len({row.tobytes() for row in flat}) < len(flat):
+        groups = flat.reshape(self._kernel.num_ensembles, -1, flat.shape[1])
+        if interaction.interacts and any(len({row.tobytes() for row in group}) < len(group) for group in groups):
             raise ValueError(
                 f"{name}: some particles start at the same point and would never repel each other. "
                 "Use an init_strategy that draws, such as init_to_sample or init_to_uniform, or distinct init_params."
+            )
+        if np.isnan(eigenvalue):
+            raise ValueError(
+                f"The Gram matrix of {interaction!r} or its Γ is not finite on the starting particles. `evaluate` must "
+                "be differentiable where x = y, and must not use `bandwidth` unless `learns_bandwidth` is true."
             )
         if eigenvalue <= 0:
             raise ValueError(

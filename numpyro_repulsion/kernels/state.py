@@ -16,6 +16,8 @@ _PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "divergin
 class ParticleState(NamedTuple):
     """The state of all particles. With a single plain chain, per-particle fields lack the axis L.
 
+    Fields with the axis L can be collected by ``MCMC.run(..., extra_fields=...)``: ``gradient``, ``z.site``.
+
     - **z** - unconstrained positions: the sites, each ``(L, ...)``.
     - **potential_energy** - U at z, ``(L,)``; an estimate from a minibatch where the gradient is one.
     - **step_size** - ε of the last update, ``(L,)``.
@@ -25,7 +27,7 @@ class ParticleState(NamedTuple):
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
     - **tuning** - what warmup learns, see :class:`~numpyro_repulsion.adaptation.Tuning`.
     - **num_updates** - updates done so far, warmup included: what schedules count.
-    - **num_divergences** - how often a particle was held since warmup ended.
+    - **num_divergences** - how often a particle was held: since warmup ended, or with a given step since the start.
     - **rng_key** - the PRNG key of the next iteration.
     """
 
