@@ -118,6 +118,15 @@ def main():
             jax.block_until_ready(run(random.key(round_)))
             seconds[name].append((time.perf_counter() - began) / arguments.updates)
 
+    init_seconds = []
+    for round_ in range(arguments.rounds):
+        began = time.perf_counter()
+        state = kernels["SGLDR through MCMC"].init(random.split(random.key(round_), NUM_PARTICLES), 0, None, (X, y), {})
+        jax.block_until_ready(state.gradient)
+        init_seconds.append(time.perf_counter() - began)
+    # The first call compiles.
+    later_init = statistics.median(init_seconds[1:])
+
     def ratio(name, other):
         return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
@@ -130,11 +139,13 @@ def main():
     for name, values in seconds.items():
         low, middle, high = (1e6 * f(values) for f in (min, statistics.median, max))
         print(f"{name:<26} {middle:8.0f} µs per update ({low:.0f} to {high:.0f})")
+    print(f"init, second call and later {1e3 * later_init:.0f} ms (first {init_seconds[0]:.1f} s)")
     for name, value in ratios.items():
         print(f"{name:<34} {value:.3f}")
     result = {
         "microseconds_per_update": {name: 1e6 * statistics.median(values) for name, values in seconds.items()},
         "ratios": ratios,
+        "init_seconds": later_init,
         "rounds": arguments.rounds,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}",
         "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
