@@ -1,7 +1,7 @@
 """Stochastic-gradient MCMC with interacting particles, for NumPyro."""
 
 from numpyro_repulsion.dynamics import Dynamics, Overdamped
-from numpyro_repulsion.gradients import FullData, Subsampled
+from numpyro_repulsion.gradients import ControlVariates, FullData, Subsampled
 from numpyro_repulsion.inference_data import summary, to_inference_data
 from numpyro_repulsion.interactions import IMQ, RBF, Balanced, Gram, Independent, Interaction, Radial
 from numpyro_repulsion.kernels import SGLD, SGLDR, SVGD, enable_live_warnings
@@ -17,6 +17,7 @@ __all__ = [
     "SVGD",
     "Balanced",
     "BiasBudget",
+    "ControlVariates",
     "Dynamics",
     "FullData",
     "Gram",

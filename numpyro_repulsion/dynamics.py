@@ -66,6 +66,11 @@ class Dynamics:
     #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
     is_sampler: bool = True
 
+    def order(self, coupling: Coupling) -> int:
+        """The order in ε of the bias of the stationary law: 1, or 2 for better integrators."""
+        del coupling
+        return 1
+
     def init(self, key: jax.Array, z: jax.Array, force: Force, couple: Couple) -> Cloud:
         """The cloud at rest at positions ``z`` of shape ``(..., L, d)``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")
@@ -146,6 +151,9 @@ class Overdamped(Dynamics):
                 "integrator='euler' with an interaction that depends on the particles."
             )
         return is_identity and self.integrator != "euler" and self.noise
+
+    def order(self, coupling):
+        return 2 if self.averages_noise(coupling.is_identity) else 1
 
     def init(self, key, z, force, couple):
         coupling = couple(z)

@@ -26,13 +26,26 @@ class BiasBudget:
 
     A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2`` of itself; minibatch
     noise of variance V adds ``εV/2``. The step is the largest that keeps the sum below a tolerance,
-    :math:`\epsilon = \frac{2\delta}{1+\delta} / (\lambda + V)`, with λ the largest curvature found on the warmup
-    cloud and V the largest variance of the minibatch gradient, pooled over it; and ``ε λ λ_max(K)`` is kept below one
-    half for stability. It is measured five times, from one to three quarters of warmup; in the first quarter each
-    particle moves by Metropolis steps of its own size, to arrive whatever the scale.
+
+    .. math::
+        \epsilon = \min\Bigl(\frac{2\delta}{1+\delta}, \frac{1}{2 \Lambda}\Bigr) \Big/ (\lambda + V)
+
+    with λ the curvature that nine particles in ten stay below, and V the largest variance of the minibatch gradient,
+    pooled over the cloud; Λ, the largest eigenvalue of K, matters for stability only. Where the noise is averaged
+    (:class:`~numpyro_repulsion.Overdamped`) the bias of curvature is second order and that of V is not:
+
+    .. math::
+        \epsilon = \min\Bigl(\frac{\min(\sqrt{5\delta}, \frac12)}{\lambda}, \frac{2\delta}{(1+\delta)\, V}\Bigr)
+
+    In neither case does the step exceed the limit of stability at the stiffest particle.
 
     :param tolerance: δ, the tolerated relative inflation of a posterior variance.
     :raises ValueError: unless 0 < δ < 1.
+
+    **References:**
+
+    1. *Rational Construction of Stochastic Numerical Methods for Molecular Sampling*, B. Leimkuhler and
+       C. Matthews, https://arxiv.org/abs/1203.5428
 
     **Example**
 
@@ -48,6 +61,24 @@ class BiasBudget:
     def __post_init__(self):
         if not (isinstance(self.tolerance, Real) and 0.0 < self.tolerance < 1.0):
             raise ValueError(f"BiasBudget: `tolerance` must be a number between 0 and 1; got {self.tolerance!r}.")
+
+    def step_size(
+        self, curvature: jax.Array, largest: jax.Array, noise: jax.Array, bound: jax.Array | float, order: int
+    ) -> jax.Array:
+        """The step for what was measured; infinite where that sets no limit.
+
+        :param curvature: λ.
+        :param largest: the curvature at the stiffest particle.
+        :param noise: V.
+        :param bound: Λ.
+        :param order: of the bias in the step, 1 or 2.
+        """
+        tolerated = 2.0 * self.tolerance / (1.0 + self.tolerance)
+        stable = 2.0 / ((largest + noise) * bound)
+        if order == 2:
+            share = min(math.sqrt(5.0 * self.tolerance), 0.5)
+            return jnp.minimum(jnp.minimum(share / curvature, tolerated / noise), stable)
+        return jnp.minimum(jnp.minimum(tolerated, 0.5 / bound) / (curvature + noise), stable)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,13 @@ A :class:`Target` is the posterior as samplers see it, one unconstrained particl
 which rows of the subsampled plates each particle looks at in each update.
 """
 
-from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Subsampled, draw_indices, ravel_cloud
+from numpyro_repulsion.gradients.control import ControlVariates, full_gradient
+from numpyro_repulsion.gradients.minibatch import Anchor, FullData, Gradient, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import FunctionTarget, ModelTarget, Target
 
 __all__ = [
+    "Anchor",
+    "ControlVariates",
     "FullData",
     "FunctionTarget",
     "Gradient",
@@ -15,5 +18,6 @@ __all__ = [
     "Subsampled",
     "Target",
     "draw_indices",
+    "full_gradient",
     "ravel_cloud",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 from jax import random
@@ -13,7 +14,28 @@ import numpy as np
 
 from numpyro_repulsion.gradients.posterior import Indices, Particle, Target
 
-__all__ = ["FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
+__all__ = ["Anchor", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
+
+
+class Anchor(NamedTuple):
+    """The reference point of control variates.
+
+    - **position** - ẑ, unconstrained and flat, ``(d,)``.
+    - **potential_energy** - U(ẑ) over all rows.
+    - **gradient** - ∇U(ẑ) over all rows, ``(d,)``.
+    - **in_use** - whether gradients are corrected by it.
+    """
+
+    position: jax.Array
+    potential_energy: jax.Array
+    gradient: jax.Array
+    in_use: jax.Array
+
+    @staticmethod
+    def none(size: int, dtype) -> Anchor:
+        """No reference point yet, for ``size`` parameters."""
+        zero = jnp.zeros(size, dtype)
+        return Anchor(zero, zero[0], zero, jnp.zeros((), bool))
 
 
 class Gradient:
@@ -27,8 +49,13 @@ class Gradient:
         """
         raise NotImplementedError
 
-    def force(self, key: jax.Array, target: Target, unravel: Callable, z: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``."""
+    def force(
+        self, key: jax.Array, target: Target, unravel: Callable, z: jax.Array, anchor: Anchor | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``.
+
+        :param anchor: the reference point of control variates, for those who use one.
+        """
         rows_key, model_key = random.split(key)
         indices, axes = self.rows(rows_key, target, z.shape[:2])
 

@@ -18,7 +18,7 @@ from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
-from numpyro.infer.util import constrain_fn, helpful_support_errors, potential_energy
+from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
 from numpyro.util import not_jax_tracer
 
 __all__ = ["FunctionTarget", "Indices", "ModelTarget", "Particle", "Target"]
@@ -50,6 +50,10 @@ class Target:
     def find_nan(self) -> list[str]:
         """Where in the data there is NaN, in words."""
         return []
+
+    def crossed_plates(self) -> list[list[str]]:
+        """The subsampled plates in groups, such that no term of U looks at rows of two groups."""
+        return [[name] for name in self.plates]
 
 
 class FunctionTarget(Target):
@@ -143,6 +147,35 @@ class ModelTarget(Target):
         values = {name: values[name] for name in self.latent}
         sites = self._trace(self.all_rows, init_strategy=lambda site=None: values.get(site["name"]))
         return {name: sites[name]["value"] for name in self.minibatched}
+
+    def crossed_plates(self):
+        groups = [{name} for name in self.plates]
+        for influences in self._influences_on_sites():
+            met = [group for group in groups if group & influences]
+            if len(met) > 1:
+                groups = [group for group in groups if group not in met] + [set().union(*met)]
+        return [sorted(group) for group in groups]
+
+    def _influences_on_sites(self):
+        """For every site that counts, the subsampled plates on whose rows its log density depends."""
+        names: list = []
+
+        def log_probs(rows, z, plate):
+            model = self._bind(self.first_rows | {plate: rows}, random.key(0))
+            values = self._constrain(z, self.first_rows)
+            with _any_number_of_rows():
+                latent = {name: values[name] for name in self.latent}
+                found, _ = compute_log_probs(model, self.args, self.kwargs, latent)
+            names[:] = found
+            return list(found.values())
+
+        influences: dict[str, set] = {}
+        for plate, rows in self.first_rows.items():
+            depends = _influenced(lambda rows, z, plate=plate: log_probs(rows, z, plate), rows, self.prototype)
+            for name, yes in zip(names, depends, strict=True):
+                if yes:
+                    influences.setdefault(name, set()).add(plate)
+        return list(influences.values())
 
     def observations(self) -> dict[str, jax.Array]:
         """The observed values, over all rows."""

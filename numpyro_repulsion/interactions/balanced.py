@@ -64,6 +64,9 @@ class Balanced(Interaction):
     def positive_definite(self):
         return self.interaction is None or self.interaction.positive_definite
 
+    def learn_bandwidth(self, u):
+        return super().learn_bandwidth(u) if self.interaction is None else self.interaction.learn_bandwidth(u)
+
     def couple(self, u, bandwidth=None):
         def white(key):
             return _balance(random.normal(key, u.shape, u.dtype), axis=-2 if self.interaction is None else 0)

@@ -60,6 +60,10 @@ class Interaction:
         """Whether a bandwidth is left to be learned."""
         return False
 
+    def learn_bandwidth(self, u: jax.Array) -> jax.Array:
+        """The bandwidth for particles ``(G, L, d)``; NaN where there is none to be learned."""
+        return jnp.asarray(jnp.nan, u.dtype)
+
     def couple(self, u: jax.Array, bandwidth: jax.Array | float | None = None) -> Coupling:
         """The coupling of the cloud.
 
@@ -151,6 +155,34 @@ class Gram(Interaction):
 
         gram = jax.vmap(jax.vmap(k, (None, 0)), (0, None))(u, u)
         return gram + self.nugget * jnp.eye(len(u), dtype=u.dtype), lax.map(repulsion, u)
+
+    def learn_bandwidth(self, u):
+        """The bandwidth at which k is, on average over pairs of the cloud, ``min(4 / (L − 1), 1 / 4)`` of its diagonal.
+
+        The particles that one sees then number four or fewer, and the largest eigenvalue of K stays near five
+        however many there are; it sets how long a step can be.
+        """
+        if not self.learns_bandwidth:
+            return super().learn_bandwidth(u)
+        size = u.shape[-2]
+        target = min(4.0 / (size - 1), 0.25)
+
+        def mean_similarity(h):
+            gram = lax.map(lambda v: self.gram(v, h)[0], u)
+            diagonal = jnp.trace(gram, axis1=-2, axis2=-1)
+            return jnp.mean((gram.sum((-2, -1)) - diagonal) / diagonal) / (size - 1)
+
+        def halve(interval, _):
+            low, high = interval
+            middle = (low + high) / 2.0
+            wide = mean_similarity(jnp.exp(middle)) > target
+            return (jnp.where(wide, low, middle), jnp.where(wide, middle, high)), None
+
+        # Around the mean squared distance, e^±14 of it.
+        scale = jnp.log(jnp.mean(jnp.var(u, -2).sum(-1)))
+        scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
+        (low, high), _ = lax.scan(halve, (scale - 14.0, scale + 14.0), length=30)
+        return jnp.exp((low + high) / 2.0).astype(u.dtype)
 
     def couple(self, u, bandwidth=None, white=None):
         if white is None:

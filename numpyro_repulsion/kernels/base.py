@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
+import warnings
 
 import jax
-from jax import lax, random
+from jax import random
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,17 +15,32 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
-from numpyro_repulsion.adaptation import Preconditioner, Tuning, arrive, is_arriving, is_due, measure
-from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped, hold
-from numpyro_repulsion.gradients import FullData, FunctionTarget, Gradient, ModelTarget, Subsampled, Target, ravel_cloud
+from numpyro_repulsion.adaptation import Learned, Preconditioner, Tuning, first_scale, judge
+from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
+from numpyro_repulsion.gradients import (
+    ControlVariates,
+    FullData,
+    FunctionTarget,
+    Gradient,
+    ModelTarget,
+    Subsampled,
+    Target,
+    ravel_cloud,
+)
 from numpyro_repulsion.interactions import Balanced, Interaction
-from numpyro_repulsion.kernels.live import warn_at_first_divergence
+from numpyro_repulsion.kernels.iteration import Iteration
+from numpyro_repulsion.kernels.live import warn_at_first_divergence, warn_by_verdict
 from numpyro_repulsion.kernels.settings import check_init_params, count, preconditioner_scale, require_instance
 from numpyro_repulsion.kernels.starts import Starter
 from numpyro_repulsion.kernels.state import ParticleState, map_particles
 from numpyro_repulsion.schedules import BiasBudget, as_schedule
 
 __all__ = ["ParticleKernel"]
+
+#: Up to so many parameters the preconditioner is dense, unless a diagonal one is asked for.
+MAX_DENSE = 64
+#: Below so many iterations warmup has too few draws to learn from.
+MIN_WARMUP = 50
 
 
 class ParticleKernel(MCMCKernel):
@@ -163,25 +179,23 @@ class ParticleKernel(MCMCKernel):
         # Keys of a resumed run are copies of one key, so the particle's number goes in too.
         keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
         state_key, start_key = random.split(keys[0, 1])
-        start = self._starter(start_key, keys[:, 0], init_params, model_args, model_kwargs)
-        z, cloud, bandwidth, eigenvalue = start
+        start = self._starter(start_key, keys[:, 0], init_params, model_args, model_kwargs, num_warmup > 0)
+        z, cloud, preconditioner, bandwidth, eigenvalue = start
         if not_jax_tracer(cloud.z):
             self._starter.check(target, cloud, eigenvalue, init_params is not None)
-        dtype = cloud.z.dtype
-        scalar = jnp.ones((), dtype)
-        tuning = Tuning(
-            iteration=jnp.zeros((), jnp.int32),
-            num_warmup=jnp.asarray(num_warmup, jnp.int32),
-            step_size=1e-3 * scalar,
-            curvature=0.0 * scalar,
-            bandwidth=bandwidth,
-            arrival=jnp.full(cloud.potential_energy.shape, 0.05, dtype),
-        )
-        first = tuning.step_size if self._schedule is None else jnp.asarray(self._schedule(0), dtype)
+        learned = self.learned(target, cloud.z.shape[-1])
+        if learned.arrives and 0 < num_warmup < MIN_WARMUP:
+            warnings.warn(
+                f"num_warmup={num_warmup} is too few for step size and scales to be learned well; use "
+                f"num_warmup={MIN_WARMUP} at the very least, better 1000.",
+                stacklevel=2,
+            )
+        first = 1e-3 if self._schedule is None else self._schedule(0)
+        tuning = Tuning.start(num_warmup, preconditioner, first, bandwidth, cloud, learned)
         state = ParticleState(
             z=z,
             potential_energy=cloud.potential_energy.reshape(size),
-            step_size=jnp.broadcast_to(first, (size,)),
+            step_size=jnp.broadcast_to(tuning.step_size, (size,)),
             bandwidth=jnp.broadcast_to(bandwidth, (size,)),
             diverging=jnp.zeros(size, bool),
             gradient=cloud.gradient.reshape(size, -1),
@@ -201,65 +215,40 @@ class ParticleKernel(MCMCKernel):
         target = self.target(model_args, model_kwargs)
         size = state.potential_energy.shape[0]
         flat, unravel = ravel_cloud(state.z)
-        preconditioner = self.preconditioner_of(flat)
-        force = self.force(target, unravel, preconditioner)
-        cloud = Cloud(preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
+        tuning = state.tuning
+        cloud = Cloud(tuning.preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
         cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
         rng_key, tuning_key, loop_key = random.split(state.rng_key, 3)
-        tuning = self._tune(tuning_key, state.tuning, cloud.z, force, target)
-
-        def couple(u):
-            return self.interaction.couple(u, tuning.bandwidth)
-
-        def step_size(count):
-            value = tuning.step_size if self._schedule is None else self._schedule(count)
-            return jnp.asarray(value, flat.dtype)
-
-        def update(carry, key):
-            cloud, count = carry
-            noise_key, force_key = random.split(key)
-            proposal = self.dynamics.step(noise_key, cloud, lambda u: force(force_key, u), couple, step_size(count))
-            cloud, held = hold(cloud, proposal)
-            return (cloud, count + 1), held
-
-        def approach(carry, key):
-            position, arrival = carry
-            move_key, force_key = random.split(key)
-            return arrive(move_key, position, arrival, lambda u: force(force_key, u)), None
-
-        def run():
-            (moved, _), held = lax.scan(update, (cloud, state.num_updates), keys)
-            return moved, tuning.arrival, held.any(0), held.sum()
-
-        def run_arrival():
-            (position, arrival), _ = lax.scan(approach, (cloud[:3], tuning.arrival), keys)
-            return Cloud(*position, cloud.memory), arrival, jnp.zeros(arrival.shape, bool), jnp.zeros((), int)
-
-        keys = random.split(loop_key, self.num_steps)
-        num_updates = state.num_updates + self.num_steps
-        in_use = step_size(num_updates - 1)
-        if self._schedule is None:
-            arriving = is_arriving(tuning)
-            cloud, arrival, diverging, held = lax.cond(arriving, run_arrival, run)
-            tuning = tuning._replace(arrival=arrival)
-            in_use = jnp.where(arriving, arrival.reshape(size), in_use)
-        else:
-            cloud, _, diverging, held = run()
-        z = jax.vmap(unravel)(preconditioner.colour(cloud.z).reshape(size, -1))
-        counts = (tuning.iteration >= tuning.num_warmup) | (self._schedule is not None)
-        num_divergences = state.num_divergences + jnp.where(counts, held, 0).astype(jnp.int32)
-        warn_at_first_divergence(state.num_divergences, num_divergences)
+        learned = self.learned(target, flat.shape[1])
+        iteration = Iteration(
+            target,
+            unravel,
+            self.resolve_gradient(target),
+            self.dynamics,
+            self.interaction,
+            self._schedule,
+            learned,
+            self.num_steps,
+        )
+        cloud, tuning, in_use, troubled = iteration.move(loop_key, cloud, tuning, state.num_updates)
+        kept_after = tuning.num_warmup if learned.arrives else 0
+        troubles = state.num_divergences + jnp.where(tuning.iteration >= kept_after, troubled.sum(), 0)
+        warn_at_first_divergence(state.num_divergences, troubles)
+        cloud, tuning = iteration.learn(tuning_key, cloud, tuning)
+        if tuning.measurements is not None and learned.measures:
+            is_final = tuning.iteration == tuning.num_warmup
+            warn_by_verdict(is_final, judge(tuning, self.num_steps, tuning.num_warmup))
         state = ParticleState(
-            z=z,
+            z=jax.vmap(unravel)(tuning.preconditioner.colour(cloud.z).reshape(size, -1)),
             potential_energy=cloud.potential_energy.reshape(size),
-            step_size=jnp.broadcast_to(in_use, (size,)),
+            step_size=in_use.reshape(size),
             bandwidth=jnp.broadcast_to(tuning.bandwidth, (size,)),
-            diverging=diverging.reshape(size),
+            diverging=(troubled > 0).reshape(size),
             gradient=cloud.gradient.reshape(size, -1),
             memory=tuple(x.reshape(size, -1) for x in cloud.memory),
-            tuning=tuning._replace(iteration=tuning.iteration + 1),
-            num_updates=num_updates,
-            num_divergences=num_divergences,
+            tuning=tuning,
+            num_updates=state.num_updates + self.num_steps,
+            num_divergences=troubles.astype(jnp.int32),
             rng_key=rng_key,
         )
         return map_particles(lambda x: x[0], state) if is_single else state
@@ -287,7 +276,7 @@ class ParticleKernel(MCMCKernel):
         if target is None:
             target = FunctionTarget(self._potential_fn)
         if self.gradient is None:
-            return Subsampled() if target.plates else FullData()
+            return ControlVariates() if target.plates else FullData()
         if isinstance(self.gradient, Subsampled) and not target.plates:
             raise ValueError(
                 f"gradient={self.gradient!r} needs a model with a subsampled plate, `numpyro.plate(name, size, "
@@ -295,9 +284,25 @@ class ParticleKernel(MCMCKernel):
             )
         return self.gradient
 
-    def preconditioner_of(self, flat) -> Preconditioner:
+    def learned(self, target, dimension) -> Learned:
+        """What a warmup would learn."""
+        rule = self.step_size if self._schedule is None else None
+        scale = self._preconditioner if isinstance(self._preconditioner, str) else None
+        if scale == "auto":
+            # A given step means what it means in plain SGLD.
+            scale = None if rule is None else "dense" if dimension <= MAX_DENSE else "diagonal"
+        is_anchored = isinstance(self.resolve_gradient(target), ControlVariates)
+        return Learned(rule, scale, self.interaction.learns_bandwidth, is_anchored)
+
+    def first_preconditioner(self, learned: Learned | None, flat, gradient) -> Preconditioner:
+        """The change of variables to begin with, for starts ``(L, d)`` and the gradients there.
+
+        :param learned: what the warmup will learn, if there is one.
+        """
         scale = self._preconditioner
-        if scale is None:
+        if learned is not None and learned.scale is not None:
+            return first_scale(flat, gradient, learned.scale == "dense")
+        if scale is None or isinstance(scale, str):
             return Preconditioner()
         if scale.shape[0] != flat.shape[1]:
             raise ValueError(
@@ -305,26 +310,6 @@ class ParticleKernel(MCMCKernel):
                 f"unconstrained parameters; expected ({flat.shape[1]},) or ({flat.shape[1]}, {flat.shape[1]})."
             )
         return Preconditioner(jnp.asarray(scale, flat.dtype))
-
-    def force(self, target, unravel, preconditioner):
-        gradient = self.resolve_gradient(target)
-
-        def force(key, u):
-            energy, slope = gradient.force(key, target, unravel, preconditioner.colour(u))
-            return energy, preconditioner.pull(slope)
-
-        return force
-
-    def _tune(self, key, tuning, u, force, target):
-        budget = self.step_size if self._schedule is None else None
-        if budget is None and not self.interaction.learns_bandwidth:
-            return tuning
-        shared = getattr(self.resolve_gradient(target), "shared", False)
-        return lax.cond(
-            is_due(tuning),
-            lambda: measure(key, tuning, u, force, self.interaction, budget, shared),
-            lambda: tuning,
-        )
 
     def _check_groups(self, size):
         if size % self.num_ensembles:

@@ -7,13 +7,15 @@ import warnings
 import jax
 from jax import lax
 
-__all__ = ["enable_live_warnings", "warn_at_first_divergence"]
+from numpyro_repulsion.adaptation import Verdict
+
+__all__ = ["enable_live_warnings", "warn_at_first_divergence", "warn_by_verdict"]
 
 _live_warnings = True
 
 
 def enable_live_warnings(enabled: bool = True) -> None:
-    """Whether kernels warn while they run, at the first particle that diverges. On by default.
+    """Whether kernels warn while they run: at the end of warmup, and at the first particle that diverges. On by default.
 
     A compiled program that can warn calls back into Python and is not stored in JAX's persistent compilation cache.
     Switch the warnings off, before ``MCMC.run``, where that cache matters; the counts stay in the results.
@@ -46,3 +48,19 @@ def warn_at_first_divergence(before: jax.Array, after: jax.Array) -> None:
 
     if _live_warnings:
         lax.cond((before == 0) & (after > 0), lambda: jax.debug.callback(warn, before, after), lambda: None)
+
+
+def warn_by_verdict(is_final: jax.Array, verdict: Verdict) -> None:
+    """Warns of what the end of warmup found wrong."""
+
+    def warn(is_final, verdict):
+        complaints = verdict.complaints() if is_final else []
+        if complaints:
+            warnings.warn(
+                "Warmup expects trouble. " + " ".join(complaints) + " (`summary` says this again.)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    if _live_warnings:
+        lax.cond(is_final, lambda: jax.debug.callback(warn, is_final, verdict), lambda: None)

@@ -27,15 +27,14 @@ def require_instance(name: str, value: Any, kind: type, example: str) -> None:
         raise TypeError(f"`{name}` must be an instance such as {example}; got {value!r}{called}.")
 
 
-def preconditioner_scale(value: Any) -> np.ndarray | None:
-    """The scale S with ``P = S Sᵀ``, or ``None`` for the identity."""
-    if value is None or (isinstance(value, str) and value == "auto"):
+def preconditioner_scale(value: Any) -> str | np.ndarray | None:
+    """How the scales are learned, the scale S given by ``P = S Sᵀ``, or ``None`` for the identity."""
+    if value is None:
         return None
     if isinstance(value, str):
-        raise ValueError(
-            f"`preconditioner` must be 'auto', None or an array; got {value!r}"
-            + (", which is not learned in this release." if value in ("diagonal", "dense") else ".")
-        )
+        if value not in ("auto", "diagonal", "dense"):
+            raise ValueError(f"`preconditioner` must be 'auto', 'diagonal', 'dense', None or an array; got {value!r}.")
+        return value
     matrix = np.asarray(value)
     if matrix.dtype.kind not in "fiu" or matrix.ndim not in (1, 2) or not np.isfinite(matrix).all():
         raise ValueError(f"`preconditioner` must be a finite array of shape (d,) or (d, d); got {value!r}.")

@@ -32,29 +32,33 @@ class Starter:
         self._concrete_program = None
         self._checked = None
 
-    def __call__(self, key, keys, init_params, args, kwargs):
-        """Positions, the cloud at rest there, the bandwidth, and K's smallest eigenvalue where that is in doubt."""
+    def __call__(self, key, keys, init_params, args, kwargs, learns):
+        """Positions, the cloud at rest there, the first preconditioner, the bandwidth, and K's smallest eigenvalue.
+
+        :param learns: whether a warmup follows.
+        """
         leaves, treedef = jax.tree.flatten((args, kwargs))
         is_array = tuple(
             isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
             for leaf in leaves
         )
         arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
-        static = (treedef, is_array, tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes))
+        others = tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes)
+        static = (learns, treedef, is_array, others)
         if _is_hashable(static):
             try:
                 return self._program(static, arrays, key, keys, init_params)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 pass  # The model needs the values of its arguments, not only their shapes.
         known = self._concrete_program
-        if known is None or known[0] != treedef or not _same(known[1], leaves):
+        if known is None or known[0] != (learns, treedef) or not _same(known[1], leaves):
             program = jax.jit(partial(self._cloud, static, arrays))
-            self._concrete_program = known = (treedef, leaves, program)
+            self._concrete_program = known = ((learns, treedef), leaves, program)
         return known[2](key, keys, init_params)
 
     def _cloud(self, static, arrays, key, keys, init_params):
         kernel = self._kernel
-        treedef, is_array, others = static
+        learns, treedef, is_array, others = static
         arrays, others = iter(arrays), iter(others)
         args, kwargs = jax.tree.unflatten(treedef, [next(arrays) if yes else next(others) for yes in is_array])
         target = kernel.target(args, kwargs)
@@ -65,10 +69,8 @@ class Starter:
 
         def evaluate(key, z):
             flat, unravel = ravel_cloud(z)
-            scale = kernel.preconditioner_of(flat)
-            u = scale.whiten(flat)
-            energy, gradient = kernel.force(target, unravel, scale)(key, grouped(u))
-            return u, energy.reshape(-1), gradient.reshape(u.shape)
+            energy, gradient = kernel.resolve_gradient(target).force(key, target, unravel, grouped(flat))
+            return flat, energy.reshape(-1), gradient.reshape(flat.shape)
 
         if init_params is None:
             z, *cloud = self._draw(force_key, keys, target, evaluate)
@@ -77,7 +79,10 @@ class Starter:
             if isinstance(target, ModelTarget):
                 z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
             cloud = evaluate(force_key, z)
-        u, energy, gradient = map(grouped, cloud)
+        flat, energy, gradient = cloud
+        learned = kernel.learned(target, flat.shape[1]) if learns else None
+        change = kernel.first_preconditioner(learned, flat, gradient)
+        u, energy, gradient = map(grouped, (change.whiten(flat), energy, change.pull(gradient)))
         bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or jnp.nan, u.dtype)
         if kernel.interaction.learns_bandwidth:
             bandwidth = median_bandwidth(u)
@@ -89,7 +94,7 @@ class Starter:
             gram, repulsion = jax.vmap(lambda v: kernel.interaction.gram(v, bandwidth))(u)
             finite = jnp.isfinite(gram).all() & jnp.isfinite(repulsion).all()
             eigenvalue = jnp.where(finite, jnp.linalg.eigvalsh(gram).min(), jnp.nan)
-        return z, cloud, bandwidth, eigenvalue
+        return z, cloud, change, bandwidth, eigenvalue
 
     def _draw(self, key, keys, target, evaluate):
         """Starts by the ``init_strategy``, drawn again, each up to a hundred times, until they are finite."""

@@ -1,0 +1,249 @@
+"""The course of warmup: when what is learned, and from what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.adaptation.arrival import rescue
+from numpyro_repulsion.adaptation.measurement import Force, Measurements, measure
+from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner
+from numpyro_repulsion.dynamics import Cloud, Dynamics
+from numpyro_repulsion.gradients import Anchor
+from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.schedules import BiasBudget
+
+__all__ = ["Learned", "Tuning", "adapt", "is_arriving", "is_due", "observe"]
+
+#: Fractions of warmup at which windows end, in which particles arrive, ...
+ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
+#: ... the sampler runs and scales are adapted, ...
+ADAPTATION_ENDS = (0.3, 0.4, 0.6)
+#: ... and with these frozen the step size and the bandwidth settle.
+SETTLING_ENDS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
+#: Correlations are used from the second window on, lost particles rescued from the third one on.
+FIRST_DENSE, FIRST_RESCUE = 0.02, 0.04
+#: The share of the gradient noise that counts in the first windows of the sampler: first travel, then cool.
+ANNEALING = ((0.3, 0.0), (0.4, 0.03), (0.6, 0.2))
+
+FREEZE = ADAPTATION_ENDS[-1]
+ARRIVED = ARRIVAL_ENDS[-1]
+ENDS = np.array(ARRIVAL_ENDS + ADAPTATION_ENDS + SETTLING_ENDS)
+#: Where the moments of a window begin to count: in its second half while particles arrive, after a quarter later on,
+#: and at last, with frozen scales, over three quarters of what is left.
+_STARTS = np.array((0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS))
+_LAST = np.array((*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0))
+BEGINNINGS = _STARTS + np.where(_LAST <= ARRIVED, 0.5, 0.25) * (_LAST - _STARTS)
+
+#: Half the distance over which gradients are compared, where u has unit scale.
+WIDTH = 0.2
+
+
+class Learned(NamedTuple):
+    """What a warmup learns; static.
+
+    - **step_size** - the rule for the step size, or ``None`` where it is given.
+    - **scale** - ``"diagonal"`` or ``"dense"``, or ``None`` where the preconditioner is given.
+    - **bandwidth** - whether the interaction leaves one to be learned.
+    - **anchor** - whether the gradient has control variates.
+    """
+
+    step_size: BiasBudget | None
+    scale: str | None
+    bandwidth: bool
+    anchor: bool
+
+    @property
+    def arrives(self) -> bool:
+        """Whether particles move at steps of their own at first: where no step that suits them is given."""
+        return self.step_size is not None or self.scale is not None
+
+    @property
+    def measures(self) -> bool:
+        """Whether curvature and gradient noise are measured."""
+        return self.step_size is not None or self.anchor
+
+
+class Tuning(NamedTuple):
+    """What warmup has learned so far, and what it learns from. Constant after warmup but for the count.
+
+    - **iteration** - MCMC iterations done so far.
+    - **num_warmup** - how many of them are warmup.
+    - **preconditioner** - the linear change of variables in use.
+    - **step_size** - ε, where it is measured.
+    - **bandwidth** - h, where an interaction learns it; NaN where none is in use.
+    - **anchor** - the reference point of control variates, or ``None``.
+    - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
+    - **moments** - of the cloud in the current window; ``None`` without a warmup.
+    - **measurements** - curvature and noise since the scales were frozen; ``None`` without a warmup.
+    """
+
+    iteration: jax.Array
+    num_warmup: jax.Array
+    preconditioner: Preconditioner
+    step_size: jax.Array
+    bandwidth: jax.Array
+    anchor: Anchor | None
+    arrival: jax.Array
+    moments: Moments | None
+    measurements: Measurements | None
+
+    @property
+    def noise(self) -> jax.Array:
+        """The largest variance of the gradient in use, in any direction."""
+        plain, corrected = self.measurements.mean_noise
+        return plain if self.anchor is None else jnp.where(self.anchor.in_use, corrected, plain)
+
+    @staticmethod
+    def start(
+        num_warmup: int,
+        preconditioner: Preconditioner,
+        step_size: float,
+        bandwidth: jax.Array,
+        cloud: Cloud,
+        learned: Learned,
+    ) -> Tuning:
+        """Nothing learned yet."""
+        groups, size, dimension = cloud.z.shape
+        dtype = cloud.z.dtype
+        learns = num_warmup > 0
+        return Tuning(
+            iteration=jnp.zeros((), jnp.int32),
+            num_warmup=jnp.asarray(num_warmup, jnp.int32),
+            preconditioner=preconditioner,
+            step_size=jnp.asarray(step_size, dtype),
+            bandwidth=bandwidth,
+            anchor=Anchor.none(dimension, dtype) if learns and learned.anchor else None,
+            arrival=jnp.full((groups, size), 0.05, dtype),
+            moments=Moments.empty(dimension, dtype, learned.scale == "dense") if learns else None,
+            measurements=Measurements.empty(1 + len(SETTLING_ENDS), groups * size, dtype) if learns else None,
+        )
+
+
+def is_arriving(tuning: Tuning) -> jax.Array:
+    """Whether the coming iteration belongs to the part of warmup in which particles arrive."""
+    return tuning.iteration < _at(ARRIVED, tuning)
+
+
+def is_due(tuning: Tuning) -> jax.Array:
+    """Whether the iterations done so far complete a window of warmup."""
+    done = tuning.iteration
+    return (done > 0) & (done <= tuning.num_warmup) & jnp.any(done == _at(ENDS, tuning))
+
+
+def observe(tuning: Tuning, cloud: Cloud) -> Tuning:
+    """With the cloud's moments added, during warmup."""
+
+    def add():
+        moments = tuning.moments
+        fresh = jnp.any(tuning.iteration == _at(BEGINNINGS, tuning))
+        moments = jax.tree.map(lambda x: jnp.where(fresh, jnp.zeros_like(x), x), moments)
+        return moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
+
+    moments = lax.cond(tuning.iteration < tuning.num_warmup, add, lambda: tuning.moments)
+    return tuning._replace(moments=moments)
+
+
+def adapt(
+    key: jax.Array,
+    tuning: Tuning,
+    cloud: Cloud,
+    learned: Learned,
+    force: Callable[[Tuning], Force],
+    reference: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    interaction: Interaction,
+    dynamics: Dynamics,
+    shared: bool,
+) -> tuple[Tuning, Cloud]:
+    """What is learned at the end of a window: new scales, a new reference point, and bandwidth and step size.
+
+    :param cloud: the particles, in whitened coordinates.
+    :param force: the force, given what has been learned.
+    :param reference: ``z -> (U, ∇U)`` over all rows at one flat particle.
+    :param shared: whether the particles of a group share their minibatch.
+    :return: the tuning, and the cloud in its new coordinates.
+    """
+    rescue_key, measure_key = random.split(key)
+    done = tuning.iteration
+    centre = tuning.preconditioner.colour(tuning.moments.position)
+    if learned.arrives:
+        position, arrival = lax.cond(
+            (done > _at(FIRST_RESCUE, tuning)) & (done <= _at(ARRIVED, tuning)),
+            lambda: rescue(rescue_key, cloud[:3], tuning.arrival),
+            lambda: (cloud[:3], tuning.arrival),
+        )
+        cloud = cloud._replace(z=position[0], potential_energy=position[1], gradient=position[2])
+        tuning = tuning._replace(arrival=jnp.clip(arrival, np.exp(-12.0), 1.0) if learned.scale else arrival)
+    if learned.scale is not None:
+        tuning, cloud = lax.cond(
+            done <= _at(FREEZE, tuning),
+            lambda: _rescale(tuning, cloud),
+            lambda: (tuning, cloud),
+        )
+    if learned.anchor:
+        passes = (done == _at(ARRIVED, tuning)) | (done == _at(FREEZE, tuning))
+        anchor = lax.cond(
+            passes,
+            lambda: Anchor(centre, *reference(centre), jnp.ones((), bool)),
+            lambda: tuning.anchor,
+        )
+        tuning = tuning._replace(anchor=anchor)
+    if learned.bandwidth:
+        tuning = tuning._replace(bandwidth=interaction.learn_bandwidth(cloud.z))
+    if not learned.measures:
+        return tuning, cloud
+
+    def settle():
+        return _settle(measure_key, tuning, cloud, learned, force(tuning), interaction, dynamics, shared)
+
+    return lax.cond(done >= _at(ARRIVED, tuning), settle, lambda: tuning), cloud
+
+
+def _rescale(tuning, cloud):
+    change = tuning.moments.shape(tuning.iteration > _at(FIRST_DENSE, tuning))
+    # The carried noise is white in any coordinates.
+    cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.pull(cloud.gradient))
+    return tuning._replace(preconditioner=tuning.preconditioner.after(change)), cloud
+
+
+def _settle(key, tuning, cloud, learned, force, interaction, dynamics, shared):
+    """Measures curvature and gradient noise, and takes the step size from all measurements in these coordinates."""
+    in_use = tuning.anchor.in_use if learned.anchor else jnp.zeros((), bool)
+    scale = learned.scale
+    width = WIDTH if scale else WIDTH * jnp.sqrt(tuning.arrival if learned.arrives else tuning.step_size)
+    found = measure(key, cloud.z, width, force, in_use, learned.anchor)
+    changed = tuning.iteration <= _at(FREEZE, tuning)
+    known = tuning.measurements
+    measurements = known._replace(
+        count=jnp.where(changed, 0, known.count),
+        **{name: jnp.where(changed, jnp.nan, getattr(known, name)) for name in ("curvature", "noise")},
+    ).add(*found)
+    tuning = tuning._replace(measurements=measurements)
+    plain, corrected = measurements.mean_noise
+    if learned.anchor:
+        tuning = tuning._replace(anchor=tuning.anchor._replace(in_use=corrected <= plain))
+    if learned.step_size is None:
+        return tuning
+    coupling = interaction.couple(cloud.z, tuning.bandwidth)
+    noise = tuning.noise * (coupling.bound if shared else 1.0)
+    for end, share in reversed(ANNEALING):
+        noise = noise * jnp.where(tuning.iteration < _at(end, tuning), share, 1.0)
+    step_size = learned.step_size.step_size(
+        measurements.typical_curvature, measurements.largest_curvature, noise, coupling.bound, dynamics.order(coupling)
+    )
+    usable = jnp.isfinite(step_size) & (step_size > 0)
+    # Without curvature, on a cone, say, there is no bound: stay well below the steps that Metropolis accepted.
+    step_size = jnp.where(usable, step_size, 0.1 * jnp.exp(jnp.log(tuning.arrival).mean()))
+    return tuning._replace(step_size=step_size.astype(cloud.z.dtype))
+
+
+def _at(fraction, tuning):
+    """The iteration at a fraction of warmup, at least the first."""
+    # In integers, for in single precision 0.3 · 50 is not 15.
+    parts = np.round(np.asarray(fraction) * 4000).astype(np.int32)
+    return parts * tuning.num_warmup // 4000

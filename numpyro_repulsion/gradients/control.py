@@ -1,0 +1,163 @@
+"""Control variates: minibatch gradients corrected by those at a reference point, where the full gradient is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import itertools
+from typing import NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.gradients.minibatch import Anchor, Subsampled
+from numpyro_repulsion.gradients.posterior import Target
+
+__all__ = ["ControlVariates", "chunks", "full_gradient"]
+
+
+@dataclass(frozen=True)
+class ControlVariates(Subsampled):
+    r"""Minibatches whose noise is mostly known: the default for models with subsampled plates.
+
+    .. math::
+        \hat g(z) = \nabla U_B(z) - \nabla U_B(\hat z) + \nabla U(\hat z)
+
+    with the minibatch estimate :math:`U_B` of the potential energy U, and a reference point ẑ that warmup finds
+    (the mean of the particles) and freezes. The estimate is unbiased for any ẑ, and its noise is the less the closer
+    z is to ẑ: by about the distance over the size of the posterior *prior to* the data, so that a posterior which is
+    much narrower than its prior is explored almost without gradient noise. An update costs two gradients on its
+    minibatch, and warmup two passes over all rows. Before the reference is found, and where the correction turns out
+    to add noise (several far modes have no common reference), the plain minibatch gradient is used; warmup measures
+    both, and says so.
+
+    With 20,000 rows, 20 parameters and minibatches of 200 (logistic regression; without them the step has to be ten
+    times shorter), the worst error of a posterior mean was 0.12 to 0.39 posterior standard deviations without and
+    0.02 to 0.03 with control variates, in the experiments this package started from.
+
+    :param shared: whether the particles of an ensemble share a minibatch, as for
+        :class:`~numpyro_repulsion.Subsampled`.
+
+    **References:**
+
+    1. *Control Variates for Stochastic Gradient MCMC*, J. Baker, P. Fearnhead, E. B. Fox and C. Nemeth,
+       https://arxiv.org/abs/1706.05439
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import ControlVariates
+        >>> ControlVariates()
+        ControlVariates(shared=False)
+    """
+
+    shared: bool = False
+
+    def force(self, key, target, unravel, z, anchor=None):
+        if anchor is None:
+            return super().force(key, target, unravel, z)
+        offset = z - anchor.position
+        plain = super().force
+
+        def accumulate(i, total):
+            energy, gradient = plain(key, target, unravel, jnp.where(i == 0, z, anchor.position))
+            sign = jnp.where(i == 0, 1.0, -1.0).astype(z.dtype)
+            # The energy's control variate is the first-order expansion about ẑ, so that it is that of the gradient.
+            energy = energy + jnp.where(i == 0, 0.0, jnp.sum(gradient * offset, -1))
+            return total[0] + sign * energy, total[1] + sign * gradient
+
+        # A loop of one or two turns, for half the time to compile, and for half the cost where no reference is in use.
+        start = (jnp.zeros(z.shape[:-1], z.dtype), jnp.zeros_like(z))
+        energy, gradient = lax.fori_loop(0, 1 + anchor.in_use.astype(int), accumulate, start)
+        known = anchor.potential_energy + jnp.sum(anchor.gradient * offset, -1)
+        return (
+            energy + jnp.where(anchor.in_use, known, 0.0),
+            gradient + jnp.where(anchor.in_use, anchor.gradient, 0.0),
+        )
+
+
+def full_gradient(
+    key: jax.Array, target: Target, unravel: Callable, position: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """U and ∇U at one flat particle over all rows of all subsampled plates, in chunks.
+
+    :param size: how many rows fit into memory at once, roughly: the product over plates whose rows meet in one site.
+    """
+    table = chunks(target, size)
+    names = list(table.length)
+
+    def energy(flat, rows):
+        return target.potential_energy(unravel(flat), rows, key).astype(flat.dtype)
+
+    def accumulate(total, term):
+        weight, start, count = term
+        # A last, shorter chunk repeats its rows equally often.
+        rows = {name: start[i] + jnp.arange(table.length[name]) % count[i] for i, name in enumerate(names)}
+        found = jax.value_and_grad(energy)(position, rows)
+        return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, found), None
+
+    terms = (jnp.asarray(table.weight), jnp.asarray(table.start), jnp.asarray(table.count))
+    total, _ = lax.scan(accumulate, (jnp.zeros((), position.dtype), jnp.zeros_like(position)), terms)
+    return total
+
+
+class Chunks(NamedTuple):
+    """A weighted sum of minibatches that is the full data: T terms over P plates."""
+
+    length: dict[str, int]
+    weight: np.ndarray  # (T,)
+    start: np.ndarray  # (T, P)
+    count: np.ndarray  # (T, P)
+
+
+def chunks(target: Target, size: int) -> Chunks:
+    """Minibatches and weights whose potential energies sum to that of all rows.
+
+    The minibatch estimate of a chunk of c out of N rows, weighted by c / N, sums to the full one over chunks. Plates
+    that meet in a site need all pairs of their chunks. Plates that do not meet are taken one after another, with the
+    others at their first chunk, whose estimate is subtracted again as often as it came in too often.
+    """
+    names = list(target.plates)
+    groups = target.crossed_plates()
+    length = {}
+    for group in groups:
+        share = max(1, int(size ** (1 / len(group))))
+        for name in group:
+            length[name] = _chunk_length(target.plates[name][0], share)
+    weight, start, count = [], [], []
+
+    def add(chunk, w):
+        weight.append(w)
+        start.append([chunk[name][0] for name in names])
+        count.append([chunk[name][1] for name in names])
+
+    first = {name: (0, length[name]) for name in names}
+    for group in groups:
+        pieces = []
+        for name in group:
+            total = target.plates[name][0]
+            starts = range(0, total, length[name])
+            pieces.append([(name, s, min(length[name], total - s)) for s in starts])
+        for combination in itertools.product(*pieces):
+            share = np.prod([c / target.plates[name][0] for name, _, c in combination])
+            add(first | {name: (s, c) for name, s, c in combination}, share)
+    if len(groups) > 1:
+        add(first, 1.0 - len(groups))
+    shape = (len(weight), len(names))
+    return Chunks(
+        length,
+        np.asarray(weight, np.float64),
+        np.asarray(start, np.int32).reshape(shape),
+        np.asarray(count, np.int32).reshape(shape),
+    )
+
+
+def _chunk_length(total: int, at_most: int) -> int:
+    """The longest chunk whose remainder, repeated, fills a chunk exactly."""
+    length = min(total, at_most)
+    while total % length and length % (total % length):
+        length -= 1
+    return length

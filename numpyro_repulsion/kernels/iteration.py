@@ -1,0 +1,138 @@
+"""One MCMC iteration of a cloud: its updates, and at the ends of warmup's windows what is learned from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+
+from numpyro_repulsion.adaptation import Learned, Tuning, adapt, arrive, is_arriving, is_due, observe
+from numpyro_repulsion.dynamics import Cloud, Dynamics, hold
+from numpyro_repulsion.gradients import FullData, Gradient, Target, full_gradient
+from numpyro_repulsion.interactions import Interaction
+
+__all__ = ["Iteration"]
+
+#: A gradient longer than this many times what whitened coordinates lead one to expect is cut, and the particle flagged.
+GRADIENT_LIMIT = 20.0
+
+
+class Iteration:
+    """The parts of a kernel and its target, joined to move a cloud of shape ``(G, L, d)`` in whitened coordinates."""
+
+    def __init__(
+        self,
+        target: Target,
+        unravel: Callable,
+        gradient: Gradient,
+        dynamics: Dynamics,
+        interaction: Interaction,
+        schedule: Callable | None,
+        learned: Learned,
+        num_steps: int,
+    ):
+        self.target = target
+        self.unravel = unravel
+        self.gradient = gradient
+        self.dynamics = dynamics
+        self.interaction = interaction
+        self.schedule = schedule
+        self.learned = learned
+        self.num_steps = num_steps
+
+    def force(self, tuning: Tuning) -> Callable:
+        """``(key, u) -> (U, ∇U)``, and with a third argument whether control variates are in use."""
+        change, anchor = tuning.preconditioner, tuning.anchor
+
+        def force(key, u, corrected=None):
+            reference = anchor if anchor is None or corrected is None else anchor._replace(in_use=corrected)
+            energy, slope = self.gradient.force(key, self.target, self.unravel, change.colour(u), reference)
+            return energy, change.pull(slope)
+
+        return force
+
+    def step_size(self, tuning: Tuning, num_updates: jax.Array) -> jax.Array:
+        """ε of the next update."""
+        value = tuning.step_size if self.schedule is None else self.schedule(num_updates)
+        return jnp.asarray(value, tuning.step_size.dtype)
+
+    def move(self, key: jax.Array, cloud: Cloud, tuning: Tuning, num_updates: jax.Array):
+        """``num_steps`` updates.
+
+        :return: the cloud, the tuning with the steps of arriving particles, the step sizes last used, ``(G, L)``, and
+            in how many updates each particle was held or its gradient cut, ``(G, L)``.
+        """
+        keys = random.split(key, self.num_steps)
+        force = self.force(tuning)
+
+        def couple(u):
+            return self.interaction.couple(u, tuning.bandwidth)
+
+        def update(carry, key):
+            cloud, count = carry
+            noise_key, force_key = random.split(key)
+            cloud, cut = self._cut(cloud, tuning)
+            step_size = self.step_size(tuning, count)
+            proposal = self.dynamics.step(noise_key, cloud, lambda u: force(force_key, u), couple, step_size)
+            cloud, held = hold(cloud, proposal)
+            return (cloud, count + 1), held | cut
+
+        def approach(carry, key):
+            move_key, force_key = random.split(key)
+            moved = arrive(move_key, *carry, lambda u: force(force_key, u), not isinstance(self.gradient, FullData))
+            return moved, None
+
+        def run():
+            (moved, _), troubled = lax.scan(update, (cloud, num_updates), keys)
+            step_size = self.step_size(tuning, num_updates + self.num_steps - 1)
+            return moved, tuning.arrival, jnp.broadcast_to(step_size, tuning.arrival.shape), troubled.sum(0)
+
+        def run_arrival():
+            (position, arrival), _ = lax.scan(approach, (cloud[:3], tuning.arrival), keys)
+            return Cloud(*position, cloud.memory), arrival, arrival, jnp.zeros(arrival.shape, int)
+
+        if self.learned.arrives and tuning.moments is not None:
+            cloud, arrival, in_use, troubled = lax.cond(is_arriving(tuning), run_arrival, run)
+        else:
+            cloud, arrival, in_use, troubled = run()
+        return cloud, tuning._replace(arrival=arrival), in_use, troubled
+
+    def learn(self, key: jax.Array, cloud: Cloud, tuning: Tuning) -> tuple[Cloud, Tuning]:
+        """What the iteration teaches, and counts it."""
+        if tuning.moments is None:
+            return cloud, tuning._replace(iteration=tuning.iteration + 1)
+        tuning = observe(tuning, cloud)._replace(iteration=tuning.iteration + 1)
+        size = cloud.potential_energy.size
+
+        def reference(position):
+            batch = max((batch for _, batch in self.target.plates.values()), default=1)
+            return full_gradient(key, self.target, self.unravel, position, size * batch)
+
+        def due():
+            return adapt(
+                key,
+                tuning,
+                cloud,
+                self.learned,
+                self.force,
+                reference,
+                self.interaction,
+                self.dynamics,
+                getattr(self.gradient, "shared", False),
+            )
+
+        tuning, cloud = lax.cond(is_due(tuning), due, lambda: (tuning, cloud))
+        return cloud, tuning
+
+    def _cut(self, cloud, tuning):
+        """The cloud with gradients cut that are far longer than any in the bulk of the posterior."""
+        if self.learned.scale is None or tuning.measurements is None:
+            return cloud, jnp.zeros(cloud.potential_energy.shape, bool)
+        limit = GRADIENT_LIMIT * jnp.sqrt(cloud.z.shape[-1] * (1.0 + tuning.noise))
+        length = jnp.linalg.norm(cloud.gradient, axis=-1)
+        factor = jnp.minimum(1.0, limit / length)[..., None]
+        return cloud._replace(gradient=jnp.where(length[..., None] > limit, factor * cloud.gradient, cloud.gradient)), (
+            length > limit
+        )
