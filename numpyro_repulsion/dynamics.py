@@ -93,9 +93,25 @@ class Overdamped(Dynamics):
     (:class:`~numpyro_repulsion.Balanced` noise keeps each particle's law and gives up the product). With ``K = I``
     this is parallel SGLD. There is no factor ``1/L``: the paper's step is ``L`` times ours.
 
-    :param integrator: ``"euler"`` is the equation above. ``"lm"`` (Leimkuhler & Matthews), for ``K = I`` only,
-        replaces ``ξ_t`` by ``(ξ_t + ξ_{t−1}) / 2``, which makes the bias of the stationary law second order in ε at
-        no cost. ``None`` is ``"lm"`` where ``K = I`` and ``"euler"`` elsewhere.
+    :param integrator: ``"euler"`` is the equation above. ``"lm"`` (Leimkuhler & Matthews) replaces the noise
+        ``C_t ξ_t`` by ``(C_t ξ_t + C_{t−1} ξ_{t−1}) / 2``, at no cost. For ``K = I`` that makes the bias of the
+        stationary law second order in ε. For other K the law is right as ε → 0 too (the noise that an update adds
+        does not depend on the K it was drawn with beyond the past, as Itô's rule asks), with a bias of first order
+        that is smaller: see the table. ``None`` is ``"lm"`` where ``K = I`` and ``"euler"`` elsewhere.
+
+        Twenty particles on N(0, I), the RBF kernel at the bandwidth that warmup would choose, ε = 0.1 (the exact
+        answers are 1 and 1; standard errors 0.001):
+
+        ======  ============  ===========  ===============  ==============
+        d       euler,        lm,          euler, 20 ×      lm, 20 ×
+                variance      variance     variance of      variance of
+                                           the mean         the mean
+        ======  ============  ===========  ===============  ==============
+        2       1.033         1.015        1.59             1.01
+        5       1.030         1.014        1.47             1.01
+        10      1.037         1.015        1.38             1.01
+        ======  ============  ===========  ===============  ==============
+
     :param temperature: T >= 0. Anything but 1 is no longer the posterior: below 1 it is a "cold" one, and 0 is
         gradient descent with coupled gradients.
     :param noise: ``False`` drops the noise but keeps Γ. With a repulsive interaction that is Stein variational
@@ -144,16 +160,13 @@ class Overdamped(Dynamics):
         return self.noise and self.temperature > 0.0
 
     def averages_noise(self, is_identity: bool) -> bool:
-        """Whether the noise is averaged (Leimkuhler-Matthews), given whether ``K = I``."""
-        if self.integrator == "lm" and not is_identity:
-            raise ValueError(
-                "Overdamped(integrator='lm') is exact for K = I only; use Independent() or Balanced(), or "
-                "integrator='euler' with an interaction that depends on the particles."
-            )
-        return is_identity and self.integrator != "euler" and self.noise
+        """Whether the noise is averaged over two updates, given whether ``K = I``."""
+        if not self.noise or self.integrator == "euler":
+            return False
+        return is_identity or self.integrator == "lm"
 
     def order(self, coupling):
-        return 2 if self.averages_noise(coupling.is_identity) else 1
+        return 2 if coupling.is_identity and self.averages_noise(True) else 1
 
     def init(self, key, z, force, couple):
         coupling = couple(z)

@@ -39,8 +39,14 @@ class BiasBudget:
 
     In neither case does the step exceed the limit of stability at the stiffest particle.
 
+    A run may be so short that such a step would take it nowhere: variances known from ten effective draws gain nothing
+    from a bias of 5 %. The step is then raised, until the run is worth a minimum of effective draws or to the limit of
+    stability, and warmup warns of it with the bias to be expected.
+
     :param tolerance: δ, the tolerated relative inflation of a posterior variance.
-    :raises ValueError: unless 0 < δ < 1.
+    :param min_draws: the effective draws that a run as long as its warmup must be worth, if need be by longer steps.
+        0 holds on to the tolerance.
+    :raises ValueError: unless 0 < δ < 1 and ``min_draws`` is 0 or above.
 
     **References:**
 
@@ -53,17 +59,26 @@ class BiasBudget:
 
         >>> from numpyro_repulsion import BiasBudget
         >>> BiasBudget(0.1)
-        BiasBudget(tolerance=0.1)
+        BiasBudget(tolerance=0.1, min_draws=200.0)
     """
 
     tolerance: float = 0.05
+    min_draws: float = 200.0
 
     def __post_init__(self):
         if not (isinstance(self.tolerance, Real) and 0.0 < self.tolerance < 1.0):
             raise ValueError(f"BiasBudget: `tolerance` must be a number between 0 and 1; got {self.tolerance!r}.")
+        if not (isinstance(self.min_draws, Real) and 0.0 <= self.min_draws < float("inf")):
+            raise ValueError(f"BiasBudget: `min_draws` must be a finite number, 0 or above; got {self.min_draws!r}.")
 
     def step_size(
-        self, curvature: jax.Array, largest: jax.Array, noise: jax.Array, bound: jax.Array | float, order: int
+        self,
+        curvature: jax.Array,
+        largest: jax.Array,
+        noise: jax.Array,
+        bound: jax.Array | float,
+        order: int,
+        draws_per_step: jax.Array | float,
     ) -> jax.Array:
         """The step for what was measured; infinite where that sets no limit.
 
@@ -72,13 +87,24 @@ class BiasBudget:
         :param noise: V.
         :param bound: Λ.
         :param order: of the bias in the step, 1 or 2.
+        :param draws_per_step: effective draws of the run to come, per unit of ε.
         """
         tolerated = 2.0 * self.tolerance / (1.0 + self.tolerance)
-        stable = 2.0 / ((largest + noise) * bound)
         if order == 2:
-            share = min(math.sqrt(5.0 * self.tolerance), 0.5)
-            return jnp.minimum(jnp.minimum(share / curvature, tolerated / noise), stable)
-        return jnp.minimum(jnp.minimum(tolerated, 0.5 / bound) / (curvature + noise), stable)
+            within = jnp.minimum(min(math.sqrt(5.0 * self.tolerance), 0.5) / curvature, tolerated / noise)
+        else:
+            within = jnp.minimum(tolerated, 0.5 / bound) / (curvature + noise)
+        # One stiff particle feels K_ii = 1 of K and not Λ, which takes all of a group: λ_max(K½ H K½) is at most this.
+        stable = 2.0 / (largest + noise + (bound - 1.0) * curvature)
+        needed = self.min_draws / draws_per_step
+        raised = jnp.minimum(needed, 1.0 / (bound * curvature))
+        return jnp.minimum(jnp.maximum(within, raised), stable)
+
+    def bias(self, step_size: jax.Array, curvature: jax.Array, noise: jax.Array, order: int) -> jax.Array:
+        """The relative inflation of a variance to be expected of a step."""
+        if order == 2:
+            return step_size * noise / 2.0 + (step_size * curvature) ** 2 / 5.0
+        return 1.0 / jnp.maximum(1.0 - step_size * (curvature + noise) / 2.0, 1e-3) - 1.0
 
 
 @dataclass(frozen=True)

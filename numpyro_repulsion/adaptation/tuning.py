@@ -99,6 +99,14 @@ class Tuning(NamedTuple):
         plain, corrected = self.measurements.mean_noise
         return plain if self.anchor is None else jnp.where(self.anchor.in_use, corrected, plain)
 
+    def effective_draws(self, step_size: jax.Array | float, num_steps: int) -> jax.Array:
+        """How many independent draws a run as long as the warmup is worth, for the direction that moves slowest.
+
+        Langevin dynamics forgets a direction of variance s² in a time of s², and time is updates times step size.
+        """
+        time = step_size * num_steps * self.num_warmup
+        return self.arrival.size * time / (2.0 * self.moments.spread())
+
     @staticmethod
     def start(
         num_warmup: int,
@@ -158,6 +166,7 @@ def adapt(
     reference: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     interaction: Interaction,
     dynamics: Dynamics,
+    num_steps: int,
     shared: bool,
 ) -> tuple[Tuning, Cloud]:
     """What is learned at the end of a window: new scales, a new reference point, and bandwidth and step size.
@@ -165,6 +174,7 @@ def adapt(
     :param cloud: the particles, in whitened coordinates.
     :param force: the force, given what has been learned.
     :param reference: ``z -> (U, ∇U)`` over all rows at one flat particle.
+    :param num_steps: updates in an iteration.
     :param shared: whether the particles of a group share their minibatch.
     :return: the tuning, and the cloud in its new coordinates.
     """
@@ -199,7 +209,7 @@ def adapt(
         return tuning, cloud
 
     def settle():
-        return _settle(measure_key, tuning, cloud, learned, force(tuning), interaction, dynamics, shared)
+        return _settle(measure_key, tuning, cloud, learned, force(tuning), interaction, dynamics, num_steps, shared)
 
     return lax.cond(done >= _at(ARRIVED, tuning), settle, lambda: tuning), cloud
 
@@ -211,7 +221,7 @@ def _rescale(tuning, cloud):
     return tuning._replace(preconditioner=tuning.preconditioner.after(change)), cloud
 
 
-def _settle(key, tuning, cloud, learned, force, interaction, dynamics, shared):
+def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps, shared):
     """Measures curvature and gradient noise, and takes the step size from all measurements in these coordinates."""
     in_use = tuning.anchor.in_use if learned.anchor else jnp.zeros((), bool)
     scale = learned.scale
@@ -234,7 +244,12 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, shared):
     for end, share in reversed(ANNEALING):
         noise = noise * jnp.where(tuning.iteration < _at(end, tuning), share, 1.0)
     step_size = learned.step_size.step_size(
-        measurements.typical_curvature, measurements.largest_curvature, noise, coupling.bound, dynamics.order(coupling)
+        measurements.typical_curvature,
+        measurements.largest_curvature,
+        noise,
+        coupling.bound,
+        dynamics.order(coupling),
+        tuning.effective_draws(1.0, num_steps),
     )
     usable = jnp.isfinite(step_size) & (step_size > 0)
     # Without curvature, on a cone, say, there is no bound: stay well below the steps that Metropolis accepted.

@@ -66,9 +66,8 @@ def judge(tuning: Tuning, num_steps: int, num_draws: jax.Array | int) -> Verdict
     """The verdict at the end of warmup on ``num_draws`` draws of ``num_steps`` updates each."""
     measurements = tuning.measurements
     curvature = measurements.typical_curvature
-    time = tuning.step_size * num_steps * num_draws
     return Verdict(
-        effective_draws=tuning.arrival.size * time / (2.0 * tuning.moments.spread()),
+        effective_draws=tuning.effective_draws(tuning.step_size, num_steps),
         curvature_ratio=jnp.where(curvature > 0, measurements.largest_curvature / curvature, 1.0),
         noise_ratio=jnp.where(curvature > 0, tuning.noise / curvature, 0.0),
         fell_back=jnp.asarray(False if tuning.anchor is None else ~tuning.anchor.in_use),

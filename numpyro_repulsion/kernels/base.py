@@ -75,6 +75,8 @@ class ParticleKernel(MCMCKernel):
 
     _default_interaction: ClassVar[Interaction] = Balanced()
     _default_dynamics: ClassVar[Dynamics] = Overdamped()
+    #: Where the step size is measured, if that is to be another.
+    _measured_dynamics: ClassVar[Dynamics | None] = None
 
     def __init__(
         self,
@@ -99,7 +101,9 @@ class ParticleKernel(MCMCKernel):
         if not callable(model if potential_fn is None else potential_fn):
             raise TypeError(f"`model` or `potential_fn` must be callable; got {model or potential_fn!r}.")
         interaction = self._default_interaction if interaction is None else interaction
-        dynamics = self._default_dynamics if dynamics is None else dynamics
+        if dynamics is None:
+            measured = step_size is None or isinstance(step_size, BiasBudget)
+            dynamics = (measured and self._measured_dynamics) or self._default_dynamics
         require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
         require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
         if gradient is not None:

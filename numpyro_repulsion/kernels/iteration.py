@@ -120,6 +120,7 @@ class Iteration:
                 reference,
                 self.interaction,
                 self.dynamics,
+                self.num_steps,
                 getattr(self.gradient, "shared", False),
             )
 

@@ -60,7 +60,9 @@ class SGLDR(ParticleKernel):
     that is ``D = K ⊗ I`` and ``Q = 0`` in the complete recipe. As ε → 0 the stationary law is ``∏_i π(z_i)``: L
     independent draws from the posterior at any one time. The bandwidth is frozen before draws are kept, for K must
     depend on the particles through k alone. There is no factor ``1/L``: the paper's step is L times ours, and
-    ``interaction=Independent()`` is parallel SGLD exactly.
+    ``interaction=Independent()`` is parallel SGLD exactly. A given ``step_size`` is that of the equation above; where
+    warmup measures it, the noise is averaged over two updates (:class:`~numpyro_repulsion.Overdamped`), which has
+    less bias for the same step.
 
     Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
     those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
@@ -92,6 +94,7 @@ class SGLDR(ParticleKernel):
     """
 
     _default_interaction = RBF()
+    _measured_dynamics = Overdamped(integrator="lm")
 
 
 class SVGD(ParticleKernel):
