@@ -241,7 +241,7 @@ def _attributes(mcmc, kernel, target):
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
-        "curvature": float(np.max(state.tuning.curvature)),
+        "complaints": " ".join(kernel.complaints(state)),
         "num_particles": mcmc.num_chains,
         "num_ensembles": num_ensembles,
         "ensemble": np.repeat(np.arange(num_ensembles), mcmc.num_chains // num_ensembles),
@@ -259,10 +259,7 @@ def _sentence(attributes, table):
     text += f"{ensembles} ensemble{'s' * (ensembles > 1)}, {attributes['num_steps']} updates "
     text += f"of size {float(attributes['step_size']):.3g}"
     if attributes["step_size_measured"] == "true":
-        found = float(attributes["curvature"]) > 0
-        text += (
-            " (a bound from the curvature measured in warmup)" if found else " (warmup found no curvature to bound it)"
-        )
+        text += " (measured in warmup)"
     text += " per draw. "
     held = int(attributes["num_divergences"])
     if held:
@@ -272,6 +269,8 @@ def _sentence(attributes, table):
         )
     else:
         text += "No update was held as diverging."
+    if attributes["complaints"]:
+        text += f" {attributes['complaints']}"
     if "r_hat" in table and (worst := float(np.nanmax(np.asarray(table["r_hat"], float), initial=1.0))) > MAX_R_HAT:
         text += (
             f" R-hat is {worst:.2f} for {table['r_hat'].astype(float).idxmax()}: the particles have not mixed. Raise "

@@ -95,7 +95,7 @@ class BiasBudget:
         else:
             within = jnp.minimum(tolerated, 0.5 / bound) / (curvature + noise)
         # One stiff particle feels K_ii = 1 of K and not Λ, which takes all of a group: λ_max(K½ H K½) is at most this.
-        stable = 2.0 / (largest + noise + (bound - 1.0) * curvature)
+        stable = 2.0 / (largest + (bound - 1.0) * curvature)
         needed = self.min_draws / draws_per_step
         raised = jnp.minimum(needed, 1.0 / (bound * curvature))
         return jnp.minimum(jnp.maximum(within, raised), stable)

@@ -21,6 +21,8 @@ from numpyro_repulsion import (
     SGLDR,
     SVGD,
     Balanced,
+    BiasBudget,
+    ControlVariates,
     FullData,
     Independent,
     Overdamped,
@@ -72,7 +74,7 @@ def test_one_iteration_keeps_shapes_and_types(make_key, double):
         for kernel in kernels():
 
             def iterate(keys, y, kernel=kernel):
-                state = kernel.init(keys, 10, None, (y,), {})
+                state = kernel.init(keys, 50, None, (y,), {})
                 return state, kernel.sample(state, (y,), {})
 
             before, after = jax.eval_shape(iterate, keys, jnp.asarray(Y, float))
@@ -132,6 +134,8 @@ def test_postprocessing_is_of_one_particle():
 
 def test_presets_differ_in_their_parts_alone():
     assert {kernel(model).interaction for kernel in KERNELS} == {Balanced(), RBF()}
-    assert SGLD(model).dynamics == SGLDR(model).dynamics == Overdamped()
+    assert SGLD(model).dynamics == SGLDR(model, step_size=0.1).dynamics == Overdamped()
+    # With nothing set, what has the least bias; with a step given, the paper's update.
+    assert SGLDR(model).dynamics == SGLDR(model, step_size=BiasBudget(0.1)).dynamics == Overdamped("lm")
     assert SVGD(model).dynamics == Overdamped(noise=False)
     assert not any(set(vars(kernel)) & {"init", "sample", "postprocess_fn", "__init__"} for kernel in KERNELS)

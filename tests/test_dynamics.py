@@ -205,9 +205,19 @@ def test_bad_settings(setting):
         Overdamped(**setting)
 
 
-def test_averaged_noise_needs_the_identity(starts):
-    with pytest.raises(ValueError, match="K = I only"):
-        run(SGLDR(potential_fn=potential, step_size=0.1, dynamics=Overdamped("lm")), starts)
+@pytest.mark.parametrize("interaction", [RBF(2.0), Independent()])
+def test_averaged_noise_is_the_mean_of_two_draws(starts, interaction):
+    dynamics, couple = Overdamped("lm"), interaction.couple
+    cloud = dynamics.init(random.key(0), starts, force, couple)
+    once = dynamics.step(random.key(1), cloud, force, couple, 0.1)
+    coupling = couple(starts)
+    drift = coupling.repulsion - coupling.apply(force(starts)[1])
+    fresh = coupling.draw(random.key(1))
+    expected = starts + 0.1 * drift + 0.2**0.5 * (cloud.memory[0] + fresh) / 2
+    np.testing.assert_allclose(once.z, expected, rtol=1e-5, atol=1e-5)
+    # What was drawn with one K is used again after particles and K have moved.
+    np.testing.assert_array_equal(once.memory[0], fresh)
+    assert dynamics.order(coupling) == (2 if coupling.is_identity else 1)
 
 
 def test_step_is_a_scan_body_of_constant_type(starts):

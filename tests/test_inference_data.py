@@ -16,6 +16,9 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, inference_data, summary, to_inference_data
 
+# Most of these runs are too short to be worth anything, and warmup says so.
+pytestmark = [pytest.mark.filterwarnings("ignore:Warmup expects trouble"), pytest.mark.filterwarnings("ignore:num_warmup")]
+
 NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
 
 X = random.normal(random.key(0), (40, 3))
@@ -127,7 +130,7 @@ def test_attributes_name_the_algorithm_and_the_ensembles(data):
     attributes = data["posterior"].attrs
     assert attributes["algorithm"] == "SGLDR"
     assert attributes["interaction"] == repr(RBF())
-    assert attributes["gradient"] == "Subsampled(shared=False)"
+    assert attributes["gradient"] == "ControlVariates(shared=False)"
     assert attributes["minibatches"] == "8 of 40 rows"
     assert attributes["step_size"] == pytest.approx(1e-3)
     assert attributes["num_steps"] == 10

@@ -5,7 +5,7 @@ import re
 import warnings
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -36,6 +36,10 @@ from numpyro_repulsion import (
 KERNELS = [SGLD, SGLDR, SVGD]
 
 
+# Most of these runs are too short to be worth anything, and warmup says so.
+pytestmark = pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+
+
 def regression(X, y=None, subsample_size=None):
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
     sigma = numpyro.sample("sigma", dist.LogNormal(0, 0.3))
@@ -63,7 +67,9 @@ def data():
     return X, X @ jnp.array([1.0, -1.0, 0.5]) + random.normal(random.key(1), (40,))
 
 
-def make(kernel, num_warmup=20, num_samples=30, num_chains=6, chain_method="vectorized", progress_bar=False, **kwargs):
+def make(kernel, num_warmup=None, num_samples=30, num_chains=6, chain_method="vectorized", progress_bar=False, **kwargs):
+    if num_warmup is None:  # Programs that learn take longer to compile, so only where there is something to learn.
+        num_warmup = 50 if isinstance(kernel.step_size, BiasBudget) else 0
     return MCMC(
         kernel,
         num_warmup=num_warmup,
@@ -174,18 +180,19 @@ def test_balanced_noise_of_a_single_chain_is_white():
 @pytest.mark.parametrize(("kernel", "model"), [(SGLD, minibatched), (SGLDR, minibatched), (SVGD, regression)])
 def test_resume_is_exact(kernel, model, data):
     kernel = kernel(model, step_size=Polynomial(1e-3))
-    whole = make(kernel, num_warmup=10, num_samples=40)
+    num_warmup = 50 if kernel.interaction.interacts else 0
+    whole = make(kernel, num_warmup=num_warmup, num_samples=40)
     whole.run(random.key(0), *data)
-    parts = make(kernel, num_warmup=10, num_samples=20)
+    parts = make(kernel, num_warmup=num_warmup, num_samples=20)
     parts.run(random.key(0), *data)
     first = parts.get_samples(group_by_chain=True)["beta"]
     state = pickle.loads(pickle.dumps(parts.last_state))
-    resumed = make(kernel, num_warmup=10, num_samples=20)
+    resumed = make(kernel, num_warmup=num_warmup, num_samples=20)
     resumed.post_warmup_state = state
     resumed.run(jnp.repeat(state.rng_key[None], 6, 0), *data)
     second = resumed.get_samples(group_by_chain=True)["beta"]
     assert np.array_equal(whole.get_samples(group_by_chain=True)["beta"], jnp.concatenate([first, second], 1))
-    assert int(resumed.last_state.num_updates) == int(whole.last_state.num_updates) == 500
+    assert int(resumed.last_state.num_updates) == int(whole.last_state.num_updates) == 400 + 10 * num_warmup
 
 
 def test_a_stored_state_is_enough_to_go_on():
@@ -198,14 +205,14 @@ def test_a_stored_state_is_enough_to_go_on():
     again = make(SGLDR(potential_fn=quadratic), num_warmup=0, num_samples=10)
     again.post_warmup_state = mcmc.last_state
     again.run(random.key(2))
-    assert int(again.last_state.num_updates) == 400
+    assert int(again.last_state.num_updates) == 700
 
 
 def test_warmup_then_run_is_one_run(data):
     kernel = SGLDR(regression)
-    mcmc = make(kernel, num_warmup=40)
+    mcmc = make(kernel, num_warmup=60)
     mcmc.warmup(random.key(0), *data, collect_warmup=True)
-    assert mcmc.get_samples()["sigma"].shape == (6 * 40,)
+    assert mcmc.get_samples()["sigma"].shape == (6 * 60,)
     tuned = mcmc.last_state.tuning
     mcmc.run(random.key(1), *data)
     fields = mcmc.get_extra_fields()
@@ -213,23 +220,41 @@ def test_warmup_then_run_is_one_run(data):
     assert np.unique(fields["bandwidth"]).tolist() == [tuned.bandwidth]
 
 
-def test_nothing_is_tuned_after_warmup(data):
-    mcmc = make(SGLDR(minibatched), num_warmup=32, num_samples=64)
+@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
+def test_nothing_is_tuned_after_warmup(kernel, data):
+    mcmc = make(kernel(minibatched), num_samples=64)
     mcmc.warmup(random.key(0), *data)
     tuned = mcmc.last_state.tuning
     mcmc.run(random.key(1), *data)
     after = mcmc.last_state.tuning
-    assert (tuned.step_size, tuned.bandwidth, tuned.curvature) == (after.step_size, after.bandwidth, after.curvature)
+    assert (int(tuned.iteration), int(after.iteration)) == (50, 114)
+    for name in set(tuned._fields) - {"iteration"}:
+        jax.tree.map(np.testing.assert_array_equal, getattr(tuned, name), getattr(after, name))
 
 
-def test_tuned_quantities_move_in_warmup_and_freeze_at_three_quarters(data):
-    mcmc = make(SGLDR(regression), num_warmup=64)
-    mcmc.warmup(random.key(0), *data, collect_warmup=True, extra_fields=())
-    fields = mcmc.get_extra_fields(group_by_chain=True)
-    for name in ("step_size", "bandwidth"):
-        values = np.asarray(fields[name][0])
-        assert len(np.unique(values[:48])) > 2
-        assert len(np.unique(values[48:])) == 1
+def test_each_quantity_freezes_in_its_turn(data):
+    kernel = SGLDR(minibatched)
+    state = kernel.init(random.split(random.key(0), 6), 100, None, data, {})
+
+    def update(state, _):
+        state = kernel.sample(state, data, {})
+        return state, state.tuning
+
+    _, tuning = jax.jit(lambda state: lax.scan(update, state, length=110))(state)
+
+    def changes(x):
+        x = np.nan_to_num(np.asarray(x).reshape(110, -1))
+        return (np.flatnonzero((x[1:] != x[:-1]).any(1)) + 2).tolist()
+
+    scales = [2, 5, 10, 15, 25, 30, 40, 60]
+    assert set(changes(tuning.preconditioner.scale)) == set(scales)
+    assert set(changes(tuning.preconditioner.centre)) == set(scales)
+    assert changes(tuning.anchor.position) == [25, 60]
+    settling = [25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
+    assert changes(tuning.measurements.curvature) == settling
+    assert set(changes(tuning.step_size)) <= set(settling)
+    assert set(changes(tuning.bandwidth)) <= {*scales, *settling}
+    assert changes(tuning.arrival)[-1] == 25
 
 
 @pytest.mark.parametrize("subsample_size", [None, 20])
@@ -259,15 +284,20 @@ def test_particles_arrive_from_starts_where_the_posterior_is_stiff(subsample_siz
         assert abs(samples["sigma"].mean() / y.std() - 1) < 0.05
 
 
-def test_step_size_by_curvature_on_a_known_quadratic():
-    curvature = jnp.array([4.0, 1.0])
-    kernel = SGLD(potential_fn=lambda z: jnp.sum(curvature * z**2) / 2, step_size=BiasBudget(0.1))
-    mcmc = make(kernel, num_warmup=20)
+@pytest.mark.parametrize(("integrator", "expected"), [("lm", 0.5 / 4.0), ("euler", 0.2 / 1.1 / 4.0)])
+def test_step_size_by_curvature_on_a_known_quadratic(integrator, expected):
+    kernel = SGLD(
+        potential_fn=lambda z: jnp.sum(jnp.array([4.0, 1.0]) * z**2) / 2,
+        step_size=BiasBudget(0.1, min_draws=0.0),
+        preconditioner=None,
+        dynamics=Overdamped(integrator),
+    )
+    mcmc = make(kernel)
     mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
-    np.testing.assert_allclose(mcmc.last_state.step_size, 0.2 / 1.1 / 4.0, rtol=0.02)
+    np.testing.assert_allclose(mcmc.last_state.step_size, expected, rtol=0.02)
 
 
-def test_step_size_allows_for_minibatch_noise(data):
+def test_step_size_allows_for_minibatch_noise():
     # The gradient noise of a unit-variance Gaussian mean with a batch of 8 rows of 40 has variance N²/B Var(row), less
     # what stratification removes; at most that.
     def mean(y):
@@ -276,13 +306,14 @@ def test_step_size_allows_for_minibatch_noise(data):
             numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
     y = random.permutation(random.key(3), jnp.linspace(-2, 2, 40))
-    mcmc = make(SGLD(mean), num_warmup=20)
+    kernel = SGLD(mean, step_size=BiasBudget(min_draws=0.0), preconditioner=None, gradient=Subsampled())
+    mcmc = make(kernel)
     mcmc.run(random.key(0), y)
     strata = np.asarray(y).reshape(8, 5)
     exact = 40**2 / 8 * strata.var(1).mean()
-    # 16 pairs for each of 6 particles: the relative error of a variance from 96 degrees of freedom is sqrt(2/96).
-    implied = 0.1 / 1.05 / float(mcmc.last_state.step_size[0]) - 40.01
-    assert abs(implied / exact - 1) < 4.5 * (2 / 96) ** 0.5
+    # Eight minibatches of each of 6 particles, nine times, about each particle's mean.
+    implied = 0.1 / 1.05 / float(mcmc.last_state.step_size[0])
+    assert abs(implied / exact - 1) < 4.5 * (2 / (7 * 6 * 9)) ** 0.5
 
 
 def test_schedules_count_updates():
@@ -694,7 +725,7 @@ def raises(message, kind=ValueError):
         ({"model": simple, "num_steps": 0}, "`num_steps` must be an integer, 1 or more; got 0", ValueError),
         ({"model": simple, "num_steps": 2.5}, "`num_steps` must be an integer", ValueError),
         ({"model": simple, "num_ensembles": 0}, "`num_ensembles` must be an integer", ValueError),
-        ({"model": simple, "preconditioner": "cholesky"}, "`preconditioner` must be 'auto', None or", ValueError),
+        ({"model": simple, "preconditioner": "cholesky"}, "`preconditioner` must be 'auto', 'diagonal'", ValueError),
         ({"model": simple, "preconditioner": [1.0, -1.0]}, "must be positive", ValueError),
         ({"model": simple, "preconditioner": [[1.0, 2.0], [2.0, 1.0]]}, "positive definite", ValueError),
         ({"model": simple, "preconditioner": [[1.0, 2.0], [0.0, 1.0]]}, "symmetric", ValueError),

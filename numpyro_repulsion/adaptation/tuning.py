@@ -76,6 +76,7 @@ class Tuning(NamedTuple):
     - **num_warmup** - how many of them are warmup.
     - **preconditioner** - the linear change of variables in use.
     - **step_size** - ε, where it is measured.
+    - **bias** - the relative inflation of variances that this ε is expected to cause; NaN where it is not measured.
     - **bandwidth** - h, where an interaction learns it; NaN where none is in use.
     - **anchor** - the reference point of control variates, or ``None``.
     - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
@@ -87,6 +88,7 @@ class Tuning(NamedTuple):
     num_warmup: jax.Array
     preconditioner: Preconditioner
     step_size: jax.Array
+    bias: jax.Array
     bandwidth: jax.Array
     anchor: Anchor | None
     arrival: jax.Array
@@ -125,6 +127,7 @@ class Tuning(NamedTuple):
             num_warmup=jnp.asarray(num_warmup, jnp.int32),
             preconditioner=preconditioner,
             step_size=jnp.asarray(step_size, dtype),
+            bias=jnp.asarray(jnp.nan, dtype),
             bandwidth=bandwidth,
             anchor=Anchor.none(dimension, dtype) if learns and learned.anchor else None,
             arrival=jnp.full((groups, size), 0.05, dtype),
@@ -243,18 +246,15 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     noise = tuning.noise * (coupling.bound if shared else 1.0)
     for end, share in reversed(ANNEALING):
         noise = noise * jnp.where(tuning.iteration < _at(end, tuning), share, 1.0)
-    step_size = learned.step_size.step_size(
-        measurements.typical_curvature,
-        measurements.largest_curvature,
-        noise,
-        coupling.bound,
-        dynamics.order(coupling),
-        tuning.effective_draws(1.0, num_steps),
-    )
+    rule, order = learned.step_size, dynamics.order(coupling)
+    curvature, largest = measurements.typical_curvature, measurements.largest_curvature
+    worth = tuning.effective_draws(1.0, num_steps)
+    step_size = rule.step_size(curvature, largest, noise, coupling.bound, order, worth)
     usable = jnp.isfinite(step_size) & (step_size > 0)
     # Without curvature, on a cone, say, there is no bound: stay well below the steps that Metropolis accepted.
     step_size = jnp.where(usable, step_size, 0.1 * jnp.exp(jnp.log(tuning.arrival).mean()))
-    return tuning._replace(step_size=step_size.astype(cloud.z.dtype))
+    bias = rule.bias(step_size, curvature, noise, order)
+    return tuning._replace(step_size=step_size.astype(cloud.z.dtype), bias=bias.astype(cloud.z.dtype))
 
 
 def _at(fraction, tuning):

@@ -86,15 +86,20 @@ def full_gradient(
 
     :param size: how many rows fit into memory at once, roughly: the product over plates whose rows meet in one site.
     """
-    table = chunks(target, size)
-    names = list(table.length)
 
     def energy(flat, rows):
         return target.potential_energy(unravel(flat), rows, key).astype(flat.dtype)
 
+    table = chunks(target, size)
+    names = list(table.length)
+    try:
+        jax.eval_shape(energy, position, {name: jnp.arange(length) for name, length in table.length.items()})
+    except (TypeError, ValueError):
+        table = chunks(target)  # A model that works for its own number of rows only.
+
     def accumulate(total, term):
         weight, start, count = term
-        # A last, shorter chunk repeats its rows equally often.
+        # A shorter piece repeats its rows equally often.
         rows = {name: start[i] + jnp.arange(table.length[name]) % count[i] for i, name in enumerate(names)}
         found = jax.value_and_grad(energy)(position, rows)
         return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, found), None
@@ -113,20 +118,23 @@ class Chunks(NamedTuple):
     count: np.ndarray  # (T, P)
 
 
-def chunks(target: Target, size: int) -> Chunks:
+def chunks(target: Target, size: int | None = None) -> Chunks:
     """Minibatches and weights whose potential energies sum to that of all rows.
 
     The minibatch estimate of a chunk of c out of N rows, weighted by c / N, sums to the full one over chunks. Plates
     that meet in a site need all pairs of their chunks. Plates that do not meet are taken one after another, with the
     others at their first chunk, whose estimate is subtracted again as often as it came in too often.
+
+    :param size: rows in a chunk, at most: the product over plates that meet. ``None`` is as many as in a minibatch.
     """
     names = list(target.plates)
     groups = target.crossed_plates()
-    length = {}
-    for group in groups:
+    length = {name: batch for name, (_, batch) in target.plates.items()}
+    for group in groups if size is not None else ():
         share = max(1, int(size ** (1 / len(group))))
         for name in group:
-            length[name] = _chunk_length(target.plates[name][0], share)
+            # Of a power of two few pieces are left over.
+            length[name] = 1 << (min(target.plates[name][0], share).bit_length() - 1)
     weight, start, count = [], [], []
 
     def add(chunk, w):
@@ -138,9 +146,7 @@ def chunks(target: Target, size: int) -> Chunks:
     for group in groups:
         pieces = []
         for name in group:
-            total = target.plates[name][0]
-            starts = range(0, total, length[name])
-            pieces.append([(name, s, min(length[name], total - s)) for s in starts])
+            pieces.append([(name, *piece) for piece in _pieces(target.plates[name][0], length[name])])
         for combination in itertools.product(*pieces):
             share = np.prod([c / target.plates[name][0] for name, _, c in combination])
             add(first | {name: (s, c) for name, s, c in combination}, share)
@@ -155,9 +161,15 @@ def chunks(target: Target, size: int) -> Chunks:
     )
 
 
-def _chunk_length(total: int, at_most: int) -> int:
-    """The longest chunk whose remainder, repeated, fills a chunk exactly."""
-    length = min(total, at_most)
-    while total % length and length % (total % length):
-        length -= 1
-    return length
+def _pieces(total: int, length: int) -> list[tuple[int, int]]:
+    """``(start, count)`` of the pieces of a plate: whole chunks, and what is left in pieces that divide a chunk.
+
+    So each piece, repeated, fills a chunk exactly, and one program serves all.
+    """
+    divisors = [count for count in range(length, 0, -1) if length % count == 0]
+    pieces, start = [], 0
+    while start < total:
+        count = next(count for count in divisors if count <= total - start)
+        pieces.append((start, count))
+        start += count
+    return pieces

@@ -240,8 +240,8 @@ class ParticleKernel(MCMCKernel):
         warn_at_first_divergence(state.num_divergences, troubles)
         cloud, tuning = iteration.learn(tuning_key, cloud, tuning)
         if tuning.measurements is not None and learned.measures:
-            is_final = tuning.iteration == tuning.num_warmup
-            warn_by_verdict(is_final, judge(tuning, self.num_steps, tuning.num_warmup))
+            verdict = judge(tuning, learned.step_size, self.num_steps)
+            warn_by_verdict(tuning.iteration == tuning.num_warmup, verdict)
         state = ParticleState(
             z=jax.vmap(unravel)(tuning.preconditioner.colour(cloud.z).reshape(size, -1)),
             potential_energy=cloud.potential_energy.reshape(size),
@@ -260,6 +260,17 @@ class ParticleKernel(MCMCKernel):
     def postprocess_fn(self, args, kwargs):
         """A function from one unconstrained particle to its sites in their supports, with deterministic sites."""
         return identity if self._model is None else self.target(args, kwargs).constrain
+
+    def complaints(self, state: ParticleState) -> list[str]:
+        """What the end of warmup found wrong, in sentences; none where there was no warmup."""
+        if np.ndim(state.num_updates):  # plain chains, run one by one
+            count = len(state.num_updates)
+            found = [self.complaints(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
+            return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
+        tuning = state.tuning
+        if tuning.measurements is None or tuning.measurements.count == 0:
+            return []
+        return judge(tuning, self.step_size if self._schedule is None else None, self.num_steps).complaints()
 
     def __getstate__(self):
         state = self.__dict__.copy()

@@ -6,6 +6,7 @@ import warnings
 
 import jax
 from jax import lax
+import numpy as np
 
 from numpyro_repulsion.adaptation import Verdict
 
@@ -36,8 +37,9 @@ def warn_at_first_divergence(before: jax.Array, after: jax.Array) -> None:
     """Warns, once, when the count of held updates leaves 0."""
 
     def warn(before, after):
-        # Where `cond` is batched both its branches run, so look again.
-        if before == 0 and after > 0:
+        # Where `cond` is batched both its branches run, so look again. In NumPy, for a callback that waits for a
+        # computation of JAX's waits for the program that called it.
+        if np.asarray(before) == 0 and np.asarray(after) > 0:
             warnings.warn(
                 "A particle's update was not finite; it was held where it was and flagged `diverging`. The step size "
                 "is too large for this posterior: divide `step_size` by 2 to 10, or reparameterize. (Said once; the "
@@ -54,8 +56,7 @@ def warn_by_verdict(is_final: jax.Array, verdict: Verdict) -> None:
     """Warns of what the end of warmup found wrong."""
 
     def warn(is_final, verdict):
-        complaints = verdict.complaints() if is_final else []
-        if complaints:
+        if np.asarray(is_final) and (complaints := jax.tree.map(np.asarray, verdict).complaints()):
             warnings.warn(
                 "Warmup expects trouble. " + " ".join(complaints) + " (`summary` says this again.)",
                 RuntimeWarning,

@@ -1,0 +1,221 @@
+"""Control variates: the pass over all rows, and gradients corrected by it."""
+
+import itertools
+
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_repulsion import ControlVariates, FullData, Subsampled
+from numpyro_repulsion.gradients import Anchor, ModelTarget, draw_indices, full_gradient
+from numpyro_repulsion.gradients.control import chunks
+
+KEY = random.key(0)
+
+
+def rows_model(size, batch):
+    """One plate: a regression with a quartic in it."""
+    x = jnp.sin(jnp.arange(size) * 1.7)
+
+    def model():
+        slope = numpyro.sample("slope", dist.Normal(0, 1).expand([2]).to_event(1))
+        scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+        with numpyro.plate("rows", size, subsample_size=batch) as i:
+            numpyro.sample("y", dist.Normal(slope[0] * x[i] + slope[1] ** 2, scale), obs=jnp.cos(x[i]))
+
+    return model
+
+
+def crossed():
+    """Two plates whose rows meet in one site."""
+    x = jnp.sin(jnp.arange(7 * 5.0)).reshape(7, 5)
+
+    def model():
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        b = numpyro.sample("b", dist.LogNormal(0, 1))
+        outer = numpyro.plate("outer", 7, subsample_size=2, dim=-2)
+        inner = numpyro.plate("inner", 5, subsample_size=2, dim=-1)
+        with outer as i, inner as j:
+            numpyro.sample("y", dist.Normal(a, b), obs=x[i][:, j])
+
+    return model
+
+
+def disjoint():
+    """Two plates with a site each, and a third that meets the second through a value alone."""
+    x, y, w = jnp.sin(jnp.arange(9.0)), jnp.cos(jnp.arange(11.0)), jnp.tanh(jnp.arange(6.0))
+
+    def model():
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("xs", 9, subsample_size=3) as i:
+            numpyro.sample("x", dist.Normal(a, 1), obs=x[i])
+        with numpyro.plate("ws", 6, subsample_size=2) as k:
+            weights = w[k]
+        with numpyro.plate("ys", 11, subsample_size=4) as j:
+            # As an estimate from rows of "ws" it is linear in them, so an average over minibatches is right.
+            numpyro.factor("y", -((y[j] - a) ** 2) * weights.mean())
+
+    return model
+
+
+def flat(target, seed=0):
+    z = target.draw(random.key(seed), numpyro.infer.init_to_uniform)
+    return ravel_pytree(z)
+
+
+def exact(target, z, unravel):
+    return jax.value_and_grad(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY))(z)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 20, 1000])
+@pytest.mark.parametrize(
+    "model",
+    [rows_model(23, 4), rows_model(24, 4), rows_model(24, 23), crossed(), disjoint()],
+    ids=["prime", "even", "nearly all", "crossed", "disjoint"],
+)
+def test_the_pass_in_chunks_is_the_gradient_on_all_rows(model, size):
+    target = ModelTarget(model)
+    z, unravel = flat(target)
+    found = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, size))(z)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4), found, exact(target, z, unravel))
+
+
+def test_a_model_that_insists_on_its_number_of_rows_gets_chunks_of_that():
+    x = jnp.sin(jnp.arange(25.0))
+
+    def model():
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("rows", 25, subsample_size=6) as i:
+            numpyro.sample("x", dist.Normal(a + jnp.zeros(6), 1), obs=x[i])
+
+    target = ModelTarget(model)
+    z, unravel = flat(target)
+    found = full_gradient(KEY, target, unravel, z, 100)
+    expected = z**2 / 2 + jnp.sum((x - z) ** 2) / 2 + 26 * jnp.log(2 * jnp.pi) / 2
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], z + 25 * z - x.sum(), rtol=1e-4)
+
+
+def test_plates_are_crossed_where_a_term_sees_rows_of_both():
+    def groups(model):
+        return sorted(ModelTarget(model).crossed_plates())
+
+    assert groups(rows_model(23, 4)) == [["rows"]]
+    assert groups(crossed()) == [["inner", "outer"]]
+    # "ws" has no site of its own but enters that of "ys".
+    assert groups(disjoint()) == [["ws", "ys"], ["xs"]]
+
+
+@pytest.mark.parametrize(("total", "batch"), [(20_011, 50), (20_000, 200), (97, 10), (1_000_003, 1000), (2, 1)])
+def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
+    target = ModelTarget(rows_model(total, batch))
+    table = chunks(target, 20 * batch)
+    length = table.length["rows"]
+    assert length <= 20 * batch
+    assert len(table.weight) <= 2 * total / min(total, 20 * batch) + np.log2(20 * batch)
+    counted = np.zeros(total)
+    for weight, (start,), (count,) in zip(table.weight, table.start, table.count, strict=True):
+        np.add.at(counted, start + np.arange(length) % count, weight * total / length)
+    np.testing.assert_allclose(counted, 1.0, rtol=1e-9)
+
+
+def anchor_at(target, z, unravel, in_use=True):
+    return Anchor(z, *full_gradient(KEY, target, unravel, z, 20), jnp.asarray(in_use))
+
+
+def test_corrected_gradients_are_unbiased_by_enumeration():
+    # One row from each of two strata of three: nine equally likely minibatches.
+    target = ModelTarget(rows_model(6, 2))
+    z, unravel = flat(target)
+    reference, _ = flat(target, 1)
+    anchor = anchor_at(target, reference, unravel)
+
+    class Given(ControlVariates):
+        def rows(self, key, target, shape):
+            return {"rows": jnp.broadcast_to(self.chosen, (*shape, 2))}, 2
+
+    values = []
+
+    @jax.jit
+    def force(chosen):
+        gradient = Given()
+        object.__setattr__(gradient, "chosen", chosen)
+        return gradient.force(KEY, target, unravel, z[None, None], anchor)
+
+    for chosen in itertools.product(range(3), range(3, 6)):
+        values.append(force(jnp.array(chosen)))
+    energy, slope = (np.mean([np.asarray(v, float) for v in part], 0) for part in zip(*values, strict=True))
+    expected = exact(target, z, unravel)
+    np.testing.assert_allclose(energy[0, 0], expected[0], rtol=1e-4)
+    np.testing.assert_allclose(slope[0, 0], expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_at_the_reference_there_is_no_noise_and_far_off_there_is(shared):
+    target = ModelTarget(rows_model(40, 4))
+    reference, unravel = flat(target)
+    anchor = anchor_at(target, reference, unravel)
+    gradient = ControlVariates(shared)
+    z = jnp.broadcast_to(reference, (2, 3, 3))
+    energy, slope = gradient.force(random.key(7), target, unravel, z, anchor)
+    expected = exact(target, reference, unravel)
+    np.testing.assert_allclose(energy, jnp.full((2, 3), expected[0]), rtol=1e-5)
+    np.testing.assert_allclose(slope, jnp.broadcast_to(expected[1], z.shape), rtol=1e-4, atol=1e-3)
+
+    def noise(gradient, anchor, z):
+        draw = jax.jit(lambda key: gradient.force(key, target, unravel, z, anchor)[1])
+        return float(np.var([draw(key) for key in random.split(KEY, 40)], 0).sum(-1).mean())
+
+    plain = noise(Subsampled(shared), anchor, z + 0.01)
+    near, far = noise(gradient, anchor, z + 0.01), noise(gradient, anchor, z + 0.1)
+    # The noise is linear in the distance from the reference.
+    assert near < 1e-2 * plain and 50 < far / near < 200
+
+
+def test_without_a_reference_it_is_the_plain_minibatch():
+    target = ModelTarget(rows_model(40, 4))
+    z, unravel = flat(target)
+    cloud = z + 0.1 * random.normal(KEY, (1, 5, 3))
+    plain = Subsampled().force(KEY, target, unravel, cloud)
+    unused = anchor_at(target, z, unravel, in_use=False)
+    for anchor in (None, unused, Anchor.none(3, z.dtype)):
+        found = ControlVariates().force(KEY, target, unravel, cloud, anchor)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, plain)
+
+
+def test_energy_is_that_of_the_gradient():
+    target = ModelTarget(rows_model(40, 4))
+    reference, unravel = flat(target)
+    anchor = anchor_at(target, reference, unravel)
+    z = reference + jnp.array([0.3, -0.2, 0.1])
+
+    @jax.jit
+    def energy(z):
+        return ControlVariates().force(KEY, target, unravel, z[None, None], anchor)[0][0, 0]
+
+    step = 1e-2 * jnp.eye(3)
+    numerical = jnp.array([(energy(z + e) - energy(z - e)) / 2e-2 for e in step])
+    slope = ControlVariates().force(KEY, target, unravel, z[None, None], anchor)[1][0, 0]
+    np.testing.assert_allclose(numerical, slope, rtol=5e-3, atol=0.1)
+
+
+def test_full_data_ignores_the_reference():
+    target = ModelTarget(rows_model(40, 4))
+    z, unravel = flat(target)
+    anchor = anchor_at(target, z + 1.0, unravel)
+    found = FullData().force(KEY, target, unravel, z[None, None], anchor)
+    np.testing.assert_allclose(found[1][0, 0], exact(target, z, unravel)[1], rtol=1e-5, atol=1e-5)
+
+
+def test_minibatches_are_those_of_subsampled():
+    plates = {"rows": (40, 4)}
+    target = ModelTarget(rows_model(40, 4))
+    rows, axes = ControlVariates().rows(KEY, target, (2, 3))
+    np.testing.assert_array_equal(rows["rows"], draw_indices(KEY, plates, (2, 3))["rows"])
+    assert axes == 2 and ControlVariates(shared=True).rows(KEY, target, (2, 3))[1] == 1
