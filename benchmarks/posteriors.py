@@ -147,8 +147,10 @@ def posteriordb(name: str) -> Posterior:
     reference: dict[str, Any] = {}
     for parameter, values in zip(stored["parameters"], draws.T, strict=True):
         reference.setdefault(str(parameter).split("[")[0], []).append((values.mean(), values.std()))
-    moments = {site: tuple(np.squeeze(np.array(pairs).T, -1) if len(pairs) == 1 else np.array(pairs).T)
-               for site, pairs in reference.items()}
+    moments = {
+        site: tuple(np.squeeze(np.array(pairs).T, -1) if len(pairs) == 1 else np.array(pairs).T)
+        for site, pairs in reference.items()
+    }
     return Posterior(model, args, reference=moments)
 
 

@@ -4,7 +4,7 @@ For each posterior, kernel, precision and seed: the worst error of a mean in pos
 relative error of a standard deviation, and what warmup warned of. Then the network of the paper on two data sets with
 the paper's 2,000 updates; what warmup costs beyond its gradients; and how long the first run takes beside NUTS's.
 
-    NUMPYRO_REPULSION_DATA=... python benchmarks/zero_tuning.py [--seeds 3] [--only eight] [--parts moments networks cost]
+    NUMPYRO_REPULSION_DATA=... python benchmarks/zero_tuning.py [--seeds 3] [--only eight] [--parts moments]
 
 Prints tables in Markdown and writes ``zero_tuning.json`` beside this file. Without the data folder the posteriors of
 posteriordb and the networks are left out, and it says so.
@@ -23,10 +23,10 @@ import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
+from posteriors import MADE_HERE, POSTERIORDB, ask_nuts, data_folder, posteriordb
 
 import numpyro
 from numpyro.infer import MCMC, NUTS
-from posteriors import MADE_HERE, POSTERIORDB, ask_nuts, data_folder, posteriordb
 
 import numpyro_repulsion
 from numpyro_repulsion import SGLD, SGLDR
@@ -188,7 +188,11 @@ def gradients_of(num_warmup, num_steps, minibatch):
     measurements = int((ENDS >= ARRIVED).sum())
     # With control variates in use an update takes two gradients, and arriving on minibatches two without.
     running = (2 if minibatch else 1) * num_steps * (num_warmup - arriving)
-    return running, (2 if minibatch else 1) * num_steps * arriving, (5 if minibatch else 2) * POWER_ITERATIONS * measurements
+    return (
+        running,
+        (2 if minibatch else 1) * num_steps * arriving,
+        (5 if minibatch else 2) * POWER_ITERATIONS * measurements,
+    )
 
 
 def cost(names, rounds=5):
@@ -239,7 +243,8 @@ def cost(names, rounds=5):
 
 def cost_table(rows):
     lines = [
-        "| posterior | kernel | warmup / sampling, time per gradient (at most 1.05) | first run | NUTS's | ratio (at most 1.5) |",
+        "| posterior | kernel | warmup / sampling, time per gradient (at most 1.05) "
+        "| first run | NUTS's | ratio (at most 1.5) |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:

@@ -12,7 +12,18 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import IMQ, RBF, SGLD, SGLDR, Balanced, BiasBudget, Independent, Subsampled
+from numpyro_repulsion import (
+    IMQ,
+    RBF,
+    SGLD,
+    SGLDR,
+    Balanced,
+    BiasBudget,
+    Independent,
+    Overdamped,
+    Subsampled,
+    to_inference_data,
+)
 from numpyro_repulsion.adaptation import (
     Learned,
     Measurements,
@@ -20,6 +31,7 @@ from numpyro_repulsion.adaptation import (
     Preconditioner,
     Tuning,
     Verdict,
+    adapt,
     arrive,
     first_scale,
     is_arriving,
@@ -159,7 +171,7 @@ def test_bias_at_the_step_of_the_budget_is_the_tolerance(order):
 
 
 def test_bias_of_euler_is_that_of_its_recursion():
-    # z ← (1 − ελ) z + √(2ε) ξ − ε noise has variance (2ε + ε² V) / (1 − (1 − ελ)²), that is (1 + εV/2) / (λ (1 − ελ/2)).
+    # z ← (1 − ελ) z + √(2ε) ξ − ε noise has variance (2ε + ε² V) / (1 − (1 − ελ)²) = (1 + εV/2) / (λ (1 − ελ/2)).
     ε, λ, V = 0.05, 2.0, 3.0
     exact = (2 * ε + ε**2 * V) / (1 - (1 - ε * λ) ** 2) * λ - 1
     assert float(BiasBudget().bias(ε, λ, V, 1)) == pytest.approx(exact, rel=0.1)
@@ -167,15 +179,21 @@ def test_bias_of_euler_is_that_of_its_recursion():
 
 def tune(force, u, learned=None, interaction=None, **fields):
     """The tuning of an adaptation at the end of warmup."""
-    from numpyro_repulsion import Overdamped
-    from numpyro_repulsion.adaptation import adapt
-
     learned = learned or Learned(BiasBudget(0.1, min_draws=0.0), None, False, False)
     cloud = Cloud(u, *force(None, u), ())
     tuning = Tuning.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, learned)
     tuning = tuning._replace(iteration=jnp.asarray(100), **fields)
     return adapt(
-        random.key(1), tuning, cloud, learned, lambda _: force, None, interaction or Independent(), Overdamped(), 10, False
+        random.key(1),
+        tuning,
+        cloud,
+        learned,
+        lambda _: force,
+        None,
+        interaction or Independent(),
+        Overdamped(),
+        10,
+        False,
     )[0]
 
 
@@ -199,7 +217,25 @@ def at(iteration, num_warmup=100):
 
 
 def test_windows_of_warmup():
-    assert [n for n in range(120) if is_due(at(n))] == [1, 2, 5, 10, 15, 25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
+    assert [n for n in range(120) if is_due(at(n))] == [
+        1,
+        2,
+        5,
+        10,
+        15,
+        25,
+        30,
+        40,
+        60,
+        65,
+        70,
+        75,
+        80,
+        85,
+        90,
+        95,
+        100,
+    ]
     assert [n for n in range(120) if is_arriving(at(n))] == list(range(25))
     assert not any(is_due(at(n, 0)) or is_arriving(at(n, 0)) for n in range(120))
 
@@ -252,9 +288,7 @@ def test_arrival_stays_where_the_energy_is_finite(is_minibatch):
 def test_lost_particles_are_rescued_and_others_left_alone():
     u = random.normal(random.key(0), (2, 10, 3))
     energy = jnp.zeros((2, 10)).at[1, 4].set(100.0).at[0, 2].set(12.0)
-    (moved, found, gradient), steps = rescue(
-        random.key(1), (u, energy, 2.0 * u), jnp.arange(20.0).reshape(2, 10)
-    )
+    (moved, found, gradient), steps = rescue(random.key(1), (u, energy, 2.0 * u), jnp.arange(20.0).reshape(2, 10))
     changed = np.argwhere((moved != u).any(-1)).tolist()
     assert changed == [[1, 4]] and found[1, 4] == 0.0 and found[0, 2] == 12.0
     home = np.argwhere((u == moved[1, 4]).all(-1))
@@ -306,7 +340,7 @@ def test_moments_are_those_of_all_clouds(dense):
     moments = Moments.empty(3, u.dtype, dense)
     for x, g in zip(u, gradient, strict=True):
         moments = moments.add(x, g)
-    assert moments.count == 400
+    assert moments.number == 400
     u, gradient = np.asarray(u, float).reshape(-1, 3), np.asarray(gradient, float).reshape(-1, 3)
     for mean, scatter, x in (
         (moments.position, moments.position_scatter, u),
@@ -339,7 +373,9 @@ def test_shape_makes_covariances_of_positions_and_gradients_equal():
     a, b = PRECISION + jnp.eye(3), jnp.array([[2.0, -1.0, 0.3], [-1.0, 3.0, 0.0], [0.3, 0.0, 0.5]])
     scale = np.asarray(moments_of(a, b).shape(True).scale, float)
     inverse = np.linalg.inv(scale)
-    np.testing.assert_allclose(inverse @ np.asarray(a) @ inverse.T, scale.T @ np.asarray(b) @ scale, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        inverse @ np.asarray(a) @ inverse.T, scale.T @ np.asarray(b) @ scale, rtol=1e-3, atol=1e-3
+    )
     assert (np.triu(scale, 1) == 0).all()
 
 
@@ -410,7 +446,7 @@ def test_verdict_names_what_is_wrong():
         assert words in complaint
 
 
-def expectations(kernel, *args, num_warmup=1000, num_samples=10, num_chains=20, **kwargs):
+def expectations(kernel, *args, num_warmup=1000, num_samples=10, num_chains=20, seed=0, **kwargs):
     """The warnings of a warmup, and its last state."""
     mcmc = MCMC(
         kernel,
@@ -422,7 +458,7 @@ def expectations(kernel, *args, num_warmup=1000, num_samples=10, num_chains=20, 
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        mcmc.run(random.key(0), *args, **kwargs)
+        mcmc.run(random.key(seed), *args, **kwargs)
         jax.effects_barrier()
     return " ".join(str(warning.message) for warning in caught), mcmc
 
@@ -441,10 +477,21 @@ def schools(centred):
         numpyro.sample("y", dist.Normal(theta, SCHOOLS[1]), obs=SCHOOLS[0])
 
 
-@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
+@pytest.mark.parametrize("kernel", [SGLD, pytest.param(SGLDR, marks=pytest.mark.slow)])
 def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel):
-    assert "reparam" in expectations(kernel(schools), True)[0]
-    assert expectations(kernel(schools), False)[0] == ""
+    words, mcmc = expectations(kernel(schools), True)
+    assert "reparam" in words
+    # Said again where the results are.
+    assert "reparam" in to_inference_data(mcmc)["posterior"].attrs["complaints"]
+    words, mcmc = expectations(kernel(schools), False)
+    assert words == to_inference_data(mcmc)["posterior"].attrs["complaints"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_funnel_is_flagged_in_every_seed(seed):
+    for kernel in (SGLD, SGLDR):
+        assert "reparam" in expectations(kernel(schools), True, seed=seed)[0]
 
 
 def test_short_warmup_says_so():
@@ -463,6 +510,7 @@ def noisy_mean(y, subsample_size):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
 
+@pytest.mark.slow
 def test_noise_that_rules_the_step_is_named():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
     words, _ = expectations(SGLD(noisy_mean, gradient=Subsampled()), y, 2)
@@ -475,15 +523,95 @@ def test_noise_that_rules_the_step_is_named():
 
 
 def test_control_variates_are_given_up_where_they_add_noise():
-    # Two modes at ±5 with the same noise in x y_i: at the mean of the cloud it is 0, so correcting by it is no use,
-    # and a reference in one mode is wrong for the other.
+    # Two far modes where the likelihood is flat, and between them, where the mean of the cloud lies, it is steep.
     def model(y):
-        x = numpyro.sample("x", dist.Normal(0, 10))
+        modes = dist.Normal(jnp.array([-5.0, 5.0]), 0.3)
+        x = numpyro.sample("x", dist.MixtureSameFamily(dist.Categorical(jnp.array([0.5, 0.5])), modes))
         with numpyro.plate("rows", len(y), subsample_size=4) as i:
-            loc = jnp.abs(x) * jnp.sign(jnp.sin(3.0 * x))
-            numpyro.sample("y", dist.Normal(loc, 3.0), obs=y[i])
+            numpyro.sample("y", dist.Normal(jnp.tanh(x) ** 2, 1), obs=y[i])
 
     y = random.normal(random.key(5), (400,))
     words, mcmc = expectations(SGLD(model), y, num_warmup=100)
     plain, corrected = mcmc.last_state.tuning.measurements.mean_noise
-    assert bool(mcmc.last_state.tuning.anchor.in_use) == bool(corrected <= plain)
+    assert corrected > 100 * plain and not mcmc.last_state.tuning.anchor.in_use
+    assert "Control variates add noise" in words
+
+
+def test_groups_share_what_is_learned_and_nothing_else():
+    # Whatever happens to one group after the freeze, the other does not see it.
+    def energy(z):
+        return jnp.sum(z**2) / 2 + jnp.sum(z**4) / 8
+
+    kernel = SGLDR(potential_fn=energy, num_ensembles=2)
+    starts = random.normal(random.key(1), (12, 2))
+    mcmc = MCMC(kernel, num_warmup=60, num_samples=5, num_chains=12, chain_method="vectorized", progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc.warmup(random.key(0), init_params=starts)
+    state = mcmc.last_state
+    assert state.tuning.arrival.shape == (2, 6) and state.tuning.step_size.shape == ()
+    # The moments are of all 12 particles: from 69 on, at every iteration.
+    assert state.tuning.moments.number == 12 * (60 - int(0.7 * 60))
+
+    @jax.jit
+    def draws(z):
+        moved = kernel.sample(state._replace(z=z), (), {}).z
+        return moved
+
+    whole, disturbed = (np.asarray(draws(z)) for z in (state.z, state.z.at[6:].add(0.1)))
+    np.testing.assert_array_equal(whole[:6], disturbed[:6])
+    assert (whole[6:] != disturbed[6:]).all()
+
+
+@pytest.mark.parametrize(
+    "preconditioner", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("diagonal", None))]
+)
+def test_a_single_chain_learns_over_time(preconditioner):
+    sd = jnp.array([0.01, 1.0, 100.0])
+    kernel = SGLD(potential_fn=lambda z: jnp.sum((z / sd) ** 2) / 2, preconditioner=preconditioner)
+    mcmc = MCMC(kernel, num_warmup=2000, num_samples=2000, progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc.run(random.key(0), init_params=jnp.array([1.0, -3.0, 50.0]))
+    samples = np.asarray(mcmc.get_samples(), float) / np.asarray(sd)
+    if preconditioner is None:
+        # The step suits the stiffest direction, and the others hardly move.
+        assert samples[:, 2].std() < 0.1
+        return
+    # Successive draws are ten updates of half a unit of time apart: independent, nearly.
+    assert (np.abs(samples.mean(0)) < 4.5 * (1.1 / 2000) ** 0.5).all()
+    assert (np.abs(samples.var(0) - 1) < 4.5 * (2.2 / 2000) ** 0.5 + 0.01).all()
+
+
+@pytest.mark.parametrize(("dimension", "dense"), [(64, True), (65, False)])
+def test_auto_is_dense_up_to_64_parameters(dimension, dense):
+    def shape(**kwargs):
+        kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, **kwargs)
+        starts = random.normal(random.key(1), (4, dimension))
+        state = jax.eval_shape(lambda key: kernel.init(key, 100, starts, (), {}), random.split(random.key(0), 4))
+        return None if (scale := state.tuning.preconditioner.scale) is None else scale.shape
+
+    assert shape() == ((dimension, dimension) if dense else (dimension,))
+    assert shape(preconditioner="dense") == shape(preconditioner="dense", step_size=0.1) == (dimension, dimension)
+    assert shape(preconditioner="diagonal") == (dimension,)
+    # A given step means what it means in plain SGLD.
+    assert shape(step_size=0.1) is None and shape(preconditioner=None) is None
+    assert shape(preconditioner=jnp.ones(dimension)) == (dimension,)
+
+
+@pytest.mark.filterwarnings("ignore:A particle's update")
+def test_long_gradients_are_cut_and_counted():
+    # A wall that is met rarely, and only after warmup.
+    def energy(z):
+        return jnp.sum(z**2) / 2 + 1e6 * jnp.sum(jnp.maximum(z - 3.5, 0.0) ** 2)
+
+    kernel = SGLD(potential_fn=energy, step_size=BiasBudget(0.5))
+    starts = random.normal(random.key(1), (4, 1))
+    state = kernel.init(random.split(random.key(0), 4), 100, starts, (), {})
+    steps = state.tuning._replace(iteration=jnp.asarray(100), step_size=jnp.asarray(0.1))
+    over = state._replace(tuning=steps, gradient=state.gradient.at[2].set(1e5))
+    after = jax.jit(lambda state: kernel.sample(state, (), {}))(over)
+    assert after.diverging.tolist() == [False, False, True, False]
+    assert int(after.num_divergences) >= 1
+    # 20 standard deviations of a gradient, times the step, and noise.
+    assert abs(after.z[2, 0] - starts[2, 0]) < 10.0

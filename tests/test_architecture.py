@@ -25,7 +25,7 @@ ARROWS = {
     "dynamics": (MATHEMATICS, {"interactions"}),
     "gradients": (HOST, set()),
     "targets": (HOST, set()),
-    "adaptation": (MATHEMATICS, {"interactions", "schedules", "gradients"}),
+    "adaptation": (MATHEMATICS, {"interactions", "schedules", "dynamics", "gradients"}),
     "kernels": (HOST, {"interactions", "schedules", "dynamics", "gradients", "adaptation"}),
     "diagnostics": (MATHEMATICS, {"interactions"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels", "diagnostics"}),

@@ -22,7 +22,6 @@ from numpyro_repulsion import (
     SVGD,
     Balanced,
     BiasBudget,
-    ControlVariates,
     FullData,
     Independent,
     Overdamped,
@@ -94,14 +93,14 @@ def test_one_chain_has_no_particle_axis(make_key):
         kernel = SGLD(model, interaction=interaction, gradient=gradient, step_size=0.01)
 
         def iterate(key, kernel=kernel):
-            state = kernel.init(key, 10, None, (Y,), {})
+            state = kernel.init(key, 50, None, (Y,), {})
             return state, kernel.sample(state, (Y,), {})
 
         before, after = jax.eval_shape(iterate, make_key(0))
         assert describe(before) == describe(after)
         assert after.z["mu"].shape == (2,) and after.diverging.shape == ()
         assert not kernel.is_ensemble_kernel
-    kernel.init(random.split(make_key(0), 2), 10, None, (Y,), {})
+    kernel.init(random.split(make_key(0), 2), 50, None, (Y,), {})
     assert kernel.is_ensemble_kernel
 
 
@@ -120,13 +119,13 @@ def test_iterations_move_all_particles_and_reproduce(interaction):
 
 def test_state_can_be_replaced_as_mcmc_does():
     kernel = SGLDR(model, step_size=0.01)
-    state = kernel.init(random.split(random.key(0), 6), 10, None, (Y,), {})
+    state = kernel.init(random.split(random.key(0), 6), 50, None, (Y,), {})
     assert state._replace(rng_key=random.key(9)).z is state.z
 
 
 def test_postprocessing_is_of_one_particle():
     kernel = SGLDR(model, step_size=0.01)
-    state = kernel.init(random.split(random.key(0), 6), 10, None, (Y,), {})
+    state = kernel.init(random.split(random.key(0), 6), 50, None, (Y,), {})
     one = kernel.postprocess_fn((Y,), {})(jax.tree.map(lambda x: x[0], state.z))
     np.testing.assert_allclose(one["sigma"], jnp.exp(state.z["sigma"][0]), rtol=1e-6)
     assert one["mu"].shape == (2,)

@@ -120,7 +120,7 @@ def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
     assert length <= 20 * batch
     assert len(table.weight) <= 2 * total / min(total, 20 * batch) + np.log2(20 * batch)
     counted = np.zeros(total)
-    for weight, (start,), (count,) in zip(table.weight, table.start, table.count, strict=True):
+    for weight, (start,), (count,) in zip(table.weight, table.start, table.num_rows, strict=True):
         np.add.at(counted, start + np.arange(length) % count, weight * total / length)
     np.testing.assert_allclose(counted, 1.0, rtol=1e-9)
 

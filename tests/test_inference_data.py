@@ -17,7 +17,10 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, inference_data, summary, to_inference_data
 
 # Most of these runs are too short to be worth anything, and warmup says so.
-pytestmark = [pytest.mark.filterwarnings("ignore:Warmup expects trouble"), pytest.mark.filterwarnings("ignore:num_warmup")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Warmup expects trouble"),
+    pytest.mark.filterwarnings("ignore:num_warmup"),
+]
 
 NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
 
@@ -38,7 +41,7 @@ def logistic(X, y):
 def run(kernel, *args, num_samples=20, num_chains=6, extra_fields=(), **kwargs):
     mcmc = MCMC(
         kernel,
-        num_warmup=8,
+        num_warmup=0,
         num_samples=num_samples,
         num_chains=num_chains,
         chain_method="vectorized",

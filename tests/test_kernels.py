@@ -67,7 +67,9 @@ def data():
     return X, X @ jnp.array([1.0, -1.0, 0.5]) + random.normal(random.key(1), (40,))
 
 
-def make(kernel, num_warmup=None, num_samples=30, num_chains=6, chain_method="vectorized", progress_bar=False, **kwargs):
+def make(
+    kernel, num_warmup=None, num_samples=30, num_chains=6, chain_method="vectorized", progress_bar=False, **kwargs
+):
     if num_warmup is None:  # Programs that learn take longer to compile, so only where there is something to learn.
         num_warmup = 50 if isinstance(kernel.step_size, BiasBudget) else 0
     return MCMC(
@@ -76,8 +78,7 @@ def make(kernel, num_warmup=None, num_samples=30, num_chains=6, chain_method="ve
         num_samples=num_samples,
         num_chains=num_chains,
         chain_method=chain_method,
-        progress_bar=progress_bar,
-        **kwargs,
+        **({"progress_bar": False} | kwargs),
     )
 
 
@@ -87,11 +88,11 @@ def make(kernel, num_warmup=None, num_samples=30, num_chains=6, chain_method="ve
 @pytest.mark.parametrize(
     ("kernel", "model", "new_style"),
     [
-        (SGLD, minibatched, True),
         (SGLD, regression, False),
-        (SGLDR, minibatched, False),
-        (SGLDR, regression, True),
-        (SVGD, minibatched, True),
+        (SGLDR, minibatched, True),
+        (SVGD, regression, False),
+        pytest.param(SGLD, minibatched, True, marks=pytest.mark.slow),
+        pytest.param(SVGD, minibatched, True, marks=pytest.mark.slow),
     ],
 )
 def test_run(kernel, new_style, model, data):
@@ -220,7 +221,7 @@ def test_warmup_then_run_is_one_run(data):
     assert np.unique(fields["bandwidth"]).tolist() == [tuned.bandwidth]
 
 
-@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
+@pytest.mark.parametrize("kernel", [pytest.param(SGLD, marks=pytest.mark.slow), SGLDR])
 def test_nothing_is_tuned_after_warmup(kernel, data):
     mcmc = make(kernel(minibatched), num_samples=64)
     mcmc.warmup(random.key(0), *data)
@@ -257,6 +258,7 @@ def test_each_quantity_freezes_in_its_turn(data):
     assert changes(tuning.arrival)[-1] == 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subsample_size", [None, 20])
 def test_particles_arrive_from_starts_where_the_posterior_is_stiff(subsample_size):
     # Draws of sigma from this prior are now and then tiny, and the curvature there enormous: a step that suited the
@@ -274,14 +276,15 @@ def test_particles_arrive_from_starts_where_the_posterior_is_stiff(subsample_siz
         def run(key, kernel=kernel):
             mcmc = make(kernel, num_warmup=400, num_samples=400, num_chains=20)
             mcmc.run(key, y)
-            return mcmc.get_samples(), mcmc.last_state.step_size[0]
+            mu = mcmc.get_samples()["mu"]
+            return mu.mean(), mu.var()
 
-        samples, step_size = run(random.key(0))
-        # The curvature at the mode is 200 for mu and 400 for log sigma.
-        assert step_size > 1e-5
-        assert abs(samples["mu"].mean() - y.mean()) < 0.5 * y.std() / 200**0.5
-        assert abs(samples["mu"].std() / (y.std() / 200**0.5) - 1) < 0.25
-        assert abs(samples["sigma"].mean() / y.std() - 1) < 0.05
+        means, variances = (np.asarray(x) for x in zip(*(run(random.key(seed)) for seed in range(5)), strict=True))
+        # mu given the data is Student's t with N - 1 degrees of freedom, but for its wide prior. Five repeats give the
+        # standard errors (Student's t with four degrees of freedom), and 5 % of the variance is the tolerated bias.
+        exact = y.var() / (200 - 3)
+        assert abs(means.mean() - y.mean()) < 8.6 * means.std(ddof=1) / 5**0.5 + 1e-2 * exact**0.5
+        assert abs(variances.mean() / exact - 1) < 0.05 + 8.6 * variances.std(ddof=1) / 5**0.5 / exact
 
 
 @pytest.mark.parametrize(("integrator", "expected"), [("lm", 0.5 / 4.0), ("euler", 0.2 / 1.1 / 4.0)])
@@ -374,12 +377,12 @@ def test_potential_fn_takes_any_pytree(init_params):
 def test_user_starts_win(data):
     init_params = {"beta": random.normal(random.key(0), (6, 3)), "sigma": jnp.arange(6.0)}
     kernel = SGLDR(regression, step_size=1e-3)
-    state = kernel.init(random.split(random.key(0), 6), 10, init_params, data, {})
+    state = kernel.init(random.split(random.key(0), 6), 50, init_params, data, {})
     assert all(np.array_equal(state.z[name], init_params[name]) for name in init_params)
 
 
 def test_default_starts_are_draws_from_the_prior():
-    state = SGLDR(simple, step_size=0.1).init(random.split(random.key(0), 2000), 10, None, (), {})
+    state = SGLDR(simple, step_size=0.1).init(random.split(random.key(0), 2000), 50, None, (), {})
     s = np.exp(np.asarray(state.z["s"]))
     assert abs(s.mean() - 3) < 4.5 * (3 / 2000) ** 0.5
     assert abs(np.asarray(state.z["x"]).mean()) < 4.5 * 4000**-0.5
@@ -387,7 +390,7 @@ def test_default_starts_are_draws_from_the_prior():
 
 @pytest.mark.parametrize("strategy", [init_to_uniform, init_to_uniform(radius=0.5), init_to_value(values={"s": 2.0})])
 def test_init_strategies(strategy):
-    state = SGLDR(simple, step_size=0.1, init_strategy=strategy).init(random.split(random.key(0), 9), 10, None, (), {})
+    state = SGLDR(simple, step_size=0.1, init_strategy=strategy).init(random.split(random.key(0), 9), 50, None, (), {})
     if "values" in getattr(strategy, "keywords", {}):
         np.testing.assert_allclose(state.z["s"], np.log(2.0), rtol=1e-6)
     else:
@@ -400,16 +403,16 @@ def test_starts_are_drawn_again_until_they_are_finite():
         x = numpyro.sample("x", dist.Normal(0, 1))
         numpyro.factor("wall", jnp.where(x > 0, 0.0, -jnp.inf))
 
-    state = SGLD(model, step_size=0.1).init(random.split(random.key(0), 50), 10, None, (), {})
+    state = SGLD(model, step_size=0.1).init(random.split(random.key(0), 50), 50, None, (), {})
     assert (state.z["x"] > 0).all() and np.isfinite(state.potential_energy).all()
 
 
 def test_init_is_idempotent_and_depends_on_the_particle_not_only_its_key(data):
     kernel = SGLDR(minibatched)
     keys = random.split(random.key(0), 6)
-    one, two = (kernel.init(keys, 10, None, data, {}) for _ in range(2))
+    one, two = (kernel.init(keys, 50, None, data, {}) for _ in range(2))
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=True), one.z, two.z))
-    copies = kernel.init(jnp.repeat(keys[:1], 6, 0), 10, None, data, {})
+    copies = kernel.init(jnp.repeat(keys[:1], 6, 0), 50, None, data, {})
     assert len(np.unique(copies.z["sigma"])) == 6
 
 
@@ -426,8 +429,8 @@ def test_one_kernel_serves_runs_of_other_sizes_and_data(data):
 def test_sample_uses_the_arguments_it_is_given(data):
     kernel = SGLDR(regression, step_size=1e-3)
     X, y = data
-    state = kernel.init(random.split(random.key(0), 6), 10, None, (X, y), {})
-    kernel.init(random.split(random.key(0), 6), 10, None, (X[:20], -y[:20]), {})
+    state = kernel.init(random.split(random.key(0), 6), 50, None, (X, y), {})
+    kernel.init(random.split(random.key(0), 6), 50, None, (X[:20], -y[:20]), {})
     after_other = kernel.sample(state, (X, y), {})
     fresh = SGLDR(regression, step_size=1e-3).sample(state, (X, y), {})
     assert np.array_equal(after_other.z["beta"], fresh.z["beta"])
@@ -458,7 +461,7 @@ def test_second_run_compiles_nothing_of_ours(data, monkeypatch):
     mcmc.run(random.key(0), *data)
     with jax.log_compiles(False), _CountCompilations() as compilations:
         mcmc.run(random.key(1), *data)
-    assert compilations.of("_start_cloud") == 0
+    assert compilations.of("_cloud") == 0
     assert compilations.of("_body_fn") == 0
 
 
@@ -466,10 +469,10 @@ def test_start_program_serves_other_data_of_the_same_shapes(data):
     kernel = SGLDR(minibatched)
     keys = random.split(random.key(0), 6)
     X, y = data
-    kernel.init(keys, 10, None, (X, y), {})
+    kernel.init(keys, 50, None, (X, y), {})
     with _CountCompilations() as compilations:
-        kernel.init(keys, 10, None, (2.0 * X, y + 1.0), {})
-    assert compilations.of("_start_cloud") == 0
+        kernel.init(keys, 50, None, (2.0 * X, y + 1.0), {})
+    assert compilations.of("_cloud") == 0
 
 
 class _CountCompilations:

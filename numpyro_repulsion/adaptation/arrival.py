@@ -53,9 +53,7 @@ def arrive(
     usable = jnp.isfinite(log_ratio) & jnp.isfinite(gradients[1]).all(-1)
     probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
     accepted = random.uniform(accept_key, probability.shape, u.dtype) < probability
-    moved = _select(
-        accepted, (proposal, energies[1], gradients[1]), (u, energies[0], gradients[0])
-    )
+    moved = _select(accepted, (proposal, energies[1], gradients[1]), (u, energies[0], gradients[0]))
     # A rejected particle keeps its last finite force if the fresh minibatch has none for it.
     fresh = (jnp.isfinite(energies[0]) & jnp.isfinite(gradients[0]).all(-1)) | accepted
     return _select(fresh, moved, position), step_size * jnp.exp(0.5 * (probability - 0.6))

@@ -20,14 +20,15 @@ Force = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Measurements(NamedTuple):
-    """What was measured on successive clouds since the scales last changed: the first ``count`` rows.
+    """What was measured on successive clouds since the scales last changed: the first ``number`` rows.
 
-    - **count** - how many clouds.
+    - **number** - how many clouds.
     - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``; NaN where not finite.
-    - **noise** - the largest variance of the gradient in any direction, without control variates and with, ``(rows, 2)``.
+    - **noise** - the largest variance of the gradient in any direction, without control variates and with,
+      ``(rows, 2)``.
     """
 
-    count: jax.Array
+    number: jax.Array
     curvature: jax.Array
     noise: jax.Array
 
@@ -40,10 +41,8 @@ class Measurements(NamedTuple):
 
     def add(self, curvature: jax.Array, noise: jax.Array) -> Measurements:
         """With one more cloud."""
-        row = jnp.minimum(self.count, len(self.curvature) - 1)
-        return Measurements(
-            row + 1, self.curvature.at[row].set(curvature), self.noise.at[row].set(noise)
-        )
+        row = jnp.minimum(self.number, len(self.curvature) - 1)
+        return Measurements(row + 1, self.curvature.at[row].set(curvature), self.noise.at[row].set(noise))
 
     @property
     def typical_curvature(self) -> jax.Array:
@@ -74,7 +73,8 @@ def measure(
     :param corrected: whether control variates are in use.
     :param compare: whether to measure the noise both without and with control variates.
     :return: the largest absolute curvature at each particle, ``(G L,)``, NaN where it is not finite; and the largest
-        variance of the gradient in any direction, pooled over the particles, without control variates and with, ``(2,)``.
+        variance of the gradient in any direction, pooled over the particles, without control variates and with them,
+        ``(2,)``.
     """
     width = jnp.broadcast_to(width, u.shape[:-1])[..., None].astype(u.dtype)
 

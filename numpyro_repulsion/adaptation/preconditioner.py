@@ -46,7 +46,9 @@ class Preconditioner(NamedTuple):
         return gradient * self.scale if self.scale.ndim == 1 else gradient @ self.scale
 
     def after(self, change: Preconditioner) -> Preconditioner:
-        """The change of variables that makes u by another one first, ``u = c' + S' u'``."""
+        """The change of variables that makes u by another one first, ``u = c' + S' u'``; both must have scales."""
+        if self.scale is None or change.scale is None or change.centre is None:
+            raise ValueError("Only changes of variables with scales, the second with a centre, follow each other.")
         scale = self.scale * change.scale if self.scale.ndim == 1 else self.scale @ change.scale
         return Preconditioner(scale, self.colour(change.centre))
 
@@ -76,12 +78,13 @@ def first_scale(z: jax.Array, gradient: jax.Array, dense: bool) -> Preconditione
 class Moments(NamedTuple):
     """Means and second moments about them of positions and gradients, over particles and iterations.
 
-    - **count** - how many pairs.
+    - **number** - how many pairs.
     - **position**, **gradient** - means, ``(d,)``.
-    - **position_scatter**, **gradient_scatter** - sums of products about the means, ``(d, d)``, or of squares, ``(d,)``.
+    - **position_scatter**, **gradient_scatter** - sums of products about the means, ``(d, d)``, or of squares,
+      ``(d,)``.
     """
 
-    count: jax.Array
+    number: jax.Array
     position: jax.Array
     gradient: jax.Array
     position_scatter: jax.Array
@@ -96,13 +99,13 @@ class Moments(NamedTuple):
     def add(self, u: jax.Array, gradient: jax.Array) -> Moments:
         """With the particles ``(L, d)`` of one more iteration."""
         added = jnp.asarray(len(u), u.dtype)
-        count = self.count + added
+        count = self.number + added
 
         def merge(mean, scatter, x):
             # Two batches at a time, about their own means: raw sums of squares would cancel.
             centre = x.mean(0)
             offset, x = centre - mean, x - centre
-            weight = self.count * added / count
+            weight = self.number * added / count
             if scatter.ndim == 1:
                 return mean + offset * added / count, scatter + jnp.sum(x**2, 0) + weight * offset**2
             return mean + offset * added / count, scatter + x.T @ x + weight * jnp.outer(offset, offset)
@@ -119,7 +122,7 @@ class Moments(NamedTuple):
 
         :param dense: whether correlations are to be used, where they were recorded.
         """
-        count = jnp.maximum(self.count, 1.0)
+        count = jnp.maximum(self.number, 1.0)
         position, gradient = self.position_scatter / count, self.gradient_scatter / count
         variances = (position, gradient) if position.ndim == 1 else (jnp.diag(position), jnp.diag(gradient))
         unit = (variances[0] / variances[1]) ** 0.25
@@ -142,6 +145,5 @@ class Moments(NamedTuple):
 
     def spread(self) -> jax.Array:
         """The largest variance of the positions in any direction."""
-        covariance = self.position_scatter / jnp.maximum(self.count, 1.0)
+        covariance = self.position_scatter / jnp.maximum(self.number, 1.0)
         return covariance.max() if covariance.ndim == 1 else jnp.linalg.eigvalsh(covariance)[-1]
-

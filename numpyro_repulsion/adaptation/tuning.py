@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax, random
@@ -92,8 +92,8 @@ class Tuning(NamedTuple):
     bandwidth: jax.Array
     anchor: Anchor | None
     arrival: jax.Array
-    moments: Moments | None
-    measurements: Measurements | None
+    moments: Moments
+    measurements: Measurements
 
     @property
     def noise(self) -> jax.Array:
@@ -120,6 +120,7 @@ class Tuning(NamedTuple):
     ) -> Tuning:
         """Nothing learned yet."""
         groups, size, dimension = cloud.z.shape
+        nothing: Any = None
         dtype = cloud.z.dtype
         learns = num_warmup > 0
         return Tuning(
@@ -131,8 +132,8 @@ class Tuning(NamedTuple):
             bandwidth=bandwidth,
             anchor=Anchor.none(dimension, dtype) if learns and learned.anchor else None,
             arrival=jnp.full((groups, size), 0.05, dtype),
-            moments=Moments.empty(dimension, dtype, learned.scale == "dense") if learns else None,
-            measurements=Measurements.empty(1 + len(SETTLING_ENDS), groups * size, dtype) if learns else None,
+            moments=Moments.empty(dimension, dtype, learned.scale == "dense") if learns else nothing,
+            measurements=Measurements.empty(1 + len(SETTLING_ENDS), groups * size, dtype) if learns else nothing,
         )
 
 
@@ -233,7 +234,7 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     changed = tuning.iteration <= _at(FREEZE, tuning)
     known = tuning.measurements
     measurements = known._replace(
-        count=jnp.where(changed, 0, known.count),
+        number=jnp.where(changed, 0, known.number),
         **{name: jnp.where(changed, jnp.nan, getattr(known, name)) for name in ("curvature", "noise")},
     ).add(*found)
     tuning = tuning._replace(measurements=measurements)

@@ -8,11 +8,11 @@ import itertools
 from typing import NamedTuple
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.gradients.minibatch import Anchor, Subsampled
+from numpyro_repulsion.gradients.minibatch import Subsampled
 from numpyro_repulsion.gradients.posterior import Target
 
 __all__ = ["ControlVariates", "chunks", "full_gradient"]
@@ -104,7 +104,7 @@ def full_gradient(
         found = jax.value_and_grad(energy)(position, rows)
         return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, found), None
 
-    terms = (jnp.asarray(table.weight), jnp.asarray(table.start), jnp.asarray(table.count))
+    terms = (jnp.asarray(table.weight), jnp.asarray(table.start), jnp.asarray(table.num_rows))
     total, _ = lax.scan(accumulate, (jnp.zeros((), position.dtype), jnp.zeros_like(position)), terms)
     return total
 
@@ -115,7 +115,7 @@ class Chunks(NamedTuple):
     length: dict[str, int]
     weight: np.ndarray  # (T,)
     start: np.ndarray  # (T, P)
-    count: np.ndarray  # (T, P)
+    num_rows: np.ndarray  # (T, P)
 
 
 def chunks(target: Target, size: int | None = None) -> Chunks:
@@ -131,7 +131,7 @@ def chunks(target: Target, size: int | None = None) -> Chunks:
     groups = target.crossed_plates()
     length = {name: batch for name, (_, batch) in target.plates.items()}
     for group in groups if size is not None else ():
-        share = max(1, int(size ** (1 / len(group))))
+        share = max(1, int(float(size or 1) ** (1 / len(group))))
         for name in group:
             # Of a power of two few pieces are left over.
             length[name] = 1 << (min(target.plates[name][0], share).bit_length() - 1)
@@ -148,8 +148,8 @@ def chunks(target: Target, size: int | None = None) -> Chunks:
         for name in group:
             pieces.append([(name, *piece) for piece in _pieces(target.plates[name][0], length[name])])
         for combination in itertools.product(*pieces):
-            share = np.prod([c / target.plates[name][0] for name, _, c in combination])
-            add(first | {name: (s, c) for name, s, c in combination}, share)
+            fraction = np.prod([c / target.plates[name][0] for name, _, c in combination])
+            add(first | {name: (s, c) for name, s, c in combination}, fraction)
     if len(groups) > 1:
         add(first, 1.0 - len(groups))
     shape = (len(weight), len(names))

@@ -268,9 +268,9 @@ class ParticleKernel(MCMCKernel):
             found = [self.complaints(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
             return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
         tuning = state.tuning
-        if tuning.measurements is None or tuning.measurements.count == 0:
+        if tuning.measurements is None or tuning.measurements.number == 0:
             return []
-        return judge(tuning, self.step_size if self._schedule is None else None, self.num_steps).complaints()
+        return judge(tuning, self._rule, self.num_steps).complaints()
 
     def __getstate__(self):
         state = self.__dict__.copy()
@@ -299,9 +299,14 @@ class ParticleKernel(MCMCKernel):
             )
         return self.gradient
 
+    @property
+    def _rule(self) -> BiasBudget | None:
+        """How the step size is measured, if it is."""
+        return self.step_size if isinstance(self.step_size, BiasBudget) else None
+
     def learned(self, target, dimension) -> Learned:
         """What a warmup would learn."""
-        rule = self.step_size if self._schedule is None else None
+        rule = self._rule
         scale = self._preconditioner if isinstance(self._preconditioner, str) else None
         if scale == "auto":
             # A given step means what it means in plain SGLD.

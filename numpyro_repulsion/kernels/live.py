@@ -16,7 +16,7 @@ _live_warnings = True
 
 
 def enable_live_warnings(enabled: bool = True) -> None:
-    """Whether kernels warn while they run: at the end of warmup, and at the first particle that diverges. On by default.
+    """Whether kernels warn while they run: at warmup's end, and at the first particle that diverges. On by default.
 
     A compiled program that can warn calls back into Python and is not stored in JAX's persistent compilation cache.
     Switch the warnings off, before ``MCMC.run``, where that cache matters; the counts stay in the results.
@@ -41,9 +41,9 @@ def warn_at_first_divergence(before: jax.Array, after: jax.Array) -> None:
         # computation of JAX's waits for the program that called it.
         if np.asarray(before) == 0 and np.asarray(after) > 0:
             warnings.warn(
-                "A particle's update was not finite; it was held where it was and flagged `diverging`. The step size "
-                "is too large for this posterior: divide `step_size` by 2 to 10, or reparameterize. (Said once; the "
-                "count of held updates is in `summary` and `to_inference_data`.)",
+                "A particle's update was not finite, and it was held where it was, or its gradient was far too long and "
+                "was cut; it is flagged `diverging`. The step size is too large for this posterior: divide `step_size` "
+                "by 2 to 10, or reparameterize. (Said once; the count is in `summary` and `to_inference_data`.)",
                 RuntimeWarning,
                 stacklevel=2,
             )
