@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead hooks clean
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead bench-zero-tuning bench-balance hooks clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -15,6 +15,7 @@ help:
 	@echo "make figures         draw the figures of README and docs again"
 	@echo "make measured        print the tables of docs/mathematics.md again"
 	@echo "make bench-overhead  time our kernels against a bare loop"
+	@echo "make bench-zero-tuning, bench-balance  posteriors with nothing set; what balanced noise gains"
 	@echo "make hooks           install the pre-commit hooks"
 
 $(BIN)/python:
@@ -56,6 +57,12 @@ measured: $(VENV)/.with-demo
 
 bench-overhead: $(VENV)/.with-bench
 	$(BIN)/python benchmarks/overhead.py
+
+bench-zero-tuning: $(VENV)/.with-bench
+	$(BIN)/python benchmarks/zero_tuning.py
+
+bench-balance: $(VENV)/.with-bench
+	$(BIN)/python benchmarks/balance.py
 
 hooks: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit

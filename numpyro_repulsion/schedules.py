@@ -101,9 +101,9 @@ class BiasBudget:
         return jnp.minimum(jnp.maximum(within, raised), stable)
 
     def bias(self, step_size: jax.Array, curvature: jax.Array, noise: jax.Array, order: int) -> jax.Array:
-        """The relative inflation of a variance to be expected of a step."""
+        """The relative inflation of a variance to be expected of a step; of order 2, by the larger of its sources."""
         if order == 2:
-            return step_size * noise / 2.0 + (step_size * curvature) ** 2 / 5.0
+            return jnp.maximum(step_size * noise / 2.0, (step_size * curvature) ** 2 / 5.0)
         return 1.0 / jnp.maximum(1.0 - step_size * (curvature + noise) / 2.0, 1e-3) - 1.0
 
 

@@ -446,7 +446,7 @@ def test_verdict_names_what_is_wrong():
         assert words in complaint
 
 
-def expectations(kernel, *args, num_warmup=1000, num_samples=10, num_chains=20, seed=0, **kwargs):
+def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, seed=0, **kwargs):
     """The warnings of a warmup, and its last state."""
     mcmc = MCMC(
         kernel,

@@ -148,8 +148,12 @@ def is_due(tuning: Tuning) -> jax.Array:
     return (done > 0) & (done <= tuning.num_warmup) & jnp.any(done == _at(ENDS, tuning))
 
 
-def observe(tuning: Tuning, cloud: Cloud) -> Tuning:
-    """With the cloud's moments added, during warmup."""
+def observe(tuning: Tuning, cloud: Cloud, interaction: Interaction) -> Tuning:
+    """With the cloud's moments added, during warmup; and with a bandwidth that follows it until scales are frozen.
+
+    A cloud may shrink many times over while it travels. With the bandwidth it had before, all particles would be
+    neighbours, and the step too long for the largest eigenvalue of such a K.
+    """
 
     def add():
         moments = tuning.moments
@@ -158,7 +162,11 @@ def observe(tuning: Tuning, cloud: Cloud) -> Tuning:
         return moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
 
     moments = lax.cond(tuning.iteration < tuning.num_warmup, add, lambda: tuning.moments)
-    return tuning._replace(moments=moments)
+    bandwidth = tuning.bandwidth
+    if interaction.learns_bandwidth:
+        travels = tuning.iteration < _at(FREEZE, tuning)
+        bandwidth = lax.cond(travels, lambda: interaction.learn_bandwidth(cloud.z), lambda: bandwidth)
+    return tuning._replace(moments=moments, bandwidth=bandwidth)
 
 
 def adapt(

@@ -103,7 +103,7 @@ class Iteration:
         """What the iteration teaches, and counts it."""
         if tuning.moments is None:
             return cloud, tuning._replace(iteration=tuning.iteration + 1)
-        tuning = observe(tuning, cloud)._replace(iteration=tuning.iteration + 1)
+        tuning = observe(tuning, cloud, self.interaction)._replace(iteration=tuning.iteration + 1)
         size = cloud.potential_energy.size
 
         def reference(position):

@@ -86,7 +86,7 @@ class SGLDR(ParticleKernel):
         >>> def model():
         ...     numpyro.sample("rate", dist.Gamma(5, 1))
 
-        >>> mcmc = MCMC(SGLDR(model), num_warmup=100, num_samples=100, num_chains=6,
+        >>> mcmc = MCMC(SGLDR(model), num_warmup=500, num_samples=500, num_chains=6,
         ...             chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0))
         >>> bool((mcmc.get_samples()["rate"] > 0).all())
