@@ -42,8 +42,8 @@ def warn_at_first_divergence(before: jax.Array, after: jax.Array) -> None:
         if np.asarray(before) == 0 and np.asarray(after) > 0:
             warnings.warn(
                 "A particle's update was not finite, and it was held where it was, or its gradient was far too long "
-                "and was cut; it is flagged `diverging`. The step size is too large for this posterior: divide it by 2 "
-                "to 10, or reparameterize. (Said once; the count is in `summary` and `to_inference_data`.)",
+                "and was cut; it is flagged `diverging`. The step size is too large for this posterior: divide "
+                "`step_size` by 2 to 10, or reparameterize. (Said once; `summary` has the count.)",
                 RuntimeWarning,
                 stacklevel=2,
             )
