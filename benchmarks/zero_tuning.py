@@ -64,11 +64,11 @@ def errors(draws, reference):
     return float(max(means)), float(max(deviations))
 
 
-def moments(names, seeds):
-    """Errors of every kernel on every posterior in both precisions."""
+def moments(names, seeds, precisions, save):
+    """Errors of every kernel on every posterior; ``save`` is called with the rows so far, after each posterior."""
     rows, references = [], {}
-    for double in (False, True):
-        with jax.enable_x64(double):
+    for precision in precisions:
+        with jax.enable_x64(precision == 64):
             for name in names:
                 posterior = posteriordb(name) if name in POSTERIORDB else MADE_HERE[name]()
                 if posterior.reference is None:
@@ -85,7 +85,7 @@ def moments(names, seeds):
                         row = {
                             "posterior": name,
                             "kernel": kernel.__name__,
-                            "precision": 64 if double else 32,
+                            "precision": precision,
                             "seed": seed,
                             "mean_error": mean,
                             "sd_error": sd,
@@ -99,8 +99,15 @@ def moments(names, seeds):
                             f"{sd:.3f}, step {row['step_size']:.4f}, {seconds:.0f} s {'FLAGGED' if said else ''}",
                             flush=True,
                         )
-            jax.clear_caches()
-    return rows
+                save(rows)
+                jax.clear_caches()
+
+
+def merge(old, new):
+    """Rows of an earlier run with those of this one in the place of theirs."""
+    keys = ("posterior", "kernel", "precision", "seed")
+    merged = {tuple(row[key] for key in keys): row for row in (*old, *new)}
+    return list(merged.values())
 
 
 def moments_table(rows):
@@ -116,6 +123,9 @@ def moments_table(rows):
         texts = []
         for kernel, precision in cells:
             found = [row for row in mine if (row["kernel"], row["precision"]) == (kernel, precision)]
+            if not found:
+                texts.append("not run")
+                continue
             pairs = [max(row[key] for row in found) for key in ("mean_error", "sd_error")]
             texts.append(
                 " · ".join(
@@ -260,6 +270,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="posteriors whose name holds this")
+    parser.add_argument("--precisions", type=int, nargs="*", default=[32, 64])
     parser.add_argument("--parts", nargs="*", default=["moments", "networks", "cost"])
     arguments = parser.parse_args()
     names = [*POSTERIORDB, *MADE_HERE]
@@ -270,7 +281,13 @@ def main():
     path = pathlib.Path(__file__).with_suffix(".json")
     result = json.loads(path.read_text()) if path.exists() else {}
     if "moments" in arguments.parts:
-        result["moments"] = moments(names, arguments.seeds)
+        known = result.get("moments", [])
+
+        def save(rows):
+            result["moments"] = merge(known, rows)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+
+        moments(names, arguments.seeds, arguments.precisions, save)
     if "networks" in arguments.parts and data_folder() is not None:
         result["networks"] = networks()
     if "cost" in arguments.parts:
