@@ -150,7 +150,6 @@ def test_stability_takes_one_stiff_particle_for_one(bound):
         gram /= np.sqrt(np.outer(np.diag(gram), np.diag(gram)))
         Λ = np.linalg.eigvalsh(gram)[-1]
         H = np.diag([bound * 10.0, *np.full(5, bound)])
-        assert np.linalg.eigvalsh(gram @ H @ gram)[-1] > 0
         root = np.linalg.cholesky(gram)
         assert np.linalg.eigvalsh(root.T @ H @ root)[-1] <= bound * Λ + bound * 9.0 + 1e-9
 
