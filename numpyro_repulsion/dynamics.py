@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.interactions import Coupling
 
-__all__ = ["Cloud", "Dynamics", "Overdamped", "hold"]
+__all__ = ["Cloud", "Dynamics", "Overdamped", "hold", "select"]
 
 Force = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Couple = Callable[[jax.Array], Coupling]
@@ -196,8 +196,13 @@ def hold(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
     finite = jnp.isfinite(proposal.potential_energy)
     for array in (proposal.z, proposal.gradient, *proposal.memory):
         finite &= jnp.isfinite(array).all(-1)
+    return select(finite, proposal, cloud), ~finite
 
-    def select(new, old):
-        return jnp.where(finite[..., None] if new.ndim > finite.ndim else finite, new, old)
 
-    return jax.tree.map(select, proposal, cloud), ~finite
+def select(which: jax.Array, new: Any, old: Any) -> Any:
+    """Of two pytrees the first where ``which``, ``(..., L)``, is true; every array leads with these axes."""
+
+    def choose(a, b):
+        return jnp.where(which.reshape(*which.shape, *[1] * (a.ndim - which.ndim)), a, b)
+
+    return jax.tree.map(choose, new, old)

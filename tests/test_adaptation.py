@@ -181,7 +181,7 @@ def tune(force, u, learned=None, interaction=None, **fields):
     learned = learned or Learned(BiasBudget(0.1, min_draws=0.0), None, False, False)
     cloud = Cloud(u, *force(None, u), ())
     tuning = Tuning.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, learned)
-    tuning = tuning._replace(iteration=jnp.asarray(100), **fields)
+    tuning = tuning._replace(iteration=jnp.asarray(99), **fields)
     return adapt(
         random.key(1),
         tuning,

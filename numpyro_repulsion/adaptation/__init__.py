@@ -9,7 +9,7 @@ followed the particles while draws are kept would change the stationary law.
 from numpyro_repulsion.adaptation.arrival import arrive, rescue
 from numpyro_repulsion.adaptation.measurement import Measurements, measure
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner, first_scale
-from numpyro_repulsion.adaptation.tuning import Learned, Tuning, adapt, is_arriving, is_due, observe
+from numpyro_repulsion.adaptation.tuning import Learned, Tuning, adapt, is_arriving, is_due
 from numpyro_repulsion.adaptation.verdict import Verdict, judge
 
 __all__ = [
@@ -26,6 +26,5 @@ __all__ = [
     "is_due",
     "judge",
     "measure",
-    "observe",
     "rescue",
 ]

@@ -8,6 +8,8 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 
+from numpyro_repulsion.dynamics import select
+
 __all__ = ["arrive", "rescue"]
 
 Position = tuple[jax.Array, jax.Array, jax.Array]
@@ -53,10 +55,10 @@ def arrive(
     usable = jnp.isfinite(log_ratio) & jnp.isfinite(gradients[1]).all(-1)
     probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
     accepted = random.uniform(accept_key, probability.shape, u.dtype) < probability
-    moved = _select(accepted, (proposal, energies[1], gradients[1]), (u, energies[0], gradients[0]))
+    moved = select(accepted, (proposal, energies[1], gradients[1]), (u, energies[0], gradients[0]))
     # A rejected particle keeps its last finite force if the fresh minibatch has none for it.
     fresh = (jnp.isfinite(energies[0]) & jnp.isfinite(gradients[0]).all(-1)) | accepted
-    return _select(fresh, moved, position), step_size * jnp.exp(0.5 * (probability - 0.6))
+    return select(fresh, moved, position), step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
 def rescue(key: jax.Array, position: Position, step_size: jax.Array) -> tuple[Position, jax.Array]:
@@ -74,7 +76,3 @@ def rescue(key: jax.Array, position: Position, step_size: jax.Array) -> tuple[Po
         return x.reshape(flat.size, *x.shape[2:])[chosen].reshape(x.shape)
 
     return jax.tree.map(move, (position, step_size))
-
-
-def _select(which, new, old):
-    return jax.tree.map(lambda a, b: jnp.where(which[..., None] if a.ndim > which.ndim else which, a, b), new, old)

@@ -18,7 +18,7 @@ from numpyro_repulsion.gradients import Anchor
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["Learned", "Tuning", "adapt", "is_arriving", "is_due", "observe"]
+__all__ = ["Learned", "Tuning", "adapt", "is_arriving", "is_due"]
 
 #: Fractions of warmup at which windows end, in which particles arrive, ...
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
@@ -148,27 +148,6 @@ def is_due(tuning: Tuning) -> jax.Array:
     return (done > 0) & (done <= tuning.num_warmup) & jnp.any(done == _at(ENDS, tuning))
 
 
-def observe(tuning: Tuning, cloud: Cloud, interaction: Interaction) -> Tuning:
-    """With the cloud's moments added, during warmup; and with a bandwidth that follows it until scales are frozen.
-
-    A cloud may shrink many times over while it travels. With the bandwidth it had before, all particles would be
-    neighbours, and the step too long for the largest eigenvalue of such a K.
-    """
-
-    def add():
-        moments = tuning.moments
-        fresh = jnp.any(tuning.iteration == _at(BEGINNINGS, tuning))
-        moments = jax.tree.map(lambda x: jnp.where(fresh, jnp.zeros_like(x), x), moments)
-        return moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
-
-    moments = lax.cond(tuning.iteration < tuning.num_warmup, add, lambda: tuning.moments)
-    bandwidth = tuning.bandwidth
-    if interaction.learns_bandwidth:
-        travels = tuning.iteration < _at(FREEZE, tuning)
-        bandwidth = lax.cond(travels, lambda: interaction.learn_bandwidth(cloud.z), lambda: bandwidth)
-    return tuning._replace(moments=moments, bandwidth=bandwidth)
-
-
 def adapt(
     key: jax.Array,
     tuning: Tuning,
@@ -181,7 +160,8 @@ def adapt(
     num_steps: int,
     shared: bool,
 ) -> tuple[Tuning, Cloud]:
-    """What is learned at the end of a window: new scales, a new reference point, and bandwidth and step size.
+    """What one more iteration of warmup teaches, and most of it at the ends of windows: new scales, a new reference
+    point, then bandwidth and step size. Counts the iteration.
 
     :param cloud: the particles, in whitened coordinates.
     :param force: the force, given what has been learned.
@@ -190,13 +170,50 @@ def adapt(
     :param shared: whether the particles of a group share their minibatch.
     :return: the tuning, and the cloud in its new coordinates.
     """
-    rescue_key, measure_key = random.split(key)
+
+    def learn():
+        observed = _observe(tuning, cloud)
+        due = is_due(observed)
+        rescue_key, measure_key = random.split(key)
+
+        def refit():
+            return _refit(rescue_key, observed, cloud, learned, reference)
+
+        refitted, moved = lax.cond(due, refit, lambda: (observed, cloud))
+        if learned.bandwidth:
+            refitted = _follow(refitted, moved, interaction, due)
+        if not learned.measures:
+            return refitted, moved
+
+        def settle():
+            found = force(refitted)
+            return _settle(measure_key, refitted, moved, learned, found, interaction, dynamics, num_steps, shared)
+
+        settles = due & (refitted.iteration >= _at(ARRIVED, tuning))
+        return lax.cond(settles, settle, lambda: refitted), moved
+
+    def count():
+        return tuning._replace(iteration=tuning.iteration + 1), cloud
+
+    return lax.cond(tuning.iteration < tuning.num_warmup, learn, count)
+
+
+def _observe(tuning, cloud):
+    """With the cloud's moments added, and the iteration counted."""
+    fresh = jnp.any(tuning.iteration == _at(BEGINNINGS, tuning))
+    moments = jax.tree.map(lambda x: jnp.where(fresh, jnp.zeros_like(x), x), tuning.moments)
+    moments = moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
+    return tuning._replace(moments=moments, iteration=tuning.iteration + 1)
+
+
+def _refit(key, tuning, cloud, learned, reference):
+    """Lost particles sent back, new scales from the window's moments, and a new reference point."""
     done = tuning.iteration
     centre = tuning.preconditioner.colour(tuning.moments.position)
     if learned.arrives:
         position, arrival = lax.cond(
             (done > _at(FIRST_RESCUE, tuning)) & (done <= _at(ARRIVED, tuning)),
-            lambda: rescue(rescue_key, cloud[:3], tuning.arrival),
+            lambda: rescue(key, cloud[:3], tuning.arrival),
             lambda: (cloud[:3], tuning.arrival),
         )
         cloud = cloud._replace(z=position[0], potential_energy=position[1], gradient=position[2])
@@ -215,15 +232,18 @@ def adapt(
             lambda: tuning.anchor,
         )
         tuning = tuning._replace(anchor=anchor)
-    if learned.bandwidth:
-        tuning = tuning._replace(bandwidth=interaction.learn_bandwidth(cloud.z))
-    if not learned.measures:
-        return tuning, cloud
+    return tuning, cloud
 
-    def settle():
-        return _settle(measure_key, tuning, cloud, learned, force(tuning), interaction, dynamics, num_steps, shared)
 
-    return lax.cond(done >= _at(ARRIVED, tuning), settle, lambda: tuning), cloud
+def _follow(tuning, cloud, interaction, due):
+    """The bandwidth follows the cloud until scales are frozen, and then settles at the ends of windows.
+
+    A cloud may shrink many times over while it travels. With the bandwidth it had before, all particles would be
+    neighbours, and the step too long for the largest eigenvalue of such a K.
+    """
+    travels = tuning.iteration < _at(FREEZE, tuning)
+    bandwidth = lax.cond(travels | due, lambda: interaction.learn_bandwidth(cloud.z), lambda: tuning.bandwidth)
+    return tuning._replace(bandwidth=bandwidth)
 
 
 def _rescale(tuning, cloud):
@@ -253,8 +273,9 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
         return tuning
     coupling = interaction.couple(cloud.z, tuning.bandwidth)
     noise = tuning.noise * (coupling.bound if shared else 1.0)
-    for end, share in reversed(ANNEALING):
-        noise = noise * jnp.where(tuning.iteration < _at(end, tuning), share, 1.0)
+    ends, shares = (np.array(column) for column in zip(*ANNEALING, strict=True))
+    current = jnp.searchsorted(_at(ends, tuning), tuning.iteration, side="right")
+    noise = noise * jnp.asarray([*shares, 1.0], noise.dtype)[current]
     rule, order = learned.step_size, dynamics.order(coupling)
     curvature, largest = measurements.typical_curvature, measurements.largest_curvature
     worth = tuning.effective_draws(1.0, num_steps)

@@ -8,7 +8,7 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 
-from numpyro_repulsion.adaptation import Learned, Tuning, adapt, arrive, is_arriving, is_due, observe
+from numpyro_repulsion.adaptation import Learned, Tuning, adapt, arrive, is_arriving
 from numpyro_repulsion.dynamics import Cloud, Dynamics, hold
 from numpyro_repulsion.gradients import FullData, Gradient, Target, full_gradient
 from numpyro_repulsion.interactions import Interaction
@@ -103,28 +103,24 @@ class Iteration:
         """What the iteration teaches, and counts it."""
         if tuning.moments is None:
             return cloud, tuning._replace(iteration=tuning.iteration + 1)
-        tuning = observe(tuning, cloud, self.interaction)._replace(iteration=tuning.iteration + 1)
         size = cloud.potential_energy.size
 
         def reference(position):
             batch = max((batch for _, batch in self.target.plates.values()), default=1)
             return full_gradient(key, self.target, self.unravel, position, size * batch)
 
-        def due():
-            return adapt(
-                key,
-                tuning,
-                cloud,
-                self.learned,
-                self.force,
-                reference,
-                self.interaction,
-                self.dynamics,
-                self.num_steps,
-                getattr(self.gradient, "shared", False),
-            )
-
-        tuning, cloud = lax.cond(is_due(tuning), due, lambda: (tuning, cloud))
+        tuning, cloud = adapt(
+            key,
+            tuning,
+            cloud,
+            self.learned,
+            self.force,
+            reference,
+            self.interaction,
+            self.dynamics,
+            self.num_steps,
+            getattr(self.gradient, "shared", False),
+        )
         return cloud, tuning
 
     def _cut(self, cloud, tuning):

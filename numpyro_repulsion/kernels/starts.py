@@ -11,6 +11,7 @@ import numpy as np
 
 from numpyro.util import not_jax_tracer
 
+from numpyro_repulsion.dynamics import select
 from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
 from numpyro_repulsion.interactions import median_bandwidth
 
@@ -105,10 +106,7 @@ class Starter:
             keys, draw_keys = jnp.moveaxis(jax.vmap(random.split)(keys), 1, 0)
             z = jax.vmap(lambda key: target.draw(key, self._kernel.init_strategy))(draw_keys)
 
-            def select(new, old):
-                return jnp.where(valid.reshape(-1, *[1] * (new.ndim - 1)), old, new)
-
-            new = jax.tree.map(select, (z, *evaluate(force_key, z)), old)
+            new = select(valid, old, (z, *evaluate(force_key, z)))
             valid = jnp.isfinite(new[2]) & jnp.isfinite(new[3]).all(-1)
             return count + 1, key, keys, valid, new
 
