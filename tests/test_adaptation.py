@@ -22,6 +22,7 @@ from numpyro_repulsion import (
     Independent,
     Overdamped,
     Subsampled,
+    summary,
     to_inference_data,
 )
 from numpyro_repulsion.adaptation import (
@@ -425,6 +426,30 @@ def test_a_given_bandwidth_is_not_learned():
     assert all(np.isnan(k.learn_bandwidth(u)) for k in (RBF(2.0), Independent(), Balanced(), Balanced(RBF(1.0))))
 
 
+def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
+    # Half way between two windows of the sampler, 20 particles are twenty times closer than they were.
+    kernel = RBF()
+    u = random.normal(random.key(0), (1, 20, 5))
+    before = kernel.learn_bandwidth(u)
+    u = u / 20.0
+
+    def bound_after(iteration):
+        learned = Learned(None, None, True, False)
+        cloud = Cloud(u, jnp.zeros((1, 20)), u, ())
+        tuning = Tuning.start(100, Preconditioner(), 0.1, before, cloud, learned)
+        tuning = tuning._replace(iteration=jnp.asarray(iteration))
+        assert not is_due(tuning._replace(iteration=jnp.asarray(iteration + 1)))
+        found, _ = adapt(
+            random.key(1), tuning, cloud, learned, None, None, kernel, Overdamped(), num_steps=10, shared=False
+        )
+        return float(kernel.couple(u, found.bandwidth).bound)
+
+    assert bound_after(32) == pytest.approx(float(kernel.couple(20.0 * u, before).bound), rel=1e-3)
+    # With the bandwidth of the last window they would all be neighbours: λ_max(K) is their number.
+    old_rule = float(kernel.couple(u, before).bound)
+    assert old_rule > 19.0 and bound_after(72) == pytest.approx(old_rule)
+
+
 # The verdict, and whole warmups
 
 
@@ -477,11 +502,14 @@ def schools(centred):
 
 
 @pytest.mark.parametrize("kernel", [SGLD, pytest.param(SGLDR, marks=pytest.mark.slow)])
-def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel):
+def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel, capsys):
     words, mcmc = expectations(kernel(schools), True)
     assert "reparam" in words
     # Said again where the results are.
-    assert "reparam" in to_inference_data(mcmc)["posterior"].attrs["complaints"]
+    data = to_inference_data(mcmc)
+    assert "reparam" in data["posterior"].attrs["complaints"]
+    summary(data, kind="stats")
+    assert "reparam" in capsys.readouterr().out
     words, mcmc = expectations(kernel(schools), False)
     assert words == to_inference_data(mcmc)["posterior"].attrs["complaints"] == ""
 
@@ -534,6 +562,52 @@ def test_control_variates_are_given_up_where_they_add_noise():
     plain, corrected = mcmc.last_state.tuning.measurements.mean_noise
     assert corrected > 100 * plain and not mcmc.last_state.tuning.anchor.in_use
     assert "Control variates add noise" in words
+
+
+def curved(x, y, subsample_size):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
+
+
+def test_minibatches_with_control_variates_give_the_posterior():
+    # Logistic regression on 2000 rows in batches of 20, against quadrature.
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2000, 2)) @ np.array([[1.0, 0.7], [0.0, 0.5]])
+    y = rng.random(2000) < 1 / (1 + np.exp(-x @ np.array([1.0, -1.0])))
+    axes = np.meshgrid(np.linspace(0.3, 1.7, 141), np.linspace(-2.0, 0.0, 141), indexing="ij")
+    grid = np.stack([axis.ravel() for axis in axes], -1)
+    logits = grid @ x.T
+    log_density = (logits * y - np.logaddexp(0, logits)).sum(1) - (grid**2).sum(1) / 2
+    weight = np.exp(log_density - log_density.max())
+    weight /= weight.sum()
+    mean = weight @ grid
+    variance = weight @ (grid - mean) ** 2
+
+    def scores(**kwargs):
+        """Errors of means in their standard errors; and of variances, beyond what is tolerated."""
+        data = jnp.asarray(x), jnp.asarray(y, jnp.int32)
+        words, mcmc = expectations(SGLD(curved, **kwargs), *data, 20, num_warmup=300, num_samples=500)
+        draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], float)
+        square = (draws - mean) ** 2 / variance
+        # Balanced noise makes ensemble means better than these standard errors of independent chains.
+        errors = draws.mean(1) - mean, square.mean(1) - 1
+        standard = [error.std(0, ddof=1) / 20**0.5 for error in errors]
+        inflation = np.abs(errors[1].mean(0)) - 0.05
+        return words, np.abs(errors[0].mean(0) / standard[0]), inflation / standard[1], mcmc.last_state.tuning
+
+    words, of_mean, of_variance, tuning = scores()
+    assert words == "" and bool(tuning.anchor.in_use)
+    assert (of_mean < 4.5).all() and (of_variance < 4.5).all()
+    # Plain minibatches with the same step and scales inflate the variances.
+    scale = np.asarray(tuning.preconditioner.scale)
+    _, _, of_variance, _ = scores(
+        gradient=Subsampled(),
+        step_size=float(tuning.step_size),
+        preconditioner=scale @ scale.T,
+        dynamics=Overdamped("lm"),
+    )
+    assert (of_variance > 9.0).any()
 
 
 def test_groups_share_what_is_learned_and_nothing_else():

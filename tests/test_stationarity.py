@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from numpyro_repulsion import IMQ, RBF, Balanced, Independent, Overdamped
+from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.interactions import median_bandwidth
 
 LIMIT = 4.5
@@ -286,6 +287,8 @@ SAMPLERS = {
     "SGLDR, RBF": (RBF(2.0), Overdamped()),
     "SGLDR, IMQ": (IMQ(1.0), Overdamped()),
     "SGLDR, sum": (GRAM["sum"], Overdamped()),
+    "SGLDR, RBF, averaged": (RBF(2.0), Overdamped("lm")),
+    "SGLDR, IMQ, averaged": (IMQ(1.0), Overdamped("lm")),
     "SGLD, independent": (Independent(), Overdamped("euler")),
     "SGLD, balanced": (Balanced(), Overdamped("euler")),
     "SGLD, independent, averaged": (Independent(), Overdamped("lm")),
@@ -331,9 +334,36 @@ def test_generator_identity_with_other_seeds(law, interaction, seed):
         (with_unscaled_balance, Balanced()),
     ],
 )
-def test_long_run_fails_when_broken(wrap, interaction):
-    dynamics = Overdamped("euler")
-    scores = extrapolated_scores(GAUSSIAN, interaction, dynamics, wrap=wrap, **LONG["gaussian"])
+@pytest.mark.parametrize("integrator", ["euler", "lm"])
+def test_long_run_fails_when_broken(wrap, interaction, integrator):
+    scores = extrapolated_scores(GAUSSIAN, interaction, Overdamped(integrator), wrap=wrap, **LONG["gaussian"])
+    assert not max(map(abs, scores.values())) <= 2 * LIMIT, scores
+
+
+class Anticipating(Overdamped):
+    """Averages the white noise instead of the coloured: C_t meets ξ_{t−1}, on which it depends."""
+
+    def init(self, key, z, force, couple):
+        return Cloud(z, *force(z), (random.normal(key, z.shape),))
+
+    def step(self, key, cloud, force, couple, step_size):
+        coupling, white = couple(cloud.z), random.normal(key, cloud.z.shape)
+        root = jnp.linalg.cholesky(coupling.apply(_eye(cloud.z)))
+        noise = jnp.sqrt(2.0 * step_size) * root @ ((white + cloud.memory[0]) / 2)
+        z = cloud.z + step_size * (coupling.repulsion - coupling.apply(cloud.gradient)) + noise
+        return Cloud(z, *force(z), (white,))
+
+
+def _eye(z):
+    return jnp.broadcast_to(jnp.eye(z.shape[1]), (z.shape[0], z.shape[1], z.shape[1]))
+
+
+def test_averaged_noise_must_not_anticipate():
+    # A wide kernel and many replicas, for the effect is small.
+    setting = LONG["gaussian"] | {"replicas": 400}
+    scores = extrapolated_scores(GAUSSIAN, RBF(8.0), Overdamped("lm"), **setting)
+    assert max(map(abs, scores.values())) < LIMIT, scores
+    scores = extrapolated_scores(GAUSSIAN, RBF(8.0), Anticipating("lm"), **setting)
     assert not max(map(abs, scores.values())) <= 2 * LIMIT, scores
 
 
