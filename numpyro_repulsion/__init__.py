@@ -1,10 +1,10 @@
 """Stochastic-gradient MCMC with interacting particles, for NumPyro."""
 
-from numpyro_repulsion.dynamics import Dynamics, Overdamped
+from numpyro_repulsion.dynamics import Dynamics, Overdamped, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.gradients import ControlVariates, FullData, Subsampled
 from numpyro_repulsion.inference_data import summary, to_inference_data
 from numpyro_repulsion.interactions import IMQ, RBF, Balanced, Gram, Independent, Interaction, Radial
-from numpyro_repulsion.kernels import SGLD, SGLDR, SVGD, enable_live_warnings
+from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.schedules import BiasBudget, Polynomial
 
 __version__ = "0.1.0"
@@ -12,8 +12,12 @@ __version__ = "0.1.0"
 __all__ = [
     "IMQ",
     "RBF",
+    "SGHMC",
+    "SGHMCR",
     "SGLD",
     "SGLDR",
+    "SGNHT",
+    "SGNHTR",
     "SVGD",
     "Balanced",
     "BiasBudget",
@@ -26,7 +30,10 @@ __all__ = [
     "Overdamped",
     "Polynomial",
     "Radial",
+    "Relativistic",
     "Subsampled",
+    "Thermostat",
+    "Underdamped",
     "enable_live_warnings",
     "summary",
     "to_inference_data",

@@ -24,20 +24,21 @@ Schedule = Callable[..., jax.Array | float]
 class BiasBudget:
     r"""A step size that warmup measures, by the bias it may cause.
 
-    A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2`` of itself; minibatch
-    noise of variance V adds ``εV/2``. The step is the largest that keeps the sum below a tolerance,
+    How a step inflates variances depends on the dynamics. Where its bias is of first order in ε
+    (:class:`~numpyro_repulsion.Overdamped` with repulsion) the step is
 
     .. math::
         \epsilon = \min\Bigl(\frac{2\delta}{1+\delta}, \frac{1}{2 \Lambda}\Bigr) \Big/ (\lambda + V)
 
     with λ the curvature that nine particles in ten stay below, and V the largest variance of the minibatch gradient,
-    pooled over the cloud; Λ, the largest eigenvalue of K, matters for stability only. Where the noise is averaged
-    (:class:`~numpyro_repulsion.Overdamped`) the bias of curvature is second order and that of V is not:
+    pooled over the cloud; Λ, the largest eigenvalue of K, matters for stability only. Where K = I and the noise is
+    averaged the bias of curvature is second order and that of V is not:
 
     .. math::
         \epsilon = \min\Bigl(\frac{\min(\sqrt{5\delta}, \frac12)}{\lambda}, \frac{2\delta}{(1+\delta)\, V}\Bigr)
 
-    In neither case does the step exceed the limit of stability at the stiffest particle.
+    With momenta (:class:`~numpyro_repulsion.Underdamped`) ``ε²/2`` takes the place of ε for the curvature. In no case
+    does the step exceed the limit of stability at the stiffest particle.
 
     A run may be so short that such a step would take it nowhere: variances known from ten effective draws gain nothing
     from a bias of 5 %. The step is then raised, until the run is worth a minimum of effective draws or to the limit of
@@ -73,38 +74,20 @@ class BiasBudget:
 
     def step_size(
         self,
-        curvature: jax.Array,
-        largest: jax.Array,
-        noise: jax.Array,
-        bound: jax.Array | float,
-        order: int,
+        tolerated: jax.Array,
+        moderate: jax.Array,
+        stable: jax.Array,
         draws_per_step: jax.Array | float,
     ) -> jax.Array:
         """The step for what was measured; infinite where that sets no limit.
 
-        :param curvature: λ.
-        :param largest: the curvature at the stiffest particle.
-        :param noise: V.
-        :param bound: Λ.
-        :param order: of the bias in the step, 1 or 2.
+        :param tolerated: the step at which variances are inflated by the tolerance.
+        :param moderate: the longest step for a run that is worth too few draws.
+        :param stable: the longest step of all.
         :param draws_per_step: effective draws of the run to come, per unit of ε.
         """
-        tolerated = 2.0 * self.tolerance / (1.0 + self.tolerance)
-        if order == 2:
-            within = jnp.minimum(min(math.sqrt(5.0 * self.tolerance), 0.5) / curvature, tolerated / noise)
-        else:
-            within = jnp.minimum(tolerated, 0.5 / bound) / (curvature + noise)
-        # One stiff particle feels K_ii = 1 of K and not Λ, which takes all of a group: λ_max(K½ H K½) is at most this.
-        stable = 2.0 / (largest + (bound - 1.0) * curvature)
-        needed = self.min_draws / draws_per_step
-        raised = jnp.minimum(needed, 1.0 / (bound * curvature))
-        return jnp.minimum(jnp.maximum(within, raised), stable)
-
-    def bias(self, step_size: jax.Array, curvature: jax.Array, noise: jax.Array, order: int) -> jax.Array:
-        """The relative inflation of a variance to be expected of a step; of order 2, by the larger of its sources."""
-        if order == 2:
-            return jnp.maximum(step_size * noise / 2.0, (step_size * curvature) ** 2 / 5.0)
-        return 1.0 / jnp.maximum(1.0 - step_size * (curvature + noise) / 2.0, 1e-3) - 1.0
+        raised = jnp.minimum(self.min_draws / draws_per_step, moderate)
+        return jnp.minimum(jnp.maximum(tolerated, raised), stable)
 
 
 @dataclass(frozen=True)

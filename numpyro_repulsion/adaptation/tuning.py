@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_repulsion.adaptation.arrival import rescue
 from numpyro_repulsion.adaptation.measurement import Force, Measurements, measure
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.dynamics import Cloud, Dynamics
+from numpyro_repulsion.dynamics import Cloud, Dynamics, Landscape
 from numpyro_repulsion.gradients import Anchor
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
@@ -101,13 +101,10 @@ class Tuning(NamedTuple):
         plain, corrected = self.measurements.mean_noise
         return plain if self.anchor is None else jnp.where(self.anchor.in_use, corrected, plain)
 
-    def effective_draws(self, step_size: jax.Array | float, num_steps: int) -> jax.Array:
-        """How many independent draws a run as long as the warmup is worth, for the direction that moves slowest.
-
-        Langevin dynamics forgets a direction of variance s² in a time of s², and time is updates times step size.
-        """
+    def effective_draws(self, step_size: jax.Array | float, num_steps: int, dynamics: Dynamics) -> jax.Array:
+        """How many independent draws a run as long as the warmup is worth, for the direction that moves slowest."""
         time = step_size * num_steps * self.num_warmup
-        return self.arrival.size * time / (2.0 * self.moments.spread())
+        return self.arrival.size * time * dynamics.rate(self.moments.spread()) / 2.0
 
     @staticmethod
     def start(
@@ -276,14 +273,21 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     ends, shares = (np.array(column) for column in zip(*ANNEALING, strict=True))
     current = jnp.searchsorted(_at(ends, tuning), tuning.iteration, side="right")
     noise = noise * jnp.asarray([*shares, 1.0], noise.dtype)[current]
-    rule, order = learned.step_size, dynamics.order(coupling)
-    curvature, largest = measurements.typical_curvature, measurements.largest_curvature
-    worth = tuning.effective_draws(1.0, num_steps)
-    step_size = rule.step_size(curvature, largest, noise, coupling.bound, order, worth)
+    rule = learned.step_size
+    landscape = Landscape(measurements.typical_curvature, measurements.largest_curvature, noise)
+    # Half the limit of stability at typical particles.
+    moderate = dynamics.stable(landscape._replace(largest=landscape.curvature), coupling) / 2.0
+    step_size = rule.step_size(
+        dynamics.tolerated(rule.tolerance, landscape, coupling),
+        moderate,
+        dynamics.stable(landscape, coupling),
+        tuning.effective_draws(1.0, num_steps, dynamics),
+    )
     usable = jnp.isfinite(step_size) & (step_size > 0)
     # Without curvature, on a cone, say, there is no bound: stay well below the steps that Metropolis accepted.
-    step_size = jnp.where(usable, step_size, 0.1 * jnp.exp(jnp.log(tuning.arrival).mean()))
-    bias = rule.bias(step_size, curvature, noise, order)
+    accepted = jnp.exp(jnp.log(tuning.arrival).mean())
+    step_size = jnp.where(usable, step_size, dynamics.comparable(0.1 * accepted))
+    bias = dynamics.bias(step_size, landscape, coupling)
     return tuning._replace(step_size=step_size.astype(cloud.z.dtype), bias=bias.astype(cloud.z.dtype))
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.adaptation.tuning import Tuning
+from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.schedules import BiasBudget
 
 __all__ = ["Verdict", "judge"]
@@ -74,11 +75,12 @@ class Verdict(NamedTuple):
         return found
 
 
-def judge(tuning: Tuning, rule: BiasBudget | None, num_steps: int) -> Verdict:
+def judge(tuning: Tuning, rule: BiasBudget | None, num_steps: int, dynamics: Dynamics) -> Verdict:
     """The verdict at the end of warmup.
 
     :param rule: how the step size was measured; of a given step only the control variates are judged.
     :param num_steps: updates in an iteration.
+    :param dynamics: how the particles move.
     """
     curvature = tuning.measurements.typical_curvature
     unknown = jnp.full_like(curvature, jnp.nan)
@@ -87,7 +89,7 @@ def judge(tuning: Tuning, rule: BiasBudget | None, num_steps: int) -> Verdict:
         return Verdict(unknown, unknown, unknown, unknown, unknown, fell_back)
     is_dense = tuning.moments.position_scatter.ndim == 2
     return Verdict(
-        effective_draws=tuning.effective_draws(tuning.step_size, num_steps),
+        effective_draws=tuning.effective_draws(tuning.step_size, num_steps, dynamics),
         bias=jnp.where(tuning.bias > 1.01 * rule.tolerance, tuning.bias, jnp.nan),
         condition=curvature * tuning.moments.spread() if is_dense else unknown,
         curvature_ratio=tuning.measurements.largest_curvature / curvature,

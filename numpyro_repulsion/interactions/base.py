@@ -21,7 +21,9 @@ class Coupling(NamedTuple):
     - **repulsion** - Γ, with ``Γ_i = Σ_j ∇_{u_j} K_ij``, of the cloud's shape (0 where K is constant).
     - **draw** - ``key -> ξ``, Gaussian noise of the cloud's shape, each group's with covariance ``K ⊗ I_d``.
     - **bound** - scalar, at least the largest eigenvalue of K.
-    - **is_identity** - whether K is the identity, which allows Leimkuhler-Matthews averaging of the noise.
+    - **is_identity** - whether K is the identity, which allows integrators of second order.
+    - **white** - ``key -> η``, noise of the cloud's shape, each group's with covariance ``I ⊗ I_d``; ``None`` is
+      independent standard normal noise.
     """
 
     apply: Callable[[jax.Array], jax.Array]
@@ -29,6 +31,7 @@ class Coupling(NamedTuple):
     draw: Callable[[jax.Array], jax.Array]
     bound: jax.Array | float
     is_identity: bool = False
+    white: Callable[[jax.Array], jax.Array] | None = None
 
 
 class Interaction:
@@ -197,6 +200,7 @@ class Gram(Interaction):
             repulsion=repulsion,
             draw=lambda key: root @ white(key),
             bound=jnp.linalg.eigvalsh(gram)[..., -1].max(),  # dropped by the compiler where nobody asks
+            white=white,
         )
 
 

@@ -2,7 +2,18 @@
 
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.live import enable_live_warnings
-from numpyro_repulsion.kernels.presets import SGLD, SGLDR, SVGD
+from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
 from numpyro_repulsion.kernels.state import ParticleState
 
-__all__ = ["SGLD", "SGLDR", "SVGD", "ParticleKernel", "ParticleState", "enable_live_warnings"]
+__all__ = [
+    "SGHMC",
+    "SGHMCR",
+    "SGLD",
+    "SGLDR",
+    "SGNHT",
+    "SGNHTR",
+    "SVGD",
+    "ParticleKernel",
+    "ParticleState",
+    "enable_live_warnings",
+]

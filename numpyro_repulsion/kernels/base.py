@@ -240,7 +240,7 @@ class ParticleKernel(MCMCKernel):
         warn_at_first_divergence(state.num_divergences, troubles)
         cloud, tuning = iteration.learn(tuning_key, cloud, tuning)
         if tuning.measurements is not None and learned.measures:
-            verdict = judge(tuning, learned.step_size, self.num_steps)
+            verdict = judge(tuning, learned.step_size, self.num_steps, self.dynamics)
             warn_by_verdict(tuning.iteration == tuning.num_warmup, verdict)
         state = ParticleState(
             z=jax.vmap(unravel)(tuning.preconditioner.colour(cloud.z).reshape(size, -1)),
@@ -270,7 +270,7 @@ class ParticleKernel(MCMCKernel):
         tuning = state.tuning
         if tuning.measurements is None or tuning.measurements.number == 0:
             return []
-        return judge(tuning, self._rule, self.num_steps).complaints()
+        return judge(tuning, self._rule, self.num_steps, self.dynamics).complaints()
 
     def __getstate__(self):
         state = self.__dict__.copy()

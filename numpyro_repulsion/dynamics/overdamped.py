@@ -1,83 +1,16 @@
-"""How the cloud moves: the blocks D and Q of the complete recipe, and one update.
-
-A dynamics is a pair of pure functions on a cloud of particles: :meth:`Dynamics.init` and :meth:`Dynamics.step`. It
-sees the target through a force, ``force(z) -> (U, ∇U)``, and the other particles through a coupling.
-"""
+"""Dynamics of the positions alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+import math
 from numbers import Real
-from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 
-__all__ = ["Cloud", "Dynamics", "Overdamped", "hold", "select"]
-
-Force = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-Couple = Callable[[jax.Array], Coupling]
-
-
-class Cloud(NamedTuple):
-    """The particles and what moves them; every array leads with the particle axes ``(..., L)``.
-
-    - **z** - positions, ``(..., L, d)``.
-    - **potential_energy** - U at the positions, ``(..., L)``.
-    - **gradient** - ∇U at the positions, ``(..., L, d)``.
-    - **memory** - what else the dynamics carries: a tuple of arrays ``(..., L, d)``.
-    """
-
-    z: jax.Array
-    potential_energy: jax.Array
-    gradient: jax.Array
-    memory: tuple[jax.Array, ...] = ()
-
-
-class Dynamics:
-    """Base class: a discretization of ``dX = [−(D + Q)∇H + Γ] dt + sqrt(2D) dW`` (Ma, Chen & Fox, 2015).
-
-    **Example**
-
-    .. doctest::
-
-        >>> from jax import random
-        >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import Dynamics, Independent
-        >>> from numpyro_repulsion.dynamics import Cloud
-
-        >>> class Descent(Dynamics):  # D = 0
-        ...     is_sampler = False
-        ...     def init(self, key, z, force, couple):
-        ...         return Cloud(z, *force(z))
-        ...     def step(self, key, cloud, force, couple, step_size):
-        ...         z = cloud.z - step_size * couple(cloud.z).apply(cloud.gradient)
-        ...         return Cloud(z, *force(z))
-
-        >>> force, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
-        >>> cloud = Descent().init(random.key(0), jnp.ones((2, 1)), force, couple)
-        >>> Descent().step(random.key(1), cloud, force, couple, 0.5).z.tolist()
-        [[0.5], [0.5]]
-    """
-
-    #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
-    is_sampler: bool = True
-
-    def order(self, coupling: Coupling) -> int:
-        """The order in ε of the bias of the stationary law: 1, or 2 for better integrators."""
-        del coupling
-        return 1
-
-    def init(self, key: jax.Array, z: jax.Array, force: Force, couple: Couple) -> Cloud:
-        """The cloud at rest at positions ``z`` of shape ``(..., L, d)``."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")
-
-    def step(self, key: jax.Array, cloud: Cloud, force: Force, couple: Couple, step_size: jax.Array | float) -> Cloud:
-        """One update of all particles at once; ends with one evaluation of the force, at the new positions."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement `step`.")
+__all__ = ["Overdamped"]
 
 
 @dataclass(frozen=True)
@@ -165,8 +98,20 @@ class Overdamped(Dynamics):
             return False
         return is_identity or self.integrator == "lm"
 
-    def order(self, coupling):
-        return 2 if coupling.is_identity and self.averages_noise(True) else 1
+    def _is_second_order(self, coupling):
+        return coupling.is_identity and self.averages_noise(True)
+
+    def tolerated(self, tolerance, landscape, coupling):
+        if not self._is_second_order(coupling):
+            return super().tolerated(tolerance, landscape, coupling)
+        limit = min(math.sqrt(5.0 * tolerance), 0.5)
+        return jnp.minimum(limit / landscape.curvature, 2.0 * tolerance / (1.0 + tolerance) / landscape.noise)
+
+    def bias(self, step_size, landscape, coupling):
+        if not self._is_second_order(coupling):
+            return super().bias(step_size, landscape, coupling)
+        # By the larger of its sources.
+        return jnp.maximum(step_size * landscape.noise / 2.0, (step_size * landscape.curvature) ** 2 / 5.0)
 
     def init(self, key, z, force, couple):
         coupling = couple(z)
@@ -186,23 +131,3 @@ class Overdamped(Dynamics):
 
     def _thermal(self, repulsion):
         return repulsion if self.temperature == 1.0 else self.temperature * repulsion
-
-
-def hold(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
-    """The proposal, but with the particles for which anything in it is not finite left where they were.
-
-    :return: the new cloud, and which particles were held, ``(..., L)``.
-    """
-    finite = jnp.isfinite(proposal.potential_energy)
-    for array in (proposal.z, proposal.gradient, *proposal.memory):
-        finite &= jnp.isfinite(array).all(-1)
-    return select(finite, proposal, cloud), ~finite
-
-
-def select(which: jax.Array, new: Any, old: Any) -> Any:
-    """Of two pytrees the first where ``which``, ``(..., L)``, is true; every array leads with these axes."""
-
-    def choose(a, b):
-        return jnp.where(which.reshape(*which.shape, *[1] * (a.ndim - which.ndim)), a, b)
-
-    return jax.tree.map(choose, new, old)

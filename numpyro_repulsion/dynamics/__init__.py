@@ -1,0 +1,24 @@
+"""How the cloud moves: the blocks D and Q of the complete recipe, and one update.
+
+A dynamics is a pair of pure functions on a cloud of particles: :meth:`Dynamics.init` and :meth:`Dynamics.step`. It
+sees the target through a force, ``force(z) -> (U, ∇U)``, and the other particles through a coupling. It also says how
+long its steps may be.
+"""
+
+from numpyro_repulsion.dynamics.base import Cloud, Couple, Dynamics, Force, Landscape, hold, select
+from numpyro_repulsion.dynamics.overdamped import Overdamped
+from numpyro_repulsion.dynamics.underdamped import Relativistic, Thermostat, Underdamped
+
+__all__ = [
+    "Cloud",
+    "Couple",
+    "Dynamics",
+    "Force",
+    "Landscape",
+    "Overdamped",
+    "Relativistic",
+    "Thermostat",
+    "Underdamped",
+    "hold",
+    "select",
+]

@@ -1,0 +1,149 @@
+"""What every dynamics answers, and the cloud that it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_repulsion.interactions import Coupling
+
+__all__ = ["Cloud", "Couple", "Dynamics", "Force", "Landscape", "hold", "select"]
+
+Force = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+Couple = Callable[[jax.Array], Coupling]
+
+
+class Cloud(NamedTuple):
+    """The particles and what moves them; every array leads with the particle axes ``(..., L)``.
+
+    - **z** - positions, ``(..., L, d)``.
+    - **potential_energy** - U at the positions, ``(..., L)``.
+    - **gradient** - ∇U at the positions, ``(..., L, d)``.
+    - **memory** - what else the dynamics carries: a tuple of arrays ``(..., L, d)``.
+    """
+
+    z: jax.Array
+    potential_energy: jax.Array
+    gradient: jax.Array
+    memory: tuple[jax.Array, ...] = ()
+
+
+class Landscape(NamedTuple):
+    """What a step size is up against; scalars.
+
+    - **curvature** - λ, which nine particles in ten stay below.
+    - **largest** - the curvature at the stiffest particle.
+    - **noise** - V, the largest variance of the minibatch gradient in any direction.
+    """
+
+    curvature: jax.Array
+    largest: jax.Array
+    noise: jax.Array
+
+
+class Dynamics:
+    """Base class: a discretization of ``dX = [−(D + Q)∇H + Γ] dt + sqrt(2D) dW`` (Ma, Chen & Fox, 2015).
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import Dynamics, Independent
+        >>> from numpyro_repulsion.dynamics import Cloud
+
+        >>> class Descent(Dynamics):  # D = 0
+        ...     is_sampler = False
+        ...     def init(self, key, z, force, couple):
+        ...         return Cloud(z, *force(z))
+        ...     def step(self, key, cloud, force, couple, step_size):
+        ...         z = cloud.z - step_size * couple(cloud.z).apply(cloud.gradient)
+        ...         return Cloud(z, *force(z))
+
+        >>> force, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
+        >>> cloud = Descent().init(random.key(0), jnp.ones((2, 1)), force, couple)
+        >>> Descent().step(random.key(1), cloud, force, couple, 0.5).z.tolist()
+        [[0.5], [0.5]]
+    """
+
+    #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
+    is_sampler: bool = True
+
+    def tolerated(self, tolerance: float, landscape: Landscape, coupling: Coupling) -> jax.Array:
+        """The step at which variances are inflated by δ, the ``tolerance``, of themselves.
+
+        A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2``; gradient noise
+        of variance V adds ``εV/2``.
+        """
+        limit = jnp.minimum(2.0 * tolerance / (1.0 + tolerance), 0.5 / coupling.bound)
+        return limit / (landscape.curvature + landscape.noise)
+
+    def stable(self, landscape: Landscape, coupling: Coupling) -> jax.Array:
+        """The step beyond which particles run away."""
+        # One stiff particle feels K_ii = 1 of K and not Λ, which takes all of a group: λ_max(K½ H K½) is at most this.
+        return 2.0 / (landscape.largest + (coupling.bound - 1.0) * landscape.curvature)
+
+    def bias(self, step_size: jax.Array, landscape: Landscape, coupling: Coupling) -> jax.Array:
+        """The relative inflation of variances to be expected of a step."""
+        del coupling
+        return 1.0 / jnp.maximum(1.0 - step_size * (landscape.curvature + landscape.noise) / 2.0, 1e-3) - 1.0
+
+    def rate(self, variance: jax.Array) -> jax.Array:
+        """How fast a direction of this variance is forgotten, per unit of time (updates times step size)."""
+        return 1.0 / variance
+
+    def comparable(self, step_size: jax.Array) -> jax.Array:
+        """The step that takes a particle about as far as this one of overdamped dynamics."""
+        return step_size
+
+    def init(self, key, z, force, couple):
+        ...         return Cloud(z, *force(z))
+        ...     def step(self, key, cloud, force, couple, step_size):
+        ...         z = cloud.z - step_size * couple(cloud.z).apply(cloud.gradient)
+        ...         return Cloud(z, *force(z))
+
+        >>> force, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
+        >>> cloud = Descent().init(random.key(0), jnp.ones((2, 1)), force, couple)
+        >>> Descent().step(random.key(1), cloud, force, couple, 0.5).z.tolist()
+        [[0.5], [0.5]]
+    """
+
+    #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
+    is_sampler: bool = True
+
+    def order(self, coupling: Coupling) -> int:
+        """The order in ε of the bias of the stationary law: 1, or 2 for better integrators."""
+        del coupling
+        return 1
+
+    def init(self, key: jax.Array, z: jax.Array, force: Force, couple: Couple) -> Cloud:
+        """The cloud at rest at positions ``z`` of shape ``(..., L, d)``."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")
+
+    def step(self, key: jax.Array, cloud: Cloud, force: Force, couple: Couple, step_size: jax.Array | float) -> Cloud:
+        """One update of all particles at once; ends with one evaluation of the force, at the new positions."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `step`.")
+
+
+def hold(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
+    """The proposal, but with the particles for which anything in it is not finite left where they were.
+
+    :return: the new cloud, and which particles were held, ``(..., L)``.
+    """
+    finite = jnp.isfinite(proposal.potential_energy)
+    for array in (proposal.z, proposal.gradient, *proposal.memory):
+        finite &= jnp.isfinite(array).all(-1)
+    return select(finite, proposal, cloud), ~finite
+
+
+def select(which: jax.Array, new: Any, old: Any) -> Any:
+    """Of two pytrees the first where ``which``, ``(..., L)``, is true; every array leads with these axes."""
+
+    def choose(a, b):
+        return jnp.where(which.reshape(*which.shape, *[1] * (a.ndim - which.ndim)), a, b)
+
+    return jax.tree.map(choose, new, old)

@@ -1,0 +1,320 @@
+"""Dynamics with momentum: friction and noise act on the momenta, and repulsion through the curl matrix Q."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+
+import jax
+from jax import random
+import jax.numpy as jnp
+
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+
+__all__ = ["Relativistic", "Thermostat", "Underdamped"]
+
+
+@dataclass(frozen=True)
+class Relativistic:
+    r"""The kinetic energy :math:`\sum_k c^2 \sqrt{1 + m_k^2 / c^2}`, whose velocities stay below a speed of light c.
+
+    However steep the potential, no coordinate moves by more than ``εc`` in an update (with ``K = I``).
+
+    :param speed: c, in units of the (whitened) positions per unit of time.
+    :raises ValueError: unless it is a positive number.
+
+    **References:**
+
+    1. *Relativistic Monte Carlo*, X. Lu, V. Perrone, L. Hasenclever, Y. W. Teh and S. J. Vollmer,
+       https://arxiv.org/abs/1609.04388
+
+    **Example**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import Relativistic
+        >>> Relativistic(speed=2.0).velocity(jnp.array([0.1, 100.0])).round(2).tolist()
+        [0.10000000149011612, 2.0]
+    """
+
+    speed: float = 1.0
+
+    def __post_init__(self):
+        _require(self, "speed", self.speed, 0.0)
+
+    def energy(self, m: jax.Array) -> jax.Array:
+        """Of momenta ``(..., d)``, shape ``(...)``."""
+        return self.speed**2 * jnp.sum(jnp.sqrt(1.0 + (m / self.speed) ** 2), -1)
+
+    def velocity(self, m: jax.Array) -> jax.Array:
+        """Its gradient."""
+        return m / jnp.sqrt(1.0 + (m / self.speed) ** 2)
+
+    def momenta(self, white: jax.Array, temperature: float) -> jax.Array:
+        """Standard normal variables as momenta from ``exp(−energy / T)``, by the inverse of its distribution."""
+        width = temperature**0.5 + temperature / self.speed
+        grid = jnp.linspace(-12.0 * width, 12.0 * width, 4001)
+        log_density = -self.energy(grid[:, None]) / temperature
+        distribution = jnp.cumsum(jnp.exp(log_density - log_density.max()))
+        distribution = (distribution - distribution[0]) / (distribution[-1] - distribution[0])
+        return jnp.interp(jax.scipy.stats.norm.cdf(white), distribution, grid).astype(white.dtype)
+
+
+@dataclass(frozen=True)
+class Underdamped(Dynamics):
+    r"""Langevin dynamics with momenta m: SGHMC, and SGHMC with repulsion.
+
+    .. math::
+        dz = K(z)\, m\, dt, \qquad
+        dm = \bigl(-K(z) \nabla U + T\,\Gamma(z) - C\, m\bigr)\, dt + \sqrt{2 C T}\; dW
+
+    With the energy ``H = U(z) + ‖m‖²/2`` that is ``D = diag(0, C I)`` and ``Q = [[0, −K], [K, 0]]`` in the complete
+    recipe, and Γ, the divergence of K as for :class:`~numpyro_repulsion.Overdamped`, corrects the momenta alone. As
+    ε → 0 the stationary law is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I)``. The noise is white whatever K is, so no
+    Cholesky factor is taken. With ``K = I`` this is SGHMC.
+
+    Where ``K = I`` an update is BAOAB (half a kick, half a drift, friction and noise for a whole step, half a drift,
+    half a kick), whose bias is of second order in ε; elsewhere a kick, friction and noise, and a drift by ``K m``, of
+    first order. Friction and noise are exact for any ε. Minibatch noise of variance V heats the momenta by
+    ``εV / (2C)`` of T.
+
+    ``step_size`` is a step of time: ε here goes as far as ``ε²/2`` of :class:`~numpyro_repulsion.Overdamped`.
+
+    :param friction: C > 0, in the units of the (whitened) positions; 2 is critical for a direction of unit scale.
+    :param temperature: T >= 0; anything but 1 is no longer the posterior (see :class:`~numpyro_repulsion.Overdamped`).
+        0 is gradient descent with momentum.
+    :param kinetic: ``None`` is ``‖m‖²/2``; :class:`~numpyro_repulsion.Relativistic` limits velocities: then ``K m``
+        and ``C m`` are ``K ∇H_m`` and ``C ∇H_m``, momenta have the law ``exp(−energy / T)``, and the integrator is of
+        first order.
+    :raises ValueError: for a friction that is not positive, or a temperature that is negative or not finite.
+
+    **References:**
+
+    1. *Stochastic Gradient Hamiltonian Monte Carlo*, T. Chen, E. B. Fox and C. Guestrin,
+       https://arxiv.org/abs/1402.4102
+    2. *Robust and efficient configurational molecular sampling via Langevin dynamics*, B. Leimkuhler and
+       C. Matthews, https://arxiv.org/abs/1304.3269
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import RBF, Underdamped
+        >>> def force(z):
+        ...     return 0.5 * jnp.sum(z**2, -1), z
+        >>> z = random.normal(random.key(0), (6, 2))
+        >>> dynamics, couple = Underdamped(friction=2.0), RBF(bandwidth=2.0).couple
+        >>> cloud = dynamics.init(random.key(1), z, force, couple)
+        >>> moved = dynamics.step(random.key(2), cloud, force, couple, 0.1)
+        >>> moved.z.shape, moved.memory[0].shape
+        ((6, 2), (6, 2))
+    """
+
+    friction: float = 1.0
+    temperature: float = 1.0
+    kinetic: Relativistic | None = None
+
+    def __post_init__(self):
+        _require(self, "friction", self.friction, 0.0)
+        _require_temperature(self)
+        if self.kinetic is not None and not isinstance(self.kinetic, Relativistic):
+            raise TypeError(f"`kinetic` must be None or Relativistic(speed=...); got {self.kinetic!r}.")
+
+    @property
+    def is_sampler(self):
+        return self.temperature > 0.0
+
+    def init(self, key, z, force, couple):
+        white = _white(key, z, couple(z))
+        if self.kinetic is None or not self.is_sampler:
+            return Cloud(z, *force(z), (self.temperature**0.5 * white,))
+        return Cloud(z, *force(z), (self.kinetic.momenta(white, self.temperature),))
+
+    def step(self, key, cloud, force, couple, step_size):
+        coupling = couple(cloud.z)
+        (m,) = cloud.memory
+        if self._splits(coupling):
+            m = m - step_size / 2 * cloud.gradient
+            z = cloud.z + step_size / 2 * m
+            m = self._rub(_white(key, cloud.z, coupling), m, step_size)
+            z = z + step_size / 2 * m
+            energy, gradient = force(z)
+            return Cloud(z, energy, gradient, (m - step_size / 2 * gradient,))
+        m = m + step_size * _kick(self, coupling, cloud.gradient)
+        m = self._rub(_white(key, cloud.z, coupling), m, step_size)
+        z = cloud.z + step_size * coupling.apply(self._velocity(m))
+        return Cloud(z, *force(z), (m,))
+
+    def _splits(self, coupling):
+        return coupling.is_identity and self.kinetic is None
+
+    def _velocity(self, m):
+        return m if self.kinetic is None else self.kinetic.velocity(m)
+
+    def _rub(self, white, m, step_size):
+        """Friction and noise over a step: exact for ‖m‖²/2, Euler's for other energies."""
+        if self.kinetic is None:
+            keep = jnp.exp(-self.friction * step_size)
+            return keep * m + jnp.sqrt(self.temperature * (1.0 - keep**2)) * white
+        noise = jnp.sqrt(2.0 * self.friction * self.temperature * step_size) * white
+        return m - step_size * self.friction * self.kinetic.velocity(m) + noise
+
+    def tolerated(self, tolerance, landscape, coupling):
+        # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature; the cruder
+        # integrator is given a third of that.
+        limit = min((5.0 * tolerance) ** 0.5, 0.5) if self._splits(coupling) else tolerance
+        curved = self.comparable(limit / landscape.curvature) / coupling.bound
+        return jnp.minimum(curved, 2.0 * self.friction * tolerance / landscape.noise)
+
+    def stable(self, landscape, coupling):
+        # K acts twice, on the kick and on the drift.
+        return 2.0 / jnp.sqrt(landscape.largest + (coupling.bound**2 - 1.0) * landscape.curvature)
+
+    def bias(self, step_size, landscape, coupling):
+        heat = step_size * landscape.noise / (2.0 * self.friction)
+        square = step_size**2 / 2.0 * landscape.curvature * coupling.bound**2
+        return jnp.maximum(heat, square**2 / 5.0 if self._splits(coupling) else square)
+
+    def rate(self, variance):
+        # A direction of frequency ω = 1/s forgets at C/2 while friction is weak, and at ω²/C where it is strong.
+        return jnp.minimum(self.friction / 2.0, 1.0 / (self.friction * variance))
+
+    def comparable(self, step_size):
+        return jnp.sqrt(2.0 * step_size)
+
+
+@dataclass(frozen=True)
+class Thermostat(Dynamics):
+    r"""Langevin dynamics whose friction ζ adapts, one for each particle: SGNHT, and SGNHT with repulsion.
+
+    .. math::
+        dz = K m\, dt, \qquad dm = (-K \nabla U + T\,\Gamma - \zeta m)\, dt + \sqrt{2 C T}\; dW, \qquad
+        d\zeta = (\|m\|^2 / d - T)\, dt / \mu
+
+    With ``H = U(z) + ‖m‖²/2 + μ d (ζ − C)²/2`` that is ``D = diag(0, C I, 0)``, and Q couples z with m through K, as
+    for :class:`~numpyro_repulsion.Underdamped`, and m with ζ: ``Q_mζ = m / (μ d) = −Q_ζmᵀ``. As ε → 0 the stationary
+    law is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I) × N(ζ_i; C, T / (μ d))``: ζ has the mean C. Minibatch noise that is
+    the same in all directions, of variance V, heats the momenta, and ζ rises by ``εV / (2T)`` to cool them again, so
+    that the law of z is as it was.
+
+    Where ``K = I`` an update is BADODAB (second order in ε); elsewhere a kick, friction, a drift by ``K m`` and the
+    thermostat, of first order.
+
+    :param friction: C > 0, what the injected noise alone balances.
+    :param temperature: T > 0; anything but 1 is no longer the posterior.
+    :param inertia: μ > 0, how slowly ζ follows.
+    :raises ValueError: for values that are not positive, finite numbers.
+
+    **References:**
+
+    1. *Bayesian Sampling Using Stochastic Gradient Thermostats*, N. Ding, Y. Fang, R. Babbush, C. Chen, R. D. Skeel
+       and H. Neven, NIPS 2014
+    2. *Adaptive Thermostats for Noisy Gradient Systems*, B. Leimkuhler and X. Shang, https://arxiv.org/abs/1505.06889
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import Independent, Thermostat
+        >>> def force(z):
+        ...     return 0.5 * jnp.sum(z**2, -1), z
+        >>> dynamics, couple = Thermostat(friction=2.0), Independent().couple
+        >>> cloud = dynamics.init(random.key(1), jnp.ones((6, 2)), force, couple)
+        >>> momenta, friction = dynamics.step(random.key(2), cloud, force, couple, 0.1).memory
+        >>> momenta.shape, friction.shape
+        ((6, 2), (6, 1))
+    """
+
+    friction: float = 1.0
+    temperature: float = 1.0
+    inertia: float = 1.0
+
+    def __post_init__(self):
+        for name in ("friction", "temperature", "inertia"):
+            _require(self, name, getattr(self, name), 0.0)
+
+    def init(self, key, z, force, couple):
+        momentum_key, friction_key = random.split(key)
+        m = self.temperature**0.5 * _white(momentum_key, z, couple(z))
+        spread = (self.temperature / (self.inertia * z.shape[-1])) ** 0.5
+        ζ = self.friction + spread * random.normal(friction_key, (*z.shape[:-1], 1), z.dtype)
+        return Cloud(z, *force(z), (m, ζ))
+
+    def step(self, key, cloud, force, couple, step_size):
+        coupling = couple(cloud.z)
+        m, ζ = cloud.memory
+        white = _white(key, cloud.z, coupling)
+        if coupling.is_identity:
+            m = m - step_size / 2 * cloud.gradient
+            z = cloud.z + step_size / 2 * m
+            ζ = ζ + step_size / 2 * self._excess(m)
+            m = self._rub(white, m, ζ, step_size)
+            ζ = ζ + step_size / 2 * self._excess(m)
+            z = z + step_size / 2 * m
+            energy, gradient = force(z)
+            return Cloud(z, energy, gradient, (m - step_size / 2 * gradient, ζ))
+        m = m + step_size * _kick(self, coupling, cloud.gradient)
+        m = self._rub(white, m, ζ, step_size)
+        ζ = ζ + step_size * self._excess(m)
+        z = cloud.z + step_size * coupling.apply(m)
+        return Cloud(z, *force(z), (m, ζ))
+
+    def _excess(self, m):
+        return (jnp.mean(m**2, -1, keepdims=True) - self.temperature) / self.inertia
+
+    def _rub(self, white, m, ζ, step_size):
+        """Friction ζ, which may be negative, and noise over a step, exactly."""
+        x = 2.0 * step_size * ζ
+        small = jnp.abs(x) < 1e-3
+        share = jnp.where(small, 1.0 - x / 2.0, -jnp.expm1(-x) / jnp.where(small, 1.0, x))
+        return jnp.exp(-x / 2.0) * m + jnp.sqrt(2.0 * self.friction * self.temperature * step_size * share) * white
+
+    def tolerated(self, tolerance, landscape, coupling):
+        return self._plain().tolerated(tolerance, landscape, coupling)
+
+    def stable(self, landscape, coupling):
+        return self._plain().stable(landscape, coupling)
+
+    def bias(self, step_size, landscape, coupling):
+        return self._plain().bias(step_size, landscape, coupling)
+
+    def rate(self, variance):
+        return self._plain().rate(variance)
+
+    def comparable(self, step_size):
+        return self._plain().comparable(step_size)
+
+    def _plain(self):
+        """With constant friction. Noise that differs between directions heats those that have most, as it does there."""
+        return Underdamped(self.friction, self.temperature)
+
+
+def _white(key, z, coupling):
+    """Standard normal noise, balanced where the interaction balances it."""
+    return random.normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
+
+
+def _kick(dynamics, coupling, gradient):
+    repulsion = coupling.repulsion
+    return (repulsion if dynamics.temperature == 1.0 else dynamics.temperature * repulsion) - coupling.apply(gradient)
+
+
+def _require(part, name, value, above):
+    if not (isinstance(value, Real) and above < value < float("inf")):
+        raise ValueError(f"{type(part).__name__}: `{name}` must be a finite number above {above:g}; got {value!r}.")
+    # A NumPy scalar would carry its precision into the particles'.
+    object.__setattr__(part, name, float(value))
+
+
+def _require_temperature(dynamics):
+    value = dynamics.temperature
+    if not (isinstance(value, Real) and 0.0 <= value < float("inf")):
+        raise ValueError(
+            f"{type(dynamics).__name__}: `temperature` must be a finite number, 0 or above; got {value!r}."
+        )
+    object.__setattr__(dynamics, "temperature", float(value))
