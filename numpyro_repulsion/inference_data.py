@@ -241,6 +241,7 @@ def _attributes(mcmc, kernel, target):
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
+        "remedy": kernel.remedy,
         "complaints": " ".join(kernel.complaints(state)),
         "num_particles": mcmc.num_chains,
         "num_ensembles": num_ensembles,
@@ -264,8 +265,8 @@ def _sentence(attributes, table):
     held = int(attributes["num_divergences"])
     if held:
         text += (
-            f"{held} update{'s were' if held > 1 else ' was'} not finite and held: divide `step_size` by 2 to 10, or "
-            "reparameterize."
+            f"{held} update{'s were' if held > 1 else ' was'} not finite and held, or had a gradient that was cut: "
+            f"{attributes['remedy']}, or reparameterize."
         )
     else:
         text += "No update was held as diverging."

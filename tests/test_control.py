@@ -1,6 +1,7 @@
 """Control variates: the pass over all rows, and gradients corrected by it."""
 
 import itertools
+import warnings
 
 import jax
 from jax import random
@@ -11,8 +12,9 @@ import pytest
 
 import numpyro
 import numpyro.distributions as dist
+from numpyro.infer import MCMC
 
-from numpyro_repulsion import ControlVariates, FullData, Subsampled
+from numpyro_repulsion import SGLD, ControlVariates, FullData, Subsampled
 from numpyro_repulsion.gradients import Anchor, ModelTarget, draw_indices, full_gradient
 from numpyro_repulsion.gradients.control import chunks
 
@@ -115,7 +117,7 @@ def test_plates_are_crossed_where_a_term_sees_rows_of_both():
 @pytest.mark.parametrize(("total", "batch"), [(20_011, 50), (20_000, 200), (97, 10), (1_000_003, 1000), (2, 1)])
 def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
     target = ModelTarget(rows_model(total, batch))
-    table = chunks(target, 20 * batch)
+    table = chunks(target, 20)
     length = table.length["rows"]
     assert length <= 20 * batch
     assert len(table.weight) <= 2 * total / min(total, 20 * batch) + np.log2(20 * batch)
@@ -126,7 +128,7 @@ def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
 
 
 def anchor_at(target, z, unravel, in_use=True):
-    return Anchor(z, *full_gradient(KEY, target, unravel, z, 20), jnp.asarray(in_use))
+    return Anchor(z, *full_gradient(KEY, target, unravel, z, 20), jnp.asarray(in_use), jnp.nan)
 
 
 def test_corrected_gradients_are_unbiased_by_enumeration():
@@ -219,3 +221,59 @@ def test_minibatches_are_those_of_subsampled():
     rows, axes = ControlVariates().rows(KEY, target, (2, 3))
     np.testing.assert_array_equal(rows["rows"], draw_indices(KEY, plates, (2, 3))["rows"])
     assert axes == 2 and ControlVariates(shared=True).rows(KEY, target, (2, 3))[1] == 1
+
+
+def mean_of(y, subsample_size):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.StudentT(5.0, mu, 1.0), obs=y[i])
+
+
+@pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup expects trouble")
+@pytest.mark.parametrize("size", [400, 300], ids=["as many rows", "fewer rows"])
+def test_other_data_after_warmup_are_recognized(size):
+    first, then = random.normal(random.key(1), (400,)), 4.0 + random.normal(random.key(2), (size,))
+    mcmc = MCMC(
+        SGLD(mean_of), num_warmup=200, num_samples=300, num_chains=10, chain_method="vectorized", progress_bar=False
+    )
+    mcmc.warmup(random.key(0), first, 20)
+    before = mcmc.last_state.tuning.anchor
+    mcmc.run(random.key(3), then, 20)
+    anchor = mcmc.last_state.tuning.anchor
+    target = ModelTarget(mean_of, (then, 20))
+    _, gradient = full_gradient(KEY, target, lambda z: {"mu": z[0]}, before.position, 10)
+    np.testing.assert_allclose(anchor.gradient, gradient, rtol=1e-3)
+    assert bool(anchor.in_use) and anchor.position == before.position
+    # The first draws travel.
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"][:, 100:], float)
+    assert abs(draws.mean() - float(jnp.median(then))) < 0.2
+
+
+def test_the_same_data_leave_the_reference_alone():
+    y = random.normal(random.key(1), (400,))
+    kernel = SGLD(mean_of)
+    state = kernel.init(random.split(random.key(0), 6), 60, None, (y, 20), {})
+    sample = jax.jit(lambda state: kernel.sample(state, (y, 20), {}))
+    anchors = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(80):
+            state = sample(state)
+            anchors.append(state.tuning.anchor)
+    late = anchors[40:]
+    assert not np.isnan(late[0].fingerprint)
+    assert all(jax.tree.all(jax.tree.map(np.array_equal, late[0], anchor)) for anchor in late)
+
+
+@pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup expects trouble", "ignore:num_warmup")
+@pytest.mark.parametrize("num_warmup", [1, 2, 3, 5])
+def test_a_warmup_of_one_iteration_finds_a_reference(num_warmup):
+    y = 5.0 + random.normal(random.key(1), (400,))
+    kernel = SGLD(mean_of, step_size=1e-3)
+    mcmc = MCMC(
+        kernel, num_warmup=num_warmup, num_samples=400, num_chains=10, chain_method="vectorized", progress_bar=False
+    )
+    mcmc.run(random.key(0), y, 20)
+    assert np.any(mcmc.last_state.tuning.anchor.gradient != 0)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"][:, 200:])
+    assert abs(draws.mean() - float(jnp.median(y))) < 0.2

@@ -20,7 +20,7 @@ def arrive(
     position: Position,
     step_size: jax.Array,
     force: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-    is_minibatch: bool = True,
+    is_noisy: bool = True,
 ) -> tuple[Position, jax.Array]:
     """One Metropolis-adjusted Langevin update of every particle by itself, towards three acceptances in five.
 
@@ -29,8 +29,8 @@ def arrive(
 
     :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
     :param step_size: ``(G, L)``.
-    :param force: ``u -> (U, ∇U)`` on one minibatch.
-    :param is_minibatch: whether it differs from that of the last update, so that U has to be evaluated again.
+    :param force: ``u -> (U, ∇U)``, the same at both ends of the update.
+    :param is_noisy: whether the force is another one in every update, so that U has to be evaluated again.
     :return: the new position, and step sizes.
     """
     u = position[0]
@@ -42,7 +42,7 @@ def arrive(
         energy, gradient = force(point)
         return u - step * gradient + noise, (energy, gradient)
 
-    if is_minibatch:
+    if is_noisy:
         # At u, then at the proposal from there; as a loop, so that the force is compiled once.
         _, (energies, gradients) = lax.scan(propose, u, length=2)
     else:
@@ -61,15 +61,21 @@ def arrive(
     return select(fresh, moved, position), step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
-def rescue(key: jax.Array, position: Position, step_size: jax.Array) -> tuple[Position, jax.Array]:
+def rescue(
+    key: jax.Array, position: Position, step_size: jax.Array, is_noisy: bool = False
+) -> tuple[Position, jax.Array]:
     """Sends particles that were left far behind to where a random one of the better half is.
 
     Far behind is more than ``10 + 5 √d`` above the median potential energy: exact draws hardly ever are.
+
+    :param is_noisy: whether energies come from minibatches of each particle's own. Nine times the median deviation, six
+        standard deviations of a Gaussian, is then allowed for the noise.
     """
     u, energy, _ = position
     flat = energy.ravel()
     better = jnp.argsort(flat)[: max(1, (flat.size + 1) // 2)]
-    lost = flat > jnp.median(flat) + 10.0 + 5.0 * u.shape[-1] ** 0.5
+    behind = flat - jnp.median(flat)
+    lost = behind > 10.0 + 5.0 * u.shape[-1] ** 0.5 + 9.0 * is_noisy * jnp.median(jnp.abs(behind))
     chosen = jnp.where(lost, random.choice(key, better, lost.shape), jnp.arange(flat.size))
 
     def move(x):

@@ -16,7 +16,7 @@ POWER_ITERATIONS = 8
 QUANTILE = 0.9
 
 #: ``(key, u, corrected) -> (U, ∇U)`` on clouds; `corrected` says whether control variates correct it.
-Force = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+CorrectableForce = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Measurements(NamedTuple):
@@ -61,12 +61,12 @@ class Measurements(NamedTuple):
 
 
 def measure(
-    key: jax.Array, u: jax.Array, width: jax.Array, force: Force, corrected: jax.Array, compare: bool
+    key: jax.Array, u: jax.Array, width: jax.Array, force: CorrectableForce, corrected: jax.Array, compare: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Curvature by power iteration on gradient differences, and the gradient noise of their midpoints.
 
     The two sides of a difference see the same minibatch, and each iteration another one: midpoints differ between
-    iterations by the minibatch alone.
+    iterations by the minibatch, and where U is no parabola a little by the direction.
 
     :param u: particles, ``(G, L, d)``.
     :param width: half the distance over which gradients are compared, ``(G, L)`` or a scalar.
@@ -107,11 +107,12 @@ def _largest_variance(key, gradients):
     The direction is found on one half of the particles' times and the variance taken on the other, and the reverse:
     the largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large.
     """
-    times = gradients.shape[0]
-    deviations = gradients - gradients.mean(0)
+    times = gradients.shape[0] // 2
+    # Each half about means of its own: a common one would make them opposite.
+    halves = gradients.reshape(2, times, -1, gradients.shape[-1])
+    deviations = halves - halves.mean(1, keepdims=True)
     deviations = jnp.where(jnp.isfinite(deviations).all(-1, keepdims=True), deviations, 0.0)
     halves = deviations.reshape(2, -1, gradients.shape[-1])
-    # Each half has its own mean removed only in common with the other, so count all degrees of freedom.
     rows = halves.shape[1] * (times - 1) / times
 
     def iterate(directions, _):

@@ -143,6 +143,19 @@ class Moments(NamedTuple):
         scale = unit[:, None] * jnp.linalg.cholesky((covariance + covariance.T) / 2)
         return Preconditioner(jnp.where(jnp.isfinite(scale).all(), scale, jnp.diag(unit)), self.position)
 
+    def after(self, change: Preconditioner) -> Moments:
+        """The moments of the same clouds in the coordinates of a change of variables, which must have a scale."""
+        scale = change.scale
+        if scale is None:
+            raise ValueError("Moments follow changes of variables with scales.")
+        if scale.ndim == 1:
+            position, gradient = self.position_scatter / scale**2, self.gradient_scatter * scale**2
+        else:
+            half = solve_triangular(scale, self.position_scatter, lower=True)
+            position = solve_triangular(scale, half.T, lower=True)
+            gradient = scale.T @ self.gradient_scatter @ scale
+        return Moments(self.number, change.whiten(self.position), change.pull(self.gradient), position, gradient)
+
     def spread(self) -> jax.Array:
         """The largest variance of the positions in any direction."""
         covariance = self.position_scatter / jnp.maximum(self.number, 1.0)

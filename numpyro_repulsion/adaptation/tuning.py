@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.adaptation.arrival import rescue
-from numpyro_repulsion.adaptation.measurement import Force, Measurements, measure
+from numpyro_repulsion.adaptation.measurement import CorrectableForce, Measurements, measure
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Landscape
 from numpyro_repulsion.gradients import Anchor
@@ -51,12 +51,14 @@ class Learned(NamedTuple):
     - **scale** - ``"diagonal"`` or ``"dense"``, or ``None`` where the preconditioner is given.
     - **bandwidth** - whether the interaction leaves one to be learned.
     - **anchor** - whether the gradient has control variates.
+    - **noise** - whether gradients are noisy.
     """
 
     step_size: BiasBudget | None
     scale: str | None
     bandwidth: bool
     anchor: bool
+    noise: bool = False
 
     @property
     def arrives(self) -> bool:
@@ -104,7 +106,11 @@ class Tuning(NamedTuple):
     def effective_draws(self, step_size: jax.Array | float, num_steps: int, dynamics: Dynamics) -> jax.Array:
         """How many independent draws a run as long as the warmup is worth, for the direction that moves slowest."""
         time = step_size * num_steps * self.num_warmup
-        return self.arrival.size * time * dynamics.rate(self.moments.spread()) / 2.0
+        return self.arrival.size * time * dynamics.rate(self.spread(dynamics)) / 2.0
+
+    def spread(self, dynamics: Dynamics) -> jax.Array:
+        """The largest variance in any direction, in units of the temperature."""
+        return self.moments.spread() / (dynamics.temperature or 1.0)
 
     @staticmethod
     def start(
@@ -150,8 +156,9 @@ def adapt(
     tuning: Tuning,
     cloud: Cloud,
     learned: Learned,
-    force: Callable[[Tuning], Force],
-    reference: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    force: Callable[[Tuning], CorrectableForce],
+    reference: Callable[[Anchor], Anchor],
+    is_stale: jax.Array | bool,
     interaction: Interaction,
     dynamics: Dynamics,
     num_steps: int,
@@ -162,55 +169,54 @@ def adapt(
 
     :param cloud: the particles, in whitened coordinates.
     :param force: the force, given what has been learned.
-    :param reference: ``z -> (U, ∇U)`` over all rows at one flat particle.
+    :param reference: an anchor with U and ∇U over all rows at its position.
+    :param is_stale: whether the anchor's are those of other data.
     :param num_steps: updates in an iteration.
     :param shared: whether the particles of a group share their minibatch.
     :return: the tuning, and the cloud in its new coordinates.
     """
 
-    def learn():
-        observed = _observe(tuning, cloud)
-        due = is_due(observed)
-        rescue_key, measure_key = random.split(key)
-
-        def refit():
-            return _refit(rescue_key, observed, cloud, learned, reference)
-
-        refitted, moved = lax.cond(due, refit, lambda: (observed, cloud))
-        if learned.bandwidth:
-            refitted = _follow(refitted, moved, interaction, due)
-        if not learned.measures:
-            return refitted, moved
-
-        def settle():
-            found = force(refitted)
-            return _settle(measure_key, refitted, moved, learned, found, interaction, dynamics, num_steps, shared)
-
-        settles = due & (refitted.iteration >= _at(ARRIVED, tuning))
-        return lax.cond(settles, settle, lambda: refitted), moved
-
-    def count():
-        return tuning._replace(iteration=tuning.iteration + 1), cloud
-
-    return lax.cond(tuning.iteration < tuning.num_warmup, learn, count)
+    rescue_key, measure_key = random.split(key)
+    is_warmup = tuning.iteration < tuning.num_warmup
+    moments = lax.cond(is_warmup, lambda: _observe(tuning, cloud), lambda: tuning.moments)
+    tuning = tuning._replace(moments=moments, iteration=tuning.iteration + 1)
+    due = is_due(tuning)
+    position = tuning.preconditioner.colour(tuning.moments.position)
+    tuning, cloud = lax.cond(due, lambda: _refit(rescue_key, tuning, cloud, learned), lambda: (tuning, cloud))
+    if tuning.anchor is not None:
+        passes = due & ((tuning.iteration == _at(ARRIVED, tuning)) | (tuning.iteration == _at(FREEZE, tuning)))
+        anchor = tuning.anchor._replace(
+            position=jnp.where(passes, position, tuning.anchor.position), in_use=tuning.anchor.in_use | passes
+        )
+        anchor = lax.cond(passes | is_stale, lambda: reference(anchor), lambda: anchor)
+        tuning = tuning._replace(anchor=anchor)
+    if learned.bandwidth:
+        tuning = tuning._replace(bandwidth=_follow(tuning, cloud, learned, interaction, due))
+    if learned.measures:
+        tuning = lax.cond(
+            due & (tuning.iteration >= _at(ARRIVED, tuning)),
+            lambda: _settle(
+                measure_key, tuning, cloud, learned, force(tuning), interaction, dynamics, num_steps, shared
+            ),
+            lambda: tuning,
+        )
+    return tuning, cloud
 
 
 def _observe(tuning, cloud):
-    """With the cloud's moments added, and the iteration counted."""
+    """The moments with those of one more cloud."""
     fresh = jnp.any(tuning.iteration == _at(BEGINNINGS, tuning))
     moments = jax.tree.map(lambda x: jnp.where(fresh, jnp.zeros_like(x), x), tuning.moments)
-    moments = moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
-    return tuning._replace(moments=moments, iteration=tuning.iteration + 1)
+    return moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
 
 
-def _refit(key, tuning, cloud, learned, reference):
-    """Lost particles sent back, new scales from the window's moments, and a new reference point."""
+def _refit(key, tuning, cloud, learned):
+    """Lost particles sent back, and new scales from the window's moments."""
     done = tuning.iteration
-    centre = tuning.preconditioner.colour(tuning.moments.position)
     if learned.arrives:
         position, arrival = lax.cond(
             (done > _at(FIRST_RESCUE, tuning)) & (done <= _at(ARRIVED, tuning)),
-            lambda: rescue(key, cloud[:3], tuning.arrival),
+            lambda: rescue(key, cloud[:3], tuning.arrival, learned.noise),
             lambda: (cloud[:3], tuning.arrival),
         )
         cloud = cloud._replace(z=position[0], potential_energy=position[1], gradient=position[2])
@@ -221,33 +227,27 @@ def _refit(key, tuning, cloud, learned, reference):
             lambda: _rescale(tuning, cloud),
             lambda: (tuning, cloud),
         )
-    if learned.anchor:
-        passes = (done == _at(ARRIVED, tuning)) | (done == _at(FREEZE, tuning))
-        anchor = lax.cond(
-            passes,
-            lambda: Anchor(centre, *reference(centre), jnp.ones((), bool)),
-            lambda: tuning.anchor,
-        )
-        tuning = tuning._replace(anchor=anchor)
     return tuning, cloud
 
 
-def _follow(tuning, cloud, interaction, due):
+def _follow(tuning, cloud, learned, interaction, due):
     """The bandwidth follows the cloud until scales are frozen, and then settles at the ends of windows.
 
     A cloud may shrink many times over while it travels. With the bandwidth it had before, all particles would be
     neighbours, and the step too long for the largest eigenvalue of such a K.
     """
-    travels = tuning.iteration < _at(FREEZE, tuning)
-    bandwidth = lax.cond(travels | due, lambda: interaction.learn_bandwidth(cloud.z), lambda: tuning.bandwidth)
-    return tuning._replace(bandwidth=bandwidth)
+    done = tuning.iteration
+    interacts = (done >= _at(ARRIVED, tuning)) if learned.arrives else True
+    follows = interacts & ((done < _at(FREEZE, tuning)) | due)
+    return lax.cond(follows, lambda: interaction.learn_bandwidth(cloud.z), lambda: tuning.bandwidth)
 
 
 def _rescale(tuning, cloud):
     change = tuning.moments.shape(tuning.iteration > _at(FIRST_DENSE, tuning))
     # The carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.pull(cloud.gradient))
-    return tuning._replace(preconditioner=tuning.preconditioner.after(change)), cloud
+    preconditioner, moments = tuning.preconditioner.after(change), tuning.moments.after(change)
+    return tuning._replace(preconditioner=preconditioner, moments=moments), cloud
 
 
 def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps, shared):
@@ -255,13 +255,16 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     in_use = tuning.anchor.in_use if learned.anchor else jnp.zeros((), bool)
     scale = learned.scale
     width = WIDTH if scale else WIDTH * jnp.sqrt(tuning.arrival if learned.arrives else tuning.step_size)
-    found = measure(key, cloud.z, width, force, in_use, learned.anchor)
+    curvature, noise = measure(key, cloud.z, width, force, in_use, learned.anchor)
+    if not learned.noise:
+        # Without minibatches, midpoints differ by the third derivatives of U alone.
+        noise = jnp.zeros_like(noise)
     changed = tuning.iteration <= _at(FREEZE, tuning)
     known = tuning.measurements
     measurements = known._replace(
         number=jnp.where(changed, 0, known.number),
         **{name: jnp.where(changed, jnp.nan, getattr(known, name)) for name in ("curvature", "noise")},
-    ).add(*found)
+    ).add(curvature, noise)
     tuning = tuning._replace(measurements=measurements)
     plain, corrected = measurements.mean_noise
     if learned.anchor:
@@ -273,18 +276,21 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     ends, shares = (np.array(column) for column in zip(*ANNEALING, strict=True))
     current = jnp.searchsorted(_at(ends, tuning), tuning.iteration, side="right")
     noise = noise * jnp.asarray([*shares, 1.0], noise.dtype)[current]
+    # Noise and variances in units of the temperature.
+    spread, noise = tuning.spread(dynamics), noise / (dynamics.temperature or 1.0)
+    # The mean curvature in a direction is at least one over its variance, however little of it was met.
+    curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
+    landscape = Landscape(curvature, jnp.maximum(measurements.largest_curvature, curvature), noise)
     rule = learned.step_size
-    landscape = Landscape(measurements.typical_curvature, measurements.largest_curvature, noise)
-    # Half the limit of stability at typical particles.
-    moderate = dynamics.stable(landscape._replace(largest=landscape.curvature), coupling) / 2.0
     step_size = rule.step_size(
-        dynamics.tolerated(rule.tolerance, landscape, coupling),
-        moderate,
-        dynamics.stable(landscape, coupling),
-        tuning.effective_draws(1.0, num_steps, dynamics),
+        tolerated=dynamics.tolerated(rule.tolerance, landscape, coupling),
+        # Half the limit of stability at typical particles.
+        moderate=dynamics.stable(landscape._replace(largest=curvature), coupling) / 2.0,
+        stable=dynamics.stable(landscape, coupling),
+        draws_per_step=tuning.effective_draws(1.0, num_steps, dynamics) if dynamics.is_sampler else jnp.inf,
     )
     usable = jnp.isfinite(step_size) & (step_size > 0)
-    # Without curvature, on a cone, say, there is no bound: stay well below the steps that Metropolis accepted.
+    # Of particles that do not move nothing was measured: stay well below the steps that Metropolis accepted.
     accepted = jnp.exp(jnp.log(tuning.arrival).mean())
     step_size = jnp.where(usable, step_size, dynamics.comparable(0.1 * accepted))
     bias = dynamics.bias(step_size, landscape, coupling)
@@ -293,6 +299,7 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
 
 def _at(fraction, tuning):
     """The iteration at a fraction of warmup, at least the first."""
-    # In integers, for in single precision 0.3 · 50 is not 15.
+    # In integers, for in single precision 0.3 · 50 is not 15; in two parts, lest the product overflow.
     parts = np.round(np.asarray(fraction) * 4000).astype(np.int32)
-    return parts * tuning.num_warmup // 4000
+    whole, rest = tuning.num_warmup // 4000, tuning.num_warmup % 4000
+    return jnp.clip(parts * whole + parts * rest // 4000, 1, tuning.num_warmup)

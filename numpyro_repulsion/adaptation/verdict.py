@@ -46,16 +46,18 @@ class Verdict(NamedTuple):
     def complaints(self) -> list[str]:
         """What is wrong, in sentences, each with its remedy."""
         found = []
-        if self.effective_draws < MIN_EFFECTIVE_DRAWS:
+        # A step that was raised until the run is worth just so many is no cause for complaint.
+        if self.effective_draws < 0.99 * MIN_EFFECTIVE_DRAWS:
             found.append(
                 "The slowest direction moves so little that as many draws as there were warmup iterations are worth "
-                f"about {float(self.effective_draws):.2g} independent ones: raise `num_steps`, num_warmup and "
+                f"about {float(self.effective_draws):.0f} independent ones: raise `num_steps`, num_warmup and "
                 "num_samples, or reparameterize."
             )
         if self.bias > 0:
             found.append(
                 "The step was made longer than its tolerance, lest the particles hardly move: variances may come out "
-                f"{100 * float(self.bias):.0f} % too large. More updates, or larger minibatches, let it be shorter."
+                f"{100 * float(self.bias):.0f} % too large. More updates (`num_steps`, num_warmup and num_samples) let "
+                "it be shorter."
             )
         if self.condition > MAX_CONDITION or self.curvature_ratio > MAX_CURVATURE_RATIO:
             found.append(
@@ -64,8 +66,8 @@ class Verdict(NamedTuple):
             )
         if self.noise_ratio > MAX_NOISE_RATIO:
             found.append(
-                f"Minibatch noise, {float(self.noise_ratio):.0f} times the curvature, makes the step short: enlarge "
-                "`subsample_size`."
+                f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, makes the step short: enlarge "
+                "`subsample_size`, or estimate a random likelihood (numpyro.prng_key) more precisely."
             )
         if self.fell_back:
             found.append(
@@ -87,11 +89,11 @@ def judge(tuning: Tuning, rule: BiasBudget | None, num_steps: int, dynamics: Dyn
     fell_back = jnp.asarray(False if tuning.anchor is None else ~tuning.anchor.in_use)
     if rule is None:
         return Verdict(unknown, unknown, unknown, unknown, unknown, fell_back)
-    is_dense = tuning.moments.position_scatter.ndim == 2
+    is_dense, is_sampler = tuning.moments.position_scatter.ndim == 2, dynamics.is_sampler
     return Verdict(
-        effective_draws=tuning.effective_draws(tuning.step_size, num_steps, dynamics),
-        bias=jnp.where(tuning.bias > 1.01 * rule.tolerance, tuning.bias, jnp.nan),
-        condition=curvature * tuning.moments.spread() if is_dense else unknown,
+        effective_draws=tuning.effective_draws(tuning.step_size, num_steps, dynamics) if is_sampler else unknown,
+        bias=jnp.where(is_sampler & (tuning.bias > 1.01 * rule.tolerance), tuning.bias, jnp.nan),
+        condition=curvature * tuning.spread(dynamics) if is_dense else unknown,
         curvature_ratio=tuning.measurements.largest_curvature / curvature,
         noise_ratio=tuning.noise / curvature,
         fell_back=fell_back,

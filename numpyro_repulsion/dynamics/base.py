@@ -72,6 +72,8 @@ class Dynamics:
 
     #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
     is_sampler: bool = True
+    #: T: the stationary law is ``∏_i exp(−U(z_i) / T)``.
+    temperature: float = 1.0
 
     def tolerated(self, tolerance: float, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The step at which variances are inflated by δ, the ``tolerance``, of themselves.
@@ -114,6 +116,8 @@ class Dynamics:
 
     #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
     is_sampler: bool = True
+    #: T: the stationary law is ``∏_i exp(−U(z_i) / T)``.
+    temperature: float = 1.0
 
     def order(self, coupling: Coupling) -> int:
         """The order in ε of the bias of the stationary law: 1, or 2 for better integrators."""

@@ -4,7 +4,7 @@ A :class:`Target` is the posterior as samplers see it, one unconstrained particl
 which rows of the subsampled plates each particle looks at in each update.
 """
 
-from numpyro_repulsion.gradients.control import ControlVariates, full_gradient
+from numpyro_repulsion.gradients.control import ControlVariates, fingerprint, full_gradient
 from numpyro_repulsion.gradients.minibatch import Anchor, FullData, Gradient, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import FunctionTarget, ModelTarget, Target
 
@@ -18,6 +18,7 @@ __all__ = [
     "Subsampled",
     "Target",
     "draw_indices",
+    "fingerprint",
     "full_gradient",
     "ravel_cloud",
 ]

@@ -24,22 +24,31 @@ class Anchor(NamedTuple):
     - **potential_energy** - U(ẑ) over all rows.
     - **gradient** - ∇U(ẑ) over all rows, ``(d,)``.
     - **in_use** - whether gradients are corrected by it.
+    - **fingerprint** - U(ẑ) on a few rows, by which other data are known; NaN until it is next used.
     """
 
     position: jax.Array
     potential_energy: jax.Array
     gradient: jax.Array
     in_use: jax.Array
+    fingerprint: jax.Array
 
     @staticmethod
     def none(size: int, dtype) -> Anchor:
         """No reference point yet, for ``size`` parameters."""
         zero = jnp.zeros(size, dtype)
-        return Anchor(zero, zero[0], zero, jnp.zeros((), bool))
+        return Anchor(zero, zero[0], zero, jnp.zeros((), bool), zero[0])
 
 
 class Gradient:
     """Which rows of the subsampled plates each particle looks at in each update."""
+
+    #: Whether the particles of a group share their rows.
+    shared: bool = False
+
+    def is_noisy(self, target: Target) -> bool:
+        """Whether U and ∇U are estimates, other ones in every update."""
+        return target.is_random
 
     def rows(self, key: jax.Array, target: Target, shape: tuple[int, ...]) -> tuple[Indices, int]:
         """Row indices for a cloud of ``shape = (G, L)`` particles.
@@ -109,9 +118,9 @@ class Subsampled(Gradient):
         ==================  =================  =======================================
         ..                  marginal variance  20 × variance of the ensemble's mean
         ==================  =================  =======================================
-        SGLD, shared        1.05               1.75
+        SGLD, shared        1.05               1.83
         SGLD, own           1.05               1.04
-        SGLDR, shared       1.22               7.4
+        SGLDR, shared       1.23               7.48
         SGLDR, own          1.03               1.39
         ==================  =================  =======================================
 
@@ -127,6 +136,9 @@ class Subsampled(Gradient):
     """
 
     shared: bool = False
+
+    def is_noisy(self, target):
+        return True
 
     def rows(self, key, target, shape):
         shape = shape[:1] if self.shared else shape

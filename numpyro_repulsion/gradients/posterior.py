@@ -19,6 +19,7 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
+from numpyro.primitives import Messenger
 from numpyro.util import not_jax_tracer
 
 __all__ = ["FunctionTarget", "Indices", "ModelTarget", "Particle", "Target"]
@@ -31,9 +32,11 @@ class Target:
     """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
 
     - **plates** - ``{name: (size, subsample_size)}`` of the plates that are subsampled.
+    - **is_random** - whether U is an estimate that differs from key to key, given the rows too.
     """
 
     plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    is_random: bool = False
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
         """U at one particle, from the rows ``indices`` of each subsampled plate; ``key`` feeds random likelihoods."""
@@ -222,7 +225,10 @@ class ModelTarget(Target):
     def _inspect(self):
         """The model's sites, of which only what is static may be used."""
         sites: dict = {}
-        jax.eval_shape(lambda: sites.update(self._trace({})) or 0)
+        keys = _Keys()
+        with keys:
+            jax.eval_shape(lambda: sites.update(self._trace({})) or 0)
+        self.is_random = keys.asked
         return sites
 
     def _bind(self, indices, key):
@@ -286,6 +292,15 @@ class ModelTarget(Target):
                 "The model has no continuous latent site, so there is nothing to sample; it needs at least one "
                 f"`numpyro.sample` statement without `obs`. Discrete latent sites: {discrete or 'none'}."
             )
+
+
+class _Keys(Messenger):
+    """Sees whether a model asks for keys, ``numpyro.prng_key()``."""
+
+    asked = False
+
+    def process_message(self, msg):
+        self.asked |= msg["type"] == "prng_key"
 
 
 @contextmanager

@@ -160,7 +160,7 @@ class Gram(Interaction):
         return gram + self.nugget * jnp.eye(len(u), dtype=u.dtype), lax.map(repulsion, u)
 
     def learn_bandwidth(self, u):
-        """The bandwidth at which k is, on average over pairs of the cloud, ``min(4 / (L − 1), 1 / 4)`` of its diagonal.
+        """The bandwidth at which k is, on average over pairs of the cloud, ``min(4 / (L − 1), 1 / 4)`` of its maximum.
 
         The particles that one sees then number four or fewer, and the largest eigenvalue of K stays near five
         however many there are; it sets how long a step can be.
@@ -178,12 +178,14 @@ class Gram(Interaction):
         def halve(interval, _):
             low, high = interval
             middle = (low + high) / 2.0
-            wide = mean_similarity(jnp.exp(middle)) > target
+            wide = mean_similarity(jnp.exp(middle)) > target * widest
             return (jnp.where(wide, low, middle), jnp.where(wide, middle, high)), None
 
         # Around the mean squared distance, e^±14 of it.
         scale = jnp.log(jnp.mean(jnp.var(u, -2).sum(-1)))
         scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
+        # A sum with the identity never comes near its diagonal.
+        widest = mean_similarity(jnp.exp(scale + 14.0))
         (low, high), _ = lax.scan(halve, (scale - 14.0, scale + 14.0), length=30)
         return jnp.exp((low + high) / 2.0).astype(u.dtype)
 

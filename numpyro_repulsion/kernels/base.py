@@ -19,18 +19,23 @@ from numpyro_repulsion.adaptation import Learned, Preconditioner, Tuning, first_
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.gradients import (
     ControlVariates,
-    FullData,
     FunctionTarget,
     Gradient,
     ModelTarget,
-    Subsampled,
     Target,
     ravel_cloud,
 )
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.live import warn_at_first_divergence, warn_by_verdict
-from numpyro_repulsion.kernels.settings import check_init_params, count, preconditioner_scale, require_instance
+from numpyro_repulsion.kernels.settings import (
+    check_groups,
+    check_init_params,
+    choose_gradient,
+    count,
+    preconditioner_scale,
+    require_instance,
+)
 from numpyro_repulsion.kernels.starts import Starter
 from numpyro_repulsion.kernels.state import ParticleState, map_particles
 from numpyro_repulsion.schedules import BiasBudget, as_schedule
@@ -55,12 +60,14 @@ class ParticleKernel(MCMCKernel):
     :param interaction: how particles see each other; ``None`` is the kernel's own.
     :param preconditioner: a constant matrix P with which the diffusion is ``K ⊗ P``: an array of shape ``(d,)`` for
         a diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
-        :func:`jax.flatten_util.ravel_pytree` (sites by name). ``None`` is the identity, and so is, in this release,
-        ``"auto"``.
+        :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"`` and ``"dense"`` learn it in warmup and
+        freeze it; ``"auto"`` is dense for up to 64 parameters and diagonal above, but the identity where a
+        ``step_size`` is given, so that it means what it means in SGLD. ``None`` is the identity.
     :param num_steps: updates per MCMC iteration, and so per draw.
     :param num_ensembles: the particles are split into so many equal groups, in order of the chains, that do not
         interact and share no minibatch.
-    :param gradient: ``None`` is ``Subsampled()`` for models with subsampled plates and ``FullData()`` for others.
+    :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if their
+        likelihood is random too) and ``FullData()`` for others.
     :param dynamics: ``None`` is the kernel's own.
     :param moves: jumps between updates; only ``None`` in this release.
     :param init_strategy: where particles start: a draw from the prior each, by default.
@@ -152,7 +159,7 @@ class ParticleKernel(MCMCKernel):
         """Starts the particles: draws from ``init_strategy`` until energy and gradient are finite, or ``init_params``.
 
         :param rng_key: L keys for L particles, or a single key for one plain chain (kernels that do not interact).
-        :param num_warmup: iterations in which step size and bandwidth may be learned.
+        :param num_warmup: iterations in which step size, preconditioner, bandwidth and control variates are learned.
         :param init_params: unconstrained positions, each leaf ``(L, ...)``.
         :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
             not fit, a model that cannot be sampled, or data with NaN.
@@ -168,7 +175,7 @@ class ParticleKernel(MCMCKernel):
             rng_key = rng_key[None]
             init_params = jax.tree.map(lambda x: jnp.asarray(x)[None], init_params)
         size = rng_key.shape[0]
-        self._check_groups(size)
+        check_groups(size, self.num_ensembles, self.interaction.interacts)
         if num_warmup == 0 and self._schedule is None:
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         target = self.target(model_args, model_kwargs)
@@ -234,14 +241,14 @@ class ParticleKernel(MCMCKernel):
             learned,
             self.num_steps,
         )
-        cloud, tuning, in_use, troubled = iteration.move(loop_key, cloud, tuning, state.num_updates)
+        tuning, is_other = iteration.recognize(tuning)
+        cloud, tuning, in_use, troubled = iteration.move(loop_key, cloud, tuning, state.num_updates, is_other)
         kept_after = tuning.num_warmup if learned.arrives else 0
         troubles = state.num_divergences + jnp.where(tuning.iteration >= kept_after, troubled.sum(), 0)
-        warn_at_first_divergence(state.num_divergences, troubles)
-        cloud, tuning = iteration.learn(tuning_key, cloud, tuning)
+        warn_at_first_divergence(state.num_divergences, troubles, self.remedy)
+        cloud, tuning = iteration.learn(tuning_key, cloud, tuning, is_other)
         if tuning.measurements is not None and learned.measures:
-            verdict = judge(tuning, learned.step_size, self.num_steps, self.dynamics)
-            warn_by_verdict(tuning.iteration == tuning.num_warmup, verdict)
+            warn_by_verdict(tuning.iteration == tuning.num_warmup, lambda: self._judge(tuning))
         state = ParticleState(
             z=jax.vmap(unravel)(tuning.preconditioner.colour(cloud.z).reshape(size, -1)),
             potential_energy=cloud.potential_energy.reshape(size),
@@ -270,7 +277,18 @@ class ParticleKernel(MCMCKernel):
         tuning = state.tuning
         if tuning.measurements is None or tuning.measurements.number == 0:
             return []
-        return judge(tuning, self._rule, self.num_steps, self.dynamics).complaints()
+        return self._judge(tuning).complaints()
+
+    def _judge(self, tuning):
+        return judge(tuning, self._rule, self.num_steps, self.dynamics)
+
+    @property
+    def remedy(self) -> str:
+        """What makes the steps of this kernel shorter, in words."""
+        rule = self._rule
+        if rule is None:
+            return "divide `step_size` by 2 to 10"
+        return f"set step_size=BiasBudget({rule.tolerance / 5:g}, min_draws=0)"
 
     def __getstate__(self):
         state = self.__dict__.copy()
@@ -288,16 +306,7 @@ class ParticleKernel(MCMCKernel):
 
     def resolve_gradient(self, target: Target | None) -> Gradient:
         """The gradient in use for a target: the kernel's own choice where none was given."""
-        if target is None:
-            target = FunctionTarget(self._potential_fn)
-        if self.gradient is None:
-            return ControlVariates() if target.plates else FullData()
-        if isinstance(self.gradient, Subsampled) and not target.plates:
-            raise ValueError(
-                f"gradient={self.gradient!r} needs a model with a subsampled plate, `numpyro.plate(name, size, "
-                "subsample_size=...)` with subsample_size < size; this one has none. Drop `gradient`."
-            )
-        return self.gradient
+        return choose_gradient(self.gradient, FunctionTarget(self._potential_fn) if target is None else target)
 
     @property
     def _rule(self) -> BiasBudget | None:
@@ -311,8 +320,14 @@ class ParticleKernel(MCMCKernel):
         if scale == "auto":
             # A given step means what it means in plain SGLD.
             scale = None if rule is None else "dense" if dimension <= MAX_DENSE else "diagonal"
-        is_anchored = isinstance(self.resolve_gradient(target), ControlVariates)
-        return Learned(rule, scale, self.interaction.learns_bandwidth, is_anchored)
+        gradient = self.resolve_gradient(target)
+        return Learned(
+            step_size=rule,
+            scale=scale,
+            bandwidth=self.interaction.learns_bandwidth,
+            anchor=isinstance(gradient, ControlVariates),
+            noise=gradient.is_noisy(target),
+        )
 
     def first_preconditioner(self, learned: Learned | None, flat, gradient) -> Preconditioner:
         """The change of variables to begin with, for starts ``(L, d)`` and the gradients there.
@@ -330,16 +345,3 @@ class ParticleKernel(MCMCKernel):
                 f"unconstrained parameters; expected ({flat.shape[1]},) or ({flat.shape[1]}, {flat.shape[1]})."
             )
         return Preconditioner(jnp.asarray(scale, flat.dtype))
-
-    def _check_groups(self, size):
-        if size % self.num_ensembles:
-            multiple = self.num_ensembles * (size // self.num_ensembles + 1)
-            raise ValueError(
-                f"num_chains must be a multiple of num_ensembles; got num_chains={size} and "
-                f"num_ensembles={self.num_ensembles}. Use num_chains={multiple}."
-            )
-        if size == self.num_ensembles and (self.num_ensembles > 1 or self.interaction.interacts):
-            raise ValueError(
-                f"num_chains={size} with num_ensembles={self.num_ensembles} leaves one particle in each ensemble; "
-                f"use num_chains={2 * self.num_ensembles} or more, or fewer ensembles."
-            )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.adaptation import Learned, Tuning, adapt, arrive, is_arriving
 from numpyro_repulsion.dynamics import Cloud, Dynamics, hold
-from numpyro_repulsion.gradients import FullData, Gradient, Target, full_gradient
+from numpyro_repulsion.gradients import Anchor, Gradient, Target, fingerprint, full_gradient
 from numpyro_repulsion.interactions import Interaction
 
 __all__ = ["Iteration"]
@@ -58,14 +58,18 @@ class Iteration:
         value = tuning.step_size if self.schedule is None else self.schedule(num_updates)
         return jnp.asarray(value, tuning.step_size.dtype)
 
-    def move(self, key: jax.Array, cloud: Cloud, tuning: Tuning, num_updates: jax.Array):
+    def move(self, key: jax.Array, cloud: Cloud, tuning: Tuning, num_updates: jax.Array, is_other: jax.Array):
         """``num_steps`` updates.
 
+        :param is_other: whether the anchor was made on other data, and is not to be used.
         :return: the cloud, the tuning with the steps of arriving particles, the step sizes last used, ``(G, L)``, and
             in how many updates each particle was held or its gradient cut, ``(G, L)``.
         """
         keys = random.split(key, self.num_steps)
-        force = self.force(tuning)
+        anchor = tuning.anchor
+        if anchor is not None:
+            anchor = anchor._replace(in_use=anchor.in_use & ~is_other)
+        force = self.force(tuning._replace(anchor=anchor))
 
         def couple(u):
             return self.interaction.couple(u, tuning.bandwidth)
@@ -81,8 +85,7 @@ class Iteration:
 
         def approach(carry, key):
             move_key, force_key = random.split(key)
-            moved = arrive(move_key, *carry, lambda u: force(force_key, u), not isinstance(self.gradient, FullData))
-            return moved, None
+            return arrive(move_key, *carry, lambda u: force(force_key, u), self.learned.noise), None
 
         def run():
             (moved, _), troubled = lax.scan(update, (cloud, num_updates), keys)
@@ -99,15 +102,30 @@ class Iteration:
             cloud, arrival, in_use, troubled = run()
         return cloud, tuning._replace(arrival=arrival), in_use, troubled
 
-    def learn(self, key: jax.Array, cloud: Cloud, tuning: Tuning) -> tuple[Cloud, Tuning]:
+    def recognize(self, tuning: Tuning) -> tuple[Tuning, jax.Array]:
+        """The tuning, its anchor marked by the data; and whether that was made on other data than these."""
+        anchor = tuning.anchor
+        if anchor is None:
+            return tuning, jnp.zeros((), bool)
+        found = fingerprint(self.target, self.unravel, anchor.position)
+        # Other programs may round differently.
+        tolerance = 100 * jnp.finfo(found.dtype).eps * (1.0 + jnp.abs(found))
+        is_new = jnp.isnan(anchor.fingerprint)
+        is_other = ~is_new & (jnp.abs(found - anchor.fingerprint) > tolerance)
+        anchor = anchor._replace(fingerprint=jnp.where(is_new, found, anchor.fingerprint))
+        return tuning._replace(anchor=anchor), is_other
+
+    def learn(self, key: jax.Array, cloud: Cloud, tuning: Tuning, is_other: jax.Array) -> tuple[Cloud, Tuning]:
         """What the iteration teaches, and counts it."""
         if tuning.moments is None:
             return cloud, tuning._replace(iteration=tuning.iteration + 1)
-        size = cloud.potential_energy.size
+        key, reference_key = random.split(key)
 
-        def reference(position):
-            batch = max((batch for _, batch in self.target.plates.values()), default=1)
-            return full_gradient(key, self.target, self.unravel, position, size * batch)
+        def reference(anchor):
+            found = full_gradient(
+                reference_key, self.target, self.unravel, anchor.position, cloud.potential_energy.size
+            )
+            return Anchor(anchor.position, *found, anchor.in_use, jnp.full_like(found[0], jnp.nan))
 
         tuning, cloud = adapt(
             key,
@@ -116,16 +134,17 @@ class Iteration:
             self.learned,
             self.force,
             reference,
+            is_other,
             self.interaction,
             self.dynamics,
             self.num_steps,
-            getattr(self.gradient, "shared", False),
+            self.gradient.shared,
         )
         return cloud, tuning
 
     def _cut(self, cloud, tuning):
         """The cloud with gradients cut that are far longer than any in the bulk of the posterior."""
-        if self.learned.scale is None or tuning.measurements is None:
+        if self.learned.scale is None or not self.learned.measures or tuning.measurements is None:
             return cloud, jnp.zeros(cloud.potential_energy.shape, bool)
         limit = GRADIENT_LIMIT * jnp.sqrt(cloud.z.shape[-1] * (1.0 + tuning.noise))
         length = jnp.linalg.norm(cloud.gradient, axis=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import warnings
 
 import jax
@@ -33,7 +34,7 @@ def enable_live_warnings(enabled: bool = True) -> None:
     _live_warnings = enabled
 
 
-def warn_at_first_divergence(before: jax.Array, after: jax.Array) -> None:
+def warn_at_first_divergence(before: jax.Array, after: jax.Array, remedy: str) -> None:
     """Warns, once, when the count of held updates leaves 0."""
 
     def warn(before, after):
@@ -42,8 +43,8 @@ def warn_at_first_divergence(before: jax.Array, after: jax.Array) -> None:
         if np.asarray(before) == 0 and np.asarray(after) > 0:
             warnings.warn(
                 "A particle's update was not finite, and it was held where it was, or its gradient was far too long "
-                "and was cut; it is flagged `diverging`. The step size is too large for this posterior: divide "
-                "`step_size` by 2 to 10, or reparameterize. (Said once; `summary` has the count.)",
+                f"and was cut; it is flagged `diverging`. The step size is too large for this posterior: {remedy}, "
+                "or reparameterize. (Said once; `summary` has the count.)",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -52,7 +53,7 @@ def warn_at_first_divergence(before: jax.Array, after: jax.Array) -> None:
         lax.cond((before == 0) & (after > 0), lambda: jax.debug.callback(warn, before, after), lambda: None)
 
 
-def warn_by_verdict(is_final: jax.Array, verdict: Verdict) -> None:
+def warn_by_verdict(is_final: jax.Array, judge: Callable[[], Verdict]) -> None:
     """Warns of what the end of warmup found wrong."""
 
     def warn(is_final, verdict):
@@ -64,4 +65,4 @@ def warn_by_verdict(is_final: jax.Array, verdict: Verdict) -> None:
             )
 
     if _live_warnings:
-        lax.cond(is_final, lambda: jax.debug.callback(warn, is_final, verdict), lambda: None)
+        lax.cond(is_final, lambda: jax.debug.callback(warn, is_final, judge()), lambda: None)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.gradients import FunctionTarget
+from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarget, Gradient, Subsampled, Target
 
-__all__ = ["check_init_params", "count", "preconditioner_scale", "require_instance"]
+__all__ = ["check_groups", "check_init_params", "choose_gradient", "count", "preconditioner_scale", "require_instance"]
 
 
 def count(name: str, value: Any) -> int:
@@ -48,6 +48,40 @@ def preconditioner_scale(value: Any) -> str | np.ndarray | None:
         return np.linalg.cholesky(matrix)
     except np.linalg.LinAlgError as error:
         raise ValueError("A dense `preconditioner` must be positive definite, as a covariance is.") from error
+
+
+def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
+    """The gradient that was given, if it fits the target, or the one that fits it best."""
+    if gradient is None:
+        if not target.plates:
+            return FullData()
+        return Subsampled() if target.is_random else ControlVariates()
+    if isinstance(gradient, Subsampled) and not target.plates:
+        raise ValueError(
+            f"gradient={gradient!r} needs a model with a subsampled plate, `numpyro.plate(name, size, "
+            "subsample_size=...)` with subsample_size < size; this one has none. Drop `gradient`."
+        )
+    if isinstance(gradient, ControlVariates) and target.is_random:
+        raise ValueError(
+            "Control variates need a full gradient to hold on to, and the likelihood of this model is random "
+            "(numpyro.prng_key): use gradient=Subsampled(), its default."
+        )
+    return gradient
+
+
+def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
+    """Refuses chains that do not make equal groups of two or more."""
+    if size % num_ensembles:
+        multiple = num_ensembles * (size // num_ensembles + 1)
+        raise ValueError(
+            f"num_chains must be a multiple of num_ensembles; got num_chains={size} and "
+            f"num_ensembles={num_ensembles}. Use num_chains={multiple}."
+        )
+    if size == num_ensembles and (num_ensembles > 1 or interacts):
+        raise ValueError(
+            f"num_chains={size} with num_ensembles={num_ensembles} leaves one particle in each ensemble; "
+            f"use num_chains={2 * num_ensembles} or more, or fewer ensembles."
+        )
 
 
 def check_init_params(init_params: Any, target: Any, size: int) -> None:

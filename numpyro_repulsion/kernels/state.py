@@ -22,12 +22,14 @@ class ParticleState(NamedTuple):
     - **potential_energy** - U at z, ``(L,)``; an estimate from a minibatch where the gradient is one.
     - **step_size** - ε of the last update, ``(L,)``.
     - **bandwidth** - h in use, ``(L,)``; NaN where the interaction has none.
-    - **diverging** - whether a particle became non-finite in the last iteration and was held, ``(L,)``.
+    - **diverging** - whether a particle became non-finite in the last iteration and was held, or had a gradient so
+      long that it was cut, ``(L,)``.
     - **gradient** - the (preconditioned) gradient at z, ``(L, d)``.
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
     - **tuning** - what warmup learns, see :class:`~numpyro_repulsion.adaptation.Tuning`.
     - **num_updates** - updates done so far, warmup included: what schedules count.
-    - **num_divergences** - how often a particle was held: since warmup ended, or with a given step since the start.
+    - **num_divergences** - how often a particle was held or its gradient cut: since warmup ended, or with a given step
+      and scales since the start.
     - **rng_key** - the PRNG key of the next iteration.
     """
 
