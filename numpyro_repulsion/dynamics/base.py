@@ -102,28 +102,6 @@ class Dynamics:
         """The step that takes a particle about as far as this one of overdamped dynamics."""
         return step_size
 
-    def init(self, key, z, force, couple):
-        ...         return Cloud(z, *force(z))
-        ...     def step(self, key, cloud, force, couple, step_size):
-        ...         z = cloud.z - step_size * couple(cloud.z).apply(cloud.gradient)
-        ...         return Cloud(z, *force(z))
-
-        >>> force, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
-        >>> cloud = Descent().init(random.key(0), jnp.ones((2, 1)), force, couple)
-        >>> Descent().step(random.key(1), cloud, force, couple, 0.5).z.tolist()
-        [[0.5], [0.5]]
-    """
-
-    #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
-    is_sampler: bool = True
-    #: T: the stationary law is ``∏_i exp(−U(z_i) / T)``.
-    temperature: float = 1.0
-
-    def order(self, coupling: Coupling) -> int:
-        """The order in ε of the bias of the stationary law: 1, or 2 for better integrators."""
-        del coupling
-        return 1
-
     def init(self, key: jax.Array, z: jax.Array, force: Force, couple: Couple) -> Cloud:
         """The cloud at rest at positions ``z`` of shape ``(..., L, d)``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")

@@ -110,8 +110,8 @@ class Overdamped(Dynamics):
     def bias(self, step_size, landscape, coupling):
         if not self._is_second_order(coupling):
             return super().bias(step_size, landscape, coupling)
-        # By the larger of its sources. In one dimension (ελ)²/100 was the most that was measured; twenty times that, for
-        # curvature has a direction.
+        # By the larger of its sources. In one dimension (ελ)²/100 was the most that was measured; twenty times that,
+        # for curvature has a direction.
         return jnp.maximum(step_size * landscape.noise / 2.0, (step_size * landscape.curvature) ** 2 / 5.0)
 
     def init(self, key, z, force, couple):

@@ -290,7 +290,7 @@ class Thermostat(Dynamics):
         return self._plain().comparable(step_size)
 
     def _plain(self):
-        """With constant friction. Noise that differs between directions heats those that have most, as it does there."""
+        """With constant friction: noise that differs between directions heats those that have most all the same."""
         return Underdamped(self.friction, self.temperature)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.dynamics import Overdamped, Thermostat, Underdamped
 from numpyro_repulsion.interactions import RBF
 from numpyro_repulsion.kernels.base import ParticleKernel
 
-__all__ = ["SGLD", "SGLDR", "SVGD"]
+__all__ = ["SGHMC", "SGHMCR", "SGLD", "SGLDR", "SGNHT", "SGNHTR", "SVGD"]
 
 
 class SGLD(ParticleKernel):
@@ -131,3 +131,156 @@ class SVGD(ParticleKernel):
 
     _default_interaction = RBF()
     _default_dynamics = Overdamped(noise=False)
+
+
+class SGHMC(ParticleKernel):
+    r"""Stochastic-gradient Hamiltonian Monte Carlo of L particles in parallel.
+
+    Particles with momenta, friction and noise, :class:`~numpyro_repulsion.Underdamped` with ``K = I``: ``D = diag(0, C
+    I)``, ``Q = [[0, −I], [I, 0]]``, ``Γ = 0``. As ε → 0 every particle's stationary law is the posterior. The noise is
+    balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BAOAB, of second order in ε.
+    ``step_size`` is a step of time: ε here goes as far as ``ε²/2`` of :class:`SGLD`.
+
+    With a single chain this is one plain chain. All arguments are those of
+    :class:`~numpyro_repulsion.kernels.ParticleKernel`; friction, temperature and kinetic energy are those of
+    ``dynamics=Underdamped(...)``.
+
+    **References:**
+
+    1. *Stochastic Gradient Hamiltonian Monte Carlo*, T. Chen, E. B. Fox and C. Guestrin,
+       https://arxiv.org/abs/1402.4102
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGHMC
+        >>> def model():
+        ...     numpyro.sample("rate", dist.Gamma(5, 1))
+        >>> mcmc = MCMC(SGHMC(model, step_size=0.1), num_warmup=50, num_samples=50, num_chains=4,
+        ...             chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0))
+        >>> mcmc.get_samples(group_by_chain=True)["rate"].shape
+        (4, 50)
+    """
+
+    _default_dynamics = Underdamped()
+
+
+class SGHMCR(ParticleKernel):
+    r"""SGHMC with repulsion (SGHMC+R): particles with momenta that repel each other through the curl matrix Q.
+
+    .. math::
+        dz = K m\, dt, \qquad dm = (-K \nabla U + \Gamma - C m)\, dt + \sqrt{2 C}\; dW
+
+    that is ``D = diag(0, C I)``, ``Q = [[0, −K], [K, 0]]`` and Γ, the divergence of K, in the momenta alone
+    (:class:`~numpyro_repulsion.Underdamped`). As ε → 0 the stationary law of the positions is ``∏_i π(z_i)``. The noise
+    is white, so K needs no square root.
+
+    Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
+    those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
+    :class:`~numpyro_repulsion.RBF`.
+
+    **References:**
+
+    1. *Stochastic Gradient MCMC with Repulsive Forces*, V. Gallego and D. Ríos Insua,
+       https://arxiv.org/abs/1812.00071
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGHMCR
+        >>> def model():
+        ...     numpyro.sample("rate", dist.Gamma(5, 1))
+        >>> mcmc = MCMC(SGHMCR(model, step_size=0.05), num_warmup=50, num_samples=50, num_chains=6,
+        ...             chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0))
+        >>> bool((mcmc.get_samples()["rate"] > 0).all())
+        True
+    """
+
+    _default_interaction = RBF()
+    _default_dynamics = Underdamped()
+
+
+class SGNHT(ParticleKernel):
+    r"""The stochastic-gradient Nosé-Hoover thermostat of L particles in parallel.
+
+    SGHMC whose friction adapts to the noise in the gradient: :class:`~numpyro_repulsion.Thermostat` with ``K = I``. As
+    ε → 0 every particle's stationary law is the posterior, also with gradient noise that is the same in all directions.
+    The noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BADODAB, of second order.
+
+    With a single chain this is one plain chain. All arguments are those of
+    :class:`~numpyro_repulsion.kernels.ParticleKernel`.
+
+    **References:**
+
+    1. *Bayesian Sampling Using Stochastic Gradient Thermostats*, N. Ding, Y. Fang, R. Babbush, C. Chen, R. D. Skeel
+       and H. Neven, NIPS 2014
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGNHT
+        >>> def model():
+        ...     numpyro.sample("rate", dist.Gamma(5, 1))
+        >>> mcmc = MCMC(SGNHT(model, step_size=0.1), num_warmup=50, num_samples=50, num_chains=4,
+        ...             chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0))
+        >>> mcmc.get_samples(group_by_chain=True)["rate"].shape
+        (4, 50)
+    """
+
+    _default_dynamics = Thermostat()
+
+
+class SGNHTR(ParticleKernel):
+    r"""SGNHT with repulsion (SGNHT+R): :class:`SGHMCR` with a friction ζ of each particle's own that adapts.
+
+    :math:`dm = (-K \nabla U + \Gamma - \zeta m)\, dt + \sqrt{2 C}\; dW` with
+    :math:`d\zeta = (\|m\|^2 / d - 1)\, dt / \mu` (:class:`~numpyro_repulsion.Thermostat`). As ε → 0 the stationary law
+    of the positions is ``∏_i π(z_i)``.
+
+    Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
+    those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
+    :class:`~numpyro_repulsion.RBF`.
+
+    **References:**
+
+    1. *Stochastic Gradient MCMC with Repulsive Forces*, V. Gallego and D. Ríos Insua,
+       https://arxiv.org/abs/1812.00071
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGNHTR
+        >>> def model():
+        ...     numpyro.sample("rate", dist.Gamma(5, 1))
+        >>> mcmc = MCMC(SGNHTR(model, step_size=0.05), num_warmup=50, num_samples=50, num_chains=6,
+        ...             chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0))
+        >>> bool((mcmc.get_samples()["rate"] > 0).all())
+        True
+    """
+
+    _default_interaction = RBF()
+    _default_dynamics = Thermostat()
