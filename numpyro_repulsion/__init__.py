@@ -1,6 +1,6 @@
 """Stochastic-gradient MCMC with interacting particles, for NumPyro."""
 
-from numpyro_repulsion.dynamics import Dynamics, Overdamped, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.dynamics import Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.gradients import ControlVariates, FullData, Subsampled
 from numpyro_repulsion.inference_data import summary, to_inference_data
 from numpyro_repulsion.interactions import IMQ, RBF, Balanced, Gram, Independent, Interaction, Radial
@@ -30,6 +30,7 @@ __all__ = [
     "Overdamped",
     "Polynomial",
     "Radial",
+    "Recipe",
     "Relativistic",
     "Subsampled",
     "Thermostat",

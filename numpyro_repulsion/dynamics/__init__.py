@@ -7,6 +7,7 @@ long its steps may be.
 
 from numpyro_repulsion.dynamics.base import Cloud, Couple, Dynamics, Force, Landscape, hold, select
 from numpyro_repulsion.dynamics.overdamped import Overdamped
+from numpyro_repulsion.dynamics.recipe import Recipe
 from numpyro_repulsion.dynamics.underdamped import Relativistic, Thermostat, Underdamped
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Force",
     "Landscape",
     "Overdamped",
+    "Recipe",
     "Relativistic",
     "Thermostat",
     "Underdamped",

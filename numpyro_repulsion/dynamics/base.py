@@ -102,6 +102,9 @@ class Dynamics:
         """The step that takes a particle about as far as this one of overdamped dynamics."""
         return step_size
 
+    def check(self, cloud: Cloud) -> None:
+        """Refuses, by a ``ValueError``, starts ``(G, L, d)`` that this dynamics cannot move."""
+
     def init(self, key: jax.Array, z: jax.Array, force: Force, couple: Couple) -> Cloud:
         """The cloud at rest at positions ``z`` of shape ``(..., L, d)``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")

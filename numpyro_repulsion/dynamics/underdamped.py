@@ -34,8 +34,8 @@ class Relativistic:
 
         >>> import jax.numpy as jnp
         >>> from numpyro_repulsion import Relativistic
-        >>> Relativistic(speed=2.0).velocity(jnp.array([0.1, 100.0])).round(2).tolist()
-        [0.10000000149011612, 2.0]
+        >>> [f"{v:.2f}" for v in Relativistic(speed=2.0).velocity(jnp.array([0.1, 100.0]))]
+        ['0.10', '2.00']
     """
 
     speed: float = 1.0

@@ -149,6 +149,7 @@ class Starter:
                 f"{name}: some particles start at the same point and would never repel each other. "
                 "Use an init_strategy that draws, such as init_to_sample or init_to_uniform, or distinct init_params."
             )
+        self._kernel.dynamics.check(jax.tree.map(np.asarray, cloud))
         if np.isnan(eigenvalue):
             raise ValueError(
                 f"The Gram matrix of {interaction!r} or its Γ is not finite on the starting particles. `evaluate` must "

@@ -1,0 +1,149 @@
+"""Any dynamics, from its matrices D and Q."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+
+__all__ = ["Recipe"]
+
+
+def _squares(extra: jax.Array) -> jax.Array:
+    return 0.5 * jnp.sum(extra**2, -1)
+
+
+@dataclass(frozen=True)
+class Recipe(Dynamics):
+    r"""The complete recipe (Ma, Chen & Fox, 2015) for matrices D and Q of one's own.
+
+    .. math::
+        x \leftarrow x + \epsilon \bigl(-(D + Q) \nabla H + T\, \Gamma\bigr) + \sqrt{2 \epsilon T D}\; \xi,
+        \qquad \Gamma_i = \sum_j \partial_{x_j} (D + Q)_{ij}
+
+    Here x is the whole ensemble: an array ``(L, d + a)`` of positions and, for each particle, ``a`` extra coordinates
+    (momenta, say), and :math:`H = \sum_i U(z_i) + \sum_i E(\text{extra}_i)`. ``D(x)`` and ``Q(x)`` are ``n × n`` with
+    ``n = L (d + a)``, in the order of ``x.ravel()``; D symmetric and positive semidefinite, Q skew-symmetric. Γ is
+    taken by automatic differentiation. As ε → 0 the stationary law is ``exp(−H / T)``, whatever D and Q are; Euler's bias
+    is of first order.
+
+    Costs ``n³`` in time and memory: for research and teaching, and what the other dynamics are tested against. The
+    interaction is in D and Q, so the kernel's own must be ``Independent()`` or ``Balanced()``, and noise is never
+    balanced.
+
+    :param D: ``x -> (n, n)``.
+    :param Q: ``x -> (n, n)``; ``None`` is zero.
+    :param extra: a, how many coordinates each particle has beside its position.
+    :param energy: E, of the extra coordinates, ``(..., a) -> (...)``; half their sum of squares by default. They start
+        as standard normal variables times ``√T``.
+    :param temperature: T > 0.
+    :raises TypeError: where D, Q or ``energy`` cannot be called.
+    :raises ValueError: for matrices that are not as above on the starting cloud, or a temperature that is not positive.
+
+    **References:**
+
+    1. *A Complete Recipe for Stochastic Gradient MCMC*, Y.-A. Ma, T. Chen and E. Fox,
+       https://arxiv.org/abs/1506.04696
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLD, Recipe
+        >>> def D(x):  # each particle slower where it is far out
+        ...     return jnp.diag(1.0 / (1.0 + x.ravel() ** 2))
+        >>> kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, dynamics=Recipe(D), step_size=0.1)
+        >>> mcmc = MCMC(kernel, num_warmup=0, num_samples=100, num_chains=4, chain_method="vectorized",
+        ...             progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (4, 2)))
+        >>> mcmc.get_samples().shape
+        (400, 2)
+    """
+
+    D: Callable[[jax.Array], jax.Array]
+    Q: Callable[[jax.Array], jax.Array] | None = None
+    extra: int = 0
+    energy: Callable[[jax.Array], jax.Array] = _squares
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        for name in ("D", "Q", "energy"):
+            value = getattr(self, name)
+            if not (callable(value) or (name == "Q" and value is None)):
+                raise TypeError(f"Recipe: `{name}` must be a function; got {value!r}.")
+        if isinstance(self.extra, bool) or not isinstance(self.extra, int) or self.extra < 0:
+            raise ValueError(f"Recipe: `extra` must be a number of coordinates, 0 or more; got {self.extra!r}.")
+        if not (isinstance(self.temperature, Real) and 0.0 < self.temperature < float("inf")):
+            raise ValueError(f"Recipe: `temperature` must be a positive, finite number; got {self.temperature!r}.")
+        object.__setattr__(self, "temperature", float(self.temperature))
+
+    def init(self, key, z, force, couple):
+        self._refuse(couple(z))
+        memory = ()
+        if self.extra:
+            memory = (self.temperature**0.5 * random.normal(key, (*z.shape[:-1], self.extra), z.dtype),)
+        return Cloud(z, *force(z), memory)
+
+    def step(self, key, cloud, force, couple, step_size):
+        self._refuse(couple(cloud.z))
+        x = jnp.concatenate((cloud.z, *cloud.memory), -1)
+        slope = cloud.gradient
+        if self.extra:
+            slope = jnp.concatenate((slope, jax.grad(lambda extra: self.energy(extra).sum())(cloud.memory[0])), -1)
+        drift = jnp.vectorize(self.drift, signature="(l,k),(l,k)->(l,k)")(x, slope)
+        root = jnp.vectorize(self._root, signature="(l,k)->(n,n)")(x)
+        white = random.normal(key, root.shape[:-1], x.dtype)
+        noise = jnp.einsum("...ij,...j->...i", root, white).reshape(x.shape)
+        x = x + step_size * drift + jnp.sqrt(2.0 * step_size * self.temperature) * noise
+        z, extra = x[..., : cloud.z.shape[-1]], x[..., cloud.z.shape[-1] :]
+        return Cloud(z, *force(z), (extra,) if self.extra else ())
+
+    def drift(self, x: jax.Array, slope: jax.Array) -> jax.Array:
+        """``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ∇H there, of the same shape."""
+
+        def matrix(flat):
+            return self._matrix(flat.reshape(x.shape))
+
+        divergence = jnp.trace(jax.jacfwd(matrix)(x.ravel()), axis1=1, axis2=2)
+        return (self.temperature * divergence - matrix(x.ravel()) @ slope.ravel()).reshape(x.shape)
+
+    def check(self, cloud):
+        for x in np.concatenate((cloud.z, *cloud.memory), -1):
+            D = np.asarray(self.D(x))
+            n, scale = x.size, max(float(np.abs(D).max(initial=0.0)), 1e-6)
+            if D.shape != (n, n) or not np.allclose(D, D.T, atol=1e-4 * scale):
+                raise ValueError(f"Recipe: `D` must be symmetric, of shape ({n}, {n}); got shape {D.shape}.")
+            if (smallest := float(np.linalg.eigvalsh(D)[0])) < -1e-4 * scale:
+                raise ValueError(
+                    f"Recipe: `D` must be positive semidefinite; its smallest eigenvalue is {smallest:.2g}."
+                )
+            if self.Q is None:
+                continue
+            Q = np.asarray(self.Q(x))
+            if Q.shape != (n, n) or not np.allclose(Q, -Q.T, atol=1e-4 * max(float(np.abs(Q).max()), 1e-6)):
+                raise ValueError(f"Recipe: `Q` must be skew-symmetric, of shape ({n}, {n}); got shape {Q.shape}.")
+
+    def _matrix(self, x):
+        return self.D(x) if self.Q is None else self.D(x) + self.Q(x)
+
+    def _root(self, x):
+        # D may be singular, and then has no Cholesky factor.
+        values, vectors = jnp.linalg.eigh(self.D(x))
+        return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
+
+    def _refuse(self, coupling):
+        if not coupling.is_identity:
+            raise ValueError(
+                "Recipe(D, Q) has the interaction in D and Q; use it with interaction=Independent(), as in "
+                "SGLD(model, dynamics=Recipe(D, Q), interaction=Independent())."
+            )

@@ -1,0 +1,228 @@
+"""Every dynamics is the recipe of its D and Q: drift and diffusion agree with those by automatic differentiation."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import (
+    IMQ,
+    RBF,
+    SGLD,
+    SGLDR,
+    Independent,
+    Overdamped,
+    Recipe,
+    Relativistic,
+    Thermostat,
+    Underdamped,
+)
+from numpyro_repulsion.dynamics import Cloud
+
+L, d = 3, 2
+C, μ, c = 1.3, 0.7, 1.5
+
+
+def potential(z):
+    return jnp.sum(z**4) / 4 + z[0] * z[1]
+
+
+force = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
+
+
+def kronecker(interaction, x):
+    return jnp.kron(interaction.gram(x[:, :d], None)[0], jnp.eye(d))
+
+
+def blocks(rows, extra):
+    """An ``(n, n)`` matrix from blocks over all particles' coordinates by kind, in the order of ``x.ravel()``."""
+    stacked = jnp.block(rows)
+    order = np.arange(L * (d + extra))
+    kinds = [(i, k) for i in range(L) for k in range(d)]
+    kinds += [(i, d + k) for i in range(L) for k in range(min(extra, d))]
+    kinds += [(i, 2 * d) for i in range(L)] if extra > d else []
+    for row, (i, k) in enumerate(kinds):
+        order[i * (d + extra) + k] = row
+    return stacked[jnp.ix_(order, order)]
+
+
+def overdamped(interaction, T):
+    return Overdamped("euler", temperature=T), Recipe(lambda x: kronecker(interaction, x), temperature=T)
+
+
+def underdamped(interaction, T, kinetic=None):
+    n = L * d
+    zero = jnp.zeros((n, n))
+    energy = {} if kinetic is None else {"energy": kinetic.energy}
+
+    def D(x):
+        return blocks([[zero, zero], [zero, C * jnp.eye(n)]], d)
+
+    def Q(x):
+        K = kronecker(interaction, x)
+        return blocks([[zero, -K], [K, zero]], d)
+
+    return Underdamped(C, T, kinetic), Recipe(D, Q, extra=d, temperature=T, **energy)
+
+
+def relativistic(interaction, T):
+    return underdamped(interaction, T, Relativistic(c))
+
+
+def thermostat(interaction, T):
+    n = L * d
+    zero, corner = jnp.zeros((n, n)), jnp.zeros((n, L))
+
+    def energy(extra):
+        return jnp.sum(extra[..., :d] ** 2, -1) / 2 + μ * d * (extra[..., d] - C) ** 2 / 2
+
+    def D(x):
+        return blocks(
+            [[zero, zero, corner], [zero, C * jnp.eye(n), corner], [corner.T, corner.T, jnp.zeros((L, L))]], d + 1
+        )
+
+    def Q(x):
+        K, m = kronecker(interaction, x), x[:, d : 2 * d]
+        pull = (jnp.eye(L)[:, None, :] * m[:, :, None] / (μ * d)).reshape(n, L)
+        return blocks([[zero, -K, corner], [K, zero, pull], [corner.T, -pull.T, jnp.zeros((L, L))]], d + 1)
+
+    return Thermostat(C, T, μ), Recipe(D, Q, extra=d + 1, energy=energy, temperature=T)
+
+
+def ensemble(cloud):
+    return jnp.concatenate((cloud.z, *cloud.memory), -1)
+
+
+def steps(dynamics, interaction, cloud, white):
+    """``ε -> x`` after one step, with white noise that is given."""
+
+    def couple(u):
+        coupling = interaction.couple(u)
+        gram = jnp.eye(L) if coupling.is_identity else interaction.gram(u, None)[0]
+        return coupling._replace(draw=lambda key: jnp.linalg.cholesky(gram) @ white, white=lambda key: white)
+
+    return lambda ε: ensemble(dynamics.step(random.key(0), cloud, force, couple, ε))
+
+
+def limit(f, ε=1e-4):
+    """``f(ε)`` as ε → 0, for f smooth in ε: an error of third order."""
+    return (8 * f(ε / 4) - 6 * f(ε / 2) + f(ε)) / 3
+
+
+INTERACTIONS = [RBF(1.0), IMQ(2.0), Independent(), 0.6 * RBF(1.0) + 0.4 * Independent()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("interaction", INTERACTIONS, ids=repr)
+@pytest.mark.parametrize("system", [overdamped, underdamped, relativistic, thermostat])
+def test_drift_and_diffusion_are_those_of_the_recipe(system, interaction, temperature):
+    with jax.enable_x64(True):
+        dynamics, recipe = system(interaction, temperature)
+        z = random.normal(random.key(0), (L, d))
+        cloud = dynamics.init(random.key(1), z, force, interaction.couple)
+        cloud = Cloud(z, *force(z), tuple(random.normal(random.key(2), x.shape) for x in cloud.memory))
+        x = ensemble(cloud)
+        still = steps(dynamics, interaction, cloud, jnp.zeros((L, d)))
+        drift = limit(lambda ε: (still(ε) - x) / ε)
+        slope = cloud.gradient
+        if recipe.extra:
+            slope = jnp.concatenate((slope, jax.grad(lambda e: recipe.energy(e).sum())(x[:, d:])), -1)
+        np.testing.assert_allclose(drift, recipe.drift(x, slope), rtol=1e-6, atol=1e-7)
+
+        def covariance(ε):
+            columns = [
+                (steps(dynamics, interaction, cloud, e.reshape(L, d))(ε) - still(ε)).ravel()
+                / (2 * ε * temperature) ** 0.5
+                for e in jnp.eye(L * d)
+            ]
+            return sum(jnp.outer(column, column) for column in columns)
+
+        np.testing.assert_allclose(limit(covariance), recipe.D(x), rtol=1e-6, atol=1e-7)
+
+
+def test_drift_without_its_divergence_is_told_apart():
+    # The control: had the built-in forgotten Γ, or T in front of it, the comparison above would see it.
+    with jax.enable_x64(True):
+        x = random.normal(random.key(0), (L, d))
+        slope = force(x)[1]
+        drifts = [overdamped(RBF(1.0), T)[1].drift(x, slope) for T in (1.0, 0.5)]
+        plain = -kronecker(RBF(1.0), x) @ slope.ravel()
+        assert np.abs(drifts[0] - plain.reshape(L, d)).max() > 0.01
+        assert np.abs(drifts[0] - drifts[1]).max() > 0.01
+
+
+def test_one_step_is_that_of_the_built_in_dynamics():
+    # The same white noise, so the same update, but for the square root of K: compare where K = I.
+    cloud = Overdamped("euler").init(random.key(1), jnp.ones((1, L, d)), force, Independent().couple)
+    identity = Recipe(lambda x: jnp.eye(x.size))
+    one, other = (
+        dynamics.step(random.key(2), cloud, force, Independent().couple, 0.1).z
+        for dynamics in (Overdamped("euler"), identity)
+    )
+    assert one.shape == other.shape == (1, L, d)
+    drift = -0.1 * cloud.gradient
+    assert abs(float(jnp.std(one - cloud.z - drift)) - float(jnp.std(other - cloud.z - drift))) < 0.5
+
+
+def run(recipe, kernel=SGLD, **kwargs):
+    setting = {"step_size": 0.05, "dynamics": recipe, "num_steps": 5} | kwargs
+    mcmc = MCMC(
+        kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, **setting),
+        num_warmup=20,
+        num_samples=400,
+        num_chains=8,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (8, 2)))
+    return np.asarray(mcmc.get_samples(group_by_chain=True), float)
+
+
+def test_state_dependent_diffusion_keeps_the_posterior():
+    def D(x):
+        return jnp.diag(1.0 / (1.0 + x.ravel() ** 2))
+
+    def variance(recipe):
+        squares = (run(recipe, num_steps=10) ** 2).mean((1, 2))
+        return squares.mean(), squares.std(ddof=1) / len(squares) ** 0.5
+
+    mean, error = variance(Recipe(D))
+    assert abs(mean - 1) < 4.5 * error + 0.025  # Euler's bias at ε = 0.05 is at most ε/2
+
+    class Forgetful(Recipe):
+        def drift(self, x, slope):
+            return -(self.D(x) @ slope.ravel()).reshape(x.shape)
+
+    mean, error = variance(Forgetful(D))
+    assert abs(mean - 1) > 9 * error + 0.025
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (Recipe(lambda x: -jnp.eye(x.size)), "positive semidefinite; its smallest eigenvalue is -1"),
+        (Recipe(lambda x: jnp.tri(x.size)), "`D` must be symmetric"),
+        (Recipe(lambda x: jnp.eye(2)), r"of shape \(16, 16\); got shape \(2, 2\)"),
+        (Recipe(lambda x: jnp.eye(x.size), lambda x: jnp.eye(x.size)), "`Q` must be skew-symmetric"),
+    ],
+)
+def test_wrong_matrices_are_refused(recipe, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        run(recipe)
+
+
+def test_the_interaction_must_be_in_the_matrices():
+    with pytest.raises(ValueError, match="has the interaction in D and Q"):
+        run(Recipe(lambda x: jnp.eye(x.size)), SGLDR)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [({"D": 3}, TypeError), ({"Q": 3}, TypeError), ({"extra": -1}, ValueError), ({"temperature": 0.0}, ValueError)],
+)
+def test_settings_out_of_range_are_refused(kwargs, error):
+    with pytest.raises(error, match=next(iter(kwargs))):
+        Recipe(**{"D": lambda x: jnp.eye(x.size)} | kwargs)
