@@ -230,7 +230,7 @@ def mean_of(y, subsample_size):
 
 
 @pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup expects trouble")
-@pytest.mark.parametrize("size", [400, 300], ids=["as many rows", "fewer rows"])
+@pytest.mark.parametrize("size", [400, pytest.param(300, marks=pytest.mark.slow)])
 def test_other_data_after_warmup_are_recognized(size):
     first, then = random.normal(random.key(1), (400,)), 4.0 + random.normal(random.key(2), (size,))
     mcmc = MCMC(

@@ -179,7 +179,10 @@ def test_balanced_noise_of_a_single_chain_is_white():
     assert np.array_equal(*draws)
 
 
-@pytest.mark.parametrize(("kernel", "model"), [(SGLD, minibatched), (SGLDR, minibatched), (SVGD, regression)])
+@pytest.mark.parametrize(
+    ("kernel", "model"),
+    [pytest.param(SGLD, minibatched, marks=pytest.mark.slow), (SGLDR, minibatched), (SVGD, regression)],
+)
 def test_resume_is_exact(kernel, model, data):
     kernel = kernel(model, step_size=Polynomial(1e-3))
     num_warmup = 50 if kernel.interaction.interacts else 0
@@ -557,7 +560,7 @@ def test_run_inside_jit(data):
     np.testing.assert_allclose(run(random.key(0)), mcmc.get_samples()["beta"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("step_size", [None, 1e-4, Polynomial(1e-4)])
+@pytest.mark.parametrize("step_size", [None, pytest.param(1e-4, marks=pytest.mark.slow), Polynomial(1e-4)])
 def test_kernel_and_run_can_be_pickled(data, step_size):
     mcmc = make(SGLDR(minibatched, step_size=step_size), num_samples=5)
     mcmc.run(random.key(0), *data)
