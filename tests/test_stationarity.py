@@ -13,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_repulsion import IMQ, RBF, Balanced, Independent, Overdamped
+from numpyro_repulsion import (
+    IMQ,
+    RBF,
+    Balanced,
+    Independent,
+    Overdamped,
+    Relativistic,
+    Thermostat,
+    Underdamped,
+)
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.interactions import median_bandwidth
 
@@ -293,6 +302,15 @@ SAMPLERS = {
     "SGLD, balanced": (Balanced(), Overdamped("euler")),
     "SGLD, independent, averaged": (Independent(), Overdamped("lm")),
     "SGLD, balanced, averaged": (Balanced(), Overdamped("lm")),
+    "SGHMC, independent": (Independent(), Underdamped()),
+    "SGHMC, balanced": (Balanced(), Underdamped(friction=2.0)),
+    "SGHMC, relativistic": (Independent(), Underdamped(kinetic=Relativistic(2.0))),
+    "SGHMCR, RBF": (RBF(2.0), Underdamped()),
+    "SGHMCR, IMQ": (IMQ(1.0), Underdamped(friction=2.0)),
+    "SGHMCR, sum, relativistic": (GRAM["sum"], Underdamped(kinetic=Relativistic(2.0))),
+    "SGNHT, independent": (Independent(), Thermostat()),
+    "SGNHT, balanced": (Balanced(), Thermostat(friction=2.0, inertia=2.0)),
+    "SGNHTR, RBF": (RBF(2.0), Thermostat()),
 }
 LONG = {
     "gaussian": {"step_size": 0.02, "updates": 1000, "size": 6, "replicas": 100},
@@ -326,17 +344,22 @@ def test_generator_identity_with_other_seeds(law, interaction, seed):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "interaction"),
+    ("wrap", "interaction", "dynamics"),
     [
-        (without_repulsion, RBF(2.0)),
-        (with_repulsion_flipped, RBF(2.0)),
-        (with_nugget_in_noise_only, RBF(2.0, nugget=0.3)),
-        (with_unscaled_balance, Balanced()),
+        (wrap, interaction, dynamics)
+        for dynamics in (Overdamped("euler"), Overdamped("lm"), Underdamped(), Thermostat())
+        for wrap, interaction in (
+            (without_repulsion, RBF(2.0)),
+            (with_repulsion_flipped, RBF(2.0)),
+            (with_nugget_in_noise_only, RBF(2.0, nugget=0.3)),
+            (with_unscaled_balance, Balanced()),
+        )
+        # With momenta the noise does not see K, and comes from `white` and not from `draw`.
+        if isinstance(dynamics, Overdamped) or wrap in (without_repulsion, with_repulsion_flipped)
     ],
 )
-@pytest.mark.parametrize("integrator", ["euler", "lm"])
-def test_long_run_fails_when_broken(wrap, interaction, integrator):
-    scores = extrapolated_scores(GAUSSIAN, interaction, Overdamped(integrator), wrap=wrap, **LONG["gaussian"])
+def test_long_run_fails_when_broken(wrap, interaction, dynamics):
+    scores = extrapolated_scores(GAUSSIAN, interaction, dynamics, wrap=wrap, **LONG["gaussian"])
     assert not max(map(abs, scores.values())) <= 2 * LIMIT, scores
 
 

@@ -31,8 +31,8 @@ class Recipe(Dynamics):
     Here x is the whole ensemble: an array ``(L, d + a)`` of positions and, for each particle, ``a`` extra coordinates
     (momenta, say), and :math:`H = \sum_i U(z_i) + \sum_i E(\text{extra}_i)`. ``D(x)`` and ``Q(x)`` are ``n × n`` with
     ``n = L (d + a)``, in the order of ``x.ravel()``; D symmetric and positive semidefinite, Q skew-symmetric. Γ is
-    taken by automatic differentiation. As ε → 0 the stationary law is ``exp(−H / T)``, whatever D and Q are; Euler's bias
-    is of first order.
+    taken by automatic differentiation. As ε → 0 the stationary law is ``exp(−H / T)``, whatever D and Q are; Euler's
+    bias is of first order.
 
     Costs ``n³`` in time and memory: for research and teaching, and what the other dynamics are tested against. The
     interaction is in D and Q, so the kernel's own must be ``Independent()`` or ``Balanced()``, and noise is never
