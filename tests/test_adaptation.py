@@ -24,6 +24,8 @@ from numpyro_repulsion import (
     Independent,
     Overdamped,
     Subsampled,
+    Thermostat,
+    Underdamped,
     summary,
     to_inference_data,
 )
@@ -42,9 +44,11 @@ from numpyro_repulsion.adaptation import (
     measure,
     rescue,
 )
-from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.dynamics import Cloud, Landscape
+from numpyro_repulsion.interactions import Coupling
 
 PRECISION = jnp.array([[9.0, 2.0, 0.0], [2.0, 4.0, 0.5], [0.0, 0.5, 0.01]])
+EULER = Overdamped("euler")
 LARGEST = float(np.linalg.eigvalsh(PRECISION)[-1])
 NO, YES = jnp.zeros((), bool), jnp.ones((), bool)
 
@@ -124,18 +128,41 @@ def test_measurements_pool_clouds():
 # Step size
 
 
-def step_size(budget, **kwargs):
-    values = {"curvature": 4.0, "largest": 6.0, "noise": 1.0, "bound": 1.0, "order": 1, "draws_per_step": 1e9} | kwargs
-    return float(budget.step_size(**{k: v if k == "order" else jnp.asarray(v) for k, v in values.items()}))
+def coupling(bound):
+    return Coupling(lambda x: x, 0.0, lambda key: 0.0, jnp.asarray(bound), bound == 1.0)
+
+
+def step_size(budget, dynamics=EULER, *, curvature=4.0, largest=6.0, noise=1.0, bound=1.0, draws_per_step=1e9):
+    landscape = Landscape(*map(jnp.asarray, (curvature, largest, noise)))
+    return float(
+        budget.step_size(
+            tolerated=dynamics.tolerated(budget.tolerance, landscape, coupling(bound)),
+            moderate=dynamics.stable(landscape._replace(largest=landscape.curvature), coupling(bound)) / 2,
+            stable=dynamics.stable(landscape, coupling(bound)),
+            draws_per_step=draws_per_step,
+        )
+    )
 
 
 def test_step_size_keeps_the_budget():
-    budget = BiasBudget(0.1)
+    budget, averaged = BiasBudget(0.1), Overdamped()
     assert step_size(budget) == pytest.approx(0.2 / 1.1 / 5.0)
     assert step_size(budget, bound=4.0) == pytest.approx(0.125 / 5.0)
-    assert step_size(budget, order=2) == pytest.approx(0.5 / 4.0)
-    assert step_size(BiasBudget(0.02), order=2, noise=0.0) == pytest.approx(0.1**0.5 / 4.0)
-    assert step_size(budget, order=2, noise=10.0) == pytest.approx(0.2 / 1.1 / 10.0)
+    assert step_size(budget, averaged) == pytest.approx(0.5 / 4.0)
+    assert step_size(BiasBudget(0.02), averaged, noise=0.0) == pytest.approx(0.1**0.5 / 4.0)
+    assert step_size(budget, averaged, noise=10.0) == pytest.approx(0.2 / 1.1 / 10.0)
+    # Averaging is of first order where particles interact.
+    assert step_size(budget, Overdamped("lm"), bound=4.0) == pytest.approx(0.125 / 5.0)
+
+
+def test_step_size_of_momenta_is_a_time():
+    budget = BiasBudget(0.1)
+    # ε²/2 is the step of averaged overdamped dynamics, where curvature sets it.
+    assert step_size(budget, Underdamped(), noise=0.0) ** 2 / 2 == pytest.approx(0.5 / 4.0)
+    assert step_size(budget, Underdamped(2.0), noise=100.0) == pytest.approx(2 * 2.0 * 0.1 / 100.0)
+    for dynamics in (Underdamped(), Thermostat()):
+        assert step_size(budget, dynamics, largest=1e4) == pytest.approx(2 / 1e2)
+        assert step_size(budget, dynamics, noise=0.0, bound=3.0) < step_size(budget, dynamics, noise=0.0) / 3
 
 
 def test_step_size_is_stable_at_the_stiffest_particle():
@@ -165,19 +192,23 @@ def test_a_run_that_would_go_nowhere_gets_longer_steps():
     assert step_size(BiasBudget(0.1, min_draws=0.0), draws_per_step=1.0) == pytest.approx(0.2 / 1.1 / 5.0)
 
 
-@pytest.mark.parametrize("order", [1, 2])
-def test_bias_at_the_step_of_the_budget_is_the_tolerance(order):
+@pytest.mark.parametrize(
+    ("dynamics", "bound"),
+    [(EULER, 1.0), (Overdamped(), 1.0), (Underdamped(), 1.0), (Underdamped(3.0), 4.0), (Thermostat(), 4.0)],
+)
+def test_bias_at_the_step_of_the_budget_is_the_tolerance(dynamics, bound):
     budget = BiasBudget(0.04, min_draws=0.0)
     for curvature, noise in ((4.0, 0.0), (1e-6, 3.0)):
-        step = step_size(budget, curvature=curvature, noise=noise, order=order, largest=curvature)
-        assert float(budget.bias(step, curvature, noise, order)) == pytest.approx(0.04, rel=0.05)
+        step = step_size(budget, dynamics, curvature=curvature, noise=noise, largest=curvature, bound=bound)
+        bias = dynamics.bias(step, Landscape(curvature, curvature, noise), coupling(bound))
+        assert float(bias) == pytest.approx(0.04, rel=0.05)
 
 
 def test_bias_of_euler_is_that_of_its_recursion():
     # z ← (1 − ελ) z + √(2ε) ξ − ε noise has variance (2ε + ε² V) / (1 − (1 − ελ)²) = (1 + εV/2) / (λ (1 − ελ/2)).
     ε, λ, V = 0.05, 2.0, 3.0
     exact = (2 * ε + ε**2 * V) / (1 - (1 - ε * λ) ** 2) * λ - 1
-    assert float(BiasBudget().bias(ε, λ, V, 1)) == pytest.approx(exact, rel=0.1)
+    assert float(EULER.bias(ε, Landscape(λ, λ, V), coupling(1.0))) == pytest.approx(exact, rel=0.1)
 
 
 def tune(force, u, learned=None, interaction=None, **fields):

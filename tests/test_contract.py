@@ -17,8 +17,12 @@ import numpyro.distributions as dist
 from numpyro_repulsion import (
     IMQ,
     RBF,
+    SGHMC,
+    SGHMCR,
     SGLD,
     SGLDR,
+    SGNHT,
+    SGNHTR,
     SVGD,
     Balanced,
     BiasBudget,
@@ -28,9 +32,12 @@ from numpyro_repulsion import (
     Overdamped,
     Polynomial,
     Subsampled,
+    Thermostat,
+    Underdamped,
 )
 
 KERNELS = (SGLD, SGLDR, SVGD)
+MOMENTA = (SGHMC, SGHMCR, SGNHT, SGNHTR)
 INTERACTIONS = (
     None,
     RBF(),
@@ -60,6 +67,8 @@ def kernels():
         yield kernel(model, interaction=interaction, num_ensembles=num_ensembles)
     for gradient, step_size in itertools.product(GRADIENTS, STEP_SIZES):
         yield SGLDR(model, gradient=gradient, step_size=step_size)
+    for kernel, step_size in itertools.product(MOMENTA, STEP_SIZES):
+        yield kernel(model, step_size=step_size)
 
 
 def describe(state):
@@ -92,7 +101,8 @@ def test_one_iteration_keeps_shapes_and_types(make_key, double, every):
             for name in kernel.default_fields:
                 assert all(leaf.shape[0] == 6 for leaf in jax.tree.leaves(getattr(after, name)))
             assert after.rng_key.shape == make_key(0).shape
-    assert len(chosen) * every == len(KERNELS) * len(INTERACTIONS) + len(GRADIENTS) * len(STEP_SIZES)
+    count = len(KERNELS) * len(INTERACTIONS) + (len(GRADIENTS) + len(MOMENTA)) * len(STEP_SIZES)
+    assert len(chosen) * every == count
 
 
 @pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
@@ -140,9 +150,11 @@ def test_postprocessing_is_of_one_particle():
 
 
 def test_presets_differ_in_their_parts_alone():
-    assert {kernel(model).interaction for kernel in KERNELS} == {Balanced(), RBF()}
+    assert {kernel(model).interaction for kernel in KERNELS + MOMENTA} == {Balanced(), RBF()}
     assert SGLD(model).dynamics == SGLDR(model, step_size=0.1).dynamics == Overdamped()
     # With nothing set, what has the least bias; with a step given, the paper's update.
     assert SGLDR(model).dynamics == SGLDR(model, step_size=BiasBudget(0.1)).dynamics == Overdamped("lm")
     assert SVGD(model).dynamics == Overdamped(noise=False)
-    assert not any(set(vars(kernel)) & {"init", "sample", "postprocess_fn", "__init__"} for kernel in KERNELS)
+    assert SGHMC(model).dynamics == SGHMCR(model).dynamics == Underdamped()
+    assert SGNHT(model).dynamics == SGNHTR(model).dynamics == Thermostat()
+    assert not any(set(vars(kernel)) & {"init", "sample", "postprocess_fn", "__init__"} for kernel in KERNELS + MOMENTA)

@@ -10,8 +10,20 @@ import pytest
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import IMQ, RBF, SGLD, SGLDR, Balanced, Independent, Overdamped
-from numpyro_repulsion.dynamics import Cloud, hold
+from numpyro_repulsion import (
+    IMQ,
+    RBF,
+    SGHMC,
+    SGLD,
+    SGLDR,
+    Balanced,
+    Independent,
+    Overdamped,
+    Relativistic,
+    Thermostat,
+    Underdamped,
+)
+from numpyro_repulsion.dynamics import Cloud, Landscape, hold
 
 
 def potential(z):
@@ -217,7 +229,6 @@ def test_averaged_noise_is_the_mean_of_two_draws(starts, interaction):
     np.testing.assert_allclose(once.z, expected, rtol=1e-5, atol=1e-5)
     # What was drawn with one K is used again after particles and K have moved.
     np.testing.assert_array_equal(once.memory[0], fresh)
-    assert dynamics.order(coupling) == (2 if coupling.is_identity else 1)
 
 
 def test_step_is_a_scan_body_of_constant_type(starts):
@@ -229,3 +240,145 @@ def test_step_is_a_scan_body_of_constant_type(starts):
 
     cloud, _ = lax.scan(update, cloud, random.split(random.key(1), 3))
     assert cloud.z.dtype == starts.dtype
+
+
+# Momenta
+
+
+def stationary_covariance(dynamics, step_size, curvature=1.3):
+    """Of (z, m) for one particle on a Gaussian, exactly: the update is linear, x ← A x + B ξ."""
+
+    def update(x, white):
+        coupling = Independent().couple(x[:1, None])
+        noise = coupling._replace(draw=lambda key: white[:, None], white=lambda key: white[:, None])
+        cloud = Cloud(x[:1, None], *harmonic(x[:1, None]), tuple(x[1:, None, None]))
+        moved = dynamics.step(random.key(0), cloud, harmonic, lambda u: noise, step_size)
+        return jnp.concatenate([part.ravel() for part in (moved.z, *moved.memory)])
+
+    def harmonic(z):
+        return 0.5 * curvature * jnp.sum(z**2, -1), curvature * z
+
+    size = 1 if isinstance(dynamics, Overdamped) else 2
+    A, B = (jax.jacobian(update, k)(jnp.zeros(size), jnp.zeros(1)) for k in (0, 1))
+    covariance = np.linalg.solve(np.eye(size**2) - np.kron(A, A), np.asarray(B @ B.T).ravel()).reshape(size, size)
+    return covariance * np.diag([curvature, 1.0])[:size, :size]
+
+
+@pytest.mark.parametrize(("dynamics", "order"), [(EULER, 1), (Underdamped(), 2), (Underdamped(friction=4.0), 2)])
+def test_bias_has_the_order_of_the_integrator(dynamics, order):
+    # EULER is of one particle without memory; with momenta the law of z is exact and that of m is not.
+    with jax.enable_x64(True):
+        steps = (0.05, 0.1)
+        biases = [np.abs(stationary_covariance(dynamics, ε) - np.eye(1 if order == 1 else 2)).max() for ε in steps]
+    slope = np.log(biases[1] / biases[0]) / np.log(2.0)
+    assert slope == pytest.approx(order, abs=0.1)
+
+
+def test_splitting_is_exact_for_positions_on_a_gaussian():
+    with jax.enable_x64(True):
+        assert stationary_covariance(Underdamped(), 0.9)[0, 0] == pytest.approx(1.0, abs=1e-12)
+
+
+def long_means(dynamics, interaction, force, functions, *, step_size, updates=4000, replicas=200, size=4, noise=0.0):
+    """Time averages of functions of a cloud, one for each replica, from exact draws of N(0, I)."""
+
+    @jax.jit
+    def run(key):
+        z = random.normal(key, (replicas, size, 2))
+        cloud = dynamics.init(random.fold_in(key, 1), z, force, interaction.couple)
+
+        def update(cloud, key):
+            noise_key, step_key = random.split(key)
+
+            def noisy(z):
+                energy, gradient = force(z)
+                return energy, gradient + noise * random.normal(noise_key, z.shape)
+
+            cloud = dynamics.step(step_key, cloud, noisy, interaction.couple, step_size)
+            return cloud, jnp.stack([f(cloud).reshape(replicas, -1).mean(1) for f in functions])
+
+        return lax.scan(update, cloud, random.split(random.fold_in(key, 2), updates))[1].mean(0)
+
+    means = np.asarray(run(random.key(0)), float)
+    return means.mean(1), means.std(1, ddof=1) / replicas**0.5
+
+
+def gaussian_force(z):
+    return 0.5 * jnp.sum(z**2, -1), z
+
+
+@pytest.mark.parametrize("dynamics", [Underdamped(), Thermostat()])
+def test_positions_and_momenta_are_uncorrelated(dynamics):
+    functions = (lambda c: c.z * c.memory[0], lambda c: c.z**2, lambda c: c.memory[0] ** 2)
+    mean, error = long_means(dynamics, Balanced(), gaussian_force, functions, step_size=0.05)
+    # The bias is of second order, at most ε²/4 here.
+    assert (np.abs(mean - [0.0, 1.0, 1.0]) < 4.5 * error + 0.05**2 / 4).all(), (mean, error)
+
+
+@pytest.mark.parametrize("interaction", [Independent(), RBF(2.0)])
+def test_friction_of_the_thermostat_has_its_mean(interaction):
+    functions = (lambda c: c.memory[1],)
+    found = [
+        long_means(Thermostat(friction=1.5), interaction, gaussian_force, functions, step_size=ε) for ε in (0.02, 0.04)
+    ]
+    mean, error = 2 * found[0][0] - found[1][0], (4 * found[0][1] ** 2 + found[1][1] ** 2) ** 0.5
+    assert (np.abs(mean - 1.5) < 4.5 * error).all(), (mean, error)
+
+
+def test_thermostat_absorbs_noise_that_heats_others():
+    # Noise of variance V in the gradient adds εV/2 to the friction it takes, and leaves the law of z alone.
+    ε, V = 0.1, 8.0
+    functions = (lambda c: c.z**2, lambda c: c.memory[-1])
+    setting = {"step_size": ε, "noise": V**0.5}
+    mean, error = long_means(Thermostat(), Independent(), gaussian_force, functions, **setting)
+    assert (np.abs(mean - [1.0, 1.0 + ε * V / 2]) < 4.5 * error + ε**2).all(), (mean, error)
+    mean, error = long_means(Underdamped(), Independent(), gaussian_force, functions[:1], **setting)
+    assert mean[0] - 1.0 > 0.2 + 4.5 * error[0]
+    # What the step-size rule expects of it.
+    expected = Underdamped().bias(ε, Landscape(1.0, 1.0, V), Independent().couple(jnp.zeros((2, 2))))
+    assert mean[0] - 1.0 == pytest.approx(float(expected), rel=0.15)
+
+
+def test_relativistic_momenta_start_in_their_own_law():
+    kinetic = Relativistic(speed=0.7)
+    white = random.normal(random.key(0), (200_000,))
+    for temperature in (1.0, 0.3):
+        m = np.asarray(kinetic.momenta(white, temperature), float)
+        grid = np.linspace(-40, 40, 200_001)
+        weight = np.exp(-np.asarray(kinetic.energy(jnp.asarray(grid)[:, None]), float) / temperature)
+        exact = (weight @ grid**2) / weight.sum()
+        assert abs((m**2).mean() - exact) < 4.5 * (m**2).std() / len(m) ** 0.5 + 1e-3 * exact
+    assert (np.abs(kinetic.velocity(jnp.asarray(m))) < 0.7).all()
+
+
+def test_momenta_without_temperature_descend():
+    dynamics = Underdamped(temperature=0.0)
+    cloud = dynamics.init(random.key(0), jnp.ones((3, 2)), gaussian_force, Independent().couple)
+    for i in range(200):
+        cloud = dynamics.step(random.key(i), cloud, gaussian_force, Independent().couple, 0.2)
+    assert not dynamics.is_sampler
+    np.testing.assert_allclose(cloud.z, 0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Underdamped(friction=0.0), "`friction` must be a finite number above 0; got 0.0"),
+        (lambda: Underdamped(temperature=-1.0), "`temperature` must be a finite number, 0 or above"),
+        (lambda: Underdamped(kinetic="relativistic"), r"must be None or Relativistic\(speed=...\)"),
+        (lambda: Relativistic(speed=float("inf")), "`speed` must be a finite number above 0"),
+        (lambda: Thermostat(inertia=-2.0), "`inertia` must be a finite number above 0"),
+        (lambda: Thermostat(temperature=0.0), "`temperature` must be a finite number above 0"),
+    ],
+)
+def test_bad_settings_of_momenta(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
+
+
+def test_a_single_chain_with_momenta():
+    kernel = SGHMC(potential_fn=potential, step_size=0.1)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=10, progress_bar=False)
+    mcmc.run(random.key(0), init_params=jnp.ones(3))
+    assert mcmc.get_samples().shape == (10, 3)
+    assert mcmc.last_state.memory[0].shape == (3,)

@@ -19,8 +19,12 @@ import numpyro_repulsion
 from numpyro_repulsion import (
     IMQ,
     RBF,
+    SGHMC,
+    SGHMCR,
     SGLD,
     SGLDR,
+    SGNHT,
+    SGNHTR,
     SVGD,
     Balanced,
     BiasBudget,
@@ -94,6 +98,8 @@ def make(
         (SVGD, regression, False),
         pytest.param(SGLD, minibatched, True, marks=pytest.mark.slow),
         pytest.param(SVGD, minibatched, True, marks=pytest.mark.slow),
+        *(pytest.param(k, minibatched, True, marks=pytest.mark.slow) for k in (SGHMC, SGHMCR, SGNHT)),
+        (SGNHTR, minibatched, True),
     ],
 )
 def test_run(kernel, new_style, model, data):
@@ -126,28 +132,32 @@ def test_potential_energy_is_that_of_the_kept_draw(data):
         np.testing.assert_allclose(fields["potential_energy"][n], expected, rtol=1e-5)
 
 
-def test_posterior_of_a_conjugate_model():
+@pytest.mark.parametrize(
+    "kernel",
+    [SGLD, SGLDR, SGHMCR, *(pytest.param(kernel, marks=pytest.mark.slow) for kernel in (SGHMC, SGNHT, SGNHTR))],
+)
+def test_posterior_of_a_conjugate_model(kernel):
     # Beta(1, 1) prior and 7 heads in 10: Beta(8, 4), with everything left to the kernel.
     def coin(flips):
         p = numpyro.sample("p", dist.Beta(1, 1))
         numpyro.sample("flips", dist.Bernoulli(p), obs=flips)
 
     flips = jnp.array([1.0] * 7 + [0.0] * 3)
-    for kernel in (SGLD(coin), SGLDR(coin)):
 
-        @jax.jit
-        def run(key, kernel=kernel):
-            mcmc = make(kernel, num_warmup=200, num_samples=300, num_chains=20)
-            mcmc.run(key, flips)
-            p = mcmc.get_samples()["p"]
-            return p.mean(), ((p - 8 / 12) ** 2).mean()
+    @jax.jit
+    def run(key):
+        mcmc = make(kernel(coin), num_warmup=200, num_samples=300, num_chains=20)
+        mcmc.run(key, flips)
+        p = mcmc.get_samples()["p"]
+        return p.mean(), ((p - 8 / 12) ** 2).mean()
 
-        means, squares = zip(*(run(random.key(seed)) for seed in range(6)), strict=True)
-        # Six independent repeats: standard errors from their spread, Student's t with 5 degrees of freedom.
-        for values, exact, bias in ((means, 8 / 12, 0.0), (squares, 8 * 4 / (12**2 * 13), 0.05)):
-            values = np.asarray(values)
-            error = abs(values.mean() - exact) - bias * exact
-            assert error < 6.9 * values.std(ddof=1) / len(values) ** 0.5
+    means, squares = zip(*(run(random.key(seed)) for seed in range(6)), strict=True)
+    # Six independent repeats: standard errors from their spread, Student's t with 5 degrees of freedom; and of the
+    # variance what the budget tolerates.
+    for values, exact, bias in ((means, 8 / 12, 0.0), (squares, 8 * 4 / (12**2 * 13), BiasBudget().tolerance)):
+        values = np.asarray(values)
+        error = abs(values.mean() - exact) - bias * exact
+        assert error < 6.9 * values.std(ddof=1) / len(values) ** 0.5
 
 
 def test_chain_without_an_axis_for_a_single_plain_chain(data):
@@ -181,7 +191,11 @@ def test_balanced_noise_of_a_single_chain_is_white():
 
 @pytest.mark.parametrize(
     ("kernel", "model"),
-    [pytest.param(SGLD, minibatched, marks=pytest.mark.slow), (SGLDR, minibatched), (SVGD, regression)],
+    [
+        *(pytest.param(k, minibatched, marks=pytest.mark.slow) for k in (SGLD, SGHMC, SGNHTR)),
+        (SGLDR, minibatched),
+        (SVGD, regression),
+    ],
 )
 def test_resume_is_exact(kernel, model, data):
     kernel = kernel(model, step_size=Polynomial(1e-3))
