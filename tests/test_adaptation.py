@@ -224,6 +224,7 @@ def tune(force, u, learned=None, interaction=None, **fields):
         learned,
         lambda _: force,
         None,
+        None,
         False,
         interaction or Independent(),
         Overdamped(),
@@ -348,13 +349,28 @@ def test_lost_particles_are_rescued_and_others_left_alone():
     np.testing.assert_array_equal(gradient, 2.0 * moved)
 
 
-def test_noise_of_minibatches_does_not_make_particles_lost():
+def test_particles_are_compared_on_the_same_rows():
     u = random.normal(random.key(0), (1, 40, 3))
-    energy = (500.0 * random.normal(random.key(2), (1, 40))).at[0, 7].set(1e5)
-    (moved, *_), _ = rescue(random.key(1), (u, energy, u), jnp.ones((1, 40)), is_noisy=True)
-    assert np.argwhere((moved != u).any(-1)).tolist() == [[0, 7]]
-    (moved, *_), _ = rescue(random.key(1), (u, energy, u), jnp.ones((1, 40)))
+    own = 500.0 * random.normal(random.key(2), (1, 40))
+    score = jnp.zeros((1, 40)).at[0, 7].set(1e5).at[0, 9].set(jnp.nan)
+    (moved, *_), _ = rescue(random.key(1), (u, own, u), jnp.ones((1, 40)), score)
+    assert np.argwhere((moved != u).any(-1)).tolist() == [[0, 7], [0, 9]]
+    # Energies on rows of each particle's own would send many home that are not lost.
+    (moved, *_), _ = rescue(random.key(1), (u, own, u), jnp.ones((1, 40)))
     assert (moved != u).any(-1).sum() > 10
+
+
+@pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+def test_arriving_on_minibatches_keeps_particles_apart():
+    y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
+    kernel = SGLDR(noisy_mean)
+    state = kernel.init(random.split(random.key(0), 20), 200, None, (y, 2), {})
+    sample = jax.jit(lambda state: kernel.sample(state, (y, 2), {}))
+    distinct = []
+    for _ in range(60):
+        state = sample(state)
+        distinct.append(len(np.unique(state.z["mu"])))
+    assert min(distinct) == 20
 
 
 def test_exact_draws_are_hardly_ever_lost():
@@ -510,7 +526,18 @@ def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
         tuning = tuning._replace(iteration=jnp.asarray(iteration))
         assert not is_due(tuning._replace(iteration=jnp.asarray(iteration + 1)))
         found, _ = adapt(
-            random.key(1), tuning, cloud, learned, None, None, False, kernel, Overdamped(), num_steps=10, shared=False
+            random.key(1),
+            tuning,
+            cloud,
+            learned,
+            None,
+            None,
+            None,
+            False,
+            kernel,
+            Overdamped(),
+            num_steps=10,
+            shared=False,
         )
         return float(kernel.couple(u, found.bandwidth).bound)
 

@@ -62,20 +62,20 @@ def arrive(
 
 
 def rescue(
-    key: jax.Array, position: Position, step_size: jax.Array, is_noisy: bool = False
+    key: jax.Array, position: Position, step_size: jax.Array, score: jax.Array | None = None
 ) -> tuple[Position, jax.Array]:
     """Sends particles that were left far behind to where a random one of the better half is.
 
     Far behind is more than ``10 + 5 √d`` above the median potential energy: exact draws hardly ever are.
 
-    :param is_noisy: whether energies come from minibatches of each particle's own. Nine times the median deviation, six
-        standard deviations of a Gaussian, is then allowed for the noise.
+    :param score: potential energies, ``(G, L)``, that can be compared, where those of the position come from
+        minibatches of each particle's own.
     """
     u, energy, _ = position
-    flat = energy.ravel()
+    flat = (energy if score is None else score).ravel()
     better = jnp.argsort(flat)[: max(1, (flat.size + 1) // 2)]
-    behind = flat - jnp.median(flat)
-    lost = behind > 10.0 + 5.0 * u.shape[-1] ** 0.5 + 9.0 * is_noisy * jnp.median(jnp.abs(behind))
+    # What is not finite is far behind too.
+    lost = ~(flat <= jnp.nanmedian(flat) + 10.0 + 5.0 * u.shape[-1] ** 0.5)
     chosen = jnp.where(lost, random.choice(key, better, lost.shape), jnp.arange(flat.size))
 
     def move(x):

@@ -157,6 +157,7 @@ def adapt(
     cloud: Cloud,
     learned: Learned,
     force: Callable[[Tuning], CorrectableForce],
+    score: Callable[[Tuning, jax.Array], jax.Array],
     reference: Callable[[Anchor], Anchor],
     is_stale: jax.Array | bool,
     interaction: Interaction,
@@ -169,6 +170,7 @@ def adapt(
 
     :param cloud: the particles, in whitened coordinates.
     :param force: the force, given what has been learned.
+    :param score: the potential energies of particles on the same rows, ``(G, L)``.
     :param reference: an anchor with U and ∇U over all rows at its position.
     :param is_stale: whether the anchor's are those of other data.
     :param num_steps: updates in an iteration.
@@ -182,7 +184,7 @@ def adapt(
     tuning = tuning._replace(moments=moments, iteration=tuning.iteration + 1)
     due = is_due(tuning)
     position = tuning.preconditioner.colour(tuning.moments.position)
-    tuning, cloud = lax.cond(due, lambda: _refit(rescue_key, tuning, cloud, learned), lambda: (tuning, cloud))
+    tuning, cloud = lax.cond(due, lambda: _refit(rescue_key, tuning, cloud, learned, score), lambda: (tuning, cloud))
     if tuning.anchor is not None:
         passes = due & ((tuning.iteration == _at(ARRIVED, tuning)) | (tuning.iteration == _at(FREEZE, tuning)))
         anchor = tuning.anchor._replace(
@@ -210,13 +212,13 @@ def _observe(tuning, cloud):
     return moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
 
 
-def _refit(key, tuning, cloud, learned):
+def _refit(key, tuning, cloud, learned, score):
     """Lost particles sent back, and new scales from the window's moments."""
     done = tuning.iteration
     if learned.arrives:
         position, arrival = lax.cond(
             (done > _at(FIRST_RESCUE, tuning)) & (done <= _at(ARRIVED, tuning)),
-            lambda: rescue(key, cloud[:3], tuning.arrival, learned.noise),
+            lambda: rescue(key, cloud[:3], tuning.arrival, score(tuning, cloud.z) if learned.noise else None),
             lambda: (cloud[:3], tuning.arrival),
         )
         cloud = cloud._replace(z=position[0], potential_energy=position[1], gradient=position[2])

@@ -53,6 +53,11 @@ class Iteration:
 
         return force
 
+    def score(self, tuning: Tuning, u: jax.Array) -> jax.Array:
+        """U at the particles on the same rows, by the same randomness, ``(G, L)``."""
+        one = jnp.vectorize(lambda z: fingerprint(self.target, self.unravel, z), signature="(d)->()")
+        return one(tuning.preconditioner.colour(u))
+
     def step_size(self, tuning: Tuning, num_updates: jax.Array) -> jax.Array:
         """ε of the next update."""
         value = tuning.step_size if self.schedule is None else self.schedule(num_updates)
@@ -133,6 +138,7 @@ class Iteration:
             cloud,
             self.learned,
             self.force,
+            self.score,
             reference,
             is_other,
             self.interaction,
