@@ -217,7 +217,8 @@ def _refit(key, tuning, cloud, learned, score):
     done = tuning.iteration
     if learned.arrives:
         position, arrival = lax.cond(
-            (done > _at(FIRST_RESCUE, tuning)) & (done <= _at(ARRIVED, tuning)),
+            # Not at the last: copies must part before particles repel each other.
+            (done > _at(FIRST_RESCUE, tuning)) & (done < _at(ARRIVED, tuning)),
             lambda: rescue(key, cloud[:3], tuning.arrival, score(tuning, cloud.z) if learned.noise else None),
             lambda: (cloud[:3], tuning.arrival),
         )
