@@ -11,7 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, Independent, Overdamped, Subsampled
+from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, SGNHTR, SVGD, Independent, Overdamped, Subsampled
 from numpyro_repulsion.targets import draw, gaussian, logistic_regression
 
 PARTICLES = 20
@@ -125,6 +125,24 @@ def averaged_noise():
     table("N(0, I), ε = 0.1, 20 particles, RBF with the bandwidth of warmup", header, rows)
 
 
+def momenta():
+    """With momenta: the variance of a coordinate of N(0, I₂), and of the cloud's mean, by step size."""
+    rows = []
+    for step_size in (0.05, 0.1, 0.2):
+        kernels = (
+            SGHMC(gaussian, step_size=step_size, interaction=Independent()),
+            SGHMCR(gaussian, step_size=step_size, interaction=RBF(bandwidth=1.5)),
+            SGNHTR(gaussian, step_size=step_size, interaction=RBF(bandwidth=1.5)),
+        )
+        row = [f"{step_size:g}"]
+        for kernel in kernels:
+            z = draws(kernel)
+            row += [f"{np.mean(z**2):.3f} · {PARTICLES * np.mean(z.mean(0) ** 2):.2f}"]
+        rows.append(row)
+    header = ["ε", "SGHMC", "SGHMCR", "SGNHTR"]
+    table("Variance of a particle on N(0, I) · 20 × variance of the mean; RBF with h = 1.5", header, rows)
+
+
 def averaged_bias():
     """The bias of averaged noise in units of (ελ)², with λ the curvature that nine draws in ten stay below."""
     potentials = {
@@ -161,4 +179,5 @@ if __name__ == "__main__":
     whose_minibatch()
     balanced_noise()
     averaged_noise()
+    momenta()
     averaged_bias()
