@@ -3,7 +3,17 @@
 from numpyro_repulsion.dynamics import Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.gradients import ControlVariates, FullData, Subsampled
 from numpyro_repulsion.inference_data import summary, to_inference_data
-from numpyro_repulsion.interactions import IMQ, RBF, Balanced, Gram, Independent, Interaction, Radial
+from numpyro_repulsion.interactions import (
+    IMQ,
+    RBF,
+    Balanced,
+    Gram,
+    Independent,
+    Interaction,
+    Radial,
+    RandomFeatures,
+    RandomGroups,
+)
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.schedules import BiasBudget, Polynomial
 
@@ -30,6 +40,8 @@ __all__ = [
     "Overdamped",
     "Polynomial",
     "Radial",
+    "RandomFeatures",
+    "RandomGroups",
     "Recipe",
     "Relativistic",
     "Subsampled",

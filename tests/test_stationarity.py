@@ -19,6 +19,8 @@ from numpyro_repulsion import (
     Balanced,
     Independent,
     Overdamped,
+    RandomFeatures,
+    RandomGroups,
     Relativistic,
     Thermostat,
     Underdamped,
@@ -302,6 +304,8 @@ SAMPLERS = {
     "SGLD, balanced": (Balanced(), Overdamped("euler")),
     "SGLD, independent, averaged": (Independent(), Overdamped("lm")),
     "SGLD, balanced, averaged": (Balanced(), Overdamped("lm")),
+    "SGLDR, random features": (RandomFeatures(2.0, num_features=8, weight=0.7), Overdamped()),
+    "SGLDR, groups": (RandomGroups(RBF(2.0), size=3), Overdamped()),
     "SGHMC, independent": (Independent(), Underdamped()),
     "SGHMC, balanced": (Balanced(), Underdamped(friction=2.0)),
     "SGHMC, relativistic": (Independent(), Underdamped(kinetic=Relativistic(2.0))),
@@ -350,6 +354,7 @@ def test_generator_identity_with_other_seeds(law, interaction, seed):
         for dynamics in (Overdamped("euler"), Overdamped("lm"), Underdamped(), Thermostat())
         for wrap, interaction in (
             (without_repulsion, RBF(2.0)),
+            (without_repulsion, RandomFeatures(2.0, num_features=8, weight=0.7)),
             (with_repulsion_flipped, RBF(2.0)),
             (with_nugget_in_noise_only, RBF(2.0, nugget=0.3)),
             (with_unscaled_balance, Balanced()),

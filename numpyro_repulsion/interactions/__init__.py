@@ -7,6 +7,7 @@ apply K, the repulsion Γ, a draw with covariance K, and a bound on the largest 
 
 from numpyro_repulsion.interactions.balanced import Balanced
 from numpyro_repulsion.interactions.base import Coupling, Gram, Independent, Interaction, Sum
+from numpyro_repulsion.interactions.many import RandomFeatures, RandomGroups
 from numpyro_repulsion.interactions.radial import IMQ, RBF, Radial, median_bandwidth, squared_distances
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "Independent",
     "Interaction",
     "Radial",
+    "RandomFeatures",
+    "RandomGroups",
     "Sum",
     "median_bandwidth",
     "squared_distances",

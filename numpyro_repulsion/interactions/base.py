@@ -11,7 +11,7 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 
-__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "require_positive"]
+__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "bisect_bandwidth", "require_positive"]
 
 
 class Coupling(NamedTuple):
@@ -57,6 +57,13 @@ class Interaction:
 
     #: Whether particles need each other: K depends on the cloud, which must hold two distinct particles.
     interacts: ClassVar[bool] = False
+    #: Whether K is drawn anew in every update, independently of the cloud.
+    is_redrawn: ClassVar[bool] = False
+
+    def at(self, key: jax.Array) -> Interaction:
+        """The interaction of one update: itself, unless it is redrawn."""
+        del key
+        return self
 
     @property
     def learns_bandwidth(self) -> bool:
@@ -175,19 +182,7 @@ class Gram(Interaction):
             diagonal = jnp.trace(gram, axis1=-2, axis2=-1)
             return jnp.mean((gram.sum((-2, -1)) - diagonal) / diagonal) / (size - 1)
 
-        def halve(interval, _):
-            low, high = interval
-            middle = (low + high) / 2.0
-            wide = mean_similarity(jnp.exp(middle)) > target * widest
-            return (jnp.where(wide, low, middle), jnp.where(wide, middle, high)), None
-
-        # Around the mean squared distance, e^±14 of it.
-        scale = jnp.log(jnp.mean(jnp.var(u, -2).sum(-1)))
-        scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
-        # A sum with the identity never comes near its diagonal.
-        widest = mean_similarity(jnp.exp(scale + 14.0))
-        (low, high), _ = lax.scan(halve, (scale - 14.0, scale + 14.0), length=30)
-        return jnp.exp((low + high) / 2.0).astype(u.dtype)
+        return bisect_bandwidth(mean_similarity, u, target)
 
     def couple(self, u, bandwidth=None, white=None):
         if white is None:
@@ -204,6 +199,24 @@ class Gram(Interaction):
             bound=jnp.linalg.eigvalsh(gram)[..., -1].max(),  # dropped by the compiler where nobody asks
             white=white,
         )
+
+
+def bisect_bandwidth(mean_similarity: Callable[[jax.Array], jax.Array], u: jax.Array, target: float) -> jax.Array:
+    """The bandwidth at which particles ``(G, L, d)`` have a mean similarity of ``target`` times its largest value."""
+    # Around the mean squared distance, e^±14 of it.
+    scale = jnp.log(jnp.mean(jnp.var(u, -2).sum(-1)))
+    scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
+    # A sum with the identity never comes near its diagonal.
+    widest = mean_similarity(jnp.exp(scale + 14.0))
+
+    def halve(interval, _):
+        low, high = interval
+        middle = (low + high) / 2.0
+        wide = mean_similarity(jnp.exp(middle)) > target * widest
+        return (jnp.where(wide, low, middle), jnp.where(wide, middle, high)), None
+
+    (low, high), _ = lax.scan(halve, (scale - 14.0, scale + 14.0), length=30)
+    return jnp.exp((low + high) / 2.0).astype(u.dtype)
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,16 @@ class Iteration:
             anchor = anchor._replace(in_use=anchor.in_use & ~is_other)
         force = self.force(tuning._replace(anchor=anchor))
 
-        def couple(u):
-            return self.interaction.couple(u, tuning.bandwidth)
-
         def update(carry, key):
             cloud, count = carry
+            interaction = self.interaction
+            if interaction.is_redrawn:
+                key, interaction_key = random.split(key)
+                interaction = interaction.at(interaction_key)
+
+            def couple(u):
+                return interaction.couple(u, tuning.bandwidth)
+
             noise_key, force_key = random.split(key)
             cloud, cut = self._cut(cloud, tuning)
             step_size = self.step_size(tuning, count)

@@ -1,0 +1,211 @@
+"""Interactions whose cost is linear in the number of particles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any, ClassVar
+
+import jax
+from jax import random
+import jax.numpy as jnp
+
+from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, bisect_bandwidth, require_positive
+
+__all__ = ["RandomFeatures", "RandomGroups"]
+
+
+@dataclass(frozen=True)
+class RandomFeatures(Interaction):
+    r"""Repulsion by random features: exact for any number of them, and linear in the number of particles.
+
+    .. math::
+        K_{ij} = \alpha\, 1\{i = j\} + (1 - \alpha)\, \frac{1}{F} \sum_{f=1}^{F} \cos\bigl(w_f \cdot (u_i - u_j)\bigr),
+        \qquad w_f \sim N(0, \tfrac{2}{h} I)
+
+    The expectation of the second term over w is :class:`~numpyro_repulsion.RBF`, but each draw of w is a
+    positive-definite kernel of its own: its Γ, two sums over particles, and its square root, the matrix of features,
+    are exact. So there is no ``L × L`` matrix and no Cholesky factor, and nothing is approximated: as ε → 0 the
+    stationary law is ``∏_i π(u_i)``. New frequencies w are drawn in every update, independently of the particles.
+
+    The largest eigenvalue of the second term is at least ``L / (2F)``, and the step shrinks with it: for many particles
+    the weight ``1 − α`` should fall with ``F / L``, as it does by default.
+
+    :param bandwidth: h; ``None`` learns it in warmup.
+    :param num_features: F.
+    :param weight: ``1 − α``, between 0 and 1. ``None`` is ``min(1 / 2, 8 F / L)``, which keeps the eigenvalue
+        below about five.
+    :raises ValueError: for numbers out of range.
+
+    **References:**
+
+    1. *Random Features for Large-Scale Kernel Machines*, A. Rahimi and B. Recht, NIPS 2007
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> from numpyro_repulsion import RandomFeatures
+        >>> u = random.normal(random.key(0), (10_000, 3))
+        >>> coupling = RandomFeatures(bandwidth=1.0).at(random.key(1)).couple(u)
+        >>> coupling.repulsion.shape, coupling.draw(random.key(2)).shape
+        ((10000, 3), (10000, 3))
+    """
+
+    bandwidth: float | None = None
+    num_features: int = 64
+    weight: float | None = None
+    #: The key of the frequencies: set anew in every update.
+    key: Any = field(default=None, repr=False, compare=False)
+
+    interacts: ClassVar[bool] = True
+    is_redrawn: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.bandwidth is not None:
+            require_positive(self, "bandwidth", self.bandwidth)
+        if isinstance(self.num_features, bool) or not isinstance(self.num_features, int) or self.num_features < 1:
+            raise ValueError(
+                f"RandomFeatures: `num_features` must be an integer, 1 or more; got {self.num_features!r}."
+            )
+        if self.weight is not None and not (isinstance(self.weight, Real) and 0.0 < self.weight < 1.0):
+            raise ValueError(f"RandomFeatures: `weight` must lie between 0 and 1; got {self.weight!r}.")
+
+    @property
+    def learns_bandwidth(self):
+        return self.bandwidth is None
+
+    def at(self, key):
+        return replace(self, key=key)
+
+    def learn_bandwidth(self, u):
+        if not self.learns_bandwidth:
+            return super().learn_bandwidth(u)
+
+        def mean_similarity(h):
+            cosines, sines = self._features(u, h)
+            total = (cosines.sum(-2) ** 2 + sines.sum(-2) ** 2).sum(-1)
+            return jnp.mean(total / u.shape[-2] - 1.0) / (u.shape[-2] - 1)
+
+        # Finitely many features never make strangers of all pairs.
+        target = min(4.0 / (u.shape[-2] - 1), 0.25) + self.num_features**-0.5 / 4.0
+        return bisect_bandwidth(mean_similarity, u, target)
+
+    def couple(self, u, bandwidth=None):
+        h = bandwidth if self.bandwidth is None else self.bandwidth
+        size, features = u.shape[-2], self.num_features
+        weight = min(0.5, 8.0 * features / size) if self.weight is None else self.weight
+        cosines, sines = self._features(u, h)
+        Φ = jnp.concatenate((cosines, sines), -1)
+        turned = jnp.concatenate((-sines, cosines), -1)  # the derivative of Φ along w·u
+        w = jnp.concatenate((self._frequencies(u, h),) * 2)
+        transposed = jnp.swapaxes(Φ, -1, -2)
+
+        def draw(key):
+            own_key, common_key = random.split(key)
+            own = random.normal(own_key, u.shape, u.dtype)
+            common = random.normal(common_key, (*u.shape[:-2], 2 * features, u.shape[-1]), u.dtype)
+            return (1.0 - weight) ** 0.5 * own + weight**0.5 * (Φ @ common)
+
+        # Σ_j ∇_{u_j} φ(u_i)·φ(u_j); the derivative of φ(u_i)·φ(u_i) = 1 vanishes.
+        repulsion = (Φ * turned.sum(-2, keepdims=True)) @ w
+        return Coupling(
+            apply=lambda x: (1.0 - weight) * x + weight * (Φ @ (transposed @ x)),
+            repulsion=weight * repulsion,
+            draw=draw,
+            bound=1.0 - weight + weight * jnp.linalg.eigvalsh(transposed @ Φ)[..., -1].max(),
+        )
+
+    def _frequencies(self, u, h):
+        key = random.key(0) if self.key is None else self.key
+        return jnp.sqrt(2.0 / h) * random.normal(key, (self.num_features, u.shape[-1]), u.dtype)
+
+    def _features(self, u, h):
+        phase = u @ self._frequencies(u, h).T
+        return jnp.cos(phase) * self.num_features**-0.5, jnp.sin(phase) * self.num_features**-0.5
+
+
+@dataclass(frozen=True)
+class RandomGroups(Interaction):
+    r"""An interaction within small groups of particles, drawn anew in every update.
+
+    K is block diagonal: ``size`` particles that are drawn at random see each other by ``interaction``, and the next
+    update draws others. The groups do not depend on where particles are, so that each K is a valid one: as ε → 0 the
+    stationary law is ``∏_i π(u_i)``. The cost is linear in the number of particles, which must be a multiple of
+    ``size``.
+
+    :param interaction: within groups, one with a Gram matrix.
+    :param size: of a group, 2 or more.
+    :raises TypeError: for an interaction without a Gram matrix.
+    :raises ValueError: for groups of less than two.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> from numpyro_repulsion import RBF, RandomGroups
+        >>> u = random.normal(random.key(0), (1000, 3))
+        >>> RandomGroups(RBF(bandwidth=1.0), size=20).at(random.key(1)).couple(u).repulsion.shape
+        (1000, 3)
+    """
+
+    interaction: Gram
+    size: int = 20
+    #: The key of the groups: set anew in every update.
+    key: Any = field(default=None, repr=False, compare=False)
+
+    interacts: ClassVar[bool] = True
+    is_redrawn: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if not isinstance(self.interaction, Gram):
+            raise TypeError(
+                f"RandomGroups takes an interaction with a Gram matrix, such as RBF(); got {self.interaction!r}."
+            )
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 2:
+            raise ValueError(f"RandomGroups: `size` must be an integer, 2 or more; got {self.size!r}.")
+
+    @property
+    def bandwidth(self):
+        return getattr(self.interaction, "bandwidth", None)
+
+    @property
+    def learns_bandwidth(self):
+        return self.interaction.learns_bandwidth
+
+    def at(self, key):
+        return replace(self, key=key)
+
+    def learn_bandwidth(self, u):
+        return self.interaction.learn_bandwidth(self._split(u, self._order(u)))
+
+    def couple(self, u, bandwidth=None):
+        order = self._order(u)
+        back = jnp.argsort(order, -1)
+        coupling = self.interaction.couple(self._split(u, order), bandwidth)
+
+        def join(x):
+            return jnp.take_along_axis(x.reshape(*u.shape[:-1], x.shape[-1]), back[..., None], -2)
+
+        return Coupling(
+            apply=lambda x: join(coupling.apply(self._split(x, order))),
+            repulsion=join(coupling.repulsion),
+            draw=lambda key: join(coupling.draw(key)),
+            bound=coupling.bound,
+        )
+
+    def _order(self, u):
+        if u.shape[-2] % self.size:
+            raise ValueError(
+                f"{self!r} needs a multiple of {self.size} particles in each ensemble; got {u.shape[-2]}. Change "
+                "num_chains, or `size`."
+            )
+        key = random.key(0) if self.key is None else self.key
+        keys = random.split(key, u.shape[:-2] or (1,))
+        order = jax.vmap(lambda key: random.permutation(key, u.shape[-2]))(keys)
+        return order if u.ndim == 3 else order[0]
+
+    def _split(self, x, order):
+        return jnp.take_along_axis(x, order[..., None], -2).reshape(-1, self.size, x.shape[-1])
