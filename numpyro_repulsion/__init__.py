@@ -15,6 +15,7 @@ from numpyro_repulsion.interactions import (
     RandomGroups,
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
+from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.schedules import BiasBudget, Polynomial
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "SGNHT",
     "SGNHTR",
     "SVGD",
+    "Archive",
     "Balanced",
     "BiasBudget",
     "ControlVariates",

@@ -8,8 +8,8 @@ followed the particles while draws are kept would change the stationary law.
 
 from numpyro_repulsion.adaptation.arrival import arrive, rescue
 from numpyro_repulsion.adaptation.measurement import Measurements, measure
-from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner, first_scale
-from numpyro_repulsion.adaptation.tuning import Learned, Tuning, adapt, is_arriving, is_due
+from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner, first_scale, shrink
+from numpyro_repulsion.adaptation.tuning import Learned, Tuning, adapt, is_arriving, is_due, is_settling, since_arrival
 from numpyro_repulsion.adaptation.verdict import Verdict, judge
 
 __all__ = [
@@ -24,7 +24,10 @@ __all__ = [
     "first_scale",
     "is_arriving",
     "is_due",
+    "is_settling",
     "judge",
     "measure",
     "rescue",
+    "shrink",
+    "since_arrival",
 ]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 
-__all__ = ["Moments", "Preconditioner", "first_scale"]
+__all__ = ["Moments", "Preconditioner", "first_scale", "shrink"]
 
 #: Bounds on the first scales, which a few gradients far from the posterior may put anywhere.
 FIRST_SCALES = (1e-4, 1e2)
@@ -45,6 +45,15 @@ class Preconditioner(NamedTuple):
             return gradient
         return gradient * self.scale if self.scale.ndim == 1 else gradient @ self.scale
 
+    def push(self, gradient: jax.Array) -> jax.Array:
+        """The gradient with respect to z, for gradients ``(..., d)`` with respect to u: the inverse of `pull`."""
+        if self.scale is None:
+            return gradient
+        if self.scale.ndim == 1:
+            return gradient / self.scale
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        return solve_triangular(self.scale, flat.T, lower=True, trans=1).T.reshape(gradient.shape)
+
     def after(self, change: Preconditioner) -> Preconditioner:
         """The change of variables that makes u by another one first, ``u = c' + S' u'``; both must have scales."""
         if self.scale is None or change.scale is None or change.centre is None:
@@ -73,6 +82,13 @@ def first_scale(z: jax.Array, gradient: jax.Array, dense: bool) -> Preconditione
     scale = jnp.where(jnp.isfinite(scale), scale, 1.0)
     scale = jnp.clip(scale, *FIRST_SCALES).astype(z.dtype)
     return Preconditioner(jnp.diag(scale) if dense else scale, centre)
+
+
+def shrink(covariance: jax.Array, number: jax.Array) -> jax.Array:
+    """A covariance ``(d, d)`` from so many particles of successive clouds, less the correlations that chance makes."""
+    # Successive clouds are alike: count one in ten of them. Few draws cannot tell a correlation from chance.
+    draws = number / 10.0
+    return jnp.where(jnp.eye(len(covariance), dtype=bool), 1.0, draws / (draws + 5.0)) * covariance
 
 
 class Moments(NamedTuple):
@@ -129,11 +145,9 @@ class Moments(NamedTuple):
         unit = jnp.where(jnp.isfinite(unit) & (unit > 0), unit, 1.0)
         if position.ndim == 1:
             return Preconditioner(unit, self.position)
-        # Successive clouds are alike: count one in ten of them. Few draws cannot tell a correlation from chance.
-        draws = count / 10.0
-        shrinkage = jnp.where(jnp.eye(len(unit), dtype=bool), 1.0, jnp.where(dense, draws / (draws + 5.0), 0.0))
-        position = shrinkage * position / jnp.outer(unit, unit)
-        gradient = shrinkage * gradient * jnp.outer(unit, unit)
+        number = jnp.where(dense, count, 0.0)
+        position = shrink(position / jnp.outer(unit, unit), number)
+        gradient = shrink(gradient * jnp.outer(unit, unit), number)
         # Σ with Σ C_g Σ = C_u, from C_g = R Rᵀ.
         root = jnp.linalg.cholesky(gradient)
         values, vectors = jnp.linalg.eigh(root.T @ position @ root)

@@ -18,7 +18,7 @@ from numpyro_repulsion.gradients import Anchor
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["Learned", "Tuning", "adapt", "is_arriving", "is_due"]
+__all__ = ["Learned", "Tuning", "adapt", "is_arriving", "is_due", "is_settling", "since_arrival"]
 
 #: Fractions of warmup at which windows end, in which particles arrive, ...
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
@@ -52,6 +52,7 @@ class Learned(NamedTuple):
     - **bandwidth** - whether the interaction leaves one to be learned.
     - **anchor** - whether the gradient has control variates.
     - **noise** - whether gradients are noisy.
+    - **jumps** - whether particles jump between modes.
     """
 
     step_size: BiasBudget | None
@@ -59,6 +60,7 @@ class Learned(NamedTuple):
     bandwidth: bool
     anchor: bool
     noise: bool = False
+    jumps: bool = False
 
     @property
     def arrives(self) -> bool:
@@ -84,6 +86,7 @@ class Tuning(NamedTuple):
     - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
     - **moments** - of the cloud in the current window; ``None`` without a warmup.
     - **measurements** - curvature and noise since the scales were frozen; ``None`` without a warmup.
+    - **jumps** - what jumps have learned, or ``None``.
     """
 
     iteration: jax.Array
@@ -96,6 +99,7 @@ class Tuning(NamedTuple):
     arrival: jax.Array
     moments: Moments
     measurements: Measurements
+    jumps: Any
 
     @property
     def noise(self) -> jax.Array:
@@ -120,6 +124,7 @@ class Tuning(NamedTuple):
         bandwidth: jax.Array,
         cloud: Cloud,
         learned: Learned,
+        jumps: Any = None,
     ) -> Tuning:
         """Nothing learned yet."""
         groups, size, dimension = cloud.z.shape
@@ -137,12 +142,23 @@ class Tuning(NamedTuple):
             arrival=jnp.full((groups, size), 0.05, dtype),
             moments=Moments.empty(dimension, dtype, learned.scale == "dense") if learns else nothing,
             measurements=Measurements.empty(1 + len(SETTLING_ENDS), groups * size, dtype) if learns else nothing,
+            jumps=jumps,
         )
 
 
 def is_arriving(tuning: Tuning) -> jax.Array:
     """Whether the coming iteration belongs to the part of warmup in which particles arrive."""
     return tuning.iteration < _at(ARRIVED, tuning)
+
+
+def is_settling(tuning: Tuning) -> jax.Array:
+    """Whether scales are frozen and warmup goes on."""
+    return (tuning.iteration >= _at(FREEZE, tuning)) & (tuning.iteration < tuning.num_warmup)
+
+
+def since_arrival(tuning: Tuning) -> jax.Array:
+    """How many iterations were done since particles arrived; negative before."""
+    return tuning.iteration - _at(ARRIVED, tuning)
 
 
 def is_due(tuning: Tuning) -> jax.Array:
@@ -290,7 +306,10 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
         # Half the limit of stability at typical particles.
         moderate=dynamics.stable(landscape._replace(largest=curvature), coupling) / 2.0,
         stable=dynamics.stable(landscape, coupling),
-        draws_per_step=tuning.effective_draws(1.0, num_steps, dynamics) if dynamics.is_sampler else jnp.inf,
+        # Jumps move between modes, as no step of this kind could.
+        draws_per_step=tuning.effective_draws(1.0, num_steps, dynamics)
+        if dynamics.is_sampler and not learned.jumps
+        else jnp.inf,
     )
     usable = jnp.isfinite(step_size) & (step_size > 0)
     # Of particles that do not move nothing was measured: stay well below the steps that Metropolis accepted.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,8 @@ class Dynamics:
     is_sampler: bool = True
     #: T: the stationary law is ``∏_i exp(−U(z_i) / T)``.
     temperature: float = 1.0
+    #: Whether D and Q couple the particles by themselves, without an interaction.
+    interacts: ClassVar[bool] = False
 
     def tolerated(self, tolerance: float, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The step at which variances are inflated by δ, the ``tolerance``, of themselves.
@@ -104,6 +106,11 @@ class Dynamics:
 
     def check(self, cloud: Cloud) -> None:
         """Refuses, by a ``ValueError``, starts ``(G, L, d)`` that this dynamics cannot move."""
+
+    def jumped(self, cloud: Cloud, which: jax.Array) -> Cloud:
+        """The cloud after particles, ``(..., L)``, have jumped: a move that leaves the law of z, and memory, alone."""
+        del which
+        return cloud
 
     def init(self, key: jax.Array, z: jax.Array, force: Force, couple: Couple) -> Cloud:
         """The cloud at rest at positions ``z`` of shape ``(..., L, d)``."""

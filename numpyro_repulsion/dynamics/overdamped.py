@@ -121,14 +121,23 @@ class Overdamped(Dynamics):
 
     def step(self, key, cloud, force, couple, step_size):
         coupling = couple(cloud.z)
-        drift = self._thermal(coupling.repulsion) - coupling.apply(cloud.gradient)
-        z, memory = cloud.z + step_size * drift, cloud.memory
+        drift, memory = self._thermal(coupling.repulsion) - coupling.apply(cloud.gradient), cloud.memory
+        if memory:
+            # Half the noise alone, without a carried half, is that of a quarter of the step.
+            has_jumped = jnp.all(memory[0] == 0.0, -1, keepdims=True)
+            drift = jnp.where(has_jumped, drift / 4, drift)
+        z = cloud.z + step_size * drift
         if self.noise:
             noise = drawn = coupling.draw(key)
             if memory:
                 noise, memory = (drawn + memory[0]) / 2, (drawn,)
             z = z + jnp.sqrt(2.0 * step_size * self.temperature) * noise
         return Cloud(z, *force(z), memory)
+
+    def jumped(self, cloud, which):
+        # In the stationary law of averaged noise, z and the noise it carries are correlated: ε/2 of their product.
+        # Where z is new the noise must be too, and the next update becomes the step of ε/4 that correlates them so.
+        return cloud._replace(memory=tuple(jnp.where(which[..., None], 0.0, x) for x in cloud.memory))
 
     def _thermal(self, repulsion):
         return repulsion if self.temperature == 1.0 else self.temperature * repulsion

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
+from typing import ClassVar
 
 import jax
 from jax import random
@@ -75,6 +76,8 @@ class Recipe(Dynamics):
     extra: int = 0
     energy: Callable[[jax.Array], jax.Array] = _squares
     temperature: float = 1.0
+
+    interacts: ClassVar[bool] = True
 
     def __post_init__(self):
         for name in ("D", "Q", "energy"):

@@ -31,6 +31,8 @@ from numpyro_repulsion.kernels.live import warn_at_first_divergence, warn_by_ver
 from numpyro_repulsion.kernels.settings import (
     check_groups,
     check_init_params,
+    check_jumps,
+    check_moves,
     choose_gradient,
     count,
     preconditioner_scale,
@@ -38,6 +40,7 @@ from numpyro_repulsion.kernels.settings import (
 )
 from numpyro_repulsion.kernels.starts import Starter
 from numpyro_repulsion.kernels.state import ParticleState, map_particles
+from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.schedules import BiasBudget, as_schedule
 
 __all__ = ["ParticleKernel"]
@@ -69,7 +72,7 @@ class ParticleKernel(MCMCKernel):
     :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if their
         likelihood is random too) and ``FullData()`` for others.
     :param dynamics: ``None`` is the kernel's own.
-    :param moves: jumps between updates; only ``None`` in this release.
+    :param moves: jumps between updates, :class:`~numpyro_repulsion.Archive`, or ``None``.
     :param init_strategy: where particles start: a draw from the prior each, by default.
     :raises ValueError: for settings out of range; see also :meth:`init`.
     :raises TypeError: for settings of a wrong kind.
@@ -97,7 +100,7 @@ class ParticleKernel(MCMCKernel):
         num_ensembles: int = 1,
         gradient: Gradient | None = None,
         dynamics: Dynamics | None = None,
-        moves: None = None,
+        moves: Archive | None = None,
         init_strategy: Callable = init_to_sample,
     ):
         if (model is None) == (potential_fn is None):
@@ -110,13 +113,14 @@ class ParticleKernel(MCMCKernel):
         interaction = self._default_interaction if interaction is None else interaction
         if dynamics is None:
             measured = step_size is None or isinstance(step_size, BiasBudget)
+            measured &= moves is None  # Jumps do not carry noise that is correlated by K.
             dynamics = (measured and self._measured_dynamics) or self._default_dynamics
         require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
         require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
         if gradient is not None:
             require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
         if moves is not None:
-            raise ValueError(f"`moves` must be None in this release; got {moves!r}.")
+            check_moves(moves, interaction, dynamics)
         if not callable(init_strategy):
             raise TypeError(f"`init_strategy` must be callable, such as init_to_sample; got {init_strategy!r}.")
         self._model = model
@@ -124,6 +128,7 @@ class ParticleKernel(MCMCKernel):
         self.interaction = interaction
         self.dynamics = dynamics
         self.gradient = gradient
+        self.moves = moves
         self.num_steps = count("num_steps", num_steps)
         self.num_ensembles = count("num_ensembles", num_ensembles)
         self.init_strategy = init_strategy
@@ -195,6 +200,10 @@ class ParticleKernel(MCMCKernel):
         if not_jax_tracer(cloud.z):
             self._starter.check(target, cloud, eigenvalue, init_params is not None)
         learned = self.learned(target, cloud.z.shape[-1])
+        jumps = None
+        if self.moves is not None:
+            check_jumps(self.moves, learned, num_warmup, size)
+            jumps = self.moves.start(cloud, num_warmup, learned.scale == "dense")
         if learned.arrives and 0 < num_warmup < MIN_WARMUP:
             warnings.warn(
                 f"num_warmup={num_warmup} is too few for step size and scales to be learned well; use "
@@ -202,7 +211,7 @@ class ParticleKernel(MCMCKernel):
                 stacklevel=2,
             )
         first = 1e-3 if self._schedule is None else self._schedule(0)
-        tuning = Tuning.start(num_warmup, preconditioner, first, bandwidth, cloud, learned)
+        tuning = Tuning.start(num_warmup, preconditioner, first, bandwidth, cloud, learned, jumps)
         state = ParticleState(
             z=z,
             potential_energy=cloud.potential_energy.reshape(size),
@@ -237,6 +246,7 @@ class ParticleKernel(MCMCKernel):
             self.resolve_gradient(target),
             self.dynamics,
             self.interaction,
+            self.moves,
             self._schedule,
             learned,
             self.num_steps,
@@ -327,6 +337,7 @@ class ParticleKernel(MCMCKernel):
             bandwidth=self.interaction.learns_bandwidth,
             anchor=isinstance(gradient, ControlVariates),
             noise=gradient.is_noisy(target),
+            jumps=self.moves is not None,
         )
 
     def first_preconditioner(self, learned: Learned | None, flat, gradient) -> Preconditioner:

@@ -12,6 +12,7 @@ from numpyro_repulsion.adaptation import Learned, Tuning, adapt, arrive, is_arri
 from numpyro_repulsion.dynamics import Cloud, Dynamics, hold
 from numpyro_repulsion.gradients import Anchor, Gradient, Target, fingerprint, full_gradient
 from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.moves import Archive
 
 __all__ = ["Iteration"]
 
@@ -29,6 +30,7 @@ class Iteration:
         gradient: Gradient,
         dynamics: Dynamics,
         interaction: Interaction,
+        moves: Archive | None,
         schedule: Callable | None,
         learned: Learned,
         num_steps: int,
@@ -38,6 +40,7 @@ class Iteration:
         self.gradient = gradient
         self.dynamics = dynamics
         self.interaction = interaction
+        self.moves = moves
         self.schedule = schedule
         self.learned = learned
         self.num_steps = num_steps
@@ -75,6 +78,7 @@ class Iteration:
         if anchor is not None:
             anchor = anchor._replace(in_use=anchor.in_use & ~is_other)
         force = self.force(tuning._replace(anchor=anchor))
+        jumps = tuning.jumps
 
         def update(carry, key):
             cloud, count = carry
@@ -87,30 +91,64 @@ class Iteration:
                 return interaction.couple(u, tuning.bandwidth)
 
             noise_key, force_key = random.split(key)
-            cloud, cut = self._cut(cloud, tuning)
-            step_size = self.step_size(tuning, count)
-            proposal = self.dynamics.step(noise_key, cloud, lambda u: force(force_key, u), couple, step_size)
-            cloud, held = hold(cloud, proposal)
-            return (cloud, count + 1), held | cut
+
+            def step(cloud):
+                cloud, cut = self._cut(cloud, tuning)
+                step_size = self.step_size(tuning, count)
+                proposal = self.dynamics.step(noise_key, cloud, lambda u: force(force_key, u), couple, step_size)
+                cloud, held = hold(cloud, proposal)
+                return cloud, (held | cut, jnp.zeros(2, cloud.z.dtype))
+
+            def jump(cloud):
+                moved, jumped, probability = self.moves.jump(
+                    noise_key,
+                    cloud,
+                    jumps,
+                    lambda u: force(force_key, u),
+                    self.dynamics.temperature,
+                    not (self.interaction.interacts or self.dynamics.interacts),
+                )
+                seen = jnp.zeros(jumped.shape, bool), jnp.stack([jnp.ones_like(probability.mean()), probability.mean()])
+                return self.dynamics.jumped(moved, jumped), seen
+
+            if jumps is None:
+                cloud, seen = step(cloud)
+            else:
+                cloud, seen = lax.cond((jumps.kind > 0) & (count % 2 == 1), jump, step, cloud)
+            return (cloud, count + 1), seen
 
         def approach(carry, key):
             move_key, force_key = random.split(key)
             return arrive(move_key, *carry, lambda u: force(force_key, u), self.learned.noise), None
 
         def run():
-            (moved, _), troubled = lax.scan(update, (cloud, num_updates), keys)
+            (moved, _), (troubled, tally) = lax.scan(update, (cloud, num_updates), keys)
             step_size = self.step_size(tuning, num_updates + self.num_steps - 1)
-            return moved, tuning.arrival, jnp.broadcast_to(step_size, tuning.arrival.shape), troubled.sum(0)
+            return (
+                moved,
+                tuning.arrival,
+                jnp.broadcast_to(step_size, tuning.arrival.shape),
+                troubled.sum(0),
+                tally.sum(0),
+            )
 
         def run_arrival():
             (position, arrival), _ = lax.scan(approach, (cloud[:3], tuning.arrival), keys)
-            return Cloud(*position, cloud.memory), arrival, arrival, jnp.zeros(arrival.shape, int)
+            return (
+                Cloud(*position, cloud.memory),
+                arrival,
+                arrival,
+                jnp.zeros(arrival.shape, int),
+                jnp.zeros(2, arrival.dtype),
+            )
 
         if self.learned.arrives and tuning.moments is not None:
-            cloud, arrival, in_use, troubled = lax.cond(is_arriving(tuning), run_arrival, run)
+            cloud, arrival, in_use, troubled, tally = lax.cond(is_arriving(tuning), run_arrival, run)
         else:
-            cloud, arrival, in_use, troubled = run()
-        return cloud, tuning._replace(arrival=arrival), in_use, troubled
+            cloud, arrival, in_use, troubled, tally = run()
+        if jumps is not None:
+            jumps = jumps._replace(tally=jumps.tally + tally)
+        return cloud, tuning._replace(arrival=arrival, jumps=jumps), in_use, troubled
 
     def recognize(self, tuning: Tuning) -> tuple[Tuning, jax.Array]:
         """The tuning, its anchor marked by the data; and whether that was made on other data than these."""
@@ -151,6 +189,9 @@ class Iteration:
             self.num_steps,
             self.gradient.shared,
         )
+        if self.moves is not None:
+            jumps = self.moves.learn(tuning.jumps, tuning, cloud, self.dynamics.temperature)
+            tuning = tuning._replace(jumps=jumps)
         return cloud, tuning
 
     def _cut(self, cloud, tuning):

@@ -8,9 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.adaptation import Learned
+from numpyro_repulsion.dynamics import Dynamics, Overdamped
 from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarget, Gradient, Subsampled, Target
+from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.moves import Archive
 
-__all__ = ["check_groups", "check_init_params", "choose_gradient", "count", "preconditioner_scale", "require_instance"]
+__all__ = [
+    "check_groups",
+    "check_init_params",
+    "check_jumps",
+    "check_moves",
+    "choose_gradient",
+    "count",
+    "preconditioner_scale",
+    "require_instance",
+]
 
 
 def count(name: str, value: Any) -> int:
@@ -81,6 +94,33 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
         raise ValueError(
             f"num_chains={size} with num_ensembles={num_ensembles} leaves one particle in each ensemble; "
             f"use num_chains={2 * num_ensembles} or more, or fewer ensembles."
+        )
+
+
+def check_moves(moves: Archive, interaction: Interaction, dynamics: Dynamics) -> None:
+    """Refuses jumps with dynamics whose stationary law they do not leave alone."""
+    require_instance("moves", moves, Archive, "Archive()")
+    if not dynamics.is_sampler:
+        raise ValueError(f"`moves` are jumps of a sampler, and {dynamics!r} is none: drop `moves`.")
+    if interaction.interacts and isinstance(dynamics, Overdamped) and dynamics.integrator == "lm":
+        raise ValueError(
+            "Jumps cannot be combined with noise that is averaged over two updates and correlated by K: use "
+            "dynamics=Overdamped('euler'), or an interaction with K = I, such as Balanced()."
+        )
+
+
+def check_jumps(moves: Archive, learned: Learned, num_warmup: int, size: int) -> None:
+    """Refuses runs in which jumps could not learn, or not be exact."""
+    if learned.noise:
+        raise ValueError(
+            f"moves={moves!r} accepts jumps by the exact potential energy, and this model has subsampled "
+            "plates or a random likelihood: use gradient=FullData(), or drop `moves`."
+        )
+    if num_warmup == 0:
+        raise ValueError(f"moves={moves!r} learns its archive in warmup; set num_warmup, 100 or more.")
+    if size == 1:
+        raise ValueError(
+            f'moves={moves!r} needs two particles or more: MCMC(kernel, num_chains=20, chain_method="vectorized", ...).'
         )
 
 

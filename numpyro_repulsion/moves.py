@@ -1,0 +1,327 @@
+"""Jumps between updates: Metropolis steps that read a frozen archive of warmup, for posteriors of several modes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+from jax.scipy.special import logsumexp
+import numpy as np
+
+from numpyro_repulsion.adaptation import Preconditioner, Tuning, is_due, is_settling, shrink, since_arrival
+from numpyro_repulsion.dynamics import Cloud, Force, select
+
+__all__ = ["DENSITY", "DIFFERENCES", "Archive", "Jumps"]
+
+#: How particles jump.
+NONE, DIFFERENCES, DENSITY = 0, 1, 2
+#: Below these acceptances the density gives way to differences, if they do better, and jumps to none.
+LEAST_OF_DENSITY, LEAST = 0.1, 0.02
+#: Variances that the density's kernels may have, how far down the gradient their centres may be, and at how many
+#: points these are compared.
+VARIANCES = np.geomspace(1e-3, 4.0, 20)
+DESCENTS = (0.0, 0.5, 0.75, 1.0)
+MAX_QUERIES = 256
+
+
+class Jumps(NamedTuple):
+    """What jumps have learned; constant after warmup, but for the tally.
+
+    - **recorded** - unconstrained positions met in warmup and the gradients there, ``(C, d)`` each, of which the first
+      ``number`` are filled.
+    - **number** - how many.
+    - **source** - which of all particles of all recorded iterations, in their order, each of them is, ``(C,)``.
+    - **scale** - S, with ``S Sᵀ`` about the covariance within a mode over T, ``(d, d)`` or ``(d,)``.
+    - **components** - the archive in use, ``S⁻¹ a_c``, neighbours in space next to each other, ``(C, d)``.
+    - **variance** - s², of the density's kernels about the components.
+    - **kind** - how particles jump: 0 not at all, 1 by relaxed differences, 2 from the density.
+    - **acceptance** - of each kind, in the last window of warmup in which it was in use, ``(3,)``.
+    - **tally** - how many jumps there were since a window began, and the sum of their acceptances, ``(2,)``.
+    """
+
+    recorded: tuple[jax.Array, jax.Array]
+    number: jax.Array
+    source: jax.Array
+    scale: jax.Array
+    components: jax.Array
+    variance: jax.Array
+    kind: jax.Array
+    acceptance: jax.Array
+    tally: jax.Array
+
+    @property
+    def within(self) -> Preconditioner:
+        """The change of variables by S."""
+        return Preconditioner(self.scale)
+
+
+@dataclass(frozen=True)
+class Archive:
+    r"""Jumps to anywhere that warmup has been, for posteriors of several modes.
+
+    Warmup records where particles go. After it every second update of the sampler is a Metropolis-Hastings step
+    instead, exact for any archive :math:`a_1, \dots, a_C` that does not change:
+
+    - from its *density* :math:`q = \frac{1}{C} \sum_c N(a_c, s^2 S S^\top)` a proposal y is accepted with probability
+      :math:`\min\bigl(1, \frac{\pi(y)\, q(x)}{\pi(x)\, q(y)}\bigr)`. Where K = I the components that the particles of
+      an ensemble are offered are stratified, one from each part of space, which spreads the ensemble over the modes
+      (each particle's own is as likely as any other, so that its law is not touched);
+    - where few of these are accepted, as in many dimensions, by *relaxed differences*: a particle is shifted to
+      :math:`w = x + a_b - a_c` and relaxes there, :math:`y = w - S S^\top \nabla U(w) + \sqrt{T} S \xi`; accepted with
+      the ratio for the way back from y by the opposite shift. This takes three gradients instead of one.
+
+    Which of the two, S (from the covariance of the gradients, whose inverse is the covariance within a mode, whatever
+    lies between the modes) and s² (by the likelihood of each particle's part of the archive under the others' parts)
+    are learned in warmup and frozen with the archive. In warmup particles jump too, first by differences, then from
+    the density, by what was recorded so far. An archive cannot hold a mode that warmup did not meet.
+
+    Jumps leave the law ``exp(−U / T)`` of each particle as it is, and momenta alone, so that the stationary law is
+    the sampler's own. They need the potential energy of all data, a warmup, and two particles or more.
+
+    :param size: C is at most this, a power of two. A jump from the density takes ``2 L C d`` multiplications.
+    :raises ValueError: for a size that is not a power of two, 16 or more.
+
+    **References:**
+
+    1. *A Markov Chain Monte Carlo version of the genetic algorithm Differential Evolution*, C. J. F. ter Braak,
+       Statistics and Computing 16, 2006
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> from numpyro.infer import MCMC, init_to_uniform
+        >>> from numpyro_repulsion import Archive, SGLD
+        >>> from numpyro_repulsion.targets import gaussian_mixture
+        >>> mcmc = MCMC(SGLD(gaussian_mixture, moves=Archive(), init_strategy=init_to_uniform), num_warmup=50,
+        ...             num_samples=50, num_chains=20, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0))
+        >>> int(mcmc.last_state.tuning.jumps.kind)
+        2
+    """
+
+    size: int = 1024
+
+    def __post_init__(self):
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 16 or self.size.bit_count() > 1:
+            raise ValueError(f"Archive: `size` must be a power of two, 16 or more; got {self.size!r}.")
+
+    def start(self, cloud: Cloud, iterations: int, dense: bool) -> Jumps:
+        """Nothing learned yet.
+
+        :param iterations: of the warmup.
+        :param dense: whether S is a matrix.
+        """
+        groups, particles, dimension = cloud.z.shape
+        total = max(1, min(groups * particles * (iterations * 3 // 4), np.iinfo(np.int32).max))
+        # A power of two, for an even division of space, that the iterations fill.
+        size = min(self.size, 1 << max(total.bit_length() - 1, 4))
+        dtype = cloud.z.dtype
+        return Jumps(
+            recorded=(jnp.zeros((size, dimension), dtype),) * 2,
+            number=jnp.zeros((), jnp.int32),
+            source=jnp.asarray(np.arange(size, dtype=np.int64) * total // size, jnp.int32),
+            components=jnp.zeros((size, dimension), dtype),
+            variance=jnp.ones((), dtype),
+            scale=jnp.eye(dimension, dtype=dtype) if dense else jnp.ones(dimension, dtype),
+            kind=jnp.zeros((), jnp.int32),
+            acceptance=jnp.zeros(3, dtype),
+            tally=jnp.zeros(2, dtype),
+        )
+
+    def learn(self, jumps: Jumps, tuning: Tuning, cloud: Cloud, temperature: float) -> Jumps:
+        """What one more iteration teaches, and at the ends of windows a new archive; constant after warmup."""
+        elapsed = since_arrival(tuning)
+
+        def remember():
+            remembered = self._record(jumps, tuning.preconditioner, cloud, elapsed)
+            return lax.cond(is_due(tuning), lambda: renew(remembered), lambda: remembered)
+
+        def renew(jumps):
+            tried = jnp.where(is_settling(tuning), DENSITY, DIFFERENCES)
+            jumps = self._choose(jumps, jnp.where(tuning.iteration < tuning.num_warmup, tried, -1))
+            return self._fit(jumps, tuning.preconditioner, cloud.z.shape[0] * cloud.z.shape[1], temperature)
+
+        return lax.cond((elapsed >= 0) & (tuning.iteration <= tuning.num_warmup), remember, lambda: jumps)
+
+    def _record(self, jumps, change, cloud, elapsed):
+        """With the particles of one more iteration, in unconstrained coordinates."""
+        z, gradient = (x.reshape(-1, x.shape[-1]) for x in (change.colour(cloud.z), change.push(cloud.gradient)))
+        row = jumps.source - elapsed * len(z)
+        here = (row >= 0) & (row < len(z))
+        recorded = tuple(
+            jnp.where(here[:, None], new[jnp.clip(row, 0, len(z) - 1)], old)
+            for new, old in zip((z, gradient), jumps.recorded, strict=True)
+        )
+        return jumps._replace(recorded=recorded, number=jumps.number + here.sum(dtype=jnp.int32))
+
+    def _fit(self, jumps, change, particles, temperature):
+        """The archive as recorded so far put to use, with the S and s² that suit it."""
+        # Until it is full, the archive holds what there is several times over.
+        filled = jnp.arange(len(jumps.source)) % jnp.maximum(jumps.number, 1)
+        z, gradient = (x[filled] for x in jumps.recorded)
+        within = _within(change.pull(gradient), jumps, temperature)
+        v, slope = within.whiten(change.whiten(z)), within.pull(change.pull(gradient))
+        components, variance = _likeliest(v, slope, jumps.source[filled] % particles)
+        components = components[_order_in_space(components)]
+        return jumps._replace(components=components, variance=variance, scale=within.scale)
+
+    def _choose(self, jumps, kind):
+        """The window's acceptance noted, and another begun in which particles jump by this kind; −1 is the better."""
+        count, total = jumps.tally
+        acceptance = jumps.acceptance.at[jumps.kind].set(
+            jnp.where(count > 0, total / jnp.maximum(count, 1.0), jumps.acceptance[jumps.kind])
+        )
+        differences, density = acceptance[DIFFERENCES], acceptance[DENSITY]
+        best = jnp.where((density >= LEAST_OF_DENSITY) | (density >= differences), DENSITY, DIFFERENCES)
+        best = jnp.where(acceptance[best] >= LEAST, best, NONE)
+        kind = jnp.where(kind < 0, best, kind).astype(jnp.int32)
+        return jumps._replace(kind=kind, acceptance=acceptance, tally=jnp.zeros_like(jumps.tally))
+
+    def jump(
+        self,
+        key: jax.Array,
+        cloud: Cloud,
+        jumps: Jumps,
+        force: Force,
+        temperature: float,
+        stratified: bool,
+    ) -> tuple[Cloud, jax.Array, jax.Array]:
+        """One jump of every particle.
+
+        :param stratified: whether the particles of an ensemble share out the components.
+        :return: the cloud, which particles have jumped, ``(G, L)``, and the acceptance probabilities, ``(G, L)``.
+        """
+        propose_key, accept_key = random.split(key)
+        within, components = jumps.within, jumps.components
+        start = within.whiten(cloud.z)
+
+        def visit(v):
+            u = within.colour(v)
+            return (u, *force(u))
+
+        from_density = partial(_from_density, start, jumps.variance, components, visit, stratified)
+        by_differences = partial(_by_differences, start, components, visit, within.pull, temperature)
+        proposal, log_forth, log_back = lax.cond(jumps.kind == DENSITY, from_density, by_differences, propose_key)
+        log_ratio = (cloud.potential_energy - proposal[1]) / temperature + log_back - log_forth
+        usable = jnp.isfinite(log_ratio) & jnp.isfinite(proposal[2]).all(-1)
+        probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
+        jumped = random.uniform(accept_key, probability.shape, probability.dtype) < probability
+        z, energy, gradient = select(jumped, proposal, tuple(cloud[:3]))
+        return Cloud(z, energy, gradient, cloud.memory), jumped, probability
+
+
+def _from_density(start, variance, components, visit, stratified, key):
+    """``(u, U, ∇U)`` at a proposal, and the log densities of the way there and of the way back."""
+    index_key, noise_key = random.split(key)
+    index = _indices(index_key, start.shape[:2], len(components), stratified)
+    end = components[index] + jnp.sqrt(variance) * random.normal(noise_key, start.shape, start.dtype)
+
+    def log_density(v):
+        return logsumexp(-_squared_distances(v, components) / (2.0 * variance), -1)
+
+    return visit(end), log_density(end), log_density(start)
+
+
+def _by_differences(start, components, visit, pull, temperature, key):
+    """The same for a relaxed difference, of which there are as many ways forth as back."""
+    index_key, noise_key = random.split(key)
+    first, second = random.randint(index_key, (2, *start.shape[:2]), 0, len(components))
+    shift = components[second] - components[first]
+    noise = temperature**0.5 * random.normal(noise_key, start.shape, start.dtype)
+
+    def walk(v, turn):
+        # At w, at the proposal, and at the proposal less the shift; as a loop, so that the force is compiled once.
+        u, energy, gradient = visit(v)
+        slope = pull(gradient)
+        return jnp.where(turn == 0, v - slope + noise, v - shift), (v, slope, (u, energy, gradient))
+
+    _, (points, slopes, visits) = lax.scan(walk, start + shift, jnp.arange(3))
+    returning = start - points[2] + slopes[2]
+
+    def log_density(noise):
+        return -jnp.sum(noise**2, -1) / (2.0 * temperature)
+
+    return jax.tree.map(lambda x: x[1], visits), log_density(noise), log_density(returning)
+
+
+def _indices(key, shape, size, stratified):
+    """Components for a cloud of shape ``(G, L)``, each as likely as any other."""
+    if not stratified:
+        return random.randint(key, shape, 0, size)
+    order_key, offset_key = random.split(key)
+    stratum = jax.vmap(lambda key: random.permutation(key, shape[1]))(random.split(order_key, shape[0]))
+    # Over all strata j and offsets r, floor((j·C + r) / L) takes each value equally often.
+    return (stratum * size + random.randint(offset_key, shape, 0, size)) // shape[1]
+
+
+def _squared_distances(u, components):
+    """Of points ``(..., d)`` from components ``(C, d)``, ``(..., C)``, by a matrix product."""
+    # Whitened coordinates are of order one: expanding the square costs no more than rounding.
+    cross = u @ components.T
+    return jnp.maximum(jnp.sum(u**2, -1)[..., None] + jnp.sum(components**2, -1) - 2.0 * cross, 0.0)
+
+
+def _order_in_space(u):
+    """An order of points ``(C, d)`` by repeated halving of space, each time across its widest coordinate."""
+    size = len(u)
+    depth = size.bit_length() - 1
+
+    def halve(level, order):
+        cell = jnp.arange(size) >> (depth - level)
+        points = u[order]
+
+        def means(x):
+            return jax.ops.segment_sum(x, cell, size) / (size >> level)
+
+        widest = jnp.argmax(means((points - means(points)[cell]) ** 2), -1)[cell]
+        value = jnp.take_along_axis(points, widest[:, None], 1)[:, 0]
+        return order[jnp.lexsort((value, cell))]
+
+    return lax.fori_loop(0, depth, halve, jnp.arange(size))
+
+
+def _within(gradient, jumps, temperature):
+    """The change of variables after which gradients, ``(C, d)``, have the covariance T I, and each mode about as much.
+
+    For positions that would be the covariance of all modes together.
+    """
+    deviation = gradient - gradient.mean(0)
+    if jumps.scale.ndim == 1:
+        scale = (temperature / jnp.mean(deviation**2, 0)) ** 0.5
+        return Preconditioner(jnp.where(jnp.isfinite(scale), scale, 1.0))
+    covariance = shrink(deviation.T @ deviation / len(deviation) / temperature, jumps.number)
+    identity = jnp.eye(len(covariance), dtype=covariance.dtype)
+    # S is lower triangular and its inverse is the transpose of an upper triangle, a root taken from the other end.
+    root = jnp.linalg.cholesky(covariance[::-1, ::-1])[::-1, ::-1]
+    scale = solve_triangular(root.T, identity, lower=True)
+    return Preconditioner(jnp.where(jnp.isfinite(scale).all(), scale, identity))
+
+
+def _likeliest(v, slope, owner):
+    """Components and the variance about them at which the positions of each owner are likeliest under all others'.
+
+    Components are where positions come to on their way down the gradient, all the way or a part of it.
+    """
+    stride = max(1, len(v) // MAX_QUERIES)
+    others = owner[::stride, None] != owner
+
+    def log_likelihood(descent):
+        squared = jnp.where(others, _squared_distances(v[::stride], v - descent * slope), jnp.inf)
+
+        def of(variance):
+            kernel = logsumexp(-squared / (2.0 * variance), -1)
+            kernel = jnp.where(jnp.isfinite(kernel), kernel, -(jnp.finfo(v.dtype).max ** 0.5))
+            return jnp.mean(kernel) - v.shape[-1] / 2.0 * jnp.log(variance)
+
+        return lax.map(of, variances)
+
+    descents, variances = jnp.asarray(DESCENTS, v.dtype), jnp.asarray(VARIANCES, v.dtype)
+    best = jnp.argmax(lax.map(log_likelihood, descents))
+    return v - descents[best // len(VARIANCES)] * slope, variances[best % len(VARIANCES)]
