@@ -550,11 +550,11 @@ def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
 
 
 def test_verdict_names_what_is_wrong():
-    fine = Verdict(*map(jnp.asarray, (1000.0, jnp.nan, 5.0, 3.0, 0.1, False)))
+    fine = Verdict(*map(jnp.asarray, (1000.0, jnp.nan, 5.0, 3.0, 0.1, False, False)))
     assert fine.complaints() == []
     # The step is raised until the run is worth 200, which rounding must not make a complaint.
     assert fine._replace(effective_draws=jnp.float32(199.99)).complaints() == []
-    unknown = Verdict(*map(jnp.asarray, (jnp.nan, jnp.nan, jnp.nan, jnp.nan, jnp.nan, False)))
+    unknown = Verdict(*map(jnp.asarray, (jnp.nan, jnp.nan, jnp.nan, jnp.nan, jnp.nan, False, False)))
     assert unknown.complaints() == []
     for field, value, words in (
         ("effective_draws", 50.0, "about 50 independent"),

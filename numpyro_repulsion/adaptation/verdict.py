@@ -34,6 +34,7 @@ class Verdict(NamedTuple):
     - **curvature_ratio** - the curvature at the stiffest particle over the typical one.
     - **noise_ratio** - variance of the gradient noise over the typical curvature.
     - **fell_back** - whether control variates were given up.
+    - **stays** - whether jumps were given up.
     """
 
     effective_draws: jax.Array
@@ -42,6 +43,7 @@ class Verdict(NamedTuple):
     curvature_ratio: jax.Array
     noise_ratio: jax.Array
     fell_back: jax.Array
+    stays: jax.Array
 
     def complaints(self) -> list[str]:
         """What is wrong, in sentences, each with its remedy."""
@@ -74,6 +76,11 @@ class Verdict(NamedTuple):
                 "Control variates add noise here, as with several modes, and are not in use; `gradient=Subsampled()` "
                 "does without them from the start."
             )
+        if self.stays:
+            found.append(
+                "Jumps are hardly ever accepted and were given up: particles stay in the modes they are in. A longer "
+                "warmup, or more particles, gives a better archive."
+            )
         return found
 
 
@@ -87,14 +94,19 @@ def judge(tuning: Tuning, rule: BiasBudget | None, num_steps: int, dynamics: Dyn
     curvature = tuning.measurements.typical_curvature
     unknown = jnp.full_like(curvature, jnp.nan)
     fell_back = jnp.asarray(False if tuning.anchor is None else ~tuning.anchor.in_use)
+    stays = jnp.asarray(False if tuning.jumps is None else tuning.jumps.kind == 0)
     if rule is None:
-        return Verdict(unknown, unknown, unknown, unknown, unknown, fell_back)
-    is_dense, is_sampler = tuning.moments.position_scatter.ndim == 2, dynamics.is_sampler
+        return Verdict(unknown, unknown, unknown, unknown, unknown, fell_back, stays)
+    is_sampler = dynamics.is_sampler
+    # The spread over all modes is no matter of updates where particles jump.
+    travels = tuning.jumps is None
+    is_dense = tuning.moments.position_scatter.ndim == 2
     return Verdict(
-        effective_draws=tuning.effective_draws(tuning.step_size, num_steps, dynamics) if is_sampler else unknown,
+        effective_draws=tuning.effective_draws(tuning.step_size, num_steps, dynamics) if is_sampler and travels else unknown,
         bias=jnp.where(is_sampler & (tuning.bias > 1.01 * rule.tolerance), tuning.bias, jnp.nan),
-        condition=curvature * tuning.spread(dynamics) if is_dense else unknown,
+        condition=curvature * tuning.spread(dynamics) if is_dense and travels else unknown,
         curvature_ratio=tuning.measurements.largest_curvature / curvature,
         noise_ratio=tuning.noise / curvature,
         fell_back=fell_back,
+        stays=stays,
     )
