@@ -13,9 +13,10 @@ from numpyro_repulsion.interactions import (
     Radial,
     RandomFeatures,
     RandomGroups,
+    Scheduled,
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
-from numpyro_repulsion.schedules import BiasBudget, Polynomial
+from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "Balanced",
     "BiasBudget",
     "ControlVariates",
+    "Cyclical",
     "Dynamics",
     "FullData",
     "Gram",
@@ -44,6 +46,7 @@ __all__ = [
     "RandomGroups",
     "Recipe",
     "Relativistic",
+    "Scheduled",
     "Subsampled",
     "Thermostat",
     "Underdamped",

@@ -12,6 +12,7 @@ from numpyro_repulsion.adaptation import Learned, Tuning, adapt, arrive, is_arri
 from numpyro_repulsion.dynamics import Cloud, Dynamics, hold
 from numpyro_repulsion.gradients import Anchor, Gradient, Target, fingerprint, full_gradient
 from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.schedules import Cyclical
 
 __all__ = ["Iteration"]
 
@@ -64,24 +65,36 @@ class Iteration:
         return jnp.asarray(value, tuning.step_size.dtype)
 
     def move(self, key: jax.Array, cloud: Cloud, tuning: Tuning, num_updates: jax.Array, is_other: jax.Array):
-        """``num_steps`` updates.
+        """``num_steps`` updates, and before them the hot part of a cycle where one begins.
 
+        :param num_updates: how many were done before.
         :param is_other: whether the anchor was made on other data, and is not to be used.
-        :return: the cloud, the tuning with the steps of arriving particles, the step sizes last used, ``(G, L)``, and
-            in how many updates each particle was held or its gradient cut, ``(G, L)``.
+        :return: the cloud, the tuning with the steps of arriving particles, the step sizes last used, ``(G, L)``, in
+            how many updates each particle was held or its gradient cut, ``(G, L)``, and how many updates are done.
         """
-        keys = random.split(key, self.num_steps)
+        cycle = self.schedule if isinstance(self.schedule, Cyclical) else None
+        done = num_updates + self.num_steps
+        if cycle is not None:
+            done += cycle.num_ahead(num_updates, self.num_steps)
+
+        def repeat(update, carry):
+            if cycle is None:
+                keys = random.split(key, self.num_steps)
+                return lax.scan(lambda carry, key: (update(key, carry), None), carry, keys)[0]
+            # Hot and cold updates in one loop, so that they are compiled once.
+            return lax.fori_loop(num_updates, done, lambda i, carry: update(random.fold_in(key, i), carry), carry)
+
         anchor = tuning.anchor
         if anchor is not None:
             anchor = anchor._replace(in_use=anchor.in_use & ~is_other)
         force = self.force(tuning._replace(anchor=anchor))
 
-        def update(carry, key):
-            cloud, count = carry
-            interaction = self.interaction
-            if interaction.is_redrawn:
+        def update(key, carry):
+            cloud, count, troubles = carry
+            interaction_key = None
+            if self.interaction.is_redrawn:
                 key, interaction_key = random.split(key)
-                interaction = interaction.at(interaction_key)
+            interaction = self.interaction.at(interaction_key, count)
 
             def couple(u):
                 return interaction.couple(u, tuning.bandwidth)
@@ -91,26 +104,26 @@ class Iteration:
             step_size = self.step_size(tuning, count)
             proposal = self.dynamics.step(noise_key, cloud, lambda u: force(force_key, u), couple, step_size)
             cloud, held = hold(cloud, proposal)
-            return (cloud, count + 1), held | cut
+            return cloud, count + 1, troubles + (held | cut)
 
-        def approach(carry, key):
+        def approach(key, carry):
             move_key, force_key = random.split(key)
-            return arrive(move_key, *carry, lambda u: force(force_key, u), self.learned.noise), None
+            return arrive(move_key, *carry, lambda u: force(force_key, u), self.learned.noise)
 
         def run():
-            (moved, _), troubled = lax.scan(update, (cloud, num_updates), keys)
-            step_size = self.step_size(tuning, num_updates + self.num_steps - 1)
-            return moved, tuning.arrival, jnp.broadcast_to(step_size, tuning.arrival.shape), troubled.sum(0)
+            moved, _, troubled = repeat(update, (cloud, num_updates, jnp.zeros(tuning.arrival.shape, int)))
+            step_size = self.step_size(tuning, done - 1)
+            return moved, tuning.arrival, jnp.broadcast_to(step_size, tuning.arrival.shape), troubled
 
         def run_arrival():
-            (position, arrival), _ = lax.scan(approach, (cloud[:3], tuning.arrival), keys)
+            position, arrival = repeat(approach, (cloud[:3], tuning.arrival))
             return Cloud(*position, cloud.memory), arrival, arrival, jnp.zeros(arrival.shape, int)
 
         if self.learned.arrives and tuning.moments is not None:
             cloud, arrival, in_use, troubled = lax.cond(is_arriving(tuning), run_arrival, run)
         else:
             cloud, arrival, in_use, troubled = run()
-        return cloud, tuning._replace(arrival=arrival), in_use, troubled
+        return cloud, tuning._replace(arrival=arrival), in_use, troubled, done
 
     def recognize(self, tuning: Tuning) -> tuple[Tuning, jax.Array]:
         """The tuning, its anchor marked by the data; and whether that was made on other data than these."""

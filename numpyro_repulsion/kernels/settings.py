@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarget, Gradient, Subsampled, Target
+from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
 
-__all__ = ["check_groups", "check_init_params", "choose_gradient", "count", "preconditioner_scale", "require_instance"]
+__all__ = [
+    "check_ensembles",
+    "check_groups",
+    "check_init_params",
+    "choose_gradient",
+    "count",
+    "preconditioner_scale",
+    "require_instance",
+    "step_schedule",
+]
 
 
 def count(name: str, value: Any) -> int:
@@ -25,6 +37,16 @@ def require_instance(name: str, value: Any, kind: type, example: str) -> None:
     if not isinstance(value, kind):
         called = f"; call it, `{value.__name__}()`" if isinstance(value, type) else ""
         raise TypeError(f"`{name}` must be an instance such as {example}; got {value!r}{called}.")
+
+
+def step_schedule(step_size: float | Callable | BiasBudget, num_steps: int) -> Schedule | None:
+    """The step size as a schedule that fits the updates between draws, or ``None`` where it is measured."""
+    if isinstance(step_size, BiasBudget):
+        return None
+    schedule = as_schedule(step_size)
+    if isinstance(schedule, Cyclical):
+        schedule.check(num_steps)
+    return schedule
 
 
 def preconditioner_scale(value: Any) -> str | np.ndarray | None:
@@ -67,6 +89,15 @@ def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
             "(numpyro.prng_key): use gradient=Subsampled(), its default."
         )
     return gradient
+
+
+def check_ensembles(interaction: Interaction, num_ensembles: int) -> None:
+    """Refuses a single ensemble where they are balanced against each other."""
+    if interaction.balances_ensembles and num_ensembles == 1:
+        raise ValueError(
+            f"{interaction!r} balances ensembles against each other; set num_ensembles=2 or more, or leave out "
+            "`Balanced` for a single one."
+        )
 
 
 def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
