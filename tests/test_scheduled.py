@@ -153,6 +153,10 @@ def test_a_kernel_not_known_to_be_positive_definite_is_tested_as_it_is():
         run(SGLDR(potential_fn=quadratic, step_size=0.1, interaction=Scheduled(Negative(1.0), lambda count: 0.1)))
 
 
+def test_its_name_is_the_same_in_every_run():
+    assert repr(Scheduled(RBF(1.0), lambda count: 1.0)) == f"Scheduled({RBF(1.0)!r}, weight=<lambda>)"
+
+
 def test_wrong_settings_are_refused():
     for interaction in (Independent(), Balanced(), "rbf", RBF):
         with pytest.raises(TypeError, match="takes an interaction in which particles feel each other"):

@@ -83,6 +83,10 @@ class Scheduled(Interaction):
                 f"Scheduled: `weight` must be a number in [0, 1] at any update; got {first!r} at the first one."
             )
 
+    def __repr__(self):
+        # The name of a function, without its address: this is kept with the results.
+        return f"Scheduled({self.interaction!r}, weight={getattr(self.weight, '__name__', repr(self.weight))})"
+
     @property
     def is_redrawn(self):
         return self.interaction.is_redrawn
