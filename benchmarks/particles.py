@@ -46,7 +46,7 @@ def updates(interaction, size):
     def run(z, key):
         def update(cloud, key):
             interaction_key, noise_key = random.split(key)
-            couple = interaction.at(interaction_key).couple
+            couple = interaction.at(interaction_key, 0).couple
             return dynamics.step(noise_key, cloud, force, couple, 1e-3), None
 
         cloud = dynamics.init(key, z, force, interaction.couple)

@@ -13,10 +13,11 @@ from numpyro_repulsion.interactions import (
     Radial,
     RandomFeatures,
     RandomGroups,
+    Scheduled,
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.moves import Archive
-from numpyro_repulsion.schedules import BiasBudget, Polynomial
+from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "Balanced",
     "BiasBudget",
     "ControlVariates",
+    "Cyclical",
     "Dynamics",
     "FullData",
     "Gram",
@@ -46,6 +48,7 @@ __all__ = [
     "RandomGroups",
     "Recipe",
     "Relativistic",
+    "Scheduled",
     "Subsampled",
     "Thermostat",
     "Underdamped",

@@ -41,7 +41,7 @@ class Jumps(NamedTuple):
     - **variance** - s², of the density's kernels about the components.
     - **kind** - how particles jump: 0 not at all, 1 by relaxed differences, 2 from the density.
     - **acceptance** - of each kind, in the last window of warmup in which it was in use, ``(3,)``.
-    - **tally** - how many jumps there were since a window began, and the sum of their acceptances, ``(2,)``.
+    - **tally** - how many jumps there were since a window began, and the sum of their acceptances.
     """
 
     recorded: tuple[jax.Array, jax.Array]
@@ -52,7 +52,7 @@ class Jumps(NamedTuple):
     variance: jax.Array
     kind: jax.Array
     acceptance: jax.Array
-    tally: jax.Array
+    tally: tuple[jax.Array, jax.Array]
 
     @property
     def within(self) -> Preconditioner:
@@ -132,7 +132,7 @@ class Archive:
             scale=jnp.eye(dimension, dtype=dtype) if dense else jnp.ones(dimension, dtype),
             kind=jnp.zeros((), jnp.int32),
             acceptance=jnp.zeros(3, dtype),
-            tally=jnp.zeros(2, dtype),
+            tally=(jnp.zeros((), dtype),) * 2,
         )
 
     def learn(self, jumps: Jumps, tuning: Tuning, cloud: Cloud, temperature: float) -> Jumps:
@@ -182,7 +182,7 @@ class Archive:
         best = jnp.where((density >= LEAST_OF_DENSITY) | (density >= differences), DENSITY, DIFFERENCES)
         best = jnp.where(acceptance[best] >= LEAST, best, NONE)
         kind = jnp.where(kind < 0, best, kind).astype(jnp.int32)
-        return jumps._replace(kind=kind, acceptance=acceptance, tally=jnp.zeros_like(jumps.tally))
+        return jumps._replace(kind=kind, acceptance=acceptance, tally=(jnp.zeros_like(count),) * 2)
 
     def jump(
         self,

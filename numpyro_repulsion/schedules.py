@@ -1,13 +1,15 @@
 """Whatever depends on the update count alone: step sizes ``t -> ε_t``.
 
 A schedule is any callable of the update count (0 at the first update, warmup included), so the schedules of optax
-fit as they are. A float is a constant schedule.
+fit as they are. A float is a constant schedule. How an interaction changes with the count is its own affair, see
+:class:`~numpyro_repulsion.Scheduled`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count as count_from
 import math
 from numbers import Real
 
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["BiasBudget", "Constant", "Polynomial", "as_schedule"]
+__all__ = ["BiasBudget", "Constant", "Cyclical", "Polynomial", "as_schedule"]
 
 Schedule = Callable[..., jax.Array | float]
 
@@ -125,6 +127,102 @@ class Polynomial:
 
     def __call__(self, count):
         return self.step_size * (1.0 + jnp.asarray(count) / self.offset) ** -self.power
+
+
+@dataclass(frozen=True)
+class Cyclical:
+    r"""Cycles of long steps that explore and short steps that sample; only the short ones make draws.
+
+    .. math::
+        \epsilon_t = \frac{\epsilon_0}{2} \Bigl(\cos \frac{\pi\, (t \bmod M)}{M} + 1\Bigr)
+
+    The first ``num_hot`` updates of a cycle of M are hot, the others cold. A kernel makes all hot updates at the
+    beginning of the iteration that begins a cycle, so that every draw is of the cold part; a cycle gives
+    ``(M − num_hot) / num_steps`` of them, of equal weight.
+
+    *Stationary law*: none, for the law of the particles changes with t. Every update is one of the kernel's dynamics
+    at its step, so that as ε_0 → 0 the posterior is stationary under each of them. At a given ε_0 a draw has the bias
+    of its own small step, and what is left of that of the hot part: the cold part lasts for a time (the sum of its
+    steps) of :math:`\epsilon_0 M\, (1 - \beta - \sin(\pi \beta) / \pi) / 2`, 0.09 ε_0 M by default, and only what
+    relaxes in less is forgotten. How often particles go from mode to mode is left to the hot part, so that modes may
+    come out with weights that are not those of the posterior.
+
+    The noise stays on throughout, as it does in the paper's experiments on mixtures. Its networks drop it in the hot
+    part, which is gradient descent then and has no posterior to leave alone, however small the steps.
+
+    :param step_size: ε_0, the first and longest step of a cycle.
+    :param length: M, the updates of a cycle. The cold ones must be a multiple of the kernel's ``num_steps``.
+    :param exploration: β, the share of a cycle that is hot, 0 or more and below 1.
+    :raises ValueError: for numbers out of range, or a share that leaves no cold update.
+
+    **References:**
+
+    1. *Cyclical Stochastic Gradient MCMC for Bayesian Deep Learning*, R. Zhang, C. Li, J. Zhang, C. Chen and
+       A. G. Wilson, https://arxiv.org/abs/1902.03932
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import Cyclical
+        >>> schedule = Cyclical(0.1, length=200)
+        >>> [f"{schedule(count):.3f}" for count in (0, 50, 100, 150, 200)]
+        ['0.100', '0.085', '0.050', '0.015', '0.100']
+        >>> schedule.num_hot
+        100
+    """
+
+    step_size: float
+    length: int
+    exploration: float = 0.5
+
+    def __post_init__(self):
+        if not (isinstance(self.step_size, Real) and 0.0 < self.step_size < float("inf")):
+            raise ValueError(f"Cyclical: `step_size` must be a positive, finite number; got {self.step_size!r}.")
+        if isinstance(self.length, bool) or not isinstance(self.length, int | np.integer) or self.length < 2:
+            raise ValueError(f"Cyclical: `length` must be an integer, 2 or more; got {self.length!r}.")
+        if not (isinstance(self.exploration, Real) and 0.0 <= self.exploration < 1.0):
+            raise ValueError(f"Cyclical: `exploration` must lie in [0, 1); got {self.exploration!r}.")
+        for name, kind in (("step_size", float), ("length", int), ("exploration", float)):
+            # A NumPy scalar would carry its precision into the particles'.
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        if self._cold(self.length) == 0:
+            raise ValueError(
+                f"Cyclical: exploration={self.exploration!r} of length={self.length} leaves no cold update to draw "
+                "from; make the cycle longer, or explore for less of it."
+            )
+
+    @property
+    def num_hot(self) -> int:
+        """The updates at the beginning of a cycle of which no draw is kept: β M, rounded."""
+        return self.length - self._cold(self.length)
+
+    def __call__(self, count):
+        # The formula above, as a square: near the end of a cycle the sum would cancel.
+        left = self.length - jnp.asarray(count) % self.length
+        return self.step_size * jnp.sin(0.5 * jnp.pi * left / self.length) ** 2
+
+    def num_ahead(self, count: jax.Array, num_steps: int) -> jax.Array:
+        """How many updates to make before the next ``num_steps`` are all cold: ``num_hot`` at a cycle's beginning."""
+        # Since the cold part of the last cycle began. What is left of that is no whole draw where a run goes on from
+        # the state of another kernel.
+        since = (count - self.num_hot) % self.length
+        return jnp.where(since + num_steps > self.length - self.num_hot, self.length - since, 0)
+
+    def check(self, num_steps: int) -> None:
+        """Refuses, by a ``ValueError``, a cold part that is no multiple of ``num_steps``."""
+        if self._cold(self.length) % num_steps == 0:
+            return
+        shorter = (m for m in range(self.length, 1, -1) if self._cold(m) > 0 and self._cold(m) % num_steps == 0)
+        longer = next(m for m in count_from(self.length) if self._cold(m) % num_steps == 0)
+        fits = " or ".join(f"length={m}" for m in (next(shorter, None), longer) if m)
+        raise ValueError(
+            f"{self!r} has {self.num_hot} hot updates and {self._cold(self.length)} cold ones, which must be a "
+            f"multiple of num_steps={num_steps}, the updates between draws. Use {fits}, or another `num_steps`."
+        )
+
+    def _cold(self, length):
+        return length - round(self.exploration * length)
 
 
 @dataclass(frozen=True)

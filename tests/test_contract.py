@@ -27,10 +27,12 @@ from numpyro_repulsion import (
     Balanced,
     BiasBudget,
     ControlVariates,
+    Cyclical,
     FullData,
     Independent,
     Overdamped,
     Polynomial,
+    Scheduled,
     Subsampled,
     Thermostat,
     Underdamped,
@@ -47,9 +49,11 @@ INTERACTIONS = (
     Balanced(),
     Balanced(RBF()),
     0.9 * RBF() + 0.1 * Independent(),
+    Scheduled(RBF(), Polynomial(1.0)),
 )
 GRADIENTS = (None, FullData(), Subsampled(), ControlVariates(shared=True))
 STEP_SIZES = (None, 0.01, Polynomial(0.01))
+CYCLE = Cyclical(0.01, length=20)
 Y = jnp.linspace(-1.0, 1.0, 20)
 
 
@@ -63,12 +67,13 @@ def model(y):
 def kernels():
     """Every kernel with every interaction, and SGLDR with every gradient and step size."""
     for kernel, interaction in itertools.product(KERNELS, INTERACTIONS):
-        num_ensembles = 2 if isinstance(interaction, Balanced) and interaction.interaction else 1
+        num_ensembles = 2 if interaction is not None and interaction.balances_ensembles else 1
         yield kernel(model, interaction=interaction, num_ensembles=num_ensembles)
     for gradient, step_size in itertools.product(GRADIENTS, STEP_SIZES):
         yield SGLDR(model, gradient=gradient, step_size=step_size)
     for kernel, step_size in itertools.product(MOMENTA, STEP_SIZES):
         yield kernel(model, step_size=step_size)
+    yield SGLDR(model, step_size=CYCLE, preconditioner="diagonal")
 
 
 def describe(state):
@@ -101,14 +106,15 @@ def test_one_iteration_keeps_shapes_and_types(make_key, double, every):
             for name in kernel.default_fields:
                 assert all(leaf.shape[0] == 6 for leaf in jax.tree.leaves(getattr(after, name)))
             assert after.rng_key.shape == make_key(0).shape
-    count = len(KERNELS) * len(INTERACTIONS) + (len(GRADIENTS) + len(MOMENTA)) * len(STEP_SIZES)
-    assert len(chosen) * every == count
+    count = len(KERNELS) * len(INTERACTIONS) + (len(GRADIENTS) + len(MOMENTA)) * len(STEP_SIZES) + 1
+    assert len(chosen) == -(-count // every)
 
 
 @pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
 def test_one_chain_has_no_particle_axis(make_key):
-    for interaction, gradient in itertools.product((Independent(), Balanced()), GRADIENTS):
-        kernel = SGLD(model, interaction=interaction, gradient=gradient, step_size=0.01)
+    settings = [*itertools.product((Independent(), Balanced()), GRADIENTS, (0.01,)), (None, None, CYCLE)]
+    for interaction, gradient, step_size in settings:
+        kernel = SGLD(model, interaction=interaction, gradient=gradient, step_size=step_size)
 
         def iterate(key, kernel=kernel):
             state = kernel.init(key, 50, None, (Y,), {})
@@ -124,7 +130,7 @@ def test_one_chain_has_no_particle_axis(make_key):
 
 @pytest.mark.parametrize("interaction", INTERACTIONS, ids=repr)
 def test_iterations_move_all_particles_and_reproduce(interaction):
-    num_ensembles = 2 if isinstance(interaction, Balanced) and interaction.interaction else 1
+    num_ensembles = 2 if interaction is not None and interaction.balances_ensembles else 1
     kernel = SGLDR(model, interaction=interaction, step_size=1e-3, num_ensembles=num_ensembles, num_steps=2)
     state = kernel.init(random.split(random.key(0), 6), 0, None, (Y,), {})
     sample = jax.jit(lambda state: kernel.sample(state, (Y,), {}))

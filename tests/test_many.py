@@ -122,7 +122,7 @@ def test_every_update_draws_anew(interaction):
         return run(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, **setting), num_warmup=0).last_state.z
 
     class Frozen(type(interaction)):
-        def at(self, key):
+        def at(self, key, count):
             return self
 
     assert not np.allclose(end(type(interaction)), end(Frozen))

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from numpyro_repulsion import BiasBudget, Polynomial
+from numpyro_repulsion import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.schedules import as_schedule
 
 
@@ -43,6 +43,43 @@ def test_polynomial_refuses_what_is_not_positive(name, value):
         Polynomial(**{"step_size": 0.1, name: value})
 
 
+def test_cyclical_values(x64):
+    schedule = Cyclical(0.3, length=40, exploration=0.25)
+    assert schedule.num_hot == 10
+    for count in (0, 1, 20, 39, 40, 41, 123_456_789):
+        expected = 0.15 * (np.cos(np.pi * (count % 40) / 40) + 1.0)
+        assert float(schedule(count)) == pytest.approx(expected, rel=1e-9)
+    counts = jnp.arange(100)
+    np.testing.assert_allclose(jax.jit(schedule)(counts), [schedule(int(count)) for count in counts], rtol=1e-12)
+
+
+def test_cyclical_steps_keep_their_precision_at_the_end_of_a_cycle():
+    expected = np.sin(np.pi / 2 / 10**5) ** 2
+    assert float(Cyclical(1.0, length=10**5)(10**5 - 1)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("exploration", [0.0, 0.25, 0.5, 0.9])
+def test_the_cold_part_lasts_as_long_as_stated(x64, exploration):
+    schedule = Cyclical(0.3, length=10_000, exploration=exploration)
+    time = float(schedule(jnp.arange(schedule.num_hot, 10_000)).sum())
+    stated = 0.3 * 10_000 * (1 - exploration - np.sin(np.pi * exploration) / np.pi) / 2
+    assert time == pytest.approx(stated, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        *(({"step_size": value}, "`step_size` must be a positive") for value in (0.0, -1.0, np.nan, "0.1")),
+        *(({"length": value}, "`length` must be an integer") for value in (1, 0, 20.0, True, None)),
+        *(({"exploration": value}, r"`exploration` must lie in \[0, 1\)") for value in (-0.1, 1.0, np.nan, None)),
+        ({"length": 2, "exploration": 0.9}, "leaves no cold update"),
+    ],
+)
+def test_cyclical_refuses_numbers_out_of_range(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        Cyclical(**{"step_size": 0.1, "length": 100} | kwargs)
+
+
 @pytest.mark.parametrize("tolerance", [0.0, -0.1, 1.0, float("nan"), float("inf"), "0.1", None])
 def test_bias_budget_refuses_tolerances_outside_0_and_1(tolerance):
     with pytest.raises(ValueError, match="between 0 and 1"):
@@ -50,6 +87,7 @@ def test_bias_budget_refuses_tolerances_outside_0_and_1(tolerance):
 
 
 def test_settings_are_values():
+    assert Cyclical(np.float32(0.5), np.int64(20)) == Cyclical(0.5, 20, 0.5) != Cyclical(0.5, 21)
     assert Polynomial(0.1) == Polynomial(0.1, 1000.0, 0.55) != Polynomial(0.2)
     assert len({BiasBudget(), BiasBudget(0.05), BiasBudget(0.1)}) == 2
 

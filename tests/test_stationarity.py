@@ -22,6 +22,7 @@ from numpyro_repulsion import (
     RandomFeatures,
     RandomGroups,
     Relativistic,
+    Scheduled,
     Thermostat,
     Underdamped,
 )
@@ -79,7 +80,13 @@ GRAM = {
     "RBF, large nugget": RBF(2.0, nugget=0.3),
     "IMQ": IMQ(1.0),
     "sum": 0.6 * RBF(1.0) + 0.3 * IMQ(2.0) + 0.2 * Independent(),
+    "scheduled": Scheduled(RBF(2.0), lambda count: 0.5).at(None, 0),
 }
+
+
+def wave(count):
+    """A weight of repulsion that is 1, 0 and all between, over and over."""
+    return 0.5 + 0.5 * jnp.sin(0.2 * count)
 
 
 # Negative controls: one thing wrong each. They wrap `couple`, so that everything else is the code under test.
@@ -97,6 +104,11 @@ def with_repulsion_flipped(interaction, u):
 def with_nugget_in_noise_only(interaction, u):
     coupling = interaction.couple(u)
     return coupling._replace(apply=lambda x: coupling.apply(x) - 0.3 * x)
+
+
+def with_unscaled_repulsion(interaction, u):
+    # K follows the schedule, and Γ does not.
+    return interaction.couple(u)._replace(repulsion=interaction.interaction.couple(u).repulsion)
 
 
 def with_moving_bandwidth(interaction, u):
@@ -183,6 +195,7 @@ def test_generator_identity(law, interaction):
         (with_repulsion_flipped, RBF(2.0)),
         (with_repulsion_flipped, IMQ(1.0)),
         (with_nugget_in_noise_only, RBF(2.0, nugget=0.3)),
+        (with_unscaled_repulsion, GRAM["scheduled"]),
         (with_moving_bandwidth, RBF()),
     ],
 )
@@ -268,20 +281,24 @@ def test_one_step_of_svgd_is_not_stationary():
 
 def long_run(law, interaction, dynamics, *, step_size, updates, size, replicas, seed=0, wrap=None, temperature=None):
     """Time averages of the law's moments, one per replica, each from exact draws."""
-    couple = interaction.couple if wrap is None else partial(wrap, interaction)
     force = force_of(law)
+
+    def couple_at(count):
+        current = interaction.at(None, count)
+        return current.couple if wrap is None else partial(wrap, current)
 
     @jax.jit
     def run(key):
         draw_key, init_key, loop_key = random.split(key, 3)
         z = law.draw(draw_key, (replicas, size))
-        cloud = dynamics.init(init_key, z, force, couple)
+        cloud = dynamics.init(init_key, z, force, couple_at(0))
 
-        def update(cloud, key):
-            cloud = dynamics.step(key, cloud, force, couple, step_size)
+        def update(cloud, now):
+            key, count = now
+            cloud = dynamics.step(key, cloud, force, couple_at(count), step_size)
             return cloud, {name: f(cloud.z).mean(-1) for name, (f, _) in law.moments.items()}
 
-        _, means = lax.scan(update, cloud, random.split(loop_key, updates))
+        _, means = lax.scan(update, cloud, (random.split(loop_key, updates), jnp.arange(updates)))
         return {name: value.mean(0) for name, value in means.items()}
 
     return run(random.key(seed))
@@ -306,15 +323,20 @@ SAMPLERS = {
     "SGLD, balanced, averaged": (Balanced(), Overdamped("lm")),
     "SGLDR, random features": (RandomFeatures(2.0, num_features=8, weight=0.7), Overdamped()),
     "SGLDR, groups": (RandomGroups(RBF(2.0), size=3), Overdamped()),
+    "SGLDR, scheduled": (Scheduled(RBF(2.0), wave), Overdamped()),
+    "SGLDR, scheduled, averaged": (Scheduled(RBF(2.0), wave), Overdamped("lm")),
+    "SGLDR, scheduled features": (Scheduled(RandomFeatures(2.0, num_features=8), wave), Overdamped()),
     "SGHMC, independent": (Independent(), Underdamped()),
     "SGHMC, balanced": (Balanced(), Underdamped(friction=2.0)),
     "SGHMC, relativistic": (Independent(), Underdamped(kinetic=Relativistic(2.0))),
     "SGHMCR, RBF": (RBF(2.0), Underdamped()),
     "SGHMCR, IMQ": (IMQ(1.0), Underdamped(friction=2.0)),
     "SGHMCR, sum, relativistic": (GRAM["sum"], Underdamped(kinetic=Relativistic(2.0))),
+    "SGHMCR, scheduled": (Scheduled(RBF(2.0), wave), Underdamped()),
     "SGNHT, independent": (Independent(), Thermostat()),
     "SGNHT, balanced": (Balanced(), Thermostat(friction=2.0, inertia=2.0)),
     "SGNHTR, RBF": (RBF(2.0), Thermostat()),
+    "SGNHTR, scheduled": (Scheduled(RBF(2.0), wave), Thermostat()),
 }
 LONG = {
     "gaussian": {"step_size": 0.02, "updates": 1000, "size": 6, "replicas": 100},
@@ -325,6 +347,11 @@ LONG = {
 #: Variations of others, which the test with other seeds runs too.
 VARIATIONS = {
     "SGLDR, IMQ, averaged",
+    "SGLDR, scheduled",
+    "SGLDR, scheduled, averaged",
+    "SGLDR, scheduled features",
+    "SGHMCR, scheduled",
+    "SGNHTR, scheduled",
     "SGHMC, independent",
     "SGHMCR, IMQ",
     "SGHMCR, sum, relativistic",
@@ -370,7 +397,7 @@ def test_generator_identity_with_other_seeds(law, interaction, seed):
             (with_unscaled_balance, Balanced()),
         )
         # With momenta the noise does not see K, and comes from `white` and not from `draw`.
-        if isinstance(dynamics, Overdamped) or wrap in (without_repulsion, with_repulsion_flipped)
+        if isinstance(dynamics, Overdamped) or "repulsion" in wrap.__name__
     ],
 )
 def test_long_run_fails_when_broken(wrap, interaction, dynamics):
@@ -378,6 +405,19 @@ def test_long_run_fails_when_broken(wrap, interaction, dynamics):
     setting = LONG["gaussian"] | ({"replicas": 400} if isinstance(interaction, RandomFeatures) else {})
     scores = extrapolated_scores(GAUSSIAN, interaction, dynamics, wrap=wrap, **setting)
     assert not max(map(abs, scores.values())) <= 2 * LIMIT, scores
+
+
+@pytest.mark.parametrize(
+    "dynamics",
+    [Overdamped(), Underdamped(), *(pytest.param(d, marks=pytest.mark.slow) for d in (Overdamped("lm"), Thermostat()))],
+)
+def test_repulsion_may_come_and_go_if_its_divergence_does_too(dynamics):
+    # More particles, which feel more of each other.
+    setting = LONG["gaussian"] | {"size": 20}
+    for wrap in (None, with_unscaled_repulsion):
+        scores = extrapolated_scores(GAUSSIAN, Scheduled(RBF(2.0), wave), dynamics, wrap=wrap, **setting)
+        largest = max(map(abs, scores.values()))
+        assert largest < LIMIT if wrap is None else not largest <= 2 * LIMIT, scores
 
 
 class Anticipating(Overdamped):

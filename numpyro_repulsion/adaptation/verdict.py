@@ -98,13 +98,15 @@ def judge(tuning: Tuning, rule: BiasBudget | None, num_steps: int, dynamics: Dyn
     if rule is None:
         return Verdict(unknown, unknown, unknown, unknown, unknown, fell_back, stays)
     is_sampler = dynamics.is_sampler
-    # The spread over all modes is no matter of updates where particles jump.
-    travels = tuning.jumps is None
-    is_dense = tuning.moments.position_scatter.ndim == 2
+    # Where particles jump, the spread over all modes is no matter of updates.
+    travels = is_sampler and tuning.jumps is None
+    is_dense = tuning.jumps is None and tuning.moments.position_scatter.ndim == 2
     return Verdict(
-        effective_draws=tuning.effective_draws(tuning.step_size, num_steps, dynamics) if is_sampler and travels else unknown,
+        effective_draws=tuning.effective_draws(tuning.step_size, num_steps, dynamics)
+        if is_sampler and travels
+        else unknown,
         bias=jnp.where(is_sampler & (tuning.bias > 1.01 * rule.tolerance), tuning.bias, jnp.nan),
-        condition=curvature * tuning.spread(dynamics) if is_dense and travels else unknown,
+        condition=curvature * tuning.spread(dynamics) if is_dense else unknown,
         curvature_ratio=tuning.measurements.largest_curvature / curvature,
         noise_ratio=tuning.noise / curvature,
         fell_back=fell_back,

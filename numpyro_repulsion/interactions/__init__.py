@@ -9,6 +9,7 @@ from numpyro_repulsion.interactions.balanced import Balanced
 from numpyro_repulsion.interactions.base import Coupling, Gram, Independent, Interaction, Sum
 from numpyro_repulsion.interactions.many import RandomFeatures, RandomGroups
 from numpyro_repulsion.interactions.radial import IMQ, RBF, Radial, median_bandwidth, squared_distances
+from numpyro_repulsion.interactions.scheduled import Scheduled
 
 __all__ = [
     "IMQ",
@@ -21,6 +22,7 @@ __all__ = [
     "Radial",
     "RandomFeatures",
     "RandomGroups",
+    "Scheduled",
     "Sum",
     "median_bandwidth",
     "squared_distances",

@@ -53,6 +53,10 @@ class Balanced(Interaction):
         return self.interaction is not None
 
     @property
+    def balances_ensembles(self):
+        return self.interaction is not None
+
+    @property
     def learns_bandwidth(self):
         return self.interaction is not None and self.interaction.learns_bandwidth
 

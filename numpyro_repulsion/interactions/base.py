@@ -59,10 +59,16 @@ class Interaction:
     interacts: ClassVar[bool] = False
     #: Whether K is drawn anew in every update, independently of the cloud.
     is_redrawn: ClassVar[bool] = False
+    #: Whether whole ensembles are balanced against each other, which takes two or more.
+    balances_ensembles: ClassVar[bool] = False
 
-    def at(self, key: jax.Array) -> Interaction:
-        """The interaction of one update: itself, unless it is redrawn."""
-        del key
+    def at(self, key: jax.Array | None, count: jax.Array | int) -> Interaction:
+        """The interaction of one update: itself, unless it is redrawn or changes with time.
+
+        :param key: for what is redrawn, else ``None``.
+        :param count: how many updates were done before.
+        """
+        del key, count
         return self
 
     @property
@@ -244,7 +250,10 @@ class Sum(Gram):
         if isinstance(interaction, Sum):
             return interaction
         if not isinstance(interaction, Gram | Independent):
-            raise TypeError(f"Only interactions with a Gram matrix can be added; got {interaction!r}.")
+            raise TypeError(
+                f"Only interactions with a Gram matrix can be added; got {interaction!r}. What is scheduled or redrawn "
+                "goes around the sum: Scheduled(a + b, weight), RandomGroups(a + b)."
+            )
         return Sum(((1.0, interaction),))
 
     @property

@@ -48,7 +48,7 @@ class RandomFeatures(Interaction):
         >>> from jax import random
         >>> from numpyro_repulsion import RandomFeatures
         >>> u = random.normal(random.key(0), (10_000, 3))
-        >>> coupling = RandomFeatures(bandwidth=1.0).at(random.key(1)).couple(u)
+        >>> coupling = RandomFeatures(bandwidth=1.0).at(random.key(1), 0).couple(u)
         >>> coupling.repulsion.shape, coupling.draw(random.key(2)).shape
         ((10000, 3), (10000, 3))
     """
@@ -76,7 +76,8 @@ class RandomFeatures(Interaction):
     def learns_bandwidth(self):
         return self.bandwidth is None
 
-    def at(self, key):
+    def at(self, key, count):
+        del count
         return replace(self, key=key)
 
     def learn_bandwidth(self, u):
@@ -147,7 +148,7 @@ class RandomGroups(Interaction):
         >>> from jax import random
         >>> from numpyro_repulsion import RBF, RandomGroups
         >>> u = random.normal(random.key(0), (1000, 3))
-        >>> RandomGroups(RBF(bandwidth=1.0), size=20).at(random.key(1)).couple(u).repulsion.shape
+        >>> RandomGroups(RBF(bandwidth=1.0), size=20).at(random.key(1), 0).couple(u).repulsion.shape
         (1000, 3)
     """
 
@@ -175,7 +176,8 @@ class RandomGroups(Interaction):
     def learns_bandwidth(self):
         return self.interaction.learns_bandwidth
 
-    def at(self, key):
+    def at(self, key, count):
+        del count
         return replace(self, key=key)
 
     def learn_bandwidth(self, u):

@@ -15,7 +15,7 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
-from numpyro_repulsion.adaptation import Learned, Preconditioner, Tuning, first_scale, judge
+from numpyro_repulsion.adaptation import Learned, Tuning, judge
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.gradients import (
     ControlVariates,
@@ -29,6 +29,7 @@ from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.live import warn_at_first_divergence, warn_by_verdict
 from numpyro_repulsion.kernels.settings import (
+    check_ensembles,
     check_groups,
     check_init_params,
     check_jumps,
@@ -37,11 +38,12 @@ from numpyro_repulsion.kernels.settings import (
     count,
     preconditioner_scale,
     require_instance,
+    step_schedule,
 )
 from numpyro_repulsion.kernels.starts import Starter
 from numpyro_repulsion.kernels.state import ParticleState, map_particles
 from numpyro_repulsion.moves import Archive
-from numpyro_repulsion.schedules import BiasBudget, as_schedule
+from numpyro_repulsion.schedules import BiasBudget
 
 __all__ = ["ParticleKernel"]
 
@@ -59,14 +61,15 @@ class ParticleKernel(MCMCKernel):
         ``init_params``.
     :param step_size: ε. ``None`` measures it in warmup, ``BiasBudget()``: a conservative bound from the largest
         curvature and the minibatch noise found on the cloud. A float is constant; a callable of the update count
-        (warmup included) is a schedule, for example :class:`~numpyro_repulsion.Polynomial` or one of optax.
+        (warmup included) is a schedule: :class:`~numpyro_repulsion.Polynomial`,
+        :class:`~numpyro_repulsion.Cyclical`, or one of optax.
     :param interaction: how particles see each other; ``None`` is the kernel's own.
     :param preconditioner: a constant matrix P with which the diffusion is ``K ⊗ P``: an array of shape ``(d,)`` for
         a diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
         :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"`` and ``"dense"`` learn it in warmup and
         freeze it; ``"auto"`` is dense for up to 64 parameters and diagonal above, but the identity where a
         ``step_size`` is given, so that it means what it means in SGLD. ``None`` is the identity.
-    :param num_steps: updates per MCMC iteration, and so per draw.
+    :param num_steps: updates per MCMC iteration, and so per draw, but for the hot ones of a cycle.
     :param num_ensembles: the particles are split into so many equal groups, in order of the chains, that do not
         interact and share no minibatch.
     :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if their
@@ -133,14 +136,10 @@ class ParticleKernel(MCMCKernel):
         self.num_ensembles = count("num_ensembles", num_ensembles)
         self.init_strategy = init_strategy
         self.step_size = BiasBudget() if step_size is None else step_size
-        self._schedule = None if isinstance(self.step_size, BiasBudget) else as_schedule(self.step_size)
+        self._schedule = step_schedule(self.step_size, self.num_steps)
         self.preconditioner = preconditioner
-        self._preconditioner = preconditioner_scale(preconditioner)
-        if isinstance(interaction, Balanced) and interaction.interacts and self.num_ensembles == 1:
-            raise ValueError(
-                f"{interaction!r} balances ensembles against each other; set num_ensembles=2 or more, or use "
-                f"{interaction.interaction!r} for a single one."
-            )
+        self.scale = preconditioner_scale(preconditioner)
+        check_ensembles(interaction, self.num_ensembles)
         self._is_single = False
         self._starter = Starter(self)
 
@@ -252,7 +251,9 @@ class ParticleKernel(MCMCKernel):
             self.num_steps,
         )
         tuning, is_other = iteration.recognize(tuning)
-        cloud, tuning, in_use, troubled = iteration.move(loop_key, cloud, tuning, state.num_updates, is_other)
+        cloud, tuning, in_use, troubled, num_updates = iteration.move(
+            loop_key, cloud, tuning, state.num_updates, is_other
+        )
         kept_after = tuning.num_warmup if learned.arrives else 0
         troubles = state.num_divergences + jnp.where(tuning.iteration >= kept_after, troubled.sum(), 0)
         warn_at_first_divergence(state.num_divergences, troubles, self.remedy)
@@ -268,7 +269,7 @@ class ParticleKernel(MCMCKernel):
             gradient=cloud.gradient.reshape(size, -1),
             memory=tuple(x.reshape(size, -1) for x in cloud.memory),
             tuning=tuning,
-            num_updates=state.num_updates + self.num_steps,
+            num_updates=num_updates,
             num_divergences=troubles.astype(jnp.int32),
             rng_key=rng_key,
         )
@@ -326,7 +327,7 @@ class ParticleKernel(MCMCKernel):
     def learned(self, target, dimension) -> Learned:
         """What a warmup would learn."""
         rule = self._rule
-        scale = self._preconditioner if isinstance(self._preconditioner, str) else None
+        scale = self.scale if isinstance(self.scale, str) else None
         if scale == "auto":
             # A given step means what it means in plain SGLD.
             scale = None if rule is None else "dense" if dimension <= MAX_DENSE else "diagonal"
@@ -339,20 +340,3 @@ class ParticleKernel(MCMCKernel):
             noise=gradient.is_noisy(target),
             jumps=self.moves is not None,
         )
-
-    def first_preconditioner(self, learned: Learned | None, flat, gradient) -> Preconditioner:
-        """The change of variables to begin with, for starts ``(L, d)`` and the gradients there.
-
-        :param learned: what the warmup will learn, if there is one.
-        """
-        scale = self._preconditioner
-        if learned is not None and learned.scale is not None:
-            return first_scale(flat, gradient, learned.scale == "dense")
-        if scale is None or isinstance(scale, str):
-            return Preconditioner()
-        if scale.shape[0] != flat.shape[1]:
-            raise ValueError(
-                f"`preconditioner` has shape {np.shape(self.preconditioner)}, but a particle has {flat.shape[1]} "
-                f"unconstrained parameters; expected ({flat.shape[1]},) or ({flat.shape[1]}, {flat.shape[1]})."
-            )
-        return Preconditioner(jnp.asarray(scale, flat.dtype))

@@ -13,6 +13,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics, hold
 from numpyro_repulsion.gradients import Anchor, Gradient, Target, fingerprint, full_gradient
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.schedules import Cyclical
 
 __all__ = ["Iteration"]
 
@@ -67,25 +68,38 @@ class Iteration:
         return jnp.asarray(value, tuning.step_size.dtype)
 
     def move(self, key: jax.Array, cloud: Cloud, tuning: Tuning, num_updates: jax.Array, is_other: jax.Array):
-        """``num_steps`` updates.
+        """``num_steps`` updates, and before them the hot part of a cycle where one begins.
 
+        :param num_updates: how many were done before.
         :param is_other: whether the anchor was made on other data, and is not to be used.
-        :return: the cloud, the tuning with the steps of arriving particles, the step sizes last used, ``(G, L)``, and
-            in how many updates each particle was held or its gradient cut, ``(G, L)``.
+        :return: the cloud, the tuning with the steps of arriving particles, the step sizes last used, ``(G, L)``, in
+            how many updates each particle was held or its gradient cut, ``(G, L)``, and how many updates are done.
         """
-        keys = random.split(key, self.num_steps)
+        cycle = self.schedule if isinstance(self.schedule, Cyclical) else None
+        done = num_updates + self.num_steps
+        if cycle is not None:
+            done += cycle.num_ahead(num_updates, self.num_steps)
+
+        def repeat(update, carry):
+            if cycle is None:
+                keys = random.split(key, self.num_steps)
+                return lax.scan(lambda carry, key: (update(key, carry), None), carry, keys)[0]
+            # Hot and cold updates in one loop, so that they are compiled once.
+            return lax.fori_loop(num_updates, done, lambda i, carry: update(random.fold_in(key, i), carry), carry)
+
         anchor = tuning.anchor
         if anchor is not None:
             anchor = anchor._replace(in_use=anchor.in_use & ~is_other)
         force = self.force(tuning._replace(anchor=anchor))
         jumps = tuning.jumps
+        tally_before = None if jumps is None else jumps.tally
 
-        def update(carry, key):
-            cloud, count = carry
-            interaction = self.interaction
-            if interaction.is_redrawn:
+        def update(key, carry):
+            cloud, count, troubles, tally = carry
+            interaction_key = None
+            if self.interaction.is_redrawn:
                 key, interaction_key = random.split(key)
-                interaction = interaction.at(interaction_key)
+            interaction = self.interaction.at(interaction_key, count)
 
             def couple(u):
                 return interaction.couple(u, tuning.bandwidth)
@@ -97,7 +111,7 @@ class Iteration:
                 step_size = self.step_size(tuning, count)
                 proposal = self.dynamics.step(noise_key, cloud, lambda u: force(force_key, u), couple, step_size)
                 cloud, held = hold(cloud, proposal)
-                return cloud, (held | cut, jnp.zeros(2, cloud.z.dtype))
+                return cloud, troubles + (held | cut), tally
 
             def jump(cloud):
                 moved, jumped, probability = self.moves.jump(
@@ -108,47 +122,36 @@ class Iteration:
                     self.dynamics.temperature,
                     not (self.interaction.interacts or self.dynamics.interacts),
                 )
-                seen = jnp.zeros(jumped.shape, bool), jnp.stack([jnp.ones_like(probability.mean()), probability.mean()])
-                return self.dynamics.jumped(moved, jumped), seen
+                moved = self.dynamics.jumped(moved, jumped)
+                return moved, troubles, (tally[0] + 1, tally[1] + probability.mean())
 
             if jumps is None:
-                cloud, seen = step(cloud)
+                cloud, troubles, tally = step(cloud)
             else:
-                cloud, seen = lax.cond((jumps.kind > 0) & (count % 2 == 1), jump, step, cloud)
-            return (cloud, count + 1), seen
+                cloud, troubles, tally = lax.cond((jumps.kind > 0) & (count % 2 == 1), jump, step, cloud)
+            return cloud, count + 1, troubles, tally
 
-        def approach(carry, key):
+        def approach(key, carry):
             move_key, force_key = random.split(key)
-            return arrive(move_key, *carry, lambda u: force(force_key, u), self.learned.noise), None
+            return arrive(move_key, *carry, lambda u: force(force_key, u), self.learned.noise)
 
         def run():
-            (moved, _), (troubled, tally) = lax.scan(update, (cloud, num_updates), keys)
-            step_size = self.step_size(tuning, num_updates + self.num_steps - 1)
-            return (
-                moved,
-                tuning.arrival,
-                jnp.broadcast_to(step_size, tuning.arrival.shape),
-                troubled.sum(0),
-                tally.sum(0),
-            )
+            nothing = jnp.zeros(tuning.arrival.shape, int)
+            moved, _, troubled, tally = repeat(update, (cloud, num_updates, nothing, tally_before))
+            step_size = self.step_size(tuning, done - 1)
+            return moved, tuning.arrival, jnp.broadcast_to(step_size, tuning.arrival.shape), troubled, tally
 
         def run_arrival():
-            (position, arrival), _ = lax.scan(approach, (cloud[:3], tuning.arrival), keys)
-            return (
-                Cloud(*position, cloud.memory),
-                arrival,
-                arrival,
-                jnp.zeros(arrival.shape, int),
-                jnp.zeros(2, arrival.dtype),
-            )
+            position, arrival = repeat(approach, (cloud[:3], tuning.arrival))
+            return Cloud(*position, cloud.memory), arrival, arrival, jnp.zeros(arrival.shape, int), tally_before
 
         if self.learned.arrives and tuning.moments is not None:
             cloud, arrival, in_use, troubled, tally = lax.cond(is_arriving(tuning), run_arrival, run)
         else:
             cloud, arrival, in_use, troubled, tally = run()
         if jumps is not None:
-            jumps = jumps._replace(tally=jumps.tally + tally)
-        return cloud, tuning._replace(arrival=arrival, jumps=jumps), in_use, troubled
+            jumps = jumps._replace(tally=tally)
+        return cloud, tuning._replace(arrival=arrival, jumps=jumps), in_use, troubled, done
 
     def recognize(self, tuning: Tuning) -> tuple[Tuning, jax.Array]:
         """The tuning, its anchor marked by the data; and whether that was made on other data than these."""

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.adaptation import Learned
+from numpyro_repulsion.adaptation import Learned, Preconditioner, first_scale
 from numpyro_repulsion.dynamics import Dynamics, Overdamped
 from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarget, Gradient, Subsampled, Target
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
 
 __all__ = [
+    "check_ensembles",
     "check_groups",
     "check_init_params",
     "check_jumps",
     "check_moves",
     "choose_gradient",
     "count",
+    "first_preconditioner",
     "preconditioner_scale",
     "require_instance",
+    "step_schedule",
 ]
 
 
@@ -38,6 +43,16 @@ def require_instance(name: str, value: Any, kind: type, example: str) -> None:
     if not isinstance(value, kind):
         called = f"; call it, `{value.__name__}()`" if isinstance(value, type) else ""
         raise TypeError(f"`{name}` must be an instance such as {example}; got {value!r}{called}.")
+
+
+def step_schedule(step_size: float | Callable | BiasBudget, num_steps: int) -> Schedule | None:
+    """The step size as a schedule that fits the updates between draws, or ``None`` where it is measured."""
+    if isinstance(step_size, BiasBudget):
+        return None
+    schedule = as_schedule(step_size)
+    if isinstance(schedule, Cyclical):
+        schedule.check(num_steps)
+    return schedule
 
 
 def preconditioner_scale(value: Any) -> str | np.ndarray | None:
@@ -63,6 +78,26 @@ def preconditioner_scale(value: Any) -> str | np.ndarray | None:
         raise ValueError("A dense `preconditioner` must be positive definite, as a covariance is.") from error
 
 
+def first_preconditioner(
+    scale: str | np.ndarray | None, learned: Learned | None, flat: jax.Array, gradient: jax.Array
+) -> Preconditioner:
+    """The change of variables to begin with, for starts ``(L, d)`` and the gradients there.
+
+    :param scale: what :func:`preconditioner_scale` made of the setting.
+    :param learned: what the warmup will learn, if there is one.
+    """
+    if learned is not None and learned.scale is not None:
+        return first_scale(flat, gradient, learned.scale == "dense")
+    if scale is None or isinstance(scale, str):
+        return Preconditioner()
+    if scale.shape[0] != flat.shape[1]:
+        raise ValueError(
+            f"`preconditioner` has shape {scale.shape}, but a particle has {flat.shape[1]} unconstrained parameters; "
+            f"expected ({flat.shape[1]},) or ({flat.shape[1]}, {flat.shape[1]})."
+        )
+    return Preconditioner(jnp.asarray(scale, flat.dtype))
+
+
 def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
     """The gradient that was given, if it fits the target, or the one that fits it best."""
     if gradient is None:
@@ -80,6 +115,15 @@ def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
             "(numpyro.prng_key): use gradient=Subsampled(), its default."
         )
     return gradient
+
+
+def check_ensembles(interaction: Interaction, num_ensembles: int) -> None:
+    """Refuses a single ensemble where they are balanced against each other."""
+    if interaction.balances_ensembles and num_ensembles == 1:
+        raise ValueError(
+            f"{interaction!r} balances ensembles against each other; set num_ensembles=2 or more, or leave out "
+            "`Balanced` for a single one."
+        )
 
 
 def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:

@@ -14,6 +14,7 @@ from numpyro.util import not_jax_tracer
 from numpyro_repulsion.dynamics import select
 from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
 from numpyro_repulsion.interactions import median_bandwidth
+from numpyro_repulsion.kernels.settings import first_preconditioner
 
 __all__ = ["MAX_DRAWS", "Starter"]
 
@@ -82,7 +83,7 @@ class Starter:
             cloud = evaluate(force_key, z)
         flat, energy, gradient = cloud
         learned = kernel.learned(target, flat.shape[1]) if learns else None
-        change = kernel.first_preconditioner(learned, flat, gradient)
+        change = first_preconditioner(kernel.scale, learned, flat, gradient)
         u, energy, gradient = map(grouped, (change.whiten(flat), energy, change.pull(gradient)))
         bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or jnp.nan, u.dtype)
         if kernel.interaction.learns_bandwidth:
