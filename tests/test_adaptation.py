@@ -185,6 +185,56 @@ def test_stability_takes_one_stiff_particle_for_one(bound):
         assert np.linalg.eigvalsh(root.T @ H @ root)[-1] <= bound * Λ + bound * 9.0 + 1e-9
 
 
+def momenta_update(dynamics, gram, H, step_size):
+    """One update with a constant K on a Gaussian, ``x = (z, m) ← A x + B ξ + N n`` with white noise ξ and n in ∇U."""
+    size = len(gram)
+
+    def update(x, white, n):
+        z, m = x[:size, None], x[size:, None]
+        constant = Coupling(
+            lambda x: gram @ x, 0.0, lambda key: 0.0, jnp.inf, white=lambda key: jnp.asarray(white)[:, None]
+        )
+        cloud = Cloud(z, jnp.zeros(size), H @ z + n[:, None], (m,))
+        moved = dynamics.step(random.key(0), cloud, lambda z: (jnp.zeros(size), z), lambda u: constant, step_size)
+        return jnp.concatenate((moved.z, *moved.memory)).ravel()
+
+    zeros = (jnp.zeros(2 * size), jnp.zeros(size), jnp.zeros(size))
+    return [np.asarray(jax.jacobian(update, k)(*zeros)) for k in range(3)]
+
+
+def close_particles(size=6, k=0.9):
+    """A Gram matrix, and its largest eigenvalue."""
+    gram = k * np.ones((size, size)) + (1 - k) * np.eye(size)
+    return gram, np.linalg.eigvalsh(gram)[-1]
+
+
+@pytest.mark.parametrize("largest", [1.0, 30.0])
+@pytest.mark.parametrize("friction", [0.1, 3.0])
+def test_steps_of_momenta_are_stable_among_close_particles(friction, largest):
+    # K acts twice, so that one stiff particle feels the diagonal of K², which is more than 1.
+    dynamics, (gram, Λ), H = Underdamped(friction), close_particles(), np.diag([largest, 1.0, 1.0, 1.0, 1.0, 1.0])
+    with jax.enable_x64(True):
+        step = 0.99 * float(dynamics.stable(Landscape(1.0, largest, 0.0), coupling(Λ)))
+        A, _, _ = momenta_update(dynamics, gram, H, step)
+    assert np.abs(np.linalg.eigvals(A)).max() < 1.0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("k", [0.9, 0.3])
+def test_gradient_noise_heats_momenta_through_k(k, shared):
+    dynamics, (gram, Λ), V = Underdamped(), close_particles(k=k), 20.0
+    with jax.enable_x64(True):
+        # `adapt` counts Λ times the noise of a shared minibatch.
+        landscape = Landscape(1.0, 1.0, V * Λ if shared else V)
+        step = float(dynamics.tolerated(0.05, landscape, coupling(Λ)))
+        A, B, N = momenta_update(dynamics, gram, np.eye(6), step)
+    noise = V * (np.ones((6, 6)) if shared else np.eye(6))
+    driven = B @ B.T + N @ noise @ N.T
+    covariance = np.linalg.solve(np.eye(144) - np.kron(A, A), driven.ravel()).reshape(12, 12)
+    inflation = np.diag(covariance)[:6].mean() - 1
+    assert 0.0 < inflation < 1.1 * 0.05  # the budget is of first order
+
+
 def test_a_run_that_would_go_nowhere_gets_longer_steps():
     assert step_size(BiasBudget(0.1), draws_per_step=2500.0) == pytest.approx(200 / 2500)
     assert step_size(BiasBudget(0.1), draws_per_step=1.0) == pytest.approx(1 / 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.interactions import Coupling
 
-__all__ = ["Cloud", "Couple", "Dynamics", "Force", "Landscape", "hold", "select"]
+__all__ = ["Cloud", "Couple", "Dynamics", "Force", "Landscape", "hold", "require_number", "select"]
 
 Force = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Couple = Callable[[jax.Array], Coupling]
@@ -132,3 +133,13 @@ def select(which: jax.Array, new: Any, old: Any) -> Any:
         return jnp.where(which.reshape(*which.shape, *[1] * (a.ndim - which.ndim)), a, b)
 
     return jax.tree.map(choose, new, old)
+
+
+def require_number(part, name, or_zero=False):
+    """Refuses a setting that is not a finite, positive number (or 0), and keeps it as a float."""
+    value = getattr(part, name)
+    if not (isinstance(value, Real) and (0.0 < value < float("inf") or (or_zero and value == 0.0))):
+        expected = "a finite number, 0 or above" if or_zero else "a finite number above 0"
+        raise ValueError(f"{type(part).__name__}: `{name}` must be {expected}; got {value!r}.")
+    # A NumPy scalar would carry its precision into the particles'.
+    object.__setattr__(part, name, float(value))

@@ -175,6 +175,14 @@ class RandomGroups(Interaction):
     def learns_bandwidth(self):
         return self.interaction.learns_bandwidth
 
+    @property
+    def positive_definite(self):
+        return self.interaction.positive_definite
+
+    def gram(self, u, bandwidth):
+        """K and Γ by groups, ``(L / size, size, size)`` and ``(L / size, size, d)``, where K is to be tested."""
+        return jax.vmap(lambda v: self.interaction.gram(v, bandwidth))(self._split(u, self._order(u)))
+
     def at(self, key):
         return replace(self, key=key)
 
