@@ -128,17 +128,19 @@ def test_measurements_pool_clouds():
 # Step size
 
 
-def coupling(bound):
-    return Coupling(lambda x: x, 0.0, lambda key: 0.0, jnp.asarray(bound), bound == 1.0)
+def coupling(bound, diagonal=1.0):
+    return Coupling(lambda x: x, 0.0, lambda key: 0.0, jnp.asarray(bound), bound == 1.0, diagonal=diagonal)
 
 
-def step_size(budget, dynamics=EULER, *, curvature=4.0, largest=6.0, noise=1.0, bound=1.0, draws_per_step=1e9):
-    landscape = Landscape(*map(jnp.asarray, (curvature, largest, noise)))
+def step_size(
+    budget, dynamics=EULER, *, curvature=4.0, largest=6.0, noise=1.0, bound=1.0, diagonal=1.0, draws_per_step=1e9
+):
+    landscape, K = Landscape(*map(jnp.asarray, (curvature, largest, noise))), coupling(bound, diagonal)
     return float(
         budget.step_size(
-            tolerated=dynamics.tolerated(budget.tolerance, landscape, coupling(bound)),
-            moderate=dynamics.stable(landscape._replace(largest=landscape.curvature), coupling(bound)) / 2,
-            stable=dynamics.stable(landscape, coupling(bound)),
+            tolerated=dynamics.tolerated(budget.tolerance, landscape, K),
+            moderate=dynamics.stable(landscape._replace(largest=landscape.curvature), K) / 2,
+            stable=dynamics.stable(landscape, K),
             draws_per_step=draws_per_step,
         )
     )
@@ -163,6 +165,34 @@ def test_step_size_of_momenta_is_a_time():
     for dynamics in (Underdamped(), Thermostat()):
         assert step_size(budget, dynamics, largest=1e4) == pytest.approx(2 / 1e2)
         assert step_size(budget, dynamics, noise=0.0, bound=3.0) < step_size(budget, dynamics, noise=0.0) / 3
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "noise"), [(EULER, 0.0), (EULER, 3.0), (Overdamped("lm"), 3.0), (Underdamped(), 0.0)]
+)
+@pytest.mark.parametrize("limit", [{}, {"largest": 1e3}, {"draws_per_step": 1.0}])
+def test_a_multiple_of_k_gets_a_step_as_much_shorter(dynamics, noise, limit):
+    # 3 K is K with steps, of time squared where momenta move particles, of three times the length.
+    budget = BiasBudget(0.05)
+    plain, tripled = (
+        step_size(budget, dynamics, noise=noise, bound=2.5 * weight, diagonal=weight, **limit) for weight in (1.0, 3.0)
+    )
+    assert tripled == pytest.approx(plain / 3.0)
+    landscape = Landscape(4.0, 4.0, noise)
+    biases = [
+        float(dynamics.bias(step, landscape, coupling(2.5 * weight, weight)))
+        for step, weight in ((plain, 1.0), (tripled, 3.0))
+    ]
+    assert biases[1] == pytest.approx(biases[0])
+
+
+def test_what_warmup_expects_is_the_same_for_a_multiple_of_k():
+    u = random.normal(random.key(0), (1, 8, 2))
+    force = quadratic(jnp.diag(jnp.array([2.0, 1.0])))
+    one, three = (tune(force, u, interaction=weight * RBF(1.0), num_warmup=jnp.asarray(100)) for weight in (1.0, 3.0))
+    np.testing.assert_allclose(three.step_size, one.step_size / 3, rtol=1e-4)
+    np.testing.assert_allclose(three.bias, one.bias, rtol=1e-4)
+    np.testing.assert_allclose(three.effective_draws, one.effective_draws, rtol=1e-4)
 
 
 def test_step_size_is_stable_at_the_stiffest_particle():

@@ -87,9 +87,9 @@ class _Momenta(Dynamics):
         return jnp.minimum(curved, tolerance / self._heat(landscape, coupling))
 
     def stable(self, landscape, coupling):
-        # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ.
-        Λ = coupling.bound
-        return 2.0 / jnp.sqrt(Λ * landscape.largest + (Λ**2 - Λ) * landscape.curvature)
+        # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
+        Λ, own = coupling.bound, coupling.bound * jnp.max(coupling.diagonal)
+        return 2.0 / jnp.sqrt(own * landscape.largest + (Λ**2 - own) * landscape.curvature)
 
     def bias(self, step_size, landscape, coupling):
         square = step_size**2 / 2.0 * landscape.curvature * coupling.bound**2
@@ -102,11 +102,12 @@ class _Momenta(Dynamics):
         The kick takes it through K and the injected noise is white, so that it counts by the diagonal of K². A
         thermostat takes away what is the same in all directions; others are heated all the same.
         """
-        return coupling.bound * landscape.noise / (2.0 * self.friction)
+        return coupling.bound * jnp.mean(coupling.diagonal) * landscape.noise / (2.0 * self.friction)
 
-    def rate(self, variance):
-        # A direction of frequency ω = 1/s forgets at C/2 while friction is weak, and at ω²/C where it is strong.
-        return jnp.minimum(self.friction / 2.0, 1.0 / (self.friction * variance))
+    def rate(self, variance, coupling):
+        # A direction of frequency ω = K_ii/s forgets at C/2 while friction is weak, and at ω²/C where it is strong.
+        square = jnp.mean(coupling.diagonal) ** 2 / variance
+        return jnp.minimum(self.friction / 2.0, square / self.friction)
 
     def comparable(self, step_size):
         return jnp.sqrt(2.0 * step_size)

@@ -72,7 +72,7 @@ class Balanced(Interaction):
             return _balance(random.normal(key, u.shape, u.dtype), axis=-2 if self.interaction is None else 0)
 
         if self.interaction is None:
-            return Coupling(lambda x: x, 0.0, white, 1.0, True, white)
+            return Coupling.identity(white)
         if u.ndim != 3 or u.shape[0] < 2:
             raise ValueError(
                 f"{self!r} balances groups against each other and needs at least two of them, a cloud of shape "

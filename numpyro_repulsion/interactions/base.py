@@ -24,6 +24,8 @@ class Coupling(NamedTuple):
     - **is_identity** - whether K is the identity, which allows integrators of second order.
     - **white** - ``key -> η``, noise of the cloud's shape, each group's with covariance ``I ⊗ I_d``; ``None`` is
       independent standard normal noise.
+    - **diagonal** - ``K_ii``, of shape ``(..., L)``, or a scalar where all are the same. The stationary bias of a step
+      grows with its mean, and the step is measured accordingly.
     """
 
     apply: Callable[[jax.Array], jax.Array]
@@ -32,6 +34,12 @@ class Coupling(NamedTuple):
     bound: jax.Array | float
     is_identity: bool = False
     white: Callable[[jax.Array], jax.Array] | None = None
+    diagonal: jax.Array | float = 1.0
+
+    @staticmethod
+    def identity(white: Callable[[jax.Array], jax.Array]) -> Coupling:
+        """``K = I``, with this noise."""
+        return Coupling(lambda x: x, 0.0, white, 1.0, is_identity=True, white=white)
 
 
 class Interaction:
@@ -49,7 +57,7 @@ class Interaction:
         >>> class HalfSpeed(Interaction):  # K = I / 2
         ...     def couple(self, u, bandwidth=None):
         ...         noise = lambda key: 0.5**0.5 * random.normal(key, u.shape)
-        ...         return Coupling(lambda x: x / 2, 0.0, noise, 0.5)
+        ...         return Coupling(lambda x: x / 2, 0.0, noise, 0.5, diagonal=0.5)
 
         >>> HalfSpeed().couple(jnp.zeros((3, 2))).bound
         0.5
@@ -107,7 +115,7 @@ class Independent(Interaction):
     """
 
     def couple(self, u, bandwidth=None):
-        return Coupling(lambda x: x, 0.0, lambda key: random.normal(key, u.shape, u.dtype), 1.0, True)
+        return Coupling.identity(lambda key: random.normal(key, u.shape, u.dtype))
 
     def gram(self, u, bandwidth):
         """The identity and zero: what a sum needs."""
@@ -198,6 +206,7 @@ class Gram(Interaction):
             draw=lambda key: root @ white(key),
             bound=jnp.linalg.eigvalsh(gram)[..., -1].max(),  # dropped by the compiler where nobody asks
             white=white,
+            diagonal=jnp.diagonal(gram, axis1=-2, axis2=-1),
         )
 
 

@@ -202,6 +202,7 @@ class RandomGroups(Interaction):
             repulsion=join(coupling.repulsion),
             draw=lambda key: join(coupling.draw(key)),
             bound=coupling.bound,
+            diagonal=join(coupling.diagonal[..., None])[..., 0],
         )
 
     def _order(self, u):
