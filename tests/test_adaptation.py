@@ -22,7 +22,9 @@ from numpyro_repulsion import (
     BiasBudget,
     ControlVariates,
     Independent,
+    Laplacian,
     Overdamped,
+    RandomGroups,
     Subsampled,
     Thermostat,
     Underdamped,
@@ -184,6 +186,17 @@ def test_a_multiple_of_k_gets_a_step_as_much_shorter(dynamics, noise, limit):
         for step, weight in ((plain, 1.0), (tripled, 3.0))
     ]
     assert biases[1] == pytest.approx(biases[0])
+
+
+@pytest.mark.parametrize("interaction", [Laplacian(RBF(1.0)), RBF() + Laplacian(), RandomGroups(Laplacian(), size=4)])
+def test_no_step_with_momenta_is_measured_where_the_diagonal_of_k_varies(interaction):
+    u, landscape = random.normal(random.key(0), (8, 2)), Landscape(1.0, 1.0, 0.0)
+    coupling = interaction.couple(u, 1.0)
+    for dynamics in (Underdamped(), Thermostat()):
+        with pytest.raises(ValueError, match="give `step_size`, use SGLDR"):
+            dynamics.tolerated(0.05, landscape, coupling)
+        assert 0.0 < dynamics.tolerated(0.05, landscape, (3 * RBF(1.0)).couple(u)) < 0.2
+    assert 0.0 < Overdamped().tolerated(0.05, landscape, coupling) < 0.1
 
 
 def test_what_warmup_expects_is_the_same_for_a_multiple_of_k():

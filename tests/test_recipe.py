@@ -14,6 +14,7 @@ from numpyro_repulsion import (
     SGLD,
     SGLDR,
     Independent,
+    Laplacian,
     Overdamped,
     Recipe,
     Relativistic,
@@ -112,7 +113,13 @@ def limit(f, ε=1e-4):
     return (8 * f(ε / 4) - 6 * f(ε / 2) + f(ε)) / 3
 
 
-INTERACTIONS = [RBF(1.0), IMQ(2.0), Independent(), 0.6 * RBF(1.0) + 0.4 * Independent()]
+INTERACTIONS = [
+    RBF(1.0),
+    IMQ(2.0),
+    Independent(),
+    0.6 * RBF(1.0) + 0.4 * Independent(),
+    Laplacian(RBF(1.0), strength=0.5),
+]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

@@ -80,6 +80,13 @@ class _Momenta(Dynamics):
         return random.normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
 
     def tolerated(self, tolerance, landscape, coupling):
+        if jnp.ndim(coupling.diagonal):
+            # Then the drift by K m distorts volumes, a bias of first order that has no bound here.
+            raise ValueError(
+                f"With {type(self).__name__} no step can be measured for an interaction whose K_ii depends on the "
+                "particles, such as Laplacian(); give `step_size`, use SGLDR, or, for a kernel of your own with "
+                "constant k(x, x), set `diagonal_varies = False` in its class."
+            )
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature; the cruder
         # integrator is given a third of that.
         limit = min((5.0 * tolerance) ** 0.5, 0.5) if self._splits(coupling) else tolerance
