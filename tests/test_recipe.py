@@ -118,7 +118,7 @@ INTERACTIONS = [
     IMQ(2.0),
     Independent(),
     0.6 * RBF(1.0) + 0.4 * Independent(),
-    Laplacian(RBF(1.0), strength=0.5),
+    pytest.param(Laplacian(RBF(1.0), strength=0.5), marks=pytest.mark.slow),
 ]
 
 

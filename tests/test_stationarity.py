@@ -335,6 +335,7 @@ LONG = {
 VARIATIONS = {
     "SGLDR, IMQ, averaged",
     "SGHMC, independent",
+    "SGLD, antithetic",
     "SGHMC, antithetic",
     "SGHMCR, IMQ",
     "SGHMCR, Laplacian",
