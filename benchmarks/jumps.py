@@ -1,10 +1,10 @@
 """Posteriors of several modes: jumps from an archive, nothing set, beside the same samplers without.
 
 Twenty particles start uniformly in (−2, 2), warm up for 500 updates and run for 500, every tenth kept: 1000 draws.
-The energy distance is that from the exact law, in closed form (its expectation for n independent draws is a mean distance
-over n); the inflation is the variance about the nearest mode over its exact value; effective draws are those of the mean of
-the first coordinate, by its mean squared error over seeds. Prints a
-table in Markdown and writes ``jumps.json`` beside this file.
+The energy distance is that from the exact law, in closed form: for n independent draws a mean distance over n. The
+inflation is the variance about the nearest mode over its exact value. Effective draws are those of the mean of the
+first coordinate, by its mean squared error over seeds. Prints a table in Markdown and writes ``jumps.json`` beside
+this file.
 
     python benchmarks/jumps.py [--seeds 96]
 """

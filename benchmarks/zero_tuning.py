@@ -84,7 +84,7 @@ def moments(names, seeds, precisions, save):
                         said, seconds = run(mcmc, random.key(seed), *posterior.args, **posterior.kwargs)
                         mean, sd = errors(mcmc.get_samples(), posterior.reference)
                         tuning = mcmc.last_state.tuning
-                        verdict = judge(tuning, BiasBudget(), mcmc.sampler.num_steps, mcmc.sampler.dynamics)
+                        verdict = judge(tuning, BiasBudget(), mcmc.sampler.dynamics)
                         row = {
                             "posterior": name,
                             "kernel": kernel.__name__,

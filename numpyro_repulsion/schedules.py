@@ -30,10 +30,11 @@ class BiasBudget:
     (:class:`~numpyro_repulsion.Overdamped` with repulsion) the step is
 
     .. math::
-        \epsilon = \min\Bigl(\frac{2\delta}{1+\delta}, \frac{1}{2 \Lambda}\Bigr) \Big/ (\lambda + V)
+        \epsilon = \min\Bigl(\frac{2\delta}{(1+\delta)\, \kappa}, \frac{1}{2 \Lambda}\Bigr) \Big/ (\lambda + V)
 
     with λ the curvature that nine particles in ten stay below, and V the largest variance of the minibatch gradient,
-    pooled over the cloud; Λ, the largest eigenvalue of K, matters for stability only. Where K = I and the noise is
+    pooled over the cloud; κ is the mean of K_ii, 1 for :class:`~numpyro_repulsion.RBF`, and Λ, the largest eigenvalue
+    of K, matters for stability only. Where K = I and the noise is
     averaged the bias of curvature is second order and that of V is not:
 
     .. math::

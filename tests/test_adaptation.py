@@ -22,7 +22,9 @@ from numpyro_repulsion import (
     BiasBudget,
     ControlVariates,
     Independent,
+    Laplacian,
     Overdamped,
+    RandomGroups,
     Subsampled,
     Thermostat,
     Underdamped,
@@ -128,17 +130,19 @@ def test_measurements_pool_clouds():
 # Step size
 
 
-def coupling(bound):
-    return Coupling(lambda x: x, 0.0, lambda key: 0.0, jnp.asarray(bound), bound == 1.0)
+def coupling(bound, diagonal=1.0):
+    return Coupling(lambda x: x, 0.0, lambda key: 0.0, jnp.asarray(bound), bound == 1.0, diagonal=diagonal)
 
 
-def step_size(budget, dynamics=EULER, *, curvature=4.0, largest=6.0, noise=1.0, bound=1.0, draws_per_step=1e9):
-    landscape = Landscape(*map(jnp.asarray, (curvature, largest, noise)))
+def step_size(
+    budget, dynamics=EULER, *, curvature=4.0, largest=6.0, noise=1.0, bound=1.0, diagonal=1.0, draws_per_step=1e9
+):
+    landscape, K = Landscape(*map(jnp.asarray, (curvature, largest, noise))), coupling(bound, diagonal)
     return float(
         budget.step_size(
-            tolerated=dynamics.tolerated(budget.tolerance, landscape, coupling(bound)),
-            moderate=dynamics.stable(landscape._replace(largest=landscape.curvature), coupling(bound)) / 2,
-            stable=dynamics.stable(landscape, coupling(bound)),
+            tolerated=dynamics.tolerated(budget.tolerance, landscape, K),
+            moderate=dynamics.stable(landscape._replace(largest=landscape.curvature), K) / 2,
+            stable=dynamics.stable(landscape, K),
             draws_per_step=draws_per_step,
         )
     )
@@ -165,6 +169,45 @@ def test_step_size_of_momenta_is_a_time():
         assert step_size(budget, dynamics, noise=0.0, bound=3.0) < step_size(budget, dynamics, noise=0.0) / 3
 
 
+@pytest.mark.parametrize(
+    ("dynamics", "noise"), [(EULER, 0.0), (EULER, 3.0), (Overdamped("lm"), 3.0), (Underdamped(), 0.0)]
+)
+@pytest.mark.parametrize("limit", [{}, {"largest": 1e3}, {"draws_per_step": 1.0}])
+def test_a_multiple_of_k_gets_a_step_as_much_shorter(dynamics, noise, limit):
+    # 3 K is K with steps, of time squared where momenta move particles, of three times the length.
+    budget = BiasBudget(0.05)
+    plain, tripled = (
+        step_size(budget, dynamics, noise=noise, bound=2.5 * weight, diagonal=weight, **limit) for weight in (1.0, 3.0)
+    )
+    assert tripled == pytest.approx(plain / 3.0)
+    landscape = Landscape(4.0, 4.0, noise)
+    biases = [
+        float(dynamics.bias(step, landscape, coupling(2.5 * weight, weight)))
+        for step, weight in ((plain, 1.0), (tripled, 3.0))
+    ]
+    assert biases[1] == pytest.approx(biases[0])
+
+
+@pytest.mark.parametrize("interaction", [Laplacian(RBF(1.0)), RBF() + Laplacian(), RandomGroups(Laplacian(), size=4)])
+def test_no_step_with_momenta_is_measured_where_the_diagonal_of_k_varies(interaction):
+    u, landscape = random.normal(random.key(0), (8, 2)), Landscape(1.0, 1.0, 0.0)
+    coupling = interaction.couple(u, 1.0)
+    for dynamics in (Underdamped(), Thermostat()):
+        with pytest.raises(ValueError, match="give `step_size`, use SGLDR"):
+            dynamics.tolerated(0.05, landscape, coupling)
+        assert 0.0 < dynamics.tolerated(0.05, landscape, (3 * RBF(1.0)).couple(u)) < 0.2
+    assert 0.0 < Overdamped().tolerated(0.05, landscape, coupling) < 0.1
+
+
+def test_what_warmup_expects_is_the_same_for_a_multiple_of_k():
+    u = random.normal(random.key(0), (1, 8, 2))
+    force = quadratic(jnp.diag(jnp.array([2.0, 1.0])))
+    one, three = (tune(force, u, interaction=weight * RBF(1.0), num_warmup=jnp.asarray(100)) for weight in (1.0, 3.0))
+    np.testing.assert_allclose(three.step_size, one.step_size / 3, rtol=1e-4)
+    np.testing.assert_allclose(three.bias, one.bias, rtol=1e-4)
+    np.testing.assert_allclose(three.effective_draws, one.effective_draws, rtol=1e-4)
+
+
 def test_step_size_is_stable_at_the_stiffest_particle():
     budget = BiasBudget(0.5, min_draws=0.0)
     assert step_size(budget, largest=99.0) == pytest.approx(2 / 99)
@@ -183,6 +226,56 @@ def test_stability_takes_one_stiff_particle_for_one(bound):
         H = np.diag([bound * 10.0, *np.full(5, bound)])
         root = np.linalg.cholesky(gram)
         assert np.linalg.eigvalsh(root.T @ H @ root)[-1] <= bound * Λ + bound * 9.0 + 1e-9
+
+
+def momenta_update(dynamics, gram, H, step_size):
+    """One update with a constant K on a Gaussian, ``x = (z, m) ← A x + B ξ + N n`` with white noise ξ and n in ∇U."""
+    size = len(gram)
+
+    def update(x, white, n):
+        z, m = x[:size, None], x[size:, None]
+        constant = Coupling(
+            lambda x: gram @ x, 0.0, lambda key: 0.0, jnp.inf, white=lambda key: jnp.asarray(white)[:, None]
+        )
+        cloud = Cloud(z, jnp.zeros(size), H @ z + n[:, None], (m,))
+        moved = dynamics.step(random.key(0), cloud, lambda z: (jnp.zeros(size), z), lambda u: constant, step_size)
+        return jnp.concatenate((moved.z, *moved.memory)).ravel()
+
+    zeros = (jnp.zeros(2 * size), jnp.zeros(size), jnp.zeros(size))
+    return [np.asarray(jax.jacobian(update, k)(*zeros)) for k in range(3)]
+
+
+def close_particles(size=6, k=0.9):
+    """A Gram matrix, and its largest eigenvalue."""
+    gram = k * np.ones((size, size)) + (1 - k) * np.eye(size)
+    return gram, np.linalg.eigvalsh(gram)[-1]
+
+
+@pytest.mark.parametrize("largest", [1.0, 30.0])
+@pytest.mark.parametrize("friction", [0.1, 3.0])
+def test_steps_of_momenta_are_stable_among_close_particles(friction, largest):
+    # K acts twice, so that one stiff particle feels the diagonal of K², which is more than 1.
+    dynamics, (gram, Λ), H = Underdamped(friction), close_particles(), np.diag([largest, 1.0, 1.0, 1.0, 1.0, 1.0])
+    with jax.enable_x64(True):
+        step = 0.99 * float(dynamics.stable(Landscape(1.0, largest, 0.0), coupling(Λ)))
+        A, _, _ = momenta_update(dynamics, gram, H, step)
+    assert np.abs(np.linalg.eigvals(A)).max() < 1.0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("k", [0.9, 0.3])
+def test_gradient_noise_heats_momenta_through_k(k, shared):
+    dynamics, (gram, Λ), V = Underdamped(), close_particles(k=k), 20.0
+    with jax.enable_x64(True):
+        # `adapt` counts Λ times the noise of a shared minibatch.
+        landscape = Landscape(1.0, 1.0, V * Λ if shared else V)
+        step = float(dynamics.tolerated(0.05, landscape, coupling(Λ)))
+        A, B, N = momenta_update(dynamics, gram, np.eye(6), step)
+    noise = V * (np.ones((6, 6)) if shared else np.eye(6))
+    driven = B @ B.T + N @ noise @ N.T
+    covariance = np.linalg.solve(np.eye(144) - np.kron(A, A), driven.ravel()).reshape(12, 12)
+    inflation = np.diag(covariance)[:6].mean() - 1
+    assert 0.0 < inflation < 1.1 * 0.05  # the budget is of first order
 
 
 def test_a_run_that_would_go_nowhere_gets_longer_steps():

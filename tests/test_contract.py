@@ -24,12 +24,14 @@ from numpyro_repulsion import (
     SGNHT,
     SGNHTR,
     SVGD,
+    Antithetic,
     Balanced,
     BiasBudget,
     ControlVariates,
     Cyclical,
     FullData,
     Independent,
+    Laplacian,
     Overdamped,
     Polynomial,
     Scheduled,
@@ -48,6 +50,7 @@ INTERACTIONS = (
     Independent(),
     Balanced(),
     Balanced(RBF()),
+    Laplacian(),
     0.9 * RBF() + 0.1 * Independent(),
     Scheduled(RBF(), Polynomial(1.0)),
 )
@@ -139,6 +142,22 @@ def test_iterations_move_all_particles_and_reproduce(interaction):
     assert (one.z["mu"] != state.z["mu"]).all() and (one.z["sigma"] != state.z["sigma"]).all()
     assert not np.array_equal(sample(one).z["mu"] - one.z["mu"], one.z["mu"] - state.z["mu"])
     assert int(one.num_updates) == 2 and int(sample(one).tuning.iteration) == 2
+
+
+@pytest.mark.parametrize("kernel", [SGLD, SGHMC, SGNHT])
+def test_antithetic_noise_in_two_dimensions(kernel):
+    kernel = kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, interaction=Antithetic(), num_ensembles=2)
+    starts = random.normal(random.key(1), (8, 2))
+
+    def iterate(keys):
+        state = kernel.init(keys, 50, starts, (), {})
+        return state, kernel.sample(state, (), {})
+
+    before, after = jax.eval_shape(iterate, random.split(random.key(0), 8))
+    assert describe(before) == describe(after)
+    for wrong, words in ((starts[:6], "an even number in each ensemble; got 3"), (jnp.ones((8, 3)), "got 3. Use Bal")):
+        with pytest.raises(ValueError, match=words):
+            kernel.init(random.split(random.key(0), len(wrong)), 50, wrong, (), {})
 
 
 def test_state_can_be_replaced_as_mcmc_does():

@@ -349,6 +349,8 @@ def test_relativistic_momenta_start_in_their_own_law():
         exact = (weight @ grid**2) / weight.sum()
         assert abs((m**2).mean() - exact) < 4.5 * (m**2).std() / len(m) ** 0.5 + 1e-3 * exact
     assert (np.abs(kinetic.velocity(jnp.asarray(m))) < 0.7).all()
+    tails = kinetic.momenta(jnp.array([-5.6, -4.0, 4.0, 5.6]), 1.0)
+    np.testing.assert_allclose(tails, -tails[::-1])
 
 
 def test_momenta_without_temperature_descend():

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
 
-from numpyro_repulsion import IMQ, RBF, Balanced, Gram, Independent, Interaction, Radial
+from numpyro_repulsion import (
+    IMQ,
+    RBF,
+    Antithetic,
+    Balanced,
+    Gram,
+    Independent,
+    Interaction,
+    Laplacian,
+    Radial,
+    RandomGroups,
+)
 from numpyro_repulsion.interactions import Sum, median_bandwidth, squared_distances
 
 #: Beyond so many standard errors a deviation is none of chance: 6 in 10 million for one normal number.
@@ -58,6 +69,9 @@ GRAMS = {
     "scaled": 0.3 * RBF(),
     "sum": 0.5 * RBF(1.3) + 0.25 * IMQ() + 0.25 * Independent(),
     "sum with a user's": Cosine() + RBF() * 2,
+    "laplacian": Laplacian(RBF(1.3), strength=0.7),
+    "laplacian of a sum": Laplacian(2.0 * IMQ() + Laplace() + Independent()),
+    "sum with a laplacian": 0.5 * Laplacian(RBF(1.3)) + RBF(),
 }
 ALL = {**GRAMS, "independent": Independent(), "balanced": Balanced()}
 BANDWIDTH = 2.1
@@ -76,6 +90,10 @@ def matrix(interaction, u, bandwidth=BANDWIDTH):
         return sum(weight * matrix(term, u, bandwidth) for weight, term in interaction.terms)
     if not isinstance(interaction, Gram):
         return jnp.eye(len(u))
+    if isinstance(interaction, Laplacian):
+        pairs = interaction.strength * matrix(interaction.interaction, u, bandwidth)
+        between = pairs - jnp.diag(jnp.diag(pairs))
+        return jnp.eye(len(u)) + jnp.diag(between.sum(1)) - between
     pairs = jax.vmap(lambda x: jax.vmap(lambda y: interaction.evaluate(x, y, bandwidth))(u))(u)
     return pairs + interaction.nugget * jnp.eye(len(u))
 
@@ -349,15 +367,34 @@ def test_sums_share_the_learned_bandwidth(x64):
 
 
 def test_who_learns_a_bandwidth():
-    learns = [RBF(), IMQ(), 2.0 * RBF(), RBF(1.0) + IMQ(), Balanced(RBF())]
-    has = [RBF(1.0), 2.0 * RBF(1.0), Independent(), Balanced(), Balanced(RBF(1.0)), RBF(1.0) + Independent(), Cosine()]
+    learns = [
+        Laplacian(),
+        Laplacian(RBF(1.0) + IMQ()),
+        RandomGroups(RBF()),
+        RBF(),
+        IMQ(),
+        2.0 * RBF(),
+        RBF(1.0) + IMQ(),
+        Balanced(RBF()),
+    ]
+    has = [
+        Laplacian(RBF(1.0)),
+        Antithetic(),
+        RBF(1.0),
+        2.0 * RBF(1.0),
+        Independent(),
+        Balanced(),
+        Balanced(RBF(1.0)),
+        RBF(1.0) + Independent(),
+        Cosine(),
+    ]
     assert all(interaction.learns_bandwidth for interaction in learns)
     assert not any(interaction.learns_bandwidth for interaction in has)
 
 
 def test_who_interacts():
     assert all(interaction.interacts for interaction in (*GRAMS.values(), Balanced(RBF())))
-    assert not any(interaction.interacts for interaction in (Independent(), Balanced()))
+    assert not any(interaction.interacts for interaction in (Independent(), Balanced(), Antithetic()))
 
 
 def test_who_is_the_identity():
@@ -382,6 +419,15 @@ def test_a_missing_bandwidth_is_named():
         lambda: Balanced(RBF()) + Balanced(RBF()),
         lambda: Independent() + Balanced(),
         lambda: Balanced(Independent()),
+        lambda: Antithetic() + RBF(),
+        lambda: RBF() + Antithetic(),
+        lambda: 2.0 * Antithetic(),
+        lambda: Balanced(Antithetic()),
+        lambda: Laplacian(Antithetic()),
+        lambda: Laplacian(Independent()),
+        lambda: Laplacian(Cosine()),
+        lambda: Laplacian(Laplacian()),
+        lambda: Laplacian(RBF() + Cosine()),
         lambda: Balanced(Balanced(RBF())),
         lambda: RBF() + 1.0,
         lambda: 1.0 + RBF(),
@@ -417,6 +463,70 @@ def test_bad_weights_are_refused(weight):
             weight * interaction
 
 
+def test_kernels_that_may_be_negative_have_no_laplacian():
+    class Wave(Radial):
+        def profile(self, s):
+            return jnp.cos(jnp.sqrt(s + 1e-6)) * jnp.exp(-s / 20)
+
+    for interaction in (Wave(), RBF() + Wave()):
+        with pytest.raises(ValueError, match="nowhere negative"):
+            Laplacian(interaction)
+    for strength in (0.0, -1.0, float("nan"), "1"):
+        with pytest.raises(ValueError, match="Laplacian: `strength` must be a positive, finite number"):
+            Laplacian(strength=strength)
+
+
+def test_laplacian_leaves_what_all_have_in_common_as_it_is(x64):
+    u = cloud()
+    coupling = Laplacian(RBF(1.0), 3.0).couple(u)
+    np.testing.assert_allclose(coupling.apply(jnp.ones_like(u)), 1.0, rtol=1e-12)
+    h = float(RBF().learn_bandwidth(u[None]))
+    for interaction in (Laplacian(), 0.5 * Laplacian(strength=3.0), Laplacian() + Independent()):
+        assert float(interaction.learn_bandwidth(u[None])) == pytest.approx(h, rel=0.01)
+
+
+@grams
+def test_diagonal_is_that_of_the_matrix(x64, interaction):
+    clouds = jnp.stack([cloud(), cloud(seed=1)])
+    expected = [jnp.diag(matrix(interaction, u)) for u in clouds]
+    diagonal = interaction.couple(clouds, BANDWIDTH).diagonal
+    np.testing.assert_allclose(jnp.broadcast_to(diagonal, (2, 6)), expected, rtol=1e-12)
+    assert jnp.ndim(diagonal) == (2 if interaction.diagonal_varies else 0)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2,), (30,)])
+def test_antithetic_noise_is_opposed_in_pairs(shape, dim):
+    u = random.normal(random.key(0), (*shape, dim))
+    noise = draws(Antithetic().couple(u), 20_000).reshape(20_000, -1, shape[-1], dim)
+    partners = (noise[:, :, :, None] == -noise[:, :, None]).all(-1)
+    assert (partners.sum(-1) == 1).all()
+    # Standard normal for each particle and coordinate.
+    values = noise.reshape(20_000, -1)
+    assert np.abs(values.mean(0)).max() < SIGMAS / 20_000**0.5
+    assert np.abs((values**2).mean(0) - 1).max() < SIGMAS * (2 / 20_000) ** 0.5
+    if dim == 1:
+        order = np.argsort(np.asarray(u)[..., 0], -1).reshape(-1, shape[-1])
+        for group in range(len(order)):
+            assert partners[:, group, order[group, ::2], order[group, 1::2]].all()
+
+
+def test_antithetic_pairs_in_the_plane_are_near():
+    u = cloud(30, 2)
+    noise = draws(Antithetic().couple(u), 200)
+    partner = (noise[:, :, None] == -noise[:, None]).all(-1).argmax(-1)
+    apart = cdist(u, u)
+    assert apart[np.arange(30), partner].mean() < 0.5 * apart.mean()
+    assert len({tuple(row) for row in partner.tolist()}) > 20  # the direction is drawn anew
+
+
+def test_antithetic_noise_says_where_it_fits():
+    with pytest.raises(ValueError, match=r"one or two dimensions; got 3. Use Balanced\(\)"):
+        Antithetic().couple(cloud())
+    with pytest.raises(ValueError, match="an even number in each ensemble; got 5"):
+        Antithetic().couple(cloud(5, 1))
+
+
 def test_algebra():
     assert 2 * (RBF() + 3 * IMQ()) == 2 * RBF() + 6 * IMQ() == Sum(((2.0, RBF()), (6.0, IMQ())))
     assert RBF() * 2 == 2 * RBF()
@@ -425,7 +535,18 @@ def test_algebra():
 
 
 @pytest.mark.parametrize(
-    "interaction", [RBF(1.0), IMQ(), Laplace(), Independent(), Balanced(RBF()), RBF() + 2 * IMQ()], ids=repr
+    "interaction",
+    [
+        RBF(1.0),
+        IMQ(),
+        Laplace(),
+        Independent(),
+        Antithetic(),
+        Laplacian(),
+        Balanced(RBF()),
+        RBF() + 2 * IMQ(),
+    ],
+    ids=repr,
 )
 def test_interactions_are_values(interaction):
     again = pickle.loads(pickle.dumps(interaction))

@@ -10,7 +10,7 @@ import pytest
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import IMQ, RBF, SGHMCR, SGLDR, Balanced, RandomFeatures, RandomGroups
+from numpyro_repulsion import IMQ, RBF, SGHMCR, SGLDR, Balanced, Gram, RandomFeatures, RandomGroups
 
 KEY = random.key(3)
 INTERACTIONS = [
@@ -126,6 +126,18 @@ def test_every_update_draws_anew(interaction):
             return self
 
     assert not np.allclose(end(type(interaction)), end(Frozen))
+
+
+def test_groups_of_a_kernel_that_is_not_positive_definite_are_refused():
+    class Indefinite(Gram):
+        def evaluate(self, x, y, bandwidth):
+            return jnp.sum((x - y) ** 2)
+
+    kernel = SGLDR(
+        potential_fn=lambda z: jnp.sum(z**2) / 2, interaction=RandomGroups(Indefinite(), size=10), step_size=0.1
+    )
+    with pytest.raises(ValueError, match="not positive definite on the starting particles"):
+        run(kernel, num_warmup=0)
 
 
 def test_wrong_settings_are_refused(u):

@@ -14,6 +14,7 @@ from numpyro_repulsion import (
     SGLD,
     SGLDR,
     Independent,
+    Laplacian,
     Overdamped,
     Recipe,
     Relativistic,
@@ -112,7 +113,13 @@ def limit(f, ε=1e-4):
     return (8 * f(ε / 4) - 6 * f(ε / 2) + f(ε)) / 3
 
 
-INTERACTIONS = [RBF(1.0), IMQ(2.0), Independent(), 0.6 * RBF(1.0) + 0.4 * Independent()]
+INTERACTIONS = [
+    RBF(1.0),
+    IMQ(2.0),
+    Independent(),
+    0.6 * RBF(1.0) + 0.4 * Independent(),
+    pytest.param(Laplacian(RBF(1.0), strength=0.5), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -215,6 +222,12 @@ def test_wrong_matrices_are_refused(recipe, words):
 def test_the_interaction_must_be_in_the_matrices():
     with pytest.raises(ValueError, match="has the interaction in D and Q"):
         run(Recipe(lambda x: jnp.eye(x.size)), SGLDR)
+
+
+@pytest.mark.filterwarnings("ignore:num_warmup=20 is too few")
+def test_no_step_can_be_measured_for_it():
+    with pytest.raises(ValueError, match="cannot be measured; give `step_size`"):
+        run(Recipe(lambda x: 100.0 * jnp.eye(x.size)), step_size=None)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ import pytest
 from numpyro_repulsion import (
     IMQ,
     RBF,
+    Antithetic,
     Balanced,
     Independent,
+    Laplacian,
     Overdamped,
     RandomFeatures,
     RandomGroups,
@@ -81,6 +83,7 @@ GRAM = {
     "IMQ": IMQ(1.0),
     "sum": 0.6 * RBF(1.0) + 0.3 * IMQ(2.0) + 0.2 * Independent(),
     "scheduled": Scheduled(RBF(2.0), lambda count: 0.5).at(None, 0),
+    "Laplacian": Laplacian(RBF(1.0), strength=0.5),
 }
 
 
@@ -192,6 +195,8 @@ def test_generator_identity(law, interaction):
     [
         (without_repulsion, RBF(2.0)),
         (without_repulsion, IMQ(1.0)),
+        (without_repulsion, GRAM["Laplacian"]),
+        (with_repulsion_flipped, GRAM["Laplacian"]),
         (with_repulsion_flipped, RBF(2.0)),
         (with_repulsion_flipped, IMQ(1.0)),
         (with_nugget_in_noise_only, RBF(2.0, nugget=0.3)),
@@ -321,6 +326,8 @@ SAMPLERS = {
     "SGLD, balanced": (Balanced(), Overdamped("euler")),
     "SGLD, independent, averaged": (Independent(), Overdamped("lm")),
     "SGLD, balanced, averaged": (Balanced(), Overdamped("lm")),
+    "SGLD, antithetic": (Antithetic(), Overdamped("lm")),
+    "SGLDR, Laplacian": (GRAM["Laplacian"], Overdamped()),
     "SGLDR, random features": (RandomFeatures(2.0, num_features=8, weight=0.7), Overdamped()),
     "SGLDR, groups": (RandomGroups(RBF(2.0), size=3), Overdamped()),
     "SGLDR, scheduled": (Scheduled(RBF(2.0), wave), Overdamped()),
@@ -328,6 +335,8 @@ SAMPLERS = {
     "SGLDR, scheduled features": (Scheduled(RandomFeatures(2.0, num_features=8), wave), Overdamped()),
     "SGHMC, independent": (Independent(), Underdamped()),
     "SGHMC, balanced": (Balanced(), Underdamped(friction=2.0)),
+    "SGHMC, antithetic": (Antithetic(), Underdamped()),
+    "SGHMCR, Laplacian": (GRAM["Laplacian"], Underdamped()),
     "SGHMC, relativistic": (Independent(), Underdamped(kinetic=Relativistic(2.0))),
     "SGHMCR, RBF": (RBF(2.0), Underdamped()),
     "SGHMCR, IMQ": (IMQ(1.0), Underdamped(friction=2.0)),
@@ -353,7 +362,10 @@ VARIATIONS = {
     "SGHMCR, scheduled",
     "SGNHTR, scheduled",
     "SGHMC, independent",
+    "SGLD, antithetic",
+    "SGHMC, antithetic",
     "SGHMCR, IMQ",
+    "SGHMCR, Laplacian",
     "SGHMCR, sum, relativistic",
     "SGNHT, balanced",
 }
@@ -476,7 +488,7 @@ def test_leimkuhler_matthews_has_bias_of_second_order():
     assert abs(z_score(euler, 1.0)) > 2 * LIMIT
 
 
-# 4. Balanced noise: one particle's law over time is that of independent noise
+# 4. Balanced and antithetic noise: one particle's law over time is that of independent noise
 
 
 def two_time_moments(interaction, integrator, *, law=MIXTURE, lag=20, replicas=40_000, size=4, seed=0, wrap=None):
@@ -509,12 +521,13 @@ def difference_scores(x, y):
     }
 
 
+@pytest.mark.parametrize("interaction", [Balanced(), Antithetic()])
 @pytest.mark.parametrize("integrator", ["euler", "lm"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_balanced_noise_leaves_one_particle_as_it_is(integrator, seed):
-    balanced = two_time_moments(Balanced(), integrator, seed=2 * seed)
+def test_noise_that_cancels_leaves_one_particle_as_it_is(interaction, integrator, seed):
+    cancelling = two_time_moments(interaction, integrator, seed=2 * seed)
     independent = two_time_moments(Independent(), integrator, seed=2 * seed + 1)
-    scores = difference_scores(balanced, independent)
+    scores = difference_scores(cancelling, independent)
     assert max(map(abs, scores.values())) < LIMIT, scores
 
 
@@ -522,6 +535,18 @@ def test_balanced_noise_without_its_scale_is_told_apart():
     balanced = two_time_moments(Balanced(), "euler", wrap=with_unscaled_balance)
     independent = two_time_moments(Independent(), "euler", seed=1)
     assert max(map(abs, difference_scores(balanced, independent).values())) > 2 * LIMIT
+
+
+def test_antithetic_noise_that_depends_on_the_order_is_told_apart():
+    # Of a pair the left one always goes left: pairs may be taken from the past, signs may not.
+    def ordered(interaction, u):
+        coupling = interaction.couple(u)
+        outward = jnp.sign(u - u.mean(-2, keepdims=True))
+        return coupling._replace(draw=lambda key: outward * jnp.abs(coupling.draw(key)))
+
+    antithetic = two_time_moments(Antithetic(), "euler", wrap=ordered)
+    independent = two_time_moments(Independent(), "euler", seed=1)
+    assert max(map(abs, difference_scores(antithetic, independent).values())) > 2 * LIMIT
 
 
 def test_groups_balanced_against_each_other_keep_the_law_of_one_group():

@@ -81,6 +81,8 @@ class Tuning(NamedTuple):
     - **preconditioner** - the linear change of variables in use.
     - **step_size** - ε, where it is measured.
     - **bias** - the relative inflation of variances that this ε is expected to cause; NaN where it is not measured.
+    - **effective_draws** - how many independent draws a run as long as the warmup is then worth, for the direction that
+      moves slowest; NaN where the step is not measured.
     - **bandwidth** - h, where an interaction learns it; NaN where none is in use.
     - **anchor** - the reference point of control variates, or ``None``.
     - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
@@ -94,6 +96,7 @@ class Tuning(NamedTuple):
     preconditioner: Preconditioner
     step_size: jax.Array
     bias: jax.Array
+    effective_draws: jax.Array
     bandwidth: jax.Array
     anchor: Anchor | None
     arrival: jax.Array
@@ -106,11 +109,6 @@ class Tuning(NamedTuple):
         """The largest variance of the gradient in use, in any direction."""
         plain, corrected = self.measurements.mean_noise
         return plain if self.anchor is None else jnp.where(self.anchor.in_use, corrected, plain)
-
-    def effective_draws(self, step_size: jax.Array | float, num_steps: int, dynamics: Dynamics) -> jax.Array:
-        """How many independent draws a run as long as the warmup is worth, for the direction that moves slowest."""
-        time = step_size * num_steps * self.num_warmup
-        return self.arrival.size * time * dynamics.rate(self.spread(dynamics)) / 2.0
 
     def spread(self, dynamics: Dynamics) -> jax.Array:
         """The largest variance in any direction, in units of the temperature."""
@@ -137,6 +135,7 @@ class Tuning(NamedTuple):
             preconditioner=preconditioner,
             step_size=jnp.asarray(step_size, dtype),
             bias=jnp.asarray(jnp.nan, dtype),
+            effective_draws=jnp.asarray(jnp.nan, dtype),
             bandwidth=bandwidth,
             anchor=Anchor.none(dimension, dtype) if learns and learned.anchor else None,
             arrival=jnp.full((groups, size), 0.05, dtype),
@@ -291,7 +290,8 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     if learned.step_size is None:
         return tuning
     coupling = interaction.couple(cloud.z, tuning.bandwidth)
-    noise = tuning.noise * (coupling.bound if shared else 1.0)
+    # What is common to all is amplified Λ times, where each one's own is K_ii times.
+    noise = tuning.noise * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0)
     ends, shares = (np.array(column) for column in zip(*ANNEALING, strict=True))
     current = jnp.searchsorted(_at(ends, tuning), tuning.iteration, side="right")
     noise = noise * jnp.asarray([*shares, 1.0], noise.dtype)[current]
@@ -301,22 +301,25 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
     landscape = Landscape(curvature, jnp.maximum(measurements.largest_curvature, curvature), noise)
     rule = learned.step_size
+    draws_per_step = tuning.arrival.size * num_steps * tuning.num_warmup * dynamics.rate(spread, coupling) / 2.0
     step_size = rule.step_size(
         tolerated=dynamics.tolerated(rule.tolerance, landscape, coupling),
         # Half the limit of stability at typical particles.
         moderate=dynamics.stable(landscape._replace(largest=curvature), coupling) / 2.0,
         stable=dynamics.stable(landscape, coupling),
         # Jumps move between modes, as no step of this kind could.
-        draws_per_step=tuning.effective_draws(1.0, num_steps, dynamics)
-        if dynamics.is_sampler and not learned.jumps
-        else jnp.inf,
+        draws_per_step=draws_per_step if dynamics.is_sampler and not learned.jumps else jnp.inf,
     )
     usable = jnp.isfinite(step_size) & (step_size > 0)
     # Of particles that do not move nothing was measured: stay well below the steps that Metropolis accepted.
     accepted = jnp.exp(jnp.log(tuning.arrival).mean())
     step_size = jnp.where(usable, step_size, dynamics.comparable(0.1 * accepted))
-    bias = dynamics.bias(step_size, landscape, coupling)
-    return tuning._replace(step_size=step_size.astype(cloud.z.dtype), bias=bias.astype(cloud.z.dtype))
+    found = {
+        "step_size": step_size,
+        "bias": dynamics.bias(step_size, landscape, coupling),
+        "effective_draws": step_size * draws_per_step,
+    }
+    return tuning._replace(**{name: value.astype(cloud.z.dtype) for name, value in found.items()})
 
 
 def _at(fraction, tuning):

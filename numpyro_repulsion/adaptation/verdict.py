@@ -84,11 +84,10 @@ class Verdict(NamedTuple):
         return found
 
 
-def judge(tuning: Tuning, rule: BiasBudget | None, num_steps: int, dynamics: Dynamics) -> Verdict:
+def judge(tuning: Tuning, rule: BiasBudget | None, dynamics: Dynamics) -> Verdict:
     """The verdict at the end of warmup.
 
     :param rule: how the step size was measured; of a given step only the control variates are judged.
-    :param num_steps: updates in an iteration.
     :param dynamics: how the particles move.
     """
     curvature = tuning.measurements.typical_curvature
@@ -102,9 +101,7 @@ def judge(tuning: Tuning, rule: BiasBudget | None, num_steps: int, dynamics: Dyn
     travels = is_sampler and tuning.jumps is None
     is_dense = tuning.jumps is None and tuning.moments.position_scatter.ndim == 2
     return Verdict(
-        effective_draws=tuning.effective_draws(tuning.step_size, num_steps, dynamics)
-        if is_sampler and travels
-        else unknown,
+        effective_draws=tuning.effective_draws if travels else unknown,
         bias=jnp.where(is_sampler & (tuning.bias > 1.01 * rule.tolerance), tuning.bias, jnp.nan),
         condition=curvature * tuning.spread(dynamics) if is_dense else unknown,
         curvature_ratio=tuning.measurements.largest_curvature / curvature,

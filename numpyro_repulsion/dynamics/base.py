@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.interactions import Coupling
 
-__all__ = ["Cloud", "Couple", "Dynamics", "Force", "Landscape", "hold", "select"]
+__all__ = ["Cloud", "Couple", "Dynamics", "Force", "Landscape", "hold", "require_number", "select"]
 
 Force = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Couple = Callable[[jax.Array], Coupling]
@@ -81,24 +82,25 @@ class Dynamics:
         """The step at which variances are inflated by δ, the ``tolerance``, of themselves.
 
         A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2``; gradient noise
-        of variance V adds ``εV/2``.
+        of variance V adds ``εV/2``. Both are for ``K_ii = 1`` and grow with it: modes of K average to its mean.
         """
-        limit = jnp.minimum(2.0 * tolerance / (1.0 + tolerance), 0.5 / coupling.bound)
+        limit = jnp.minimum(2.0 * tolerance / (1.0 + tolerance) / jnp.mean(coupling.diagonal), 0.5 / coupling.bound)
         return limit / (landscape.curvature + landscape.noise)
 
     def stable(self, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The step beyond which particles run away."""
-        # One stiff particle feels K_ii = 1 of K and not Λ, which takes all of a group: λ_max(K½ H K½) is at most this.
-        return 2.0 / (landscape.largest + (coupling.bound - 1.0) * landscape.curvature)
+        # One stiff particle feels K_ii of K and not Λ, which takes all of a group: λ_max(K½ H K½) is at most this.
+        own = jnp.max(coupling.diagonal)
+        return 2.0 / (own * landscape.largest + (coupling.bound - own) * landscape.curvature)
 
     def bias(self, step_size: jax.Array, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The relative inflation of variances to be expected of a step."""
-        del coupling
-        return 1.0 / jnp.maximum(1.0 - step_size * (landscape.curvature + landscape.noise) / 2.0, 1e-3) - 1.0
+        loss = step_size * jnp.mean(coupling.diagonal) * (landscape.curvature + landscape.noise) / 2.0
+        return 1.0 / jnp.maximum(1.0 - loss, 1e-3) - 1.0
 
-    def rate(self, variance: jax.Array) -> jax.Array:
+    def rate(self, variance: jax.Array, coupling: Coupling) -> jax.Array:
         """How fast a direction of this variance is forgotten, per unit of time (updates times step size)."""
-        return 1.0 / variance
+        return jnp.mean(coupling.diagonal) / variance
 
     def comparable(self, step_size: jax.Array) -> jax.Array:
         """The step that takes a particle about as far as this one of overdamped dynamics."""
@@ -139,3 +141,13 @@ def select(which: jax.Array, new: Any, old: Any) -> Any:
         return jnp.where(which.reshape(*which.shape, *[1] * (a.ndim - which.ndim)), a, b)
 
     return jax.tree.map(choose, new, old)
+
+
+def require_number(part, name, or_zero=False):
+    """Refuses a setting that is not a finite, positive number (or 0), and keeps it as a float."""
+    value = getattr(part, name)
+    if not (isinstance(value, Real) and (0.0 < value < float("inf") or (or_zero and value == 0.0))):
+        expected = "a finite number, 0 or above" if or_zero else "a finite number above 0"
+        raise ValueError(f"{type(part).__name__}: `{name}` must be {expected}; got {value!r}.")
+    # A NumPy scalar would carry its precision into the particles'.
+    object.__setattr__(part, name, float(value))

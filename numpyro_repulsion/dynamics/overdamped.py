@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 import math
-from numbers import Real
 
 import jax.numpy as jnp
 
-from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics, require_number
 
 __all__ = ["Overdamped"]
 
@@ -81,12 +80,7 @@ class Overdamped(Dynamics):
     def __post_init__(self):
         if self.integrator not in (None, "euler", "lm"):
             raise ValueError(f"Overdamped: `integrator` must be None, 'euler' or 'lm'; got {self.integrator!r}.")
-        if not (isinstance(self.temperature, Real) and 0.0 <= self.temperature < float("inf")):
-            raise ValueError(
-                f"Overdamped: `temperature` must be a finite number, 0 or above; got {self.temperature!r}."
-            )
-        # A NumPy scalar would carry its precision into the particles'.
-        object.__setattr__(self, "temperature", float(self.temperature))
+        require_number(self, "temperature", or_zero=True)
 
     @property
     def is_sampler(self):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import ClassVar
 
 import jax
@@ -12,7 +11,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics, require_number
 
 __all__ = ["Recipe"]
 
@@ -37,7 +36,7 @@ class Recipe(Dynamics):
 
     Costs ``n³`` in time and memory: for research and teaching, and what the other dynamics are tested against. The
     interaction is in D and Q, so the kernel's own must be ``Independent()`` or ``Balanced()``, and noise is never
-    balanced.
+    balanced. ``step_size`` must be given. Positions are whitened where a ``preconditioner`` is given or learned.
 
     :param D: ``x -> (n, n)``.
     :param Q: ``x -> (n, n)``; ``None`` is zero.
@@ -46,7 +45,8 @@ class Recipe(Dynamics):
         as standard normal variables times ``√T``.
     :param temperature: T > 0.
     :raises TypeError: where D, Q or ``energy`` cannot be called.
-    :raises ValueError: for matrices that are not as above on the starting cloud, or a temperature that is not positive.
+    :raises ValueError: for matrices that are not as above on the starting cloud, a temperature that is not positive, or
+        a step that is left to be measured.
 
     **References:**
 
@@ -86,9 +86,13 @@ class Recipe(Dynamics):
                 raise TypeError(f"Recipe: `{name}` must be a function; got {value!r}.")
         if isinstance(self.extra, bool) or not isinstance(self.extra, int) or self.extra < 0:
             raise ValueError(f"Recipe: `extra` must be a number of coordinates, 0 or more; got {self.extra!r}.")
-        if not (isinstance(self.temperature, Real) and 0.0 < self.temperature < float("inf")):
-            raise ValueError(f"Recipe: `temperature` must be a positive, finite number; got {self.temperature!r}.")
-        object.__setattr__(self, "temperature", float(self.temperature))
+        require_number(self, "temperature")
+
+    def tolerated(self, tolerance, landscape, coupling):
+        raise ValueError(
+            "How long the steps of Recipe(D, Q) may be is not known, and cannot be measured; give `step_size`, as in "
+            "SGLD(model, dynamics=Recipe(D, Q), step_size=1e-3)."
+        )
 
     def init(self, key, z, force, couple):
         self._refuse(couple(z))

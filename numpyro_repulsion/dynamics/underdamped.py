@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 
 import jax
 from jax import random
 import jax.numpy as jnp
 
-from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics, require_number
 
 __all__ = ["Relativistic", "Thermostat", "Underdamped"]
 
@@ -41,7 +40,7 @@ class Relativistic:
     speed: float = 1.0
 
     def __post_init__(self):
-        _require(self, "speed", self.speed, 0.0)
+        require_number(self, "speed")
 
     def energy(self, m: jax.Array) -> jax.Array:
         """Of momenta ``(..., d)``, shape ``(...)``."""
@@ -58,11 +57,71 @@ class Relativistic:
         log_density = -self.energy(grid[:, None]) / temperature
         distribution = jnp.cumsum(jnp.exp(log_density - log_density.max()))
         distribution = (distribution - distribution[0]) / (distribution[-1] - distribution[0])
-        return jnp.interp(jax.scipy.stats.norm.cdf(white), distribution, grid).astype(white.dtype)
+        # In the lower tail, for in single precision the upper one ends at 1.
+        size = -jnp.interp(jax.scipy.stats.norm.cdf(-jnp.abs(white)), distribution, grid)
+        return jnp.copysign(size, white).astype(white.dtype)
+
+
+class _Momenta(Dynamics):
+    """What dynamics with momenta have in common: how K enters, and how long steps may be."""
+
+    friction: float
+
+    def _splits(self, coupling):
+        """Whether an update is symmetric, of second order."""
+        return coupling.is_identity
+
+    def _kick(self, coupling, gradient):
+        repulsion = coupling.repulsion
+        return (repulsion if self.temperature == 1.0 else self.temperature * repulsion) - coupling.apply(gradient)
+
+    def _white(self, key, z, coupling):
+        """Standard normal noise, balanced where the interaction balances it."""
+        return random.normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
+
+    def tolerated(self, tolerance, landscape, coupling):
+        if jnp.ndim(coupling.diagonal):
+            # Then the drift by K m distorts volumes, a bias of first order that has no bound here.
+            raise ValueError(
+                f"With {type(self).__name__} no step can be measured for an interaction whose K_ii depends on the "
+                "particles, such as Laplacian(); give `step_size`, use SGLDR, or, for a kernel of your own with "
+                "constant k(x, x), set `diagonal_varies = False` in its class."
+            )
+        # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature; the cruder
+        # integrator is given a third of that.
+        limit = min((5.0 * tolerance) ** 0.5, 0.5) if self._splits(coupling) else tolerance
+        curved = self.comparable(limit / landscape.curvature) / coupling.bound
+        return jnp.minimum(curved, tolerance / self._heat(landscape, coupling))
+
+    def stable(self, landscape, coupling):
+        # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
+        Λ, own = coupling.bound, coupling.bound * jnp.max(coupling.diagonal)
+        return 2.0 / jnp.sqrt(own * landscape.largest + (Λ**2 - own) * landscape.curvature)
+
+    def bias(self, step_size, landscape, coupling):
+        square = step_size**2 / 2.0 * landscape.curvature * coupling.bound**2
+        curved = square**2 / 5.0 if self._splits(coupling) else square
+        return jnp.maximum(step_size * self._heat(landscape, coupling), curved)
+
+    def _heat(self, landscape, coupling):
+        """By how much gradient noise heats the momenta, for a step of 1.
+
+        The kick takes it through K and the injected noise is white, so that it counts by the diagonal of K². A
+        thermostat takes away what is the same in all directions; others are heated all the same.
+        """
+        return coupling.bound * jnp.mean(coupling.diagonal) * landscape.noise / (2.0 * self.friction)
+
+    def rate(self, variance, coupling):
+        # A direction of frequency ω = K_ii/s forgets at C/2 while friction is weak, and at ω²/C where it is strong.
+        square = jnp.mean(coupling.diagonal) ** 2 / variance
+        return jnp.minimum(self.friction / 2.0, square / self.friction)
+
+    def comparable(self, step_size):
+        return jnp.sqrt(2.0 * step_size)
 
 
 @dataclass(frozen=True)
-class Underdamped(Dynamics):
+class Underdamped(_Momenta):
     r"""Langevin dynamics with momenta m: SGHMC, and SGHMC with repulsion.
 
     .. math::
@@ -77,7 +136,8 @@ class Underdamped(Dynamics):
     Where ``K = I`` an update is BAOAB (half a kick, half a drift, friction and noise for a whole step, half a drift,
     half a kick), whose bias is of second order in ε; elsewhere a kick, friction and noise, and a drift by ``K m``, of
     first order. Friction and noise are exact for any ε. Minibatch noise of variance V heats the momenta by
-    ``εV / (2C)`` of T.
+    ``εV / (2C)`` of T, times the mean diagonal of K²: unlike :class:`~numpyro_repulsion.Overdamped` the injected
+    noise does not grow with K.
 
     ``step_size`` is a step of time: ε here goes as far as ``ε²/2`` of :class:`~numpyro_repulsion.Overdamped`.
 
@@ -118,8 +178,8 @@ class Underdamped(Dynamics):
     kinetic: Relativistic | None = None
 
     def __post_init__(self):
-        _require(self, "friction", self.friction, 0.0)
-        _require_temperature(self)
+        require_number(self, "friction")
+        require_number(self, "temperature", or_zero=True)
         if self.kinetic is not None and not isinstance(self.kinetic, Relativistic):
             raise TypeError(f"`kinetic` must be None or Relativistic(speed=...); got {self.kinetic!r}.")
 
@@ -128,7 +188,7 @@ class Underdamped(Dynamics):
         return self.temperature > 0.0
 
     def init(self, key, z, force, couple):
-        white = _white(key, z, couple(z))
+        white = self._white(key, z, couple(z))
         if self.kinetic is None or not self.is_sampler:
             return Cloud(z, *force(z), (self.temperature**0.5 * white,))
         return Cloud(z, *force(z), (self.kinetic.momenta(white, self.temperature),))
@@ -139,12 +199,12 @@ class Underdamped(Dynamics):
         if self._splits(coupling):
             m = m - step_size / 2 * cloud.gradient
             z = cloud.z + step_size / 2 * m
-            m = self._rub(_white(key, cloud.z, coupling), m, step_size)
+            m = self._rub(self._white(key, cloud.z, coupling), m, step_size)
             z = z + step_size / 2 * m
             energy, gradient = force(z)
             return Cloud(z, energy, gradient, (m - step_size / 2 * gradient,))
-        m = m + step_size * _kick(self, coupling, cloud.gradient)
-        m = self._rub(_white(key, cloud.z, coupling), m, step_size)
+        m = m + step_size * self._kick(coupling, cloud.gradient)
+        m = self._rub(self._white(key, cloud.z, coupling), m, step_size)
         z = cloud.z + step_size * coupling.apply(self._velocity(m))
         return Cloud(z, *force(z), (m,))
 
@@ -162,32 +222,9 @@ class Underdamped(Dynamics):
         noise = jnp.sqrt(2.0 * self.friction * self.temperature * step_size) * white
         return m - step_size * self.friction * self.kinetic.velocity(m) + noise
 
-    def tolerated(self, tolerance, landscape, coupling):
-        # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature; the cruder
-        # integrator is given a third of that.
-        limit = min((5.0 * tolerance) ** 0.5, 0.5) if self._splits(coupling) else tolerance
-        curved = self.comparable(limit / landscape.curvature) / coupling.bound
-        return jnp.minimum(curved, 2.0 * self.friction * tolerance / landscape.noise)
-
-    def stable(self, landscape, coupling):
-        # K acts twice, on the kick and on the drift.
-        return 2.0 / jnp.sqrt(landscape.largest + (coupling.bound**2 - 1.0) * landscape.curvature)
-
-    def bias(self, step_size, landscape, coupling):
-        heat = step_size * landscape.noise / (2.0 * self.friction)
-        square = step_size**2 / 2.0 * landscape.curvature * coupling.bound**2
-        return jnp.maximum(heat, square**2 / 5.0 if self._splits(coupling) else square)
-
-    def rate(self, variance):
-        # A direction of frequency ω = 1/s forgets at C/2 while friction is weak, and at ω²/C where it is strong.
-        return jnp.minimum(self.friction / 2.0, 1.0 / (self.friction * variance))
-
-    def comparable(self, step_size):
-        return jnp.sqrt(2.0 * step_size)
-
 
 @dataclass(frozen=True)
-class Thermostat(Dynamics):
+class Thermostat(_Momenta):
     r"""Langevin dynamics whose friction ζ adapts, one for each particle: SGNHT, and SGNHT with repulsion.
 
     .. math::
@@ -196,9 +233,10 @@ class Thermostat(Dynamics):
 
     With ``H = U(z) + ‖m‖²/2 + μ d (ζ − C)²/2`` that is ``D = diag(0, C I, 0)``, and Q couples z with m through K, as
     for :class:`~numpyro_repulsion.Underdamped`, and m with ζ: ``Q_mζ = m / (μ d) = −Q_ζmᵀ``. As ε → 0 the stationary
-    law is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I) × N(ζ_i; C, T / (μ d))``: ζ has the mean C. Minibatch noise that is
-    the same in all directions, of variance V, heats the momenta, and ζ rises by ``εV / (2T)`` to cool them again, so
-    that the law of z is as it was.
+    law is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I) × N(ζ_i; C, T / (μ d))``: ζ has the mean C. Where ``K = I``,
+    minibatch noise that is the same in all directions, of variance V, heats the momenta, and ζ rises by ``εV / (2T)``
+    to cool them again, so that the law of z is as it was. Another K spreads the noise of one particle over others,
+    differently at each place, and of that ζ takes away only a part.
 
     Where ``K = I`` an update is BADODAB (second order in ε); elsewhere a kick, friction, a drift by ``K m`` and the
     thermostat, of first order.
@@ -236,11 +274,11 @@ class Thermostat(Dynamics):
 
     def __post_init__(self):
         for name in ("friction", "temperature", "inertia"):
-            _require(self, name, getattr(self, name), 0.0)
+            require_number(self, name)
 
     def init(self, key, z, force, couple):
         momentum_key, friction_key = random.split(key)
-        m = self.temperature**0.5 * _white(momentum_key, z, couple(z))
+        m = self.temperature**0.5 * self._white(momentum_key, z, couple(z))
         spread = (self.temperature / (self.inertia * z.shape[-1])) ** 0.5
         ζ = self.friction + spread * random.normal(friction_key, (*z.shape[:-1], 1), z.dtype)
         return Cloud(z, *force(z), (m, ζ))
@@ -248,8 +286,8 @@ class Thermostat(Dynamics):
     def step(self, key, cloud, force, couple, step_size):
         coupling = couple(cloud.z)
         m, ζ = cloud.memory
-        white = _white(key, cloud.z, coupling)
-        if coupling.is_identity:
+        white = self._white(key, cloud.z, coupling)
+        if self._splits(coupling):
             m = m - step_size / 2 * cloud.gradient
             z = cloud.z + step_size / 2 * m
             ζ = ζ + step_size / 2 * self._excess(m)
@@ -258,7 +296,7 @@ class Thermostat(Dynamics):
             z = z + step_size / 2 * m
             energy, gradient = force(z)
             return Cloud(z, energy, gradient, (m - step_size / 2 * gradient, ζ))
-        m = m + step_size * _kick(self, coupling, cloud.gradient)
+        m = m + step_size * self._kick(coupling, cloud.gradient)
         m = self._rub(white, m, ζ, step_size)
         ζ = ζ + step_size * self._excess(m)
         z = cloud.z + step_size * coupling.apply(m)
@@ -273,48 +311,3 @@ class Thermostat(Dynamics):
         small = jnp.abs(x) < 1e-3
         share = jnp.where(small, 1.0 - x / 2.0, -jnp.expm1(-x) / jnp.where(small, 1.0, x))
         return jnp.exp(-x / 2.0) * m + jnp.sqrt(2.0 * self.friction * self.temperature * step_size * share) * white
-
-    def tolerated(self, tolerance, landscape, coupling):
-        return self._plain().tolerated(tolerance, landscape, coupling)
-
-    def stable(self, landscape, coupling):
-        return self._plain().stable(landscape, coupling)
-
-    def bias(self, step_size, landscape, coupling):
-        return self._plain().bias(step_size, landscape, coupling)
-
-    def rate(self, variance):
-        return self._plain().rate(variance)
-
-    def comparable(self, step_size):
-        return self._plain().comparable(step_size)
-
-    def _plain(self):
-        """With constant friction: noise that differs between directions heats those that have most all the same."""
-        return Underdamped(self.friction, self.temperature)
-
-
-def _white(key, z, coupling):
-    """Standard normal noise, balanced where the interaction balances it."""
-    return random.normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
-
-
-def _kick(dynamics, coupling, gradient):
-    repulsion = coupling.repulsion
-    return (repulsion if dynamics.temperature == 1.0 else dynamics.temperature * repulsion) - coupling.apply(gradient)
-
-
-def _require(part, name, value, above):
-    if not (isinstance(value, Real) and above < value < float("inf")):
-        raise ValueError(f"{type(part).__name__}: `{name}` must be a finite number above {above:g}; got {value!r}.")
-    # A NumPy scalar would carry its precision into the particles'.
-    object.__setattr__(part, name, float(value))
-
-
-def _require_temperature(dynamics):
-    value = dynamics.temperature
-    if not (isinstance(value, Real) and 0.0 <= value < float("inf")):
-        raise ValueError(
-            f"{type(dynamics).__name__}: `temperature` must be a finite number, 0 or above; got {value!r}."
-        )
-    object.__setattr__(dynamics, "temperature", float(value))

@@ -5,8 +5,9 @@ not interact. :meth:`Interaction.couple` turns it into a :class:`Coupling`, whic
 apply K, the repulsion Γ, a draw with covariance K, and a bound on the largest eigenvalue of K.
 """
 
-from numpyro_repulsion.interactions.balanced import Balanced
+from numpyro_repulsion.interactions.balanced import Antithetic, Balanced
 from numpyro_repulsion.interactions.base import Coupling, Gram, Independent, Interaction, Sum
+from numpyro_repulsion.interactions.laplacian import Laplacian
 from numpyro_repulsion.interactions.many import RandomFeatures, RandomGroups
 from numpyro_repulsion.interactions.radial import IMQ, RBF, Radial, median_bandwidth, squared_distances
 from numpyro_repulsion.interactions.scheduled import Scheduled
@@ -14,11 +15,13 @@ from numpyro_repulsion.interactions.scheduled import Scheduled
 __all__ = [
     "IMQ",
     "RBF",
+    "Antithetic",
     "Balanced",
     "Coupling",
     "Gram",
     "Independent",
     "Interaction",
+    "Laplacian",
     "Radial",
     "RandomFeatures",
     "RandomGroups",

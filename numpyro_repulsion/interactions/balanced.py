@@ -1,18 +1,38 @@
-"""Noise that sums to zero over particles or over groups of them."""
+"""Noise that sums to zero over particles, over groups of them, or over pairs of neighbours."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from jax import random
+import jax.numpy as jnp
 
-from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction
+from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, Wrapping
 
-__all__ = ["Balanced"]
+__all__ = ["Antithetic", "Balanced"]
+
+
+class _InTheNoise(Interaction):
+    """Base of the interactions by noise alone, which have no Gram matrix and cannot be parts of a sum."""
+
+    def __add__(self, other):
+        raise TypeError(
+            f"{type(self).__name__} noise has no Gram matrix and cannot be part of a sum; write Balanced(a + b) to "
+            "balance groups of a sum, or use Independent() as the K = I term."
+        )
+
+    def __rmul__(self, weight):
+        raise TypeError(
+            f"{type(self).__name__} noise cannot be scaled; change `step_size`, or write "
+            "Balanced(weight * interaction)."
+        )
+
+    __radd__ = __add__
+    __mul__ = __rmul__
 
 
 @dataclass(frozen=True)
-class Balanced(Interaction):
+class Balanced(_InTheNoise, Wrapping):
     r"""Noise that sums to zero: repulsion in the noise instead of the drift.
 
     Without an argument, ``K = I``, ``Γ = 0`` and the L particles of a group get
@@ -56,27 +76,12 @@ class Balanced(Interaction):
     def balances_ensembles(self):
         return self.interaction is not None
 
-    @property
-    def learns_bandwidth(self):
-        return self.interaction is not None and self.interaction.learns_bandwidth
-
-    @property
-    def bandwidth(self):
-        return getattr(self.interaction, "bandwidth", None)
-
-    @property
-    def positive_definite(self):
-        return self.interaction is None or self.interaction.positive_definite
-
-    def learn_bandwidth(self, u):
-        return super().learn_bandwidth(u) if self.interaction is None else self.interaction.learn_bandwidth(u)
-
     def couple(self, u, bandwidth=None):
         def white(key):
             return _balance(random.normal(key, u.shape, u.dtype), axis=-2 if self.interaction is None else 0)
 
         if self.interaction is None:
-            return Coupling(lambda x: x, 0.0, white, 1.0, True, white)
+            return Coupling.identity(white)
         if u.ndim != 3 or u.shape[0] < 2:
             raise ValueError(
                 f"{self!r} balances groups against each other and needs at least two of them, a cloud of shape "
@@ -90,17 +95,90 @@ class Balanced(Interaction):
             raise TypeError("Balanced() has no Gram matrix within a group; Independent() has.")
         return self.interaction.gram(u, bandwidth)
 
-    def __add__(self, other):
-        raise TypeError(
-            "Balanced noise has no Gram matrix and cannot be part of a sum; write Balanced(a + b) to balance groups "
-            "of a sum, or use Independent() as the K = I term."
-        )
 
-    def __rmul__(self, weight):
-        raise TypeError("Balanced noise cannot be scaled; change `step_size`, or write Balanced(weight * interaction).")
+@dataclass(frozen=True)
+class Antithetic(_InTheNoise):
+    r"""Noise that is opposed between neighbours: repulsion in the noise, for one or two dimensions.
 
-    __radd__ = __add__
-    __mul__ = __rmul__
+    ``K = I``, ``Γ = 0``. In every update the particles of a group are paired with neighbours, and the two of a pair get
+    the noise ξ and −ξ. The pairs are a function of the past, so that given the past every ξ_i is N(0, I), and each
+    particle is *exactly* the Markov chain it would be under :class:`Independent`. As for :class:`Balanced` the price
+    is the product law: at one time the particles are correlated.
+
+    Neighbours have nearly the same gradient, so that the noises cancel for other smooth functions too and not only for
+    linear ones, as long as steps are short. That takes neighbours who are near. In one dimension the particles are
+    paired by their order; in two they are cut into strips, along a direction drawn anew in every update, and paired by
+    their order in each; in more there is nothing to gain.
+
+    The mixture of exponentials of the paper, 10 particles, and a grid of 3 × 3 Gaussians of variance 0.36,
+    20 particles: 500 updates after 500, every tenth kept, noise averaged over two updates. Mean absolute error over
+    200 runs, with standard errors of about a twentieth:
+
+    =========================  ===========  ========  ==========
+    \                         independent  balanced  antithetic
+    =========================  ===========  ========  ==========
+    exponentials, ε = 0.05:
+    E x                        0.131        0.028     0.017
+    E x²                       0.81         0.42      0.33
+    ε = 0.4: E x               0.075        0.035     0.033
+    E x²                       0.71         0.53      0.53
+    Gaussians, ε = 0.2: E x    0.089        0.042     0.045
+    E x²                       0.071        0.076     0.062
+    E xy                       0.115        0.114     0.080
+    =========================  ===========  ========  ==========
+
+    :raises ValueError: from :meth:`couple`, for more than two dimensions or an odd number of particles.
+
+    **References:**
+
+    1. *Antithetic coupling of two Gibbs sampler chains*, A. Frigessi, J. Gåsemyr and H. Rue, Annals of Statistics 2000
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import Antithetic
+        >>> u = jnp.array([[0.0], [5.0], [0.1], [5.1]])
+        >>> noise = Antithetic().couple(u).draw(random.key(0))
+        >>> bool((noise[0] == -noise[2]) & (noise[1] == -noise[3]))
+        True
+    """
+
+    def couple(self, u, bandwidth=None):
+        *groups, size, dimension = u.shape
+        if dimension > 2:
+            raise ValueError(
+                f"Antithetic() pairs neighbours, which takes one or two dimensions; got {dimension}. Use Balanced()."
+            )
+        if size % 2:
+            raise ValueError(
+                f"Antithetic() pairs particles and needs an even number in each ensemble; got {size}. Change "
+                "num_chains or num_ensembles, or use Balanced()."
+            )
+
+        def white(key):
+            direction_key, noise_key = random.split(key)
+            half = random.normal(noise_key, (*groups, size // 2, dimension), u.dtype)
+            paired = jnp.stack((half, -half), -2).reshape(u.shape)
+            rank = jnp.argsort(_neighbours(direction_key, u), -1)
+            return jnp.take_along_axis(paired, rank[..., None], -2)
+
+        return Coupling.identity(white)
+
+
+def _neighbours(key, u):
+    """The particles in an order in which neighbours follow each other, ``(..., L)``."""
+    if u.shape[-1] == 1:
+        return jnp.argsort(u[..., 0], -1)
+    angle = random.uniform(key, (), u.dtype, 0.0, 2.0 * jnp.pi)
+    cosine, sine = jnp.cos(angle), jnp.sin(angle)
+    across, along = cosine * u[..., 0] + sine * u[..., 1], cosine * u[..., 1] - sine * u[..., 0]
+    # Strips as wide as neighbours in them are apart, each of an even number.
+    width = 2 * max(1, round(u.shape[-2] ** 0.5 / 2.0))
+    strip = jnp.argsort(jnp.argsort(across, -1), -1) // width
+    return jnp.lexsort((along, strip), -1)
 
 
 def _balance(noise, axis):

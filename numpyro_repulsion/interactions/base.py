@@ -11,7 +11,7 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 
-__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "bisect_bandwidth", "require_positive"]
+__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping", "bisect_bandwidth", "require_positive"]
 
 
 class Coupling(NamedTuple):
@@ -24,6 +24,8 @@ class Coupling(NamedTuple):
     - **is_identity** - whether K is the identity, which allows integrators of second order.
     - **white** - ``key -> η``, noise of the cloud's shape, each group's with covariance ``I ⊗ I_d``; ``None`` is
       independent standard normal noise.
+    - **diagonal** - ``K_ii``, a scalar where it is the same for all particles wherever they are, and else of shape
+      ``(..., L)``. The stationary bias of a step grows with its mean, and the step is measured accordingly.
     """
 
     apply: Callable[[jax.Array], jax.Array]
@@ -32,6 +34,12 @@ class Coupling(NamedTuple):
     bound: jax.Array | float
     is_identity: bool = False
     white: Callable[[jax.Array], jax.Array] | None = None
+    diagonal: jax.Array | float = 1.0
+
+    @staticmethod
+    def identity(white: Callable[[jax.Array], jax.Array]) -> Coupling:
+        """``K = I``, with this noise."""
+        return Coupling(lambda x: x, 0.0, white, 1.0, is_identity=True, white=white)
 
 
 class Interaction:
@@ -49,7 +57,7 @@ class Interaction:
         >>> class HalfSpeed(Interaction):  # K = I / 2
         ...     def couple(self, u, bandwidth=None):
         ...         noise = lambda key: 0.5**0.5 * random.normal(key, u.shape)
-        ...         return Coupling(lambda x: x / 2, 0.0, noise, 0.5)
+        ...         return Coupling(lambda x: x / 2, 0.0, noise, 0.5, diagonal=0.5)
 
         >>> HalfSpeed().couple(jnp.zeros((3, 2))).bound
         0.5
@@ -113,11 +121,38 @@ class Independent(Interaction):
     """
 
     def couple(self, u, bandwidth=None):
-        return Coupling(lambda x: x, 0.0, lambda key: random.normal(key, u.shape, u.dtype), 1.0, True)
+        return Coupling.identity(lambda key: random.normal(key, u.shape, u.dtype))
 
     def gram(self, u, bandwidth):
         """The identity and zero: what a sum needs."""
         return jnp.eye(u.shape[0], dtype=u.dtype), jnp.zeros_like(u)
+
+    def similarity(self, u, bandwidth):
+        """As of :class:`Gram`."""
+        return self.gram(u, bandwidth)[0]
+
+
+class Wrapping(Interaction):
+    """Base of the interactions that are made of another one, ``interaction``, and have its bandwidth."""
+
+    @property
+    def _inner(self):
+        return Independent() if self.interaction is None else self.interaction
+
+    @property
+    def bandwidth(self):
+        return getattr(self._inner, "bandwidth", None)
+
+    @property
+    def learns_bandwidth(self):
+        return self._inner.learns_bandwidth
+
+    @property
+    def positive_definite(self):
+        return getattr(self._inner, "positive_definite", True)
+
+    def learn_bandwidth(self, u):
+        return self._inner.learn_bandwidth(u)
 
 
 class Gram(Interaction):
@@ -148,6 +183,8 @@ class Gram(Interaction):
     interacts: ClassVar[bool] = True
     #: Whether k is known to be positive definite; if not, K is tested on the starting cloud.
     positive_definite: bool = False
+    #: Whether ``K_ii`` may depend on where particles are. Then steps with momenta cannot be measured.
+    diagonal_varies: bool = True
     nugget: float = 1e-3
 
     def evaluate(self, x: jax.Array, y: jax.Array, bandwidth: jax.Array | float | None) -> jax.Array:
@@ -172,6 +209,10 @@ class Gram(Interaction):
         gram = jax.vmap(jax.vmap(k, (None, 0)), (0, None))(u, u)
         return gram + self.nugget * jnp.eye(len(u), dtype=u.dtype), lax.map(repulsion, u)
 
+    def similarity(self, u: jax.Array, bandwidth: jax.Array | float | None) -> jax.Array:
+        """The matrix ``(L, L)`` of who sees whom, by which the bandwidth is learned: K, for most."""
+        return self.gram(u, bandwidth)[0]
+
     def learn_bandwidth(self, u):
         """The bandwidth at which k is, on average over pairs of the cloud, ``min(4 / (L − 1), 1 / 4)`` of its maximum.
 
@@ -184,7 +225,7 @@ class Gram(Interaction):
         target = min(4.0 / (size - 1), 0.25)
 
         def mean_similarity(h):
-            gram = lax.map(lambda v: self.gram(v, h)[0], u)
+            gram = lax.map(lambda v: self.similarity(v, h), u)
             diagonal = jnp.trace(gram, axis1=-2, axis2=-1)
             return jnp.mean((gram.sum((-2, -1)) - diagonal) / diagonal) / (size - 1)
 
@@ -198,12 +239,14 @@ class Gram(Interaction):
 
         gram, repulsion = jnp.vectorize(lambda v: self.gram(v, bandwidth), signature="(l,d)->(l,l),(l,d)")(u)
         root = jnp.linalg.cholesky(gram)
+        diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1)
         return Coupling(
             apply=lambda x: gram @ x,
             repulsion=repulsion,
             draw=lambda key: root @ white(key),
             bound=jnp.linalg.eigvalsh(gram)[..., -1].max(),  # dropped by the compiler where nobody asks
             white=white,
+            diagonal=diagonal if self.diagonal_varies else diagonal.mean(),
         )
 
 
@@ -268,6 +311,13 @@ class Sum(Gram):
     @property
     def learns_bandwidth(self):
         return any(term.learns_bandwidth for _, term in self.terms)
+
+    @property
+    def diagonal_varies(self):
+        return any(getattr(term, "diagonal_varies", False) for _, term in self.terms)
+
+    def similarity(self, u, bandwidth):
+        return sum(weight * term.similarity(u, bandwidth) for weight, term in self.terms)
 
     def evaluate(self, x, y, bandwidth=None):
         raise NotImplementedError("A sum is evaluated on a cloud: use `gram` or `couple`.")

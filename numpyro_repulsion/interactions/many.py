@@ -10,7 +10,14 @@ import jax
 from jax import random
 import jax.numpy as jnp
 
-from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, bisect_bandwidth, require_positive
+from numpyro_repulsion.interactions.base import (
+    Coupling,
+    Gram,
+    Interaction,
+    Wrapping,
+    bisect_bandwidth,
+    require_positive,
+)
 
 __all__ = ["RandomFeatures", "RandomGroups"]
 
@@ -128,7 +135,7 @@ class RandomFeatures(Interaction):
 
 
 @dataclass(frozen=True)
-class RandomGroups(Interaction):
+class RandomGroups(Wrapping):
     r"""An interaction within small groups of particles, drawn anew in every update.
 
     K is block diagonal: ``size`` particles that are drawn at random see each other by ``interaction``, and the next
@@ -168,13 +175,9 @@ class RandomGroups(Interaction):
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 2:
             raise ValueError(f"RandomGroups: `size` must be an integer, 2 or more; got {self.size!r}.")
 
-    @property
-    def bandwidth(self):
-        return getattr(self.interaction, "bandwidth", None)
-
-    @property
-    def learns_bandwidth(self):
-        return self.interaction.learns_bandwidth
+    def gram(self, u, bandwidth):
+        """K and Γ by groups, ``(L / size, size, size)`` and ``(L / size, size, d)``, where K is to be tested."""
+        return jax.vmap(lambda v: self.interaction.gram(v, bandwidth))(self._split(u, self._order(u)))
 
     def at(self, key, count):
         del count
@@ -196,6 +199,7 @@ class RandomGroups(Interaction):
             repulsion=join(coupling.repulsion),
             draw=lambda key: join(coupling.draw(key)),
             bound=coupling.bound,
+            diagonal=join(coupling.diagonal[..., None])[..., 0] if jnp.ndim(coupling.diagonal) else coupling.diagonal,
         )
 
     def _order(self, u):

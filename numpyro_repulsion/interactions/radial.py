@@ -39,6 +39,7 @@ class Radial(Gram):
     """
 
     positive_definite: bool = True
+    diagonal_varies: bool = False
     bandwidth: float | None = None
 
     def __post_init__(self):

@@ -10,13 +10,13 @@ import jax
 from jax import random
 import jax.numpy as jnp
 
-from numpyro_repulsion.interactions.base import Interaction
+from numpyro_repulsion.interactions.base import Interaction, Wrapping
 
 __all__ = ["Scheduled"]
 
 
 @dataclass(frozen=True)
-class Scheduled(Interaction):
+class Scheduled(Wrapping):
     r"""An interaction whose strength is a function of the update count: repulsion now, and less of it later.
 
     .. math::
@@ -95,30 +95,17 @@ class Scheduled(Interaction):
     def balances_ensembles(self):
         return self.interaction.balances_ensembles
 
-    @property
-    def bandwidth(self):
-        return getattr(self.interaction, "bandwidth", None)
-
-    @property
-    def learns_bandwidth(self):
-        return self.interaction.learns_bandwidth
-
-    @property
-    def positive_definite(self):
-        return getattr(self.interaction, "positive_definite", True)
-
     def at(self, key, count):
         now = jnp.clip(self.weight(count), 0.0, 1.0)
         return replace(self, interaction=self.interaction.at(key, count), now=now)
-
-    def learn_bandwidth(self, u):
-        return self.interaction.learn_bandwidth(u)
 
     def couple(self, u, bandwidth=None):
         coupling = self.interaction.couple(u, bandwidth)
         if self.now is None:
             # The largest over w, for the step is measured once.
-            return coupling._replace(bound=jnp.maximum(coupling.bound, 1.0))
+            return coupling._replace(
+                bound=jnp.maximum(coupling.bound, 1.0), diagonal=jnp.maximum(coupling.diagonal, 1.0)
+            )
         w = jnp.asarray(self.now, u.dtype)
 
         def white(key):
@@ -133,6 +120,7 @@ class Scheduled(Interaction):
             repulsion=w * coupling.repulsion,
             draw=draw,
             bound=w * coupling.bound + 1.0 - w,
+            diagonal=w * coupling.diagonal + 1.0 - w,
         )
 
     def gram(self, u, bandwidth):

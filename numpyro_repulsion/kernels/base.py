@@ -291,7 +291,7 @@ class ParticleKernel(MCMCKernel):
         return self._judge(tuning).complaints()
 
     def _judge(self, tuning):
-        return judge(tuning, self._rule, self.num_steps, self.dynamics)
+        return judge(tuning, self._rule, self.dynamics)
 
     @property
     def remedy(self) -> str:

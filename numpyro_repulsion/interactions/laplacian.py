@@ -1,0 +1,86 @@
+"""Repulsion by the graph Laplacian of the particles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.interactions.base import Gram, Independent, Sum, Wrapping, require_positive
+from numpyro_repulsion.interactions.radial import RBF, Radial
+
+__all__ = ["Laplacian"]
+
+
+@dataclass(frozen=True)
+class Laplacian(Wrapping, Gram):  # type: ignore[override]
+    r"""Particles that move apart faster than together: K is the identity and a graph Laplacian.
+
+    .. math::
+        K_{ij} = 1\{i = j\}\,\bigl(1 + b \textstyle\sum_{l \ne i} k_{il}\bigr) - 1\{i \ne j\}\, b\, k_{ij}, \qquad
+        \Gamma_i = 2 b \sum_{l \ne i} \nabla_{u_i} k(u_i, u_l)
+
+    Its quadratic form is :math:`\|x\|^2 + b \sum_{i < j} k_{ij} (x_i - x_j)^2`, so that it is positive definite for any
+    ``k >= 0``. What neighbours have in common moves as it would alone, and their differences faster; with
+    :class:`~numpyro_repulsion.RBF` itself as K it is the other way round, and noise of neighbours is alike where here
+    it is opposed. As for any K the stationary law is ``∏_i π(u_i)`` as ε → 0. Γ *attracts*, as k falls with the
+    distance, and just makes up for neighbours that noise drives apart faster.
+
+    The bandwidth is learned by the rule of k. Each particle then has about four neighbours, ``K_ii`` is about
+    ``1 + 4b`` on average, and a measured step is shorter by as much. With momenta the step has to be given, and short:
+    in five dimensions, with b = 1 and 20 particles, variances are 14 % too large at ε = 0.01 and 8 % at 0.005.
+
+    :param interaction: k, for each pair of particles: a :class:`~numpyro_repulsion.Radial` kernel that is nowhere
+        negative, or a sum of such. Its nugget has no part in K.
+    :param strength: b > 0.
+    :raises TypeError: for another interaction.
+    :raises ValueError: for a kernel that is negative somewhere, or a strength that is not positive.
+
+    **References:**
+
+    1. *A Complete Recipe for Stochastic Gradient MCMC*, Y.-A. Ma, T. Chen and E. Fox,
+       https://arxiv.org/abs/1506.04696
+
+    **Example**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import RBF, Laplacian
+        >>> gram, _ = Laplacian(RBF(bandwidth=1.0), strength=2.0).gram(jnp.array([[0.0], [1.0]]), None)
+        >>> gram.round(2).tolist()
+        [[1.7400000095367432, -0.7400000095367432], [-0.7400000095367432, 1.7400000095367432]]
+    """
+
+    interaction: Radial | Sum = field(default=RBF())
+    strength: float = 1.0
+
+    def __post_init__(self):
+        _require_affinity(self.interaction)
+        require_positive(self, "strength", self.strength)
+        # A NumPy scalar would carry its precision into the particles'.
+        object.__setattr__(self, "strength", float(self.strength))
+
+    def similarity(self, u, bandwidth):
+        return self.interaction.similarity(u, bandwidth)
+
+    def gram(self, u, bandwidth=None):
+        gram, repulsion = self.interaction.gram(u, bandwidth)
+        eye = jnp.eye(len(u), dtype=u.dtype)
+        affinity = self.strength * gram * (1.0 - eye)
+        # ∇_{u_j} k_ij = −∇_{u_i} k_ij for radial k: once from −k_ij, and once from the k_ij of the diagonal.
+        return eye * (1.0 + affinity.sum(1)) - affinity, -2.0 * self.strength * repulsion
+
+
+def _require_affinity(interaction):
+    """Refuses what is not a radial kernel without negative values, or a sum of such."""
+    terms = [term for _, term in interaction.terms] if isinstance(interaction, Sum) else [interaction]
+    for term in terms:
+        if isinstance(term, Radial):
+            if not (np.asarray(term.profile(jnp.linspace(0.0, 12.0, 4001) ** 4)) >= 0.0).all():
+                raise ValueError(f"Laplacian takes kernels that are nowhere negative; {term!r} is somewhere.")
+        elif not (isinstance(term, Independent) and len(terms) > 1):
+            raise TypeError(
+                f"Laplacian takes a radial kernel, such as Laplacian(RBF()), or a sum of such; got {term!r}."
+            )
