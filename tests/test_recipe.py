@@ -237,3 +237,64 @@ def test_no_step_can_be_measured_for_it():
 def test_settings_out_of_range_are_refused(kwargs, error):
     with pytest.raises(error, match=next(iter(kwargs))):
         Recipe(**{"D": lambda x: jnp.eye(x.size)} | kwargs)
+
+
+# The generator identity with momenta: on exact draws E[𝓛f] = 0, with 𝓛f = b·∇f + T D:∇²f and b the drift.
+
+JOINT = {
+    "z₁·m₂": lambda x: x[0, 0] * x[1, d],
+    "Σ‖z‖²": lambda x: jnp.sum(x[:, :d] ** 2),
+    "‖mean z‖²": lambda x: jnp.sum(x[:, :d].mean(0) ** 2),
+    "sin z₁ m₁": lambda x: jnp.sin(x[0, 0]) * x[0, d],
+    "m₁·m₂ exp(−‖z₁ − z₂‖²)": lambda x: x[0, d] * x[1, d] * jnp.exp(-jnp.sum((x[0, :d] - x[1, :d]) ** 2)),
+    "Σ tanh(z) m": lambda x: jnp.sum(jnp.tanh(x[:, :d]) * x[:, d : 2 * d]),
+    "m₁² and the last": lambda x: x[0, d] ** 2 * x[0, -1] + x[1, -1] ** 2,
+}
+
+
+def exponential(z):
+    """The potential of the logarithm of an exponential variable, in each coordinate: lopsided, with exact draws."""
+    return jnp.sum(jnp.exp(z) - z)
+
+
+def generator_scores(system, interaction, forget=False, seed=0, draws=20_000):
+    dynamics, recipe = system(interaction, 1.0)
+    if forget:  # without TΓ
+        recipe = Recipe(recipe.D, recipe.Q, recipe.extra, recipe.energy, temperature=1e-12)
+    z_key, init_key = random.split(random.key(seed))
+    z = jnp.log(random.exponential(z_key, (draws, L, d)))
+    # Momenta, and friction, as the dynamics draws them.
+    couple = Independent().couple
+    cloud = dynamics.init(init_key, z, jnp.vectorize(jax.value_and_grad(exponential), signature="(d)->(),(d)"), couple)
+
+    def generator(x, slope):
+        if recipe.extra:
+            slope = jnp.concatenate((slope, jax.grad(lambda e: recipe.energy(e).sum())(x[:, d:])), -1)
+        drift, D = recipe.drift(x, slope), recipe.D(x)
+
+        def of(f):
+            hessian = jax.hessian(f)(x).reshape(x.size, x.size)
+            return jnp.sum(drift * jax.grad(f)(x)) + jnp.sum(D * hessian)
+
+        return {name: of(f) for name, f in JOINT.items()}
+
+    values = jax.tree.map(
+        lambda v: np.asarray(v, np.float64), jax.jit(jax.vmap(generator))(ensemble(cloud), cloud.gradient)
+    )
+    return {name: v.mean() / (v.std(ddof=1) / len(v) ** 0.5) for name, v in values.items()}
+
+
+SYSTEMS = [underdamped, *(pytest.param(x, marks=pytest.mark.slow) for x in (relativistic, thermostat))]
+
+
+@pytest.mark.parametrize("interaction", [RBF(1.0), pytest.param(IMQ(2.0), marks=pytest.mark.slow)], ids=repr)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_generator_identity_with_momenta(system, interaction):
+    scores = generator_scores(system, interaction)
+    assert max(map(abs, scores.values())) < 4.5, scores
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_generator_identity_with_momenta_fails_without_repulsion(system):
+    scores = generator_scores(system, RBF(1.0), forget=True)
+    assert max(map(abs, scores.values())) > 9, scores
