@@ -25,6 +25,7 @@ from numpyro_repulsion import (
     SGNHTR,
     SVGD,
     Antithetic,
+    Archive,
     Balanced,
     BiasBudget,
     ControlVariates,
@@ -34,6 +35,8 @@ from numpyro_repulsion import (
     Laplacian,
     Overdamped,
     Polynomial,
+    RandomFeatures,
+    RandomGroups,
     Scheduled,
     Subsampled,
     Thermostat,
@@ -53,6 +56,8 @@ INTERACTIONS = (
     Laplacian(),
     0.9 * RBF() + 0.1 * Independent(),
     Scheduled(RBF(), Polynomial(1.0)),
+    RandomFeatures(),
+    RandomGroups(RBF(), size=3),
 )
 GRADIENTS = (None, FullData(), Subsampled(), ControlVariates(shared=True))
 STEP_SIZES = (None, 0.01, Polynomial(0.01))
@@ -67,36 +72,47 @@ def model(y):
         numpyro.sample("y", dist.Normal(mu[0], sigma), obs=y[i])
 
 
+def combine(kernel, interaction, **kwargs):
+    num_ensembles = 2 if interaction is not None and interaction.balances_ensembles else 1
+    return kernel(model, interaction=interaction, num_ensembles=num_ensembles, **kwargs)
+
+
 def kernels():
-    """Every kernel with every interaction, and SGLDR with every gradient and step size."""
-    for kernel, interaction in itertools.product(KERNELS, INTERACTIONS):
-        num_ensembles = 2 if interaction is not None and interaction.balances_ensembles else 1
-        yield kernel(model, interaction=interaction, num_ensembles=num_ensembles)
+    """Every kernel with every interaction, gradient, step size and jumps, one of them at a time."""
+    yield from (combine(kernel, interaction) for kernel, interaction in itertools.product(KERNELS, INTERACTIONS))
     for gradient, step_size in itertools.product(GRADIENTS, STEP_SIZES):
         yield SGLDR(model, gradient=gradient, step_size=step_size)
     for kernel, step_size in itertools.product(MOMENTA, STEP_SIZES):
         yield kernel(model, step_size=step_size)
+    for kernel in (SGLD, SGLDR, *MOMENTA):
+        yield kernel(model, gradient=FullData(), moves=Archive())
     yield SGLDR(model, step_size=CYCLE, preconditioner="diagonal")
+
+
+def combinations():
+    """Every kernel with every interaction and every gradient."""
+    for kernel, interaction, gradient in itertools.product(KERNELS + MOMENTA, INTERACTIONS, GRADIENTS):
+        yield combine(kernel, interaction, gradient=gradient, step_size=0.01)
 
 
 def describe(state):
     return jax.tree.map(lambda x: (x.shape, x.dtype), state)
 
 
-#: Old keys and double precision meet every third of them here, and all in the full test.
+#: A part of them here, with old keys and double precision or new keys and single, and all in the full test.
 @pytest.mark.parametrize(
-    ("make_key", "double", "every"),
+    ("make_key", "double", "source", "every"),
     [
-        (random.key, False, 1),
-        (random.PRNGKey, True, 3),
-        pytest.param(random.PRNGKey, True, 1, marks=pytest.mark.slow),
+        (random.key, False, kernels, 2),
+        (random.PRNGKey, True, kernels, 5),
+        pytest.param(random.PRNGKey, True, kernels, 1, marks=pytest.mark.slow),
+        pytest.param(random.key, False, combinations, 1, marks=pytest.mark.slow),
     ],
 )
-def test_one_iteration_keeps_shapes_and_types(make_key, double, every):
-    chosen = list(kernels())[::every]
+def test_one_iteration_keeps_shapes_and_types(make_key, double, source, every):
     with jax.enable_x64(double):
         keys = random.split(make_key(0), 6)
-        for kernel in chosen:
+        for kernel in itertools.islice(source(), 0, None, every):
 
             def iterate(keys, y, kernel=kernel):
                 state = kernel.init(keys, 50, None, (y,), {})
@@ -109,8 +125,6 @@ def test_one_iteration_keeps_shapes_and_types(make_key, double, every):
             for name in kernel.default_fields:
                 assert all(leaf.shape[0] == 6 for leaf in jax.tree.leaves(getattr(after, name)))
             assert after.rng_key.shape == make_key(0).shape
-    count = len(KERNELS) * len(INTERACTIONS) + (len(GRADIENTS) + len(MOMENTA)) * len(STEP_SIZES) + 1
-    assert len(chosen) == -(-count // every)
 
 
 @pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
