@@ -24,6 +24,7 @@ from numpyro_repulsion import (
     SGNHT,
     SGNHTR,
     SVGD,
+    SVRG,
     Balanced,
     BiasBudget,
     ControlVariates,
@@ -51,7 +52,7 @@ INTERACTIONS = (
     0.9 * RBF() + 0.1 * Independent(),
     Scheduled(RBF(), Polynomial(1.0)),
 )
-GRADIENTS = (None, FullData(), Subsampled(), ControlVariates(shared=True))
+GRADIENTS = (None, FullData(), Subsampled(), ControlVariates(shared=True), SVRG())
 STEP_SIZES = (None, 0.01, Polynomial(0.01))
 CYCLE = Cyclical(0.01, length=20)
 Y = jnp.linspace(-1.0, 1.0, 20)
@@ -74,6 +75,7 @@ def kernels():
     for kernel, step_size in itertools.product(MOMENTA, STEP_SIZES):
         yield kernel(model, step_size=step_size)
     yield SGLDR(model, step_size=CYCLE, preconditioner="diagonal")
+    yield SGLDR(model, step_size=CYCLE, gradient=SVRG(shared=True))
 
 
 def describe(state):
@@ -106,7 +108,7 @@ def test_one_iteration_keeps_shapes_and_types(make_key, double, every):
             for name in kernel.default_fields:
                 assert all(leaf.shape[0] == 6 for leaf in jax.tree.leaves(getattr(after, name)))
             assert after.rng_key.shape == make_key(0).shape
-    count = len(KERNELS) * len(INTERACTIONS) + (len(GRADIENTS) + len(MOMENTA)) * len(STEP_SIZES) + 1
+    count = len(KERNELS) * len(INTERACTIONS) + (len(GRADIENTS) + len(MOMENTA)) * len(STEP_SIZES) + 2
     assert len(chosen) == -(-count // every)
 
 
