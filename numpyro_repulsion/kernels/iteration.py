@@ -155,14 +155,8 @@ class Iteration:
         def run_arrival():
             position, arrival = repeat(approach, (cloud[:3], tuning.arrival))
             troubled = jnp.zeros(arrival.shape, int)
-            return (
-                Cloud(*position, cloud.memory),
-                arrival,
-                arrival,
-                troubled,
-                tally_before,
-                anchor if renews_within else None,
-            )
+            own = anchor if renews_within else None
+            return Cloud(*position, cloud.memory), arrival, arrival, troubled, tally_before, own
 
         if self.learned.arrives and tuning.moments is not None:
             found = lax.cond(is_arriving(tuning), run_arrival, run)
