@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLD, SGLDR, SVRG, Cyclical, Independent, Subsampled
+from numpyro_repulsion import SGLD, SGLDR, SVRG, BiasBudget, Cyclical, Independent, Subsampled
 from numpyro_repulsion.gradients import Anchor, ModelTarget, anchored
 
 KEY = random.key(0)
@@ -139,6 +139,7 @@ def test_references_are_renewed_every_epoch_from_the_first_update_on():
     jax.tree.map(np.testing.assert_array_equal, end.tuning.anchor, last.tuning.anchor)
 
 
+@pytest.mark.slow
 def test_runs_can_be_resumed_by_the_host():
     mcmc = MCMC(
         SGLDR(two_modes, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=5)),
@@ -175,6 +176,7 @@ def test_warmup_measures_in_the_middle_of_an_epoch():
     assert corrected < 1e-2 * plain
 
 
+@pytest.mark.slow
 def test_references_that_do_not_help_are_let_go():
     kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
     state = kernel.init(random.split(random.key(0), 6), 0, None, (Y,), {})
@@ -225,7 +227,7 @@ def test_a_reference_without_a_finite_gradient_is_not_taken():
     assert anchor.position[0, 1, 0] == before.position[0, 1, 0]
 
 
-@pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
+@pytest.mark.parametrize("make_key", [random.key, pytest.param(random.PRNGKey, marks=pytest.mark.slow)])
 def test_a_single_chain_has_a_reference(make_key):
     kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
     state = kernel.init(make_key(0), 0, None, (Y,), {})
@@ -283,6 +285,32 @@ def test_long_run_fails_without_correction_or_with_that_of_other_data(seed):
         return state._replace(tuning=state.tuning._replace(anchor=anchor._replace(fingerprint=own)))
 
     assert scores(SVRG(epoch=10**6), DATA, stale, seed)[0] > 9.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_far_modes_come_out_in_their_own_size(seed):
+    # Each of two modes has a standard deviation many times smaller than the distance to the other.
+    kernel = SGLD(two_modes, gradient=SVRG(), step_size=BiasBudget(0.05, min_draws=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc = MCMC(
+            kernel, num_warmup=400, num_samples=400, num_chains=20, chain_method="vectorized", progress_bar=False
+        )
+        mcmc.run(random.key(seed), Y)
+    grid = np.linspace(1.0, 2.0, 20_001)
+    energy = 200 * (grid**2 - float(Y.mean())) ** 2 + grid**2 / 18
+    weight = np.exp(energy.min() - energy)
+    weight /= weight.sum()
+    mean = weight @ grid
+    variance = weight @ (grid - mean) ** 2
+    draws = np.abs(np.asarray(mcmc.get_samples(group_by_chain=True)["theta"], float))
+    error = ((draws - mean) ** 2).mean(1) / variance - 1
+    assert (abs(error.mean()) - 0.05) / (error.std(ddof=1) / 20**0.5) < 4.5
+    tuning = mcmc.last_state.tuning
+    plain, corrected = tuning.measurements.mean_noise
+    # Gradients are long here, but none is cut.
+    assert bool(tuning.anchor.in_use) and corrected < 1e-2 * plain and int(mcmc.last_state.num_divergences) == 0
 
 
 # --- What is refused. ---

@@ -243,7 +243,9 @@ class Iteration:
         """The cloud with gradients cut that are far longer than any in the bulk of the posterior."""
         if self.learned.scale is None or not self.learned.measures or tuning.measurements is None:
             return cloud, jnp.zeros(cloud.potential_energy.shape, bool)
-        limit = GRADIENT_LIMIT * jnp.sqrt(cloud.z.shape[-1] * (1.0 + tuning.noise))
+        # Whitened positions and gradients vary alike: by one for a Gaussian, by far more where modes lie apart.
+        expected = jnp.fmax(tuning.moments.variances(), 1.0) + tuning.noise
+        limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(jnp.broadcast_to(expected, cloud.z.shape[-1:])))
         length = jnp.linalg.norm(cloud.gradient, axis=-1)
         factor = jnp.minimum(1.0, limit / length)[..., None]
         return cloud._replace(gradient=jnp.where(length[..., None] > limit, factor * cloud.gradient, cloud.gradient)), (
