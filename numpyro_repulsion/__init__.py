@@ -1,7 +1,7 @@
 """Stochastic-gradient MCMC with interacting particles, for NumPyro."""
 
 from numpyro_repulsion.dynamics import Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
-from numpyro_repulsion.gradients import ControlVariates, FullData, Subsampled
+from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled
 from numpyro_repulsion.inference_data import summary, to_inference_data
 from numpyro_repulsion.interactions import (
     IMQ,
@@ -33,6 +33,7 @@ __all__ = [
     "SGNHT",
     "SGNHTR",
     "SVGD",
+    "SVRG",
     "Antithetic",
     "Archive",
     "Balanced",

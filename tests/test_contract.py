@@ -24,6 +24,7 @@ from numpyro_repulsion import (
     SGNHT,
     SGNHTR,
     SVGD,
+    SVRG,
     Antithetic,
     Archive,
     Balanced,
@@ -59,7 +60,7 @@ INTERACTIONS = (
     RandomFeatures(),
     RandomGroups(RBF(), size=3),
 )
-GRADIENTS = (None, FullData(), Subsampled(), ControlVariates(shared=True))
+GRADIENTS = (None, FullData(), Subsampled(), ControlVariates(shared=True), SVRG())
 STEP_SIZES = (None, 0.01, Polynomial(0.01))
 CYCLE = Cyclical(0.01, length=20)
 Y = jnp.linspace(-1.0, 1.0, 20)
@@ -87,6 +88,7 @@ def kernels():
     for kernel in (SGLD, SGLDR, *MOMENTA):
         yield kernel(model, gradient=FullData(), moves=Archive())
     yield SGLDR(model, step_size=CYCLE, preconditioner="diagonal")
+    yield SGLDR(model, step_size=CYCLE, gradient=SVRG(shared=True))
 
 
 def combinations():

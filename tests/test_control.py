@@ -15,7 +15,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, ControlVariates, FullData, Subsampled
-from numpyro_repulsion.gradients import Anchor, ModelTarget, draw_indices, full_gradient
+from numpyro_repulsion.gradients import Anchor, ModelTarget, anchored, draw_indices, full_gradient
 from numpyro_repulsion.gradients.control import chunks
 
 KEY = random.key(0)
@@ -128,7 +128,7 @@ def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
 
 
 def anchor_at(target, z, unravel, in_use=True):
-    return Anchor(z, *full_gradient(KEY, target, unravel, z, 20), jnp.asarray(in_use), jnp.nan)
+    return anchored(KEY, target, unravel, Anchor.none(z.shape, z.dtype, in_use)._replace(position=z), 20)
 
 
 def test_corrected_gradients_are_unbiased_by_enumeration():

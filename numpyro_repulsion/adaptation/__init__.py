@@ -9,7 +9,16 @@ followed the particles while draws are kept would change the stationary law.
 from numpyro_repulsion.adaptation.arrival import arrive, rescue
 from numpyro_repulsion.adaptation.measurement import Measurements, measure
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner, first_scale, shrink
-from numpyro_repulsion.adaptation.tuning import Learned, Tuning, adapt, is_arriving, is_due, is_settling, since_arrival
+from numpyro_repulsion.adaptation.tuning import (
+    Learned,
+    Tuning,
+    adapt,
+    is_arriving,
+    is_due,
+    is_settling,
+    since_arrival,
+    until_due,
+)
 from numpyro_repulsion.adaptation.verdict import Verdict, judge
 
 __all__ = [
@@ -30,4 +39,5 @@ __all__ = [
     "rescue",
     "shrink",
     "since_arrival",
+    "until_due",
 ]

@@ -170,6 +170,11 @@ class Moments(NamedTuple):
             gradient = scale.T @ self.gradient_scatter @ scale
         return Moments(self.number, change.whiten(self.position), change.pull(self.gradient), position, gradient)
 
+    def variances(self) -> jax.Array:
+        """The variance of each position, ``(d,)``."""
+        scatter = self.position_scatter
+        return (scatter if scatter.ndim == 1 else jnp.diagonal(scatter)) / jnp.maximum(self.number, 1.0)
+
     def spread(self) -> jax.Array:
         """The largest variance of the positions in any direction."""
         covariance = self.position_scatter / jnp.maximum(self.number, 1.0)

@@ -18,7 +18,7 @@ from numpyro_repulsion.gradients import Anchor
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["Learned", "Tuning", "adapt", "is_arriving", "is_due", "is_settling", "since_arrival"]
+__all__ = ["Learned", "Tuning", "adapt", "is_arriving", "is_due", "is_settling", "since_arrival", "until_due"]
 
 #: Fractions of warmup at which windows end, in which particles arrive, ...
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
@@ -53,6 +53,8 @@ class Learned(NamedTuple):
     - **anchor** - whether the gradient has control variates.
     - **noise** - whether gradients are noisy.
     - **jumps** - whether particles jump between modes.
+    - **epoch** - after how many updates each particle's own reference is renewed; ``None`` where control variates have
+      a common one.
     """
 
     step_size: BiasBudget | None
@@ -61,6 +63,7 @@ class Learned(NamedTuple):
     anchor: bool
     noise: bool = False
     jumps: bool = False
+    epoch: int | None = None
 
     @property
     def arrives(self) -> bool:
@@ -84,7 +87,7 @@ class Tuning(NamedTuple):
     - **effective_draws** - how many independent draws a run as long as the warmup is then worth, for the direction that
       moves slowest; NaN where the step is not measured.
     - **bandwidth** - h, where an interaction learns it; NaN where none is in use.
-    - **anchor** - the reference point of control variates, or ``None``.
+    - **anchor** - the reference points of control variates, or ``None``. Each particle's own go on being renewed.
     - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
     - **moments** - of the cloud in the current window; ``None`` without a warmup.
     - **measurements** - curvature and noise since the scales were frozen; ``None`` without a warmup.
@@ -129,6 +132,11 @@ class Tuning(NamedTuple):
         nothing: Any = None
         dtype = cloud.z.dtype
         learns = num_warmup > 0
+        anchor = nothing
+        if learned.epoch is not None:
+            anchor = Anchor.none(cloud.z.shape, dtype, in_use=not (learns and learned.arrives))
+        elif learns and learned.anchor:
+            anchor = Anchor.none(dimension, dtype)
         return Tuning(
             iteration=jnp.zeros((), jnp.int32),
             num_warmup=jnp.asarray(num_warmup, jnp.int32),
@@ -137,7 +145,7 @@ class Tuning(NamedTuple):
             bias=jnp.asarray(jnp.nan, dtype),
             effective_draws=jnp.asarray(jnp.nan, dtype),
             bandwidth=bandwidth,
-            anchor=Anchor.none(dimension, dtype) if learns and learned.anchor else None,
+            anchor=anchor,
             arrival=jnp.full((groups, size), 0.05, dtype),
             moments=Moments.empty(dimension, dtype, learned.scale == "dense") if learns else nothing,
             measurements=Measurements.empty(1 + len(SETTLING_ENDS), groups * size, dtype) if learns else nothing,
@@ -164,6 +172,12 @@ def is_due(tuning: Tuning) -> jax.Array:
     """Whether the iterations done so far complete a window of warmup."""
     done = tuning.iteration
     return (done > 0) & (done <= tuning.num_warmup) & jnp.any(done == _at(ENDS, tuning))
+
+
+def until_due(tuning: Tuning) -> jax.Array:
+    """How many more iterations complete the present window of warmup; after the last, a huge number."""
+    left = _at(ENDS, tuning) - tuning.iteration
+    return jnp.min(jnp.where(left > 0, left, jnp.iinfo(left.dtype).max))
 
 
 def adapt(
@@ -201,7 +215,11 @@ def adapt(
     position = tuning.preconditioner.colour(tuning.moments.position)
     tuning, cloud = lax.cond(due, lambda: _refit(rescue_key, tuning, cloud, learned, score), lambda: (tuning, cloud))
     if tuning.anchor is not None:
-        passes = due & ((tuning.iteration == _at(ARRIVED, tuning)) | (tuning.iteration == _at(FREEZE, tuning)))
+        passes = due & (tuning.iteration == _at(ARRIVED, tuning))
+        if learned.epoch is None:
+            passes |= due & (tuning.iteration == _at(FREEZE, tuning))
+        else:
+            position = tuning.preconditioner.colour(cloud.z)
         anchor = tuning.anchor._replace(
             position=jnp.where(passes, position, tuning.anchor.position), in_use=tuning.anchor.in_use | passes
         )

@@ -73,8 +73,8 @@ class Verdict(NamedTuple):
             )
         if self.fell_back:
             found.append(
-                "Control variates add noise here, as with several modes, and are not in use; `gradient=Subsampled()` "
-                "does without them from the start."
+                "Control variates add noise here, as with several modes, or references left far behind, and are not in "
+                "use; `gradient=Subsampled()` does without them from the start."
             )
         if self.stays:
             found.append(

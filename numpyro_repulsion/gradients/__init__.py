@@ -4,11 +4,12 @@ A :class:`Target` is the posterior as samplers see it, one unconstrained particl
 which rows of the subsampled plates each particle looks at in each update.
 """
 
-from numpyro_repulsion.gradients.control import ControlVariates, fingerprint, full_gradient
+from numpyro_repulsion.gradients.control import SVRG, ControlVariates, anchored, fingerprint, full_gradient
 from numpyro_repulsion.gradients.minibatch import Anchor, FullData, Gradient, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import FunctionTarget, ModelTarget, Target
 
 __all__ = [
+    "SVRG",
     "Anchor",
     "ControlVariates",
     "FullData",
@@ -17,6 +18,7 @@ __all__ = [
     "ModelTarget",
     "Subsampled",
     "Target",
+    "anchored",
     "draw_indices",
     "fingerprint",
     "full_gradient",

@@ -18,13 +18,15 @@ __all__ = ["Anchor", "FullData", "Gradient", "Subsampled", "draw_indices", "rave
 
 
 class Anchor(NamedTuple):
-    """The reference point of control variates.
+    """The reference point of control variates, one for all particles or one for each.
 
-    - **position** - ẑ, unconstrained and flat, ``(d,)``.
-    - **potential_energy** - U(ẑ) over all rows.
-    - **gradient** - ∇U(ẑ) over all rows, ``(d,)``.
+    - **position** - ẑ, unconstrained and flat, ``(d,)`` or ``(G, L, d)``.
+    - **potential_energy** - U(ẑ) over all rows, a scalar or ``(G, L)``.
+    - **gradient** - ∇U(ẑ) over all rows, ``(d,)`` or ``(G, L, d)``.
     - **in_use** - whether gradients are corrected by it.
-    - **fingerprint** - U(ẑ) on a few rows, by which other data are known; NaN until it is next used.
+    - **fingerprint** - U at the (first) ẑ on a few rows, by which other data are known; NaN where there is no
+      reference yet, and until a common one is next used.
+    - **age** - of references that are renewed, how many updates were done since.
     """
 
     position: jax.Array
@@ -32,12 +34,14 @@ class Anchor(NamedTuple):
     gradient: jax.Array
     in_use: jax.Array
     fingerprint: jax.Array
+    age: jax.Array
 
     @staticmethod
-    def none(size: int, dtype) -> Anchor:
-        """No reference point yet, for ``size`` parameters."""
-        zero = jnp.zeros(size, dtype)
-        return Anchor(zero, zero[0], zero, jnp.zeros((), bool), zero[0])
+    def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Anchor:
+        """No reference point yet, for positions of a shape ``(d,)`` or ``(G, L, d)``."""
+        zero = jnp.zeros(shape, dtype)
+        unknown = jnp.asarray(jnp.nan, dtype)
+        return Anchor(zero, zero[..., 0], zero, jnp.asarray(in_use), unknown, jnp.zeros((), jnp.int32))
 
 
 class Gradient:
@@ -49,6 +53,12 @@ class Gradient:
     def is_noisy(self, target: Target) -> bool:
         """Whether U and ∇U are estimates, other ones in every update."""
         return target.is_random
+
+    def epoch_length(self, target: Target, num_steps: int) -> int | None:
+        """After how many updates, whole iterations of ``num_steps``, particles renew references of their own; ``None``
+        where they have none."""
+        del target, num_steps
+        return None
 
     def rows(self, key: jax.Array, target: Target, shape: tuple[int, ...]) -> tuple[Indices, int]:
         """Row indices for a cloud of ``shape = (G, L)`` particles.
@@ -63,7 +73,7 @@ class Gradient:
     ) -> tuple[jax.Array, jax.Array]:
         """``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``.
 
-        :param anchor: the reference point of control variates, for those who use one.
+        :param anchor: the reference points of control variates, for those who use them.
         """
         rows_key, model_key = random.split(key)
         indices, axes = self.rows(rows_key, target, z.shape[:2])

@@ -73,7 +73,7 @@ class ParticleKernel(MCMCKernel):
     :param num_ensembles: the particles are split into so many equal groups, in order of the chains, that do not
         interact and share no minibatch.
     :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if their
-        likelihood is random too) and ``FullData()`` for others.
+        likelihood is random too) and ``FullData()`` for others; ``SVRG()`` suits several modes.
     :param dynamics: ``None`` is the kernel's own.
     :param moves: jumps between updates, :class:`~numpyro_repulsion.Archive`, or ``None``.
     :param init_strategy: where particles start: a draw from the prior each, by default.
@@ -250,7 +250,7 @@ class ParticleKernel(MCMCKernel):
             learned,
             self.num_steps,
         )
-        tuning, is_other = iteration.recognize(tuning)
+        tuning, is_other = iteration.recognize(cloud, tuning)
         cloud, tuning, in_use, troubled, num_updates = iteration.move(
             loop_key, cloud, tuning, state.num_updates, is_other
         )
@@ -337,6 +337,7 @@ class ParticleKernel(MCMCKernel):
             scale=scale,
             bandwidth=self.interaction.learns_bandwidth,
             anchor=isinstance(gradient, ControlVariates),
+            epoch=gradient.epoch_length(target, self.num_steps),
             noise=gradient.is_noisy(target),
             jumps=self.moves is not None,
         )

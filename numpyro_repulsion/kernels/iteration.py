@@ -8,9 +8,9 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 
-from numpyro_repulsion.adaptation import Learned, Tuning, adapt, arrive, is_arriving
-from numpyro_repulsion.dynamics import Cloud, Dynamics, hold
-from numpyro_repulsion.gradients import Anchor, Gradient, Target, fingerprint, full_gradient
+from numpyro_repulsion.adaptation import Learned, Tuning, adapt, arrive, is_arriving, until_due
+from numpyro_repulsion.dynamics import Cloud, Dynamics, hold, select
+from numpyro_repulsion.gradients import Anchor, Gradient, Target, anchored, fingerprint
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.schedules import Cyclical
@@ -91,11 +91,20 @@ class Iteration:
         if anchor is not None:
             anchor = anchor._replace(in_use=anchor.in_use & ~is_other)
         force = self.force(tuning._replace(anchor=anchor))
+        epoch = self.learned.epoch
+        # The iteration with the hot part of a cycle may be longer than an epoch.
+        renews_within = cycle is not None and epoch is not None
         jumps = tuning.jumps
         tally_before = None if jumps is None else jumps.tally
 
         def update(key, carry):
-            cloud, count, troubles, tally = carry
+            cloud, count, troubles, tally, own = carry
+            felt = force
+            if renews_within:
+                due = own.in_use & (own.age >= epoch)
+                own = self._renew(due, cloud, tuning, own, jnp.zeros((), bool))
+                felt = self.force(tuning._replace(anchor=own))
+                own = own._replace(age=own.age + 1)
             interaction_key = None
             if self.interaction.is_redrawn:
                 key, interaction_key = random.split(key)
@@ -109,7 +118,7 @@ class Iteration:
             def step(cloud):
                 cloud, cut = self._cut(cloud, tuning)
                 step_size = self.step_size(tuning, count)
-                proposal = self.dynamics.step(noise_key, cloud, lambda u: force(force_key, u), couple, step_size)
+                proposal = self.dynamics.step(noise_key, cloud, lambda u: felt(force_key, u), couple, step_size)
                 cloud, held = hold(cloud, proposal)
                 return cloud, troubles + (held | cut), tally
 
@@ -118,7 +127,7 @@ class Iteration:
                     noise_key,
                     cloud,
                     jumps,
-                    lambda u: force(force_key, u),
+                    lambda u: felt(force_key, u),
                     self.dynamics.temperature,
                     not (self.interaction.interacts or self.dynamics.interacts),
                 )
@@ -129,7 +138,7 @@ class Iteration:
                 cloud, troubles, tally = step(cloud)
             else:
                 cloud, troubles, tally = lax.cond((jumps.kind > 0) & (count % 2 == 1), jump, step, cloud)
-            return cloud, count + 1, troubles, tally
+            return cloud, count + 1, troubles, tally, own
 
         def approach(key, carry):
             move_key, force_key = random.split(key)
@@ -137,34 +146,70 @@ class Iteration:
 
         def run():
             nothing = jnp.zeros(tuning.arrival.shape, int)
-            moved, _, troubled, tally = repeat(update, (cloud, num_updates, nothing, tally_before))
+            own = anchor if renews_within else None
+            moved, _, troubled, tally, own = repeat(update, (cloud, num_updates, nothing, tally_before, own))
             step_size = self.step_size(tuning, done - 1)
-            return moved, tuning.arrival, jnp.broadcast_to(step_size, tuning.arrival.shape), troubled, tally
+            in_use = jnp.broadcast_to(step_size, tuning.arrival.shape)
+            return moved, tuning.arrival, in_use, troubled, tally, own
 
         def run_arrival():
             position, arrival = repeat(approach, (cloud[:3], tuning.arrival))
-            return Cloud(*position, cloud.memory), arrival, arrival, jnp.zeros(arrival.shape, int), tally_before
+            troubled = jnp.zeros(arrival.shape, int)
+            own = anchor if renews_within else None
+            return Cloud(*position, cloud.memory), arrival, arrival, troubled, tally_before, own
 
         if self.learned.arrives and tuning.moments is not None:
-            cloud, arrival, in_use, troubled, tally = lax.cond(is_arriving(tuning), run_arrival, run)
+            found = lax.cond(is_arriving(tuning), run_arrival, run)
         else:
-            cloud, arrival, in_use, troubled, tally = run()
+            found = run()
+        cloud, arrival, in_use, troubled, tally, own = found
+        if anchor is not None and epoch is not None:
+            tuning = tuning._replace(anchor=own if renews_within else anchor._replace(age=anchor.age + self.num_steps))
         if jumps is not None:
             jumps = jumps._replace(tally=tally)
         return cloud, tuning._replace(arrival=arrival, jumps=jumps), in_use, troubled, done
 
-    def recognize(self, tuning: Tuning) -> tuple[Tuning, jax.Array]:
-        """The tuning, its anchor marked by the data; and whether that was made on other data than these."""
+    def recognize(self, cloud: Cloud, tuning: Tuning) -> tuple[Tuning, jax.Array]:
+        """The tuning, its anchor marked by the data; and whether that was made on other data than these.
+
+        References of each particle's own are renewed here, where an epoch is over or the data are others.
+        """
         anchor = tuning.anchor
         if anchor is None:
             return tuning, jnp.zeros((), bool)
-        found = fingerprint(self.target, self.unravel, anchor.position)
+        found = fingerprint(self.target, self.unravel, anchor.position.reshape(-1, cloud.z.shape[-1])[0])
         # Other programs may round differently.
         tolerance = 100 * jnp.finfo(found.dtype).eps * (1.0 + jnp.abs(found))
         is_new = jnp.isnan(anchor.fingerprint)
         is_other = ~is_new & (jnp.abs(found - anchor.fingerprint) > tolerance)
-        anchor = anchor._replace(fingerprint=jnp.where(is_new, found, anchor.fingerprint))
-        return tuning._replace(anchor=anchor), is_other
+        if self.learned.epoch is None:
+            anchor = anchor._replace(fingerprint=jnp.where(is_new, found, anchor.fingerprint))
+            return tuning._replace(anchor=anchor), is_other
+        is_needed, is_middle = anchor.in_use, jnp.zeros((), bool)
+        if tuning.moments is not None:
+            # Warmup asks at the end of each window whether references help, be they in use or not.
+            is_needed |= tuning.iteration < tuning.num_warmup
+            is_needed &= ~(is_arriving(tuning) & self.learned.arrives)
+            # It is to see their noise at its average: half an epoch after they were renewed.
+            is_middle = until_due(tuning) == (self.learned.epoch // self.num_steps + 1) // 2
+        is_stale = is_new | is_other
+        due = is_needed & (is_stale | is_middle | (anchor.age >= self.learned.epoch))
+        anchor = self._renew(due, cloud, tuning, anchor, is_stale)
+        return tuning._replace(anchor=anchor), jnp.zeros((), bool)
+
+    def _renew(self, due, cloud, tuning, anchor, is_stale):
+        """The anchor with each particle's reference where it is now, if that is due."""
+
+        def renew():
+            here = anchor._replace(position=tuning.preconditioner.colour(cloud.z))
+            # Only random likelihoods would use the key, and they are refused.
+            new = anchored(random.key(0), self.target, self.unravel, here, cloud.potential_energy.size)
+            # An old reference is as right as a new one, and a gradient that is not finite would hold the particle.
+            usable = (jnp.isfinite(new.potential_energy) & jnp.isfinite(new.gradient).all(-1)) | is_stale
+            mark = jnp.where(usable[0, 0], new.fingerprint, anchor.fingerprint)
+            return Anchor(*select(usable, new[:3], anchor[:3]), anchor.in_use, mark, new.age)
+
+        return lax.cond(due, renew, lambda: anchor)
 
     def learn(self, key: jax.Array, cloud: Cloud, tuning: Tuning, is_other: jax.Array) -> tuple[Cloud, Tuning]:
         """What the iteration teaches, and counts it."""
@@ -173,10 +218,7 @@ class Iteration:
         key, reference_key = random.split(key)
 
         def reference(anchor):
-            found = full_gradient(
-                reference_key, self.target, self.unravel, anchor.position, cloud.potential_energy.size
-            )
-            return Anchor(anchor.position, *found, anchor.in_use, jnp.full_like(found[0], jnp.nan))
+            return anchored(reference_key, self.target, self.unravel, anchor, cloud.potential_energy.size)
 
         tuning, cloud = adapt(
             key,
@@ -201,7 +243,9 @@ class Iteration:
         """The cloud with gradients cut that are far longer than any in the bulk of the posterior."""
         if self.learned.scale is None or not self.learned.measures or tuning.measurements is None:
             return cloud, jnp.zeros(cloud.potential_energy.shape, bool)
-        limit = GRADIENT_LIMIT * jnp.sqrt(cloud.z.shape[-1] * (1.0 + tuning.noise))
+        # Whitened positions and gradients vary alike: by one for a Gaussian, by far more where modes lie apart.
+        expected = jnp.fmax(tuning.moments.variances(), 1.0) + tuning.noise
+        limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(jnp.broadcast_to(expected, cloud.z.shape[-1:])))
         length = jnp.linalg.norm(cloud.gradient, axis=-1)
         factor = jnp.minimum(1.0, limit / length)[..., None]
         return cloud._replace(gradient=jnp.where(length[..., None] > limit, factor * cloud.gradient, cloud.gradient)), (

@@ -1,0 +1,336 @@
+"""References of each particle's own: when they are renewed, and that gradients corrected by them are right."""
+
+import itertools
+import warnings
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGLD, SGLDR, SVRG, BiasBudget, Cyclical, Independent, Subsampled
+from numpyro_repulsion.gradients import Anchor, ModelTarget, anchored
+
+KEY = random.key(0)
+Y = 2.0 + random.normal(random.key(1), (400,))
+
+
+def two_modes(y, batch=20):
+    theta = numpyro.sample("theta", dist.Normal(0, 3))
+    with numpyro.plate("rows", len(y), subsample_size=batch) as i:
+        numpyro.sample("y", dist.Normal(theta**2, 1), obs=y[i])
+
+
+def mean_of(y, batch=20):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("rows", len(y), subsample_size=batch) as i:
+        numpyro.sample("y", dist.StudentT(5.0, mu, 1.0), obs=y[i])
+
+
+def anchors(kernel, number, num_warmup=0, y=Y, state=None, size=6):
+    """The states of an iteration after another, as one; and the last."""
+    if state is None:
+        state = kernel.init(random.split(random.key(0), size), num_warmup, None, (y,), {})
+
+    def iterate(state, _):
+        state = kernel.sample(state, (y,), {})
+        return state, state
+
+    last, states = jax.jit(lambda state: lax.scan(iterate, state, length=number))(state)
+    return states, last
+
+
+def renewals(states):
+    """In which iterations, from 1, references moved."""
+    x = np.asarray(states.tuning.anchor.position)
+    x = np.concatenate([np.zeros_like(x[:1]), x]).reshape(len(x) + 1, -1)
+    return (np.flatnonzero((x[1:] != x[:-1]).all(1)) + 1).tolist()
+
+
+# --- The estimate. ---
+
+
+def test_gradients_are_unbiased_by_enumeration(x64):
+    # One row from each of two strata of three: nine equally likely minibatches.
+    target = ModelTarget(two_modes, (Y[:6].astype(float), 2))
+
+    def unravel(z):
+        return {"theta": z[0]}
+
+    z = jnp.array([[[1.3], [-1.5]]])
+    reference = Anchor.none((1, 2, 1), z.dtype, True)._replace(position=jnp.array([[[1.1], [-1.7]]]))
+    anchor = anchored(KEY, target, unravel, reference, 1)
+
+    class Given(SVRG):
+        def rows(self, key, target, shape):
+            return {"rows": jnp.broadcast_to(self.chosen, (*shape, 2))}, 2
+
+    def mean(anchor):
+        values = []
+        for chosen in itertools.product(range(3), range(3, 6)):
+            gradient = Given()
+            object.__setattr__(gradient, "chosen", jnp.array(chosen))
+            values.append(gradient.force(KEY, target, unravel, z, anchor))
+        return [np.mean([np.asarray(v) for v in part], 0) for part in zip(*values, strict=True)]
+
+    exact = jax.vmap(jax.value_and_grad(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY)))(z[0])
+    for found, expected in zip(mean(anchor), exact, strict=True):
+        np.testing.assert_allclose(found[0], expected, rtol=1e-10)
+    # Each with the other's reference is something else.
+    swapped = anchor._replace(position=anchor.position[:, ::-1])
+    assert (np.abs(mean(swapped)[1][0] / exact[1] - 1) > 0.1).all()
+
+
+def test_references_are_those_of_each_particle():
+    target = ModelTarget(two_modes, (Y,))
+
+    def unravel(z):
+        return {"theta": z[0]}
+
+    position = jnp.array([[[1.3], [-1.5], [0.2]], [[2.0], [-1.0], [0.0]]])
+    anchor = anchored(
+        KEY, target, lambda z: {"theta": z[0]}, Anchor.none((2, 3, 1), float)._replace(position=position), 6
+    )
+    slope = position / 9 + 2 * position * (400 * position**2 - Y.sum())
+    np.testing.assert_allclose(anchor.gradient, slope, rtol=1e-3, atol=1e-2)
+    # At its reference a particle has no noise, in whichever mode.
+    energy, found = SVRG().force(
+        KEY, target, lambda z: {"theta": z[0]}, position, anchor._replace(in_use=jnp.array(True))
+    )
+    np.testing.assert_allclose(found, anchor.gradient, rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(energy, anchor.potential_energy, rtol=1e-4)
+
+
+# --- When. ---
+
+
+def crossed(x):
+    a = numpyro.sample("a", dist.Normal(0, 1))
+    with numpyro.plate("outer", 7, subsample_size=2, dim=-2) as i, numpyro.plate("inner", 5, subsample_size=2) as j:
+        numpyro.sample("y", dist.Normal(a, 1), obs=x[i][:, j])
+
+
+def test_an_epoch_is_as_many_updates_as_there_are_minibatches():
+    rows = ModelTarget(two_modes, (Y[:401], 20))
+    assert SVRG().epoch_length(rows, 1) == 20 and SVRG().epoch_length(rows, 8) == 24
+    assert SVRG(epoch=5).epoch_length(rows, 1) == 5 and SVRG(epoch=np.int64(5)).epoch_length(rows, 4) == 8
+    assert SVRG().epoch_length(ModelTarget(two_modes, (Y[:23], 4)), 1) == 6
+    assert SVRG().epoch_length(ModelTarget(crossed, (jnp.sin(jnp.arange(35.0)).reshape(7, 5),)), 1) == 9
+    assert Subsampled().epoch_length(rows, 1) is None
+
+
+def test_references_are_renewed_every_epoch_from_the_first_update_on():
+    kernel = SGLDR(two_modes, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=5))
+    states, last = anchors(kernel, 9)
+    assert renewals(states) == [1, 4, 7]
+    assert np.asarray(states.tuning.anchor.age).tolist() == [2, 4, 6] * 3
+    # A reference is where its particle was.
+    np.testing.assert_array_equal(states.tuning.anchor.position[3, 0, :, 0], states.z["theta"][2])
+    # Other states go on with the count: those of a run that is resumed.
+    some, middle = anchors(kernel, 5)
+    _, end = anchors(kernel, 4, state=middle)
+    assert renewals(some) == [1, 4] and int(end.tuning.anchor.age) == 6
+    np.testing.assert_array_equal(end.z["theta"], last.z["theta"])
+    jax.tree.map(np.testing.assert_array_equal, end.tuning.anchor, last.tuning.anchor)
+
+
+@pytest.mark.slow
+def test_runs_can_be_resumed_by_the_host():
+    mcmc = MCMC(
+        SGLDR(two_modes, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=5)),
+        num_warmup=0,
+        num_samples=5,
+        num_chains=6,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), Y)
+    anchor = mcmc.last_state.tuning.anchor
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(mcmc.post_warmup_state.rng_key, Y)
+    again = mcmc.last_state.tuning.anchor
+    # Of ten iterations the last is the first of an epoch.
+    assert (int(anchor.age), int(again.age)) == (4, 2) and (anchor.position != again.position).all()
+
+
+def test_warmup_measures_in_the_middle_of_an_epoch():
+    kernel = SGLD(two_modes, num_steps=1, gradient=SVRG(epoch=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        states, _ = anchors(kernel, 112, num_warmup=100)
+    anchor = states.tuning.anchor
+    # Particles arrive by plain minibatches.
+    assert not anchor.in_use[:24].any() and anchor.in_use[24:].all()
+    assert renewals(states)[0] == 25
+    for end in (30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100):
+        assert anchor.age[end - 1] == 2
+    assert anchor.age[25:].max() == 4
+    # After warmup epochs have their length.
+    assert np.asarray(anchor.age[100:]).tolist() == [3, 4] + [1, 2, 3, 4] * 2 + [1, 2]
+    plain, corrected = states.tuning.measurements.noise[99, -1]
+    assert corrected < 1e-2 * plain
+
+
+@pytest.mark.slow
+def test_references_that_do_not_help_are_let_go():
+    kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
+    state = kernel.init(random.split(random.key(0), 6), 0, None, (Y,), {})
+    unused = state.tuning.anchor._replace(in_use=jnp.array(False))
+    states, _ = anchors(kernel, 5, state=state._replace(tuning=state.tuning._replace(anchor=unused)))
+    assert renewals(states) == []
+
+
+def test_the_hot_part_of_a_cycle_has_epochs_too():
+    kernel = SGLD(two_modes, step_size=Cyclical(1e-6, length=40), num_steps=2, gradient=SVRG(epoch=6))
+    states, _ = anchors(kernel, 5)
+    # 20 hot updates and 2 cold ones in the first iteration: the fourth epoch is at its fourth update.
+    assert np.asarray(states.tuning.anchor.age).tolist() == [4, 6, 2, 4, 6]
+    assert int(states.num_updates[0]) == 22
+
+
+def test_other_data_renew_all_references():
+    kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG(epoch=1000))
+    _, state = anchors(kernel, 2)
+    other = 1.0 + Y[::-1]
+    states, after = anchors(kernel, 2, y=other, state=state)
+    anchor = after.tuning.anchor
+    assert renewals(states) == [1] and int(anchor.age) == 20
+    np.testing.assert_array_equal(anchor.position.ravel(), state.z["theta"])
+    position = np.asarray(anchor.position, float)
+    slope = position / 9 + 2 * position * (400 * position**2 - float(other.sum()))
+    np.testing.assert_allclose(anchor.gradient, slope, rtol=1e-3, atol=1.0)
+    states, _ = anchors(kernel, 2, y=other, state=after)
+    assert (states.tuning.anchor.position == anchor.position).all() and int(states.tuning.anchor.age[-1]) == 40
+
+
+@pytest.mark.filterwarnings("ignore:A particle's update")
+def test_a_reference_without_a_finite_gradient_is_not_taken():
+    def bounded(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", 40, subsample_size=2) as i:
+            # One row cannot be evaluated beyond 1.
+            cost = jnp.where(i == 7, jnp.sqrt(1.0 - mu), mu**2)
+            numpyro.factor("y", -cost)
+
+    kernel = SGLD(bounded, step_size=1e-6, num_steps=1, gradient=SVRG(epoch=1), interaction=Independent())
+    state = kernel.init(random.split(KEY, 2), 0, {"mu": jnp.array([0.5, 0.6])}, (Y,), {})
+    state = kernel.sample(state, (Y,), {})
+    before = state.tuning.anchor
+    state = kernel.sample(state._replace(z={"mu": jnp.array([0.5, 1.5])}), (Y,), {})
+    anchor = state.tuning.anchor
+    assert np.isfinite(anchor.gradient).all() and anchor.position[0, 0, 0] == 0.5
+    assert anchor.position[0, 1, 0] == before.position[0, 1, 0]
+
+
+@pytest.mark.parametrize("make_key", [random.key, pytest.param(random.PRNGKey, marks=pytest.mark.slow)])
+def test_a_single_chain_has_a_reference(make_key):
+    kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
+    state = kernel.init(make_key(0), 0, None, (Y,), {})
+    after = jax.jit(lambda state: kernel.sample(state, (Y,), {}))(state)
+    assert after.z["theta"].shape == () and after.tuning.anchor.position.shape == (1, 1, 1)
+    np.testing.assert_array_equal(after.tuning.anchor.position[0, 0, 0], state.z["theta"])
+
+
+# --- The law. ---
+
+
+def scores(gradient, y, change=lambda state: state, seed=0, num_samples=300):
+    """Errors of the mean and the variance over 64 independent chains, in their standard errors."""
+    grid = np.linspace(-1.0, 1.0, 4001) + float(jnp.median(y))
+    energy = 3.0 * np.log1p((np.asarray(y, float)[:, None] - grid) ** 2 / 5).sum(0) + grid**2 / 200
+    weight = np.exp(energy.min() - energy)
+    weight /= weight.sum()
+    mean = weight @ grid
+    variance = weight @ (grid - mean) ** 2
+    # A tenth of the posterior's own time in each update.
+    kernel = SGLD(mean_of, step_size=0.1 * variance, gradient=gradient, interaction=Independent())
+    starts = mean + variance**0.5 * random.normal(random.key(seed + 9), (64,))
+    state = change(kernel.init(random.split(random.key(seed), 64), 0, {"mu": starts}, (y,), {}))
+
+    def iterate(state, _):
+        state = kernel.sample(state, (y,), {})
+        return state, state.z["mu"]
+
+    _, draws = jax.jit(lambda state: lax.scan(iterate, state, length=num_samples))(state)
+    error = (np.asarray(draws, float).T - mean) / variance**0.5
+    found = error.mean(1), (error**2).mean(1) - 1
+    return [abs(x.mean()) / (x.std(ddof=1) / 8.0) for x in found]
+
+
+DATA = 2.0 + random.t(random.key(5), 5.0, (400,))
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)]])
+def test_long_run(seed):
+    assert max(scores(SVRG(), DATA, seed=seed)) < 4.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_long_run_fails_without_correction_or_with_that_of_other_data(seed):
+    assert scores(Subsampled(), DATA, seed=seed)[1] > 9.0
+
+    def stale(state):
+        # Taken for references on these data, which those shifted by half a standard deviation are not.
+        target = ModelTarget(mean_of, (DATA + 0.5,))
+        anchor = state.tuning.anchor._replace(position=state.z["mu"].reshape(1, 64, 1))
+        anchor = anchored(KEY, target, lambda z: {"mu": z[0]}, anchor, 64)
+        # The fingerprint is one's own.
+        own = anchored(KEY, ModelTarget(mean_of, (DATA,)), lambda z: {"mu": z[0]}, anchor, 64).fingerprint
+        return state._replace(tuning=state.tuning._replace(anchor=anchor._replace(fingerprint=own)))
+
+    assert scores(SVRG(epoch=10**6), DATA, stale, seed)[0] > 9.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_far_modes_come_out_in_their_own_size(seed):
+    # Each of two modes has a standard deviation many times smaller than the distance to the other.
+    kernel = SGLD(two_modes, gradient=SVRG(), step_size=BiasBudget(0.05, min_draws=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc = MCMC(
+            kernel, num_warmup=400, num_samples=400, num_chains=20, chain_method="vectorized", progress_bar=False
+        )
+        mcmc.run(random.key(seed), Y)
+    grid = np.linspace(1.0, 2.0, 20_001)
+    energy = 200 * (grid**2 - float(Y.mean())) ** 2 + grid**2 / 18
+    weight = np.exp(energy.min() - energy)
+    weight /= weight.sum()
+    mean = weight @ grid
+    variance = weight @ (grid - mean) ** 2
+    draws = np.abs(np.asarray(mcmc.get_samples(group_by_chain=True)["theta"], float))
+    error = ((draws - mean) ** 2).mean(1) / variance - 1
+    assert (abs(error.mean()) - 0.05) / (error.std(ddof=1) / 20**0.5) < 4.5
+    tuning = mcmc.last_state.tuning
+    plain, corrected = tuning.measurements.mean_noise
+    # Gradients are long here, but none is cut.
+    assert bool(tuning.anchor.in_use) and corrected < 1e-2 * plain and int(mcmc.last_state.num_divergences) == 0
+
+
+# --- What is refused. ---
+
+
+@pytest.mark.parametrize("epoch", [0, -1, 2.0, True, "20"])
+def test_epochs_are_whole_numbers_of_updates(epoch):
+    with pytest.raises(ValueError, match="`epoch` must be a number of updates"):
+        SVRG(epoch=epoch)
+
+
+def test_models_without_minibatches_or_with_random_likelihoods_are_refused():
+    def noisy(y):
+        two_modes(y)
+        numpyro.factor("noise", random.normal(numpyro.prng_key()))
+
+    def start(model):
+        return SGLD(model, step_size=0.1, gradient=SVRG()).init(random.split(KEY, 4), 10, None, (Y,), {})
+
+    with pytest.raises(ValueError, match="needs a model with a subsampled plate"):
+        start(lambda y: two_modes(y, None))
+    with pytest.raises(ValueError, match="random .*prng_key.*Subsampled"):
+        start(noisy)
