@@ -30,11 +30,13 @@ import numpyro
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_repulsion
-from numpyro_repulsion import SGLD, SGLDR, BiasBudget
+from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, BiasBudget
 from numpyro_repulsion.adaptation import judge
 from numpyro_repulsion.targets import bayesian_neural_network, relu_network
 
 KERNELS = (SGLD, SGLDR)
+#: The table of moments can have these too, by `--kernels`.
+FAMILY = {kernel.__name__: kernel for kernel in (*KERNELS, SGHMC, SGHMCR, SGNHT, SGNHTR)}
 SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20, "chain_method": "vectorized"}
 #: The worst errors of a mean and of a standard deviation that are aimed at.
 TARGET, MANY_ROWS_TARGET = (0.06, 0.05), (0.05, 0.05)
@@ -66,7 +68,7 @@ def errors(draws, reference):
     return float(max(means)), float(max(deviations))
 
 
-def moments(names, seeds, precisions, save):
+def moments(names, kernels, seeds, precisions, save):
     """Errors of every kernel on every posterior; ``save`` is called with the rows so far, after each posterior."""
     rows, references = [], {}
     for precision in precisions:
@@ -77,7 +79,7 @@ def moments(names, seeds, precisions, save):
                     # In double precision or not, one reference.
                     references.setdefault(name, None)
                     references[name] = posterior.reference = references[name] or ask_nuts(posterior)
-                for kernel in KERNELS:
+                for kernel in kernels:
                     # The bar lets one compilation serve all seeds.
                     mcmc = MCMC(kernel(posterior.model), **SETTINGS, progress_bar=True)
                     for seed in range(seeds):
@@ -123,9 +125,11 @@ def merge(old, new):
     return list(merged.values())
 
 
-def moments_table(rows):
+def moments_table(rows, kernels):
     """Worst over seeds, Markdown."""
-    cells = [(k.__name__, p) for p in (32, 64) for k in KERNELS]
+    rows = [row for row in rows if row["kernel"] in {kernel.__name__ for kernel in kernels}]
+    known = {(row["kernel"], row["precision"]) for row in rows}
+    cells = [(k.__name__, p) for p in (32, 64) for k in kernels if (k.__name__, p) in known]
     lines = [
         "| posterior | target | "
         + " | ".join(f"`{k}` float{p}" for k, p in cells)
@@ -287,6 +291,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="posteriors whose name holds this")
+    parser.add_argument("--kernels", nargs="*", default=["SGLD", "SGLDR"], choices=FAMILY)
     parser.add_argument("--precisions", type=int, nargs="*", default=[32, 64])
     parser.add_argument("--parts", nargs="*", default=["moments", "networks", "cost"])
     arguments = parser.parse_args()
@@ -295,6 +300,7 @@ def main():
         print("NUMPYRO_REPULSION_DATA is not set: posteriordb and the networks are left out.")
         names = [name for name in MADE_HERE if name != CENTRED]
     names = [name for name in names if arguments.only in name]
+    kernels = [FAMILY[name] for name in arguments.kernels]
     path = pathlib.Path(__file__).with_suffix(".json")
     result = json.loads(path.read_text()) if path.exists() else {}
     if "moments" in arguments.parts:
@@ -304,7 +310,7 @@ def main():
             result["moments"] = merge(known, rows)
             path.write_text(json.dumps(result, indent=1) + "\n")
 
-        moments(names, arguments.seeds, arguments.precisions, save)
+        moments(names, kernels, arguments.seeds, arguments.precisions, save)
     if "networks" in arguments.parts and data_folder() is not None:
         result["networks"] = networks()
     if "cost" in arguments.parts:
@@ -312,7 +318,9 @@ def main():
         result["cost"] = cost([name for name in names if name in chosen])
     result["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}"
     result["versions"] = {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)}
-    for part, table in (("moments", moments_table), ("networks", networks_table), ("cost", cost_table)):
+    if "moments" in arguments.parts:
+        print("\n" + moments_table(result["moments"], kernels))
+    for part, table in (("networks", networks_table), ("cost", cost_table)):
         if part in arguments.parts and part in result:
             print("\n" + table(result[part]))
     path.write_text(json.dumps(result, indent=1) + "\n")
