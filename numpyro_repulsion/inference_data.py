@@ -235,6 +235,7 @@ def _attributes(mcmc, kernel, target):
         "is_sampler": str(kernel.dynamics.is_sampler).lower(),
         "interaction": repr(kernel.interaction),
         "dynamics": repr(kernel.dynamics),
+        "moves": repr(kernel.moves),
         "gradient": repr(kernel.resolve_gradient(target)),
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
         "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),

@@ -72,8 +72,11 @@ def archive(kind, size=32):
     return start._replace(components=components, scale=scale, variance=jnp.array(0.6), kind=jnp.array(kind))
 
 
-def scores_after_jumps(kind, stratified, seed=0, replicas=20_000, size=4, turns=4):
+def scores_after_jumps(kind, stratified, seed=0, temperature=1.0, replicas=20_000, size=4, turns=4):
     jumps = archive(kind)
+
+    def warm(z):  # at its temperature the same law
+        return jax.tree.map(lambda x: temperature * x, force(z))
 
     @jax.jit
     def run(key):
@@ -81,10 +84,10 @@ def scores_after_jumps(kind, stratified, seed=0, replicas=20_000, size=4, turns=
         z = exact(draw_key, (replicas, size))
 
         def turn(cloud, key):
-            cloud, _, probability = Archive().jump(key, cloud, jumps, force, 1.0, stratified)
+            cloud, _, probability = Archive().jump(key, cloud, jumps, warm, temperature, stratified)
             return cloud, probability.mean()
 
-        cloud, probability = lax.scan(turn, Cloud(z, *force(z)), random.split(key, turns))
+        cloud, probability = lax.scan(turn, Cloud(z, *warm(z)), random.split(key, turns))
         return cloud.z, probability
 
     z, probability = run(random.key(seed))
@@ -102,10 +105,10 @@ def test_jumps_leave_exact_draws_exact(kind, stratified):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(("seed", "temperature"), [(1, 1.0), (2, 0.5), (3, 2.0)])
 @pytest.mark.parametrize(("kind", "stratified"), KINDS)
-def test_jumps_leave_exact_draws_exact_for_other_seeds(kind, stratified, seed):
-    scores = scores_after_jumps(kind, stratified, seed)
+def test_jumps_leave_exact_draws_exact_for_other_seeds_and_temperatures(kind, stratified, seed, temperature):
+    scores = scores_after_jumps(kind, stratified, seed, temperature)
     assert max(map(abs, scores.values())) < LIMIT, scores
 
 
