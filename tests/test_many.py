@@ -100,8 +100,21 @@ def run(kernel, **kwargs):
 
 
 @pytest.mark.filterwarnings("ignore:Warmup expects trouble")
-@pytest.mark.parametrize("interaction", [RandomFeatures(), RandomGroups(RBF(), size=10)], ids=repr)
-@pytest.mark.parametrize("kernel", [SGLDR, pytest.param(SGHMCR, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kernel", "interaction"),
+    [
+        (SGLDR, RandomFeatures()),
+        *(
+            pytest.param(kernel, interaction, marks=pytest.mark.slow)
+            for kernel, interaction in (
+                (SGHMCR, RandomFeatures()),
+                (SGLDR, RandomGroups(RBF(), size=10)),
+                (SGHMCR, RandomGroups(RBF(), size=10)),
+            )
+        ),
+    ],
+    ids=repr,
+)
 def test_warmup_learns_what_they_need(kernel, interaction):
     mcmc = run(kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, interaction=interaction), num_samples=200)
     tuning = mcmc.last_state.tuning

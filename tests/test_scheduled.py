@@ -131,6 +131,7 @@ def test_warmup_reckons_with_the_largest_eigenvalue(u):
 
 
 @pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+@pytest.mark.slow
 def test_an_optax_schedule_is_a_weight_and_warmup_learns_the_rest():
     weight = optax.linear_schedule(1.0, 0.0, transition_steps=800)
     mcmc = run(SGLDR(potential_fn=quadratic, interaction=Scheduled(RBF(), weight)), 20, 60, 200)
@@ -218,7 +219,11 @@ def test_all_updates_of_a_cycle_are_made():
 
 @pytest.mark.parametrize(
     ("kind", "num_chains", "preconditioner", "num_warmup"),
-    [(SGLDR, 6, "diagonal", 50), (SGLD, 1, None, 0), pytest.param(SGHMC, 1, None, 3, marks=pytest.mark.slow)],
+    [
+        (SGLD, 1, None, 0),
+        pytest.param(SGLDR, 6, "diagonal", 50, marks=pytest.mark.slow),
+        pytest.param(SGHMC, 1, None, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_resume_is_exact_over_the_end_of_a_cycle(kind, num_chains, preconditioner, num_warmup):
     # A cycle gives three draws, and arriving particles of warmup keep the count too.
