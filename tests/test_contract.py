@@ -105,8 +105,8 @@ def describe(state):
 @pytest.mark.parametrize(
     ("make_key", "double", "source", "every"),
     [
-        (random.key, False, kernels, 2),
-        (random.PRNGKey, True, kernels, 5),
+        (random.key, False, kernels, 3),
+        (random.PRNGKey, True, kernels, 7),
         pytest.param(random.PRNGKey, True, kernels, 1, marks=pytest.mark.slow),
         pytest.param(random.key, False, combinations, 1, marks=pytest.mark.slow),
     ],
