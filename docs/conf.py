@@ -23,7 +23,12 @@ nb_merge_streams = True
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints = "none"
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(jax|numpyro|Exception|ValueError|TypeError)(\..*)?"), ("py:obj", r".*\.T")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(jax|numpyro|Exception|ValueError|TypeError)(\..*)?"),
+    ("py:obj", r".*\.T"),
+    # Bases that only share code.
+    ("py:class", r"numpyro_repulsion\..*\.(_\w+|Wrapping)"),
+]
 
 html_theme = "furo"
 html_title = "numpyro-repulsion"

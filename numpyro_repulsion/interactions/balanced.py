@@ -114,18 +114,17 @@ class Antithetic(_InTheNoise):
     20 particles: 500 updates after 500, every tenth kept, noise averaged over two updates. Mean absolute error over
     200 runs, with standard errors of about a twentieth:
 
-    =========================  ===========  ========  ==========
-    \                         independent  balanced  antithetic
-    =========================  ===========  ========  ==========
-    exponentials, ε = 0.05:
-    E x                        0.131        0.028     0.017
-    E x²                       0.81         0.42      0.33
-    ε = 0.4: E x               0.075        0.035     0.033
-    E x²                       0.71         0.53      0.53
-    Gaussians, ε = 0.2: E x    0.089        0.042     0.045
-    E x²                       0.071        0.076     0.062
-    E xy                       0.115        0.114     0.080
-    =========================  ===========  ========  ==========
+    ============================  ===========  ========  ==========
+    ..                            independent  balanced  antithetic
+    ============================  ===========  ========  ==========
+    exponentials, ε = 0.05, E x   0.131        0.028     0.017
+    exponentials, ε = 0.05, E x²  0.81         0.42      0.33
+    exponentials, ε = 0.4, E x    0.075        0.035     0.033
+    exponentials, ε = 0.4, E x²   0.71         0.53      0.53
+    Gaussians, ε = 0.2, E x       0.089        0.042     0.045
+    Gaussians, ε = 0.2, E x²      0.071        0.076     0.062
+    Gaussians, ε = 0.2, E xy      0.115        0.114     0.080
+    ============================  ===========  ========  ==========
 
     :raises ValueError: from :meth:`couple`, for more than two dimensions or an odd number of particles.
 
