@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead bench-zero-tuning bench-balance bench-particles hooks clean
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead bench-zero-tuning bench-balance bench-particles bench-jumps bench-large hooks clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -16,7 +16,7 @@ help:
 	@echo "make measured        print the tables of docs/mathematics.md again"
 	@echo "make bench-overhead  time our kernels against a bare loop"
 	@echo "make bench-zero-tuning, bench-balance  posteriors with nothing set; what balanced noise gains"
-	@echo "make bench-particles  what many particles cost"
+	@echo "make bench-particles, bench-jumps, bench-large  many particles; several modes; many rows"
 	@echo "make hooks           install the pre-commit hooks"
 
 $(BIN)/python:
@@ -67,6 +67,12 @@ bench-balance: $(VENV)/.with-bench
 
 bench-particles: $(VENV)/.with-bench
 	$(BIN)/python benchmarks/particles.py
+
+bench-jumps: $(VENV)/.with-bench
+	$(BIN)/python benchmarks/jumps.py
+
+bench-large: $(VENV)/.with-bench
+	$(BIN)/python benchmarks/large.py
 
 hooks: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit
