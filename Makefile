@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead bench-zero-tuning bench-balance bench-particles hooks clean
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead bench-zero-tuning bench-balance bench-particles bench-bandwidth hooks clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench-overhead  time our kernels against a bare loop"
 	@echo "make bench-zero-tuning, bench-balance  posteriors with nothing set; what balanced noise gains"
 	@echo "make bench-particles  what many particles cost"
+	@echo "make bench-bandwidth  a learned bandwidth beside the rule"
 	@echo "make hooks           install the pre-commit hooks"
 
 $(BIN)/python:
@@ -67,6 +68,9 @@ bench-balance: $(VENV)/.with-bench
 
 bench-particles: $(VENV)/.with-bench
 	$(BIN)/python benchmarks/particles.py
+
+bench-bandwidth: $(VENV)/.with-bench
+	$(BIN)/python benchmarks/bandwidth.py
 
 hooks: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit

@@ -51,7 +51,9 @@ INTERACTIONS = (
     Balanced(),
     Balanced(RBF()),
     Laplacian(),
+    RBF("learned"),
     0.9 * RBF() + 0.1 * Independent(),
+    0.9 * IMQ("learned") + 0.1 * Independent(),
     Scheduled(RBF(), Polynomial(1.0)),
 )
 GRADIENTS = (None, FullData(), Subsampled(), ControlVariates(shared=True))
