@@ -93,10 +93,10 @@ class RBF(Radial):
     :math:`\Gamma_i = (2/h) \sum_j k_{ij} (u_i - u_j)`, which is *added* to the drift: it pushes particles apart.
 
     :param bandwidth: h, in squared units of the (preconditioned) parameters; frozen after warmup. ``None`` sets it in
-        warmup by a rule: each particle has about four neighbours. ``"learned"`` looks on the cloud for the h that is
-        worth most draws for each gradient (see :ref:`the mathematics <learned-bandwidth>`); with a warmup of 0 both
-        are the median rule on the starts. The rule was as good in what was measured but for small tolerances of bias:
-        with ``step_size=BiasBudget(0.01)`` the learned h is wider.
+        warmup by a rule: each particle has about four neighbours. ``"learned"`` takes the h that promises most draws
+        for each gradient on the clouds of warmup (see :ref:`the mathematics <learned-bandwidth>`). With twenty
+        particles and the default budget of bias that is the rule's; with ``BiasBudget(0.01)`` it is wider, and
+        means gain what deviations may lose. With a warmup of 0 both are the median rule on the starts.
     :param nugget: added to the diagonal of K, in drift and noise alike.
     :raises ValueError: unless both are positive and finite, or the bandwidth is ``None`` or ``"learned"``.
 
