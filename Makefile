@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead bench-zero-tuning bench-balance bench-particles bench-jumps bench-large hooks clean
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead bench-zero-tuning bench-balance bench-particles bench-jumps bench-large bench-bandwidth hooks clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench-overhead  time our kernels against a bare loop"
 	@echo "make bench-zero-tuning, bench-balance  posteriors with nothing set; what balanced noise gains"
 	@echo "make bench-particles, bench-jumps, bench-large  many particles; several modes; many rows"
+	@echo "make bench-bandwidth  a learned bandwidth beside the rule"
 	@echo "make hooks           install the pre-commit hooks"
 
 $(BIN)/python:
@@ -73,6 +74,9 @@ bench-jumps: $(VENV)/.with-bench
 
 bench-large: $(VENV)/.with-bench
 	$(BIN)/python benchmarks/large.py
+
+bench-bandwidth: $(VENV)/.with-bench
+	$(BIN)/python benchmarks/bandwidth.py
 
 hooks: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit

@@ -418,7 +418,9 @@ def test_generator_identity_with_other_seeds(law, interaction, seed):
 )
 def test_long_run_fails_when_broken(wrap, interaction, dynamics):
     # Few features repel less, and momenta even out: what is wrong takes more replicas to be seen.
-    is_faint = isinstance(interaction, RandomFeatures) or (isinstance(dynamics, Underdamped) and interaction == Balanced())
+    is_faint = isinstance(interaction, RandomFeatures) or (
+        isinstance(dynamics, Underdamped) and interaction == Balanced()
+    )
     setting = LONG["gaussian"] | ({"replicas": 400} if is_faint else {})
     scores = extrapolated_scores(GAUSSIAN, interaction, dynamics, wrap=wrap, **setting)
     assert not max(map(abs, scores.values())) <= 2 * LIMIT, scores

@@ -7,6 +7,7 @@ followed the particles while draws are kept would change the stationary law.
 """
 
 from numpyro_repulsion.adaptation.arrival import arrive, rescue
+from numpyro_repulsion.adaptation.bandwidth import best_bandwidth, gains, settle_bandwidth
 from numpyro_repulsion.adaptation.measurement import Measurements, measure
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner, first_scale, shrink
 from numpyro_repulsion.adaptation.tuning import (
@@ -30,13 +31,16 @@ __all__ = [
     "Verdict",
     "adapt",
     "arrive",
+    "best_bandwidth",
     "first_scale",
+    "gains",
     "is_arriving",
     "is_due",
     "is_settling",
     "judge",
     "measure",
     "rescue",
+    "settle_bandwidth",
     "shrink",
     "since_arrival",
     "until_due",

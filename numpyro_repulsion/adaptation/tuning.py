@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.adaptation.arrival import rescue
+from numpyro_repulsion.adaptation.bandwidth import settle_bandwidth
 from numpyro_repulsion.adaptation.measurement import CorrectableForce, Measurements, measure
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Landscape
@@ -275,7 +276,13 @@ def _follow(tuning, cloud, learned, interaction, due):
     done = tuning.iteration
     interacts = (done >= _at(ARRIVED, tuning)) if learned.arrives else True
     follows = interacts & ((done < _at(FREEZE, tuning)) | due)
-    return lax.cond(follows, lambda: interaction.learn_bandwidth(cloud.z), lambda: tuning.bandwidth)
+    number = jnp.sum(done >= _at(np.array(SETTLING_ENDS), tuning))
+    rule = learned.step_size or BiasBudget()
+    return lax.cond(
+        follows,
+        lambda: settle_bandwidth(interaction, cloud.z, tuning.bandwidth, number, rule.tolerance, tuning.bias),
+        lambda: tuning.bandwidth,
+    )
 
 
 def _rescale(tuning, cloud):

@@ -11,7 +11,9 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 
-__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping", "bisect_bandwidth", "require_positive"]
+from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
+
+__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping", "require_positive"]
 
 
 class Coupling(NamedTuple):
@@ -84,6 +86,11 @@ class Interaction:
         """Whether a bandwidth is left to be learned."""
         return False
 
+    @property
+    def tunes_bandwidth(self) -> bool:
+        """Whether it is to be learned by what it gains, and not by the rule of :meth:`learn_bandwidth` alone."""
+        return False
+
     def learn_bandwidth(self, u: jax.Array) -> jax.Array:
         """The bandwidth for particles ``(G, L, d)``; NaN where there is none to be learned."""
         return jnp.asarray(jnp.nan, u.dtype)
@@ -146,6 +153,10 @@ class Wrapping(Interaction):
     @property
     def learns_bandwidth(self):
         return self._inner.learns_bandwidth
+
+    @property
+    def tunes_bandwidth(self):
+        return self._inner.tunes_bandwidth
 
     @property
     def positive_definite(self):
@@ -250,29 +261,11 @@ class Gram(Interaction):
         )
 
 
-def bisect_bandwidth(mean_similarity: Callable[[jax.Array], jax.Array], u: jax.Array, target: float) -> jax.Array:
-    """The bandwidth at which particles ``(G, L, d)`` have a mean similarity of ``target`` times its largest value."""
-    # Around the mean squared distance, e^±14 of it.
-    scale = jnp.log(jnp.mean(jnp.var(u, -2).sum(-1)))
-    scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
-    # A sum with the identity never comes near its diagonal.
-    widest = mean_similarity(jnp.exp(scale + 14.0))
-
-    def halve(interval, _):
-        low, high = interval
-        middle = (low + high) / 2.0
-        wide = mean_similarity(jnp.exp(middle)) > target * widest
-        return (jnp.where(wide, low, middle), jnp.where(wide, middle, high)), None
-
-    (low, high), _ = lax.scan(halve, (scale - 14.0, scale + 14.0), length=30)
-    return jnp.exp((low + high) / 2.0).astype(u.dtype)
-
-
 @dataclass(frozen=True)
 class Sum(Gram):
     """A sum of Gram-type interactions with positive weights; written ``0.9 * RBF() + 0.1 * Independent()``.
 
-    Terms without a bandwidth of their own share the learned one.
+    Terms without a bandwidth of their own share the learned one, which is ``"learned"`` if it is so for any of them.
 
     :param terms: pairs ``(weight, interaction)``.
 
@@ -311,6 +304,10 @@ class Sum(Gram):
     @property
     def learns_bandwidth(self):
         return any(term.learns_bandwidth for _, term in self.terms)
+
+    @property
+    def tunes_bandwidth(self):
+        return any(term.tunes_bandwidth for _, term in self.terms)
 
     @property
     def diagonal_varies(self):

@@ -10,14 +10,8 @@ import jax
 from jax import random
 import jax.numpy as jnp
 
-from numpyro_repulsion.interactions.base import (
-    Coupling,
-    Gram,
-    Interaction,
-    Wrapping,
-    bisect_bandwidth,
-    require_positive,
-)
+from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
+from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, Wrapping, require_positive
 
 __all__ = ["RandomFeatures", "RandomGroups"]
 

@@ -85,9 +85,10 @@ class Starter:
         learned = kernel.learned(target, flat.shape[1]) if learns else None
         change = first_preconditioner(kernel.scale, learned, flat, gradient)
         u, energy, gradient = map(grouped, (change.whiten(flat), energy, change.pull(gradient)))
-        bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or jnp.nan, u.dtype)
         if kernel.interaction.learns_bandwidth:
             bandwidth = median_bandwidth(u)
+        else:
+            bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or jnp.nan, u.dtype)
         cloud = kernel.dynamics.init(
             memory_key, u, lambda _: (energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
         )
