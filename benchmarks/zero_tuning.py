@@ -213,7 +213,7 @@ def networks_table(rows):
 def gradients_of(num_warmup, num_steps, minibatch):
     """How many gradients for each particle a warmup takes: ``(in its updates, to arrive, in measurements)``."""
     from numpyro_repulsion.adaptation.measurement import POWER_ITERATIONS
-    from numpyro_repulsion.adaptation.tuning import ARRIVED, ENDS
+    from numpyro_repulsion.adaptation.timetable import ARRIVED, ENDS
 
     arriving = int(ARRIVED * num_warmup)
     measurements = int((ENDS >= ARRIVED).sum())

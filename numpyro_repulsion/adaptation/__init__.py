@@ -10,16 +10,8 @@ from numpyro_repulsion.adaptation.arrival import arrive, rescue
 from numpyro_repulsion.adaptation.bandwidth import best_bandwidth, gains, settle_bandwidth
 from numpyro_repulsion.adaptation.measurement import Measurements, measure
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner, first_scale, shrink
-from numpyro_repulsion.adaptation.tuning import (
-    Learned,
-    Tuning,
-    adapt,
-    is_arriving,
-    is_due,
-    is_settling,
-    since_arrival,
-    until_due,
-)
+from numpyro_repulsion.adaptation.timetable import is_arriving, is_due, is_settling, since_arrival, until_due
+from numpyro_repulsion.adaptation.tuning import Learned, Tuning, adapt
 from numpyro_repulsion.adaptation.verdict import Verdict, judge
 
 __all__ = [

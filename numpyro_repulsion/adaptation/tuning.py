@@ -1,4 +1,4 @@
-"""The course of warmup: when what is learned, and from what."""
+"""What warmup learns, and from what."""
 
 from __future__ import annotations
 
@@ -14,32 +14,23 @@ from numpyro_repulsion.adaptation.arrival import rescue
 from numpyro_repulsion.adaptation.bandwidth import settle_bandwidth
 from numpyro_repulsion.adaptation.measurement import CorrectableForce, Measurements, measure
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner
+from numpyro_repulsion.adaptation.timetable import (
+    ANNEALING,
+    ARRIVED,
+    BEGINNINGS,
+    FIRST_DENSE,
+    FIRST_RESCUE,
+    FREEZE,
+    SETTLING_ENDS,
+    at,
+    is_due,
+)
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Landscape
 from numpyro_repulsion.gradients import Anchor
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["Learned", "Tuning", "adapt", "is_arriving", "is_due", "is_settling", "since_arrival", "until_due"]
-
-#: Fractions of warmup at which windows end, in which particles arrive, ...
-ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
-#: ... the sampler runs and scales are adapted, ...
-ADAPTATION_ENDS = (0.3, 0.4, 0.6)
-#: ... and with these frozen the step size and the bandwidth settle.
-SETTLING_ENDS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
-#: Correlations are used from the second window on, lost particles rescued from the third one on.
-FIRST_DENSE, FIRST_RESCUE = 0.02, 0.04
-#: The share of the gradient noise that counts in the first windows of the sampler: first travel, then cool.
-ANNEALING = ((0.3, 0.0), (0.4, 0.03), (0.6, 0.2))
-
-FREEZE = ADAPTATION_ENDS[-1]
-ARRIVED = ARRIVAL_ENDS[-1]
-ENDS = np.array(ARRIVAL_ENDS + ADAPTATION_ENDS + SETTLING_ENDS)
-#: Where the moments of a window begin to count: in its second half while particles arrive, after a quarter later on,
-#: and at last, with frozen scales, over three quarters of what is left.
-_STARTS = np.array((0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS))
-_LAST = np.array((*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0))
-BEGINNINGS = _STARTS + np.where(_LAST <= ARRIVED, 0.5, 0.25) * (_LAST - _STARTS)
+__all__ = ["Learned", "Tuning", "adapt"]
 
 #: Half the distance over which gradients are compared, where u has unit scale.
 WIDTH = 0.2
@@ -154,33 +145,6 @@ class Tuning(NamedTuple):
         )
 
 
-def is_arriving(tuning: Tuning) -> jax.Array:
-    """Whether the coming iteration belongs to the part of warmup in which particles arrive."""
-    return tuning.iteration < _at(ARRIVED, tuning)
-
-
-def is_settling(tuning: Tuning) -> jax.Array:
-    """Whether scales are frozen and warmup goes on."""
-    return (tuning.iteration >= _at(FREEZE, tuning)) & (tuning.iteration < tuning.num_warmup)
-
-
-def since_arrival(tuning: Tuning) -> jax.Array:
-    """How many iterations were done since particles arrived; negative before."""
-    return tuning.iteration - _at(ARRIVED, tuning)
-
-
-def is_due(tuning: Tuning) -> jax.Array:
-    """Whether the iterations done so far complete a window of warmup."""
-    done = tuning.iteration
-    return (done > 0) & (done <= tuning.num_warmup) & jnp.any(done == _at(ENDS, tuning))
-
-
-def until_due(tuning: Tuning) -> jax.Array:
-    """How many more iterations complete the present window of warmup; after the last, a huge number."""
-    left = _at(ENDS, tuning) - tuning.iteration
-    return jnp.min(jnp.where(left > 0, left, jnp.iinfo(left.dtype).max))
-
-
 def adapt(
     key: jax.Array,
     tuning: Tuning,
@@ -216,9 +180,9 @@ def adapt(
     position = tuning.preconditioner.colour(tuning.moments.position)
     tuning, cloud = lax.cond(due, lambda: _refit(rescue_key, tuning, cloud, learned, score), lambda: (tuning, cloud))
     if tuning.anchor is not None:
-        passes = due & (tuning.iteration == _at(ARRIVED, tuning))
+        passes = due & (tuning.iteration == at(ARRIVED, tuning))
         if learned.epoch is None:
-            passes |= due & (tuning.iteration == _at(FREEZE, tuning))
+            passes |= due & (tuning.iteration == at(FREEZE, tuning))
         else:
             position = tuning.preconditioner.colour(cloud.z)
         anchor = tuning.anchor._replace(
@@ -230,7 +194,7 @@ def adapt(
         tuning = tuning._replace(bandwidth=_follow(tuning, cloud, learned, interaction, due))
     if learned.measures:
         tuning = lax.cond(
-            due & (tuning.iteration >= _at(ARRIVED, tuning)),
+            due & (tuning.iteration >= at(ARRIVED, tuning)),
             lambda: _settle(
                 measure_key, tuning, cloud, learned, force(tuning), interaction, dynamics, num_steps, shared
             ),
@@ -241,7 +205,7 @@ def adapt(
 
 def _observe(tuning, cloud):
     """The moments with those of one more cloud."""
-    fresh = jnp.any(tuning.iteration == _at(BEGINNINGS, tuning))
+    fresh = jnp.any(tuning.iteration == at(BEGINNINGS, tuning))
     moments = jax.tree.map(lambda x: jnp.where(fresh, jnp.zeros_like(x), x), tuning.moments)
     return moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
 
@@ -252,7 +216,7 @@ def _refit(key, tuning, cloud, learned, score):
     if learned.arrives:
         position, arrival = lax.cond(
             # Not at the last: copies must part before particles repel each other.
-            (done > _at(FIRST_RESCUE, tuning)) & (done < _at(ARRIVED, tuning)),
+            (done > at(FIRST_RESCUE, tuning)) & (done < at(ARRIVED, tuning)),
             lambda: rescue(key, cloud[:3], tuning.arrival, score(tuning, cloud.z) if learned.noise else None),
             lambda: (cloud[:3], tuning.arrival),
         )
@@ -260,7 +224,7 @@ def _refit(key, tuning, cloud, learned, score):
         tuning = tuning._replace(arrival=jnp.clip(arrival, np.exp(-12.0), 1.0) if learned.scale else arrival)
     if learned.scale is not None:
         tuning, cloud = lax.cond(
-            done <= _at(FREEZE, tuning),
+            done <= at(FREEZE, tuning),
             lambda: _rescale(tuning, cloud),
             lambda: (tuning, cloud),
         )
@@ -274,9 +238,9 @@ def _follow(tuning, cloud, learned, interaction, due):
     neighbours, and the step too long for the largest eigenvalue of such a K.
     """
     done = tuning.iteration
-    interacts = (done >= _at(ARRIVED, tuning)) if learned.arrives else True
-    follows = interacts & ((done < _at(FREEZE, tuning)) | due)
-    number = jnp.sum(done >= _at(np.array(SETTLING_ENDS), tuning))
+    interacts = (done >= at(ARRIVED, tuning)) if learned.arrives else True
+    follows = interacts & ((done < at(FREEZE, tuning)) | due)
+    number = jnp.sum(done >= at(np.array(SETTLING_ENDS), tuning))
     rule = learned.step_size or BiasBudget()
     return lax.cond(
         follows,
@@ -286,7 +250,7 @@ def _follow(tuning, cloud, learned, interaction, due):
 
 
 def _rescale(tuning, cloud):
-    change = tuning.moments.shape(tuning.iteration > _at(FIRST_DENSE, tuning))
+    change = tuning.moments.shape(tuning.iteration > at(FIRST_DENSE, tuning))
     # The carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.pull(cloud.gradient))
     preconditioner, moments = tuning.preconditioner.after(change), tuning.moments.after(change)
@@ -302,7 +266,7 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     if not learned.noise:
         # Without minibatches, midpoints differ by the third derivatives of U alone.
         noise = jnp.zeros_like(noise)
-    changed = tuning.iteration <= _at(FREEZE, tuning)
+    changed = tuning.iteration <= at(FREEZE, tuning)
     known = tuning.measurements
     measurements = known._replace(
         number=jnp.where(changed, 0, known.number),
@@ -318,7 +282,7 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     # What is common to all is amplified Λ times, where each one's own is K_ii times.
     noise = tuning.noise * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0)
     ends, shares = (np.array(column) for column in zip(*ANNEALING, strict=True))
-    current = jnp.searchsorted(_at(ends, tuning), tuning.iteration, side="right")
+    current = jnp.searchsorted(at(ends, tuning), tuning.iteration, side="right")
     noise = noise * jnp.asarray([*shares, 1.0], noise.dtype)[current]
     # Noise and variances in units of the temperature.
     spread, noise = tuning.spread(dynamics), noise / (dynamics.temperature or 1.0)
@@ -345,11 +309,3 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
         "effective_draws": step_size * draws_per_step,
     }
     return tuning._replace(**{name: value.astype(cloud.z.dtype) for name, value in found.items()})
-
-
-def _at(fraction, tuning):
-    """The iteration at a fraction of warmup, at least the first."""
-    # In integers, for in single precision 0.3 · 50 is not 15; in two parts, lest the product overflow.
-    parts = np.round(np.asarray(fraction) * 4000).astype(np.int32)
-    whole, rest = tuning.num_warmup // 4000, tuning.num_warmup % 4000
-    return jnp.clip(parts * whole + parts * rest // 4000, 1, tuning.num_warmup)
