@@ -262,10 +262,18 @@ def _indices(key, shape, size, stratified):
 
 
 def _squared_distances(u, components):
-    """Of points ``(..., d)`` from components ``(C, d)``, ``(..., C)``, by a matrix product."""
-    # Whitened coordinates are of order one: expanding the square costs no more than rounding.
-    cross = u @ components.T
-    return jnp.maximum(jnp.sum(u**2, -1)[..., None] + jnp.sum(components**2, -1) - 2.0 * cross, 0.0)
+    """Of points ``(..., d)`` from components ``(C, d)``, ``(..., C)``, one coordinate at a time.
+
+    Modes may be thousands of their widths apart, where an expanded square, by a matrix product, is lost in rounding:
+    the density would be another than that of the proposals, and jumps not exact.
+    """
+
+    def add(total, coordinate):
+        of_points, of_components = coordinate
+        return total + (of_points[..., None] - of_components) ** 2, None
+
+    nothing = jnp.zeros((*u.shape[:-1], len(components)), u.dtype)
+    return lax.scan(add, nothing, (jnp.moveaxis(u, -1, 0), components.T))[0]
 
 
 def _order_in_space(u):

@@ -125,6 +125,17 @@ def test_jumps_without_the_way_back_are_not_exact(monkeypatch, kind, name):
     assert max(map(abs, scores.values())) > 2 * LIMIT, scores
 
 
+@pytest.mark.parametrize("distance", [1.0, 3000.0])
+def test_densities_are_right_where_modes_are_far(distance):
+    u, components = distance + random.normal(random.key(0), (2, 40, 3))
+    found = moves._squared_distances(u[None], components)[0]
+    exact = ((np.asarray(u, float)[:, None] - np.asarray(components, float)) ** 2).sum(-1)
+    np.testing.assert_allclose(found, exact, rtol=1e-5)
+    # The control: an expanded square.
+    expanded = (u**2).sum(-1)[:, None] + (components**2).sum(-1) - 2.0 * u @ components.T
+    assert (np.abs(expanded - exact).max() > 1.0) == (distance > 1.0)
+
+
 def test_each_component_is_as_likely_as_any_other():
     for size in (3, 4, 20):
         indices = jax.vmap(lambda key, size=size: moves._indices(key, (1, size), 32, True))(
