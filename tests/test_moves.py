@@ -150,6 +150,29 @@ def test_each_component_is_as_likely_as_any_other():
         assert (np.abs(spread - np.arange(size)) <= 1).all()
 
 
+def test_strata_of_many_particles_are_counted_in_32_bits():
+    cloud = Cloud(jnp.zeros((1, 4096, 1)), jnp.zeros((1, 4096)), jnp.zeros((1, 4096, 1)))
+    jumps = jax.eval_shape(lambda: Archive(2**20).start(cloud, 10_000, False))
+    size = len(jumps.components)
+    assert size * 4096 < 2**31
+    indices = moves._indices(random.key(0), (1, 4096), size, True)
+    assert (indices >= 0).all() and int(indices.max()) > 0.99 * size
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1.0, 100.0])
+def test_the_density_is_as_wide_as_the_temperature_makes_modes(temperature):
+    v = temperature**0.5 * random.normal(random.key(0), (256, 2))
+    _, variance = moves._likeliest(v, v, jnp.arange(256) % 8, temperature)
+    assert 0.5 < variance / temperature < 2.0
+
+
+def test_gradients_too_long_to_be_squared_leave_their_scale_alone():
+    gradient = random.normal(random.key(0), (64, 2)).at[0, 1].set(1e30)
+    jumps = Archive(64).start(Cloud(jnp.zeros((1, 4, 2)), *force(jnp.zeros((1, 4, 2)))), 100, False)
+    scale = moves._within(gradient, jumps, 1.0).scale
+    assert scale[1] == 1.0 and 0.5 < scale[0] < 2.0
+
+
 def test_neighbours_in_the_archive_are_neighbours_in_space():
     u = random.normal(random.key(0), (256, 3))
     order = moves._order_in_space(u)
@@ -258,6 +281,14 @@ def test_a_failed_archive_is_spoken_of():
     assert int(mcmc.last_state.tuning.jumps.kind) == moves.NONE
 
 
+def test_a_failed_archive_is_spoken_of_where_the_step_is_given():
+    with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
+        mcmc = run(SGLD(wide, moves=Archive(16), step_size=0.3), size=4, num_samples=2)
+    assert int(mcmc.last_state.tuning.jumps.kind) == moves.NONE
+    (complaint,) = mcmc.sampler.complaints(mcmc.last_state)
+    assert "hardly ever accepted" in complaint
+
+
 @pytest.mark.slow
 def test_resume_is_exact():
     kernel = SGLDR(gaussian_mixture, moves=Archive(), init_strategy=init_to_uniform)
@@ -297,8 +328,31 @@ def test_minibatches_are_refused_and_all_rows_are_not():
     SGLD(model, moves=Archive(), gradient=FullData()).init(random.split(random.key(0), 4), 50, None, (y,), {})
 
 
+def noisy():
+    z = numpyro.sample("z", dist.Normal(0, 1))
+    numpyro.factor("estimate", -(z**2) + random.normal(numpyro.prng_key()))
+
+
+def test_random_likelihoods_are_refused_whatever_the_gradient():
+    for gradient in (None, FullData()):
+        with pytest.raises(ValueError, match=r"likelihood of this model is random \(numpyro.prng_key\): drop `moves`"):
+            SGLD(noisy, moves=Archive(), gradient=gradient).init(random.split(random.key(0), 4), 50, None, (), {})
+
+
+def test_a_kernel_without_moves_goes_on_from_the_state_of_one_with_them():
+    def potential(z):
+        return jnp.sum(z**2) / 2.0
+
+    starts = random.normal(random.key(1), (4, 2))
+    kernel = SGLD(potential_fn=potential, step_size=0.1, moves=Archive())
+    state = kernel.init(random.split(random.key(0), 4), 50, starts, (), {})
+    after = jax.eval_shape(lambda state: SGLD(potential_fn=potential, step_size=0.1).sample(state, (), {}), state)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
 @pytest.mark.parametrize("size", [3, 100, 16.0, True])
 def test_sizes_that_cannot_be_halved_are_refused(size):
+    assert Archive(np.int64(32)) == Archive(32)
     with pytest.raises(ValueError, match="power of two"):
         Archive(size)
     with pytest.raises(TypeError, match=r"such as Archive\(\)"):

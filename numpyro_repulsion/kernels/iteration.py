@@ -94,7 +94,8 @@ class Iteration:
         epoch = self.learned.epoch
         # The iteration with the hot part of a cycle may be longer than an epoch.
         renews_within = cycle is not None and epoch is not None
-        jumps = tuning.jumps
+        # A kernel without moves may go on from the state of one with them.
+        jumps = None if self.moves is None else tuning.jumps
         tally_before = None if jumps is None else jumps.tally
 
         def update(key, carry):
@@ -166,8 +167,8 @@ class Iteration:
         if anchor is not None and epoch is not None:
             tuning = tuning._replace(anchor=own if renews_within else anchor._replace(age=anchor.age + self.num_steps))
         if jumps is not None:
-            jumps = jumps._replace(tally=tally)
-        return cloud, tuning._replace(arrival=arrival, jumps=jumps), in_use, troubled, done
+            tuning = tuning._replace(jumps=jumps._replace(tally=tally))
+        return cloud, tuning._replace(arrival=arrival), in_use, troubled, done
 
     def recognize(self, cloud: Cloud, tuning: Tuning) -> tuple[Tuning, jax.Array]:
         """The tuning, its anchor marked by the data; and whether that was made on other data than these.
