@@ -241,6 +241,9 @@ def test_all_modes_are_met_at_their_width(kernel):
     def statistics(seed):
         states = sample(kernel.init(random.split(random.key(seed), 20), 50, None, (), {}))
         assert int(states.tuning.jumps.kind[-1]) == moves.DENSITY
+        # Nothing is learned once draws are kept.
+        frozen = jax.tree.leaves(states.tuning.jumps._replace(tally=()))
+        assert all(np.array_equal(x[49:], jnp.broadcast_to(x[49], x[49:].shape)) for x in frozen)
         z = np.asarray(states.z["z"], float)[50:].reshape(-1, 2)
         centre = 2 * np.clip(np.round(z / 2), -1, 1)
         corners = (np.abs(centre).sum(-1) == 4).mean()
@@ -348,6 +351,9 @@ def test_a_kernel_without_moves_goes_on_from_the_state_of_one_with_them():
     state = kernel.init(random.split(random.key(0), 4), 50, starts, (), {})
     after = jax.eval_shape(lambda state: SGLD(potential_fn=potential, step_size=0.1).sample(state, (), {}), state)
     assert jax.tree.structure(after) == jax.tree.structure(state)
+    without = state._replace(tuning=state.tuning._replace(jumps=None))
+    with pytest.raises(ValueError, match="a kernel without `moves`: warm up with them"):
+        kernel.sample(without, (), {})
 
 
 @pytest.mark.parametrize("size", [3, 100, 16.0, True])

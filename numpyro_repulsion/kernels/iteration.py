@@ -96,6 +96,11 @@ class Iteration:
         renews_within = cycle is not None and epoch is not None
         # A kernel without moves may go on from the state of one with them.
         jumps = None if self.moves is None else tuning.jumps
+        if self.moves is not None and jumps is None:
+            raise ValueError(
+                f"moves={self.moves!r} jumps by an archive of warmup, and this state is of a kernel without `moves`: "
+                "warm up with them, or drop them."
+            )
         tally_before = None if jumps is None else jumps.tally
 
         def update(key, carry):
@@ -248,7 +253,6 @@ class Iteration:
         expected = jnp.fmax(tuning.moments.variances(), 1.0) + tuning.noise
         limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(jnp.broadcast_to(expected, cloud.z.shape[-1:])))
         length = jnp.linalg.norm(cloud.gradient, axis=-1)
-        factor = jnp.minimum(1.0, limit / length)[..., None]
-        return cloud._replace(gradient=jnp.where(length[..., None] > limit, factor * cloud.gradient, cloud.gradient)), (
-            length > limit
-        )
+        is_cut = length > limit
+        factor = jnp.where(is_cut, limit / length, 1.0)[..., None]
+        return cloud._replace(gradient=factor * cloud.gradient), is_cut
