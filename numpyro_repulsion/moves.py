@@ -22,8 +22,8 @@ __all__ = ["DENSITY", "DIFFERENCES", "Archive", "Jumps"]
 NONE, DIFFERENCES, DENSITY = 0, 1, 2
 #: Below these acceptances the density gives way to differences, if they do better, and jumps to none.
 LEAST_OF_DENSITY, LEAST = 0.1, 0.02
-#: Variances that the density's kernels may have, how far down the gradient their centres may be, and at how many
-#: points these are compared.
+#: Variances that the density's kernels may have, in units of T, how far down the gradient their centres may be, and at
+#: how many points these are compared.
 VARIANCES = np.geomspace(1e-3, 4.0, 20)
 DESCENTS = (0.0, 0.5, 0.75, 1.0)
 MAX_QUERIES = 256
@@ -109,8 +109,10 @@ class Archive:
     size: int = 1024
 
     def __post_init__(self):
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 16 or self.size.bit_count() > 1:
+        is_integer = isinstance(self.size, int | np.integer) and not isinstance(self.size, bool)
+        if not is_integer or self.size < 16 or int(self.size).bit_count() > 1:
             raise ValueError(f"Archive: `size` must be a power of two, 16 or more; got {self.size!r}.")
+        object.__setattr__(self, "size", int(self.size))
 
     def start(self, cloud: Cloud, iterations: int, dense: bool) -> Jumps:
         """Nothing learned yet.
@@ -122,6 +124,8 @@ class Archive:
         total = max(1, min(groups * particles * (iterations * 3 // 4), np.iinfo(np.int32).max))
         # A power of two, for an even division of space, that the iterations fill.
         size = min(self.size, 1 << max(total.bit_length() - 1, 4))
+        # Strata are counted in 32 bits: L C of them at most.
+        size = min(size, 1 << max(31 - particles.bit_length(), 4))
         dtype = cloud.z.dtype
         return Jumps(
             recorded=(jnp.zeros((size, dimension), dtype),) * 2,
@@ -168,7 +172,7 @@ class Archive:
         z, gradient = (x[filled] for x in jumps.recorded)
         within = _within(change.pull(gradient), jumps, temperature)
         v, slope = within.whiten(change.whiten(z)), within.pull(change.pull(gradient))
-        components, variance = _likeliest(v, slope, jumps.source[filled] % particles)
+        components, variance = _likeliest(v, slope, jumps.source[filled] % particles, temperature)
         components = components[_order_in_space(components)]
         return jumps._replace(components=components, variance=variance, scale=within.scale)
 
@@ -262,10 +266,18 @@ def _indices(key, shape, size, stratified):
 
 
 def _squared_distances(u, components):
-    """Of points ``(..., d)`` from components ``(C, d)``, ``(..., C)``, by a matrix product."""
-    # Whitened coordinates are of order one: expanding the square costs no more than rounding.
-    cross = u @ components.T
-    return jnp.maximum(jnp.sum(u**2, -1)[..., None] + jnp.sum(components**2, -1) - 2.0 * cross, 0.0)
+    """Of points ``(..., d)`` from components ``(C, d)``, ``(..., C)``, one coordinate at a time.
+
+    Modes may be thousands of their widths apart, where an expanded square, by a matrix product, is lost in rounding:
+    the density would be another than that of the proposals, and jumps not exact.
+    """
+
+    def add(total, coordinate):
+        of_points, of_components = coordinate
+        return total + (of_points[..., None] - of_components) ** 2, None
+
+    nothing = jnp.zeros((*u.shape[:-1], len(components)), u.dtype)
+    return lax.scan(add, nothing, (jnp.moveaxis(u, -1, 0), components.T))[0]
 
 
 def _order_in_space(u):
@@ -295,7 +307,8 @@ def _within(gradient, jumps, temperature):
     deviation = gradient - gradient.mean(0)
     if jumps.scale.ndim == 1:
         scale = (temperature / jnp.mean(deviation**2, 0)) ** 0.5
-        return Preconditioner(jnp.where(jnp.isfinite(scale), scale, 1.0))
+        # A gradient too long for its square to be finite makes it 0.
+        return Preconditioner(jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0))
     covariance = shrink(deviation.T @ deviation / len(deviation) / temperature, jumps.number)
     identity = jnp.eye(len(covariance), dtype=covariance.dtype)
     # S is lower triangular and its inverse is the transpose of an upper triangle, a root taken from the other end.
@@ -304,7 +317,7 @@ def _within(gradient, jumps, temperature):
     return Preconditioner(jnp.where(jnp.isfinite(scale).all(), scale, identity))
 
 
-def _likeliest(v, slope, owner):
+def _likeliest(v, slope, owner, temperature):
     """Components and the variance about them at which the positions of each owner are likeliest under all others'.
 
     Components are where positions come to on their way down the gradient, all the way or a part of it.
@@ -322,6 +335,6 @@ def _likeliest(v, slope, owner):
 
         return lax.map(of, variances)
 
-    descents, variances = jnp.asarray(DESCENTS, v.dtype), jnp.asarray(VARIANCES, v.dtype)
+    descents, variances = jnp.asarray(DESCENTS, v.dtype), jnp.asarray(temperature * VARIANCES, v.dtype)
     best = jnp.argmax(lax.map(log_likelihood, descents))
     return v - descents[best // len(VARIANCES)] * slope, variances[best % len(VARIANCES)]

@@ -489,6 +489,12 @@ def test_preconditioner_is_a_linear_change_of_variables(scale, centre):
     np.testing.assert_allclose(change.pull(jax.grad(energy)(z)), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_changes_of_variables_are_not_rounded_on_accelerators():
+    change, u = Preconditioner(jnp.eye(3), jnp.zeros(3)), jnp.ones((4, 3))
+    for turn in (change.colour, change.pull):
+        assert "HIGHEST" in str(jax.make_jaxpr(turn)(u))
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_changes_of_variables_follow_each_other(dense):
     scales = (jnp.array([2.0, 0.5, 3.0]), jnp.array([0.1, 7.0, 1.0]))

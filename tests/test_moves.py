@@ -125,6 +125,17 @@ def test_jumps_without_the_way_back_are_not_exact(monkeypatch, kind, name):
     assert max(map(abs, scores.values())) > 2 * LIMIT, scores
 
 
+@pytest.mark.parametrize("distance", [1.0, 3000.0])
+def test_densities_are_right_where_modes_are_far(distance):
+    u, components = distance + random.normal(random.key(0), (2, 40, 3))
+    found = moves._squared_distances(u[None], components)[0]
+    exact = ((np.asarray(u, float)[:, None] - np.asarray(components, float)) ** 2).sum(-1)
+    np.testing.assert_allclose(found, exact, rtol=1e-5)
+    # The control: an expanded square.
+    expanded = (u**2).sum(-1)[:, None] + (components**2).sum(-1) - 2.0 * u @ components.T
+    assert (np.abs(expanded - exact).max() > 1.0) == (distance > 1.0)
+
+
 def test_each_component_is_as_likely_as_any_other():
     for size in (3, 4, 20):
         indices = jax.vmap(lambda key, size=size: moves._indices(key, (1, size), 32, True))(
@@ -137,6 +148,29 @@ def test_each_component_is_as_likely_as_any_other():
         spread = np.sort(np.asarray(indices)[:, 0] * size // 32, -1)
         assert (np.diff(spread, axis=-1) >= 0).all()
         assert (np.abs(spread - np.arange(size)) <= 1).all()
+
+
+def test_strata_of_many_particles_are_counted_in_32_bits():
+    cloud = Cloud(jnp.zeros((1, 4096, 1)), jnp.zeros((1, 4096)), jnp.zeros((1, 4096, 1)))
+    jumps = jax.eval_shape(lambda: Archive(2**20).start(cloud, 10_000, False))
+    size = len(jumps.components)
+    assert size * 4096 < 2**31
+    indices = moves._indices(random.key(0), (1, 4096), size, True)
+    assert (indices >= 0).all() and int(indices.max()) > 0.99 * size
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1.0, 100.0])
+def test_the_density_is_as_wide_as_the_temperature_makes_modes(temperature):
+    v = temperature**0.5 * random.normal(random.key(0), (256, 2))
+    _, variance = moves._likeliest(v, v, jnp.arange(256) % 8, temperature)
+    assert 0.5 < variance / temperature < 2.0
+
+
+def test_gradients_too_long_to_be_squared_leave_their_scale_alone():
+    gradient = random.normal(random.key(0), (64, 2)).at[0, 1].set(1e30)
+    jumps = Archive(64).start(Cloud(jnp.zeros((1, 4, 2)), *force(jnp.zeros((1, 4, 2)))), 100, False)
+    scale = moves._within(gradient, jumps, 1.0).scale
+    assert scale[1] == 1.0 and 0.5 < scale[0] < 2.0
 
 
 def test_neighbours_in_the_archive_are_neighbours_in_space():
@@ -207,6 +241,9 @@ def test_all_modes_are_met_at_their_width(kernel):
     def statistics(seed):
         states = sample(kernel.init(random.split(random.key(seed), 20), 50, None, (), {}))
         assert int(states.tuning.jumps.kind[-1]) == moves.DENSITY
+        # Nothing is learned once draws are kept.
+        frozen = jax.tree.leaves(states.tuning.jumps._replace(tally=()))
+        assert all(np.array_equal(x[49:], jnp.broadcast_to(x[49], x[49:].shape)) for x in frozen)
         z = np.asarray(states.z["z"], float)[50:].reshape(-1, 2)
         centre = 2 * np.clip(np.round(z / 2), -1, 1)
         corners = (np.abs(centre).sum(-1) == 4).mean()
@@ -245,6 +282,14 @@ def test_a_failed_archive_is_spoken_of():
     with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
         mcmc = run(SGLD(wide, moves=Archive(16)), size=4, num_samples=2)
     assert int(mcmc.last_state.tuning.jumps.kind) == moves.NONE
+
+
+def test_a_failed_archive_is_spoken_of_where_the_step_is_given():
+    with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
+        mcmc = run(SGLD(wide, moves=Archive(16), step_size=0.3), size=4, num_samples=2)
+    assert int(mcmc.last_state.tuning.jumps.kind) == moves.NONE
+    (complaint,) = mcmc.sampler.complaints(mcmc.last_state)
+    assert "hardly ever accepted" in complaint
 
 
 @pytest.mark.slow
@@ -286,8 +331,34 @@ def test_minibatches_are_refused_and_all_rows_are_not():
     SGLD(model, moves=Archive(), gradient=FullData()).init(random.split(random.key(0), 4), 50, None, (y,), {})
 
 
+def noisy():
+    z = numpyro.sample("z", dist.Normal(0, 1))
+    numpyro.factor("estimate", -(z**2) + random.normal(numpyro.prng_key()))
+
+
+def test_random_likelihoods_are_refused_whatever_the_gradient():
+    for gradient in (None, FullData()):
+        with pytest.raises(ValueError, match=r"likelihood of this model is random \(numpyro.prng_key\): drop `moves`"):
+            SGLD(noisy, moves=Archive(), gradient=gradient).init(random.split(random.key(0), 4), 50, None, (), {})
+
+
+def test_a_kernel_without_moves_goes_on_from_the_state_of_one_with_them():
+    def potential(z):
+        return jnp.sum(z**2) / 2.0
+
+    starts = random.normal(random.key(1), (4, 2))
+    kernel = SGLD(potential_fn=potential, step_size=0.1, moves=Archive())
+    state = kernel.init(random.split(random.key(0), 4), 50, starts, (), {})
+    after = jax.eval_shape(lambda state: SGLD(potential_fn=potential, step_size=0.1).sample(state, (), {}), state)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    without = state._replace(tuning=state.tuning._replace(jumps=None))
+    with pytest.raises(ValueError, match="a kernel without `moves`: warm up with them"):
+        kernel.sample(without, (), {})
+
+
 @pytest.mark.parametrize("size", [3, 100, 16.0, True])
 def test_sizes_that_cannot_be_halved_are_refused(size):
+    assert Archive(np.int64(32)) == Archive(32)
     with pytest.raises(ValueError, match="power of two"):
         Archive(size)
     with pytest.raises(TypeError, match=r"such as Archive\(\)"):

@@ -20,6 +20,7 @@ from numpyro_repulsion import (
     SGLDR,
     Balanced,
     Cyclical,
+    Gram,
     Independent,
     Overdamped,
     RandomFeatures,
@@ -152,6 +153,18 @@ def test_a_kernel_not_known_to_be_positive_definite_is_tested_as_it_is():
 
     with pytest.raises(ValueError, match="not positive definite on the starting particles"):
         run(SGLDR(potential_fn=quadratic, step_size=0.1, interaction=Scheduled(Negative(1.0), lambda count: 0.1)))
+
+
+def test_redrawn_groups_of_a_kernel_not_known_to_be_positive_definite(u):
+    class Gaussian(Gram):
+        def evaluate(self, x, y, bandwidth):
+            return jnp.exp(-jnp.sum((x - y) ** 2) / 4)
+
+    interaction = Scheduled(RandomGroups(Gaussian(), size=3), lambda count: 0.5)
+    kernel = SGLDR(potential_fn=quadratic, step_size=0.01, interaction=interaction)
+    kernel.init(random.split(random.key(0), 6), 0, u, (), {})
+    gram, _ = interaction.at(random.key(0), 0).gram(u, None)
+    np.testing.assert_allclose(jnp.trace(gram, axis1=1, axis2=2), 3 * (1 + 1e-3 / 2), rtol=1e-6)
 
 
 def test_its_name_is_the_same_in_every_run():

@@ -36,14 +36,14 @@ class Preconditioner(NamedTuple):
     def colour(self, u: jax.Array) -> jax.Array:
         """z for positions u, ``(..., d)``."""
         if self.scale is not None:
-            u = u * self.scale if self.scale.ndim == 1 else u @ self.scale.T
+            u = u * self.scale if self.scale.ndim == 1 else _product(u, self.scale.T)
         return u if self.centre is None else self.centre + u
 
     def pull(self, gradient: jax.Array) -> jax.Array:
         """The gradient with respect to u, ``Sᵀ ∇_z U``, for gradients ``(..., d)`` with respect to z."""
         if self.scale is None:
             return gradient
-        return gradient * self.scale if self.scale.ndim == 1 else gradient @ self.scale
+        return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale)
 
     def push(self, gradient: jax.Array) -> jax.Array:
         """The gradient with respect to z, for gradients ``(..., d)`` with respect to u: the inverse of `pull`."""
@@ -65,6 +65,11 @@ class Preconditioner(NamedTuple):
         if self.scale.ndim == 1:
             return x / self.scale
         return solve_triangular(self.scale, x.reshape(-1, x.shape[-1]).T, lower=True).T.reshape(x.shape)
+
+
+def _product(x, matrix):
+    # Accelerators may round factors to ten bits or so unless told otherwise: `whiten` would not undo `colour`.
+    return jnp.matmul(x, matrix, precision="highest")
 
 
 def first_scale(z: jax.Array, gradient: jax.Array, dense: bool) -> Preconditioner:

@@ -124,7 +124,7 @@ class Scheduled(Wrapping):
         )
 
     def gram(self, u, bandwidth):
-        """K and Γ of one group ``(L, d)``, where the interaction has a Gram matrix."""
+        """K and Γ of one group ``(L, d)``, where the interaction has a Gram matrix, or its redrawn groups have."""
         gram, repulsion = self.interaction.gram(u, bandwidth)
         w = 1.0 if self.now is None else jnp.asarray(self.now, u.dtype)
-        return w * gram + (1.0 - w) * jnp.eye(len(u), dtype=u.dtype), w * repulsion
+        return w * gram + (1.0 - w) * jnp.eye(gram.shape[-1], dtype=u.dtype), w * repulsion

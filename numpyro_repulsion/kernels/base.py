@@ -201,7 +201,7 @@ class ParticleKernel(MCMCKernel):
         learned = self.learned(target, cloud.z.shape[-1])
         jumps = None
         if self.moves is not None:
-            check_jumps(self.moves, learned, num_warmup, size)
+            check_jumps(self.moves, self.resolve_gradient(target), target, num_warmup, size)
             jumps = self.moves.start(cloud, num_warmup, learned.scale == "dense")
         if learned.arrives and 0 < num_warmup < MIN_WARMUP:
             warnings.warn(
@@ -258,7 +258,7 @@ class ParticleKernel(MCMCKernel):
         troubles = state.num_divergences + jnp.where(tuning.iteration >= kept_after, troubled.sum(), 0)
         warn_at_first_divergence(state.num_divergences, troubles, self.remedy)
         cloud, tuning = iteration.learn(tuning_key, cloud, tuning, is_other)
-        if tuning.measurements is not None and learned.measures:
+        if tuning.measurements is not None and (learned.measures or learned.jumps):
             warn_by_verdict(tuning.iteration == tuning.num_warmup, lambda: self._judge(tuning))
         state = ParticleState(
             z=jax.vmap(unravel)(tuning.preconditioner.colour(cloud.z).reshape(size, -1)),
@@ -286,7 +286,7 @@ class ParticleKernel(MCMCKernel):
             found = [self.complaints(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
             return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
         tuning = state.tuning
-        if tuning.measurements is None or tuning.measurements.number == 0:
+        if tuning.measurements is None or (tuning.measurements.number == 0 and tuning.jumps is None):
             return []
         return self._judge(tuning).complaints()
 

@@ -94,7 +94,13 @@ class Iteration:
         epoch = self.learned.epoch
         # The iteration with the hot part of a cycle may be longer than an epoch.
         renews_within = cycle is not None and epoch is not None
-        jumps = tuning.jumps
+        # A kernel without moves may go on from the state of one with them.
+        jumps = None if self.moves is None else tuning.jumps
+        if self.moves is not None and jumps is None:
+            raise ValueError(
+                f"moves={self.moves!r} jumps by an archive of warmup, and this state is of a kernel without `moves`: "
+                "warm up with them, or drop them."
+            )
         tally_before = None if jumps is None else jumps.tally
 
         def update(key, carry):
@@ -166,8 +172,8 @@ class Iteration:
         if anchor is not None and epoch is not None:
             tuning = tuning._replace(anchor=own if renews_within else anchor._replace(age=anchor.age + self.num_steps))
         if jumps is not None:
-            jumps = jumps._replace(tally=tally)
-        return cloud, tuning._replace(arrival=arrival, jumps=jumps), in_use, troubled, done
+            tuning = tuning._replace(jumps=jumps._replace(tally=tally))
+        return cloud, tuning._replace(arrival=arrival), in_use, troubled, done
 
     def recognize(self, cloud: Cloud, tuning: Tuning) -> tuple[Tuning, jax.Array]:
         """The tuning, its anchor marked by the data; and whether that was made on other data than these.
@@ -247,7 +253,6 @@ class Iteration:
         expected = jnp.fmax(tuning.moments.variances(), 1.0) + tuning.noise
         limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(jnp.broadcast_to(expected, cloud.z.shape[-1:])))
         length = jnp.linalg.norm(cloud.gradient, axis=-1)
-        factor = jnp.minimum(1.0, limit / length)[..., None]
-        return cloud._replace(gradient=jnp.where(length[..., None] > limit, factor * cloud.gradient, cloud.gradient)), (
-            length > limit
-        )
+        is_cut = length > limit
+        factor = jnp.where(is_cut, limit / length, 1.0)[..., None]
+        return cloud._replace(gradient=factor * cloud.gradient), is_cut

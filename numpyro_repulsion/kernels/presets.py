@@ -62,7 +62,7 @@ class SGLDR(ParticleKernel):
     depend on the particles through k alone. There is no factor ``1/L``: the paper's step is L times ours, and
     ``interaction=Independent()`` is parallel SGLD exactly. A given ``step_size`` is that of the equation above; where
     warmup measures it, the noise is averaged over two updates (:class:`~numpyro_repulsion.Overdamped`), which has
-    less bias for the same step.
+    less bias for the same step, but not with ``moves``, which cannot carry such noise.
 
     Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
     those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is

@@ -153,12 +153,17 @@ def check_moves(moves: Archive, interaction: Interaction, dynamics: Dynamics) ->
         )
 
 
-def check_jumps(moves: Archive, learned: Learned, num_warmup: int, size: int) -> None:
+def check_jumps(moves: Archive, gradient: Gradient, target: Target, num_warmup: int, size: int) -> None:
     """Refuses runs in which jumps could not learn, or not be exact."""
-    if learned.noise:
+    if target.is_random:
         raise ValueError(
-            f"moves={moves!r} accepts jumps by the exact potential energy, and this model has subsampled "
-            "plates or a random likelihood: use gradient=FullData(), or drop `moves`."
+            f"moves={moves!r} accepts jumps by the exact potential energy, and the likelihood of this model is random "
+            "(numpyro.prng_key): drop `moves`."
+        )
+    if gradient.is_noisy(target):
+        raise ValueError(
+            f"moves={moves!r} accepts jumps by the potential energy of all data, and gradient={gradient!r} estimates "
+            "it from the rows of subsampled plates: use gradient=FullData(), or drop `moves`."
         )
     if num_warmup == 0:
         raise ValueError(f"moves={moves!r} learns its archive in warmup; set num_warmup, 100 or more.")
