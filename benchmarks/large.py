@@ -1,6 +1,6 @@
 """A large logistic regression with nothing set: effective draws a second, from the squared error over repeated runs.
 
-100,000 rows, 50 coefficients, minibatches of 500, 20 particles. The reference is importance sampling about the mode.
+100,000 rows, 50 coefficients, minibatches of 500, 20 particles. Seconds are those of a whole run, compilation included.
 Effective draws are those of the worst of the 50 means: the posterior variance over the mean squared error over runs.
 Errors are the worst over coefficients, of one run at the root mean square over runs. Prints a table in Markdown and
 writes ``large.json`` beside this file.
@@ -38,27 +38,21 @@ def data():
     return X, y.astype(float)
 
 
-def reference(X, y, draws=4000):
-    """Posterior means and standard deviations by importance sampling from the Laplace approximation, antithetic."""
+def reference(X, y):
+    """Posterior means and standard deviations: the Laplace approximation, its means corrected for the third derivative.
 
-    def energy(beta):
-        logits = X @ beta
-        return np.logaddexp(0.0, logits).sum() - y @ logits + beta @ beta / 2
-
+    What is left out is of relative order d / N. Importance sampling from it agrees to within its own error, which is
+    several times larger than that of the samplers here.
+    """
     beta = np.zeros(DIMENSION)
     for _ in range(30):  # Newton's method
         p = 1 / (1 + np.exp(-X @ beta))
         hessian = (X * (p * (1 - p))[:, None]).T @ X + np.eye(DIMENSION)
         beta = beta - np.linalg.solve(hessian, X.T @ (p - y) + beta)
-    root = np.linalg.cholesky(np.linalg.inv(hessian))
-    white = np.random.default_rng(1).standard_normal((draws // 2, DIMENSION))
-    white = np.concatenate((white, -white))
-    points = beta + white @ root.T
-    log_weight = np.array([0.5 * w @ w - energy(point) for w, point in zip(white, points, strict=True)])
-    weight = np.exp(log_weight - log_weight.max())
-    weight /= weight.sum()
-    mean = weight @ points
-    return mean, np.sqrt(weight @ (points - mean) ** 2), 1 / (weight**2).sum() / draws
+    covariance = np.linalg.inv(hessian)
+    third = p * (1 - p) * (1 - 2 * p)
+    shift = -covariance @ (X.T @ (third * ((X @ covariance) * X).sum(1))) / 2
+    return beta + shift, np.sqrt(np.diag(covariance))
 
 
 SAMPLERS = {
@@ -67,19 +61,17 @@ SAMPLERS = {
     "`SGHMC`": (SGHMC, {}),
     "`SGLDR`": (SGLDR, {}),
 }
-LENGTHS = ((200, 200), (1000, 1000))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--only", nargs="*")
-    parser.add_argument("--lengths", type=int, nargs="*", default=[200, 1000])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[300, 1000])
     arguments = parser.parse_args()
     enable_live_warnings(False)
     X, y = data()
-    mean, sd, share = reference(X, y)
-    print(f"reference: {100 * share:.0f} % of the importance draws are effective\n")
+    mean, sd = reference(X, y)
     print("| | iterations | seconds | worst mean error | worst sd error | effective draws | a second |")
     print("| --- " * 7 + "|")
     X, y = jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32)
