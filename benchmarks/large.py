@@ -67,7 +67,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--only", nargs="*")
-    parser.add_argument("--lengths", type=int, nargs="*", default=[300, 1000])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[300])
     arguments = parser.parse_args()
     enable_live_warnings(False)
     X, y = data()
