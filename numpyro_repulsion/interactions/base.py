@@ -88,7 +88,7 @@ class Interaction:
 
     @property
     def tunes_bandwidth(self) -> bool:
-        """Whether it is to be learned by what it gains, and not by the rule of :meth:`learn_bandwidth` alone."""
+        """Whether it is to be learned by what it gains, and not by the rule of `learn_bandwidth` alone."""
         return False
 
     def learn_bandwidth(self, u: jax.Array) -> jax.Array:
