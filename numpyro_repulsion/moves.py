@@ -75,6 +75,9 @@ class Archive:
       :math:`w = x + a_b - a_c` and relaxes there, :math:`y = w - S S^\top \nabla U(w) + \sqrt{T} S \xi`; accepted with
       the ratio for the way back from y by the opposite shift. This takes three gradients instead of one.
 
+    The :math:`a_c` are positions that warmup met, moved all or part of the way down to their mode by
+    :math:`-S S^\top \nabla U`.
+
     Which of the two, S (from the covariance of the gradients, whose inverse is the covariance within a mode, whatever
     lies between the modes) and s² (by the likelihood of each particle's part of the archive under the others' parts)
     are learned in warmup and frozen with the archive. In warmup particles jump too, first by differences, then from
