@@ -131,7 +131,7 @@ def test_one_iteration_keeps_shapes_and_types(make_key, double, source, every):
             assert after.rng_key.shape == make_key(0).shape
 
 
-@pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
+@pytest.mark.parametrize("make_key", [random.key, pytest.param(random.PRNGKey, marks=pytest.mark.slow)])
 def test_one_chain_has_no_particle_axis(make_key):
     settings = [*itertools.product((Independent(), Balanced()), GRADIENTS, (0.01,)), (None, None, CYCLE)]
     for interaction, gradient, step_size in settings:

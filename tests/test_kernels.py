@@ -94,7 +94,7 @@ def make(
     ("kernel", "model", "new_style"),
     [
         (SGLD, regression, False),
-        (SGLDR, minibatched, True),
+        pytest.param(SGLDR, minibatched, True, marks=pytest.mark.slow),
         pytest.param(SVGD, regression, False, marks=pytest.mark.slow),
         pytest.param(SGLD, minibatched, True, marks=pytest.mark.slow),
         pytest.param(SVGD, minibatched, True, marks=pytest.mark.slow),
