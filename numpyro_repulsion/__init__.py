@@ -1,5 +1,6 @@
 """Stochastic-gradient MCMC with interacting particles, for NumPyro."""
 
+from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
 from numpyro_repulsion.dynamics import Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled
 from numpyro_repulsion.inference_data import summary, to_inference_data
@@ -58,6 +59,10 @@ __all__ = [
     "Thermostat",
     "Underdamped",
     "enable_live_warnings",
+    "ensemble_ess",
+    "ensemble_mcse",
+    "ksd",
+    "nested_rhat",
     "summary",
     "to_inference_data",
 ]

@@ -28,7 +28,8 @@ ARROWS = {
     "adaptation": (MATHEMATICS, {"interactions", "schedules", "dynamics", "gradients"}),
     "moves": (MATHEMATICS, {"dynamics", "adaptation"}),
     "kernels": (HOST, {"interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"}),
-    "diagnostics": (MATHEMATICS, {"interactions"}),
+    # NumPyro has the effective sample size of one series.
+    "diagnostics": (HOST, set()),
     "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels", "diagnostics"}),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"targets"}),
 }
