@@ -158,8 +158,9 @@ def ksd(draws: jax.Array, scores: jax.Array, *, scale: float | jax.Array = 1.0, 
         + \nabla_x \cdot \nabla_y k \bigr)(x_i, x_j)
 
     It needs no normalizing constant and no exact draws, and sees bias and lack of convergence alike; but not the
-    weights of far modes. Of n independent draws from π it is about :math:`n^{-1/2}` times what one draw has. Rows are taken one
-    at a time, so that nothing of shape ``(n, n)`` is formed. Scores from minibatches add the variance of their noise.
+    weights of far modes. Of n independent draws from π it is about :math:`n^{-1/2}` times what one draw has. Rows are
+    taken one at a time, so that nothing of shape ``(n, n)`` is formed. Scores from minibatches add the variance of
+    their noise.
 
     :param draws: ``(n, d)``, in the unconstrained space of the scores.
     :param scores: ``(n, d)``.
