@@ -72,11 +72,12 @@ def ensemble_ess(
     return _each(draws, num_ensembles, worth)
 
 
-def ensemble_mcse(draws: Any, num_ensembles: int | None = None) -> Any:
+def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str = "mean") -> Any:
     """The standard error of the mean over all draws, for interacting particles: ``sd / sqrt(ESS)``.
 
-    :param draws: as for :func:`ensemble_ess`, whose ``method="mean"`` it uses.
+    :param draws: as for :func:`ensemble_ess`.
     :param num_ensembles: as there.
+    :param method: ``"mean"``, or ``"sd"`` for the standard error of the standard deviation.
     :return: an array of the shape of one draw, or a dictionary of them.
     :raises ValueError: as there.
 
@@ -91,8 +92,14 @@ def ensemble_mcse(draws: Any, num_ensembles: int | None = None) -> Any:
         True
     """
 
+    if method not in ("mean", "sd"):
+        raise ValueError(f"`method` must be 'mean' or 'sd'; got {method!r}.")
+
     def error(x, groups):
-        return x.std((0, 1)) / _worth(x, groups) ** 0.5
+        (f,) = _STATISTICS[method](x, None)
+        found = f.std((0, 1)) / _worth(f, groups) ** 0.5
+        # The deviation is the root of the mean square.
+        return found if method == "mean" else found / (2.0 * x.std((0, 1)))
 
     return _each(draws, num_ensembles, error)
 
@@ -208,8 +215,9 @@ def _each(draws, num_ensembles, function, adds_up=True):
     :param adds_up: whether the function takes ensembles to be independent.
     """
     known = None
-    if hasattr(draws, "posterior"):
-        data = draws.posterior.dataset if hasattr(draws.posterior, "dataset") else draws.posterior
+    data = getattr(draws, "posterior", draws)
+    data = getattr(data, "dataset", data)
+    if hasattr(data, "data_vars"):
         # Ensembles that are balanced against each other do not add up.
         is_one = adds_up and re.search(r"Balanced\(interaction=(?!None)", str(data.attrs.get("interaction")))
         known = 1 if is_one else data.attrs.get("num_ensembles")

@@ -5,6 +5,7 @@ The only module that needs ArviZ, which it imports when called.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 import warnings
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpyro.infer import MCMC
 from numpyro.util import soft_vmap
 
+from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, nested_rhat
 from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels import ParticleKernel
 from numpyro_repulsion.schedules import BiasBudget
@@ -28,6 +30,13 @@ MAX_R_HAT = 1.1
 CHUNK_SIZE = 100
 
 _STATISTICS = {"potential_energy": "lp"}
+#: Columns of ArviZ's summary that presume independent chains, and what they are for interacting particles.
+_OF_ENSEMBLES = {
+    "mcse_mean": ensemble_mcse,
+    "mcse_sd": partial(ensemble_mcse, method="sd"),
+    "ess_bulk": ensemble_ess,
+    "ess_tail": partial(ensemble_ess, method="tail"),
+}
 
 
 def to_inference_data(
@@ -118,6 +127,10 @@ def to_inference_data(
 def summary(run, **kwargs):
     """ArviZ's summary of a run, with a line that says what was run and whether something went wrong.
 
+    Effective sample sizes and standard errors are those of ensembles of particles that interact,
+    :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, where ArviZ has those of
+    independent chains. ``r_hat`` is that of particles; runs of several ensembles have a column ``nested_r_hat`` too.
+
     For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) it describes the last cloud, and leaves out what
     only draws have.
 
@@ -149,8 +162,44 @@ def summary(run, **kwargs):
         raise TypeError(f"`summary` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
     is_sampler = attributes["is_sampler"] == "true"
     table = arviz.summary(data, **({"kind": "all" if is_sampler else "stats"} | kwargs))
+    if is_sampler:
+        _put_ensembles_in(table, data["posterior"], kwargs.get("coords"), kwargs.get("round_to", 3))
     print(_sentence(attributes, table))
     return table
+
+
+def _put_ensembles_in(table, posterior, coords, round_to):
+    """The columns that presume independent chains replaced by those for interacting particles."""
+    present = [name for name in _OF_ENSEMBLES if name in getattr(table, "columns", ())]
+    if not present or {"chain", "draw"} & set(coords or {}):
+        return
+    posterior = getattr(posterior, "dataset", posterior)
+    variables = [_variable(label, posterior) for label in table.index]
+    posterior = posterior[list(dict.fromkeys(variables))]
+    if coords:
+        posterior = posterior.sel({name: value for name, value in coords.items() if name in posterior.dims})
+    if posterior.sizes["draw"] < 4:
+        return
+    columns = {name: _OF_ENSEMBLES[name](posterior) for name in present}
+    ensembles = int(posterior.attrs["num_ensembles"])
+    if "r_hat" in table and 1 < ensembles < posterior.sizes["chain"]:
+        columns["nested_r_hat"] = nested_rhat(posterior)
+    for name, found in columns.items():
+        # ArviZ 1.x keeps text, with the digits that matter.
+        is_text = table["mean" if "mean" in table else present[0]].dtype == object
+        values = np.concatenate([np.ravel(found[variable]) for variable in dict.fromkeys(variables)])
+        if is_text:
+            digits = ".0f" if name.startswith("ess") else ".2f" if "r_hat" in name else ".2g"
+            table[name] = [f"{x:{digits}}" for x in values]
+        elif isinstance(round_to, int):
+            table[name] = values.round(0 if name.startswith("ess") else round_to)
+        else:
+            table[name] = values
+
+
+def _variable(label, posterior):
+    """Which variable a row of the table is of: names may have brackets of their own."""
+    return max((name for name in posterior if label == name or label.startswith(f"{name}[")), key=len)
 
 
 def _require_run(mcmc):

@@ -1,5 +1,6 @@
 """From runs to ArviZ, on whichever ArviZ is installed: these tests run on 0.23 and on 1.x."""
 
+from functools import partial
 import importlib.metadata
 import warnings
 
@@ -14,7 +15,18 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, inference_data, summary, to_inference_data
+from numpyro_repulsion import (
+    RBF,
+    SGLD,
+    SGLDR,
+    SVGD,
+    ensemble_ess,
+    ensemble_mcse,
+    inference_data,
+    nested_rhat,
+    summary,
+    to_inference_data,
+)
 
 # Most of these runs are too short to be worth anything, and warmup says so.
 pytestmark = [
@@ -226,6 +238,30 @@ def test_summary(mcmc, data, from_data, capsys):
     assert len(table) == 4
     text = capsys.readouterr().out
     assert "SGLDR: 6 particles in 2 ensembles, 10 updates of size 0.001 per draw. No update was held" in text
+
+
+def test_summary_is_of_ensembles(mcmc, data):
+    table = summary(data)
+    labels = [f"beta[{i}]" for i in range(3)]
+    for column, function in (
+        ("ess_bulk", ensemble_ess),
+        ("ess_tail", partial(ensemble_ess, method="tail")),
+        ("mcse_mean", ensemble_mcse),
+        ("mcse_sd", partial(ensemble_mcse, method="sd")),
+        ("nested_r_hat", nested_rhat),
+    ):
+        found = np.asarray(table.loc[labels, column], float)
+        np.testing.assert_allclose(found, function(data)["beta"], rtol=0.06, atol=6e-4)
+    # Not what ArviZ takes of independent chains.
+    plain = np.asarray(arviz.summary(data).loc[labels, "ess_bulk"], float)
+    assert not np.allclose(plain, np.asarray(table.loc[labels, "ess_bulk"], float), rtol=0.01)
+    assert len(summary(data, var_names=["beta"])) == 3
+
+
+def test_rows_of_a_summary_find_their_variables():
+    names = ["z", "z[a]", "z[a].b"]
+    rows = ["z", "z[0]", "z[a]", "z[a][1, 2]", "z[a].b[3]"]
+    assert [inference_data._variable(row, names) for row in rows] == ["z", "z", "z[a]", "z[a]", "z[a].b"]
 
 
 def test_summary_counts_divergences(capsys):
