@@ -149,7 +149,12 @@ def test_one_chain_has_no_particle_axis(make_key):
     assert kernel.is_ensemble_kernel
 
 
-@pytest.mark.parametrize("interaction", INTERACTIONS, ids=repr)
+#: One in two here, and all in the full test.
+@pytest.mark.parametrize(
+    "interaction",
+    [x if i % 2 else pytest.param(x, marks=pytest.mark.slow) for i, x in enumerate(INTERACTIONS)],
+    ids=repr,
+)
 def test_iterations_move_all_particles_and_reproduce(interaction):
     num_ensembles = 2 if interaction is not None and interaction.balances_ensembles else 1
     kernel = SGLDR(model, interaction=interaction, step_size=1e-3, num_ensembles=num_ensembles, num_steps=2)

@@ -63,7 +63,7 @@ def test_the_truth_is_what_the_means_do(noise):
     assert abs(ratio_score(x.mean((0, 1)), NOISES[noise] / WORTH)) < LIMIT
 
 
-@pytest.mark.parametrize("method", ["mean", "bulk"])
+@pytest.mark.parametrize("method", ["mean", pytest.param("bulk", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noise", NOISES)
 def test_interacting_particles_are_worth_what_their_mean_says(noise, method):
     found = ensemble_ess(autoregression(random.key(1), noise), method=method)
@@ -82,6 +82,7 @@ def test_the_sum_over_chains_is_not_it(noise):
     assert abs(found.mean() - expected) > 2 * LIMIT * error + 0.1 * expected
 
 
+@pytest.mark.slow
 def test_the_standard_error_is_that_of_the_mean():
     for noise in NOISES:
         x = autoregression(random.key(2), noise)
@@ -154,6 +155,7 @@ def test_stein_discrepancy_is_the_sum_by_autodiff(exponent):
     np.testing.assert_allclose(ksd(x, s, scale=c, exponent=exponent) ** 2, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_stein_discrepancy_falls_for_exact_draws_and_not_for_others():
     def of(size, spread, seed):
         x = spread * random.normal(random.key(seed), (size, 2))

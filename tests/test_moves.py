@@ -278,6 +278,7 @@ def wide(d=60):
     numpyro.sample("z", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(2) / 2), heavy))
 
 
+@pytest.mark.slow
 def test_a_failed_archive_is_spoken_of():
     with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
         mcmc = run(SGLD(wide, moves=Archive(16)), size=4, num_samples=2)
