@@ -117,13 +117,13 @@ class Antithetic(_InTheNoise):
     ============================  ===========  ========  ==========
     ..                            independent  balanced  antithetic
     ============================  ===========  ========  ==========
-    exponentials, ε = 0.05, E x   0.131        0.028     0.017
-    exponentials, ε = 0.05, E x²  0.81         0.42      0.33
-    exponentials, ε = 0.4, E x    0.075        0.035     0.033
-    exponentials, ε = 0.4, E x²   0.71         0.53      0.53
-    Gaussians, ε = 0.2, E x       0.089        0.042     0.045
-    Gaussians, ε = 0.2, E x²      0.071        0.076     0.062
-    Gaussians, ε = 0.2, E xy      0.115        0.114     0.080
+    exponentials, ε = 0.05, E x   0.127        0.030     0.016
+    exponentials, ε = 0.05, E x²  0.805        0.442     0.342
+    exponentials, ε = 0.4, E x    0.073        0.037     0.034
+    exponentials, ε = 0.4, E x²   0.713        0.574     0.588
+    Gaussians, ε = 0.2, E x       0.094        0.049     0.049
+    Gaussians, ε = 0.2, E x²      0.087        0.084     0.053
+    Gaussians, ε = 0.2, E xy      0.127        0.123     0.073
     ============================  ===========  ========  ==========
 
     :raises ValueError: from :meth:`couple`, for more than two dimensions or an odd number of particles.
