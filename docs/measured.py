@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from numpyro_repulsion import (
     Balanced,
     ControlVariates,
     Independent,
+    Laplacian,
     Overdamped,
     Subsampled,
 )
@@ -188,6 +191,17 @@ def averaged_bias():
     table("Averaged noise in one dimension, ελ = 1/2", header, rows)
 
 
+def apart_with_momenta():
+    """The variance on N(0, I₅) of a graph Laplacian with momenta: the figures of Laplacian's docstring."""
+    target = partial(gaussian, jnp.zeros(5))
+    rows = []
+    for step_size in (0.01, 0.005):
+        kernel = SGHMCR(target, step_size=step_size, interaction=Laplacian())
+        squares = np.mean(draws(kernel, num_samples=round(100 / step_size)) ** 2, (1, 2))
+        rows.append([f"{step_size:g}", f"{squares.mean():.3f} ± {squares.std() / PARTICLES**0.5:.3f}"])
+    table("Variance on N(0, I₅) of SGHMCR with Laplacian(), which is 1", ["ε", "variance"], rows)
+
+
 def two_modes(y):
     theta = numpyro.sample("theta", dist.Normal(0, 1))
     with numpyro.plate("rows", len(y), subsample_size=20) as i:
@@ -286,5 +300,6 @@ if __name__ == "__main__":
     averaged_noise()
     momenta()
     averaged_bias()
+    apart_with_momenta()
     far_modes()
     opposed_noise()

@@ -110,7 +110,10 @@ def test_scores_are_those_of_long_runs():
         def one(key):
             start_key, memory_key, key = random.split(key, 3)
             z = random.normal(start_key, (size, dimension))
-            couple = lambda z: RBF().couple(z, h)  # noqa: E731
+
+            def couple(z):
+                return RBF().couple(z, h)
+
             cloud = dynamics.init(memory_key, z, force, couple)
 
             def update(cloud, key):

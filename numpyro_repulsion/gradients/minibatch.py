@@ -66,7 +66,7 @@ class Gradient:
         :return: ``{plate: indices}``, and how many of the cloud's axes lead each array: 2 for rows of each particle's
             own, 1 for rows of each group, 0 for the same rows everywhere.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not implement `rows`.")
 
     def force(
         self, key: jax.Array, target: Target, unravel: Callable, z: jax.Array, anchor: Anchor | None = None

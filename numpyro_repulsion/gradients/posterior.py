@@ -40,7 +40,7 @@ class Target:
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
         """U at one particle, from the rows ``indices`` of each subsampled plate; ``key`` feeds random likelihoods."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
 
     def constrain(self, z: Particle) -> Particle:
         """What ``get_samples`` shows of one particle."""
@@ -48,7 +48,7 @@ class Target:
 
     def draw(self, key: jax.Array, init_strategy: Callable) -> Particle:
         """A starting particle."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not implement `draw`.")
 
     def find_nan(self) -> list[str]:
         """Where in the data there is NaN, in words."""

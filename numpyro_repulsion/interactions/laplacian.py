@@ -29,7 +29,7 @@ class Laplacian(Wrapping, Gram):  # type: ignore[override]
 
     The bandwidth is learned by the rule of k. Each particle then has about four neighbours, ``K_ii`` is about
     ``1 + 4b`` on average, and a measured step is shorter by as much. With momenta the step has to be given, and short:
-    in five dimensions, with b = 1 and 20 particles, variances are 14 % too large at ε = 0.01 and 8 % at 0.005.
+    in five dimensions, with b = 1 and 20 particles, variances are 20 % too large at ε = 0.01 and 10 % at 0.005.
 
     :param interaction: k, for each pair of particles: a :class:`~numpyro_repulsion.Radial` kernel that is nowhere
         negative, or a sum of such. Its nugget has no part in K.
