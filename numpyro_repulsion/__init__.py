@@ -3,7 +3,7 @@
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
 from numpyro_repulsion.dynamics import Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled
-from numpyro_repulsion.inference_data import summary, to_inference_data
+from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.interactions import (
     IMQ,
     RBF,
@@ -20,6 +20,7 @@ from numpyro_repulsion.interactions import (
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.report import summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 
 __version__ = "0.1.0"

@@ -30,7 +30,8 @@ ARROWS = {
     "kernels": (HOST, {"interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"}),
     # NumPyro has the effective sample size of one series.
     "diagnostics": (HOST, set()),
-    "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels", "diagnostics"}),
+    "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels"}),
+    "report": (HOST | {"arviz"}, {"diagnostics", "inference_data"}),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"targets"}),
 }
 

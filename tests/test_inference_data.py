@@ -1,6 +1,5 @@
 """From runs to ArviZ, on whichever ArviZ is installed: these tests run on 0.23 and on 1.x."""
 
-from functools import partial
 import importlib.metadata
 import warnings
 
@@ -20,10 +19,7 @@ from numpyro_repulsion import (
     SGLD,
     SGLDR,
     SVGD,
-    ensemble_ess,
-    ensemble_mcse,
     inference_data,
-    nested_rhat,
     summary,
     to_inference_data,
 )
@@ -232,73 +228,6 @@ def test_an_optimizer_leaves_its_last_cloud(capsys):
     assert not [name for name in table.columns if "ess" in name or "hat" in name]
 
 
-@pytest.mark.parametrize("from_data", [False, True])
-def test_summary(mcmc, data, from_data, capsys):
-    table = summary(data if from_data else mcmc, var_names=["beta", "total"])
-    assert len(table) == 4
-    text = capsys.readouterr().out
-    assert "SGLDR: 6 particles in 2 ensembles, 10 updates of size 0.001 per draw. No update was held" in text
-
-
-def test_summary_is_of_ensembles(mcmc, data):
-    table = summary(data)
-    labels = [f"beta[{i}]" for i in range(3)]
-    for column, function in (
-        ("ess_bulk", ensemble_ess),
-        ("ess_tail", partial(ensemble_ess, method="tail")),
-        ("mcse_mean", ensemble_mcse),
-        ("mcse_sd", partial(ensemble_mcse, method="sd")),
-        ("nested_r_hat", nested_rhat),
-    ):
-        found = np.asarray(table.loc[labels, column], float)
-        np.testing.assert_allclose(found, function(data)["beta"], rtol=0.06, atol=6e-4)
-    # Not what ArviZ takes of independent chains.
-    plain = np.asarray(arviz.summary(data).loc[labels, "ess_bulk"], float)
-    assert not np.allclose(plain, np.asarray(table.loc[labels, "ess_bulk"], float), rtol=0.01)
-    assert len(summary(data, var_names=["beta"])) == 3
-
-
-def test_rows_of_a_summary_find_their_variables():
-    names = ["z", "z[a]", "z[a].b"]
-    rows = ["z", "z[0]", "z[a]", "z[a][1, 2]", "z[a].b[3]"]
-    assert [inference_data._variable(row, names) for row in rows] == ["z", "z", "z[a]", "z[a]", "z[a].b"]
-
-
-def test_summary_counts_divergences(capsys):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**4), step_size=3.0), num_warmup=0, num_samples=9,
-                    num_chains=6, chain_method="vectorized", progress_bar=False)  # fmt: skip
-        mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
-        jax.effects_barrier()
-        data = to_inference_data(mcmc)
-        summary(mcmc)
-    held = data["posterior"].attrs["num_divergences"]
-    assert held == int(mcmc.last_state.num_divergences) > 0
-    said = capsys.readouterr().out
-    assert f"{held} updates were not finite and held, or had a gradient that was cut: divide `step_size`" in said
-
-
-def test_summary_says_when_particles_have_not_mixed(capsys):
-    def say(step_size):
-        starts = random.normal(random.key(1), (6, 1))
-        mcmc = MCMC(
-            SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=step_size),
-            num_warmup=0,
-            num_samples=100,
-            num_chains=6,
-            chain_method="vectorized",
-            progress_bar=False,
-        )
-        mcmc.run(random.key(0), init_params=starts)
-        summary(mcmc)
-        return capsys.readouterr().out
-
-    assert "R-hat" not in say(0.2)
-    text = say(1e-6)
-    assert "R-hat is" in text and "have not mixed. Raise `num_steps`" in text
-
-
 def test_arviz_reads_it(mcmc, data):
     table = arviz.summary(data, var_names=["beta"])
     assert any("hat" in name for name in table.columns)
@@ -336,10 +265,3 @@ def test_other_kernels_are_refused():
 def test_a_run_is_needed():
     with pytest.raises(ValueError, match="call mcmc.run"):
         to_inference_data(MCMC(SGLDR(logistic), num_warmup=1, num_samples=1, num_chains=2, chain_method="vectorized"))
-
-
-def test_summary_of_foreign_data_is_refused():
-    chains = {"x": np.random.default_rng(0).normal(size=(2, 50))}
-    foreign = arviz.from_dict({"posterior": chains}) if NEW_ARVIZ else arviz.from_dict(posterior=chains)
-    with pytest.raises(TypeError, match="to_inference_data"):
-        summary(foreign)

@@ -1,0 +1,134 @@
+"""What to think of a run: ArviZ's summary with the numbers of ensembles, and a sentence. ArviZ comes when called."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, nested_rhat
+from numpyro_repulsion.inference_data import to_inference_data
+
+__all__ = ["summary"]
+
+#: R-hat above which `summary` says that the particles have not mixed.
+MAX_R_HAT = 1.1
+#: Columns of ArviZ's summary that presume independent chains, and what they are for interacting particles.
+_OF_ENSEMBLES = {
+    "mcse_mean": ensemble_mcse,
+    "mcse_sd": partial(ensemble_mcse, method="sd"),
+    "ess_bulk": ensemble_ess,
+    "ess_tail": partial(ensemble_ess, method="tail"),
+}
+
+
+def summary(run, **kwargs):
+    """ArviZ's summary of a run, with a line that says what was run and whether something went wrong.
+
+    Effective sample sizes and standard errors are those of ensembles of particles that interact,
+    :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, where ArviZ has those of
+    independent chains. ``r_hat`` is that of particles; runs of several ensembles have a column ``nested_r_hat`` too.
+
+    For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) it describes the last cloud, and leaves out what
+    only draws have.
+
+    :param run: an ``MCMC`` that has run with a kernel of this package, or what :func:`to_inference_data` made of it.
+    :param kwargs: passed to ``arviz.summary``.
+    :return: a pandas DataFrame.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLDR, summary
+        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1), num_warmup=10, num_samples=200,
+        ...             num_chains=4, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=jnp.arange(4.0))
+        >>> table = summary(mcmc)
+        SGLDR: 4 particles in 1 ensemble, 10 updates of size 0.1 per draw. No update was held as diverging.
+        >>> list(table.index)
+        ['z']
+    """
+    import arviz
+
+    data = to_inference_data(run) if isinstance(run, MCMC) else run
+    attributes = data["posterior"].attrs
+    if attributes.get("inference_library") != "numpyro_repulsion":
+        raise TypeError(f"`summary` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
+    is_sampler = attributes["is_sampler"] == "true"
+    table = arviz.summary(data, **({"kind": "all" if is_sampler else "stats"} | kwargs))
+    if is_sampler:
+        _put_ensembles_in(table, data["posterior"], kwargs.get("coords"), kwargs.get("round_to", 3))
+    print(_sentence(attributes, table))
+    return table
+
+
+def _put_ensembles_in(table, posterior, coords, round_to):
+    """The columns that presume independent chains replaced by those for interacting particles."""
+    present = [name for name in _OF_ENSEMBLES if name in getattr(table, "columns", ())]
+    if not present or {"chain", "draw"} & set(coords or {}):
+        return
+    posterior = getattr(posterior, "dataset", posterior)
+    variables = [_variable(label, posterior) for label in table.index]
+    posterior = posterior[list(dict.fromkeys(variables))]
+    if coords:
+        posterior = posterior.sel({name: value for name, value in coords.items() if name in posterior.dims})
+    if posterior.sizes["draw"] < 4:
+        return
+    columns = {name: _OF_ENSEMBLES[name](posterior) for name in present}
+    ensembles = int(posterior.attrs["num_ensembles"])
+    if "r_hat" in table and 1 < ensembles < posterior.sizes["chain"]:
+        columns["nested_r_hat"] = nested_rhat(posterior)
+    for name, found in columns.items():
+        # ArviZ 1.x keeps text, with the digits that matter.
+        is_text = table["mean" if "mean" in table else present[0]].dtype == object
+        values = np.concatenate([np.ravel(found[variable]) for variable in dict.fromkeys(variables)])
+        if is_text:
+            digits = ".0f" if name.startswith("ess") else ".2f" if "r_hat" in name else ".2g"
+            table[name] = [f"{x:{digits}}" for x in values]
+        elif isinstance(round_to, int):
+            table[name] = values.round(0 if name.startswith("ess") else round_to)
+        else:
+            table[name] = values
+
+
+def _variable(label, posterior):
+    """Which variable a row of the table is of: names may have brackets of their own."""
+    return max((name for name in posterior if label == name or label.startswith(f"{name}[")), key=len)
+
+
+def _sentence(attributes, table):
+    """What was run, and what to think of it."""
+    count, ensembles = int(attributes["num_particles"]), int(attributes["num_ensembles"])
+    text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in "
+    text += f"{ensembles} ensemble{'s' * (ensembles > 1)}, {attributes['num_steps']} updates "
+    text += f"of size {float(attributes['step_size']):.3g}"
+    if attributes["step_size_measured"] == "true":
+        text += " (measured in warmup)"
+    text += " per draw. "
+    held = int(attributes["num_divergences"])
+    if held:
+        text += (
+            f"{held} update{'s were' if held > 1 else ' was'} not finite and held, or had a gradient that was cut: "
+            f"{attributes['remedy']}, or reparameterize."
+        )
+    else:
+        text += "No update was held as diverging."
+    if attributes["complaints"]:
+        text += f" {attributes['complaints']}"
+    if "r_hat" in table and (worst := float(np.nanmax(np.asarray(table["r_hat"], float), initial=1.0))) > MAX_R_HAT:
+        text += (
+            f" R-hat is {worst:.2f} for {table['r_hat'].astype(float).idxmax()}: the particles have not mixed. Raise "
+            "`num_steps` or `num_warmup`, or rescale or reparameterize the model."
+        )
+    if attributes["is_sampler"] != "true":
+        text += (
+            f" An optimizer, not a sampler: this describes its last cloud of {count} points, whose spread is smaller "
+            "than the posterior's."
+        )
+    return text
