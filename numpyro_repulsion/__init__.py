@@ -1,5 +1,6 @@
 """Stochastic-gradient MCMC with interacting particles, for NumPyro."""
 
+from numpyro_repulsion.bias import StepBias, step_bias
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
 from numpyro_repulsion.dynamics import Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled
@@ -56,6 +57,7 @@ __all__ = [
     "Recipe",
     "Relativistic",
     "Scheduled",
+    "StepBias",
     "Subsampled",
     "Thermostat",
     "Underdamped",
@@ -64,6 +66,7 @@ __all__ = [
     "ensemble_mcse",
     "ksd",
     "nested_rhat",
+    "step_bias",
     "summary",
     "to_inference_data",
 ]

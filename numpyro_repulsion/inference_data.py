@@ -199,6 +199,7 @@ def _attributes(mcmc, kernel, target):
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
+        "step_size_bias": float(np.ravel(state.tuning.bias)[0]),
         "remedy": kernel.remedy,
         "complaints": " ".join(kernel.complaints(state)),
         "num_particles": mcmc.num_chains,

@@ -8,6 +8,7 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
+from numpyro_repulsion.bias import predict_bias
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, nested_rhat
 from numpyro_repulsion.inference_data import to_inference_data
 
@@ -15,6 +16,8 @@ __all__ = ["summary"]
 
 #: R-hat above which `summary` says that the particles have not mixed.
 MAX_R_HAT = 1.1
+#: Inflation of variances by a given step above which `summary` asks for a shorter one; what `BiasBudget` allows.
+MAX_BIAS = 0.05
 #: Columns of ArviZ's summary that presume independent chains, and what they are for interacting particles.
 _OF_ENSEMBLES = {
     "mcse_mean": ensemble_mcse,
@@ -30,6 +33,8 @@ def summary(run, **kwargs):
     Effective sample sizes and standard errors are those of ensembles of particles that interact,
     :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, where ArviZ has those of
     independent chains. ``r_hat`` is that of particles; runs of several ensembles have a column ``nested_r_hat`` too.
+    The line names the bias that the step size is expected to cause, with a remedy where it is too large: see
+    :func:`~numpyro_repulsion.step_bias`. Of a step that was given it is known only where ``run`` is an ``MCMC``.
 
     For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) it describes the last cloud, and leaves out what
     only draws have.
@@ -46,11 +51,12 @@ def summary(run, **kwargs):
         >>> import jax.numpy as jnp
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR, summary
-        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1), num_warmup=10, num_samples=200,
+        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.05), num_warmup=10, num_samples=200,
         ...             num_chains=4, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0), init_params=jnp.arange(4.0))
         >>> table = summary(mcmc)
-        SGLDR: 4 particles in 1 ensemble, 10 updates of size 0.1 per draw. No update was held as diverging.
+        SGLDR: 4 particles in 1 ensemble, 10 updates of size 0.05 per draw. No update was held as diverging. Step-size
+        bias: at most about 1.3 % of a posterior sd.
         >>> list(table.index)
         ['z']
     """
@@ -64,8 +70,15 @@ def summary(run, **kwargs):
     table = arviz.summary(data, **({"kind": "all" if is_sampler else "stats"} | kwargs))
     if is_sampler:
         _put_ensembles_in(table, data["posterior"], kwargs.get("coords"), kwargs.get("round_to", 3))
-    print(_sentence(attributes, table))
+    print(_sentence(attributes, table, _bias(run, attributes) if is_sampler else None))
     return table
+
+
+def _bias(run, attributes):
+    """The relative inflation of variances by the step, and what gradient noise has of it; None where unknown."""
+    if attributes["step_size_measured"] == "true":
+        return float(attributes["step_size_bias"]), None
+    return predict_bias(run.sampler, run.last_state, run._args, run._kwargs) if isinstance(run, MCMC) else None
 
 
 def _put_ensembles_in(table, posterior, coords, round_to):
@@ -102,7 +115,27 @@ def _variable(label, posterior):
     return max((name for name in posterior if label == name or label.startswith(f"{name}[")), key=len)
 
 
-def _sentence(attributes, table):
+def _of_bias(bias, attributes):
+    """What the step size does to the posterior, in words."""
+    inflation, noise = bias
+    if not np.isfinite(inflation):
+        return ""
+    sd = 100.0 * (np.sqrt(1.0 + inflation) - 1.0)
+    if noise is None or inflation <= MAX_BIAS:
+        # Of a measured step that is too long warmup has complained.
+        return f" Step-size bias: at most about {sd:.1f} % of a posterior sd."
+    cure = attributes["remedy"] if inflation > 4 * MAX_BIAS else "halve `step_size`"
+    if noise > inflation / 2:
+        cure = f"enlarge the minibatch (`subsample_size`), use gradient=ControlVariates(), or {cure}"
+    size = (
+        f"up to about {sd:.0f} % of a posterior sd"
+        if sd < 100.0
+        else "more than a posterior sd, if it is stable at all"
+    )
+    return f" Step-size bias: {size}, most of it by {'minibatches' if noise > inflation / 2 else 'curvature'}: {cure}."
+
+
+def _sentence(attributes, table, bias):
     """What was run, and what to think of it."""
     count, ensembles = int(attributes["num_particles"]), int(attributes["num_ensembles"])
     text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in "
@@ -119,6 +152,8 @@ def _sentence(attributes, table):
         )
     else:
         text += "No update was held as diverging."
+    if bias is not None:
+        text += _of_bias(bias, attributes)
     if attributes["complaints"]:
         text += f" {attributes['complaints']}"
     if "r_hat" in table and (worst := float(np.nanmax(np.asarray(table["r_hat"], float), initial=1.0))) > MAX_R_HAT:

@@ -30,8 +30,9 @@ ARROWS = {
     "kernels": (HOST, {"interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"}),
     # NumPyro has the effective sample size of one series.
     "diagnostics": (HOST, set()),
+    "bias": (HOST, {"adaptation", "gradients", "kernels", "diagnostics"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels"}),
-    "report": (HOST | {"arviz"}, {"diagnostics", "inference_data"}),
+    "report": (HOST | {"arviz"}, {"bias", "diagnostics", "inference_data"}),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"targets"}),
 }
 

@@ -8,7 +8,7 @@ followed the particles while draws are kept would change the stationary law.
 
 from numpyro_repulsion.adaptation.arrival import arrive, rescue
 from numpyro_repulsion.adaptation.bandwidth import best_bandwidth, gains, settle_bandwidth
-from numpyro_repulsion.adaptation.measurement import Measurements, measure
+from numpyro_repulsion.adaptation.measurement import Measurements, measure, survey
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner, first_scale, shrink
 from numpyro_repulsion.adaptation.timetable import is_arriving, is_due, is_settling, since_arrival, until_due
 from numpyro_repulsion.adaptation.tuning import Learned, Tuning, adapt
@@ -35,5 +35,6 @@ __all__ = [
     "settle_bandwidth",
     "shrink",
     "since_arrival",
+    "survey",
     "until_due",
 ]

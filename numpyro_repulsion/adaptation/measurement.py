@@ -9,7 +9,10 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 
-__all__ = ["Measurements", "measure"]
+from numpyro_repulsion.dynamics import Dynamics, Landscape
+from numpyro_repulsion.interactions import Coupling
+
+__all__ = ["Measurements", "measure", "survey"]
 
 POWER_ITERATIONS = 8
 #: The step is to suit nine particles in ten; the stability of the others is looked after separately.
@@ -99,6 +102,28 @@ def measure(
     seen = jnp.moveaxis(seen, 1, 0)
     used, other = _largest_variance(noise_key, seen[0]), _largest_variance(noise_key, seen[-1])
     return curvature, jnp.where(corrected, jnp.stack([other, used]), jnp.stack([used, other]))
+
+
+def survey(
+    measurements: Measurements,
+    noise: jax.Array,
+    spread: jax.Array,
+    coupling: Coupling,
+    dynamics: Dynamics,
+    shared: bool,
+) -> Landscape:
+    """What was measured, as what a step size is up against.
+
+    :param noise: the largest variance of the gradient in use, in any direction.
+    :param spread: the largest variance of the positions in any direction, in units of the temperature.
+    :param shared: whether the particles of a group share their minibatch.
+    """
+    # What is common to all is amplified Λ times, where each one's own is K_ii times.
+    noise = noise * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0)
+    # The mean curvature in a direction is at least one over its variance, however little of it was met.
+    curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
+    largest = jnp.maximum(measurements.largest_curvature, curvature)
+    return Landscape(curvature, largest, noise / (dynamics.temperature or 1.0))
 
 
 def _largest_variance(key, gradients):

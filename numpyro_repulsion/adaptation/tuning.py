@@ -12,7 +12,7 @@ import numpy as np
 
 from numpyro_repulsion.adaptation.arrival import rescue
 from numpyro_repulsion.adaptation.bandwidth import settle_bandwidth
-from numpyro_repulsion.adaptation.measurement import CorrectableForce, Measurements, measure
+from numpyro_repulsion.adaptation.measurement import CorrectableForce, Measurements, measure, survey
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.adaptation.timetable import (
     ANNEALING,
@@ -25,7 +25,7 @@ from numpyro_repulsion.adaptation.timetable import (
     at,
     is_due,
 )
-from numpyro_repulsion.dynamics import Cloud, Dynamics, Landscape
+from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Anchor
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
@@ -279,22 +279,17 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     if learned.step_size is None:
         return tuning
     coupling = interaction.couple(cloud.z, tuning.bandwidth)
-    # What is common to all is amplified Λ times, where each one's own is K_ii times.
-    noise = tuning.noise * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0)
     ends, shares = (np.array(column) for column in zip(*ANNEALING, strict=True))
     current = jnp.searchsorted(at(ends, tuning), tuning.iteration, side="right")
-    noise = noise * jnp.asarray([*shares, 1.0], noise.dtype)[current]
-    # Noise and variances in units of the temperature.
-    spread, noise = tuning.spread(dynamics), noise / (dynamics.temperature or 1.0)
-    # The mean curvature in a direction is at least one over its variance, however little of it was met.
-    curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
-    landscape = Landscape(curvature, jnp.maximum(measurements.largest_curvature, curvature), noise)
+    share = jnp.asarray([*shares, 1.0], tuning.noise.dtype)[current]
+    spread = tuning.spread(dynamics)
+    landscape = survey(measurements, share * tuning.noise, spread, coupling, dynamics, shared)
     rule = learned.step_size
     draws_per_step = tuning.arrival.size * num_steps * tuning.num_warmup * dynamics.rate(spread, coupling) / 2.0
     step_size = rule.step_size(
         tolerated=dynamics.tolerated(rule.tolerance, landscape, coupling),
         # Half the limit of stability at typical particles.
-        moderate=dynamics.stable(landscape._replace(largest=curvature), coupling) / 2.0,
+        moderate=dynamics.stable(landscape._replace(largest=landscape.curvature), coupling) / 2.0,
         stable=dynamics.stable(landscape, coupling),
         # Jumps move between modes, as no step of this kind could.
         draws_per_step=draws_per_step if dynamics.is_sampler and not learned.jumps else jnp.inf,

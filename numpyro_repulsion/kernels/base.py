@@ -231,25 +231,10 @@ class ParticleKernel(MCMCKernel):
         is_single = jnp.ndim(state.potential_energy) == 0
         if is_single:
             state = map_particles(lambda x: x[None], state)
-        target = self.target(model_args, model_kwargs)
-        size = state.potential_energy.shape[0]
-        flat, unravel = ravel_cloud(state.z)
-        tuning = state.tuning
-        cloud = Cloud(tuning.preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
-        cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
+        tuning, size = state.tuning, state.potential_energy.shape[0]
+        iteration, cloud = self.parts(state, model_args, model_kwargs)
+        learned = iteration.learned
         rng_key, tuning_key, loop_key = random.split(state.rng_key, 3)
-        learned = self.learned(target, flat.shape[1])
-        iteration = Iteration(
-            target,
-            unravel,
-            self.resolve_gradient(target),
-            self.dynamics,
-            self.interaction,
-            self.moves,
-            self._schedule,
-            learned,
-            self.num_steps,
-        )
         tuning, is_other = iteration.recognize(cloud, tuning)
         cloud, tuning, in_use, troubled, num_updates = iteration.move(
             loop_key, cloud, tuning, state.num_updates, is_other
@@ -261,7 +246,7 @@ class ParticleKernel(MCMCKernel):
         if tuning.measurements is not None and (learned.measures or learned.jumps):
             warn_by_verdict(tuning.iteration == tuning.num_warmup, lambda: self._judge(tuning))
         state = ParticleState(
-            z=jax.vmap(unravel)(tuning.preconditioner.colour(cloud.z).reshape(size, -1)),
+            z=jax.vmap(iteration.unravel)(tuning.preconditioner.colour(cloud.z).reshape(size, -1)),
             potential_energy=cloud.potential_energy.reshape(size),
             step_size=in_use.reshape(size),
             bandwidth=jnp.broadcast_to(tuning.bandwidth, (size,)),
@@ -274,6 +259,26 @@ class ParticleKernel(MCMCKernel):
             rng_key=rng_key,
         )
         return map_particles(lambda x: x[0], state) if is_single else state
+
+    def parts(self, state: ParticleState, args, kwargs) -> tuple[Iteration, Cloud]:
+        """What moves the particles of a state, and these in whitened coordinates, ``(G, L, d)``."""
+        if jnp.ndim(state.potential_energy) == 0:
+            state = map_particles(lambda x: x[None], state)
+        target = self.target(args, kwargs)
+        flat, unravel = ravel_cloud(state.z)
+        cloud = Cloud(state.tuning.preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
+        iteration = Iteration(
+            target,
+            unravel,
+            self.resolve_gradient(target),
+            self.dynamics,
+            self.interaction,
+            self.moves,
+            self._schedule,
+            self.learned(target, flat.shape[1]),
+            self.num_steps,
+        )
+        return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
 
     def postprocess_fn(self, args, kwargs):
         """A function from one unconstrained particle to its sites in their supports, with deterministic sites."""

@@ -1,0 +1,234 @@
+"""How far the step size has moved the stationary law of a run, without a reference."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.adaptation import Measurements, measure, survey
+from numpyro_repulsion.diagnostics import ensemble_mcse
+from numpyro_repulsion.gradients import ravel_cloud
+from numpyro_repulsion.kernels import ParticleKernel
+
+__all__ = ["StepBias", "predict_bias", "step_bias"]
+
+#: Half the distance over which gradients are compared, in units of the distance of one update.
+WIDTH = 0.2
+#: Numbers kept of one series of a segment; of larger particles only some coordinates are followed.
+MAX_ENTRIES = 2**24
+
+
+class StepBias(NamedTuple):
+    """What the step size does to a run. Everything is relative to variances: 0.1 makes a posterior sd 5 % too wide.
+
+    - **step_size** - ε in use.
+    - **predicted** - the largest inflation of a variance, from step size, curvature and gradient noise: on the side of
+      caution, for it is that of the stiffest direction.
+    - **predicted_noise** - what gradient noise alone would do.
+    - **observed** - the mean of ``observed_by_parameter``; ``None`` unless a segment was run, as all that follows.
+    - **observed_error** - its standard error.
+    - **observed_by_parameter** - ``E[(z − E z) ∂U/∂z] / T − 1`` for each unconstrained parameter, in the structure of
+      one particle. It is 0 for the posterior, and the relative inflation of its variance for a Gaussian. Too narrow a
+      cloud is negative.
+    - **observed_error_by_parameter** - standard errors of these.
+    - **halving_by_parameter** - by how much of itself each variance falls when the step is halved: about half its bias
+      where that is of first order in ε, three quarters where it is of second.
+    - **halving_error_by_parameter** - standard errors of these.
+    """
+
+    step_size: float
+    predicted: float
+    predicted_noise: float
+    observed: float | None = None
+    observed_error: float | None = None
+    observed_by_parameter: Any = None
+    observed_error_by_parameter: Any = None
+    halving_by_parameter: Any = None
+    halving_error_by_parameter: Any = None
+
+    def __str__(self):
+        text = f"Step size {self.step_size:.3g}: variances at most about {100 * self.predicted:.1f} % too large by "
+        text += f"estimate ({100 * self.predicted_noise:.1f} % from gradient noise)"
+        if self.observed is not None:
+            text += f"; {100 * self.observed:.1f} ± {100 * self.observed_error:.1f} % on average, as observed"
+        return text + "."
+
+
+def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int = 0) -> StepBias:
+    r"""Estimates the bias of a run that comes from its step size and from minibatches, without a reference.
+
+    Three estimates, that share no assumption:
+
+    - from step size, curvature and gradient noise, as warmup does it (measured anew on the last cloud where the step
+      was given);
+    - from Stein's identity, :math:`\mathbb E_\pi[(z_j - \mathbb E z_j)\, \partial_j U] = T`, on a segment that goes
+      on from the last state with the same step;
+    - from the variances of another segment with half the step.
+
+    Segments are run only if asked for. With T the :attr:`temperature`, all are relative to the variances of the law
+    at that temperature.
+
+    :param mcmc: an ``MCMC`` that has run with a kernel of this package; it is left as it is.
+    :param rng_key: of the segments; ``None`` goes on with the run's own.
+    :param num_samples: iterations in the segment of the same step; that of half the step has three times as many, of
+        which the first third lets the particles settle. Standard errors are about ``sqrt(2 / ESS)`` of the segment.
+    :return: see :class:`StepBias`.
+    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
+    :raises ValueError: before the run, for an optimizer (SVGD), or for less than eight samples.
+
+    **References:**
+
+    1. *Measuring Sample Quality with Stein's Method*, J. Gorham and L. Mackey, https://arxiv.org/abs/1506.03039
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLD, Overdamped, step_bias
+        >>> mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.2, dynamics=Overdamped("euler")),
+        ...             num_warmup=0, num_samples=100, num_chains=10, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 3)))
+        >>> f"{step_bias(mcmc).predicted:.3f}"  # ε/2 / (1 − ε/2)
+        '0.111'
+    """
+    kernel, state, args, kwargs = _finished(mcmc)
+    if not isinstance(num_samples, int | np.integer) or num_samples < 0 or 0 < num_samples < 8:
+        raise ValueError(f"`num_samples` must be 0, or 8 or more; got {num_samples!r}.")
+    predicted, noise = predict_bias(kernel, state, args, kwargs)
+    step_size = float(np.ravel(state.step_size)[0])
+    known = StepBias(step_size, predicted, noise)
+    if num_samples == 0:
+        return known
+    if rng_key is not None:
+        is_many = np.ndim(state.num_updates)
+        state = state._replace(rng_key=random.split(rng_key, len(state.num_updates)) if is_many else rng_key)
+    particles = state.z if np.ndim(state.potential_energy) else jax.tree.map(lambda x: x[None], state.z)
+    flat, unravel = ravel_cloud(particles)
+    # So many series as fit, evenly spread.
+    most = max(1, MAX_ENTRIES // (num_samples * len(flat)))
+    followed = np.unique(np.linspace(0, flat.shape[1] - 1, min(most, flat.shape[1])).round().astype(int))
+    program = jax.jit(partial(_segment, kernel, args, kwargs, followed, int(num_samples), flat.mean(0)))
+    _, same = program(state, step_size)
+    settled, _ = program(state, step_size / 2)
+    halves = []
+    for _ in range(2):
+        settled, half = program(settled, step_size / 2)
+        halves.append(half)
+    series = [np.asarray(x, np.float64) for x in same]
+    half = [np.concatenate([np.asarray(x, np.float64) for x in pair], 1) for pair in zip(*halves, strict=True)]
+    stein = _stein(series) / kernel.dynamics.temperature - 1.0
+    groups = len(stein)
+    overall = stein.mean(-1)
+    squares, half_squares = _squares(series), _squares(half)
+    variance, half_variance = squares.mean((0, 1)), half_squares.mean((0, 1))
+    error = np.hypot(ensemble_mcse(squares, groups) / variance, ensemble_mcse(half_squares, groups) / half_variance)
+
+    def shaped(values):
+        return unravel(jnp.full(flat.shape[1], jnp.nan, flat.dtype).at[followed].set(values))
+
+    return known._replace(
+        observed=float(overall.mean()),
+        observed_error=float(ensemble_mcse(overall, groups)),
+        observed_by_parameter=shaped(stein.mean((0, 1))),
+        observed_error_by_parameter=shaped(ensemble_mcse(stein, groups)),
+        halving_by_parameter=shaped(1.0 - half_variance / variance),
+        halving_error_by_parameter=shaped(error * half_variance / variance),
+    )
+
+
+def predict_bias(kernel: ParticleKernel, state: Any, args: tuple, kwargs: dict) -> tuple[float, float]:
+    """The relative inflation of variances to be expected of the step in use, and what of it gradient noise makes.
+
+    :param state: of particles, or of several plain chains.
+    """
+    if np.ndim(state.num_updates):
+        state = jax.tree.map(lambda x: x[0], state)
+    predicted, noise = jax.jit(partial(_predict, kernel, args, kwargs))(state)
+    return float(predicted), float(noise)
+
+
+def _finished(mcmc):
+    kernel = getattr(mcmc, "sampler", None)
+    if not isinstance(mcmc, MCMC) or not isinstance(kernel, ParticleKernel):
+        raise TypeError(
+            "step_bias takes a numpyro.infer.MCMC with a kernel of this package, such as SGLDR(model); got "
+            f"{type(mcmc).__name__}{f' with {type(kernel).__name__}' if kernel is not None else ''}."
+        )
+    if mcmc.last_state is None:
+        raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
+    if not kernel.dynamics.is_sampler:
+        raise ValueError(
+            f"{type(kernel).__name__} is an optimizer of the cloud: no step size makes it draw from the posterior. "
+            "Use SGLDR for draws."
+        )
+    return kernel, mcmc.last_state, mcmc._args, mcmc._kwargs
+
+
+def _predict(kernel, args, kwargs, state):
+    iteration, cloud = kernel.parts(state, args, kwargs)
+    tuning, learned, dynamics = state.tuning, iteration.learned, kernel.dynamics
+    if tuning.measurements is None or not learned.measures:
+        one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
+        width = WIDTH * jnp.sqrt(jnp.ravel(state.step_size)[0])
+        curvature, noise = measure(
+            random.key(0), cloud.z, width, iteration.force(tuning), jnp.asarray(learned.anchor), False
+        )
+        if not learned.noise:
+            noise = jnp.zeros_like(noise)
+        tuning = tuning._replace(measurements=one.add(curvature, noise))
+    spread = jnp.inf if tuning.moments is None else tuning.spread(dynamics)
+    coupling = kernel.interaction.at(random.key(0), state.num_updates).couple(cloud.z, tuning.bandwidth)
+    landscape = survey(tuning.measurements, tuning.noise, spread, coupling, dynamics, iteration.gradient.shared)
+    step_size = jnp.ravel(state.step_size)[0]
+    calm = landscape._replace(curvature=0.0 * landscape.curvature, largest=0.0 * landscape.largest)
+    return dynamics.bias(step_size, landscape, coupling), dynamics.bias(step_size, calm, coupling)
+
+
+def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_size):
+    """The state after so many iterations with this step, and series of ensemble means, each ``(groups, n, d)``."""
+    kernel = copy.copy(kernel)
+    kernel._schedule = lambda count: step_size
+
+    def iterate(state, _):
+        state = kernel.sample(state, args, kwargs)
+        _, cloud = kernel.parts(state, args, kwargs)
+        change = state.tuning.preconditioner
+        # Single precision would not survive the squares of what lies far from the origin.
+        z, gradient = (x[..., followed] for x in (change.colour(cloud.z) - centre, change.push(cloud.gradient)))
+        return state, tuple(x.mean(-2) for x in (z, z**2, gradient, z * gradient))
+
+    def run(state):
+        return lax.scan(iterate, state, length=num_samples)
+
+    if jnp.ndim(state.num_updates):
+        state, series = jax.vmap(run)(state)
+        return state, tuple(x[:, :, 0] for x in series)
+    state, series = run(state)
+    series = tuple(jnp.moveaxis(x, 0, 1) for x in series)
+    if kernel.interaction.balances_ensembles:
+        series = tuple(x.mean(0, keepdims=True) for x in series)
+    return state, series
+
+
+def _stein(series):
+    """``(z − E z) ∂U/∂z`` from series of z, its square, the gradient and their product."""
+    z, _, gradient, product = series
+    return product - z.mean((0, 1)) * gradient
+
+
+def _squares(series):
+    """``(z − E z)²`` from the same."""
+    z, square, _, _ = series
+    mean = z.mean((0, 1))
+    return square - 2.0 * mean * z + mean**2

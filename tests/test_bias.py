@@ -1,0 +1,189 @@
+"""The bias of a step size, estimated without a reference, on chains whose stationary law is known in closed form."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS
+
+from numpyro_repulsion import (
+    RBF,
+    SGHMC,
+    SGLD,
+    SGLDR,
+    SVGD,
+    Balanced,
+    Independent,
+    Overdamped,
+    Subsampled,
+    Underdamped,
+    bias,
+    step_bias,
+    summary,
+)
+
+SCALES = jnp.array([1.0, 1.0, 0.5])
+
+
+def gaussian(z):
+    return jnp.sum((z / SCALES) ** 2) / 2
+
+
+def run(kernel, dimension=3, chains=20, num_samples=40, chain_method="vectorized", **kwargs):
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=num_samples, num_chains=chains, chain_method=chain_method,
+                progress_bar=False)  # fmt: skip
+    starts = None
+    if kernel.model is None:
+        starts = random.normal(random.key(1), (chains, dimension) if chains > 1 else (dimension,))
+    mcmc.run(random.key(0), init_params=starts, **kwargs)
+    return mcmc
+
+
+def euler(curvature, step_size):
+    """By how much the stationary variance of Euler's chain on a Gaussian is too large."""
+    return 1.0 / (1.0 - step_size * curvature / 2.0) - 1.0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_prediction_is_exact_for_eulers_chain(temperature):
+    dynamics = Overdamped("euler", temperature=temperature)
+    found = step_bias(run(SGLD(potential_fn=gaussian, step_size=0.1, dynamics=dynamics)))
+    np.testing.assert_allclose(found.predicted, euler(4.0, 0.1), rtol=1e-3)
+    assert found.predicted_noise == 0.0
+    assert found.observed is None
+    np.testing.assert_allclose(found.step_size, 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chain_method", ["vectorized", pytest.param("sequential", marks=pytest.mark.slow)])
+def test_observed_bias_is_that_of_eulers_chain(chain_method):
+    step_size, temperature = 0.4, 2.0
+    dynamics = Overdamped("euler", temperature=temperature)
+    kernel = SGLD(potential_fn=gaussian, step_size=step_size, interaction=Independent(), dynamics=dynamics)
+    many = {} if chain_method == "vectorized" else {"chains": 3, "chain_method": "sequential"}
+    mcmc = run(kernel, **many)
+    before = jax.tree.leaves(mcmc.last_state)
+    found = step_bias(mcmc, random.key(5), num_samples=500 if chain_method == "vectorized" else 2000)
+    curvature = 1 / SCALES**2
+    expected = euler(curvature, step_size)
+    z = (found.observed_by_parameter - expected) / found.observed_error_by_parameter
+    assert np.abs(z).max() < 4.5, z
+    assert abs(found.observed - expected.mean()) < 4.5 * found.observed_error
+    # Control: the posterior itself.
+    assert (found.observed_by_parameter / found.observed_error_by_parameter)[2] > 9.0
+    halved = 1 - (1 + euler(curvature, step_size / 2)) / (1 + expected)
+    z = (found.halving_by_parameter - halved) / found.halving_error_by_parameter
+    assert np.abs(z).max() < 4.5, z
+    assert (found.halving_by_parameter / found.halving_error_by_parameter)[2] > 9.0
+    # Errors are of the right size: those of that many draws, correlated or not.
+    assert (found.observed_error_by_parameter < 0.1).all()
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(mcmc.last_state), strict=True))
+    assert kernel.step_size == step_size
+    assert "% on average, as observed" in str(found)
+
+
+def test_averaged_noise_has_next_to_no_bias():
+    found = step_bias(run(SGLD(potential_fn=gaussian, step_size=0.1)), num_samples=500)
+    z = found.observed_by_parameter / found.observed_error_by_parameter
+    assert np.abs(z).max() < 4.5, z
+    np.testing.assert_allclose(found.predicted, (0.1 * 4) ** 2 / 5, rtol=1e-3)
+
+
+Y = random.normal(random.key(3), (100,))
+
+
+def minibatched(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 0.1))
+    with numpyro.plate("rows", 100, subsample_size=5) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+def test_gradient_noise_is_seen(capsys):
+    # ∇U has curvature 200 and, by sampling with replacement or without, noise of variance close to 100² var(y) / 5.
+    mcmc = run(SGLD(minibatched, step_size=1e-3, gradient=Subsampled()), y=Y)
+    found = step_bias(mcmc, num_samples=1000)
+    noise = 100**2 * Y.var() / 5
+    np.testing.assert_allclose(found.predicted_noise, 1e-3 * noise / 2, rtol=0.25)
+    assert found.predicted == found.predicted_noise
+    # The stationary variance of averaged noise and a gradient with noise of variance V: (1 + ε V / (2 − ε λ)) / λ.
+    plain = 1e-3 * noise / (2 - 1e-3 * 200)
+    ratio = found.observed_by_parameter["mu"] / plain
+    error = found.observed_error_by_parameter["mu"] / plain
+    assert 0.75 - 4.5 * error < ratio < 1.25 + 4.5 * error
+    assert found.observed > 9 * found.observed_error
+    summary(mcmc)
+    said = capsys.readouterr().out
+    assert "most of it by minibatches: enlarge the minibatch (`subsample_size`), use gradient=ControlVariates()" in said
+
+
+@pytest.mark.parametrize(
+    "step_size, said",
+    [
+        (0.01, "Step-size bias: at most about 1.0 % of a posterior sd."),
+        (0.05, "Step-size bias: up to about 5 % of a posterior sd, most of it by curvature: halve `step_size`."),
+        (0.2, "Step-size bias: up to about 29 % of a posterior sd, most of it by curvature: divide `step_size` by 2"),
+        (0.45, "Step-size bias: more than a posterior sd, if it is stable at all"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:A particle's update")
+def test_summary_says_how_large_it_is(step_size, said, capsys):
+    summary(run(SGLD(potential_fn=gaussian, step_size=step_size, dynamics=Overdamped("euler"))))
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:Warmup expects trouble", "ignore:num_warmup")
+def test_measured_step_is_judged_by_what_warmup_measured(capsys):
+    mcmc = MCMC(SGLDR(potential_fn=gaussian), num_warmup=200, num_samples=50, num_chains=10, progress_bar=False,
+                chain_method="vectorized")  # fmt: skip
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 3)))
+    # One measured its clouds, the other took the step after the last of them.
+    np.testing.assert_allclose(step_bias(mcmc).predicted, mcmc.last_state.tuning.bias, rtol=0.1)
+    table = summary(mcmc)
+    assert len(table) == 3
+    assert "Step-size bias: at most about 2." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kernel, chains",
+    [
+        (SGHMC(potential_fn=gaussian, step_size=0.2, dynamics=Underdamped(temperature=2.0)), 10),
+        (SGLDR(potential_fn=gaussian, step_size=0.01, num_ensembles=2), 10),
+        (SGLDR(potential_fn=gaussian, step_size=0.01, num_ensembles=2, interaction=Balanced(RBF())), 10),
+        (SGLD(potential_fn=gaussian, step_size=0.02), 1),
+    ],
+)
+def test_every_kind_of_run_can_be_asked(kernel, chains):
+    found = step_bias(run(kernel, chains=chains), num_samples=2000)
+    z = found.observed_by_parameter / found.observed_error_by_parameter
+    # What bias these steps have is below what this can see, or just above.
+    assert z.shape == (3,) and np.abs(z).max() < 5.5, z
+    assert np.isfinite(found.halving_by_parameter).all()
+
+
+def test_large_particles_are_followed_in_part(monkeypatch):
+    monkeypatch.setattr(bias, "MAX_ENTRIES", 8 * 6 * 5)
+    mcmc = MCMC(SGLD(potential_fn=lambda z: sum(jnp.sum(x**2) for x in z.values()), step_size=0.1), num_warmup=0,
+                num_samples=4, num_chains=6, chain_method="vectorized", progress_bar=False)  # fmt: skip
+    keys = random.split(random.key(0))
+    mcmc.run(random.key(0), init_params={"a": random.normal(keys[0], (6, 7)), "b": random.normal(keys[1], (6, 2, 2))})
+    found = step_bias(mcmc, num_samples=8).observed_by_parameter
+    assert found["a"].shape == (7,) and found["b"].shape == (2, 2)
+    assert sum(int(jnp.isfinite(x).sum()) for x in found.values()) == 5
+
+
+def test_misuse_is_refused():
+    with pytest.raises(TypeError, match="takes a numpyro.infer.MCMC with a kernel of this package.*got int"):
+        step_bias(3)
+    with pytest.raises(TypeError, match="got MCMC with NUTS"):
+        step_bias(MCMC(NUTS(minibatched), num_warmup=1, num_samples=1))
+    with pytest.raises(ValueError, match="call mcmc.run"):
+        step_bias(MCMC(SGLD(potential_fn=gaussian), num_warmup=1, num_samples=1))
+    with pytest.raises(ValueError, match="optimizer of the cloud.*Use SGLDR"):
+        step_bias(run(SVGD(potential_fn=gaussian, step_size=0.1)))
+    for number in (-1, 7, 1.5):
+        with pytest.raises(ValueError, match=f"`num_samples` must be 0, or 8 or more; got {number}"):
+            step_bias(run(SGLD(potential_fn=gaussian, step_size=0.1), num_samples=1), num_samples=number)
