@@ -104,7 +104,7 @@ def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str =
     return _each(draws, num_ensembles, error)
 
 
-def nested_rhat(draws: Any, num_ensembles: int | None = None) -> Any:
+def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "rank") -> Any:
     r"""The nested :math:`\hat R`, with ensembles as superchains.
 
     .. math::
@@ -113,12 +113,15 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None) -> Any:
     with B the variance of the means of ensembles, and W the mean over ensembles of the variance within: that between
     its particles' means, and that of each particle over time. Particles of an ensemble may interact, for ensembles do
     not. It presumes that the particles of an ensemble start at one point; particles that stay where they started pass
-    it, so look at the plain R-hat of particles too.
+    it, so look at the plain R-hat of particles too. The numbers are those of ``arviz_stats.rhat_nested``, which
+    ArviZ 0.x lacks.
 
     :param draws: as for :func:`ensemble_ess`.
     :param num_ensembles: as there; two or more.
+    :param method: ``"rank"`` takes the larger of that of the normal scores of ranks, and of how far draws lie from the
+        median, with each particle's series cut into halves; ``"identity"`` the draws as they are.
     :return: an array of the shape of one draw, or a dictionary of them.
-    :raises ValueError: for a single ensemble, and as there.
+    :raises ValueError: for a single ensemble, an unknown method, and as there.
 
     **References:**
 
@@ -137,18 +140,31 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None) -> Any:
         '1.00'
     """
 
+    if method not in ("rank", "identity"):
+        raise ValueError(f"`method` must be 'rank' or 'identity'; got {method!r}.")
+
+    def ratio(x, groups):
+        x = x.reshape(groups, -1, *x.shape[1:])
+        within = x.var(2, ddof=1).mean(1)
+        if x.shape[1] > 1:
+            within = within + x.mean(2).var(1, ddof=1)
+        between = x.mean((1, 2)).var(0, ddof=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.sqrt(1.0 + between / within.mean(0))
+
     def rhat(x, groups):
         if groups < 2:
             raise ValueError(
                 "nested_rhat compares ensembles and needs two or more; got one. Run the kernel with num_ensembles=4, "
                 "say, or pass `num_ensembles`."
             )
-        x = x.reshape(groups, -1, *x.shape[1:])
-        within = x.var(2, ddof=1).mean(1)
-        if x.shape[1] > 1:
-            within = within + x.mean(2).var(1, ddof=1)
-        between = x.mean((1, 2)).var(0, ddof=1)
-        return np.sqrt(1.0 + between / within.mean(0))
+        if method == "identity":
+            return ratio(x, groups)
+        half = x.shape[1] // 2
+        # Halves of a particle are two of the same ensemble.
+        x = np.stack((x[:, :half], x[:, -half:]), 1).reshape(-1, half, *x.shape[2:])
+        folded = np.abs(x - np.median(x, (0, 1)))
+        return np.maximum(*(ratio(_normal_scores(part), groups) for part in (x, folded)))
 
     # Balanced ensembles lie further apart than independent ones, on the safe side.
     return _each(draws, num_ensembles, rhat, adds_up=False)

@@ -127,10 +127,22 @@ def test_nested_rhat_sees_ensembles_apart():
     assert abs(together - 1).max() < 0.05
     apart = x + np.repeat(np.arange(4.0), 5)[:, None, None]
     # Means 0, 1, 2, 3 have the variance 5/3, and each ensemble has 1 over time.
-    np.testing.assert_allclose(nested_rhat(apart, 4), (1 + 5 / 3) ** 0.5, rtol=0.05)
+    np.testing.assert_allclose(nested_rhat(apart, 4, method="identity"), (1 + 5 / 3) ** 0.5, rtol=0.05)
+    assert (nested_rhat(apart, 4) > 1.4).all()
+    # Ensembles of one mean and other widths: ranks see them, means do not.
+    wider = x * np.repeat([1.0, 1.0, 1.0, 3.0], 5)[:, None, None]
+    assert (nested_rhat(wider, 4) > 1.1).all() and (nested_rhat(wider, 4, method="identity") < 1.05).all()
     # Particles that never move, the same places in every ensemble: it passes, as its docstring says.
     still = np.tile(np.arange(5.0), 4)[:, None] + 1e-3 * x[..., 0]
     assert nested_rhat(still, 4) < 1.01
+
+
+def test_nested_rhat_is_that_of_arviz():
+    stats = pytest.importorskip("arviz_stats", reason="ArviZ 0.x has none")
+    x = np.asarray(random.normal(random.key(0), (8, 101)), float) + np.repeat([0.0, 0.3, 0.1, 0.0], 2)[:, None]
+    for method in ("rank", "identity"):
+        expected = stats.rhat_nested(x, superchain_ids=np.repeat(np.arange(4), 2), method=method)
+        np.testing.assert_allclose(nested_rhat(x, 4, method=method), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("exponent", [-0.5, -0.3])
@@ -205,6 +217,7 @@ def mcmc():
         (lambda x: ensemble_ess(x, 3), "must divide the number of chains"),
         (lambda x: ensemble_ess(x[:, :3]), "four draws or more"),
         (lambda x: nested_rhat(x), "two or more; got one"),
+        (lambda x: nested_rhat(x, 2, method="best"), "`method` must be 'rank' or 'identity'"),
         (lambda x: ksd(x, x[:, :3]), r"must both be of shape \(n, d\)"),
         (lambda x: ksd(x, x, exponent=0.5), "`exponent` must lie"),
     ],
