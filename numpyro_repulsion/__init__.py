@@ -23,6 +23,7 @@ from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR,
 from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.report import summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
+from numpyro_repulsion.scores import scores
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "ensemble_mcse",
     "ksd",
     "nested_rhat",
+    "scores",
     "step_bias",
     "summary",
     "to_inference_data",

@@ -31,6 +31,7 @@ ARROWS = {
     # NumPyro has the effective sample size of one series.
     "diagnostics": (HOST, set()),
     "bias": (HOST, {"adaptation", "gradients", "kernels", "diagnostics"}),
+    "scores": (HOST, {"gradients", "kernels"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels"}),
     "report": (HOST | {"arviz"}, {"bias", "diagnostics", "inference_data"}),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"targets"}),

@@ -46,6 +46,10 @@ class Target:
         """What ``get_samples`` shows of one particle."""
         return z
 
+    def unconstrain(self, x: Particle) -> Particle:
+        """The particle that `constrain` shows as ``x``."""
+        return x
+
     def draw(self, key: jax.Array, init_strategy: Callable) -> Particle:
         """A starting particle."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `draw`.")
@@ -214,8 +218,13 @@ class ModelTarget(Target):
             return True  # A model that works for its own number of rows only.
         return bool(np.isfinite(energy)) if not_jax_tracer(energy) else True
 
+    def unconstrain(self, x):
+        return self._unconstrained(self._trace(self.first_rows, init_strategy=lambda site=None: x.get(site["name"])))
+
     def draw(self, key, init_strategy):
-        sites = self._trace(self.first_rows, key, init_strategy)
+        return self._unconstrained(self._trace(self.first_rows, key, init_strategy))
+
+    def _unconstrained(self, sites):
         z = {}
         for name in self.latent:
             with helpful_support_errors(sites[name]):

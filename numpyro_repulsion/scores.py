@@ -1,0 +1,73 @@
+"""The scores of a run's draws, for Stein discrepancies."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.gradients import FullData, Gradient, ModelTarget, ravel_cloud
+from numpyro_repulsion.kernels import ParticleKernel
+
+__all__ = ["scores"]
+
+
+def scores(
+    mcmc: MCMC, *, num_draws: int = 1000, gradient: Gradient | None = None, rng_key: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Draws of a run in unconstrained space, and the score ``−∇U`` at each: what :func:`ksd` takes.
+
+    :param mcmc: an ``MCMC`` that has run with a kernel of this package.
+    :param num_draws: how many, n, evenly spread over particles and iterations; each costs a gradient.
+    :param gradient: ``None`` is ``FullData()``. ``Subsampled()`` estimates each score from a minibatch of its own,
+        whose noise the discrepancy includes.
+    :param rng_key: of minibatches and random likelihoods.
+    :return: draws and scores, both ``(n, d)``, parameters in the order of :func:`jax.flatten_util.ravel_pytree`. Draws
+        that rounding put on the boundary of their support are left out.
+    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
+    :raises ValueError: before the run, or for no draws.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLDR, ksd, scores
+        >>> mcmc = MCMC(SGLDR(lambda: numpyro.sample("rate", dist.Gamma(5, 1)), step_size=0.02), num_warmup=50,
+        ...             num_samples=100, num_chains=6, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0))
+        >>> bool(ksd(*scores(mcmc)) < 0.3)
+        True
+    """
+    kernel = getattr(mcmc, "sampler", None)
+    if not isinstance(mcmc, MCMC) or not isinstance(kernel, ParticleKernel):
+        raise TypeError(f"scores takes a numpyro.infer.MCMC with a kernel of this package; got {type(mcmc).__name__}.")
+    if mcmc._states is None:
+        raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
+    if not isinstance(num_draws, int | np.integer) or num_draws < 1:
+        raise ValueError(f"`num_draws` must be an integer, 1 or more; got {num_draws!r}.")
+    target = kernel.target(mcmc._args, mcmc._kwargs)
+    kept = mcmc.get_samples()
+    if isinstance(target, ModelTarget):
+        kept = {name: kept[name] for name in target.latent}
+    total = len(jax.tree.leaves(kept)[0])
+    chosen = np.unique(np.linspace(0, total - 1, min(num_draws, total)).round().astype(int))
+    kept = jax.tree.map(lambda x: jnp.asarray(x[chosen]), kept)
+    gradient = FullData() if gradient is None else gradient
+
+    def score(point):
+        key, z = point
+        return -gradient.force(key, target, unravel, z[None, None])[1][0, 0]
+
+    z = jax.jit(jax.vmap(target.unconstrain))(kept)
+    flat, unravel = ravel_cloud(z)
+    keys = random.split(random.key(0) if rng_key is None else rng_key, len(flat))
+    found = jax.jit(lambda points: lax.map(score, points))((keys, flat))
+    usable = np.isfinite(np.asarray(flat)).all(1) & np.isfinite(np.asarray(found)).all(1)
+    return flat[usable], found[usable]
