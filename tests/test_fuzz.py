@@ -92,7 +92,9 @@ class Case:
 
 SETTINGS = {
     "step_size": (0.01, 1e-3, Polynomial(0.01), None, 50.0),
-    "interaction": (None, RBF(), RBF(1.0), IMQ(), Balanced(), Independent(), 0.5 * RBF() + 0.5 * Independent(), RandomFeatures()),
+    "interaction": (
+        None, RBF(), RBF(1.0), IMQ(), Balanced(), Independent(), 0.5 * RBF() + 0.5 * Independent(), RandomFeatures(),
+    ),
     "preconditioner": ("auto", "diagonal", "dense", None),
     "num_steps": (1, 2, 3),
     "num_ensembles": (1, 2),
