@@ -20,6 +20,7 @@ from numpyro_repulsion.interactions import (
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.pictures import animate_particles, plot_gram, plot_particles, plot_running_estimates
 from numpyro_repulsion.report import summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 
@@ -59,11 +60,15 @@ __all__ = [
     "Subsampled",
     "Thermostat",
     "Underdamped",
+    "animate_particles",
     "enable_live_warnings",
     "ensemble_ess",
     "ensemble_mcse",
     "ksd",
     "nested_rhat",
+    "plot_gram",
+    "plot_particles",
+    "plot_running_estimates",
     "summary",
     "to_inference_data",
 ]
