@@ -13,7 +13,7 @@ import numpy as np
 
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.pictures.draws import read_draws
-from numpyro_repulsion.pictures.style import COLOURS, require_axes
+from numpyro_repulsion.pictures.style import COLOURS, check_axes, new_axes
 
 __all__ = ["plot_running_estimates"]
 
@@ -84,6 +84,7 @@ def plot_running_estimates(
         >>> ax.get_xlabel()
         'iteration'
     """
+    check_axes(ax)
     if not 0.0 < prob < 1.0:
         raise ValueError(f"`prob` must lie between 0 and 1; got {prob!r}.")
     if truth is not None and (np.ndim(truth) or not np.isfinite(truth)):
@@ -104,7 +105,7 @@ def plot_running_estimates(
         middle = running[0]
         half = NormalDist().inv_cdf((1.0 + prob) / 2.0) * _errors(found[0][1], draws.num_independent)
         low, high = middle - half, middle + half
-    ax = require_axes(ax, (6.0, 3.6))
+    ax = new_axes((6.0, 3.6)) if ax is None else ax
     if color is None:
         color = COLOURS[sum(line.get_gid() == MARK for line in ax.lines) % len(COLOURS)]
     ax.plot(x, middle, **{"color": color, "label": label, "gid": MARK, "linewidth": 1.5, "zorder": 3} | kwargs)

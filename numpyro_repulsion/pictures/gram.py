@@ -12,7 +12,7 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.interactions import Interaction, Sum
 from numpyro_repulsion.kernels import ParticleKernel
-from numpyro_repulsion.pictures.style import require_axes, require_pyplot
+from numpyro_repulsion.pictures.style import check_axes, new_axes, require_pyplot
 
 __all__ = ["plot_gram"]
 
@@ -61,6 +61,7 @@ def plot_gram(
         >>> ax.images[0].get_array().shape
         (20, 20)
     """
+    check_axes(ax)
     if isinstance(source, MCMC):
         if positions is not None or bandwidth is not None:
             raise TypeError("An MCMC has positions and a bandwidth of its own; give them with an interaction only.")
@@ -92,6 +93,7 @@ def _of_run(mcmc):
         raise TypeError(
             f"plot_gram takes an MCMC with a kernel of this package, such as SGLDR(model); got {type(kernel).__name__}."
         )
+    _require_gram(kernel.interaction)
     state = mcmc.last_state
     if state is None:
         raise ValueError("This MCMC has not run yet; call mcmc.run(key, ...) first.")
@@ -100,7 +102,6 @@ def _of_run(mcmc):
             'Chains that were run one by one share no matrix; run them with chain_method="vectorized", as the '
             "particles of an ensemble."
         )
-    _require_gram(kernel.interaction)
     flat, _ = ravel_cloud(state.z)
     u = state.tuning.preconditioner.whiten(flat)
     u = u.reshape(kernel.num_ensembles, -1, u.shape[-1])
@@ -132,12 +133,12 @@ def _require_gram(interaction):
 def _require_positions(positions):
     try:
         u = jnp.asarray(positions)
-    except TypeError:
+    except (TypeError, ValueError):
         u = jnp.zeros(0)
     if not jnp.issubdtype(u.dtype, jnp.floating):
         u = u.astype(float)
     if u.ndim not in (2, 3) or not u.size or u.shape[-2] < 2:
-        got = "None" if positions is None else u.shape
+        got = jnp.shape(positions) if u.size else type(positions).__name__
         raise ValueError(
             f"`positions` must be of shape (L, d), or (G, L, d) for G ensembles, with two particles or more; got {got}."
         )
@@ -171,7 +172,7 @@ def _title(interaction, bandwidth):
 
 def _draw(gram, size, title, is_sorted, colorbar, ax, kwargs):
     plt = require_pyplot()
-    ax = require_axes(ax, (5.0, 4.4))
+    ax = new_axes((5.0, 4.4)) if ax is None else ax
     largest = np.nanmax(np.abs(gram), initial=0.0)
     # From white at 0, and where K has negative entries from one colour to another through it.
     scale = {"cmap": "Blues", "vmin": 0.0, "vmax": largest}

@@ -9,7 +9,7 @@ import numpy as np
 
 from numpyro_repulsion.pictures.draws import choose_iterations, listed, read_draws
 from numpyro_repulsion.pictures.landscape import LEVELS, draw_contours, find_limits
-from numpyro_repulsion.pictures.style import COLOURS, ensemble_colours, require_axes
+from numpyro_repulsion.pictures.style import COLOURS, check_axes, ensemble_colours, new_axes
 
 __all__ = ["Stage", "plot_particles", "set_stage"]
 
@@ -121,6 +121,7 @@ def set_stage(
     ax: Any,
 ) -> Stage:
     """All but the particles; the arguments are those of :func:`plot_particles`."""
+    check_axes(ax)
     found = read_draws(draws, num_ensembles)
     chosen = choose_iterations(iterations, found.num_draws)
     (x, x_label), (y, y_label) = (found.pick(label) for label in _pair(found, pair))
@@ -129,7 +130,7 @@ def set_stage(
     colours = ensemble_colours(count, colors)
     is_one_variable = x_label.split("[")[0] == y_label.split("[")[0]
     window = find_limits(limits, points, ax, is_one_variable)
-    ax = require_axes(ax, (5.0, 5.0))
+    ax = new_axes((5.0, 5.0)) if ax is None else ax
     if potential is not None:
         draw_contours(ax, potential, levels, window)
     ax.set(xlim=window[0], ylim=window[1], xlabel=x_label, ylabel=y_label)

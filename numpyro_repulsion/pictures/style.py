@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["COLOURS", "ensemble_colours", "require_axes", "require_pyplot"]
+__all__ = ["COLOURS", "check_axes", "ensemble_colours", "new_axes", "require_pyplot"]
 
 #: Of Okabe and Ito's colours, which colour-blind readers tell apart, those that are legible on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -23,14 +23,17 @@ def require_pyplot() -> Any:
     return plt
 
 
-def require_axes(ax: Any, size: tuple[float, float]) -> Any:
-    """The axes, or new ones in a figure of this size in inches."""
+def check_axes(ax: Any) -> None:
+    """Refuses what are no axes; and everything where there is no matplotlib."""
     plt = require_pyplot()
-    if ax is None:
-        ax = plt.subplots(figsize=size, layout="constrained")[1]
-        ax.spines[["top", "right"]].set_visible(False)
-    elif not isinstance(ax, plt.Axes):
+    if ax is not None and not isinstance(ax, plt.Axes):
         raise TypeError(f"`ax` must be axes of matplotlib, one of those from plt.subplots(); got {type(ax).__name__}.")
+
+
+def new_axes(size: tuple[float, float]) -> Any:
+    """Axes in a figure of this size in inches."""
+    ax = require_pyplot().subplots(figsize=size, layout="constrained")[1]
+    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
