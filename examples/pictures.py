@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from PIL import Image, ImageSequence
 
 from numpyro.infer import MCMC
@@ -116,12 +117,18 @@ def gram():
 
 
 def shrink(path):
-    """Writes the picture again with few colours, which takes a third of the space."""
+    """Writes the picture again with few colours, which takes about half the space."""
     with Image.open(path) as image:
         frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
         duration = image.info.get("duration")
-    palette = frames[-1].quantize(64 if len(frames) == 1 else 24)
-    first, *rest = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    palette = frames[-1].quantize(128 if len(frames) == 1 else 24)
+    frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    # White stays white, beside the page.
+    colours = np.reshape(palette.getpalette(), (-1, 3))
+    colours[colours.sum(1).argmax()] = 255
+    for frame in frames:
+        frame.putpalette(colours.ravel().tolist())
+    first, *rest = frames
     motion = {"save_all": True, "append_images": rest, "duration": duration, "loop": 0} if rest else {}
     first.save(path, optimize=True, **motion)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from statistics import NormalDist
 from typing import Any
 
@@ -85,9 +86,9 @@ def plot_running_estimates(
         'iteration'
     """
     check_axes(ax)
-    if not 0.0 < prob < 1.0:
-        raise ValueError(f"`prob` must lie between 0 and 1; got {prob!r}.")
-    if truth is not None and (np.ndim(truth) or not np.isfinite(truth)):
+    if not (isinstance(prob, Real) and 0.0 < prob < 1.0):
+        raise ValueError(f"`prob` must be a number between 0 and 1; got {prob!r}.")
+    if truth is not None and not (np.asarray(truth).dtype.kind in "iuf" and np.ndim(truth) == 0 and np.isfinite(truth)):
         raise ValueError(f"`truth` must be a finite number; got {truth!r}.")
     found = [_series(run, estimand, num_ensembles) for run in (runs if isinstance(runs, list | tuple) else [runs])]
     if not found:
@@ -166,7 +167,10 @@ def _times(times, draws):
     count = np.arange(1, draws.num_draws + 1)
     if times is None:
         return count * draws.thinning
-    x = np.asarray(times, float)
+    try:
+        x = np.asarray(times, float)
+    except (TypeError, ValueError):
+        x = np.empty(0)
     if x.ndim == 0:
         x = x * count / draws.num_draws
     if x.shape != count.shape or not np.isfinite(x).all() or (np.diff(x) <= 0).any() or x[-1] <= 0:
