@@ -123,9 +123,9 @@ def shrink(path):
         duration = image.info.get("duration")
     palette = frames[-1].quantize(128 if len(frames) == 1 else 24)
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    # White stays white, beside the page.
+    # White, as in the corner, stays white beside the page.
     colours = np.reshape(palette.getpalette(), (-1, 3))
-    colours[colours.sum(1).argmax()] = 255
+    colours[np.asarray(frames[0])[0, 0]] = 255
     for frame in frames:
         frame.putpalette(colours.ravel().tolist())
     first, *rest = frames
