@@ -53,6 +53,7 @@ notebooks: $(VENV)/.with-docs
 
 figures: $(VENV)/.with-demo
 	$(BIN)/python examples/particles.py
+	$(BIN)/python examples/pictures.py
 
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py

@@ -17,12 +17,12 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLDR, SVGD
+from numpyro_repulsion import SGLDR, SVGD, plot_particles
 from numpyro_repulsion.targets import gaussian
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "_static" / "particles.png"
 PARTICLES = 20
-BLUE, ORANGE, GREY = "#33659c", "#d1641f", "#8a8a8a"
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#8a8a8a"
 
 
 def run(kernel, num_samples):
@@ -44,30 +44,27 @@ def variance(points):
     return np.mean(points**2)
 
 
-def panel(axes, points, title, colour, **style):
-    axes.scatter(*points.reshape(-1, 2).T, color=colour, linewidths=0, **style)
-    angle = np.linspace(0, 2 * np.pi, 200)
-    for mass in (0.5, 0.9):
-        radius = np.sqrt(-2 * np.log(1 - mass))
-        axes.plot(radius * np.cos(angle), radius * np.sin(angle), color=GREY, linewidth=1)
-        axes.annotate(f"{mass:.0%}", (0, -radius), color=GREY, fontsize=8, ha="center", va="center").set_bbox(
-            {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        )
-    axes.set(title=title, xlim=(-3.3, 3.3), ylim=(-3.3, 3.3), aspect="equal", xticks=[-2, 0, 2], yticks=[-2, 0, 2])
-    axes.spines[["top", "right"]].set_visible(False)
+def potential(z):
+    return z @ z / 2
+
+
+def panel(ax, points, title, colour):
+    shown = {"iterations": slice(None), "limits": (-3.3, 3.3), "levels": (0.5, 0.9)}
+    plot_particles(points, potential, colors=colour, ax=ax, **shown)
+    ax.set(title=title, xlabel="", ylabel="", xticks=[-2, 0, 2], yticks=[-2, 0, 2])
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 def main():
-    svgd = run(SVGD(gaussian, step_size=0.1), 500)[:, -1]
+    svgd = run(SVGD(gaussian, step_size=0.1), 500)[:, -1:]
     sgldr = run(SGLDR(gaussian), 2000)
     print(f"N(0, I) in two dimensions, {PARTICLES} particles; the variance should be 1.")
     print(f"SVGD, its final cloud: {variance(svgd):.2f}. SGLD+R, all draws: {variance(sgldr):.2f}.")
     figure, axes = plt.subplots(1, 3, figsize=(10, 3.9))
-    panel(axes[0], svgd, f"SVGD, where it comes to rest\nvariance {variance(svgd):.2f}", ORANGE, s=28)
-    panel(axes[1], sgldr[:, -1], "SGLD+R, one moment\n20 particles of a moving cloud", BLUE, s=28)
-    title = f"SGLD+R, all moments together\nvariance {variance(sgldr):.2f}"
-    panel(axes[2], sgldr[:, ::20], title, BLUE, s=5, alpha=0.5)
-    figure.suptitle("Target N(0, I), with the circles that hold 50 % and 90 % of it", fontsize=10, color=GREY)
+    panel(axes[0], svgd, f"SVGD, where it comes to rest\nvariance {variance(svgd):.2f}", ORANGE)
+    panel(axes[1], sgldr[:, -1:], "SGLD+R, one moment\n20 particles of a moving cloud", BLUE)
+    panel(axes[2], sgldr[:, ::20], f"SGLD+R, all moments together\nvariance {variance(sgldr):.2f}", BLUE)
+    figure.suptitle("Target N(0, I), with the discs that hold 50 % and 90 % of it", fontsize=10, color=GREY)
     figure.tight_layout()
     figure.savefig(OUTPUT, dpi=130)
     print(f"Wrote {OUTPUT.relative_to(OUTPUT.parents[2])}.")

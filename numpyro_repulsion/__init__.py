@@ -21,6 +21,7 @@ from numpyro_repulsion.interactions import (
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.pictures import animate_particles, plot_gram, plot_particles, plot_running_estimates
 from numpyro_repulsion.report import summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.scores import scores
@@ -62,11 +63,15 @@ __all__ = [
     "Subsampled",
     "Thermostat",
     "Underdamped",
+    "animate_particles",
     "enable_live_warnings",
     "ensemble_ess",
     "ensemble_mcse",
     "ksd",
     "nested_rhat",
+    "plot_gram",
+    "plot_particles",
+    "plot_running_estimates",
     "scores",
     "step_bias",
     "summary",

@@ -13,7 +13,7 @@ import numpy as np
 
 from numpyro.diagnostics import effective_sample_size
 
-__all__ = ["ensemble_ess", "ensemble_mcse", "ksd", "nested_rhat"]
+__all__ = ["ensemble_ess", "ensemble_mcse", "independent_ensembles", "ksd", "nested_rhat"]
 
 
 def ensemble_ess(
@@ -225,6 +225,13 @@ def ksd(draws: jax.Array, scores: jax.Array, *, scale: float | jax.Array = 1.0, 
     return jnp.sqrt(jnp.maximum(jnp.mean(lax.map(row, (x, s))), 0.0))
 
 
+def independent_ensembles(attributes: dict[str, Any]) -> int | None:
+    """How many ensembles add up, by the attributes of inference data: those balanced against each other are one."""
+    if re.search(r"Balanced\(interaction=(?!None)", str(attributes.get("interaction"))):
+        return 1
+    return attributes.get("num_ensembles")
+
+
 def _each(draws, num_ensembles, function, adds_up=True):
     """The function of arrays ``(chains, draws, ...)`` and a number of ensembles, applied to each of several.
 
@@ -234,9 +241,7 @@ def _each(draws, num_ensembles, function, adds_up=True):
     data = getattr(draws, "posterior", draws)
     data = getattr(data, "dataset", data)
     if hasattr(data, "data_vars"):
-        # Ensembles that are balanced against each other do not add up.
-        is_one = adds_up and re.search(r"Balanced\(interaction=(?!None)", str(data.attrs.get("interaction")))
-        known = 1 if is_one else data.attrs.get("num_ensembles")
+        known = independent_ensembles(data.attrs) if adds_up else data.attrs.get("num_ensembles")
         draws = {name: data[name].values for name in data.data_vars}
     if num_ensembles is None:
         num_ensembles = 1 if known is None else int(known)

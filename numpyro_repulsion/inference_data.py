@@ -15,7 +15,7 @@ from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels import ParticleKernel
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["to_inference_data"]
+__all__ = ["named_draws", "to_inference_data"]
 
 #: Deterministic sites over all rows of subsampled plates are refused beyond this many bytes.
 MAX_BYTES = 2**31
@@ -74,7 +74,7 @@ def to_inference_data(
 
     kernel = _require_run(mcmc)
     target = ModelTarget(kernel.model, mcmc._args, mcmc._kwargs) if kernel.model is not None else None
-    posterior = _named(mcmc.get_samples(group_by_chain=True))
+    posterior = named_draws(mcmc.get_samples(group_by_chain=True))
     statistics = {
         _STATISTICS.get(name, name): -value if name == "potential_energy" else value
         for name, value in mcmc.get_extra_fields(group_by_chain=True).items()
@@ -123,7 +123,7 @@ def _require_run(mcmc):
     return kernel
 
 
-def _named(samples):
+def named_draws(samples):
     """Arrays by name: site names, or for the pytree of a ``potential_fn`` the path of each leaf."""
     if isinstance(samples, dict) and all(isinstance(value, jax.Array | np.ndarray) for value in samples.values()):
         return dict(samples)

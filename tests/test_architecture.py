@@ -34,6 +34,10 @@ ARROWS = {
     "scores": (HOST, {"gradients", "kernels"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels"}),
     "report": (HOST | {"arviz"}, {"bias", "diagnostics", "inference_data"}),
+    "pictures": (
+        HOST | {"matplotlib"},
+        {"interactions", "gradients", "kernels", "diagnostics", "inference_data"},
+    ),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"targets"}),
 }
 
@@ -83,9 +87,9 @@ def test_imports_run_downward(name):
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_arviz_is_imported_lazily(name):
+def test_optional_packages_are_imported_lazily(name):
     packages, _ = imports(RunOnImport().visit(ast.parse(FILES[name].read_text())))
-    assert not packages & {"arviz", "xarray"}
+    assert not packages & {"arviz", "xarray", "matplotlib"}
 
 
 def test_arrows_are_seen():

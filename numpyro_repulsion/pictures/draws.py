@@ -1,0 +1,205 @@
+"""Draws by variable, chain and iteration, from whatever holds them: arrays, a NumPyro run, or ArviZ's data."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.diagnostics import independent_ensembles
+from numpyro_repulsion.inference_data import named_draws
+from numpyro_repulsion.kernels import ParticleKernel
+
+__all__ = ["Draws", "choose_iterations", "listed", "read_draws"]
+
+
+class Draws(NamedTuple):
+    """Draws, and what is known of the particles.
+
+    - **values** - by name, each ``(particles, draws, ...)``.
+    - **coordinates** - by name, the labels along each axis of a variable.
+    - **num_ensembles** - equal groups of particles, in their order.
+    - **num_independent** - how many of them there are for standard errors: ensembles that are balanced against each
+      other are one.
+    - **thinning** - iterations for each draw.
+    - **is_sampler** - whether the draws are from a law, and not the path of an optimizer.
+    - **is_array** - whether they came as a bare array, whose coordinates have numbers and no name.
+    """
+
+    values: dict[str, np.ndarray]
+    coordinates: dict[str, list[list[str]]]
+    num_ensembles: int
+    num_independent: int
+    thinning: int = 1
+    is_sampler: bool = True
+    is_array: bool = False
+
+    @property
+    def num_particles(self) -> int:
+        return next(iter(self.values.values())).shape[0]
+
+    @property
+    def num_draws(self) -> int:
+        return next(iter(self.values.values())).shape[1]
+
+    @property
+    def num_coordinates(self) -> int:
+        """Of all variables together."""
+        return sum(int(np.prod(value.shape[2:])) for value in self.values.values())
+
+    def labels(self) -> list[str]:
+        """The name of every coordinate, as ArviZ writes it: ``"tau"``, ``"beta[0]"``."""
+        return [f"{name}{inner}" for name in self.values for inner in self._inner(name)]
+
+    def pick(self, label: str | int) -> tuple[np.ndarray, str]:
+        """One coordinate, ``(particles, draws)``, and its label; by label, or by number if there is one variable."""
+        if isinstance(label, int | np.integer) and not isinstance(label, bool):
+            return self._by_number(int(label))
+        if not isinstance(label, str):
+            raise TypeError(
+                f"A coordinate is named by a label such as 'beta[0]' or, where there is one variable, by its number; "
+                f"got {label!r}."
+            )
+        owners = [name for name in self.values if label == name or label.startswith(f"{name}[")]
+        if not owners:
+            raise ValueError(f"There is no variable {label!r}; there are {listed(self.values)}.")
+        name = max(owners, key=len)
+        inner = self._inner(name)
+        if label == name and len(inner) > 1:
+            raise ValueError(f"{name!r} has {len(inner)} coordinates; name one, such as {name + inner[0]!r}.")
+        wanted = inner[0] if label == name else label[len(name) :]
+        if wanted not in inner:
+            raise ValueError(f"There is no coordinate {label!r}; {name!r} has {listed(name + x for x in inner)}.")
+        return self._column(name, inner.index(wanted)), label
+
+    def _by_number(self, number):
+        if len(self.values) > 1:
+            raise ValueError(
+                f"With several variables a coordinate is named by a label; got {number}. Write one of "
+                f"{listed(self.labels())}."
+            )
+        (name,) = self.values
+        size = self.num_coordinates
+        if not -size <= number < size:
+            raise ValueError(f"There is no coordinate {number}: the draws have {size}, counted from 0.")
+        number %= size
+        return self._column(name, number), f"{name}{self._inner(name)[number]}"
+
+    def _column(self, name, number):
+        value = self.values[name]
+        return value.reshape(*value.shape[:2], -1)[..., number]
+
+    def _inner(self, name):
+        if not self.coordinates[name]:
+            return [""]
+        return [f"[{', '.join(place)}]" for place in itertools.product(*self.coordinates[name])]
+
+
+def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:
+    """The draws of an array ``(particles, draws, ...)``, a dictionary of such, an ``MCMC``, or inference data."""
+    if isinstance(source, MCMC):
+        draws = _of_run(source)
+    else:
+        data = getattr(source, "posterior", source)
+        data = getattr(data, "dataset", data)
+        draws = _of_inference_data(data) if hasattr(data, "data_vars") else _of_arrays(source)
+    if num_ensembles is not None:
+        if isinstance(num_ensembles, bool) or not isinstance(num_ensembles, int) or num_ensembles < 1:
+            raise ValueError(f"`num_ensembles` must be an integer, 1 or more; got {num_ensembles!r}.")
+        draws = draws._replace(num_ensembles=num_ensembles, num_independent=num_ensembles)
+    if draws.num_particles % draws.num_ensembles:
+        raise ValueError(
+            f"`num_ensembles` must divide the number of particles; got {draws.num_ensembles} for "
+            f"{draws.num_particles} particles."
+        )
+    return draws
+
+
+def choose_iterations(iterations: Any, number: int) -> np.ndarray:
+    """Which of so many draws: by an integer, a slice, or a sequence of integers or booleans."""
+    index = list(iterations) if isinstance(iterations, range | tuple) else iterations
+    try:
+        chosen = np.atleast_1d(np.arange(number)[index])
+    except (IndexError, TypeError) as error:
+        raise ValueError(
+            f"`iterations` must be a draw's number, a slice, or a sequence of numbers, of draws 0 to {number - 1}; got "
+            f"{iterations!r}."
+        ) from error
+    if chosen.ndim > 1 or not chosen.size:
+        raise ValueError(f"`iterations` must choose one draw of {number} or more, in a row; got {iterations!r}.")
+    return chosen
+
+
+def _of_run(mcmc):
+    if mcmc._states is None:
+        raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
+    samples = mcmc.get_samples(group_by_chain=True)
+    kernel = mcmc.sampler
+    # Chains of other kernels, and those run one by one, are ensembles of their own.
+    count = independent = mcmc.num_chains
+    is_sampler = True
+    if isinstance(kernel, ParticleKernel):
+        is_sampler = kernel.dynamics.is_sampler
+        if not np.ndim(mcmc.last_state.num_updates):
+            count = kernel.num_ensembles
+            independent = 1 if kernel.interaction.balances_ensembles else count
+    draws = _checked(named_draws(samples), count, independent)
+    is_array = not isinstance(samples, dict) and draws.coordinates.keys() == {"z"}
+    return draws._replace(thinning=mcmc.thinning, is_sampler=is_sampler, is_array=is_array)
+
+
+def _of_inference_data(data):
+    names = list(data.data_vars)
+    if wrong := [name for name in names if tuple(data[name].dims[:2]) != ("chain", "draw")]:
+        raise ValueError(f"Draws have dimensions chain and draw first; {listed(wrong)} has other ones.")
+    attributes = data.attrs
+    # Only the last cloud of an optimizer is there: one chain, whose draws are the particles.
+    is_sampler = attributes.get("is_sampler", "true") == "true"
+    values = {name: data[name].values if is_sampler else np.swapaxes(data[name].values, 0, 1) for name in names}
+    count = int(attributes.get("num_ensembles", 1))
+    found = _checked(values, count, independent_ensembles(attributes) or count)
+    for name in names:
+        dims = data[name].dims[2:]
+        # Dimensions without coordinates are counted.
+        found.coordinates[name][:] = [
+            [str(x) for x in (data[dim].values if dim in data.coords else range(data.sizes[dim]))] for dim in dims
+        ]
+    return found._replace(thinning=int(attributes.get("thinning", 1)), is_sampler=is_sampler)
+
+
+def _of_arrays(source):
+    is_array = not isinstance(source, dict)
+    return _checked({"z": source} if is_array else source, 1, 1)._replace(is_array=is_array)
+
+
+def _checked(values, num_ensembles, num_independent):
+    kinds = "an array (particles, draws, ...), a dictionary of such, an MCMC that has run, or its inference data"
+    if not values:
+        raise ValueError(f"There are no variables among the draws; expected {kinds}.")
+    found = {}
+    for name, value in values.items():
+        try:
+            found[str(name)] = array = np.asarray(value)
+        except ValueError as error:  # ragged lists
+            raise TypeError(f"Draws must be {kinds}; got {type(value).__name__}.") from error
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"Draws must be {kinds}; got {type(value).__name__} with values of type {array.dtype}.")
+        if array.ndim < 2 or 0 in array.shape:
+            raise ValueError(
+                f"Draws must be of shape (particles, draws, ...) and not empty; got {array.shape} for {name!r}. A "
+                "single cloud x of shape (particles, d) is x[:, None]."
+            )
+    if len({array.shape[:2] for array in found.values()}) > 1:
+        shapes = {name: array.shape for name, array in found.items()}
+        raise ValueError(f"All variables must have as many particles and draws; got {shapes}.")
+    labels = {name: [[str(i) for i in range(size)] for size in array.shape[2:]] for name, array in found.items()}
+    return Draws(found, labels, num_ensembles, num_independent)
+
+
+def listed(names: Any, most: int = 8) -> str:
+    """Names for a sentence: the first few."""
+    names = [repr(name) for name in names]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
