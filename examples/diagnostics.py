@@ -116,7 +116,8 @@ def averages():
         naive = np.mean([x.std() / arviz.ess(x) ** 0.5 for x in repeats]) / SD
         print(
             f"{name:20} ensemble ESS {worth:8,.0f}, as if independent {usual:7,.0f}; error of the mean, in posterior "
-            f"sd: {wrong:.4f} ± {wrong / 80**0.5:.4f} over 40 runs, ensemble_mcse {said:.4f}, as if independent {naive:.4f}"
+            f"sd: {wrong:.4f} ± {wrong / 80**0.5:.4f} over 40 runs, ensemble_mcse {said:.4f}, as if independent "
+            f"{naive:.4f}"
         )
         axes.plot(draws[:4, :200].T, color="#c9c9c9", linewidth=0.7)
         axes.plot(draws[:, :200].mean(0), color=colour, linewidth=1.6)

@@ -42,6 +42,14 @@ class StepBias(NamedTuple):
     - **halving_by_parameter** - by how much of itself each variance falls when the step is halved: about half its bias
       where that is of first order in ε, three quarters where it is of second.
     - **halving_error_by_parameter** - standard errors of these.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import StepBias
+        >>> print(StepBias(step_size=0.1, predicted=0.053, predicted_noise=0.01))
+        Step size 0.1: variances at most about 5.3 % too large by estimate (1.0 % from gradient noise).
     """
 
     step_size: float
