@@ -20,6 +20,7 @@ from numpyro_repulsion.interactions import (
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.pieces import load_draws, run_in_pieces
 from numpyro_repulsion.report import summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 
@@ -63,7 +64,9 @@ __all__ = [
     "ensemble_ess",
     "ensemble_mcse",
     "ksd",
+    "load_draws",
     "nested_rhat",
+    "run_in_pieces",
     "summary",
     "to_inference_data",
 ]

@@ -31,6 +31,8 @@ ARROWS = {
     # NumPyro has the effective sample size of one series.
     "diagnostics": (HOST, set()),
     "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels"}),
+    # The progress bar is NumPyro's.
+    "pieces": (HOST | {"tqdm"}, {"gradients", "kernels"}),
     "report": (HOST | {"arviz"}, {"diagnostics", "inference_data"}),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"targets"}),
 }
