@@ -186,7 +186,7 @@ class Directory:
 
         def save():
             for file, place, array in zip(self._files, self._draws, draws, strict=True):
-                plan.put(file, first_row, array)
+                place.put(file, first_row, array)
             replace(self.path / _STATES[self._next_slot], pack(states, note))
 
         after = ". What was saved before is whole: the same call goes on from there."
