@@ -163,8 +163,9 @@ def test_a_stored_state_of_orbax_goes_on(tmp_path):
         first.run(key, init_params=SIX)
         with checkpoint.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / str(i), first.last_state)
-            checkpointer.wait_until_finished()
-            state = checkpointer.restore(tmp_path / str(i), jax.eval_shape(lambda run=first: run.last_state))
+        with checkpoint.StandardCheckpointer() as checkpointer:
+            like = jax.eval_shape(lambda key=key: plain().init(random.split(key, 6), 0, SIX, (), {}))
+            state = checkpointer.restore(tmp_path / str(i), like)
         second.post_warmup_state = state
         second.run(jnp.repeat(state.rng_key[None], 6, 0))
         got = jnp.concatenate([first.get_samples(True), second.get_samples(True)], 1)
