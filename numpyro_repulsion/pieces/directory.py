@@ -24,7 +24,7 @@ _RUN, _DRAWS, _STATES = "run.json", "draws", ("state-0.npz", "state-1.npz")
 
 
 class Draws(NamedTuple):
-    """Draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`, as NumPy arrays that stay on disk until they are looked at.
+    """Draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`: arrays on disk, read when they are looked at.
 
     - **samples** - by site, each ``(num_chains, draws saved so far, ...)``.
     - **extra_fields** - the same for the fields of the state.
@@ -39,9 +39,10 @@ class Draws(NamedTuple):
 
 
 def load_draws(directory: str | os.PathLike) -> Draws:
-    """The draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`, while the run goes on or after it; needs no model.
+    """The draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`, of a run that goes on or is done.
 
-    Arrays are mapped from disk, read-only: of a run larger than memory only what is looked at is read.
+    It needs no model. Arrays are mapped from disk, read-only: of a run larger than memory only what is looked at is
+    read.
 
     :param directory: as given to :func:`~numpyro_repulsion.run_in_pieces`.
     :raises FileNotFoundError: for a directory without a run.

@@ -45,8 +45,8 @@ def run_in_pieces(
 
     With a ``directory`` every piece is saved when it is done. The same call, in a new process too, goes on from the
     last piece that was saved, wherever the process was killed; with all pieces there it returns at once. Draws are
-    then mapped from disk, read-only, and memory holds one piece of them. See :func:`~numpyro_repulsion.load_draws` for reading them
-    without the model.
+    then mapped from disk, read-only, and memory holds one piece of them. :func:`~numpyro_repulsion.load_draws` reads
+    them without the model.
 
     :param mcmc: an ``MCMC`` with a kernel of this package. ``chain_method`` is ``"vectorized"``, or for kernels that
         do not interact ``"sequential"``, in which each piece goes over the chains.
