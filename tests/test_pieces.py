@@ -421,20 +421,23 @@ def test_torn_files_are_recognized(tmp_path):
         tale.saved = 8
         return tale
 
-    tale = told()
-    newest = max(tale.path.glob("state-*"), key=lambda path: path.stat().st_mtime_ns)
-    size = newest.stat().st_size
-    for position in (None, *range(0, size, 37)):
+    newest = "state-0.npz"  # of three pieces
+    size = (told().path / newest).stat().st_size
+    positions = (None, *range(0, size, 37))
+    recognized = 0
+    for position in positions:
         tale = told()
-        damage(tale.path / newest.name, position)
+        damage(tale.path / newest, position)
         try:  # Some bytes of a zip file mean nothing.
-            with pytest.warns(UserWarning, match="is torn; going on from what was saved before, at iteration 8"):
+            with pytest.warns(UserWarning, match="is torn; going on from iteration 8"):
                 tale.go()
+            recognized += 1
         except pytest.fail.Exception:
             assert position is not None
+    assert recognized > len(positions) / 2
     tale = told()
     damage(tale.path / "draws" / "X_y.npy", -1)
-    with pytest.warns(UserWarning, match="is torn; going on .* at iteration 8"):
+    with pytest.warns(UserWarning, match="is torn; going on from iteration 8"):
         tale.go()
     for name in ("state-0.npz", "state-1.npz"):
         damage(tale.path / name, None)

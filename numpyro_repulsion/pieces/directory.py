@@ -165,8 +165,8 @@ class Directory:
             if note["checksum"] == checksum([array[:, first:stop] for array in self.draws()]):
                 if len(found) < sum((self.path / name).exists() for name in _STATES) or states is not found[0][0]:
                     warnings.warn(
-                        f"What was saved last in {self.path} is torn; going on from what was saved before, at "
-                        f"iteration {note['iteration']}.",
+                        f"Something saved in {self.path} is torn; going on from iteration {note['iteration']}, where "
+                        "all is whole.",
                         stacklevel=4,
                     )
                 self._next_slot = 1 - slot
