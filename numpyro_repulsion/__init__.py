@@ -22,6 +22,7 @@ from numpyro_repulsion.interactions import (
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.pictures import animate_particles, plot_gram, plot_particles, plot_running_estimates
+from numpyro_repulsion.pieces import load_draws, run_in_pieces
 from numpyro_repulsion.report import summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.scores import scores
@@ -68,10 +69,12 @@ __all__ = [
     "ensemble_ess",
     "ensemble_mcse",
     "ksd",
+    "load_draws",
     "nested_rhat",
     "plot_gram",
     "plot_particles",
     "plot_running_estimates",
+    "run_in_pieces",
     "scores",
     "step_bias",
     "summary",

@@ -38,6 +38,8 @@ ARROWS = {
         HOST | {"matplotlib"},
         {"interactions", "gradients", "kernels", "diagnostics", "inference_data"},
     ),
+    # The progress bar is NumPyro's.
+    "pieces": (HOST | {"tqdm"}, {"gradients", "kernels"}),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"targets"}),
 }
 
