@@ -188,7 +188,7 @@ def verdicts():
     for name, kernel in {
         "non-centred eight schools": SGLDR(schools(False)),
         "centred eight schools": SGLDR(schools(True)),
-        "a step four times too long": SGLD(schools(False), step_size=0.6, dynamics=Overdamped("euler")),
+        "a step that is too long": SGLD(schools(False), step_size=0.1, dynamics=Overdamped("euler")),
         "small minibatches": SGLD(level, step_size=1e-4, gradient=Subsampled()),
     }.items():
         print(f"\n{name}:")
