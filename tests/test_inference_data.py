@@ -19,10 +19,10 @@ from numpyro_repulsion import (
     SGLD,
     SGLDR,
     SVGD,
-    inference_data,
     summary,
     to_inference_data,
 )
+from numpyro_repulsion.inference_data import chunks
 
 # Most of these runs are too short to be worth anything, and warmup says so.
 pytestmark = [
@@ -99,7 +99,7 @@ def test_deterministic_sites_are_computed_over_all_rows(mcmc, data):
 
 
 def test_deterministic_sites_too_large_for_memory_are_refused(mcmc, monkeypatch):
-    monkeypatch.setattr(inference_data, "MAX_BYTES", 6 * 20 * 40 * 4 - 1)
+    monkeypatch.setattr(chunks, "MAX_BYTES", 6 * 20 * 40 * 4 - 1)
     with pytest.raises(ValueError, match="'logits'.*deterministic=False.*thinning"):
         to_inference_data(mcmc)
 
