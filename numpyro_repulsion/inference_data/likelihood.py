@@ -23,6 +23,11 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
     :raises ValueError: for unknown names, and for models of which draws do not give the likelihood.
     """
     names = _names(target, which)
+    if not names:
+        raise ValueError(
+            "There is no log likelihood, for the model observes nothing"
+            f"{f' but the factors {target.factors}; name those that are likelihoods' if target.factors else ''}."
+        )
     if target.discrete:
         raise ValueError(
             f"The discrete latent sites {target.discrete} are summed over, so that the draws do not give the "

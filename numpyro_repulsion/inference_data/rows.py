@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from numpyro.primitives import Messenger
@@ -46,5 +47,7 @@ class all_rows(Messenger):
     def process_message(self, msg):
         if msg["type"] == "plate" and msg["value"] is None:
             size = msg["args"][0]
-            msg["value"] = jnp.arange(size)
+            # Rows that are known let models index NumPy arrays in compiled programs.
+            with jax.ensure_compile_time_eval():
+                msg["value"] = jnp.arange(size)
             msg["args"] = (size, size)
