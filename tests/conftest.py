@@ -3,7 +3,7 @@ from jax import random
 import jax.numpy as jnp
 import pytest
 
-from numpyro.infer import MCMC, init_to_sample
+from numpyro.infer import MCMC, init_to_uniform
 
 from numpyro_repulsion import SGLD
 from numpyro_repulsion.gradients import ModelTarget
@@ -30,7 +30,7 @@ def forgotten_programs():
 
 @pytest.fixture(scope="session")
 def pretended():
-    """Makes an ``MCMC`` that looks as if it had run, with draws from the prior: a run costs seconds to compile."""
+    """Makes an ``MCMC`` that looks as if it had run, with arbitrary draws: a run costs seconds to compile."""
     state = None
 
     def build(model, *args, kernel=SGLD, num_samples=6, num_chains=4, **kwargs):
@@ -45,7 +45,7 @@ def pretended():
         target = ModelTarget(model, args, kwargs)
 
         def draw(key):
-            return target.constrain(target.draw(key, init_to_sample))
+            return target.constrain(target.draw(key, init_to_uniform))
 
         keys = random.split(random.key(num_samples), (num_chains, num_samples))
         fields = {"potential_energy": 1.0, "step_size": 0.1, "bandwidth": jnp.nan, "diverging": False}

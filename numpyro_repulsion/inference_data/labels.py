@@ -52,7 +52,7 @@ class Labels:
         variables: dict[str, tuple] = {}
         coords: dict[str, Any] = {}
         for name, value in arrays.items():
-            value = np.asarray(value)
+            value = np.array(value)  # which users may write to, unlike what JAX lends
             shape = value.shape[len(leading) :]
             axes = self._axes(name, shape, group)
             for i, size in enumerate(shape):
