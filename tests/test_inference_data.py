@@ -216,7 +216,7 @@ def test_warmup():
         summary(mcmc)
     warmup = to_inference_data(mcmc)
     assert groups(warmup) == {"warmup_posterior", "warmup_sample_stats"}
-    with pytest.raises(ValueError, match="of another run.*4 chains"):
+    with pytest.raises(ValueError, match="of another run.*6 chains"):
         to_inference_data(run(SGLD(model, step_size=0.1)), warmup=warmup)
     mcmc.run(random.key(1))
     assert groups(to_inference_data(mcmc)) == {"posterior", "sample_stats"}
@@ -365,7 +365,7 @@ NEW = {"dist": {}, "trace_dist": {}, "rank_dist": {}, "ess_evolution": {}, "ppc_
 
 @pytest.fixture(scope="module")
 def plotted():
-    """A run with everything in it, one divergence too, and observations that are continuous."""
+    """A run with everything in it, divergences too, and observations that are continuous."""
 
     def model(y):
         with numpyro.plate("features", 2):
@@ -375,7 +375,7 @@ def plotted():
 
     mcmc = run(SGLD(model, step_size=1e-2), X[:, 0], num_samples=60, num_chains=4)
     data = to_inference_data(mcmc, log_likelihood=True, posterior_predictive=random.key(0), prior=random.key(1))
-    data["sample_stats"]["diverging"].values[0, 3] = True
+    data["sample_stats"]["diverging"].values[0, 3:5] = True
     return data
 
 
@@ -392,7 +392,8 @@ def test_plots_run(plotted, name):
         else:
             for kwargs in (BOTH.get(name), (NEW if NEW_ARVIZ else OLD).get(name)):
                 if kwargs is not None:
-                    getattr(arviz, f"plot_{name}")(plotted, **({"var_names": ["beta"]} | kwargs))
+                    kwargs = {"var_names": ["beta"]} | kwargs
+                    getattr(arviz, f"plot_{name}")(plotted, **{k: v for k, v in kwargs.items() if v is not None})
         plt.close("all")
 
 

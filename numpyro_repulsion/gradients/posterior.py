@@ -157,8 +157,10 @@ class ModelTarget(Target):
         return {name: sites[name]["value"] for name in self.minibatched}
 
     def sites(self, values: dict, key: jax.Array | None = None, *, observed: bool = True) -> dict[str, dict]:
-        """All sites over all rows, given values of some in their supports; others are drawn, observed ones if asked."""
-        return self._trace(self.all_rows, key, lambda site=None: values.get(site["name"]), observed)
+        """All sites over all rows, given values of some in their supports; without ``observed`` all others are drawn."""
+        # Improper priors have no draws, and any value will do where only the observed sites count.
+        other = init_to_uniform if observed else lambda site: None
+        return self._trace(self.all_rows, key, lambda site=None: values.get(site["name"], other(site)), observed)
 
     def crossed_plates(self):
         groups = [{name} for name in self.plates]

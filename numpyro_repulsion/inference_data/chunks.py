@@ -41,9 +41,18 @@ def map_draws(fn: Callable, draws: Any, shape: tuple[int, ...], what: str, remed
         )
     if not results or not count:
         return {}
+    leaves, structure = jax.tree.flatten(draws)
+    # NumPyro cannot cut arrays without entries into chunks.
+    empty = {i: x[(0,) * len(shape)] for i, x in enumerate(leaves) if not x.size}
+
+    def of_filled(filled):
+        rest = iter(filled)
+        return fn(jax.tree.unflatten(structure, [empty[i] if i in empty else next(rest) for i in range(len(leaves))]))
+
     # Two chunks at least, so that the program is compiled as one.
     chunk = min(CHUNK_SIZE, CHUNK_BYTES // max(_largest(program.jaxpr), 1), -(-count // 2))
-    return soft_vmap(fn, draws, batch_ndims=len(shape), chunk_size=max(chunk, 1))
+    filled = [x for x in leaves if x.size]
+    return soft_vmap(of_filled, filled, batch_ndims=len(shape), chunk_size=max(chunk, 1))
 
 
 def _largest(jaxpr):
