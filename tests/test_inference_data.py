@@ -379,6 +379,7 @@ def plotted():
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BOTH, *(NEW if NEW_ARVIZ else OLD), "khat"])
 def test_plots_run(plotted, name):
     matplotlib = pytest.importorskip("matplotlib")

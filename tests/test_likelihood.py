@@ -102,6 +102,7 @@ def test_crossed_plates_some_of_them_subsampled(run):
     np.testing.assert_allclose(values(data), stats.norm(mu, 1).logpdf(table), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_chunks_of_draws_change_nothing(run, monkeypatch):
     mcmc = run(regression, X, Y)
     whole = values(to_inference_data(mcmc, log_likelihood=True))
@@ -118,6 +119,7 @@ def test_too_large_for_memory_is_refused(run, monkeypatch):
         to_inference_data(mcmc, log_likelihood=True)
 
 
+@pytest.mark.slow
 def test_last_cloud_of_an_optimizer(run):
     mcmc = run(regression, X, Y, kernel=SVGD)
     found = to_inference_data(mcmc, log_likelihood=True)["log_likelihood"]["y"]
@@ -162,6 +164,7 @@ def test_masked_observations_are_left_out(run, how):
     assert np.isfinite(elpd(data, name))
 
 
+@pytest.mark.slow
 def test_partly_masked_events_and_shapes(run):
     hidden = np.zeros((3, ROWS), bool)
     hidden[1, 5:] = hidden[2] = True
@@ -189,6 +192,7 @@ def test_partly_masked_events_and_shapes(run):
     np.testing.assert_allclose(values(data, "part"), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mask_that_moves_with_the_draws_is_part_of_the_model(run):
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -326,6 +330,7 @@ def test_loo_of_a_gaussian(run):
     assert abs(z(scaled)) > 9, "control: the scale of the plate left on"
 
 
+@pytest.mark.slow
 def test_compare(run):
     def sceptical(y):
         mu = numpyro.sample("mu", dist.Normal(0, 0.01))

@@ -108,6 +108,7 @@ def test_prior(data):
     assert abs(z_of_mean(Y, X[0].sum(), sd[0])) > 9, "control: the data, which the prior does not expect"
 
 
+@pytest.mark.slow
 def test_deterministic_sites_of_the_prior_may_be_left_out(mcmc):
     data = to_inference_data(mcmc, prior=random.key(2), deterministic=False)
     assert set(data["prior"].data_vars) == {"beta", "sum"}
@@ -121,6 +122,7 @@ def test_keys_decide(mcmc, data):
     assert old["posterior_predictive"]["y"].shape == (4, 100, ROWS)
 
 
+@pytest.mark.slow
 def test_draws_of_numpyro_are_taken(mcmc):
     samples = {"beta": mcmc.get_samples()["beta"]}
     whole = uncondition(all_rows(regression))
@@ -171,6 +173,7 @@ def test_too_large_for_memory_is_refused(mcmc, monkeypatch, name):
         to_inference_data(mcmc, deterministic=False, **{name: random.key(0)})
 
 
+@pytest.mark.slow
 def test_last_cloud_of_an_optimizer(run):
     mcmc = run(regression, X, Y, kernel=SVGD)
     flat = {"y": mcmc.get_samples()["beta"][:, 0]}
@@ -237,6 +240,7 @@ def test_observed_inside_scan_is_refused(run):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_priors_without_draws_and_factors(run):
     def improper(y):
         mu = numpyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
@@ -262,6 +266,7 @@ def test_priors_without_draws_and_factors(run):
         to_inference_data(run(proper, jnp.asarray(Y)), prior=random.key(0))
 
 
+@pytest.mark.slow
 def test_random_models_have_fresh_randomness_in_every_replicate(run):
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))

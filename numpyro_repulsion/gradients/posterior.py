@@ -157,7 +157,7 @@ class ModelTarget(Target):
         return {name: sites[name]["value"] for name in self.minibatched}
 
     def sites(self, values: dict, key: jax.Array | None = None, *, observed: bool = True) -> dict[str, dict]:
-        """All sites over all rows, given values of some in their supports; without ``observed`` all others are drawn."""
+        """All sites over all rows, given values of some in their supports; others are drawn if not ``observed``."""
         # Improper priors have no draws, and any value will do where only the observed sites count.
         other = init_to_uniform if observed else lambda site: None
         return self._trace(self.all_rows, key, lambda site=None: values.get(site["name"], other(site)), observed)
