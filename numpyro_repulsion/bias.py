@@ -16,7 +16,7 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.adaptation import Measurements, measure, survey
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.gradients import ravel_cloud
-from numpyro_repulsion.kernels import ParticleKernel
+from numpyro_repulsion.kernels import ParticleKernel, kernel_of, require_draws
 
 __all__ = ["StepBias", "predict_bias", "step_bias"]
 
@@ -167,14 +167,8 @@ def predict_bias(kernel: ParticleKernel, state: Any, args: tuple, kwargs: dict) 
 
 
 def _finished(mcmc):
-    kernel = getattr(mcmc, "sampler", None)
-    if not isinstance(mcmc, MCMC) or not isinstance(kernel, ParticleKernel):
-        raise TypeError(
-            "step_bias takes a numpyro.infer.MCMC with a kernel of this package, such as SGLDR(model); got "
-            f"{type(mcmc).__name__}{f' with {type(kernel).__name__}' if kernel is not None else ''}."
-        )
-    if mcmc.last_state is None:
-        raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
+    kernel = kernel_of(mcmc, "step_bias")
+    require_draws(mcmc)
     if not kernel.dynamics.is_sampler:
         raise ValueError(
             f"{type(kernel).__name__} is an optimizer of the cloud: no step size makes it draw from the posterior. "

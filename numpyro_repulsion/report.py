@@ -63,6 +63,8 @@ def summary(run, **kwargs):
     import arviz
 
     data = to_inference_data(run) if isinstance(run, MCMC) else run
+    if isinstance(run, MCMC) and "warmup_posterior" in data:
+        raise ValueError("This MCMC holds only the draws of warmup; call mcmc.run(key, ...) first.")
     attributes = data["posterior"].attrs
     if attributes.get("inference_library") != "numpyro_repulsion":
         raise TypeError(f"`summary` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")

@@ -10,7 +10,7 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.gradients import FullData, Gradient, ModelTarget, ravel_cloud
-from numpyro_repulsion.kernels import ParticleKernel
+from numpyro_repulsion.kernels import kernel_of, require_draws
 
 __all__ = ["scores"]
 
@@ -45,11 +45,8 @@ def scores(
         >>> bool(ksd(*scores(mcmc)) < 0.3)
         True
     """
-    kernel = getattr(mcmc, "sampler", None)
-    if not isinstance(mcmc, MCMC) or not isinstance(kernel, ParticleKernel):
-        raise TypeError(f"scores takes a numpyro.infer.MCMC with a kernel of this package; got {type(mcmc).__name__}.")
-    if mcmc._states is None:
-        raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
+    kernel = kernel_of(mcmc, "scores")
+    require_draws(mcmc)
     if not isinstance(num_draws, int | np.integer) or num_draws < 1:
         raise ValueError(f"`num_draws` must be an integer, 1 or more; got {num_draws!r}.")
     target = kernel.target(mcmc._args, mcmc._kwargs)

@@ -1,5 +1,12 @@
 import jax
+from jax import random
+import jax.numpy as jnp
 import pytest
+
+from numpyro.infer import MCMC, init_to_uniform
+
+from numpyro_repulsion import SGLD
+from numpyro_repulsion.gradients import ModelTarget
 
 try:
     from jax import enable_x64
@@ -19,3 +26,32 @@ def forgotten_programs():
     """Drops the programs that a file's tests compiled: thousands of them would not fit into memory."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def pretended():
+    """Makes an ``MCMC`` that looks as if it had run, with arbitrary draws: a run costs seconds to compile."""
+    state = None
+
+    def build(model, *args, kernel=SGLD, num_samples=6, num_chains=4, **kwargs):
+        nonlocal state
+        mcmc = MCMC(kernel(model, step_size=0.1), num_warmup=0, num_samples=num_samples, num_chains=num_chains,
+                    chain_method="vectorized", progress_bar=False)  # fmt: skip
+        if state is None:
+            short = MCMC(SGLD(potential_fn=lambda z: z**2, step_size=0.1), num_warmup=0, num_samples=1, num_chains=4,
+                         chain_method="vectorized", progress_bar=False)  # fmt: skip
+            short.run(random.key(0), init_params=jnp.arange(4.0))
+            state = short.last_state
+        target = ModelTarget(model, args, kwargs)
+
+        def draw(key):
+            return target.constrain(target.draw(key, init_to_uniform))
+
+        keys = random.split(random.key(num_samples), (num_chains, num_samples))
+        fields = {"potential_energy": 1.0, "step_size": 0.1, "bandwidth": jnp.nan, "diverging": False}
+        mcmc._args, mcmc._kwargs, mcmc._last_state = args, kwargs, state
+        mcmc._states = {"z": jax.vmap(jax.vmap(draw))(keys)}
+        mcmc._states |= {name: jnp.full(keys.shape, value) for name, value in fields.items()}
+        return mcmc
+
+    return build

@@ -19,10 +19,10 @@ from numpyro_repulsion import (
     SGLD,
     SGLDR,
     SVGD,
-    inference_data,
     summary,
     to_inference_data,
 )
+from numpyro_repulsion.inference_data import chunks
 
 # Most of these runs are too short to be worth anything, and warmup says so.
 pytestmark = [
@@ -99,7 +99,7 @@ def test_deterministic_sites_are_computed_over_all_rows(mcmc, data):
 
 
 def test_deterministic_sites_too_large_for_memory_are_refused(mcmc, monkeypatch):
-    monkeypatch.setattr(inference_data, "MAX_BYTES", 6 * 20 * 40 * 4 - 1)
+    monkeypatch.setattr(chunks, "MAX_BYTES", 6 * 20 * 40 * 4 - 1)
     with pytest.raises(ValueError, match="'logits'.*deterministic=False.*thinning"):
         to_inference_data(mcmc)
 
@@ -169,6 +169,126 @@ def test_coords_and_dims(mcmc):
     assert data["posterior"]["scale"].dims == ("chain", "draw", "part")
 
 
+def test_coords_and_dims_that_do_not_fit_are_refused(mcmc):
+    with pytest.raises(ValueError, match="coords\\['features'\\] has 2 values for a dimension of size 3"):
+        to_inference_data(mcmc, coords={"features": ["a", "b"]})
+    with pytest.raises(ValueError, match="dimensions \\['a', 'b'\\] of 'scale', which has 1"):
+        to_inference_data(mcmc, dims={"scale": ["a", "b"]})
+    with pytest.raises(ValueError, match="Dimension 'features' has size 3, and would have 2 for 'scale'"):
+        to_inference_data(mcmc, dims={"scale": ["features"]})
+
+
+def test_chains_know_their_ensembles(data):
+    for group in ("posterior", "sample_stats"):
+        assert list(data[group].coords["ensemble"].values) == [0, 0, 0, 1, 1, 1]
+    means = data["posterior"]["beta"].groupby("ensemble").mean(...)
+    assert means.shape == (2,)
+
+
+def test_results_may_be_written_to(mcmc):
+    data = to_inference_data(mcmc)
+    data["sample_stats"]["diverging"].values[0, 3] = True
+    assert data["sample_stats"]["diverging"].values.sum() == 1
+
+
+def groups(data):
+    return {name.strip("/") for name in data.groups} - {""} if NEW_ARVIZ else set(data.groups())
+
+
+def fields(mcmc):
+    return {"posterior": mcmc.get_samples(group_by_chain=True), "sample_stats": mcmc.get_extra_fields(True)}
+
+
+def test_warmup():
+    def model():
+        numpyro.sample("x", dist.Normal(0, 1))
+
+    mcmc = MCMC(SGLDR(model, step_size=0.01), num_warmup=7, num_samples=9, num_chains=4, chain_method="vectorized",
+                progress_bar=False)  # fmt: skip
+    mcmc.warmup(random.key(0))
+    with pytest.raises(ValueError, match="only warmed up and kept no draws.*collect_warmup=True"):
+        to_inference_data(mcmc)
+    mcmc.warmup(random.key(0), collect_warmup=True)
+    kept = fields(mcmc)
+    with pytest.raises(ValueError, match="draws of warmup; ask for \\['prior'\\] after mcmc.run"):
+        to_inference_data(mcmc, prior=random.key(0))
+    with pytest.raises(ValueError, match="only the draws of warmup"):
+        summary(mcmc)
+    warmup = to_inference_data(mcmc)
+    assert groups(warmup) == {"warmup_posterior", "warmup_sample_stats"}
+    with pytest.raises(ValueError, match="of another run.*6 chains"):
+        to_inference_data(run(SGLD(model, step_size=0.1)), warmup=warmup)
+    mcmc.run(random.key(1))
+    assert groups(to_inference_data(mcmc)) == {"posterior", "sample_stats"}
+    data = to_inference_data(mcmc, warmup=warmup)
+    np.testing.assert_array_equal(data["warmup_posterior"]["x"].values, kept["posterior"]["x"])
+    np.testing.assert_array_equal(data["warmup_sample_stats"]["lp"].values, -kept["sample_stats"]["potential_energy"])
+    np.testing.assert_array_equal(data["posterior"]["x"].values, fields(mcmc)["posterior"]["x"])
+    assert data["warmup_posterior"].sizes["draw"] == 7 and data["posterior"].sizes["draw"] == 9
+    # A run that carries on where another stopped has draws, not warmup.
+    mcmc.post_warmup_state = mcmc.last_state
+    assert "posterior" in groups(to_inference_data(mcmc))
+    for other in (to_inference_data(mcmc), 3, {}):
+        with pytest.raises(ValueError, match="`warmup` is what to_inference_data.*collect_warmup=True"):
+            to_inference_data(mcmc, warmup=other)
+
+
+def test_axes_and_kinds_of_observations(pretended):
+    def model():
+        x = numpyro.sample("x", dist.Normal(0, 1))
+        numpyro.sample("nothing", dist.Normal(0, 1).expand([0]).to_event(1))
+        with numpyro.plate("left", 2, dim=-3), numpyro.plate("right", 3, dim=-1):
+            numpyro.sample("gap", dist.Normal(x, 1), obs=jnp.zeros((2, 1, 3)))
+            simplex = numpyro.sample("simplex", dist.Dirichlet(jnp.ones(4)), infer={"event_dims": ["part"]})
+            numpyro.deterministic("first", simplex[..., 0])
+            numpyro.deterministic("behind", jnp.zeros((5, 2, 1, 3)))
+            numpyro.deterministic("unlike", x)
+            numpyro.sample("flag", dist.Bernoulli(0.5), obs=jnp.zeros((2, 1, 3), bool))
+            numpyro.sample("count", dist.Poisson(1.0), obs=jnp.ones((2, 1, 3), jnp.int32))
+        numpyro.sample("scalar", dist.Normal(x, 1), obs=1.0)
+
+    data = to_inference_data(pretended(model), log_likelihood=True, posterior_predictive=random.key(0))
+    gap, posterior = ("left", "gap_dim_1", "right"), data["posterior"]
+    assert posterior["x"].dims == ("chain", "draw") and posterior["unlike"].dims == ("chain", "draw")
+    assert posterior["nothing"].shape == (4, 6, 0)
+    assert posterior["simplex"].dims == ("chain", "draw", "left", "simplex_dim_1", "right", "part")
+    assert posterior["first"].dims == ("chain", "draw", "left", "first_dim_1", "right")
+    assert posterior["behind"].dims == ("chain", "draw", "behind_dim_0", "left", "behind_dim_2", "right")
+    observed = data["observed_data"]
+    assert observed["gap"].dims == gap and observed["scalar"].dims == () and observed["flag"].dtype == bool
+    assert observed["count"].dtype.kind == "i"
+    for group in ("log_likelihood", "posterior_predictive"):
+        assert data[group]["gap"].dims == ("chain", "draw", *gap) and data[group]["scalar"].dims == ("chain", "draw")
+    assert data["posterior_predictive"]["count"].dtype.kind == "i"
+
+
+def test_names_that_collide_are_told_apart_aloud(pretended):
+    def model():
+        for name in ("a.b", "a/b", "chain", "x_plate"):
+            numpyro.sample(name, dist.Normal(0, 1))
+        with numpyro.plate("a.b_", 2), numpyro.plate("draw", 3):
+            numpyro.sample("y", dist.Normal(0, 1))
+
+    mcmc = pretended(model)
+    with pytest.warns(UserWarning) as warned:
+        data = to_inference_data(mcmc, dims={"a/b": []}, coords={"draw": ["x", "y", "z"]})
+    assert {str(warning.message) for warning in warned} == {
+        "'a/b' is called 'a.b__' here, for 'a.b' is taken.",
+        "'chain' is called 'chain_' here, for 'chain' is taken.",
+        "'draw' is called 'draw_' here, for 'draw' is taken.",
+    }
+    samples = mcmc.get_samples(group_by_chain=True)
+    for name, safe in {"a.b": "a.b", "a/b": "a.b__", "chain": "chain_", "y": "y"}.items():
+        np.testing.assert_array_equal(data["posterior"][safe].values, samples[name])
+    assert data["posterior"]["y"].dims == ("chain", "draw", "draw_", "a.b_")
+    assert list(data["posterior"].coords["draw_"].values) == ["x", "y", "z"]
+
+
+def test_extra_fields_that_are_no_numbers_are_left_out():
+    mcmc = run(SGLDR(lambda: numpyro.sample("x", dist.Normal(0, 1)), step_size=1e-3), extra_fields=("memory",))
+    assert "memory" not in to_inference_data(mcmc)["sample_stats"].data_vars
+
+
 def test_site_names_with_slashes_are_made_safe():
     def model():
         with numpyro.handlers.scope(prefix="group"), numpyro.plate("plate", 2):
@@ -236,18 +356,46 @@ def test_arviz_reads_it(mcmc, data):
     assert direct["sample_stats"]["lp"].shape == (6, 20)
 
 
-def test_plots_run(data):
+BOTH = {"rank": {}, "forest": {}, "pair": {}, "ess": {}, "autocorr": {}, "mcse": {}, "trace": {}, "parallel": {}}
+OLD = {"posterior": {}, "density": {}, "violin": {}, "ppc": {"var_names": ["y"], "num_pp_samples": 5},
+       "ess": {"kind": "evolution"}, "loo_pit": {"var_names": None, "y": "y"}, "bpv": {"var_names": ["y"]}}  # fmt: skip
+NEW = {"dist": {}, "trace_dist": {}, "rank_dist": {}, "ess_evolution": {}, "ppc_dist": {"var_names": ["y"]},
+       "ppc_pit": {"var_names": ["y"]}, "loo_pit": {"var_names": ["y"]}, "prior_posterior": {}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plotted():
+    """A run with everything in it, divergences too, and observations that are continuous."""
+
+    def model(y):
+        with numpyro.plate("features", 2):
+            beta = numpyro.sample("beta", dist.Normal(0, 1))
+        with numpyro.plate("rows", 40, subsample_size=8) as i:
+            numpyro.sample("y", dist.Normal(X[i, :2] @ beta, 1), obs=y[i])
+
+    mcmc = run(SGLD(model, step_size=1e-2), X[:, 0], num_samples=60, num_chains=4)
+    data = to_inference_data(mcmc, log_likelihood=True, posterior_predictive=random.key(0), prior=random.key(1))
+    data["sample_stats"]["diverging"].values[0, 3:5] = True
+    return data
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*BOTH, *(NEW if NEW_ARVIZ else OLD), "khat"])
+def test_plots_run(plotted, name):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = ["plot_trace", "plot_rank", "plot_forest", "plot_ess"]
-    names += ["plot_dist", "plot_trace_dist"] if NEW_ARVIZ else ["plot_posterior", "plot_pair", "plot_autocorr"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in names:
-            getattr(arviz, name)(data, var_names=["beta"])
-            plt.close("all")
+        if name == "khat":
+            arviz.plot_khat(arviz.loo(plotted, pointwise=True))
+        else:
+            for kwargs in (BOTH.get(name), (NEW if NEW_ARVIZ else OLD).get(name)):
+                if kwargs is not None:
+                    kwargs = {"var_names": ["beta"]} | kwargs
+                    getattr(arviz, f"plot_{name}")(plotted, **{k: v for k, v in kwargs.items() if v is not None})
+        plt.close("all")
 
 
 @pytest.mark.parametrize("thing", [3, None, "run"])

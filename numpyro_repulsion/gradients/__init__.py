@@ -6,7 +6,7 @@ which rows of the subsampled plates each particle looks at in each update.
 
 from numpyro_repulsion.gradients.control import SVRG, ControlVariates, anchored, fingerprint, full_gradient
 from numpyro_repulsion.gradients.minibatch import Anchor, FullData, Gradient, Subsampled, draw_indices, ravel_cloud
-from numpyro_repulsion.gradients.posterior import FunctionTarget, ModelTarget, Target
+from numpyro_repulsion.gradients.posterior import FunctionTarget, ModelTarget, Target, influenced
 
 __all__ = [
     "SVRG",
@@ -22,5 +22,6 @@ __all__ = [
     "draw_indices",
     "fingerprint",
     "full_gradient",
+    "influenced",
     "ravel_cloud",
 ]

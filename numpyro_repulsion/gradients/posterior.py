@@ -15,14 +15,14 @@ import numpy as np
 
 import numpyro.distributions as dist
 from numpyro.distributions import biject_to
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import seed, substitute, trace, uncondition
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
 from numpyro.primitives import Messenger
 from numpyro.util import not_jax_tracer
 
-__all__ = ["FunctionTarget", "Indices", "ModelTarget", "Particle", "Target"]
+__all__ = ["FunctionTarget", "Indices", "ModelTarget", "Particle", "Target", "influenced"]
 
 Particle = Any
 Indices = dict[str, jax.Array]
@@ -101,13 +101,19 @@ class ModelTarget(Target):
         self.plates = subsample_plate_sizes(sites)
         self.plate_sizes = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
         self.dims = {
-            name: [frame.name for frame in sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)]
+            name: {frame.name: frame.dim for frame in site["cond_indep_stack"]}
             for name, site in sites.items()
             if site["type"] in ("sample", "deterministic")
         }
+        self.events = {
+            name: (site["fn"].event_dim, site["infer"].get("event_dims", ()))
+            for name, site in sites.items()
+            if site["type"] == "sample"
+        }
+        self.factors = [name for name, site in sites.items() if site["type"] == "sample" and _factor(site)]
         self.observed = [n for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] and not _factor(s)]
         latent = {name: site for name, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
-        discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
+        self.discrete = discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
         self.latent = [name for name in latent if name not in discrete]
         self._refuse(latent, discrete)
         self._enumeration_dim = None
@@ -151,9 +157,14 @@ class ModelTarget(Target):
 
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The deterministic sites that look at subsampled rows, over all rows, given latent sites in their supports."""
-        values = {name: values[name] for name in self.latent}
-        sites = self._trace(self.all_rows, init_strategy=lambda site=None: values.get(site["name"]))
+        sites = self.sites({name: values[name] for name in self.latent})
         return {name: sites[name]["value"] for name in self.minibatched}
+
+    def sites(self, values: dict, key: jax.Array | None = None, *, observed: bool = True) -> dict[str, dict]:
+        """All sites over all rows, given values of some in their supports; others are drawn if not ``observed``."""
+        # Improper priors have no draws, and any value will do where only the observed sites count.
+        other = init_to_uniform if observed else lambda site: None
+        return self._trace(self.all_rows, key, lambda site=None: values.get(site["name"], other(site)), observed)
 
     def crossed_plates(self):
         groups = [{name} for name in self.plates]
@@ -178,7 +189,7 @@ class ModelTarget(Target):
 
         influences: dict[str, set] = {}
         for plate, rows in self.first_rows.items():
-            depends = _influenced(lambda rows, z, plate=plate: log_probs(rows, z, plate), rows, self.prototype)
+            depends = influenced(lambda rows, z, plate=plate: log_probs(rows, z, plate), rows, self.prototype)
             for name, yes in zip(names, depends, strict=True):
                 if yes:
                     influences.setdefault(name, set()).add(plate)
@@ -243,8 +254,9 @@ class ModelTarget(Target):
     def _bind(self, indices, key):
         return seed(substitute(self.model, data={**self._params, **indices}), key)
 
-    def _trace(self, indices, key=None, init_strategy=init_to_uniform):
+    def _trace(self, indices, key=None, init_strategy=init_to_uniform, observed=True):
         model = self._bind(indices, random.key(0) if key is None else key)
+        model = model if observed else uncondition(model)
         with _any_number_of_rows():
             return trace(substitute(model, substitute_fn=init_strategy)).get_trace(*self.args, **self.kwargs)
 
@@ -266,7 +278,7 @@ class ModelTarget(Target):
                 return [traced[name] for name in deterministic]
 
             rows = self.first_rows[plate]
-            if not all(_influenced(energy, rows, self.prototype)):
+            if not all(influenced(energy, rows, self.prototype)):
                 size, subsample_size = self.plates[plate]
                 raise ValueError(
                     f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every "
@@ -274,7 +286,7 @@ class ModelTarget(Target):
                     f"and take the rows inside the plate: `with numpyro.plate('{plate}', {size}, "
                     f"subsample_size={subsample_size}) as i: ... obs=y[i]`, or use `numpyro.subsample`."
                 )
-            depends = _influenced(values, rows, self.prototype)
+            depends = influenced(values, rows, self.prototype)
             inside += [n for n, yes in zip(deterministic, depends, strict=True) if yes and n not in inside]
         return inside
 
@@ -324,7 +336,7 @@ def _factor(site):
     return site["infer"].get("is_auxiliary", False)
 
 
-def _influenced(fn, cause, *rest):
+def influenced(fn, cause, *rest):
     """Whether each output of ``fn(cause, *rest)`` depends on ``cause``, by the structure of the program."""
     program = jax.make_jaxpr(fn)(cause, *rest).jaxpr
     tainted = {id(variable) for variable in program.invars[: len(jax.tree.leaves(cause))]}

@@ -14,7 +14,7 @@ import tqdm
 from numpyro.infer import MCMC
 from numpyro.util import is_prng_key
 
-from numpyro_repulsion.kernels import ParticleKernel
+from numpyro_repulsion.kernels import kernel_of
 from numpyro_repulsion.kernels.settings import count
 from numpyro_repulsion.pieces.directory import Directory
 from numpyro_repulsion.pieces.draws import plan
@@ -172,12 +172,7 @@ class _Memory:
 
 
 def _check(mcmc, piece_size, extra_fields):
-    kernel = getattr(mcmc, "sampler", None)
-    if not isinstance(mcmc, MCMC) or not isinstance(kernel, ParticleKernel):
-        raise TypeError(
-            "run_in_pieces takes a numpyro.infer.MCMC with a kernel of this package, such as SGLDR(model); got "
-            f"{type(mcmc).__name__}{f' with {type(kernel).__name__}' if kernel is not None else ''}."
-        )
+    kernel_of(mcmc, "run_in_pieces")
     count("piece_size", piece_size)
     if not isinstance(extra_fields, tuple | list):
         raise TypeError(f'`extra_fields` must be a tuple of names, such as ("gradient",); got {extra_fields!r}.')

@@ -1,0 +1,10 @@
+"""From a finished run to ArviZ: InferenceData on ArviZ 0.x, a DataTree on 1.x.
+
+Everything over all rows of subsampled plates: deterministic sites, observations, log likelihoods, predictions.
+"""
+
+from numpyro_repulsion.inference_data.conversion import to_inference_data
+from numpyro_repulsion.inference_data.labels import named_draws
+from numpyro_repulsion.inference_data.rows import all_rows
+
+__all__ = ["all_rows", "named_draws", "to_inference_data"]

@@ -1,0 +1,75 @@
+"""What was run, as attributes of inference data; and refusals of what has not been run."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+import numpyro
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.kernels import ParticleKernel, kernel_of, require_draws
+from numpyro_repulsion.schedules import BiasBudget
+
+__all__ = ["attributes", "is_warmup", "require_run"]
+
+
+def require_run(mcmc: MCMC) -> ParticleKernel:
+    """The kernel of a run.
+
+    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
+    :raises ValueError: for one that has no draws.
+    """
+    kernel = kernel_of(mcmc, "to_inference_data", " For other kernels use arviz.from_numpyro.")
+    require_draws(mcmc)
+    # NumPyro leaves zeros after a warmup that collects nothing.
+    if is_warmup(mcmc) and not np.any(mcmc.get_extra_fields()["step_size"]):
+        raise ValueError(
+            "This MCMC has only warmed up and kept no draws; call mcmc.run(key, ...), or mcmc.warmup(..., "
+            "collect_warmup=True) for those of warmup."
+        )
+    return kernel
+
+
+def is_warmup(mcmc: MCMC) -> bool:
+    """Whether the draws that an ``MCMC`` holds are those of its warmup."""
+    tuning = mcmc.last_state.tuning
+    return bool(np.max(tuning.iteration) <= np.max(tuning.num_warmup))
+
+
+def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -> dict[str, Any]:
+    """What was run, and how."""
+    state = mcmc.last_state
+    plates = target.plates if target is not None else {}
+    measured = isinstance(kernel.step_size, BiasBudget)
+    # Plain chains run one by one leave a state each, and are ensembles of their own.
+    num_ensembles = mcmc.num_chains if np.ndim(state.num_updates) else kernel.num_ensembles
+    return {
+        "created_at": datetime.now(UTC).isoformat(),
+        "inference_library": "numpyro_repulsion",
+        "numpyro_version": numpyro.__version__,
+        "algorithm": type(kernel).__name__,
+        "is_sampler": str(kernel.dynamics.is_sampler).lower(),
+        "interaction": repr(kernel.interaction),
+        "dynamics": repr(kernel.dynamics),
+        "moves": repr(kernel.moves),
+        "gradient": repr(kernel.resolve_gradient(target)),
+        "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
+        "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
+        "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
+        "step_size": float(np.ravel(state.step_size)[0]),
+        "step_size_measured": str(measured).lower(),
+        "step_size_bias": float(np.ravel(state.tuning.bias)[0]),
+        "remedy": kernel.remedy,
+        "complaints": " ".join(kernel.complaints(state)),
+        "num_particles": mcmc.num_chains,
+        "num_ensembles": num_ensembles,
+        "ensemble": np.repeat(np.arange(num_ensembles), mcmc.num_chains // num_ensembles),
+        "num_steps": kernel.num_steps,
+        "num_warmup": mcmc.num_warmup,
+        "thinning": mcmc.thinning,
+        "num_divergences": int(np.sum(state.num_divergences)),
+    }

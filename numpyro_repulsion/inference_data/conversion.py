@@ -1,0 +1,243 @@
+"""From a finished run to ArviZ. ArviZ and xarray are imported when called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+import warnings
+
+import jax
+import numpy as np
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.inference_data.attributes import attributes, is_warmup, require_run
+from numpyro_repulsion.inference_data.chunks import map_draws
+from numpyro_repulsion.inference_data.labels import Labels, named_draws, safe_names
+from numpyro_repulsion.inference_data.likelihood import pointwise
+from numpyro_repulsion.inference_data.observations import observe
+from numpyro_repulsion.inference_data.predictive import by_draw, from_posterior, from_prior, is_key
+
+__all__ = ["to_inference_data"]
+
+_STATISTICS = {"potential_energy": "lp"}
+_WARMUP = ("warmup_posterior", "warmup_sample_stats")
+
+
+def to_inference_data(
+    mcmc: MCMC,
+    *,
+    coords: Mapping[str, Any] | None = None,
+    dims: Mapping[str, Sequence[str]] | None = None,
+    deterministic: bool = True,
+    log_likelihood: bool | Sequence[str] = False,
+    posterior_predictive: Any = None,
+    prior: Any = None,
+    predictions: Mapping[str, Any] | None = None,
+    constant_data: Mapping[str, Any] | None = None,
+    predictions_constant_data: Mapping[str, Any] | None = None,
+    warmup: Any = None,
+):
+    """The draws of a run, one chain per particle, for ArviZ.
+
+    Always there: ``posterior``; ``sample_stats`` with ``lp`` (minus the potential energy; a minibatch estimate where
+    the gradient is one), ``step_size``, ``bandwidth``, ``diverging`` and the extra fields of the run; and
+    ``observed_data``. On request: ``log_likelihood``, ``posterior_predictive``, ``prior`` with ``prior_predictive``,
+    and the groups that are handed in. Whatever is computed from the model is over all rows of subsampled plates, each
+    once, and from the model as it is, with its data: observed sites are drawn where they are predicted.
+
+    Dimensions are named after plates, and after ``infer={"event_dims": [...]}`` of a site. Chains have the coordinate
+    ``ensemble``. The attributes name the algorithm, its settings, and the ensemble of each chain. Site names with "/"
+    get "." instead. Observed sites of which a mask hides a part, for all draws alike, are flattened to what it does
+    not hide, along ``<site>_entry``, whose coordinates are positions in the flattened site.
+
+    For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) only the last cloud is a result: it becomes one
+    chain whose draws are the particles.
+
+    Between ``mcmc.warmup(..., collect_warmup=True)`` and ``mcmc.run`` the draws are those of warmup, and so are the
+    groups, ``warmup_posterior`` and ``warmup_sample_stats``. NumPyro drops them in ``run``; convert before, and pass
+    the result as ``warmup`` after.
+
+    :param mcmc: an ``MCMC`` that has run with a kernel of this package.
+    :param coords: coordinate values by dimension.
+    :param dims: names of dimensions by variable, chain and draw left out, instead of those taken from the plates.
+    :param deterministic: whether to compute the deterministic sites that look at subsampled rows, over all rows.
+    :param log_likelihood: whether to compute the log likelihood of every observation, for ``arviz.loo`` and
+        ``arviz.compare``: ``True`` for all observed sites, or names of some, and of ``numpyro.factor`` sites that are
+        likelihoods. Without any ``numpyro.handlers.scale``.
+    :param posterior_predictive: a PRNG key, for one replicate of the observed sites for each draw (and of deterministic
+        sites made from them); or the dictionary that ``numpyro.infer.Predictive`` returned for ``mcmc.get_samples()``.
+    :param prior: a PRNG key, for 1000 draws from prior and prior predictive; or the dictionary of ``Predictive``.
+    :param predictions: for other data, the dictionary that ``Predictive(uncondition(all_rows(model)),
+        mcmc.get_samples())`` returned, see :class:`~numpyro_repulsion.all_rows`.
+    :param constant_data: arrays to go with the data, such as covariates; their dimensions come from ``dims``.
+    :param predictions_constant_data: the same for ``predictions``.
+    :param warmup: what this function returned after ``mcmc.warmup(..., collect_warmup=True)``.
+    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (1.x).
+    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package, and arguments of a wrong kind.
+    :raises ValueError: before the run; where a group computed from the model would exceed 2 GiB; for log likelihoods
+        of models with enumerated or random likelihoods; for predictions from the key where latent sites are
+        enumerated, or observed inside ``scan``; for names and coordinates that do not fit.
+
+    **References:**
+
+    1. *Practical Bayesian model evaluation using leave-one-out cross-validation and WAIC*, A. Vehtari, A. Gelman and
+       J. Gabry, https://arxiv.org/abs/1507.04544
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLDR, to_inference_data
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+        ...     with numpyro.plate("pupil", 100, subsample_size=10) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> mcmc = MCMC(SGLDR(model, step_size=1e-3), num_warmup=0, num_samples=20, num_chains=4,
+        ...             chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), jnp.zeros(100))
+        >>> dict(to_inference_data(mcmc)["posterior"].sizes)
+        {'chain': 4, 'draw': 20}
+        >>> data = to_inference_data(mcmc, log_likelihood=True, posterior_predictive=random.key(1))
+        >>> dict(data["log_likelihood"].sizes)
+        {'chain': 4, 'draw': 20, 'pupil': 100}
+        >>> data["posterior_predictive"]["y"].dims
+        ('chain', 'draw', 'pupil')
+    """
+    import arviz
+    import xarray
+
+    kernel = require_run(mcmc)
+    target: Any = ModelTarget(kernel.model, mcmc._args, mcmc._kwargs) if kernel.model is not None else None
+    of_warmup = is_warmup(mcmc)
+    posterior, statistics = _draws(mcmc)
+    shape = next(iter(statistics.values())).shape[:2]
+    # Of an optimizer only the last cloud is a result.
+    all_count = kernel.dynamics.is_sampler or of_warmup
+    if not all_count:
+        posterior = {name: value[:, -1:] for name, value in posterior.items()}
+        statistics = {name: value[:, -1:] for name, value in statistics.items()}
+    latent = _latent(target, posterior)
+    if deterministic and latent and target.minibatched:
+        counted = next(iter(latent.values())).shape[:2]
+        posterior |= map_draws(
+            target.minibatched_values, latent, counted, "The deterministic sites", "Pass deterministic=False"
+        )
+    wanted = _wanted(log_likelihood=log_likelihood, posterior_predictive=posterior_predictive, prior=prior)
+    _require_model(wanted, target, latent, of_warmup)
+    observations = observe(target)
+    if observations.failure:
+        if wanted:
+            raise ValueError(f"{', '.join(sorted(wanted))} cannot be computed: {observations.failure}")
+        warnings.warn(f"observed_data is left out: {observations.failure}", stacklevel=2)
+    groups: dict[str, dict] = {"posterior": posterior, "sample_stats": statistics}
+    if "log_likelihood" in wanted:
+        groups["log_likelihood"] = observations.counting(pointwise(target, latent, log_likelihood), 2)
+    if "posterior_predictive" in wanted:
+        groups["posterior_predictive"] = from_posterior(target, posterior_predictive, latent)
+    elif posterior_predictive is not None:
+        groups["posterior_predictive"] = by_draw("posterior_predictive", posterior_predictive, shape, all_count)
+    if predictions is not None:
+        groups["predictions"] = by_draw("predictions", predictions, shape, all_count)
+    if not all_count:
+        # One chain, whose draws are the particles.
+        groups = {k: {name: np.swapaxes(value, 0, 1) for name, value in v.items()} for k, v in groups.items()}
+    if "prior" in wanted:
+        groups["prior"], groups["prior_predictive"] = from_prior(target, prior, deterministic)
+    elif prior is not None:
+        groups["prior"], groups["prior_predictive"] = _split_prior(prior, target, posterior)
+    for name in {"posterior_predictive", "prior_predictive"} & set(groups):
+        groups[name] = observations.counting(groups[name], 2)
+    groups["observed_data"] = observations.counting(observations.values, 0)
+    groups["constant_data"] = dict(constant_data or {})
+    groups["predictions_constant_data"] = dict(predictions_constant_data or {})
+    variables = [name for group in groups.values() for name in group]
+    names = safe_names(variables, target.plate_sizes if target is not None else ())
+    labels = Labels(target, observations, names, coords, dims)
+    facts = attributes(mcmc, kernel, target)
+    datasets = {}
+    for name, group in groups.items():
+        if group:
+            per_particle = all_count and name in ("posterior", "sample_stats")
+            dataset = labels.dataset(name, group, facts["ensemble"] if per_particle else None)
+            dataset.attrs.update(facts)
+            datasets[f"warmup_{name}" if of_warmup and name in ("posterior", "sample_stats") else name] = dataset
+    if warmup is not None:
+        datasets |= _of_warmup(warmup, mcmc.num_chains)
+    if arviz.__version__.startswith("0."):
+        return arviz.InferenceData(attrs=facts, save_warmup=True, **datasets)
+    data = xarray.DataTree.from_dict(datasets)
+    data.attrs.update(facts)
+    return data
+
+
+def _draws(mcmc):
+    """``(posterior, sample_stats)``."""
+    samples = mcmc.get_samples(group_by_chain=True)
+    statistics = {
+        _STATISTICS.get(name, name): -value if name == "potential_energy" else value
+        for name, value in mcmc.get_extra_fields(group_by_chain=True).items()
+        if isinstance(value, jax.Array | np.ndarray)
+    }
+    return named_draws(samples), statistics
+
+
+def _latent(target, posterior):
+    """The draws of the latent sites, or nothing where the run left some out."""
+    if target is None or not set(target.latent) <= set(posterior):
+        return {}
+    return {name: posterior[name] for name in target.latent}
+
+
+def _wanted(*, log_likelihood, **given):
+    """What is to be computed from the model."""
+    asked = log_likelihood if isinstance(log_likelihood, bool) else len(log_likelihood) > 0
+    keys = {name for name, value in given.items() if value is not None and is_key(name, value)}
+    return keys | {"log_likelihood"} if asked else keys
+
+
+def _require_model(wanted, target, latent, of_warmup):
+    if not wanted:
+        return
+    if target is None:
+        raise ValueError(f"A kernel made from a `potential_fn` has no model to compute {sorted(wanted)} from.")
+    if of_warmup:
+        raise ValueError(f"These are draws of warmup; ask for {sorted(wanted)} after mcmc.run(key, ...).")
+    if not latent and wanted - {"prior"}:
+        raise ValueError(
+            f"{sorted(wanted - {'prior'})} need the draws of all latent sites {target.latent}; run without "
+            "extra_fields=('~z.site',)."
+        )
+
+
+def _split_prior(prior, target, posterior):
+    """Draws of the user's: sites that the posterior has too, and predictions."""
+    draws = {name: np.asarray(value)[None] for name, value in prior.items()}
+    of_prior = set(posterior) | set(target.minibatched if target is not None else ())
+    return (
+        {name: value for name, value in draws.items() if name in of_prior},
+        {name: value for name, value in draws.items() if name not in of_prior},
+    )
+
+
+def _of_warmup(data, num_chains):
+    """The groups of a conversion that was made after warmup."""
+    try:
+        groups = {name: data[name] for name in _WARMUP}
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(
+            "`warmup` is what to_inference_data(mcmc) returns between mcmc.warmup(..., collect_warmup=True) and "
+            f"mcmc.run(...), with the groups {list(_WARMUP)}; got {type(data).__name__} without them."
+        ) from None
+    groups = {name: group.to_dataset() if hasattr(group, "to_dataset") else group for name, group in groups.items()}
+    if any(group.sizes["chain"] != num_chains for group in groups.values()):
+        raise ValueError(f"`warmup` is of another run: it has not the {num_chains} chains of this one.")
+    return groups

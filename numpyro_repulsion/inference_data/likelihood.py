@@ -1,0 +1,81 @@
+"""Pointwise log likelihoods, over all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import warnings
+
+import jax
+import numpy as np
+
+from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.inference_data.chunks import map_draws
+
+__all__ = ["pointwise"]
+
+
+def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> dict[str, jax.Array]:
+    """The log likelihood of every entry of the observed sites over all rows, whatever subsampling or scaling.
+
+    :param target: the model and its data.
+    :param draws: latent sites in their supports, ``(chain, draw, ...)``.
+    :param which: names of observed sites or factors, or ``True`` for all observed sites.
+    :raises ValueError: for unknown names, and for models of which draws do not give the likelihood.
+    """
+    names = _names(target, which)
+    if not names:
+        raise ValueError(
+            "There is no log likelihood, for the model observes nothing"
+            f"{f' but the factors {target.factors}; name those that are likelihoods' if target.factors else ''}."
+        )
+    if target.discrete:
+        raise ValueError(
+            f"The discrete latent sites {target.discrete} are summed over, so that the draws do not give the "
+            "likelihood of single observations. Leave log_likelihood=False, or marginalize by hand "
+            "(numpyro.distributions.MixtureSameFamily)."
+        )
+    if target.is_random:
+        raise ValueError(
+            "The likelihood is random (numpyro.prng_key): there is an estimate in the place of the log likelihood of a "
+            "draw, and importance weights of estimates are wrong. Leave log_likelihood=False."
+        )
+    if (left := [name for name in target.factors if name not in names]) and which is True:
+        warnings.warn(
+            f"The factors {left} are left out of log_likelihood. Name those that are likelihoods: "
+            f"log_likelihood={[*names, *left]}.",
+            stacklevel=3,
+        )
+    scaled: list[str] = []
+
+    def likelihoods(values):
+        sites = target.sites(values)
+        scaled[:] = [name for name in names if not _is_one(sites[name]["scale"])]
+        return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in names}
+
+    shape = next(iter(draws.values())).shape[:2]
+    found = map_draws(likelihoods, draws, shape, "The log likelihood of", "Pass log_likelihood=False or fewer names")
+    if scaled:
+        warnings.warn(
+            f"numpyro.handlers.scale weights the sites {scaled} in the posterior and not in log_likelihood; "
+            "leave-one-out estimates from it are for another posterior.",
+            stacklevel=3,
+        )
+    return found
+
+
+def _names(target, which):
+    if isinstance(which, bool):
+        return list(target.observed)
+    if isinstance(which, str) or not all(isinstance(name, str) for name in which):
+        raise TypeError(f"`log_likelihood` is True, False or a list of names of observed sites; got {which!r}.")
+    if unknown := [name for name in which if name not in (*target.observed, *target.factors)]:
+        raise ValueError(
+            f"`log_likelihood` names {unknown}, which the model does not observe. It observes {target.observed}"
+            f"{f', and has the factors {target.factors}' if target.factors else ''}."
+        )
+    return list(which)
+
+
+def _is_one(scale):
+    # Traced scales are taken for weights.
+    return scale is None or (not isinstance(scale, jax.core.Tracer) and bool(np.all(np.asarray(scale) == 1)))
