@@ -102,7 +102,7 @@ def averages():
         "independent": (Independent(), Subsampled(), GREY),
         "balanced noise": (Balanced(), Subsampled(), BLUE),
     }
-    figure, panels = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
+    figure, panels = plt.subplots(1, 3, figsize=(10, 3.4), sharey=True)
     for axes, (name, (interaction, gradient, colour)) in zip(panels, kinds.items(), strict=True):
         kernel = SGLD(level, step_size=1e-4, interaction=interaction, gradient=gradient)
         mcmc, repeats = run(kernel, Y, num_warmup=100), []
@@ -122,7 +122,7 @@ def averages():
         axes.plot(draws[:4, :200].T, color="#c9c9c9", linewidth=0.7)
         axes.plot(draws[:, :200].mean(0), color=colour, linewidth=1.6)
         axes.axhline(MEAN, color="black", linewidth=0.8, linestyle=":")
-        axes.set_title(f"{name}\nensemble ESS {worth:,.0f}; as if independent {usual:,.0f}", fontsize=10)
+        axes.set_title(f"{name}\nensemble ESS {worth:,.0f}\nas if independent {usual:,.0f}", fontsize=10)
         axes.set_xlabel("draw")
         tidy(axes)
     panels[0].set_ylabel("mu")
