@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+import warnings
 
 import jax
 from jax import lax, random
@@ -121,6 +122,12 @@ class Starter:
 
     def check_data(self, target):
         """Refuses NaN that some minibatch would meet later; the starts meet those of full data."""
+        if isinstance(target, ModelTarget) and target.summed_out:
+            warnings.warn(
+                f"The deterministic sites {target.summed_out} depend on discrete sites, which are summed over, and are "
+                "left out of the draws; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
+                stacklevel=4,
+            )
         if not target.plates or (self._checked is not None and _same(self._checked, target.leaves)):
             return
         if (found := target.find_nan()) and not target.is_finite_on_all_rows():
