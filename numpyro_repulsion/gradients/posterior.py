@@ -213,9 +213,6 @@ class ModelTarget(Target):
                 f"The subsampled plate {watch.hidden_plates} lies inside `scan` or `cond`, where its rows cannot be "
                 "chosen. Put the plate around the sites outside, or drop its `subsample_size`."
             )
-        for name, site in sites.items():
-            if site["type"] == "plate" and site["args"][1] == 0:
-                raise ValueError(f"The plate '{name}' has subsample_size=0; a minibatch needs one row or more.")
         return sites
 
     def _bind(self, indices, key):

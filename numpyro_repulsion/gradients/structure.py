@@ -27,9 +27,11 @@ class Watch(Messenger):
     def process_message(self, msg):
         if msg["type"] == "prng_key":
             self.asks_for_keys = True
-        elif msg["type"] == "plate" and self._depth:
+        elif msg["type"] == "plate":
             size, batch = msg["args"]
-            if batch is not None and batch < size:
+            if batch == 0:
+                raise ValueError(f"The plate '{msg['name']}' has subsample_size=0; a minibatch needs one row or more.")
+            if self._depth and batch is not None and batch < size:
                 self.hidden_plates.append(msg["name"])
         elif msg["type"] == "control_flow":
             msg["args"] = tuple(self._watched(arg) if callable(arg) else arg for arg in msg["args"])
