@@ -402,7 +402,7 @@ def with_deterministic():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"step_size": 1e-3},
+        pytest.param({"step_size": 1e-3}, marks=pytest.mark.slow),
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"gradient": Subsampled(shared=True)}, marks=pytest.mark.slow),
     ],

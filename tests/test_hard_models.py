@@ -91,6 +91,7 @@ def many_handlers():
     return {"z": z, "words": "of no use"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [many_supports, many_handlers])
 def test_energy_is_that_of_numpyro(model):
     target = ModelTarget(model)
@@ -161,6 +162,7 @@ def test_a_minibatch_of_all_rows_is_no_minibatch():
         ModelTarget(model, (Y[:0],))
 
 
+@pytest.mark.slow
 def test_keyword_arguments_alone():
     def model(*, y, scale=1.0, look=True):
         z = numpyro.sample("z", dist.Normal(0, scale))
@@ -171,6 +173,7 @@ def test_keyword_arguments_alone():
     assert not np.array_equal(*draws)
 
 
+@pytest.mark.slow
 def test_masked_nan():
     def model(y):
         z = numpyro.sample("z", dist.Normal(0, 1))
@@ -264,6 +267,7 @@ def test_summaries_of_a_measured_run():
     assert "z" in str(summary(mcmc))
 
 
+@pytest.mark.slow
 def test_runs_inside_jit_over_several_data_sets():
     @jax.jit
     def means(y):

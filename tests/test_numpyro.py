@@ -113,8 +113,9 @@ def rare_binomial():
         numpyro.sample("x", dist.Binomial(n, probs=p), obs=x)
 
     n, x = 5_000_000, 3849
-    law = stats.beta(1 + x, 1 + n - x)
-    return {"model": model}, (n, x), lambda s: s["p"], law.mean(), law.std()
+    # SciPy's variance of such a beta law is NaN.
+    mean = (1 + x) / (2 + n)
+    return {"model": model}, (n, x), lambda s: s["p"], mean, (mean * (1 - mean) / (3 + n)) ** 0.5
 
 
 def improper():
@@ -153,11 +154,11 @@ def run(kernel, case, key):
     return draws, np.asarray(mean), np.asarray(sd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize(
     "kernel",
-    # One here, and all in the full test.
-    [pytest.param(k, marks=pytest.mark.slow) for k in SAMPLERS],
+    SAMPLERS,
 )
 def test_posterior(kernel, case):
     draws, mean, sd = run(kernel, case, random.key(2))
