@@ -268,7 +268,7 @@ def test_the_factor_inside_the_sum_would_be_wrong(x64, model):
     # What this package does not do: such minibatches do not average to the energy of all rows.
     target = ModelTarget(model)
     z = target.draw(random.key(1), init_to_uniform)
-    energy = scale_inside(model)
+    energy = jax.jit(scale_inside(model))
     wrong = jax.vmap(lambda rows: energy(z, rows, KEY))(minibatches(target)).mean()
     right = target.potential_energy(z, target.all_rows, KEY)
     np.testing.assert_allclose(energy(z, target.all_rows, KEY), right, rtol=1e-10)
