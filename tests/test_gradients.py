@@ -646,13 +646,6 @@ def local_latent():
         numpyro.sample("y", dist.Normal(z, 1), obs=take(Y, i))
 
 
-def local_discrete():
-    z = coefficients()
-    with numpyro.plate("rows", 7, subsample_size=3) as i:
-        c = numpyro.sample("c", dist.Bernoulli(0.3))
-        numpyro.sample("y", dist.Normal(z[c], 1), obs=take(Y, i))
-
-
 def no_latent():
     numpyro.sample("y", dist.Normal(0, 1), obs=1.0)
 
@@ -686,20 +679,10 @@ def only_deterministic_looks():
         numpyro.deterministic("mean", take(X, i) @ z)
 
 
-def discrete_over_minibatches():
-    # −log Σ_c p(c) exp(Σ_i ...) is no sum over rows, so no minibatch of it is unbiased.
-    z = coefficients()
-    c = numpyro.sample("c", dist.Bernoulli(0.3))
-    with numpyro.plate("rows", 7, subsample_size=3) as i:
-        numpyro.sample("y", dist.Normal(z[c], 1), obs=take(Y, i))
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (local_latent, r"'z' lies inside the subsampled plate 'rows'.*Move it out"),
-        (local_discrete, r"'c' would be enumerated.*subsampled plate.*'rows'.*Marginalize"),
-        (discrete_over_minibatches, r"'c'.*[Mm]arginalize"),
         (no_latent, r"no continuous latent site.*without `obs`"),
         (only_discrete, r"no continuous latent site.*'c'"),
         (delta, r"'copy' has a delta distribution.*numpyro.deterministic"),

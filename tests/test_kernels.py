@@ -902,8 +902,8 @@ def test_unsupported_models_are_refused(data):
 
     def enumerated():
         p = numpyro.sample("p", dist.Beta(1, 1))
+        k = numpyro.sample("k", dist.Bernoulli(p), infer={"enumerate": "parallel"})
         with numpyro.plate("rows", 40, subsample_size=8) as i:
-            k = numpyro.sample("k", dist.Bernoulli(p), infer={"enumerate": "parallel"})
             numpyro.sample("y", dist.Normal(k, 1), obs=y[i])
 
     def sliced(y):
@@ -916,7 +916,7 @@ def test_unsupported_models_are_refused(data):
 
     for model, arguments, message in (
         (local, (), "'x' lies inside the subsampled plate 'rows'.*drop `subsample_size`"),
-        (enumerated, (), "'k' would be enumerated.*subsampled plate.*rows.*Marginalize"),
+        (enumerated, (), "'k' would be summed over.*subsampled plate.*rows.*Marginalize"),
         (sliced, (y[:8],), "'rows'.*same 8 of 40 rows.*obs=y\\[i\\]"),
         (nothing, (), "no continuous latent site"),
     ):

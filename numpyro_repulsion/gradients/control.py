@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.gradients.minibatch import Anchor, Subsampled
-from numpyro_repulsion.gradients.posterior import Target
+from numpyro_repulsion.gradients.target import Target
 
 __all__ = ["SVRG", "ControlVariates", "anchored", "chunks", "fingerprint", "full_gradient"]
 

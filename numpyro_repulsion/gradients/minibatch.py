@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.gradients.posterior import Indices, Particle, Target
+from numpyro_repulsion.gradients.target import Indices, Particle, Target
 
 __all__ = ["Anchor", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
 

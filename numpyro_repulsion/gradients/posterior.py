@@ -1,11 +1,8 @@
-"""The posterior as samplers see it: the potential energy of one unconstrained particle."""
+"""The posterior of a NumPyro model as samplers see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any
 import warnings
 
 import jax
@@ -19,61 +16,13 @@ from numpyro.handlers import seed, substitute, trace, uncondition
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
-from numpyro.primitives import Messenger
 from numpyro.util import not_jax_tracer
 
-__all__ = ["FunctionTarget", "Indices", "ModelTarget", "Particle", "Target", "influenced"]
+from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
+from numpyro_repulsion.gradients.structure import Watch, influenced
+from numpyro_repulsion.gradients.target import Indices, Target
 
-Particle = Any
-Indices = dict[str, jax.Array]
-
-
-class Target:
-    """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
-
-    - **plates** - ``{name: (size, subsample_size)}`` of the plates that are subsampled.
-    - **is_random** - whether U is an estimate that differs from key to key, given the rows too.
-    """
-
-    plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
-    is_random: bool = False
-
-    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
-        """U at one particle, from the rows ``indices`` of each subsampled plate; ``key`` feeds random likelihoods."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
-
-    def constrain(self, z: Particle) -> Particle:
-        """What ``get_samples`` shows of one particle."""
-        return z
-
-    def unconstrain(self, x: Particle) -> Particle:
-        """The particle that `constrain` shows as ``x``."""
-        return x
-
-    def draw(self, key: jax.Array, init_strategy: Callable) -> Particle:
-        """A starting particle."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement `draw`.")
-
-    def find_nan(self) -> list[str]:
-        """Where in the data there is NaN, in words."""
-        return []
-
-    def crossed_plates(self) -> list[list[str]]:
-        """The subsampled plates in groups, such that no term of U looks at rows of two groups."""
-        return [[name] for name in self.plates]
-
-
-class FunctionTarget(Target):
-    """The posterior of a bare ``potential_fn``."""
-
-    def __init__(self, potential_fn):
-        self.potential_fn = potential_fn
-
-    def potential_energy(self, z, indices, key):
-        energy = jnp.asarray(self.potential_fn(z))
-        if energy.shape != ():
-            raise ValueError(f"`potential_fn` must return a scalar; got shape {energy.shape} for one particle.")
-        return energy
+__all__ = ["ModelTarget"]
 
 
 class ModelTarget(Target):
@@ -84,8 +33,8 @@ class ModelTarget(Target):
     :param model: a callable with NumPyro primitives.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
-    :raises ValueError: for a model that cannot be sampled rightly: no continuous latent site, a latent site inside a
-        subsampled plate, a subsampled plate whose indices do not matter.
+    :raises ValueError: for a model that cannot be sampled rightly: no continuous latent site, one inside a subsampled
+        plate, a discrete one that cannot be summed over, a subsampled plate whose indices do not matter.
     """
 
     def __init__(self, model, args=(), kwargs=None):
@@ -113,20 +62,26 @@ class ModelTarget(Target):
         self.factors = [name for name, site in sites.items() if site["type"] == "sample" and _factor(site)]
         self.observed = [n for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] and not _factor(s)]
         latent = {name: site for name, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
-        self.discrete = discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
-        self.latent = [name for name in latent if name not in discrete]
-        self._refuse(latent, discrete)
-        self._enumeration_dim = None
-        if discrete:
-            frames = [frame.dim for site in sites.values() for frame in site.get("cond_indep_stack", ())]
-            self._enumeration_dim = min(frames, default=0) - 1
+        self.discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
+        self.latent = [name for name in latent if name not in self.discrete]
+        self._refuse(latent)
+        frames = [frame.dim for site in sites.values() for frame in site.get("cond_indep_stack", ())]
+        self._enumeration_dim = min(frames, default=0) - 1
+        sampled = {name: site for name, site in sites.items() if site["type"] == "sample"}
+        self._subsampled = {name: subsampled(site, self.plates) for name, site in sampled.items()}
+        self._groups = frozenset(self._subsampled.values()) - {frozenset()}
         if any(site["type"] in ("param", "mutable") for site in sites.values()):
             # Random initial values of `param` sites must not change from update to update.
             with jax.ensure_compile_time_eval():
                 values = self._trace(self.first_rows)
             self._params = {k: v["value"] for k, v in values.items() if v["type"] in ("param", "mutable")}
         self.prototype = jax.eval_shape(lambda: self.draw(random.key(0), init_to_uniform))
+        if not any(np.prod(site.shape) for site in self.prototype.values()):
+            raise ValueError(f"The latent sites {self.latent} have no elements, so there is nothing to sample.")
+        check_enumeration({name: latent[name] for name in self.discrete}, self.plates, self._dependents)
         deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
+        self.summed_out = self._summed_out(deterministic)
+        deterministic = [name for name in deterministic if name not in self.summed_out]
         self.minibatched = self._minibatched(deterministic)
         self.deterministic = [name for name in deterministic if name not in self.minibatched]
 
@@ -141,14 +96,22 @@ class ModelTarget(Target):
         return {name: jnp.arange(size) for name, (size, _) in self.plates.items()}
 
     def potential_energy(self, z, indices, key):
-        enum = self._enumeration_dim is not None
         model = self._bind(indices, key)
-        if enum:
-            from numpyro.contrib.funsor import config_enumerate, enum as enumerated
-
-            model = enumerated(config_enumerate(model), self._enumeration_dim)
         with _any_number_of_rows():
-            return potential_energy(model, self.args, self.kwargs, z, enum=enum)
+            if not self.discrete:
+                return potential_energy(model, self.args, self.kwargs, z)
+            values = self._constrain(z, indices) if self._groups else {}
+            weights = {name: size / len(indices.get(name, range(batch))) for name, (size, batch) in self.plates.items()}
+            return enumerated_energy(
+                model,
+                self.args,
+                self.kwargs,
+                z,
+                {name: values[name] for name in self.latent if self._groups},
+                weights,
+                self._groups,
+                self._enumeration_dim,
+            )
 
     def constrain(self, z):
         """The latent sites in their supports, and the deterministic sites that do not look at a minibatch."""
@@ -168,7 +131,7 @@ class ModelTarget(Target):
 
     def crossed_plates(self):
         groups = [{name} for name in self.plates]
-        for influences in self._influences_on_sites():
+        for influences in self._influences_on_sites().values():
             met = [group for group in groups if group & influences]
             if len(met) > 1:
                 groups = [group for group in groups if group not in met] + [set().union(*met)]
@@ -176,24 +139,36 @@ class ModelTarget(Target):
 
     def _influences_on_sites(self):
         """For every site that counts, the subsampled plates on whose rows its log density depends."""
+        influences: dict[str, set] = {}
+        for plate, rows in self.first_rows.items():
+            for name in self._influences(rows, lambda rows, plate=plate: (self.first_rows | {plate: rows}, {})):
+                influences.setdefault(name, set()).add(plate)
+        return influences
+
+    def _dependents(self):
+        """For every discrete site, the sites whose log density depends on it, with the plates whose rows they see."""
+        shapes, rows = self._trace_shapes(), self._influences_on_sites()
+        found = {}
+        for name in self.discrete:
+            sites = self._influences(shapes[name], lambda value, name=name: (self.first_rows, {name: value}))
+            found[name] = {site: self._subsampled[site] | rows.get(site, set()) for site in sites}
+        return found
+
+    def _influences(self, cause, bind):
+        """The sites whose log density depends on a cause, from which ``bind`` makes rows and values of sites."""
         names: list = []
 
-        def log_probs(rows, z, plate):
-            model = self._bind(self.first_rows | {plate: rows}, random.key(0))
+        def log_probs(cause, z):
+            rows, known = bind(cause)
             values = self._constrain(z, self.first_rows)
             with _any_number_of_rows():
-                latent = {name: values[name] for name in self.latent}
-                found, _ = compute_log_probs(model, self.args, self.kwargs, latent)
+                latent = {name: values[name] for name in self.latent} | known
+                found, _ = compute_log_probs(self._bind(rows, random.key(0)), self.args, self.kwargs, latent)
             names[:] = found
             return list(found.values())
 
-        influences: dict[str, set] = {}
-        for plate, rows in self.first_rows.items():
-            depends = influenced(lambda rows, z, plate=plate: log_probs(rows, z, plate), rows, self.prototype)
-            for name, yes in zip(names, depends, strict=True):
-                if yes:
-                    influences.setdefault(name, set()).add(plate)
-        return list(influences.values())
+        depends = influenced(log_probs, cause, self.prototype)
+        return [name for name, yes in zip(names, depends, strict=True) if yes]
 
     def observations(self) -> dict[str, jax.Array]:
         """The observed values, over all rows."""
@@ -245,10 +220,15 @@ class ModelTarget(Target):
     def _inspect(self):
         """The model's sites, of which only what is static may be used."""
         sites: dict = {}
-        keys = _Keys()
-        with keys:
+        watch = Watch()
+        with watch:
             jax.eval_shape(lambda: sites.update(self._trace({})) or 0)
-        self.is_random = keys.asked
+        self.is_random = watch.asks_for_keys
+        if watch.hidden_plates:
+            raise ValueError(
+                f"The subsampled plate {watch.hidden_plates} lies inside `scan` or `cond`, where its rows cannot be "
+                "chosen. Put the plate around the sites outside, or drop its `subsample_size`."
+            )
         return sites
 
     def _bind(self, indices, key):
@@ -264,6 +244,24 @@ class ModelTarget(Target):
         model = self._bind(indices, random.key(0))
         with _any_number_of_rows():
             return constrain_fn(model, self.args, self.kwargs, z, return_deterministic=True)
+
+    def _summed_out(self, deterministic):
+        """The deterministic sites that depend on discrete ones, and so have no value of their own."""
+        if not (self.discrete and deterministic):
+            return []
+        shapes = self._trace_shapes()
+
+        def values(known, z):
+            values = self._constrain(z, self.first_rows) | known
+            known = {name: values[name] for name in (*self.latent, *self.discrete)}
+            sites = self._trace(self.first_rows, init_strategy=lambda site=None: known.get(site["name"]))
+            return [sites[name]["value"] for name in deterministic]
+
+        depends = influenced(values, {name: shapes[name] for name in self.discrete}, self.prototype)
+        return [name for name, yes in zip(deterministic, depends, strict=True) if yes]
+
+    def _trace_shapes(self):
+        return jax.eval_shape(lambda: {n: s["value"] for n, s in self._trace(self.first_rows).items()})
 
     def _minibatched(self, deterministic):
         """The deterministic sites that depend on the rows; checks that the potential depends on every plate's."""
@@ -290,19 +288,14 @@ class ModelTarget(Target):
             inside += [n for n, yes in zip(deterministic, depends, strict=True) if yes and n not in inside]
         return inside
 
-    def _refuse(self, latent, discrete):
+    def _refuse(self, latent):
         for name, site in latent.items():
             if isinstance(site["fn"], dist.Delta):
                 raise ValueError(
                     f"Latent site '{name}' has a delta distribution; use `numpyro.deterministic('{name}', ...)`."
                 )
-            if self.plates and name in discrete:
-                raise ValueError(
-                    f"Discrete latent site '{name}' would be enumerated, which is wrong with the subsampled plate "
-                    f"{sorted(self.plates)}: the logarithm of a sum over its values is no sum over rows. Marginalize "
-                    "it by hand (numpyro.distributions.MixtureSameFamily), or drop `subsample_size`."
-                )
-            if plates := [plate for plate in self.dims[name] if plate in self.plates]:
+            plates = [plate for plate in self.dims[name] if plate in self.plates]
+            if plates and name not in self.discrete:
                 raise ValueError(
                     f"Latent site '{name}' lies inside the subsampled plate '{plates[0]}', where each minibatch would "
                     "need other latent variables. Move it out of the plate and index it, marginalize it, or drop "
@@ -311,17 +304,8 @@ class ModelTarget(Target):
         if not self.latent:
             raise ValueError(
                 "The model has no continuous latent site, so there is nothing to sample; it needs at least one "
-                f"`numpyro.sample` statement without `obs`. Discrete latent sites: {discrete or 'none'}."
+                f"`numpyro.sample` statement without `obs`. Discrete latent sites: {self.discrete or 'none'}."
             )
-
-
-class _Keys(Messenger):
-    """Sees whether a model asks for keys, ``numpyro.prng_key()``."""
-
-    asked = False
-
-    def process_message(self, msg):
-        self.asked |= msg["type"] == "prng_key"
 
 
 @contextmanager
@@ -334,16 +318,6 @@ def _any_number_of_rows():
 
 def _factor(site):
     return site["infer"].get("is_auxiliary", False)
-
-
-def influenced(fn, cause, *rest):
-    """Whether each output of ``fn(cause, *rest)`` depends on ``cause``, by the structure of the program."""
-    program = jax.make_jaxpr(fn)(cause, *rest).jaxpr
-    tainted = {id(variable) for variable in program.invars[: len(jax.tree.leaves(cause))]}
-    for equation in program.eqns:
-        if any(id(variable) in tainted for variable in equation.invars):
-            tainted.update(id(variable) for variable in equation.outvars)
-    return [id(variable) in tainted for variable in program.outvars]
 
 
 def _as_jax(leaf):

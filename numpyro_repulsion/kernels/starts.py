@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+import warnings
 
 import jax
 from jax import lax, random
@@ -121,6 +122,12 @@ class Starter:
 
     def check_data(self, target):
         """Refuses NaN that some minibatch would meet later; the starts meet those of full data."""
+        if isinstance(target, ModelTarget) and target.summed_out:
+            warnings.warn(
+                f"The deterministic sites {target.summed_out} depend on discrete sites, which are summed over, and are "
+                "left out of the draws; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
+                stacklevel=4,
+            )
         if not target.plates or (self._checked is not None and _same(self._checked, target.leaves)):
             return
         if (found := target.find_nan()) and not target.is_finite_on_all_rows():
@@ -145,6 +152,7 @@ class Starter:
                     else f", after {MAX_DRAWS} draws from init_strategy; try init_to_uniform or init_params."
                 )
             )
+        self._warn_of_flat_directions(target, flat, np.asarray(cloud.gradient).reshape(flat.shape))
         groups = flat.reshape(self._kernel.num_ensembles, -1, flat.shape[1])
         if interaction.interacts and any(len({row.tobytes() for row in group}) < len(group) for group in groups):
             raise ValueError(
@@ -163,6 +171,24 @@ class Starter:
                 f"smallest eigenvalue is {float(eigenvalue):.2g}. Use a positive-definite kernel, such as RBF or "
                 "IMQ, or a larger nugget."
             )
+
+    def _warn_of_flat_directions(self, target, positions, gradient):
+        """Warns where the energy does not change at all; a plateau cannot be told from a law without a bound."""
+        if np.ndim(self._kernel.scale) == 2 or target.plates:
+            return  # Coordinates are mixed; and of minibatches any may leave some out.
+        is_flat = (gradient == 0).all(0) & (positions.max(0) > positions.min(0))
+        if not is_flat.any():
+            return
+        where = f"{is_flat.sum()} of {len(is_flat)} coordinates"
+        if isinstance(target, ModelTarget):
+            ends = np.cumsum([int(np.prod(target.prototype[name].shape)) for name in sorted(target.prototype)])
+            parts = zip(sorted(target.prototype), np.split(is_flat, ends[:-1]), strict=True)
+            where += f", in the sites {[name for name, part in parts if part.any()]}"
+        warnings.warn(
+            f"The potential energy does not change with {where} at any starting particle. Where a posterior is flat "
+            "without end it is improper, and there is nothing to sample: give these a proper prior.",
+            stacklevel=4,
+        )
 
 
 def _same(some, others):

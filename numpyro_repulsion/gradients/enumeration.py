@@ -1,0 +1,107 @@
+"""Discrete latent sites: the potential energy summed over their values, also where rows are subsampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import importlib.util
+import math
+
+import jax
+
+from numpyro.handlers import block, scale, substitute
+from numpyro.infer.util import potential_energy
+
+__all__ = ["check_enumeration", "enumerated_energy", "subsampled"]
+
+
+def enumerated_energy(
+    model: Callable,
+    args: tuple,
+    kwargs: dict,
+    z: dict[str, jax.Array],
+    values: dict[str, jax.Array],
+    weights: Mapping[str, float],
+    groups: frozenset[frozenset[str]],
+    dim: int,
+) -> jax.Array:
+    r"""U at one particle, with discrete latent sites summed over.
+
+    NumPyro multiplies the log density of each site by N / B for a minibatch of B of the N rows of its plate, and sums
+    over discrete values after that. For values of single rows the sum over rows has to come last, and the factor with
+    it: :math:`-\frac{N}{B} \sum_{i \in \text{batch}} \log \sum_c p(c) p(y_i | c)`. So sites are taken plate by plate,
+    without the factor, which multiplies the result; :func:`check_enumeration` sees to it that no sum has terms of
+    different plates.
+
+    :param model: the model, with its rows and key bound.
+    :param z: unconstrained values of the continuous latent sites.
+    :param values: the same in their supports.
+    :param weights: N / B of each subsampled plate.
+    :param groups: the sets of subsampled plates in which the model has sites, the empty one left out.
+    :param dim: the first dimension free for enumeration.
+    """
+    from numpyro.contrib.funsor import config_enumerate, enum, log_density
+
+    def within(group):
+        """Hides all sites but those in just these subsampled plates."""
+        return lambda site: site["type"] == "sample" and subsampled(site, weights) != group
+
+    energy = potential_energy(
+        block(enum(config_enumerate(model), dim), hide_fn=within(frozenset())), args, kwargs, z, enum=True
+    )
+    for group in groups:
+        weight = math.prod(weights[name] for name in group)
+        known = substitute(enum(config_enumerate(model), dim), data=values)
+        part = block(scale(known, scale=1.0 / weight), hide_fn=within(group))
+        energy = energy - weight * log_density(part, args, kwargs, {})[0]
+    return energy
+
+
+def subsampled(site: dict, plates: Mapping) -> frozenset[str]:
+    """In which of the subsampled plates a site lies."""
+    return frozenset(frame.name for frame in site["cond_indep_stack"]) & frozenset(plates)
+
+
+def check_enumeration(
+    discrete: Mapping[str, dict], plates: Mapping, dependents: Callable[[], Mapping[str, Mapping[str, set]]]
+) -> None:
+    """Refuses discrete latent sites that cannot be summed over, or not with minibatches.
+
+    :param discrete: the discrete latent sites by name.
+    :param plates: the subsampled plates.
+    :param dependents: makes for every discrete site the sites whose log density depends on its value, with the
+        subsampled plates that these look at.
+    :raises ImportError: without funsor, which sums.
+    :raises ValueError: for a site that cannot be summed over.
+    """
+    if discrete and importlib.util.find_spec("funsor") is None:
+        raise ImportError(
+            f"Summing over the discrete latent sites {sorted(discrete)} needs funsor: pip install funsor; or "
+            "marginalize them by hand (numpyro.distributions.MixtureSameFamily)."
+        )
+    for name, site in discrete.items():
+        law = site["fn"]
+        if not law.has_enumerate_support:
+            raise ValueError(
+                f"Discrete latent site '{name}' has a {type(law).__name__} distribution, whose values cannot be "
+                "summed over. Marginalize it by hand, or replace it by one with few values, such as "
+                "numpyro.distributions.Categorical."
+            )
+        asked = site["infer"].get("enumerate", "parallel")
+        if asked != "parallel":
+            raise ValueError(
+                f"Discrete latent site '{name}' asks for enumerate={asked!r}, and particles have no discrete "
+                "coordinates: it must be summed over, infer={'enumerate': 'parallel'}."
+            )
+    if not (discrete and plates):
+        return
+    for name, sites in dependents().items():
+        own = subsampled(discrete[name], plates)
+        for other, seen in sites.items():
+            if plate := sorted(seen ^ own):
+                raise ValueError(
+                    f"Discrete latent site '{name}' would be summed over, and of it and the site '{other}', whose "
+                    f"density depends on it, only one looks at the rows of the subsampled plate {plate}: the logarithm "
+                    "of a sum over its values is no sum over rows, so that no minibatch estimates it. Marginalize it "
+                    "by hand (numpyro.distributions.MixtureSameFamily), put both into the plate, or drop "
+                    "`subsample_size`."
+                )

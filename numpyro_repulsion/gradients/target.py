@@ -1,0 +1,63 @@
+"""What samplers sample: the potential energy of one unconstrained particle, by itself or of a bare function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["FunctionTarget", "Indices", "Particle", "Target"]
+
+Particle = Any
+Indices = dict[str, jax.Array]
+
+
+class Target:
+    """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
+
+    - **plates** - ``{name: (size, subsample_size)}`` of the plates that are subsampled.
+    - **is_random** - whether U is an estimate that differs from key to key, given the rows too.
+    """
+
+    plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    is_random: bool = False
+
+    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
+        """U at one particle, from the rows ``indices`` of each subsampled plate; ``key`` feeds random likelihoods."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
+
+    def constrain(self, z: Particle) -> Particle:
+        """What ``get_samples`` shows of one particle."""
+        return z
+
+    def unconstrain(self, x: Particle) -> Particle:
+        """The particle that `constrain` shows as ``x``."""
+        return x
+
+    def draw(self, key: jax.Array, init_strategy: Callable) -> Particle:
+        """A starting particle."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `draw`.")
+
+    def find_nan(self) -> list[str]:
+        """Where in the data there is NaN, in words."""
+        return []
+
+    def crossed_plates(self) -> list[list[str]]:
+        """The subsampled plates in groups, such that no term of U looks at rows of two groups."""
+        return [[name] for name in self.plates]
+
+
+class FunctionTarget(Target):
+    """The posterior of a bare ``potential_fn``."""
+
+    def __init__(self, potential_fn):
+        self.potential_fn = potential_fn
+
+    def potential_energy(self, z, indices, key):
+        energy = jnp.asarray(self.potential_fn(z))
+        if energy.shape != ():
+            raise ValueError(f"`potential_fn` must return a scalar; got shape {energy.shape} for one particle.")
+        return energy

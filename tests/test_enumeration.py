@@ -1,0 +1,424 @@
+"""Discrete latent sites against sums by hand, on every minibatch there is."""
+
+from functools import partial
+import itertools
+import warnings
+
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+from numpyro import handlers
+from numpyro.contrib.control_flow import scan
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer.util import potential_energy
+
+from numpyro_repulsion import SGLDR, Subsampled, to_inference_data
+from numpyro_repulsion.gradients import ModelTarget, full_gradient
+
+funsor_infer = pytest.importorskip("numpyro.contrib.funsor")
+
+KEY = random.key(0)
+RNG = np.random.default_rng(0)
+Y, X = RNG.normal(size=5), RNG.normal(size=5)
+TABLE = RNG.normal(size=(5, 3))
+SERIES = RNG.normal(size=6)
+
+
+def take(array, rows):
+    """Rows of captured data, in the precision of the test."""
+    return jnp.asarray(array)[rows]
+
+
+def parameters():
+    means = numpyro.sample("means", dist.Normal(jnp.array([-1.0, 1.0]), 1).to_event(1))
+    weight = numpyro.sample("weight", dist.Beta(2, 1))
+    return means, weight, jnp.stack([1 - weight, weight])
+
+
+def sums(first, second, weight, extra=0.0):
+    """log Σ p(c) exp(...) for two values of c."""
+    return jnp.logaddexp(jnp.log1p(-weight) + first + extra, jnp.log(weight) + second + extra)
+
+
+def normal(y, mean, scale=1.0):
+    return dist.Normal(mean, scale).log_prob(y)
+
+
+# Each model with the same written without discrete sites: with enumeration, and by hand.
+
+
+def local(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        numpyro.sample("y", dist.Normal(means[c], 1), obs=take(Y, i))
+
+
+def local_by_hand(batch=2):
+    means, _, weights = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        law = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(means, 1))
+        numpyro.sample("y", law, obs=take(Y, i))
+
+
+def single_rows():
+    local(1)
+
+
+def single_rows_by_hand():
+    local_by_hand(1)
+
+
+def by_subsample():
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=2):
+        y = numpyro.subsample(jnp.asarray(Y), event_dim=0)
+        c = numpyro.sample("c", dist.Bernoulli(weight), infer={"enumerate": "parallel"})
+        numpyro.sample("y", dist.Normal(means[c], 1), obs=y)
+
+
+def chain(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        d = numpyro.sample("d", dist.Bernoulli(jnp.where(c == 1, 0.2, 0.7)))
+        numpyro.sample("y", dist.Normal(means[d], 1), obs=take(Y, i))
+        numpyro.sample("x", dist.Normal(means[c], 2), obs=take(X, i))
+
+
+def chain_by_hand(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        y, x = take(Y, i), take(X, i)
+        inner = [sums(normal(y, means[0]), normal(y, means[1]), p) for p in (0.7, 0.2)]
+        numpyro.factor("f", sums(inner[0] + normal(x, means[0], 2.0), inner[1] + normal(x, means[1], 2.0), weight))
+
+
+def columns(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch, dim=-2) as i:
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        with numpyro.plate("columns", 3, dim=-1):
+            numpyro.sample("y", dist.Normal(means[c], 1), obs=take(TABLE, i))
+
+
+def columns_by_hand(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        y = take(TABLE, i)
+        numpyro.factor("f", sums(*(normal(y, mean).sum(-1) for mean in means), weight))
+
+
+def two_plates(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        numpyro.sample("y", dist.Normal(means[c], 1), obs=take(Y, i))
+    with numpyro.plate("others", 5, subsample_size=3) as i:
+        d = numpyro.sample("d", dist.Bernoulli(0.3))
+        numpyro.sample("x", dist.Normal(weight + d, 1), obs=take(X, i))
+
+
+def two_plates_by_hand(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        numpyro.factor("f", sums(*(normal(take(Y, i), mean) for mean in means), weight))
+    with numpyro.plate("others", 5, subsample_size=3) as i:
+        numpyro.factor("g", sums(normal(take(X, i), weight), normal(take(X, i), weight + 1), 0.3))
+
+
+def cells(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("columns", 3, subsample_size=2) as j, numpyro.plate("rows", 5, subsample_size=batch) as i:
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        numpyro.sample("y", dist.Normal(means[c], 1), obs=take(TABLE, (i[:, None], j)))
+
+
+def cells_by_hand(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("columns", 3, subsample_size=2) as j, numpyro.plate("rows", 5, subsample_size=batch) as i:
+        y = take(TABLE, (i[:, None], j))
+        numpyro.factor("f", sums(*(normal(y, mean) for mean in means), weight))
+
+
+def scaled_and_masked(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        with handlers.scale(scale=0.3), handlers.mask(mask=take(X > 0, i)):
+            numpyro.sample("y", dist.Normal(means[c], 1), obs=take(Y, i))
+
+
+def scaled_and_masked_by_hand(batch=2):
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        terms = (jnp.where(take(X > 0, i), 0.3 * normal(take(Y, i), mean), 0.0) for mean in means)
+        numpyro.factor("f", sums(*terms, weight))
+
+
+def outside(batch=2):
+    means, weight, _ = parameters()
+    c = numpyro.sample("c", dist.Bernoulli(weight))
+    numpyro.sample("before", dist.Normal(means[c], 1), obs=0.7)
+    with numpyro.plate("groups", 3):
+        d = numpyro.sample("d", dist.Categorical(jnp.array([0.2, 0.8])))
+        numpyro.sample("group", dist.Normal(means[d], 1), obs=jnp.asarray(TABLE[0]))
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        numpyro.sample("y", dist.Normal(means[0] * means[1], 1), obs=take(Y, i))
+
+
+def outside_by_hand(batch=2):
+    means, weight, _ = parameters()
+    numpyro.factor("f", sums(*(normal(0.7, mean) for mean in means), weight))
+    numpyro.factor("g", sums(*(normal(jnp.asarray(TABLE[0]), mean) for mean in means), 0.8).sum())
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        numpyro.sample("y", dist.Normal(means[0] * means[1], 1), obs=take(Y, i))
+
+
+def hidden_markov(batch=2):
+    means, weight, _ = parameters()
+
+    def transition(c, y):
+        c = numpyro.sample("c", dist.Bernoulli(jnp.where(c == 1, weight, 0.3)))
+        numpyro.sample("series", dist.Normal(means[c], 1), obs=y)
+        return c, None
+
+    scan(transition, 0, jnp.asarray(SERIES))
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        numpyro.sample("y", dist.Normal(means[0], 1), obs=take(Y, i))
+
+
+def hidden_markov_by_hand(batch=2):
+    means, weight, _ = parameters()
+    move = jnp.stack([jnp.array([0.7, 0.3]), jnp.stack([1 - weight, weight])])
+    state = jnp.array([1.0, 0.0])
+    for y in SERIES:
+        state = (state @ move) * jnp.exp(normal(y, means))
+    numpyro.factor("f", jnp.log(state.sum()))
+    with numpyro.plate("rows", 5, subsample_size=batch) as i:
+        numpyro.sample("y", dist.Normal(means[0], 1), obs=take(Y, i))
+
+
+PAIRS = [
+    (local, local_by_hand),
+    (single_rows, single_rows_by_hand),
+    (by_subsample, local_by_hand),
+    (chain, chain_by_hand),
+    (columns, columns_by_hand),
+    (two_plates, two_plates_by_hand),
+    (cells, cells_by_hand),
+    (scaled_and_masked, scaled_and_masked_by_hand),
+    (outside, outside_by_hand),
+    (hidden_markov, hidden_markov_by_hand),
+]
+#: Some of them here, and all in the full test.
+QUICK = (local, cells, outside)
+pairs = pytest.mark.parametrize(
+    ("model", "by_hand"),
+    [pytest.param(*pair, marks=() if pair[0] in QUICK else pytest.mark.slow, id=pair[0].__name__) for pair in PAIRS],
+)
+
+
+def minibatches(target):
+    """All minibatches without repetition, stacked."""
+    parts = [list(itertools.combinations(range(size), batch)) for size, batch in target.plates.values()]
+    outcomes = list(itertools.product(*parts))
+    return {name: jnp.array([outcome[k] for outcome in outcomes]) for k, name in enumerate(target.plates)}
+
+
+def force(target):
+    return jax.jit(lambda z, rows: jax.value_and_grad(target.potential_energy)(z, rows, KEY))
+
+
+@pairs
+def test_every_minibatch_has_the_energy_and_gradient_of_sums_by_hand(x64, model, by_hand):
+    target, plain = ModelTarget(model), ModelTarget(by_hand)
+    assert target.plates == plain.plates and target.discrete and not plain.discrete
+    z = plain.draw(random.key(1), init_to_uniform)
+    rows = minibatches(target)
+    given, expected = (jax.vmap(force(t), (None, 0))(z, rows) for t in (target, plain))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10), given, expected)
+    # They average to that of all rows, and differ, or the average would say nothing.
+    average, full = jax.tree.map(lambda x: x.mean(0), given), force(target)(z, target.all_rows)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10), average, full)
+    assert ravel_pytree(jax.tree.map(lambda x: x.std(0), given))[0].max() > 1e-2
+
+
+def scale_inside(model):
+    """The energy with NumPyro's own order: the plate's factor first, then the sum over values."""
+
+    def energy(z, rows, key):
+        bound = handlers.seed(handlers.substitute(model, data=rows), key)
+        enumerated = funsor_infer.enum(funsor_infer.config_enumerate(bound), -3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return potential_energy(enumerated, (), {}, z, enum=True)
+
+    return energy
+
+
+@pytest.mark.parametrize("model", [local, *(pytest.param(m, marks=pytest.mark.slow) for m in (columns, cells))])
+def test_the_factor_inside_the_sum_would_be_wrong(x64, model):
+    # What this package does not do: such minibatches do not average to the energy of all rows.
+    target = ModelTarget(model)
+    z = target.draw(random.key(1), init_to_uniform)
+    energy = jax.jit(scale_inside(model))
+    wrong = jax.vmap(lambda rows: energy(z, rows, KEY))(minibatches(target)).mean()
+    right = target.potential_energy(z, target.all_rows, KEY)
+    np.testing.assert_allclose(energy(z, target.all_rows, KEY), right, rtol=1e-10)
+    assert abs(wrong - right) > 0.1
+
+
+def test_the_gradient_over_all_rows_by_chunks(x64):
+    target = ModelTarget(two_plates)
+    z = target.draw(random.key(1), init_to_uniform)
+    flat, unravel = ravel_pytree(z)
+    energy, gradient = full_gradient(KEY, target, unravel, flat, 2)
+    expected, slope = force(target)(z, target.all_rows)
+    np.testing.assert_allclose(energy, expected, rtol=1e-10)
+    np.testing.assert_allclose(gradient, ravel_pytree(slope)[0], rtol=1e-9)
+
+
+# Refused, and the remedy.
+
+
+def global_switch():
+    means, weight, _ = parameters()
+    c = numpyro.sample("c", dist.Bernoulli(weight))
+    with numpyro.plate("rows", 5, subsample_size=2) as i:
+        numpyro.sample("y", dist.Normal(means[c], 1), obs=take(Y, i))
+
+
+def switch_by_columns():
+    means, weight, _ = parameters()
+    with numpyro.plate("columns", 3):
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        with numpyro.plate("rows", 5, subsample_size=2) as i:
+            numpyro.sample("y", dist.Normal(means[c], 1), obs=take(TABLE, i))
+
+
+def switch_by_groups():
+    means, weight, _ = parameters()
+    with numpyro.plate("groups", 3):
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+    with numpyro.plate("rows", 5, subsample_size=2) as i:
+        numpyro.sample("y", dist.Normal(means[c[i % 3]], 1), obs=take(Y, i))
+
+
+def switch_two_steps_away():
+    means, weight, _ = parameters()
+    c = numpyro.sample("c", dist.Bernoulli(weight))
+    with numpyro.plate("rows", 5, subsample_size=2) as i:
+        d = numpyro.sample("d", dist.Bernoulli(jnp.where(c == 1, 0.2, 0.7)))
+        numpyro.sample("y", dist.Normal(means[d], 1), obs=take(Y, i))
+
+
+def only_half_of_the_cells():
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=2, dim=-2) as i:
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        with numpyro.plate("columns", 3, subsample_size=2, dim=-1) as j:
+            numpyro.sample("y", dist.Normal(means[c], 1), obs=take(TABLE, (i[:, None], j)))
+
+
+def rows_without_a_plate():
+    # The factor N / B by hand: the plate does not know of the site, but its rows are seen.
+    means, weight, _ = parameters()
+    c = numpyro.sample("c", dist.Bernoulli(weight))
+    with numpyro.plate("rows", 5, subsample_size=2) as i:
+        y = take(Y, i)
+    numpyro.factor("f", 5 / 2 * normal(y, means[c]).sum())
+
+
+def total_of_the_rows():
+    means, weight, _ = parameters()
+    with numpyro.plate("rows", 5, subsample_size=2) as i:
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        numpyro.sample("y", dist.Normal(means[c], 1), obs=take(Y, i))
+    numpyro.factor("f", -1.0 * c.sum())
+
+
+def poisson():
+    means, _, _ = parameters()
+    k = numpyro.sample("k", dist.Poisson(2.0))
+    numpyro.sample("y", dist.Normal(means[0] + k, 1), obs=1.0)
+
+
+def sequential():
+    means, weight, _ = parameters()
+    k = numpyro.sample("k", dist.Bernoulli(weight), infer={"enumerate": "sequential"})
+    numpyro.sample("y", dist.Normal(means[k], 1), obs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (global_switch, "'c' would be summed over.*'y'.*'rows'.*by hand.*drop `subsample_size`"),
+        (switch_by_columns, "'c' would be summed over.*'y'.*'rows'"),
+        (switch_by_groups, "'c' would be summed over.*'y'.*'rows'"),
+        (switch_two_steps_away, "'c' would be summed over.*'d'.*'rows'"),
+        (only_half_of_the_cells, "'c' would be summed over.*'y'.*'columns'"),
+        (rows_without_a_plate, "'c' would be summed over.*'f'.*'rows'"),
+        (total_of_the_rows, "'c' would be summed over.*'f'.*'rows'"),
+        (poisson, "'k' has a Poisson distribution.*by hand.*Categorical"),
+        (sequential, "'k' asks for enumerate='sequential'.*'parallel'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_refusals_name_the_sites_and_the_remedy(x64, model, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        ModelTarget(model)
+
+
+def test_without_funsor_the_remedy_is_named(monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "funsor" else find(name, *a))
+    with pytest.raises(ImportError, match="'c'.*needs funsor.*MixtureSameFamily"):
+        ModelTarget(local)
+
+
+# In a run.
+
+
+def with_deterministic():
+    means, weight, _ = parameters()
+    numpyro.deterministic("gap", means[1] - means[0])
+    with numpyro.plate("rows", 5, subsample_size=2) as i:
+        c = numpyro.sample("c", dist.Bernoulli(weight))
+        mean = numpyro.deterministic("mean", means[c])
+        numpyro.deterministic("residual", take(Y, i) - means[0])
+        numpyro.sample("y", dist.Normal(mean, 1), obs=take(Y, i))
+
+
+@pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"step_size": 1e-3}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"gradient": Subsampled(shared=True)}, marks=pytest.mark.slow),
+    ],
+)
+def test_draws_have_no_discrete_sites_nor_what_depends_on_them(settings):
+    kernel = SGLDR(with_deterministic, **settings)
+    num_warmup = 0 if "step_size" in settings else 50
+    mcmc = MCMC(
+        kernel, num_warmup=num_warmup, num_samples=5, num_chains=4, chain_method="vectorized", progress_bar=False
+    )
+    with pytest.warns(UserWarning, match=r"\['mean'\] depend on discrete sites.*infer_discrete=True"):
+        mcmc.run(KEY)
+    samples = mcmc.get_samples()
+    assert set(samples) == {"means", "weight", "gap"}
+    np.testing.assert_allclose(samples["gap"], samples["means"][:, 1] - samples["means"][:, 0], rtol=1e-5)
+    data = to_inference_data(mcmc)
+    assert set(data["posterior"].data_vars) == {"means", "weight", "gap", "residual"}
+    assert data["posterior"]["residual"].shape == (4, 5, 5)
+    assert data["observed_data"]["y"].shape == (5,)

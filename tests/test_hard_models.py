@@ -1,0 +1,289 @@
+"""Models at the edge of what can be sampled: they work, or are refused with the reason."""
+
+import re
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+from numpyro import handlers
+from numpyro.contrib.control_flow import cond, scan
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer.util import initialize_model
+
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, summary, to_inference_data
+from numpyro_repulsion.gradients import ModelTarget
+
+KEY = random.key(0)
+Y = np.linspace(-1.0, 1.0, 12, dtype=np.float32)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Warmup expects trouble"),
+    pytest.mark.filterwarnings("ignore:Continuous inference poorly handles circular"),
+]
+
+
+def run(model, *args, kernel=SGLDR, step_size=1e-3, num_warmup=0, num_samples=4, num_chains=4, **kwargs):
+    mcmc = MCMC(
+        kernel(model, step_size=step_size), num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains,
+        chain_method="vectorized", progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(KEY, *args, **kwargs)
+    return mcmc
+
+
+def location(y=Y):
+    z = numpyro.sample("z", dist.Normal(0, 1))
+    numpyro.sample("y", dist.Normal(z, 1), obs=y)
+
+
+# Supports and handlers: the energy is NumPyro's.
+
+
+def many_supports():
+    numpyro.sample("interval", dist.Uniform(-1, 3))
+    numpyro.sample("simplex", dist.Dirichlet(jnp.ones(3)))
+    numpyro.sample("cholesky", dist.LKJCholesky(3, 2.0))
+    numpyro.sample("correlation", dist.LKJ(3, 2.0))
+    numpyro.sample("scatter", dist.Wishart(5.0, jnp.eye(2)))
+    numpyro.sample("circular", dist.VonMises(0.0, 2.0))
+    numpyro.sample("zero_sum", dist.ZeroSumNormal(1.0, (4,)))
+    numpyro.sample("truncated", dist.TruncatedNormal(0, 1, low=0.5))
+    base = dist.Normal(0, 1).expand([3]).to_event(1)
+    numpyro.sample("ordered", dist.TransformedDistribution(base, dist.transforms.OrderedTransform()))
+    numpyro.sample("mixture", dist.MixtureSameFamily(dist.Categorical(jnp.ones(2) / 2), dist.Normal(jnp.zeros(2), 1)))
+    numpyro.sample("positive", dist.ImproperUniform(constraints.positive, (), ()))
+    numpyro.factor("tail", -1.0)
+
+
+def many_handlers():
+    z = numpyro.sample("z", dist.Normal(0, numpyro.param("scale", 1.5, constraint=constraints.positive)))
+    with handlers.scale(scale=0.5), handlers.mask(mask=jnp.asarray(Y) > 0):
+        numpyro.sample("half", dist.Normal(z, 1), obs=jnp.asarray(Y))
+    with handlers.scope(prefix="inner"):
+        numpyro.sample("z", dist.Normal(z, 1))
+    numpyro.sample("point", dist.Delta(0.0, log_density=-(z**2)), obs=0.0)
+    numpyro.sample("nothing", dist.Normal(z, 1), obs=jnp.zeros(0))
+    numpyro.sample("no_numbers", dist.Normal(0, 1).expand([0]).to_event(1))
+    with numpyro.plate("outer", 3):
+        w = numpyro.sample("w", dist.Normal(z, 1))
+        with numpyro.plate("inner", 4):
+            numpyro.sample("y", dist.Normal(w, 1), obs=jnp.asarray(Y).reshape(4, 3))
+
+    def walk(x, y):
+        x = numpyro.sample("x", dist.Normal(0.9 * x, 1))
+        numpyro.sample("walk", dist.Normal(x, 1), obs=y)
+        return x, x
+
+    scan(walk, z, jnp.asarray(Y))
+    cond(
+        jnp.array(True),
+        lambda _: numpyro.sample("branch", dist.Normal(0, 1)),
+        lambda _: numpyro.sample("branch", dist.Normal(1, 1)),
+        None,
+    )
+    return {"z": z, "words": "of no use"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [many_supports, many_handlers])
+def test_energy_is_that_of_numpyro(model):
+    target = ModelTarget(model)
+    z = target.draw(random.key(1), init_to_uniform)
+    host = initialize_model(random.key(2), model, validate_grad=False)
+    assert jax.tree.map(jnp.shape, z) == jax.tree.map(jnp.shape, host.param_info.z)
+    given, expected = (
+        jax.jit(jax.value_and_grad(f))(z) for f in (lambda z: target.potential_energy(z, {}, KEY), host.potential_fn)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), given, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [many_supports, many_handlers])
+def test_runs_of_them_are_finite_and_of_the_right_shapes(model):
+    shapes = jax.tree.map(
+        jnp.shape, jax.eval_shape(lambda: ModelTarget(model).constrain(ModelTarget(model).draw(KEY, init_to_uniform)))
+    )
+    mcmc = run(model)
+    for name, values in mcmc.get_samples(group_by_chain=True).items():
+        assert values.shape == (4, 4, *shapes[name]) and np.isfinite(values).all()
+    to_inference_data(mcmc)
+
+
+# Data.
+
+
+@pytest.mark.parametrize(
+    "data",
+    [np.arange(4), jnp.arange(4, dtype=jnp.int8), np.array([True, False]), jnp.ones(3, jnp.float16), np.ones(3)],
+    ids=lambda x: str(x.dtype),
+)
+def test_data_of_any_number_type(data):
+    def model(x):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(x), subsample_size=2) as i:
+            numpyro.sample("y", dist.Normal(z, 1), obs=x[i])
+
+    target = ModelTarget(model, (data,))
+    energy = jax.jit(target.potential_energy)({"z": 0.3}, target.all_rows, KEY)
+    exact = -dist.Normal(0, 1).log_prob(0.3) - dist.Normal(0.3, 1).log_prob(np.asarray(data, np.float32)).sum()
+    # Half precision of the data is not that of the particles.
+    np.testing.assert_allclose(energy, exact, rtol=1e-2 if data.dtype == jnp.float16 else 1e-5)
+    assert target.prototype["z"].dtype == jnp.float32
+
+
+def test_no_data_and_empty_data_give_the_prior():
+    def model(y=None):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        if y is not None:
+            numpyro.sample("y", dist.Normal(z, 1), obs=y)
+
+    draws = [run(model, *args).get_samples()["z"] for args in ((), (jnp.zeros(0),))]
+    assert np.array_equal(*draws)
+
+
+def test_a_minibatch_of_all_rows_is_no_minibatch():
+    def model(y, size=None):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=size) as i:
+            numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
+
+    assert ModelTarget(model, (Y, len(Y))).plates == {}
+    with raises("The plate 'rows' has subsample_size=0; a minibatch needs one row or more"):
+        ModelTarget(model, (Y, 0))
+    # An empty plate NumPyro itself refuses.
+    with pytest.raises((AssertionError, ValueError), match="positive"):
+        ModelTarget(model, (Y[:0],))
+
+
+@pytest.mark.slow
+def test_keyword_arguments_alone():
+    def model(*, y, scale=1.0, look=True):
+        z = numpyro.sample("z", dist.Normal(0, scale))
+        if look:
+            numpyro.sample("y", dist.Normal(z, 1), obs=y)
+
+    draws = [run(model, **kwargs).get_samples()["z"] for kwargs in ({"y": Y}, {"y": None, "look": False})]
+    assert not np.array_equal(*draws)
+
+
+@pytest.mark.slow
+def test_masked_nan():
+    def model(y):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        with handlers.mask(mask=~jnp.isnan(y)):
+            numpyro.sample("y", dist.Normal(z, 1), obs=jnp.nan_to_num(y))
+
+    assert np.isfinite(run(model, jnp.asarray(Y).at[3].set(jnp.nan)).get_samples()["z"]).all()
+
+
+# Particles.
+
+
+def raises(message):
+    return pytest.raises(ValueError, match=re.compile(message, re.DOTALL))
+
+
+def test_latent_sites_without_elements():
+    with raises(r"latent sites \['w'\] have no elements"):
+        ModelTarget(lambda: numpyro.sample("w", dist.Normal(0, 1).expand([0]).to_event(1)))
+
+
+@pytest.mark.parametrize("kernel", [SGLD, SGLDR, pytest.param(SGHMC, marks=pytest.mark.slow)])
+def test_scalar_particles(kernel):
+    mcmc = MCMC(
+        kernel(potential_fn=lambda z: z["a"] ** 2 / 2, step_size=0.05), num_warmup=0, num_samples=5, num_chains=4,
+        chain_method="vectorized", progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(KEY, init_params={"a": jnp.arange(4.0)})
+    assert mcmc.get_samples(group_by_chain=True)["a"].shape == (4, 5)
+    assert np.isfinite(mcmc.get_samples()["a"]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
+def test_ten_million_parameters(kernel):
+    import resource
+
+    size, particles = 10_000_000, 3
+    base = jnp.ones(size, jnp.float32)
+
+    def model(base):
+        z = numpyro.sample("z", dist.Normal(0, 1).expand([size]).to_event(1))
+        numpyro.factor("pull", -0.5 * jnp.sum(base * (z - 1.0) ** 2))
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    kernel = kernel(model, step_size=0.05, preconditioner=None, num_steps=2)
+    state = kernel.init(random.split(KEY, particles), 0, None, (base,), {})
+    state = jax.jit(lambda state: kernel.sample(state, (base,), {}), donate_argnums=0)(state)
+    used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (4 * size * particles)
+    assert np.isfinite(np.asarray(state.potential_energy)).all() and state.z["z"].shape == (particles, size)
+    # So many clouds in memory at once; an array with a row for each pair or parameter would be hundreds.
+    assert used < 40
+
+
+# Priors that are no laws.
+
+
+def test_directions_without_an_end_are_warned_of():
+    def model():
+        z = numpyro.sample("z", dist.ImproperUniform(constraints.real, (), (2,)))
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(z[0] + w, 1), obs=Y)
+
+    with pytest.warns(
+        UserWarning, match=r"does not change with 1 of 3 coordinates, in the sites \['z'\].*proper prior"
+    ):
+        run(model)
+    with pytest.warns(UserWarning, match="does not change with 1 of 2 coordinates at any"):
+        kernel = SGLD(potential_fn=lambda z: z[0] ** 2, step_size=0.1)
+        kernel.init(random.split(KEY, 4), 0, random.normal(KEY, (4, 2)), (), {})
+
+
+def test_improper_priors_of_proper_posteriors_are_not():
+    def model():
+        z = numpyro.sample("z", dist.ImproperUniform(constraints.real, (), ()))
+        sd = numpyro.sample("sd", dist.ImproperUniform(constraints.positive, (), ()))
+        numpyro.sample("y", dist.Normal(z, sd), obs=Y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples = run(model).get_samples()
+    assert np.isfinite(samples["z"]).all() and (samples["sd"] > 0).all()
+
+
+# Inside a program of the user's.
+
+
+@pytest.mark.slow
+def test_summaries_of_a_measured_run():
+    mcmc = run(location, step_size=None, num_warmup=60, num_samples=8)
+    assert "z" in str(summary(mcmc))
+
+
+@pytest.mark.slow
+def test_runs_inside_jit_over_several_data_sets():
+    @jax.jit
+    def means(y):
+        return run(location, y).get_samples(group_by_chain=True)["z"]
+
+    for y in (Y, Y + 1.0):
+        np.testing.assert_allclose(
+            means(y), run(location, y).get_samples(group_by_chain=True)["z"], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_the_energy_inside_jit_of_a_model_made_there():
+    @jax.jit
+    def energy(z, y):
+        return ModelTarget(location, (y,)).potential_energy({"z": z}, {}, KEY)
+
+    np.testing.assert_allclose(
+        energy(0.3, Y), ModelTarget(location, (Y,)).potential_energy({"z": 0.3}, {}, KEY), rtol=1e-6
+    )

@@ -1,0 +1,254 @@
+"""What NumPyro asks of its own kernels, asked of these: posteriors with known answers, and the ways of running."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import (
+    SGHMC,
+    SGHMCR,
+    SGLD,
+    SGLDR,
+    SGNHT,
+    SGNHTR,
+    SVGD,
+    BiasBudget,
+    ensemble_mcse,
+)
+
+SAMPLERS = (SGLD, SGLDR, SGHMC, SGHMCR, SGNHT, SGNHTR)
+KERNELS = (*SAMPLERS, SVGD)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+
+
+def make(kernel, num_warmup=400, num_samples=600, num_chains=20, **kwargs):
+    settings = {"chain_method": "vectorized", "progress_bar": False} | kwargs
+    return MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains, **settings)
+
+
+# Posteriors: each case gives a model or potential, its arguments, and functions of a draw with exact means and
+# standard deviations.
+
+
+def gaussian():
+    def potential(z):
+        return jnp.sum(((z - 1.0) / 0.5) ** 2) / 2
+
+    return {"potential_fn": potential, "starts": random.normal(random.key(5), (20,))}, (), lambda z: z, 1.0, 0.5
+
+
+def correlated_gaussian():
+    root = jnp.tril(0.5 * jnp.fliplr(jnp.eye(5)) + 0.1 * jnp.exp(random.normal(random.key(0), (5, 5))))
+    covariance = root @ root.T + 1e-3 * jnp.eye(5)
+    precision = jnp.linalg.inv(covariance)
+
+    def potential(z):
+        return z @ precision @ z / 2
+
+    # Along each coordinate, and along the direction in which they are least.
+    _, vectors = np.linalg.eigh(covariance)
+    directions = np.concatenate([np.eye(5), vectors[:, :1].T])
+    sd = np.sqrt(np.einsum("ij,jk,ik->i", directions, covariance, directions))
+    starts = {"potential_fn": potential, "starts": random.normal(random.key(5), (20, 5))}
+    return starts, (), lambda z: z @ directions.T, np.zeros(6), sd
+
+
+def logistic_regression():
+    X = random.normal(random.key(0), (500, 3))
+    y = dist.Bernoulli(logits=X @ jnp.arange(1.0, 4.0)).sample(random.key(1))
+
+    def model(X, y):
+        beta = numpyro.sample("beta", dist.Normal(jnp.zeros(3), 1).to_event(1))
+        numpyro.sample("y", dist.Bernoulli(logits=X @ beta), obs=y)
+
+    def log_density(beta):
+        return dist.Bernoulli(logits=X @ beta).log_prob(y).sum() - beta @ beta / 2
+
+    # By importance sampling from Student's t around the mode.
+    mode = jnp.zeros(3)
+    for _ in range(20):
+        mode -= jnp.linalg.solve(jax.hessian(log_density)(mode), jax.grad(log_density)(mode))
+    root = jnp.linalg.cholesky(-jnp.linalg.inv(jax.hessian(log_density)(mode)))
+    around = dist.MultivariateStudentT(6.0, mode, root)
+    draws = around.sample(random.key(2), (100_000,))
+    weights = jax.nn.softmax(jax.vmap(log_density)(draws) - around.log_prob(draws))
+    mean = weights @ draws
+    return {"model": model}, (X, y), lambda s: s["beta"], mean, jnp.sqrt(weights @ (draws - mean) ** 2)
+
+
+def beta_bernoulli():
+    flips = dist.Bernoulli(jnp.array([0.9, 0.1])).sample(random.key(1), (200,))
+
+    def model(flips):
+        p = numpyro.sample("p", dist.Beta(jnp.full(2, 1.1), jnp.full(2, 1.1)))
+        numpyro.sample("flips", dist.Bernoulli(p), obs=flips)
+
+    law = stats.beta(1.1 + flips.sum(0), 1.1 + 200 - flips.sum(0))
+    return {"model": model}, (flips,), lambda s: s["p"], law.mean(), law.std()
+
+
+def dirichlet_categorical():
+    faces = dist.Categorical(jnp.array([0.1, 0.6, 0.3])).sample(random.key(1), (300,))
+
+    def model(faces):
+        p = numpyro.sample("p", dist.Dirichlet(jnp.ones(3)))
+        numpyro.sample("faces", dist.Categorical(p), obs=faces)
+
+    law = stats.dirichlet(1 + np.bincount(faces, minlength=3))
+    return {"model": model}, (faces,), lambda s: s["p"], law.mean(), np.sqrt(law.var())
+
+
+def rare_binomial():
+    def model(n, x):
+        p = numpyro.sample("p", dist.Beta(1, 1))
+        numpyro.sample("x", dist.Binomial(n, probs=p), obs=x)
+
+    n, x = 5_000_000, 3849
+    # SciPy's variance of such a beta law is NaN.
+    mean = (1 + x) / (2 + n)
+    return {"model": model}, (n, x), lambda s: s["p"], mean, (mean * (1 - mean) / (3 + n)) ** 0.5
+
+
+def improper():
+    y = 1.0 + 2.0 * random.normal(random.key(1), (100,))
+
+    def model(y):
+        mean = numpyro.sample("mean", dist.Normal(0, 1).mask(False))
+        sd = numpyro.sample("sd", dist.ImproperUniform(constraints.positive, (), ()))
+        numpyro.sample("y", dist.Normal(mean, sd), obs=y)
+
+    # With flat priors: Student's t for the mean, and an inverse gamma law for the variance.
+    n, squares = len(y), float(((y - y.mean()) ** 2).sum())
+    location = stats.t(n - 2, float(y.mean()), (squares / n / (n - 2)) ** 0.5)
+    variance = stats.invgamma((n - 2) / 2, scale=squares / 2)
+    means, sds = zip(*((law.mean(), law.std()) for law in (location, variance)), strict=True)
+    return {"model": model}, (y,), lambda s: jnp.stack([s["mean"], s["sd"] ** 2], -1), np.array(means), np.array(sds)
+
+
+CASES = (
+    gaussian,
+    correlated_gaussian,
+    logistic_regression,
+    beta_bernoulli,
+    dirichlet_categorical,
+    rare_binomial,
+    improper,
+)
+
+
+def run(kernel, case, key):
+    target, args, function, mean, sd = case()
+    starts = target.pop("starts", None)
+    mcmc = make(kernel(**target))
+    mcmc.run(key, *args, init_params=starts)
+    draws = np.asarray(jax.vmap(jax.vmap(function))(mcmc.get_samples(group_by_chain=True)))
+    return draws, np.asarray(mean), np.asarray(sd)
+
+
+#: The measured step does not see how steeply RBF repulsion itself changes where particles are dense, which they are
+#: with one parameter: variances come out 10 to 25 % too wide at 20 particles, and right with a step a quarter as long.
+EXPECTED = dict.fromkeys(
+    [(SGLDR, gaussian), (SGLDR, rare_binomial)], "the measured step does not see repulsion's own change"
+)
+#: With a single parameter a thermostat now and then drives a particle out to ten standard deviations and more, and the
+#: warning of a particle that was held or cut is an error here.
+EXPECTED |= dict.fromkeys([(SGNHT, gaussian), (SGNHT, rare_binomial)], "a thermostat of a single parameter overshoots")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [
+        pytest.param(
+            kernel,
+            case,
+            marks=pytest.mark.xfail(reason=EXPECTED[kernel, case]) if (kernel, case) in EXPECTED else (),
+            id=f"{kernel.__name__}-{case.__name__}",
+        )
+        for kernel in SAMPLERS
+        for case in CASES
+    ],
+)
+def test_posterior(kernel, case):
+    draws, mean, sd = run(kernel, case, random.key(2))
+    check(draws, mean, sd)
+
+
+def test_posterior_of_a_gaussian():
+    check(*run(SGLD, gaussian, random.key(2)))
+
+
+def check(draws, mean, sd):
+    """Means and standard deviations within their standard errors and the tolerated bias; and not those of others."""
+    tolerance = BiasBudget().tolerance
+    error, error_of_sd = ensemble_mcse(draws), ensemble_mcse(draws, method="sd")
+    # The budget is of variances; of means it has been seen to bound the bias in standard deviations.
+    off = np.abs(draws.mean((0, 1)) - mean) - tolerance * sd
+    assert (off < 4.5 * error).all()
+    off_sd = np.abs(draws.std((0, 1)) - sd) - tolerance * sd
+    assert (off_sd < 4.5 * error_of_sd).all()
+    # The control: half a standard deviation off in the mean, or half as wide, would be seen.
+    assert (0.5 * sd - off.clip(0) - tolerance * sd > 9 * error).all()
+    assert (0.5 * sd - off_sd.clip(0) - tolerance * sd > 9 * error_of_sd).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_the_last_cloud_of_svgd_has_its_mean_at_the_posterior(case):
+    draws, mean, sd = run(SVGD, case, random.key(2))
+    assert (np.abs(draws[:, -1].mean(0) - mean) < 0.3 * sd).all()
+    assert (draws[:, -1].std(0) < 1.3 * sd).all()
+
+
+# Ways of running.
+
+
+def coin(flips=None):
+    p = numpyro.sample("p", dist.Beta(1.1, 1.1))
+    numpyro.deterministic("odds", p / (1 - p))
+    return numpyro.sample("flips", dist.Bernoulli(p).expand([20]), obs=flips)
+
+
+FLIPS = jnp.arange(20) % 4 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_runs_after_each_other_and_after_warmup(kernel):
+    mcmc = make(kernel(coin), num_warmup=50, num_samples=8, num_chains=6)
+    mcmc.run(random.PRNGKey(2), FLIPS)
+    first = mcmc.get_samples(group_by_chain=True)
+    assert {name: x.shape for name, x in first.items()} == {"p": (6, 8), "odds": (6, 8)}
+    mcmc.run(random.PRNGKey(3), FLIPS)
+    assert not np.array_equal(first["p"], mcmc.get_samples(group_by_chain=True)["p"])
+    again = make(kernel(coin), num_warmup=50, num_samples=8, num_chains=6, progress_bar=True)
+    again.warmup(random.PRNGKey(2), FLIPS, collect_warmup=True)
+    assert again.get_samples()["p"].shape == (6 * 50,)
+    assert again.post_warmup_state is not None
+    again.run(random.PRNGKey(3), FLIPS)
+    again.post_warmup_state = again.last_state
+    again.run(random.PRNGKey(4), FLIPS)
+    assert again.get_samples()["p"].shape == (6 * 8,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("num_chains", "method"), [(10, "sequential"), (1, "vectorized"), (2, "parallel")])
+@pytest.mark.filterwarnings("ignore:There are not enough devices")
+def test_chain_methods(kernel, num_chains, method):
+    mcmc = make(kernel(coin, step_size=0.01), num_warmup=0, num_samples=4, num_chains=num_chains, chain_method=method)
+    if kernel.__name__.endswith("R") or kernel is SVGD:
+        with pytest.raises(ValueError, match='chain_method="vectorized"'):
+            mcmc.run(random.key(0), FLIPS)
+    else:
+        mcmc.run(random.key(0), FLIPS)
+        assert np.isfinite(mcmc.get_samples(group_by_chain=True)["p"]).all()
