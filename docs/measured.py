@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,7 +28,9 @@ from numpyro_repulsion import (
     Laplacian,
     Overdamped,
     Subsampled,
+    Thermostat,
 )
+from numpyro_repulsion.adaptation import measure_steepness
 from numpyro_repulsion.gradients import Anchor, ModelTarget, anchored
 from numpyro_repulsion.targets import draw, gaussian, logistic_regression
 
@@ -159,6 +161,79 @@ def momenta():
         rows.append(row)
     header = ["ε", "SGHMC", "SGHMCR", "SGNHTR"]
     table("Variance of a particle on N(0, I) · 20 × variance of the mean; RBF with h = 1.5", header, rows)
+
+
+def dense_clouds():
+    """How repulsion that changes fast widens N(0, I): by the product of step size and steepness."""
+    rows = []
+    for number, dimension, bandwidth in ((20, 5, 3.5), (20, 2, 1.0), (60, 2, 0.29), (20, 1, 0.5), (20, 1, 0.2)):
+        interaction = RBF(bandwidth)
+        cloud = random.normal(random.key(0), (200, number, dimension))
+        steepness = measure_steepness(random.key(1), interaction, cloud, jnp.asarray(bandwidth))
+        for step_size in (0.02, 0.05, 0.1):
+            found = repelled_variance(interaction, cloud[:64], step_size)
+            rows.append(
+                (
+                    str(number),
+                    str(dimension),
+                    f"{bandwidth:g}",
+                    f"{step_size:g}",
+                    f"{step_size * steepness:.2f}",
+                    f"{found.mean() - 1:.3f} ± {found.std() / len(found) ** 0.5:.3f}",
+                    f"{(step_size * steepness) ** 2 / 10:.3f}",
+                )
+            )
+    header = ("L", "d", "h", "ε", "εs", "relative bias of the variance", "(εs)²/10")
+    table("Averaged noise and RBF repulsion on N(0, I)", header, rows)
+
+
+def repelled_variance(interaction, z, step_size, num_steps=3000):
+    """The variance of groups of particles, over time."""
+    dynamics = Overdamped("lm")
+    couple = interaction.couple
+
+    def force(z):
+        return jnp.sum(z**2, -1) / 2, z
+
+    @jax.jit
+    def run(key):
+        def update(cloud, key):
+            cloud = dynamics.step(key, cloud, force, couple, step_size)
+            return cloud, jnp.mean(cloud.z**2, (1, 2))
+
+        cloud = dynamics.init(key, z, force, couple)
+        return lax.scan(update, cloud, random.split(key, num_steps))[1][num_steps // 4 :].mean(0)
+
+    return np.asarray(run(random.key(2)), float)
+
+
+def thermostats():
+    """The tails of a thermostat of few parameters on N(0, I), by its inertia."""
+    rows = []
+    for dimension in (1, 2, 5):
+        for inertia in (1.0, None):
+            dynamics, couple = Thermostat(inertia=inertia), Independent().couple
+
+            def force(z):
+                return jnp.sum(z**2, -1) / 2, z
+
+            def update(cloud, key, dynamics=dynamics, force=force, couple=couple):
+                cloud = dynamics.step(key, cloud, force, couple, 1.0)
+                return cloud, (jnp.abs(cloud.z).max(), jnp.mean(cloud.z**2), jnp.mean(cloud.z**4))
+
+            start = dynamics.init(random.key(0), random.normal(random.key(1), (1000, dimension)), force, couple)
+            largest, square, fourth = jax.jit(partial(lax.scan, update))(start, random.split(random.key(2), 4000))[1]
+            rows.append(
+                (
+                    str(dimension),
+                    "1" if inertia else "max(1, 10 / d)",
+                    f"{largest.max():.1f}",
+                    f"{square.mean():.3f}",
+                    f"{fourth.mean():.2f}",
+                )
+            )
+    header = ("d", "μ", "farthest of 1,000 particles in 4,000 updates", "E z², 1", "E z⁴, 3")
+    table("SGNHT at ε = 1 on N(0, I)", header, rows)
 
 
 def averaged_bias():
@@ -299,6 +374,8 @@ if __name__ == "__main__":
     balanced_noise()
     averaged_noise()
     momenta()
+    dense_clouds()
+    thermostats()
     averaged_bias()
     apart_with_momenta()
     far_modes()

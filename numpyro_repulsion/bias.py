@@ -13,8 +13,9 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.adaptation import Measurements, measure, survey
+from numpyro_repulsion.adaptation import Measurements, measure, measure_steepness, survey
 from numpyro_repulsion.diagnostics import ensemble_mcse
+from numpyro_repulsion.dynamics import Landscape
 from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.kernels import ParticleKernel, kernel_of, require_draws
 
@@ -180,6 +181,8 @@ def _finished(mcmc):
 def _predict(kernel, args, kwargs, state):
     iteration, cloud = kernel.parts(state, args, kwargs)
     tuning, learned, dynamics = state.tuning, iteration.learned, kernel.dynamics
+    interaction = kernel.interaction.at(random.key(0), state.num_updates)
+    coupling = interaction.couple(cloud.z, tuning.bandwidth)
     if tuning.measurements is None or not learned.measures:
         one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
         width = WIDTH * jnp.sqrt(jnp.ravel(state.step_size)[0])
@@ -188,12 +191,12 @@ def _predict(kernel, args, kwargs, state):
         )
         if not learned.noise:
             noise = jnp.zeros_like(noise)
-        tuning = tuning._replace(measurements=one.add(curvature, noise))
+        steepness = measure_steepness(random.key(0), interaction, cloud.z, tuning.bandwidth)
+        tuning = tuning._replace(measurements=one.add(curvature, noise, steepness))
     spread = jnp.inf if tuning.moments is None else tuning.spread(dynamics)
-    coupling = kernel.interaction.at(random.key(0), state.num_updates).couple(cloud.z, tuning.bandwidth)
     landscape = survey(tuning.measurements, tuning.noise, spread, coupling, dynamics, iteration.gradient.shared)
     step_size = jnp.ravel(state.step_size)[0]
-    calm = landscape._replace(curvature=0.0 * landscape.curvature, largest=0.0 * landscape.largest)
+    calm = Landscape(jnp.zeros(()), jnp.zeros(()), landscape.noise)
     return dynamics.bias(step_size, landscape, coupling), dynamics.bias(step_size, calm, coupling)
 
 

@@ -119,12 +119,13 @@ def test_noise_is_not_overestimated_in_many_dimensions():
 def test_measurements_pool_clouds():
     pool = Measurements.empty(3, 10, jnp.float32)
     assert pool.typical_curvature == 0.0 and pool.largest_curvature == 0.0
-    pool = pool.add(jnp.arange(10.0), jnp.array([4.0, 1.0]))
-    pool = pool.add(jnp.arange(10.0, 20.0).at[0].set(jnp.nan), jnp.array([2.0, 3.0]))
+    pool = pool.add(jnp.arange(10.0), jnp.array([4.0, 1.0]), 3.0)
+    pool = pool.add(jnp.arange(10.0, 20.0).at[0].set(jnp.nan), jnp.array([2.0, 3.0]), 4.0)
     values = [*range(10), *range(11, 20)]
     assert pool.typical_curvature == pytest.approx(np.quantile(values, 0.9))
     assert pool.largest_curvature == 19.0
     assert pool.mean_noise.tolist() == [3.0, 2.0]
+    assert pool.typical_steepness == pytest.approx(12.5**0.5)
 
 
 # Step size

@@ -30,7 +30,7 @@ ARROWS = {
     "kernels": (HOST, {"interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"}),
     # NumPyro has the effective sample size of one series.
     "diagnostics": (HOST, set()),
-    "bias": (HOST, {"adaptation", "gradients", "kernels", "diagnostics"}),
+    "bias": (HOST, {"adaptation", "dynamics", "gradients", "kernels", "diagnostics"}),
     "scores": (HOST, {"gradients", "kernels"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels"}),
     "report": (HOST | {"arviz"}, {"bias", "diagnostics", "inference_data"}),

@@ -154,30 +154,9 @@ def run(kernel, case, key):
     return draws, np.asarray(mean), np.asarray(sd)
 
 
-#: The measured step does not see how steeply RBF repulsion itself changes where particles are dense, which they are
-#: with one parameter: variances come out 10 to 25 % too wide at 20 particles, and right with a step a quarter as long.
-EXPECTED = dict.fromkeys(
-    [(SGLDR, gaussian), (SGLDR, rare_binomial)], "the measured step does not see repulsion's own change"
-)
-#: With a single parameter a thermostat now and then drives a particle out to ten standard deviations and more, and the
-#: warning of a particle that was held or cut is an error here.
-EXPECTED |= dict.fromkeys([(SGNHT, gaussian), (SGNHT, rare_binomial)], "a thermostat of a single parameter overshoots")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernel", "case"),
-    [
-        pytest.param(
-            kernel,
-            case,
-            marks=pytest.mark.xfail(reason=EXPECTED[kernel, case]) if (kernel, case) in EXPECTED else (),
-            id=f"{kernel.__name__}-{case.__name__}",
-        )
-        for kernel in SAMPLERS
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("kernel", SAMPLERS)
+@pytest.mark.parametrize("case", CASES)
 def test_posterior(kernel, case):
     draws, mean, sd = run(kernel, case, random.key(2))
     check(draws, mean, sd)

@@ -8,7 +8,7 @@ followed the particles while draws are kept would change the stationary law.
 
 from numpyro_repulsion.adaptation.arrival import arrive, rescue
 from numpyro_repulsion.adaptation.bandwidth import best_bandwidth, gains, settle_bandwidth
-from numpyro_repulsion.adaptation.measurement import Measurements, measure, survey
+from numpyro_repulsion.adaptation.measurement import Measurements, measure, measure_steepness, survey
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner, first_scale, shrink
 from numpyro_repulsion.adaptation.timetable import is_arriving, is_due, is_settling, since_arrival, until_due
 from numpyro_repulsion.adaptation.tuning import Learned, Tuning, adapt
@@ -31,6 +31,7 @@ __all__ = [
     "is_settling",
     "judge",
     "measure",
+    "measure_steepness",
     "rescue",
     "settle_bandwidth",
     "shrink",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-from jax import lax
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.adaptation.measurement import measure_steepness
 from numpyro_repulsion.dynamics import Dynamics, Landscape
 from numpyro_repulsion.interactions import Interaction
 
@@ -60,7 +61,9 @@ def gains(interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float, 
     mean = jnp.mean(product[..., 0])
     rest = jnp.sum(x * product[..., 1:]) / jnp.sum(x * x)
     square = size / ((size - 1) / rest + 1.0 / mean)
-    landscape = Landscape(*(jnp.asarray(value, u.dtype) for value in (1.0, 1.0, 0.0)))
+    steepness = measure_steepness(random.key(0), interaction, u, bandwidth)
+    one = jnp.ones((), u.dtype)
+    landscape = Landscape(one, one, 0.0 * one, steepness)
     coupling = coupling._replace(bound=_largest_eigenvalue(coupling.apply, 1.0 + x))
     return Gains(mean, square, Dynamics().tolerated(tolerance, landscape, coupling))
 

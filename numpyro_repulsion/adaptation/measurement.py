@@ -10,9 +10,9 @@ from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Dynamics, Landscape
-from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.interactions import Coupling, Interaction
 
-__all__ = ["Measurements", "measure", "survey"]
+__all__ = ["Measurements", "measure", "measure_steepness", "survey"]
 
 POWER_ITERATIONS = 8
 #: The step is to suit nine particles in ten; the stability of the others is looked after separately.
@@ -29,23 +29,25 @@ class Measurements(NamedTuple):
     - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``; NaN where not finite.
     - **noise** - the largest variance of the gradient in any direction, without control variates and with,
       ``(rows, 2)``.
+    - **steepness** - how fast Γ changes, ``(rows,)``.
     """
 
     number: jax.Array
     curvature: jax.Array
     noise: jax.Array
+    steepness: jax.Array
 
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
         """None yet."""
-        return Measurements(
-            jnp.zeros((), jnp.int32), jnp.full((rows, particles), jnp.nan, dtype), jnp.full((rows, 2), jnp.nan, dtype)
-        )
+        rows_of = (jnp.full((rows, *shape), jnp.nan, dtype) for shape in ((particles,), (2,), ()))
+        return Measurements(jnp.zeros((), jnp.int32), *rows_of)
 
-    def add(self, curvature: jax.Array, noise: jax.Array) -> Measurements:
+    def add(self, curvature: jax.Array, noise: jax.Array, steepness: jax.Array) -> Measurements:
         """With one more cloud."""
         row = jnp.minimum(self.number, len(self.curvature) - 1)
-        return Measurements(row + 1, self.curvature.at[row].set(curvature), self.noise.at[row].set(noise))
+        found = zip(self[1:], (curvature, noise, steepness), strict=True)
+        return Measurements(row + 1, *(known.at[row].set(new) for known, new in found))
 
     @property
     def typical_curvature(self) -> jax.Array:
@@ -61,6 +63,11 @@ class Measurements(NamedTuple):
     def mean_noise(self) -> jax.Array:
         """The gradient noise without control variates and with them, ``(2,)``."""
         return jnp.nan_to_num(jnp.nanmean(self.noise, 0))
+
+    @property
+    def typical_steepness(self) -> jax.Array:
+        """The steepness, in the root mean square; 0 if none was found."""
+        return jnp.nan_to_num(jnp.sqrt(jnp.nanmean(self.steepness**2)))
 
 
 def measure(
@@ -118,12 +125,27 @@ def survey(
     :param spread: the largest variance of the positions in any direction, in units of the temperature.
     :param shared: whether the particles of a group share their minibatch.
     """
+    temperature = dynamics.temperature or 1.0
     # What is common to all is amplified Λ times, where each one's own is K_ii times.
     noise = noise * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0)
     # The mean curvature in a direction is at least one over its variance, however little of it was met.
     curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
     largest = jnp.maximum(measurements.largest_curvature, curvature)
-    return Landscape(curvature, largest, noise / (dynamics.temperature or 1.0))
+    return Landscape(curvature, largest, noise / temperature, temperature * measurements.typical_steepness)
+
+
+def measure_steepness(
+    key: jax.Array, interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float
+) -> jax.Array:
+    """How fast Γ changes along a random direction of all particles at once, in the root mean square.
+
+    :param u: particles, ``(G, L, d)``.
+    """
+    if not interaction.interacts:
+        return jnp.zeros((), u.dtype)
+    direction = random.normal(key, u.shape, u.dtype)
+    change = jax.jvp(lambda u: interaction.couple(u, bandwidth).repulsion + jnp.zeros_like(u), (u,), (direction,))[1]
+    return jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(change), change, 0.0) ** 2))
 
 
 def _largest_variance(key, gradients):

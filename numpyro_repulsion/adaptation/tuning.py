@@ -12,7 +12,13 @@ import numpy as np
 
 from numpyro_repulsion.adaptation.arrival import rescue
 from numpyro_repulsion.adaptation.bandwidth import settle_bandwidth
-from numpyro_repulsion.adaptation.measurement import CorrectableForce, Measurements, measure, survey
+from numpyro_repulsion.adaptation.measurement import (
+    CorrectableForce,
+    Measurements,
+    measure,
+    measure_steepness,
+    survey,
+)
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.adaptation.timetable import (
     ANNEALING,
@@ -270,8 +276,8 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     known = tuning.measurements
     measurements = known._replace(
         number=jnp.where(changed, 0, known.number),
-        **{name: jnp.where(changed, jnp.nan, getattr(known, name)) for name in ("curvature", "noise")},
-    ).add(curvature, noise)
+        **{name: jnp.where(changed, jnp.nan, getattr(known, name)) for name in ("curvature", "noise", "steepness")},
+    ).add(curvature, noise, measure_steepness(random.fold_in(key, 1), interaction, cloud.z, tuning.bandwidth))
     tuning = tuning._replace(measurements=measurements)
     plain, corrected = measurements.mean_noise
     if learned.anchor:

@@ -38,11 +38,14 @@ class Landscape(NamedTuple):
     - **curvature** - λ, which nine particles in ten stay below.
     - **largest** - the curvature at the stiffest particle.
     - **noise** - V, the largest variance of the minibatch gradient in any direction.
+    - **steepness** - s, how fast Γ changes with the particles, in the root mean square over directions; 0 where K is
+      constant.
     """
 
     curvature: jax.Array
     largest: jax.Array
     noise: jax.Array
+    steepness: jax.Array | float = 0.0
 
 
 class Dynamics:
@@ -82,10 +85,13 @@ class Dynamics:
         """The step at which variances are inflated by δ, the ``tolerance``, of themselves.
 
         A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2``; gradient noise
-        of variance V adds ``εV/2``. Both are for ``K_ii = 1`` and grow with it: modes of K average to its mean.
+        of variance V adds ``εV/2``. Both are for ``K_ii = 1`` and grow with it: modes of K average to its mean. A
+        repulsion of steepness s, where particles are dense, inflates it by ``(εs)²/10``, as was measured; the larger
+        of the two counts.
         """
         limit = jnp.minimum(2.0 * tolerance / (1.0 + tolerance) / jnp.mean(coupling.diagonal), 0.5 / coupling.bound)
-        return limit / (landscape.curvature + landscape.noise)
+        limit = limit / (landscape.curvature + landscape.noise)
+        return jnp.minimum(limit, jnp.sqrt(10.0 * tolerance) / landscape.steepness)
 
     def stable(self, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The step beyond which particles run away."""
@@ -96,7 +102,7 @@ class Dynamics:
     def bias(self, step_size: jax.Array, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The relative inflation of variances to be expected of a step."""
         loss = step_size * jnp.mean(coupling.diagonal) * (landscape.curvature + landscape.noise) / 2.0
-        return 1.0 / jnp.maximum(1.0 - loss, 1e-3) - 1.0
+        return jnp.maximum(1.0 / jnp.maximum(1.0 - loss, 1e-3) - 1.0, (step_size * landscape.steepness) ** 2 / 10.0)
 
     def rate(self, variance: jax.Array, coupling: Coupling) -> jax.Array:
         """How fast a direction of this variance is forgotten, per unit of time (updates times step size)."""

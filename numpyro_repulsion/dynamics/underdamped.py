@@ -243,7 +243,17 @@ class Thermostat(_Momenta):
 
     :param friction: C > 0, what the injected noise alone balances.
     :param temperature: T > 0; anything but 1 is no longer the posterior.
-    :param inertia: μ > 0, how slowly ζ follows.
+    :param inertia: μ > 0, how slowly ζ follows. ``None`` is ``max(1, 10 / d)``, for a ζ of few parameters and little
+        inertia turns negative now and then and drives a particle far out. At ε = 1 on N(0, I), where E z⁴ is 3:
+
+        ====  ======================  =============================
+        d     E z⁴, ``inertia=1``     E z⁴, ``inertia=None``
+        ====  ======================  =============================
+        1     36.3                    3.16
+        2     5.1                     3.15
+        5     3.4                     3.16
+        ====  ======================  =============================
+
     :raises ValueError: for values that are not positive, finite numbers.
 
     **References:**
@@ -270,16 +280,19 @@ class Thermostat(_Momenta):
 
     friction: float = 1.0
     temperature: float = 1.0
-    inertia: float = 1.0
+    inertia: float | None = None
 
     def __post_init__(self):
-        for name in ("friction", "temperature", "inertia"):
+        for name in ("friction", "temperature", *(() if self.inertia is None else ("inertia",))):
             require_number(self, name)
+
+    def _inertia(self, dimension):
+        return max(1.0, 10.0 / dimension) if self.inertia is None else self.inertia
 
     def init(self, key, z, force, couple):
         momentum_key, friction_key = random.split(key)
         m = self.temperature**0.5 * self._white(momentum_key, z, couple(z))
-        spread = (self.temperature / (self.inertia * z.shape[-1])) ** 0.5
+        spread = (self.temperature / (self._inertia(z.shape[-1]) * z.shape[-1])) ** 0.5
         ζ = self.friction + spread * random.normal(friction_key, (*z.shape[:-1], 1), z.dtype)
         return Cloud(z, *force(z), (m, ζ))
 
@@ -303,7 +316,7 @@ class Thermostat(_Momenta):
         return Cloud(z, *force(z), (m, ζ))
 
     def _excess(self, m):
-        return (jnp.mean(m**2, -1, keepdims=True) - self.temperature) / self.inertia
+        return (jnp.mean(m**2, -1, keepdims=True) - self.temperature) / self._inertia(m.shape[-1])
 
     def _rub(self, white, m, ζ, step_size):
         """Friction ζ, which may be negative, and noise over a step, exactly."""
