@@ -673,6 +673,17 @@ def one_plate_of_two_sliced():
         numpyro.sample("y2", dist.Normal(z[0], 1), obs=Y2[:2])
 
 
+def constrained_nothing():
+    coefficients()
+    numpyro.sample("none", dist.Beta(2.0, 2.0).expand([0]))
+
+
+def enumerated_beside_a_batch_without_a_plate():
+    z = numpyro.sample("z", dist.Normal(0, 1).expand([3]))
+    c = numpyro.sample("c", dist.Bernoulli(0.3), infer={"enumerate": "parallel"})
+    numpyro.sample("y", dist.Normal(z.sum() + c, 1), obs=1.0)
+
+
 def only_deterministic_looks():
     z = coefficients()
     with numpyro.plate("rows", 7, subsample_size=3) as i:
@@ -689,6 +700,8 @@ def only_deterministic_looks():
         (sliced_beforehand, r"'rows' draws.*same 3 of 7 rows.*obs=y\[i\]"),
         (one_plate_of_two_sliced, r"'more' draws.*same 2 of 5 rows"),
         (only_deterministic_looks, "'rows' draws"),
+        (constrained_nothing, r"'none' has shape \(0,\) and so no elements.*leave the site out"),
+        (enumerated_beside_a_batch_without_a_plate, r"'z' has batch shape \(3,\).*no plate.*'c'.*numpyro.plate"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import numpyro.distributions as dist
-from numpyro.distributions import biject_to
+from numpyro.distributions import biject_to, constraints
 from numpyro.handlers import seed, substitute, trace, uncondition
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
@@ -78,7 +78,7 @@ class ModelTarget(Target):
         self.prototype = jax.eval_shape(lambda: self.draw(random.key(0), init_to_uniform))
         if not any(np.prod(site.shape) for site in self.prototype.values()):
             raise ValueError(f"The latent sites {self.latent} have no elements, so there is nothing to sample.")
-        check_enumeration({name: latent[name] for name in self.discrete}, self.plates, self._dependents)
+        check_enumeration({name: latent[name] for name in self.discrete}, sampled, self.plates, self._dependents)
         deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
         self.summed_out = self._summed_out(deterministic)
         deterministic = [name for name in deterministic if name not in self.summed_out]
@@ -197,8 +197,9 @@ class ModelTarget(Target):
 
     def is_finite_on_all_rows(self) -> bool:
         """Whether the potential energy is finite at an arbitrary particle, over all rows; true where none can tell."""
-        z = self.draw(random.key(0), init_to_uniform)
         try:
+            # Compiled, for NumPyro checks the parameters of distributions where their values are known.
+            z = jax.jit(lambda: self.draw(random.key(0), init_to_uniform))()
             energy = jax.jit(self.potential_energy)(z, self.all_rows, random.key(0))
         except (TypeError, ValueError):
             return True  # A model that works for its own number of rows only.
@@ -294,6 +295,11 @@ class ModelTarget(Target):
                 raise ValueError(
                     f"Latent site '{name}' has a delta distribution; use `numpyro.deterministic('{name}', ...)`."
                 )
+            if 0 in site["fn"].shape() and not _is_real(site["fn"].support):
+                raise ValueError(
+                    f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro cannot "
+                    "transform to where they are unconstrained: leave the site out where it is empty."
+                )
             plates = [plate for plate in self.dims[name] if plate in self.plates]
             if plates and name not in self.discrete:
                 raise ValueError(
@@ -318,6 +324,10 @@ def _any_number_of_rows():
 
 def _factor(site):
     return site["infer"].get("is_auxiliary", False)
+
+
+def _is_real(support):
+    return support is constraints.real or getattr(support, "base_constraint", None) is constraints.real
 
 
 def _as_jax(leaf):
