@@ -699,7 +699,8 @@ def schools(centred):
         numpyro.sample("y", dist.Normal(theta, SCHOOLS[1]), obs=SCHOOLS[0])
 
 
-@pytest.mark.parametrize("kernel", [SGLD, pytest.param(SGLDR, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
 def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel, capsys):
     words, mcmc = expectations(kernel(schools), True)
     assert "reparam" in words
@@ -724,6 +725,7 @@ def test_short_warmup_says_so():
     assert "num_warmup=20 is too few" in words
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_nowhere_says_so():
     words, _ = expectations(SGLD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
     assert "independent ones: raise `num_steps`" in words
@@ -747,6 +749,7 @@ def test_noise_that_rules_the_step_is_named():
     assert bool(anchor.in_use) and mcmc.last_state.tuning.noise < 1e-3
 
 
+@pytest.mark.slow
 def test_control_variates_are_given_up_where_they_add_noise():
     # Two far modes where the likelihood is flat, and between them, where the mean of the cloud lies, it is steep.
     def model(y):
@@ -768,6 +771,7 @@ def curved(x, y, subsample_size):
         numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
 
 
+@pytest.mark.slow
 def test_minibatches_with_control_variates_give_the_posterior():
     # Logistic regression on 2000 rows in batches of 20, against quadrature.
     rng = np.random.default_rng(0)

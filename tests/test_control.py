@@ -229,8 +229,9 @@ def mean_of(y, subsample_size):
         numpyro.sample("y", dist.StudentT(5.0, mu, 1.0), obs=y[i])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup expects trouble")
-@pytest.mark.parametrize("size", [400, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [400, 300])
 def test_other_data_after_warmup_are_recognized(size):
     first, then = random.normal(random.key(1), (400,)), 4.0 + random.normal(random.key(2), (size,))
     mcmc = MCMC(

@@ -134,7 +134,7 @@ def test_potential_energy_is_that_of_the_kept_draw(data):
 
 @pytest.mark.parametrize(
     "kernel",
-    [SGLD, SGLDR, SGHMCR, *(pytest.param(kernel, marks=pytest.mark.slow) for kernel in (SGHMC, SGNHT, SGNHTR))],
+    [SGLDR, *(pytest.param(kernel, marks=pytest.mark.slow) for kernel in (SGLD, SGHMC, SGHMCR, SGNHT, SGNHTR))],
 )
 def test_posterior_of_a_conjugate_model(kernel):
     # Beta(1, 1) prior and 7 heads in 10: Beta(8, 4), with everything left to the kernel.
@@ -614,6 +614,7 @@ def test_groups_do_not_interact_and_share_no_minibatch(data):
         assert not np.array_equal(draws[0][4:], draws[1][4:])
 
 
+@pytest.mark.slow
 def test_balanced_ensembles_of_repelling_particles(data):
     kernel = SGLDR(minibatched, interaction=Balanced(RBF()), num_ensembles=3)
     mcmc = make(kernel)
@@ -689,6 +690,7 @@ def test_random_likelihoods_are_random_in_each_update():
     assert len(np.unique(energy)) > 250
 
 
+@pytest.mark.slow
 def test_predictive_takes_the_draws(data):
     X, y = data
     mcmc = make(SGLDR(minibatched))

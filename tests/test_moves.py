@@ -230,7 +230,8 @@ def run(kernel, seed=0, num_warmup=50, num_samples=50, size=20, **kwargs):
     return mcmc
 
 
-@pytest.mark.parametrize("kernel", [SGLD, *(pytest.param(k, marks=pytest.mark.slow) for k in (SGLDR, SGHMCR))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGLDR, SGHMCR])
 def test_all_modes_are_met_at_their_width(kernel):
     kernel = kernel(gaussian_mixture, moves=Archive(), init_strategy=init_to_uniform)
 

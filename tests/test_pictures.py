@@ -535,6 +535,7 @@ def check_gram_of_a_run(mcmc):
     return drawn
 
 
+@pytest.mark.slow
 def test_gram_of_a_run_is_that_of_its_next_update():
     scale = jnp.array([[9.0, 3.0, 0.0], [3.0, 4.0, 0.1], [0.0, 0.1, 0.1]])
     kernel = SGLDR(

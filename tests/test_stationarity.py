@@ -401,7 +401,15 @@ def test_generator_identity_with_other_seeds(law, interaction, seed):
 @pytest.mark.parametrize(
     ("wrap", "interaction", "dynamics"),
     [
-        (wrap, interaction, dynamics)
+        pytest.param(
+            wrap,
+            interaction,
+            dynamics,
+            # Many replicas, or several arrays each: the long ones.
+            marks=pytest.mark.slow
+            if isinstance(interaction, RandomFeatures) or not isinstance(dynamics, Overdamped)
+            else (),
+        )
         for dynamics in (Overdamped("euler"), Overdamped("lm"), Underdamped(), Thermostat())
         for wrap, interaction in (
             (without_repulsion, RBF(2.0)),
@@ -457,6 +465,7 @@ def _eye(z):
     return jnp.broadcast_to(jnp.eye(z.shape[1]), (z.shape[0], z.shape[1], z.shape[1]))
 
 
+@pytest.mark.slow
 def test_averaged_noise_must_not_anticipate():
     # A wide kernel and many replicas, for the effect is small.
     setting = LONG["gaussian"] | {"replicas": 400}
