@@ -28,6 +28,7 @@ from numpyro_repulsion import (
     Subsampled,
     Thermostat,
     Underdamped,
+    ensemble_mcse,
     summary,
     to_inference_data,
 )
@@ -44,7 +45,9 @@ from numpyro_repulsion.adaptation import (
     is_arriving,
     is_due,
     measure,
+    measure_steepness,
     rescue,
+    tuning,
 )
 from numpyro_repulsion.dynamics import Cloud, Landscape
 from numpyro_repulsion.interactions import Coupling
@@ -187,6 +190,45 @@ def test_a_multiple_of_k_gets_a_step_as_much_shorter(dynamics, noise, limit):
         for step, weight in ((plain, 1.0), (tripled, 3.0))
     ]
     assert biases[1] == pytest.approx(biases[0])
+
+
+def test_steepness_is_that_of_the_repulsion():
+    # Two particles on a line: Γ₁ = −Γ₂ = 2r/h exp(−r²/h), whose slope in r is 2/h (1 − 2r²/h) exp(−r²/h).
+    r, h = 0.6, 0.5
+    u = jnp.tile(jnp.array([[r], [0.0]]), (20_000, 1, 1))
+    slope = 2 / h * (1 - 2 * r**2 / h) * np.exp(-(r**2) / h)
+    found = float(measure_steepness(random.key(0), RBF(h), u, jnp.asarray(h)))
+    # r changes by the difference of two standard normal numbers.
+    assert found == pytest.approx(2**0.5 * abs(slope), rel=4.5 * 0.5 * (2 / 20_000) ** 0.5)
+    assert measure_steepness(random.key(0), 3 * RBF(h), u, jnp.asarray(h)) == pytest.approx(3 * found, rel=1e-5)
+    assert measure_steepness(random.key(0), Balanced(), u, jnp.asarray(h)) == 0.0
+    assert measure_steepness(random.key(0), RBF(h), u.at[0, 0].set(jnp.inf), jnp.asarray(h)) > 0.0
+
+
+@pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm")])
+def test_steep_repulsion_shortens_the_step(dynamics):
+    landscape, K = Landscape(1.0, 1.0, 0.0, 30.0), coupling(2.0)
+    step = dynamics.tolerated(0.05, landscape, K)
+    assert step == pytest.approx(0.5**0.5 / 30.0)
+    assert dynamics.bias(step, landscape, K) == pytest.approx(0.05)
+    assert dynamics.bias(step, landscape._replace(steepness=0.0), K) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_particles_on_a_line_keep_the_budget(is_measured, monkeypatch):
+    if not is_measured:
+        monkeypatch.setattr(tuning, "measure_steepness", lambda *_: jnp.zeros(()))
+    starts = random.normal(random.key(1), (20, 1))
+    mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2), num_warmup=1000, num_samples=2000, num_chains=20,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), init_params=starts)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
+    excess, error = draws.var() - 1.0, 2.0 * ensemble_mcse(draws, method="sd")[0]
+    if is_measured:
+        assert abs(excess) < 0.05 + 4.5 * error
+    else:
+        assert excess > 0.05 + 4.5 * error
 
 
 @pytest.mark.parametrize("interaction", [Laplacian(RBF(1.0)), RBF() + Laplacian(), RandomGroups(Laplacian(), size=4)])
