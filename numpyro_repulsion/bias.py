@@ -82,8 +82,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
       on from the last state with the same step;
     - from the variances of another segment with half the step.
 
-    Segments are run only if asked for. With T the :attr:`temperature`, all are relative to the variances of the law
-    at that temperature.
+    Segments are run only if asked for. All are relative to variances at the temperature T of the dynamics.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package; it is left as it is.
     :param rng_key: of the segments; ``None`` goes on with the run's own.
