@@ -295,10 +295,10 @@ class ModelTarget(Target):
                 raise ValueError(
                     f"Latent site '{name}' has a delta distribution; use `numpyro.deterministic('{name}', ...)`."
                 )
-            if 0 in site["fn"].shape() and not _is_real(site["fn"].support):
+            if 0 in site["fn"].shape() and not _may_be_empty(site["fn"]):
                 raise ValueError(
-                    f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro cannot "
-                    "transform to where they are unconstrained: leave the site out where it is empty."
+                    f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro's "
+                    "transforms and densities cannot take: leave the site out where it is empty."
                 )
             plates = [plate for plate in self.dims[name] if plate in self.plates]
             if plates and name not in self.discrete:
@@ -326,8 +326,10 @@ def _factor(site):
     return site["infer"].get("is_auxiliary", False)
 
 
-def _is_real(support):
-    return support is constraints.real or getattr(support, "base_constraint", None) is constraints.real
+def _may_be_empty(law):
+    """Whether NumPyro's transforms and densities take values without elements."""
+    is_whole = 0 not in law.batch_shape and getattr(law.support, "base_constraint", None) is constraints.real
+    return law.support is constraints.real or is_whole
 
 
 def _as_jax(leaf):
