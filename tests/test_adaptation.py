@@ -302,7 +302,7 @@ def test_bias_of_euler_is_that_of_its_recursion():
     # z ← (1 − ελ) z + √(2ε) ξ − ε noise has variance (2ε + ε² V) / (1 − (1 − ελ)²) = (1 + εV/2) / (λ (1 − ελ/2)).
     ε, λ, V = 0.05, 2.0, 3.0
     exact = (2 * ε + ε**2 * V) / (1 - (1 - ε * λ) ** 2) * λ - 1
-    assert float(EULER.bias(ε, Landscape(λ, λ, V), coupling(1.0))) == pytest.approx(exact, rel=0.1)
+    assert float(EULER.bias(ε, Landscape(λ, λ, V), coupling(1.0))) == pytest.approx(exact, rel=1e-5)
 
 
 def tune(force, u, learned=None, interaction=None, **fields):

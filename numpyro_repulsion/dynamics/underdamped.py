@@ -99,6 +99,8 @@ class _Momenta(Dynamics):
         return 2.0 / jnp.sqrt(own * landscape.largest + (Λ**2 - own) * landscape.curvature)
 
     def bias(self, step_size, landscape, coupling):
+        if jnp.ndim(coupling.diagonal):
+            return jnp.full_like(step_size, jnp.nan)
         square = step_size**2 / 2.0 * landscape.curvature * coupling.bound**2
         curved = square**2 / 5.0 if self._splits(coupling) else square
         return jnp.maximum(step_size * self._heat(landscape, coupling), curved)
