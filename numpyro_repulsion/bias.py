@@ -17,7 +17,7 @@ from numpyro_repulsion.adaptation import Measurements, measure, measure_steepnes
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import Landscape
 from numpyro_repulsion.gradients import ravel_cloud
-from numpyro_repulsion.kernels import ParticleKernel, kernel_of, require_draws
+from numpyro_repulsion.kernels import kernel_of, require_draws
 
 __all__ = ["StepBias", "predict_bias", "step_bias"]
 
@@ -25,14 +25,17 @@ __all__ = ["StepBias", "predict_bias", "step_bias"]
 WIDTH = 0.2
 #: Numbers kept of one series of a segment; of larger particles only some coordinates are followed.
 MAX_ENTRIES = 2**24
+#: A larger inflation is near the limit of stability, or beyond it, and its size says nothing.
+MAX_PREDICTED = 3.0
 
 
 class StepBias(NamedTuple):
     """What the step size does to a run. Everything is relative to variances: 0.1 makes a posterior sd 5 % too wide.
 
-    - **step_size** - ε in use.
+    - **step_size** - ε in use; of a schedule, the longest with which a draw was made.
     - **predicted** - the largest inflation of a variance, from step size, curvature and gradient noise: on the side of
-      caution, for it is that of the stiffest direction.
+      caution, for it is that of the stiffest direction. NaN where nothing is known:
+      :class:`~numpyro_repulsion.Recipe`, and momenta with a K_ii that depends on the particles.
     - **predicted_noise** - what gradient noise alone would do.
     - **observed** - the mean of ``observed_by_parameter``; ``None`` unless a segment was run, as all that follows.
     - **observed_error** - its standard error.
@@ -64,8 +67,14 @@ class StepBias(NamedTuple):
     halving_error_by_parameter: Any = None
 
     def __str__(self):
-        text = f"Step size {self.step_size:.3g}: variances at most about {100 * self.predicted:.1f} % too large by "
-        text += f"estimate ({100 * self.predicted_noise:.1f} % from gradient noise)"
+        text = f"Step size {self.step_size:.3g}: variances "
+        if np.isnan(self.predicted):
+            text += "too large by an unknown amount (there is no estimate for this dynamics)"
+        elif self.predicted > MAX_PREDICTED:
+            text += f"more than {100 * MAX_PREDICTED:.0f} % too large by estimate, if it is stable at all"
+        else:
+            text += f"at most about {100 * self.predicted:.1f} % too large by estimate "
+            text += f"({100 * self.predicted_noise:.1f} % from gradient noise)"
         if self.observed is not None:
             text += f"; {100 * self.observed:.1f} ± {100 * self.observed_error:.1f} % on average, as observed"
         return text + "."
@@ -83,7 +92,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     - from the variances of another segment with half the step.
 
     Segments are run only if asked for. With T the :attr:`temperature`, all are relative to the variances of the law
-    at that temperature.
+    at that temperature. Of a schedule all three are for the longest step with which a draw was made.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package; it is left as it is.
     :param rng_key: of the segments; ``None`` goes on with the run's own.
@@ -114,9 +123,8 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     kernel, state, args, kwargs = _finished(mcmc)
     if not isinstance(num_samples, int | np.integer) or num_samples < 0 or 0 < num_samples < 8:
         raise ValueError(f"`num_samples` must be 0, or 8 or more; got {num_samples!r}.")
-    predicted, noise = predict_bias(kernel, state, args, kwargs)
-    step_size = float(np.ravel(state.step_size)[0])
-    known = StepBias(step_size, predicted, noise)
+    step_size = _step_size(mcmc)
+    known = StepBias(step_size, *predict_bias(mcmc))
     if num_samples == 0:
         return known
     if rng_key is not None:
@@ -156,15 +164,24 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     )
 
 
-def predict_bias(kernel: ParticleKernel, state: Any, args: tuple, kwargs: dict) -> tuple[float, float]:
+def predict_bias(mcmc: MCMC) -> tuple[float, float]:
     """The relative inflation of variances to be expected of the step in use, and what of it gradient noise makes.
 
-    :param state: of particles, or of several plain chains.
+    :param mcmc: of several plain chains, the first counts.
     """
+    state = mcmc.last_state
     if np.ndim(state.num_updates):
         state = jax.tree.map(lambda x: x[0], state)
-    predicted, noise = jax.jit(partial(_predict, kernel, args, kwargs))(state)
+    step_size = jnp.asarray(_step_size(mcmc), state.step_size.dtype)
+    predicted, noise = jax.jit(partial(_predict, mcmc.sampler, mcmc._args, mcmc._kwargs))(state, step_size)
     return float(predicted), float(noise)
+
+
+def _step_size(mcmc):
+    """ε in use, of the first of several plain chains; of a schedule the longest with which a draw was made."""
+    if callable(mcmc.sampler.step_size):
+        return float(np.max(mcmc.get_extra_fields()["step_size"]))
+    return float(np.ravel(mcmc.last_state.step_size)[0])
 
 
 def _finished(mcmc):
@@ -178,14 +195,14 @@ def _finished(mcmc):
     return kernel, mcmc.last_state, mcmc._args, mcmc._kwargs
 
 
-def _predict(kernel, args, kwargs, state):
+def _predict(kernel, args, kwargs, state, step_size):
     iteration, cloud = kernel.parts(state, args, kwargs)
     tuning, learned, dynamics = state.tuning, iteration.learned, kernel.dynamics
     interaction = kernel.interaction.at(random.key(0), state.num_updates)
     coupling = interaction.couple(cloud.z, tuning.bandwidth)
     if tuning.measurements is None or not learned.measures:
         one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
-        width = WIDTH * jnp.sqrt(jnp.ravel(state.step_size)[0])
+        width = WIDTH * jnp.sqrt(step_size)
         curvature, noise = measure(
             random.key(0), cloud.z, width, iteration.force(tuning), jnp.asarray(learned.anchor), False
         )
@@ -195,7 +212,6 @@ def _predict(kernel, args, kwargs, state):
         tuning = tuning._replace(measurements=one.add(curvature, noise, steepness))
     spread = jnp.inf if tuning.moments is None else tuning.spread(dynamics)
     landscape = survey(tuning.measurements, tuning.noise, spread, coupling, dynamics, iteration.gradient.shared)
-    step_size = jnp.ravel(state.step_size)[0]
     calm = Landscape(jnp.zeros(()), jnp.zeros(()), landscape.noise)
     return dynamics.bias(step_size, landscape, coupling), dynamics.bias(step_size, calm, coupling)
 

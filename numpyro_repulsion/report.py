@@ -80,7 +80,7 @@ def _bias(run, attributes):
     """The relative inflation of variances by the step, and what gradient noise has of it; None where unknown."""
     if attributes["step_size_measured"] == "true":
         return float(attributes["step_size_bias"]), None
-    return predict_bias(run.sampler, run.last_state, run._args, run._kwargs) if isinstance(run, MCMC) else None
+    return predict_bias(run) if isinstance(run, MCMC) else None
 
 
 def _put_ensembles_in(table, posterior, coords, round_to):
