@@ -29,6 +29,7 @@ from numpyro_repulsion import (
     Overdamped,
     Subsampled,
     Thermostat,
+    Underdamped,
 )
 from numpyro_repulsion.adaptation import measure_steepness
 from numpyro_repulsion.gradients import Anchor, ModelTarget, anchored
@@ -171,7 +172,7 @@ def dense_clouds():
         cloud = random.normal(random.key(0), (200, number, dimension))
         steepness = measure_steepness(random.key(1), interaction, cloud, jnp.asarray(bandwidth))
         for step_size in (0.02, 0.05, 0.1):
-            found = repelled_variance(interaction, cloud[:64], step_size)
+            found = repelled_variance(Overdamped("lm"), interaction, cloud[:64], step_size)
             rows.append(
                 (
                     str(number),
@@ -187,9 +188,24 @@ def dense_clouds():
     table("Averaged noise and RBF repulsion on N(0, I)", header, rows)
 
 
-def repelled_variance(interaction, z, step_size, num_steps=3000):
+def dense_clouds_with_momenta():
+    """The same for momenta, whose step is one of time: up to a limit little, and beyond it all is lost."""
+    rows = []
+    for number, dimension, bandwidth in ((20, 1, 0.15), (60, 1, 0.1), (60, 2, 0.1)):
+        interaction = RBF(bandwidth)
+        cloud = random.normal(random.key(0), (200, number, dimension))
+        steepness = measure_steepness(random.key(1), interaction, cloud, jnp.asarray(bandwidth))
+        for change in (0.7, 1.0, 2.0):
+            step_size = change / steepness
+            found = repelled_variance(Underdamped(), interaction, cloud[:32], step_size)
+            bias = f"{found.mean() - 1:.3f} ± {found.std() / len(found) ** 0.5:.3f}"
+            rows.append((str(number), str(dimension), f"{bandwidth:g}", f"{step_size:.4f}", f"{change:g}", bias))
+    header = ("L", "d", "h", "ε", "εs", "relative bias of the variance")
+    table("Momenta and RBF repulsion on N(0, I)", header, rows)
+
+
+def repelled_variance(dynamics, interaction, z, step_size, num_steps=3000):
     """The variance of groups of particles, over time."""
-    dynamics = Overdamped("lm")
     couple = interaction.couple
 
     def force(z):
@@ -375,6 +391,7 @@ if __name__ == "__main__":
     averaged_noise()
     momenta()
     dense_clouds()
+    dense_clouds_with_momenta()
     thermostats()
     averaged_bias()
     apart_with_momenta()

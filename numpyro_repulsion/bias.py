@@ -17,7 +17,7 @@ from numpyro_repulsion.adaptation import Measurements, measure, measure_steepnes
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import Landscape
 from numpyro_repulsion.gradients import ravel_cloud
-from numpyro_repulsion.kernels import ParticleKernel, kernel_of, require_draws
+from numpyro_repulsion.kernels import kernel_of, require_draws
 
 __all__ = ["StepBias", "predict_bias", "step_bias"]
 
@@ -25,14 +25,17 @@ __all__ = ["StepBias", "predict_bias", "step_bias"]
 WIDTH = 0.2
 #: Numbers kept of one series of a segment; of larger particles only some coordinates are followed.
 MAX_ENTRIES = 2**24
+#: A larger inflation is near the limit of stability, or beyond it, and its size says nothing.
+MAX_PREDICTED = 3.0
 
 
 class StepBias(NamedTuple):
     """What the step size does to a run. Everything is relative to variances: 0.1 makes a posterior sd 5 % too wide.
 
-    - **step_size** - ε in use.
+    - **step_size** - ε in use; of a schedule, the longest with which a draw was made.
     - **predicted** - the largest inflation of a variance, from step size, curvature and gradient noise: on the side of
-      caution, for it is that of the stiffest direction.
+      caution, for it is that of the stiffest direction. NaN where nothing is known:
+      :class:`~numpyro_repulsion.Recipe`, and momenta with a K_ii that depends on the particles.
     - **predicted_noise** - what gradient noise alone would do.
     - **observed** - the mean of ``observed_by_parameter``; ``None`` unless a segment was run, as all that follows.
     - **observed_error** - its standard error.
@@ -64,8 +67,14 @@ class StepBias(NamedTuple):
     halving_error_by_parameter: Any = None
 
     def __str__(self):
-        text = f"Step size {self.step_size:.3g}: variances at most about {100 * self.predicted:.1f} % too large by "
-        text += f"estimate ({100 * self.predicted_noise:.1f} % from gradient noise)"
+        text = f"Step size {self.step_size:.3g}: variances "
+        if np.isnan(self.predicted):
+            text += "too large by an unknown amount (there is no estimate for this dynamics)"
+        elif self.predicted > MAX_PREDICTED:
+            text += f"more than {100 * MAX_PREDICTED:.0f} % too large by estimate, if it is stable at all"
+        else:
+            text += f"at most about {100 * self.predicted:.1f} % too large by estimate "
+            text += f"({100 * self.predicted_noise:.1f} % from gradient noise)"
         if self.observed is not None:
             text += f"; {100 * self.observed:.1f} ± {100 * self.observed_error:.1f} % on average, as observed"
         return text + "."
@@ -82,12 +91,14 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
       on from the last state with the same step;
     - from the variances of another segment with half the step.
 
-    Segments are run only if asked for. All are relative to variances at the temperature T of the dynamics.
+    Segments are run only if asked for. All are relative to variances at the temperature T of the dynamics. Of a schedule
+    all three are for the longest step with which a draw was made.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package; it is left as it is.
     :param rng_key: of the segments; ``None`` goes on with the run's own.
     :param num_samples: iterations in the segment of the same step; that of half the step has three times as many, of
-        which the first third lets the particles settle. Standard errors are about ``sqrt(2 / ESS)`` of the segment.
+        which the first third lets the particles settle. Standard errors are about ``sqrt(2 / ESS)`` of the segment; what
+        is observed is too low by about ``1 / ESS``, so take enough for hundreds of effective draws.
     :return: see :class:`StepBias`.
     :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
     :raises ValueError: before the run, for an optimizer (SVGD), or for less than eight samples.
@@ -113,9 +124,8 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     kernel, state, args, kwargs = _finished(mcmc)
     if not isinstance(num_samples, int | np.integer) or num_samples < 0 or 0 < num_samples < 8:
         raise ValueError(f"`num_samples` must be 0, or 8 or more; got {num_samples!r}.")
-    predicted, noise = predict_bias(kernel, state, args, kwargs)
-    step_size = float(np.ravel(state.step_size)[0])
-    known = StepBias(step_size, predicted, noise)
+    step_size = _step_size(mcmc)
+    known = StepBias(step_size, *predict_bias(mcmc))
     if num_samples == 0:
         return known
     if rng_key is not None:
@@ -127,11 +137,13 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     most = max(1, MAX_ENTRIES // (num_samples * len(flat)))
     followed = np.unique(np.linspace(0, flat.shape[1] - 1, min(most, flat.shape[1])).round().astype(int))
     program = jax.jit(partial(_segment, kernel, args, kwargs, followed, int(num_samples), flat.mean(0)))
-    _, same = program(state, step_size)
-    settled, _ = program(state, step_size / 2)
+    # Plain chains that measured their steps have each its own.
+    steps = jnp.ravel(state.step_size) if np.ndim(state.num_updates) and not callable(kernel.step_size) else step_size
+    _, same = program(state, steps)
+    settled, _ = program(state, steps / 2)
     halves = []
     for _ in range(2):
-        settled, half = program(settled, step_size / 2)
+        settled, half = program(settled, steps / 2)
         halves.append(half)
     series = [np.asarray(x, np.float64) for x in same]
     half = [np.concatenate([np.asarray(x, np.float64) for x in pair], 1) for pair in zip(*halves, strict=True)]
@@ -155,15 +167,24 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     )
 
 
-def predict_bias(kernel: ParticleKernel, state: Any, args: tuple, kwargs: dict) -> tuple[float, float]:
+def predict_bias(mcmc: MCMC) -> tuple[float, float]:
     """The relative inflation of variances to be expected of the step in use, and what of it gradient noise makes.
 
-    :param state: of particles, or of several plain chains.
+    :param mcmc: of several plain chains, the first counts.
     """
+    state = mcmc.last_state
     if np.ndim(state.num_updates):
         state = jax.tree.map(lambda x: x[0], state)
-    predicted, noise = jax.jit(partial(_predict, kernel, args, kwargs))(state)
+    step_size = jnp.asarray(_step_size(mcmc), state.step_size.dtype)
+    predicted, noise = jax.jit(partial(_predict, mcmc.sampler, mcmc._args, mcmc._kwargs))(state, step_size)
     return float(predicted), float(noise)
+
+
+def _step_size(mcmc):
+    """ε in use, of the first of several plain chains; of a schedule the longest with which a draw was made."""
+    if callable(mcmc.sampler.step_size):
+        return float(np.max(mcmc.get_extra_fields()["step_size"]))
+    return float(np.ravel(mcmc.last_state.step_size)[0])
 
 
 def _finished(mcmc):
@@ -177,14 +198,14 @@ def _finished(mcmc):
     return kernel, mcmc.last_state, mcmc._args, mcmc._kwargs
 
 
-def _predict(kernel, args, kwargs, state):
+def _predict(kernel, args, kwargs, state, step_size):
     iteration, cloud = kernel.parts(state, args, kwargs)
     tuning, learned, dynamics = state.tuning, iteration.learned, kernel.dynamics
     interaction = kernel.interaction.at(random.key(0), state.num_updates)
     coupling = interaction.couple(cloud.z, tuning.bandwidth)
     if tuning.measurements is None or not learned.measures:
         one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
-        width = WIDTH * jnp.sqrt(jnp.ravel(state.step_size)[0])
+        width = WIDTH * jnp.sqrt(step_size)
         curvature, noise = measure(
             random.key(0), cloud.z, width, iteration.force(tuning), jnp.asarray(learned.anchor), False
         )
@@ -194,31 +215,34 @@ def _predict(kernel, args, kwargs, state):
         tuning = tuning._replace(measurements=one.add(curvature, noise, steepness))
     spread = jnp.inf if tuning.moments is None else tuning.spread(dynamics)
     landscape = survey(tuning.measurements, tuning.noise, spread, coupling, dynamics, iteration.gradient.shared)
-    step_size = jnp.ravel(state.step_size)[0]
     calm = Landscape(jnp.zeros(()), jnp.zeros(()), landscape.noise)
     return dynamics.bias(step_size, landscape, coupling), dynamics.bias(step_size, calm, coupling)
 
 
 def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_size):
-    """The state after so many iterations with this step, and series of ensemble means, each ``(groups, n, d)``."""
-    kernel = copy.copy(kernel)
-    kernel._schedule = lambda count: step_size
+    """The state after so many iterations with this step, and series of ensemble means, each ``(groups, n, d)``.
 
-    def iterate(state, _):
-        state = kernel.sample(state, args, kwargs)
-        _, cloud = kernel.parts(state, args, kwargs)
-        change = state.tuning.preconditioner
-        # Single precision would not survive the squares of what lies far from the origin.
-        z, gradient = (x[..., followed] for x in (change.colour(cloud.z) - centre, change.push(cloud.gradient)))
-        return state, tuple(x.mean(-2) for x in (z, z**2, gradient, z * gradient))
+    :param step_size: a scalar, or one for each of several plain chains.
+    """
 
-    def run(state):
+    def run(state, step_size):
+        constant = copy.copy(kernel)
+        constant._schedule = lambda count: step_size
+
+        def iterate(state, _):
+            state = constant.sample(state, args, kwargs)
+            _, cloud = constant.parts(state, args, kwargs)
+            change = state.tuning.preconditioner
+            # Single precision would not survive the squares of what lies far from the origin.
+            z, gradient = (x[..., followed] for x in (change.colour(cloud.z) - centre, change.push(cloud.gradient)))
+            return state, tuple(x.mean(-2) for x in (z, z**2, gradient, z * gradient))
+
         return lax.scan(iterate, state, length=num_samples)
 
     if jnp.ndim(state.num_updates):
-        state, series = jax.vmap(run)(state)
+        state, series = jax.vmap(run)(state, jnp.broadcast_to(step_size, state.num_updates.shape))
         return state, tuple(x[:, :, 0] for x in series)
-    state, series = run(state)
+    state, series = run(state, step_size)
     series = tuple(jnp.moveaxis(x, 0, 1) for x in series)
     if kernel.interaction.balances_ensembles:
         series = tuple(x.mean(0, keepdims=True) for x in series)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.scipy.stats import norm, rankdata
 import numpy as np
 
 from numpyro.diagnostics import effective_sample_size
@@ -274,9 +273,10 @@ def _worth(x, groups):
 
 
 def _normal_scores(x):
+    from scipy.stats import norm, rankdata  # JAX needs SciPy; in single precision, JAX's own would make ties
+
     flat = x.reshape(x.shape[0] * x.shape[1], -1)
-    scores = norm.ppf((rankdata(jnp.asarray(flat), axis=0) - 0.375) / (len(flat) + 0.25))
-    return np.asarray(scores, np.float64).reshape(x.shape)
+    return norm.ppf((rankdata(flat, axis=0) - 0.375) / (len(flat) + 0.25)).reshape(x.shape)
 
 
 def _below(x, prob):

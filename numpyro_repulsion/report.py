@@ -42,6 +42,8 @@ def summary(run, **kwargs):
     :param run: an ``MCMC`` that has run with a kernel of this package, or what :func:`to_inference_data` made of it.
     :param kwargs: passed to ``arviz.summary``.
     :return: a pandas DataFrame.
+    :raises TypeError: for a ``run`` of another kind.
+    :raises ValueError: before the run or for draws of warmup, and for a ``fmt`` other than ``"wide"``.
 
     **Example**
 
@@ -62,6 +64,11 @@ def summary(run, **kwargs):
     """
     import arviz
 
+    if kwargs.get("fmt", "wide") != "wide":
+        raise ValueError(
+            f"`summary` puts the numbers of ensembles into the wide table; got fmt={kwargs['fmt']!r}. For ArviZ's own "
+            "call arviz.summary(to_inference_data(mcmc), fmt=...)."
+        )
     data = to_inference_data(run) if isinstance(run, MCMC) else run
     if isinstance(run, MCMC) and "warmup_posterior" in data:
         raise ValueError("This MCMC holds only the draws of warmup; call mcmc.run(key, ...) first.")
@@ -80,7 +87,7 @@ def _bias(run, attributes):
     """The relative inflation of variances by the step, and what gradient noise has of it; None where unknown."""
     if attributes["step_size_measured"] == "true":
         return float(attributes["step_size_bias"]), None
-    return predict_bias(run.sampler, run.last_state, run._args, run._kwargs) if isinstance(run, MCMC) else None
+    return predict_bias(run) if isinstance(run, MCMC) else None
 
 
 def _put_ensembles_in(table, posterior, coords, round_to):
@@ -99,13 +106,18 @@ def _put_ensembles_in(table, posterior, coords, round_to):
     ensembles = int(posterior.attrs["num_ensembles"])
     if "r_hat" in table and 1 < ensembles < posterior.sizes["chain"]:
         columns["nested_r_hat"] = nested_rhat(posterior)
+    # ArviZ 1.x keeps text, with the digits that matter; from 1.3 on beside the numbers, and shows it in their place.
+    is_text = table["mean" if "mean" in table else present[0]].dtype == object
+    shown = getattr(table, "_fmt_map", None)
     for name, found in columns.items():
-        # ArviZ 1.x keeps text, with the digits that matter.
-        is_text = table["mean" if "mean" in table else present[0]].dtype == object
         values = np.concatenate([np.ravel(found[variable]) for variable in dict.fromkeys(variables)])
+        digits = ".0f" if name.startswith("ess") else ".2f" if "r_hat" in name else ".2g"
+        text = [f"{x:{digits}}" for x in values]
         if is_text:
-            digits = ".0f" if name.startswith("ess") else ".2f" if "r_hat" in name else ".2g"
-            table[name] = [f"{x:{digits}}" for x in values]
+            table[name] = text
+        elif shown:
+            table[name] = values
+            shown[name] = dict(zip(table.index, text, strict=True))
         elif isinstance(round_to, int):
             table[name] = values.round(0 if name.startswith("ess") else round_to)
         else:

@@ -41,7 +41,8 @@ class BiasBudget:
         \epsilon = \min\Bigl(\frac{\min(\sqrt{5\delta}, \frac12)}{\lambda}, \frac{2\delta}{(1+\delta)\, V}\Bigr)
 
     With momenta (:class:`~numpyro_repulsion.Underdamped`) ``ε²/2`` takes the place of ε for the curvature. In no case
-    does the step exceed the limit of stability at the stiffest particle.
+    does the step exceed the limit of stability at the stiffest particle; nor, but for runs too short for it (below),
+    :math:`\sqrt{10\,\delta} / s`, with s how fast repulsion changes where particles are dense.
 
     A run may be so short that such a step would take it nowhere: variances known from ten effective draws gain nothing
     from a bias of 5 %. The step is then raised, until the run is worth a minimum of effective draws or to the limit of

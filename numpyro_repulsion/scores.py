@@ -21,14 +21,15 @@ def scores(
     """Draws of a run in unconstrained space, and the score ``−∇U`` at each: what :func:`ksd` takes.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package.
-    :param num_draws: how many, n, evenly spread over particles and iterations; each costs a gradient.
+    :param num_draws: how many, n, evenly spread over particles and iterations; each costs a gradient. Of an optimizer
+        of the cloud (:class:`~numpyro_repulsion.SVGD`) all are of its last cloud.
     :param gradient: ``None`` is ``FullData()``. ``Subsampled()`` estimates each score from a minibatch of its own,
         whose noise the discrepancy includes.
     :param rng_key: of minibatches and random likelihoods.
     :return: draws and scores, both ``(n, d)``, parameters in the order of :func:`jax.flatten_util.ravel_pytree`. Draws
         that rounding put on the boundary of their support are left out.
-    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
-    :raises ValueError: before the run, or for no draws.
+    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package, and for another ``gradient``.
+    :raises ValueError: before the run, for no draws, or for a run that left latent sites out.
 
     **Example**
 
@@ -49,14 +50,24 @@ def scores(
     require_draws(mcmc)
     if not isinstance(num_draws, int | np.integer) or num_draws < 1:
         raise ValueError(f"`num_draws` must be an integer, 1 or more; got {num_draws!r}.")
+    gradient = FullData() if gradient is None else gradient
+    if not isinstance(gradient, Gradient):
+        raise TypeError(f"`gradient` must be one such as FullData() or Subsampled(); got {gradient!r}.")
     target = kernel.target(mcmc._args, mcmc._kwargs)
-    kept = mcmc.get_samples()
+    if kernel.dynamics.is_sampler:
+        kept = mcmc.get_samples()
+    else:
+        kept = jax.tree.map(lambda x: x[:, -1], mcmc.get_samples(group_by_chain=True))
     if isinstance(target, ModelTarget):
+        if missing := [name for name in target.latent if name not in kept]:
+            raise ValueError(
+                f"Scores need the draws of all latent sites, and {missing} are missing; run without "
+                "extra_fields=('~z.site',)."
+            )
         kept = {name: kept[name] for name in target.latent}
     total = len(jax.tree.leaves(kept)[0])
     chosen = np.unique(np.linspace(0, total - 1, min(num_draws, total)).round().astype(int))
     kept = jax.tree.map(lambda x: jnp.asarray(x[chosen]), kept)
-    gradient = FullData() if gradient is None else gradient
 
     def score(point):
         key, z = point

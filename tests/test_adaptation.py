@@ -242,6 +242,50 @@ def test_no_step_with_momenta_is_measured_where_the_diagonal_of_k_varies(interac
     assert 0.0 < Overdamped().tolerated(0.05, landscape, coupling) < 0.1
 
 
+@pytest.mark.parametrize("dynamics", [Overdamped("euler"), Underdamped(), Thermostat()])
+def test_repulsion_that_changes_fast_shortens_the_step(dynamics):
+    flat, steep = Landscape(1.0, 1.0, 0.0), Landscape(1.0, 1.0, 0.0, 100.0)
+    some = RBF(1.0).couple(random.normal(random.key(0), (8, 2)))
+    step = float(dynamics.tolerated(0.05, steep, some))
+    assert step == pytest.approx(0.5**0.5 / 100) and dynamics.tolerated(0.05, flat, some) > 2 * step
+    assert float(dynamics.bias(step, steep, some)) == pytest.approx(0.05)
+    if dynamics != Overdamped("euler"):
+        assert float(dynamics.stable(steep, some)) == pytest.approx(1 / 100)
+        assert dynamics.stable(flat, some) > 0.02
+        assert dynamics.bias(0.0101, steep, some) > 100 > 0.1 > dynamics.bias(0.0099, steep, some)
+
+
+@pytest.mark.slow
+def test_momenta_in_a_dense_cloud_have_the_bias_of_the_budget():
+    # Sixty particles on a line, for which steps used to be measured at which their variance is five.
+    interaction, dynamics = RBF(0.1), Underdamped()
+    z = random.normal(random.key(0), (12, 60, 1))
+
+    def couple(u):
+        return interaction.couple(u)
+
+    def force(u):
+        return jnp.sum(u**2, -1) / 2, u
+
+    steepness = measure_steepness(random.key(1), interaction, z, 0.1)
+    step_size = dynamics.tolerated(0.05, Landscape(1.0, 1.0, 0.0, steepness), couple(z))
+
+    @jax.jit
+    def variances(step_size):
+        def update(cloud, key):
+            cloud = dynamics.step(key, cloud, force, couple, step_size)
+            return cloud, jnp.mean(cloud.z**2, (1, 2))
+
+        start = dynamics.init(random.key(2), z, force, couple)
+        return lax.scan(update, start, random.split(random.key(3), 3000))[1][1000:].mean(0)
+
+    found, far = variances(step_size), variances(3 * step_size)
+    error = found.std() / 12**0.5
+    assert abs(found.mean() - 1) < 0.05 + 4.5 * error and error < 0.02
+    # Control.
+    assert far.mean() - 1 > 1.0
+
+
 def test_what_warmup_expects_is_the_same_for_a_multiple_of_k():
     u = random.normal(random.key(0), (1, 8, 2))
     force = quadratic(jnp.diag(jnp.array([2.0, 1.0])))
@@ -344,7 +388,7 @@ def test_bias_of_euler_is_that_of_its_recursion():
     # z ← (1 − ελ) z + √(2ε) ξ − ε noise has variance (2ε + ε² V) / (1 − (1 − ελ)²) = (1 + εV/2) / (λ (1 − ελ/2)).
     ε, λ, V = 0.05, 2.0, 3.0
     exact = (2 * ε + ε**2 * V) / (1 - (1 - ε * λ) ** 2) * λ - 1
-    assert float(EULER.bias(ε, Landscape(λ, λ, V), coupling(1.0))) == pytest.approx(exact, rel=0.1)
+    assert float(EULER.bias(ε, Landscape(λ, λ, V), coupling(1.0))) == pytest.approx(exact, rel=1e-5)
 
 
 def tune(force, u, learned=None, interaction=None, **fields):

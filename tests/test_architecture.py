@@ -28,8 +28,8 @@ ARROWS = {
     "adaptation": (MATHEMATICS, {"interactions", "schedules", "dynamics", "gradients"}),
     "moves": (MATHEMATICS, {"dynamics", "adaptation"}),
     "kernels": (HOST, {"interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"}),
-    # NumPyro has the effective sample size of one series.
-    "diagnostics": (HOST, set()),
+    # NumPyro has the effective sample size of one series, SciPy ranks.
+    "diagnostics": (HOST | {"scipy"}, set()),
     "bias": (HOST, {"adaptation", "dynamics", "gradients", "kernels", "diagnostics"}),
     "scores": (HOST, {"gradients", "kernels"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels"}),

@@ -17,8 +17,12 @@ from numpyro_repulsion import (
     SGLDR,
     SVGD,
     Balanced,
+    Cyclical,
     Independent,
+    Laplacian,
     Overdamped,
+    Recipe,
+    StepBias,
     Subsampled,
     Underdamped,
     bias,
@@ -83,6 +87,50 @@ def test_observed_bias_is_that_of_eulers_chain(chain_method):
     assert all(a is b for a, b in zip(before, jax.tree.leaves(mcmc.last_state), strict=True))
     assert kernel.step_size == step_size
     assert "% on average, as observed" in str(found)
+
+
+def test_noise_heats_eulers_chain_in_proportion():
+    # (1 + εV/2) / (1 − ελ/2) − 1, however large the noise.
+    dynamics = Overdamped("euler")
+    mcmc = run(SGLD(minibatched, step_size=1e-3, gradient=Subsampled(), dynamics=dynamics), num_samples=2, y=Y)
+    found = step_bias(mcmc)
+    noise = 1e-3 * 100**2 * Y.var() / 10
+    np.testing.assert_allclose(found.predicted_noise, noise, rtol=0.25)
+    np.testing.assert_allclose(found.predicted, (found.predicted_noise + 0.1) / (1 - 0.1), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        SGLD(potential_fn=gaussian, step_size=0.01, dynamics=Recipe(lambda x: 2 * jnp.eye(x.size))),
+        SGHMC(potential_fn=gaussian, step_size=0.01, interaction=Laplacian()),
+    ],
+)
+def test_nothing_is_predicted_where_nothing_is_known(kernel, capsys):
+    mcmc = run(kernel, chains=4)
+    found = step_bias(mcmc)
+    assert np.isnan(found.predicted) and np.isnan(found.predicted_noise)
+    assert "too large by an unknown amount (there is no estimate for this dynamics)." in str(found)
+    summary(mcmc)
+    assert "Step-size bias" not in capsys.readouterr().out
+
+
+def test_of_a_schedule_the_longest_step_counts(capsys):
+    # The last step of a cycle is next to nothing, and says nothing of the draws before.
+    schedule = Cyclical(0.4, length=100)
+    mcmc = run(SGLD(potential_fn=gaussian, step_size=schedule, dynamics=Overdamped("euler")))
+    longest = schedule(59)
+    found = step_bias(mcmc)
+    np.testing.assert_allclose(found.step_size, longest, rtol=1e-5)
+    np.testing.assert_allclose(found.predicted, euler(4.0, longest), rtol=1e-3)
+    assert mcmc.last_state.step_size[0] < 1e-3
+    summary(mcmc)
+    assert "most of it by curvature: divide `step_size`" in capsys.readouterr().out
+
+
+def test_a_step_near_the_limit_of_stability_has_no_figure():
+    assert "more than 300 % too large by estimate, if it is stable at all." in str(StepBias(1.0, 999.0, 0.0))
+    assert "at most about 299.0 %" in str(StepBias(1.0, 2.99, 0.0))
 
 
 def test_averaged_noise_has_next_to_no_bias():

@@ -98,6 +98,16 @@ def test_summary_is_of_ensembles(mcmc, data):
     assert len(summary(data, var_names=["beta"])) == 3
 
 
+def test_the_numbers_of_ensembles_are_those_that_are_shown(data):
+    # ArviZ 1.3 prints text that it made of its own numbers.
+    table = summary(data, var_names=["beta"])
+    lines = [line.split() for line in table.to_string().splitlines()]
+    for column, expected in (("ess_bulk", ensemble_ess(data)), ("nested_r_hat", nested_rhat(data))):
+        place = lines[0].index(column) + 1
+        found = [float(line[place]) for line in lines[1:]]
+        np.testing.assert_allclose(found, expected["beta"], rtol=0.06)
+
+
 def test_rows_of_a_summary_find_their_variables():
     names = ["z", "z[a]", "z[a].b"]
     rows = ["z", "z[0]", "z[a]", "z[a][1, 2]", "z[a].b[3]"]
@@ -137,6 +147,13 @@ def test_summary_says_when_particles_have_not_mixed(capsys):
     assert "R-hat" not in say(0.2)
     text = say(1e-6)
     assert "R-hat is" in text and "have not mixed. Raise `num_steps`" in text
+
+
+@pytest.mark.parametrize("form", ["long", "xarray"])
+def test_formats_that_would_have_the_numbers_of_independent_chains_are_refused(data, form):
+    with pytest.raises(ValueError, match=f"into the wide table; got fmt='{form}'. For ArviZ's own call arviz.summary"):
+        summary(data, fmt=form)
+    assert len(summary(data, fmt="wide", var_names=["beta"])) == 3
 
 
 def test_summary_of_foreign_data_is_refused():

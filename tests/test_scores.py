@@ -11,7 +11,8 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import potential_energy
 
-from numpyro_repulsion import SGLD, SGLDR, Overdamped, Subsampled, ksd, scores
+from numpyro_repulsion import SGLD, SGLDR, SVGD, Overdamped, Subsampled, ksd, scores
+from numpyro_repulsion.pictures.draws import read_draws
 
 Y = 1.0 + random.normal(random.key(2), (60,))
 
@@ -73,6 +74,26 @@ def test_stein_discrepancy_of_a_run_tells_a_long_step():
     assert ksd(*scores(good)) < 0.1 < ksd(*scores(bad))
 
 
+def test_scores_of_an_optimizer_are_of_its_last_cloud():
+    starts = random.normal(random.key(1), (8, 2))
+    mcmc = run(SVGD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), num_samples=5, init_params=starts)
+    z, found = scores(mcmc)
+    np.testing.assert_allclose(z, mcmc.last_state.z, rtol=1e-6)
+    np.testing.assert_allclose(found, -z, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:num_warmup", "ignore:Warmup expects trouble")
+def test_warmup_that_kept_nothing_has_no_scores():
+    # NumPyro leaves zeros in the place of draws.
+    mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), num_warmup=3, num_samples=3,
+                num_chains=4, chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.warmup(random.key(0), init_params=jnp.arange(4.0))
+    with pytest.raises(ValueError, match="only warmed up and kept no draws"):
+        scores(mcmc)
+    with pytest.raises(ValueError, match="only warmed up and kept no draws"):
+        read_draws(mcmc)
+
+
 def test_misuse_is_refused(mcmc):
     with pytest.raises(TypeError, match="kernel of this package; got NUTS|got MCMC"):
         scores(MCMC(NUTS(model), num_warmup=1, num_samples=1))
@@ -80,3 +101,10 @@ def test_misuse_is_refused(mcmc):
         scores(MCMC(SGLD(model), num_warmup=1, num_samples=1))
     with pytest.raises(ValueError, match="`num_draws` must be an integer, 1 or more; got 0"):
         scores(mcmc, num_draws=0)
+    with pytest.raises(TypeError, match="such as FullData.. or Subsampled..; got 'full'"):
+        scores(mcmc, gradient="full")
+    short = MCMC(SGLD(model, step_size=1e-3), num_warmup=0, num_samples=2, num_chains=8, chain_method="vectorized",
+                 progress_bar=False)  # fmt: skip
+    short.run(random.key(0), Y, extra_fields=("~z.scale",))
+    with pytest.raises(ValueError, match="all latent sites, and .'scale'. are missing"):
+        scores(short)

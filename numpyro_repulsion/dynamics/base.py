@@ -100,9 +100,11 @@ class Dynamics:
         return 2.0 / (own * landscape.largest + (coupling.bound - own) * landscape.curvature)
 
     def bias(self, step_size: jax.Array, landscape: Landscape, coupling: Coupling) -> jax.Array:
-        """The relative inflation of variances to be expected of a step."""
-        loss = step_size * jnp.mean(coupling.diagonal) * (landscape.curvature + landscape.noise) / 2.0
-        return jnp.maximum(1.0 / jnp.maximum(1.0 - loss, 1e-3) - 1.0, (step_size * landscape.steepness) ** 2 / 10.0)
+        """The relative inflation of variances to be expected of a step; NaN where nothing is known of it."""
+        half = step_size * jnp.mean(coupling.diagonal) / 2.0
+        # Of Euler's chain on a Gaussian: noise heats it by so much, where curvature amplifies whatever is there.
+        curved = half * (landscape.curvature + landscape.noise) / jnp.maximum(1.0 - half * landscape.curvature, 1e-3)
+        return jnp.maximum(curved, (step_size * landscape.steepness) ** 2 / 10.0)
 
     def rate(self, variance: jax.Array, coupling: Coupling) -> jax.Array:
         """How fast a direction of this variance is forgotten, per unit of time (updates times step size)."""

@@ -94,6 +94,9 @@ class Recipe(Dynamics):
             "SGLD(model, dynamics=Recipe(D, Q), step_size=1e-3)."
         )
 
+    def bias(self, step_size, landscape, coupling):
+        return jnp.full_like(step_size, jnp.nan)
+
     def init(self, key, z, force, couple):
         self._refuse(couple(z))
         memory = ()

@@ -91,17 +91,25 @@ class _Momenta(Dynamics):
         # integrator is given a third of that.
         limit = min((5.0 * tolerance) ** 0.5, 0.5) if self._splits(coupling) else tolerance
         curved = self.comparable(limit / landscape.curvature) / coupling.bound
-        return jnp.minimum(curved, tolerance / self._heat(landscape, coupling))
+        # As for overdamped dynamics, though the step is one of time: it is so that it was measured.
+        dense = jnp.sqrt(10.0 * tolerance) / landscape.steepness
+        return jnp.minimum(jnp.minimum(curved, dense), tolerance / self._heat(landscape, coupling))
 
     def stable(self, landscape, coupling):
         # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
         Λ, own = coupling.bound, coupling.bound * jnp.max(coupling.diagonal)
-        return 2.0 / jnp.sqrt(own * landscape.largest + (Λ**2 - own) * landscape.curvature)
+        limit = 2.0 / jnp.sqrt(own * landscape.largest + (Λ**2 - own) * landscape.curvature)
+        return jnp.minimum(limit, 1.0 / jnp.asarray(landscape.steepness))
 
     def bias(self, step_size, landscape, coupling):
+        if jnp.ndim(coupling.diagonal):
+            return jnp.full_like(step_size, jnp.nan)
         square = step_size**2 / 2.0 * landscape.curvature * coupling.bound**2
         curved = square**2 / 5.0 if self._splits(coupling) else square
-        return jnp.maximum(step_size * self._heat(landscape, coupling), curved)
+        change = step_size * landscape.steepness
+        # Beyond the limit of stability variances were several times too large.
+        dense = jnp.where(change > 1.0, 1e3, change**2 / 10.0)
+        return jnp.maximum(jnp.maximum(step_size * self._heat(landscape, coupling), curved), dense)
 
     def _heat(self, landscape, coupling):
         """By how much gradient noise heats the momenta, for a step of 1.

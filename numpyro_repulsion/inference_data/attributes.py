@@ -14,7 +14,7 @@ from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels import ParticleKernel, kernel_of, require_draws
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["attributes", "is_warmup", "require_run"]
+__all__ = ["attributes", "require_run"]
 
 
 def require_run(mcmc: MCMC) -> ParticleKernel:
@@ -25,19 +25,7 @@ def require_run(mcmc: MCMC) -> ParticleKernel:
     """
     kernel = kernel_of(mcmc, "to_inference_data", " For other kernels use arviz.from_numpyro.")
     require_draws(mcmc)
-    # NumPyro leaves zeros after a warmup that collects nothing.
-    if is_warmup(mcmc) and not np.any(mcmc.get_extra_fields()["step_size"]):
-        raise ValueError(
-            "This MCMC has only warmed up and kept no draws; call mcmc.run(key, ...), or mcmc.warmup(..., "
-            "collect_warmup=True) for those of warmup."
-        )
     return kernel
-
-
-def is_warmup(mcmc: MCMC) -> bool:
-    """Whether the draws that an ``MCMC`` holds are those of its warmup."""
-    tuning = mcmc.last_state.tuning
-    return bool(np.max(tuning.iteration) <= np.max(tuning.num_warmup))
 
 
 def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -> dict[str, Any]:

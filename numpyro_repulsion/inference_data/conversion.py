@@ -12,12 +12,13 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.inference_data.attributes import attributes, is_warmup, require_run
+from numpyro_repulsion.inference_data.attributes import attributes, require_run
 from numpyro_repulsion.inference_data.chunks import map_draws
 from numpyro_repulsion.inference_data.labels import Labels, named_draws, safe_names
 from numpyro_repulsion.inference_data.likelihood import pointwise
 from numpyro_repulsion.inference_data.observations import observe
 from numpyro_repulsion.inference_data.predictive import by_draw, from_posterior, from_prior, is_key
+from numpyro_repulsion.kernels import is_warmup
 
 __all__ = ["to_inference_data"]
 

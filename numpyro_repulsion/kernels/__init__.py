@@ -3,7 +3,7 @@
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.live import enable_live_warnings
 from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
-from numpyro_repulsion.kernels.runs import kernel_of, require_draws
+from numpyro_repulsion.kernels.runs import is_warmup, kernel_of, require_draws
 from numpyro_repulsion.kernels.state import ParticleState
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ParticleKernel",
     "ParticleState",
     "enable_live_warnings",
+    "is_warmup",
     "kernel_of",
     "require_draws",
 ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.kernels.base import ParticleKernel
 
-__all__ = ["kernel_of", "require_draws"]
+__all__ = ["is_warmup", "kernel_of", "require_draws"]
 
 
 def kernel_of(mcmc: Any, who: str, instead: str = "") -> ParticleKernel:
@@ -28,6 +30,19 @@ def kernel_of(mcmc: Any, who: str, instead: str = "") -> ParticleKernel:
 
 
 def require_draws(mcmc: MCMC) -> None:
-    """Refuses an ``MCMC`` that has not run, by a ``ValueError``."""
+    """Refuses an ``MCMC`` that has no draws, by a ``ValueError``."""
     if mcmc._states is None:
         raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
+    # NumPyro leaves zeros after a warmup that collects nothing.
+    is_ours = isinstance(mcmc.sampler, ParticleKernel)
+    if is_ours and is_warmup(mcmc) and not np.any(mcmc.get_extra_fields()["step_size"]):
+        raise ValueError(
+            "This MCMC has only warmed up and kept no draws; call mcmc.run(key, ...), or mcmc.warmup(..., "
+            "collect_warmup=True) for those of warmup."
+        )
+
+
+def is_warmup(mcmc: MCMC) -> bool:
+    """Whether the draws that an ``MCMC`` with a kernel of this package holds are those of its warmup."""
+    tuning = mcmc.last_state.tuning
+    return bool(np.max(tuning.iteration) <= np.max(tuning.num_warmup))

@@ -11,7 +11,7 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion.diagnostics import independent_ensembles
 from numpyro_repulsion.inference_data import named_draws
-from numpyro_repulsion.kernels import ParticleKernel
+from numpyro_repulsion.kernels import ParticleKernel, require_draws
 
 __all__ = ["Draws", "choose_iterations", "listed", "read_draws"]
 
@@ -134,8 +134,7 @@ def choose_iterations(iterations: Any, number: int) -> np.ndarray:
 
 
 def _of_run(mcmc):
-    if mcmc._states is None:
-        raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
+    require_draws(mcmc)
     samples = mcmc.get_samples(group_by_chain=True)
     kernel = mcmc.sampler
     # Chains of other kernels, and those run one by one, are ensembles of their own.

@@ -76,10 +76,16 @@ def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows
     """
     files: list[DrawFile] = []
     taken = set()
-    for (field, *path), leaf in jax.tree.leaves_with_path(collected):
+    leaves = jax.tree.leaves_with_path(collected)
+    paths = [path for (field, *path), _ in leaves if field.key == sample_field]
+    has_sites = all(len(path) == 1 and isinstance(path[0], jax.tree_util.DictKey) for path in paths)
+    for (field, *path), leaf in leaves:
         is_sample = field.key == sample_field
-        is_site = is_sample and len(path) == 1 and isinstance(path[0], jax.tree_util.DictKey)
-        name = str(path[0].key) if is_site else field.key + jax.tree_util.keystr(tuple(path)).replace("'", "")
+        name = (
+            str(path[0].key)
+            if is_sample and has_sites
+            else field.key + jax.tree_util.keystr(tuple(path)).replace("'", "")
+        )
         stem = re.sub(r"[^\w.-]", "_", name)[:100].strip(".") or "_"
         while stem.lower() in taken:  # Some file systems do not tell capitals apart.
             stem += f"_{len(files)}"
