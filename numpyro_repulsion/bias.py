@@ -91,14 +91,14 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
       on from the last state with the same step;
     - from the variances of another segment with half the step.
 
-    Segments are run only if asked for. All are relative to variances at the temperature T of the dynamics. Of a schedule
-    all three are for the longest step with which a draw was made.
+    Segments are run only if asked for. All are relative to variances at the temperature T of the dynamics. Of a
+    schedule all three are for the longest step with which a draw was made.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package; it is left as it is.
     :param rng_key: of the segments; ``None`` goes on with the run's own.
     :param num_samples: iterations in the segment of the same step; that of half the step has three times as many, of
-        which the first third lets the particles settle. Standard errors are about ``sqrt(2 / ESS)`` of the segment; what
-        is observed is too low by about ``1 / ESS``, so take enough for hundreds of effective draws.
+        which the first third lets the particles settle. Standard errors are about ``sqrt(2 / ESS)`` of the segment;
+        what is observed is too low by about ``1 / ESS``, so take enough for hundreds of effective draws.
     :return: see :class:`StepBias`.
     :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
     :raises ValueError: before the run, for an optimizer (SVGD), or for less than eight samples.
