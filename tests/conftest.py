@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -21,11 +23,23 @@ def x64():
         yield
 
 
+#: Tests of one file after which compiled programs are dropped.
+MOST_TESTS = 30
+
+
 @pytest.fixture(autouse=True, scope="module")
-def forgotten_programs():
+def tests_of_file():
     """Drops the programs that a file's tests compiled: thousands of them would not fit into memory."""
-    yield
+    yield itertools.count(1)
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def forgotten_programs(tests_of_file):
+    """The same within long files: a process has only so many memory maps, and the compiler dies without."""
+    yield
+    if next(tests_of_file) % MOST_TESTS == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
