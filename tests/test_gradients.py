@@ -701,7 +701,10 @@ def only_deterministic_looks():
         (one_plate_of_two_sliced, r"'more' draws.*same 2 of 5 rows"),
         (only_deterministic_looks, "'rows' draws"),
         (constrained_nothing, r"'none' has shape \(0,\) and so no elements.*leave the site out"),
-        (enumerated_beside_a_batch_without_a_plate, r"'z' has batch shape \(3,\).*no plate.*'c'.*numpyro.plate"),
+        (
+            enumerated_beside_a_batch_without_a_plate,
+            r"'c'\] cannot be summed over.*Every batch dimension.*numpyro.plate",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

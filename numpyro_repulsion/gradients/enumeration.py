@@ -63,14 +63,12 @@ def subsampled(site: dict, plates: Mapping) -> frozenset[str]:
 
 def check_enumeration(
     discrete: Mapping[str, dict],
-    sampled: Mapping[str, dict],
     plates: Mapping,
     dependents: Callable[[], Mapping[str, Mapping[str, set]]],
 ) -> None:
     """Refuses discrete latent sites that cannot be summed over, or not with minibatches.
 
     :param discrete: the discrete latent sites by name.
-    :param sampled: all sample sites by name.
     :param plates: the subsampled plates.
     :param dependents: makes for every discrete site the sites whose log density depends on its value, with the
         subsampled plates that these look at.
@@ -82,14 +80,6 @@ def check_enumeration(
             f"Summing over the discrete latent sites {sorted(discrete)} needs funsor: pip install funsor; or "
             "marginalize them by hand (numpyro.distributions.MixtureSameFamily)."
         )
-    for name, site in sampled.items() if discrete else ():
-        shape, planned = site["fn"].batch_shape, {frame.dim for frame in site["cond_indep_stack"]}
-        if any(size > 1 and axis - len(shape) not in planned for axis, size in enumerate(shape)):
-            raise ValueError(
-                f"Site '{name}' has batch shape {shape} with dimensions that belong to no plate, and the sum over the "
-                f"discrete latent sites {sorted(discrete)} needs to know each: put it into numpyro.plate statements, "
-                "or make them part of the event by `.to_event(...)`."
-            )
     for name, site in discrete.items():
         law = site["fn"]
         if not law.has_enumerate_support:

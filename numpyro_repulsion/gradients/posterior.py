@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import numpyro.distributions as dist
-from numpyro.distributions import biject_to, constraints
+from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace, uncondition
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
@@ -19,7 +19,7 @@ from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_
 from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
-from numpyro_repulsion.gradients.structure import Watch, influenced
+from numpyro_repulsion.gradients.structure import Watch, influenced, may_be_empty
 from numpyro_repulsion.gradients.target import Indices, Target
 
 __all__ = ["ModelTarget"]
@@ -78,7 +78,9 @@ class ModelTarget(Target):
         self.prototype = jax.eval_shape(lambda: self.draw(random.key(0), init_to_uniform))
         if not any(np.prod(site.shape) for site in self.prototype.values()):
             raise ValueError(f"The latent sites {self.latent} have no elements, so there is nothing to sample.")
-        check_enumeration({name: latent[name] for name in self.discrete}, sampled, self.plates, self._dependents)
+        check_enumeration({name: latent[name] for name in self.discrete}, self.plates, self._dependents)
+        if self.discrete:
+            self._try_to_sum()
         deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
         self.summed_out = self._summed_out(deterministic)
         deterministic = [name for name in deterministic if name not in self.summed_out]
@@ -144,6 +146,16 @@ class ModelTarget(Target):
             for name in self._influences(rows, lambda rows, plate=plate: (self.first_rows | {plate: rows}, {})):
                 influences.setdefault(name, set()).add(plate)
         return influences
+
+    def _try_to_sum(self):
+        """Refuses what funsor cannot sum over: it has to know every batch dimension."""
+        try:
+            jax.eval_shape(self.potential_energy, self.prototype, self.first_rows, random.key(0))
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"The discrete latent sites {self.discrete} cannot be summed over ({error}). Every batch dimension of "
+                "a sample site must belong to a numpyro.plate, or be made part of the event by `.to_event(...)`."
+            ) from error
 
     def _dependents(self):
         """For every discrete site, the sites whose log density depends on it, with the plates whose rows they see."""
@@ -295,7 +307,7 @@ class ModelTarget(Target):
                 raise ValueError(
                     f"Latent site '{name}' has a delta distribution; use `numpyro.deterministic('{name}', ...)`."
                 )
-            if 0 in site["fn"].shape() and not _may_be_empty(site["fn"]):
+            if 0 in site["fn"].shape() and not may_be_empty(site["fn"]):
                 raise ValueError(
                     f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro's "
                     "transforms and densities cannot take: leave the site out where it is empty."
@@ -324,12 +336,6 @@ def _any_number_of_rows():
 
 def _factor(site):
     return site["infer"].get("is_auxiliary", False)
-
-
-def _may_be_empty(law):
-    """Whether NumPyro's transforms and densities take values without elements."""
-    is_whole = 0 not in law.batch_shape and getattr(law.support, "base_constraint", None) is constraints.real
-    return law.support is constraints.real or is_whole
 
 
 def _as_jax(leaf):

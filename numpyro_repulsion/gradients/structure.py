@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import jax
 
+from numpyro.distributions import constraints
 from numpyro.primitives import Messenger
 
-__all__ = ["Watch", "influenced"]
+__all__ = ["Watch", "influenced", "may_be_empty"]
 
 
 class Watch(Messenger):
@@ -56,3 +57,9 @@ def influenced(fn: Callable, cause, *rest) -> list[bool]:
         if any(id(variable) in tainted for variable in equation.invars):
             tainted.update(id(variable) for variable in equation.outvars)
     return [id(variable) in tainted for variable in program.outvars]
+
+
+def may_be_empty(law) -> bool:
+    """Whether NumPyro's transforms and densities take values without elements."""
+    is_whole = 0 not in law.batch_shape and getattr(law.support, "base_constraint", None) is constraints.real
+    return law.support is constraints.real or is_whole
