@@ -315,7 +315,7 @@ def test_positions_and_momenta_are_uncorrelated(dynamics):
     assert (np.abs(mean - [0.0, 1.0, 1.0]) < 4.5 * error + 0.05**2 / 4).all(), (mean, error)
 
 
-@pytest.mark.parametrize("interaction", [Independent(), RBF(2.0)])
+@pytest.mark.parametrize("interaction", [Independent(), pytest.param(RBF(2.0), marks=pytest.mark.slow)])
 def test_friction_of_the_thermostat_has_its_mean(interaction):
     functions = (lambda c: c.memory[1],)
     found = [

@@ -327,8 +327,8 @@ def fuzz(number, shard):
 
 
 def test_a_few_cases():
-    counts = fuzz(6, 1000)
-    assert sum(counts.values()) > 3
+    counts = fuzz(4, 1000)
+    assert sum(counts.values()) > 2
 
 
 @pytest.mark.slow

@@ -199,6 +199,7 @@ def fields(mcmc):
     return {"posterior": mcmc.get_samples(group_by_chain=True), "sample_stats": mcmc.get_extra_fields(True)}
 
 
+@pytest.mark.slow
 def test_warmup():
     def model():
         numpyro.sample("x", dist.Normal(0, 1))

@@ -214,6 +214,7 @@ def test_resume_is_exact(kernel, model, data):
     assert int(resumed.last_state.num_updates) == int(whole.last_state.num_updates) == 400 + 10 * num_warmup
 
 
+@pytest.mark.slow
 def test_a_stored_state_is_enough_to_go_on():
     # Neither starts nor a warmup are asked for again, in a new kernel as in the old one.
     starts = random.normal(random.key(1), (6, 2))
@@ -434,6 +435,7 @@ def test_init_is_idempotent_and_depends_on_the_particle_not_only_its_key(data):
     assert len(np.unique(copies.z["sigma"])) == 6
 
 
+@pytest.mark.slow
 def test_one_kernel_serves_runs_of_other_sizes_and_data(data):
     kernel = SGLDR(minibatched, step_size=1e-4)
     for num_chains, rows in ((6, 40), (4, 30), (6, 40)):
@@ -536,6 +538,7 @@ def test_model_that_needs_the_values_of_its_arguments():
     assert mcmc.get_samples()["effects"].shape == (180, 4)
 
 
+@pytest.mark.slow
 def test_numpy_arrays_can_be_minibatched(data):
     draws = []
     for X, y in (data, map(np.asarray, data)):
@@ -652,6 +655,7 @@ def test_preconditioner_is_a_change_of_variables():
     )
 
 
+@pytest.mark.slow
 def test_full_data_gradient_of_a_minibatched_model_is_that_of_the_full_model(data):
     draws = []
     for kernel in (SGLDR(minibatched, step_size=1e-4, gradient=FullData()), SGLDR(regression, step_size=1e-4)):

@@ -122,7 +122,7 @@ INTERACTIONS = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("interaction", INTERACTIONS, ids=repr)
 @pytest.mark.parametrize("system", [overdamped, underdamped, relativistic, thermostat])
 def test_drift_and_diffusion_are_those_of_the_recipe(system, interaction, temperature):

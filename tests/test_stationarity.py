@@ -436,7 +436,7 @@ def test_long_run_fails_when_broken(wrap, interaction, dynamics):
 
 @pytest.mark.parametrize(
     "dynamics",
-    [Underdamped(), *(pytest.param(d, marks=pytest.mark.slow) for d in (Overdamped(), Overdamped("lm"), Thermostat()))],
+    [pytest.param(d, marks=pytest.mark.slow) for d in (Underdamped(), Overdamped(), Overdamped("lm"), Thermostat())],
 )
 def test_repulsion_may_come_and_go_if_its_divergence_does_too(dynamics):
     # More particles, which feel more of each other.
