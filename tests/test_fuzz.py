@@ -108,7 +108,9 @@ FLAWS = ("nan", "inf", "local", "discrete", "unused", "negative_step", "init_sha
 
 @st.composite
 def cases(draw):
-    one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    def one_of(*values):
+        return draw(st.sampled_from(values))
+
     chosen = {}
     for name, values in SETTINGS.items():
         # Few settings at a time, so that most cases are valid and each meets others.
