@@ -1,0 +1,117 @@
+"""What every benchmark of ``docs/results.md`` shares: the command line, the JSON of its rows, its picture.
+
+A benchmark is a module with ``measure(record)``, which asks :meth:`Record.row` for one row after another;
+``tables(record)``, Markdown; and ``draw(record)``, a matplotlib figure. Rows already in the JSON are not measured again
+unless asked for, so that a run of hours can be ended and gone on with.
+"""
+
+import argparse
+from collections.abc import Callable, Iterable
+import datetime
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpyro  # noqa: E402
+
+import numpyro_repulsion  # noqa: E402
+
+HERE = pathlib.Path(__file__).parent
+STATIC = HERE.parent / "docs" / "_static" / "results"
+
+
+class Record:
+    """The rows of one benchmark, kept in ``benchmarks/results/full`` or ``short`` as they come.
+
+    :param name: the benchmark's.
+    :param short: whether it is the form that ends in minutes.
+    :param again: whether rows that are there are measured again.
+    """
+
+    def __init__(self, name: str, short: bool, again: bool = False):
+        form = "short" if short else "full"
+        self.name, self.short, self.again = name, short, again
+        self.path = HERE / "results" / form / f"{name}.json"
+        self.picture = STATIC / form / f"{name}.png"
+        stored = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.rows: dict[str, dict[str, Any]] = stored.get("rows", {})
+        self.provenance: dict[str, Any] = stored.get("provenance", {})
+        self._asked: set[str] = set()
+
+    def row(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The row of that name: the stored one, or else ``measure()``, which is stored at once."""
+        self._asked.add(key)
+        if self.again or key not in self.rows:
+            self.rows[key] = measure() | {"date": datetime.date.today().isoformat()}
+            self.provenance = {
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}",
+                "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
+            }
+            self._write()
+        return self.rows[key]
+
+    def forget_others(self) -> None:
+        """Drops stored rows that were not asked for: what an older version of the benchmark had measured."""
+        if set(self.rows) - self._asked:
+            self.rows = {key: row for key, row in self.rows.items() if key in self._asked}
+            self._write()
+
+    def select(self, **wanted: Any) -> list[dict[str, Any]]:
+        """The rows with these values."""
+        return [row for row in self.rows.values() if all(row.get(key) == value for key, value in wanted.items())]
+
+    def origin(self) -> str:
+        """Machine, versions and dates, in a sentence."""
+        if not self.rows:
+            return "Not measured yet."
+        dates = sorted({row["date"] for row in self.rows.values()})
+        versions = ", ".join(f"{name} {version}" for name, version in self.provenance["versions"].items())
+        return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {self.provenance['machine']}; {versions}."
+
+    def _write(self):
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"provenance": self.provenance, "rows": self.rows}, indent=1)
+        # A run that is ended while it writes must not lose the rows of hours.
+        scratch = self.path.with_suffix(".part")
+        scratch.write_text(text + "\n")
+        scratch.replace(self.path)
+
+
+def run(doc: str, name: str, measure: Callable, tables: Callable, draw: Callable | None) -> None:
+    """A benchmark's command line: measures, prints the tables, leaves JSON and picture."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="the form that ends in minutes")
+    parser.add_argument("--again", action="store_true", help="measure rows again that are already in the JSON")
+    arguments = parser.parse_args()
+    record = Record(name, arguments.short, arguments.again)
+    measure(record)
+    record.forget_others()
+    print(f"\n{tables(record)}\n\n{record.origin()}")
+    if draw is not None:
+        save(draw(record), record.picture)
+
+
+def save(figure: Any, path: pathlib.Path) -> None:
+    """Writes a figure and closes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    rows = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines)]
+    return "\n".join(rows)
+
+
+def pm(mean: float, error: float, digits: int = 3) -> str:
+    """A mean and its standard error, as the tables have them."""
+    return f"{mean:.{digits}f} ± {error:.{digits}f}"
