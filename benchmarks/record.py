@@ -18,10 +18,11 @@ import jax
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpyro  # noqa: E402
+import matplotlib.pyplot as plt
 
-import numpyro_repulsion  # noqa: E402
+import numpyro
+
+import numpyro_repulsion
 
 HERE = pathlib.Path(__file__).parent
 STATIC = HERE.parent / "docs" / "_static" / "results"
