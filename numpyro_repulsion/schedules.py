@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count as count_from
 import math
 from numbers import Real
@@ -238,12 +239,20 @@ class Constant:
         return self.step_size
 
 
+def _traced(step_size, count):
+    del count
+    return step_size
+
+
 def as_schedule(step_size: float | Schedule) -> Schedule:
     """A number or a callable as a schedule, checked at the first update.
 
     :raises TypeError: for anything else.
     :raises ValueError: for a step that is not a positive, finite scalar.
     """
+    if isinstance(step_size, jax.core.Tracer):
+        # A function, because a setting that holds a tracer has no hash.
+        return as_schedule(partial(_traced, step_size))
     if isinstance(step_size, np.ndarray | jax.Array) and step_size.ndim == 0:
         step_size = float(step_size)
     if isinstance(step_size, Real) and not isinstance(step_size, bool):
@@ -256,7 +265,9 @@ def as_schedule(step_size: float | Schedule) -> Schedule:
             "`step_size` must be None (measured in warmup), a positive number, or a callable of the update count "
             f"such as Polynomial(0.01) or an optax schedule; got {step_size!r}."
         )
-    if jnp.shape(first) != () or not least <= float(first) < float("inf"):
+    # A step that is traced, as where steps are tried side by side, has no value yet.
+    unknown = isinstance(first, jax.core.Tracer)
+    if jnp.shape(first) != () or not (unknown or least <= float(first) < float("inf")):
         raise ValueError(
             f"`step_size` must be a positive, finite number; got {first!r} at the first update. Leave it "
             "out to have it measured in warmup."

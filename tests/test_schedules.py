@@ -1,13 +1,17 @@
 """Step sizes by the update count."""
 
 import jax
+from jax import random
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from numpyro_repulsion import BiasBudget, Cyclical, Polynomial
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGLDR, BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.schedules import as_schedule
+from numpyro_repulsion.targets import gaussian
 
 
 def test_polynomial_values(x64):
@@ -111,6 +115,29 @@ def test_numbers_are_constant_schedules(number):
 def test_callables_are_schedules_as_they_are(schedule):
     assert as_schedule(schedule) is schedule
     assert float(jax.jit(as_schedule(schedule))(7)) == pytest.approx(float(schedule(7)), rel=1e-6)
+
+
+def test_steps_can_be_traced():
+    """As where several are tried side by side: each run is the one with that step."""
+    start = {"z": random.normal(random.key(0), (5, 2))}
+
+    def run(step_size, key):
+        mcmc = MCMC(
+            SGLDR(gaussian, step_size=step_size),
+            num_warmup=0,
+            num_samples=3,
+            num_chains=5,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
+        mcmc.run(key, init_params=start)
+        return mcmc.get_samples()["z"]
+
+    steps = [0.02, 0.2]
+    for traced in (run, lambda step_size, key: run(lambda count: step_size, key)):
+        together = jax.jit(jax.vmap(traced, (0, None)))(jnp.array(steps), random.key(1))
+        for step, draws in zip(steps, together, strict=True):
+            np.testing.assert_allclose(draws, run(step, random.key(1)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [0, 0.0, -0.1, float("nan"), float("inf"), np.array(np.nan), jnp.array(-1.0)])
