@@ -89,7 +89,8 @@ class Scores:
 
         def distance(x):
             cross = mean_distance(self._squared(x), self.variance) @ self.weights
-            return 2 * cross.mean() - jnp.linalg.norm(x[:, None] - x, axis=-1).mean() - own
+            within = lax.map(lambda y: jnp.linalg.norm(x - y, axis=-1).mean(), x, batch_size=200)
+            return 2 * cross.mean() - within.mean() - own
 
         self.distance = jax.jit(distance)
 

@@ -78,7 +78,9 @@ class Record:
 
     def _write(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"provenance": self.provenance, "rows": self.rows}, indent=1)
+        # A row is a line, so that differences can be read.
+        rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(row)}" for key, row in self.rows.items())
+        text = f'{{"provenance": {json.dumps(self.provenance)},\n"rows": {{\n{rows}\n}}}}'
         # A run that is ended while it writes must not lose the rows of hours.
         scratch = self.path.with_suffix(".part")
         scratch.write_text(text + "\n")
@@ -115,4 +117,6 @@ def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 def pm(mean: float, error: float, digits: int = 3) -> str:
     """A mean and its standard error, as the tables have them."""
+    if abs(mean) >= 1000:
+        return f"{mean:.1e} ± {error:.1e}"
     return f"{mean:.{digits}f} ± {error:.{digits}f}"
