@@ -2,8 +2,8 @@
 
 Logistic regression, each particle on minibatches of its own; one of the four numbers varies, the others stay. Whole
 runs of 200 updates through ``MCMC`` are compiled first. Exponents are those of a line through the logarithms of the
-upper half of the sizes. Memory is what XLA sets aside for the program beside its arguments and results. The first and second runs of
-the paper's network (455 rows, 13 covariates) are beside NUTS's, which looks at all rows.
+upper half of the sizes. Memory is what XLA sets aside for the program beside its arguments and results. The first and
+second runs of the paper's network (455 rows, 13 covariates) are beside NUTS's, which looks at all rows.
 
     python benchmarks/growth.py [--short] [--again]
 """
