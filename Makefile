@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench-overhead bench-zero-tuning bench-balance bench-particles bench-jumps bench-large bench-bandwidth hooks clean
+# What docs/results.md shows, in its order; the other benchmarks are those of benchmarks/README.md.
+RESULTS := gaussian mixtures networks zero_tuning peers minibatches growth
+
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-full hooks clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -14,10 +17,9 @@ help:
 	@echo "make notebooks       execute the notebooks, leaving them as they are"
 	@echo "make figures         draw the figures of README and docs again"
 	@echo "make measured        print the tables of docs/mathematics.md again"
-	@echo "make bench-overhead  time our kernels against a bare loop"
-	@echo "make bench-zero-tuning, bench-balance  posteriors with nothing set; what balanced noise gains"
-	@echo "make bench-particles, bench-jumps, bench-large  many particles; several modes; many rows"
-	@echo "make bench-bandwidth  a learned bandwidth beside the rule"
+	@echo "make bench           measure docs/results-short.md again: a quarter of an hour on two cores"
+	@echo "make bench-full      measure docs/results.md; hours, goes on where it was ended; AGAIN=--again begins anew"
+	@echo "make bench-NAME      one benchmark, the whole of it: benchmarks/NAME.py"
 	@echo "make hooks           install the pre-commit hooks"
 
 $(BIN)/python:
@@ -59,26 +61,16 @@ figures: $(VENV)/.with-demo
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py
 
-bench-overhead: $(VENV)/.with-bench
-	$(BIN)/python benchmarks/overhead.py
+bench: $(VENV)/.with-bench
+	for name in $(RESULTS); do $(BIN)/python benchmarks/$$name.py --short --again || exit 1; done
+	$(BIN)/python benchmarks/page.py --short
 
-bench-zero-tuning: $(VENV)/.with-bench
-	$(BIN)/python benchmarks/zero_tuning.py
+bench-full: $(VENV)/.with-bench
+	for name in $(RESULTS); do $(BIN)/python benchmarks/$$name.py $(AGAIN) || exit 1; done
+	$(BIN)/python benchmarks/page.py
 
-bench-balance: $(VENV)/.with-bench
-	$(BIN)/python benchmarks/balance.py
-
-bench-particles: $(VENV)/.with-bench
-	$(BIN)/python benchmarks/particles.py
-
-bench-jumps: $(VENV)/.with-bench
-	$(BIN)/python benchmarks/jumps.py
-
-bench-large: $(VENV)/.with-bench
-	$(BIN)/python benchmarks/large.py
-
-bench-bandwidth: $(VENV)/.with-bench
-	$(BIN)/python benchmarks/bandwidth.py
+bench-%: $(VENV)/.with-bench
+	$(BIN)/python benchmarks/$(subst -,_,$*).py $(AGAIN)
 
 hooks: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit

@@ -1,7 +1,7 @@
 """Writes ``docs/results.md``, or its short form, from the JSON of the benchmarks.
 
-What the figures mean is written by hand, in ``benchmarks/findings``, and stands in the long form only: it is about those
-very figures.
+What the figures mean is written by hand, in ``benchmarks/findings``, and stands in the long form only, being about
+those very figures.
 
     python benchmarks/page.py [--short]
 """
