@@ -15,15 +15,14 @@ Without the data folder the posteriors of posteriordb are left out, and it says 
 
 import argparse
 import json
-import os
 import pathlib
-import platform
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 from posteriors import Posterior, data_folder, posteriordb
+from record import provenance
 
 from numpyro.infer import init_to_sample, init_to_uniform
 
@@ -196,11 +195,10 @@ def main():
                     flush=True,
                 )
         jax.clear_caches()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}"
     path = pathlib.Path(__file__).with_suffix(".json")
     # Parts that were left out keep the figures of an earlier run.
     known = json.loads(path.read_text()) if path.exists() else {}
-    new |= {"table": known.get("table", {}) | table, "machine": machine, "jax": jax.__version__}
+    new |= {"table": known.get("table", {}) | table} | provenance()
     path.write_text(json.dumps(known | new, indent=1) + "\n")
 
 

@@ -12,9 +12,7 @@ this file.
 import argparse
 import itertools
 import json
-import os
 import pathlib
-import platform
 import time
 
 import jax
@@ -22,6 +20,7 @@ from jax import lax, random
 import jax.numpy as jnp
 from jax.scipy.special import i0e, i1e
 import numpy as np
+from record import provenance
 
 import numpyro
 import numpyro.distributions as dist
@@ -162,8 +161,7 @@ def main():
             inflation = f"{row['inflation']:.3f} ± {row['inflation_se']:.3f}"
             accepted = f"{row['acceptance']:.2f}" if "acceptance" in row else ""
             print(f"| {label} | {distance} | {inflation} | {row['effective_draws']:,.0f} | {accepted} |", flush=True)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}"
-    result = {"table": table, "seeds": seeds, "machine": machine, "jax": jax.__version__}
+    result = {"table": table, "seeds": seeds} | provenance()
     pathlib.Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
 

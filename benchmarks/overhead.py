@@ -9,22 +9,19 @@ particles) on synthetic data of the size of the Boston set. Prints a table; writ
 import argparse
 from functools import partial
 import json
-import os
 import pathlib
-import platform
 import statistics
 import time
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from record import provenance
 
-import numpyro
 from numpyro.handlers import substitute
 from numpyro.infer import MCMC
 from numpyro.infer.util import initialize_model
 
-import numpyro_repulsion
 from numpyro_repulsion import RBF, SGLD, SGLDR, Independent, Overdamped
 from numpyro_repulsion.gradients import draw_indices
 from numpyro_repulsion.targets import bayesian_neural_network
@@ -147,9 +144,7 @@ def main():
         "ratios": ratios,
         "init_seconds": later_init,
         "rounds": arguments.rounds,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}",
-        "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
-    }
+    } | provenance()
     pathlib.Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
 
 

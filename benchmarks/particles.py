@@ -9,9 +9,7 @@ round runs all interactions at one size in turn; medians over rounds. Prints a t
 
 import argparse
 import json
-import os
 import pathlib
-import platform
 import resource
 import statistics
 import time
@@ -19,6 +17,7 @@ import time
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from record import provenance
 
 from numpyro_repulsion import RBF, Balanced, Overdamped, RandomFeatures, RandomGroups
 
@@ -84,8 +83,7 @@ def main():
         ]
         print(f"| {name} | {' | '.join(cells)} |")
     print(f"\nPeak memory of the process: {peak:.1f} GiB")
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}"
-    result = {"seconds_per_update": table, "peak_memory_gib": peak, "machine": machine, "jax": jax.__version__}
+    result = {"seconds_per_update": table, "peak_memory_gib": peak} | provenance()
     pathlib.Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -28,6 +28,14 @@ HERE = pathlib.Path(__file__).parent
 STATIC = HERE.parent / "docs" / "_static" / "results"
 
 
+def provenance() -> dict[str, Any]:
+    """What figures depend on that no script says."""
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}",
+        "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
+    }
+
+
 class Record:
     """The rows of one benchmark, kept in ``benchmarks/results/full`` or ``short`` as they come.
 
@@ -51,10 +59,7 @@ class Record:
         self._asked.add(key)
         if self.again or key not in self.rows:
             self.rows[key] = measure() | {"date": datetime.date.today().isoformat()}
-            self.provenance = {
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}",
-                "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
-            }
+            self.provenance = provenance()
             self._write()
         return self.rows[key]
 
