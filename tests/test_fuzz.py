@@ -302,11 +302,12 @@ SAID = (
 
 
 def fuzz(number, shard):
-    """So many cases; returns how many ran and how many were refused."""
-    outcomes: dict[str, str] = {}  # some cases come twice
+    """So many different cases; returns how many ran and how many were refused."""
+    outcomes: dict[str, str] = {}
 
     @settings(
-        max_examples=number,
+        # Some come twice.
+        max_examples=3 * number,
         deadline=None,
         database=None,
         phases=[Phase.generate],
@@ -315,6 +316,8 @@ def fuzz(number, shard):
     @seed(shard)
     @given(cases())
     def one(case):
+        if len(outcomes) == number or repr(case) in outcomes:
+            return
         with warnings.catch_warnings():
             for said in SAID:
                 warnings.filterwarnings("ignore", f".*{said}")
@@ -329,13 +332,13 @@ def fuzz(number, shard):
 
 
 def test_a_few_cases():
-    counts = fuzz(4, 1000)
-    assert sum(counts.values()) > 2
+    assert sum(fuzz(4, 1000).values()) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(20))
 def test_a_thousand_cases(shard):
-    counts = fuzz(60, shard)
+    counts = fuzz(50, shard)
     print(counts)
-    assert sum(counts.values()) >= 50 and counts["ran"] > counts["refused"] > 0
+    # Neither kind may be rare, or the other is all that is tested.
+    assert sum(counts.values()) == 50 and min(counts.values()) >= 10
