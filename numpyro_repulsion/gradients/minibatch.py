@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-from jax import random
+from jax import lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
@@ -170,7 +170,8 @@ def draw_indices(key: jax.Array, plates: Mapping[str, tuple[int, int]], shape: t
         # rows are equally likely even if `batch` does not divide `size`. Split so that nothing exceeds size + batch.
         start = np.arange(batch, dtype=np.int64) * size
         offset = random.randint(plate_key, (*shape, batch), 0, size) + jnp.asarray(start % batch, jnp.int32)
-        indices[name] = jnp.asarray(start // batch, jnp.int32) + offset // batch
+        # Not `//`: what it does about signs would be done anew for every number that these indices gather.
+        indices[name] = jnp.asarray(start // batch, jnp.int32) + lax.div(offset, jnp.asarray(batch, offset.dtype))
     return indices
 
 
