@@ -40,12 +40,16 @@ lint: $(VENV)/.with-test
 mypy: $(VENV)/.with-test
 	$(BIN)/mypy
 
-# The tests compile more than they compute, so `make test` spares the optimizer; `make test-full` compiles as users do.
+# The tests compile more than they compute, so `make test` spares the optimizer; `make test-full` compiles as users do,
+# but for the thousand small programs of fuzzing.
+UNOPTIMIZED := XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS)"
+
 test: lint mypy
-	XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS)" $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations 10
+	$(UNOPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations 10
 
 test-full: lint mypy
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/test_fuzz.py
+	$(UNOPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) tests/test_fuzz.py
 
 docs: $(VENV)/.with-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
