@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import large
 from large import BATCH, PARTICLES, ROWS
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 import numpy as np
 from peer_samplers import Sampler, ours
 from peers import accuracy, accuracy_table
@@ -192,7 +193,8 @@ def draw(record):
         axis.errorbar([r["mean_rms"] for r in rows], at, xerr=[r["mean_rms_se"] for r in rows], fmt="o", capsize=2)
         axis.set(xscale="log", title=f"{kind}, {rows[0]['seconds']:g} s each", xlabel="error of means, sd")
         axis.set_yticks(at, [r["scheme"] for r in rows], fontsize=8)
-        axis.grid(axis="y", lw=0.4)
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.grid(lw=0.4, which="both")
     figure.tight_layout()
     return figure
 
