@@ -25,6 +25,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 from posteriors import MADE_HERE, POSTERIORDB, ask_nuts, data_folder, posteriordb
+import uci
 
 import numpyro
 from numpyro.infer import MCMC, NUTS
@@ -32,7 +33,7 @@ from numpyro.infer import MCMC, NUTS
 import numpyro_repulsion
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, BiasBudget
 from numpyro_repulsion.adaptation import judge
-from numpyro_repulsion.targets import bayesian_neural_network, relu_network
+from numpyro_repulsion.targets import bayesian_neural_network
 
 KERNELS = (SGLD, SGLDR)
 #: The table of moments can have these too, by `--kernels`.
@@ -160,24 +161,15 @@ def moments_table(rows, kernels):
     return "\n".join(lines)
 
 
-def network(name, split, kernel):
+def network(name, number, kernel):
     """Test log-likelihood and RMSE of the paper's network after 2,000 updates, 1,600 of them warmup's."""
-    stored = np.load(data_folder() / "uci" / f"{name}.npz")
-    X, y, test = stored["X"].astype(float), stored["y"].astype(float), stored[f"test_{split}"]
-    train = np.setdiff1d(np.arange(len(X)), test)
-    centre, spread = X[train].mean(0), X[train].std(0)
-    X = (X - centre) / np.where(spread > 0, spread, 1.0)
-    shift, unit = y[train].mean(), y[train].std()
-    data = jnp.asarray(X[train]), jnp.asarray((y[train] - shift) / unit)
+    data = uci.split(name, number)
+    X, y, X_test, y_test = map(jnp.asarray, data[:4])
     settings = SETTINGS | {"num_warmup": 160, "num_samples": 40}
     mcmc = MCMC(kernel(bayesian_neural_network), **settings, progress_bar=True)
-    run(mcmc, random.key(split), *data, subsample_size=100)
-    draws = mcmc.get_samples()
-    fit = np.asarray(relu_network(draws, jnp.asarray(X[test]))) * unit + shift
-    sd = np.asarray(draws["noise_precision"])[:, None] ** -0.5 * unit
-    log_density = -0.5 * ((y[test] - fit) / sd) ** 2 - np.log(sd) - 0.5 * np.log(2 * np.pi)
-    likelihood = np.mean(np.logaddexp.reduce(log_density, 0) - np.log(len(fit)))
-    return float(likelihood), float(np.sqrt(np.mean((fit.mean(0) - y[test]) ** 2)))
+    run(mcmc, random.key(number), X, y, subsample_size=100)
+    found = uci.in_units(uci.score(mcmc.get_samples(group_by_chain=True), X_test, y_test), data.unit)
+    return float(found["log_likelihood"]), float(found["rmse"])
 
 
 def networks(splits=range(5)):
