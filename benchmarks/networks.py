@@ -228,7 +228,8 @@ def scores_table(record: Record, measure: str) -> str:
     lines = [[label, *(cell(name, label) for name in sets)] for label in known_methods(record)]
     which = list(MEASURES).index(measure)
     for source, quoted in QUOTED.items():
-        lines.append([f"*{source}*", *(quoted[name][which] if name in quoted else "" for name in sets)])
+        if set(sets) & set(quoted):
+            lines.append([f"*{source}*", *(quoted[name][which] if name in quoted else "" for name in sets)])
     head = [MEASURES[measure], *(f"{SHOWN[name]} ({splits[name]} splits)" for name in sets)]
     return table(head, lines)
 
