@@ -1,49 +1,44 @@
 """Nothing set: what `MCMC(SGLD(model), 1000, 1000, num_chains=20)` makes of posteriors with known moments.
 
-For each posterior, kernel, precision and seed: the worst error of a mean in posterior standard deviations, the worst
-relative error of a standard deviation, and what warmup warned of, with the two figures by which it knows a funnel.
-Then the network of the paper on two data sets with the paper's 2,000 updates; what warmup costs beyond its gradients;
-and how long the first run takes beside NUTS's.
+In each cell the worst error of a mean, in posterior standard deviations, and the worst relative error of a standard
+deviation, over all parameters and seeds; bold where it misses its target. References are posteriordb's 10,000 draws,
+exact moments, or 40,000 draws of NUTS; the first have an error of up to 0.02 themselves. The last column is of the run
+whose curvature varies most (of the funnel: least), by the two figures that tell a funnel: the verdict complains above
+40 and 25. Below, what warmup costs beyond its gradients, and the first run, compilation included, beside NUTS's with
+four chains.
 
-    NUMPYRO_REPULSION_DATA=... python benchmarks/zero_tuning.py [--seeds 3] [--only eight] [--parts moments]
+    NUMPYRO_REPULSION_DATA=... python benchmarks/zero_tuning.py [--short] [--again]
 
-Prints tables in Markdown and writes ``zero_tuning.json`` beside this file. Without the data folder the posteriors of
-posteriordb and the networks are left out, and it says so.
+Without the data folder the posteriors of posteriordb are left out, and it says so.
 """
 
-import argparse
-import json
-import os
-import pathlib
-import platform
+from functools import cache, partial
 import statistics
 import time
 import warnings
 
 import jax
 from jax import random
-import jax.numpy as jnp
 import numpy as np
 from posteriors import MADE_HERE, POSTERIORDB, ask_nuts, data_folder, posteriordb
-import uci
+import record
+from record import Record, plt, table
 
-import numpyro
 from numpyro.infer import MCMC, NUTS
 
-import numpyro_repulsion
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, BiasBudget
 from numpyro_repulsion.adaptation import judge
-from numpyro_repulsion.targets import bayesian_neural_network
 
-KERNELS = (SGLD, SGLDR)
-#: The table of moments can have these too, by `--kernels`.
-FAMILY = {kernel.__name__: kernel for kernel in (*KERNELS, SGHMC, SGHMCR, SGNHT, SGNHTR)}
+KERNELS = {kernel.__name__: kernel for kernel in (SGLD, SGLDR, SGHMC, SGHMCR, SGNHT, SGNHTR)}
+#: Kernels with the precisions in which they are run, and how many seeds.
+RUNS = [*((name, bits, 3) for bits in (32, 64) for name in ("SGLD", "SGLDR"))]
+RUNS += [(name, 32, 2) for name in ("SGHMC", "SGHMCR", "SGNHT", "SGNHTR")]
 SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20, "chain_method": "vectorized"}
 #: The worst errors of a mean and of a standard deviation that are aimed at.
 TARGET, MANY_ROWS_TARGET = (0.06, 0.05), (0.05, 0.05)
-CENTRED = "eight schools, centred"
-#: Hand-tuned SGLD of another library, mean of splits 0 to 4 (log-likelihood, RMSE).
-NETWORK_TARGETS = {"yacht": (-2.33, 1.29), "bostonHousing": (-2.52, 2.80)}
+CENTRED, MANY_ROWS = "eight schools, centred", "logistic, N = 20,000, batch 200"
+TIMED = ("eight_schools_noncentered", "garch11", "hierarchical logistic", MANY_ROWS)
+SHORT = ("eight_schools_noncentered", "low_dim_gauss_mix", "gaussian, d = 100, condition 1e6")
 
 
 def run(mcmc, key, *args, **kwargs):
@@ -69,48 +64,91 @@ def errors(draws, reference):
     return float(max(means)), float(max(deviations))
 
 
-def moments(names, kernels, seeds, precisions, save):
-    """Errors of every kernel on every posterior; ``save`` is called with the rows so far, after each posterior."""
-    rows, references = [], {}
-    for precision in precisions:
-        with jax.enable_x64(precision == 64):
-            for name in names:
-                posterior = posteriordb(name) if name in POSTERIORDB else MADE_HERE[name]()
-                if posterior.reference is None:
-                    # In double precision or not, one reference.
-                    references.setdefault(name, None)
-                    references[name] = posterior.reference = references[name] or ask_nuts(posterior)
-                for kernel in kernels:
-                    # The bar lets one compilation serve all seeds.
-                    mcmc = MCMC(kernel(posterior.model), **SETTINGS, progress_bar=True)
-                    for seed in range(seeds):
-                        said, seconds = run(mcmc, random.key(seed), *posterior.args, **posterior.kwargs)
-                        mean, sd = errors(mcmc.get_samples(), posterior.reference)
-                        tuning = mcmc.last_state.tuning
-                        verdict = judge(tuning, BiasBudget(), mcmc.sampler.dynamics)
-                        row = {
-                            "posterior": name,
-                            "kernel": kernel.__name__,
-                            "precision": precision,
-                            "seed": seed,
-                            "mean_error": mean,
-                            "sd_error": sd,
-                            "step_size": float(tuning.step_size),
-                            # Of diagonal scales the condition is not known.
-                            "condition": None if np.isnan(verdict.condition) else float(verdict.condition),
-                            "curvature_ratio": float(verdict.curvature_ratio),
-                            "flags": said,
-                            "seconds": seconds,
-                        }
-                        rows.append(row)
-                        print(
-                            f"{name:<34} {kernel.__name__:<6} {row['precision']} seed {seed}: mean {mean:.3f}, sd "
-                            f"{sd:.3f}, step {row['step_size']:.4f}, {funnel(row)}, {seconds:.0f} s "
-                            f"{'FLAGGED' if said else ''}",
-                            flush=True,
-                        )
-                save(rows)
-                jax.clear_caches()
+def known(name):
+    return posteriordb(name) if name in POSTERIORDB else MADE_HERE[name]()
+
+
+@cache
+def nuts_reference(name):
+    return ask_nuts(known(name))
+
+
+class Moments:
+    """Errors of one kernel on one posterior, compiled once for all seeds."""
+
+    def __init__(self, name, kernel, bits):
+        self.at = {"posterior": name, "kernel": kernel, "precision": bits}
+        self.mcmc = None
+
+    def __call__(self, seed):
+        name = self.at["posterior"]
+        # One for both precisions.
+        reference = known(name).reference or nuts_reference(name)
+        with jax.enable_x64(self.at["precision"] == 64):
+            if self.mcmc is None:
+                self.posterior = known(name)
+                # With the bar one compilation serves all seeds.
+                kernel = KERNELS[self.at["kernel"]](self.posterior.model)
+                self.mcmc = MCMC(kernel, **SETTINGS, progress_bar=True)
+            said, seconds = run(self.mcmc, random.key(seed), *self.posterior.args, **self.posterior.kwargs)
+            mean, sd = errors(self.mcmc.get_samples(), reference)
+            tuning = self.mcmc.last_state.tuning
+            verdict = judge(tuning, BiasBudget(), self.mcmc.sampler.dynamics)
+            return self.at | {
+                "seed": seed,
+                "mean_error": mean,
+                "sd_error": sd,
+                "step_size": float(tuning.step_size),
+                # Of diagonal scales the condition is not known.
+                "condition": None if np.isnan(verdict.condition) else float(verdict.condition),
+                "curvature_ratio": float(verdict.curvature_ratio),
+                "flags": said,
+                "seconds": seconds,
+            }
+
+
+def measure(record):
+    names = [*POSTERIORDB, *MADE_HERE]
+    if data_folder() is None:
+        print("NUMPYRO_REPULSION_DATA is not set: the posteriors of posteriordb are left out.")
+        names = [name for name in MADE_HERE if name != CENTRED]
+    runs = RUNS
+    if record.short:
+        names, runs = [name for name in names if name in SHORT], [(name, 32, 1) for name in ("SGLD", "SGLDR")]
+    for kernel, bits, seeds in runs:
+        for name in names:
+            moments = Moments(name, kernel, bits)
+            for seed in range(seeds):
+                record.row(f"{name} {kernel} float{bits} seed {seed}", partial(moments, seed))
+            jax.clear_caches()
+    for name in () if record.short else (name for name in TIMED if name in names):
+        for kernel in ("SGLD", "SGLDR"):
+            record.row(f"cost of {name} {kernel}", partial(cost, name, kernel))
+
+
+def tables(record: Record) -> str:
+    rows = [row for row in record.rows.values() if "mean_error" in row]
+    momentum = [row for row in rows if row["kernel"] not in ("SGLD", "SGLDR")]
+    parts = [moments_table([row for row in rows if row not in momentum])]
+    if momentum:
+        parts.append(moments_table(momentum))
+    if timed := [row for row in record.rows.values() if "first_run_ratio" in row]:
+        parts.append(cost_table(timed))
+    return "\n\n".join(parts)
+
+
+def draw(record: Record):
+    """Every run's two errors, beside what is aimed at."""
+    figure, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for kernel in KERNELS:
+        rows = [row for row in record.select(kernel=kernel) if "mean_error" in row and row["posterior"] != CENTRED]
+        if rows:
+            ax.plot([r["mean_error"] for r in rows], [r["sd_error"] for r in rows], ".", label=kernel)
+    ax.axvline(TARGET[0], color="k", lw=0.8)
+    ax.axhline(TARGET[1], color="k", lw=0.8)
+    ax.set(xlabel="worst error of a mean, sd", ylabel="worst relative error of a sd", xlim=(0, None), ylim=(0, None))
+    ax.legend(frameon=False, fontsize=8)
+    return figure
 
 
 def funnel(row):
@@ -119,27 +157,13 @@ def funnel(row):
     return f"condition {condition}, curvature ratio {row['curvature_ratio']:.1f}"
 
 
-def merge(old, new):
-    """Rows of an earlier run with those of this one in the place of theirs."""
-    keys = ("posterior", "kernel", "precision", "seed")
-    merged = {tuple(row[key] for key in keys): row for row in (*old, *new)}
-    return list(merged.values())
-
-
-def moments_table(rows, kernels):
-    """Worst over seeds, Markdown."""
-    rows = [row for row in rows if row["kernel"] in {kernel.__name__ for kernel in kernels}]
-    known = {(row["kernel"], row["precision"]) for row in rows}
-    cells = [(k.__name__, p) for p in (32, 64) for k in kernels if (k.__name__, p) in known]
-    lines = [
-        "| posterior | target | "
-        + " | ".join(f"`{k}` float{p}" for k, p in cells)
-        + " | flagged | curvature, at the extreme |",
-        "| --- | --- " + "| --- " * len(cells) + "| --- | --- |",
-    ]
+def moments_table(rows):
+    """Worst over seeds."""
+    cells = list(dict.fromkeys((row["kernel"], row["precision"]) for row in rows))
+    lines = []
     for name in dict.fromkeys(row["posterior"] for row in rows):
         mine = [row for row in rows if row["posterior"] == name]
-        target = MANY_ROWS_TARGET if name.startswith("logistic, N") else TARGET
+        target = MANY_ROWS_TARGET if name == MANY_ROWS else TARGET
         texts = []
         for kernel, precision in cells:
             found = [row for row in mine if (row["kernel"], row["precision"]) == (kernel, precision)]
@@ -157,49 +181,9 @@ def moments_table(rows, kernels):
         goal = "every run flagged" if name == CENTRED else f"{target[0]:.2f} · {target[1]:.2f}"
         # The extreme runs: the worst where all should be fine, the least bad of those to be flagged.
         worst = (min if name == CENTRED else max)(mine, key=lambda row: row["condition"] or row["curvature_ratio"])
-        lines.append(f"| {name} | {goal} | {' | '.join(texts)} | {flagged} of {len(mine)} | {funnel(worst)} |")
-    return "\n".join(lines)
-
-
-def network(name, number, kernel):
-    """Test log-likelihood and RMSE of the paper's network after 2,000 updates, 1,600 of them warmup's."""
-    data = uci.split(name, number)
-    X, y, X_test, y_test = map(jnp.asarray, data[:4])
-    settings = SETTINGS | {"num_warmup": 160, "num_samples": 40}
-    mcmc = MCMC(kernel(bayesian_neural_network), **settings, progress_bar=True)
-    run(mcmc, random.key(number), X, y, subsample_size=100)
-    found = uci.in_units(uci.score(mcmc.get_samples(group_by_chain=True), X_test, y_test), data.unit)
-    return float(found["log_likelihood"]), float(found["rmse"])
-
-
-def networks(splits=range(5)):
-    """The networks on both data sets."""
-    rows = []
-    for name in NETWORK_TARGETS:
-        for kernel in KERNELS:
-            scores = np.array([network(name, split, kernel) for split in splits])
-            mean, error = scores.mean(0), scores.std(0, ddof=1) / len(scores) ** 0.5
-            rows.append({"data": name, "kernel": kernel.__name__, "mean": mean.tolist(), "error": error.tolist()})
-            print(rows[-1], flush=True)
-            jax.clear_caches()
-    return rows
-
-
-def networks_table(rows):
-    lines = ["| data | kernel | test log-likelihood (target) | RMSE (target) |", "| --- | --- | --- | --- |"]
-    for row in rows:
-        cells = [
-            f"{mean:.2f} ± {error:.2f} ({goal})" if better else f"**{mean:.2f} ± {error:.2f}** ({goal})"
-            for mean, error, goal, better in zip(
-                row["mean"],
-                row["error"],
-                NETWORK_TARGETS[row["data"]],
-                (row["mean"][0] > NETWORK_TARGETS[row["data"]][0], row["mean"][1] < NETWORK_TARGETS[row["data"]][1]),
-                strict=True,
-            )
-        ]
-        lines.append(f"| {row['data']} | `{row['kernel']}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, goal, *texts, f"{flagged} of {len(mine)}", funnel(worst)])
+    head = ["posterior", "target", *(f"`{k}` float{p}" for k, p in cells), "flagged", "curvature, at the extreme"]
+    return table(head, lines)
 
 
 def gradients_of(num_warmup, num_steps, minibatch):
@@ -218,105 +202,57 @@ def gradients_of(num_warmup, num_steps, minibatch):
     )
 
 
-def cost(names, rounds=5):
+def cost(name, kernel, rounds=5):
     """Time per gradient in warmup over that in sampling, and the first run's time over NUTS's."""
-    rows = []
-    for name in names:
-        posterior = posteriordb(name) if name in POSTERIORDB else MADE_HERE[name]()
-        minibatch = "subsample_size" in posterior.kwargs
-        for kernel in KERNELS:
-            jax.clear_caches()
-            fresh = MCMC(kernel(posterior.model), **SETTINGS, progress_bar=False)
-            _, first = run(fresh, random.key(0), *posterior.args, **posterior.kwargs)
-            jax.clear_caches()
-            kwargs = {k: v for k, v in posterior.kwargs.items() if k != "subsample_size"}
-            nuts = MCMC(NUTS(posterior.model), **SETTINGS | {"num_chains": 4}, progress_bar=False)
-            _, nuts_first = run(nuts, random.key(0), *posterior.args, **kwargs)
-            jax.clear_caches()
-            # Compiled once, as the bar has it; warmup and sampling in turns.
-            mcmc = MCMC(kernel(posterior.model), **SETTINGS, progress_bar=True)
-            run(mcmc, random.key(0), *posterior.args, **posterior.kwargs)
-            ratios = []
-            for seed in range(rounds):
-                began = time.perf_counter()
-                mcmc.warmup(random.key(seed), *posterior.args, **posterior.kwargs)
-                jax.block_until_ready(mcmc.last_state)
-                warmup = time.perf_counter() - began
-                began = time.perf_counter()
-                mcmc.run(random.key(seed), *posterior.args, **posterior.kwargs)
-                jax.block_until_ready(mcmc.last_state)
-                sampling = time.perf_counter() - began
-                in_warmup = sum(gradients_of(1000, 10, minibatch))
-                in_sampling = (2 if minibatch else 1) * 10_000
-                ratios.append((warmup / in_warmup) / (sampling / in_sampling))
-                mcmc.post_warmup_state = None
-            row = {
-                "posterior": name,
-                "kernel": kernel.__name__,
-                "warmup_per_gradient": statistics.median(ratios),
-                "range": [min(ratios), max(ratios)],
-                "first_run_seconds": first,
-                "nuts_first_run_seconds": nuts_first,
-                "first_run_ratio": first / nuts_first,
-            }
-            rows.append(row)
-            print(row, flush=True)
-    return rows
+    posterior = known(name)
+    minibatch = "subsample_size" in posterior.kwargs
+    kernel_of = KERNELS[kernel]
+    jax.clear_caches()
+    fresh = MCMC(kernel_of(posterior.model), **SETTINGS, progress_bar=False)
+    _, first = run(fresh, random.key(0), *posterior.args, **posterior.kwargs)
+    jax.clear_caches()
+    kwargs = {k: v for k, v in posterior.kwargs.items() if k != "subsample_size"}
+    nuts = MCMC(NUTS(posterior.model), **SETTINGS | {"num_chains": 4}, progress_bar=False)
+    _, nuts_first = run(nuts, random.key(0), *posterior.args, **kwargs)
+    jax.clear_caches()
+    # Compiled once, as the bar has it; warmup and sampling in turns.
+    mcmc = MCMC(kernel_of(posterior.model), **SETTINGS, progress_bar=True)
+    run(mcmc, random.key(0), *posterior.args, **posterior.kwargs)
+    ratios = []
+    for seed in range(rounds):
+        began = time.perf_counter()
+        mcmc.warmup(random.key(seed), *posterior.args, **posterior.kwargs)
+        jax.block_until_ready(mcmc.last_state)
+        warmup = time.perf_counter() - began
+        began = time.perf_counter()
+        mcmc.run(random.key(seed), *posterior.args, **posterior.kwargs)
+        jax.block_until_ready(mcmc.last_state)
+        sampling = time.perf_counter() - began
+        in_warmup = sum(gradients_of(1000, 10, minibatch))
+        in_sampling = (2 if minibatch else 1) * 10_000
+        ratios.append((warmup / in_warmup) / (sampling / in_sampling))
+        mcmc.post_warmup_state = None
+    return {
+        "timed": name,
+        "by": kernel,
+        "warmup_per_gradient": statistics.median(ratios),
+        "range": [min(ratios), max(ratios)],
+        "first_run_seconds": first,
+        "nuts_first_run_seconds": nuts_first,
+        "first_run_ratio": first / nuts_first,
+    }
 
 
 def cost_table(rows):
-    lines = [
-        "| posterior | kernel | warmup / sampling, time per gradient (at most 1.05) "
-        "| first run | NUTS's | ratio (at most 1.5) |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for row in rows:
         low, high = row["range"]
-        lines.append(
-            f"| {row['posterior']} | `{row['kernel']}` | {row['warmup_per_gradient']:.2f} ({low:.2f} to {high:.2f}) | "
-            f"{row['first_run_seconds']:.1f} s | {row['nuts_first_run_seconds']:.1f} s | {row['first_run_ratio']:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="posteriors whose name holds this")
-    parser.add_argument("--kernels", nargs="*", default=["SGLD", "SGLDR"], choices=FAMILY)
-    parser.add_argument("--precisions", type=int, nargs="*", default=[32, 64])
-    parser.add_argument("--parts", nargs="*", default=["moments", "networks", "cost"])
-    arguments = parser.parse_args()
-    names = [*POSTERIORDB, *MADE_HERE]
-    if data_folder() is None:
-        print("NUMPYRO_REPULSION_DATA is not set: posteriordb and the networks are left out.")
-        names = [name for name in MADE_HERE if name != CENTRED]
-    names = [name for name in names if arguments.only in name]
-    kernels = [FAMILY[name] for name in arguments.kernels]
-    path = pathlib.Path(__file__).with_suffix(".json")
-    result = json.loads(path.read_text()) if path.exists() else {}
-    if "moments" in arguments.parts:
-        known = result.get("moments", [])
-
-        def save(rows):
-            result["moments"] = merge(known, rows)
-            path.write_text(json.dumps(result, indent=1) + "\n")
-
-        moments(names, kernels, arguments.seeds, arguments.precisions, save)
-    if "networks" in arguments.parts and data_folder() is not None:
-        result["networks"] = networks()
-    if "cost" in arguments.parts:
-        chosen = ("eight_schools_noncentered", "garch11", "hierarchical logistic", "logistic, N = 20,000, batch 200")
-        result["cost"] = cost([name for name in names if name in chosen])
-    result["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}"
-    result["versions"] = {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)}
-    if "moments" in arguments.parts:
-        print("\n" + moments_table(result["moments"], kernels))
-    for part, table in (("networks", networks_table), ("cost", cost_table)):
-        if part in arguments.parts and part in result:
-            print("\n" + table(result[part]))
-    path.write_text(json.dumps(result, indent=1) + "\n")
+        seconds = (f"{row[f'{whose}first_run_seconds']:.1f} s" for whose in ("", "nuts_"))
+        per_gradient = f"{row['warmup_per_gradient']:.2f} ({low:.2f} to {high:.2f})"
+        lines.append([row["timed"], f"`{row['by']}`", per_gradient, *seconds, f"{row['first_run_ratio']:.2f}"])
+    head = ["posterior", "kernel", "warmup / sampling, time per gradient (at most 1.05)"]
+    return table([*head, "first run", "NUTS's", "ratio (at most 1.5)"], lines)
 
 
 if __name__ == "__main__":
-    main()
+    record.run(__doc__, "zero_tuning", measure, tables, draw)
