@@ -62,7 +62,7 @@ INTERACTIONS = (
     RandomFeatures(),
     RandomGroups(RBF(), size=3),
 )
-GRADIENTS = (None, FullData(), Subsampled(), ControlVariates(shared=True), SVRG())
+GRADIENTS = (None, FullData(), Subsampled(block_size=2), ControlVariates(shared=True), SVRG())
 STEP_SIZES = (None, 0.01, Polynomial(0.01))
 CYCLE = Cyclical(0.01, length=20)
 Y = jnp.linspace(-1.0, 1.0, 20)

@@ -24,6 +24,8 @@ from numpyro.infer.reparam import CircularReparam, LocScaleReparam, TransformRep
 from numpyro.infer.util import initialize_model
 
 from numpyro_repulsion.gradients import (
+    SVRG,
+    ControlVariates,
     FullData,
     FunctionTarget,
     ModelTarget,
@@ -38,31 +40,57 @@ KEY = random.key(0)
 # --- Which rows: the law of a minibatch, written out, and the draws' agreement with it. ---
 
 
-def minibatches(size, batch):
-    """All minibatches of one plate, equally likely: stratum j gives floor((j·size + r) / batch), r = 0..size−1."""
-    strata = [[(j * size + r) // batch for r in range(size)] for j in range(batch)]
-    return np.array(list(itertools.product(*strata)))
+def minibatches(size, batch, block=1):
+    """All minibatches of one plate, equally likely: stratum j of k gives a block from floor((j·size + r) / k), r = 0..
+    size−1, in a circle."""
+    count = batch // block
+    strata = [[(j * size + r) // count for r in range(size)] for j in range(count)]
+    first = np.array(list(itertools.product(*strata)))
+    return ((first[..., None] + np.arange(block)) % size).reshape(len(first), batch)
 
 
-@pytest.mark.parametrize(("size", "batch"), [(7, 3), (6, 3), (5, 2), (4, 1), (5, 4), (7, 2)])
-def test_every_row_is_equally_likely(size, batch):
-    rows, counts = np.unique(minibatches(size, batch), return_counts=True)
+@pytest.mark.parametrize(
+    ("size", "batch", "block"),
+    [(7, 3, 1), (6, 3, 1), (5, 2, 1), (4, 1, 1), (5, 4, 1), (7, 2, 1), (7, 4, 2), (5, 3, 3), (7, 6, 3), (8, 6, 2)],
+)
+def test_every_row_is_equally_likely(size, batch, block):
+    rows, counts = np.unique(minibatches(size, batch, block), return_counts=True)
     assert rows.tolist() == list(range(size))
     assert len(set(counts)) == 1
 
 
-@pytest.mark.parametrize(("size", "batch"), [(7, 3), (6, 3), (5, 2), (4, 1), (5, 4)])
-def test_draws_follow_the_law(size, batch):
-    law, counts = np.unique(minibatches(size, batch), axis=0, return_counts=True)
+@pytest.mark.parametrize(
+    ("size", "batch", "block"), [(7, 3, 1), (6, 3, 1), (5, 2, 1), (4, 1, 1), (5, 4, 1), (7, 4, 2), (5, 3, 3), (8, 6, 2)]
+)
+def test_draws_follow_the_law(size, batch, block):
+    law, counts = np.unique(minibatches(size, batch, block), axis=0, return_counts=True)
     number = 20_000
-    rows = draw_indices(KEY, {"rows": (size, batch)}, (number // 4, 4))["rows"]
+    rows = draw_indices(KEY, {"rows": (size, batch)}, (number // 4, 4), block)["rows"]
     given, observed = np.unique(rows.reshape(number, batch), axis=0, return_counts=True)
     assert given.tolist() == law.tolist()
     assert stats.chisquare(observed, counts / counts.sum() * number).pvalue > 1e-6
 
 
 def test_a_batch_of_all_rows_has_each_once():
-    assert draw_indices(KEY, {"rows": (9, 9)})["rows"].tolist() == list(range(9))
+    for block in (1, 3, 4):
+        assert draw_indices(KEY, {"rows": (9, 9)}, (), block)["rows"].tolist() == list(range(9))
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="plate 'rows' with subsample_size=6. Use block_size=2"):
+        draw_indices(KEY, {"rows": (9, 6)}, (), 4)
+    for kind in (Subsampled, ControlVariates, SVRG):
+        for bad in (0, -1, 2.0, True, "3", None):
+            with pytest.raises(ValueError, match="`block_size` must be a number of rows"):
+                kind(block_size=bad)
+
+
+def test_blocks_of_a_huge_plate_go_round():
+    size, batch = 2**31 - 2, 2**16
+    keys = random.split(KEY, 100)
+    rows = np.asarray(jax.vmap(lambda key: draw_indices(key, {"rows": (size, batch)}, (), batch)["rows"])(keys))
+    steps = np.diff(rows.astype(np.int64), axis=1)
+    assert (rows >= 0).all() and (rows < size).all() and np.isin(steps, (1, 1 - size)).all()
 
 
 def test_plates_are_drawn_independently():

@@ -43,6 +43,7 @@ class ControlVariates(Subsampled):
     :param shared: whether the particles of an ensemble share a minibatch, as for
         :class:`~numpyro_repulsion.Subsampled`. With balanced noise and a posterior that is nearly Gaussian that is
         faster and makes means more precise: the noise common to all is that of the particles' mean, which stays at ẑ.
+    :param block_size: how many rows in a row are drawn together, as for :class:`~numpyro_repulsion.Subsampled`.
 
     **References:**
 
@@ -55,7 +56,7 @@ class ControlVariates(Subsampled):
 
         >>> from numpyro_repulsion import ControlVariates
         >>> ControlVariates()
-        ControlVariates(shared=False)
+        ControlVariates(shared=False, block_size=1)
     """
 
     def force(self, key, target, unravel, z, anchor=None):
@@ -106,6 +107,7 @@ class SVRG(ControlVariates):
 
     :param shared: whether the particles of an ensemble share a minibatch, as for
         :class:`~numpyro_repulsion.Subsampled`.
+    :param block_size: how many rows in a row are drawn together, as there.
     :param epoch: how many updates an epoch has; rounded up to whole iterations of ``num_steps``. ``None``, the
         default, is as many as there are minibatches in the data, N / ``subsample_size`` (the largest such number of
         several plates; of plates that meet in a site their product). Shorter ones have less noise, and cost more.
@@ -130,12 +132,13 @@ class SVRG(ControlVariates):
         ...         numpyro.sample("y", dist.Normal(theta**2, 1), obs=y[i])
         >>> kernel = SGLDR(two_modes, gradient=SVRG())
         >>> SVRG(epoch=50)
-        SVRG(shared=False, epoch=50)
+        SVRG(shared=False, block_size=1, epoch=50)
     """
 
     epoch: int | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if self.epoch is None:
             return
         if isinstance(self.epoch, bool) or not isinstance(self.epoch, int | np.integer) or self.epoch < 1:

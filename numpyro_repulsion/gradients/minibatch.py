@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+import math
 from typing import NamedTuple
 
 import jax
@@ -135,6 +136,12 @@ class Subsampled(Gradient):
         ==================  =================  =======================================
 
         A shared minibatch is cheaper: one gather and one matrix product for all particles.
+    :param block_size: how many rows in a row are drawn together; it must divide each ``subsample_size``. Memory is
+        read in lines, so that long blocks are fetched several times faster where there are many rows. Each row is as
+        likely as before, and gradients are unbiased in any order of the rows; but what neighbours have in common adds
+        to the noise, so the rows must lie in random order (shuffle them once). In data sorted by what they say, the
+        noise is far larger; warmup measures it, and makes steps shorter.
+    :raises ValueError: unless ``block_size`` is an integer of 1 or more.
 
     **Example**
 
@@ -142,36 +149,60 @@ class Subsampled(Gradient):
 
         >>> from numpyro_repulsion import Subsampled
         >>> Subsampled(shared=True)
-        Subsampled(shared=True)
+        Subsampled(shared=True, block_size=1)
     """
 
     shared: bool = False
+    block_size: int = field(default=1, kw_only=True)
+
+    def __post_init__(self):
+        size = self.block_size
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(f"`block_size` must be a number of rows, an integer of 1 or more; got {size!r}.")
 
     def is_noisy(self, target):
         return True
 
     def rows(self, key, target, shape):
         shape = shape[:1] if self.shared else shape
-        return draw_indices(key, target.plates, shape), len(shape)
+        return draw_indices(key, target.plates, shape, self.block_size), len(shape)
 
 
-def draw_indices(key: jax.Array, plates: Mapping[str, tuple[int, int]], shape: tuple[int, ...] = ()) -> Indices:
-    """Minibatches: for each plate one row from each of ``subsample_size`` strata of equal size.
+def draw_indices(
+    key: jax.Array, plates: Mapping[str, tuple[int, int]], shape: tuple[int, ...] = (), block_size: int = 1
+) -> Indices:
+    """Minibatches: for each plate one row, or block of rows, from each of as many strata of equal size.
 
     :param key: a PRNG key.
     :param plates: ``{name: (size, subsample_size)}``.
     :param shape: how many independent minibatches.
-    :return: ``{name: indices of shape (*shape, subsample_size)}``, ascending.
+    :param block_size: how many rows in a row, going on with the first after the last, come with each.
+    :return: ``{name: indices of shape (*shape, subsample_size)}``; of single rows, ascending.
+    :raises ValueError: if blocks do not divide a minibatch.
     """
     indices = {}
     for name, plate_key in zip(plates, random.split(key, max(len(plates), 1)), strict=False):
         size, batch = plates[name]
-        # floor((j·size + r) / batch) for r uniform on 0..size-1: over all (j, r) each row comes up `batch` times, so
-        # rows are equally likely even if `batch` does not divide `size`. Split so that nothing exceeds size + batch.
-        start = np.arange(batch, dtype=np.int64) * size
-        offset = random.randint(plate_key, (*shape, batch), 0, size) + jnp.asarray(start % batch, jnp.int32)
+        # All rows are all rows, in whatever blocks.
+        block = 1 if batch == size else block_size
+        if batch % block:
+            raise ValueError(
+                f"`block_size` must divide the rows of a minibatch; got {block} for plate {name!r} with "
+                f"subsample_size={batch}. Use block_size={math.gcd(batch, block)}."
+            )
+        count = batch // block
+        # floor((j·size + r) / count) for r uniform on 0..size-1: over all (j, r) each row comes up `count` times, so
+        # rows are equally likely even if `count` does not divide `size`. Split so that nothing exceeds size + count.
+        start = np.arange(count, dtype=np.int64) * size
+        offset = random.randint(plate_key, (*shape, count), 0, size) + jnp.asarray(start % count, jnp.int32)
         # Not `//`: what it does about signs would be done anew for every number that these indices gather.
-        indices[name] = jnp.asarray(start // batch, jnp.int32) + lax.div(offset, jnp.asarray(batch, offset.dtype))
+        first = jnp.asarray(start // count, jnp.int32) + lax.div(offset, jnp.asarray(count, offset.dtype))
+        if block > 1:
+            within = jnp.arange(block, dtype=first.dtype)
+            # Compared before it is added, because a sum can exceed 32 bits.
+            left, first = size - within, first[..., None]
+            first = jnp.where(first >= left, first - left, first + within).reshape(*shape, batch)
+        indices[name] = first
     return indices
 
 
