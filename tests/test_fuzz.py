@@ -215,7 +215,7 @@ def must_fail(case):
     """Whether a case is known to be wrong; others may be refused too, but must say so."""
     # A saturated `tanh` has no trace of an infinity.
     wrong = case.flaw in ("negative_step", "init_shape")
-    wrong |= case.flaw == "chain_method" and (KERNELS[case.kernel]._default_interaction.interacts or case.chains == 1)
+    wrong |= case.flaw == "chain_method" and KERNELS[case.kernel]._default_interaction.interacts
     wrong |= case.flaw == "nan" and case.likelihood != "none"
     wrong |= case.flaw in ("local", "unused", "discrete") and is_minibatched(case) and case.handler != "mask"
     return wrong
