@@ -138,30 +138,30 @@ def summarize(draws, score, last=False):
 
 
 def settings(record):
-    """What the two forms differ in: steps tried, bandwidths, sizes, and how many seeds for (tuning, report)."""
+    """What the two forms differ in: steps tried, bandwidths, clouds, and how many seeds for (tuning, report)."""
+    # The paper's sizes first.
+    clouds = [("exponentials", 10), ("Gaussians", 20)]
     if record.short:
-        sizes = {"exponentials": (10,), "Gaussians": (20,)}
-        return np.geomspace(0.01, 0.3, 5), (None, 0.3), sizes, lambda size: (6, 24)
-    sizes = dict.fromkeys(MODELS, (10, 20, 100))
-    return np.geomspace(0.003, 1.0, 11), BANDWIDTHS, sizes, lambda size: (8, 48) if size == 100 else (32, 200)
+        return np.geomspace(0.01, 0.3, 5), (None, 0.3), clouds, lambda size: (6, 24)
+    clouds += [("exponentials", 100), ("exponentials", 20), ("Gaussians", 10), ("Gaussians", 100)]
+    return np.geomspace(0.003, 1.0, 11), BANDWIDTHS, clouds, lambda size: (8, 48) if size == 100 else (32, 200)
 
 
 def measure(record):
     enable_live_warnings(False)
-    grid, bandwidths, sizes, seeds = settings(record)
-    for target, model in MODELS.items():
+    grid, bandwidths, clouds, seeds = settings(record)
+    for target, size in clouds:
         score = Exponentials() if target == "exponentials" else Gaussians()
-        for size in sizes[target]:
-            tuning, number = seeds(size)
-            independent(record, target, size, number)
-            at = {"target": target, "particles": size}
-            runs = {"num_chains": size, "num_warmup": 50, "num_samples": 50}
-            for name, make in kernels(model).items():
-                hand_set(record, at | {"sampler": name}, make, score, runs, grid, bandwidths, (tuning, number))
-            for name, make in nothing_set(target).items():
-                key = f"{target} {size} d {name}"
-                record.row(key, partial(alone, at | {"sampler": name}, make, score, runs, number))
-            jax.clear_caches()
+        tuning, number = seeds(size)
+        independent(record, target, size, number)
+        at = {"target": target, "particles": size}
+        runs = {"num_chains": size, "num_warmup": 50, "num_samples": 50}
+        for name, make in kernels(MODELS[target]).items():
+            hand_set(record, at | {"sampler": name}, make, score, runs, grid, bandwidths, (tuning, number))
+        for name, make in nothing_set(target).items():
+            key = f"{target} {size} d {name}"
+            record.row(key, partial(alone, at | {"sampler": name}, make, score, runs, number))
+        jax.clear_caches()
 
 
 def alone(at, make, score, runs, number):
