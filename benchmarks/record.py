@@ -2,7 +2,8 @@
 
 A benchmark is a module with ``measure(record)``, which asks :meth:`Record.row` for one row after another;
 ``tables(record)``, Markdown; and ``draw(record)``, a matplotlib figure. Rows already in the JSON are not measured again
-unless asked for, so that a run of hours can be ended and gone on with.
+unless asked for, so that a run of hours can be ended and gone on with. (What an older version of a benchmark called
+otherwise stays in the JSON until all is begun anew.)
 """
 
 import argparse
@@ -41,33 +42,25 @@ class Record:
 
     :param name: the benchmark's.
     :param short: whether it is the form that ends in minutes.
-    :param again: whether rows that are there are measured again.
+    :param again: whether to begin anew, without the rows that are there.
     """
 
     def __init__(self, name: str, short: bool, again: bool = False):
         form = "short" if short else "full"
-        self.name, self.short, self.again = name, short, again
+        self.name, self.short = name, short
         self.path = HERE / "results" / form / f"{name}.json"
         self.picture = STATIC / form / f"{name}.png"
-        stored = json.loads(self.path.read_text()) if self.path.exists() else {}
+        stored = json.loads(self.path.read_text()) if self.path.exists() and not again else {}
         self.rows: dict[str, dict[str, Any]] = stored.get("rows", {})
         self.provenance: dict[str, Any] = stored.get("provenance", {})
-        self._asked: set[str] = set()
 
     def row(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The row of that name: the stored one, or else ``measure()``, which is stored at once."""
-        self._asked.add(key)
-        if self.again or key not in self.rows:
+        if key not in self.rows:
             self.rows[key] = measure() | {"date": datetime.date.today().isoformat()}
             self.provenance = provenance()
             self._write()
         return self.rows[key]
-
-    def forget_others(self) -> None:
-        """Drops stored rows that were not asked for: what an older version of the benchmark had measured."""
-        if set(self.rows) - self._asked:
-            self.rows = {key: row for key, row in self.rows.items() if key in self._asked}
-            self._write()
 
     def select(self, **wanted: Any) -> list[dict[str, Any]]:
         """The rows with these values."""
@@ -96,11 +89,10 @@ def run(doc: str, name: str, measure: Callable, tables: Callable, draw: Callable
     """A benchmark's command line: measures, prints the tables, leaves JSON and picture."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="the form that ends in minutes")
-    parser.add_argument("--again", action="store_true", help="measure rows again that are already in the JSON")
+    parser.add_argument("--again", action="store_true", help="begin anew, without the rows in the JSON")
     arguments = parser.parse_args()
     record = Record(name, arguments.short, arguments.again)
     measure(record)
-    record.forget_others()
     print(f"\n{tables(record)}\n\n{record.origin()}")
     if draw is not None:
         save(draw(record), record.picture)
