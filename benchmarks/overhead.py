@@ -17,9 +17,9 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 from record import provenance
+from turns import in_turns, through_mcmc
 
 from numpyro.handlers import substitute
-from numpyro.infer import MCMC
 from numpyro.infer.util import initialize_model
 
 from numpyro_repulsion import RBF, SGLD, SGLDR, Independent, Overdamped
@@ -40,11 +40,11 @@ def bare_scan(model, X, y, num_updates, start):
         random.key(0), indexed, model_args=(X, y), model_kwargs={"_rows": {"rows": jnp.arange(100)}}, dynamic_args=True
     )
 
-    def energy(z, rows):
-        return info.potential_fn(X, y, _rows=rows)(z)
-
     @jax.jit
-    def run(key, z):
+    def run(key, X, y):
+        def energy(z, rows):
+            return info.potential_fn(X, y, _rows=rows)(z)
+
         def update(z, key):
             rows_key, noise_key = random.split(key)
             rows = jax.vmap(lambda k: draw_indices(k, plates))(random.split(rows_key, NUM_PARTICLES))
@@ -61,26 +61,7 @@ def bare_scan(model, X, y, num_updates, start):
             return z, z
 
         keys = random.split(key, num_updates).reshape(-1, NUM_STEPS)
-        return lax.scan(iteration, z, keys)[1]
-
-    return lambda key: run(key, start)
-
-
-def through_mcmc(kernel, X, y, num_updates):
-    """``MCMC.run`` as one compiled program, so that rounds time the updates and not the compiler."""
-
-    @jax.jit
-    def run(key):
-        mcmc = MCMC(
-            kernel,
-            num_warmup=0,
-            num_samples=num_updates // NUM_STEPS,
-            num_chains=NUM_PARTICLES,
-            chain_method="vectorized",
-            progress_bar=False,
-        )
-        mcmc.run(key, X, y)
-        return mcmc.get_samples()
+        return lax.scan(iteration, start, keys)[1]
 
     return run
 
@@ -104,16 +85,11 @@ def main():
     keys = random.split(random.key(2), NUM_PARTICLES)
     start = kernels["SGLD through MCMC"].init(keys, 0, None, (X, y), {}).z
     programs = {"bare lax.scan": bare_scan(model, X, y, arguments.updates, start)}
-    programs |= {name: through_mcmc(kernel, X, y, arguments.updates) for name, kernel in kernels.items()}
-    for run in programs.values():
-        jax.block_until_ready(run(random.key(0)))
-
-    seconds = {name: [] for name in programs}
-    for round_ in range(arguments.rounds):
-        for name, run in programs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run(random.key(round_)))
-            seconds[name].append((time.perf_counter() - began) / arguments.updates)
+    programs |= {name: through_mcmc(kernel, arguments.updates, NUM_PARTICLES) for name, kernel in kernels.items()}
+    seconds = {
+        name: [time_ / arguments.updates for time_ in times]
+        for name, times in in_turns(programs, (X, y), arguments.rounds).items()
+    }
 
     init_seconds = []
     for round_ in range(arguments.rounds):
