@@ -113,10 +113,11 @@ def limit(f, ε=1e-4):
     return (8 * f(ε / 4) - 6 * f(ε / 2) + f(ε)) / 3
 
 
+# The sum has its parts in it.
 INTERACTIONS = [
-    RBF(1.0),
+    pytest.param(RBF(1.0), marks=pytest.mark.slow),
     IMQ(2.0),
-    Independent(),
+    pytest.param(Independent(), marks=pytest.mark.slow),
     0.6 * RBF(1.0) + 0.4 * Independent(),
     pytest.param(Laplacian(RBF(1.0), strength=0.5), marks=pytest.mark.slow),
 ]

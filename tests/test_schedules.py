@@ -133,11 +133,13 @@ def test_steps_can_be_traced():
         mcmc.run(key, init_params=start)
         return mcmc.get_samples()["z"]
 
-    steps = [0.02, 0.2]
-    for traced in (run, lambda step_size, key: run(lambda count: step_size, key)):
-        together = jax.jit(jax.vmap(traced, (0, None)))(jnp.array(steps), random.key(1))
-        for step, draws in zip(steps, together, strict=True):
-            np.testing.assert_allclose(draws, run(step, random.key(1)), rtol=1e-4, atol=1e-5)
+    key, steps = random.key(1), jnp.array([0.02, 0.2])
+    expected = jnp.stack([run(float(step), key) for step in steps])
+    together = jax.jit(jax.vmap(run, (0, None)))(steps, key)
+    np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-5)
+    # As a schedule too.
+    one = jax.jit(lambda step, key: run(lambda count: step, key))(steps[1], key)
+    np.testing.assert_allclose(one, expected[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [0, 0.0, -0.1, float("nan"), float("inf"), np.array(np.nan), jnp.array(-1.0)])
