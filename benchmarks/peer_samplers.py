@@ -27,7 +27,7 @@ class Sampler:
     - **length** - that of the table.
     - **others** - those of the curve besides.
     - **run** - a length in words.
-    - **repeats** - how many runs of the table's length; of other lengths four at most.
+    - **repeats** - how many runs of the table's length; of other lengths three at most.
     """
 
     name: str
@@ -128,7 +128,7 @@ def steinvi(length):
     return go
 
 
-SETTINGS = {"run": "{0} + {0} iterations of 10", "length": 300, "others": (100, 1000), "repeats": 10}
+SETTINGS = {"run": "{0} + {0} iterations of 10", "length": 300, "others": (100, 1000), "repeats": 6}
 SHARED = ours(SGLD, gradient=ControlVariates(shared=True))
 
 

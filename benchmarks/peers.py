@@ -128,7 +128,7 @@ def measure(record):
             continue
         for length in (sampler.length,) if record.short else (sampler.length, *sampler.others):
             most = 2 if record.short else sampler.repeats
-            repeats = most if length == sampler.length else min(most, 4)
+            repeats = most if length == sampler.length else min(most, 3)
             key = f"{sampler.name}, {sampler.setting}, {sampler.describe(length)}"
             record.row(key, lambda s=sampler, n=length, r=repeats: accuracy(s, n, r, X, y, exact))
 

@@ -37,6 +37,11 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def cores() -> int:
+    """How many cores this process may use, fewer than there are under ``taskset``."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Record:
     """The rows of one benchmark, kept in ``benchmarks/results/full`` or ``short`` as they come.
 
@@ -57,7 +62,8 @@ class Record:
     def row(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The row of that name: the stored one, or else ``measure()``, which is stored at once."""
         if key not in self.rows:
-            self.rows[key] = measure() | {"date": datetime.date.today().isoformat()}
+            row = measure()
+            self.rows[key] = row | {"date": datetime.date.today().isoformat(), "cores": cores()}
             self.provenance = provenance()
             self._write()
         return self.rows[key]
@@ -72,7 +78,10 @@ class Record:
             return "Not measured yet."
         dates = sorted({row["date"] for row in self.rows.values()})
         versions = ", ".join(f"{name} {version}" for name, version in self.provenance["versions"].items())
-        return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {self.provenance['machine']}; {versions}."
+        machine = self.provenance["machine"]
+        if alone := sum(row.get("cores") == 1 for row in self.rows.values()):
+            machine += f", {'all' if alone == len(self.rows) else alone} of {len(self.rows)} rows held to one core"
+        return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {machine}; {versions}."
 
     def _write(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -46,8 +46,9 @@ class BiasBudget:
     :math:`\sqrt{10\,\delta} / s`, with s how fast repulsion changes where particles are dense.
 
     A run may be so short that such a step would take it nowhere: variances known from ten effective draws gain nothing
-    from a bias of 5 %. The step is then raised, until the run is worth a minimum of effective draws or to the limit of
-    stability, and warmup warns of it with the bias to be expected.
+    from a bias of 5 %. The step is then raised, until the run is worth a minimum of effective draws, or to the limit of
+    stability, or to where the bias of dense particles, :math:`(\epsilon s)^2 / 10`, is as large as the uncertainty of
+    the variances, :math:`\sqrt{2/n}` after n effective draws. Warmup warns of it with the bias to be expected.
 
     :param tolerance: δ, the tolerated relative inflation of a posterior variance.
     :param min_draws: the effective draws that a run as long as its warmup must be worth, if need be by longer steps.

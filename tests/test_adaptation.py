@@ -214,6 +214,37 @@ def test_steep_repulsion_shortens_the_step(dynamics):
     assert dynamics.bias(step, landscape._replace(steepness=0.0), K) < 0.02
 
 
+@pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm"), Underdamped()])
+def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynamics):
+    landscape, per_step = Landscape(1.0, 1.0, 0.0, 300.0), 1e5
+    step = dynamics.worthwhile(landscape, per_step)
+    assert (step * 300.0) ** 2 / 10.0 == pytest.approx((2.0 / (step * per_step)) ** 0.5)
+    assert jnp.isinf(dynamics.worthwhile(landscape._replace(steepness=jnp.zeros(())), per_step))
+    # Where nothing is raised: particles that jump.
+    assert dynamics.worthwhile(landscape, jnp.inf) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Warmup expects trouble", "ignore:A particle's update")
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
+    if not is_capped:
+        monkeypatch.setattr(Overdamped, "worthwhile", lambda *_: jnp.asarray(jnp.inf))
+    mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), num_warmup=50, num_samples=50,
+                num_chains=100, chain_method="vectorized", progress_bar=False)  # fmt: skip
+    # The logarithm of an exponential: mean −γ, variance π²/6.
+    variances = []
+    for seed in range(6):
+        mcmc.run(random.key(seed), init_params=random.normal(random.key(100 + seed), (100, 1)))
+        variances.append(float(np.mean((np.asarray(mcmc.get_samples(), float) + np.euler_gamma) ** 2)))
+    inflation = np.array(variances) / (np.pi**2 / 6)
+    upper = inflation.mean() + 4.5 * inflation.std(ddof=1) / 6**0.5
+    lower = inflation.mean() - 4.5 * inflation.std(ddof=1) / 6**0.5
+    # What the step at which the two are equal would cost: about 40 draws, 0.2.
+    assert lower < 1.2 if is_capped else lower > 1.2
+    assert upper < 1.5 or not is_capped
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_particles_on_a_line_keep_the_budget(is_measured, monkeypatch):

@@ -295,7 +295,10 @@ def _settle(key, tuning, cloud, learned, force, interaction, dynamics, num_steps
     step_size = rule.step_size(
         tolerated=dynamics.tolerated(rule.tolerance, landscape, coupling),
         # Half the limit of stability at typical particles.
-        moderate=dynamics.stable(landscape._replace(largest=landscape.curvature), coupling) / 2.0,
+        moderate=jnp.minimum(
+            dynamics.stable(landscape._replace(largest=landscape.curvature), coupling) / 2.0,
+            dynamics.worthwhile(landscape, draws_per_step),
+        ),
         stable=dynamics.stable(landscape, coupling),
         # Jumps move between modes, as no step of this kind could.
         draws_per_step=draws_per_step if dynamics.is_sampler and not learned.jumps else jnp.inf,

@@ -93,6 +93,15 @@ class Dynamics:
         limit = limit / (landscape.curvature + landscape.noise)
         return jnp.minimum(limit, jnp.sqrt(10.0 * tolerance) / landscape.steepness)
 
+    def worthwhile(self, landscape: Landscape, draws_per_step: jax.Array | float) -> jax.Array:
+        """The longest step that a run short of draws gains from where particles are dense.
+
+        There repulsion inflates variances by ``(εs)²/10``, and ``n`` draws, ``draws_per_step`` times ε, leave them
+        uncertain by ``sqrt(2/n)``: beyond the step at which the two are equal, draws gained are worth less than the
+        bias they cost.
+        """
+        return (200.0 / (landscape.steepness**4 * draws_per_step)) ** 0.2
+
     def stable(self, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The step beyond which particles run away."""
         # One stiff particle feels K_ii of K and not Λ, which takes all of a group: λ_max(K½ H K½) is at most this.
