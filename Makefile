@@ -70,7 +70,7 @@ bench: $(VENV)/.with-bench
 	$(BIN)/python benchmarks/page.py --short
 
 bench-full: $(VENV)/.with-bench
-	for name in $(RESULTS); do $(BIN)/python benchmarks/$$name.py $(AGAIN) || exit 1; done
+	for name in $(RESULTS) older_peers; do $(BIN)/python benchmarks/$$name.py $(AGAIN) || exit 1; done
 	$(BIN)/python benchmarks/page.py
 
 bench-%: $(VENV)/.with-bench

@@ -69,6 +69,20 @@ def scores(means, deviations):
     return {name: float(value) for name, value in found.items()}
 
 
+def rates(found, seconds, error):
+    """Effective draws a second by the worst mean and by all, with standard errors: the inverse squared error over time.
+
+    :param found: of :func:`scores`.
+    :param seconds: of a run, and its standard ``error``.
+    """
+    row = {}
+    for name, kind in (("a_second", "error"), ("average_a_second", "rms")):
+        value = 1 / found[f"mean_{kind}"] ** 2 / seconds
+        relative = np.hypot(2 * found[f"mean_{kind}_se"] / found[f"mean_{kind}"], error / seconds)
+        row |= {name: value, f"{name}_se": float(value * relative)}
+    return row
+
+
 def _root_se(squares, runs):
     """The standard error of the root of a mean over runs."""
     return squares.std(ddof=1) / runs**0.5 / (2 * np.sqrt(squares.mean()))

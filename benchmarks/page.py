@@ -17,9 +17,12 @@ SECTIONS = {
     "networks": "Neural networks on real data",
     "zero_tuning": "Nothing to tune",
     "peers": "Peers on 100,000 rows",
+    "older_peers": "Peers that need an older JAX",
     "minibatches": "Whose minibatch, and how drawn",
     "growth": "How cost grows",
 }
+#: Not in the short form.
+LONG = ("older_peers",)
 DOCS = HERE.parent / "docs"
 
 
@@ -54,7 +57,8 @@ def main():
         )
     else:
         head = "# Results\n\n" + (findings / "results.md").read_text().strip()
-    parts = [head, *(section(name, title, short) for name, title in SECTIONS.items())]
+    shown = {name: title for name, title in SECTIONS.items() if not short or name not in LONG}
+    parts = [head, *(section(name, title, short) for name, title in shown.items())]
     page = DOCS / ("results-short.md" if short else "results.md")
     page.write_text("\n\n".join(parts) + "\n")
     print(f"Wrote {page.relative_to(HERE.parent)}.")

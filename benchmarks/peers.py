@@ -109,11 +109,8 @@ def accuracy(sampler, length, repeats, X, y, exact):
         "repeats": repeats,
         "seconds": middle_seconds,
         "seconds_se": error,
-    } | found
-    for name, kind in (("a_second", "error"), ("average_a_second", "rms")):
-        value = 1 / found[f"mean_{kind}"] ** 2 / middle_seconds
-        relative = np.hypot(2 * found[f"mean_{kind}_se"] / found[f"mean_{kind}"], error / middle_seconds)
-        row |= {name: value, f"{name}_se": float(value * relative)}
+    }
+    row |= found | large.rates(found, middle_seconds, error)
     print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return row
 

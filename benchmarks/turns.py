@@ -8,11 +8,11 @@ import jax
 from jax import random
 import numpy as np
 
-from numpyro.infer import MCMC
-
 
 def through_mcmc(kernel: Any, num_updates: int, num_chains: int, **kwargs: Any) -> Callable:
     """``MCMC.run`` without warmup, one compiled program ``(key, *args) -> samples``: the updates, not the compiler."""
+    # Here, for some programs are timed in an environment without it.
+    from numpyro.infer import MCMC
 
     @jax.jit
     def run(key, *args):
