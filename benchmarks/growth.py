@@ -15,6 +15,7 @@ import time
 import jax
 from jax import random
 import jax.numpy as jnp
+from matplotlib.ticker import NullLocator
 import numpy as np
 from record import Record, plt, run, table
 
@@ -162,6 +163,9 @@ def draw(record: Record):
             rows = sorted(record.select(varied=varied, kernel=kernel), key=lambda row: row["size"])
             ax.plot([row["size"] for row in rows], [1e6 * row["seconds"] for row in rows], ".-", label=kernel)
         ax.set(xscale="log", yscale="log", xlabel=name)
+        sizes = [size for size in SIZES[varied] if record.select(varied=varied, size=size)]
+        ax.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        ax.xaxis.set_minor_locator(NullLocator())
     axes[0].set_ylabel("µs an update")
     axes[0].legend(frameon=False, fontsize=8)
     return figure

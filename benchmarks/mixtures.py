@@ -315,9 +315,7 @@ def draw(record: Record):
         cloud = np.array(record.rows[f"Gaussians {grid} a {name} {STEPS[0]}"]["cloud"])
         ax.scatter(*jumps.GRID.T, s=900, color="0.9")
         ax.scatter(*cloud.T, s=12)
-        ax.set(
-            title=f"Gaussians, {name}, last cloud, ε = {STEPS[0]}", xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal"
-        )
+        ax.set(title=f"{name}, last cloud, ε = {STEPS[0]}", xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal")
     trade_off(axes[1, 2], record, "Gaussians", grid)
     return figure
 

@@ -1,13 +1,14 @@
 """Writes ``docs/results.md``, or its short form, from the JSON of the benchmarks.
 
 What the figures mean is written by hand, in ``benchmarks/findings``, and stands in the long form only, being about
-those very figures.
+those very figures: every number that a text there has with its error must stand in a table below it.
 
     python benchmarks/page.py [--short]
 """
 
 import argparse
 import importlib
+import re
 
 from record import HERE, Record
 
@@ -26,6 +27,13 @@ LONG = ("older_peers",)
 DOCS = HERE.parent / "docs"
 
 
+def require_in_tables(name: str, text: str, tables: str) -> None:
+    """Refuses a text that quotes ``mean ± error`` as no table has them: of another run, or mistyped."""
+    quoted = {" ".join(found.split()) for found in re.findall(r"-?[\d.,]*\d\s±\s[\d.,]*\d", text)}
+    if wrong := sorted(number for number in quoted if number not in tables):
+        raise SystemExit(f"findings/{name}.md quotes what no table of benchmarks/{name}.py has: {'; '.join(wrong)}.")
+
+
 def section(name: str, title: str, short: bool) -> str:
     """One benchmark: its question, what was found, tables, picture and origin."""
     record = Record(name, short)
@@ -34,10 +42,13 @@ def section(name: str, title: str, short: bool) -> str:
     question = module.__doc__.strip().rsplit("\n\n", 1)[0]
     parts = [f"## {title}", question]
     finding = HERE / "findings" / f"{name}.md"
+    tables = module.tables(record) if record.rows else ""
     if not short and finding.exists():
-        parts.append(finding.read_text().strip())
-    if record.rows:
-        parts.append(module.tables(record))
+        text = finding.read_text().strip()
+        require_in_tables(name, text, tables)
+        parts.append(text)
+    if tables:
+        parts.append(tables)
     if record.picture.exists():
         parts.append(f"![{title}]({record.picture.relative_to(DOCS).as_posix()})")
     parts.append(f"`benchmarks/{name}.py`; {record.origin()}")
