@@ -154,7 +154,7 @@ def accuracy_table(record):
         for kind, limit, unit, sign in (("mean", MEAN, 1, ""), ("sd", SD, 100, " %")):
             value, error, worst = (unit * row[f"{kind}_error{end}"] for end in ("", "_se", "_at_worst"))
             digits = 3 if unit == 1 else 1
-            cell = f"{pm(value, error, digits)}{sign} ({worst:.{digits}f}{sign})"
+            cell = f"{pm(value, error, digits)}{sign} ({worst:,.{digits}f}{sign})"
             errors.append(f"**{cell}**" if worst > unit * limit else cell)
         lines.append(
             (

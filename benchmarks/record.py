@@ -123,6 +123,7 @@ def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 def pm(mean: float, error: float, digits: int = 3) -> str:
     """A mean and its standard error, as the tables have them."""
-    if abs(mean) >= 1000:
+    if abs(mean) >= 1e6:
         return f"{mean:.1e} ± {error:.1e}"
-    return f"{mean:.{digits}f} ± {error:.{digits}f}"
+    digits = digits if abs(mean) < 1000 else 0
+    return f"{mean:,.{digits}f} ± {error:,.{digits}f}"
