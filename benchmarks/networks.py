@@ -79,6 +79,8 @@ QUOTED = {
         "yacht": ("−1.23", "0.86"),
     },
 }
+#: A legend where no point is.
+ABOVE = {"frameon": False, "fontsize": 8, "loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": 2}
 #: Of the kernels with nothing set the one with the highest log-likelihood on the validation rows of splits 10 to 14 of
 #: yacht and Boston, before any test row was scored.
 CHOSEN = "`SGNHT(model)`"
@@ -316,7 +318,7 @@ def draw(record: Record):
         ax.set_yticks(range(len(sets)), [SHOWN[name] for name in sets])
         ax.set_ylim(len(sets) - 0.5, -0.5)
         ax.set_xlabel(f"gain of SGLD+R over SGLD, {title}" + (", % of SGLD's" if measure == "rmse" else ""))
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[0].legend(**ABOVE)
     labels = known_methods(record)
     for k, share in enumerate((50, 90)):
         for i, label in enumerate(labels):
@@ -328,7 +330,7 @@ def draw(record: Record):
     axes[2].set_yticks(range(len(labels)), [label.strip("`") for label in labels])
     axes[2].set_ylim(len(labels) - 0.5, -0.5)
     axes[2].set_xlabel("share of responses in predictive intervals (bars: sets, dots: their mean)")
-    axes[2].legend(frameon=False, fontsize=8, loc="lower left")
+    axes[2].legend(**ABOVE)
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
     return figure
