@@ -38,7 +38,7 @@ SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20, "chain_me
 TARGET, MANY_ROWS_TARGET = (0.06, 0.05), (0.05, 0.05)
 CENTRED, MANY_ROWS = "eight schools, centred", "logistic, N = 20,000, batch 200"
 TIMED = ("eight_schools_noncentered", "garch11", "hierarchical logistic", MANY_ROWS)
-SHORT = ("eight_schools_noncentered", "low_dim_gauss_mix", "gaussian, d = 100, condition 1e6")
+SHORT = ("eight_schools_noncentered", "gaussian, d = 100, condition 1e6")
 
 
 def run(mcmc, key, *args, **kwargs):
