@@ -24,6 +24,7 @@ from numpyro_repulsion import (
     Independent,
     Laplacian,
     Overdamped,
+    RandomFeatures,
     RandomGroups,
     Subsampled,
     Thermostat,
@@ -50,7 +51,7 @@ from numpyro_repulsion.adaptation import (
     tuning,
 )
 from numpyro_repulsion.dynamics import Cloud, Landscape
-from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.interactions import Coupling, bandwidth
 
 PRECISION = jnp.array([[9.0, 2.0, 0.0], [2.0, 4.0, 0.5], [0.0, 0.5, 0.01]])
 EULER = Overdamped("euler")
@@ -230,6 +231,7 @@ def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynam
 def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
     if not is_capped:
         monkeypatch.setattr(Overdamped, "worthwhile", lambda *_: jnp.asarray(jnp.inf))
+    monkeypatch.setattr(bandwidth, "NARROWEST", 1e-6)  # four neighbours for each
     mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), num_warmup=50, num_samples=50,
                 num_chains=100, chain_method="vectorized", progress_bar=False)  # fmt: skip
     # The logarithm of an exponential: mean −γ, variance π²/6.
@@ -251,7 +253,8 @@ def test_particles_on_a_line_keep_the_budget(is_measured, monkeypatch):
     if not is_measured:
         monkeypatch.setattr(tuning, "measure_steepness", lambda *_: jnp.zeros(()))
     starts = random.normal(random.key(1), (20, 1))
-    mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2), num_warmup=1000, num_samples=2000, num_chains=20,
+    kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, interaction=RBF(0.18))
+    mcmc = MCMC(kernel, num_warmup=1000, num_samples=2000, num_chains=20,
                 chain_method="vectorized", progress_bar=False)  # fmt: skip
     mcmc.run(random.key(0), init_params=starts)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
@@ -714,13 +717,28 @@ def test_bandwidth_in_a_sum_with_the_identity_is_that_without(weight):
 @pytest.mark.parametrize("kernel", [RBF(), IMQ(), Balanced(RBF())], ids=repr)
 @pytest.mark.parametrize("size", [3, 20, 60])
 def test_bandwidth_makes_a_few_neighbours(kernel, size):
-    u = 1e3 * random.normal(random.key(0), (2, size, 5))
+    u = 1e3 * random.normal(random.key(0), (2, size, 50))
     h = kernel.learn_bandwidth(u)
     gram = np.stack([kernel.gram(v, h)[0] for v in u])
     diagonal = np.einsum("gii->gi", gram)
     similarity = (gram.sum((1, 2)) - diagonal.sum(1)) / diagonal.sum(1) / (size - 1)
     # The nugget is part of the diagonal, and not of the largest value.
     np.testing.assert_allclose(similarity.mean(), min(4 / (size - 1), 0.25) / 1.001, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", [RBF(), IMQ(), RandomFeatures(num_features=32)], ids=repr)
+@pytest.mark.parametrize("width", [1e-3, 1.0, 1e3])
+def test_many_particles_on_a_line_have_a_bandwidth_that_a_step_can_follow(kernel, width):
+    u = width * random.normal(random.key(0), (1, 200, 1))
+    h = kernel.learn_bandwidth(u)
+    assert float(h) == pytest.approx(0.3 * float(jnp.var(u)), rel=1e-3)
+    if kernel == RBF():
+        # Four neighbours for each: k is 4 / 199 on average.
+        x = u[0] / width
+        four = 4.0 * (4.0 / 199.0) ** 2
+        assert float(jnp.exp(-((x - x.T) ** 2) / four).sum()) / 200.0 - 1.0 == pytest.approx(4.0, rel=0.2)
+        wide, narrow = (measure_steepness(random.key(1), kernel, x[None], b) for b in (h / width**2, four))
+        assert narrow > 10.0 * wide
 
 
 def test_a_given_bandwidth_is_not_learned():

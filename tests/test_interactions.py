@@ -463,6 +463,12 @@ def test_bad_weights_are_refused(weight):
             weight * interaction
 
 
+def test_a_laplacian_may_be_made_within_a_program():
+    u = random.normal(random.key(0), (1, 4, 2))
+    found = jax.jit(lambda u: Laplacian(RBF(1.0)).couple(u).repulsion)(u)
+    np.testing.assert_allclose(found, Laplacian(RBF(1.0)).couple(u).repulsion, rtol=1e-5, atol=1e-6)
+
+
 def test_kernels_that_may_be_negative_have_no_laplacian():
     class Wave(Radial):
         def profile(self, s):
