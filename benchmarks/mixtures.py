@@ -261,18 +261,24 @@ def independent(record, target, size, number):
     record.row(f"{target} {size} exact", lambda: at | summarize(draws, score))
 
 
+#: In which tables and pictures have them, whenever they were measured.
+ORDER = (
+    *("independent draws", "SGLD", "SGLD, balanced", "SGLD+R", "SGHMC", "SGHMC+R", "SVGD"),
+    *("SGLD, archive", "SGLD+R, archive", "SGHMC, archive", "NumPyro's NUTS", "NumPyro's AIES", "NumPyro's ESS"),
+)
 PROTOCOLS = {"exact": "", "a": "(a) one step", "b": "(b) its best", "c": "(c) 10 % too wide", "d": "(d) nothing set"}
 
 
 def tables(record: Record) -> str:
     sections = []
-    for target, size in dict.fromkeys((row["target"], row["particles"]) for row in record.rows.values()):
+    clouds = {(row["target"], row["particles"]) for row in record.rows.values()}
+    for target, size in sorted(clouds, key=lambda cloud: (list(MODELS).index(cloud[0]), cloud[1])):
         measures = ["mean_error", "square_error", "inflation"]
         if target == "Gaussians":
             measures = ["mean_error", "square_error", "occupancy", "distance", "inflation"]
         lines = []
         for protocol, title in PROTOCOLS.items():
-            for row in record.select(target=target, particles=size, protocol=protocol):
+            for row in in_order(record.select(target=target, particles=size, protocol=protocol)):
                 lines.append([title, row["sampler"], *settings_of(row), *(cell(row, name) for name in measures)])
                 lines[-1] += [f"{row[key]:,.0f}" if key in row else "" for key in ("effective", "nominal")]
                 a_second = "effective" in row and "seconds" in row
@@ -283,6 +289,10 @@ def tables(record: Record) -> str:
         number = max(row.get("repeats", 0) for row in record.select(target=target, particles=size))
         sections.append(f"**{target}, {size} particles** ({number} repeats)\n\n{table(head, lines)}")
     return "\n\n".join(sections)
+
+
+def in_order(rows):
+    return sorted(rows, key=lambda row: ORDER.index(row["sampler"]))
 
 
 def settings_of(row):
@@ -326,7 +336,7 @@ def draw(record: Record):
 
 def trade_off(ax, record, target, size):
     """The criterion against inflation, along the steps of the grid."""
-    rows = record.select(target=target, particles=size, protocol="grid", h=None)
+    rows = in_order(record.select(target=target, particles=size, protocol="grid", h=None))
     criterion = (Exponentials if target == "exponentials" else Gaussians).criterion
     for row in rows:
         width, value = np.array([row["inflation"], row[criterion]], float)

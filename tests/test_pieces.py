@@ -95,6 +95,7 @@ def begun(tmp_path_factory):
     return path, mcmc
 
 
+@pytest.mark.slow  # compiled as by users: programs of different lengths agree to the bit
 def test_pieces_are_one_run(begun):
     whole = make(SGLDR(regression, step_size=1e-3, num_steps=2))
     whole.run(random.key(0), *data(), extra_fields=("z.beta",))

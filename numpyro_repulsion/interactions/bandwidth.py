@@ -12,7 +12,7 @@ import jax.numpy as jnp
 __all__ = ["bisect_bandwidth"]
 
 #: The least bandwidth, over the variance of a coordinate.
-NARROWEST = 0.3
+NARROWEST = 0.1
 
 
 def bisect_bandwidth(mean_similarity: Callable[[jax.Array], jax.Array], u: jax.Array, target: float) -> jax.Array:

@@ -228,7 +228,7 @@ class Gram(Interaction):
         """The bandwidth at which k is, on average over pairs of the cloud, ``min(4 / (L − 1), 1 / 4)`` of its maximum.
 
         The particles that one sees then number four or fewer, and the largest eigenvalue of K, which sets how long a
-        step can be, stays near five. But it is never less than 0.3 of a coordinate's variance: of many particles in
+        step can be, stays near five. But it is never less than 0.1 of a coordinate's variance: of many particles in
         few dimensions one sees more than four, as repulsion between nearest neighbours would bear no longer step.
         """
         if not self.learns_bandwidth:

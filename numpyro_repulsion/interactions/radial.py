@@ -93,7 +93,7 @@ class RBF(Radial):
     :math:`\Gamma_i = (2/h) \sum_j k_{ij} (u_i - u_j)`, which is *added* to the drift: it pushes particles apart.
 
     :param bandwidth: h, in squared units of the (preconditioned) parameters; frozen after warmup. ``None`` sets it in
-        warmup by a rule: each particle has about four neighbours, or h is 0.3 of a coordinate's variance where that is
+        warmup by a rule: each particle has about four neighbours, or h is 0.1 of a coordinate's variance where that is
         more. ``"learned"`` takes the h that promises most draws
         for each gradient on the clouds of warmup (see :ref:`the mathematics <learned-bandwidth>`). With twenty
         particles and the default budget of bias that is the rule's; with ``BiasBudget(0.01)`` it is wider, and
