@@ -107,7 +107,7 @@ def describe(state):
 @pytest.mark.parametrize(
     ("make_key", "double", "source", "every"),
     [
-        (random.key, False, kernels, 3),
+        pytest.param(random.key, False, kernels, 3, marks=pytest.mark.slow),
         (random.PRNGKey, True, kernels, 7),
         pytest.param(random.PRNGKey, True, kernels, 1, marks=pytest.mark.slow),
         pytest.param(random.key, False, combinations, 1, marks=pytest.mark.slow),

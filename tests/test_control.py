@@ -267,7 +267,7 @@ def test_the_same_data_leave_the_reference_alone():
 
 
 @pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup expects trouble", "ignore:num_warmup")
-@pytest.mark.parametrize("num_warmup", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_warmup", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5))])
 def test_a_warmup_of_one_iteration_finds_a_reference(num_warmup):
     y = 5.0 + random.normal(random.key(1), (400,))
     kernel = SGLD(mean_of, step_size=1e-3)

@@ -207,6 +207,7 @@ def variances(dynamics, jumped, seed=0, replicas=200, size=6, updates=600):
     return run(random.key(seed))
 
 
+@pytest.mark.slow
 def test_averaged_noise_is_begun_anew_after_a_jump():
     # Of what LM does to a Gaussian nothing is left but the first step after a jump: (ελ/4)² of the variance.
     dynamics = Overdamped("lm")

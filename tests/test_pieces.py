@@ -209,7 +209,7 @@ def test_one_program_for_all_pieces_and_one_bar(monkeypatch, capsys, tmp_path):
     text = capsys.readouterr().err
     bars = text.strip().split("\n")
     assert len(bars) == 2 and all(bar.split("\r")[-1].startswith("sample: 100%") for bar in bars)
-    assert text.count("0/109") == 2
+    assert text.count("| 0/109") == 2
     assert "2 updates of size 5.00e-02" in text
     with CountCompilations() as compilations:
         run_in_pieces(mcmc, random.key(0), init_params=SIX, piece_size=9, directory=tmp_path / "a")

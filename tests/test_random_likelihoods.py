@@ -87,7 +87,9 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["ensemble", pytest.param("weighted", marks=pytest.mark.slow), "plain"])
+@pytest.mark.parametrize(
+    "name", ["ensemble", *(pytest.param(x, marks=pytest.mark.slow) for x in ("weighted", "plain"))]
+)
 def test_gradients_of_filters(name):
     # The bias of a filter with P members is of order 1/P, and 2 g(2P) − g(P) is rid of it.
     keys = random.split(random.key(0), 4000)

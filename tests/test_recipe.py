@@ -116,7 +116,7 @@ def limit(f, ε=1e-4):
 # The sum has its parts in it.
 INTERACTIONS = [
     pytest.param(RBF(1.0), marks=pytest.mark.slow),
-    IMQ(2.0),
+    pytest.param(IMQ(2.0), marks=pytest.mark.slow),
     pytest.param(Independent(), marks=pytest.mark.slow),
     0.6 * RBF(1.0) + 0.4 * Independent(),
     pytest.param(Laplacian(RBF(1.0), strength=0.5), marks=pytest.mark.slow),

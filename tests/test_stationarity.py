@@ -565,6 +565,7 @@ def test_antithetic_noise_that_depends_on_the_order_is_told_apart():
     assert max(map(abs, difference_scores(antithetic, independent).values())) > 2 * LIMIT
 
 
+@pytest.mark.slow
 def test_groups_balanced_against_each_other_keep_the_law_of_one_group():
     def one_group(interaction, seed):
         dynamics, force = Overdamped(), force_of(GAUSSIAN)
