@@ -28,6 +28,7 @@ class Sampler:
     - **others** - those of the curve besides.
     - **run** - a length in words.
     - **repeats** - how many runs of the table's length; of other lengths three at most.
+    - **short** - the length in the short form; 0 leaves the sampler out there.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Sampler:
     length: int
     others: tuple[int, ...] = ()
     repeats: int = 3
-    in_short: bool = False
+    short: int = 0
     is_ours: bool = False
 
     def describe(self, length):
@@ -129,6 +130,7 @@ def steinvi(length):
 
 
 SETTINGS = {"run": "{0} + {0} iterations of 10", "length": 300, "others": (100, 1000), "repeats": 6}
+SHORT, SHORT_OF_BLACKJAX = 100, 10_000
 SHARED = ours(SGLD, gradient=ControlVariates(shared=True))
 
 
@@ -143,7 +145,7 @@ def of_blackjax(name, kernel, steps, length=30_000, others=(), repeats=3, short=
             length,
             others if step in short else (),
             repeats,
-            step in short,
+            SHORT_OF_BLACKJAX if step in short else 0,
         )
         for step in steps
     ]
@@ -152,8 +154,8 @@ def of_blackjax(name, kernel, steps, length=30_000, others=(), repeats=3, short=
 CORRECTED, OWN = ", control variates", ", own minibatches"
 CURVE = {"others": (3000, 10_000, 100_000), "repeats": 6}
 SAMPLERS = [
-    Sampler("`SGLD`", "", ours(SGLD), in_short=True, is_ours=True, **SETTINGS),
-    Sampler("`SGLD`", "`ControlVariates(shared=True)`", SHARED, in_short=True, is_ours=True, **SETTINGS),
+    Sampler("`SGLD`", "", ours(SGLD), short=SHORT, is_ours=True, **SETTINGS),
+    Sampler("`SGLD`", "`ControlVariates(shared=True)`", SHARED, short=SHORT, is_ours=True, **SETTINGS),
     Sampler("`SGHMC`", "", ours(SGHMC), is_ours=True, **SETTINGS),
     Sampler("`SGLDR`", "", ours(SGLDR), is_ours=True, **SETTINGS),
     *of_blackjax("SGLD", by_hand.sgld, (1e-7, 1e-6), short=(1e-6,), **CURVE),

@@ -7,6 +7,7 @@ our samplers; steps of the others are those of the grid that is shown, and which
     python benchmarks/peers.py [--short] [--again]
 """
 
+from functools import partial
 import time
 import warnings
 
@@ -86,7 +87,7 @@ def time_updates(short, X, y):
     return {"part": "updates", "rounds": rounds, "num_updates": num_updates, "updates": updates}
 
 
-def accuracy(sampler, length, repeats, X, y, exact):
+def accuracy(sampler, length, repeats, is_table, X, y, exact):
     """Errors and seconds of repeated whole runs, each of which compiles."""
     mean, sd = exact
     means, deviations, seconds = [], [], []
@@ -105,7 +106,7 @@ def accuracy(sampler, length, repeats, X, y, exact):
         "setting": sampler.setting,
         "length": length,
         "run": sampler.describe(length),
-        "is_table": length == sampler.length,
+        "is_table": is_table,
         "repeats": repeats,
         "seconds": middle_seconds,
         "seconds_se": error,
@@ -121,13 +122,15 @@ def measure(record):
     X, y = large.as_jax(X, y)
     record.row("updates", lambda: time_updates(record.short, X, y))
     for sampler in SAMPLERS:
-        if record.short and not sampler.in_short:
+        shown = sampler.short if record.short else sampler.length
+        if not shown:
             continue
-        for length in (sampler.length,) if record.short else (sampler.length, *sampler.others):
+        for length in (shown,) if record.short else (shown, *sampler.others):
             most = 2 if record.short else sampler.repeats
-            repeats = most if length == sampler.length else min(most, 3)
+            repeats = most if length == shown else min(most, 3)
             key = f"{sampler.name}, {sampler.setting}, {sampler.describe(length)}"
-            record.row(key, lambda s=sampler, n=length, r=repeats: accuracy(s, n, r, X, y, exact))
+            row = partial(accuracy, sampler, length, repeats, length == shown, X, y, exact)
+            record.row(key, row)
 
 
 def tables(record):
