@@ -63,7 +63,7 @@ def main():
     if short:
         head = (
             "# Results, short form\n\nWhat `make bench` measures in a quarter of an hour on two cores: fewer repeats, "
-            "smaller grids, the first data sets. The first four benchmarks run two at a time, so their seconds are rough. "
+            "smaller grids, the first data sets. The first four run two at a time, so their seconds are rough. "
             "Standard errors are large; what is concluded stands in [the results](results.md)."
         )
     else:
