@@ -27,11 +27,16 @@ from numpyro_repulsion import SGLD, ControlVariates, enable_live_warnings
 EPOCH = ROWS // BATCH
 
 
-def time_updates(problem, schemes, short):
+def kinds(record):
+    """The gradients that are measured: the short form has the default's alone."""
+    return ("control variates",) if record.short else tuple(STEPS)
+
+
+def time_updates(problem, schemes, kinds, short):
     """Microseconds for an update of all particles, and over that of the first scheme, as medians over rounds."""
     num_updates, rounds = (100, 7) if short else (200, 25)
     found = {}
-    for kind in STEPS:
+    for kind in kinds:
         programs = {scheme.name: problem.program(scheme, kind, num_updates) for scheme in schemes}
         seconds = {name: np.array(values) for name, values in in_turns(programs, (), rounds).items()}
         own = seconds[schemes[0].name]
@@ -99,10 +104,10 @@ THROUGH_MCMC = [
 def measure(record):
     problem = Problem()
     schemes = [scheme for scheme in SCHEMES if scheme.in_short or not record.short]
-    timed = record.row("updates", lambda: time_updates(problem, schemes, record.short))
+    timed = record.row("updates", lambda: time_updates(problem, schemes, kinds(record), record.short))
     seconds, repeats = (1.0, 4) if record.short else (4.0, 8)
     for scheme in schemes:
-        for kind in STEPS:
+        for kind in kinds(record):
             micro = timed["kinds"][kind][scheme.name]["microseconds"][0]
             record.row(
                 f"error: {scheme.name}, {kind}",
@@ -115,12 +120,12 @@ def measure(record):
     for sampler in () if record.short else THROUGH_MCMC:
         record.row(
             f"through MCMC: {sampler.setting}",
-            lambda s=sampler: accuracy(s, s.length, s.repeats, *problem.plain, (problem.mean, problem.sd)),
+            lambda s=sampler: accuracy(s, s.length, s.repeats, True, *problem.plain, (problem.mean, problem.sd)),
         )
 
 
 def tables(record):
-    found = [*(scheme_table(record, kind) for kind in STEPS), noise_table(record)]
+    found = [*(scheme_table(record, kind) for kind in kinds(record)), noise_table(record)]
     return "\n\n".join([*found, *(() if record.short else (accuracy_table(record),))])
 
 
@@ -170,8 +175,8 @@ def noise_table(record):
 
 def draw(record):
     """The error of means at equal time, beside the time of an update."""
-    figure, axes = plt.subplots(1, len(STEPS), figsize=(11, 5), sharey=True)
-    for axis, kind in zip(axes, STEPS, strict=True):
+    figure, axes = plt.subplots(1, len(kinds(record)), figsize=(11, 5), sharey=True, squeeze=False)
+    for axis, kind in zip(axes[0], kinds(record), strict=True):
         rows = record.select(part="error", kind=kind)[::-1]
         at = range(len(rows))
         axis.errorbar([r["mean_rms"] for r in rows], at, xerr=[r["mean_rms_se"] for r in rows], fmt="o", capsize=2)

@@ -5,10 +5,10 @@ highest log-likelihood on a fifth of the training rows, after a fit to the other
 every tenth update of the last half; the kernels with nothing set have 1600 updates of warmup and keep every tenth of
 400. ± is a standard error over splits.
 
-    NUMPYRO_REPULSION_DATA=... python benchmarks/networks.py [--short] [--again]
-
 The short form has two splits of yacht, fewer steps and not all methods. Without the data folder either form runs on
 scikit-learn's diabetes set, with splits of its own.
+
+    NUMPYRO_REPULSION_DATA=... python benchmarks/networks.py [--short] [--again]
 """
 
 from functools import partial

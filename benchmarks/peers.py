@@ -49,12 +49,12 @@ def programs(num_updates, short):
         these = {
             "bare `lax.scan`": (by(by_hand.no_library(gradient, 1e-6)), "BlackJAX SGLD"),
             "BlackJAX SGLD": (by(by_hand.sgld(gradient, 1e-6)), None),
-            "`SGLD`, independent noise, Euler": (ours(SGLD, **plain), "BlackJAX SGLD"),
             "`SGLD`": (ours(SGLD), "BlackJAX SGLD"),
             "`SGLDR`": (ours(SGLDR), "BlackJAX SGLD"),
         }
         if not short:
             these |= {
+                "`SGLD`, independent noise, Euler": (ours(SGLD, **plain), "BlackJAX SGLD"),
                 "BlackJAX SGNHT": (by(by_hand.sgnht(gradient, 1e-6)), None),
                 "`SGHMC`": (ours(SGHMC), "BlackJAX SGNHT"),
                 "`SGNHT`": (ours(SGNHT), "BlackJAX SGNHT"),

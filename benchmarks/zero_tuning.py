@@ -7,9 +7,9 @@ whose curvature varies most (of the funnel: least), by the two figures that tell
 40 and 25. Below, what warmup costs beyond its gradients, and the first run, compilation included, beside NUTS's with
 four chains.
 
-    NUMPYRO_REPULSION_DATA=... python benchmarks/zero_tuning.py [--short] [--again]
-
 Without the data folder the posteriors of posteriordb are left out, and it says so.
+
+    NUMPYRO_REPULSION_DATA=... python benchmarks/zero_tuning.py [--short] [--again]
 """
 
 from functools import cache, partial
