@@ -225,7 +225,7 @@ def scores_table(record: Record, measure: str) -> str:
         # Beside those that have all splits.
         rivals = [sign * m for (other, _), (m, _, n, _) in means.items() if other == name and n == splits[name]]
         text = f"**{text}**" if finite == splits[name] and sign * mean == max(rivals) else text
-        text += f" ({total} splits)" if total < splits[name] else ""
+        text += f" ({total} split{'s' * (total > 1)})" if total < splits[name] else ""
         return text + (f" ({total - finite} not finite)" if finite < total else "")
 
     lines = [[label, *(cell(name, label) for name in sets)] for label in known_methods(record)]

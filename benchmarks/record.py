@@ -122,8 +122,6 @@ def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def pm(mean: float, error: float, digits: int = 3) -> str:
-    """A mean and its standard error, as the tables have them."""
-    if abs(mean) >= 1e6:
-        return f"{mean:.1e} ± {error:.1e}"
-    digits = digits if abs(mean) < 1000 else 0
-    return f"{mean:,.{digits}f} ± {error:,.{digits}f}"
+    """A mean and its standard error, as the tables have them; of one run there is no error."""
+    form = ".1e" if abs(mean) >= 1e6 else f",.{digits if abs(mean) < 1000 else 0}f"
+    return f"{mean:{form}}" + (f" ± {error:{form}}" if error == error else "")
