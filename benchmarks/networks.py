@@ -305,6 +305,7 @@ def draw(record: Record):
     sets = known_sets(record)
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained", width_ratios=(1, 1, 1.4))
     pairs = {PAIRS[0]: "all the way", ("SGLD+R, off for the last half", "SGLD"): "off for the last half"}
+    pairs = {pair: label for pair, label in pairs.items() if record.select(method=pair[0])}
     for ax, (measure, title) in zip(axes[:2], MEASURES.items(), strict=True):
         for k, (pair, label) in enumerate(pairs.items()):
             found = np.array([mean_and_error(differences(record, name, pair, measure)) for name in sets])
