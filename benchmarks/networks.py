@@ -316,6 +316,9 @@ def draw(record: Record):
             style = {"fmt": "o", "color": COLOURS[k], "capsize": 3, "label": label}
             ax.errorbar(found[:, 0], np.arange(len(sets)) + 0.2 * k - 0.1, xerr=found[:, 1], **style)
         ax.axvline(0, color="grey", lw=0.8)
+        if measure == "rmse":
+            # Of some sets by a thousandth, of others by a multiple.
+            ax.set_xscale("symlog", linthresh=1)
         ax.set_yticks(range(len(sets)), [SHOWN[name] for name in sets])
         ax.set_ylim(len(sets) - 0.5, -0.5)
         ax.set_xlabel(f"gain of SGLD+R over SGLD, {title}" + (", % of SGLD's" if measure == "rmse" else ""))
