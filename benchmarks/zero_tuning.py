@@ -173,8 +173,9 @@ def moments_table(rows):
             pairs = [max(row[key] for row in found) for key in ("mean_error", "sd_error")]
             texts.append(
                 " · ".join(
-                    f"{value:.3f}" if value <= limit or name == CENTRED else f"**{value:.3f}**"
+                    text if value <= limit or name == CENTRED else f"**{text}**"
                     for value, limit in zip(pairs, target, strict=True)
+                    for text in [f"{value:.3f}" if value < 1000 else f"{value:.0e}"]
                 )
             )
         flagged = sum(bool(row["flags"]) for row in mine)
