@@ -146,7 +146,7 @@ def settings(record):
     if record.short:
         return np.geomspace(0.01, 0.3, 5), (None,), clouds, lambda size: (6, 24)
     clouds += [("exponentials", 100), ("exponentials", 20), ("Gaussians", 10), ("Gaussians", 100)]
-    return np.geomspace(0.003, 1.0, 11), BANDWIDTHS, clouds, lambda size: (8, 48) if size == 100 else (32, 200)
+    return np.geomspace(0.003, 1.0, 11), BANDWIDTHS, clouds, lambda size: (8 if size == 100 else 32, 200)
 
 
 def measure(record):

@@ -22,7 +22,7 @@ from network_methods import METHODS, NUM_STEPS, UPDATES, WARMUP
 import numpy as np
 from posteriors import data_folder
 from record import Record, pm, run, table
-from uci import OWN, UCI, in_units, score, split
+from uci import OWN, UCI, in_units, score, split, widths
 from zero_tuning import gradients_of
 
 from numpyro_repulsion import enable_live_warnings
@@ -146,6 +146,14 @@ def one(fits: Fits, name: str, number: int, label: str, short: bool) -> dict:
     return row
 
 
+def wide(name: str) -> dict:
+    """A row: what makes intervals wide on a set's first split."""
+    X, y, X_test, y_test, _ = (jnp.asarray(x, jnp.float32) for x in split(name, 0))
+    draws = jax.jit(partial(METHODS[CHOSEN].fit, 0.0))(random.key(0), X, y)
+    found = {key: float(value) for key, value in widths(draws, X_test, y_test).items()}
+    return {"data": name, "split": 0, "fitted": CHOSEN} | found
+
+
 def _finite(x):
     """A number for JSON, which has none for what diverged."""
     return float(x) if np.isfinite(x) else None
@@ -157,6 +165,8 @@ def measure(record: Record) -> None:
         print("NUMPYRO_REPULSION_DATA is not set: scikit-learn's diabetes set takes the place of UCI's.")
     fits, current = Fits(), None
     splits = plan(record.short)
+    for name in () if record.short else dict(splits):
+        record.row(f"{name} / widths", partial(wide, name))
     todo = [(name, number, label) for name, number in splits for label in METHODS if label != SLOW]
     todo += [(name, number, SLOW) for name, number in splits if name in SLOW_SETS and number < SLOW_SPLITS]
     for name, number, label in todo:
@@ -270,6 +280,14 @@ def calibration_table(record: Record) -> str:
     return table(["in the intervals of 50 % · 90 %", *(SHOWN[name] for name in sets)], lines)
 
 
+def widths_table(record: Record) -> str:
+    rows = record.select(fitted=CHOSEN)
+    keys = ("noise", "each", "mean", "apart", "median_over_rms")
+    lines = [[SHOWN[row["data"]], *(f"{row[key]:.3f}" for key in keys)] for row in rows]
+    head = [f"{CHOSEN}, first split", "noise", "error of each network", "of their mean", "how far apart they are"]
+    return table([*head, "median error over root mean square (Gaussian: 0.674)"], lines)
+
+
 def costs_table(record: Record) -> str:
     lines = []
     for label in known_methods(record):
@@ -297,7 +315,9 @@ def tables(record: Record) -> str:
     where = "scikit-learn's diabetes set, splits of our own" if "diabetes" in known_sets(record) else "UCI sets"
     parts = [f"{where}; ± is a standard error over splits."]
     parts += [scores_table(record, measure) for measure in MEASURES]
-    return "\n\n".join([*parts, differences_table(record), calibration_table(record), costs_table(record)])
+    parts += [differences_table(record), calibration_table(record)]
+    parts += [widths_table(record)] if record.select(fitted=CHOSEN) else []
+    return "\n\n".join([*parts, costs_table(record)])
 
 
 def draw(record: Record):

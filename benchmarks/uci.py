@@ -85,6 +85,27 @@ def score(draws: dict[str, jax.Array], X: jax.Array, y: jax.Array) -> dict[str, 
     } | covered
 
 
+def widths(draws: dict[str, jax.Array], X: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    """What makes predictive intervals wide, in standard deviations of the responses.
+
+    The noise that the networks take responses to have; the error of each network and of their mean, and how far apart
+    they are, root mean squares all; and the median error of each over its root mean square, 0.674 of Gaussian errors.
+
+    :param draws: of the network's sites, with two leading axes.
+    """
+    draws = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws)
+    fits = lax.map(lambda one: relu_network(one, X), draws)
+    errors = y - fits
+    each = jnp.sqrt(jnp.mean(errors**2))
+    return {
+        "noise": jnp.sqrt(jnp.mean(1 / draws["noise_precision"])),
+        "each": each,
+        "mean": jnp.sqrt(jnp.mean((y - fits.mean(0)) ** 2)),
+        "apart": jnp.sqrt(jnp.mean(fits.var(0))),
+        "median_over_rms": jnp.median(jnp.abs(errors)) / each,
+    }
+
+
 def in_units(scores: dict[str, jax.Array], unit: float) -> dict[str, np.ndarray]:
     """Scores of standardized responses as those of the responses."""
     scores = {name: np.asarray(value, float) for name, value in scores.items()}
