@@ -147,7 +147,7 @@ def draw(record: Record):
     ax.axvline(TARGET[0], color="k", lw=0.8)
     ax.axhline(TARGET[1], color="k", lw=0.8)
     ax.set(xlabel="worst error of a mean, sd", ylabel="worst relative error of a sd", xlim=(0, None), ylim=(0, None))
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=6, columnspacing=1)
     return figure
 
 
