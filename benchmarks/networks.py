@@ -284,8 +284,8 @@ def widths_table(record: Record) -> str:
     rows = record.select(fitted=CHOSEN)
     keys = ("noise", "each", "mean", "apart", "median_over_rms")
     lines = [[SHOWN[row["data"]], *(f"{row[key]:.3f}" for key in keys)] for row in rows]
-    head = [f"{CHOSEN}, first split", "noise", "error of each network", "of their mean", "how far apart they are"]
-    return table([*head, "median error over root mean square (Gaussian: 0.674)"], lines)
+    head = [f"{CHOSEN}, first split, in deviations of the responses", "noise", "error of each network", "of their mean"]
+    return table([*head, "how far apart they are", "median error over root mean square (Gaussian: 0.674)"], lines)
 
 
 def costs_table(record: Record) -> str:
