@@ -53,14 +53,14 @@ def summary(run, **kwargs):
         >>> import jax.numpy as jnp
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR, summary
-        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.05), num_warmup=10, num_samples=200,
-        ...             num_chains=4, chain_method="vectorized", progress_bar=False)
-        >>> mcmc.run(random.key(0), init_params=jnp.arange(4.0))
+        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.05), num_warmup=10, num_samples=500,
+        ...             num_chains=10, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 2)))
         >>> table = summary(mcmc)
-        SGLDR: 4 particles in 1 ensemble, 10 updates of size 0.05 per draw. No update was held as diverging. Step-size
+        SGLDR: 10 particles in 1 ensemble, 10 updates of size 0.05 per draw. No update was held as diverging. Step-size
         bias: at most about ... % of a posterior sd.
         >>> list(table.index)
-        ['z']
+        ['z[0]', 'z[1]']
     """
     import arviz
 
