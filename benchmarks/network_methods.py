@@ -7,6 +7,7 @@ from functools import partial
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+import optax
 
 from numpyro.contrib.einstein import SVGD as NumPyroSVGD, RBFKernel
 from numpyro.infer import MCMC
@@ -20,6 +21,7 @@ from numpyro_repulsion import (
     SGLDR,
     SGNHT,
     SVGD,
+    Descent,
     Independent,
     Overdamped,
     Scheduled,
@@ -140,6 +142,10 @@ STEPS = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
 FEW = (1e-5, 3e-5, 1e-4)
 TIMES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 FEW_TIMES = (3e-4, 1e-3, 3e-3)
+#: NumPyro's Adagrad, which averages its directions.
+ADAGRAD = Descent(optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9, debias=False)))
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
+FEW_RATES = (0.1, 0.3, 1.0)
 
 METHODS = {
     "SGLD": Method(by_hand(SGLD, interaction=Independent(), dynamics=Overdamped(integrator="euler")), STEPS, FEW),
@@ -151,7 +157,9 @@ METHODS = {
     ),
     "SGHMC+R": Method(by_hand(SGHMCR, interaction=MedianRBF()), TIMES, FEW_TIMES),
     "SVGD": Method(by_hand(SVGD, interaction=MedianRBF(), last=True), STEPS, FEW),
-    "NumPyro's SVGD": Method(numpyro_svgd, (0.01, 0.03, 0.1, 0.3, 1.0)),
+    "SVGD, Adagrad": Method(by_hand(SVGD, interaction=MedianRBF(), dynamics=ADAGRAD, last=True), RATES, FEW_RATES),
+    "20 networks, Adagrad": Method(by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES),
+    "NumPyro's SVGD": Method(numpyro_svgd, RATES),
     "20 MAP networks": Method(map_ensemble, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)),
     "`SGLD(model)`": Method(nothing_set(SGLD)),
     "`SGLDR(model)`": Method(nothing_set(SGLDR)),

@@ -2,7 +2,7 @@
 
 from numpyro_repulsion.bias import StepBias, step_bias
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
-from numpyro_repulsion.dynamics import Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.dynamics import Descent, Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled
 from numpyro_repulsion.inference_data import all_rows, to_inference_data
 from numpyro_repulsion.interactions import (
@@ -46,6 +46,7 @@ __all__ = [
     "BiasBudget",
     "ControlVariates",
     "Cyclical",
+    "Descent",
     "Dynamics",
     "FullData",
     "Gram",

@@ -9,6 +9,7 @@ import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import numpyro
@@ -31,6 +32,7 @@ from numpyro_repulsion import (
     BiasBudget,
     ControlVariates,
     Cyclical,
+    Descent,
     FullData,
     Independent,
     Laplacian,
@@ -91,6 +93,7 @@ def kernels():
         yield kernel(model, gradient=FullData(), moves=Archive())
     yield SGLDR(model, step_size=CYCLE, preconditioner="diagonal")
     yield SGLDR(model, step_size=CYCLE, gradient=SVRG(shared=True))
+    yield SVGD(model, step_size=0.01, dynamics=Descent(optax.scale_by_adam()))
 
 
 def combinations():

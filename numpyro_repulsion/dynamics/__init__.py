@@ -6,6 +6,7 @@ long its steps may be.
 """
 
 from numpyro_repulsion.dynamics.base import Cloud, Couple, Dynamics, Force, Landscape, hold, select
+from numpyro_repulsion.dynamics.descent import Descent
 from numpyro_repulsion.dynamics.overdamped import Overdamped
 from numpyro_repulsion.dynamics.recipe import Recipe
 from numpyro_repulsion.dynamics.underdamped import Relativistic, Thermostat, Underdamped
@@ -13,6 +14,7 @@ from numpyro_repulsion.dynamics.underdamped import Relativistic, Thermostat, Und
 __all__ = [
     "Cloud",
     "Couple",
+    "Descent",
     "Dynamics",
     "Force",
     "Landscape",

@@ -60,7 +60,7 @@ class Dynamics:
         >>> from numpyro_repulsion import Dynamics, Independent
         >>> from numpyro_repulsion.dynamics import Cloud
 
-        >>> class Descent(Dynamics):  # D = 0
+        >>> class Flow(Dynamics):  # D = 0
         ...     is_sampler = False
         ...     def init(self, key, z, force, couple):
         ...         return Cloud(z, *force(z))
@@ -69,8 +69,8 @@ class Dynamics:
         ...         return Cloud(z, *force(z))
 
         >>> force, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
-        >>> cloud = Descent().init(random.key(0), jnp.ones((2, 1)), force, couple)
-        >>> Descent().step(random.key(1), cloud, force, couple, 0.5).z.tolist()
+        >>> cloud = Flow().init(random.key(0), jnp.ones((2, 1)), force, couple)
+        >>> Flow().step(random.key(1), cloud, force, couple, 0.5).z.tolist()
         [[0.5], [0.5]]
     """
 

@@ -104,7 +104,8 @@ class SVGD(ParticleKernel):
     that represents the posterior. The product law is *not* stationary; the spread of few particles comes out too
     small, and successive clouds are not draws. The result is the last cloud:
     :func:`~numpyro_repulsion.to_inference_data` and :func:`~numpyro_repulsion.summary` keep just that one. There is
-    no factor ``1/L``, and no adaptive learning rate; any schedule of optax fits ``step_size``.
+    no factor ``1/L``. Any schedule of optax fits ``step_size``, and ``dynamics=Descent(...)`` takes the steps of an
+    optimizer of optax, such as Adagrad: see :class:`~numpyro_repulsion.Descent`.
 
     All arguments are those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
     :class:`~numpyro_repulsion.RBF`.

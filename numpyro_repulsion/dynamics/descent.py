@@ -1,0 +1,116 @@
+"""A cloud that goes downhill in the steps of an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+
+__all__ = ["Descent"]
+
+
+@dataclass(frozen=True)
+class Descent(Dynamics):
+    r"""The direction of SVGD in the steps of an optimizer of optax. Not a sampler.
+
+    .. math::
+        Z \leftarrow Z - \epsilon\, R(K \nabla U(Z) - \Gamma)
+
+    R is a gradient transformation *without* a learning rate: ``optax.scale_by_rss()`` is Adagrad's and
+    ``optax.scale_by_adam()`` Adam's. ``step_size``, a number or a schedule, is the learning rate, and must be given.
+    There is no noise (``D = 0``) and no stationary law; at rest is a cloud where :math:`K \nabla U = \Gamma`, as for
+    plain :class:`~numpyro_repulsion.SVGD`. With ``interaction=Independent()`` each particle is optimized alone: an
+    ensemble of modes.
+
+    Where parameters differ in scale, as those of networks do, it gets there in far fewer updates than plain steps. With
+    minibatches it pays to average directions too: ``optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9,
+    debias=False))`` takes the steps of NumPyro's Adagrad.
+    Every particle has accumulators of its own, which stay as they are in an update in which it is held.
+
+    :param optimizer: from optax or made like it: ``init(params)`` and ``update(gradient, state, params)`` for one
+        particle ``(d,)``.
+    :raises TypeError: for anything else, such as a function of optax that was not called.
+    :raises ValueError: for an optimizer that has a learning rate, such as ``optax.adam(0.1)``, whose updates point down
+        the gradient and not up; and for a step that is left to be measured.
+
+    **References:**
+
+    1. *Stein Variational Gradient Descent: A General Purpose Bayesian Inference Algorithm*, Q. Liu and D. Wang,
+       https://arxiv.org/abs/1608.04471
+    2. *Adaptive Subgradient Methods for Online Learning and Stochastic Optimization*, J. Duchi, E. Hazan and Y. Singer,
+       Journal of Machine Learning Research 12, 2011
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro.infer import MCMC
+        >>> import optax
+        >>> from numpyro_repulsion import SVGD, Descent
+        >>> kernel = SVGD(potential_fn=lambda z: jnp.sum(z**2 / jnp.array([1.0, 1e4])) / 2,
+        ...               dynamics=Descent(optax.scale_by_rss()), step_size=1.0)
+        >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=1, num_chains=5, chain_method="vectorized",
+        ...             progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=3.0 + random.normal(random.key(1), (5, 2)))
+        >>> mcmc.last_state.z.shape
+        (5, 2)
+    """
+
+    optimizer: Any
+
+    @property
+    def is_sampler(self):
+        return False
+
+    def __post_init__(self):
+        if not all(callable(getattr(self.optimizer, name, None)) for name in ("init", "update")):
+            raise TypeError(
+                "Descent: `optimizer` must be a gradient transformation with `init` and `update`, such as "
+                f"optax.scale_by_adam(); got {self.optimizer!r}."
+            )
+        params, up = np.zeros(1, np.float32), np.ones(1, np.float32)
+        with jax.ensure_compile_time_eval():
+            first, _ = self.optimizer.update(up, self.optimizer.init(params), params)
+        if not first[0] > 0.0:
+            raise ValueError(
+                "Descent: `optimizer` must point up the gradient, as transformations without a learning rate do, such "
+                f"as optax.scale_by_adam() or optax.scale_by_rss(); for a gradient of 1 it gave {float(first[0]):.3g}. "
+                "`step_size` is the learning rate."
+            )
+
+    def tolerated(self, tolerance, landscape, coupling):
+        raise ValueError(
+            "The steps of an optimizer cannot be measured; give the learning rate as `step_size`, as in "
+            "SVGD(model, dynamics=Descent(optax.scale_by_adam()), step_size=0.01)."
+        )
+
+    def bias(self, step_size, landscape, coupling):
+        return jnp.full_like(step_size, jnp.nan)
+
+    def init(self, key, z, force, couple):
+        memory = [x.reshape(*z.shape[:-1], -1) for x in jax.tree.leaves(_each(self.optimizer.init, z)(z))]
+        return Cloud(z, *force(z), tuple(memory))
+
+    def step(self, key, cloud, force, couple, step_size):
+        z, coupling = cloud.z, couple(cloud.z)
+        slope = coupling.apply(cloud.gradient) - coupling.repulsion
+        leaves, structure = jax.tree.flatten(jax.eval_shape(_each(self.optimizer.init, z), z))
+        state = structure.unflatten(x.reshape(like.shape) for x, like in zip(cloud.memory, leaves, strict=True))
+        direction, state = _each(self.optimizer.update, z)(slope, state, z)
+        memory = (x.reshape(old.shape) for x, old in zip(jax.tree.leaves(state), cloud.memory, strict=True))
+        z = z - step_size * direction
+        return Cloud(z, *force(z), tuple(memory))
+
+
+def _each(function, z):
+    """The function of one particle for all of ``(..., L, d)``."""
+    for _ in z.shape[:-1]:
+        function = jax.vmap(function)
+    return function

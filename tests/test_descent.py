@@ -1,0 +1,156 @@
+"""SVGD in the steps of an optimizer."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import RBF, SGLD, SVGD, Archive, Descent, Independent, Overdamped, Subsampled, run_in_pieces
+from numpyro_repulsion.dynamics import hold
+from numpyro_repulsion.targets import logistic_regression
+
+ADAGRAD = optax.chain(optax.scale_by_rss(), optax.ema(0.9, debias=False))
+OPTIMIZERS = {"Adam": optax.scale_by_adam(), "Adagrad": ADAGRAD, "clipped": optax.clip_by_global_norm(0.3)}
+
+
+def potential(z):
+    return jnp.sum(z**2 / jnp.array([1.0, 100.0, 0.1])) / 2 + jnp.sum(z**4) / 4
+
+
+force = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
+
+
+@pytest.fixture
+def starts():
+    return random.normal(random.key(0), (6, 3))
+
+
+def run(optimizer, starts, num_samples=20, step_size=0.02, num_warmup=4, **settings):
+    settings = {"dynamics": Descent(optimizer) if optimizer else None, "step_size": step_size} | settings
+    mcmc = MCMC(
+        SVGD(potential_fn=potential, **settings),
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=len(starts),
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(1), init_params=starts)
+    return mcmc
+
+
+@pytest.mark.parametrize("num_ensembles", [1, 2])
+def test_without_a_transformation_it_is_svgd_bit_for_bit(starts, num_ensembles):
+    plain, same, other = (
+        run(optimizer, starts, num_ensembles=num_ensembles).last_state.z
+        for optimizer in (None, optax.identity(), optax.scale_by_adam())
+    )
+    assert np.array_equal(plain, same)
+    assert not np.allclose(plain, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("num_ensembles", [1, 3])
+def test_particles_that_are_alone_follow_the_optimizer(starts, optimizer, num_ensembles):
+    settings = {"interaction": Independent(), "num_ensembles": num_ensembles, "num_steps": 5}
+    found = run(optimizer, starts, num_samples=6, step_size=optax.linear_schedule(0.05, 0.01, 50), **settings)
+    for start, end in zip(starts, found.last_state.z, strict=True):
+        # As optax has it: a learning rate that turns the sign is one more transformation.
+        whole = optax.chain(optimizer, optax.scale_by_learning_rate(optax.linear_schedule(0.05, 0.01, 50)))
+        z, state = start, whole.init(start)
+        for _ in range(50):
+            updates, state = whole.update(jax.grad(potential)(z), state, z)
+            z = optax.apply_updates(z, updates)
+        np.testing.assert_allclose(end, z, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_one_update_is_the_transformed_direction_of_svgd(starts, optimizer):
+    dynamics, couple = Descent(optimizer), RBF(2.0).couple
+    cloud = dynamics.init(random.key(0), starts, force, couple)
+    moved = dynamics.step(random.key(1), cloud, force, couple, 0.1)
+    plain = Overdamped(noise=False).step(random.key(1), cloud._replace(memory=()), force, couple, 1.0)
+    for z, φ, end in zip(starts, plain.z - starts, moved.z, strict=True):
+        expected, _ = optimizer.update(-φ, optimizer.init(z), z)
+        np.testing.assert_allclose(end, z - 0.1 * expected, rtol=1e-4, atol=1e-5)
+        assert not np.allclose(end, z + 0.1 * expected, atol=1e-3)
+
+
+def test_a_particle_that_is_held_keeps_its_accumulators(starts):
+    def broken(z):
+        energy, gradient = force(z)
+        return energy.at[2].set(jnp.nan), gradient
+
+    dynamics, couple = Descent(optax.scale_by_adam()), Independent().couple
+    cloud = dynamics.init(random.key(0), starts, force, couple)
+    cloud = dynamics.step(random.key(1), cloud, force, couple, 0.1)
+    whole = dynamics.step(random.key(2), cloud, force, couple, 0.1)
+    held, which = hold(cloud, dynamics.step(random.key(2), cloud, broken, couple, 0.1))
+    assert which.tolist() == [False, False, True, False, False, False]
+    for before, after, free in zip(cloud.memory, held.memory, whole.memory, strict=True):
+        assert np.array_equal(after[2], before[2])
+        assert np.array_equal(np.delete(after, 2, 0), np.delete(free, 2, 0))
+        assert not np.array_equal(after, before)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_run_in_pieces_on_disk_is_the_run(starts, optimizer, tmp_path):
+    def of_pieces():
+        kernel = SVGD(potential_fn=potential, dynamics=Descent(optimizer), step_size=0.02)
+        return MCMC(kernel, num_warmup=4, num_samples=20, num_chains=6, chain_method="vectorized", progress_bar=False)
+
+    whole = run(optimizer, starts)
+    pieces = of_pieces()
+    run_in_pieces(pieces, random.key(1), init_params=starts, piece_size=7, directory=tmp_path)
+    assert np.array_equal(whole.last_state.z, pieces.last_state.z)
+
+
+def test_minibatches_of_a_model_whose_parameters_differ_in_scale():
+    """The middle of the cloud is within a posterior deviation of the mode, where plain steps have not arrived yet."""
+    X = random.normal(random.key(0), (1000, 3)) * jnp.array([1.0, 10.0, 0.1])
+    y = random.bernoulli(random.key(1), jax.nn.sigmoid(X @ jnp.array([1.0, -0.1, 2.0]))).astype(float)
+
+    def energy(beta):
+        logits = X @ beta
+        return jnp.sum(beta**2) / 2 - jnp.sum(y * logits - jax.nn.softplus(logits))
+
+    mode = jnp.zeros(3)
+    for _ in range(20):
+        mode -= jnp.linalg.solve(jax.hessian(energy)(mode), jax.grad(energy)(mode))
+    deviations = jnp.sqrt(jnp.diag(jnp.linalg.inv(jax.hessian(energy)(mode))))
+
+    def distance(dynamics, step_size):
+        kernel = SVGD(logistic_regression, gradient=Subsampled(), dynamics=dynamics, step_size=step_size)
+        mcmc = MCMC(kernel, num_warmup=0, num_samples=100, num_chains=6, chain_method="vectorized", progress_bar=False)
+        starts = {"beta": random.normal(random.key(2), (6, 3))}
+        mcmc.run(random.key(3), X, y, subsample_size=50, init_params=starts)
+        return float(jnp.max(jnp.abs(mcmc.last_state.z["beta"].mean(0) - mode) / deviations))
+
+    assert distance(Descent(ADAGRAD), optax.exponential_decay(0.3, 1000, 0.03)) < 1.0
+    # Longer ones run away: the largest curvature is this.
+    longest = 1.0 / float(jnp.linalg.eigvalsh(jax.hessian(energy)(mode))[-1])
+    assert distance(None, longest) > 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Descent(optax.adam(0.1)), ValueError, "for a gradient of 1 it gave -0.1. `step_size` is the learning"),
+        (lambda: Descent(optax.set_to_zero()), ValueError, "it gave 0. "),
+        (lambda: Descent(optax.adam), TypeError, r"such as optax.scale_by_adam\(\); got <function adam"),
+        (lambda: Descent(0.1), TypeError, "got 0.1"),
+        (lambda: SGLD(potential_fn=potential, dynamics=Descent(ADAGRAD), moves=Archive()), ValueError, "is none"),
+        (
+            lambda: run(ADAGRAD, jnp.eye(3), step_size=None, num_warmup=100),
+            ValueError,
+            "give the learning rate as `step_size`",
+        ),
+    ],
+)
+def test_what_is_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
