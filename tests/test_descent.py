@@ -98,15 +98,21 @@ def test_a_particle_that_is_held_keeps_its_accumulators(starts):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_run_in_pieces_on_disk_is_the_run(starts, optimizer, tmp_path):
-    def of_pieces():
-        kernel = SVGD(potential_fn=potential, dynamics=Descent(optimizer), step_size=0.02)
-        return MCMC(kernel, num_warmup=4, num_samples=20, num_chains=6, chain_method="vectorized", progress_bar=False)
-
+def test_a_run_in_pieces_on_disk_keeps_the_accumulators(starts, optimizer, tmp_path):
+    kernel = SVGD(potential_fn=potential, dynamics=Descent(optimizer), step_size=0.02)
+    pieces = MCMC(kernel, num_warmup=4, num_samples=20, num_chains=6, chain_method="vectorized", progress_bar=False)
     whole = run(optimizer, starts)
-    pieces = of_pieces()
     run_in_pieces(pieces, random.key(1), init_params=starts, piece_size=7, directory=tmp_path)
-    assert np.array_equal(whole.last_state.z, pieces.last_state.z)
+    assert np.array_equal(whole.last_state.num_updates, pieces.last_state.num_updates)
+    for a, b in zip(
+        jax.tree.leaves((whole.last_state.z, whole.last_state.memory)),
+        jax.tree.leaves((pieces.last_state.z, pieces.last_state.memory)),
+        strict=True,
+    ):
+        # Adam counts its updates; the rest is of other programs, which may round differently.
+        if a.dtype.kind == "i":
+            assert np.array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_minibatches_of_a_model_whose_parameters_differ_in_scale():
