@@ -54,7 +54,7 @@ def test_without_a_transformation_it_is_svgd_bit_for_bit(starts, num_ensembles):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("num_ensembles", [1, 3])
+@pytest.mark.parametrize("num_ensembles", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_particles_that_are_alone_follow_the_optimizer(starts, optimizer, num_ensembles):
     settings = {"interaction": Independent(), "num_ensembles": num_ensembles, "num_steps": 5}
     found = run(optimizer, starts, num_samples=6, step_size=optax.linear_schedule(0.05, 0.01, 50), **settings)
