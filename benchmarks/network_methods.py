@@ -145,7 +145,6 @@ FEW_TIMES = (3e-4, 1e-3, 3e-3)
 #: NumPyro's Adagrad, which averages its directions.
 ADAGRAD = Descent(optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9, debias=False)))
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
-FEW_RATES = (0.1, 0.3, 1.0)
 
 METHODS = {
     "SGLD": Method(by_hand(SGLD, interaction=Independent(), dynamics=Overdamped(integrator="euler")), STEPS, FEW),
@@ -157,10 +156,8 @@ METHODS = {
     ),
     "SGHMC+R": Method(by_hand(SGHMCR, interaction=MedianRBF()), TIMES, FEW_TIMES),
     "SVGD": Method(by_hand(SVGD, interaction=MedianRBF(), last=True), STEPS, FEW),
-    "SVGD, Adagrad": Method(by_hand(SVGD, interaction=MedianRBF(), dynamics=ADAGRAD, last=True), RATES, FEW_RATES),
-    "20 networks, Adagrad": Method(
-        by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES, FEW_RATES
-    ),
+    "SVGD, Adagrad": Method(by_hand(SVGD, interaction=MedianRBF(), dynamics=ADAGRAD, last=True), RATES, RATES),
+    "20 networks, Adagrad": Method(by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES, RATES),
     "NumPyro's SVGD": Method(numpyro_svgd, RATES),
     "20 MAP networks": Method(map_ensemble, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)),
     "`SGLD(model)`": Method(nothing_set(SGLD)),
