@@ -14,10 +14,11 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.adaptation import Measurements, measure, measure_steepness, survey
+from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import Landscape
 from numpyro_repulsion.gradients import ravel_cloud
-from numpyro_repulsion.kernels import kernel_of, require_draws
+from numpyro_repulsion.kernels import has_other_data, kernel_of, require_draws
 
 __all__ = ["StepBias", "predict_bias", "step_bias"]
 
@@ -38,7 +39,8 @@ class StepBias(NamedTuple):
       :class:`~numpyro_repulsion.Recipe`, and momenta with a K_ii that depends on the particles.
     - **predicted_noise** - what gradient noise alone would do.
     - **observed** - the mean of ``observed_by_parameter``; ``None`` unless a segment was run, as all that follows.
-    - **observed_error** - its standard error.
+    - **observed_error** - its standard error; NaN where the segment is too short to know, as for
+      :func:`~numpyro_repulsion.ensemble_mcse`.
     - **observed_by_parameter** - ``E[(z − E z) ∂U/∂z] / T − 1`` for each unconstrained parameter, in the structure of
       one particle. It is 0 for the posterior, and the relative inflation of its variance for a Gaussian. Too narrow a
       cloud is negative.
@@ -76,7 +78,11 @@ class StepBias(NamedTuple):
             text += f"at most about {100 * self.predicted:.1f} % too large by estimate "
             text += f"({100 * self.predicted_noise:.1f} % from gradient noise)"
         if self.observed is not None:
-            text += f"; {100 * self.observed:.1f} ± {100 * self.observed_error:.1f} % on average, as observed"
+            text += f"; {100 * self.observed:.1f} "
+            if np.isfinite(self.observed_error):
+                text += f"± {100 * self.observed_error:.1f} % on average, as observed"
+            else:
+                text += "% on average, as observed, how precisely is not known: take a longer segment (num_samples)"
         return text + "."
 
 
@@ -86,7 +92,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     Three estimates, that share no assumption:
 
     - from step size, curvature and gradient noise, as warmup does it (measured anew on the last cloud where the step
-      was given);
+      was given, and where the run has other data than its warmup);
     - from Stein's identity, :math:`\mathbb E_\pi[(z_j - \mathbb E z_j)\, \partial_j U] = T`, on a segment that goes
       on from the last state with the same step;
     - from the variances of another segment with half the step.
@@ -122,7 +128,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         '0.111'
     """
     kernel, state, args, kwargs = _finished(mcmc)
-    if not isinstance(num_samples, int | np.integer) or num_samples < 0 or 0 < num_samples < 8:
+    if 0 < (num_samples := integer("`num_samples`", num_samples, 0, "0, or 8 or more")) < 8:
         raise ValueError(f"`num_samples` must be 0, or 8 or more; got {num_samples!r}.")
     step_size = _step_size(mcmc)
     known = StepBias(step_size, *predict_bias(mcmc))
@@ -167,16 +173,20 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     )
 
 
-def predict_bias(mcmc: MCMC) -> tuple[float, float]:
+def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float]:
     """The relative inflation of variances to be expected of the step in use, and what of it gradient noise makes.
 
     :param mcmc: of several plain chains, the first counts.
+    :param is_other: whether the run has other data than its warmup, so that nothing that was measured there counts;
+        ``None`` finds out.
     """
+    is_other = has_other_data(mcmc) if is_other is None else is_other
     state = mcmc.last_state
     if np.ndim(state.num_updates):
         state = jax.tree.map(lambda x: x[0], state)
     step_size = jnp.asarray(_step_size(mcmc), state.step_size.dtype)
-    predicted, noise = jax.jit(partial(_predict, mcmc.sampler, mcmc._args, mcmc._kwargs))(state, step_size)
+    program = jax.jit(partial(_predict, mcmc.sampler, mcmc._args, mcmc._kwargs, is_other))
+    predicted, noise = program(state, step_size)
     return float(predicted), float(noise)
 
 
@@ -198,22 +208,21 @@ def _finished(mcmc):
     return kernel, mcmc.last_state, mcmc._args, mcmc._kwargs
 
 
-def _predict(kernel, args, kwargs, state, step_size):
+def _predict(kernel, args, kwargs, is_other, state, step_size):
     iteration, cloud = kernel.parts(state, args, kwargs)
     tuning, learned, dynamics = state.tuning, iteration.learned, kernel.dynamics
     interaction = kernel.interaction.at(random.key(0), state.num_updates)
     coupling = interaction.couple(cloud.z, tuning.bandwidth)
-    if tuning.measurements is None or not learned.measures:
+    if is_other or tuning.measurements is None or not learned.measures:
         one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
         width = WIDTH * jnp.sqrt(step_size)
-        curvature, noise = measure(
-            random.key(0), cloud.z, width, iteration.force(tuning), jnp.asarray(learned.anchor), False
-        )
+        in_use = jnp.zeros((), bool) if tuning.anchor is None else tuning.anchor.in_use
+        curvature, noise = measure(random.key(0), cloud.z, width, iteration.force(tuning), in_use, False)
         if not learned.noise:
             noise = jnp.zeros_like(noise)
         steepness = measure_steepness(random.key(0), interaction, cloud.z, tuning.bandwidth)
         tuning = tuning._replace(measurements=one.add(curvature, noise, steepness))
-    spread = jnp.inf if tuning.moments is None else tuning.spread(dynamics)
+    spread = jnp.inf if is_other or tuning.moments is None else tuning.spread(dynamics)
     landscape = survey(tuning.measurements, tuning.noise, spread, coupling, dynamics, iteration.gradient.shared)
     calm = Landscape(jnp.zeros(()), jnp.zeros(()), landscape.noise)
     return dynamics.bias(step_size, landscape, coupling), dynamics.bias(step_size, calm, coupling)

@@ -9,7 +9,7 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.bias import predict_bias
-from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, nested_rhat
+from numpyro_repulsion.diagnostics import MODES, SHORT, ensemble_ess, ensemble_mcse, nested_rhat, why_unknown
 from numpyro_repulsion.inference_data import to_inference_data
 
 __all__ = ["summary"]
@@ -18,6 +18,8 @@ __all__ = ["summary"]
 MAX_R_HAT = 1.1
 #: Inflation of variances by a given step above which `summary` asks for a shorter one; what `BiasBudget` allows.
 MAX_BIAS = 0.05
+#: Share of updates that were held or had their gradients cut above which nothing is known of the bias.
+MAX_FLAGGED = 1e-3
 #: Columns of ArviZ's summary that presume independent chains, and what they are for interacting particles.
 _OF_ENSEMBLES = {
     "mcse_mean": ensemble_mcse,
@@ -76,32 +78,45 @@ def summary(run, **kwargs):
     if attributes.get("inference_library") != "numpyro_repulsion":
         raise TypeError(f"`summary` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
     is_sampler = attributes["is_sampler"] == "true"
+    reasons = np.array([])
     table = arviz.summary(data, **({"kind": "all" if is_sampler else "stats"} | kwargs))
     if is_sampler:
-        _put_ensembles_in(table, data["posterior"], kwargs.get("coords"), kwargs.get("round_to", 3))
-    print(_sentence(attributes, table, _bias(run, attributes) if is_sampler else None))
+        reasons = _put_ensembles_in(table, data["posterior"], kwargs.get("coords"), kwargs.get("round_to", 3))
+    print(_sentence(attributes, table, _bias(run, attributes) if is_sampler else None, reasons))
     return table
 
 
 def _bias(run, attributes):
     """The relative inflation of variances by the step, and what gradient noise has of it; None where unknown."""
-    if attributes["step_size_measured"] == "true":
+    is_other = attributes.get("other_data") == "true"
+    if attributes["step_size_measured"] == "true" and not is_other:
         return float(attributes["step_size_bias"]), None
-    return predict_bias(run) if isinstance(run, MCMC) else None
+    return predict_bias(run, is_other) if isinstance(run, MCMC) else None
 
 
 def _put_ensembles_in(table, posterior, coords, round_to):
-    """The columns that presume independent chains replaced by those for interacting particles."""
+    """The columns that presume independent chains replaced by those for interacting particles.
+
+    :return: why there is no figure, for each row.
+    """
+    nothing = np.array([])
     present = [name for name in _OF_ENSEMBLES if name in getattr(table, "columns", ())]
-    if not present or {"chain", "draw"} & set(coords or {}):
-        return
+    if not present:
+        return nothing
     posterior = getattr(posterior, "dataset", posterior)
     variables = [_variable(label, posterior) for label in table.index]
     posterior = posterior[list(dict.fromkeys(variables))]
     if coords:
-        posterior = posterior.sel({name: value for name, value in coords.items() if name in posterior.dims})
+        chosen = {name: x for name, x in coords.items() if name in posterior.dims}
+        # A single chain or draw keeps its axis.
+        posterior = posterior.sel(
+            {name: [x] if name in ("chain", "draw") and np.isscalar(x) else x for name, x in chosen.items()}
+        )
     if posterior.sizes["draw"] < 4:
-        return
+        return nothing
+    if "chain" in (coords or {}):
+        # Some particles of an ensemble; which are left of the others is not known.
+        posterior = posterior.assign_attrs(num_independent=1, num_ensembles=1)
     columns = {name: _OF_ENSEMBLES[name](posterior) for name in present}
     ensembles = int(posterior.attrs["num_ensembles"])
     if "r_hat" in table and 1 < ensembles < posterior.sizes["chain"]:
@@ -122,6 +137,7 @@ def _put_ensembles_in(table, posterior, coords, round_to):
             table[name] = values.round(0 if name.startswith("ess") else round_to)
         else:
             table[name] = values
+    return np.concatenate([np.ravel(x) for x in why_unknown(posterior).values()])
 
 
 def _variable(label, posterior):
@@ -132,14 +148,17 @@ def _variable(label, posterior):
 def _of_bias(bias, attributes):
     """What the step size does to the posterior, in words."""
     inflation, noise = bias
-    if not np.isfinite(inflation):
+    if np.isnan(inflation):
         return ""
+    if _flagged(attributes) > MAX_FLAGGED and (noise is None or inflation <= MAX_BIAS):
+        return " Step-size bias: unknown where so many updates are held or cut."
     sd = 100.0 * (np.sqrt(1.0 + inflation) - 1.0)
     if noise is None or inflation <= MAX_BIAS:
         # Of a measured step that is too long warmup has complained.
         return f" Step-size bias: at most about {sd:.1f} % of a posterior sd."
-    cure = attributes["remedy"] if inflation > 4 * MAX_BIAS else "halve `step_size`"
-    if noise > inflation / 2:
+    measured = attributes["step_size_measured"] == "true"
+    cure = attributes["remedy"] if measured or inflation > 4 * MAX_BIAS else "halve `step_size`"
+    if noise > inflation / 2 and attributes.get("other_data") != "true":
         cure = f"enlarge the minibatch (`subsample_size`), use gradient=ControlVariates(), or {cure}"
     size = (
         f"up to about {sd:.0f} % of a posterior sd"
@@ -149,7 +168,12 @@ def _of_bias(bias, attributes):
     return f" Step-size bias: {size}, most of it by {'minibatches' if noise > inflation / 2 else 'curvature'}: {cure}."
 
 
-def _sentence(attributes, table, bias):
+def _flagged(attributes):
+    """The share of updates that were held or had their gradients cut; unknown, so none, in data of older versions."""
+    return float(attributes.get("share_flagged", 0.0))
+
+
+def _sentence(attributes, table, bias, reasons):
     """What was run, and what to think of it."""
     count, ensembles = int(attributes["num_particles"]), int(attributes["num_ensembles"])
     text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in "
@@ -170,10 +194,21 @@ def _sentence(attributes, table, bias):
         text += _of_bias(bias, attributes)
     if attributes["complaints"]:
         text += f" {attributes['complaints']}"
+    stay = int(np.sum(reasons == MODES))
     if "r_hat" in table and (worst := float(np.nanmax(np.asarray(table["r_hat"], float), initial=1.0))) > MAX_R_HAT:
+        text += f" R-hat is {worst:.2f} for {table['r_hat'].astype(float).idxmax()}: the particles have not mixed."
+        if not stay:
+            text += " Raise `num_steps` or `num_warmup`, or rescale or reparameterize the model."
+    if stay:
         text += (
-            f" R-hat is {worst:.2f} for {table['r_hat'].astype(float).idxmax()}: the particles have not mixed. Raise "
-            "`num_steps` or `num_warmup`, or rescale or reparameterize the model."
+            f" For {stay} of {len(reasons)} quantities particles move, but stay apart from each other, as in separate "
+            "modes or with exchangeable labels, so no effective sample size or standard error is known: order the "
+            "labels, or let particles jump (moves=Archive())."
+        )
+    if short := int(np.sum(reasons == SHORT)):
+        text += (
+            f" For {short} of {len(reasons)} quantities the run is short beside the time in which particles mix, so no "
+            "effective sample size or standard error is known: raise num_samples or `num_steps`."
         )
     if attributes["is_sampler"] != "true":
         text += (

@@ -16,7 +16,8 @@ from numbers import Real
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from numpyro_repulsion.checks import integer, keep, number, plain, positive
 
 __all__ = ["BiasBudget", "Constant", "Cyclical", "Polynomial", "as_schedule"]
 
@@ -73,10 +74,8 @@ class BiasBudget:
     min_draws: float = 200.0
 
     def __post_init__(self):
-        if not (isinstance(self.tolerance, Real) and 0.0 < self.tolerance < 1.0):
-            raise ValueError(f"BiasBudget: `tolerance` must be a number between 0 and 1; got {self.tolerance!r}.")
-        if not (isinstance(self.min_draws, Real) and 0.0 <= self.min_draws < float("inf")):
-            raise ValueError(f"BiasBudget: `min_draws` must be a finite number, 0 or above; got {self.min_draws!r}.")
+        keep(self, "tolerance", number, expected="a number between 0 and 1", accepts=lambda x: 0.0 < x < 1.0)
+        keep(self, "min_draws", positive, or_zero=True)
 
     def step_size(
         self,
@@ -123,11 +122,8 @@ class Polynomial:
 
     def __post_init__(self):
         for name in ("step_size", "offset"):
-            value = getattr(self, name)
-            if not (isinstance(value, Real) and 0.0 < value < float("inf")):
-                raise ValueError(f"Polynomial: `{name}` must be a positive, finite number; got {value!r}.")
-        if not (isinstance(self.power, Real) and 0.5 < self.power <= 1.0):
-            raise ValueError(f"Polynomial: `power` must lie in (0.5, 1] (Robbins-Monro); got {self.power!r}.")
+            keep(self, name, positive)
+        keep(self, "power", number, expected="a number in (0.5, 1] (Robbins-Monro)", accepts=lambda x: 0.5 < x <= 1.0)
 
     def __call__(self, count):
         return self.step_size * (1.0 + jnp.asarray(count) / self.offset) ** -self.power
@@ -181,15 +177,9 @@ class Cyclical:
     exploration: float = 0.5
 
     def __post_init__(self):
-        if not (isinstance(self.step_size, Real) and 0.0 < self.step_size < float("inf")):
-            raise ValueError(f"Cyclical: `step_size` must be a positive, finite number; got {self.step_size!r}.")
-        if isinstance(self.length, bool) or not isinstance(self.length, int | np.integer) or self.length < 2:
-            raise ValueError(f"Cyclical: `length` must be an integer, 2 or more; got {self.length!r}.")
-        if not (isinstance(self.exploration, Real) and 0.0 <= self.exploration < 1.0):
-            raise ValueError(f"Cyclical: `exploration` must lie in [0, 1); got {self.exploration!r}.")
-        for name, kind in (("step_size", float), ("length", int), ("exploration", float)):
-            # A NumPy scalar would carry its precision into the particles'.
-            object.__setattr__(self, name, kind(getattr(self, name)))
+        keep(self, "step_size", positive)
+        keep(self, "length", integer, least=2)
+        keep(self, "exploration", number, expected="a number in [0, 1)", accepts=lambda x: 0.0 <= x < 1.0)
         if self._cold(self.length) == 0:
             raise ValueError(
                 f"Cyclical: exploration={self.exploration!r} of length={self.length} leaves no cold update to draw "
@@ -254,8 +244,7 @@ def as_schedule(step_size: float | Schedule) -> Schedule:
     if isinstance(step_size, jax.core.Tracer):
         # A function, because a setting that holds a tracer has no hash.
         return as_schedule(partial(_traced, step_size))
-    if isinstance(step_size, np.ndarray | jax.Array) and step_size.ndim == 0:
-        step_size = float(step_size)
+    step_size = plain(step_size)
     if isinstance(step_size, Real) and not isinstance(step_size, bool):
         schedule, first, least = Constant(float(step_size)), step_size, math.ulp(0.0)
     elif callable(step_size):

@@ -9,6 +9,7 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
+from numpyro_repulsion.checks import integer
 from numpyro_repulsion.gradients import FullData, Gradient, ModelTarget, ravel_cloud
 from numpyro_repulsion.kernels import kernel_of, require_draws
 
@@ -29,7 +30,8 @@ def scores(
     :return: draws and scores, both ``(n, d)``, parameters in the order of :func:`jax.flatten_util.ravel_pytree`. Draws
         that rounding put on the boundary of their support are left out.
     :raises TypeError: for anything but an ``MCMC`` with a kernel of this package, and for another ``gradient``.
-    :raises ValueError: before the run, for no draws, or for a run that left latent sites out.
+    :raises ValueError: before the run, for no draws, or for a run that left latent sites out; and for a ``gradient``
+        with other numbers of rows than ``subsample_size`` where a site uses rows of a plate from outside.
 
     **Example**
 
@@ -48,12 +50,12 @@ def scores(
     """
     kernel = kernel_of(mcmc, "scores")
     require_draws(mcmc)
-    if not isinstance(num_draws, int | np.integer) or num_draws < 1:
-        raise ValueError(f"`num_draws` must be an integer, 1 or more; got {num_draws!r}.")
+    num_draws = integer("`num_draws`", num_draws)
     gradient = FullData() if gradient is None else gradient
     if not isinstance(gradient, Gradient):
         raise TypeError(f"`gradient` must be one such as FullData() or Subsampled(); got {gradient!r}.")
     target = kernel.target(mcmc._args, mcmc._kwargs)
+    gradient.check_rows(target)
     if kernel.dynamics.is_sampler:
         kept = mcmc.get_samples()
     else:

@@ -20,27 +20,28 @@ MATHEMATICS = {"jax", "numpy"}
 HOST = MATHEMATICS | {"numpyro"}
 #: What each file may import: packages, and files of this one.
 ARROWS = {
-    "interactions": (MATHEMATICS, set()),
-    "schedules": (MATHEMATICS, set()),
-    "dynamics": (MATHEMATICS, {"interactions"}),
-    "gradients": (HOST, set()),
+    "checks": (MATHEMATICS, set()),
+    "interactions": (MATHEMATICS, {"checks"}),
+    "schedules": (MATHEMATICS, {"checks"}),
+    "dynamics": (MATHEMATICS, {"checks", "interactions"}),
+    "gradients": (HOST, {"checks"}),
     "targets": (HOST, set()),
     "adaptation": (MATHEMATICS, {"interactions", "schedules", "dynamics", "gradients"}),
-    "moves": (MATHEMATICS, {"dynamics", "adaptation"}),
-    "kernels": (HOST, {"interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"}),
+    "moves": (MATHEMATICS, {"checks", "dynamics", "adaptation"}),
+    "kernels": (HOST, {"checks", "interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"}),
     # NumPyro has the effective sample size of one series, SciPy ranks.
     "diagnostics": (HOST | {"scipy"}, set()),
-    "bias": (HOST, {"adaptation", "dynamics", "gradients", "kernels", "diagnostics"}),
-    "scores": (HOST, {"gradients", "kernels"}),
+    "bias": (HOST, {"checks", "adaptation", "dynamics", "gradients", "kernels", "diagnostics"}),
+    "scores": (HOST, {"checks", "gradients", "kernels"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels"}),
     "report": (HOST | {"arviz"}, {"bias", "diagnostics", "inference_data"}),
     "pictures": (
         HOST | {"matplotlib"},
-        {"interactions", "gradients", "kernels", "diagnostics", "inference_data"},
+        {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data"},
     ),
     # The progress bar is NumPyro's.
-    "pieces": (HOST | {"tqdm"}, {"gradients", "kernels"}),
-    "__init__": (set(), {name.split(".")[0] for name in FILES} - {"targets"}),
+    "pieces": (HOST | {"tqdm"}, {"checks", "gradients", "kernels"}),
+    "__init__": (set(), {name.split(".")[0] for name in FILES} - {"checks", "targets"}),
 }
 
 

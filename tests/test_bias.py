@@ -133,6 +133,14 @@ def test_a_step_near_the_limit_of_stability_has_no_figure():
     assert "at most about 299.0 %" in str(StepBias(1.0, 2.99, 0.0))
 
 
+def test_a_segment_that_is_too_short_has_no_error():
+    text = str(StepBias(0.1, 0.05, 0.0, 0.02, float("nan")))
+    assert text.endswith(
+        "2.0 % on average, as observed, how precisely is not known: take a longer segment (num_samples)."
+    )
+    assert "nan" not in text
+
+
 def test_averaged_noise_has_next_to_no_bias():
     found = step_bias(run(SGLD(potential_fn=gaussian, step_size=0.1)), num_samples=500)
     z = found.observed_by_parameter / found.observed_error_by_parameter

@@ -147,9 +147,6 @@ def test_one_chain_has_no_particle_axis(make_key):
         before, after = jax.eval_shape(iterate, make_key(0))
         assert describe(before) == describe(after)
         assert after.z["mu"].shape == (2,) and after.diverging.shape == ()
-        assert not kernel.is_ensemble_kernel
-    kernel.init(random.split(make_key(0), 2), 50, None, (Y,), {})
-    assert kernel.is_ensemble_kernel
 
 
 #: One in two here, and all in the full test.

@@ -1,30 +1,60 @@
 """Effective sample sizes, nested R-hat and Stein discrepancies of processes whose answers are known."""
 
+from functools import cache, partial
+
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xarray
 
+import numpyro
 from numpyro.diagnostics import effective_sample_size
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLD, ensemble_ess, ksd, nested_rhat, to_inference_data
-from numpyro_repulsion.diagnostics import ensemble_mcse
+from numpyro_repulsion import (
+    RBF,
+    SGLD,
+    SGLDR,
+    SVGD,
+    Archive,
+    Balanced,
+    Independent,
+    Subsampled,
+    ensemble_ess,
+    ksd,
+    nested_rhat,
+    to_inference_data,
+)
+from numpyro_repulsion.diagnostics import MODES, SHORT, ensemble_mcse, why_unknown
+from numpyro_repulsion.kernels import coupling_of
 
 LIMIT = 4.5
 L, N, RHO, REPLICAS = 10, 500, 0.8, 300
 
 
-def autoregression(key, noise, shape=(REPLICAS, L), draws=N, rho=RHO):
+def autoregression(key, noise, draws=N, rho=RHO):
     """Stationary AR(1) chains of unit variance, ``(L, N, replicas)``, whose noise is ``noise(key)`` of this shape."""
+    return np.moveaxis(np.asarray(_autoregression(key, noise, draws, rho), np.float64), -1, 0)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _autoregression(key, noise, draws, rho):
     start_key, key = random.split(key)
 
     def update(x, key):
         x = rho * x + (1 - rho**2) ** 0.5 * noise(key)
         return x, x
 
-    _, x = lax.scan(update, noise(start_key), random.split(key, draws))
-    return np.moveaxis(np.asarray(x, np.float64), -1, 0)
+    return lax.scan(update, noise(start_key), random.split(key, draws))[1]
+
+
+@cache
+def sized(noise, replicas, size):
+    """The noise for so many replicas of so many particles."""
+    return partial(noise, shape=(replicas, size))
 
 
 def independent(key, shape=(REPLICAS, L)):
@@ -82,21 +112,190 @@ def test_the_sum_over_chains_is_not_it(noise):
     assert abs(found.mean() - expected) > 2 * LIMIT * error + 0.1 * expected
 
 
+def scores(x, num_ensembles, method="mean"):
+    """Errors in units of their standard error, NaN where there is none, of series whose mean is 0 and variance 1."""
+    if method == "mean":
+        return x.mean((0, 1)) / ensemble_mcse(x, num_ensembles)
+    if method == "bulk":
+        return x.mean((0, 1)) * ensemble_ess(x, num_ensembles) ** 0.5
+    if method == "sd":
+        return (x.std((0, 1)) - 1.0) / ensemble_mcse(x, num_ensembles, method="sd")
+    below = (x < -1.6449).mean((0, 1)) - 0.05
+    return below / (0.05 * 0.95 / ensemble_ess(x, num_ensembles, method="quantile", prob=0.05)) ** 0.5
+
+
+def check_scores(found, case):
+    """Standard errors are right wherever there are some; and how often there are."""
+    known = found[np.isfinite(found)]
+    # Draws that happen to look well mixed are rare, and few of them far off.
+    assert (np.abs(known) > 4.0).sum() <= 0.01 * len(found) + 2, (case, known)
+    if len(known) >= len(found) / 4:
+        spread, error = (known**2).mean() ** 0.5, (0.5 / len(known)) ** 0.5
+        assert 0.85 - 3.0 * error < spread < 1.25 + 3.0 * error, (case, spread, error)
+    return len(known) / len(found)
+
+
+#: Noise, particles, and how many groups of them are said to be independent.
+GRID = [
+    (noise, size, groups)
+    for size in (2, 5, 20, 200)
+    for noise, groups in ((independent, 1), (independent, size), (balanced, 1), (shared, 1))
+]
+
+
+def grid(cases, times, seed, draws=300, replicas=150, methods=("mean", "bulk")):
+    share = {}
+    for noise, size, groups in cases:
+        for time in times:
+            tau = draws / time
+            count = replicas if size < 100 else replicas // 4
+            x = autoregression(random.key(seed), sized(noise, count, size), draws=draws, rho=(tau - 1) / (tau + 1))
+            for method in methods:
+                case = (noise.__name__, size, groups, time, method)
+                share[case] = check_scores(scores(x, groups, method), case)
+    return share
+
+
+def test_standard_errors_are_right_wherever_there_are_some():
+    """From a tenth of an autocorrelation time in the run to a hundred."""
+    share = grid(
+        [case for case in GRID if case[1] in (2, 20)], (0.1, 1.0, 6.7, 20.0, 100.0), 0, replicas=120, methods=["mean"]
+    )
+    for (_, size, groups, time, _), found in share.items():
+        if time <= 1.0:
+            assert found < 0.03
+        if time >= (6.7 if groups == 20 else 40.0):
+            assert found > 0.5, (size, groups, time, found)
+
+
 @pytest.mark.slow
-def test_the_standard_error_is_that_of_the_mean():
-    for noise in NOISES:
-        x = autoregression(random.key(2), noise)
-        stated = np.mean(ensemble_mcse(x) ** 2)
-        # The stated variance is a few hundredths off, as above.
-        assert abs(ratio_score(x.mean((0, 1)), stated)) < LIMIT + 0.1 / (2 / (REPLICAS - 1)) ** 0.5
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("case", GRID, ids=lambda case: f"{case[0].__name__} {case[1]} {case[2]}")
+def test_standard_errors_are_right_wherever_there_are_some_in_full(case, seed):
+    times = (0.1, 0.3, 1.0, 3.0, 5.0, 6.7, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)
+    grid([case], times, seed, draws=400, replicas=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("method", ["sd", "quantile"])
+def test_standard_errors_of_spread_and_quantiles(noise, method):
+    for size in (5, 20):
+        share = grid([(noise, size, 1)], (0.1, 1.0, 6.7, 15.0, 40.0, 100.0), 3, 400, 400, [method])
+        assert share[noise.__name__, size, 1, 100.0, method] > 0.9
+
+
+def without_floor(x):
+    """The control: the average over particles as a single series, and nothing else."""
+    means = x.mean(0)
+    halves = np.stack((means[: len(means) // 2], means[-(len(means) // 2) :]))
+    return (halves.var((0, 1), ddof=1) / effective_sample_size(halves)) ** 0.5
+
+
+def test_the_series_of_averages_alone_would_not_do():
+    for time, least in ((0.1, 8.0), (1.0, 3.0), (6.7, 1.3)):
+        tau = 300 / time
+        x = autoregression(random.key(0), sized(independent, 100, 20), draws=300, rho=(tau - 1) / (tau + 1))
+        assert np.mean((x.mean((0, 1)) / without_floor(x)) ** 2) ** 0.5 > least
+
+
+@pytest.mark.parametrize(
+    "size, bandwidth, step_size, num_steps",
+    [
+        (20, 1.5, 0.05, 10),
+        # Particles hardly get about here, and their average does.
+        (20, 3.0, 0.02, 10),
+        pytest.param(5, 1.5, 0.1, 5, marks=pytest.mark.slow),
+        pytest.param(20, 1.5, 0.05, 1, marks=pytest.mark.slow),
+        pytest.param(50, 1.0, 0.02, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_standard_errors_of_particles_that_repel(size, bandwidth, step_size, num_steps):
+    groups, draws = 100, 300
+    kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=step_size, interaction=RBF(bandwidth),
+                   num_ensembles=groups, num_steps=num_steps)  # fmt: skip
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=draws, num_chains=groups * size, chain_method="vectorized",
+                progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(1), init_params=random.normal(random.key(0), (groups * size, 2)))
+    x = np.asarray(mcmc.get_samples(group_by_chain=True), float).reshape(groups, size, draws, 2)
+    # Coordinates and ensembles are repeats of each other.
+    x = np.moveaxis(x, 0, 2).reshape(size, draws, -1)
+    share = check_scores(scores(x, 1), "mean")
+    check_scores(scores(x, 1, "bulk"), "bulk")
+    if num_steps > 1:
+        assert share > 0.5
+        # Far better than as many independent particles.
+        assert np.nanmedian(ensemble_ess(x)) > 1.5 * np.median(effective_sample_size(x))
+
+
+def test_an_average_may_be_known_of_particles_that_keep_their_order():
+    """On a line particles that repel each other hardly change places; what is known of the coupling decides."""
+    groups, size, draws = 60, 20, 400
+    kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.01, interaction=RBF(0.7),
+                   num_ensembles=groups, num_steps=10)  # fmt: skip
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=draws, num_chains=groups * size, chain_method="vectorized",
+                progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(1), init_params=random.normal(random.key(0), (groups * size,)))
+    x = np.asarray(mcmc.get_samples(group_by_chain=True), float).reshape(groups, size, draws)
+    x = np.moveaxis(x, 0, 2)
+
+    def errors(x):
+        attributes = {"coupling": "interaction", "num_independent": 1}
+        return ensemble_mcse(xarray.Dataset({"x": (("chain", "draw", "repeat"), x)}, attrs=attributes))["x"]
+
+    found = x.mean((0, 1)) / errors(x)
+    assert check_scores(found, "on a line") > 0.6 > 2 * np.isfinite(ensemble_mcse(x)).mean()
+    # Modes are seen as before: within them the average varies too little.
+    assert np.isnan(errors(x + 4.0 * (np.arange(size) % 2)[:, None, None])).all()
+
+
+def test_well_mixed_particles_keep_their_figures():
+    x = autoregression(random.key(5), sized(independent, 50, 20), draws=1000, rho=0.5)
+    found, usual = ensemble_ess(x), effective_sample_size(x)
+    assert np.isfinite(found).all() and 0.85 < np.median(found / usual) < 1.1
+    found = ensemble_ess(x, 20)
+    assert 0.93 < np.median(found / usual) < 1.07
+
+
+def test_nothing_is_known_of_particles_in_separate_modes():
+    key, side_key = random.split(random.key(0))
+    within = 0.1 * np.asarray(random.normal(key, (20, 500, 40)), float)
+    apart = within + np.asarray(random.rademacher(side_key, (20, 1, 40)), float)
+    for groups in (1, 20):
+        for method in ("mean", "bulk", "tail", "sd"):
+            assert np.isnan(ensemble_ess(apart, groups, method=method)).all()
+        assert (why_unknown(apart, groups) == MODES).all()
+    # One stray among twenty is enough; and modes that overlap, where R-hat is 1.04.
+    stray = within + 0.4 * (np.arange(20) == 3)[:, None, None]
+    near = within + 0.03 * (apart - within)
+    for x in (stray, near):
+        assert (why_unknown(x) == MODES).all()
+    assert (why_unknown(within) == 0).all()
+    # Particles that change sides now and then are just slow.
+    walk = np.asarray(random.normal(key, (20, 100, 40)), float).cumsum(1)
+    assert (why_unknown(walk) == SHORT).all()
+
+
+def test_what_rests_on_few_events_is_not_known():
+    x = np.zeros((10, 500, 2))
+    x[2, 100:120, 0] = 1.0  # one visit
+    x[..., 1] = random.cauchy(random.key(0), (10, 500))  # whose mean does not exist
+    assert np.isnan(ensemble_mcse(x)).all()
+    found = ensemble_ess(x)
+    assert np.isnan(found[0]) and found[1] > 3000
+
+
+def test_an_average_that_never_moves_is_not_known():
+    x = np.asarray(random.normal(random.key(0), (10, 500)), float)
+    assert np.isnan(ensemble_mcse(x - x.mean(0)))
 
 
 def test_ensembles_add_up():
     x = np.concatenate([autoregression(random.key(seed), shared) for seed in (3, 4)])
-    one, two = ensemble_ess(x[:L], method="mean").mean(), ensemble_ess(x, 2, method="mean").mean()
+    one, two = np.nanmean(ensemble_ess(x[:L], method="mean")), ensemble_ess(x, 2, method="mean").mean()
     assert 1.8 < two / one < 2.2
     # As one ensemble of independent parts they are worth the same.
-    assert 0.9 < ensemble_ess(x, 1, method="mean").mean() / two < 1.1
+    assert 0.9 < np.nanmean(ensemble_ess(x, 1, method="mean")) / two < 1.1
 
 
 def test_quantiles_and_deviations():
@@ -112,13 +311,16 @@ def test_opposed_series_have_a_finite_worth():
     assert 100 < ensemble_ess(x, method="mean") < np.inf
 
 
-def test_what_does_not_vary_has_no_worth():
-    x = np.zeros((4, 100, 2))
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e30, np.inf, -np.inf])
+def test_what_does_not_vary_has_no_worth(value):
+    x = np.full((4, 100, 2), value)
     x[..., 1] = np.asarray(random.normal(random.key(0), (4, 100)))
     found = ensemble_ess(x)
     assert np.isnan(found[0]) and found[1] > 100
     x[0, 0, 1] = np.nan
-    assert np.isnan(ensemble_ess(x)).all()
+    assert np.isnan(ensemble_ess(x)).all() and np.isnan(ensemble_mcse(x, method="sd")).all()
+    x[0, 0, 1] = np.inf
+    assert np.isnan(ensemble_ess(x)).all() and np.isnan(nested_rhat(x, 2)).all()
 
 
 def test_nested_rhat_sees_ensembles_apart():
@@ -185,15 +387,66 @@ def test_inference_data_is_read(mcmc):
     np.testing.assert_allclose(found["z"], ensemble_ess(draws, 2), rtol=1e-4)
     assert nested_rhat(data)["z"].shape == (2,)
     assert not np.allclose(found["z"], ensemble_ess(draws, 1))
+    assert data.posterior.attrs["coupling"] == "noise" and data.posterior.attrs["num_independent"] == 2
+    data.posterior.attrs["num_independent"] = 1
+    np.testing.assert_allclose(ensemble_ess(data)["z"], ensemble_ess(draws, 1), rtol=1e-4)
+    assert nested_rhat(data)["z"].shape == (2,)
+    # Data of older versions name the interaction alone.
+    del data.posterior.attrs["num_independent"], data.posterior.attrs["coupling"]
+    np.testing.assert_allclose(ensemble_ess(data)["z"], ensemble_ess(draws, 2), rtol=1e-4)
     data.posterior.attrs["interaction"] = "Balanced(interaction=RBF(bandwidth=1.0, nugget=0.001))"
     np.testing.assert_allclose(ensemble_ess(data)["z"], ensemble_ess(draws, 1), rtol=1e-4)
     assert nested_rhat(data)["z"].shape == (2,)
 
 
+def test_data_say_whether_particles_are_independent(mcmc):
+    def coupling(kernel, chains=4, method="vectorized"):
+        other = MCMC(kernel, num_warmup=0, num_samples=5, num_chains=chains, chain_method=method, progress_bar=False)
+        state = mcmc.last_state
+        if method == "sequential":
+            state = state._replace(num_updates=jnp.zeros(chains, int))
+        other._last_state, other._args, other._kwargs = state, (), {}
+        return coupling_of(other)
+
+    def rows():
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", 20, subsample_size=5) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=jnp.arange(20.0)[i])
+
+    given = {"potential_fn": lambda z: jnp.sum(z**2) / 2, "step_size": 0.1}
+    free = Independent()
+    assert coupling(SGLD(**given)) == ("noise", 1)
+    assert coupling(SGLD(**given, interaction=free)) == ("none", 4)
+    assert coupling(SGLD(**given, interaction=free, num_ensembles=2)) == ("none", 4)
+    assert coupling(SGLDR(**given, num_ensembles=2)) == ("interaction", 2)
+    assert coupling(SGLDR(**given, num_ensembles=2, interaction=Balanced(RBF()))) == ("interaction", 1)
+    assert coupling(SGLD(**given), 1) == ("none", 1)
+    assert coupling(SGLD(**given), 2, "sequential") == ("none", 2)
+    assert coupling(SGLD(**given, interaction=free, moves=Archive())) == ("moves", 1)
+    for shared, expected in ((False, ("none", 4)), (True, ("minibatches", 2))):
+        kernel = SGLD(rows, step_size=1e-3, interaction=free, gradient=Subsampled(shared=shared), num_ensembles=2)
+        assert coupling(kernel) == expected
+
+
+def test_some_chains_of_inference_data(mcmc):
+    """Fewer chains of independent particles are independent too."""
+    data = to_inference_data(mcmc)
+    data.posterior.attrs["coupling"] = "none"
+    some = data.posterior.isel(chain=slice(3))
+    assert ensemble_ess(some)["z"].shape == (2,)
+
+
+def test_an_optimizer_has_no_worth():
+    mcmc = MCMC(SVGD(potential_fn=lambda z: jnp.sum(z**2), step_size=0.1), num_warmup=0, num_samples=5, num_chains=4,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (4, 2)))
+    for function in (ensemble_ess, ensemble_mcse, nested_rhat):
+        with pytest.raises(ValueError, match="SVGD is an optimizer"):
+            function(to_inference_data(mcmc))
+
+
 @pytest.fixture(scope="module")
 def mcmc():
-    from numpyro.infer import MCMC
-
     from numpyro_repulsion.targets import gaussian
 
     mcmc = MCMC(
@@ -220,6 +473,9 @@ def mcmc():
         (lambda x: nested_rhat(x, 2, method="best"), "`method` must be 'rank' or 'identity'"),
         (lambda x: ksd(x, x[:, :3]), r"must both be of shape \(n, d\)"),
         (lambda x: ksd(x, x, exponent=0.5), "`exponent` must lie"),
+        (lambda x: ksd(x[:0], x[:0]), "one draw or more"),
+        (lambda x: ksd(x, x, scale=np.ones((4, 1))), "`scale` must be above 0"),
+        (lambda x: ksd(x, x, scale=0.0), "`scale` must be above 0"),
     ],
 )
 def test_bad_input_is_refused(call, words):

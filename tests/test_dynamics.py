@@ -17,11 +17,13 @@ from numpyro_repulsion import (
     SGLD,
     SGLDR,
     Balanced,
+    Dynamics,
     Independent,
     Overdamped,
     Relativistic,
     Thermostat,
     Underdamped,
+    step_bias,
 )
 from numpyro_repulsion.dynamics import Cloud, Landscape, hold
 
@@ -365,12 +367,12 @@ def test_momenta_without_temperature_descend():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Underdamped(friction=0.0), "`friction` must be a finite number above 0; got 0.0"),
+        (lambda: Underdamped(friction=0.0), "`friction` must be a positive, finite number; got 0.0"),
         (lambda: Underdamped(temperature=-1.0), "`temperature` must be a finite number, 0 or above"),
         (lambda: Underdamped(kinetic="relativistic"), r"must be None or Relativistic\(speed=...\)"),
-        (lambda: Relativistic(speed=float("inf")), "`speed` must be a finite number above 0"),
-        (lambda: Thermostat(inertia=-2.0), "`inertia` must be a finite number above 0"),
-        (lambda: Thermostat(temperature=0.0), "`temperature` must be a finite number above 0"),
+        (lambda: Relativistic(speed=float("inf")), "`speed` must be a positive, finite number"),
+        (lambda: Thermostat(inertia=-2.0), "`inertia` must be a positive, finite number"),
+        (lambda: Thermostat(temperature=0.0), "`temperature` must be a positive, finite number"),
     ],
 )
 def test_bad_settings_of_momenta(make, words):
@@ -384,3 +386,30 @@ def test_a_single_chain_with_momenta():
     mcmc.run(random.key(0), init_params=jnp.ones(3))
     assert mcmc.get_samples().shape == (10, 3)
     assert mcmc.last_state.memory[0].shape == (3,)
+
+
+class Fast(Dynamics):
+    """A valid sampler of the posterior whose clock runs eight times faster than that of Euler's method."""
+
+    def init(self, key, z, force, couple):
+        return Cloud(z, *force(z))
+
+    def step(self, key, cloud, force, couple, step_size):
+        z = cloud.z - 8 * step_size * cloud.gradient
+        z = z + jnp.sqrt(16 * step_size) * random.normal(key, z.shape, z.dtype)
+        return Cloud(z, *force(z))
+
+
+def test_the_step_of_an_unknown_dynamics_is_not_measured(starts):
+    kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, dynamics=Fast(), interaction=Independent())
+    mcmc = MCMC(kernel, num_warmup=50, num_samples=10, num_chains=6, chain_method="vectorized", progress_bar=False)
+    with pytest.raises(ValueError, match="Fast does not define `.*give `step_size`"):
+        mcmc.run(random.key(0), init_params=starts)
+
+
+def test_the_bias_of_an_unknown_dynamics_is_not_predicted(starts):
+    settings = {"potential_fn": lambda z: jnp.sum(z**2) / 2, "interaction": Independent(), "step_size": 0.01}
+    unknown = step_bias(run(SGLD(dynamics=Fast(), **settings), starts))
+    assert np.isnan(unknown.predicted) and "unknown amount" in str(unknown)
+    known = step_bias(run(SGLD(dynamics=EULER, **settings), starts))
+    assert 0 < known.predicted < 0.02

@@ -26,9 +26,9 @@ from numpyro_repulsion import (
     FullData,
     Overdamped,
     Recipe,
-    moves,
 )
 from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.moves import archive as moves
 from numpyro_repulsion.targets import gaussian_mixture
 
 LIMIT = 4.5
@@ -64,7 +64,7 @@ def z_score(samples, mean):
     return (samples.mean() - mean) / (samples.std(ddof=1) / len(samples) ** 0.5)
 
 
-def archive(kind, size=32):
+def filled(kind, size=32):
     """An archive that is no good: off the centre, lopsided and of the wrong width."""
     components = random.normal(random.key(5), (size, 2)) + jnp.array([0.7, -0.5])
     start = Archive(32).start(Cloud(jnp.zeros((1, 4, 2)), *force(jnp.zeros((1, 4, 2)))), 100, True)
@@ -73,7 +73,7 @@ def archive(kind, size=32):
 
 
 def scores_after_jumps(kind, stratified, seed=0, temperature=1.0, replicas=20_000, size=4, turns=4):
-    jumps = archive(kind)
+    jumps = filled(kind)
 
     def warm(z):  # at its temperature the same law
         return jax.tree.map(lambda x: temperature * x, force(z))
@@ -187,7 +187,7 @@ def variances(dynamics, jumped, seed=0, replicas=200, size=6, updates=600):
     def slope(z):
         return 0.5 * jnp.sum(z**2, -1), z
 
-    jumps = archive(moves.DENSITY)._replace(scale=jnp.eye(2))
+    jumps = filled(moves.DENSITY)._replace(scale=jnp.eye(2))
     couple = Balanced().couple
 
     @jax.jit
@@ -264,7 +264,7 @@ def test_all_modes_are_met_at_their_width(kernel):
 
 def test_what_works_best_is_chosen():
     def chosen(differences, density):
-        jumps = archive(moves.DENSITY)._replace(acceptance=jnp.array([0.0, differences, density]))
+        jumps = filled(moves.DENSITY)._replace(acceptance=jnp.array([0.0, differences, density]))
         return int(Archive()._choose(jumps, -1).kind)
 
     assert chosen(0.5, 0.12) == moves.DENSITY

@@ -339,7 +339,7 @@ def test_bad_animations_are_refused(options, message):
 
 def band(ax, which=-1):
     """Below and above, of a band drawn by `fill_between`."""
-    (path,) = ax.collections[which].get_paths()
+    path = ax.collections[which].get_paths()[-1]  # the last where there are gaps
     vertices = path.vertices
     xs = np.unique(vertices[:, 0])
     sides = [vertices[vertices[:, 0] == x, 1] for x in xs]
@@ -368,10 +368,11 @@ def test_repeats_have_a_median_and_a_band():
 
 def test_one_run_has_standard_errors():
     draws = np.asarray(random.normal(random.key(2), (8, 300)), float)
-    draws[4:] = 3.0 - 0.9 * draws[:4]  # as if balanced within one ensemble
+    draws[4:] = -0.9 * draws[:4]  # as if balanced within one ensemble
     ax = plot_running_estimates(draws, prob=0.9)
     xs, low, high = band(ax)
-    assert xs[0] == 10 and xs[-1] == 300
+    # Before, nothing is known.
+    assert 10 < xs[0] < 100 and xs[-1] == 300
     np.testing.assert_allclose(ax.lines[0].get_ydata(), draws.mean(0).cumsum() / np.arange(1, 301))
     half = NormalDist().inv_cdf(0.95) * ensemble_mcse(draws)
     assert high[-1] - low[-1] == pytest.approx(2 * half, rel=1e-6)
@@ -406,7 +407,7 @@ def test_functions_of_a_draw(mcmc, data):
 
 def test_ensembles_that_are_balanced_are_one():
     kernel = SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1, interaction=Balanced(RBF(1.0)), num_ensembles=3)
-    mcmc = run(kernel, num_samples=100, init_params=jnp.arange(6.0))
+    mcmc = run(kernel, num_samples=400, init_params=jnp.linspace(-1.0, 1.0, 6))
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
     assert ensemble_mcse(draws) != pytest.approx(ensemble_mcse(draws, 3), rel=0.01)
     for source in (mcmc, to_inference_data(mcmc)):

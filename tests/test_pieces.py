@@ -250,7 +250,7 @@ def test_warnings_are_said_once(tmp_path):
         ({"kernel": lambda: SGLD(regression, step_size=1e-3)}, "kernel was SGLDR and is SGLD; .*interaction was RBF"),
         ({"step_size": Polynomial(1e-3)}, "step_size differs"),
         ({"data": "y"}, r"the model's args\[1\] differs"),
-        ({"scale": 2.0}, r"potential energy was .*the model's kwargs\['scale'\] is new"),
+        ({"scale": 2.0}, r"the model's kwargs\['scale'\] is new.*the density of site 'beta' differs"),
         ({"extra_fields": ("gradient",)}, "field gradient is new.* field z.beta is missing"),
         ({"num_chains": 8}, "num_chains was 6 and is 8"),
     ],
@@ -360,7 +360,7 @@ class Tale:
         """Goes on to the end."""
         directory = Directory(self.path, self.num_rows)
         try:
-            directory.open(lambda: {"name": "tale"}, self.files)
+            directory.open({"name": "tale"}, self.files)
             done, found = directory.restore(LIKE) or (0, self.states[0])
             assert done >= self.saved, "what was saved is lost"
             for a, b in zip(leaves(found), leaves(self.states[done]), strict=True):

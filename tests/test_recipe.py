@@ -21,7 +21,7 @@ from numpyro_repulsion import (
     Thermostat,
     Underdamped,
 )
-from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.dynamics import Cloud, hold
 
 L, d = 3, 2
 C, μ, c = 1.3, 0.7, 1.5
@@ -299,3 +299,28 @@ def test_generator_identity_with_momenta(system, interaction):
 def test_generator_identity_with_momenta_fails_without_repulsion(system):
     scores = generator_scores(system, RBF(1.0), forget=True)
     assert max(map(abs, scores.values())) > 9, scores
+
+
+@pytest.mark.parametrize(
+    "matrices",
+    [
+        {"D": lambda x: jnp.diag(1.0 + 3.0 * jnp.clip(x.ravel(), -1.0, 0.0))},  # indefinite where x < -1/3
+        {"D": lambda x: jnp.eye(x.size) + jnp.tril(jnp.full((x.size, x.size), (x < 0).any() * 0.1), -1)},
+        {"D": lambda x: jnp.eye(x.size), "Q": lambda x: jnp.full((x.size, x.size), (x < 0).any() * 0.1)},
+    ],
+    ids=["indefinite", "asymmetric", "not skew"],
+)
+def test_matrices_that_turn_wrong_hold_the_particles(matrices):
+    """They are right where the run begins, and wrong where it gets to: it must not go on as if they were right."""
+    dynamics = Recipe(**matrices)
+    couple = Independent().couple
+
+    def force(z):
+        return jnp.sum(z**2, -1) / 2, z
+
+    for start, is_right in ((1.0, True), (-1.0, False)):
+        cloud = dynamics.init(random.key(0), jnp.full((1, 3, 2), start), force, couple)
+        if is_right:
+            dynamics.check(jax.tree.map(np.asarray, cloud))
+        moved, held = hold(cloud, dynamics.step(random.key(1), cloud, force, couple, 0.01))
+        assert held.all() != is_right and (moved.z == cloud.z).all() != is_right

@@ -75,7 +75,7 @@ def test_the_cold_part_lasts_as_long_as_stated(x64, exploration):
     [
         *(({"step_size": value}, "`step_size` must be a positive") for value in (0.0, -1.0, np.nan, "0.1")),
         *(({"length": value}, "`length` must be an integer") for value in (1, 0, 20.0, True, None)),
-        *(({"exploration": value}, r"`exploration` must lie in \[0, 1\)") for value in (-0.1, 1.0, np.nan, None)),
+        *(({"exploration": value}, r"`exploration` .*in \[0, 1\)") for value in (-0.1, 1.0, np.nan, None)),
         ({"length": 2, "exploration": 0.9}, "leaves no cold update"),
     ],
 )

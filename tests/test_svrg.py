@@ -318,7 +318,7 @@ def test_far_modes_come_out_in_their_own_size(seed):
 
 @pytest.mark.parametrize("epoch", [0, -1, 2.0, True, "20"])
 def test_epochs_are_whole_numbers_of_updates(epoch):
-    with pytest.raises(ValueError, match="`epoch` must be a number of updates"):
+    with pytest.raises(ValueError, match="`epoch` must be None or a number of updates"):
         SVRG(epoch=epoch)
 
 

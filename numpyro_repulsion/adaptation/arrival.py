@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jax import lax, random
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import select
 
-__all__ = ["arrive", "rescue"]
+__all__ = ["Surroundings", "arrive", "left_behind", "rescue"]
 
 Position = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -61,24 +62,69 @@ def arrive(
     return select(fresh, moved, position), step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
-def rescue(
-    key: jax.Array, position: Position, step_size: jax.Array, score: jax.Array | None = None
-) -> tuple[Position, jax.Array]:
-    """Sends particles that were left far behind to where a random one of the better half is.
+class Surroundings(NamedTuple):
+    """Energies and squared gradients of each particle over a window: how much of the posterior lies around it.
 
-    Far behind is more than ``10 + 5 √d`` above the median potential energy: exact draws hardly ever are.
-
-    :param score: potential energies, ``(G, L)``, that can be compared, where those of the position come from
-        minibatches of each particle's own.
+    - **number** - iterations in the window.
+    - **energy** - sums of U, ``(G, L)``.
+    - **square** - sums of the squared whitened gradient, ``(G, L, d)``.
     """
-    u, energy, _ = position
-    flat = (energy if score is None else score).ravel()
-    better = jnp.argsort(flat)[: max(1, (flat.size + 1) // 2)]
+
+    number: jax.Array
+    energy: jax.Array
+    square: jax.Array
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype) -> Surroundings:
+        """Of nothing yet, for particles ``(G, L, d)``."""
+        return Surroundings(jnp.zeros((), dtype), jnp.zeros(shape[:2], dtype), jnp.zeros(shape, dtype))
+
+    def add(self, energy: jax.Array, gradient: jax.Array) -> Surroundings:
+        """With one more iteration."""
+        return Surroundings(self.number + 1.0, self.energy + energy, self.square + gradient**2)
+
+    def weighs_nothing(self) -> jax.Array:
+        """Around which particles, ``(G, L)``, there is next to nothing of the posterior, beside another particle.
+
+        In a basin of curvature H the mean of U is its minimum plus ``d/2`` and that of ``g gᵀ`` is H. The basin thus
+        holds ``exp(−E U) |E g gᵀ|^(−1/2)`` of the posterior, up to a constant. Energy alone would prefer narrow
+        basins, such as the neck of a funnel. Of ``E g gᵀ`` there are two estimates: a width for each coordinate, which
+        makes too much of a particle that has not moved; and one width for all, which makes too little of a basin that
+        is narrow in some coordinates. A particle has to be far behind by both.
+        """
+        number, dimension = jnp.maximum(self.number, 1.0), self.square.shape[-1]
+        energy, square = self.energy / number, self.square / number
+        smallest = jnp.finfo(square.dtype).tiny
+        log_weights = (
+            -energy - 0.5 * jnp.sum(jnp.log(square + smallest), -1),
+            -energy - 0.5 * dimension * jnp.log(jnp.mean(square, -1) + smallest),
+        )
+        lost = jnp.ones(energy.shape, bool)
+        for log_weight in log_weights:
+            best = jnp.nanmax(jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf))
+            lost &= ~(log_weight >= best - 10.0 - 2.0 * dimension**0.5)
+        return lost
+
+
+def left_behind(energy: jax.Array, dimension: int) -> jax.Array:
+    """Which particles, ``(G, L)``, have an energy more than ``10 + 5 √d`` above the median, as exact draws hardly have.
+
+    :param energy: ``(G, L)``, potential energies that can be compared.
+    """
     # What is not finite is far behind too.
-    lost = ~(flat <= jnp.nanmedian(flat) + 10.0 + 5.0 * u.shape[-1] ** 0.5)
-    chosen = jnp.where(lost, random.choice(key, better, lost.shape), jnp.arange(flat.size))
+    return ~(energy <= jnp.nanmedian(energy) + 10.0 + 5.0 * dimension**0.5)
+
+
+def rescue(key: jax.Array, position: Position, step_size: jax.Array, lost: jax.Array) -> tuple[Position, jax.Array]:
+    """Sends lost particles to where others are.
+
+    :param lost: ``(G, L)``; where all are, none moves.
+    """
+    lost = lost.ravel() & ~lost.all()
+    logits = jnp.where(lost, -jnp.inf, 0.0)
+    chosen = jnp.where(lost, random.categorical(key, logits, shape=lost.shape), jnp.arange(lost.size))
 
     def move(x):
-        return x.reshape(flat.size, *x.shape[2:])[chosen].reshape(x.shape)
+        return x.reshape(lost.size, *x.shape[2:])[chosen].reshape(x.shape)
 
     return jax.tree.map(move, (position, step_size))

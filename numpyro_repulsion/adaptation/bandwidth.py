@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.adaptation.measurement import measure_steepness
-from numpyro_repulsion.dynamics import Dynamics, Landscape
+from numpyro_repulsion.dynamics import Landscape, Overdamped
 from numpyro_repulsion.interactions import Interaction
 
 __all__ = ["Gains", "best_bandwidth", "gains", "settle_bandwidth"]
@@ -65,7 +65,7 @@ def gains(interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float, 
     one = jnp.ones((), u.dtype)
     landscape = Landscape(one, one, 0.0 * one, steepness)
     coupling = coupling._replace(bound=_largest_eigenvalue(coupling.apply, 1.0 + x))
-    return Gains(mean, square, Dynamics().tolerated(tolerance, landscape, coupling))
+    return Gains(mean, square, Overdamped("euler").tolerated(tolerance, landscape, coupling))
 
 
 def _largest_eigenvalue(apply, start):

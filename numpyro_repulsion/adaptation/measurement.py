@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Dynamics, Landscape
 from numpyro_repulsion.interactions import Coupling, Interaction
 
-__all__ = ["Measurements", "measure", "measure_steepness", "survey"]
+__all__ = ["UNKNOWN", "Measurements", "measure", "measure_steepness", "survey"]
 
+#: Stands for a number of a state that is not known and would be 0 or above: `jax_debug_nans` stops at NaN.
+UNKNOWN = -1.0
 POWER_ITERATIONS = 8
 #: The step is to suit nine particles in ten; the stability of the others is looked after separately.
 QUANTILE = 0.9
@@ -26,10 +28,12 @@ class Measurements(NamedTuple):
     """What was measured on successive clouds since the scales last changed: the first ``number`` rows.
 
     - **number** - how many clouds.
-    - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``; NaN where not finite.
+    - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``.
     - **noise** - the largest variance of the gradient in any direction, without control variates and with,
       ``(rows, 2)``.
     - **steepness** - how fast Γ changes, ``(rows,)``.
+
+    Numbers that are not known, or not finite, are negative.
     """
 
     number: jax.Array
@@ -40,7 +44,7 @@ class Measurements(NamedTuple):
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
         """None yet."""
-        rows_of = (jnp.full((rows, *shape), jnp.nan, dtype) for shape in ((particles,), (2,), ()))
+        rows_of = (jnp.full((rows, *shape), UNKNOWN, dtype) for shape in ((particles,), (2,), ()))
         return Measurements(jnp.zeros((), jnp.int32), *rows_of)
 
     def add(self, curvature: jax.Array, noise: jax.Array, steepness: jax.Array) -> Measurements:
@@ -52,22 +56,22 @@ class Measurements(NamedTuple):
     @property
     def typical_curvature(self) -> jax.Array:
         """The curvature that is exceeded at one particle in ten; 0 if none was found."""
-        return jnp.nan_to_num(jnp.nanquantile(self.curvature, QUANTILE))
+        return jnp.nan_to_num(jnp.nanquantile(_known(self.curvature), QUANTILE))
 
     @property
     def largest_curvature(self) -> jax.Array:
         """The largest curvature; 0 if none was found."""
-        return jnp.nan_to_num(jnp.nanmax(self.curvature))
+        return jnp.nan_to_num(jnp.nanmax(_known(self.curvature)))
 
     @property
     def mean_noise(self) -> jax.Array:
         """The gradient noise without control variates and with them, ``(2,)``."""
-        return jnp.nan_to_num(jnp.nanmean(self.noise, 0))
+        return jnp.nan_to_num(jnp.nanmean(_known(self.noise), 0))
 
     @property
     def typical_steepness(self) -> jax.Array:
         """The steepness, in the root mean square; 0 if none was found."""
-        return jnp.nan_to_num(jnp.sqrt(jnp.nanmean(self.steepness**2)))
+        return jnp.nan_to_num(jnp.sqrt(jnp.nanmean(_known(self.steepness) ** 2)))
 
 
 def measure(
@@ -82,9 +86,9 @@ def measure(
     :param width: half the distance over which gradients are compared, ``(G, L)`` or a scalar.
     :param corrected: whether control variates are in use.
     :param compare: whether to measure the noise both without and with control variates.
-    :return: the largest absolute curvature at each particle, ``(G L,)``, NaN where it is not finite; and the largest
-        variance of the gradient in any direction, pooled over the particles, without control variates and with them,
-        ``(2,)``.
+    :return: the largest absolute curvature at each particle, ``(G L,)``, negative where it is not finite; and the
+        largest variance of the gradient in any direction, pooled over the particles, without control variates and with
+        them, ``(2,)``.
     """
     width = jnp.broadcast_to(width, u.shape[:-1])[..., None].astype(u.dtype)
 
@@ -105,7 +109,7 @@ def measure(
     direction = random.normal(direction_key, u.shape, u.dtype)
     direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
     _, (sizes, seen) = lax.scan(iterate, direction, random.split(key, POWER_ITERATIONS))
-    curvature = jnp.where(jnp.isfinite(sizes[-1]), sizes[-1], jnp.nan).ravel()
+    curvature = jnp.where(jnp.isfinite(sizes[-1]), sizes[-1], UNKNOWN).ravel()
     seen = jnp.moveaxis(seen, 1, 0)
     used, other = _largest_variance(noise_key, seen[0]), _largest_variance(noise_key, seen[-1])
     return curvature, jnp.where(corrected, jnp.stack([other, used]), jnp.stack([used, other]))
@@ -146,6 +150,11 @@ def measure_steepness(
     direction = random.normal(key, u.shape, u.dtype)
     change = jax.jvp(lambda u: interaction.couple(u, bandwidth).repulsion + jnp.zeros_like(u), (u,), (direction,))[1]
     return jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(change), change, 0.0) ** 2))
+
+
+def _known(x):
+    """NaN in place of what is not known, within a computation."""
+    return jnp.where(x < 0, jnp.nan, x)
 
 
 def _largest_variance(key, gradients):

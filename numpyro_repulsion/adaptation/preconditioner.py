@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 
-__all__ = ["Moments", "Preconditioner", "first_scale", "shrink"]
+__all__ = ["Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
 
 #: Bounds on the first scales, which a few gradients far from the posterior may put anywhere.
 FIRST_SCALES = (1e-4, 1e2)
@@ -24,6 +24,11 @@ class Preconditioner(NamedTuple):
 
     scale: jax.Array | None = None
     centre: jax.Array | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether S is a matrix."""
+        return self.scale is not None and self.scale.ndim == 2
 
     def whiten(self, z: jax.Array) -> jax.Array:
         """u for positions z, ``(..., d)``."""
@@ -53,6 +58,17 @@ class Preconditioner(NamedTuple):
             return gradient / self.scale
         flat = gradient.reshape(-1, gradient.shape[-1])
         return solve_triangular(self.scale, flat.T, lower=True, trans=1).T.reshape(gradient.shape)
+
+    def by_coordinate(self, u: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Positions and gradients, ``(..., d)``, along the coordinates of z, each in units of its scale.
+
+        :param u: whitened positions.
+        :param gradient: gradients with respect to them.
+        """
+        if self.scale is None or not self.is_dense:
+            return u, gradient
+        unit = jnp.linalg.norm(self.scale, axis=1)
+        return _product(u, self.scale.T) / unit, self.push(gradient) * unit
 
     def after(self, change: Preconditioner) -> Preconditioner:
         """The change of variables that makes u by another one first, ``u = c' + S' u'``; both must have scales."""
@@ -87,6 +103,19 @@ def first_scale(z: jax.Array, gradient: jax.Array, dense: bool) -> Preconditione
     scale = jnp.where(jnp.isfinite(scale), scale, 1.0)
     scale = jnp.clip(scale, *FIRST_SCALES).astype(z.dtype)
     return Preconditioner(jnp.diag(scale) if dense else scale, centre)
+
+
+def inverse_root(covariance: jax.Array) -> jax.Array:
+    """S with ``S Sᵀ`` the inverse of a covariance: lower triangular, ``(d, d)``, or ``(d,)``; 1 where there is none."""
+    if covariance.ndim == 1:
+        scale = covariance**-0.5
+        # A gradient too long for its square to be finite makes it 0.
+        return jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0)
+    identity = jnp.eye(len(covariance), dtype=covariance.dtype)
+    # S is lower triangular and its inverse is the transpose of an upper triangle, a root taken from the other end.
+    root = jnp.linalg.cholesky(covariance[::-1, ::-1])[::-1, ::-1]
+    scale = solve_triangular(root.T, identity, lower=True)
+    return jnp.where(jnp.isfinite(scale).all(), scale, identity)
 
 
 def shrink(covariance: jax.Array, number: jax.Array) -> jax.Array:

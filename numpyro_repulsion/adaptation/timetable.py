@@ -15,6 +15,7 @@ __all__ = [
     "FIRST_DENSE",
     "FIRST_RESCUE",
     "FREEZE",
+    "LAST_ADAPTED",
     "SETTLING_ENDS",
     "Progress",
     "at",
@@ -44,6 +45,8 @@ ENDS = np.array(ARRIVAL_ENDS + ADAPTATION_ENDS + SETTLING_ENDS)
 _STARTS = np.array((0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS))
 _LAST = np.array((*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0))
 BEGINNINGS = _STARTS + np.where(_LAST <= ARRIVED, 0.5, 0.25) * (_LAST - _STARTS)
+#: The share of warmup from which the final scales are learned.
+LAST_ADAPTED = float(FREEZE - BEGINNINGS[-2])
 
 
 class Progress(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.interactions import Coupling
 
-__all__ = ["Cloud", "Couple", "Dynamics", "Force", "Landscape", "hold", "require_number", "select"]
+__all__ = ["Cloud", "Couple", "Dynamics", "Force", "Landscape", "hold", "select"]
 
 Force = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Couple = Callable[[jax.Array], Coupling]
@@ -51,6 +50,10 @@ class Landscape(NamedTuple):
 class Dynamics:
     """Base class: a discretization of ``dX = [−(D + Q)∇H + Γ] dt + sqrt(2D) dW`` (Ma, Chen & Fox, 2015).
 
+    A subclass defines `init` and `step`. Nothing is then known of the bias of its steps, so ``step_size`` must be
+    given. A subclass that also defines `tolerated`, `worthwhile`, `stable`, `bias`, `rate` and `comparable` lets warmup
+    measure it.
+
     **Example**
 
     .. doctest::
@@ -82,46 +85,39 @@ class Dynamics:
     interacts: ClassVar[bool] = False
 
     def tolerated(self, tolerance: float, landscape: Landscape, coupling: Coupling) -> jax.Array:
-        """The step at which variances are inflated by δ, the ``tolerance``, of themselves.
-
-        A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2``; gradient noise
-        of variance V adds ``εV/2``. Both are for ``K_ii = 1`` and grow with it: modes of K average to its mean. A
-        repulsion of steepness s, where particles are dense, inflates it by ``(εs)²/10``, as was measured; the larger
-        of the two counts.
-        """
-        limit = jnp.minimum(2.0 * tolerance / (1.0 + tolerance) / jnp.mean(coupling.diagonal), 0.5 / coupling.bound)
-        limit = limit / (landscape.curvature + landscape.noise)
-        return jnp.minimum(limit, jnp.sqrt(10.0 * tolerance) / landscape.steepness)
+        """The step at which variances are inflated by δ, the ``tolerance``, of themselves."""
+        raise self._unknown("tolerated")
 
     def worthwhile(self, landscape: Landscape, draws_per_step: jax.Array | float) -> jax.Array:
-        """The longest step that a run short of draws gains from where particles are dense.
-
-        There repulsion inflates variances by ``(εs)²/10``, and ``n`` draws, ``draws_per_step`` times ε, leave them
-        uncertain by ``sqrt(2/n)``: beyond the step at which the two are equal, draws gained are worth less than the
-        bias they cost.
-        """
-        return (200.0 / (landscape.steepness**4 * draws_per_step)) ** 0.2
+        """The longest step from which a run short of draws gains; ``draws_per_step`` times ε is how many it has."""
+        raise self._unknown("worthwhile")
 
     def stable(self, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The step beyond which particles run away."""
-        # One stiff particle feels K_ii of K and not Λ, which takes all of a group: λ_max(K½ H K½) is at most this.
-        own = jnp.max(coupling.diagonal)
-        return 2.0 / (own * landscape.largest + (coupling.bound - own) * landscape.curvature)
+        raise self._unknown("stable")
 
     def bias(self, step_size: jax.Array, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The relative inflation of variances to be expected of a step; NaN where nothing is known of it."""
-        half = step_size * jnp.mean(coupling.diagonal) / 2.0
-        # Of Euler's chain on a Gaussian: noise heats it by so much, where curvature amplifies whatever is there.
-        curved = half * (landscape.curvature + landscape.noise) / jnp.maximum(1.0 - half * landscape.curvature, 1e-3)
-        return jnp.maximum(curved, (step_size * landscape.steepness) ** 2 / 10.0)
+        return jnp.full_like(step_size, jnp.nan)
 
     def rate(self, variance: jax.Array, coupling: Coupling) -> jax.Array:
         """How fast a direction of this variance is forgotten, per unit of time (updates times step size)."""
-        return jnp.mean(coupling.diagonal) / variance
+        raise self._unknown("rate")
 
     def comparable(self, step_size: jax.Array) -> jax.Array:
         """The step that takes a particle about as far as this one of overdamped dynamics."""
-        return step_size
+        raise self._unknown("comparable")
+
+    def _unknown(self, name):
+        return ValueError(
+            f"{type(self).__name__} does not define `{name}`, so warmup cannot measure how long its steps may be: give "
+            "`step_size`, or define `tolerated`, `worthwhile`, `stable`, `bias`, `rate` and `comparable`."
+        )
+
+    @property
+    def carries(self) -> str:
+        """What the memory of a cloud holds, in words. A state goes on with dynamics that carry the same."""
+        return f"the memory of {type(self).__name__}"
 
     def check(self, cloud: Cloud) -> None:
         """Refuses, by a ``ValueError``, starts ``(G, L, d)`` that this dynamics cannot move."""
@@ -158,13 +154,3 @@ def select(which: jax.Array, new: Any, old: Any) -> Any:
         return jnp.where(which.reshape(*which.shape, *[1] * (a.ndim - which.ndim)), a, b)
 
     return jax.tree.map(choose, new, old)
-
-
-def require_number(part, name, or_zero=False):
-    """Refuses a setting that is not a finite, positive number (or 0), and keeps it as a float."""
-    value = getattr(part, name)
-    if not (isinstance(value, Real) and (0.0 < value < float("inf") or (or_zero and value == 0.0))):
-        expected = "a finite number, 0 or above" if or_zero else "a finite number above 0"
-        raise ValueError(f"{type(part).__name__}: `{name}` must be {expected}; got {value!r}.")
-    # A NumPy scalar would carry its precision into the particles'.
-    object.__setattr__(part, name, float(value))

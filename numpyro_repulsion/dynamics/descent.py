@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
@@ -85,14 +84,17 @@ class Descent(Dynamics):
                 "`step_size` is the learning rate."
             )
 
-    def tolerated(self, tolerance, landscape, coupling):
-        raise ValueError(
+    def _unknown(self, name):
+        return ValueError(
             "The steps of an optimizer cannot be measured; give the learning rate as `step_size`, as in "
             "SVGD(model, dynamics=Descent(optax.scale_by_adam()), step_size=0.01)."
         )
 
-    def bias(self, step_size, landscape, coupling):
-        return jnp.full_like(step_size, jnp.nan)
+    @property
+    def carries(self):
+        # By its structure, for optimizers are functions that do not tell their names.
+        state = jax.eval_shape(self.optimizer.init, np.zeros(1, np.float32))
+        return f"the state of an optimizer, {jax.tree.structure(state)}".replace("PyTreeDef", "")
 
     def init(self, key, z, force, couple):
         memory = [x.reshape(*z.shape[:-1], -1) for x in jax.tree.leaves(_each(self.optimizer.init, z)(z))]

@@ -7,13 +7,15 @@ import math
 
 import jax.numpy as jnp
 
-from numpyro_repulsion.dynamics.base import Cloud, Dynamics, require_number
+from numpyro_repulsion.checks import boolean, keep, positive
+from numpyro_repulsion.dynamics.base import Cloud
+from numpyro_repulsion.dynamics.euler import EulerBounds
 
 __all__ = ["Overdamped"]
 
 
 @dataclass(frozen=True)
-class Overdamped(Dynamics):
+class Overdamped(EulerBounds):
     r"""Langevin dynamics of the positions alone: SGLD, SGLD with repulsion, and SVGD.
 
     .. math::
@@ -80,7 +82,8 @@ class Overdamped(Dynamics):
     def __post_init__(self):
         if self.integrator not in (None, "euler", "lm"):
             raise ValueError(f"Overdamped: `integrator` must be None, 'euler' or 'lm'; got {self.integrator!r}.")
-        require_number(self, "temperature", or_zero=True)
+        keep(self, "temperature", positive, or_zero=True)
+        keep(self, "noise", boolean)
 
     @property
     def is_sampler(self):
@@ -91,6 +94,10 @@ class Overdamped(Dynamics):
         if not self.noise or self.integrator == "euler":
             return False
         return is_identity or self.integrator == "lm"
+
+    @property
+    def carries(self):
+        return "noise that the next update averages with its own"
 
     def _is_second_order(self, coupling):
         return coupling.is_identity and self.averages_noise(True)

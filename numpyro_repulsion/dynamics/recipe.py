@@ -11,9 +11,19 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.dynamics.base import Cloud, Dynamics, require_number
+from numpyro_repulsion.checks import integer, keep, positive
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 
 __all__ = ["Recipe"]
+
+
+#: Matrices are as they should be, up to so much of their largest entries.
+_ROUNDING = 1e-4
+
+
+def _unless(is_wrong: jax.Array, matrix: jax.Array) -> jax.Array:
+    """A matrix, or NaN, by which particles are held and flagged."""
+    return jnp.where(is_wrong, jnp.nan, matrix)
 
 
 def _squares(extra: jax.Array) -> jax.Array:
@@ -46,7 +56,8 @@ class Recipe(Dynamics):
     :param temperature: T > 0.
     :raises TypeError: where D, Q or ``energy`` cannot be called.
     :raises ValueError: for matrices that are not as above on the starting cloud, a temperature that is not positive, or
-        a step that is left to be measured.
+        a step that is left to be measured. Where they are not as above later, particles are held and flagged
+        ``diverging``.
 
     **References:**
 
@@ -84,18 +95,18 @@ class Recipe(Dynamics):
             value = getattr(self, name)
             if not (callable(value) or (name == "Q" and value is None)):
                 raise TypeError(f"Recipe: `{name}` must be a function; got {value!r}.")
-        if isinstance(self.extra, bool) or not isinstance(self.extra, int) or self.extra < 0:
-            raise ValueError(f"Recipe: `extra` must be a number of coordinates, 0 or more; got {self.extra!r}.")
-        require_number(self, "temperature")
+        keep(self, "extra", integer, least=0, expected="a number of coordinates, an integer of 0 or more")
+        keep(self, "temperature", positive)
 
-    def tolerated(self, tolerance, landscape, coupling):
-        raise ValueError(
+    def _unknown(self, name):
+        return ValueError(
             "How long the steps of Recipe(D, Q) may be is not known, and cannot be measured; give `step_size`, as in "
             "SGLD(model, dynamics=Recipe(D, Q), step_size=1e-3)."
         )
 
-    def bias(self, step_size, landscape, coupling):
-        return jnp.full_like(step_size, jnp.nan)
+    @property
+    def carries(self):
+        return "extra coordinates of Recipe(D, Q)"
 
     def init(self, key, z, force, couple):
         self._refuse(couple(z))
@@ -122,7 +133,8 @@ class Recipe(Dynamics):
         """``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ∇H there, of the same shape."""
 
         def matrix(flat):
-            return self._matrix(flat.reshape(x.shape))
+            x_ = flat.reshape(x.shape)
+            return self._symmetric(x_) if self.Q is None else self._symmetric(x_) + self._skew(x_)
 
         divergence = jnp.trace(jax.jacfwd(matrix)(x.ravel()), axis1=1, axis2=2)
         return (self.temperature * divergence - matrix(x.ravel()) @ slope.ravel()).reshape(x.shape)
@@ -131,24 +143,30 @@ class Recipe(Dynamics):
         for x in np.concatenate((cloud.z, *cloud.memory), -1):
             D = np.asarray(self.D(x))
             n, scale = x.size, max(float(np.abs(D).max(initial=0.0)), 1e-6)
-            if D.shape != (n, n) or not np.allclose(D, D.T, atol=1e-4 * scale):
+            if D.shape != (n, n) or not np.allclose(D, D.T, atol=_ROUNDING * scale):
                 raise ValueError(f"Recipe: `D` must be symmetric, of shape ({n}, {n}); got shape {D.shape}.")
-            if (smallest := float(np.linalg.eigvalsh(D)[0])) < -1e-4 * scale:
+            if (smallest := float(np.linalg.eigvalsh(D)[0])) < -_ROUNDING * scale:
                 raise ValueError(
                     f"Recipe: `D` must be positive semidefinite; its smallest eigenvalue is {smallest:.2g}."
                 )
             if self.Q is None:
                 continue
             Q = np.asarray(self.Q(x))
-            if Q.shape != (n, n) or not np.allclose(Q, -Q.T, atol=1e-4 * max(float(np.abs(Q).max()), 1e-6)):
+            if Q.shape != (n, n) or not np.allclose(Q, -Q.T, atol=_ROUNDING * max(float(np.abs(Q).max()), 1e-6)):
                 raise ValueError(f"Recipe: `Q` must be skew-symmetric, of shape ({n}, {n}); got shape {Q.shape}.")
 
-    def _matrix(self, x):
-        return self.D(x) if self.Q is None else self.D(x) + self.Q(x)
+    def _symmetric(self, x):
+        D = jnp.asarray(self.D(x), x.dtype)
+        return _unless(jnp.abs(D - D.T).max() > _ROUNDING * jnp.abs(D).max(), D)
+
+    def _skew(self, x):
+        Q = jnp.asarray(self.Q(x), x.dtype)
+        return _unless(jnp.abs(Q + Q.T).max() > _ROUNDING * jnp.abs(Q).max(), Q)
 
     def _root(self, x):
         # D may be singular, and then has no Cholesky factor.
-        values, vectors = jnp.linalg.eigh(self.D(x))
+        values, vectors = jnp.linalg.eigh(self._symmetric(x))
+        values = _unless(values[0] < -_ROUNDING * jnp.abs(values).max(), values)
         return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
 
     def _refuse(self, coupling):

@@ -8,7 +8,9 @@ import jax
 from jax import random
 import jax.numpy as jnp
 
-from numpyro_repulsion.dynamics.base import Cloud, Dynamics, require_number
+from numpyro_repulsion.checks import keep, positive
+from numpyro_repulsion.dynamics.base import Cloud
+from numpyro_repulsion.dynamics.euler import EulerBounds
 
 __all__ = ["Relativistic", "Thermostat", "Underdamped"]
 
@@ -40,7 +42,7 @@ class Relativistic:
     speed: float = 1.0
 
     def __post_init__(self):
-        require_number(self, "speed")
+        keep(self, "speed", positive)
 
     def energy(self, m: jax.Array) -> jax.Array:
         """Of momenta ``(..., d)``, shape ``(...)``."""
@@ -62,7 +64,7 @@ class Relativistic:
         return jnp.copysign(size, white).astype(white.dtype)
 
 
-class _Momenta(Dynamics):
+class _Momenta(EulerBounds):
     """What dynamics with momenta have in common: how K enters, and how long steps may be."""
 
     friction: float
@@ -186,14 +188,18 @@ class Underdamped(_Momenta):
     kinetic: Relativistic | None = None
 
     def __post_init__(self):
-        require_number(self, "friction")
-        require_number(self, "temperature", or_zero=True)
+        keep(self, "friction", positive)
+        keep(self, "temperature", positive, or_zero=True)
         if self.kinetic is not None and not isinstance(self.kinetic, Relativistic):
             raise TypeError(f"`kinetic` must be None or Relativistic(speed=...); got {self.kinetic!r}.")
 
     @property
     def is_sampler(self):
         return self.temperature > 0.0
+
+    @property
+    def carries(self):
+        return "momenta"
 
     def init(self, key, z, force, couple):
         white = self._white(key, z, couple(z))
@@ -292,10 +298,14 @@ class Thermostat(_Momenta):
 
     def __post_init__(self):
         for name in ("friction", "temperature", *(() if self.inertia is None else ("inertia",))):
-            require_number(self, name)
+            keep(self, name, positive)
 
     def _inertia(self, dimension):
         return max(1.0, 10.0 / dimension) if self.inertia is None else self.inertia
+
+    @property
+    def carries(self):
+        return "momenta and a friction for each particle"
 
     def init(self, key, z, force, couple):
         momentum_key, friction_key = random.split(key)

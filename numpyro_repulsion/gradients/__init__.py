@@ -5,9 +5,9 @@ which rows of the subsampled plates each particle looks at in each update.
 """
 
 from numpyro_repulsion.gradients.control import SVRG, ControlVariates, anchored, fingerprint, full_gradient
+from numpyro_repulsion.gradients.dependence import influenced
 from numpyro_repulsion.gradients.minibatch import Anchor, FullData, Gradient, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import ModelTarget
-from numpyro_repulsion.gradients.structure import influenced
 from numpyro_repulsion.gradients.target import FunctionTarget, Target
 
 __all__ = [

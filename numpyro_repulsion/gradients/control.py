@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 import itertools
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Anchor, Subsampled
 from numpyro_repulsion.gradients.target import Target
 
@@ -34,7 +35,9 @@ class ControlVariates(Subsampled):
     to add noise (several far modes have no common reference; :class:`~numpyro_repulsion.SVRG` has one for each
     particle), the plain minibatch gradient is used; warmup measures both, and says so. A run that goes on with other
     data than its warmup had takes the reference's gradient anew. A likelihood that is itself random
-    (``numpyro.prng_key()``) has no full gradient: its default is :class:`~numpyro_repulsion.Subsampled`.
+    (``numpyro.prng_key()``) has no full gradient: its default is :class:`~numpyro_repulsion.Subsampled`. It is also
+    the default of a model in which a site uses rows of a subsampled plate from outside, multiplied by hand for
+    minibatches of one size.
 
     With 20,000 rows, 20 parameters and minibatches of 200 (logistic regression; without them the step has to be ten
     times shorter), the worst error of a posterior mean was 0.14 to 0.39 posterior standard deviations without and
@@ -58,6 +61,9 @@ class ControlVariates(Subsampled):
         >>> ControlVariates()
         ControlVariates(shared=False, block_size=1)
     """
+
+    #: Its reference takes all rows, in pieces that fit into memory.
+    keeps_subsample_size: ClassVar[bool] = False
 
     def force(self, key, target, unravel, z, anchor=None):
         if anchor is None:
@@ -139,13 +145,9 @@ class SVRG(ControlVariates):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.epoch is None:
-            return
-        if isinstance(self.epoch, bool) or not isinstance(self.epoch, int | np.integer) or self.epoch < 1:
-            raise ValueError(
-                f"`epoch` must be a number of updates, an integer of 1 or more; got {self.epoch!r}. Leave it out for "
-                "as many as there are minibatches in the data."
-            )
+        if self.epoch is not None:
+            # Left out, it is as many as there are minibatches in the data.
+            keep(self, "epoch", integer, expected="None or a number of updates, an integer of 1 or more")
 
     def epoch_length(self, target, num_steps):
         epoch = self.epoch
@@ -169,7 +171,7 @@ def anchored(key: jax.Array, target: Target, unravel: Callable, anchor: Anchor, 
     # All particles look at one chunk at a time, so that its rows are gathered once.
     evaluate = jnp.vectorize(lambda z: full_gradient(key, target, unravel, z, share), signature="(d)->(),(d)")
     energy, gradient = evaluate(position)
-    mark = jnp.full((), jnp.nan, position.dtype)
+    mark = jnp.full((), jnp.inf, position.dtype)
     if position.ndim > 1:
         mark = fingerprint(target, unravel, position.reshape(-1, position.shape[-1])[0])
     return anchor._replace(potential_energy=energy, gradient=gradient, fingerprint=mark, age=jnp.zeros((), jnp.int32))

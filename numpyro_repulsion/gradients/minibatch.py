@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 from jax import lax, random
@@ -13,6 +13,7 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.checks import boolean, integer, keep
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 
 __all__ = ["Anchor", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
@@ -25,8 +26,8 @@ class Anchor(NamedTuple):
     - **potential_energy** - U(ẑ) over all rows, a scalar or ``(G, L)``.
     - **gradient** - ∇U(ẑ) over all rows, ``(d,)`` or ``(G, L, d)``.
     - **in_use** - whether gradients are corrected by it.
-    - **fingerprint** - U at the (first) ẑ on a few rows, by which other data are known; NaN where there is no
-      reference yet, and until a common one is next used.
+    - **fingerprint** - U at the (first) ẑ on a few rows, by which other data are known; infinite where there is
+      no reference yet, and until a common one is next used.
     - **age** - of references that are renewed, how many updates were done since.
     """
 
@@ -41,7 +42,7 @@ class Anchor(NamedTuple):
     def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Anchor:
         """No reference point yet, for positions of a shape ``(d,)`` or ``(G, L, d)``."""
         zero = jnp.zeros(shape, dtype)
-        unknown = jnp.asarray(jnp.nan, dtype)
+        unknown = jnp.asarray(jnp.inf, dtype)
         return Anchor(zero, zero[..., 0], zero, jnp.asarray(in_use), unknown, jnp.zeros((), jnp.int32))
 
 
@@ -50,10 +51,27 @@ class Gradient:
 
     #: Whether the particles of a group share their rows.
     shared: bool = False
+    #: Whether it takes minibatches of exactly ``subsample_size`` rows only.
+    keeps_subsample_size: ClassVar[bool] = False
 
     def is_noisy(self, target: Target) -> bool:
         """Whether U and ∇U are estimates, other ones in every update."""
         return target.is_random
+
+    def check_rows(self, target: Target) -> None:
+        """Refuses models for which this gradient would sample another posterior.
+
+        :raises ValueError: for a site that uses rows of a subsampled plate from outside, and is multiplied by hand by
+            what fits minibatches of ``subsample_size`` rows only.
+        """
+        if target.rows_outside and not self.keeps_subsample_size:
+            name, plates = next(iter(target.rows_outside.items()))
+            raise ValueError(
+                f"The site '{name}' uses rows of the subsampled plate '{plates[0]}' outside of that plate, with a log "
+                f"density for minibatches of `subsample_size` rows, and {self!r} takes other numbers of rows too. "
+                "Put the site into the plate, or multiply it for any number of rows, `with numpyro.handlers.scale("
+                "scale=N / len(i)): ...`; or use gradient=Subsampled(), the default for such models."
+            )
 
     def epoch_length(self, target: Target, num_steps: int) -> int | None:
         """After how many updates, whole iterations of ``num_steps``, particles renew references of their own; ``None``
@@ -152,13 +170,14 @@ class Subsampled(Gradient):
         Subsampled(shared=True, block_size=1)
     """
 
+    keeps_subsample_size: ClassVar[bool] = True
+
     shared: bool = False
     block_size: int = field(default=1, kw_only=True)
 
     def __post_init__(self):
-        size = self.block_size
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"`block_size` must be a number of rows, an integer of 1 or more; got {size!r}.")
+        keep(self, "shared", boolean)
+        keep(self, "block_size", integer, expected="a number of rows, an integer of 1 or more")
 
     def is_noisy(self, target):
         return True
@@ -192,11 +211,13 @@ def draw_indices(
             )
         count = batch // block
         # floor((j·size + r) / count) for r uniform on 0..size-1: over all (j, r) each row comes up `count` times, so
-        # rows are equally likely even if `count` does not divide `size`. Split so that nothing exceeds size + count.
+        # rows are equally likely even if `count` does not divide `size`. Split so that nothing exceeds size + count,
+        # which unsigned numbers hold for all plates.
         start = np.arange(count, dtype=np.int64) * size
-        offset = random.randint(plate_key, (*shape, count), 0, size) + jnp.asarray(start % count, jnp.int32)
+        drawn = random.randint(plate_key, (*shape, count), 0, size, jnp.int32).astype(jnp.uint32)
         # Not `//`: what it does about signs would be done anew for every number that these indices gather.
-        first = jnp.asarray(start // count, jnp.int32) + lax.div(offset, jnp.asarray(count, offset.dtype))
+        beyond = lax.div(drawn + jnp.asarray(start % count, jnp.uint32), jnp.asarray(count, jnp.uint32))
+        first = jnp.asarray(start // count, jnp.int32) + beyond.astype(jnp.int32)
         if block > 1:
             within = jnp.arange(block, dtype=first.dtype)
             # Compared before it is added, because a sum can exceed 32 bits.

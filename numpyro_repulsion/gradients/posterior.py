@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 import warnings
 
 import jax
@@ -19,8 +19,9 @@ from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_
 from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
-from numpyro_repulsion.gradients.structure import Watch, influenced, may_be_empty
+from numpyro_repulsion.gradients.structure import Watch, may_be_empty
 from numpyro_repulsion.gradients.target import Indices, Target
+from numpyro_repulsion.gradients.usage import check_bounds, check_latent, check_sites, read_usage, rows_outside
 
 __all__ = ["ModelTarget"]
 
@@ -34,19 +35,21 @@ class ModelTarget(Target):
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     :raises ValueError: for a model that cannot be sampled rightly: no continuous latent site, one inside a subsampled
-        plate, a discrete one that cannot be summed over, a subsampled plate whose indices do not matter.
+        plate or with a prior that depends on its rows, a discrete one that cannot be summed over; a site in such a
+        plate that does not take its rows, one outside that uses them as they are; rows that the data do not have; or
+        two plates of one name.
     """
 
     def __init__(self, model, args=(), kwargs=None):
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self._params: dict = {}
         try:
-            sites = self._inspect()
+            sites, watch = self._inspect()
         except jax.errors.TracerArrayConversionError:
             # NumPy arrays cannot be indexed by rows that are drawn in the compiled program.
             with jax.ensure_compile_time_eval():
                 self.args, self.kwargs = jax.tree.map(_as_jax, (self.args, self.kwargs))
-            sites = self._inspect()
+            sites, watch = self._inspect()
         self.plates = subsample_plate_sizes(sites)
         self.plate_sizes = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
         self.dims = {
@@ -78,14 +81,37 @@ class ModelTarget(Target):
         self.prototype = jax.eval_shape(lambda: self.draw(random.key(0), init_to_uniform))
         if not any(np.prod(site.shape) for site in self.prototype.values()):
             raise ValueError(f"The latent sites {self.latent} have no elements, so there is nothing to sample.")
+        deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
+        self._usage = usage = self._read(deterministic, watch)
+        check_bounds(usage, self.plate_sizes)
         check_enumeration({name: latent[name] for name in self.discrete}, self.plates, self._dependents)
+        check_latent(usage, self.latent, self.plates)
+        check_sites(usage, list(sampled), self._subsampled, self.dims, self.plates)
+        scales = {name: sampled[name]["scale"] for name in (*self.observed, *self.factors)}
+        self.rows_outside = rows_outside(
+            usage, scales, self._scales_over_all_rows, self.factors, self._subsampled, self.plates
+        )
         if self.discrete:
             self._try_to_sum()
-        deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
-        self.summed_out = self._summed_out(deterministic)
+        causes = {name: {kind for kind, _ in usage.deterministic[name].causes} for name in deterministic}
+        self.summed_out = [name for name in deterministic if "site" in causes[name]]
         deterministic = [name for name in deterministic if name not in self.summed_out]
-        self.minibatched = self._minibatched(deterministic)
+        self.minibatched = [name for name in deterministic if self._looks_at_rows(name)]
         self.deterministic = [name for name in deterministic if name not in self.minibatched]
+
+    def _scales_over_all_rows(self):
+        """What multiplies each site over all rows; nothing for a model that works for its own number of rows only."""
+        sites: dict = {}
+        try:
+            jax.eval_shape(lambda: sites.update(self._trace(self.all_rows)) or 0)
+        except (TypeError, ValueError):
+            return {}
+        return {name: site["scale"] for name, site in sites.items() if site["type"] == "sample"}
+
+    def _looks_at_rows(self, name):
+        """Whether a deterministic site has another value for each minibatch."""
+        causes = {label for _, label in self._usage.deterministic[name].causes}
+        return bool((causes | set(self.dims[name])) & set(self.plates))
 
     @property
     def first_rows(self) -> Indices:
@@ -133,19 +159,12 @@ class ModelTarget(Target):
 
     def crossed_plates(self):
         groups = [{name} for name in self.plates]
-        for influences in self._influences_on_sites().values():
-            met = [group for group in groups if group & influences]
+        for name in self._usage.densities:
+            seen = self._usage.rows(name) & set(self.plates)
+            met = [group for group in groups if group & seen]
             if len(met) > 1:
                 groups = [group for group in groups if group not in met] + [set().union(*met)]
         return [sorted(group) for group in groups]
-
-    def _influences_on_sites(self):
-        """For every site that counts, the subsampled plates on whose rows its log density depends."""
-        influences: dict[str, set] = {}
-        for plate, rows in self.first_rows.items():
-            for name in self._influences(rows, lambda rows, plate=plate: (self.first_rows | {plate: rows}, {})):
-                influences.setdefault(name, set()).add(plate)
-        return influences
 
     def _try_to_sum(self):
         """Refuses what funsor cannot sum over: it has to know every batch dimension."""
@@ -159,28 +178,33 @@ class ModelTarget(Target):
 
     def _dependents(self):
         """For every discrete site, the sites whose log density depends on it, with the plates whose rows they see."""
-        shapes, rows = self._trace_shapes(), self._influences_on_sites()
-        found = {}
-        for name in self.discrete:
-            sites = self._influences(shapes[name], lambda value, name=name: (self.first_rows, {name: value}))
-            found[name] = {site: self._subsampled[site] | rows.get(site, set()) for site in sites}
+        usage, found = self._usage, {name: {} for name in self.discrete}
+        for site in usage.densities:
+            for name in usage.discrete(site):
+                found[name][site] = self._subsampled[site] | (usage.rows(site) & set(self.plates))
         return found
 
-    def _influences(self, cause, bind):
-        """The sites whose log density depends on a cause, from which ``bind`` makes rows and values of sites."""
-        names: list = []
+    def _read(self, deterministic, watch):
+        """How the sites of the model depend on rows and discrete sites."""
+        shapes = self._trace_shapes() if self.discrete else {}
 
-        def log_probs(cause, z):
-            rows, known = bind(cause)
-            values = self._constrain(z, self.first_rows)
+        def program(rows, discrete, z):
+            values = self._constrain(z, rows)
+            latent = {name: values[name] for name in self.latent}
+            model = self._bind(rows, random.key(0))
             with _any_number_of_rows():
-                latent = {name: values[name] for name in self.latent} | known
-                found, _ = compute_log_probs(self._bind(rows, random.key(0)), self.args, self.kwargs, latent)
-            names[:] = found
-            return list(found.values())
+                found, sites = compute_log_probs(model, self.args, self.kwargs, latent | discrete, sum_log_prob=False)
+            return found, latent, {name: sites[name]["value"] for name in deterministic}
 
-        depends = influenced(log_probs, cause, self.prototype)
-        return [name for name, yes in zip(names, depends, strict=True) if yes]
+        taken = {name: self.plates.get(name, (size, size)) for name, size in self.plate_sizes.items()}
+        taken = {name: counts for name, counts in taken.items() if name not in watch.unclear_plates}
+        discrete = {name: shapes[name] for name in self.discrete}
+        if any(batch == 1 < size for size, batch in taken.values()):
+            # Along an axis of length one everything looks alike.
+            two = {name: (size, min(size, max(batch, 2))) for name, (size, batch) in taken.items()}
+            with suppress(TypeError, ValueError):
+                return read_usage(program, two, discrete, self.prototype)
+        return read_usage(program, taken, discrete, self.prototype)
 
     def observations(self) -> dict[str, jax.Array]:
         """The observed values, over all rows."""
@@ -242,7 +266,7 @@ class ModelTarget(Target):
                 f"The subsampled plate {watch.hidden_plates} lies inside `scan` or `cond`, where its rows cannot be "
                 "chosen. Put the plate around the sites outside, or drop its `subsample_size`."
             )
-        return sites
+        return sites, watch
 
     def _bind(self, indices, key):
         return seed(substitute(self.model, data={**self._params, **indices}), key)
@@ -258,48 +282,8 @@ class ModelTarget(Target):
         with _any_number_of_rows():
             return constrain_fn(model, self.args, self.kwargs, z, return_deterministic=True)
 
-    def _summed_out(self, deterministic):
-        """The deterministic sites that depend on discrete ones, and so have no value of their own."""
-        if not (self.discrete and deterministic):
-            return []
-        shapes = self._trace_shapes()
-
-        def values(known, z):
-            values = self._constrain(z, self.first_rows) | known
-            known = {name: values[name] for name in (*self.latent, *self.discrete)}
-            sites = self._trace(self.first_rows, init_strategy=lambda site=None: known.get(site["name"]))
-            return [sites[name]["value"] for name in deterministic]
-
-        depends = influenced(values, {name: shapes[name] for name in self.discrete}, self.prototype)
-        return [name for name, yes in zip(deterministic, depends, strict=True) if yes]
-
     def _trace_shapes(self):
         return jax.eval_shape(lambda: {n: s["value"] for n, s in self._trace(self.first_rows).items()})
-
-    def _minibatched(self, deterministic):
-        """The deterministic sites that depend on the rows; checks that the potential depends on every plate's."""
-        inside = [name for name in deterministic if set(self.dims[name]) & set(self.plates)]
-        for plate in self.plates:
-
-            def energy(rows, z, plate=plate):
-                return self.potential_energy(z, self.first_rows | {plate: rows}, random.key(0))
-
-            def values(rows, z, plate=plate):
-                traced = self._constrain(z, self.first_rows | {plate: rows})
-                return [traced[name] for name in deterministic]
-
-            rows = self.first_rows[plate]
-            if not all(influenced(energy, rows, self.prototype)):
-                size, subsample_size = self.plates[plate]
-                raise ValueError(
-                    f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every "
-                    f"update would see the same {subsample_size} of {size} rows. Pass the whole data to the model "
-                    f"and take the rows inside the plate: `with numpyro.plate('{plate}', {size}, "
-                    f"subsample_size={subsample_size}) as i: ... obs=y[i]`, or use `numpyro.subsample`."
-                )
-            depends = influenced(values, rows, self.prototype)
-            inside += [n for n, yes in zip(deterministic, depends, strict=True) if yes and n not in inside]
-        return inside
 
     def _refuse(self, latent):
         for name, site in latent.items():

@@ -1,15 +1,16 @@
-"""What depends on what in a model: read from its program, on abstract values."""
+"""What a model asks for when it runs, seen from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import jax
+import operator
 
 from numpyro.distributions import constraints
 from numpyro.primitives import Messenger
 
-__all__ = ["Watch", "influenced", "may_be_empty"]
+__all__ = ["Watch", "may_be_empty"]
+
+#: Rows are numbered by 32-bit integers.
+MAX_ROWS = 2**31 - 1
 
 
 class Watch(Messenger):
@@ -17,12 +18,16 @@ class Watch(Messenger):
 
     - **asks_for_keys** - whether there is a ``numpyro.prng_key()``.
     - **hidden_plates** - the subsampled plates in those bodies.
+    - **unclear_plates** - the plates in those bodies, and those that share their name with one of another size.
     """
 
     def __init__(self):
         super().__init__(None)
         self.asks_for_keys = False
         self.hidden_plates: list[str] = []
+        self.unclear_plates: set[str] = set()
+        self._plates: dict[str, tuple[int, int]] = {}
+        self._names: set[str] = set()
         self._depth = 0
 
     def process_message(self, msg):
@@ -30,12 +35,48 @@ class Watch(Messenger):
             self.asks_for_keys = True
         elif msg["type"] == "plate":
             size, batch = msg["args"]
-            if batch == 0:
-                raise ValueError(f"The plate '{msg['name']}' has subsample_size=0; a minibatch needs one row or more.")
-            if self._depth and batch is not None and batch < size:
-                self.hidden_plates.append(msg["name"])
+            self._check_plate(msg["name"], size, size if batch is None else batch)
+            if self._depth:
+                self.unclear_plates.add(msg["name"])
+                if batch is not None and batch < size:
+                    self.hidden_plates.append(msg["name"])
+        elif msg["type"] in ("sample", "deterministic", "param"):
+            self._names.add(msg["name"])
         elif msg["type"] == "control_flow":
             msg["args"] = tuple(self._watched(arg) if callable(arg) else arg for arg in msg["args"])
+
+    def _check_plate(self, name, size, batch):
+        """Refuses what NumPyro accepts and turns into a wrong posterior, or into an error about something else."""
+        try:
+            size, batch = operator.index(size), operator.index(batch)
+        except TypeError:
+            return  # NumPyro reports these.
+        if batch == 0:
+            raise ValueError(f"The plate '{name}' has subsample_size=0; a minibatch needs one row or more.")
+        if batch > size:
+            raise ValueError(
+                f"The plate '{name}' has subsample_size={batch}, more than its {size} rows. Use "
+                f"subsample_size=min({batch}, {size}), which takes all rows in every update, or leave it out."
+            )
+        if batch < size > MAX_ROWS:
+            raise ValueError(
+                f"The subsampled plate '{name}' has {size} rows; rows are numbered by 32-bit integers, so that it can "
+                f"have {MAX_ROWS} at most. Split the data over several plates."
+            )
+        if name in self._names:
+            raise ValueError(
+                f"The plate '{name}' has the name of a site of the model, and NumPyro would leave that site out of the "
+                "posterior. Give one of them another name."
+            )
+        first = self._plates.setdefault(name, (size, batch))
+        if first != (size, batch):
+            self.unclear_plates.add(name)
+        if first != (size, batch) and (first[0] > first[1] or size > batch):
+            raise ValueError(
+                f"Two plates have the name '{name}', one with size={first[0]} and subsample_size={first[1]}, the other "
+                f"with size={size} and subsample_size={batch}: both would get the rows of one. Give them different "
+                "names."
+            )
 
     def _watched(self, body):
         def watched(*args):
@@ -47,16 +88,6 @@ class Watch(Messenger):
                 self._depth -= 1
 
         return watched
-
-
-def influenced(fn: Callable, cause, *rest) -> list[bool]:
-    """Whether each output of ``fn(cause, *rest)`` depends on ``cause``, by the structure of the program."""
-    program = jax.make_jaxpr(fn)(cause, *rest).jaxpr
-    tainted = {id(variable) for variable in program.invars[: len(jax.tree.leaves(cause))]}
-    for equation in program.eqns:
-        if any(id(variable) in tainted for variable in equation.invars):
-            tainted.update(id(variable) for variable in equation.outvars)
-    return [id(variable) in tainted for variable in program.outvars]
 
 
 def may_be_empty(law) -> bool:

@@ -19,10 +19,13 @@ class Target:
     """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
 
     - **plates** - ``{name: (size, subsample_size)}`` of the plates that are subsampled.
+    - **rows_outside** - the observed sites and factors that use rows of subsampled plates from outside, with these
+      plates: what multiplies them fits minibatches of exactly ``subsample_size`` rows.
     - **is_random** - whether U is an estimate that differs from key to key, given the rows too.
     """
 
     plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    rows_outside: Mapping[str, list[str]] = MappingProxyType({})
     is_random: bool = False
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:

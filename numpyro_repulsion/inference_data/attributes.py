@@ -11,10 +11,24 @@ import numpyro
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.kernels import ParticleKernel, kernel_of, require_draws
+from numpyro_repulsion.kernels import (
+    ParticleKernel,
+    coupling_of,
+    has_other_data,
+    kernel_of,
+    require_draws,
+    share_flagged,
+)
 from numpyro_repulsion.schedules import BiasBudget
 
 __all__ = ["attributes", "require_run"]
+
+
+#: What is said of a run on other data than its warmup's, in the place of what that warmup had to say.
+OTHER_DATA = (
+    "This run has other data than its warmup: step size, scales and all else that was learned are those of the other "
+    "data. Warm up on these, unless they are alike."
+)
 
 
 def require_run(mcmc: MCMC) -> ParticleKernel:
@@ -34,6 +48,9 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
     plates = target.plates if target is not None else {}
     measured = isinstance(kernel.step_size, BiasBudget)
     # Plain chains run one by one leave a state each, and are ensembles of their own.
+    is_other = has_other_data(mcmc)
+    complaints = [OTHER_DATA] if is_other else kernel.complaints(state)
+    coupling, num_independent = coupling_of(mcmc)
     num_ensembles = mcmc.num_chains if np.ndim(state.num_updates) else kernel.num_ensembles
     return {
         "created_at": datetime.now(UTC).isoformat(),
@@ -50,9 +67,12 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
-        "step_size_bias": float(np.ravel(state.tuning.bias)[0]),
-        "remedy": kernel.remedy,
-        "complaints": " ".join(kernel.complaints(state)),
+        "step_size_bias": bias if (bias := float(np.ravel(state.tuning.bias)[0])) >= 0.0 and not is_other else np.nan,
+        "remedy": "warm up on these data" if is_other and measured else kernel.remedy,
+        "complaints": " ".join(complaints),
+        "other_data": str(is_other).lower(),
+        "coupling": coupling,
+        "num_independent": num_independent,
         "num_particles": mcmc.num_chains,
         "num_ensembles": num_ensembles,
         "ensemble": np.repeat(np.arange(num_ensembles), mcmc.num_chains // num_ensembles),
@@ -60,4 +80,5 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "num_warmup": mcmc.num_warmup,
         "thinning": mcmc.thinning,
         "num_divergences": int(np.sum(state.num_divergences)),
+        "share_flagged": share_flagged(mcmc),
     }

@@ -188,6 +188,8 @@ def _draws(mcmc):
         for name, value in mcmc.get_extra_fields(group_by_chain=True).items()
         if isinstance(value, jax.Array | np.ndarray)
     }
+    # In a state, 0 stands for none.
+    statistics["bandwidth"] = np.where(np.asarray(statistics["bandwidth"]) > 0.0, statistics["bandwidth"], np.nan)
     return named_draws(samples), statistics
 
 

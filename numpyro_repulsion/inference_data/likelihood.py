@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import math
 import warnings
 
 import jax
@@ -39,6 +40,12 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
             "The likelihood is random (numpyro.prng_key): there is an estimate in the place of the log likelihood of a "
             "draw, and importance weights of estimates are wrong. Leave log_likelihood=False."
         )
+    if outside := [name for name in names if name in target.factors and name in target.rows_outside]:
+        raise ValueError(
+            f"The factors {outside} use rows of subsampled plates outside of these plates, multiplied by hand for "
+            "minibatches of `subsample_size` rows: over all rows they are no log likelihood. Put them into the plates, "
+            "or leave them out of log_likelihood."
+        )
     if (left := [name for name in target.factors if name not in names]) and which is True:
         warnings.warn(
             f"The factors {left} are left out of log_likelihood. Name those that are likelihoods: "
@@ -49,7 +56,7 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
 
     def likelihoods(values):
         sites = target.sites(values)
-        scaled[:] = [name for name in names if not _is_one(sites[name]["scale"])]
+        scaled[:] = [name for name in names if not _is_one(_scale(target, name, sites[name]["scale"]))]
         return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in names}
 
     shape = next(iter(draws.values())).shape[:2]
@@ -76,6 +83,14 @@ def _names(target, which):
     return list(which)
 
 
+def _scale(target, name, scale):
+    """What multiplies a site, without the factor that makes up for rows left out of a minibatch."""
+    if scale is None or isinstance(scale, jax.core.Tracer):
+        return scale
+    sizes = [target.plates[plate] for plate in target.rows_outside.get(name, ())]
+    return np.asarray(scale) / math.prod(size / batch for size, batch in sizes)
+
+
 def _is_one(scale):
     # Traced scales are taken for weights.
-    return scale is None or (not isinstance(scale, jax.core.Tracer) and bool(np.all(np.asarray(scale) == 1)))
+    return scale is None or (not isinstance(scale, jax.core.Tracer) and bool(np.allclose(scale, 1)))

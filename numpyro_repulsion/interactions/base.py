@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import ClassVar, NamedTuple
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 
+from numpyro_repulsion.checks import positive
 from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
 
-__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping", "require_positive"]
+__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping"]
 
 
 class Coupling(NamedTuple):
@@ -65,6 +65,8 @@ class Interaction:
         0.5
     """
 
+    #: NumPy is to leave ``np.float64(0.5) * RBF()`` to `__rmul__`, and not to make an array of objects.
+    __array_ufunc__ = None
     #: Whether particles need each other: K depends on the cloud, which must hold two distinct particles.
     interacts: ClassVar[bool] = False
     #: Whether K is drawn anew in every update, independently of the cloud.
@@ -201,7 +203,8 @@ class Gram(Interaction):
     def evaluate(self, x: jax.Array, y: jax.Array, bandwidth: jax.Array | float | None) -> jax.Array:
         """The kernel k of one pair of points of shape ``(d,)``: symmetric, and differentiable where ``x = y`` too.
 
-        ``bandwidth`` is NaN unless ``learns_bandwidth`` is true.
+        ``bandwidth`` means nothing unless ``learns_bandwidth`` is true; a kernel that uses it all the same raises a
+        ``ValueError`` when a run begins.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `evaluate`.")
 
@@ -330,16 +333,10 @@ class Sum(Gram):
         return Sum(self.terms + Sum.of(other).terms)
 
     def __rmul__(self, weight):
-        require_positive(self, "weight", weight)
-        return Sum(tuple((float(weight) * w, term) for w, term in self.terms))
+        weight = positive("Sum: `weight`", weight)
+        return Sum(tuple((weight * w, term) for w, term in self.terms))
 
     __mul__ = __rmul__
 
     def __repr__(self):
         return " + ".join(f"{weight:g} * {term!r}" for weight, term in self.terms)
-
-
-def require_positive(owner, name, value):
-    """Refuses a setting that is given and not a positive, finite number."""
-    if value is not None and not (isinstance(value, Real) and 0.0 < value < float("inf")):
-        raise ValueError(f"{type(owner).__name__}: `{name}` must be a positive, finite number; got {value!r}.")

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.interactions.base import Gram, Independent, Sum, Wrapping, require_positive
+from numpyro_repulsion.checks import keep, positive
+from numpyro_repulsion.interactions.base import Gram, Independent, Sum, Wrapping
 from numpyro_repulsion.interactions.radial import RBF, Radial
 
 __all__ = ["Laplacian"]
@@ -60,9 +61,7 @@ class Laplacian(Wrapping, Gram):  # type: ignore[override]
 
     def __post_init__(self):
         _require_affinity(self.interaction)
-        require_positive(self, "strength", self.strength)
-        # A NumPy scalar would carry its precision into the particles'.
-        object.__setattr__(self, "strength", float(self.strength))
+        keep(self, "strength", positive)
 
     def similarity(self, u, bandwidth):
         return self.interaction.similarity(u, bandwidth)

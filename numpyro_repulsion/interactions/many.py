@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, ClassVar
 
 import jax
 from jax import random
 import jax.numpy as jnp
 
+from numpyro_repulsion.checks import integer, keep, number, positive
 from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
-from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, Wrapping, require_positive
+from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, Wrapping
 
 __all__ = ["RandomFeatures", "RandomGroups"]
 
@@ -65,13 +65,10 @@ class RandomFeatures(Interaction):
 
     def __post_init__(self):
         if self.bandwidth is not None:
-            require_positive(self, "bandwidth", self.bandwidth)
-        if isinstance(self.num_features, bool) or not isinstance(self.num_features, int) or self.num_features < 1:
-            raise ValueError(
-                f"RandomFeatures: `num_features` must be an integer, 1 or more; got {self.num_features!r}."
-            )
-        if self.weight is not None and not (isinstance(self.weight, Real) and 0.0 < self.weight < 1.0):
-            raise ValueError(f"RandomFeatures: `weight` must lie between 0 and 1; got {self.weight!r}.")
+            keep(self, "bandwidth", positive)
+        keep(self, "num_features", integer)
+        if self.weight is not None:
+            keep(self, "weight", number, expected="a number between 0 and 1", accepts=lambda x: 0.0 < x < 1.0)
 
     @property
     def learns_bandwidth(self):
@@ -166,8 +163,7 @@ class RandomGroups(Wrapping):
             raise TypeError(
                 f"RandomGroups takes an interaction with a Gram matrix, such as RBF(); got {self.interaction!r}."
             )
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 2:
-            raise ValueError(f"RandomGroups: `size` must be an integer, 2 or more; got {self.size!r}.")
+        keep(self, "size", integer, least=2)
 
     def gram(self, u, bandwidth):
         """K and Γ by groups, ``(L / size, size, size)`` and ``(L / size, size, d)``, where K is to be tested."""

@@ -8,7 +8,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from numpyro_repulsion.interactions.base import Gram, require_positive
+from numpyro_repulsion.checks import keep, positive
+from numpyro_repulsion.interactions.base import Gram
 
 __all__ = ["IMQ", "RBF", "Radial", "median_bandwidth", "squared_distances"]
 
@@ -49,10 +50,8 @@ class Radial(Gram):
                 f"got {self.bandwidth!r}."
             )
         for name in ("nugget",) if self.tunes_bandwidth else ("bandwidth", "nugget"):
-            value = getattr(self, name)
-            require_positive(self, name, value)
-            # A NumPy scalar would carry its precision into the particles'.
-            object.__setattr__(self, name, None if value is None else float(value))
+            if getattr(self, name) is not None:
+                keep(self, name, positive)
 
     @property
     def learns_bandwidth(self):

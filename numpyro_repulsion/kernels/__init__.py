@@ -3,7 +3,14 @@
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.live import enable_live_warnings
 from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
-from numpyro_repulsion.kernels.runs import is_warmup, kernel_of, require_draws
+from numpyro_repulsion.kernels.runs import (
+    coupling_of,
+    has_other_data,
+    is_warmup,
+    kernel_of,
+    require_draws,
+    share_flagged,
+)
 from numpyro_repulsion.kernels.state import ParticleState
 
 __all__ = [
@@ -16,8 +23,11 @@ __all__ = [
     "SVGD",
     "ParticleKernel",
     "ParticleState",
+    "coupling_of",
     "enable_live_warnings",
+    "has_other_data",
     "is_warmup",
     "kernel_of",
     "require_draws",
+    "share_flagged",
 ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import sys
 from typing import Any, ClassVar
-import warnings
 
 import jax
 from jax import random
@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro.infer import init_to_sample
-from numpyro.infer.mcmc import MCMCKernel
+from numpyro.infer.mcmc import MCMC, MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
 from numpyro_repulsion.adaptation import Learned, Tuning, judge
+from numpyro_repulsion.checks import integer
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.gradients import (
     ControlVariates,
@@ -28,32 +29,31 @@ from numpyro_repulsion.gradients import (
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.live import warn_at_first_divergence, warn_by_verdict
+from numpyro_repulsion.kernels.origin import Origin, check_chains, check_state
 from numpyro_repulsion.kernels.settings import (
+    Fixed,
+    can_jump,
     check_ensembles,
     check_groups,
     check_init_params,
     check_jumps,
     check_moves,
     choose_gradient,
-    count,
+    dense_limit,
     preconditioner_scale,
     require_instance,
     step_schedule,
+    warn_of_short_warmup,
 )
 from numpyro_repulsion.kernels.starts import Starter
-from numpyro_repulsion.kernels.state import ParticleState, map_particles
-from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.kernels.state import ParticleState, map_particles, per_particle
+from numpyro_repulsion.moves import Archive, BasinJumps
 from numpyro_repulsion.schedules import BiasBudget
 
 __all__ = ["ParticleKernel"]
 
-#: Up to so many parameters the preconditioner is dense, unless a diagonal one is asked for.
-MAX_DENSE = 64
-#: Below so many iterations warmup has too few draws to learn from.
-MIN_WARMUP = 50
 
-
-class ParticleKernel(MCMCKernel):
+class ParticleKernel(Fixed, MCMCKernel):
     """Base of all kernels: dynamics × interaction × gradient × schedule, with the chains of ``MCMC`` as particles.
 
     :param model: a NumPyro model. Plates with ``subsample_size`` are minibatched.
@@ -67,15 +67,19 @@ class ParticleKernel(MCMCKernel):
     :param preconditioner: a constant matrix P with which the diffusion is ``K ⊗ P``: an array of shape ``(d,)`` for
         a diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
         :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"`` and ``"dense"`` learn it in warmup and
-        freeze it; ``"auto"`` is dense for up to 64 parameters and diagonal above, but the identity where a
-        ``step_size`` is given, so that it means what it means in SGLD. ``None`` is the identity.
+        freeze it. ``"auto"`` is dense for as many parameters as warmup can learn correlations of (0.15 L W with L
+        particles and W iterations of warmup; 64 at least and 512 at most) and diagonal above, but the identity where
+        a ``step_size`` is given, so that it means what it means in SGLD. ``None`` is the identity.
     :param num_steps: updates per MCMC iteration, and so per draw, but for the hot ones of a cycle.
     :param num_ensembles: the particles are split into so many equal groups, in order of the chains, that do not
         interact and share no minibatch.
     :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if their
-        likelihood is random too) and ``FullData()`` for others; ``SVRG()`` suits several modes.
+        likelihood is random too, or a site uses rows of a plate from outside of it, multiplied by hand) and
+        ``FullData()`` for others; ``SVRG()`` suits several modes.
     :param dynamics: ``None`` is the kernel's own.
-    :param moves: jumps between updates, :class:`~numpyro_repulsion.Archive`, or ``None``.
+    :param moves: jumps between updates, :class:`~numpyro_repulsion.Archive`. By default (``None``) particles jump where
+        the step is measured, each update sees all rows, noise is not correlated by K, and warmup leaves them in several
+        basins; ``False`` never lets them.
     :param init_strategy: where particles start: a draw from the prior each, by default.
     :raises ValueError: for settings out of range; see also :meth:`init`.
     :raises TypeError: for settings of a wrong kind.
@@ -103,7 +107,7 @@ class ParticleKernel(MCMCKernel):
         num_ensembles: int = 1,
         gradient: Gradient | None = None,
         dynamics: Dynamics | None = None,
-        moves: Archive | None = None,
+        moves: Archive | bool | None = None,
         init_strategy: Callable = init_to_sample,
     ):
         if (model is None) == (potential_fn is None):
@@ -116,13 +120,13 @@ class ParticleKernel(MCMCKernel):
         interaction = self._default_interaction if interaction is None else interaction
         if dynamics is None:
             measured = step_size is None or isinstance(step_size, BiasBudget)
-            measured &= moves is None  # Jumps do not carry noise that is correlated by K.
+            measured &= not moves  # Jumps do not carry noise that is correlated by K.
             dynamics = (measured and self._measured_dynamics) or self._default_dynamics
         require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
         require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
         if gradient is not None:
             require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
-        if moves is not None:
+        if moves is not None and moves is not False:
             check_moves(moves, interaction, dynamics)
         if not callable(init_strategy):
             raise TypeError(f"`init_strategy` must be callable, such as init_to_sample; got {init_strategy!r}.")
@@ -131,16 +135,16 @@ class ParticleKernel(MCMCKernel):
         self.interaction = interaction
         self.dynamics = dynamics
         self.gradient = gradient
-        self.moves = moves
-        self.num_steps = count("num_steps", num_steps)
-        self.num_ensembles = count("num_ensembles", num_ensembles)
+        self.moves = moves if isinstance(moves, Archive) else None
+        self._looks_for_basins = moves is None and can_jump(interaction, dynamics)
+        self.num_steps = integer("`num_steps`", num_steps)
+        self.num_ensembles = integer("`num_ensembles`", num_ensembles)
         self.init_strategy = init_strategy
         self.step_size = BiasBudget() if step_size is None else step_size
         self._schedule = step_schedule(self.step_size, self.num_steps)
         self.preconditioner = preconditioner
         self.scale = preconditioner_scale(preconditioner)
         check_ensembles(interaction, self.num_ensembles)
-        self._is_single = False
         self._starter = Starter(self)
 
     @property
@@ -150,8 +154,11 @@ class ParticleKernel(MCMCKernel):
 
     @property
     def is_ensemble_kernel(self):
-        """True, unless the last run was of a single plain chain."""
-        return not self._is_single
+        """Whether a state is one of all chains together; of a stored state, checks that its chains are the run's."""
+        # NumPyro asks before it goes on from a stored state, and the kernel can learn of it in no other way.
+        mcmc = sys._getframe(1).f_locals.get("self")
+        state = mcmc.post_warmup_state if isinstance(mcmc, MCMC) else None
+        return check_chains(state, mcmc) if isinstance(state, ParticleState) else True
 
     def get_diagnostics_str(self, state):
         """The step size in use and how many updates were held, for the progress bar."""
@@ -168,8 +175,8 @@ class ParticleKernel(MCMCKernel):
         :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
             not fit, a model that cannot be sampled, or data with NaN.
         """
-        self._is_single = is_prng_key(rng_key)
-        if self._is_single:
+        is_single = is_prng_key(rng_key)
+        if is_single:
             if self.interaction.interacts or self.num_ensembles > 1:
                 raise ValueError(
                     f"{type(self).__name__} moves all particles of an ensemble together and needs "
@@ -184,47 +191,37 @@ class ParticleKernel(MCMCKernel):
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         target = self.target(model_args, model_kwargs)
         self._starter.check_data(target)
-        if init_params is not None:
-            check_init_params(init_params, target, size)
-        elif isinstance(target, FunctionTarget):
-            raise ValueError(
-                "A kernel made from a `potential_fn` needs `init_params`, one start per chain: "
-                f"mcmc.run(key, init_params=...) with a leading axis of {size}."
-            )
+        check_init_params(init_params, target, size)
         # Keys of a resumed run are copies of one key, so the particle's number goes in too.
         keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
         state_key, start_key = random.split(keys[0, 1])
-        start = self._starter(start_key, keys[:, 0], init_params, model_args, model_kwargs, num_warmup > 0)
-        z, cloud, preconditioner, bandwidth, eigenvalue = start
+        limit = dense_limit(size, num_warmup) if num_warmup > 0 else None
+        start = self._starter(start_key, keys[:, 0], init_params, model_args, model_kwargs, limit)
+        z, cloud, preconditioner, bandwidth, eigenvalue, mark = start
         if not_jax_tracer(cloud.z):
             self._starter.check(target, cloud, eigenvalue, init_params is not None)
-        learned = self.learned(target, cloud.z.shape[-1])
+        learned = self.learned(target, cloud.z.shape[-1] <= dense_limit(size, num_warmup))
         jumps = None
         if self.moves is not None:
             check_jumps(self.moves, self.resolve_gradient(target), target, num_warmup, size)
             jumps = self.moves.start(cloud, num_warmup, learned.scale == "dense")
-        if learned.arrives and 0 < num_warmup < MIN_WARMUP:
-            warnings.warn(
-                f"num_warmup={num_warmup} is too few for step size and scales to be learned well; use "
-                f"num_warmup={MIN_WARMUP} at the very least, better 1000.",
-                stacklevel=2,
-            )
+        if learned.arrives:
+            warn_of_short_warmup(num_warmup)
+        basins = BasinJumps.start(cloud.z, learned) if num_warmup > 0 else None
         first = 1e-3 if self._schedule is None else self._schedule(0)
-        tuning = Tuning.start(num_warmup, preconditioner, first, bandwidth, cloud, learned, jumps)
+        tuning = Tuning.start(num_warmup, preconditioner, first, bandwidth, cloud, learned, jumps, basins)
+        tuning = tuning._replace(mark=mark if num_warmup > 0 else None)
         state = ParticleState(
             z=z,
-            potential_energy=cloud.potential_energy.reshape(size),
-            step_size=jnp.broadcast_to(tuning.step_size, (size,)),
-            bandwidth=jnp.broadcast_to(bandwidth, (size,)),
+            **per_particle(cloud, tuning, tuning.step_size),
             diverging=jnp.zeros(size, bool),
-            gradient=cloud.gradient.reshape(size, -1),
-            memory=tuple(x.reshape(size, -1) for x in cloud.memory),
             tuning=tuning,
             num_updates=jnp.zeros((), jnp.int32),
             num_divergences=jnp.zeros((), jnp.int32),
             rng_key=state_key,
+            origin=Origin.of(self, learned, self.resolve_gradient(target), cloud, num_warmup),
         )
-        return map_particles(lambda x: x[0], state) if self._is_single else state
+        return map_particles(lambda x: x[0], state) if is_single else state
 
     def sample(self, state, model_args, model_kwargs):
         """One MCMC iteration: ``num_steps`` updates of all particles."""
@@ -247,16 +244,13 @@ class ParticleKernel(MCMCKernel):
             warn_by_verdict(tuning.iteration == tuning.num_warmup, lambda: self._judge(tuning))
         state = ParticleState(
             z=jax.vmap(iteration.unravel)(tuning.preconditioner.colour(cloud.z).reshape(size, -1)),
-            potential_energy=cloud.potential_energy.reshape(size),
-            step_size=in_use.reshape(size),
-            bandwidth=jnp.broadcast_to(tuning.bandwidth, (size,)),
+            **per_particle(cloud, tuning, in_use),
             diverging=(troubled > 0).reshape(size),
-            gradient=cloud.gradient.reshape(size, -1),
-            memory=tuple(x.reshape(size, -1) for x in cloud.memory),
             tuning=tuning,
             num_updates=num_updates,
             num_divergences=troubles.astype(jnp.int32),
             rng_key=rng_key,
+            origin=state.origin,
         )
         return map_particles(lambda x: x[0], state) if is_single else state
 
@@ -265,17 +259,19 @@ class ParticleKernel(MCMCKernel):
         if jnp.ndim(state.potential_energy) == 0:
             state = map_particles(lambda x: x[None], state)
         target = self.target(args, kwargs)
+        gradient, learned = self.resolve_gradient(target), self.learned(target, state.tuning.preconditioner.is_dense)
+        check_state(self, state, target, learned, gradient)
         flat, unravel = ravel_cloud(state.z)
         cloud = Cloud(state.tuning.preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
         iteration = Iteration(
             target,
             unravel,
-            self.resolve_gradient(target),
+            gradient,
             self.dynamics,
             self.interaction,
             self.moves,
             self._schedule,
-            self.learned(target, flat.shape[1]),
+            learned,
             self.num_steps,
         )
         return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
@@ -296,7 +292,8 @@ class ParticleKernel(MCMCKernel):
         return self._judge(tuning).complaints()
 
     def _judge(self, tuning):
-        return judge(tuning, self._rule, self.dynamics)
+        with jax.debug_nans(False):  # In a verdict NaN stands for what is not known.
+            return judge(tuning, self._rule, self.dynamics)
 
     @property
     def remedy(self) -> str:
@@ -329,13 +326,13 @@ class ParticleKernel(MCMCKernel):
         """How the step size is measured, if it is."""
         return self.step_size if isinstance(self.step_size, BiasBudget) else None
 
-    def learned(self, target, dimension) -> Learned:
-        """What a warmup would learn."""
+    def learned(self, target, is_dense: bool) -> Learned:
+        """What a warmup would learn; ``is_dense`` says whether scales are, unless the user decided it."""
         rule = self._rule
         scale = self.scale if isinstance(self.scale, str) else None
         if scale == "auto":
             # A given step means what it means in plain SGLD.
-            scale = None if rule is None else "dense" if dimension <= MAX_DENSE else "diagonal"
+            scale = None if rule is None else "dense" if is_dense else "diagonal"
         gradient = self.resolve_gradient(target)
         return Learned(
             step_size=rule,
@@ -345,4 +342,5 @@ class ParticleKernel(MCMCKernel):
             epoch=gradient.epoch_length(target, self.num_steps),
             noise=gradient.is_noisy(target),
             jumps=self.moves is not None,
+            basins=self._looks_for_basins and not gradient.is_noisy(target),
         )

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_repulsion.adaptation import Learned, Tuning, adapt, arrive, is_arriving, until_due
 from numpyro_repulsion.dynamics import Cloud, Dynamics, hold, select
 from numpyro_repulsion.gradients import Anchor, Gradient, Target, anchored, fingerprint
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.moves import Archive, jump_between_basins, learn_basins
 from numpyro_repulsion.schedules import Cyclical
 
 __all__ = ["Iteration"]
@@ -75,6 +76,8 @@ class Iteration:
         :return: the cloud, the tuning with the steps of arriving particles, the step sizes last used, ``(G, L)``, in
             how many updates each particle was held or its gradient cut, ``(G, L)``, and how many updates are done.
         """
+        # A number that no count of updates reaches; so that where nothing jumps nothing changes.
+        jump_key = random.fold_in(key, np.uint32(2**32 - 1))
         cycle = self.schedule if isinstance(self.schedule, Cyclical) else None
         done = num_updates + self.num_steps
         if cycle is not None:
@@ -153,27 +156,44 @@ class Iteration:
         def run():
             nothing = jnp.zeros(tuning.arrival.shape, int)
             own = anchor if renews_within else None
-            moved, _, troubled, tally, own = repeat(update, (cloud, num_updates, nothing, tally_before, own))
+            start, basins = self._jump_between_basins(jump_key, cloud, tuning, force)
+            moved, _, troubled, tally, own = repeat(update, (start, num_updates, nothing, tally_before, own))
             step_size = self.step_size(tuning, done - 1)
             in_use = jnp.broadcast_to(step_size, tuning.arrival.shape)
-            return moved, tuning.arrival, in_use, troubled, tally, own
+            return moved, tuning.arrival, in_use, troubled, tally, own, basins
 
         def run_arrival():
             position, arrival = repeat(approach, (cloud[:3], tuning.arrival))
             troubled = jnp.zeros(arrival.shape, int)
             own = anchor if renews_within else None
-            return Cloud(*position, cloud.memory), arrival, arrival, troubled, tally_before, own
+            return Cloud(*position, cloud.memory), arrival, arrival, troubled, tally_before, own, tuning.basins
 
         if self.learned.arrives and tuning.moments is not None:
             found = lax.cond(is_arriving(tuning), run_arrival, run)
         else:
             found = run()
-        cloud, arrival, in_use, troubled, tally, own = found
+        cloud, arrival, in_use, troubled, tally, own, basins = found
+        tuning = tuning._replace(basins=basins)
         if anchor is not None and epoch is not None:
             tuning = tuning._replace(anchor=own if renews_within else anchor._replace(age=anchor.age + self.num_steps))
         if jumps is not None:
             tuning = tuning._replace(jumps=jumps._replace(tally=tally))
         return cloud, tuning._replace(arrival=arrival), in_use, troubled, done
+
+    def _jump_between_basins(self, key, cloud, tuning, force):
+        """The cloud after jumps, where warmup found several basins, and what jumps have learned."""
+        # Of a state that another kernel has made, energies may be of minibatches now.
+        if tuning.basins is None or not self.learned.basins:
+            return cloud, tuning.basins
+
+        def jump():
+            jump_key, force_key = random.split(key)
+            moved, jumped, basins = jump_between_basins(
+                jump_key, cloud, tuning.basins, lambda u: force(force_key, u), self.dynamics.temperature
+            )
+            return self.dynamics.jumped(moved, jumped), basins
+
+        return lax.cond(tuning.basins.is_on, jump, lambda: (cloud, tuning.basins))
 
     def recognize(self, cloud: Cloud, tuning: Tuning) -> tuple[Tuning, jax.Array]:
         """The tuning, its anchor marked by the data; and whether that was made on other data than these.
@@ -186,7 +206,7 @@ class Iteration:
         found = fingerprint(self.target, self.unravel, anchor.position.reshape(-1, cloud.z.shape[-1])[0])
         # Other programs may round differently.
         tolerance = 100 * jnp.finfo(found.dtype).eps * (1.0 + jnp.abs(found))
-        is_new = jnp.isnan(anchor.fingerprint)
+        is_new = jnp.isinf(anchor.fingerprint)
         is_other = ~is_new & (jnp.abs(found - anchor.fingerprint) > tolerance)
         if self.learned.epoch is None:
             anchor = anchor._replace(fingerprint=jnp.where(is_new, found, anchor.fingerprint))
@@ -243,6 +263,9 @@ class Iteration:
         if self.moves is not None:
             jumps = self.moves.learn(tuning.jumps, tuning, cloud, self.dynamics.temperature)
             tuning = tuning._replace(jumps=jumps)
+        if tuning.basins is not None and self.learned.basins:
+            basins = learn_basins(tuning.basins, tuning, cloud, self.dynamics.temperature)
+            tuning = tuning._replace(basins=basins)
         return cloud, tuning
 
     def _cut(self, cloud, tuning):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 import warnings
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from numpyro_repulsion.adaptation import Verdict
 
-__all__ = ["enable_live_warnings", "warn_at_first_divergence", "warn_by_verdict"]
+__all__ = ["enable_live_warnings", "silenced", "warn_at_first_divergence", "warn_by_verdict"]
 
 _live_warnings = True
 
@@ -34,6 +35,17 @@ def enable_live_warnings(enabled: bool = True) -> None:
     _live_warnings = enabled
 
 
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Programs made within do not warn, whatever :func:`enable_live_warnings` was set to."""
+    before = _live_warnings
+    enable_live_warnings(False)
+    try:
+        yield
+    finally:
+        enable_live_warnings(before)
+
+
 def warn_at_first_divergence(before: jax.Array, after: jax.Array, remedy: str) -> None:
     """Warns, once, when the count of held updates leaves 0."""
 
@@ -44,7 +56,8 @@ def warn_at_first_divergence(before: jax.Array, after: jax.Array, remedy: str) -
             warnings.warn(
                 "A particle's update was not finite, and it was held where it was, or its gradient was far too long "
                 f"and was cut; it is flagged `diverging`. The step size is too large for this posterior: {remedy}, "
-                "or reparameterize. (Said once; `summary` has the count.)",
+                "or reparameterize; of a run on other data than its warmup's, warm up on these. (Said once; `summary` "
+                "has the count.)",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.adaptation import Learned, Preconditioner, first_scale
+from numpyro_repulsion.adaptation import LAST_ADAPTED, Learned, Preconditioner, first_scale
 from numpyro_repulsion.dynamics import Dynamics, Overdamped
 from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarget, Gradient, Subsampled, Target
 from numpyro_repulsion.interactions import Interaction
@@ -17,25 +18,43 @@ from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
 
 __all__ = [
+    "Fixed",
+    "can_jump",
     "check_ensembles",
     "check_groups",
     "check_init_params",
     "check_jumps",
     "check_moves",
     "choose_gradient",
-    "count",
+    "dense_limit",
     "first_preconditioner",
     "preconditioner_scale",
     "require_instance",
     "step_schedule",
+    "warn_of_short_warmup",
 ]
 
+#: Bounds on the default limit of dense scales: with more parameters, products with them outlast most gradients.
+DENSE_LIMITS = (64, 512)
 
-def count(name: str, value: Any) -> int:
-    """A positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"`{name}` must be an integer, 1 or more; got {value!r}.")
-    return int(value)
+#: Below so many iterations warmup has too few draws to learn from.
+MIN_WARMUP = 50
+
+
+class Fixed:
+    """An object whose settings, the attributes without an underscore, are set once.
+
+    Compiled programs have them inside, and would go on as before.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name in self.__dict__:
+            kind = type(self).__name__
+            raise AttributeError(
+                f"The settings of a kernel are fixed, for its programs are compiled with them: make another one, "
+                f"{kind}(..., {name}={value!r}); it goes on from mcmc.post_warmup_state = state where it can."
+            )
+        super().__setattr__(name, value)
 
 
 def require_instance(name: str, value: Any, kind: type, example: str) -> None:
@@ -78,6 +97,15 @@ def preconditioner_scale(value: Any) -> str | np.ndarray | None:
         raise ValueError("A dense `preconditioner` must be positive definite, as a covariance is.") from error
 
 
+def dense_limit(size: int, num_warmup: int) -> int:
+    """Up to how many parameters correlations are learned by default.
+
+    That is as many as the last window that adapts scales has positions, of ``size`` particles: gradients and positions
+    together give the covariance of a Gaussian exactly from so few.
+    """
+    return int(np.clip(round(size * num_warmup * LAST_ADAPTED), *DENSE_LIMITS))
+
+
 def first_preconditioner(
     scale: str | np.ndarray | None, learned: Learned | None, flat: jax.Array, gradient: jax.Array
 ) -> Preconditioner:
@@ -103,7 +131,8 @@ def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
     if gradient is None:
         if not target.plates:
             return FullData()
-        return Subsampled() if target.is_random else ControlVariates()
+        return Subsampled() if target.is_random or target.rows_outside else ControlVariates()
+    gradient.check_rows(target)
     if isinstance(gradient, Subsampled) and not target.plates:
         raise ValueError(
             f"gradient={gradient!r} needs a model with a subsampled plate, `numpyro.plate(name, size, "
@@ -115,6 +144,16 @@ def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
             "(numpyro.prng_key): use gradient=Subsampled(), its default."
         )
     return gradient
+
+
+def warn_of_short_warmup(num_warmup: int) -> None:
+    """Warns of a warmup that is too short to learn from."""
+    if 0 < num_warmup < MIN_WARMUP:
+        warnings.warn(
+            f"num_warmup={num_warmup} is too few for step size and scales to be learned well; use "
+            f"num_warmup={MIN_WARMUP} at the very least, better 1000.",
+            stacklevel=3,
+        )
 
 
 def check_ensembles(interaction: Interaction, num_ensembles: int) -> None:
@@ -141,12 +180,18 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
         )
 
 
-def check_moves(moves: Archive, interaction: Interaction, dynamics: Dynamics) -> None:
+def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
+    """Whether jumps leave the stationary distribution alone."""
+    averages = isinstance(dynamics, Overdamped) and dynamics.integrator == "lm"
+    return dynamics.is_sampler and not (interaction.interacts and averages)
+
+
+def check_moves(moves: Any, interaction: Interaction, dynamics: Dynamics) -> None:
     """Refuses jumps with dynamics whose stationary law they do not leave alone."""
     require_instance("moves", moves, Archive, "Archive()")
     if not dynamics.is_sampler:
         raise ValueError(f"`moves` are jumps of a sampler, and {dynamics!r} is none: drop `moves`.")
-    if interaction.interacts and isinstance(dynamics, Overdamped) and dynamics.integrator == "lm":
+    if not can_jump(interaction, dynamics):
         raise ValueError(
             "Jumps cannot be combined with noise that is averaged over two updates and correlated by K: use "
             "dynamics=Overdamped('euler'), or an interaction with K = I, such as Balanced()."
@@ -159,6 +204,12 @@ def check_jumps(moves: Archive, gradient: Gradient, target: Target, num_warmup: 
         raise ValueError(
             f"moves={moves!r} accepts jumps by the exact potential energy, and the likelihood of this model is random "
             "(numpyro.prng_key): drop `moves`."
+        )
+    if target.rows_outside:
+        raise ValueError(
+            f"moves={moves!r} accepts jumps by the potential energy of all data, and the sites "
+            f"{sorted(target.rows_outside)} use rows of subsampled plates outside of these plates, multiplied by hand "
+            "for minibatches: put them into the plates, or drop `moves`."
         )
     if gradient.is_noisy(target):
         raise ValueError(
@@ -174,7 +225,14 @@ def check_jumps(moves: Archive, gradient: Gradient, target: Target, num_warmup: 
 
 
 def check_init_params(init_params: Any, target: Any, size: int) -> None:
-    """Refuses starts that are not one for each of ``size`` chains and every latent site."""
+    """Raises for starts that are not one for each of ``size`` chains and every latent site."""
+    if init_params is None:
+        if isinstance(target, FunctionTarget):
+            raise ValueError(
+                "A kernel made from a `potential_fn` needs `init_params`, one start per chain: "
+                f"mcmc.run(key, init_params=...) with a leading axis of {size}."
+            )
+        return
     shapes = jax.tree.map(jnp.shape, init_params)
     for leaf in jax.tree.leaves(init_params):
         if jnp.shape(leaf)[:1] != (size,):

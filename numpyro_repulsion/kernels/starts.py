@@ -13,7 +13,7 @@ import numpy as np
 from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.dynamics import select
-from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
+from numpyro_repulsion.gradients import ModelTarget, fingerprint, ravel_cloud
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.settings import first_preconditioner
 
@@ -35,10 +35,12 @@ class Starter:
         self._concrete_program = None
         self._checked = None
 
-    def __call__(self, key, keys, init_params, args, kwargs, learns):
-        """Positions, the cloud at rest there, the first preconditioner, the bandwidth, and K's smallest eigenvalue.
+    def __call__(self, key, keys, init_params, args, kwargs, limit):
+        """Positions, the cloud at rest there, the first preconditioner, the bandwidth, K's smallest eigenvalue, and the
+        mark of the data.
 
-        :param learns: whether a warmup follows.
+        :param limit: the most parameters of which the warmup that follows learns correlations by default; ``None``
+            where none follows.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs))
         is_array = tuple(
@@ -47,21 +49,21 @@ class Starter:
         )
         arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
         others = tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes)
-        static = (learns, treedef, is_array, others)
+        static = (limit, treedef, is_array, others)
         if _is_hashable(static):
             try:
                 return self._program(static, arrays, key, keys, init_params)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 pass  # The model needs the values of its arguments, not only their shapes.
         known = self._concrete_program
-        if known is None or known[0] != (learns, treedef) or not _same(known[1], leaves):
+        if known is None or known[0] != (limit, treedef) or not _same(known[1], leaves):
             program = jax.jit(partial(self._cloud, static, arrays))
-            self._concrete_program = known = ((learns, treedef), leaves, program)
+            self._concrete_program = known = ((limit, treedef), leaves, program)
         return known[2](key, keys, init_params)
 
     def _cloud(self, static, arrays, key, keys, init_params):
         kernel = self._kernel
-        learns, treedef, is_array, others = static
+        limit, treedef, is_array, others = static
         arrays, others = iter(arrays), iter(others)
         args, kwargs = jax.tree.unflatten(treedef, [next(arrays) if yes else next(others) for yes in is_array])
         target = kernel.target(args, kwargs)
@@ -83,22 +85,26 @@ class Starter:
                 z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
             cloud = evaluate(force_key, z)
         flat, energy, gradient = cloud
-        learned = kernel.learned(target, flat.shape[1]) if learns else None
+        learned = None if limit is None else kernel.learned(target, flat.shape[1] <= limit)
         change = first_preconditioner(kernel.scale, learned, flat, gradient)
         u, energy, gradient = map(grouped, (change.whiten(flat), energy, change.pull(gradient)))
         if kernel.interaction.learns_bandwidth:
             bandwidth = median_bandwidth(u)
         else:
-            bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or jnp.nan, u.dtype)
+            bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or 0.0, u.dtype)
         cloud = kernel.dynamics.init(
             memory_key, u, lambda _: (energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
         )
         eigenvalue = jnp.ones(())
         if not getattr(kernel.interaction, "positive_definite", True):
-            gram, repulsion = jax.vmap(lambda v: kernel.interaction.gram(v, bandwidth))(u)
+            # One that uses a bandwidth that nobody learns is found out.
+            h = bandwidth if kernel.interaction.learns_bandwidth else jnp.nan
+            gram, repulsion = jax.vmap(lambda v: kernel.interaction.gram(v, h))(u)
             finite = jnp.isfinite(gram).all() & jnp.isfinite(repulsion).all()
             eigenvalue = jnp.where(finite, jnp.linalg.eigvalsh(gram).min(), jnp.nan)
-        return z, cloud, change, bandwidth, eigenvalue
+        # Where U is largest its terms hardly cancel, so that rounding is small beside it.
+        position = flat[jnp.argmax(jnp.abs(energy).ravel())]
+        return z, cloud, change, bandwidth, eigenvalue, (position, fingerprint(target, ravel_cloud(z)[1], position))
 
     def _draw(self, key, keys, target, evaluate):
         """Starts by the ``init_strategy``, drawn again, each up to a hundred times, until they are finite."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from numpyro_repulsion.adaptation import Tuning
+from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.kernels.origin import Origin
 
-__all__ = ["ParticleState", "map_particles"]
+__all__ = ["ParticleState", "map_particles", "per_particle"]
 
 _PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "diverging", "gradient", "memory")
 
@@ -21,7 +24,7 @@ class ParticleState(NamedTuple):
     - **z** - unconstrained positions: the sites, each ``(L, ...)``.
     - **potential_energy** - U at z, ``(L,)``; an estimate from a minibatch where the gradient is one.
     - **step_size** - ε of the last update, ``(L,)``.
-    - **bandwidth** - h in use, ``(L,)``; NaN where the interaction has none.
+    - **bandwidth** - h in use, ``(L,)``; 0 where the interaction has none.
     - **diverging** - whether a particle became non-finite in the last iteration and was held, or had a gradient so
       long that it was cut, ``(L,)``.
     - **gradient** - the (preconditioned) gradient at z, ``(L, d)``.
@@ -31,6 +34,8 @@ class ParticleState(NamedTuple):
     - **num_divergences** - how often a particle was held or its gradient cut: since warmup ended, or with a given step
       and scales since the start.
     - **rng_key** - the PRNG key of the next iteration.
+    - **origin** - what the state was made for, static: a kernel with dynamics that would take the memory for something
+      else raises a ``ValueError``.
     """
 
     z: Any
@@ -44,6 +49,19 @@ class ParticleState(NamedTuple):
     num_updates: jax.Array
     num_divergences: jax.Array
     rng_key: jax.Array
+    origin: Origin
+
+
+def per_particle(cloud: Cloud, tuning: Tuning, step_size: jax.Array) -> dict[str, Any]:
+    """The fields that lead with the particles, but for those that count divergences and for z, of a cloud."""
+    size = cloud.potential_energy.size
+    return {
+        "potential_energy": cloud.potential_energy.reshape(size),
+        "step_size": jnp.broadcast_to(step_size, cloud.potential_energy.shape).reshape(size),
+        "bandwidth": jnp.broadcast_to(tuning.bandwidth, (size,)),
+        "gradient": cloud.gradient.reshape(size, -1),
+        "memory": tuple(x.reshape(size, -1) for x in cloud.memory),
+    }
 
 
 def map_particles(fn, state: ParticleState) -> ParticleState:

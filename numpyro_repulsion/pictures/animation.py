@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from numpyro_repulsion.checks import integer
 from numpyro_repulsion.pictures.landscape import LEVELS
 from numpyro_repulsion.pictures.particles import add_legend, dot_style, set_stage, trail_of
 
@@ -61,8 +62,7 @@ def animate_particles(
         >>> with TemporaryDirectory() as folder:
         ...     animation.save(f"{folder}/cloud.gif", writer="pillow")
     """
-    if isinstance(trail, bool) or not isinstance(trail, int) or trail < 0:
-        raise ValueError(f"`trail` must be a number of draws, 0 or more; got {trail!r}.")
+    trail = integer("`trail`", trail, 0, "a number of draws, 0 or more")
     if not interval > 0:
         raise ValueError(f"`interval` must be a time in milliseconds, above 0; got {interval!r}.")
     iterations = slice(None) if iterations is None else iterations

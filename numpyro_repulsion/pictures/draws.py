@@ -9,9 +9,10 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.diagnostics import independent_ensembles
+from numpyro_repulsion.checks import integer
+from numpyro_repulsion.diagnostics import num_independent
 from numpyro_repulsion.inference_data import named_draws
-from numpyro_repulsion.kernels import ParticleKernel, require_draws
+from numpyro_repulsion.kernels import ParticleKernel, coupling_of, require_draws
 
 __all__ = ["Draws", "choose_iterations", "listed", "read_draws"]
 
@@ -107,8 +108,7 @@ def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:
         data = getattr(data, "dataset", data)
         draws = _of_inference_data(data) if hasattr(data, "data_vars") else _of_arrays(source)
     if num_ensembles is not None:
-        if isinstance(num_ensembles, bool) or not isinstance(num_ensembles, int) or num_ensembles < 1:
-            raise ValueError(f"`num_ensembles` must be an integer, 1 or more; got {num_ensembles!r}.")
+        num_ensembles = integer("`num_ensembles`", num_ensembles)
         draws = draws._replace(num_ensembles=num_ensembles, num_independent=num_ensembles)
     if draws.num_particles % draws.num_ensembles:
         raise ValueError(
@@ -144,7 +144,7 @@ def _of_run(mcmc):
         is_sampler = kernel.dynamics.is_sampler
         if not np.ndim(mcmc.last_state.num_updates):
             count = kernel.num_ensembles
-            independent = 1 if kernel.interaction.balances_ensembles else count
+            _, independent = coupling_of(mcmc)
     draws = _checked(named_draws(samples), count, independent)
     is_array = not isinstance(samples, dict) and draws.coordinates.keys() == {"z"}
     return draws._replace(thinning=mcmc.thinning, is_sampler=is_sampler, is_array=is_array)
@@ -159,7 +159,7 @@ def _of_inference_data(data):
     is_sampler = attributes.get("is_sampler", "true") == "true"
     values = {name: data[name].values if is_sampler else np.swapaxes(data[name].values, 0, 1) for name in names}
     count = int(attributes.get("num_ensembles", 1))
-    found = _checked(values, count, independent_ensembles(attributes) or count)
+    found = _checked(values, count, num_independent(attributes, data.sizes["chain"] if is_sampler else count))
     for name in names:
         dims = data[name].dims[2:]
         # Dimensions without coordinates are counted.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Real
 from statistics import NormalDist
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.checks import number
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.pictures.draws import read_draws
 from numpyro_repulsion.pictures.style import COLOURS, check_axes, new_axes
@@ -45,7 +45,7 @@ def plot_running_estimates(
     Of several runs, repeats of each other, the line is the median at each time and the band holds the share ``prob``
     of them (between quantiles, interpolated). Of a single run the line is its estimate, and the band is as many
     standard errors wide as would hold that share of a Gaussian: those of :func:`~numpyro_repulsion.ensemble_mcse` for
-    the draws so far. It starts at ten draws, and knows nothing of the bias of steps or of starts.
+    the draws so far. It starts where these are known, and knows nothing of the bias of steps or of starts.
 
     Call it again with the same axes to compare kernels.
 
@@ -86,8 +86,7 @@ def plot_running_estimates(
         'iteration'
     """
     check_axes(ax)
-    if not (isinstance(prob, Real) and 0.0 < prob < 1.0):
-        raise ValueError(f"`prob` must be a number between 0 and 1; got {prob!r}.")
+    prob = number("`prob`", prob, "a number between 0 and 1", lambda x: 0.0 < x < 1.0)
     if truth is not None and not (np.asarray(truth).dtype.kind in "iuf" and np.ndim(truth) == 0 and np.isfinite(truth)):
         raise ValueError(f"`truth` must be a finite number; got {truth!r}.")
     found = [_series(run, estimand, num_ensembles) for run in (runs if isinstance(runs, list | tuple) else [runs])]

@@ -9,6 +9,7 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
+from numpyro_repulsion.checks import integer
 from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.interactions import Interaction, Sum
 from numpyro_repulsion.kernels import ParticleKernel
@@ -75,8 +76,9 @@ def plot_gram(
     orders = [_order(np.asarray(group)) if sort else np.arange(u.shape[1]) for group in u]
     which = range(len(u))
     if ensemble is not None:
-        if isinstance(ensemble, bool) or not isinstance(ensemble, int) or not 0 <= ensemble < len(u):
-            raise ValueError(f"`ensemble` must be a number from 0 to {len(u) - 1}; got {ensemble!r}.")
+        expected = f"a number from 0 to {len(u) - 1}"
+        if (ensemble := integer("`ensemble`", ensemble, 0, expected)) >= len(u):
+            raise ValueError(f"`ensemble` must be {expected}; got {ensemble!r}.")
         which = range(ensemble, ensemble + 1)
     size = u.shape[1]
     gram = np.zeros((len(which) * size,) * 2)

@@ -14,7 +14,7 @@ import warnings
 import numpy as np
 
 from numpyro_repulsion.pieces.draws import DrawFile, checksum, make_room
-from numpyro_repulsion.pieces.identity import differences, makers
+from numpyro_repulsion.pieces.identity import PROGRAMS, compare_densities, differences, makers
 from numpyro_repulsion.pieces.stored import Torn, pack, replace, unpack
 
 __all__ = ["Directory", "Draws", "load_draws"]
@@ -107,20 +107,25 @@ class Directory:
             raise PermissionError(errno.EACCES, f"The directory {self.path} cannot be written to.")
         self._take_lock()
 
-    def open(self, identity: Callable[[], dict[str, Any]], files: list[DrawFile]) -> None:
+    def open(
+        self,
+        identity: dict[str, Any],
+        files: list[DrawFile],
+        densities: Callable[[], dict[str, list]] = dict,
+        is_opaque: bool = False,
+    ) -> None:
         """Makes room for all draws, or finds those of the same run.
 
-        :param identity: tells what makes the run the run it is.
+        :param identity: what makes the run the run it is.
         :param files: of :func:`~numpyro_repulsion.pieces.draws.plan`.
+        :param densities: tells those of the model's sites, which are compared where programs cannot be.
+        :param is_opaque: whether programs do not tell all.
         """
         path = self.path / _RUN
         if path.exists():
             self._run = json.loads(path.read_text())
-            if found := differences(self._run["identity"], identity()):
-                raise ValueError(
-                    f"{self.path} holds another run: {'; '.join(found)}. Give another directory, or delete this one."
-                )
             others = [name for name, value in makers().items() if self._run["makers"].get(name) != value]
+            self._require_same(identity, densities, bool(others), is_opaque)
             if others:
                 warnings.warn(
                     f"{self.path} was begun with another {' and '.join(others)}: the run goes on, and may round "
@@ -136,7 +141,8 @@ class Directory:
             size = sum(file.num_bytes for file in files) / 2**20
             self._saving(lambda: make_room(self.path / _DRAWS, files), f"there is no room for {size:.1f} MiB of draws")
             self._run = {
-                "identity": identity(),
+                "identity": identity,
+                "densities": densities(),
                 "makers": makers(),
                 "num_iterations": self.num_iterations,
                 "files": files,
@@ -152,6 +158,25 @@ class Directory:
                     "again."
                 )
             self._files.append(file.open(self.path / _DRAWS))
+
+    def _require_same(self, identity, densities, has_other_makers, is_opaque):
+        saved = self._run["identity"]
+        if "densities" not in self._run:
+            raise ValueError(
+                f"{self.path} holds a run that an earlier version of this package began, which did not write down what "
+                "the model computes: whether this is the same run cannot be told. Give another directory (load_draws "
+                "reads the draws of this one)."
+            )
+        found = differences(saved, identity)
+        if has_other_makers:
+            # Other versions make other programs of the same functions.
+            found = [sentence for sentence in found if not sentence.startswith(PROGRAMS)]
+        if found or has_other_makers or is_opaque:
+            found += compare_densities(self._run["densities"], densities())
+        if found:
+            raise ValueError(
+                f"{self.path} holds another run: {'; '.join(found)}. Give another directory, or delete this one."
+            )
 
     def restore(self, like: Any) -> tuple[int, Any] | None:
         """The iteration to go on from and the states there, or ``None`` before the first piece.

@@ -13,6 +13,9 @@ import numpy as np
 from numpyro.infer import MCMC
 from numpyro.util import cached_by, nested_attrgetter
 
+from numpyro_repulsion.kernels.origin import check_chains
+from numpyro_repulsion.pieces.program import Program, trace
+
 __all__ = ["Loop", "starts", "unweakened"]
 
 
@@ -56,6 +59,18 @@ class Loop:
         scalars = map(np.int32, (first, stop, self.rows(begin), self.offset, self.thinning))
         value, collected = self._program(*scalars, self._value(state), collected)
         return value[0], collected
+
+    def trace(self, state) -> Program:
+        """What one iteration computes, and collects.
+
+        :param state: or its shapes.
+        """
+
+        def iterate(value):
+            value = self.mcmc._get_cached_fns()[0](value)
+            return value, self._collect(value)
+
+        return trace(iterate, self._value(state), known=(self.mcmc._args, self.mcmc._kwargs))
 
     def empty(self, piece_size: int) -> dict[str, Any]:
         """Room for the draws of a piece of so many iterations."""
@@ -128,6 +143,7 @@ def starts(mcmc: MCMC, rng_key, init_params) -> tuple:
     is_joint = chains == 1 or mcmc.chain_method == "vectorized"
     stored = mcmc.post_warmup_state
     if stored is not None:
+        check_chains(stored, mcmc)
         if is_joint:
             found = [stored._replace(rng_key=rng_key if chains == 1 else rng_key[0])]
         else:

@@ -14,12 +14,13 @@ import tqdm
 from numpyro.infer import MCMC
 from numpyro.util import is_prng_key
 
+from numpyro_repulsion.checks import integer
 from numpyro_repulsion.kernels import kernel_of
-from numpyro_repulsion.kernels.settings import count
 from numpyro_repulsion.pieces.directory import Directory
 from numpyro_repulsion.pieces.draws import plan
-from numpyro_repulsion.pieces.identity import identify
+from numpyro_repulsion.pieces.identity import densities, identify
 from numpyro_repulsion.pieces.loop import Loop, starts, unweakened
+from numpyro_repulsion.pieces.program import trace
 
 __all__ = ["run_in_pieces"]
 
@@ -107,14 +108,19 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
     def begin():
         return starts(mcmc, keys, init_params)
 
-    states = None if store.is_lasting else begin()
-    like = jax.eval_shape(begin) if states is None else states
+    if store.is_lasting:
+        states, start = None, trace(begin, known=(mcmc._args, mcmc._kwargs))
+        like = start.output
+    else:
+        states = like = begin()
     loop = Loop(mcmc, extra_fields, num_warmup, like[0])
-
-    def identity():
-        return identify(mcmc, keys, init_params, like, loop.prototype)
-
-    store.open(identity, plan(loop.prototype_of_chain, loop.fields[0], mcmc.num_chains, loop.num_rows))
+    files = plan(loop.prototype_of_chain, loop.fields[0], mcmc.num_chains, loop.num_rows)
+    if store.is_lasting:
+        programs = loop.trace(like[0]), start
+        identity = identify(mcmc, keys, init_params, like[0], loop.prototype, programs)
+        store.open(identity, files, lambda: densities(mcmc, like[0]), any(program.is_opaque for program in programs))
+    else:
+        store.open(files)
     done = 0
     if (saved := store.restore(like)) is not None:
         done, states = saved[0], jax.tree.map(unweakened, saved[1])
@@ -154,7 +160,7 @@ class _Memory:
 
     is_lasting = False
 
-    def open(self, identity, files):
+    def open(self, files):
         self._draws = [np.empty(file.shape, file.dtype) for file in files]
 
     def restore(self, like):
@@ -173,7 +179,7 @@ class _Memory:
 
 def _check(mcmc, piece_size, extra_fields):
     kernel_of(mcmc, "run_in_pieces")
-    count("piece_size", piece_size)
+    integer("`piece_size`", piece_size)
     if not isinstance(extra_fields, tuple | list):
         raise TypeError(f'`extra_fields` must be a tuple of names, such as ("gradient",); got {extra_fields!r}.')
     if mcmc.num_chains > 1 and mcmc.chain_method not in ("vectorized", "sequential"):

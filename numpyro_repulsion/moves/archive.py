@@ -1,4 +1,4 @@
-"""Jumps between updates: Metropolis steps that read a frozen archive of warmup, for posteriors of several modes."""
+"""Jumps by a frozen archive of warmup."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import NamedTuple
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import logsumexp
 import numpy as np
 
-from numpyro_repulsion.adaptation import Preconditioner, Tuning, is_due, is_settling, shrink, since_arrival
+from numpyro_repulsion.adaptation import (
+    Preconditioner,
+    Tuning,
+    inverse_root,
+    is_due,
+    is_settling,
+    shrink,
+    since_arrival,
+)
+from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.dynamics import Cloud, Force, select
 
 __all__ = ["DENSITY", "DIFFERENCES", "Archive", "Jumps"]
@@ -112,10 +120,9 @@ class Archive:
     size: int = 1024
 
     def __post_init__(self):
-        is_integer = isinstance(self.size, int | np.integer) and not isinstance(self.size, bool)
-        if not is_integer or self.size < 16 or int(self.size).bit_count() > 1:
+        keep(self, "size", integer, least=16, expected="a power of two, 16 or more")
+        if self.size.bit_count() > 1:
             raise ValueError(f"Archive: `size` must be a power of two, 16 or more; got {self.size!r}.")
-        object.__setattr__(self, "size", int(self.size))
 
     def start(self, cloud: Cloud, iterations: int, dense: bool) -> Jumps:
         """Nothing learned yet.
@@ -309,15 +316,9 @@ def _within(gradient, jumps, temperature):
     """
     deviation = gradient - gradient.mean(0)
     if jumps.scale.ndim == 1:
-        scale = (temperature / jnp.mean(deviation**2, 0)) ** 0.5
-        # A gradient too long for its square to be finite makes it 0.
-        return Preconditioner(jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0))
+        return Preconditioner(inverse_root(jnp.mean(deviation**2, 0) / temperature))
     covariance = shrink(deviation.T @ deviation / len(deviation) / temperature, jumps.number)
-    identity = jnp.eye(len(covariance), dtype=covariance.dtype)
-    # S is lower triangular and its inverse is the transpose of an upper triangle, a root taken from the other end.
-    root = jnp.linalg.cholesky(covariance[::-1, ::-1])[::-1, ::-1]
-    scale = solve_triangular(root.T, identity, lower=True)
-    return Preconditioner(jnp.where(jnp.isfinite(scale).all(), scale, identity))
+    return Preconditioner(inverse_root(covariance))
 
 
 def _likeliest(v, slope, owner, temperature):

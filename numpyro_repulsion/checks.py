@@ -1,0 +1,69 @@
+"""Numbers that users pass, checked and kept as plain Python numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["boolean", "integer", "keep", "number", "plain", "positive"]
+
+
+def integer(what: str, value: Any, least: int = 1, expected: str | None = None) -> int:
+    """An integer of Python, NumPy or JAX, as a plain ``int``.
+
+    :param what: how the message names the setting, such as "`num_steps`".
+    :param least: the smallest value that is accepted.
+    :param expected: what the message says was expected, if that is more than an integer of ``least`` or more.
+    :raises ValueError: for anything else: a ``bool``, a float such as ``20.0``, or an array with axes.
+    """
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, int) or found < least:
+        raise ValueError(f"{what} must be {expected or f'an integer, {least} or more'}; got {value!r}.")
+    return found
+
+
+def number(what: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
+    """A finite real number of Python, NumPy or JAX, as a plain ``float``: others carry their precision into results.
+
+    :param what: how the message names the setting.
+    :param expected: what the message says was expected.
+    :param accepts: whether a number is within bounds.
+    :raises ValueError: for numbers out of bounds and for anything else, a ``bool`` too.
+    """
+    found = plain(value)
+    if isinstance(found, Real) and not isinstance(found, bool) and np.isfinite(float(found)) and accepts(float(found)):
+        return float(found)
+    raise ValueError(f"{what} must be {expected}; got {value!r}.")
+
+
+def positive(what: str, value: Any, or_zero: bool = False) -> float:
+    """A positive, finite number, or 0, as a plain ``float``; otherwise raises ``ValueError``."""
+    if or_zero:
+        return number(what, value, "a finite number, 0 or above", lambda x: x >= 0.0)
+    return number(what, value, "a positive, finite number", lambda x: x > 0.0)
+
+
+def boolean(what: str, value: Any) -> bool:
+    """A truth value of Python, NumPy or JAX, as a plain ``bool``; otherwise raises ``ValueError``."""
+    found = plain(value)
+    if not isinstance(found, bool):
+        raise ValueError(f"{what} must be True or False; got {value!r}.")
+    return found
+
+
+def keep(part: Any, name: str, check: Callable, **options: Any) -> None:
+    """Checks a setting of a part, a frozen dataclass too, and stores the plain value in its place."""
+    object.__setattr__(part, name, check(f"{type(part).__name__}: `{name}`", getattr(part, name), **options))
+
+
+def plain(value: Any) -> Any:
+    """A scalar of NumPy or JAX, or an array without axes, as a Python scalar; anything else as it is."""
+    is_array = isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
+    if is_array and value.ndim == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return np.asarray(value).item()
+    return value

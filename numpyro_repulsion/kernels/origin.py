@@ -1,0 +1,202 @@
+"""What a state was made for, and whether a kernel, or an ``MCMC``, can go on from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import hashlib
+import re
+from typing import Any
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.adaptation import Learned
+from numpyro_repulsion.dynamics import Cloud, Dynamics
+from numpyro_repulsion.gradients import Gradient, ModelTarget
+from numpyro_repulsion.interactions import Interaction
+
+__all__ = ["Origin", "check_chains", "check_state", "words"]
+
+_CALL = "set mcmc.post_warmup_state = None and call mcmc.run(key, ..., init_params=state.z)"
+_ANEW = f"to start anew from its positions, {_CALL}"
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Origin:
+    """What a state was made for; static.
+
+    - **memory** - what its memory holds, in words.
+    - **dynamics** - of the kernel that made it.
+    - **has_bandwidth** - whether it has a bandwidth that an interaction can use.
+    - **scale** - its scales: learned ``"diagonal"`` or ``"dense"`` ones, a digest of given ones, or ``None``.
+    - **measured_for** - with what its step size was measured, by name; empty where it was given.
+    """
+
+    memory: str
+    dynamics: str
+    has_bandwidth: bool
+    scale: str | None
+    measured_for: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(kernel: Any, learned: Learned, gradient: Gradient, cloud: Cloud, num_warmup: int) -> Origin:
+        """That of a state which a kernel starts.
+
+        :param learned: what the warmup will learn.
+        :param cloud: at the start.
+        """
+        scale, interaction = learned.scale if num_warmup else None, kernel.interaction
+        return Origin(
+            memory=kernel.dynamics.carries if cloud.memory else "nothing",
+            dynamics=words(kernel.dynamics),
+            has_bandwidth=interaction.learns_bandwidth or getattr(interaction, "bandwidth", None) is not None,
+            scale=_digest(kernel.scale) if scale is None else scale,
+            measured_for=_measured_for(kernel, gradient) if num_warmup and learned.step_size is not None else (),
+        )
+
+
+def check_state(kernel: Any, state: Any, target: Any, learned: Learned, gradient: Gradient) -> None:
+    """Raises ``ValueError`` for a state from which a kernel would go on wrongly. It looks at nothing but types.
+
+    :param state: with the axis of particles.
+    """
+    origin, tuning = state.origin, state.tuning
+    _check_precision(state, target)
+    if isinstance(target, ModelTarget):
+        size = len(state.potential_energy)
+        expected = {name: (size, *site.shape) for name, site in target.prototype.items()}
+        found = jax.tree.map(jnp.shape, state.z)
+        if found != expected:
+            raise ValueError(f"The state is of a model with the sites {found}, and this model has {expected}.")
+    groups = tuning.arrival.shape[0]
+    if groups != kernel.num_ensembles:
+        raise ValueError(
+            f"The state is of num_ensembles={groups}, and this kernel has num_ensembles={kernel.num_ensembles}: use "
+            f"num_ensembles={groups}; or, {_ANEW}."
+        )
+    _check_memory(kernel, state)
+    if kernel.interaction.learns_bandwidth and not origin.has_bandwidth:
+        raise ValueError(
+            f"{kernel.interaction!r} needs a bandwidth that warmup learns, and the state has none: give it one, or use "
+            f"the interaction of the state; or, {_ANEW}."
+        )
+    scale = _digest(kernel.scale) if not isinstance(kernel.scale, str) else origin.scale
+    if scale != origin.scale:
+        found = {None: "no preconditioner", "dense": "a learned dense preconditioner"}
+        raise ValueError(
+            f"The state has {found.get(origin.scale, 'another preconditioner')}, which stays in use, and this kernel "
+            f"has preconditioner={kernel.preconditioner!r}: use that of the state (preconditioner='auto' takes any); "
+            f"or, {_ANEW}."
+        )
+    if learned.epoch is not None and (tuning.anchor is None or tuning.anchor.position.ndim != 3):
+        raise ValueError(
+            f"gradient={gradient!r} needs a reference for each particle, and the state has none: go on with "
+            f"gradient=Subsampled(), or the gradient of the state; or, {_ANEW}."
+        )
+    if kernel._schedule is None and (wanted := _measured_for(kernel, gradient)) != origin.measured_for:
+        if origin.measured_for:
+            changed = [
+                f"{name}={old} and is now {name}={new}"
+                for (name, old), (_, new) in zip(origin.measured_for, wanted, strict=True)
+                if old != new
+            ]
+            what = f"was measured for {', for '.join(changed)}"
+        else:
+            what = "was given and not measured"
+        raise ValueError(
+            f"The step size of the state {what}. Give this kernel a `step_size`, such as the state's own, "
+            f"float(state.step_size[0]), if it suits both; or, to measure it again from its positions, {_CALL}."
+        )
+
+
+def check_chains(state: Any, mcmc: MCMC) -> bool:
+    """Whether a stored state is one of all chains together; raises ``ValueError`` if its chains are not the run's."""
+    is_stacked = np.ndim(state.num_updates) > 0
+    number = len(state.num_updates) if is_stacked else int(np.size(state.potential_energy))
+    chains = "1 chain" if number == 1 else f"{number} chains" if is_stacked else f"{number} particles"
+    if number != mcmc.num_chains:
+        raise ValueError(
+            f"`post_warmup_state` is a state of {chains}, and this MCMC has num_chains={mcmc.num_chains}. Use "
+            f"MCMC(..., num_chains={number}), or set mcmc.post_warmup_state = None and start anew."
+        )
+    if number > 1 and is_stacked == (mcmc.chain_method == "vectorized"):
+        method = "of chains that ran one by one" if is_stacked else "of particles that moved together"
+        raise ValueError(
+            f'`post_warmup_state` is a state {method}, and this MCMC has chain_method="{mcmc.chain_method}". Use '
+            f"chain_method={'sequential' if is_stacked else 'vectorized'!r}, as the run had that the state is from."
+        )
+    done, num_warmup = np.max(state.tuning.iteration), np.max(state.tuning.num_warmup)
+    if done < num_warmup:
+        raise ValueError(
+            f"`post_warmup_state` is a state after {done} of {num_warmup} iterations of warmup: draws from there on "
+            "would be those of warmup. Set mcmc.post_warmup_state = None and start anew."
+        )
+    return number > 1 and not is_stacked
+
+
+def words(part: Any) -> str:
+    """The ``repr`` of a part without addresses, which are others in another process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
+
+
+def _check_precision(state, target):
+    """Of models the precision is known, and of functions only that there is no double one where it is switched off."""
+    found = state.tuning.step_size.dtype
+    expected = found if jax.dtypes.canonicalize_dtype(found) == found else "float32"
+    if isinstance(target, ModelTarget):
+        expected = jnp.result_type(*(site.dtype for site in target.prototype.values()))
+    if found != expected:
+        raise ValueError(
+            f"The state is in {found}, and this run in {expected}: set jax.config.update('jax_enable_x64', "
+            f"{found == 'float64'}), as it was in the run that the state is from; or, {_ANEW}."
+        )
+
+
+def _check_memory(kernel, state):
+    """Momenta and carried noise have the same shape, so that shapes alone tell nothing."""
+    dynamics: Dynamics = kernel.dynamics
+    shape = (kernel.num_ensembles, -1, state.gradient.shape[-1])
+    expected = _memory(dynamics, kernel.interaction, state.gradient.reshape(shape), state.tuning.bandwidth)
+    carried = dynamics.carries if expected else "nothing"
+    origin = state.origin
+    shapes = [x.shape[-1] for x in expected], [x.shape[-1] for x in state.memory]
+    if carried != origin.memory or shapes[0] != shapes[1]:
+        raise ValueError(
+            f"The state carries {origin.memory} from one update to the next, as it was made with "
+            f"dynamics={origin.dynamics}, and this kernel, with dynamics={words(dynamics)}, would take it for "
+            f"{carried}. Use a kernel with the dynamics and the interaction that the state was made with; or, {_ANEW}."
+        )
+
+
+def _memory(dynamics: Dynamics, interaction: Interaction, u, bandwidth):
+    """The shapes of what these dynamics would carry, for a cloud ``(G, L, d)``."""
+
+    def force(u):  # It does not matter for shapes.
+        return jnp.zeros(u.shape[:-1], u.dtype), jnp.zeros_like(u)
+
+    def memory(u, bandwidth):
+        return dynamics.init(random.key(0), u, force, lambda v: interaction.couple(v, bandwidth)).memory
+
+    return jax.eval_shape(memory, u, bandwidth)
+
+
+def _measured_for(kernel, gradient):
+    parts = {
+        "step_size": kernel.step_size,
+        "dynamics": kernel.dynamics,
+        "interaction": kernel.interaction,
+        "gradient": gradient,
+    }
+    return tuple((name, words(part)) for name, part in parts.items())
+
+
+def _digest(scale):
+    """Of a given scale; ``None`` for none, or for one that was to be learned and was not."""
+    if scale is None or isinstance(scale, str):
+        return None
+    return hashlib.blake2b(np.ascontiguousarray(scale, np.float64).tobytes(), digest_size=8).hexdigest()

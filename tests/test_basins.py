@@ -1,0 +1,286 @@
+"""Several basins: particles jump between them by themselves where that is exact, and words say so where they do not."""
+
+import warnings
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVGD, Overdamped, ensemble_mcse
+from numpyro_repulsion.adaptation import Learned, Preconditioner
+from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.moves import BasinJumps, jump_between_basins
+from numpyro_repulsion.schedules import BiasBudget
+
+LIMIT = 4.5
+WORDS = "in several basins"
+
+
+def oscillation():
+    """A wave whose frequency and phase are unknown, fitted with the wrong number of turns in a second basin."""
+    t = jnp.linspace(0.0, 10.0, 40)
+    y = 1.5 * jnp.cos(2.1 * t + 0.7) + 0.5 * random.normal(random.key(3), (40,))
+    amplitude = numpyro.sample("amplitude", dist.LogNormal(0, 1))
+    frequency = numpyro.sample("frequency", dist.Uniform(1.0, 3.5))
+    phase = numpyro.sample("phase", dist.Normal(0, 1))
+    numpyro.sample("y", dist.Normal(amplitude * jnp.cos(frequency * t + phase), 0.5).to_event(1), obs=y)
+
+
+def damped():
+    """A damped oscillator, with basins of too low and too high a frequency."""
+    t = jnp.linspace(0.0, 8.0, 50)
+    y = 3.0 * jnp.exp(-0.3 * t) * jnp.sin(3.0 * t) + 0.3 * random.normal(random.key(4), (50,))
+    amplitude = numpyro.sample("amplitude", dist.HalfNormal(5))
+    frequency = numpyro.sample("frequency", dist.LogNormal(0.7, 0.5))
+    damping = numpyro.sample("damping", dist.HalfNormal(1))
+    noise = numpyro.sample("noise", dist.HalfNormal(1))
+    wave = amplitude * jnp.exp(-damping * t) * jnp.sin(frequency * t)
+    numpyro.sample("y", dist.Normal(wave, noise).to_event(1), obs=y)
+
+
+def labels():
+    """A mixture of two normals whose labels may be exchanged."""
+    mean = numpyro.sample("mean", dist.Normal(0, 5).expand([2]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(2))
+    y = jnp.concatenate([-2.0 + random.normal(random.key(5), (60,)), 2.0 + random.normal(random.key(6), (60,))])
+    mixture = dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(2) / 2), dist.Normal(mean, scale))
+    with numpyro.plate("row", 120):
+        numpyro.sample("y", mixture, obs=y)
+
+
+def regressions():
+    """A mixture of two regressions."""
+    x = random.normal(random.key(7), (150,))
+    first = random.bernoulli(random.key(8), 0.5, (150,))
+    y = jnp.where(first, 1.0 + 2.0 * x, -1.0 - x) + 0.5 * random.normal(random.key(9), (150,))
+    intercept = numpyro.sample("intercept", dist.Normal(0, 3).expand([2]).to_event(1))
+    slope = numpyro.sample("slope", dist.Normal(0, 3).expand([2]).to_event(1))
+    noise = numpyro.sample("noise", dist.HalfNormal(1))
+    lines = dist.Normal(intercept + x[:, None] * slope, noise)
+    with numpyro.plate("row", 150):
+        numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones((150, 2)) / 2), lines), obs=y)
+
+
+def contaminated(z, scale):
+    return dist.MixtureSameFamily(
+        dist.Categorical(probs=jnp.array([0.95, 0.05])), dist.Normal(z, jnp.array([scale, 10.0]))
+    )
+
+
+def conflict():
+    """Two measurements that contradict each other, either of which may be an outlier."""
+    z = numpyro.sample("z", dist.Normal(0, 10))
+    numpyro.sample("other", dist.Normal(z, 1))
+    numpyro.sample("y", contaminated(z, 0.3), obs=3.0)
+    numpyro.sample("x", contaminated(z, 0.4), obs=-3.0)
+
+
+def spike_and_slab():
+    """A narrow normal beside a wide one."""
+    both = dist.Normal(jnp.array([0.0, 5.0]), jnp.array([0.05, 1.0]))
+    numpyro.sample("z", dist.MixtureSameFamily(dist.Categorical(probs=jnp.array([0.3, 0.7])), both))
+    numpyro.sample("other", dist.Normal(0, 1).expand([2]).to_event(1))
+
+
+def weight_of_conflict():
+    z = np.linspace(-40.0, 40.0, 400_001)
+
+    def density(y, scale):
+        return sum(w * np.exp(-(((y - z) / s) ** 2) / 2) / s for w, s in ((0.95, scale), (0.05, 10.0)))
+
+    mass = np.exp(-(z**2) / 200) * density(3.0, 0.3) * density(-3.0, 0.4)
+    return mass[z < 0].sum() / mass.sum()
+
+
+#: By model: whether a draw is in the basin, and the basin's weight.
+BASINS = {
+    oscillation: (lambda x: np.abs(x["frequency"] - 2.1) < 0.15, 1.0),
+    damped: (lambda x: np.abs(x["frequency"] - 3.0) < 0.15, 1.0),
+    labels: (lambda x: x["mean"][..., 0] < x["mean"][..., 1], 0.5),
+    regressions: (lambda x: x["slope"][..., 0] < x["slope"][..., 1], 0.5),
+    conflict: (lambda x: x["z"] < 0, weight_of_conflict()),
+    spike_and_slab: (lambda x: x["z"] < 1.0, 0.3),
+}
+
+
+def runs(model, seeds, kernel=SGLD, num_warmup=1000, num_samples=1000, **kwargs):
+    """Runs for some seeds, by one compiled program: the draws, and what warmup complains of."""
+    mcmc = MCMC(kernel(model, **kwargs), num_warmup=num_warmup, num_samples=num_samples, num_chains=20,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    for seed in seeds:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mcmc.run(random.key(seed))
+            jax.effects_barrier()
+        yield mcmc.get_samples(group_by_chain=True), " ".join(mcmc.sampler.complaints(mcmc.last_state)), mcmc
+
+
+def check(model, draws, words):
+    inside, weight = BASINS[model]
+    here = np.asarray(inside(draws), float)
+    error = np.nan_to_num(np.asarray(ensemble_mcse(here)), nan=0.0)
+    # A thousand iterations know no weight better than to a few in a thousand.
+    assert WORDS in words or abs(here.mean() - weight) < LIMIT * max(error, 0.005)
+
+
+@pytest.fixture(scope="module")
+def spiked():
+    """A run with a spike and a slab."""
+    ((draws, words, mcmc),) = runs(spike_and_slab, [1])
+    return draws, words, mcmc.last_state
+
+
+def test_the_weights_of_a_spike_and_a_slab_are_right(spiked):
+    draws, words, _ = spiked
+    check(spike_and_slab, draws, words)
+    assert words == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", BASINS)
+def test_weights_are_right_or_the_words_are(model):
+    for draws, words, _ in runs(model, range(20)):
+        check(model, draws, words)
+
+
+def test_without_jumps_the_weights_are_those_of_the_start_and_the_words_say_so():
+    inside, weight = BASINS[spike_and_slab]
+    ((draws, words, mcmc),) = runs(spike_and_slab, [1], moves=False, num_samples=200)
+    assert WORDS in words and "moves=Archive()" in words and mcmc.last_state.tuning.basins is None
+    assert abs(np.asarray(inside(draws)).mean() - weight) > 0.05
+    # Longer steps would not help, so that warmup does not take them.
+    assert "too large" not in words
+
+
+def test_a_single_basin_is_left_alone():
+    def normal():
+        numpyro.sample("z", dist.Normal(0, 1).expand([5]).to_event(1))
+
+    draws, states = [], []
+    for moves in (None, False):
+        ((found, words, mcmc),) = runs(normal, [0], num_warmup=100, num_samples=20, moves=moves)
+        draws.append(np.asarray(found["z"]))
+        states.append(mcmc.last_state)
+        assert words == ""
+    # The same draws, but that two programs round differently.
+    np.testing.assert_allclose(*draws, atol=1e-3)
+    assert not states[0].tuning.basins.is_on and int(states[0].tuning.basins.tally[0]) == 0
+
+
+def two_modes(z):
+    return -jax.nn.logsumexp(jnp.array([-((z[0] - 2) ** 2), -((z[0] + 2) ** 2)])) + z[1] ** 2 / 4.0
+
+
+force = jnp.vectorize(jax.value_and_grad(two_modes), signature="(d)->(),(d)")
+
+
+def exact_draws(key, size):
+    sign_key, noise_key = random.split(key)
+    centre = jnp.stack([4.0 * random.bernoulli(sign_key, 0.5, (size,)) - 2.0, jnp.zeros(size)], -1)
+    return (centre + jnp.array([0.5**0.5, 2.0**0.5]) * random.normal(noise_key, (size, 2)))[None]
+
+
+def jumps(dimension=2):
+    centre = jnp.array([[-2.2, 0.3], [-1.9, -0.5], [1.7, 0.1], [2.3, 0.8]])
+    width = jnp.array([[0.5, 1.5], [0.9, 1.2], [0.4, 1.6], [0.8, 1.1]])
+    learned = Learned(BiasBudget(), "dense", False, False, basins=True)
+    empty = BasinJumps.start(jnp.zeros((1, 4, dimension)), learned)
+    scale = jnp.array([[1.0, 0.0], [0.3, 0.8]])
+    change = Preconditioner(scale)
+    return empty._replace(scale=scale, centre=change.whiten(centre), width=width, is_on=jnp.asarray(True))
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_jumps_leave_exact_draws_exact(is_exact, monkeypatch):
+    learned = jumps()
+    u = exact_draws(random.key(0), 40_000)
+    cloud = Cloud(u, *force(u), ())
+
+    def step(cloud, key):
+        # The negative control accepts by the posterior alone.
+        energy = cloud.potential_energy if is_exact else 0.5 * cloud.potential_energy
+        moved, jumped, _ = jump_between_basins(key, cloud._replace(potential_energy=energy), learned, felt, 1.0)
+        return Cloud(moved.z, *force(moved.z), ()), jumped.mean()
+
+    def felt(u):
+        energy, gradient = force(u)
+        return (energy if is_exact else 0.5 * energy), gradient
+
+    cloud, accepted = lax.scan(step, cloud, random.split(random.key(1), 5))
+    assert accepted.mean() > 0.2
+    x = np.asarray(cloud.z[0], np.float64)
+    statistics = np.stack([x[:, 0], x[:, 0] ** 2, x[:, 1], x[:, 1] ** 2, x[:, 0] * x[:, 1], np.abs(x[:, 0])], -1)
+    start = np.asarray(exact_draws(random.key(2), 400_000)[0], np.float64)
+    expected = np.stack(
+        [start[:, 0], start[:, 0] ** 2, start[:, 1], start[:, 1] ** 2, start[:, 0] * start[:, 1], np.abs(start[:, 0])],
+        -1,
+    )
+    error = np.sqrt(statistics.var(0) / len(x) + expected.var(0) / len(start))
+    z = np.abs(statistics.mean(0) - expected.mean(0)) / error
+    assert (z.max() < LIMIT) == is_exact
+
+
+def test_far_basins_do_not_round_the_density_away():
+    learned = jumps()
+    change = Preconditioner(learned.scale)
+    centre = jnp.array([[0.0, 0.0], [3000.0, -2000.0]])
+    learned = learned._replace(centre=change.whiten(centre), width=jnp.ones((2, 2)))
+    u = jnp.tile(centre, (50, 1))[None]
+
+    def flat(u):
+        return jnp.zeros(u.shape[:-1]), jnp.zeros_like(u)
+
+    _, _, after = jump_between_basins(random.key(0), Cloud(u, *flat(u), ()), learned, flat, 1.0)
+    # From the centre of a component to a place in one, with a flat posterior: always accepted.
+    assert float(after.acceptance) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "settings"),
+    [
+        (SGLDR, {}),  # Averaged noise that is correlated by K cannot be carried over a jump.
+        (SGLD, {"step_size": 0.1}),  # With a given step nothing is measured.
+        (SVGD, {"step_size": 0.1}),
+        (SGLD, {"moves": False}),
+    ],
+)
+def test_where_jumps_would_not_be_exact_or_are_not_wanted_there_are_none(kernel, settings):
+    state = kernel(labels, **settings).init(random.split(random.key(0), 4), 100, None, (), {})
+    assert state.tuning.basins is None
+
+
+def test_momenta_and_kernels_with_other_dynamics_may_jump():
+    for kernel in (SGNHT(labels), SGLDR(labels, dynamics=Overdamped("euler"))):
+        assert kernel.init(random.split(random.key(0), 4), 100, None, (), {}).tuning.basins is not None
+
+
+def test_minibatches_do_not_jump():
+    def model(y):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=5) as i:
+            numpyro.sample("y", dist.Normal(z**2, 1), obs=y[i])
+
+    assert SGLD(model).init(random.split(random.key(0), 4), 100, None, (jnp.arange(20.0),), {}).tuning.basins is None
+
+
+def test_a_kernel_that_never_jumps_does_not_go_on_jumping(spiked):
+    _, _, state = spiked
+    assert state.tuning.basins.is_on
+
+    def tally_after(**settings):
+        kernel = SGLD(spike_and_slab, **settings)
+        return float(jax.jit(lambda state: kernel.sample(state, (), {}))(state).tuning.basins.tally[0])
+
+    before = float(state.tuning.basins.tally[0])
+    assert tally_after() == before + 1 and tally_after(moves=False) == before
+
+
+def test_true_is_no_kind_of_move():
+    with pytest.raises(TypeError, match="`moves` must be an instance such as Archive"):
+        SGLD(labels, moves=True)

@@ -1,0 +1,127 @@
+"""Runs under ``jax_debug_nans``: it stops at NaN of the model's own, and at nothing that the package makes."""
+
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import (
+    RBF,
+    SGHMC,
+    SGLD,
+    SGLDR,
+    SGNHT,
+    SVGD,
+    SVRG,
+    Archive,
+    Balanced,
+    FullData,
+    RandomFeatures,
+    RandomGroups,
+    Subsampled,
+    run_in_pieces,
+    step_bias,
+    summary,
+    to_inference_data,
+)
+
+Y = random.normal(random.key(0), (40,))
+
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
+    sigma = numpyro.sample("sigma", dist.Gamma(3, 1))
+    with numpyro.plate("rows", 40, subsample_size=8) as i:
+        numpyro.sample("y", dist.Normal(mu[0] + mu[1], sigma), obs=y[i])
+
+
+def make(kernel, num_warmup=50, **kwargs):
+    settings = {"num_chains": 6, "chain_method": "vectorized", "progress_bar": False} | kwargs
+    return MCMC(kernel, num_warmup=num_warmup, num_samples=10, **settings)
+
+
+@pytest.fixture(autouse=True)
+def debug_nans():
+    with jax.debug_nans(True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warmup expects trouble")
+        yield
+
+
+def check(mcmc):
+    """Results under the same flag, with NaN where there is nothing to say."""
+    summary(mcmc)
+    data = to_inference_data(mcmc)
+    has_bandwidth = np.isfinite(data["sample_stats"]["bandwidth"].values).all()
+    given = mcmc.sampler.interaction
+    assert has_bandwidth == (getattr(given, "bandwidth", None) is not None or given.learns_bandwidth)
+    for leaf in jax.tree.leaves(mcmc.last_state):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            assert not np.isnan(leaf).any()
+
+
+def test_a_run_with_control_variates():
+    mcmc = make(SGLD(model, num_steps=2))
+    mcmc.run(random.key(0), Y)
+    assert not any(np.isnan(x).any() for x in jax.tree.leaves((mcmc.last_state.tuning, mcmc.last_state.z)))
+    assert np.isfinite(mcmc.last_state.tuning.anchor.fingerprint)
+    assert float(mcmc.last_state.tuning.bias) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "settings"),
+    [
+        (lambda: SGLDR(model), {}),
+        (lambda: SGLDR(model, num_ensembles=2, interaction=Balanced(RBF())), {}),
+        (lambda: SGLDR(model, gradient=SVRG()), {"progress_bar": True}),
+        (lambda: SGLD(model, gradient=Subsampled(), step_size=0.01), {"num_warmup": 0}),
+        (lambda: SGLD(model, gradient=FullData(), moves=Archive()), {"num_warmup": 100}),
+        (lambda: SGHMC(model, gradient=FullData()), {}),
+        (lambda: SGNHT(model), {}),
+        (lambda: SVGD(model), {}),
+        (lambda: SGLDR(model, interaction=RandomGroups(RBF("learned"), size=3)), {}),
+        (lambda: SGLDR(model, interaction=RandomFeatures()), {}),
+        (lambda: SGLD(model), {"num_chains": 2, "chain_method": "sequential"}),
+        (lambda: SGLD(model), {"num_chains": 1}),
+    ],
+)
+def test_runs_of_every_kind(kernel, settings):
+    mcmc = make(kernel(), **settings)
+    mcmc.run(random.key(0), Y)
+    check(mcmc)
+    if not isinstance(mcmc.sampler, SVGD):
+        step_bias(mcmc)
+
+
+@pytest.mark.slow
+def test_a_run_in_pieces(tmp_path):
+    run_in_pieces(mcmc := make(SGLD(model)), random.key(0), Y, directory=tmp_path)
+    check(mcmc)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "starts"),
+    [
+        (SGLD(potential_fn=lambda z: jnp.sum(jnp.log(z - 100.0)), step_size=0.1), jnp.arange(12.0).reshape(6, 2)),
+        (SGLD(potential_fn=lambda z: jnp.sum(z**2) + jnp.nan * 0.0, step_size=0.1), jnp.arange(6.0)),
+    ],
+)
+def test_nan_of_a_model_is_caught(kernel, starts):
+    with pytest.raises(FloatingPointError, match="nan"):
+        make(kernel, num_warmup=0).run(random.key(0), init_params=starts)
+
+
+def test_nan_of_a_deterministic_site_is_caught():
+    def bad():
+        x = numpyro.sample("x", dist.Normal(0, 1))
+        numpyro.deterministic("y", jnp.log(-1.0 - x**2))
+
+    with pytest.raises(FloatingPointError, match="nan"):
+        make(SGLD(bad, step_size=0.1, num_steps=1), num_warmup=0).run(random.key(0))

@@ -1,0 +1,764 @@
+"""Which rows the sites of a model use: what is right is accepted, and what gives a wrong posterior is refused."""
+
+import jax
+from jax import lax, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+from numpyro import handlers
+from numpyro.contrib.control_flow import scan
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer.reparam import LocScaleReparam
+
+from numpyro_repulsion import SGLD, SVRG, Archive, ControlVariates, FullData, Subsampled, scores, to_inference_data
+from numpyro_repulsion.gradients import Gradient, ModelTarget, draw_indices, full_gradient, influenced, minibatch
+from numpyro_repulsion.kernels.settings import choose_gradient
+
+KEY = random.key(0)
+N, B, D = 20, 4, 3
+RNG = np.random.default_rng(0)
+X, Y, TABLE = (RNG.normal(size=shape).astype(np.float32) for shape in ((N, D), N, (N, 6)))
+GROUP = RNG.integers(0, 5, N)
+X, Y, TABLE, GROUP = map(jnp.asarray, (X, Y, TABLE, GROUP))
+
+
+def rows(size=N, batch=B, **settings):
+    return numpyro.plate("rows", size, subsample_size=batch, **settings)
+
+
+def parameters():
+    return numpyro.sample("b", dist.Normal(0, 1).expand([D]).to_event(1)), numpyro.sample("s", dist.HalfNormal(1))
+
+
+def observe(name, mean, value, scale=1.0):
+    numpyro.sample(name, dist.Normal(mean, scale), obs=value)
+
+
+# --- What depends on what. ---
+
+
+def unlike(x, y):
+    return x, y
+
+
+def called(x, y):
+    return jax.jit(unlike)(x, y)
+
+
+def scanned(x, y):
+    (_, b), (c, d) = lax.scan(lambda carry, _: ((carry[0] + x, carry[1] * 2), carry), (0.0, y), jnp.arange(3.0))
+    return c.sum(), b + d.sum()
+
+
+def shifted_through_a_loop(x, y):
+    # x reaches the second number in the second turn only.
+    (_, b), _ = lax.scan(lambda carry, _: ((x, carry[0]), None), (0.0, y), jnp.arange(3.0))
+    return b, y
+
+
+def looped(x, y):
+    _, a, b = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + x, c[2] * 2), (0, 0.0, y))
+    return a, b
+
+
+def stopped_by(x, y):
+    return lax.while_loop(lambda c: c < x, lambda c: c + 1.0, 0.0), y
+
+
+def branched(x, y):
+    return lax.cond(y > 0, lambda: (x, y), lambda: (0.0, 2 * y))
+
+
+def chosen_by(x, y):
+    return lax.cond(x > 0, lambda: 1.0, lambda: 2.0), y
+
+
+def recomputed(x, y):
+    return jax.checkpoint(unlike)(x, y)
+
+
+def smooth(x, y):
+    return jax.nn.relu(x), jax.nn.relu(y)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [unlike, called, scanned, shifted_through_a_loop, looped, stopped_by, branched, chosen_by, recomputed, smooth],
+    ids=lambda fn: fn.__name__,
+)
+def test_outputs_of_one_equation_are_told_apart(fn):
+    assert influenced(fn, 1.0, 2.0) == [True, False]
+    assert influenced(lambda x, y: fn(y, x)[1], 1.0, 2.0) == [True]
+
+
+# --- Right models. ---
+
+
+def plain():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[i] @ b, Y[i], s)
+
+
+def weighted():
+    b, s = parameters()
+    with rows() as i, handlers.scale(scale=jnp.abs(Y)[i]):
+        observe("y", X[i] @ b, Y[i], s)
+
+
+def weighted_and_masked():
+    b, s = parameters()
+    with rows() as i, handlers.scale(scale=2.5), handlers.mask(mask=Y[i] > 0):
+        observe("y", X[i] @ b, Y[i], s)
+
+
+def by_subsample():
+    b, s = parameters()
+    with rows():
+        observe("y", numpyro.subsample(X, event_dim=1) @ b, numpyro.subsample(Y, event_dim=0), s)
+
+
+def crossed():
+    b, s = parameters()
+    with numpyro.plate("columns", 6, subsample_size=3, dim=-1) as j, rows(dim=-2) as i:
+        observe("y", b[0], TABLE[i[:, None], j], s)
+
+
+def crossed_the_other_way():
+    b, s = parameters()
+    with rows(dim=-1) as i, numpyro.plate("columns", 6, subsample_size=3, dim=-2) as j:
+        observe("y", b[0], TABLE[i, j[:, None]], s)
+
+
+def in_a_full_plate():
+    b, s = parameters()
+    with numpyro.plate("columns", 6), rows(dim=-2) as i:
+        observe("y", b[0], TABLE[i], s)
+
+
+def columns_without_a_plate():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", (X[i] * b).T, X[i].T, s)
+
+
+def as_many_groups_as_rows():
+    with numpyro.plate("groups", B):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+    with rows() as i:
+        observe("y", z[GROUP[i] % B], Y[i], 1 + z.std())
+
+
+def hierarchical():
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("groups", 5):
+        z = numpyro.sample("z", dist.Normal(mu, 1))
+    with rows() as i:
+        observe("y", z[GROUP[i]], Y[i])
+
+
+def noncentred():
+    handlers.reparam(hierarchical, {"z": LocScaleReparam(0)})()
+
+
+def partly_centred():
+    handlers.reparam(hierarchical, {"z": LocScaleReparam()})()
+
+
+def scoped():
+    handlers.scope(plain, "a")()
+
+
+def stacked_plates():
+    with numpyro.plate_stack("p", [2, 3]):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+    with rows() as i:
+        observe("y", z[i % 2, i % 3], Y[i])
+
+
+def factor_of_rows():
+    b, _ = parameters()
+    with rows() as i:
+        numpyro.factor("f", -((Y[i] - X[i] @ b) ** 2))
+
+
+def network():
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D, B]).to_event(2))
+    v = numpyro.sample("v", dist.Normal(0, 1).expand([B]).to_event(1))
+    net = jax.jit(jax.checkpoint(lambda x: jax.nn.gelu(x @ w) @ v))
+    with rows() as i:
+        numpyro.sample("y", dist.StudentT(4.0, jax.vmap(net)(X[i]), 1.0), obs=Y[i])
+
+
+def picked_by_label():
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D, 5]).to_event(2))
+    with rows() as i:
+        numpyro.factor("f", jax.nn.log_softmax(X[i] @ w)[jnp.arange(len(i)), GROUP[i]])
+
+
+def events():
+    b, s = parameters()
+    with rows() as i:
+        numpyro.sample("y", dist.MultivariateNormal(b, jnp.eye(D) * (1 + s)), obs=X[i])
+        numpyro.sample("x", dist.Normal(b, s).to_event(1), obs=X[i])
+
+
+def all_rows_alike():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[i] @ b, Y[i], s)
+        observe("same", b[0], 0.3)
+        numpyro.factor("penalty", -(b[0] ** 2))
+
+
+def arrays_of_equal_values():
+    b, _ = parameters()
+    with rows() as i:
+        numpyro.sample("zero", dist.Poisson(jnp.exp(X[i] @ b)), obs=jnp.zeros(B, int))
+        observe("one", b[1], np.ones(B))
+
+
+def one_plate_twice():
+    b, s = parameters()
+    for k in range(2):
+        with rows() as i:
+            observe(f"y{k}", X[i] @ b, Y[i], s)
+
+
+def scan_in_the_plate():
+    b, s = parameters()
+    with rows() as i:
+        _, out = lax.scan(lambda carry, x: (carry / 2 + x @ b, carry), jnp.zeros(len(i)), jnp.stack([X[i]] * 3))
+        observe("y", out[-1], Y[i], s)
+
+
+def scan_over_the_rows():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", lax.map(lambda k: X[k] @ b, i), jax.vmap(lambda k: Y[k])(i), s)
+
+
+def a_single_row():
+    b, s = parameters()
+    with rows(batch=1) as i:
+        observe("y", X[i] @ b, Y[i], s)
+
+
+def lagged():
+    b, s = parameters()
+    with rows(N - 1) as i:
+        observe("y", b[0] * Y[i], Y[i + 1], s)
+
+
+def windows():
+    b, s = parameters()
+    with rows(N - D) as i:
+        observe("y", jax.vmap(lambda k: lax.dynamic_slice(Y, (k,), (D,)))(i) @ b, Y[i + D], s)
+
+
+def folded():
+    b, s = parameters()
+    with rows(3 * N) as i:
+        observe("y", b[i % 3], Y[i // 3] + Y[i % N], s)
+
+
+def unravelled():
+    b, s = parameters()
+    with rows(6 * N) as i:
+        observe("y", b[0], TABLE[jnp.unravel_index(i, TABLE.shape)] + TABLE[jnp.divmod(i, 6)], s)
+
+
+def backwards():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[N - 1 - i] @ b, Y[-i - 1], s)
+
+
+def shuffled():
+    b, s = parameters()
+    order = jnp.asarray(np.random.default_rng(1).permutation(N))
+    with rows() as i:
+        observe("y", X[order[i]] @ b, Y[order[i]], s)
+
+
+def rows_held_out():
+    b, s = parameters()
+    with rows(N - 5) as i:
+        observe("y", X[i] @ b, Y[i], s)
+
+
+def rows_beyond_the_end_are_asked_for():
+    b, s = parameters()
+    with rows() as i:
+        after = Y.at[i + 1].get(mode="clip") + Y.at[i + 2].get(mode="fill", fill_value=0.0)
+        hidden = i < N - 3
+        with handlers.mask(mask=hidden):
+            observe("y", b[0] * after, Y[jnp.where(hidden, i, 0)] + Y[: N - 3][jnp.minimum(i, N - 4)], s)
+
+
+def random_likelihood():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[i] @ b + random.normal(numpyro.prng_key(), (len(i),)), Y[i], s)
+
+
+def full_plate():
+    b, s = parameters()
+    with numpyro.plate("rows", N) as i:
+        observe("y", X[i] @ b, Y[i], s)
+
+
+def full_plates_of_one_name():
+    for size in (3, 5):
+        with numpyro.plate("p", size):
+            numpyro.sample(f"z{size}", dist.Normal(0, 1))
+
+
+def outside_for_any_number():
+    b, s = parameters()
+    with rows() as i:
+        x, y = X[i], Y[i]
+    with handlers.scale(scale=N / len(i)):
+        observe("y", x @ b, y, s)
+
+
+def series(batch=B, any_number=True):
+    phi = numpyro.sample("phi", dist.Normal(0, 1))
+    with rows(batch=batch) as i:
+        table = TABLE[i]
+
+    def step(before, now):
+        observe("y", phi * before, now)
+        return now, None
+
+    with handlers.scale(scale=N / (len(i) if any_number else batch)):
+        scan(step, table[:, 0], table[:, 1:].T)
+
+
+def mixture():
+    means = numpyro.sample("means", dist.Normal(jnp.array([-1.0, 1.0]), 1).to_event(1))
+    with rows() as i:
+        c = numpyro.sample("c", dist.Bernoulli(0.3))
+        with handlers.scale(scale=jnp.abs(X[i, 0])), handlers.mask(mask=Y[i] > -0.5):
+            observe("y", means[c], Y[i])
+
+
+RIGHT = [
+    plain,
+    weighted,
+    weighted_and_masked,
+    by_subsample,
+    crossed,
+    crossed_the_other_way,
+    in_a_full_plate,
+    columns_without_a_plate,
+    as_many_groups_as_rows,
+    hierarchical,
+    noncentred,
+    partly_centred,
+    scoped,
+    stacked_plates,
+    factor_of_rows,
+    network,
+    picked_by_label,
+    events,
+    all_rows_alike,
+    arrays_of_equal_values,
+    one_plate_twice,
+    scan_in_the_plate,
+    scan_over_the_rows,
+    a_single_row,
+    lagged,
+    windows,
+    folded,
+    unravelled,
+    backwards,
+    shuffled,
+    rows_held_out,
+    rows_beyond_the_end_are_asked_for,
+    random_likelihood,
+    full_plate,
+    full_plates_of_one_name,
+    outside_for_any_number,
+    series,
+    mixture,
+]
+
+
+@pytest.mark.parametrize("model", RIGHT, ids=lambda model: model.__name__)
+def test_right_models_are_accepted(model):
+    target = ModelTarget(model)
+    assert target.rows_outside == {}
+    # Inside a program, too.
+    jax.eval_shape(lambda: ModelTarget(model).potential_energy(target.draw(KEY, init_to_uniform), {}, KEY))
+
+
+#: Of those that work for any number of rows some here, and all in the full test.
+QUICK = (weighted_and_masked, crossed_the_other_way, outside_for_any_number, series, mixture)
+ANY_NUMBER = [
+    pytest.param(model, marks=() if model in QUICK else pytest.mark.slow, id=model.__name__)
+    for model in RIGHT
+    if model
+    not in (arrays_of_equal_values, picked_by_label, random_likelihood, full_plate, full_plates_of_one_name, network)
+]
+
+
+@pytest.mark.parametrize("model", ANY_NUMBER)
+def test_minibatches_and_pieces_add_up_to_all_rows(x64, model):
+    target = ModelTarget(model)
+    flat, unravel = ravel_pytree(target.draw(random.key(1), init_to_uniform))
+
+    @jax.jit
+    def energy(rows):
+        return target.potential_energy(unravel(flat), rows, KEY)
+
+    full = energy(target.all_rows)
+    pieces, _ = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, 3))(flat)
+    np.testing.assert_allclose(pieces, full, rtol=1e-6)
+    drawn = jax.vmap(lambda key: draw_indices(key, target.plates))(random.split(KEY, 5000))
+    found = np.asarray(jax.vmap(energy)(drawn))
+    error = found.std() / np.sqrt(len(found))
+    assert error > 1e-3
+    assert abs(found.mean() - full) < 4.5 * error
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_data_are_numpy_or_jax_arrays(kind):
+    def model(data):
+        b, s = parameters()
+        with rows() as i:
+            observe("y", data["x"][i] @ b + b[data["group"][i] % D], data["y"][i], s)
+
+    data = {"x": kind(X), "y": kind(Y), "group": kind(GROUP)}
+    assert ModelTarget(model, (data,)).plates == {"rows": (N, B)}
+    jax.eval_shape(lambda data: ModelTarget(model, (data,)).first_rows, data)
+
+
+# --- Wrong models. ---
+
+
+def one_site_of_two():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[i] @ b, Y[i], s)
+        observe("y2", b[0], Y[:B])
+
+
+def covariates_of_the_first_rows():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[:B] @ b, Y[i], s)
+
+
+def values_of_the_first_rows():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", jax.jit(lambda x: jnp.tanh(x @ b))(X[i]), Y[:B], s)
+
+
+def weights_of_the_first_rows():
+    b, s = parameters()
+    with rows() as i, handlers.scale(scale=jnp.abs(Y)[:B]):
+        observe("y", X[i] @ b, Y[i], s)
+
+
+def mask_of_the_first_rows():
+    b, s = parameters()
+    with rows() as i, handlers.mask(mask=(Y > 0)[:B]):
+        observe("y", X[i] @ b, Y[i], s)
+
+
+def sum_in_the_plate():
+    b, s = parameters()
+    with rows() as i:
+        numpyro.factor("f", dist.Normal(X[i] @ b, s).log_prob(Y[i]).sum())
+
+
+def sum_over_a_single_row():
+    b, s = parameters()
+    with rows(batch=1) as i:
+        numpyro.factor("f", dist.Normal(X[i] @ b, s).log_prob(Y[i]).sum())
+
+
+def event_of_rows():
+    b, s = parameters()
+    with rows() as i:
+        numpyro.sample("y", dist.Normal(X[i] @ b, s).to_event(1), obs=Y[i])
+
+
+def all_pairs():
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D, 1]).to_event(2))
+    with rows() as i:
+        observe("y", X[i] @ w, Y[i])
+
+
+def all_pairs_of_a_column():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[i] @ b, Y[:, None][i], s)
+
+
+def empirical_prior():
+    with rows() as i:
+        y = Y[i]
+    m = numpyro.sample("m", dist.Normal(y.mean(), 1))
+    with rows() as i:
+        observe("y", m, Y[i])
+
+
+def empirical_support():
+    with rows() as i:
+        y = Y[i]
+    m = numpyro.sample("m", dist.ImproperUniform(dist.constraints.greater_than(y.max()), (), ()))
+    with rows() as i:
+        observe("y", m, Y[i])
+
+
+def outside_unscaled():
+    b, s = parameters()
+    with rows() as i:
+        x, y = X[i], Y[i]
+    observe("y", x @ b, y, s)
+
+
+def sizes_of_two_plates():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[i] @ b, Y[i], s)
+    with rows(6, 2) as i:
+        observe("y2", b[0], TABLE[0][i], s)
+
+
+def subsampled_and_full():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[i] @ b, Y[i], s)
+    with numpyro.plate("rows", N):
+        observe("y2", b[0], Y, s)
+
+
+def named_as_a_site():
+    b, s = parameters()
+    shift = numpyro.sample("rows", dist.Normal(0, 1))
+    with rows() as i:
+        observe("y", X[i] @ b + shift, Y[i], s)
+
+
+def more_rows_than_there_are():
+    b, s = parameters()
+    with rows(batch=N + 1) as i:
+        observe("y", X[i] @ b, Y[i], s)
+
+
+def more_rows_than_numbers():
+    b, _ = parameters()
+    with rows(2**31) as i:
+        numpyro.factor("f", b[0] * i)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (one_site_of_two, r"'y2' does not depend.*'rows' draws.*same 4 of 20 rows.*obs=y\[i\]"),
+        (covariates_of_the_first_rows, r"'y' combines the rows.*'rows'.*values that stay.*obs=y\[i\]"),
+        (values_of_the_first_rows, "'y' combines"),
+        (weights_of_the_first_rows, "'y' combines.*weights"),
+        (mask_of_the_first_rows, "'y' combines.*masks"),
+        (sum_in_the_plate, r"'f' has one log density for a whole minibatch.*'rows'.*no sum.*scale=20 / len\(i\)"),
+        (sum_over_a_single_row, "'f' has one log density"),
+        (event_of_rows, "'y' has one log density.*to_event"),
+        (all_pairs, r"'y' the rows.*'rows' lie along an axis.*dimension -1.*\[:, 0\]"),
+        (all_pairs_of_a_column, "'y' the rows"),
+        (empirical_prior, "prior of the latent site 'm' depends on the rows.*'rows'.*whole data"),
+        (empirical_support, "prior of the latent site 'm'"),
+        (outside_unscaled, r"'y' uses rows.*'rows'.*4 of 20 rows.*scale=20 / len\(i\)"),
+        (sizes_of_two_plates, "name 'rows'.*size=20 and subsample_size=4.*size=6 and subsample_size=2"),
+        (subsampled_and_full, "name 'rows'.*size=20 and subsample_size=4.*size=20 and subsample_size=20"),
+        (named_as_a_site, "'rows' has the name of a site.*another name"),
+        (more_rows_than_there_are, r"subsample_size=21, more than its 20 rows.*min\(21, 20\)"),
+        (more_rows_than_numbers, "'rows' has 2147483648 rows.*32-bit.*2147483647 at most.*several plates"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_refusals_name_the_site_the_plate_and_the_remedy(model, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        ModelTarget(model)
+
+
+# --- Plates longer than the data. ---
+
+
+INDEXED = {
+    "in brackets": lambda i: Y[i],
+    "by take": lambda i: jnp.take(Y, i),
+    "integers by take": lambda i: jnp.take(GROUP, i) * 1.0,
+    "one by one": lambda i: jax.vmap(lambda k: Y[k])(i),
+    "in a loop": lambda i: lax.map(lambda k: Y[k], i),
+    "in a program": jax.jit(lambda i: Y[i]),
+    "rows of a table": lambda i: X[i] @ jnp.ones(D),
+    "entries of a table": lambda i: TABLE[i, 2],
+    "entries by a label": lambda i: TABLE[i, GROUP[jnp.minimum(i, N - 1)]],
+    "shifted": lambda i: Y[i - 2],
+    "from the other end": lambda i: Y[::-1][i],
+    "in pairs": lambda i: Y[i // 2] + Y[i],
+    "labels": lambda i: jnp.ones(9)[GROUP[i]],
+}
+
+
+@pytest.mark.parametrize("index", INDEXED.values(), ids=INDEXED)
+@pytest.mark.parametrize("batch", [B, None])
+def test_plates_longer_than_the_data_are_refused(index, batch):
+    def model(size):
+        b, s = parameters()
+        with rows(size, batch) as i:
+            observe("y", b[0], index(i), s)
+
+    ModelTarget(model, (N,))
+    with pytest.raises(
+        ValueError, match=r"'rows' of size 23 index an axis of length 20 up to 2[02].*as long as the data"
+    ):
+        ModelTarget(model, (N + 3,))
+
+
+def test_parameters_with_too_few_entries_are_refused():
+    def model(groups):
+        with numpyro.plate("groups", groups) as g:
+            z = numpyro.sample("z", dist.Normal(0, 1))
+            numpyro.deterministic("shown", jnp.arange(6.0)[g])
+        with rows() as i:
+            observe("y", z[i % 5], Y[i])
+
+    ModelTarget(model, (6,))
+    for groups, message in ((4, "'rows' of size 20 index an axis of length 4"), (7, "'groups' of size 7 index")):
+        with pytest.raises(ValueError, match=message):
+            ModelTarget(model, (groups,))
+
+
+# --- Rows used outside of their plate, multiplied by hand. ---
+
+
+def outside_by_hand():
+    b, s = parameters()
+    with rows() as i:
+        x, y = X[i], Y[i]
+    with handlers.scale(scale=N / B):
+        observe("y", x @ b, y, s)
+
+
+def factor_by_hand():
+    b, s = parameters()
+    with rows() as i:
+        x, y = X[i], Y[i]
+    numpyro.factor("f", N / B * dist.Normal(x @ b, s).log_prob(y).sum())
+
+
+def factor_by_hand_beside_a_plate():
+    b, s = parameters()
+    with rows() as i:
+        observe("y", X[i] @ b, Y[i], s)
+    with numpyro.plate("others", N, subsample_size=B) as i:
+        y = Y[i]
+    numpyro.factor("f", N / B * (b[0] * y).sum())
+
+
+OUTSIDE = [
+    (outside_by_hand, {"y": ["rows"]}),
+    (factor_by_hand, {"f": ["rows"]}),
+    (factor_by_hand_beside_a_plate, {"f": ["others"]}),
+    (lambda: series(any_number=False), {"y": ["rows"]}),
+]
+
+
+class OwnGradient(Gradient):
+    pass
+
+
+@pytest.mark.parametrize(("model", "expected"), OUTSIDE, ids=["site", "factor", "beside", "series"])
+def test_rows_outside_of_their_plate_leave_plain_minibatches(model, expected):
+    target = ModelTarget(model)
+    assert target.rows_outside == expected
+    assert choose_gradient(None, target) == Subsampled()
+    for gradient in (Subsampled(shared=True), Subsampled(block_size=2)):
+        assert choose_gradient(gradient, target) is gradient
+    (name, (plate,)), *_ = expected.items()
+    for gradient in (ControlVariates(), SVRG(), FullData(), OwnGradient()):
+        with pytest.raises(ValueError, match=rf"'{name}' uses rows.*'{plate}'.*into the plate.*=Subsampled\(\)"):
+            choose_gradient(gradient, target)
+
+
+def test_sites_for_any_number_of_rows_leave_every_gradient():
+    for model in (outside_for_any_number, handlers.scale(outside_for_any_number, scale=0.5), series, plain):
+        target = ModelTarget(model)
+        assert choose_gradient(None, target) == ControlVariates()
+        for gradient in (Subsampled(), SVRG(), FullData()):
+            assert choose_gradient(gradient, target) is gradient
+
+
+def test_the_kernel_refuses_at_once():
+    for kernel in (SGLD(factor_by_hand, gradient=FullData()), SGLD(factor_by_hand, moves=Archive(), step_size=0.1)):
+        with pytest.raises(ValueError, match="into the plate"):
+            kernel.init(random.split(KEY, 4), 50)
+
+
+def test_what_is_computed_over_all_rows(pretended):
+    by_factor, by_site = pretended(factor_by_hand), pretended(outside_by_hand)
+    with pytest.raises(ValueError, match=r"factors \['f'\] use rows"):
+        to_inference_data(by_factor, log_likelihood=["f"])
+    with pytest.raises(ValueError, match="'f' uses rows"):
+        scores(by_factor)
+    assert scores(by_factor, gradient=Subsampled())[1].shape == (24, 4)
+    # Neither a warning that the site is weighted, nor the weight.
+    data = to_inference_data(by_site, log_likelihood=True)
+    b, s = (data["posterior"][name].values[0, 0] for name in ("b", "s"))
+    expected = dist.Normal(X @ b, s).log_prob(Y)
+    np.testing.assert_allclose(data["log_likelihood"]["y"].values[0, 0], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_weights_beside_the_factor_of_a_minibatch_are_warned_of(pretended):
+    def model():
+        with handlers.scale(scale=0.5):
+            outside_by_hand()
+
+    with pytest.warns(UserWarning, match=r"weights the sites \['y'\]"):
+        to_inference_data(pretended(model), log_likelihood=True)
+
+
+def test_series_by_scan_have_the_right_posterior():
+    # Autoregressive series whose noise has a known size: the posterior is normal.
+    precision = 1 + float((TABLE[:, :-1] ** 2).sum())
+    mean, sd = float((TABLE[:, :-1] * TABLE[:, 1:]).sum()) / precision, precision**-0.5
+    kernel = SGLD(lambda: series(10, any_number=False), step_size=0.05 * sd**2)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=300, num_chains=40, chain_method="vectorized", progress_bar=False)
+    mcmc.run(KEY, init_params={"phi": mean + sd * random.normal(random.key(1), (40,))})
+    assert kernel.resolve_gradient(kernel.target((), {})) == Subsampled()
+    # From draw to draw a particle keeps exp(-10 · 0.05) of where it was: 12,000 draws are worth a fifth of them.
+    phi = np.asarray(mcmc.get_samples()["phi"])
+    assert abs(phi.mean() - mean) < 4 / np.sqrt(2400) * sd
+    # Step and minibatches widen it by a hundredth at most; over all rows by hand its sd would be 0.7 of what is right.
+    assert phi.std() / sd == pytest.approx(1.0, abs=4 / np.sqrt(2 * 2400))
+
+
+# --- Very long plates. ---
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 1000, 65_536])
+@pytest.mark.parametrize("r", [0, 1, 2**31 - 3, 2**31 - 2])
+def test_the_longest_plate_has_rows_without_overflow(monkeypatch, batch, r):
+    size = 2**31 - 1
+    monkeypatch.setattr(
+        minibatch.random, "randint", lambda key, shape, low, high, dtype=int: jnp.full(shape, r, dtype)
+    )  # fmt: skip
+    found = np.asarray(draw_indices(KEY, {"rows": (size, batch)})["rows"], dtype=object)
+    assert (found == (np.arange(batch).astype(object) * size + r) // batch).all()
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_the_longest_plate_has_all_its_rows(block):
+    size = 2**31 - 1
+    found = np.asarray(draw_indices(KEY, {"rows": (size, 8)}, (50_000,), block)["rows"], np.int64)
+    assert found.min() >= 0 and found.max() < size
+    assert found.mean() / size == pytest.approx(0.5, abs=0.01)
