@@ -102,11 +102,11 @@ class Reader:
             program = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
             if program is not None and len(getattr(program, "jaxpr", program).invars) == len(inputs):
                 return self._program(program, inputs)
-        if name == "scan":
-            return self._scan(params, inputs)
-        if name == "while":
+        if name == "scan" and (parts := _scan_parts(params, inputs)) is not None:
+            return self._scan(params["jaxpr"], *parts)
+        if name == "while" and "cond_nconsts" in params:
             return self._while(params, inputs)
-        if name == "cond":
+        if name == "cond" and "branches" in params:
             return self._cond(params["branches"], inputs[0], inputs[1:])
         self._check_indices(equation, inputs)
         causes = frozenset().union(*(fact.causes for fact in inputs))
@@ -134,16 +134,14 @@ class Reader:
         self.overruns = taken
         return [_joined(facts, which.causes) for facts in zip(*found, strict=True)]
 
-    def _scan(self, params, inputs):
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-        consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    def _scan(self, jaxpr, consts, carry, scanned):
         # Of what is scanned the last entry counts, for the last row is the one that may not exist.
         slices = [
             Fact(fact.causes, fact.axes[1:], None if fact.value is None or not len(fact.value) else fact.value[-1])
-            for fact in inputs[num_consts + num_carry :]
+            for fact in scanned
         ]
-        carry, found = self._settle(lambda carry: self._program(params["jaxpr"], [*consts, *carry, *slices]), carry)
-        return carry + [Fact(fact.causes, (OTHER, *fact.axes)) for fact in found[num_carry:]]
+        carry, found = self._settle(lambda carry: self._program(jaxpr, [*consts, *carry, *slices]), carry)
+        return carry + [Fact(fact.causes, (OTHER, *fact.axes)) for fact in found[len(carry) :]]
 
     def _while(self, params, inputs):
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -190,6 +188,17 @@ def influenced(fn: Callable, cause, *rest) -> list[bool]:
     ]
     found = Reader().read(fn, (cause, *rest), facts)
     return [bool(fact.causes) for fact in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Fact))]
+
+
+def _scan_parts(params, inputs):
+    """What a scan closes over, carries and scans; ``None`` where this version of JAX says it in a way not known here."""
+    if "num_consts" in params:
+        first = params["num_consts"]
+        second = first + params["num_carry"]
+        return inputs[:first], inputs[first:second], inputs[second:]
+    if "ft_in" in params:  # JAX 0.11 and later
+        return tuple(map(list, params["ft_in"].update(inputs).unpack()))
+    return None
 
 
 def _constant(value):
