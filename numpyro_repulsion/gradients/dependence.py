@@ -191,7 +191,7 @@ def influenced(fn: Callable, cause, *rest) -> list[bool]:
 
 
 def _scan_parts(params, inputs):
-    """What a scan closes over, carries and scans; ``None`` where this version of JAX says it in a way not known here."""
+    """What a scan closes over, carries and scans; ``None`` where this version of JAX has other words for it."""
     if "num_consts" in params:
         first = params["num_consts"]
         second = first + params["num_carry"]
