@@ -28,8 +28,9 @@ TIME_VARIANCE = 6.0
 #: Particles do not mix where their means lie so much further apart than their own spectra explain (a standard error a
 #: quarter too small), beyond what chance does once in ten thousand times.
 EXCESS, CHANCE = 1.5, 1e-4
-#: Averages are taken to forget faster than particles where they have so many times as many autocorrelation times.
-FASTER = 3.0
+#: Averages are taken to forget faster than particles where they have so many times as many autocorrelation times, and
+#: so many standard errors more if they are not known to repel each other.
+FASTER, FASTER_ERRORS = 3.0, 2.5
 #: An average has been everywhere that varies over time by so much of what its stationary variance is known to be.
 EXPLORED = 0.9
 #: Particles that hold so many autocorrelation times about their own means mix where they are.
@@ -201,11 +202,11 @@ def _variance_of_mean(f, groups, repels=False, scores=None):
     :param repels: whether the particles interact, but are independent at any one time.
     :param scores: normal scores of what f is a function of, which must have mixed too.
     """
-    times = _all_times(f, groups)
+    times = _all_times(f, groups, repels)
     blocked = KNOWN
     if scores is not None and scores is not f:
         # A function of what mixes slowly is not known before that is.
-        times = np.minimum(times, _all_times(scores, groups))
+        times = np.minimum(times, _all_times(scores, groups, repels))
         _, _, blocked = _look(scores, groups, times, repels)
     variance, freedom, why = _look(f, groups, times, repels)
     why = np.where((why == KNOWN) & (freedom < MIN_FREEDOM), SHORT, why)
@@ -263,14 +264,15 @@ def _averages(f, groups):
     return f.reshape(groups, -1, *f.shape[1:]).mean(1)
 
 
-def _all_times(f, groups):
+def _all_times(f, groups, repels):
     """How many autocorrelation times of a particle the run has, and how many of the averages over ensembles.
 
     The averages have the particles' unless they are clearly faster, as with repulsion: a single series hardly tells.
     """
     own = _times(f)
     averages = _times(_averages(f, groups)) if groups < f.shape[0] else own
-    return np.stack((own, np.where(averages > FASTER * own, averages, own)))
+    factor = FASTER if repels else np.maximum(FASTER, np.exp(FASTER_ERRORS * np.sqrt(TIME_VARIANCE / (groups * own))))
+    return np.stack((own, np.where(averages > factor * own, averages, own)))
 
 
 def _count(times, number):
