@@ -54,7 +54,7 @@ def scores(
     gradient = FullData() if gradient is None else gradient
     if not isinstance(gradient, Gradient):
         raise TypeError(f"`gradient` must be one such as FullData() or Subsampled(); got {gradient!r}.")
-    target = kernel.target(mcmc._args, mcmc._kwargs)
+    target = kernel.bind(mcmc._args, mcmc._kwargs).target
     gradient.check_rows(target)
     if kernel.dynamics.is_sampler:
         kept = mcmc.get_samples()

@@ -19,8 +19,11 @@ except ImportError:  # an older JAX
 @pytest.fixture
 def x64():
     """64-bit arithmetic in the test that asks for it."""
+    # JAX finds NumPy constants of traced programs by identity alone, and would hand out those of the other precision.
+    jax.clear_caches()
     with enable_x64(True):
         yield
+    jax.clear_caches()
 
 
 #: Tests of one file after which compiled programs are dropped.

@@ -734,7 +734,7 @@ def test_series_by_scan_have_the_right_posterior():
     kernel = SGLD(lambda: series(10, any_number=False), step_size=0.05 * sd**2)
     mcmc = MCMC(kernel, num_warmup=0, num_samples=300, num_chains=40, chain_method="vectorized", progress_bar=False)
     mcmc.run(KEY, init_params={"phi": mean + sd * random.normal(random.key(1), (40,))})
-    assert kernel.resolve_gradient(kernel.target((), {})) == Subsampled()
+    assert kernel.bind(()).gradient == Subsampled()
     # From draw to draw a particle keeps exp(-10 · 0.05) of where it was: 12,000 draws are worth a fifth of them.
     phi = np.asarray(mcmc.get_samples()["phi"])
     assert abs(phi.mean() - mean) < 4 / np.sqrt(2400) * sd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
+from copy import copy
 import warnings
 
 import jax
@@ -43,6 +44,7 @@ class ModelTarget(Target):
     def __init__(self, model, args=(), kwargs=None):
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self._params: dict = {}
+        self._share_traces()
         try:
             sites, watch = self._inspect()
         except jax.errors.TracerArrayConversionError:
@@ -50,44 +52,21 @@ class ModelTarget(Target):
             with jax.ensure_compile_time_eval():
                 self.args, self.kwargs = jax.tree.map(_as_jax, (self.args, self.kwargs))
             sites, watch = self._inspect()
-        self.plates = subsample_plate_sizes(sites)
-        self.plate_sizes = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
-        self.dims = {
-            name: {frame.name: frame.dim for frame in site["cond_indep_stack"]}
-            for name, site in sites.items()
-            if site["type"] in ("sample", "deterministic")
-        }
-        self.events = {
-            name: (site["fn"].event_dim, site["infer"].get("event_dims", ()))
-            for name, site in sites.items()
-            if site["type"] == "sample"
-        }
-        self.factors = [name for name, site in sites.items() if site["type"] == "sample" and _factor(site)]
-        self.observed = [n for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] and not _factor(s)]
-        latent = {name: site for name, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
-        self.discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
-        self.latent = [name for name in latent if name not in self.discrete]
-        self._refuse(latent)
-        frames = [frame.dim for site in sites.values() for frame in site.get("cond_indep_stack", ())]
-        self._enumeration_dim = min(frames, default=0) - 1
-        sampled = {name: site for name, site in sites.items() if site["type"] == "sample"}
-        self._subsampled = {name: subsampled(site, self.plates) for name, site in sampled.items()}
-        self._groups = frozenset(self._subsampled.values()) - {frozenset()}
         if any(site["type"] in ("param", "mutable") for site in sites.values()):
             # Random initial values of `param` sites must not change from update to update.
             with jax.ensure_compile_time_eval():
                 values = self._trace(self.first_rows)
             self._params = {k: v["value"] for k, v in values.items() if v["type"] in ("param", "mutable")}
-        self.prototype = jax.eval_shape(lambda: self.draw(random.key(0), init_to_uniform))
         if not any(np.prod(site.shape) for site in self.prototype.values()):
             raise ValueError(f"The latent sites {self.latent} have no elements, so there is nothing to sample.")
         deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
-        self._usage = usage = self._read(deterministic, watch)
+        self._usage = usage = self._read(watch)
         check_bounds(usage, self.plate_sizes)
-        check_enumeration({name: latent[name] for name in self.discrete}, self.plates, self._dependents)
+        check_enumeration({name: sites[name] for name in self.discrete}, self.plates, self._dependents)
         check_latent(usage, self.latent, self.plates)
-        check_sites(usage, list(sampled), self._subsampled, self.dims, self.plates)
-        scales = {name: sampled[name]["scale"] for name in (*self.observed, *self.factors)}
+        sampled = [name for name, site in sites.items() if site["type"] == "sample"]
+        check_sites(usage, sampled, self._subsampled, self.dims, self.plates)
+        scales = {name: sites[name]["scale"] for name in (*self.observed, *self.factors)}
         self.rows_outside = rows_outside(
             usage, scales, self._scales_over_all_rows, self.factors, self._subsampled, self.plates
         )
@@ -98,6 +77,34 @@ class ModelTarget(Target):
         deterministic = [name for name in deterministic if name not in self.summed_out]
         self.minibatched = [name for name in deterministic if self._looks_at_rows(name)]
         self.deterministic = [name for name in deterministic if name not in self.minibatched]
+
+    def _share_traces(self):
+        """Makes functions for which the model runs once for each shape of their arguments, however often called."""
+        self._energy = jax.jit(self._potential_energy)
+        self._evaluate = jax.jit(self._evaluation)
+        self._constrained = jax.jit(self._constrained_values)
+
+    @property
+    def structure(self):
+        shapes = tuple((name, site.shape, site.dtype) for name, site in self.prototype.items())
+        plates = tuple(self.plates.items())
+        kind = self.is_random, bool(self.rows_outside), tuple(map(tuple, self.crossed_plates()))
+        # Initial values of `param` sites are constants of a program.
+        return (
+            shapes,
+            plates,
+            tuple(self.discrete),
+            self._groups,
+            self._enumeration_dim,
+            kind,
+            *map(id, self._params.values()),
+        )
+
+    def with_arguments(self, args, kwargs):
+        other = copy(self)
+        other.args, other.kwargs = args, kwargs
+        other._share_traces()
+        return other
 
     def _scales_over_all_rows(self):
         """What multiplies each site over all rows; nothing for a model that works for its own number of rows only."""
@@ -124,6 +131,9 @@ class ModelTarget(Target):
         return {name: jnp.arange(size) for name, (size, _) in self.plates.items()}
 
     def potential_energy(self, z, indices, key):
+        return self._energy(z, indices, key)
+
+    def _potential_energy(self, z, indices, key):
         model = self._bind(indices, key)
         with _any_number_of_rows():
             if not self.discrete:
@@ -143,8 +153,12 @@ class ModelTarget(Target):
 
     def constrain(self, z):
         """The latent sites in their supports, and the deterministic sites that do not look at a minibatch."""
-        values = self._constrain(z, self.first_rows)
-        return {name: values[name] for name in (*self.latent, *self.deterministic)}
+        return self._constrained(z)
+
+    def _constrained_values(self, z):
+        nothing = jax.tree.map(lambda site: jnp.zeros(site.shape, site.dtype), self._discrete_shapes)
+        _, latent, deterministic = self._evaluate(self.first_rows, nothing, z)
+        return latent | {name: deterministic[name] for name in self.deterministic}
 
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The deterministic sites that look at subsampled rows, over all rows, given latent sites in their supports."""
@@ -184,27 +198,31 @@ class ModelTarget(Target):
                 found[name][site] = self._subsampled[site] | (usage.rows(site) & set(self.plates))
         return found
 
-    def _read(self, deterministic, watch):
+    def _evaluation(self, rows, discrete, z):
+        """By site: log densities, entry by entry; values of latent sites in their supports; deterministic values."""
+
+        def to_support(site):
+            if site["type"] == "sample" and site["name"] in z:
+                with helpful_support_errors(site):
+                    return biject_to(site["fn"].support)(z[site["name"]])
+            return None
+
+        model = substitute(self._bind(rows, random.key(0)), substitute_fn=to_support)
+        with _any_number_of_rows():
+            densities, sites = compute_log_probs(model, self.args, self.kwargs, discrete, sum_log_prob=False)
+        deterministic = {name: site["value"] for name, site in sites.items() if site["type"] == "deterministic"}
+        return densities, {name: sites[name]["value"] for name in self.latent}, deterministic
+
+    def _read(self, watch):
         """How the sites of the model depend on rows and discrete sites."""
-        shapes = self._trace_shapes() if self.discrete else {}
-
-        def program(rows, discrete, z):
-            values = self._constrain(z, rows)
-            latent = {name: values[name] for name in self.latent}
-            model = self._bind(rows, random.key(0))
-            with _any_number_of_rows():
-                found, sites = compute_log_probs(model, self.args, self.kwargs, latent | discrete, sum_log_prob=False)
-            return found, latent, {name: sites[name]["value"] for name in deterministic}
-
         taken = {name: self.plates.get(name, (size, size)) for name, size in self.plate_sizes.items()}
         taken = {name: counts for name, counts in taken.items() if name not in watch.unclear_plates}
-        discrete = {name: shapes[name] for name in self.discrete}
         if any(batch == 1 < size for size, batch in taken.values()):
             # Along an axis of length one everything looks alike.
             two = {name: (size, min(size, max(batch, 2))) for name, (size, batch) in taken.items()}
             with suppress(TypeError, ValueError):
-                return read_usage(program, two, discrete, self.prototype)
-        return read_usage(program, taken, discrete, self.prototype)
+                return read_usage(self._evaluate, two, self._discrete_shapes, self.prototype)
+        return read_usage(self._evaluate, taken, self._discrete_shapes, self.prototype)
 
     def observations(self) -> dict[str, jax.Array]:
         """The observed values, over all rows."""
@@ -258,8 +276,14 @@ class ModelTarget(Target):
         """The model's sites, of which only what is static may be used."""
         sites: dict = {}
         watch = Watch()
+
+        def unconstrained():
+            sites.update(self._trace({}))
+            self._classify(sites)
+            return self._unconstrained(sites), {name: sites[name]["value"] for name in self.discrete}
+
         with watch:
-            jax.eval_shape(lambda: sites.update(self._trace({})) or 0)
+            self.prototype, self._discrete_shapes = jax.eval_shape(unconstrained)
         self.is_random = watch.asks_for_keys
         if watch.hidden_plates:
             raise ValueError(
@@ -267,6 +291,33 @@ class ModelTarget(Target):
                 "chosen. Put the plate around the sites outside, or drop its `subsample_size`."
             )
         return sites, watch
+
+    def _classify(self, sites):
+        """Notes what kinds of sites the model has, and refuses those that cannot be."""
+        self.plates = subsample_plate_sizes(sites)
+        self.plate_sizes = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
+        self.dims = {
+            name: {frame.name: frame.dim for frame in site["cond_indep_stack"]}
+            for name, site in sites.items()
+            if site["type"] in ("sample", "deterministic")
+        }
+        self.events = {
+            name: (site["fn"].event_dim, site["infer"].get("event_dims", ()))
+            for name, site in sites.items()
+            if site["type"] == "sample"
+        }
+        self.factors = [name for name, site in sites.items() if site["type"] == "sample" and _factor(site)]
+        self.observed = [n for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] and not _factor(s)]
+        latent = {name: site for name, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
+        self.discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
+        self.latent = [name for name in latent if name not in self.discrete]
+        self._refuse(latent)
+        # The first dimension that is free for enumeration.
+        frames = [frame.dim for site in sites.values() for frame in site.get("cond_indep_stack", ())]
+        self._enumeration_dim = min(frames, default=0) - 1
+        sampled = {name: site for name, site in sites.items() if site["type"] == "sample"}
+        self._subsampled = {name: subsampled(site, self.plates) for name, site in sampled.items()}
+        self._groups = frozenset(self._subsampled.values()) - {frozenset()}
 
     def _bind(self, indices, key):
         return seed(substitute(self.model, data={**self._params, **indices}), key)
@@ -281,9 +332,6 @@ class ModelTarget(Target):
         model = self._bind(indices, random.key(0))
         with _any_number_of_rows():
             return constrain_fn(model, self.args, self.kwargs, z, return_deterministic=True)
-
-    def _trace_shapes(self):
-        return jax.eval_shape(lambda: {n: s["value"] for n, s in self._trace(self.first_rows).items()})
 
     def _refuse(self, latent):
         for name, site in latent.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -43,6 +43,16 @@ class Target:
     def draw(self, key: jax.Array, init_strategy: Callable) -> Particle:
         """A starting particle."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `draw`.")
+
+    @property
+    def structure(self) -> Hashable:
+        """What programs compiled for this posterior, of other arguments of the same shapes, depend on."""
+        return ()
+
+    def with_arguments(self, args: tuple, kwargs: Mapping) -> Target:
+        """The posterior given other arguments of the same shapes, without another analysis of the model."""
+        del args, kwargs
+        return self
 
     def find_nan(self) -> list[str]:
         """Where in the data there is NaN, in words."""

@@ -61,7 +61,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "interaction": repr(kernel.interaction),
         "dynamics": repr(kernel.dynamics),
         "moves": repr(kernel.moves),
-        "gradient": repr(kernel.resolve_gradient(target)),
+        "gradient": repr(kernel.bind(mcmc._args, mcmc._kwargs).gradient),
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
         "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",

@@ -11,7 +11,6 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.inference_data.attributes import attributes, require_run
 from numpyro_repulsion.inference_data.chunks import map_draws
 from numpyro_repulsion.inference_data.labels import Labels, named_draws, safe_names
@@ -117,7 +116,7 @@ def to_inference_data(
     import xarray
 
     kernel = require_run(mcmc)
-    target: Any = ModelTarget(kernel.model, mcmc._args, mcmc._kwargs) if kernel.model is not None else None
+    target: Any = kernel.bind(mcmc._args, mcmc._kwargs).target if kernel.model is not None else None
     of_warmup = is_warmup(mcmc)
     posterior, statistics = _draws(mcmc)
     shape = next(iter(statistics.values())).shape[:2]

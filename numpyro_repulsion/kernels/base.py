@@ -15,21 +15,18 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMC, MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
-from numpyro_repulsion.adaptation import Learned, Tuning, judge
+from numpyro_repulsion.adaptation import judge
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.gradients import (
-    ControlVariates,
-    FunctionTarget,
     Gradient,
-    ModelTarget,
-    Target,
     ravel_cloud,
 )
 from numpyro_repulsion.interactions import Balanced, Interaction
+from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.live import warn_at_first_divergence, warn_by_verdict
-from numpyro_repulsion.kernels.origin import Origin, check_chains, check_state
+from numpyro_repulsion.kernels.origin import check_chains, check_state
 from numpyro_repulsion.kernels.settings import (
     Fixed,
     can_jump,
@@ -38,8 +35,6 @@ from numpyro_repulsion.kernels.settings import (
     check_init_params,
     check_jumps,
     check_moves,
-    choose_gradient,
-    dense_limit,
     preconditioner_scale,
     require_instance,
     step_schedule,
@@ -47,7 +42,7 @@ from numpyro_repulsion.kernels.settings import (
 )
 from numpyro_repulsion.kernels.starts import Starter
 from numpyro_repulsion.kernels.state import ParticleState, map_particles, per_particle
-from numpyro_repulsion.moves import Archive, BasinJumps
+from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.schedules import BiasBudget
 
 __all__ = ["ParticleKernel"]
@@ -145,7 +140,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.preconditioner = preconditioner
         self.scale = preconditioner_scale(preconditioner)
         check_ensembles(interaction, self.num_ensembles)
-        self._starter = Starter(self)
+        self._starter, self._binder = Starter(self), Binder(self)
 
     @property
     def model(self):
@@ -189,38 +184,16 @@ class ParticleKernel(Fixed, MCMCKernel):
         check_groups(size, self.num_ensembles, self.interaction.interacts)
         if num_warmup == 0 and self._schedule is None:
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
-        target = self.target(model_args, model_kwargs)
-        self._starter.check_data(target)
-        check_init_params(init_params, target, size)
-        # Keys of a resumed run are copies of one key, so the particle's number goes in too.
-        keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
-        state_key, start_key = random.split(keys[0, 1])
-        limit = dense_limit(size, num_warmup) if num_warmup > 0 else None
-        start = self._starter(start_key, keys[:, 0], init_params, model_args, model_kwargs, limit)
-        z, cloud, preconditioner, bandwidth, eigenvalue, mark = start
-        if not_jax_tracer(cloud.z):
-            self._starter.check(target, cloud, eigenvalue, init_params is not None)
-        learned = self.learned(target, cloud.z.shape[-1] <= dense_limit(size, num_warmup))
-        jumps = None
+        bound = self.bind(model_args, model_kwargs)
+        self._starter.check_data(bound.target)
+        check_init_params(init_params, bound.target, size)
         if self.moves is not None:
-            check_jumps(self.moves, self.resolve_gradient(target), target, num_warmup, size)
-            jumps = self.moves.start(cloud, num_warmup, learned.scale == "dense")
-        if learned.arrives:
+            check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
+        state, cloud, eigenvalue = self._starter(bound, rng_key, num_warmup, init_params, model_args, model_kwargs)
+        if not_jax_tracer(cloud.z):
+            self._starter.check(bound.target, cloud, eigenvalue, init_params is not None)
+        if bound.learned(False).arrives:
             warn_of_short_warmup(num_warmup)
-        basins = BasinJumps.start(cloud.z, learned) if num_warmup > 0 else None
-        first = 1e-3 if self._schedule is None else self._schedule(0)
-        tuning = Tuning.start(num_warmup, preconditioner, first, bandwidth, cloud, learned, jumps, basins)
-        tuning = tuning._replace(mark=mark if num_warmup > 0 else None)
-        state = ParticleState(
-            z=z,
-            **per_particle(cloud, tuning, tuning.step_size),
-            diverging=jnp.zeros(size, bool),
-            tuning=tuning,
-            num_updates=jnp.zeros((), jnp.int32),
-            num_divergences=jnp.zeros((), jnp.int32),
-            rng_key=state_key,
-            origin=Origin.of(self, learned, self.resolve_gradient(target), cloud, num_warmup),
-        )
         return map_particles(lambda x: x[0], state) if is_single else state
 
     def sample(self, state, model_args, model_kwargs):
@@ -258,15 +231,15 @@ class ParticleKernel(Fixed, MCMCKernel):
         """What moves the particles of a state, and these in whitened coordinates, ``(G, L, d)``."""
         if jnp.ndim(state.potential_energy) == 0:
             state = map_particles(lambda x: x[None], state)
-        target = self.target(args, kwargs)
-        gradient, learned = self.resolve_gradient(target), self.learned(target, state.tuning.preconditioner.is_dense)
-        check_state(self, state, target, learned, gradient)
+        bound = self.bind(args, kwargs)
+        learned = bound.learned(state.tuning.preconditioner.is_dense)
+        check_state(self, state, bound.target, learned, bound.gradient)
         flat, unravel = ravel_cloud(state.z)
         cloud = Cloud(state.tuning.preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
         iteration = Iteration(
-            target,
+            bound.target,
             unravel,
-            gradient,
+            bound.gradient,
             self.dynamics,
             self.interaction,
             self.moves,
@@ -278,7 +251,7 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def postprocess_fn(self, args, kwargs):
         """A function from one unconstrained particle to its sites in their supports, with deterministic sites."""
-        return identity if self._model is None else self.target(args, kwargs).constrain
+        return identity if self.model is None else self.bind(args, kwargs).target.constrain
 
     def complaints(self, state: ParticleState) -> list[str]:
         """What the end of warmup found wrong, in sentences; none where there was no warmup."""
@@ -305,42 +278,18 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def __getstate__(self):
         state = self.__dict__.copy()
-        del state["_starter"]  # Compiled programs cannot be pickled.
+        del state["_starter"], state["_binder"]  # Compiled programs cannot be pickled.
         return state
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self._starter = Starter(self)
+        self._starter, self._binder = Starter(self), Binder(self)
 
-    def target(self, args, kwargs) -> Target:
-        if self._model is None:
-            return FunctionTarget(self._potential_fn)
-        return ModelTarget(self._model, args, kwargs)
-
-    def resolve_gradient(self, target: Target | None) -> Gradient:
-        """The gradient in use for a target: the kernel's own choice where none was given."""
-        return choose_gradient(self.gradient, FunctionTarget(self._potential_fn) if target is None else target)
+    def bind(self, args, kwargs=None) -> BoundSampler:
+        """This kernel with the posterior given the model's arguments; the model is analysed once for the same ones."""
+        return self._binder(args, kwargs)
 
     @property
     def _rule(self) -> BiasBudget | None:
         """How the step size is measured, if it is."""
         return self.step_size if isinstance(self.step_size, BiasBudget) else None
-
-    def learned(self, target, is_dense: bool) -> Learned:
-        """What a warmup would learn; ``is_dense`` says whether scales are, unless the user decided it."""
-        rule = self._rule
-        scale = self.scale if isinstance(self.scale, str) else None
-        if scale == "auto":
-            # A given step means what it means in plain SGLD.
-            scale = None if rule is None else "dense" if is_dense else "diagonal"
-        gradient = self.resolve_gradient(target)
-        return Learned(
-            step_size=rule,
-            scale=scale,
-            bandwidth=self.interaction.learns_bandwidth,
-            anchor=isinstance(gradient, ControlVariates),
-            epoch=gradient.epoch_length(target, self.num_steps),
-            noise=gradient.is_noisy(target),
-            jumps=self.moves is not None,
-            basins=self._looks_for_basins and not gradient.is_noisy(target),
-        )

@@ -68,7 +68,7 @@ def has_other_data(mcmc: MCMC) -> bool:
     if np.ndim(state.num_updates):  # plain chains, run one by one
         state = jax.tree.map(lambda x: x[0], state)
     position, known = state.tuning.mark
-    target = mcmc.sampler.target(mcmc._args, mcmc._kwargs)
+    target = mcmc.sampler.bind(mcmc._args, mcmc._kwargs).target
     is_single = np.ndim(state.potential_energy) == 0
     _, unravel = ravel_cloud(jax.tree.map(lambda x: jnp.asarray(x)[None], state.z) if is_single else state.z)
     found = float(jax.jit(lambda z: fingerprint(target, unravel, z))(position))
@@ -97,9 +97,8 @@ def coupling_of(mcmc: MCMC) -> tuple[str, int]:
     if np.ndim(mcmc.last_state.num_updates) or size == 1:
         return "none", size
     parts = 1 if kernel.interaction.balances_ensembles else kernel.num_ensembles
-    target = kernel.target(mcmc._args, mcmc._kwargs) if kernel.model is not None else None
-    gradient = kernel.resolve_gradient(target)
-    if gradient.shared and target is not None and target.plates:
+    bound = kernel.bind(mcmc._args, mcmc._kwargs)
+    if bound.gradient.shared and bound.target.plates:
         return "minibatches", parts
     if kernel.interaction.interacts or kernel.dynamics.interacts:
         return "interaction", parts

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 import warnings
 
 import jax
@@ -12,18 +15,40 @@ import numpy as np
 
 from numpyro.util import not_jax_tracer
 
+from numpyro_repulsion.adaptation import Tuning
 from numpyro_repulsion.dynamics import select
-from numpyro_repulsion.gradients import ModelTarget, fingerprint, ravel_cloud
+from numpyro_repulsion.gradients import Gradient, ModelTarget, Target, fingerprint, ravel_cloud
 from numpyro_repulsion.interactions import median_bandwidth
-from numpyro_repulsion.kernels.settings import first_preconditioner
+from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.kernels.origin import Origin
+from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
+from numpyro_repulsion.kernels.state import ParticleState, per_particle
+from numpyro_repulsion.moves import BasinJumps
 
 __all__ = ["MAX_DRAWS", "Starter"]
 
 MAX_DRAWS = 100
 
 
+@dataclass(frozen=True)
+class _Static:
+    """What the first state is compiled for.
+
+    - **target** - without arguments, so that it keeps no data; compared by its structure.
+    - **others** - the leaves of the model's arguments that are no arrays.
+    """
+
+    num_warmup: int
+    treedef: Any
+    is_array: tuple[bool, ...]
+    others: tuple
+    structure: Hashable
+    gradient: Gradient
+    target: Target = field(compare=False)
+
+
 class Starter:
-    """Makes the first cloud of a kernel, by a program compiled once for all data of the same shapes.
+    """Makes the first state of a kernel, by a program compiled once for all data of the same shapes.
 
     It keeps compiled programs, for a model that needs the values of its arguments together with these, and which
     arguments were last searched for NaN; all of it is made again on demand.
@@ -31,80 +56,109 @@ class Starter:
 
     def __init__(self, kernel):
         self._kernel = kernel
-        self._program = jax.jit(self._cloud, static_argnums=0)
+        self._program = jax.jit(self._start, static_argnums=0)
         self._concrete_program = None
         self._checked = None
 
-    def __call__(self, key, keys, init_params, args, kwargs, limit):
-        """Positions, the cloud at rest there, the first preconditioner, the bandwidth, K's smallest eigenvalue, and the
-        mark of the data.
+    def __call__(self, bound, rng_key, num_warmup, init_params, args, kwargs):
+        """The first state of particles, and the cloud and K's smallest eigenvalue there.
 
-        :param limit: the most parameters of which the warmup that follows learns correlations by default; ``None``
-            where none follows.
+        :param rng_key: a key for each particle.
+        :param init_params: where they are, or ``None`` to draw.
         """
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+        leaves, treedef = jax.tree.flatten((args, kwargs or {}))
         is_array = tuple(
             isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
             for leaf in leaves
         )
         arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
         others = tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes)
-        static = (limit, treedef, is_array, others)
+        target = bound.target.with_arguments((), {})
+        static = _Static(num_warmup, treedef, is_array, others, target.structure, bound.gradient, target)
         if _is_hashable(static):
             try:
-                return self._program(static, arrays, key, keys, init_params)
+                return self._program(static, arrays, rng_key, init_params)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 pass  # The model needs the values of its arguments, not only their shapes.
         known = self._concrete_program
-        if known is None or known[0] != (limit, treedef) or not _same(known[1], leaves):
-            program = jax.jit(partial(self._cloud, static, arrays))
-            self._concrete_program = known = ((limit, treedef), leaves, program)
-        return known[2](key, keys, init_params)
+        if known is None or known[:2] != (num_warmup, bound):
+            self._concrete_program = known = (num_warmup, bound, jax.jit(partial(self._start, num_warmup, bound)))
+        return known[2](rng_key, init_params)
 
-    def _cloud(self, static, arrays, key, keys, init_params):
+    def _start(self, static, *given):
         kernel = self._kernel
-        limit, treedef, is_array, others = static
-        arrays, others = iter(arrays), iter(others)
-        args, kwargs = jax.tree.unflatten(treedef, [next(arrays) if yes else next(others) for yes in is_array])
-        target = kernel.target(args, kwargs)
-        force_key, memory_key = random.split(key)
+        if isinstance(static, _Static):
+            arrays, *given = given
+            found, others = iter(arrays), iter(static.others)
+            leaves = [next(found) if yes else next(others) for yes in static.is_array]
+            args, kwargs = jax.tree.unflatten(static.treedef, leaves)
+            bound = BoundSampler(kernel, static.target.with_arguments(args, kwargs), static.gradient)
+            return self._state(bound, static.num_warmup, *given)
+        return self._state(given[0], static, *given[1:])
+
+    def _state(self, bound, num_warmup, rng_key, init_params):
+        kernel, target = self._kernel, bound.target
+        size = rng_key.shape[0]
+        # Keys of a resumed run are copies of one key, so the particle's number goes in too.
+        keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
+        state_key, start_key = random.split(keys[0, 1])
+        force_key, memory_key = random.split(start_key)
 
         def grouped(x):
             return x.reshape(kernel.num_ensembles, -1, *x.shape[1:])
 
         def evaluate(key, z):
             flat, unravel = ravel_cloud(z)
-            energy, gradient = kernel.resolve_gradient(target).force(key, target, unravel, grouped(flat))
+            energy, gradient = bound.gradient.force(key, target, unravel, grouped(flat))
             return flat, energy.reshape(-1), gradient.reshape(flat.shape)
 
         if init_params is None:
-            z, *cloud = self._draw(force_key, keys, target, evaluate)
+            z, flat, energy, gradient = self._draw(force_key, keys[:, 0], target, evaluate)
         else:
             z = init_params
             if isinstance(target, ModelTarget):
                 z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
-            cloud = evaluate(force_key, z)
-        flat, energy, gradient = cloud
-        learned = None if limit is None else kernel.learned(target, flat.shape[1] <= limit)
-        change = first_preconditioner(kernel.scale, learned, flat, gradient)
-        u, energy, gradient = map(grouped, (change.whiten(flat), energy, change.pull(gradient)))
+            flat, energy, gradient = evaluate(force_key, z)
+        learned = bound.learned(flat.shape[1] <= dense_limit(size, num_warmup))
+        change = first_preconditioner(kernel.scale, learned if num_warmup > 0 else None, flat, gradient)
+        u, whitened_energy, gradient = map(grouped, (change.whiten(flat), energy, change.pull(gradient)))
         if kernel.interaction.learns_bandwidth:
             bandwidth = median_bandwidth(u)
         else:
             bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or 0.0, u.dtype)
         cloud = kernel.dynamics.init(
-            memory_key, u, lambda _: (energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
+            memory_key, u, lambda _: (whitened_energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
         )
-        eigenvalue = jnp.ones(())
-        if not getattr(kernel.interaction, "positive_definite", True):
-            # One that uses a bandwidth that nobody learns is found out.
-            h = bandwidth if kernel.interaction.learns_bandwidth else jnp.nan
-            gram, repulsion = jax.vmap(lambda v: kernel.interaction.gram(v, h))(u)
-            finite = jnp.isfinite(gram).all() & jnp.isfinite(repulsion).all()
-            eigenvalue = jnp.where(finite, jnp.linalg.eigvalsh(gram).min(), jnp.nan)
-        # Where U is largest its terms hardly cancel, so that rounding is small beside it.
-        position = flat[jnp.argmax(jnp.abs(energy).ravel())]
-        return z, cloud, change, bandwidth, eigenvalue, (position, fingerprint(target, ravel_cloud(z)[1], position))
+        jumps = None if kernel.moves is None else kernel.moves.start(cloud, num_warmup, learned.scale == "dense")
+        basins = BasinJumps.start(cloud.z, learned) if num_warmup > 0 else None
+        first = 1e-3 if kernel._schedule is None else kernel._schedule(0)
+        tuning = Tuning.start(num_warmup, change, first, bandwidth, cloud, learned, jumps, basins)
+        if num_warmup > 0:
+            # Where U is largest its terms hardly cancel, so that rounding is small beside it.
+            position = flat[jnp.argmax(jnp.abs(energy))]
+            tuning = tuning._replace(mark=(position, fingerprint(target, ravel_cloud(z)[1], position)))
+        state = ParticleState(
+            z=z,
+            **per_particle(cloud, tuning, tuning.step_size),
+            diverging=jnp.zeros(size, bool),
+            tuning=tuning,
+            num_updates=jnp.zeros((), jnp.int32),
+            num_divergences=jnp.zeros((), jnp.int32),
+            rng_key=state_key,
+            origin=Origin.of(kernel, learned, bound.gradient, cloud, num_warmup),
+        )
+        return state, cloud, self._smallest_eigenvalue(u, bandwidth)
+
+    def _smallest_eigenvalue(self, u, bandwidth):
+        """That of K where it may be too small; NaN where K is not finite."""
+        interaction = self._kernel.interaction
+        if getattr(interaction, "positive_definite", True):
+            return jnp.ones(())
+        # One that uses a bandwidth that nobody learns is found out.
+        h = bandwidth if interaction.learns_bandwidth else jnp.nan
+        gram, repulsion = jax.vmap(lambda v: interaction.gram(v, h))(u)
+        finite = jnp.isfinite(gram).all() & jnp.isfinite(repulsion).all()
+        return jnp.where(finite, jnp.linalg.eigvalsh(gram).min(), jnp.nan)
 
     def _draw(self, key, keys, target, evaluate):
         """Starts by the ``init_strategy``, drawn again, each up to a hundred times, until they are finite."""

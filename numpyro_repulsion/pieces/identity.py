@@ -89,7 +89,7 @@ def densities(mcmc: MCMC, state) -> dict[str, list]:
     is_single = len(state.potential_energy.shape) == 0
     particle = jax.tree.map(lambda x: jnp.zeros(x.shape if is_single else x.shape[1:], x.dtype), state.z)
     flat, unravel = ravel_pytree(particle)
-    target = mcmc.sampler.target(mcmc._args, mcmc._kwargs)
+    target = mcmc.sampler.bind(mcmc._args, mcmc._kwargs).target
     names: list[str] = []
 
     def log_densities(position):
