@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-# What docs/results.md shows; the other benchmarks are those of benchmarks/README.md. Those about errors may run beside
-# others, the longest first; those about time may not.
+# The studies that docs/results.md shows; benchmarks/README.md lists the others too. Those about errors may run beside others,
+# the longest first; those about time may not.
 OF_ERRORS := mixtures networks zero_tuning gaussian
 OF_TIME := peers minibatches growth
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-full hooks clean
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-full bench-pages bench-index hooks \
+	clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -21,7 +22,8 @@ help:
 	@echo "make measured        print the tables of docs/mathematics.md again"
 	@echo "make bench           measure docs/results-short.md again: a quarter of an hour on two cores"
 	@echo "make bench-full      measure docs/results.md; hours, goes on where it was ended; AGAIN=--again begins anew"
-	@echo "make bench-NAME      one benchmark, the whole of it: benchmarks/NAME.py"
+	@echo "make bench-NAME      one study, the whole of it: benchmarks/studies/NAME.py"
+	@echo "make bench-pages     write the pages of results, and the index of benchmarks/README.md, from what is stored"
 	@echo "make hooks           install the pre-commit hooks"
 
 $(BIN)/python:
@@ -70,20 +72,31 @@ figures: $(VENV)/.with-demo
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py
 
+STUDY = $(BIN)/python -m benchmarks.studies.$(subst -,_,$(1))
+PAGE := $(BIN)/python -m benchmarks.harness.page
+
 bench: $(VENV)/.with-bench
 	$(MAKE) -j 2 $(OF_ERRORS:%=bench-short-%)
 	$(MAKE) -j 1 $(OF_TIME:%=bench-short-%)
-	$(BIN)/python benchmarks/page.py --short
+	$(PAGE) --short
 
 bench-short-%: $(VENV)/.with-bench
-	$(BIN)/python benchmarks/$*.py --short --again
+	$(call STUDY,$*) --short --again
 
 bench-full: $(VENV)/.with-bench
-	for name in $(OF_ERRORS) $(OF_TIME) older_peers; do $(BIN)/python benchmarks/$$name.py $(AGAIN) || exit 1; done
-	$(BIN)/python benchmarks/page.py
+	for name in $(OF_ERRORS) $(OF_TIME); do $(call STUDY,$$name) $(AGAIN) || exit 1; done
+	$(PAGE)
+
+bench-pages: $(VENV)/.with-bench bench-index
+	$(PAGE)
+	$(PAGE) --short
+	$(PAGE) --details
+
+bench-index: $(BIN)/python
+	$(BIN)/python -m benchmarks.harness.index
 
 bench-%: $(VENV)/.with-bench
-	$(BIN)/python benchmarks/$(subst -,_,$*).py $(AGAIN)
+	$(call STUDY,$*) $(AGAIN)
 
 hooks: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit

@@ -16,7 +16,7 @@ __all__ = ["Verdict", "judge"]
 #: Effective draws below which a posterior's standard deviations are not known to a tenth.
 MIN_EFFECTIVE_DRAWS = 200.0
 #: The typical curvature times the largest variance is 1 for a Gaussian in whitened coordinates, and at most 10 for the
-#: posteriors of `benchmarks/zero_tuning.py` that come out right; 66 or more for the centred eight schools.
+#: posteriors of `benchmarks/studies/zero_tuning.py` that come out right; 66 or more for the centred eight schools.
 MAX_CONDITION = 40.0
 #: The curvature of the stiffest particle over the typical one, which is at most 13 where things come out right.
 MAX_CURVATURE_RATIO = 25.0

@@ -1,0 +1,1 @@
+"""What every study stands on: stored rows, runs, pages and the index."""

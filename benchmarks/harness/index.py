@@ -1,0 +1,98 @@
+"""The index in ``benchmarks/README.md``, from the first lines of docstrings; and on which page each study stands.
+
+Imports nothing but the standard library, so that a quick test can check it.
+
+    python -m benchmarks.harness.index [--check]
+"""
+
+import argparse
+import ast
+import pathlib
+import re
+
+HERE = pathlib.Path(__file__).resolve().parents[1]
+README = HERE / "README.md"
+BEGIN, END = "<!-- Made by `make bench-index`: -->", "<!-- End of the index. -->"
+#: Which page shows which studies, in which order, under which titles.
+PAGES = {
+    "docs/results.md": {
+        "gaussian": "Six particles on a Gaussian",
+        "mixtures": "Two mixtures",
+        "networks": "Neural networks on real data",
+        "zero_tuning": "Nothing to tune",
+        "peers": "Peers on 100,000 rows",
+        "older_peers": "Peers that need an older JAX",
+        "minibatches": "Whose minibatch, and how drawn",
+        "growth": "How cost grows",
+    },
+    "benchmarks/details.md": {
+        "overhead": "Overhead",
+        "balance": "Balanced noise",
+        "particles": "Many particles",
+        "jumps": "Several modes",
+        "bandwidth": "A learned bandwidth",
+        "first_run": "A first run",
+    },
+}
+
+
+def names(folder: str) -> list[str]:
+    """The modules of a folder."""
+    return sorted(path.stem for path in (HERE / folder).glob("*.py") if path.stem != "__init__")
+
+
+def first_line(path: pathlib.Path) -> str:
+    """The first line of a module's docstring, which says in a sentence what it asks or holds."""
+    line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+    if not line.endswith((".", "?")):
+        raise SystemExit(f"{path.relative_to(HERE)}: the first line of the docstring is no sentence.")
+    return line.replace("``", "`")
+
+
+def anchor(title: str) -> str:
+    """What GitHub calls a heading in addresses."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def study_lines() -> list[str]:
+    """A line for each study, in the order of the pages."""
+    listed = {name for titles in PAGES.values() for name in titles}
+    if odd := listed ^ set(names("studies")):
+        raise SystemExit(f"Either in studies/ or in PAGES of harness/index.py, not in both: {', '.join(sorted(odd))}.")
+    lines = ["| `make` | asks | results |", "| --- | --- | --- |"]
+    for page, titles in PAGES.items():
+        for name, title in titles.items():
+            asks = first_line(HERE / "studies" / f"{name}.py")
+            there = pathlib.Path(page).name if page.startswith("benchmarks/") else f"../{page}"
+            lines.append(f"| `bench-{name.replace('_', '-')}` | {asks} | [{title}]({there}#{anchor(title)}) |")
+    return lines
+
+
+def index() -> str:
+    """All four folders."""
+    parts = ["### studies", "\n".join(study_lines())]
+    for folder in ("problems", "methods", "harness"):
+        lines = [f"| `{folder}/` | {first_line(HERE / folder / '__init__.py')} |", "| --- | --- |"]
+        lines += [f"| `{name}` | {first_line(HERE / folder / f'{name}.py')} |" for name in names(folder)]
+        parts += [f"### {folder}", "\n".join(lines)]
+    return "\n\n".join(parts)
+
+
+def updated(text: str) -> str:
+    """The README's text with the index of today."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{index()}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    text = README.read_text(encoding="utf-8")
+    new = updated(text)
+    if parser.parse_args().check:
+        raise SystemExit("benchmarks/README.md is stale: run `make bench-index`." if new != text else 0)
+    README.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

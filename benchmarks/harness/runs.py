@@ -1,0 +1,109 @@
+"""Runs: through vectorized ``MCMC``, repeated with other seeds, timed in turns; and what errors they leave.
+
+Programs that are timed are compiled first and then run in turns, so that what slows the machine down slows them all.
+"""
+
+from collections.abc import Callable, Mapping
+import statistics
+import time
+from typing import Any
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.adaptation.measurement import POWER_ITERATIONS
+from numpyro_repulsion.adaptation.timetable import ARRIVED, ENDS
+
+
+def vectorized(kernel: Any, num_warmup: int, num_samples: int, num_chains: int, progress_bar: bool = False) -> MCMC:
+    """An ``MCMC`` of vectorized chains; with its progress bar one compilation serves all runs."""
+    return MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=progress_bar,
+    )
+
+
+def repeats(make: Callable[[Any], Any], *, start: Callable | None = None, **settings: Any) -> Callable:
+    """A program of whole runs through ``MCMC``, compiled once: what standard errors over repeats ask for.
+
+    :param make: a kernel from a step size, which is traced, so that one program serves all steps.
+    :param start: starting particles from a key; ``None`` leaves them to the kernel.
+    :param settings: of :func:`vectorized`.
+    :return: a function of a step size and of seeds. It returns the draws of the site ``z``,
+        ``(seed, particle, draw, ...)``, and the median seconds of a run: with some seeds, those of a compiled one.
+    """
+
+    @jax.jit
+    def one(step, seed):
+        mcmc = vectorized(make(step), **settings)
+        key = random.key(seed)
+        mcmc.run(key, init_params=None if start is None else {"z": start(random.fold_in(key, 1))})
+        return mcmc.get_samples(group_by_chain=True)["z"]
+
+    def run(step, seeds):
+        draws, seconds = [], []
+        for seed in seeds:
+            began = time.perf_counter()
+            draws.append(np.asarray(one(jnp.float32(step), seed), float))
+            seconds.append(time.perf_counter() - began)
+        return np.stack(draws), statistics.median(seconds)
+
+    return run
+
+
+def mean_and_error(values: Any) -> tuple[float, float]:
+    """The mean over repeats, and its standard error."""
+    values = np.asarray(values, float)
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
+
+
+def through_mcmc(kernel: Any, num_updates: int, num_chains: int, **kwargs: Any) -> Callable:
+    """``MCMC.run`` without warmup, one compiled program ``(key, *args) -> samples``: the updates, not the compiler."""
+
+    @jax.jit
+    def run(key, *args):
+        mcmc = vectorized(kernel, 0, num_updates // kernel.num_steps, num_chains)
+        mcmc.run(key, *args, **kwargs)
+        return mcmc.get_samples()
+
+    return run
+
+
+def in_turns(programs: Mapping[str, Callable], args: tuple, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, ``rounds`` of them for each program, each with a key of its round's."""
+    for run in programs.values():
+        jax.block_until_ready(run(random.key(0), *args))
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for round_ in range(rounds):
+        for name, run in programs.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run(random.key(round_), *args))
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def middle(values: Any) -> tuple[float, float]:
+    """A median and its standard error, which is that of normal values of the same interquartile range."""
+    low, median, high = np.quantile(np.asarray(values, float), (0.25, 0.5, 0.75))
+    return float(median), float(0.93 * (high - low) / len(values) ** 0.5)
+
+
+def gradients_of(num_warmup, num_steps, minibatch):
+    """How many gradients for each particle a warmup takes: ``(in its updates, to arrive, in measurements)``."""
+    arriving = int(ARRIVED * num_warmup)
+    measurements = int((ENDS >= ARRIVED).sum())
+    # With control variates in use an update takes two gradients, and arriving on minibatches two without.
+    running = (2 if minibatch else 1) * num_steps * (num_warmup - arriving)
+    return (
+        running,
+        (2 if minibatch else 1) * num_steps * arriving,
+        (5 if minibatch else 2) * POWER_ITERATIONS * measurements,
+    )

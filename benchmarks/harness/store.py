@@ -1,0 +1,139 @@
+"""What studies share: the command line, the JSON of their rows, their pictures and tables.
+
+A study is a module with ``measure(record)``, which asks :meth:`Record.row` for one row after another;
+``tables(record)``, Markdown; and, if it has a picture, ``draw(record)``, a matplotlib figure. Rows already in the JSON
+are not measured again unless asked for, so that a run of hours can be ended and gone on with. (What an older version of
+a study called otherwise stays in the JSON until all is begun anew.)
+"""
+
+import argparse
+from collections.abc import Callable, Iterable
+import datetime
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+import numpyro
+
+import numpyro_repulsion
+
+HERE = pathlib.Path(__file__).parents[1]
+ROOT = HERE.parent
+STATIC = ROOT / "docs" / "_static" / "results"
+
+
+def provenance() -> dict[str, Any]:
+    """What figures depend on that no script says."""
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}",
+        "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
+    }
+
+
+def cores() -> int:
+    """How many cores this process may use, fewer than there are under ``taskset``."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Record:
+    """The rows of one study, kept in ``benchmarks/results/full`` or ``short`` as they come.
+
+    :param name: the study's.
+    :param short: whether it is the form that ends in minutes.
+    :param again: whether to begin anew, without the rows that are there.
+    """
+
+    def __init__(self, name: str, short: bool, again: bool = False):
+        form = "short" if short else "full"
+        self.name, self.short = name, short
+        self.path = HERE / "results" / form / f"{name}.json"
+        self.picture = STATIC / form / f"{name}.png"
+        stored = json.loads(self.path.read_text()) if self.path.exists() and not again else {}
+        self.rows: dict[str, dict[str, Any]] = stored.get("rows", {})
+        self.provenance: dict[str, Any] = stored.get("provenance", {})
+
+    def row(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The row of that name: the stored one, or else ``measure()``, which is stored at once."""
+        if key not in self.rows:
+            row = measure()
+            self.rows[key] = row | {"date": datetime.date.today().isoformat(), "cores": cores()}
+            self.provenance = provenance()
+            self._write()
+        return self.rows[key]
+
+    def select(self, **wanted: Any) -> list[dict[str, Any]]:
+        """The rows with these values."""
+        return [row for row in self.rows.values() if all(row.get(key) == value for key, value in wanted.items())]
+
+    def origin(self) -> str:
+        """Machine, versions and dates, in a sentence."""
+        if not self.rows:
+            return "Not measured yet."
+        # Figures from before there was this store lack some of it.
+        dates = sorted({row["date"] for row in self.rows.values() if "date" in row})
+        parts = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
+        if machine := self.provenance.get("machine"):
+            if alone := sum(row.get("cores") == 1 for row in self.rows.values()):
+                machine += f", {'all' if alone == len(self.rows) else alone} of {len(self.rows)} rows held to one core"
+            parts.append(machine)
+        if versions := self.provenance.get("versions"):
+            parts.append(", ".join(f"{name} {version}" for name, version in versions.items()))
+        return "; ".join(parts) + "."
+
+    def _write(self):
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A row is a line, so that differences can be read.
+        rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(row)}" for key, row in self.rows.items())
+        text = f'{{"provenance": {json.dumps(self.provenance)},\n"rows": {{\n{rows}\n}}}}'
+        # A run that is ended while it writes must not lose the rows of hours.
+        scratch = self.path.with_suffix(".part")
+        scratch.write_text(text + "\n")
+        scratch.replace(self.path)
+
+
+def run(doc: str, name: str, measure: Callable | None, tables: Callable, draw: Callable | None) -> None:
+    """A study's command line: measures, prints the tables, leaves JSON and picture.
+
+    :param measure: ``None`` where nothing can be measured any more, and only stored rows are shown.
+    :param draw: ``None`` of a study without a picture.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="the form that ends in minutes")
+    parser.add_argument("--again", action="store_true", help="begin anew, without the rows in the JSON")
+    arguments = parser.parse_args()
+    record = Record(name, arguments.short, arguments.again and measure is not None)
+    if measure is not None:
+        measure(record)
+    if not record.rows:
+        raise SystemExit(f"No rows of {name} are stored in this form.")
+    print(f"\n{tables(record)}\n\n{record.origin()}")
+    if draw is not None:
+        save(draw(record), record.picture)
+
+
+def save(figure: Any, path: pathlib.Path) -> None:
+    """Writes a figure and closes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    rows = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines)]
+    return "\n".join(rows)
+
+
+def pm(mean: float, error: float, digits: int = 3) -> str:
+    """A mean and its standard error, as the tables have them; of one run there is no error."""
+    form = ".1e" if abs(mean) >= 1e6 else f",.{digits if abs(mean) < 1000 else 0}f"
+    return f"{mean:{form}}" + (f" ± {error:{form}}" if error == error else "")

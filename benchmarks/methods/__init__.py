@@ -1,0 +1,1 @@
+"""What problems are given to: our kernels, peers, and what one writes by hand."""

@@ -1,0 +1,161 @@
+"""Ways to fit the paper's network: samplers, SVGD and an ensemble, 2000 gradients of 100 rows for each of 20 points."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import optax
+
+from numpyro.contrib.einstein import SVGD as NumPyroSVGD, RBFKernel
+from numpyro.optim import Adagrad, Adam
+
+from benchmarks.harness.runs import vectorized
+from numpyro_repulsion import (
+    RBF,
+    SGHMC,
+    SGHMCR,
+    SGLD,
+    SGLDR,
+    SGNHT,
+    SVGD,
+    Descent,
+    Independent,
+    Overdamped,
+    Scheduled,
+    Subsampled,
+)
+from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
+from numpyro_repulsion.interactions import median_bandwidth
+from numpyro_repulsion.targets import bayesian_neural_network as network
+
+PARTICLES, BATCH, UPDATES, NUM_STEPS = 20, 100, 2000, 10
+#: Iterations of a sampler, half of them kept.
+HALF = UPDATES // NUM_STEPS // 2
+#: Nothing set: how many iterations of 200 are warmup.
+WARMUP = 160
+
+
+@dataclass(frozen=True)
+class MedianRBF(RBF):
+    """The paper's rule for the bandwidth, followed while no draws are kept."""
+
+    def learn_bandwidth(self, u):
+        return median_bandwidth(u)
+
+
+def start(key: jax.Array, inputs: int, hidden: int = 50) -> dict[str, jax.Array]:
+    """Where all methods with a step set by hand begin: weights N(0, 1 / fan-in), no biases, precisions of 1."""
+    keys = random.split(key)
+    return {
+        "w1": random.normal(keys[0], (PARTICLES, inputs, hidden)) * inputs**-0.5,
+        "b1": jnp.zeros((PARTICLES, hidden)),
+        "w2": random.normal(keys[1], (PARTICLES, hidden)) * hidden**-0.5,
+        "b2": jnp.zeros(PARTICLES),
+        # Unconstrained, so logarithms.
+        "weight_precision": jnp.zeros(PARTICLES),
+        "noise_precision": jnp.zeros(PARTICLES),
+    }
+
+
+def sampled(make: Callable, key, X, y, init_params=None, num_warmup: int = HALF):
+    """The draws of a kernel."""
+    mcmc = vectorized(make(network), num_warmup, UPDATES // NUM_STEPS - num_warmup, PARTICLES)
+    mcmc.run(key, X, y, subsample_size=BATCH, init_params=init_params)
+    return mcmc.get_samples(group_by_chain=True)
+
+
+def by_hand(kernel, *, last: bool = False, **settings):
+    """A kernel with a given step on plain minibatches; of an optimizer of the cloud the ``last`` one."""
+
+    def fit(step, key, X, y):
+        start_key, key = random.split(key)
+        make = partial(kernel, step_size=step, gradient=Subsampled(), num_steps=NUM_STEPS, **settings)
+        draws = sampled(make, key, X, y, start(start_key, X.shape[1]))
+        return jax.tree.map(lambda x: x[:, -1:], draws) if last else draws
+
+    return fit
+
+
+def nothing_set(kernel):
+    """A kernel with its defaults, its own start among them."""
+
+    def fit(step, key, X, y):
+        del step
+        return sampled(kernel, key, X, y, num_warmup=WARMUP)
+
+    return fit
+
+
+def map_ensemble(step, key, X, y):
+    """Networks that Adam brings to modes of the posterior, each by minibatches of its own."""
+    start_key, key = random.split(key)
+    target = ModelTarget(network, (X, y), {"subsample_size": BATCH})
+    z, unravel = ravel_cloud(start(start_key, X.shape[1]))
+    optimizer = Adam(step)
+
+    def update(state, key):
+        point = optimizer.get_params(state)
+        _, gradient = Subsampled().force(key, target, unravel, point[None])
+        return optimizer.update(gradient[0], state), None
+
+    state, _ = lax.scan(update, optimizer.init(z), random.split(key, UPDATES))
+    networks = jax.vmap(lambda z: target.constrain(unravel(z)))(optimizer.get_params(state))
+    return jax.tree.map(lambda x: x[:, None], networks)
+
+
+def numpyro_svgd(step, key, X, y):
+    """NumPyro's SVGD by Adagrad, from the common start."""
+    start_key, key = random.split(key)
+    svgd = NumPyroSVGD(network, Adagrad(step), RBFKernel(), num_stein_particles=PARTICLES)
+    state = svgd.init(key, X, y, subsample_size=BATCH)
+    points = {f"{name}_auto_loc": value for name, value in start(start_key, X.shape[1]).items()}
+    state = state._replace(optim_state=svgd.optim.init(points))
+
+    def update(state, _):
+        return svgd.update(state, X, y, subsample_size=BATCH)[0], None
+
+    state, _ = lax.scan(update, state, length=UPDATES)
+    return {name.removesuffix("_auto_loc"): value[:, None] for name, value in svgd.get_params(state).items()}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A fit ``(step, key, X, y) -> draws``, the steps that it is tried with, and those of the short form."""
+
+    fit: Callable
+    steps: tuple[float, ...] = ()
+    few: tuple[float, ...] = ()
+
+
+#: Of SGLD's scale; a step of time goes as far as its square over two does there.
+STEPS = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
+FEW = (1e-5, 3e-5, 1e-4)
+TIMES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+FEW_TIMES = (3e-4, 1e-3, 3e-3)
+#: NumPyro's Adagrad, which averages its directions.
+ADAGRAD = Descent(optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9, debias=False)))
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
+
+METHODS = {
+    "SGLD": Method(by_hand(SGLD, interaction=Independent(), dynamics=Overdamped(integrator="euler")), STEPS, FEW),
+    "SGLD+R": Method(by_hand(SGLDR, interaction=MedianRBF()), STEPS, FEW),
+    "SGLD+R, off for the last half": Method(
+        by_hand(SGLDR, interaction=Scheduled(MedianRBF(), lambda count: jnp.where(count < UPDATES // 2, 1.0, 0.0))),
+        STEPS,
+        FEW,
+    ),
+    "SGHMC+R": Method(by_hand(SGHMCR, interaction=MedianRBF()), TIMES, FEW_TIMES),
+    "SVGD": Method(by_hand(SVGD, interaction=MedianRBF(), last=True), STEPS, FEW),
+    "SVGD, Adagrad": Method(by_hand(SVGD, interaction=MedianRBF(), dynamics=ADAGRAD, last=True), RATES, RATES),
+    "20 networks, Adagrad": Method(by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES, RATES),
+    "NumPyro's SVGD": Method(numpyro_svgd, RATES),
+    "20 MAP networks": Method(map_ensemble, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)),
+    "`SGLD(model)`": Method(nothing_set(SGLD)),
+    "`SGLDR(model)`": Method(nothing_set(SGLDR)),
+    "`SGHMC(model)`": Method(nothing_set(SGHMC)),
+    "`SGHMCR(model)`": Method(nothing_set(SGHMCR)),
+    "`SGNHT(model)`": Method(nothing_set(SGNHT)),
+}

@@ -1,0 +1,157 @@
+"""Logistic regression with many rows, and how runs on it are scored.
+
+100,000 rows, 50 coefficients, minibatches of 500, 20 particles.
+"""
+
+import time
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness.runs import middle
+from benchmarks.harness.store import pm, table
+
+ROWS, DIMENSION, BATCH, PARTICLES = 100_000, 50, 500, 20
+#: The largest errors of a mean and of a standard deviation that are aimed at.
+MEAN, SD = 0.05, 0.05
+
+
+def data():
+    """Standard normal covariates and coefficients of size 1/2."""
+    rng = np.random.default_rng(2021)
+    X = rng.standard_normal((ROWS, DIMENSION))
+    beta = rng.standard_normal(DIMENSION) / 2
+    y = rng.random(ROWS) < 1 / (1 + np.exp(-X @ beta))
+    return X, y.astype(float)
+
+
+def newton(X, y, iterations):
+    """The posterior's mode from zero, the probabilities there and the Hessian of one iteration before."""
+    beta = np.zeros(DIMENSION)
+    for _ in range(iterations):
+        p = 1 / (1 + np.exp(-X @ beta))
+        hessian = (X * (p * (1 - p))[:, None]).T @ X + np.eye(DIMENSION)
+        beta = beta - np.linalg.solve(hessian, X.T @ (p - y) + beta)
+    return beta, p, hessian
+
+
+def reference(X, y):
+    """Posterior means and standard deviations: the Laplace approximation, its means corrected for the third derivative.
+
+    What is left out is of relative order d / N. Importance sampling from it agrees to within its own error, which is
+    several times larger than that of the samplers here.
+    """
+    beta, p, hessian = newton(X, y, 30)
+    covariance = np.linalg.inv(hessian)
+    third = p * (1 - p) * (1 - 2 * p)
+    shift = -covariance @ (X.T @ (third * ((X @ covariance) * X).sum(1))) / 2
+    return beta + shift, np.sqrt(np.diag(covariance))
+
+
+def as_jax(X, y):
+    """The data in single precision."""
+    return jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32)
+
+
+def scores(means, deviations):
+    """Errors of one run at the root mean square over runs, with standard errors, of the worst coefficient and of all.
+
+    The worst of 50 coefficients is the worse the fewer runs there are: two of them make it twice as bad as ten do. The
+    average over coefficients is not, so that samplers with other numbers of runs can be compared by it.
+
+    :param means: errors of the means in posterior standard deviations, one run a row.
+    :param deviations: relative errors of the standard deviations.
+    """
+    found = {}
+    for name, errors in (("mean", np.asarray(means)), ("sd", np.asarray(deviations))):
+        square, runs = errors**2, len(errors)
+        worst = square.mean(0).argmax()
+        found |= {
+            f"{name}_error": np.sqrt(square.mean(0)[worst]),
+            f"{name}_error_se": _root_se(square[:, worst], runs),
+            f"{name}_error_at_worst": np.abs(errors).max(),
+            f"{name}_rms": np.sqrt(square.mean()),
+            f"{name}_rms_se": _root_se(square.mean(1), runs),
+        }
+    return {name: float(value) for name, value in found.items()}
+
+
+def rates(found, seconds, error):
+    """Effective draws a second by the worst mean and by all, with standard errors: the inverse squared error over time.
+
+    :param found: of :func:`scores`.
+    :param seconds: of a run, and its standard ``error``.
+    """
+    row = {}
+    for name, kind in (("a_second", "error"), ("average_a_second", "rms")):
+        value = 1 / found[f"mean_{kind}"] ** 2 / seconds
+        relative = np.hypot(2 * found[f"mean_{kind}_se"] / found[f"mean_{kind}"], error / seconds)
+        row |= {name: value, f"{name}_se": float(value * relative)}
+    return row
+
+
+def _root_se(squares, runs):
+    """The standard error of the root of a mean over runs."""
+    return squares.std(ddof=1) / runs**0.5 / (2 * np.sqrt(squares.mean()))
+
+
+def accuracy(sampler, length, repeats, is_table, X, y, exact):
+    """Errors and seconds of repeated whole runs, each of which compiles."""
+    mean, sd = exact
+    means, deviations, seconds = [], [], []
+    for seed in range(repeats):
+        jax.clear_caches()
+        began = time.perf_counter()
+        draws = np.asarray(sampler.make(length)(random.key(seed), X, y), float)
+        seconds.append(time.perf_counter() - began)
+        means.append((draws.mean(0) - mean) / sd)
+        deviations.append(draws.std(0) / sd - 1)
+    found = scores(means, deviations)
+    middle_seconds, error = middle(seconds)
+    row = {
+        "part": "accuracy",
+        "sampler": sampler.name,
+        "setting": sampler.setting,
+        "length": length,
+        "run": sampler.describe(length),
+        "is_table": is_table,
+        "repeats": repeats,
+        "seconds": middle_seconds,
+        "seconds_se": error,
+    }
+    row |= found | rates(found, middle_seconds, error)
+    print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
+
+
+def accuracy_table(record):
+    lines = []
+    for row in record.select(part="accuracy", is_table=True):
+        errors = []
+        for kind, limit, unit, sign in (("mean", MEAN, 1, ""), ("sd", SD, 100, " %")):
+            value, error, worst = (unit * row[f"{kind}_error{end}"] for end in ("", "_se", "_at_worst"))
+            digits = 3 if unit == 1 else 1
+            cell = f"{pm(value, error, digits)}{sign} ({worst:,.{digits}f}{sign})"
+            errors.append(f"**{cell}**" if worst > unit * limit else cell)
+        lines.append(
+            (
+                f"{row['sampler']}{', ' if row['setting'] else ''}{row['setting']}",
+                row["run"],
+                str(row["repeats"]),
+                pm(row["seconds"], row["seconds_se"], 1),
+                *errors,
+                *(_rate(row, key) for key in ("a_second", "average_a_second")),
+            )
+        )
+    head = ("", "run", "runs", "seconds", "mean error, sd", "sd error", "draws a second, worst mean", "all means")
+    return table(head, lines)
+
+
+def _rate(row, key):
+    """Effective draws a second; none where the spread is wrong, for chains that stay at the mode know the mean best."""
+    if row["sd_rms"] > SD:
+        return "spread is wrong"
+    digits = 0 if row[key] >= 10 else 1
+    return f"{row[key]:,.{digits}f} ± {row[f'{key}_se']:,.{digits}f}"

@@ -1,0 +1,252 @@
+"""Posteriors with references: those of posteriordb that lie in ``NUMPYRO_REPULSION_DATA``, and some made here.
+
+A :class:`Posterior` is a model with its arguments, and the means and standard deviations of its sites.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+import os
+import pathlib
+from typing import Any
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+from numpyro.infer import NUTS
+
+from benchmarks.harness.runs import vectorized
+from numpyro_repulsion.targets import gaussian, logistic_regression
+
+
+@dataclass
+class Posterior:
+    """A model, its arguments, and ``{site: (mean, standard deviation)}``; ``None`` asks NUTS."""
+
+    model: Callable
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+    reference: dict[str, tuple[Any, Any]] | None = None
+
+
+def flat(support=constraints.real, shape=()):
+    """An improper flat prior."""
+    return dist.ImproperUniform(support, (), shape)
+
+
+def eight_schools(J, y, sigma):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("school", J):
+        standard = numpyro.sample("standard", dist.Normal(0, 1))
+        theta = numpyro.deterministic("theta", mu + tau * standard)
+        numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def eight_schools_centred(J, y, sigma):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("school", J):
+        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def kidscore(mom_iq, kid_score):
+    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
+    beta = numpyro.sample("beta", flat(constraints.real_vector, (2,)))
+    numpyro.sample("y", dist.Normal(beta[0] + beta[1] * mom_iq, sigma), obs=kid_score)
+
+
+def logearn(height, earn):
+    beta = numpyro.sample("beta", flat(constraints.real_vector, (2,)))
+    sigma = numpyro.sample("sigma", flat(constraints.positive))
+    numpyro.sample("y", dist.Normal(beta[0] + beta[1] * height, sigma), obs=jnp.log(earn))
+
+
+def blr(X, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([X.shape[1]]).to_event(1))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(10))
+    numpyro.sample("y", dist.Normal(X @ beta, sigma), obs=y)
+
+
+def autoregression(K, y):
+    alpha = numpyro.sample("alpha", dist.Normal(0, 10))
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([K]).to_event(1))
+    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
+    lags = jnp.stack([y[K - k - 1 : len(y) - k - 1] for k in range(K)], 1)
+    numpyro.sample("y", dist.Normal(alpha + lags @ beta, sigma), obs=y[K:])
+
+
+def mixture(y):
+    mu = numpyro.sample("mu", dist.TransformedDistribution(dist.Normal(0, 2).expand([2]).to_event(1), _Ordered()))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(2).expand([2]).to_event(1))
+    theta = numpyro.sample("theta", dist.Beta(5, 5))
+    weights = dist.Categorical(probs=jnp.stack([theta, 1 - theta]))
+    numpyro.sample("y", dist.MixtureSameFamily(weights, dist.Normal(mu, sigma)), obs=y)
+
+
+class _Ordered(dist.transforms.ParameterFreeTransform):
+    """The identity onto ordered vectors: a prior of independent normals, up to its constant, on these alone."""
+
+    domain = constraints.real_vector
+    codomain = constraints.ordered_vector
+
+    def __call__(self, x):
+        return x
+
+    def _inverse(self, y):
+        return y
+
+    def log_abs_det_jacobian(self, x, y, intermediates=None):
+        return jnp.zeros(x.shape[:-1])
+
+
+def garch(y, sigma1):
+    mu = numpyro.sample("mu", flat())
+    alpha0 = numpyro.sample("alpha0", flat(constraints.positive))
+    alpha1 = numpyro.sample("alpha1", dist.Uniform(0, 1))
+    # Flat, not uniform: a density of 1 whatever the length of the interval.
+    beta1 = numpyro.sample("beta1", dist.Uniform(0, 1 - alpha1))
+    numpyro.factor("flat", jnp.log1p(-alpha1))
+
+    def next_variance(variance, value):
+        return alpha0 + alpha1 * (value - mu) ** 2 + beta1 * variance, variance
+
+    _, variances = lax.scan(next_variance, sigma1**2 + 0.0 * mu, y)
+    numpyro.sample("y", dist.Normal(mu, jnp.sqrt(variances)), obs=y)
+
+
+#: What of the stored data each model takes.
+POSTERIORDB = {
+    "eight_schools_noncentered": (eight_schools, lambda d: (int(d["J"]), d["y"], d["sigma"])),
+    "kidscore_momiq": (kidscore, lambda d: (d["mom_iq"], d["kid_score"])),
+    "logearn_height": (logearn, lambda d: (d["height"], d["earn"])),
+    "blr": (blr, lambda d: (d["X"], d["y"])),
+    "arK": (autoregression, lambda d: (int(d["K"]), d["y"])),
+    "low_dim_gauss_mix": (mixture, lambda d: (d["y"],)),
+    "garch11": (garch, lambda d: (d["y"], float(d["sigma1"]))),
+}
+
+
+def data_folder():
+    """The folder of ``NUMPYRO_REPULSION_DATA``, or ``None``."""
+    folder = os.environ.get("NUMPYRO_REPULSION_DATA")
+    return pathlib.Path(folder) if folder else None
+
+
+def posteriordb(name: str) -> Posterior:
+    """A posterior of posteriordb, with the moments of its reference draws."""
+    model, arguments = POSTERIORDB[name]
+    stored = np.load(data_folder() / "posteriordb" / f"{name}.npz")
+    args = arguments({key[5:]: stored[key] for key in stored.files if key.startswith("data_")})
+    args = tuple(jnp.asarray(a, float) if isinstance(a, np.ndarray) else a for a in args)
+    draws = stored["draws"].reshape(-1, stored["draws"].shape[-1]).astype(float)
+    reference: dict[str, Any] = {}
+    for parameter, values in zip(stored["parameters"], draws.T, strict=True):
+        reference.setdefault(str(parameter).split("[")[0], []).append((values.mean(), values.std()))
+    moments = {
+        site: tuple(np.squeeze(np.array(pairs).T, -1) if len(pairs) == 1 else np.array(pairs).T)
+        for site, pairs in reference.items()
+    }
+    return Posterior(model, args, reference=moments)
+
+
+def wide_gaussian() -> Posterior:
+    """100 dimensions with standard deviations from 10^-1.5 to 10^1.5, so of condition 10⁶."""
+    sd = 10 ** np.linspace(-1.5, 1.5, 100)
+
+    def model():
+        numpyro.sample("z", dist.Normal(0, jnp.asarray(sd)).to_event(1))
+
+    return Posterior(model, reference={"z": (np.zeros(100), sd)})
+
+
+def many_rows() -> Posterior:
+    """Logistic regression with 20,000 rows, 20 parameters and minibatches of 200."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(20_000, 20))
+    y = (rng.random(20_000) < 1 / (1 + np.exp(-X @ rng.normal(size=20) / 20**0.5))).astype(float)
+    return Posterior(logistic_regression, (jnp.asarray(X), jnp.asarray(y)), {"subsample_size": 200})
+
+
+def hierarchical_logistic() -> Posterior:
+    """Twenty groups of a hundred rows with intercepts of their own, not centred."""
+    rng = np.random.default_rng(1)
+    group = np.repeat(np.arange(20), 100)
+    X = rng.normal(size=(2000, 3))
+    logits = X @ np.array([1.0, -0.5, 0.2]) + rng.normal(size=20)[group] * 0.7 - 0.5
+    y = (rng.random(2000) < 1 / (1 + np.exp(-logits))).astype(float)
+
+    def model(X, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        with numpyro.plate("groups", 20):
+            offset = numpyro.sample("offset", dist.Normal(0, 1))
+        beta = numpyro.sample("beta", dist.Normal(0, 2).expand([3]).to_event(1))
+        numpyro.sample("y", dist.Bernoulli(logits=mu + tau * offset[group] + X @ beta), obs=y)
+
+    return Posterior(model, (jnp.asarray(X), jnp.asarray(y)))
+
+
+def robust_regression() -> Posterior:
+    """Student-t errors with unknown degrees of freedom, covariates in raw units."""
+    rng = np.random.default_rng(2)
+    X = np.stack([np.ones(200), rng.normal(50, 5, 200), rng.normal(0, 1e-2, 200)], 1)
+    y = X @ np.array([10.0, 0.3, 50.0]) + rng.standard_t(4, 200)
+
+    def model(X, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 100).expand([3]).to_event(1))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(5))
+        nu = numpyro.sample("nu", dist.Gamma(2, 0.1))
+        numpyro.sample("y", dist.StudentT(nu, X @ beta, sigma), obs=y)
+
+    return Posterior(model, (jnp.asarray(X), jnp.asarray(y)))
+
+
+def correlated_gaussian() -> Posterior:
+    """50 dimensions, correlated by 0.9 to the power of the distance."""
+    index = np.arange(50)
+    covariance = 0.9 ** np.abs(index[:, None] - index)
+    return Posterior(gaussian, (np.zeros(50), covariance), reference={"z": (np.zeros(50), np.ones(50))})
+
+
+def counts() -> Posterior:
+    """Negative-binomial regression with a simplex of category effects."""
+    rng = np.random.default_rng(3)
+    category = rng.integers(0, 4, 300)
+    exposure = rng.uniform(0.5, 2, 300)
+    rate = np.array([0.1, 0.2, 0.3, 0.4])[category] * 20 * exposure
+    y = rng.negative_binomial(5, 5 / (5 + rate))
+
+    def model(y):
+        total = numpyro.sample("total", dist.LogNormal(2, 1))
+        share = numpyro.sample("share", dist.Dirichlet(jnp.ones(4)))
+        dispersion = numpyro.sample("dispersion", dist.Gamma(2, 0.2))
+        mean = total * share[category] * jnp.asarray(exposure)
+        numpyro.sample("y", dist.NegativeBinomial2(mean, dispersion), obs=y)
+
+    return Posterior(model, (jnp.asarray(y),))
+
+
+MADE_HERE = {
+    "gaussian, d = 100, condition 1e6": wide_gaussian,
+    "logistic, N = 20,000, batch 200": many_rows,
+    "gaussian, d = 50, correlated": correlated_gaussian,
+    "hierarchical logistic": hierarchical_logistic,
+    "robust regression": robust_regression,
+    "negative binomial": counts,
+    "eight schools, centred": lambda: Posterior(eight_schools_centred, posteriordb("eight_schools_noncentered").args),
+}
+
+
+def ask_nuts(posterior: Posterior, key=None, num_samples: int = 10_000) -> dict[str, tuple[Any, Any]]:
+    """Reference moments from four long chains of NUTS on all rows."""
+    kwargs = {name: value for name, value in posterior.kwargs.items() if name != "subsample_size"}
+    mcmc = vectorized(NUTS(posterior.model, target_accept_prob=0.9), 1000, num_samples, 4)
+    mcmc.run(random.key(99) if key is None else key, *posterior.args, **kwargs)
+    draws = jax.tree.map(np.asarray, mcmc.get_samples())
+    return {site: (x.mean(0), x.std(0)) for site, x in draws.items()}

@@ -1,0 +1,112 @@
+"""The regression sets of the paper's Tables 3 and 4 with their splits, and how predictions of a network are scored."""
+
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.scipy.special import logsumexp
+from jax.scipy.stats import norm
+import numpy as np
+
+from benchmarks.problems.posteriordb import data_folder
+from numpyro_repulsion.targets import relu_network
+
+#: How many splits each set has.
+UCI = {
+    "yacht": 20,
+    "bostonHousing": 20,
+    "wine-quality-red": 20,
+    "kin8nm": 20,
+    "naval-propulsion-plant": 20,
+    "protein-tertiary-structure": 5,
+}
+#: What there is without the data folder: scikit-learn's, with splits of our own.
+OWN = {"diabetes": 20}
+
+
+class Split(NamedTuple):
+    """Rows to fit and rows to score, standardized by the former, and the responses' standard deviation there."""
+
+    X: np.ndarray
+    y: np.ndarray
+    X_test: np.ndarray
+    y_test: np.ndarray
+    unit: float
+
+
+def load(name: str, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Covariates, responses and the test rows of one split."""
+    if name in UCI:
+        stored = np.load(data_folder() / "uci" / f"{name}.npz")
+        return stored["X"].astype(float), stored["y"].astype(float), stored[f"test_{number}"]
+    from sklearn.datasets import load_diabetes
+
+    X, y = load_diabetes(return_X_y=True)
+    return X, y, np.random.default_rng(number).permutation(len(X))[: len(X) // 10]
+
+
+def split(name: str, number: int, validation: bool = False) -> Split:
+    """One split; for validation its training rows alone, in an order by the split's number, the last fifth scored."""
+    X, y, test = load(name, number)
+    train = np.setdiff1d(np.arange(len(X)), test)
+    if validation:
+        # The sets lie sorted in part, and the last rows of such a one would be another law.
+        train = np.random.default_rng(number).permutation(train)
+        train, test = np.split(train, [len(train) * 4 // 5])
+    spread = X[train].std(0)
+    X = (X - X[train].mean(0)) / np.where(spread > 0, spread, 1.0)
+    unit = y[train].std()
+    y = (y - y[train].mean()) / unit
+    return Split(X[train], y[train], X[test], y[test], float(unit))
+
+
+def score(draws: dict[str, jax.Array], X: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    """Log-likelihood and RMSE of the mixture over draws, and the share of responses in its central intervals.
+
+    :param draws: of the network's sites, with two leading axes.
+    """
+
+    def add(total, some):
+        fit = relu_network(some, X)
+        scale = jnp.sqrt(some["noise_precision"])[:, None]
+        z = scale * (y - fit)
+        density = logsumexp(norm.logpdf(z) + jnp.log(scale), 0)
+        return (jnp.logaddexp(total[0], density), total[1] + norm.cdf(z).mean(0), total[2] + fit.mean(0)), None
+
+    zero = jnp.zeros_like(y)
+    groups, size = draws["noise_precision"].shape
+    (density, below, fit), _ = lax.scan(add, (zero - jnp.inf, zero, zero), draws)
+    off_centre = jnp.abs(below / groups - 0.5)
+    covered = {f"coverage_{share}": jnp.mean(off_centre <= share / 200) for share in (50, 90)}
+    return {
+        "log_likelihood": jnp.mean(density) - jnp.log(groups * size),
+        "rmse": jnp.sqrt(jnp.mean((fit / groups - y) ** 2)),
+    } | covered
+
+
+def widths(draws: dict[str, jax.Array], X: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    """What makes predictive intervals wide, in standard deviations of the responses.
+
+    The noise that the networks take responses to have; the error of each network and of their mean, and how far apart
+    they are, root mean squares all; and the median error of each over its root mean square, 0.674 of Gaussian errors.
+
+    :param draws: of the network's sites, with two leading axes.
+    """
+    draws = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws)
+    fits = lax.map(lambda one: relu_network(one, X), draws)
+    errors = y - fits
+    each = jnp.sqrt(jnp.mean(errors**2))
+    return {
+        "noise": jnp.sqrt(jnp.mean(1 / draws["noise_precision"])),
+        "each": each,
+        "mean": jnp.sqrt(jnp.mean((y - fits.mean(0)) ** 2)),
+        "apart": jnp.sqrt(jnp.mean(fits.var(0))),
+        "median_over_rms": jnp.median(jnp.abs(errors)) / each,
+    }
+
+
+def in_units(scores: dict[str, jax.Array], unit: float) -> dict[str, np.ndarray]:
+    """Scores of standardized responses as those of the responses."""
+    scores = {name: np.asarray(value, float) for name, value in scores.items()}
+    return scores | {"log_likelihood": scores["log_likelihood"] - np.log(unit), "rmse": scores["rmse"] * unit}

@@ -1,0 +1,1 @@
+"""Questions: each measures, tabulates and perhaps draws, and imports no other."""

@@ -1,0 +1,210 @@
+"""What a first run costs: `init`, tracing, XLA, the run itself, and a second one, beside NumPyro's NUTS.
+
+Six models; each run has 100 + 100 iterations, of 20 particles or of 4 vectorized chains of NUTS, which sees all rows.
+Each kernel runs in a process of its own, without any cache of compiled programs, with a progress bar, so that NumPyro
+compiles once for all runs. Seconds are medians over the processes. Traces are calls of the model's function; lines are
+those of StableHLO of the program of one iteration.
+
+    python -m benchmarks.studies.first_run [--short] [--again]
+"""
+
+from functools import partial
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import NUTS
+
+from benchmarks.harness.runs import vectorized
+from benchmarks.harness.store import ROOT, Record, run, table
+from numpyro_repulsion import SGLD, SGLDR
+from numpyro_repulsion.targets import bayesian_neural_network, logistic_regression
+
+KERNELS = {"SGLD": SGLD, "SGLDR": SGLDR, "NUTS": NUTS}
+ITERATIONS = 100
+TARGETS = {"SGLD": 0.6, "SGLDR": 0.7}
+#: JAX's names of what a first run spends its time on.
+EVENTS = {
+    "tracing": ("/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration"),
+    "xla": ("/jax/core/compile/backend_compile_duration",),
+}
+#: Set in processes that measure: the model and the kernel.
+TASK = "NUMPYRO_REPULSION_FIRST_RUN"
+
+
+def eight_schools(y, sigma):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("school", len(y)):
+        eta = numpyro.sample("eta", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(mu + tau * eta, sigma), obs=y)
+
+
+def hierarchical_logit(x, group, y, subsample_size=None):
+    """A slope and an intercept for each of 20 groups, correlated; the reparameterization is by hand."""
+    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([2]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1).expand([2]).to_event(1))
+    factor = numpyro.sample("factor", dist.LKJCholesky(2, 2.0))
+    with numpyro.plate("group", 20):
+        raw = numpyro.sample("raw", dist.Normal(0, 1).expand([2]).to_event(1))
+    effects = mean + raw @ (scale[:, None] * factor).T
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        logits = effects[group[i], 0] + effects[group[i], 1] * x[i]
+        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
+
+
+def gaussian_process(x, y):
+    length = numpyro.sample("length", dist.InverseGamma(5, 5))
+    amplitude = numpyro.sample("amplitude", dist.HalfNormal(1))
+    noise = numpyro.sample("noise", dist.HalfNormal(1))
+    distance = (x[:, None] - x) / length
+    covariance = amplitude**2 * jnp.exp(-(distance**2) / 2) + (noise**2 + 1e-5) * jnp.eye(len(x))
+    numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(len(x)), covariance), obs=y)
+
+
+def stochastic_volatility(y):
+    mean = numpyro.sample("mean", dist.Normal(-1, 1))
+    phi = numpyro.sample("phi", dist.Beta(20, 1.5))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(0.3))
+    with numpyro.plate("time", len(y)):
+        noise = numpyro.sample("noise", dist.Normal(0, 1))
+
+    def step(h, e):
+        h = phi * h + sigma * e
+        return h, h
+
+    _, h = jax.lax.scan(step, jnp.zeros(()), noise)
+    numpyro.sample("y", dist.Normal(0, jnp.exp((mean + h) / 2)).to_event(1), obs=y)
+
+
+def problems():
+    """By name: the model, its arguments, and those that only our kernels get."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    X, x, time = normal(2000, 8), normal(1000), jnp.linspace(-3, 3, 100)
+    y = jnp.asarray(rng.random(2000) < 1 / (1 + np.exp(-np.asarray(X[:, 0]))), jnp.float32)
+    covariates = normal(455, 13)
+    schools = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+    errors = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+    group, labels = jnp.arange(1000) % 20, jnp.asarray(rng.random(1000) < 0.5, jnp.int32)
+    return {
+        "eight schools": (eight_schools, (schools, errors), {}),
+        "logistic, minibatches": (logistic_regression, (X, y), {"subsample_size": 100}),
+        "hierarchical logit": (hierarchical_logit, (x, group, labels), {}),
+        "Gaussian process": (gaussian_process, (time, jnp.sin(time) + 0.1 * normal(100)), {}),
+        "the paper's network": (
+            bayesian_neural_network,
+            (covariates, jnp.sin(covariates[:, 0]) + 0.1 * normal(455)),
+            {"subsample_size": 100},
+        ),
+        "stochastic volatility": (stochastic_volatility, (0.5 * normal(500),), {}),
+    }
+
+
+def measure_here(problem: str, name: str) -> dict:
+    """Measures one kernel on one model, in this process."""
+    from jax import monitoring
+
+    warnings.simplefilter("ignore")
+    model, args, settings = problems()[problem]
+    ours = name != "NUTS"
+    settings = settings if ours else {}
+    spent = dict.fromkeys(EVENTS, 0.0) | {"init": 0.0}
+    traces = 0
+
+    def listen(event, duration, **_):
+        for kind, events in EVENTS.items():
+            spent[kind] += duration * (event in events)
+
+    def counted(*args, **kwargs):
+        nonlocal traces
+        traces += 1
+        return model(*args, **kwargs)
+
+    jax.block_until_ready(random.normal(random.key(0), (3,)))
+    monitoring.register_event_duration_secs_listener(listen)
+    kernel = KERNELS[name](counted)
+    init = kernel.init
+
+    def timed(*args, **kwargs):
+        began = time.perf_counter()
+        found = jax.block_until_ready(init(*args, **kwargs))
+        spent["init"] += time.perf_counter() - began
+        return found
+
+    kernel.init = timed
+    mcmc = vectorized(kernel, ITERATIONS, ITERATIONS, 20 if ours else 4, progress_bar=True)
+    row = {}
+    for number in ("first", "second"):
+        began = time.perf_counter()
+        mcmc.run(random.key(0), *args, **settings)
+        jax.block_until_ready(mcmc.get_samples())
+        row[number] = time.perf_counter() - began
+        if number == "first":
+            row |= spent | {"traces": traces}
+    row["second traces"] = traces - row["traces"]
+    if ours:
+        sample = jax.jit(partial(kernel.sample, model_args=args, model_kwargs=settings))
+        row["lines"] = sample.lower(mcmc.last_state).as_text().count("\n")
+    return row
+
+
+def measure(record: Record) -> None:
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONWARNINGS": "ignore"}
+    for problem in list(problems())[: 2 if record.short else None]:
+        for name in KERNELS:
+
+            def timed(problem=problem, name=name):
+                rows = []
+                for _ in range(1 if record.short else 3):
+                    child = subprocess.run(
+                        [sys.executable, "-m", "benchmarks.studies.first_run"],
+                        cwd=ROOT,
+                        env=environment | {TASK: json.dumps([problem, name])},
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                        check=True,
+                        text=True,
+                    )
+                    rows.append(json.loads(child.stdout.strip().splitlines()[-1]))
+                found = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+                return {"model": problem, "kernel": name} | found
+
+            record.row(f"{problem} {name}", timed)
+
+
+def tables(record: Record) -> str:
+    lines = []
+    for row in record.rows.values():
+        nuts = record.rows.get(f"{row['model']} NUTS")
+        target = TARGETS.get(row["kernel"])
+        ratio = f"{row['first'] / nuts['first']:.2f} (at most {target})" if nuts and target else ""
+        seconds = (f"{row[key]:.1f}" for key in ("init", "tracing", "xla", "first", "second"))
+        counts = (f"{row[key]:,.0f}" if key in row else "" for key in ("traces", "second traces", "lines"))
+        lines.append([row["model"], f"`{row['kernel']}`", *seconds, ratio, *counts])
+    head = [
+        "", "", "`init`, s", "tracing, s", "XLA, s", "first run, s", "second run, s", "first run over NUTS's",
+        "traces, first run", "traces, second run", "lines of StableHLO",
+    ]  # fmt: skip
+    return table(head, lines)
+
+
+if __name__ == "__main__":
+    if TASK in os.environ:
+        print(json.dumps(measure_here(*json.loads(os.environ[TASK]))))
+    else:
+        run(__doc__, "first_run", measure, tables, None)

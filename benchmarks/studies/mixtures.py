@@ -1,0 +1,356 @@
+"""The paper's two mixtures, Tables 1 and 2 and Figures 3 to 6: exponentials, and nine Gaussians on a grid.
+
+500 updates of warmup and 500 of which every tenth is kept, by 10, 20 and 100 particles that start uniformly in (−2, 2)
+of the unconstrained space. Four questions: (a) the paper's protocol, one step for all; (b) each sampler at its own best
+step and bandwidth; (c) each at the step where its draws are too wide by 10 %; (d) nothing set. Steps and bandwidths are
+chosen on seeds of their own. NumPyro's samplers have nothing to set; an iteration of theirs takes several gradients, or
+none.
+
+Errors are mean absolute ones over repeats (of two coordinates, their mean). Effective draws are the exact variance over
+the mean squared error of E X, bias included; nominal ones are NumPyro's estimate, which takes particles for independent
+chains. The energy distance is that from the exact law (for n independent draws a mean distance over n). Inflation is
+the variance within the modes over its exact value; of exponentials, that of the logarithm, where the particles live.
+SVGD's result is its last cloud.
+
+    python -m benchmarks.studies.mixtures [--short] [--again]
+"""
+
+from functools import partial
+
+import jax
+import numpy as np
+
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import AIES, ESS, NUTS, init_to_uniform
+
+from benchmarks.harness.runs import mean_and_error, repeats
+from benchmarks.harness.store import Record, plt, pm, run, table
+from benchmarks.problems import multimodal
+from numpyro_repulsion import (
+    RBF,
+    SGHMC,
+    SGHMCR,
+    SGLD,
+    SGLDR,
+    SVGD,
+    Archive,
+    Independent,
+    Overdamped,
+    enable_live_warnings,
+)
+from numpyro_repulsion.targets import exponential_mixture, gaussian_mixture
+
+MODELS = {"exponentials": exponential_mixture, "Gaussians": gaussian_mixture}
+#: One step for all, in protocol (a): the paper does not print its own.
+STEPS = (0.01, 0.03, 0.1)
+#: RBF's h; ``None`` is the one that warmup finds.
+BANDWIDTHS = (None, 0.1, 0.3, 1.0, 3.0)
+TUNING_SEED, INFLATION, BISECTIONS = 10_000, 1.1, 4
+SHOWN = ("SGLD", "SGLD+R")
+#: In the short form.
+SHORT = (*SHOWN, "SGLD, balanced", "SVGD", "SGLD, archive", "NumPyro's NUTS")
+
+
+def kernels(model):
+    """Kernels with a step to be set, from it and a bandwidth."""
+    make = {"model": model, "init_strategy": init_to_uniform}
+    plain = {"interaction": Independent()}
+    return {
+        "SGLD": lambda step, h: SGLD(step_size=step, dynamics=Overdamped("euler"), **plain, **make),
+        "SGLD, balanced": lambda step, h: SGLD(step_size=step, **make),
+        "SGLD+R": lambda step, h: SGLDR(step_size=step, interaction=RBF(h), **make),
+        "SGHMC": lambda step, h: SGHMC(step_size=step, **plain, **make),
+        "SGHMC+R": lambda step, h: SGHMCR(step_size=step, interaction=RBF(h), **make),
+        "SVGD": lambda step, h: SVGD(step_size=step, interaction=RBF(h), **make),
+    }
+
+
+REPULSIVE = ("SGLD+R", "SGHMC+R", "SVGD")
+
+
+def nothing_set(target):
+    """Kernels with nothing set but the start, and the moves on the grid of modes."""
+    ours = {"SGLD": SGLD, "SGLD+R": SGLDR, "SGHMC": SGHMC, "SGHMC+R": SGHMCR}
+    made = {name: (kernel, {}) for name, kernel in ours.items()}
+    if target == "Gaussians":
+        made |= {f"{name}, archive": (ours[name], {"moves": Archive()}) for name in ("SGLD", "SGLD+R", "SGHMC")}
+    made |= {f"NumPyro's {kernel.__name__}": (kernel, {}) for kernel in (NUTS, AIES, ESS)}
+    return {
+        name: partial(kernel, MODELS[target], init_strategy=init_to_uniform, **settings)
+        for name, (kernel, settings) in made.items()
+    }
+
+
+class Exponentials:
+    """What is compared of draws from the mixture of exponentials."""
+
+    mean, square = 14 / 9, 152 / 27
+    criterion = "mean_error"
+    # The logarithm of an exponential has mean -γ - log λ and variance π²/6.
+    shift = -np.euler_gamma - np.array([1 / 3, 2 / 3]) @ np.log([1.5, 0.5])
+    spread = np.pi**2 / 6 + 2 / 9 * np.log(3.0) ** 2
+
+    def __call__(self, x):
+        return {
+            "mean": x.mean(0)[None],
+            "mean_error": abs(x.mean() - self.mean),
+            "square_error": abs((x**2).mean() - self.square),
+            "inflation": ((np.log(x) - self.shift) ** 2).mean() / self.spread,
+        }
+
+
+class Gaussians:
+    """What is compared of draws from the nine Gaussians."""
+
+    mean, square = 0.0, 8 / 3 + 0.1
+    criterion = "distance"
+
+    def __init__(self):
+        self.scores = multimodal.Scores(multimodal.TARGETS["3 × 3 grid"])
+
+    def __call__(self, x):
+        distance, inflation, _ = self.scores(x)
+        nearest = ((x[:, None] - multimodal.GRID) ** 2).sum(-1).argmin(1)
+        share = np.bincount(nearest, minlength=9) / len(x)
+        return {
+            "mean": x.mean(0),
+            "mean_error": np.abs(x.mean(0)).mean(),
+            "square_error": np.abs((x**2).mean(0) - self.square).mean(),
+            "occupancy": np.abs(share - 1 / 9).sum() / 2,
+            "distance": distance,
+            "inflation": inflation,
+        }
+
+
+def summarize(draws, score, last=False):
+    """Means and standard errors over repeats, of draws ``(seed, particle, draw, ...)``."""
+    finite = np.isfinite(draws).reshape(len(draws), -1).all(1)
+    row = {"repeats": len(draws), "not_finite": int((~finite).sum())}
+    draws = draws[finite]
+    if len(draws) < 2:
+        return row
+    kept = draws[:, :, -1:] if last else draws
+    scores = [score(x.reshape(-1, *x.shape[2:])) for x in kept]
+    means = np.array([s.pop("mean") for s in scores])
+    row |= {name: mean_and_error([s[name] for s in scores]) for name in scores[0]}
+    row["effective"] = float((score.square - score.mean**2) / ((means - score.mean) ** 2).mean())
+    if not last:
+        row["nominal"] = float(np.mean([np.min(effective_sample_size(x)) for x in draws]))
+    return row
+
+
+def settings(record):
+    """What the two forms differ in: steps tried, bandwidths, clouds, and how many seeds for (tuning, report)."""
+    # The paper's sizes first.
+    clouds = [("exponentials", 10), ("Gaussians", 20)]
+    if record.short:
+        return np.geomspace(0.01, 0.3, 5), (None,), clouds, lambda size: (6, 24)
+    clouds += [("exponentials", 100), ("exponentials", 20), ("Gaussians", 10), ("Gaussians", 100)]
+    return np.geomspace(0.003, 1.0, 11), BANDWIDTHS, clouds, lambda size: (8 if size == 100 else 32, 200)
+
+
+def measure(record):
+    enable_live_warnings(False)
+    grid, bandwidths, clouds, seeds = settings(record)
+    for target, size in clouds:
+        score = Exponentials() if target == "exponentials" else Gaussians()
+        tuning, number = seeds(size)
+        independent(record, target, size, number)
+        at = {"target": target, "particles": size}
+        runs = {"num_chains": size, "num_warmup": 50, "num_samples": 50}
+        for name, make in kernels(MODELS[target]).items():
+            if record.short and name not in SHORT:
+                continue
+            hand_set(record, at | {"sampler": name}, make, score, runs, grid, bandwidths, (tuning, number))
+        for name, make in nothing_set(target).items():
+            if record.short and name not in SHORT:
+                continue
+            key = f"{target} {size} d {name}"
+            record.row(key, partial(alone, at | {"sampler": name}, make, score, runs, number))
+        jax.clear_caches()
+
+
+def alone(at, make, score, runs, number):
+    """Protocol (d): a row of a kernel with nothing set."""
+    if at["sampler"].startswith("NumPyro"):
+        runs = runs | {"num_warmup": 500, "num_samples": 500, "thinning": 10}
+    draws, seconds = repeats(lambda step: make(), **runs)(0.0, range(number))
+    return at | {"protocol": "d", "seconds": seconds} | summarize(draws, score)
+
+
+def hand_set(record, at, make, score, runs, grid, bandwidths, seeds):
+    """Protocols (a), (b) and (c) of one kernel."""
+    name, target, size = at["sampler"], at["target"], at["particles"]
+    last = name == "SVGD"
+    # Compiled where a row asks for it, once for each bandwidth.
+    programs = {h: repeats(lambda step, h=h: make(step, h), **runs) for h in bandwidths}
+
+    def trial(h, steps):
+        draws = [programs[h](step, TUNING_SEED + np.arange(seeds[0]))[0] for step in steps]
+        rows = [summarize(x, score, last) for x in draws]
+        kept = {key: [row.get(key, (None,))[0] for row in rows] for key in (score.criterion, "inflation")}
+        return at | {"protocol": "grid", "h": h, "steps": steps, "seeds": seeds[0]} | kept
+
+    def report(protocol, h, step):
+        draws, seconds = programs[h](step, range(seeds[1]))
+        row = at | {"protocol": protocol, "h": h, "step": float(step), "seconds": seconds}
+        if protocol == "a" and step == STEPS[0] and name in SHOWN:
+            row["running"] = running(draws[:5])
+            row["cloud"] = np.round(draws[0, :, -1], 3).tolist()
+        return row | summarize(draws, score, last)
+
+    def equally_wide(trials):
+        found = at_inflation(trials, trial, score.criterion)
+        return report("c", *found) if found else at | {"protocol": "c", "nowhere": True}
+
+    for step in STEPS:
+        record.row(f"{target} {size} a {name} {step}", lambda step=step: report("a", None, step))
+    trials = [
+        record.row(f"{target} {size} grid {name} {h}", lambda h=h: trial(h, grid.tolist()))
+        for h in (bandwidths if name in REPULSIVE else (None,))
+    ]
+    record.row(f"{target} {size} b {name}", lambda: report("b", *best(trials, score.criterion)))
+    if not last:
+        record.row(f"{target} {size} c {name}", lambda: equally_wide(trials))
+
+
+def running(draws):
+    """Averages of all particles' draws so far, of each seed."""
+    sums = draws.reshape(*draws.shape[:3], -1)[..., 0].mean(1).cumsum(1)
+    return np.round(sums / np.arange(1, draws.shape[2] + 1), 4).tolist()
+
+
+def best(trials, criterion):
+    """The bandwidth and step of the least criterion."""
+    pairs = ((row, i) for row in trials for i, value in enumerate(row[criterion]) if value is not None)
+    row, i = min(pairs, key=lambda pair: pair[0][criterion][pair[1]])
+    return row["h"], row["steps"][i]
+
+
+def at_inflation(trials, trial, criterion):
+    """The bandwidth and step of the least criterion among those where the draws are too wide by 10 %.
+
+    The step is bisected between the two of the grid where that happens; ``None`` where the grid is nowhere that hot.
+    """
+    found = []
+    for row in trials:
+        width = np.array([np.inf if x is None else x for x in row["inflation"]])
+        above = np.flatnonzero((width[1:] >= INFLATION) & (width[:-1] < INFLATION))
+        if len(above) == 0:
+            continue
+        low, high = row["steps"][above[0] : above[0] + 2]
+        for _ in range(BISECTIONS):
+            middle = (low * high) ** 0.5
+            tried = trial(row["h"], [middle])
+            if (tried["inflation"][0] or np.inf) < INFLATION:
+                low = middle
+            else:
+                high = middle
+        value = trial(row["h"], [low])[criterion][0]
+        found.append((value, row["h"], low))
+    return min(found, key=lambda x: x[0])[1:] if found else None
+
+
+def independent(record, target, size, number):
+    """Draws of the exact law, as many as the samplers keep."""
+    rng, shape = np.random.default_rng(1), (number, size, 50)
+    if target == "Gaussians":
+        draws = multimodal.GRID[rng.integers(9, size=shape)] + 0.1**0.5 * rng.standard_normal((*shape, 2))
+    else:
+        draws = rng.exponential(1 / np.where(rng.random(shape) < 1 / 3, 1.5, 0.5))
+    score = Exponentials() if target == "exponentials" else Gaussians()
+    at = {"target": target, "particles": size, "protocol": "exact", "sampler": "independent draws"}
+    record.row(f"{target} {size} exact", lambda: at | summarize(draws, score))
+
+
+#: In which tables and pictures have them, whenever they were measured.
+ORDER = (
+    *("independent draws", "SGLD", "SGLD, balanced", "SGLD+R", "SGHMC", "SGHMC+R", "SVGD"),
+    *("SGLD, archive", "SGLD+R, archive", "SGHMC, archive", "NumPyro's NUTS", "NumPyro's AIES", "NumPyro's ESS"),
+)
+PROTOCOLS = {"exact": "", "a": "(a) one step", "b": "(b) its best", "c": "(c) 10 % too wide", "d": "(d) nothing set"}
+
+
+def tables(record: Record) -> str:
+    sections = []
+    clouds = {(row["target"], row["particles"]) for row in record.rows.values()}
+    for target, size in sorted(clouds, key=lambda cloud: (list(MODELS).index(cloud[0]), cloud[1])):
+        measures = ["mean_error", "square_error", "inflation"]
+        if target == "Gaussians":
+            measures = ["mean_error", "square_error", "occupancy", "distance", "inflation"]
+        lines = []
+        for protocol, title in PROTOCOLS.items():
+            for row in in_order(record.select(target=target, particles=size, protocol=protocol)):
+                lines.append([title, row["sampler"], *settings_of(row), *(cell(row, name) for name in measures)])
+                lines[-1] += [f"{row[key]:,.0f}" if key in row else "" for key in ("effective", "nominal")]
+                a_second = "effective" in row and "seconds" in row
+                lines[-1].append(f"{row['effective'] / row['seconds']:,.0f}" if a_second else "")
+        names = {"mean_error": "error of E X", "square_error": "of E X²", "distance": "energy distance"}
+        head = ["", "sampler", "step", "h", *(names.get(name, name) for name in measures)]
+        head += ["effective draws", "nominal", "effective a second"]
+        number = max(row.get("repeats", 0) for row in record.select(target=target, particles=size))
+        sections.append(f"**{target}, {size} particles** ({number} repeats)\n\n{table(head, lines)}")
+    return "\n\n".join(sections)
+
+
+def in_order(rows):
+    return sorted(rows, key=lambda row: ORDER.index(row["sampler"]))
+
+
+def settings_of(row):
+    if "step" not in row:
+        return "", ""
+    h = "rule" if row["h"] is None else f"{row['h']:g}"
+    return f"{row['step']:.3g}", h if row["sampler"] in REPULSIVE else ""
+
+
+def cell(row, name):
+    if row.get("nowhere"):
+        return "no step of the grid" if name == "mean_error" else ""
+    lost = f" ({row['not_finite']} not finite)" if row["not_finite"] and name == "mean_error" else ""
+    return pm(*row[name], 4 if name == "distance" else 3) + lost if name in row else f"not finite{lost}"
+
+
+def draw(record: Record):
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6.6), layout="constrained")
+    sizes = sorted({row["particles"] for row in record.select(target="exponentials")})
+    axes[0, 1].set_axis_off()
+    for ax, size in zip(axes[0], dict.fromkeys((sizes[0], sizes[-1])), strict=False):
+        ax.set_axis_on()
+        for name, colour in zip(SHOWN, ("C0", "C1"), strict=True):
+            row = record.rows[f"exponentials {size} a {name} {STEPS[0]}"]
+            updates = 500 + 10 * np.arange(1, 51)
+            for i, line in enumerate(row["running"]):
+                ax.plot(updates, line, colour, lw=0.9, label=name if i == 0 else None)
+        ax.axhline(Exponentials.mean, color="k", lw=0.8)
+        ax.set(title=f"exponentials, {size} particles, ε = {STEPS[0]}", xlabel="update", ylabel="running E X")
+    axes[0, 0].legend(frameon=False)
+    trade_off(axes[0, 2], record, "exponentials", sizes[0])
+    grid = 20
+    for ax, name in zip(axes[1], SHOWN, strict=False):
+        cloud = np.array(record.rows[f"Gaussians {grid} a {name} {STEPS[0]}"]["cloud"])
+        ax.scatter(*multimodal.GRID.T, s=900, color="0.9")
+        ax.scatter(*cloud.T, s=12)
+        ax.set(title=f"{name}, last cloud, ε = {STEPS[0]}", xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal")
+    trade_off(axes[1, 2], record, "Gaussians", grid)
+    return figure
+
+
+def trade_off(ax, record, target, size):
+    """The criterion against inflation, along the steps of the grid."""
+    rows = in_order(record.select(target=target, particles=size, protocol="grid", h=None))
+    criterion = (Exponentials if target == "exponentials" else Gaussians).criterion
+    for row in rows:
+        width, value = np.array([row["inflation"], row[criterion]], float)
+        # Where Euler's chain explodes there is nothing to see.
+        shown = width < 3.0
+        if row["sampler"] != "SVGD":
+            ax.plot(width[shown], value[shown], ".-", lw=0.9, label=row["sampler"])
+    ax.axvline(1.0, color="k", lw=0.8)
+    label = "error of E X" if criterion == "mean_error" else "energy distance"
+    ax.set(yscale="log", xlabel="inflation", ylabel=label, title=f"{target}, each step of the grid")
+    ax.legend(frameon=False, fontsize=7)
+
+
+if __name__ == "__main__":
+    run(__doc__, "mixtures", measure, tables, draw)

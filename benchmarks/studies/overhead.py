@@ -1,0 +1,127 @@
+"""What repulsion costs, and what `MCMC` costs, for an update of 50 particles of the paper's network.
+
+50 hidden units, 13 inputs; 455 rows, a minibatch of 100 rows of its own for each particle, ten updates for each kept
+draw. The bare loop is a `lax.scan` of the vmapped gradient of NumPyro's potential with the same minibatches, plus
+white noise, that keeps every tenth cloud. Timings are medians over rounds in which the programs run in turn, within
+one process, after compilation; a ratio is the median of the rounds' ratios. The full form does all of it three times.
+
+    python -m benchmarks.studies.overhead [--short] [--again]
+"""
+
+from functools import partial
+import statistics
+import time
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+
+from numpyro.handlers import substitute
+from numpyro.infer.util import initialize_model
+
+from benchmarks.harness.runs import in_turns, through_mcmc
+from benchmarks.harness.store import Record, run, table
+from numpyro_repulsion import RBF, SGLD, SGLDR, Independent, Overdamped
+from numpyro_repulsion.gradients import draw_indices
+from numpyro_repulsion.targets import bayesian_neural_network
+
+NUM_PARTICLES, STEP_SIZE, NUM_STEPS = 50, 1e-6, 10
+BARE, BASELINE = "bare `lax.scan`", "`SGLD`, the paper's baseline (independent noise, Euler)"
+DEFAULT, REPELLED = "`SGLD`, default (balanced and averaged noise)", "`SGLDR`"
+#: The program that each is compared with, its name in the table, and the ratio that is aimed at.
+COMPARED = {BASELINE: (BARE, "bare", None), DEFAULT: (BARE, "bare", 1.15), REPELLED: (DEFAULT, "`SGLD`", 1.15)}
+
+
+def bare_scan(model, X, y, num_updates, start):
+    """SGLD by hand: a scan of the vmapped gradient of NumPyro's potential, and white noise."""
+
+    def indexed(*args, _rows):
+        return substitute(model, data=_rows)(*args)
+
+    plates = {"rows": (X.shape[0], 100)}
+    info = initialize_model(
+        random.key(0), indexed, model_args=(X, y), model_kwargs={"_rows": {"rows": jnp.arange(100)}}, dynamic_args=True
+    )
+
+    @jax.jit
+    def run(key, X, y):
+        def energy(z, rows):
+            return info.potential_fn(X, y, _rows=rows)(z)
+
+        def update(z, key):
+            rows_key, noise_key = random.split(key)
+            rows = jax.vmap(lambda k: draw_indices(k, plates))(random.split(rows_key, NUM_PARTICLES))
+            gradient = jax.vmap(jax.grad(energy))(z, rows)
+            leaves, treedef = jax.tree.flatten(z)
+            keys = random.split(noise_key, len(leaves))
+            noise = [random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+            noise = jax.tree.unflatten(treedef, noise)
+            z = jax.tree.map(lambda x, g, n: x - STEP_SIZE * g + (2 * STEP_SIZE) ** 0.5 * n, z, gradient, noise)
+            return z, None
+
+        def iteration(z, keys):
+            z, _ = lax.scan(update, z, keys)
+            return z, z
+
+        keys = random.split(key, num_updates).reshape(-1, NUM_STEPS)
+        return lax.scan(iteration, start, keys)[1]
+
+    return run
+
+
+def timed(num_updates, rounds):
+    """Microseconds for an update, ratios, and seconds of ``kernel.init`` from its second call on."""
+    X = random.normal(random.key(0), (455, 13))
+    y = jnp.sin(X[:, 0]) + 0.1 * random.normal(random.key(1), (455,))
+    model = partial(bayesian_neural_network, subsample_size=100)
+    kernels = {
+        DEFAULT: SGLD(model, step_size=STEP_SIZE),
+        BASELINE: SGLD(model, step_size=STEP_SIZE, interaction=Independent(), dynamics=Overdamped("euler")),
+        REPELLED: SGLDR(model, step_size=STEP_SIZE, interaction=RBF()),
+    }
+    start = kernels[DEFAULT].init(random.split(random.key(2), NUM_PARTICLES), 0, None, (X, y), {}).z
+    programs = {BARE: bare_scan(model, X, y, num_updates, start)}
+    programs |= {name: through_mcmc(kernel, num_updates, NUM_PARTICLES) for name, kernel in kernels.items()}
+    seconds = in_turns(programs, (X, y), rounds)
+
+    init_seconds = []
+    for round_ in range(rounds + 1):
+        began = time.perf_counter()
+        state = kernels[REPELLED].init(random.split(random.key(round_), NUM_PARTICLES), 0, None, (X, y), {})
+        jax.block_until_ready(state.gradient)
+        init_seconds.append(time.perf_counter() - began)
+    return {
+        "rounds": rounds,
+        "num_updates": num_updates,
+        "microseconds": {name: 1e6 * statistics.median(times) / num_updates for name, times in seconds.items()},
+        "ratios": {
+            name: statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
+            for name, (other, _, _) in COMPARED.items()
+        },
+        "init_seconds": statistics.median(init_seconds[1:]),
+        "first_init_seconds": init_seconds[0],
+    }
+
+
+def measure(record: Record) -> None:
+    for number in range(1, 2 if record.short else 4):
+        record.row(f"run {number}", lambda: timed(100, 3) if record.short else timed(500, 9))
+
+
+def tables(record: Record) -> str:
+    rows = record.rows.values()
+    lines = []
+    for name in (BARE, *COMPARED):
+        _, other, target = COMPARED.get(name, (None, "", None))
+        ratios = [row["ratios"][name] for row in rows] if other else []
+        cells = (f"**{ratio:.2f}**" if target and ratio > target else f"{ratio:.2f}" for ratio in ratios)
+        over = f"{', '.join(cells)} of {other}" if other else ""
+        lines.append([name, ", ".join(f"{row['microseconds'][name]:.0f}" for row in rows), over, str(target or "")])
+    runs = ", ".join(name.removeprefix("run ") for name in record.rows)
+    text = table(["", f"µs per update, run {runs}", f"ratio, run {runs}", "target"], lines)
+    init = ", ".join(f"{1e3 * row['init_seconds']:.0f} ms" for row in rows if "init_seconds" in row)
+    return text + (f"\n\n`kernel.init` from the second call on: {init}." if init else "")
+
+
+if __name__ == "__main__":
+    run(__doc__, "overhead", measure, tables, None)
