@@ -223,7 +223,7 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
         steepness = measure_steepness(random.key(0), interaction, cloud.z, tuning.bandwidth)
         tuning = tuning._replace(measurements=one.add(curvature, noise, steepness))
     spread = jnp.inf if is_other or tuning.moments is None else tuning.spread(dynamics)
-    landscape = survey(tuning.measurements, tuning.noise, spread, coupling, dynamics, iteration.gradient.shared)
+    landscape = survey(tuning.measurements, tuning.noise, spread, coupling, dynamics, iteration.shares_minibatches)
     calm = Landscape(jnp.zeros(()), jnp.zeros(()), landscape.noise)
     return dynamics.bias(step_size, landscape, coupling), dynamics.bias(step_size, calm, coupling)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.adaptation.measurement import POWER_ITERATIONS
-from numpyro_repulsion.adaptation.timetable import ARRIVED, ENDS
+from numpyro_repulsion.adaptation.windows import ARRIVED, ENDS
 
 
 def vectorized(kernel: Any, num_warmup: int, num_samples: int, num_chains: int, progress_bar: bool = False) -> MCMC:

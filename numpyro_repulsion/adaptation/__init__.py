@@ -6,45 +6,41 @@ and the bandwidth *settle* on what is measured in them. All are constant from th
 followed the particles while draws are kept would change the stationary law.
 """
 
-from numpyro_repulsion.adaptation.arrival import Surroundings, arrive, left_behind, rescue
-from numpyro_repulsion.adaptation.bandwidth import best_bandwidth, gains, settle_bandwidth
-from numpyro_repulsion.adaptation.learning import adapt
+from numpyro_repulsion.adaptation.arrival import Surroundings, arrive, left_behind, rescue, update_arrival
+from numpyro_repulsion.adaptation.bandwidth import best_bandwidth, gains, settle_bandwidth, update_bandwidth
 from numpyro_repulsion.adaptation.measurement import Measurements, measure, measure_steepness, survey
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
-from numpyro_repulsion.adaptation.symptoms import Symptoms, Widest
-from numpyro_repulsion.adaptation.timetable import (
-    LAST_ADAPTED,
-    at as iteration_at,
-    is_arriving,
-    is_due,
-    is_settling,
-    since_arrival,
-    until_due,
-)
+from numpyro_repulsion.adaptation.reference import update_reference
+from numpyro_repulsion.adaptation.scales import update_scales
+from numpyro_repulsion.adaptation.step_size import update_step_size
+from numpyro_repulsion.adaptation.symptoms import Symptoms, Widest, update_symptoms
 from numpyro_repulsion.adaptation.tuning import Learned, Tuning
 from numpyro_repulsion.adaptation.verdict import Verdict, judge
+from numpyro_repulsion.adaptation.warmup import Learner, Sampler, warmup_update
+from numpyro_repulsion.adaptation.windows import ARRIVED, FREEZE, LAST_ADAPTED, Stage
 
 __all__ = [
+    "ARRIVED",
+    "FREEZE",
     "LAST_ADAPTED",
+    "LEARNERS",
     "Learned",
+    "Learner",
     "Measurements",
     "Moments",
     "Preconditioner",
+    "Sampler",
+    "Stage",
     "Surroundings",
     "Symptoms",
     "Tuning",
     "Verdict",
     "Widest",
-    "adapt",
     "arrive",
     "best_bandwidth",
     "first_scale",
-    "inverse_root",
-    "iteration_at",
     "gains",
-    "is_arriving",
-    "is_due",
-    "is_settling",
+    "inverse_root",
     "judge",
     "left_behind",
     "measure",
@@ -52,7 +48,16 @@ __all__ = [
     "rescue",
     "settle_bandwidth",
     "shrink",
-    "since_arrival",
     "survey",
-    "until_due",
+    "warmup_update",
 ]
+
+#: In the order in which they see an iteration: new scales come before what is measured in them.
+LEARNERS: tuple[Learner, ...] = (
+    update_symptoms,
+    update_arrival,
+    update_scales,
+    update_reference,
+    update_bandwidth,
+    update_step_size,
+)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+import numpy as np
 
-from numpyro_repulsion.dynamics import select
+from numpyro_repulsion.adaptation.windows import Stage
+from numpyro_repulsion.dynamics import Cloud, select
 
-__all__ = ["Surroundings", "arrive", "left_behind", "rescue"]
+if TYPE_CHECKING:
+    from numpyro_repulsion.adaptation.tuning import Tuning
+    from numpyro_repulsion.adaptation.warmup import Sampler
+
+__all__ = ["Surroundings", "arrive", "left_behind", "rescue", "update_arrival"]
+
+#: Bounds on the steps of particles that arrive, once scales suit them.
+ARRIVAL_STEPS = (np.exp(-12.0), 1.0)
 
 Position = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -128,3 +137,34 @@ def rescue(key: jax.Array, position: Position, step_size: jax.Array, lost: jax.A
         return x.reshape(lost.size, *x.shape[2:])[chosen].reshape(x.shape)
 
     return jax.tree.map(move, (position, step_size))
+
+
+def update_arrival(
+    key: jax.Array, stage: Stage, tuning: Tuning, cloud: Cloud, sampler: Sampler
+) -> tuple[Tuning, Cloud]:
+    """At the ends of windows, particles around which there is nothing of the posterior go to where others are."""
+    if not sampler.learned.arrives:
+        return tuning, cloud
+    surroundings = tuning.surroundings
+    if surroundings is not None:
+
+        def look_around():
+            fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), surroundings)
+            return fresh.add(cloud.potential_energy, cloud.gradient)
+
+        tuning = tuning._replace(surroundings=lax.cond(stage.is_arriving, look_around, lambda: surroundings))
+
+    def lost():
+        if tuning.surroundings is not None:
+            return tuning.surroundings.weighs_nothing()
+        # Energies of a particle's own minibatches cannot be compared, nor curvature be told from their noise.
+        return left_behind(sampler.score(tuning, cloud.z), cloud.z.shape[-1])
+
+    position, steps = lax.cond(
+        stage.window_ends & stage.may_rescue,
+        lambda: rescue(key, cloud[:3], tuning.arrival, lost()),
+        lambda: (cloud[:3], tuning.arrival),
+    )
+    if sampler.learned.scale is not None:
+        steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
+    return tuning._replace(arrival=steps), Cloud(position[0], position[1], position[2], cloud.memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jax import lax, random
@@ -10,10 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.adaptation.measurement import measure_steepness
-from numpyro_repulsion.dynamics import Landscape, Overdamped
+from numpyro_repulsion.adaptation.windows import Stage
+from numpyro_repulsion.dynamics import Cloud, Landscape, Overdamped
 from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["Gains", "best_bandwidth", "gains", "settle_bandwidth"]
+if TYPE_CHECKING:
+    from numpyro_repulsion.adaptation.tuning import Tuning
+    from numpyro_repulsion.adaptation.warmup import Sampler
+
+__all__ = ["Gains", "best_bandwidth", "gains", "settle_bandwidth", "update_bandwidth"]
 
 #: The bandwidths that are tried, as multiples of the rule's.
 MULTIPLES = 2.0 ** np.linspace(-4.0, 4.0, 33)
@@ -115,3 +121,28 @@ def settle_bandwidth(
         return jnp.exp(jnp.log(previous) + (jnp.log(best) - jnp.log(previous)) / number).astype(rule.dtype)
 
     return lax.cond(number > 0, average, lambda: rule)
+
+
+def update_bandwidth(
+    key: jax.Array, stage: Stage, tuning: Tuning, cloud: Cloud, sampler: Sampler
+) -> tuple[Tuning, Cloud]:
+    """The bandwidth follows the cloud until scales are frozen, and then settles at the ends of windows.
+
+    A cloud may shrink many times over while it travels. With the bandwidth it had before, all particles would be
+    neighbours, and the step too long for the largest eigenvalue of such a K.
+    """
+    del key
+    learned = sampler.learned
+    if not learned.bandwidth:
+        return tuning, cloud
+    interacts = stage.has_arrived if learned.arrives else True
+    follows = interacts & (stage.is_adapting | stage.window_ends)
+    rule = learned.step_size or BiasBudget()
+    bandwidth = lax.cond(
+        follows,
+        lambda: settle_bandwidth(
+            sampler.interaction, cloud.z, tuning.bandwidth, stage.num_settled, rule.tolerance, tuning.bias
+        ),
+        lambda: tuning.bandwidth,
+    )
+    return tuning._replace(bandwidth=bandwidth), cloud

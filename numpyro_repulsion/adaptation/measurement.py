@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Dynamics, Landscape
 from numpyro_repulsion.interactions import Coupling, Interaction
 
-__all__ = ["UNKNOWN", "Measurements", "measure", "measure_steepness", "survey"]
+__all__ = ["UNKNOWN", "CorrectableForce", "Measurements", "measure", "measure_steepness", "survey"]
 
 #: Stands for a number of a state that is not known and would be 0 or above: `jax_debug_nans` stops at NaN.
 UNKNOWN = -1.0

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.adaptation.preconditioner import Preconditioner
+from numpyro_repulsion.adaptation.windows import Stage
+from numpyro_repulsion.dynamics import Cloud
 
-__all__ = ["Symptoms", "Widest"]
+if TYPE_CHECKING:
+    from numpyro_repulsion.adaptation.tuning import Tuning
+    from numpyro_repulsion.adaptation.warmup import Sampler
+
+__all__ = ["Symptoms", "Widest", "update_symptoms"]
 
 #: Squared gradients are compared in at most so many blocks of coordinates, and in all such a table has so many entries.
 MAX_BLOCKS, MAX_ENTRIES = 128, 2**20
@@ -162,6 +169,24 @@ class Symptoms(NamedTuple):
         _, square, fourth = self.powers * (1.0 / jnp.maximum(self.number, 1.0))
         found = fourth / square**2
         return jnp.max(jnp.where(jnp.isfinite(found), found, 0.0))
+
+
+def update_symptoms(
+    key: jax.Array, stage: Stage, tuning: Tuning, cloud: Cloud, sampler: Sampler
+) -> tuple[Tuning, Cloud]:
+    """The sums since scales were frozen, and at the ends of windows the direction along which particles are watched."""
+    del key
+    known = tuning.symptoms
+    if known is None:
+        return tuning, cloud
+
+    def examine():
+        u, gradient = (x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient))
+        found = known.add(u, gradient, tuning.preconditioner)
+        temperature = sampler.dynamics.temperature or 1.0
+        return lax.cond(stage.window_ends, lambda: found.next_window(temperature), lambda: found)
+
+    return tuning._replace(symptoms=lax.cond(stage.is_settling, examine, lambda: known)), cloud
 
 
 def _num_blocks(dimension):

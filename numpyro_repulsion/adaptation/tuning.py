@@ -11,7 +11,7 @@ from numpyro_repulsion.adaptation.arrival import Surroundings
 from numpyro_repulsion.adaptation.measurement import UNKNOWN, Measurements
 from numpyro_repulsion.adaptation.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.adaptation.symptoms import Symptoms
-from numpyro_repulsion.adaptation.timetable import SETTLING_ENDS
+from numpyro_repulsion.adaptation.windows import SETTLING_ENDS
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Anchor
 from numpyro_repulsion.schedules import BiasBudget

@@ -174,7 +174,13 @@ def anchored(key: jax.Array, target: Target, unravel: Callable, anchor: Anchor, 
     mark = jnp.full((), jnp.inf, position.dtype)
     if position.ndim > 1:
         mark = fingerprint(target, unravel, position.reshape(-1, position.shape[-1])[0])
-    return anchor._replace(potential_energy=energy, gradient=gradient, fingerprint=mark, age=jnp.zeros((), jnp.int32))
+    return anchor._replace(
+        potential_energy=energy,
+        gradient=gradient,
+        fingerprint=mark,
+        age=jnp.zeros((), jnp.int32),
+        is_stale=jnp.zeros((), bool),
+    )
 
 
 def full_gradient(

@@ -29,6 +29,7 @@ class Anchor(NamedTuple):
     - **fingerprint** - U at the (first) ẑ on a few rows, by which other data are known; infinite where there is
       no reference yet, and until a common one is next used.
     - **age** - of references that are renewed, how many updates were done since.
+    - **is_stale** - whether it was made on other data than those at hand.
     """
 
     position: jax.Array
@@ -37,13 +38,15 @@ class Anchor(NamedTuple):
     in_use: jax.Array
     fingerprint: jax.Array
     age: jax.Array
+    is_stale: jax.Array
 
     @staticmethod
     def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Anchor:
         """No reference point yet, for positions of a shape ``(d,)`` or ``(G, L, d)``."""
         zero = jnp.zeros(shape, dtype)
         unknown = jnp.asarray(jnp.inf, dtype)
-        return Anchor(zero, zero[..., 0], zero, jnp.asarray(in_use), unknown, jnp.zeros((), jnp.int32))
+        count, no = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+        return Anchor(zero, zero[..., 0], zero, jnp.asarray(in_use), unknown, count, no)
 
 
 class Gradient:

@@ -15,7 +15,7 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMC, MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
-from numpyro_repulsion.adaptation import judge
+from numpyro_repulsion.adaptation import Stage, judge
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.gradients import (
@@ -205,14 +205,14 @@ class ParticleKernel(Fixed, MCMCKernel):
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         learned = iteration.learned
         rng_key, tuning_key, loop_key = random.split(state.rng_key, 3)
-        tuning, is_other = iteration.recognize(cloud, tuning)
-        cloud, tuning, in_use, troubled, num_updates = iteration.move(
-            loop_key, cloud, tuning, state.num_updates, is_other
-        )
+        stage = Stage.of(tuning.iteration, tuning.num_warmup)
+        tuning = iteration.recognize(stage, cloud, tuning)
+        progress, tuning, in_use = iteration.move(loop_key, stage, cloud, tuning, state.num_updates)
+        troubled = progress.flagged
         kept_after = tuning.num_warmup if learned.arrives else 0
         troubles = state.num_divergences + jnp.where(tuning.iteration >= kept_after, troubled.sum(), 0)
         warn_at_first_divergence(state.num_divergences, troubles, self.remedy)
-        cloud, tuning = iteration.learn(tuning_key, cloud, tuning, is_other)
+        cloud, tuning = iteration.learn(tuning_key, stage, progress.cloud, tuning)
         if tuning.measurements is not None and (learned.measures or learned.jumps):
             warn_by_verdict(tuning.iteration == tuning.num_warmup, lambda: self._judge(tuning))
         state = ParticleState(
@@ -220,7 +220,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             **per_particle(cloud, tuning, in_use),
             diverging=(troubled > 0).reshape(size),
             tuning=tuning,
-            num_updates=num_updates,
+            num_updates=progress.num_updates,
             num_divergences=troubles.astype(jnp.int32),
             rng_key=rng_key,
             origin=state.origin,
@@ -236,17 +236,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         check_state(self, state, bound.target, learned, bound.gradient)
         flat, unravel = ravel_cloud(state.z)
         cloud = Cloud(state.tuning.preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
-        iteration = Iteration(
-            bound.target,
-            unravel,
-            bound.gradient,
-            self.dynamics,
-            self.interaction,
-            self.moves,
-            self._schedule,
-            learned,
-            self.num_steps,
-        )
+        iteration = Iteration(bound, learned, unravel, self._schedule)
         return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
 
     def postprocess_fn(self, args, kwargs):

@@ -12,15 +12,7 @@ import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 import numpy as np
 
-from numpyro_repulsion.adaptation import (
-    Preconditioner,
-    Tuning,
-    inverse_root,
-    is_due,
-    is_settling,
-    shrink,
-    since_arrival,
-)
+from numpyro_repulsion.adaptation import ARRIVED, FREEZE, Preconditioner, Stage, Tuning, inverse_root, shrink
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.dynamics import Cloud, Force, select
 
@@ -149,20 +141,21 @@ class Archive:
             tally=(jnp.zeros((), dtype),) * 2,
         )
 
-    def learn(self, jumps: Jumps, tuning: Tuning, cloud: Cloud, temperature: float) -> Jumps:
+    def learn(self, stage: Stage, jumps: Jumps, tuning: Tuning, cloud: Cloud, temperature: float) -> Jumps:
         """What one more iteration teaches, and at the ends of windows a new archive; constant after warmup."""
-        elapsed = since_arrival(tuning)
+        elapsed = stage.done - stage.at(ARRIVED)
+        is_warmup = stage.done < stage.num_warmup
 
         def remember():
             remembered = self._record(jumps, tuning.preconditioner, cloud, elapsed)
-            return lax.cond(is_due(tuning), lambda: renew(remembered), lambda: remembered)
+            return lax.cond(stage.window_ends, lambda: renew(remembered), lambda: remembered)
 
         def renew(jumps):
-            tried = jnp.where(is_settling(tuning), DENSITY, DIFFERENCES)
-            jumps = self._choose(jumps, jnp.where(tuning.iteration < tuning.num_warmup, tried, -1))
+            tried = jnp.where(is_warmup & (stage.done >= stage.at(FREEZE)), DENSITY, DIFFERENCES)
+            jumps = self._choose(jumps, jnp.where(is_warmup, tried, -1))
             return self._fit(jumps, tuning.preconditioner, cloud.z.shape[0] * cloud.z.shape[1], temperature)
 
-        return lax.cond((elapsed >= 0) & (tuning.iteration <= tuning.num_warmup), remember, lambda: jumps)
+        return lax.cond((elapsed >= 0) & stage.is_warmup, remember, lambda: jumps)
 
     def _record(self, jumps, change, cloud, elapsed):
         """With the particles of one more iteration, in unconstrained coordinates."""

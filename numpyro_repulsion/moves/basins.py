@@ -9,7 +9,7 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.adaptation import Learned, Preconditioner, Tuning, inverse_root, iteration_at
+from numpyro_repulsion.adaptation import Learned, Preconditioner, Stage, Tuning, inverse_root
 from numpyro_repulsion.dynamics import Cloud, Force, select
 
 __all__ = ["BasinJumps", "jump_between_basins", "learn_basins"]
@@ -77,11 +77,10 @@ class BasinJumps(NamedTuple):
         return self.tally[1] / jnp.maximum(self.tally[0], 1.0)
 
 
-def learn_basins(jumps: BasinJumps, tuning: Tuning, cloud: Cloud, temperature: float) -> BasinJumps:
+def learn_basins(stage: Stage, jumps: BasinJumps, tuning: Tuning, cloud: Cloud, temperature: float) -> BasinJumps:
     """What one more iteration teaches; constant after warmup, but for the tally."""
-    done = tuning.iteration
-    begins, ends = iteration_at(BEGINNING, tuning), iteration_at(END, tuning)
-    is_first, is_last = done == begins, done == ends
+    begins, ends = stage.at(BEGINNING), stage.at(END)
+    is_first, is_last = stage.done == begins, stage.done == ends
 
     def scale():
         covariance = tuning.moments.gradient_scatter / jnp.maximum(tuning.moments.number, 1.0) / temperature
@@ -101,7 +100,7 @@ def learn_basins(jumps: BasinJumps, tuning: Tuning, cloud: Cloud, temperature: f
             change.scale, origin, sums, number, origin + mean, jnp.clip(width, *WIDTHS), is_on, jumps.tally
         )
 
-    return lax.cond((done >= begins) & (done <= ends), follow, lambda: jumps)
+    return lax.cond((stage.done >= begins) & (stage.done <= ends), follow, lambda: jumps)
 
 
 def jump_between_basins(
