@@ -1,5 +1,7 @@
 """What warmup learns, against known answers."""
 
+from collections.abc import Callable
+from typing import NamedTuple
 import warnings
 
 import jax
@@ -34,26 +36,26 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.adaptation import (
+    LEARNERS,
     Learned,
     Measurements,
     Moments,
     Preconditioner,
+    Stage,
     Surroundings,
     Tuning,
     Verdict,
-    adapt,
     arrive,
     first_scale,
-    is_arriving,
-    is_due,
     left_behind,
     measure,
     measure_steepness,
     rescue,
-    tuning,
+    step_size as step_sizes,
+    warmup_update,
 )
-from numpyro_repulsion.dynamics import Cloud, Landscape
-from numpyro_repulsion.interactions import Coupling, bandwidth
+from numpyro_repulsion.dynamics import Cloud, Dynamics, Landscape
+from numpyro_repulsion.interactions import Coupling, Interaction, bandwidth
 
 PRECISION = jnp.array([[9.0, 2.0, 0.0], [2.0, 4.0, 0.5], [0.0, 0.5, 0.01]])
 EULER = Overdamped("euler")
@@ -253,7 +255,7 @@ def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, 
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_particles_on_a_line_keep_the_budget(is_measured, monkeypatch):
     if not is_measured:
-        monkeypatch.setattr(tuning, "measure_steepness", lambda *_: jnp.zeros(()))
+        monkeypatch.setattr(step_sizes, "measure_steepness", lambda *_: jnp.zeros(()))
     starts = random.normal(random.key(1), (20, 1))
     mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2), num_warmup=1000, num_samples=2000, num_chains=20,
                 chain_method="vectorized", progress_bar=False)  # fmt: skip
@@ -426,26 +428,33 @@ def test_bias_of_euler_is_that_of_its_recursion():
     assert float(EULER.bias(ε, Landscape(λ, λ, V), coupling(1.0))) == pytest.approx(exact, rel=1e-5)
 
 
+class Sampler(NamedTuple):
+    """What learners know of a sampler."""
+
+    learned: Learned
+    gradient: Callable | None = None
+    interaction: Interaction = Independent()
+    dynamics: Dynamics = Overdamped()
+    num_steps: int = 10
+    shares_minibatches: bool = False
+
+    def force(self, tuning):
+        return self.gradient
+
+
+def warm_up(tuning, cloud, sampler):
+    """The tuning after one more iteration."""
+    stage = Stage.of(tuning.iteration, tuning.num_warmup)
+    return warmup_update(random.key(1), stage, tuning, cloud, sampler, LEARNERS)[0]
+
+
 def tune(force, u, learned=None, interaction=None, **fields):
     """The tuning of an adaptation at the end of warmup."""
     learned = learned or Learned(BiasBudget(0.1, min_draws=0.0), None, False, False)
     cloud = Cloud(u, *force(None, u), ())
     tuning = Tuning.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, learned)
     tuning = tuning._replace(iteration=jnp.asarray(99), **fields)
-    return adapt(
-        random.key(1),
-        tuning,
-        cloud,
-        learned,
-        lambda _: force,
-        None,
-        None,
-        False,
-        interaction or Independent(),
-        Overdamped(),
-        10,
-        False,
-    )[0]
+    return warm_up(tuning, cloud, Sampler(learned, force, interaction or Independent()))
 
 
 def test_where_no_curvature_is_met_the_step_follows_from_the_spread():
@@ -478,39 +487,34 @@ def test_laplace_distribution_comes_out_in_its_own_size(kernel, seed):
 
 
 def at(iteration, num_warmup=100):
-    cloud = Cloud(jnp.zeros((1, 6, 1)), jnp.zeros((1, 6)), jnp.zeros((1, 6, 1)))
-    learned = Learned(BiasBudget(), "dense", False, False)
-    tuning = Tuning.start(num_warmup, Preconditioner(), 1e-3, jnp.nan, cloud, learned)
-    return tuning._replace(iteration=jnp.asarray(iteration))
+    return Stage.of(jnp.asarray(iteration), jnp.asarray(num_warmup))
 
 
 def test_windows_of_warmup():
-    assert [n for n in range(120) if is_due(at(n))] == [
-        1,
-        2,
-        5,
-        10,
-        15,
-        25,
-        30,
-        40,
-        60,
-        65,
-        70,
-        75,
-        80,
-        85,
-        90,
-        95,
-        100,
-    ]
-    assert [n for n in range(120) if is_arriving(at(n))] == list(range(25))
-    assert not any(is_due(at(n, 0)) or is_arriving(at(n, 0)) for n in range(120))
+    ends = [1, 2, 5, 10, 15, 25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
+    assert [n for n in range(120) if at(n - 1).window_ends] == ends
+    assert [n for n in range(120) if at(n).is_arriving] == list(range(25))
+    assert [n for n in range(120) if at(n).is_settling] == list(range(60, 100))
+    assert [n for n in range(120) if at(n).is_warmup] == list(range(100))
+    assert [n for n in range(120) if at(n - 1).references_move] == [25, 60]
+    assert [int(at(n - 1).num_settled) for n in (64, 65, 70, 100, 101)] == [0, 1, 2, 8, 8]
+    # Sums count in the second half of a window, later in its last three quarters.
+    assert [n for n in range(120) if at(n).window_starts] == [1, 3, 7, 12, 20, 26, 32, 45, 70]
+    for n in range(110):
+        following = [end for end in ends if end > n]
+        assert at(n).until_end == (following[0] - n if following else np.iinfo(np.int32).max)
+    nothing = [at(n, 0) for n in range(120)]
+    assert not any(s.window_ends or s.is_arriving or s.is_settling or s.is_warmup for s in nothing)
+
+
+def test_noise_counts_by_and_by():
+    shares = [float(at(n - 1).noise_share) for n in (25, 29, 30, 39, 40, 59, 60, 100)]
+    np.testing.assert_allclose(shares, [0, 0, 0.03, 0.03, 0.2, 0.2, 1, 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_warmup", [*range(1, 12), 50, 51, 99, 1000, 100_000, 600_000, 2_000_000_000])
 def test_every_warmup_ends_with_a_measurement(num_warmup):
-    assert is_due(at(num_warmup, num_warmup)) and not is_due(at(num_warmup + 1, num_warmup))
+    assert at(num_warmup - 1, num_warmup).window_ends and not at(num_warmup, num_warmup).window_ends
 
 
 # Arrival
@@ -804,21 +808,8 @@ def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
         cloud = Cloud(u, jnp.zeros((1, 20)), u, ())
         tuning = Tuning.start(100, Preconditioner(), 0.1, before, cloud, learned)
         tuning = tuning._replace(iteration=jnp.asarray(iteration))
-        assert not is_due(tuning._replace(iteration=jnp.asarray(iteration + 1)))
-        found, _ = adapt(
-            random.key(1),
-            tuning,
-            cloud,
-            learned,
-            None,
-            None,
-            None,
-            False,
-            kernel,
-            Overdamped(),
-            num_steps=10,
-            shared=False,
-        )
+        assert not at(iteration).window_ends
+        found = warm_up(tuning, cloud, Sampler(learned, interaction=kernel))
         return float(kernel.couple(u, found.bandwidth).bound)
 
     assert bound_after(32) == pytest.approx(float(kernel.couple(20.0 * u, before).bound), rel=1e-3)

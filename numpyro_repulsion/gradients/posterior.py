@@ -11,7 +11,6 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-import numpyro.distributions as dist
 from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace, uncondition
 from numpyro.infer import init_to_uniform
@@ -20,7 +19,7 @@ from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_
 from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
-from numpyro_repulsion.gradients.structure import Watch, may_be_empty
+from numpyro_repulsion.gradients.structure import Watch, check_kinds, find_nan
 from numpyro_repulsion.gradients.target import Indices, Target
 from numpyro_repulsion.gradients.usage import check_bounds, check_latent, check_sites, read_usage, rows_outside
 
@@ -235,19 +234,11 @@ class ModelTarget(Target):
         return jax.tree.leaves((self.args, self.kwargs))
 
     def find_nan(self):
-        found = []
-        for path, leaf in jax.tree.leaves_with_path({"args": self.args, "kwargs": self.kwargs}):
-            # NumPy, for inside a user's `jit` an operation of JAX on known data has no value.
-            if _is_concrete(leaf) and (count := _count_nan(leaf)):
-                found.append(f"{count} in the model's {path[0].key}{jax.tree_util.keystr(path[1:])}")
         try:
             observations = jax.jit(self.observations)()
         except (TypeError, ValueError):
             observations = {}  # A model that works for its own number of rows only.
-        for name, value in observations.items():
-            if _is_concrete(value) and (count := _count_nan(value)):
-                found.append(f"{count} in the observed site '{name}'")
-        return found
+        return find_nan(self.args, self.kwargs, observations)
 
     def is_finite_on_all_rows(self) -> bool:
         """Whether the potential energy is finite at an arbitrary particle, over all rows; true where none can tell."""
@@ -311,7 +302,7 @@ class ModelTarget(Target):
         latent = {name: site for name, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
         self.discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
         self.latent = [name for name in latent if name not in self.discrete]
-        self._refuse(latent)
+        check_kinds(latent, self.discrete, self.dims, self.plates)
         # The first dimension that is free for enumeration.
         frames = [frame.dim for site in sites.values() for frame in site.get("cond_indep_stack", ())]
         self._enumeration_dim = min(frames, default=0) - 1
@@ -333,30 +324,6 @@ class ModelTarget(Target):
         with _any_number_of_rows():
             return constrain_fn(model, self.args, self.kwargs, z, return_deterministic=True)
 
-    def _refuse(self, latent):
-        for name, site in latent.items():
-            if isinstance(site["fn"], dist.Delta):
-                raise ValueError(
-                    f"Latent site '{name}' has a delta distribution; use `numpyro.deterministic('{name}', ...)`."
-                )
-            if 0 in site["fn"].shape() and not may_be_empty(site["fn"]):
-                raise ValueError(
-                    f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro's "
-                    "transforms and densities cannot take: leave the site out where it is empty."
-                )
-            plates = [plate for plate in self.dims[name] if plate in self.plates]
-            if plates and name not in self.discrete:
-                raise ValueError(
-                    f"Latent site '{name}' lies inside the subsampled plate '{plates[0]}', where each minibatch would "
-                    "need other latent variables. Move it out of the plate and index it, marginalize it, or drop "
-                    "`subsample_size`."
-                )
-        if not self.latent:
-            raise ValueError(
-                "The model has no continuous latent site, so there is nothing to sample; it needs at least one "
-                f"`numpyro.sample` statement without `obs`. Discrete latent sites: {self.discrete or 'none'}."
-            )
-
 
 @contextmanager
 def _any_number_of_rows():
@@ -372,11 +339,3 @@ def _factor(site):
 
 def _as_jax(leaf):
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
-
-
-def _count_nan(array):
-    return int(np.isnan(np.asarray(array)).sum()) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
-
-
-def _is_concrete(leaf):
-    return isinstance(leaf, np.ndarray | jax.Array) and not_jax_tracer(leaf)

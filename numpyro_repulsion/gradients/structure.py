@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import operator
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.primitives import Messenger
+from numpyro.util import not_jax_tracer
 
-__all__ = ["Watch", "may_be_empty"]
+__all__ = ["Watch", "check_kinds", "find_nan"]
 
 #: Rows are numbered by 32-bit integers.
 MAX_ROWS = 2**31 - 1
@@ -90,7 +97,60 @@ class Watch(Messenger):
         return watched
 
 
-def may_be_empty(law) -> bool:
+def check_kinds(latent: Mapping[str, dict], discrete: list[str], dims: Mapping[str, Mapping], plates: Mapping) -> None:
+    """Raises ``ValueError`` for latent sites that particles cannot have.
+
+    :param latent: the latent sites by name.
+    :param discrete: those of them that are discrete.
+    :param dims: by site, the dimension of each plate.
+    :param plates: the subsampled plates.
+    """
+    for name, site in latent.items():
+        if isinstance(site["fn"], dist.Delta):
+            raise ValueError(
+                f"Latent site '{name}' has a delta distribution; use `numpyro.deterministic('{name}', ...)`."
+            )
+        if 0 in site["fn"].shape() and not _may_be_empty(site["fn"]):
+            raise ValueError(
+                f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro's "
+                "transforms and densities cannot take: leave the site out where it is empty."
+            )
+        around = [plate for plate in dims[name] if plate in plates]
+        if around and name not in discrete:
+            raise ValueError(
+                f"Latent site '{name}' lies inside the subsampled plate '{around[0]}', where each minibatch would "
+                "need other latent variables. Move it out of the plate and index it, marginalize it, or drop "
+                "`subsample_size`."
+            )
+    if len(latent) == len(discrete):
+        raise ValueError(
+            "The model has no continuous latent site, so there is nothing to sample; it needs at least one "
+            f"`numpyro.sample` statement without `obs`. Discrete latent sites: {discrete or 'none'}."
+        )
+
+
+def _may_be_empty(law) -> bool:
     """Whether NumPyro's transforms and densities take values without elements."""
     is_whole = 0 not in law.batch_shape and getattr(law.support, "base_constraint", None) is constraints.real
     return law.support is constraints.real or is_whole
+
+
+def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, jax.Array]) -> list[str]:
+    """Where in the arguments and the observed sites of a model there is NaN, in words."""
+    found = []
+    for path, leaf in jax.tree.leaves_with_path({"args": args, "kwargs": dict(kwargs)}):
+        # NumPy, for inside a user's `jit` an operation of JAX on known data has no value.
+        if _is_concrete(leaf) and (count := _count_nan(leaf)):
+            found.append(f"{count} in the model's {path[0].key}{jax.tree_util.keystr(path[1:])}")
+    for name, value in observations.items():
+        if _is_concrete(value) and (count := _count_nan(value)):
+            found.append(f"{count} in the observed site '{name}'")
+    return found
+
+
+def _count_nan(array):
+    return int(np.isnan(np.asarray(array)).sum()) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
+
+
+def _is_concrete(leaf):
+    return isinstance(leaf, np.ndarray | jax.Array) and not_jax_tracer(leaf)
