@@ -17,18 +17,18 @@ MAX_FLAGGED = 1e-3
 #: Findings of equal severity are listed in this order: causes before their symptoms.
 _ORDER = (
     "funnel",
+    "other_data",
+    "jumps_off",
     "several_basins",
     "separate_modes",
     "heavy_tails",
     "varying_curvature",
-    "other_data",
+    "slow_directions",
     "not_mixed",
     "step_bias",
     "flagged_updates",
     "gradient_noise",
-    "slow_directions",
     "short_run",
-    "jumps_off",
     "control_variates_off",
     "warmup",
     "optimizer",
@@ -236,8 +236,13 @@ def _merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         for other in worst.values()
         if name in _COVERS.get(other.name, ()) and _level(finding) <= _level(other)
     }
-    kept = sorted((finding for name, finding in worst.items() if name not in covered), key=_place)
-    return tuple(_with_cause(finding, kept) for finding in kept)
+    kept = {name: finding for name, finding in worst.items() if name not in covered}
+    for cause in reversed(_ORDER):
+        if cause in kept and (symptoms := [kept[name] for name in _CAUSES.get(cause, ()) if name in kept]):
+            # A cause is as serious as what it leads to.
+            kept[cause] = kept[cause]._replace(severity=max([kept[cause], *symptoms], key=_level).severity)
+    ordered = sorted(kept.values(), key=_place)
+    return tuple(_with_cause(finding, ordered) for finding in ordered)
 
 
 def _with_cause(finding: Finding, others: Sequence[Finding]) -> Finding:

@@ -9,7 +9,7 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias
-from numpyro_repulsion.diagnostics import MODES, SHORT, why_unknown
+from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, why_unknown
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
 from numpyro_repulsion.inference_data import to_inference_data
 
@@ -52,7 +52,7 @@ def diagnose(run) -> Diagnosis:
         >>> found = diagnose(mcmc)
         >>> for finding in found:
         ...     print(finding.name, finding.severity, finding.remedy)
-        not_mixed error Raise `num_steps` or `num_warmup`, or rescale or reparameterize the model.
+        not_mixed error Raise `num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model.
         >>> bool(found), "funnel" in found
         (True, False)
     """
@@ -187,14 +187,21 @@ def _of_draws(posterior):
             "modes or label permutations, so effective sample sizes and standard errors are unknown.",
             "Order the labels, or set moves=Archive() with gradient=FullData().",
         )
-    if (~apart & ~mixed).any():
-        worst = int(np.argmax(np.where(apart | mixed, -np.inf, r_hat)))
+    if (slow := ~apart & ~mixed).any():
+        worst = int(np.argmax(np.where(slow, r_hat, -np.inf)))
+        # Particles that repel each other may keep their order on a line while their average goes everywhere.
+        is_known = bool((reasons[slow] == KNOWN).all())
         add(
             "not_mixed",
-            "error",
+            "warning" if is_known else "error",
             r_hat[worst],
-            f"R-hat is {r_hat[worst]:.2f} for {_label(posterior, worst)}, so the particles have not mixed.",
-            "Raise `num_steps` or `num_warmup`, or rescale or reparameterize the model.",
+            f"R-hat is {r_hat[worst]:.2f} for {_label(posterior, worst)}, so "
+            + (
+                "single particles have not mixed, though standard errors of averages over all of them are known."
+                if is_known
+                else "the particles have not mixed."
+            ),
+            "Raise `num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model.",
         )
     if short := int(((reasons == SHORT) & mixed).sum()):
         add(
