@@ -24,7 +24,7 @@ autodoc_default_options = {"members": True, "show-inheritance": True, "member-or
 autodoc_typehints = "none"
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(jax|numpyro|Exception|ValueError|TypeError)(\..*)?"),
+    ("py:.*", r"(jax|numpyro|collections|Exception|ValueError|TypeError)(\..*)?"),
     ("py:obj", r".*\.T"),
     # Bases that only share code.
     ("py:class", r"numpyro_repulsion\..*\.(_\w+|EulerBounds|Fixed|Wrapping)"),

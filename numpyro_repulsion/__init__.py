@@ -3,6 +3,7 @@
 from numpyro_repulsion.bias import StepBias, step_bias
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
 from numpyro_repulsion.dynamics import Descent, Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.findings import Diagnosis, Finding
 from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled
 from numpyro_repulsion.inference_data import all_rows, to_inference_data
 from numpyro_repulsion.interactions import (
@@ -23,7 +24,7 @@ from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR,
 from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.pictures import animate_particles, plot_gram, plot_particles, plot_running_estimates
 from numpyro_repulsion.pieces import load_draws, run_in_pieces
-from numpyro_repulsion.report import summary
+from numpyro_repulsion.report import diagnose, summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.scores import scores
 
@@ -47,7 +48,9 @@ __all__ = [
     "ControlVariates",
     "Cyclical",
     "Descent",
+    "Diagnosis",
     "Dynamics",
+    "Finding",
     "FullData",
     "Gram",
     "Independent",
@@ -67,6 +70,7 @@ __all__ = [
     "Underdamped",
     "all_rows",
     "animate_particles",
+    "diagnose",
     "enable_live_warnings",
     "ensemble_ess",
     "ensemble_mcse",

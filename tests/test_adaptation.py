@@ -31,6 +31,7 @@ from numpyro_repulsion import (
     Subsampled,
     Thermostat,
     Underdamped,
+    diagnose,
     ensemble_mcse,
     summary,
     to_inference_data,
@@ -837,26 +838,28 @@ FINE = Verdict(
 
 
 def test_verdict_names_what_is_wrong():
-    assert FINE.complaints() == []
-    # The step is raised until the run is worth 200, which rounding must not make a complaint.
-    assert FINE._replace(effective_draws=jnp.float32(199.99)).complaints() == []
+    assert FINE.findings() == []
+    # The step is raised until the run is worth 200, which rounding must not make a finding.
+    assert FINE._replace(effective_draws=jnp.float32(199.99)).findings() == []
     numbers = ("effective_draws", "condition", "curvature_ratio", "dependence", "noise_ratio")
-    assert FINE._replace(**{name: jnp.asarray(jnp.nan) for name in numbers}).complaints() == []
-    for field, value, words in (
-        ("effective_draws", 50.0, "about 50 independent"),
-        ("bias", 0.3, "30 % too large"),
-        ("condition", 100.0, "LocScaleReparam"),
-        ("curvature_ratio", 100.0, "LocScaleReparam"),
-        ("dependence", 1.0, "as in a funnel"),
-        ("has_heavy_tails", True, "heavy tails"),
-        ("has_basins", True, "in several basins"),
-        ("noise_ratio", 20.0, "Gradient noise, 20 times the curvature"),
-        ("fell_back", True, "Control variates add noise"),
+    assert FINE._replace(**{name: jnp.asarray(jnp.nan) for name in numbers}).findings() == []
+    for field, value, name, figure, words in (
+        ("effective_draws", 50.0, "slow_directions", 50.0, "about 50 independent"),
+        ("bias", 0.3, "step_bias", 1.3**0.5 - 1, "sds about 14 % too large"),
+        ("condition", 100.0, "varying_curvature", 2.5, "LocScaleReparam"),
+        ("curvature_ratio", 100.0, "varying_curvature", 4.0, "LocScaleReparam"),
+        ("dependence", 1.0, "funnel", 1.0, "as in a funnel"),
+        ("has_heavy_tails", True, "heavy_tails", None, "heavy tails"),
+        ("has_basins", True, "several_basins", None, "in several modes"),
+        ("noise_ratio", 20.0, "gradient_noise", 20.0, "Gradient noise, 20 times the curvature"),
+        ("fell_back", True, "control_variates_off", None, "Control variates add noise"),
+        ("stays", True, "jumps_off", None, "Jumps are hardly ever accepted"),
     ):
-        (complaint,) = FINE._replace(**{field: jnp.asarray(value)}).complaints()
-        assert words in complaint
+        (finding,) = FINE._replace(**{field: jnp.asarray(value)}).findings()
+        assert finding.name == name and words in str(finding)
+        assert finding.figure == (None if figure is None else pytest.approx(figure))
     slow = FINE._replace(effective_draws=jnp.asarray(50.0), is_diagonal=jnp.asarray(True))
-    assert 'set preconditioner="dense"' in slow.complaints()[0]
+    assert 'Set preconditioner="dense"' in slow.findings()[0].remedy
 
 
 def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, seed=0, **kwargs):
@@ -897,11 +900,12 @@ def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel, capsys):
     assert "reparam" in words
     # Said again where the results are.
     data = to_inference_data(mcmc)
-    assert "reparam" in data["posterior"].attrs["complaints"]
+    assert "reparam" in data["posterior"].attrs["findings"]
+    assert "funnel" in diagnose(data)
     summary(data, kind="stats")
     assert "reparam" in capsys.readouterr().out
     words, mcmc = expectations(kernel(schools), False)
-    assert words == to_inference_data(mcmc)["posterior"].attrs["complaints"] == ""
+    assert words == "" and to_inference_data(mcmc)["posterior"].attrs["findings"] == "[]"
 
 
 @pytest.mark.slow
@@ -919,7 +923,7 @@ def test_short_warmup_says_so():
 @pytest.mark.slow
 def test_a_run_that_goes_nowhere_says_so():
     words, _ = expectations(SGLD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
-    assert "independent ones: raise `num_steps`" in words
+    assert "independent draws. Raise `num_steps`" in words
 
 
 def noisy_mean(y, subsample_size):
@@ -932,7 +936,7 @@ def noisy_mean(y, subsample_size):
 def test_noise_that_rules_the_step_is_named():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
     words, _ = expectations(SGLD(noisy_mean, gradient=Subsampled()), y, 2)
-    assert "enlarge `subsample_size`" in words
+    assert "Raise `subsample_size`" in words
     # The likelihood is quadratic: control variates leave no noise at all.
     words, mcmc = expectations(SGLD(noisy_mean), y, 2)
     assert words == ""
@@ -1067,8 +1071,8 @@ def test_auto_is_dense_up_to_64_parameters(dimension, dense):
 
 def test_an_optimizer_has_no_draws_to_be_judged():
     words, mcmc = expectations(SVGD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
-    assert "independent ones" not in words and "variances may come out" not in words
-    assert mcmc.sampler.complaints(mcmc.last_state) == []
+    assert "independent draws" not in words and "posterior sds" not in words
+    assert mcmc.sampler.findings(mcmc.last_state) == []
 
 
 def test_nothing_is_cut_where_the_noise_was_not_measured():

@@ -21,20 +21,24 @@ HOST = MATHEMATICS | {"numpyro"}
 #: What each file may import: packages, and files of this one.
 ARROWS = {
     "checks": (MATHEMATICS, set()),
+    "findings": (set(), set()),
     "interactions": (MATHEMATICS, {"checks"}),
     "schedules": (MATHEMATICS, {"checks"}),
     "dynamics": (MATHEMATICS, {"checks", "interactions"}),
     "gradients": (HOST, {"checks"}),
     "targets": (HOST, set()),
-    "adaptation": (MATHEMATICS, {"interactions", "schedules", "dynamics", "gradients"}),
+    "adaptation": (MATHEMATICS, {"findings", "interactions", "schedules", "dynamics", "gradients"}),
     "moves": (MATHEMATICS, {"checks", "dynamics", "adaptation"}),
-    "kernels": (HOST, {"checks", "interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"}),
+    "kernels": (
+        HOST,
+        {"checks", "findings", "interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"},
+    ),
     # NumPyro has the effective sample size of one series, SciPy ranks.
     "diagnostics": (HOST | {"scipy"}, set()),
     "bias": (HOST, {"checks", "adaptation", "dynamics", "gradients", "kernels", "diagnostics"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
-    "inference_data": (HOST | {"arviz", "xarray"}, {"schedules", "gradients", "kernels"}),
-    "report": (HOST | {"arviz"}, {"bias", "diagnostics", "inference_data"}),
+    "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels"}),
+    "report": (HOST | {"arviz"}, {"bias", "diagnostics", "findings", "inference_data"}),
     "pictures": (
         HOST | {"matplotlib"},
         {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data"},

@@ -19,7 +19,7 @@ from numpyro_repulsion.moves import BasinJumps, jump_between_basins
 from numpyro_repulsion.schedules import BiasBudget
 
 LIMIT = 4.5
-WORDS = "in several basins"
+WORDS = "several_basins"
 
 
 def oscillation():
@@ -110,7 +110,7 @@ BASINS = {
 
 
 def runs(model, seeds, kernel=SGLD, num_warmup=1000, num_samples=1000, **kwargs):
-    """Runs for some seeds, by one compiled program: the draws, and what warmup complains of."""
+    """Runs for some seeds, by one compiled program: the draws, and what warmup finds wrong."""
     mcmc = MCMC(kernel(model, **kwargs), num_warmup=num_warmup, num_samples=num_samples, num_chains=20,
                 chain_method="vectorized", progress_bar=False)  # fmt: skip
     for seed in seeds:
@@ -118,7 +118,7 @@ def runs(model, seeds, kernel=SGLD, num_warmup=1000, num_samples=1000, **kwargs)
             warnings.simplefilter("ignore")
             mcmc.run(random.key(seed))
             jax.effects_barrier()
-        yield mcmc.get_samples(group_by_chain=True), " ".join(mcmc.sampler.complaints(mcmc.last_state)), mcmc
+        yield mcmc.get_samples(group_by_chain=True), " ".join(map(str, mcmc.sampler.findings(mcmc.last_state))), mcmc
 
 
 def check(model, draws, words):

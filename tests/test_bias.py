@@ -112,7 +112,7 @@ def test_nothing_is_predicted_where_nothing_is_known(kernel, capsys):
     assert np.isnan(found.predicted) and np.isnan(found.predicted_noise)
     assert "too large by an unknown amount (there is no estimate for this dynamics)." in str(found)
     summary(mcmc)
-    assert "Step-size bias" not in capsys.readouterr().out
+    assert "posterior sd" not in capsys.readouterr().out
 
 
 def test_of_a_schedule_the_longest_step_counts(capsys):
@@ -125,7 +125,7 @@ def test_of_a_schedule_the_longest_step_counts(capsys):
     np.testing.assert_allclose(found.predicted, euler(4.0, longest), rtol=1e-3)
     assert mcmc.last_state.step_size[0] < 1e-3
     summary(mcmc)
-    assert "most of it by curvature: divide `step_size`" in capsys.readouterr().out
+    assert "mostly through curvature. Divide `step_size` by 2 to 10." in capsys.readouterr().out
 
 
 def test_a_step_near_the_limit_of_stability_has_no_figure():
@@ -172,16 +172,22 @@ def test_gradient_noise_is_seen(capsys):
     assert found.observed > 9 * found.observed_error
     summary(mcmc)
     said = capsys.readouterr().out
-    assert "most of it by minibatches: enlarge the minibatch (`subsample_size`), use gradient=ControlVariates()" in said
+    assert "mostly through minibatches. Raise `subsample_size`, set gradient=ControlVariates(), or" in said
 
 
 @pytest.mark.parametrize(
     "step_size, said",
     [
-        (0.01, "Step-size bias: at most about 1.0 % of a posterior sd."),
-        (0.05, "Step-size bias: up to about 5 % of a posterior sd, most of it by curvature: halve `step_size`."),
-        (0.2, "Step-size bias: up to about 29 % of a posterior sd, most of it by curvature: divide `step_size` by 2"),
-        (0.45, "Step-size bias: more than a posterior sd, if it is stable at all"),
+        (0.01, "per draw, step-size bias at most 1.0 % of a posterior sd.\n"),
+        (
+            0.05,
+            "[warning] step_bias: The step size makes posterior sds up to 5 % too large, mostly through curvature.",
+        ),
+        (
+            0.2,
+            "[error] step_bias: The step size makes posterior sds up to 29 % too large, mostly through curvature.",
+        ),
+        (0.45, "posterior sds more than 100 % too large, if the step is stable at all"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:A particle's update")
@@ -199,7 +205,7 @@ def test_measured_step_is_judged_by_what_warmup_measured(capsys):
     np.testing.assert_allclose(step_bias(mcmc).predicted, mcmc.last_state.tuning.bias, rtol=0.1)
     table = summary(mcmc)
     assert len(table) == 3
-    assert "Step-size bias: at most about 2." in capsys.readouterr().out
+    assert "step-size bias at most 2." in capsys.readouterr().out
 
 
 @pytest.mark.slow

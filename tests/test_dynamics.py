@@ -155,7 +155,7 @@ def test_a_diverging_particle_does_not_infect_the_others(interaction):
 
     starts = random.normal(random.key(0), (8, 2)).clip(-1.5, 1.5).at[3].set(jnp.array([2.99, 0.0]))
     kernel = SGLDR(potential_fn=energy, step_size=0.05, interaction=interaction, num_steps=1)
-    with pytest.warns(RuntimeWarning, match="divide `step_size`") as record:
+    with pytest.warns(RuntimeWarning, match="Divide `step_size`") as record:
         mcmc = run(kernel, starts, num_samples=300)
         jax.effects_barrier()
     draws = mcmc.get_samples(group_by_chain=True)

@@ -294,7 +294,7 @@ def check(case, mcmc, model, x, y):
 #: What a kernel may say of runs that are far too short, or of steps far too long.
 SAID = (
     "More chains",
-    "A particle's update was not finite",
+    "A particle's update",
     "Warmup expects trouble",
     "num_warmup=",
     "observed_data is left out",

@@ -291,8 +291,8 @@ def test_a_failed_archive_is_spoken_of_where_the_step_is_given():
     with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
         mcmc = run(SGLD(wide, moves=Archive(16), step_size=0.3), size=4, num_samples=2)
     assert int(mcmc.last_state.tuning.jumps.kind) == moves.NONE
-    (complaint,) = mcmc.sampler.complaints(mcmc.last_state)
-    assert "hardly ever accepted" in complaint
+    (finding,) = mcmc.sampler.findings(mcmc.last_state)
+    assert finding.name == "jumps_off" and "hardly ever accepted" in finding.message
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
-"""Summaries of runs: the numbers of ensembles, and the sentence. On ArviZ 0.23 and on 1.x."""
+"""Summaries of runs: the numbers of ensembles, and what is wrong. On ArviZ 0.23 and on 1.x."""
 
 from functools import partial
 import importlib.metadata
+from itertools import permutations
+import json
+from pathlib import Path
 import warnings
 
 import arviz
@@ -10,6 +13,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xarray
 
 import numpyro
 import numpyro.distributions as dist
@@ -18,20 +22,26 @@ from numpyro.infer import MCMC
 from numpyro_repulsion import (
     SGLD,
     SGLDR,
+    SVGD,
     SVRG,
     ControlVariates,
+    Diagnosis,
+    Finding,
     FullData,
     Independent,
     Subsampled,
+    diagnose,
     ensemble_ess,
     ensemble_mcse,
     nested_rhat,
-    report,
     step_bias,
     summary,
     to_inference_data,
 )
+from numpyro_repulsion.findings import _CAUSES, _COVERS, _ORDER, SEVERITIES, from_json, to_json
 from numpyro_repulsion.kernels import has_other_data
+from numpyro_repulsion.report.table import _variable
+from numpyro_repulsion.report.verdict import _of_bias, diagnosis_of
 
 # Most of these runs are too short to be worth anything, and warmup says so.
 pytestmark = [
@@ -84,7 +94,8 @@ def test_summary(mcmc, data, from_data, capsys):
     table = summary(data if from_data else mcmc, var_names=["beta", "total"])
     assert len(table) == 4
     text = capsys.readouterr().out
-    assert "SGLDR: 6 particles in 2 ensembles, 10 updates of size 0.001 per draw. No update was held" in text
+    assert text.startswith("SGLDR: 6 particles in 2 ensembles, 10 updates of size 0.001 per draw")
+    assert text == f"{diagnose(data if from_data else mcmc)}\n" and "flagged_updates" not in text
 
 
 def test_summary_is_of_ensembles(mcmc, data):
@@ -133,7 +144,7 @@ def test_the_numbers_of_ensembles_are_those_that_are_shown(data):
 def test_rows_of_a_summary_find_their_variables():
     names = ["z", "z[a]", "z[a].b"]
     rows = ["z", "z[0]", "z[a]", "z[a][1, 2]", "z[a].b[3]"]
-    assert [report._variable(row, names) for row in rows] == ["z", "z", "z[a]", "z[a]", "z[a].b"]
+    assert [_variable(row, names) for row in rows] == ["z", "z", "z[a]", "z[a]", "z[a].b"]
 
 
 def test_summary_counts_divergences(capsys):
@@ -145,10 +156,12 @@ def test_summary_counts_divergences(capsys):
         jax.effects_barrier()
         data = to_inference_data(mcmc)
         summary(mcmc)
-    held = data["posterior"].attrs["num_divergences"]
-    assert held == int(mcmc.last_state.num_divergences) > 0
+    flagged = data["posterior"].attrs["num_divergences"]
+    assert flagged == int(mcmc.last_state.num_divergences) > 0
     said = capsys.readouterr().out
-    assert f"{held} updates were not finite and held, or had a gradient that was cut: divide `step_size`" in said
+    assert f"[error] flagged_updates: {flagged} updates were rejected as not finite, or had a gradient far too" in said
+    # Of a step that is too long nothing is said twice.
+    assert said.count("Divide `step_size`") == 1 and 'The likely cause is "step_bias"' in said
 
 
 def test_summary_says_when_particles_have_not_mixed(capsys):
@@ -168,7 +181,8 @@ def test_summary_says_when_particles_have_not_mixed(capsys):
 
     assert "R-hat" not in say(0.2)
     text = say(1e-6)
-    assert "R-hat is" in text and "have not mixed. Raise `num_steps`" in text
+    assert "[error] not_mixed: R-hat is" in text and "have not mixed. Raise `num_steps`" in text
+    assert "short_run" not in text
 
 
 @pytest.mark.parametrize("form", ["long", "xarray"])
@@ -181,8 +195,10 @@ def test_formats_that_would_have_the_numbers_of_independent_chains_are_refused(d
 def test_summary_of_foreign_data_is_refused():
     chains = {"x": np.random.default_rng(0).normal(size=(2, 50))}
     foreign = arviz.from_dict({"posterior": chains}) if NEW_ARVIZ else arviz.from_dict(posterior=chains)
-    with pytest.raises(TypeError, match="to_inference_data"):
-        summary(foreign)
+    for function in (summary, diagnose):
+        for run in (foreign, chains, None):
+            with pytest.raises(TypeError, match=f"`{function.__name__}` takes an MCMC run or .* to_inference_data"):
+                function(run)
 
 
 def two_labels(y):
@@ -200,9 +216,9 @@ def test_summary_says_that_labels_are_exchangeable(capsys):
     figures = np.asarray(table[["ess_bulk", "ess_tail", "mcse_mean", "mcse_sd"]], float)
     assert np.isnan(figures).all()
     said = capsys.readouterr().out
-    assert "the particles have not mixed. For 2 of 2 quantities particles move, but stay apart" in said
-    assert "no effective sample size or standard error is known: order the labels, or let particles jump" in said
-    assert "reparameterize the model" not in said
+    assert "[error] separate_modes: For 2 of 2 quantities particles move but stay apart" in said
+    assert "standard errors are unknown. Order the labels, or set moves=Archive()" in said
+    assert "reparameterize the model" not in said and "R-hat" not in said
 
 
 def test_summary_says_that_a_run_is_short(capsys):
@@ -213,7 +229,7 @@ def test_summary_says_that_a_run_is_short(capsys):
         summary(mcmc)
         return capsys.readouterr().out
 
-    assert "For 2 of 2 quantities the run is short beside the time in which particles mix, so no effective" in say(40)
+    assert "[warning] short_run: For 2 of 2 quantities the run is short compared with the mixing time" in say(80)
     assert "quantities" not in say(1000)
     assert "quantities" not in say(2000, thinning=2)
 
@@ -261,9 +277,11 @@ def test_summary_knows_other_data_than_those_of_the_warmup(name, capsys):
     for source in (mcmc, to_inference_data(mcmc)):
         summary(source)
         said = capsys.readouterr().out
-        assert "This run has other data than its warmup" in said and "Warm up on these, unless they are alike." in said
-        assert "at most about" not in said and "BiasBudget" not in said
-        assert ("Step-size bias" in said) == (source is mcmc)
+        assert "This run has other data than its warmup" in said and "Warm up on these data, unless both" in said
+        assert "BiasBudget" not in said and "% of a posterior sd" not in said
+        assert ("step_bias" in said) == (source is mcmc)
+        # It is the cause of all the rest, and comes first.
+        assert diagnose(source)[0].name == "other_data"
     if name != "control variates":
         return
     assert step_bias(mcmc).predicted > 0.1
@@ -317,14 +335,266 @@ def test_no_bias_is_promised_where_many_updates_are_flagged(data, capsys):
         return capsys.readouterr().out
 
     before = dict(data["posterior"].attrs)
-    assert "at most about 1.5 %" in say({"num_divergences": 1, "share_flagged": 1e-4})
+    text = say({"num_divergences": 1, "share_flagged": 1e-4})
+    assert "at most 1.5 %" in text and "[warning] flagged_updates: 1 update was rejected" in text
     text = say({"num_divergences": 100, "share_flagged": 0.01})
-    assert "Step-size bias: unknown where so many updates are held or cut" in text and "at most" not in text
+    assert "clipped: 1 % of all, so the step-size bias is unknown." in text and "at most" not in text
     del before["share_flagged"]
     data["posterior"].attrs.pop("share_flagged")
-    assert "at most about 1.5 %" in say({"num_divergences": 1})
+    assert "at most 1.5 %" in say({"num_divergences": 1})
 
 
 def test_an_unstable_step_is_not_passed_over():
     attributes = {"step_size_measured": "false", "remedy": "divide it"}
-    assert "more than a posterior sd, if it is stable at all" in report._of_bias((np.inf, 0.0), attributes)
+    known, (finding,) = _of_bias((np.inf, 0.0), 0.0, attributes)
+    assert known is None and finding.severity == "error" and finding.figure is None
+    assert "more than 100 % too large, if the step is stable at all" in finding.message
+
+
+# Findings, of pretended runs
+
+ATTRIBUTES = {
+    "inference_library": "numpyro_repulsion",
+    "algorithm": "SGLD",
+    "is_sampler": "true",
+    "gradient": "FullData()",
+    "step_size": 0.01,
+    "step_size_measured": "true",
+    "step_size_bias": 0.03,
+    "remedy": "divide `step_size` by 2 to 10",
+    "findings": "[]",
+    "other_data": "false",
+    "coupling": "noise",
+    "num_independent": 1,
+    "num_particles": 6,
+    "num_ensembles": 1,
+    "num_steps": 10,
+    "num_divergences": 0,
+    "share_flagged": 0.0,
+}
+NOISE = np.random.default_rng(0).normal(size=(6, 500, 2))
+WALKS = NOISE.cumsum(1)
+SIDE = np.where(np.arange(6) < 3, -5.0, 5.0)[:, None, None]
+
+
+def pretend(draws=NOISE, **attributes):
+    """The draws of a run, with its attributes."""
+    dims = ("chain", "draw", "group")
+    data = xarray.Dataset({"z": (dims, draws)}, {"group": ["north", "south"][: draws.shape[2]]})
+    return data.assign_attrs(ATTRIBUTES | attributes)
+
+
+def of_warmup(*names, severity="warning", figure=None):
+    return to_json([Finding(name, severity, figure, f"It is {name}.", f"Change {name}.") for name in names])
+
+
+def names_of(diagnosis):
+    return [finding.name for finding in diagnosis]
+
+
+def test_a_run_without_problems_has_no_findings():
+    found = diagnosis_of(None, pretend())
+    assert not found and len(found) == 0 and list(found) == []
+    assert str(found) == (
+        "SGLD: 6 particles in 1 ensemble, 10 updates of size 0.01 (measured in warmup) per draw, step-size bias at "
+        "most 1.5 % of a posterior sd.\nNo problems found."
+    )
+    assert "below 0.1 % of a posterior sd" in str(diagnosis_of(None, pretend(step_size_bias=1e-5)))
+
+
+@pytest.mark.parametrize(
+    "name, severity, figure, draws, attributes",
+    [
+        ("not_mixed", "error", None, WALKS, {}),
+        # Particles that keep their order on a line, while their average goes everywhere.
+        ("not_mixed", "warning", None, np.sort(NOISE, 0), {"coupling": "interaction"}),
+        ("separate_modes", "error", 2.0, SIDE + NOISE, {}),
+        ("short_run", "warning", 2.0, NOISE[:, :20], {}),
+        ("flagged_updates", "warning", 3.0, NOISE, {"num_divergences": 3, "share_flagged": 1e-4}),
+        ("flagged_updates", "error", 300.0, NOISE, {"num_divergences": 300, "share_flagged": 0.01}),
+        ("other_data", "warning", None, NOISE, {"findings": of_warmup("other_data"), "other_data": "true"}),
+        ("optimizer", "note", None, NOISE, {"is_sampler": "false"}),
+        ("warmup", "warning", None, NOISE, {"findings": None, "complaints": "The step was made longer."}),
+        *[
+            (name, "warning", 7.0, NOISE, {"findings": of_warmup(name, figure=7.0)})
+            for name in (
+                "funnel",
+                "several_basins",
+                "heavy_tails",
+                "varying_curvature",
+                "step_bias",
+                "gradient_noise",
+                "slow_directions",
+                "jumps_off",
+                "control_variates_off",
+            )
+        ],
+    ],
+)
+def test_every_finding_is_reachable(name, severity, figure, draws, attributes):
+    data = pretend(draws, **attributes)
+    if attributes.get("findings", "[]") is None:
+        del data.attrs["findings"]
+    found = diagnosis_of(None, data)
+    (finding,) = found
+    assert (finding.name, finding.severity) == (name, severity) and name in found and name in _ORDER
+    assert figure is None or finding.figure == figure
+    assert bool(found) == (severity != "note")
+    assert ("No problems found." in str(found)) == (severity == "note")
+    assert finding.message.endswith(".") and not finding.message[0].islower()
+    assert name == "warmup" or (finding.remedy.endswith(".") and finding.remedy[0].isupper())
+    assert str(found).splitlines()[-1] == f"- {finding}"
+
+
+def test_all_names_have_a_place_in_the_order_and_in_the_documentation():
+    assert len(set(_ORDER)) == len(_ORDER)
+    assert set(_COVERS) | set().union(*_COVERS.values()) <= set(_ORDER)
+    assert set(_CAUSES) | set().union(*_CAUSES.values()) <= set(_ORDER)
+    assert all(_ORDER.index(cause) < _ORDER.index(name) for cause, names in _CAUSES.items() for name in names)
+    page = (Path(__file__).parents[1] / "docs" / "diagnostics.md").read_text()
+    assert [name for name in _ORDER if f"`{name}`" not in page] == []
+
+
+def test_the_worst_comes_first_whatever_the_order():
+    findings = [
+        Finding("optimizer", "note", None, "", ""),
+        Finding("gradient_noise", "warning", 20.0, "", ""),
+        Finding("control_variates_off", "warning", None, "", ""),
+        Finding("not_mixed", "error", 2.0, "", ""),
+        Finding("news from a later version", "warning", None, "", ""),
+    ]
+    expected = ["not_mixed", "gradient_noise", "control_variates_off", "news from a later version", "optimizer"]
+    for order in permutations(findings):
+        assert names_of(Diagnosis(order)) == expected
+
+
+def test_a_diagnosis_is_true_if_something_is_wrong():
+    assert [bool(Diagnosis([Finding("x", severity, None, "", "")])) for severity in SEVERITIES] == [False, True, True]
+    assert bool(Diagnosis([Finding("x", "of a later version", None, "", "")]))
+
+
+def test_each_name_occurs_once_with_the_worst_figure():
+    # Plain chains have a warmup each.
+    several = [Finding("slow_directions", "warning", figure, "", "") for figure in (90.0, 30.0, 60.0)]
+    several += [Finding("funnel", "error", figure, "", "") for figure in (0.6, None, 1.2, 0.9)]
+    several += [Finding("step_bias", "error", 0.1, "", ""), Finding("step_bias", "warning", 0.2, "", "")]
+    assert [(finding.name, finding.figure) for finding in Diagnosis(several[:3])] == [("slow_directions", 30.0)]
+    assert [(finding.name, finding.figure) for finding in Diagnosis(several[3:7])] == [("funnel", 1.2)]
+    assert [(finding.severity, finding.figure) for finding in Diagnosis(several[7:])] == [("error", 0.1)]
+    assert len(Diagnosis(several + several)) == 1
+
+
+def test_causes_stand_for_what_they_explain():
+    names = ("slow_directions", "step_bias", "funnel")
+    draws = np.concatenate((WALKS[..., :1], NOISE[..., 1:]), -1)
+    found = diagnosis_of(None, pretend(draws, findings=of_warmup(*names, severity="error"), num_divergences=3))
+    assert names_of(found) == ["funnel", "not_mixed", "flagged_updates"]
+    assert "for z[north]," in found[1].message
+    for symptom in found[1:]:
+        assert symptom.remedy == 'The likely cause is "funnel"; address it first.'
+    assert str(found).count("Change") == 1
+    # A forecast that dense scales would mend, beside a run that is short: one remedy.
+    found = diagnosis_of(None, pretend(NOISE[:, :20], findings=of_warmup("slow_directions")))
+    assert names_of(found) == ["slow_directions"] and found[0].remedy == "Change slow_directions."
+    # Jumps were asked for already.
+    found = diagnosis_of(None, pretend(SIDE + NOISE, findings=of_warmup("jumps_off")))
+    assert names_of(found) == ["jumps_off", "separate_modes"] and "Archive" not in str(found)
+    found = diagnosis_of(None, pretend(SIDE + NOISE, findings=of_warmup("several_basins")))
+    assert names_of(found) == ["separate_modes"]
+    # A cause is as serious as its symptoms.
+    found = diagnosis_of(None, pretend(WALKS, findings=of_warmup("slow_directions")))
+    assert [(finding.name, finding.severity) for finding in found] == [
+        ("slow_directions", "error"),
+        ("not_mixed", "error"),
+    ]
+    assert Diagnosis(found, found.headline) == found
+
+
+@pytest.mark.parametrize("cause", _COVERS)
+def test_nothing_more_serious_is_covered(cause):
+    for name in _COVERS[cause]:
+        found = Diagnosis([Finding(cause, "warning", None, "", ""), Finding(name, "error", None, "", "")])
+        assert name in found and found[0].name == name
+
+
+def test_every_quantity_counts_once():
+    # One has separate modes, the other has not mixed.
+    draws = np.concatenate((SIDE + NOISE[..., :1], WALKS[..., 1:]), -1)
+    found = diagnosis_of(None, pretend(draws))
+    assert names_of(found) == ["separate_modes", "not_mixed"]
+    assert found[0].message.startswith("For 1 of 2 quantities") and "R-hat is " in found[1].message
+    assert "for z[south]," in found[1].message
+
+
+def test_findings_survive_json_and_files(tmp_path, data):
+    findings = [Finding("funnel", "error", 1.45, 'A "quoted" word, ε.', "Do."), Finding("x", "note", None, "", "")]
+    assert from_json(to_json(findings)) == findings and from_json("[]") == []
+    assert json.loads(to_json(findings))[0]["figure"] == 1.45
+    later = json.loads(to_json(findings[:1]))
+    later[0]["link"] = "of a later version"
+    assert from_json(json.dumps(later)) == findings[:1]
+    assert Diagnosis(Diagnosis(findings), "a") == Diagnosis(findings, "a") != Diagnosis(findings)
+    before = data["posterior"].attrs["findings"]
+    data["posterior"].attrs["findings"] = to_json(findings)
+    try:
+        data.to_netcdf(tmp_path / "run.nc", engine="h5netcdf")
+        read = arviz.from_netcdf(tmp_path / "run.nc")
+        assert diagnose(read) == diagnose(data) and "funnel" in diagnose(read)
+    finally:
+        data["posterior"].attrs["findings"] = before
+
+
+def test_html_is_escaped():
+    found = Diagnosis([Finding("<b>", "error", 2.0, "1 < 2 & so on", 'set x="<i>"')], "A <run>")
+    text = found._repr_html_()
+    for piece in ("A &lt;run&gt;", "&lt;b&gt;", "1 &lt; 2 &amp; so on", "x=&quot;&lt;i&gt;&quot;", ">2<"):
+        assert piece in text
+    assert "<b>" not in text and "<i>" not in text and "No problems" not in text
+    assert Diagnosis([])._repr_html_() == "<p>No problems found.</p>"
+    note = Diagnosis([Finding("optimizer", "note", None, "It is.", "")])._repr_html_()
+    assert "No problems found." in note and "It is." in note
+
+
+def test_data_of_older_versions_have_a_diagnosis():
+    for name in set(ATTRIBUTES) - {"inference_library"}:
+        data = pretend()
+        del data.attrs[name]
+        assert not diagnosis_of(None, data)
+    data = pretend()
+    data.attrs = {"inference_library": "numpyro_repulsion"}
+    assert not diagnosis_of(None, data)
+    data = pretend(complaints="")
+    del data.attrs["findings"]
+    assert not diagnosis_of(None, data)
+
+
+def test_a_diagnosis_is_a_sequence():
+    findings = [Finding("funnel", "error", 1.0, "", ""), Finding("jumps_off", "warning", None, "", "")]
+    found = Diagnosis(findings)
+    assert found[0] == findings[0] and found[:2] == tuple(findings) and found[-1].name == "jumps_off"
+    assert findings[0] in found and "funnel" in found and "short_run" not in found and 3 not in found
+    assert repr(found) == str(found) and hash(found) == hash(Diagnosis(findings[::-1])) and found != 3
+
+
+def test_of_an_optimizer_only_its_nature_is_noted(capsys):
+    mcmc = MCMC(SVGD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), num_warmup=0, num_samples=5,
+                num_chains=6, chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
+    summary(mcmc)
+    said = capsys.readouterr().out
+    assert (
+        "No problems found.\n- [note] optimizer: This is an optimizer, not a sampler: its last cloud of 6 points"
+        in said
+    )
+    assert not diagnose(mcmc) and "posterior sd" not in said
+
+
+def test_warnings_and_the_summary_have_the_same_findings():
+    kernel = SGLD(potential_fn=lambda z: jnp.sum(z**4), step_size=3.0)
+    with pytest.warns(RuntimeWarning, match="A particle's update was flagged") as record:
+        mcmc = MCMC(kernel, num_warmup=0, num_samples=1, num_chains=6, chain_method="vectorized", progress_bar=False)
+        mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
+        jax.effects_barrier()
+    warned = str(record[0].message).splitlines()[1]
+    assert warned.startswith("- [warning] flagged_updates: ")
+    assert "rejected as not finite, or had a gradient far too long that was clipped. Divide `step_size` by 2" in warned

@@ -273,7 +273,7 @@ def test_the_state_of_another_kernel_leads_to_the_next_whole_draw():
     assert cycle.num_ahead(counts, 5).tolist() == [10, 7, 0, 0, 0, 13, 10]
 
 
-@pytest.mark.filterwarnings("ignore:A particle's update was not finite")
+@pytest.mark.filterwarnings("ignore:A particle's update")
 def test_what_diverges_in_the_hot_part_counts():
     def wall(z):  # A hot step leads to where the energy is not finite, a cold one does not.
         return jnp.where(jnp.abs(z) < 20.0, z**2, jnp.inf).sum() / 2

@@ -135,7 +135,7 @@ def test_particles_that_do_not_move_have_no_symptoms_and_no_nan():
 
 
 def warmed_up(model, *args, seeds, **kwargs):
-    """What warmup complains of, for some seeds, by one compiled program."""
+    """What warmup finds wrong, for some seeds, by one compiled program."""
     mcmc = MCMC(SGLD(model, **kwargs), num_warmup=1000, num_samples=1, num_chains=20, chain_method="vectorized",
                 progress_bar=False)  # fmt: skip
     for seed in seeds:
@@ -143,7 +143,7 @@ def warmed_up(model, *args, seeds, **kwargs):
             warnings.simplefilter("ignore")
             mcmc.run(random.key(seed), *args)
             jax.effects_barrier()
-        yield " ".join(mcmc.sampler.complaints(mcmc.last_state))
+        yield " ".join(map(str, mcmc.sampler.findings(mcmc.last_state)))
 
 
 def funnel(dimension):

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_repulsion.adaptation.tuning import Tuning
 from numpyro_repulsion.dynamics import Dynamics
+from numpyro_repulsion.findings import Finding
 from numpyro_repulsion.schedules import BiasBudget
 
 __all__ = ["Verdict", "judge"]
@@ -30,6 +32,7 @@ MAX_KURTOSIS, MAX_WIDEST_CONDITION = 8.0, 5.0
 MIN_ACCEPTANCE = 0.02
 #: Gradient noise in units of curvature beyond which it, and not the posterior, sets the step.
 MAX_NOISE_RATIO = 5.0
+REPARAMETERIZE = "Reparameterize, for example with numpyro.infer.reparam.LocScaleReparam."
 
 
 class Verdict(NamedTuple):
@@ -61,61 +64,97 @@ class Verdict(NamedTuple):
     fell_back: jax.Array
     stays: jax.Array
 
-    def complaints(self) -> list[str]:
-        """What is wrong, in sentences, each with its remedy."""
+    def findings(self) -> list[Finding]:
+        """What is wrong, each with its remedy."""
         found = []
+
+        def add(name, severity, figure, message, remedy):
+            figure = None if figure is None or not np.isfinite(figure) else float(figure)
+            found.append(Finding(name, severity, figure, message, remedy))
+
         if self.has_basins:
-            found.append(
-                "The particles are in several basins (modes, or labels that may be exchanged) and do not move between "
-                "them, so the weights of the basins are not known: use moves=Archive() with gradient=FullData(), or "
-                "order the labels."
+            add(
+                "several_basins",
+                "error",
+                None,
+                "The particles are in several modes, or label permutations, and do not move between them, so their "
+                "weights are unknown.",
+                "Set moves=Archive() with gradient=FullData(), or order the labels.",
             )
-        # A step that was raised until the run is worth just so many is no cause for complaint.
+        # A step that was raised until the run is worth just so many is no problem.
         if self.effective_draws < 0.99 * MIN_EFFECTIVE_DRAWS:
-            worth = f"are worth about {float(self.effective_draws):.0f} independent ones"
-            found.append(
-                "Correlated parameters move so slowly together that as many draws as there were warmup iterations "
-                f'{worth}: set preconditioner="dense".'
-                if self.is_diagonal and not self.dependence > MAX_DEPENDENCE
-                else "The slowest direction moves so little that as many draws as there were warmup iterations "
-                f"{worth}: raise `num_steps`, num_warmup and num_samples, or reparameterize."
+            correlated = self.is_diagonal and not self.dependence > MAX_DEPENDENCE
+            add(
+                "slow_directions",
+                "warning",
+                self.effective_draws,
+                f"{'Correlated parameters move' if correlated else 'The slowest direction moves'} so slowly that as "
+                "many draws as warmup iterations are worth about "
+                f"{float(self.effective_draws):.0f} independent draws.",
+                'Set preconditioner="dense".'
+                if correlated
+                else "Raise `num_steps`, `num_warmup` and `num_samples`, or reparameterize.",
             )
         if self.bias > 0:
-            found.append(
-                "The step exceeds the bias tolerance because the run is short: variances may come out "
-                f"{100 * float(self.bias):.0f} % too large. More updates (`num_steps`, num_warmup and num_samples) let "
-                "it be shorter."
+            add(
+                "step_bias",
+                "warning",
+                np.sqrt(1.0 + self.bias) - 1.0,
+                "The step exceeds the bias tolerance because the run is short, and may make posterior sds about "
+                f"{100 * float(np.sqrt(1.0 + self.bias) - 1.0):.0f} % too large.",
+                "Raise `num_steps`, `num_warmup` and `num_samples`, which allows a shorter step.",
             )
-        varies = self.condition > MAX_CONDITION or self.curvature_ratio > MAX_CURVATURE_RATIO
         if self.dependence > MAX_DEPENDENCE:
-            found.append(
-                "Curvature varies wildly along a coordinate, as in a funnel, so no step size suits all of the "
-                "posterior and its narrow part may be missed: reparameterize (numpyro.infer.reparam.LocScaleReparam)."
+            add(
+                "funnel",
+                "error",
+                self.dependence,
+                "Curvature varies strongly along one coordinate, as in a funnel, so the run may miss the narrow part "
+                "of the posterior.",
+                REPARAMETERIZE,
             )
         elif self.has_heavy_tails:
-            found.append(
-                "The posterior has heavy tails, in which particles move too slowly: give these parameters a prior with "
-                "lighter tails, or transform them (numpyro.infer.reparam.TransformReparam)."
+            add(
+                "heavy_tails",
+                "warning",
+                None,
+                "The posterior has heavy tails, in which particles move too slowly.",
+                "Choose a prior with lighter tails, or transform the parameters with "
+                "numpyro.infer.reparam.TransformReparam.",
             )
-        elif varies:
-            found.append(
-                "Curvature varies wildly over the posterior, so no step size suits all of it and narrow parts may be "
-                "missed: reparameterize (numpyro.infer.reparam.LocScaleReparam)."
+        elif self.condition > MAX_CONDITION or self.curvature_ratio > MAX_CURVATURE_RATIO:
+            add(
+                "varying_curvature",
+                "warning",
+                np.fmax(self.condition / MAX_CONDITION, self.curvature_ratio / MAX_CURVATURE_RATIO),
+                "Curvature varies strongly over the posterior, so no step size suits all of it and the run may miss "
+                "narrow parts.",
+                REPARAMETERIZE,
             )
         if self.noise_ratio > MAX_NOISE_RATIO:
-            found.append(
-                f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, makes the step short: enlarge "
-                "`subsample_size`, or estimate a random likelihood (numpyro.prng_key) more precisely."
+            add(
+                "gradient_noise",
+                "warning",
+                self.noise_ratio,
+                f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, forces a short step.",
+                "Raise `subsample_size`, or estimate a random likelihood (numpyro.prng_key) more precisely.",
             )
         if self.fell_back:
-            found.append(
-                "Control variates add noise here, as with several modes, or references left far behind, and are not in "
-                "use; `gradient=Subsampled()` does without them from the start."
+            add(
+                "control_variates_off",
+                "warning",
+                None,
+                "Control variates add noise here, as with several modes or references far away, so warmup switched "
+                "them off.",
+                "Set gradient=Subsampled() to leave them out from the start.",
             )
         if self.stays:
-            found.append(
-                "Jumps are hardly ever accepted and were given up: particles stay in the modes they are in. A longer "
-                "warmup, or more particles, gives a better archive."
+            add(
+                "jumps_off",
+                "warning",
+                None,
+                "Jumps are hardly ever accepted, so warmup switched them off and particles stay in their modes.",
+                "Lengthen warmup or add particles, for a better archive.",
             )
         return found
 

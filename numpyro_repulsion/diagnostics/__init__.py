@@ -2,7 +2,17 @@
 
 from numpyro_repulsion.diagnostics.convergence import nested_rhat
 from numpyro_repulsion.diagnostics.ensembles import num_independent
-from numpyro_repulsion.diagnostics.precision import MODES, SHORT, ensemble_ess, ensemble_mcse, why_unknown
+from numpyro_repulsion.diagnostics.precision import KNOWN, MODES, SHORT, ensemble_ess, ensemble_mcse, why_unknown
 from numpyro_repulsion.diagnostics.stein import ksd
 
-__all__ = ["MODES", "SHORT", "ensemble_ess", "ensemble_mcse", "ksd", "nested_rhat", "num_independent", "why_unknown"]
+__all__ = [
+    "KNOWN",
+    "MODES",
+    "SHORT",
+    "ensemble_ess",
+    "ensemble_mcse",
+    "ksd",
+    "nested_rhat",
+    "num_independent",
+    "why_unknown",
+]

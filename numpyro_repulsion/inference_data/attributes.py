@@ -10,6 +10,7 @@ import numpy as np
 import numpyro
 from numpyro.infer import MCMC
 
+from numpyro_repulsion.findings import Finding, to_json
 from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels import (
     ParticleKernel,
@@ -24,10 +25,13 @@ from numpyro_repulsion.schedules import BiasBudget
 __all__ = ["attributes", "require_run"]
 
 
-#: What is said of a run on other data than its warmup's, in the place of what that warmup had to say.
-OTHER_DATA = (
-    "This run has other data than its warmup: step size, scales and all else that was learned are those of the other "
-    "data. Warm up on these, unless they are alike."
+#: The finding about a run on other data than its warmup's; it replaces those of that warmup.
+OTHER_DATA = Finding(
+    "other_data",
+    "warning",
+    None,
+    "This run has other data than its warmup, so step size, scales and all else that warmup learned may not fit.",
+    "Warm up on these data, unless both are alike.",
 )
 
 
@@ -49,7 +53,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
     measured = isinstance(kernel.step_size, BiasBudget)
     # Plain chains run one by one leave a state each, and are ensembles of their own.
     is_other = has_other_data(mcmc)
-    complaints = [OTHER_DATA] if is_other else kernel.complaints(state)
+    findings = [OTHER_DATA] if is_other else kernel.findings(state)
     coupling, num_independent = coupling_of(mcmc)
     num_ensembles = mcmc.num_chains if np.ndim(state.num_updates) else kernel.num_ensembles
     return {
@@ -69,7 +73,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "step_size_measured": str(measured).lower(),
         "step_size_bias": bias if (bias := float(np.ravel(state.tuning.bias)[0])) >= 0.0 and not is_other else np.nan,
         "remedy": "warm up on these data" if is_other and measured else kernel.remedy,
-        "complaints": " ".join(complaints),
+        "findings": to_json(findings),
         "other_data": str(is_other).lower(),
         "coupling": coupling,
         "num_independent": num_independent,

@@ -18,6 +18,7 @@ from numpyro.util import identity, is_prng_key, not_jax_tracer
 from numpyro_repulsion.adaptation import Stage, judge
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
+from numpyro_repulsion.findings import Finding
 from numpyro_repulsion.gradients import (
     Gradient,
     ravel_cloud,
@@ -243,16 +244,16 @@ class ParticleKernel(Fixed, MCMCKernel):
         """A function from one unconstrained particle to its sites in their supports, with deterministic sites."""
         return identity if self.model is None else self.bind(args, kwargs).target.constrain
 
-    def complaints(self, state: ParticleState) -> list[str]:
-        """What the end of warmup found wrong, in sentences; none where there was no warmup."""
+    def findings(self, state: ParticleState) -> list[Finding]:
+        """What the end of warmup found wrong; nothing where there was no warmup."""
         if np.ndim(state.num_updates):  # plain chains, run one by one
             count = len(state.num_updates)
-            found = [self.complaints(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
-            return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
+            found = [self.findings(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
+            return [finding for one in found for finding in one]
         tuning = state.tuning
         if tuning.measurements is None or (tuning.measurements.number == 0 and tuning.jumps is None):
             return []
-        return self._judge(tuning).complaints()
+        return jax.tree.map(np.asarray, self._judge(tuning)).findings()
 
     def _judge(self, tuning):
         with jax.debug_nans(False):  # In a verdict NaN stands for what is not known.

@@ -1,4 +1,4 @@
-"""What a kernel says while it runs."""
+"""Warnings emitted while a kernel runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jax import lax
 import numpy as np
 
 from numpyro_repulsion.adaptation import Verdict
+from numpyro_repulsion.findings import Diagnosis, flagged_updates
 
 __all__ = ["enable_live_warnings", "silenced", "warn_at_first_divergence", "warn_by_verdict"]
 
@@ -47,17 +48,16 @@ def silenced() -> Iterator[None]:
 
 
 def warn_at_first_divergence(before: jax.Array, after: jax.Array, remedy: str) -> None:
-    """Warns, once, when the count of held updates leaves 0."""
+    """Warns, once, when the count of flagged updates leaves 0."""
 
     def warn(before, after):
         # Where `cond` is batched both its branches run, so look again. In NumPy, for a callback that waits for a
         # computation of JAX's waits for the program that called it.
-        if np.asarray(before) == 0 and np.asarray(after) > 0:
+        if np.asarray(before) == 0 and (count := int(np.asarray(after))) > 0:
+            found = Diagnosis([flagged_updates(count, 0.0, remedy)])
             warnings.warn(
-                "A particle's update was not finite, and it was held where it was, or its gradient was far too long "
-                f"and was cut; it is flagged `diverging`. The step size is too large for this posterior: {remedy}, "
-                "or reparameterize; of a run on other data than its warmup's, warm up on these. (Said once; `summary` "
-                "has the count.)",
+                "A particle's update was flagged `diverging` (warned once; `diagnose` has the final count):\n"
+                f"{found}\nIf the run has other data than its warmup, warm up on these.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -70,12 +70,8 @@ def warn_by_verdict(is_final: jax.Array, judge: Callable[[], Verdict]) -> None:
     """Warns of what the end of warmup found wrong."""
 
     def warn(is_final, verdict):
-        if np.asarray(is_final) and (complaints := jax.tree.map(np.asarray, verdict).complaints()):
-            warnings.warn(
-                "Warmup expects trouble. " + " ".join(complaints) + " (`summary` says this again.)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if np.asarray(is_final) and (found := Diagnosis(jax.tree.map(np.asarray, verdict).findings())):
+            warnings.warn(f"Warmup expects trouble:\n{found}", RuntimeWarning, stacklevel=2)
 
     if _live_warnings:
         lax.cond(is_final, lambda: jax.debug.callback(warn, is_final, judge()), lambda: None)

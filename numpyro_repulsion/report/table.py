@@ -1,0 +1,121 @@
+"""The table of a run: ArviZ's summary with the numbers of ensembles. ArviZ is imported when called."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, nested_rhat
+from numpyro_repulsion.report.verdict import data_of, diagnosis_of
+
+__all__ = ["summary"]
+
+#: Columns of ArviZ's summary that presume independent chains, and what they are for interacting particles.
+_OF_ENSEMBLES = {
+    "mcse_mean": ensemble_mcse,
+    "mcse_sd": partial(ensemble_mcse, method="sd"),
+    "ess_bulk": ensemble_ess,
+    "ess_tail": partial(ensemble_ess, method="tail"),
+}
+
+
+def summary(run, **kwargs):
+    """ArviZ's summary of a run; also prints what was run, and the problems found, the worst first.
+
+    Effective sample sizes and standard errors are those of ensembles of particles that interact,
+    :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, where ArviZ has those of
+    independent chains. ``r_hat`` is that of particles; runs of several ensembles have a column ``nested_r_hat`` too.
+    The printed text is :func:`~numpyro_repulsion.diagnose` of the variables, chains and draws in the table.
+
+    For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) it describes the last cloud, and leaves out what
+    only draws have.
+
+    :param run: an ``MCMC`` that has run with a kernel of this package, or what :func:`to_inference_data` made of it.
+    :param kwargs: passed to ``arviz.summary``.
+    :return: a pandas DataFrame.
+    :raises TypeError: for a ``run`` of another kind.
+    :raises ValueError: before the run or for draws of warmup, and for a ``fmt`` other than ``"wide"``.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLDR, summary
+        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.05), num_warmup=10, num_samples=500,
+        ...             num_chains=10, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 2)))
+        >>> table = summary(mcmc)
+        SGLDR: 10 particles in 1 ensemble, 10 updates of size 0.05 per draw, step-size bias at most ... % of a
+        posterior sd.
+        No problems found.
+        >>> list(table.index)
+        ['z[0]', 'z[1]']
+    """
+    import arviz
+
+    if kwargs.get("fmt", "wide") != "wide":
+        raise ValueError(
+            f"`summary` puts the numbers of ensembles into the wide table; got fmt={kwargs['fmt']!r}. For ArviZ's own "
+            "call arviz.summary(to_inference_data(mcmc), fmt=...)."
+        )
+    data = data_of(run, "summary")
+    posterior = data["posterior"]
+    posterior = getattr(posterior, "dataset", posterior)
+    is_sampler = posterior.attrs.get("is_sampler", "true") == "true"
+    table = arviz.summary(data, **({"kind": "all" if is_sampler else "stats"} | kwargs))
+    if is_sampler and kwargs.get("group", "posterior") == "posterior":
+        variables = [_variable(label, posterior) for label in table.index]
+        posterior = _part(posterior, variables, kwargs.get("coords") or {})
+        _put_ensembles_in(table, variables, posterior, kwargs.get("round_to", 3))
+    print(diagnosis_of(run, posterior))
+    return table
+
+
+def _part(posterior, variables, coords):
+    """What of the posterior the table is of."""
+    posterior = posterior[list(dict.fromkeys(variables))]
+    chosen = {name: x for name, x in coords.items() if name in posterior.dims}
+    # A single chain or draw keeps its axis.
+    posterior = posterior.sel(
+        {name: [x] if name in ("chain", "draw") and np.isscalar(x) else x for name, x in chosen.items()}
+    )
+    if "chain" in coords:
+        # Some particles of an ensemble; which are left of the others is not known.
+        posterior = posterior.assign_attrs(num_independent=1, num_ensembles=1)
+    return posterior
+
+
+def _put_ensembles_in(table, variables, posterior, round_to):
+    """The columns that presume independent chains replaced by those for interacting particles."""
+    present = [name for name in _OF_ENSEMBLES if name in getattr(table, "columns", ())]
+    if not present or posterior.sizes["draw"] < 4:
+        return
+    columns = {name: _OF_ENSEMBLES[name](posterior) for name in present}
+    ensembles = int(posterior.attrs["num_ensembles"])
+    if "r_hat" in table and 1 < ensembles < posterior.sizes["chain"]:
+        columns["nested_r_hat"] = nested_rhat(posterior)
+    # ArviZ 1.x keeps text, with the digits that matter; from 1.3 on beside the numbers, and shows it in their place.
+    is_text = table["mean" if "mean" in table else present[0]].dtype == object
+    shown = getattr(table, "_fmt_map", None)
+    for name, found in columns.items():
+        values = np.concatenate([np.ravel(found[variable]) for variable in dict.fromkeys(variables)])
+        digits = ".0f" if name.startswith("ess") else ".2f" if "r_hat" in name else ".2g"
+        text = [f"{x:{digits}}" for x in values]
+        if is_text:
+            table[name] = text
+        elif shown:
+            table[name] = values
+            shown[name] = dict(zip(table.index, text, strict=True))
+        elif isinstance(round_to, int):
+            table[name] = values.round(0 if name.startswith("ess") else round_to)
+        else:
+            table[name] = values
+
+
+def _variable(label, posterior):
+    """Which variable a row of the table is of: names may have brackets of their own."""
+    return max((name for name in posterior if label == name or label.startswith(f"{name}[")), key=len)

@@ -1,0 +1,244 @@
+"""What is wrong with a run, from its attributes and its draws. ArviZ is imported when called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias
+from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, why_unknown
+from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
+from numpyro_repulsion.inference_data import to_inference_data
+
+__all__ = ["data_of", "diagnose", "diagnosis_of"]
+
+#: R-hat above which particles have not mixed.
+MAX_R_HAT = 1.1
+#: Inflation of variances by a given step above which it is too long; what `BiasBudget` allows.
+MAX_BIAS = 0.05
+
+
+def diagnose(run) -> Diagnosis:
+    """The problems of a run, the worst first, as an object for programs; ``summary`` prints the same.
+
+    It combines what the end of warmup found with what the draws show: R-hat, effective sample sizes, updates that were
+    rejected or had a clipped gradient, and the bias expected of the step size (see
+    :func:`~numpyro_repulsion.step_bias`). The bias of a given ``step_size`` is known only where ``run`` is an ``MCMC``.
+
+    :param run: an ``MCMC`` that has run with a kernel of this package, or what :func:`to_inference_data` made of it.
+    :return: a sequence of :class:`~numpyro_repulsion.Finding`, true if any is a warning or an error.
+    :raises TypeError: for a ``run`` of another kind.
+    :raises ValueError: before the run, or for draws of warmup.
+
+    **References:**
+
+    1. *Rank-Normalization, Folding, and Localization: An Improved R-hat for Assessing Convergence of MCMC*,
+       A. Vehtari, A. Gelman, D. Simpson, B. Carpenter and P.-C. Bürkner, https://arxiv.org/abs/1903.08008
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLD, diagnose
+        >>> mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.001), num_warmup=0, num_samples=100,
+        ...             num_chains=10, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 2)))
+        >>> found = diagnose(mcmc)
+        >>> for finding in found:
+        ...     print(finding.name, finding.severity, finding.remedy)
+        not_mixed error Raise `num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model.
+        >>> bool(found), "funnel" in found
+        (True, False)
+    """
+    posterior = data_of(run, "diagnose")["posterior"]
+    return diagnosis_of(run, getattr(posterior, "dataset", posterior))
+
+
+def data_of(run: Any, who: str) -> Any:
+    """The inference data of a run.
+
+    :param who: what was called with it, for the message.
+    :raises TypeError: for a ``run`` of another kind.
+    :raises ValueError: before the run, or for draws of warmup.
+    """
+    data = to_inference_data(run) if isinstance(run, MCMC) else run
+    if isinstance(run, MCMC) and "warmup_posterior" in data:
+        raise ValueError("This MCMC holds only the draws of warmup; call mcmc.run(key, ...) first.")
+    try:
+        library = data["posterior"].attrs.get("inference_library")
+    except (KeyError, TypeError, AttributeError, IndexError):
+        library = None
+    if library != "numpyro_repulsion":
+        raise TypeError(f"`{who}` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
+    return data
+
+
+def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
+    """The diagnosis of a run.
+
+    :param run: an ``MCMC``, for the bias of a given step; anything else does without.
+    :param posterior: the draws to look at, a dataset with the attributes of the run.
+    """
+    attributes = posterior.attrs
+    findings = _of_warmup(attributes)
+    flagged = int(attributes.get("num_divergences", 0))
+    share = float(attributes.get("share_flagged", 0.0))  # data of older versions do not have it
+    if flagged:
+        findings.append(flagged_updates(flagged, share, attributes.get("remedy", "shorten the step")))
+    known = None
+    if attributes.get("is_sampler", "true") == "true":
+        known, found = _of_bias(_bias(run, attributes), share, attributes)
+        findings += found + _of_draws(posterior)
+    else:
+        count = int(attributes.get("num_particles", posterior.sizes["draw"]))
+        findings.append(
+            Finding(
+                "optimizer",
+                "note",
+                None,
+                f"This is an optimizer, not a sampler: its last cloud of {count} points is narrower than the "
+                "posterior.",
+                "Use SGLDR for draws.",
+            )
+        )
+    return Diagnosis(findings, _headline(attributes, known))
+
+
+def _of_warmup(attributes):
+    """The findings that the run left in its attributes; older versions left sentences."""
+    if "findings" in attributes:
+        return from_json(attributes["findings"])
+    if text := attributes.get("complaints"):
+        return [Finding("warmup", "warning", None, str(text), "")]
+    return []
+
+
+def _bias(run, attributes):
+    """The relative inflation of variances by the step, NaN where unknown, and what of it comes from gradient noise.
+
+    The latter is ``None`` where warmup measured the step.
+    """
+    is_other = attributes.get("other_data") == "true"
+    if attributes.get("step_size_measured") == "true" and not is_other:
+        return float(attributes.get("step_size_bias", np.nan)), None
+    return predict_bias(run, is_other) if isinstance(run, MCMC) else (np.nan, None)
+
+
+def _of_bias(bias, share, attributes):
+    """What the step size does to the posterior.
+
+    :param bias: the inflation of variances, and what gradient noise has of it.
+    :return: the inflation of standard deviations where it is small, else ``None``; and a list of findings.
+    """
+    inflation, noise = bias
+    # Of a measured step that is too long warmup has its own finding.
+    is_small = noise is None or inflation <= MAX_BIAS
+    if np.isnan(inflation) or (is_small and share > MAX_FLAGGED):
+        return None, []
+    sd = float(np.sqrt(1.0 + inflation) - 1.0)
+    if is_small:
+        return sd, []
+    measured = attributes.get("step_size_measured") == "true"
+    is_large = inflation > 4 * MAX_BIAS
+    remedy = attributes.get("remedy", "") if measured or is_large else "halve `step_size`"
+    by_noise = noise > inflation / 2
+    if by_noise and attributes.get("other_data") != "true":
+        corrected = str(attributes.get("gradient")).startswith(("ControlVariates", "SVRG"))
+        instead = "" if corrected else "set gradient=ControlVariates(), "
+        remedy = f"raise `subsample_size`, {instead}or {remedy}"
+    # Near the limit of stability the size says nothing.
+    figure = sd if inflation <= MAX_PREDICTED else None
+    size = f"up to {100 * sd:.0f} % too large" if figure else "more than 100 % too large, if the step is stable at all"
+    message = f"The step size makes posterior sds {size}, mostly through {'minibatches' if by_noise else 'curvature'}."
+    remedy = f"{remedy[:1].upper()}{remedy[1:]}."
+    return None, [Finding("step_bias", "error" if is_large else "warning", figure, message, remedy)]
+
+
+def _of_draws(posterior):
+    """Whether particles have mixed; each quantity counts for one finding only."""
+    import arviz
+
+    if posterior.sizes["draw"] < 4:
+        return []
+    reasons = np.concatenate([np.ravel(x) for x in why_unknown(posterior).values()])
+    r_hat = np.full(reasons.shape, np.nan)
+    if posterior.sizes["chain"] > 1:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            r_hat = np.concatenate([np.ravel(x) for x in arviz.rhat(posterior).values()])
+    apart = reasons == MODES
+    mixed = ~(r_hat > MAX_R_HAT)
+    findings = []
+
+    def add(name, severity, figure, message, remedy):
+        findings.append(Finding(name, severity, float(figure) if np.isfinite(figure) else None, message, remedy))
+
+    if stay := int(apart.sum()):
+        add(
+            "separate_modes",
+            "error",
+            stay,
+            f"For {stay} of {len(reasons)} quantities particles move but stay apart from each other, as in separate "
+            "modes or label permutations, so effective sample sizes and standard errors are unknown.",
+            "Order the labels, or set moves=Archive() with gradient=FullData().",
+        )
+    if (slow := ~apart & ~mixed).any():
+        worst = int(np.argmax(np.where(slow, r_hat, -np.inf)))
+        # Particles that repel each other may keep their order on a line while their average goes everywhere.
+        is_known = bool((reasons[slow] == KNOWN).all())
+        add(
+            "not_mixed",
+            "warning" if is_known else "error",
+            r_hat[worst],
+            f"R-hat is {r_hat[worst]:.2f} for {_label(posterior, worst)}, so "
+            + (
+                "single particles have not mixed, though standard errors of averages over all of them are known."
+                if is_known
+                else "the particles have not mixed."
+            ),
+            "Raise `num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model.",
+        )
+    if short := int(((reasons == SHORT) & mixed).sum()):
+        add(
+            "short_run",
+            "warning",
+            short,
+            f"For {short} of {len(reasons)} quantities the run is short compared with the mixing time of the "
+            "particles, so effective sample sizes and standard errors are unknown.",
+            "Raise `num_samples` or `num_steps`.",
+        )
+    return findings
+
+
+def _label(posterior, place):
+    """The name of a quantity, as in the table, from its place among all of them."""
+    for name, draws in posterior.items():
+        rest = draws.isel(chain=0, draw=0)
+        if place < rest.size:
+            where = np.unravel_index(place, rest.shape)
+            at = [str(rest[axis].values[i]) for axis, i in zip(rest.dims, where, strict=True)]
+            return f"{name}[{', '.join(at)}]" if at else name
+        place -= rest.size
+    raise IndexError(place)
+
+
+def _headline(attributes, known):
+    """What was run, in one line.
+
+    :param known: the inflation of standard deviations by the step, if it is small.
+    """
+    count, ensembles = int(attributes.get("num_particles", 0)), int(attributes.get("num_ensembles", 1))
+    text = f"{attributes.get('algorithm', 'numpyro_repulsion')}: "
+    text += f"{count} particle{'s' * (count > 1)} in {ensembles} ensemble{'s' * (ensembles > 1)}"
+    if "num_steps" in attributes and "step_size" in attributes:
+        text += f", {attributes['num_steps']} updates of size {float(attributes['step_size']):.3g}"
+        text += " (measured in warmup)" * (attributes.get("step_size_measured") == "true") + " per draw"
+    if known is not None:
+        size = "below 0.1" if known < 0.0005 else f"at most {100 * known:.1f}"
+        text += f", step-size bias {size} % of a posterior sd"
+    return text + "."
