@@ -79,7 +79,7 @@ class StepBias(NamedTuple):
             text += f"({100 * self.predicted_noise:.1f} % from gradient noise)"
         if self.observed is not None:
             text += f"; {100 * self.observed:.1f} "
-            if np.isfinite(self.observed_error):
+            if self.observed_error is not None and np.isfinite(self.observed_error):
                 text += f"± {100 * self.observed_error:.1f} % on average, as observed"
             else:
                 text += "% on average, as observed, how precisely is not known: take a longer segment (num_samples)"

@@ -345,7 +345,7 @@ def test_an_optimizer_leaves_its_last_cloud(capsys):
         data["posterior"]["beta"].values[0], mcmc.get_samples(group_by_chain=True)["beta"][:, -1]
     )
     table = summary(mcmc, var_names=["beta"])
-    assert "not a sampler: this describes its last cloud of 6 points" in capsys.readouterr().out
+    assert "not a sampler: its last cloud of 6 points is narrower" in capsys.readouterr().out
     assert not [name for name in table.columns if "ess" in name or "hat" in name]
 
 

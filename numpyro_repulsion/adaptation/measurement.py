@@ -75,7 +75,12 @@ class Measurements(NamedTuple):
 
 
 def measure(
-    key: jax.Array, u: jax.Array, width: jax.Array, force: CorrectableForce, corrected: jax.Array, compare: bool
+    key: jax.Array,
+    u: jax.Array,
+    width: jax.Array | float,
+    force: CorrectableForce,
+    corrected: jax.Array,
+    compare: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Curvature by power iteration on gradient differences, and the gradient noise of their midpoints.
 
@@ -90,15 +95,15 @@ def measure(
         largest variance of the gradient in any direction, pooled over the particles, without control variates and with
         them, ``(2,)``.
     """
-    width = jnp.broadcast_to(width, u.shape[:-1])[..., None].astype(u.dtype)
+    distance = jnp.broadcast_to(width, u.shape[:-1])[..., None].astype(u.dtype)
 
     def iterate(direction, key):
-        offset = width * direction
+        offset = distance * direction
         points = [u + offset, u - offset] + [u] * compare
         flags = jnp.stack([corrected, corrected] + [~corrected] * compare)
         # One program for all, for a part of the time to compile.
         gradients = lax.map(lambda point: force(key, *point)[1], (jnp.stack(points), flags))
-        product = (gradients[0] - gradients[1]) / (2.0 * width)
+        product = (gradients[0] - gradients[1]) / (2.0 * distance)
         size = jnp.linalg.norm(product, axis=-1, keepdims=True)
         usable = jnp.isfinite(size) & (size > 0)
         middle = (gradients[0] + gradients[1]) / 2.0
@@ -118,7 +123,7 @@ def measure(
 def survey(
     measurements: Measurements,
     noise: jax.Array,
-    spread: jax.Array,
+    spread: jax.Array | float,
     coupling: Coupling,
     dynamics: Dynamics,
     shared: bool,

@@ -36,7 +36,7 @@ class Preconditioner(NamedTuple):
             z = z - self.centre
         if self.scale is None:
             return z
-        return self._unscale(z)
+        return self._unscale(self.scale, z)
 
     def colour(self, u: jax.Array) -> jax.Array:
         """z for positions u, ``(..., d)``."""
@@ -77,10 +77,11 @@ class Preconditioner(NamedTuple):
         scale = self.scale * change.scale if self.scale.ndim == 1 else self.scale @ change.scale
         return Preconditioner(scale, self.colour(change.centre))
 
-    def _unscale(self, x):
-        if self.scale.ndim == 1:
-            return x / self.scale
-        return solve_triangular(self.scale, x.reshape(-1, x.shape[-1]).T, lower=True).T.reshape(x.shape)
+    @staticmethod
+    def _unscale(scale, x):
+        if scale.ndim == 1:
+            return x / scale
+        return solve_triangular(scale, x.reshape(-1, x.shape[-1]).T, lower=True).T.reshape(x.shape)
 
 
 def _product(x, matrix):

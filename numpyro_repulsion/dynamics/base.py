@@ -77,12 +77,15 @@ class Dynamics:
         [[0.5], [0.5]]
     """
 
-    #: Whether successive clouds are draws; if not, the result of a run is its last cloud.
-    is_sampler: bool = True
     #: T: the stationary law is ``∏_i exp(−U(z_i) / T)``.
     temperature: float = 1.0
     #: Whether D and Q couple the particles by themselves, without an interaction.
     interacts: ClassVar[bool] = False
+
+    @property
+    def is_sampler(self) -> bool:
+        """Whether successive clouds are draws; if not, the result of a run is its last cloud."""
+        return True
 
     def tolerated(self, tolerance: float, landscape: Landscape, coupling: Coupling) -> jax.Array:
         """The step at which variances are inflated by δ, the ``tolerance``, of themselves."""

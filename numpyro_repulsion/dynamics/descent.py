@@ -98,17 +98,20 @@ class Descent(Dynamics):
 
     def init(self, key, z, force, couple):
         memory = [x.reshape(*z.shape[:-1], -1) for x in jax.tree.leaves(_each(self.optimizer.init, z)(z))]
-        return Cloud(z, *force(z), tuple(memory))
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, tuple(memory))
 
     def step(self, key, cloud, force, couple, step_size):
         z, coupling = cloud.z, couple(cloud.z)
         slope = coupling.apply(cloud.gradient) - coupling.repulsion
         leaves, structure = jax.tree.flatten(jax.eval_shape(_each(self.optimizer.init, z), z))
-        state = structure.unflatten(x.reshape(like.shape) for x, like in zip(cloud.memory, leaves, strict=True))
+        own = [x.reshape(like.shape) for x, like in zip(cloud.memory, leaves, strict=True)]
+        state = jax.tree.unflatten(structure, own)
         direction, state = _each(self.optimizer.update, z)(slope, state, z)
         memory = (x.reshape(old.shape) for x, old in zip(jax.tree.leaves(state), cloud.memory, strict=True))
         z = z - step_size * direction
-        return Cloud(z, *force(z), tuple(memory))
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, tuple(memory))
 
 
 def _each(function, z):

@@ -118,7 +118,8 @@ class Overdamped(EulerBounds):
     def init(self, key, z, force, couple):
         coupling = couple(z)
         memory = (coupling.draw(key),) if self.averages_noise(coupling.is_identity) else ()
-        return Cloud(z, *force(z), memory)
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, memory)
 
     def step(self, key, cloud, force, couple, step_size):
         coupling = couple(cloud.z)
@@ -133,7 +134,8 @@ class Overdamped(EulerBounds):
             if memory:
                 noise, memory = (drawn + memory[0]) / 2, (drawn,)
             z = z + jnp.sqrt(2.0 * step_size * self.temperature) * noise
-        return Cloud(z, *force(z), memory)
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, memory)
 
     def jumped(self, cloud, which):
         # In the stationary law of averaged noise, z and the noise it carries are correlated: ε/2 of their product.

@@ -110,10 +110,11 @@ class Recipe(Dynamics):
 
     def init(self, key, z, force, couple):
         self._refuse(couple(z))
-        memory = ()
+        memory: tuple[jax.Array, ...] = ()
         if self.extra:
             memory = (self.temperature**0.5 * random.normal(key, (*z.shape[:-1], self.extra), z.dtype),)
-        return Cloud(z, *force(z), memory)
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, memory)
 
     def step(self, key, cloud, force, couple, step_size):
         self._refuse(couple(cloud.z))
@@ -127,14 +128,15 @@ class Recipe(Dynamics):
         noise = jnp.einsum("...ij,...j->...i", root, white).reshape(x.shape)
         x = x + step_size * drift + jnp.sqrt(2.0 * step_size * self.temperature) * noise
         z, extra = x[..., : cloud.z.shape[-1]], x[..., cloud.z.shape[-1] :]
-        return Cloud(z, *force(z), (extra,) if self.extra else ())
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, (extra,) if self.extra else ())
 
     def drift(self, x: jax.Array, slope: jax.Array) -> jax.Array:
         """``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ∇H there, of the same shape."""
 
         def matrix(flat):
             x_ = flat.reshape(x.shape)
-            return self._symmetric(x_) if self.Q is None else self._symmetric(x_) + self._skew(x_)
+            return self._symmetric(x_) if self.Q is None else self._symmetric(x_) + _skew(self.Q, x_)
 
         divergence = jnp.trace(jax.jacfwd(matrix)(x.ravel()), axis1=1, axis2=2)
         return (self.temperature * divergence - matrix(x.ravel()) @ slope.ravel()).reshape(x.shape)
@@ -159,10 +161,6 @@ class Recipe(Dynamics):
         D = jnp.asarray(self.D(x), x.dtype)
         return _unless(jnp.abs(D - D.T).max() > _ROUNDING * jnp.abs(D).max(), D)
 
-    def _skew(self, x):
-        Q = jnp.asarray(self.Q(x), x.dtype)
-        return _unless(jnp.abs(Q + Q.T).max() > _ROUNDING * jnp.abs(Q).max(), Q)
-
     def _root(self, x):
         # D may be singular, and then has no Cholesky factor.
         values, vectors = jnp.linalg.eigh(self._symmetric(x))
@@ -175,3 +173,8 @@ class Recipe(Dynamics):
                 "Recipe(D, Q) has the interaction in D and Q; use it with interaction=Independent(), as in "
                 "SGLD(model, dynamics=Recipe(D, Q), interaction=Independent())."
             )
+
+
+def _skew(function, x):
+    Q = jnp.asarray(function(x), x.dtype)
+    return _unless(jnp.abs(Q + Q.T).max() > _ROUNDING * jnp.abs(Q).max(), Q)

@@ -204,8 +204,10 @@ class Underdamped(_Momenta):
     def init(self, key, z, force, couple):
         white = self._white(key, z, couple(z))
         if self.kinetic is None or not self.is_sampler:
-            return Cloud(z, *force(z), (self.temperature**0.5 * white,))
-        return Cloud(z, *force(z), (self.kinetic.momenta(white, self.temperature),))
+            energy, gradient = force(z)
+            return Cloud(z, energy, gradient, (self.temperature**0.5 * white,))
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, (self.kinetic.momenta(white, self.temperature),))
 
     def step(self, key, cloud, force, couple, step_size):
         coupling = couple(cloud.z)
@@ -220,7 +222,8 @@ class Underdamped(_Momenta):
         m = m + step_size * self._kick(coupling, cloud.gradient)
         m = self._rub(self._white(key, cloud.z, coupling), m, step_size)
         z = cloud.z + step_size * coupling.apply(self._velocity(m))
-        return Cloud(z, *force(z), (m,))
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, (m,))
 
     def _splits(self, coupling):
         return coupling.is_identity and self.kinetic is None
@@ -312,7 +315,8 @@ class Thermostat(_Momenta):
         m = self.temperature**0.5 * self._white(momentum_key, z, couple(z))
         spread = (self.temperature / (self._inertia(z.shape[-1]) * z.shape[-1])) ** 0.5
         ζ = self.friction + spread * random.normal(friction_key, (*z.shape[:-1], 1), z.dtype)
-        return Cloud(z, *force(z), (m, ζ))
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, (m, ζ))
 
     def step(self, key, cloud, force, couple, step_size):
         coupling = couple(cloud.z)
@@ -331,7 +335,8 @@ class Thermostat(_Momenta):
         m = self._rub(white, m, ζ, step_size)
         ζ = ζ + step_size * self._excess(m)
         z = cloud.z + step_size * coupling.apply(m)
-        return Cloud(z, *force(z), (m, ζ))
+        energy, gradient = force(z)
+        return Cloud(z, energy, gradient, (m, ζ))
 
     def _excess(self, m):
         return (jnp.mean(m**2, -1, keepdims=True) - self.temperature) / self._inertia(m.shape[-1])

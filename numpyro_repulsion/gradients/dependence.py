@@ -110,7 +110,7 @@ class Reader:
             return self._cond(params["branches"], inputs[0], inputs[1:])
         self._check_indices(equation, inputs)
         causes = frozenset().union(*(fact.causes for fact in inputs))
-        values = [None] * len(equation.outvars)
+        values: list[Any] = [None] * len(equation.outvars)
         if len(values) == 1 and all(fact.value is not None for fact in inputs):
             values = [evaluate(equation, [fact.value for fact in inputs])]
         elif name == "concatenate":

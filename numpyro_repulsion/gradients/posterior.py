@@ -191,7 +191,8 @@ class ModelTarget(Target):
 
     def _dependents(self):
         """For every discrete site, the sites whose log density depends on it, with the plates whose rows they see."""
-        usage, found = self._usage, {name: {} for name in self.discrete}
+        usage = self._usage
+        found: dict[str, dict[str, set]] = {name: {} for name in self.discrete}
         for site in usage.densities:
             for name in usage.discrete(site):
                 found[name][site] = self._subsampled[site] | (usage.rows(site) & set(self.plates))

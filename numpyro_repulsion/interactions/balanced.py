@@ -59,7 +59,7 @@ class Balanced(_InTheNoise, Wrapping):
         True
     """
 
-    interaction: Interaction | None = None
+    interaction: Gram | None = None
 
     def __post_init__(self):
         if self.interaction is not None and not isinstance(self.interaction, Gram):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jax import lax, random
@@ -67,12 +67,6 @@ class Interaction:
 
     #: NumPy is to leave ``np.float64(0.5) * RBF()`` to `__rmul__`, and not to make an array of objects.
     __array_ufunc__ = None
-    #: Whether particles need each other: K depends on the cloud, which must hold two distinct particles.
-    interacts: ClassVar[bool] = False
-    #: Whether K is drawn anew in every update, independently of the cloud.
-    is_redrawn: ClassVar[bool] = False
-    #: Whether whole ensembles are balanced against each other, which takes two or more.
-    balances_ensembles: ClassVar[bool] = False
 
     def at(self, key: jax.Array | None, count: jax.Array | int) -> Interaction:
         """The interaction of one update: itself, unless it is redrawn or changes with time.
@@ -82,6 +76,21 @@ class Interaction:
         """
         del key, count
         return self
+
+    @property
+    def interacts(self) -> bool:
+        """Whether particles need each other: K depends on the cloud, which must hold two distinct particles."""
+        return False
+
+    @property
+    def is_redrawn(self) -> bool:
+        """Whether K is drawn anew in every update, independently of the cloud."""
+        return False
+
+    @property
+    def balances_ensembles(self) -> bool:
+        """Whether whole ensembles are balanced against each other, which takes two or more."""
+        return False
 
     @property
     def learns_bandwidth(self) -> bool:
@@ -143,6 +152,8 @@ class Independent(Interaction):
 
 class Wrapping(Interaction):
     """Base of the interactions that are made of another one, ``interaction``, and have its bandwidth."""
+
+    interaction: Any
 
     @property
     def _inner(self):
@@ -302,7 +313,7 @@ class Sum(Gram):
         return given.pop() if len(given) == 1 else None
 
     @property
-    def positive_definite(self):
+    def positive_definite(self):  # type: ignore[override]
         return all(getattr(term, "positive_definite", True) for _, term in self.terms)
 
     @property
@@ -314,7 +325,7 @@ class Sum(Gram):
         return any(term.tunes_bandwidth for _, term in self.terms)
 
     @property
-    def diagonal_varies(self):
+    def diagonal_varies(self):  # type: ignore[override]
         return any(getattr(term, "diagonal_varies", False) for _, term in self.terms)
 
     def similarity(self, u, bandwidth):

@@ -56,7 +56,7 @@ class Scheduled(Wrapping):
         ['0.61', '0.00']
     """
 
-    interaction: Interaction
+    interaction: Any
     weight: Callable[..., jax.Array | float]
     #: The weight of one update: set anew in every one. Without it, as where warmup measures, that is 1.
     now: Any = field(default=None, repr=False, compare=False)

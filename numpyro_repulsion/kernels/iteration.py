@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax, random
@@ -206,8 +206,10 @@ class Iteration:
             cloud, is_held = hold(cloud, proposal)
             return now._replace(cloud=cloud, flagged=now.flagged + (is_held | is_cut))
 
+        moves: Any = self.bound.kernel.moves
+
         def jump(now):
-            moved, jumped, probability = self.bound.kernel.moves.jump(
+            moved, jumped, probability = moves.jump(
                 noise_key,
                 now.cloud,
                 tuning.jumps,

@@ -88,12 +88,11 @@ class Starter:
     def _start(self, static, *given):
         kernel = self._kernel
         if isinstance(static, _Static):
-            arrays, *given = given
-            found, others = iter(arrays), iter(static.others)
+            found, others = iter(given[0]), iter(static.others)
             leaves = [next(found) if yes else next(others) for yes in static.is_array]
             args, kwargs = jax.tree.unflatten(static.treedef, leaves)
             bound = BoundSampler(kernel, static.target.with_arguments(args, kwargs), static.gradient)
-            return self._state(bound, static.num_warmup, *given)
+            return self._state(bound, static.num_warmup, *given[1:])
         return self._state(given[0], static, *given[1:])
 
     def _state(self, bound, num_warmup, rng_key, init_params):

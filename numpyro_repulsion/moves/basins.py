@@ -79,6 +79,9 @@ class BasinJumps(NamedTuple):
 
 def learn_basins(stage: Stage, jumps: BasinJumps, tuning: Tuning, cloud: Cloud, temperature: float) -> BasinJumps:
     """What one more iteration teaches; constant after warmup, but for the tally."""
+    if tuning.symptoms is None:
+        return jumps
+    widest = tuning.symptoms.widest
     begins, ends = stage.at(BEGINNING), stage.at(END)
     is_first, is_last = stage.done == begins, stage.done == ends
 
@@ -87,7 +90,8 @@ def learn_basins(stage: Stage, jumps: BasinJumps, tuning: Tuning, cloud: Cloud, 
         return inverse_root(covariance)
 
     def follow():
-        change = Preconditioner(lax.cond(is_first, scale, lambda: jumps.scale))
+        within = lax.cond(is_first, scale, lambda: jumps.scale)
+        change = Preconditioner(within)
         w = _followed(change.whiten(cloud.z), len(jumps.origin))
         origin = jnp.where(is_first, w, jumps.origin)
         shift = w - origin
@@ -95,10 +99,8 @@ def learn_basins(stage: Stage, jumps: BasinJumps, tuning: Tuning, cloud: Cloud, 
         number = jnp.where(is_first, 0.0, jumps.number) + 1.0
         mean, square = sums / number
         width = INFLATION * jnp.sqrt(jnp.maximum(square - mean**2, 0.0))
-        is_on = is_last & tuning.symptoms.widest.has_basins
-        return BasinJumps(
-            change.scale, origin, sums, number, origin + mean, jnp.clip(width, *WIDTHS), is_on, jumps.tally
-        )
+        is_on = is_last & widest.has_basins
+        return BasinJumps(within, origin, sums, number, origin + mean, jnp.clip(width, *WIDTHS), is_on, jumps.tally)
 
     return lax.cond((stage.done >= begins) & (stage.done <= ends), follow, lambda: jumps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpyro_repulsion.report.verdict import data_of, diagnosis_of
 __all__ = ["summary"]
 
 #: Columns of ArviZ's summary that presume independent chains, and what they are for interacting particles.
-_OF_ENSEMBLES = {
+_OF_ENSEMBLES: dict[str, Callable] = {
     "mcse_mean": ensemble_mcse,
     "mcse_sd": partial(ensemble_mcse, method="sd"),
     "ess_bulk": ensemble_ess,
