@@ -1,19 +1,67 @@
+"""What all tests share: a cache of compiled programs, and live warnings only where they are tested."""
+
 import itertools
+import os
+from pathlib import Path
 
-import jax
-from jax import random
-import jax.numpy as jnp
-import pytest
+#: Compiled programs, kept from one run of the tests to the next. ``JAX_COMPILATION_CACHE_DIR`` names another place.
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "jax"
+#: So many bytes of it at most: beyond, the oldest programs are removed before tests begin.
+LARGEST_CACHE = 2**30
+# By the environment, which JAX reads when it is imported, so that processes that tests start have it too. Its own bound
+# on the size would make both workers wait for a lock, and look through thousands of files, at each program.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-from numpyro.infer import MCMC, init_to_uniform
+import jax  # noqa: E402
+from jax import random  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import pytest  # noqa: E402
 
-from numpyro_repulsion import SGLD
-from numpyro_repulsion.gradients import ModelTarget
+from numpyro.infer import MCMC, init_to_uniform  # noqa: E402
+
+from numpyro_repulsion import SGLD, enable_live_warnings  # noqa: E402
+from numpyro_repulsion.gradients import ModelTarget  # noqa: E402
 
 try:
     from jax import enable_x64
 except ImportError:  # an older JAX
     from jax.experimental import enable_x64
+
+
+class Quiet:
+    """Live warnings off, but in tests marked ``live_warnings``: a program that can warn is in no cache.
+
+    A plug-in and no fixture, for doctests lie elsewhere, and fixtures of a module come before those of a test.
+    """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        enable_live_warnings(item.get_closest_marker("live_warnings") is not None)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Quiet())
+    if not hasattr(config, "workerinput"):
+        trim(CACHE)
+
+
+def trim(folder):
+    """Removes what was never written to its end, and the oldest programs of a cache that is too large."""
+    found = []
+    for path in folder.glob("*-cache"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # another run of the tests was faster
+            continue
+        found.append((status.st_size > 0, status.st_mtime, status.st_size, path))
+    left = sum(size for _, _, size, _ in found)
+    for whole, _, size, path in sorted(found):
+        if whole and left <= LARGEST_CACHE:
+            break
+        path.unlink(missing_ok=True)
+        left -= size
 
 
 @pytest.fixture
@@ -23,22 +71,29 @@ def x64():
         yield
 
 
-#: Tests of one file after which compiled programs are dropped.
-MOST_TESTS = 30
+#: A look at what the process holds after so many tests.
+TESTS = 10
+#: The compiler dies beyond 65,530 memory maps, of which a program takes several.
+MOST_MAPS = 25_000
+MOST_BYTES = 3 * 2**30
+COUNT = itertools.count(1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def tests_of_file():
-    """Drops the programs that a file's tests compiled: thousands of them would not fit into memory."""
-    yield itertools.count(1)
-    jax.clear_caches()
+def is_crowded():
+    """Whether compiled programs fill the process; always where the system does not say."""
+    try:
+        maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return True
+    return maps > MOST_MAPS or pages * os.sysconf("SC_PAGE_SIZE") > MOST_BYTES
 
 
 @pytest.fixture(autouse=True)
-def forgotten_programs(tests_of_file):
-    """The same within long files: a process has only so many memory maps, and the compiler dies without."""
+def forgotten_programs():
+    """Drops compiled programs before they fill the process."""
     yield
-    if next(tests_of_file) % MOST_TESTS == 0:
+    if next(COUNT) % TESTS == 0 and is_crowded():
         jax.clear_caches()
 
 
