@@ -1,5 +1,7 @@
 """Every dynamics is the recipe of its D and Q: drift and diffusion agree with those by automatic differentiation."""
 
+import catalogue
+from catalogue import having
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -14,7 +16,6 @@ from numpyro_repulsion import (
     SGLD,
     SGLDR,
     Independent,
-    Laplacian,
     Overdamped,
     Recipe,
     Relativistic,
@@ -114,12 +115,10 @@ def limit(f, ε=1e-4):
 
 
 # The sum has its parts in it.
+INTERACTIONS = having(catalogue.INTERACTIONS, "law") | having(catalogue.INTERACTIONS, "identity", but={"plane"})
 INTERACTIONS = [
-    pytest.param(RBF(1.0), marks=pytest.mark.slow),
-    pytest.param(IMQ(2.0), marks=pytest.mark.slow),
-    pytest.param(Independent(), marks=pytest.mark.slow),
-    0.6 * RBF(1.0) + 0.4 * Independent(),
-    pytest.param(Laplacian(RBF(1.0), strength=0.5), marks=pytest.mark.slow),
+    pytest.param(interaction, marks=() if name == "sum, wide" else pytest.mark.slow)
+    for name, interaction in INTERACTIONS.items()
 ]
 
 

@@ -3,6 +3,7 @@
 That it is exact at every moment is shown in `test_stationarity.py`, with controls.
 """
 
+from catalogue import INTERACTIONS
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
-    IMQ,
     RBF,
     SGHMC,
     SGLD,
@@ -28,7 +28,10 @@ from numpyro_repulsion import (
     Scheduled,
 )
 
-INNER = [RBF(1.5), 0.5 * RBF(1.5) + 0.2 * IMQ(2.0), RandomFeatures(1.5, num_features=8), RandomGroups(RBF(1.5), size=3)]
+INNER = [
+    *(INTERACTIONS[name].part for name in ("rbf", "sum, wide", "laplacian", "groups")),
+    RandomFeatures(1.5, num_features=8),
+]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 
+from catalogue import DYNAMICS
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -68,8 +69,7 @@ def state_of():
         "rbf": sgld(kernel=SGLDR),
         "balanced rbf": sgld(interaction=Balanced(RBF(2.0)), num_ensembles=2),
         "momenta": sgld(kernel=SGHMC),
-        "frictions": sgld(kernel=SGNHT),
-        "recipe": sgld(dynamics=Recipe(lambda x: jnp.eye(x.size), extra=2)),
+        "recipe": sgld(dynamics=DYNAMICS["recipe"].part),
         "dense": sgld(preconditioner=np.array([1.0, 4.0])),
         "measured": SGLD(potential_fn=quadratic),
     }

@@ -7,6 +7,7 @@ file passes for more than 99.9 % of the seeds.
 from functools import partial
 from typing import NamedTuple
 
+from catalogue import INTERACTIONS, having, wave
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ from numpyro_repulsion import (
     Antithetic,
     Balanced,
     Independent,
-    Laplacian,
     Overdamped,
     RandomFeatures,
     RandomGroups,
@@ -76,20 +76,7 @@ MIXTURE = Law(  # the paper's mixture of exponentials, in y = log x
 )
 LAWS = {"gaussian": GAUSSIAN, "exponential mixture": MIXTURE}
 
-GRAM = {
-    "RBF": RBF(2.0),
-    "RBF, short": RBF(0.3),
-    "RBF, large nugget": RBF(2.0, nugget=0.3),
-    "IMQ": IMQ(1.0),
-    "sum": 0.6 * RBF(1.0) + 0.3 * IMQ(2.0) + 0.2 * Independent(),
-    "scheduled": Scheduled(RBF(2.0), lambda count: 0.5).at(None, 0),
-    "Laplacian": Laplacian(RBF(1.0), strength=0.5),
-}
-
-
-def wave(count):
-    """A weight of repulsion that is 1, 0 and all between, over and over."""
-    return 0.5 + 0.5 * jnp.sin(0.2 * count)
+GRAM = having(INTERACTIONS, "law")
 
 
 # Negative controls: one thing wrong each. They wrap `couple`, so that everything else is the code under test.
@@ -185,9 +172,9 @@ def generator_scores(law, interaction, wrap=None, seed=0, draws=20_000, size=5):
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("interaction", [*GRAM, "Independent"])
+@pytest.mark.parametrize("interaction", [*GRAM, "independent"])
 def test_generator_identity(law, interaction):
-    scores = generator_scores(LAWS[law], (GRAM | {"Independent": Independent()})[interaction])
+    scores = generator_scores(LAWS[law], INTERACTIONS[interaction].part)
     assert max(map(abs, scores.values())) < LIMIT, scores
 
 
@@ -197,12 +184,12 @@ def test_generator_identity(law, interaction):
     [
         (without_repulsion, RBF(2.0)),
         (without_repulsion, IMQ(1.0)),
-        (without_repulsion, GRAM["Laplacian"]),
-        (with_repulsion_flipped, GRAM["Laplacian"]),
+        (without_repulsion, GRAM["laplacian, wide"]),
+        (with_repulsion_flipped, GRAM["laplacian, wide"]),
         (with_repulsion_flipped, RBF(2.0)),
         (with_repulsion_flipped, IMQ(1.0)),
         (with_nugget_in_noise_only, RBF(2.0, nugget=0.3)),
-        (with_unscaled_repulsion, GRAM["scheduled"]),
+        (with_unscaled_repulsion, GRAM["scheduled, half"]),
         (with_moving_bandwidth, RBF()),
     ],
 )
@@ -321,7 +308,7 @@ def extrapolated_scores(law, *args, step_size, updates, seed=0, **kwargs):
 SAMPLERS = {
     "SGLDR, RBF": (RBF(2.0), Overdamped()),
     "SGLDR, IMQ": (IMQ(1.0), Overdamped()),
-    "SGLDR, sum": (GRAM["sum"], Overdamped()),
+    "SGLDR, sum": (GRAM["sum, wide"], Overdamped()),
     "SGLDR, RBF, averaged": (RBF(2.0), Overdamped("lm")),
     "SGLDR, IMQ, averaged": (IMQ(1.0), Overdamped("lm")),
     "SGLD, independent": (Independent(), Overdamped("euler")),
@@ -329,7 +316,7 @@ SAMPLERS = {
     "SGLD, independent, averaged": (Independent(), Overdamped("lm")),
     "SGLD, balanced, averaged": (Balanced(), Overdamped("lm")),
     "SGLD, antithetic": (Antithetic(), Overdamped("lm")),
-    "SGLDR, Laplacian": (GRAM["Laplacian"], Overdamped()),
+    "SGLDR, Laplacian": (GRAM["laplacian, wide"], Overdamped()),
     "SGLDR, random features": (RandomFeatures(2.0, num_features=8, weight=0.7), Overdamped()),
     "SGLDR, groups": (RandomGroups(RBF(2.0), size=3), Overdamped()),
     "SGLDR, scheduled": (Scheduled(RBF(2.0), wave), Overdamped()),
@@ -338,11 +325,11 @@ SAMPLERS = {
     "SGHMC, independent": (Independent(), Underdamped()),
     "SGHMC, balanced": (Balanced(), Underdamped(friction=2.0)),
     "SGHMC, antithetic": (Antithetic(), Underdamped()),
-    "SGHMCR, Laplacian": (GRAM["Laplacian"], Underdamped()),
+    "SGHMCR, Laplacian": (GRAM["laplacian, wide"], Underdamped()),
     "SGHMC, relativistic": (Independent(), Underdamped(kinetic=Relativistic(2.0))),
     "SGHMCR, RBF": (RBF(2.0), Underdamped()),
     "SGHMCR, IMQ": (IMQ(1.0), Underdamped(friction=2.0)),
-    "SGHMCR, sum, relativistic": (GRAM["sum"], Underdamped(kinetic=Relativistic(2.0))),
+    "SGHMCR, sum, relativistic": (GRAM["sum, wide"], Underdamped(kinetic=Relativistic(2.0))),
     "SGHMCR, scheduled": (Scheduled(RBF(2.0), wave), Underdamped()),
     "SGNHT, independent": (Independent(), Thermostat()),
     "SGNHT, balanced": (Balanced(), Thermostat(friction=2.0, inertia=2.0)),
