@@ -165,10 +165,13 @@ def recipe(law, interaction, wrap=None):
 def generator_scores(law, interaction, wrap=None, seed=0, draws=20_000, size=5):
     clouds = law.draw(random.key(seed), (draws, size))
     drift_and_gram = recipe(law, interaction, wrap)
-    return {
-        name: z_score(jax.jit(jax.vmap(partial(generator, law, drift_and_gram, f)))(clouds))
-        for name, f in JOINT_FUNCTIONS.items()
-    }
+
+    @jax.jit
+    @jax.vmap
+    def values(z):
+        return {name: generator(law, drift_and_gram, f, z) for name, f in JOINT_FUNCTIONS.items()}
+
+    return {name: z_score(value) for name, value in values(clouds).items()}
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -209,7 +212,7 @@ def test_generator_identity_of_balanced_noise_holds_for_one_particle(law):
     clouds = LAWS[law].draw(random.key(0), (20_000, size))
 
     def score(f):
-        return z_score(jax.vmap(partial(generator, LAWS[law], lambda z: (-force(z)[1], gram), f))(clouds))
+        return z_score(jax.jit(jax.vmap(partial(generator, LAWS[law], lambda z: (-force(z)[1], gram), f)))(clouds))
 
     assert abs(score(lambda z: z[0] @ z[0])) < LIMIT
     assert abs(score(lambda z: jnp.sum(jnp.cos(z[0])))) < LIMIT
