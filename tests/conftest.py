@@ -48,6 +48,18 @@ def pytest_configure(config):
         trim(CACHE)
 
 
+#: Doctests of presets that `make test` runs: without repulsion, and with it. The others differ from them in a word.
+DOCTESTS = {"SGLD", "SGHMCR"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        file, _, name = item.nodeid.partition("::")
+        if file == "numpyro_repulsion/kernels/presets.py" and name.rpartition(".")[2] not in DOCTESTS:
+            item.add_marker(pytest.mark.slow)
+
+
 def trim(folder):
     """Removes what was never written to its end, and the oldest programs of a cache that is too large."""
     found = []

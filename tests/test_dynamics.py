@@ -148,6 +148,7 @@ def test_hold_keeps_whatever_is_not_finite_where_it_was(field, bad):
         assert (array[2] == 0).all() and (array[jnp.array([0, 1, 3])] == 1).all()
 
 
+@pytest.mark.live_warnings
 @pytest.mark.parametrize("interaction", [RBF(2.0), RBF(), IMQ(2.0), Balanced()])
 def test_a_diverging_particle_does_not_infect_the_others(interaction):
     def energy(z):

@@ -98,15 +98,19 @@ def ensemble(cloud):
     return jnp.concatenate((cloud.z, *cloud.memory), -1)
 
 
-def steps(dynamics, interaction, cloud, white):
-    """``ε -> x`` after one step, with white noise that is given."""
+def steps(dynamics, interaction, cloud):
+    """``(ε, white) -> x`` after one step, with white noise that is given."""
 
-    def couple(u):
-        coupling = interaction.couple(u)
-        gram = jnp.eye(L) if coupling.is_identity else interaction.gram(u, None)[0]
-        return coupling._replace(draw=lambda key: jnp.linalg.cholesky(gram) @ white, white=lambda key: white)
+    @jax.jit
+    def step(ε, white):
+        def couple(u):
+            coupling = interaction.couple(u)
+            gram = jnp.eye(L) if coupling.is_identity else interaction.gram(u, None)[0]
+            return coupling._replace(draw=lambda key: jnp.linalg.cholesky(gram) @ white, white=lambda key: white)
 
-    return lambda ε: ensemble(dynamics.step(random.key(0), cloud, force, couple, ε))
+        return ensemble(dynamics.step(random.key(0), cloud, force, couple, ε))
+
+    return step
 
 
 def limit(f, ε=1e-4):
@@ -132,7 +136,11 @@ def test_drift_and_diffusion_are_those_of_the_recipe(system, interaction, temper
         cloud = dynamics.init(random.key(1), z, force, interaction.couple)
         cloud = Cloud(z, *force(z), tuple(random.normal(random.key(2), x.shape) for x in cloud.memory))
         x = ensemble(cloud)
-        still = steps(dynamics, interaction, cloud, jnp.zeros((L, d)))
+        step = steps(dynamics, interaction, cloud)
+
+        def still(ε):
+            return step(ε, jnp.zeros((L, d)))
+
         drift = limit(lambda ε: (still(ε) - x) / ε)
         slope = cloud.gradient
         if recipe.extra:
@@ -141,9 +149,7 @@ def test_drift_and_diffusion_are_those_of_the_recipe(system, interaction, temper
 
         def covariance(ε):
             columns = [
-                (steps(dynamics, interaction, cloud, e.reshape(L, d))(ε) - still(ε)).ravel()
-                / (2 * ε * temperature) ** 0.5
-                for e in jnp.eye(L * d)
+                (step(ε, e.reshape(L, d)) - still(ε)).ravel() / (2 * ε * temperature) ** 0.5 for e in jnp.eye(L * d)
             ]
             return sum(jnp.outer(column, column) for column in columns)
 
