@@ -19,10 +19,11 @@ import jax  # noqa: E402
 from jax import random  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
+from results import X, Y, logistic, run  # noqa: E402
 
 from numpyro.infer import MCMC, init_to_uniform  # noqa: E402
 
-from numpyro_repulsion import SGLD, enable_live_warnings  # noqa: E402
+from numpyro_repulsion import SGLD, SGLDR, enable_live_warnings, to_inference_data  # noqa: E402
 from numpyro_repulsion.gradients import ModelTarget  # noqa: E402
 
 try:
@@ -151,3 +152,10 @@ def pretended():
         return mcmc
 
     return build
+
+
+@pytest.fixture(scope="session")
+def logistic_run():
+    """A run of `results.logistic` by two ensembles that repel, and its inference data: to be read, not changed."""
+    mcmc = run(SGLDR(logistic, step_size=1e-3, num_ensembles=2), X, Y)
+    return mcmc, to_inference_data(mcmc)
