@@ -3,10 +3,13 @@
 import inspect
 
 from catalogue import DYNAMICS, GRADIENTS, INTERACTIONS, PRESETS, SCHEDULES, TABLES, having
+import jax
+from jax import random
+import jax.numpy as jnp
 import pytest
 
 import numpyro_repulsion
-from numpyro_repulsion import Dynamics, Gram, Interaction, Radial, StepBias, all_rows
+from numpyro_repulsion import RBF, Dynamics, Gram, Independent, Interaction, Radial, StepBias, all_rows
 from numpyro_repulsion.gradients import Gradient
 from numpyro_repulsion.kernels import ParticleKernel
 
@@ -79,6 +82,18 @@ def test_flags_of_dynamics_gradients_and_presets_are_right():
         assert found.part.__name__ == name
         assert found.part._default_interaction.interacts == ("repels" in found.flags)
     assert all(callable(schedule) for schedule in having(SCHEDULES, "falls").values())
+
+
+@pytest.mark.parametrize("name", DYNAMICS)
+def test_what_dynamics_carry(name):
+    """Beside where particles are, where K is not the identity."""
+    interaction = Independent() if "alone" in DYNAMICS[name].flags else RBF(1.0)
+
+    def start(z):
+        return DYNAMICS[name].part.init(random.key(0), z, lambda z: (jnp.sum(z**2, -1), 2 * z), interaction.couple)
+
+    cloud = jax.eval_shape(start, jnp.ones((6, 2)))
+    assert bool(cloud.memory) == ("memory" in DYNAMICS[name].flags)
 
 
 def test_names_of_flags_are_known():
