@@ -75,8 +75,9 @@ def kernels():
 
 
 def combinations():
-    """Every kernel with every interaction and every gradient."""
-    for kernel, interaction, gradient in itertools.product(KERNELS + MOMENTA, INTERACTIONS, GRADIENTS):
+    """Every kernel with every interaction and every kind of gradient."""
+    gradients = (None, *having(catalogue.GRADIENTS, but={"shared"}).values())
+    for kernel, interaction, gradient in itertools.product(KERNELS + MOMENTA, INTERACTIONS, gradients):
         yield combine(kernel, interaction, gradient=gradient, step_size=0.01)
 
 
