@@ -64,15 +64,16 @@ def test_sgldr_without_interaction_is_sgld_bit_for_bit(starts, dynamics):
 
 
 def test_sgld_is_a_langevin_loop_written_by_hand(starts):
-    step_size, num_steps = 0.05, 10
-    kernel = SGLD(potential_fn=potential, step_size=step_size, interaction=Independent(), dynamics=EULER)
-    mcmc = run(kernel, starts, num_samples=7)
+    step_size, num_steps = 0.05, 4
+    setting = {"step_size": step_size, "num_steps": num_steps, "interaction": Independent(), "dynamics": EULER}
+    kernel = SGLD(potential_fn=potential, **setting)
+    mcmc = run(kernel, starts, num_samples=3)
     state = kernel.init(random.split(random.key(1), 6), 0, starts, (), {})
 
     @jax.jit
     def by_hand(z, rng_key):
         draws = []
-        for _ in range(7):
+        for _ in range(3):
             rng_key, _, loop_key = random.split(rng_key, 3)
             for key in random.split(loop_key, num_steps):
                 noise_key, _ = random.split(key)

@@ -395,9 +395,9 @@ def test_generator_identity_with_other_seeds(law, interaction, seed):
             wrap,
             interaction,
             dynamics,
-            # Many replicas, or several arrays each: the long ones.
+            # Many replicas, or several arrays each: the long ones. A control of one dynamics is that of the test.
             marks=pytest.mark.slow
-            if isinstance(interaction, RandomFeatures) or not isinstance(dynamics, Overdamped)
+            if isinstance(interaction, RandomFeatures) or dynamics != Overdamped("euler")
             else (),
         )
         for dynamics in (Overdamped("euler"), Overdamped("lm"), Underdamped(), Thermostat())
