@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
-def trim(folder):
+def trim(folder, most=LARGEST_CACHE):
     """Removes what was never written to its end, and the oldest programs of a cache that is too large."""
     found = []
     for path in folder.glob("*-cache"):
@@ -72,7 +72,7 @@ def trim(folder):
         found.append((status.st_size > 0, status.st_mtime, status.st_size, path))
     left = sum(size for _, _, size, _ in found)
     for whole, _, size, path in sorted(found):
-        if whole and left <= LARGEST_CACHE:
+        if whole and left <= most:
             break
         path.unlink(missing_ok=True)
         left -= size

@@ -1083,14 +1083,11 @@ def test_auto_is_dense_up_to_64_parameters(dimension, dense):
     assert shape(preconditioner=jnp.ones(dimension)) == (dimension,)
 
 
-@pytest.mark.live_warnings
 def test_an_optimizer_has_no_draws_to_be_judged():
-    words, mcmc = expectations(SVGD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
-    assert "independent ones" not in words and "variances may come out" not in words
+    _, mcmc = expectations(SVGD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
     assert mcmc.sampler.complaints(mcmc.last_state) == []
 
 
-@pytest.mark.live_warnings
 def test_nothing_is_cut_where_the_noise_was_not_measured():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
     kernel = SGLD(noisy_mean, step_size=1e-3, preconditioner="dense", gradient=Subsampled())
@@ -1105,7 +1102,6 @@ def random_mean(y, subsample_size, noise):
     numpyro.factor("estimate", noise * random.normal(numpyro.prng_key()) * mu)
 
 
-@pytest.mark.live_warnings
 def test_random_likelihoods_are_recognized():
     y = 5.0 + random.normal(random.key(5), (200,))
     # By default without control variates, and none on demand.
