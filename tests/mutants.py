@@ -314,7 +314,7 @@ MUTANTS = [
         "dynamics/overdamped.py",
         "jnp.where(which[..., None], 0.0, x) for x in cloud.memory",
         "x for x in cloud.memory",
-        "test_moves test_basins",
+        "test_dynamics test_moves test_basins",
         "exact or noise or jump",
     ),
     Mutant(

@@ -235,6 +235,19 @@ def test_averaged_noise_is_the_mean_of_two_draws(starts, interaction):
     np.testing.assert_array_equal(once.memory[0], fresh)
 
 
+def test_a_particle_that_has_jumped_carries_no_noise_and_makes_a_quarter_of_a_step(starts):
+    # The noise that it carried is correlated with where it was. `test_moves.py` shows that the law is right so.
+    dynamics, couple = Overdamped("lm"), Independent().couple
+    cloud = dynamics.init(random.key(0), starts, force, couple)
+    which = jnp.arange(6) % 2 == 0
+    moved = dynamics.step(random.key(1), dynamics.jumped(cloud, which), force, couple, 0.1).z
+    (carried,), fresh, slope = cloud.memory, couple(starts).draw(random.key(1)), force(starts)[1]
+    whole = starts - 0.1 * slope + 0.2**0.5 * (carried + fresh) / 2
+    quarter = starts - 0.1 / 4 * slope + 0.2**0.5 * fresh / 2
+    np.testing.assert_allclose(moved, jnp.where(which[:, None], quarter, whole), rtol=1e-5, atol=1e-5)
+    assert np.abs(quarter - whole).min() > 1e-4
+
+
 def test_step_is_a_scan_body_of_constant_type(starts):
     dynamics, couple = Overdamped(), Balanced().couple
     cloud = dynamics.init(random.key(0), starts, force, couple)
