@@ -57,8 +57,8 @@ test: lint mypy
 	$(UNOPTIMIZED) $(BIN)/python -m pytest $(DISTRIBUTED) -m "not slow" --durations 10
 
 test-full: lint mypy
-	$(BIN)/python -m pytest $(DISTRIBUTED) --ignore tests/test_fuzz.py
-	$(UNOPTIMIZED) $(BIN)/python -m pytest $(DISTRIBUTED) tests/test_fuzz.py
+	$(BIN)/python -m pytest $(DISTRIBUTED) --ignore tests/kernels/test_fuzz.py
+	$(UNOPTIMIZED) $(BIN)/python -m pytest $(DISTRIBUTED) tests/kernels/test_fuzz.py
 
 docs: $(VENV)/.with-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html

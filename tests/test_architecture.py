@@ -95,6 +95,13 @@ def eager(name, text):
     return sorted(packages & {"arviz", "xarray", "matplotlib"})
 
 
+def test_tests_mirror_the_package():
+    tests = {path.parent.name for path in Path(__file__).parent.glob("*/test_*.py")}
+    assert tests == {name.split(".")[0] for name in FILES if "." in name}
+    beside = [path.stem for path in Path(__file__).parent.glob("test_*.py")]
+    assert not tests & {name.removeprefix("test_") for name in beside}, "a test of a folder lies in its folder"
+
+
 def test_files_hold_one_noun():
     assert not offenders(too_long), "split it by noun into a folder of the same name"
 
