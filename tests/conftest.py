@@ -43,8 +43,24 @@ class Quiet:
         enable_live_warnings(item.get_closest_marker("live_warnings") is not None)
 
 
+class Precision:
+    """Programs are dropped between tests with ``x64`` and tests without it, and kept from one such test to the next.
+
+    JAX finds NumPy constants of traced programs by identity alone, and would hand out those of the other precision.
+    """
+
+    is_double = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        before, self.is_double = self.is_double, "x64" in getattr(item, "fixturenames", ())
+        if self.is_double != before:
+            jax.clear_caches()
+
+
 def pytest_configure(config):
     config.pluginmanager.register(Quiet())
+    config.pluginmanager.register(Precision())
     if not hasattr(config, "workerinput"):
         trim(CACHE)
 
