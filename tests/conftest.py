@@ -106,7 +106,7 @@ TESTS = 10
 #: The compiler dies beyond 65,530 memory maps, of which a program takes several.
 MOST_MAPS = 25_000
 #: So much more memory than after programs were dropped the last time.
-MOST_BYTES = 2**30
+MOST_BYTES = 2**29
 COUNT = itertools.count(1)
 
 
