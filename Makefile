@@ -44,6 +44,10 @@ lint: $(VENV)/.with-test
 mypy: $(VENV)/.with-test
 	$(BIN)/mypy
 
+# Compiled programs are kept in .cache (tests/conftest.py): a second run compiles hardly anything. Workers begin with one
+# half of the files each, so that what a file prepares is made once, and then take over from each other.
+DISTRIBUTED := -n $(WORKERS) --dist worksteal
+
 # The tests compile more than they compute, so `make test` spares the optimizer, and the newer emitters of fusions, where
 # XLA knows that flag (it aborts at one it does not know); `make test-full` compiles as users do, but for the thousand
 # small programs of fuzzing.
@@ -52,11 +56,11 @@ UNOPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS) $$(XLA_
 	$(BIN)/python -c 'import jax; jax.devices()' >/dev/null 2>&1 && echo $(PLAIN_FUSIONS))"
 
 test: lint mypy
-	$(UNOPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations 10
+	$(UNOPTIMIZED) $(BIN)/python -m pytest $(DISTRIBUTED) -m "not slow" --durations 10
 
 test-full: lint mypy
-	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/test_fuzz.py
-	$(UNOPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) tests/test_fuzz.py
+	$(BIN)/python -m pytest $(DISTRIBUTED) --ignore tests/kernels/test_fuzz.py
+	$(UNOPTIMIZED) $(BIN)/python -m pytest $(DISTRIBUTED) tests/kernels/test_fuzz.py
 
 docs: $(VENV)/.with-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
@@ -103,4 +107,4 @@ hooks: $(BIN)/python
 	$(BIN)/pre-commit install
 
 clean:
-	rm -rf $(VENV) .venv-new docs/_build demo-output .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-new docs/_build demo-output .cache .mypy_cache .pytest_cache .ruff_cache

@@ -1,19 +1,97 @@
+"""What all tests share: a cache of compiled programs, and live warnings only where they are tested."""
+
+import gc
 import itertools
+import os
+from pathlib import Path
 
-import jax
-from jax import random
-import jax.numpy as jnp
-import pytest
+#: Compiled programs, kept from one run of the tests to the next. ``JAX_COMPILATION_CACHE_DIR`` names another place.
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "jax"
+#: So many bytes of it at most: beyond, the oldest programs are removed before tests begin.
+LARGEST_CACHE = 2**30
+# By the environment, which JAX reads when it is imported, so that processes that tests start have it too. Its own bound
+# on the size would make both workers wait for a lock, and look through thousands of files, at each program.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-from numpyro.infer import MCMC, init_to_uniform
+import jax  # noqa: E402
+from jax import random  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import pytest  # noqa: E402
+from results import X, Y, logistic, run  # noqa: E402
 
-from numpyro_repulsion import SGLD
-from numpyro_repulsion.gradients import ModelTarget
+from numpyro.infer import MCMC, init_to_uniform  # noqa: E402
+
+from numpyro_repulsion import SGLD, SGLDR, enable_live_warnings, to_inference_data  # noqa: E402
+from numpyro_repulsion.gradients import ModelTarget  # noqa: E402
 
 try:
     from jax import enable_x64
 except ImportError:  # an older JAX
     from jax.experimental import enable_x64
+
+
+class Quiet:
+    """Live warnings off, but in tests marked ``live_warnings``: a program that can warn is in no cache.
+
+    A plug-in and no fixture, for doctests lie elsewhere, and fixtures of a module come before those of a test.
+    """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        enable_live_warnings(item.get_closest_marker("live_warnings") is not None)
+
+
+class Precision:
+    """Programs are dropped between tests with ``x64`` and tests without it, and kept from one such test to the next.
+
+    JAX finds NumPy constants of traced programs by identity alone, and would hand out those of the other precision.
+    """
+
+    is_double = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        before, self.is_double = self.is_double, "x64" in getattr(item, "fixturenames", ())
+        if self.is_double != before:
+            jax.clear_caches()
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Quiet())
+    config.pluginmanager.register(Precision())
+    if not hasattr(config, "workerinput"):
+        trim(CACHE)
+
+
+#: Doctests of presets that `make test` runs: without repulsion, and with it. The others differ from them in a word.
+DOCTESTS = {"SGLD", "SGHMCR"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        file, _, name = item.nodeid.partition("::")
+        if file == "numpyro_repulsion/kernels/presets.py" and name.rpartition(".")[2] not in DOCTESTS:
+            item.add_marker(pytest.mark.slow)
+
+
+def trim(folder, most=LARGEST_CACHE):
+    """Removes what was never written to its end, and the oldest programs of a cache that is too large."""
+    found = []
+    for path in folder.glob("*-cache"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # another run of the tests was faster
+            continue
+        found.append((status.st_size > 0, status.st_mtime, status.st_size, path))
+    left = sum(size for _, _, size, _ in found)
+    for whole, _, size, path in sorted(found):
+        if whole and left <= most:
+            break
+        path.unlink(missing_ok=True)
+        left -= size
 
 
 @pytest.fixture
@@ -26,23 +104,44 @@ def x64():
     jax.clear_caches()
 
 
-#: Tests of one file after which compiled programs are dropped.
-MOST_TESTS = 30
+#: A look at what the process holds after so many tests.
+TESTS = 10
+#: The compiler dies beyond 65,530 memory maps, of which a program takes several.
+MOST_MAPS = 25_000
+#: So much more memory than after programs were dropped the last time.
+MOST_BYTES = 2**29
+COUNT = itertools.count(1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def tests_of_file():
-    """Drops the programs that a file's tests compiled: thousands of them would not fit into memory."""
-    yield itertools.count(1)
-    jax.clear_caches()
+def resident():
+    """Bytes of memory in use, or infinity where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return float("inf")
+
+
+def is_crowded(before):
+    """Whether compiled programs fill the process; always where the system does not say."""
+    if resident() > before + MOST_BYTES:
+        return True
+    return Path("/proc/self/maps").read_bytes().count(b"\n") > MOST_MAPS
+
+
+@pytest.fixture(scope="session")
+def room():
+    """The memory in use after programs were dropped, in a list."""
+    return [resident()]
 
 
 @pytest.fixture(autouse=True)
-def forgotten_programs(tests_of_file):
-    """The same within long files: a process has only so many memory maps, and the compiler dies without."""
+def forgotten_programs(room):
+    """Drops compiled programs before they fill the process."""
     yield
-    if next(tests_of_file) % MOST_TESTS == 0:
+    if next(COUNT) % TESTS == 0 and is_crowded(min(room[0], 2**40)):
         jax.clear_caches()
+        gc.collect()
+        room[0] = resident()
 
 
 @pytest.fixture(scope="session")
@@ -72,3 +171,10 @@ def pretended():
         return mcmc
 
     return build
+
+
+@pytest.fixture(scope="session")
+def logistic_run():
+    """A run of `results.logistic` by two ensembles that repel, and its inference data: to be read, not changed."""
+    mcmc = run(SGLDR(logistic, step_size=1e-3, num_ensembles=2), X, Y)
+    return mcmc, to_inference_data(mcmc)

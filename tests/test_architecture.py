@@ -7,8 +7,6 @@ from pathlib import Path
 import subprocess
 import sys
 
-import pytest
-
 import numpyro_repulsion
 from numpyro_repulsion import targets
 
@@ -79,24 +77,54 @@ def test_every_file_has_its_place():
     assert {name.split(".")[0] for name in FILES} <= set(ARROWS), "a new noun: say in ARROWS what it may import"
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_files_hold_one_noun(name):
-    assert len(FILES[name].read_text().splitlines()) <= 350, "split it by noun into a folder of the same name"
+def offenders(breaks):
+    """``file -> what it breaks`` by a rule that gives nothing where a file keeps it."""
+    return {name: found for name, path in sorted(FILES.items()) if (found := breaks(name, path.read_text()))}
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_imports_run_downward(name):
+def too_long(name, text):
+    count = len(text.splitlines())
+    return count if count > 350 else None
+
+
+def upward(name, text):
     noun = name.split(".")[0]
-    packages, files = imports(ast.parse(FILES[name].read_text()))
+    packages, files = imports(ast.parse(text))
     allowed_packages, allowed_files = ARROWS[noun]
-    assert packages <= allowed_packages
-    assert files - {noun} <= allowed_files
+    return sorted(packages - allowed_packages) + sorted(files - {noun} - allowed_files)
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_optional_packages_are_imported_lazily(name):
-    packages, _ = imports(RunOnImport().visit(ast.parse(FILES[name].read_text())))
-    assert not packages & {"arviz", "xarray", "matplotlib"}
+def eager(name, text):
+    packages, _ = imports(RunOnImport().visit(ast.parse(text)))
+    return sorted(packages & {"arviz", "xarray", "matplotlib"})
+
+
+def test_tests_mirror_the_package():
+    tests = {path.parent.name for path in Path(__file__).parent.glob("*/test_*.py")}
+    assert tests == {name.split(".")[0] for name in FILES if "." in name}
+    beside = [path.stem for path in Path(__file__).parent.glob("test_*.py")]
+    assert not tests & {name.removeprefix("test_") for name in beside}, "a test of a folder lies in its folder"
+
+
+def test_files_hold_one_noun():
+    assert not offenders(too_long), "split it by noun into a folder of the same name"
+
+
+def test_imports_run_downward():
+    assert not offenders(upward)
+
+
+def test_optional_packages_are_imported_lazily():
+    assert not offenders(eager)
+
+
+def test_offenders_are_named():
+    """The control: a file that breaks each rule."""
+    bad = "import arviz\nfrom numpyro_repulsion.kernels import SGLD\n" + "\n" * 350
+    assert too_long("dynamics.new", bad) == 352
+    assert upward("dynamics.new", bad) == ["arviz", "kernels"]
+    assert eager("dynamics.new", bad) == ["arviz"]
+    assert set(offenders(lambda name, text: text)) == {name for name, path in FILES.items() if path.stat().st_size}
 
 
 def test_arrows_are_seen():
@@ -121,19 +149,17 @@ PUBLIC = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_public_names_are_documented_with_an_example(name):
-    documentation = PUBLIC[name].__doc__
+def test_public_names_are_documented_with_an_example():
     # `vars`, for a class without a docstring of its own shows that of its base.
-    assert vars(PUBLIC[name]).get("__doc__") if inspect.isclass(PUBLIC[name]) else documentation
-    assert ">>>" in documentation, "no example"
+    said = {name: (vars(x).get("__doc__") if inspect.isclass(x) else x.__doc__) or "" for name, x in PUBLIC.items()}
+    assert [name for name, text in said.items() if ">>>" not in text] == []
+    assert len(said) > 50  # of so many public names
 
 
-@pytest.mark.parametrize("name", sorted(set(FILES) - {"__init__"}))
-def test_modules_say_what_they_offer(name):
-    module = importlib.import_module(f"{PACKAGE}.{name.removesuffix('.__init__')}")
-    assert module.__doc__
-    assert [public for public in module.__all__ if not hasattr(module, public)] == []
-    for public, value in PUBLIC.items():
-        if value.__module__ == module.__name__:
-            assert public.split(".")[-1] in module.__all__
+def test_modules_say_what_they_offer():
+    for name in sorted(set(FILES) - {"__init__"}):
+        module = importlib.import_module(f"{PACKAGE}.{name.removesuffix('.__init__')}")
+        assert module.__doc__, name
+        assert [public for public in module.__all__ if not hasattr(module, public)] == [], name
+        own = [public.split(".")[-1] for public, value in PUBLIC.items() if value.__module__ == module.__name__]
+        assert set(own) <= set(module.__all__), name

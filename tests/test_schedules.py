@@ -9,7 +9,7 @@ import pytest
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLDR, BiasBudget, Cyclical, Polynomial
+from numpyro_repulsion import SGLD, BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.schedules import as_schedule
 from numpyro_repulsion.targets import gaussian
 
@@ -123,7 +123,7 @@ def test_steps_can_be_traced():
 
     def run(step_size, key):
         mcmc = MCMC(
-            SGLDR(gaussian, step_size=step_size),
+            SGLD(gaussian, step_size=step_size, num_steps=2),
             num_warmup=0,
             num_samples=3,
             num_chains=5,

@@ -1,8 +1,9 @@
 """K, Γ and the noise, against definitions written out here."""
 
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError
 import pickle
 
+from catalogue import INTERACTIONS, Cosine, Laplace, having
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -28,52 +29,8 @@ from numpyro_repulsion.interactions import Sum, median_bandwidth, squared_distan
 SIGMAS = 5.0
 
 
-@dataclass(frozen=True)
-class Laplace(Radial):
-    """A radial kernel of a user's own, with a long tail."""
-
-    bandwidth: float | None = None
-    nugget: float = 1e-3
-
-    def profile(self, s):
-        return 1.0 / (1.0 + s)
-
-
-@dataclass(frozen=True)
-class Cosine(Gram):
-    """A kernel of a user's own, written for one pair."""
-
-    nugget: float = 0.1
-
-    def evaluate(self, x, y, bandwidth):
-        return jnp.mean(jnp.cos(x - y))
-
-
-@dataclass(frozen=True)
-class Linear(Gram):
-    """A kernel that is not stationary: K_ii depends on u_i."""
-
-    nugget: float = 0.05
-
-    def evaluate(self, x, y, bandwidth):
-        return 0.3 * x @ y + jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth) * (1 + x[0] ** 2) * (1 + y[0] ** 2)
-
-
-GRAMS = {
-    "rbf": RBF(1.3),
-    "rbf, learned": RBF(),
-    "imq": IMQ(0.7, nugget=0.02),
-    "radial of a user": Laplace(),
-    "gram of a user": Cosine(),
-    "not stationary": Linear(),
-    "scaled": 0.3 * RBF(),
-    "sum": 0.5 * RBF(1.3) + 0.25 * IMQ() + 0.25 * Independent(),
-    "sum with a user's": Cosine() + RBF() * 2,
-    "laplacian": Laplacian(RBF(1.3), strength=0.7),
-    "laplacian of a sum": Laplacian(2.0 * IMQ() + Laplace() + Independent()),
-    "sum with a laplacian": 0.5 * Laplacian(RBF(1.3)) + RBF(),
-}
-ALL = {**GRAMS, "independent": Independent(), "balanced": Balanced()}
+GRAMS = having(INTERACTIONS, "pairs")
+ALL = GRAMS | having(INTERACTIONS, "identity", but={"plane"})
 BANDWIDTH = 2.1
 
 grams = pytest.mark.parametrize("interaction", GRAMS.values(), ids=GRAMS)
@@ -366,40 +323,26 @@ def test_sums_share_the_learned_bandwidth(x64):
     np.testing.assert_allclose(given, expected, rtol=1e-12)
 
 
-def test_who_learns_a_bandwidth():
-    learns = [
-        Laplacian(),
-        Laplacian(RBF(1.0) + IMQ()),
-        RandomGroups(RBF()),
-        RBF(),
-        IMQ(),
-        2.0 * RBF(),
-        RBF(1.0) + IMQ(),
-        Balanced(RBF()),
-    ]
-    has = [
-        Laplacian(RBF(1.0)),
-        Antithetic(),
-        RBF(1.0),
-        2.0 * RBF(1.0),
-        Independent(),
-        Balanced(),
-        Balanced(RBF(1.0)),
-        RBF(1.0) + Independent(),
-        Cosine(),
-    ]
+@pytest.mark.parametrize("found", INTERACTIONS.values(), ids=INTERACTIONS)
+def test_who_learns_who_interacts_and_who_is_the_identity(found):
+    """As the catalogue has it; and what K is, is seen on a cloud."""
+    interaction, flags = found.part, found.flags
+    assert interaction.learns_bandwidth == ("learns" in flags)
+    assert interaction.interacts == ("interacts" in flags)
+    assert interaction.balances_ensembles == ("ensembles" in flags)
+    u = cloud(6, 2).reshape((2, 3, 2) if "ensembles" in flags else (6, 2))
+    coupling = interaction.at(random.key(0), 3).couple(u, BANDWIDTH)
+    assert bool(coupling.is_identity) == ("identity" in flags)
+    x = u + 1.0
+    assert np.array_equal(coupling.apply(x), x) == ("identity" in flags)
+    assert bool(jnp.any(coupling.repulsion != 0)) == ("interacts" in flags)
+
+
+def test_who_learns_a_bandwidth_within_another():
+    learns = (Laplacian(RBF(1.0) + IMQ()), RandomGroups(RBF()), 2.0 * RBF(), RBF(1.0) + IMQ(), Balanced(RBF()))
+    has = (Laplacian(RBF(1.0)), 2.0 * RBF(1.0), Balanced(RBF(1.0)), RBF(1.0) + Independent(), Cosine())
     assert all(interaction.learns_bandwidth for interaction in learns)
     assert not any(interaction.learns_bandwidth for interaction in has)
-
-
-def test_who_interacts():
-    assert all(interaction.interacts for interaction in (*GRAMS.values(), Balanced(RBF())))
-    assert not any(interaction.interacts for interaction in (Independent(), Balanced(), Antithetic()))
-
-
-def test_who_is_the_identity():
-    assert Independent().couple(cloud()).is_identity and Balanced().couple(cloud()).is_identity
-    assert not any(interaction.couple(cloud(), 1.0).is_identity for interaction in GRAMS.values())
 
 
 def test_a_missing_bandwidth_is_named():
@@ -540,26 +483,13 @@ def test_algebra():
     assert repr(0.9 * RBF(1.0) + 0.1 * Independent()) == "0.9 * RBF(bandwidth=1.0, nugget=0.001) + 0.1 * Independent()"
 
 
-@pytest.mark.parametrize(
-    "interaction",
-    [
-        RBF(1.0),
-        IMQ(),
-        Laplace(),
-        Independent(),
-        Antithetic(),
-        Laplacian(),
-        Balanced(RBF()),
-        RBF() + 2 * IMQ(),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("interaction", [found.part for found in INTERACTIONS.values()], ids=INTERACTIONS)
 def test_interactions_are_values(interaction):
     again = pickle.loads(pickle.dumps(interaction))
     assert again == interaction and hash(again) == hash(interaction) and repr(again) == repr(interaction)
     assert interaction != RBF(0.123)
     with pytest.raises(FrozenInstanceError):
-        interaction.bandwidth = 2.0
+        interaction.weight = 2.0
 
 
 @everything

@@ -1,5 +1,6 @@
 """What NumPyro asks of its own kernels, asked of these: posteriors with known answers, and the ways of running."""
 
+from catalogue import PRESETS, having
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -13,20 +14,11 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import (
-    SGHMC,
-    SGHMCR,
-    SGLD,
-    SGLDR,
-    SGNHT,
-    SGNHTR,
-    SVGD,
-    BiasBudget,
-    ensemble_mcse,
-)
+from numpyro_repulsion import SGLD, SVGD, BiasBudget, ensemble_mcse
 
-SAMPLERS = (SGLD, SGLDR, SGHMC, SGHMCR, SGNHT, SGNHTR)
-KERNELS = (*SAMPLERS, SVGD)
+SAMPLERS = tuple(having(PRESETS, "sampler").values())
+KERNELS = tuple(having(PRESETS).values())
+REPELS = tuple(having(PRESETS, "repels").values())
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warmup expects trouble")
 
@@ -160,7 +152,7 @@ def run(kernel, case, key):
 @pytest.mark.parametrize("case", CASES)
 def test_posterior(kernel, case):
     draws, mean, sd = run(kernel, case, random.key(2))
-    check(draws, mean, sd, kernel in (SGLDR, SGHMCR, SGNHTR))
+    check(draws, mean, sd, kernel in REPELS)
 
 
 def test_posterior_of_a_gaussian():
@@ -231,7 +223,7 @@ def test_runs_after_each_other_and_after_warmup(kernel):
 @pytest.mark.filterwarnings("ignore:There are not enough devices")
 def test_chain_methods(kernel, num_chains, method):
     mcmc = make(kernel(coin, step_size=0.01), num_warmup=0, num_samples=4, num_chains=num_chains, chain_method=method)
-    if kernel.__name__.endswith("R") or kernel is SVGD:
+    if kernel in REPELS:
         with pytest.raises(ValueError, match='chain_method="vectorized"'):
             mcmc.run(random.key(0), FLIPS)
     else:

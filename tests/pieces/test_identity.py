@@ -170,6 +170,7 @@ def test_energies_that_are_not_finite_accept_no_model(begin):
             begin(far_away(2.0), init_params=SIX + 100.0, directory=str(number))
 
 
+@pytest.mark.live_warnings
 def test_pieces_and_warnings_do_not_matter(begin):
     begin(SGLDR(regression()), piece_size=7)
     enable_live_warnings(False)

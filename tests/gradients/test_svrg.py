@@ -70,12 +70,14 @@ def test_gradients_are_unbiased_by_enumeration(x64):
         def rows(self, key, target, shape):
             return {"rows": jnp.broadcast_to(self.chosen, (*shape, 2))}, 2
 
+    @jax.jit
+    def forces(chosen, anchor):
+        gradient = Given()
+        object.__setattr__(gradient, "chosen", chosen)
+        return gradient.force(KEY, target, unravel, z, anchor)
+
     def mean(anchor):
-        values = []
-        for chosen in itertools.product(range(3), range(3, 6)):
-            gradient = Given()
-            object.__setattr__(gradient, "chosen", jnp.array(chosen))
-            values.append(gradient.force(KEY, target, unravel, z, anchor))
+        values = [forces(jnp.array(chosen), anchor) for chosen in itertools.product(range(3), range(3, 6))]
         return [np.mean([np.asarray(v) for v in part], 0) for part in zip(*values, strict=True)]
 
     exact = jax.vmap(jax.value_and_grad(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY)))(z[0])

@@ -64,15 +64,16 @@ def test_sgldr_without_interaction_is_sgld_bit_for_bit(starts, dynamics):
 
 
 def test_sgld_is_a_langevin_loop_written_by_hand(starts):
-    step_size, num_steps = 0.05, 10
-    kernel = SGLD(potential_fn=potential, step_size=step_size, interaction=Independent(), dynamics=EULER)
-    mcmc = run(kernel, starts, num_samples=7)
+    step_size, num_steps = 0.05, 4
+    setting = {"step_size": step_size, "num_steps": num_steps, "interaction": Independent(), "dynamics": EULER}
+    kernel = SGLD(potential_fn=potential, **setting)
+    mcmc = run(kernel, starts, num_samples=3)
     state = kernel.init(random.split(random.key(1), 6), 0, starts, (), {})
 
     @jax.jit
     def by_hand(z, rng_key):
         draws = []
-        for _ in range(7):
+        for _ in range(3):
             rng_key, _, loop_key = random.split(rng_key, 3)
             for key in random.split(loop_key, num_steps):
                 noise_key, _ = random.split(key)
@@ -148,6 +149,7 @@ def test_hold_keeps_whatever_is_not_finite_where_it_was(field, bad):
         assert (array[2] == 0).all() and (array[jnp.array([0, 1, 3])] == 1).all()
 
 
+@pytest.mark.live_warnings
 @pytest.mark.parametrize("interaction", [RBF(2.0), RBF(), IMQ(2.0), Balanced()])
 def test_a_diverging_particle_does_not_infect_the_others(interaction):
     def energy(z):
@@ -231,6 +233,19 @@ def test_averaged_noise_is_the_mean_of_two_draws(starts, interaction):
     np.testing.assert_allclose(once.z, expected, rtol=1e-5, atol=1e-5)
     # What was drawn with one K is used again after particles and K have moved.
     np.testing.assert_array_equal(once.memory[0], fresh)
+
+
+def test_a_particle_that_has_jumped_carries_no_noise_and_makes_a_quarter_of_a_step(starts):
+    # The noise that it carried is correlated with where it was. `test_moves.py` shows that the law is right so.
+    dynamics, couple = Overdamped("lm"), Independent().couple
+    cloud = dynamics.init(random.key(0), starts, force, couple)
+    which = jnp.arange(6) % 2 == 0
+    moved = dynamics.step(random.key(1), dynamics.jumped(cloud, which), force, couple, 0.1).z
+    (carried,), fresh, slope = cloud.memory, couple(starts).draw(random.key(1)), force(starts)[1]
+    whole = starts - 0.1 * slope + 0.2**0.5 * (carried + fresh) / 2
+    quarter = starts - 0.1 / 4 * slope + 0.2**0.5 * fresh / 2
+    np.testing.assert_allclose(moved, jnp.where(which[:, None], quarter, whole), rtol=1e-5, atol=1e-5)
+    assert np.abs(quarter - whole).min() > 1e-4
 
 
 def test_step_is_a_scan_body_of_constant_type(starts):

@@ -232,6 +232,7 @@ def test_results_are_those_of_a_run(begun, capsys):
     assert np.array_equal(np.load(path / "draws" / "beta.npy"), draws.samples["beta"])
 
 
+@pytest.mark.live_warnings
 def test_warnings_are_said_once(tmp_path):
     mcmc = make(plain(step_size=100.0), num_samples=40)
     with warnings.catch_warnings(record=True) as said:

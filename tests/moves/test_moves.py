@@ -280,6 +280,7 @@ def wide(d=60):
     numpyro.sample("z", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(2) / 2), heavy))
 
 
+@pytest.mark.live_warnings
 @pytest.mark.slow
 def test_a_failed_archive_is_spoken_of():
     with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
@@ -287,6 +288,7 @@ def test_a_failed_archive_is_spoken_of():
     assert int(mcmc.last_state.tuning.jumps.kind) == moves.NONE
 
 
+@pytest.mark.live_warnings
 def test_a_failed_archive_is_spoken_of_where_the_step_is_given():
     with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
         mcmc = run(SGLD(wide, moves=Archive(16), step_size=0.3), size=4, num_samples=2)

@@ -9,6 +9,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from results import X, Y, logistic, run
 
 import numpyro
 import numpyro.distributions as dist
@@ -24,50 +25,17 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.inference_data import chunks
 
-# Most of these runs are too short to be worth anything, and warmup says so.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup expects trouble"),
-    pytest.mark.filterwarnings("ignore:num_warmup"),
-]
-
 NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
 
-X = random.normal(random.key(0), (40, 3))
-Y = (X[:, 0] + random.normal(random.key(1), (40,)) > 0).astype(jnp.int32)
 
-
-def logistic(X, y):
-    with numpyro.plate("features", 3):
-        beta = numpyro.sample("beta", dist.Normal(0, 1))
-    numpyro.deterministic("total", beta.sum())
-    scale = numpyro.sample("scale", dist.Gamma(3, 3).expand([2]).to_event(1))
-    with numpyro.plate("rows", 40, subsample_size=8) as i:
-        logits = numpyro.deterministic("logits", X[i] @ beta * scale[0])
-        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
-
-
-def run(kernel, *args, num_samples=20, num_chains=6, extra_fields=(), **kwargs):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=0,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method="vectorized",
-        progress_bar=False,
-        **kwargs,
-    )
-    mcmc.run(random.key(0), *args, extra_fields=extra_fields)
-    return mcmc
+@pytest.fixture(scope="module")
+def mcmc(logistic_run):
+    return logistic_run[0]
 
 
 @pytest.fixture(scope="module")
-def mcmc():
-    return run(SGLDR(logistic, step_size=1e-3, num_ensembles=2), X, Y)
-
-
-@pytest.fixture(scope="module")
-def data(mcmc):
-    return to_inference_data(mcmc)
+def data(logistic_run):
+    return logistic_run[1]
 
 
 def test_kind(data):

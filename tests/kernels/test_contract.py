@@ -5,6 +5,8 @@ Shapes and types are computed abstractly, without compiling; one run of each int
 
 import itertools
 
+import catalogue
+from catalogue import having
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -16,7 +18,6 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import (
-    IMQ,
     RBF,
     SGHMC,
     SGHMCR,
@@ -27,46 +28,21 @@ from numpyro_repulsion import (
     SVGD,
     SVRG,
     Antithetic,
-    Archive,
     Balanced,
     BiasBudget,
-    ControlVariates,
-    Cyclical,
     Descent,
     FullData,
-    Independent,
-    Laplacian,
     Overdamped,
-    Polynomial,
-    RandomFeatures,
-    RandomGroups,
-    Scheduled,
-    Subsampled,
     Thermostat,
     Underdamped,
 )
 
-KERNELS = (SGLD, SGLDR, SVGD)
-MOMENTA = (SGHMC, SGHMCR, SGNHT, SGNHTR)
-INTERACTIONS = (
-    None,
-    RBF(),
-    RBF(2.0),
-    IMQ(),
-    Independent(),
-    Balanced(),
-    Balanced(RBF()),
-    Laplacian(),
-    RBF("learned"),
-    0.9 * RBF() + 0.1 * Independent(),
-    0.9 * IMQ("learned") + 0.1 * Independent(),
-    Scheduled(RBF(), Polynomial(1.0)),
-    RandomFeatures(),
-    RandomGroups(RBF(), size=3),
-)
-GRADIENTS = (None, FullData(), Subsampled(block_size=2), ControlVariates(shared=True), SVRG())
-STEP_SIZES = (None, 0.01, Polynomial(0.01))
-CYCLE = Cyclical(0.01, length=20)
+KERNELS = tuple(having(catalogue.PRESETS, but={"momenta"}).values())
+MOMENTA = tuple(having(catalogue.PRESETS, "momenta").values())
+INTERACTIONS = (None, *having(catalogue.INTERACTIONS, "setting").values())
+GRADIENTS = (None, *having(catalogue.GRADIENTS).values())
+STEP_SIZES = (None, *having(catalogue.SCHEDULES, but={"cycle"}).values())
+CYCLE = catalogue.SCHEDULES["cyclical"].part
 Y = jnp.linspace(-1.0, 1.0, 20)
 
 
@@ -85,20 +61,23 @@ def combine(kernel, interaction, **kwargs):
 def kernels():
     """Every kernel with every interaction, gradient, step size and jumps, one of them at a time."""
     yield from (combine(kernel, interaction) for kernel, interaction in itertools.product(KERNELS, INTERACTIONS))
-    for gradient, step_size in itertools.product(GRADIENTS, STEP_SIZES):
+    for gradient, step_size in itertools.product(GRADIENTS, (None, 0.01)):
         yield SGLDR(model, gradient=gradient, step_size=step_size)
-    for kernel, step_size in itertools.product(MOMENTA, STEP_SIZES):
+    for kernel, step_size in itertools.product((SGLDR, *MOMENTA), STEP_SIZES):
         yield kernel(model, step_size=step_size)
-    for kernel in (SGLD, SGLDR, *MOMENTA):
-        yield kernel(model, gradient=FullData(), moves=Archive())
+    for kernel, found in itertools.product((SGLD, SGLDR, *MOMENTA), catalogue.MOVES.values()):
+        yield kernel(model, gradient=FullData(), moves=found.part)
+    for dynamics in having(catalogue.DYNAMICS, but={"alone", "optimizer"}).values():
+        yield SGLDR(model, dynamics=dynamics, step_size=0.01)
     yield SGLDR(model, step_size=CYCLE, preconditioner="diagonal")
     yield SGLDR(model, step_size=CYCLE, gradient=SVRG(shared=True))
     yield SVGD(model, step_size=0.01, dynamics=Descent(optax.scale_by_adam()))
 
 
 def combinations():
-    """Every kernel with every interaction and every gradient."""
-    for kernel, interaction, gradient in itertools.product(KERNELS + MOMENTA, INTERACTIONS, GRADIENTS):
+    """Every kernel with every interaction and every kind of gradient."""
+    gradients = (None, *having(catalogue.GRADIENTS, but={"shared"}).values())
+    for kernel, interaction, gradient in itertools.product(KERNELS + MOMENTA, INTERACTIONS, gradients):
         yield combine(kernel, interaction, gradient=gradient, step_size=0.01)
 
 
@@ -111,7 +90,7 @@ def describe(state):
     ("make_key", "double", "source", "every"),
     [
         pytest.param(random.key, False, kernels, 3, marks=pytest.mark.slow),
-        (random.PRNGKey, True, kernels, 7),
+        (random.PRNGKey, True, kernels, 11),
         pytest.param(random.PRNGKey, True, kernels, 1, marks=pytest.mark.slow),
         pytest.param(random.key, False, combinations, 1, marks=pytest.mark.slow),
     ],
@@ -136,7 +115,10 @@ def test_one_iteration_keeps_shapes_and_types(make_key, double, source, every):
 
 @pytest.mark.parametrize("make_key", [random.key, pytest.param(random.PRNGKey, marks=pytest.mark.slow)])
 def test_one_chain_has_no_particle_axis(make_key):
-    settings = [*itertools.product((Independent(), Balanced()), GRADIENTS, (0.01,)), (None, None, CYCLE)]
+    settings = [
+        (interaction, None, 0.01) for interaction in having(catalogue.INTERACTIONS, "identity", "setting").values()
+    ]
+    settings += [*((None, gradient, 0.01) for gradient in GRADIENTS), (None, None, CYCLE)]
     for interaction, gradient, step_size in settings:
         kernel = SGLD(model, interaction=interaction, gradient=gradient, step_size=step_size)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 import warnings
 
+from catalogue import GRADIENTS, INTERACTIONS, MOVES, PRESETS, SCHEDULES, having
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 import jax
 from jax import random
@@ -20,27 +21,7 @@ import numpyro.distributions as dist
 from numpyro.handlers import mask, scale as scaled, seed as seeded, trace
 from numpyro.infer import MCMC, init_to_median, init_to_sample, init_to_uniform
 
-from numpyro_repulsion import (
-    IMQ,
-    RBF,
-    SGHMC,
-    SGHMCR,
-    SGLD,
-    SGLDR,
-    SGNHT,
-    SGNHTR,
-    SVGD,
-    SVRG,
-    Archive,
-    Balanced,
-    ControlVariates,
-    FullData,
-    Independent,
-    Polynomial,
-    RandomFeatures,
-    Subsampled,
-    to_inference_data,
-)
+from numpyro_repulsion import to_inference_data
 
 #: Latent sites by family: every support that NumPyro's bijections know, batch shapes ``s`` in front of event shapes.
 FAMILIES = {
@@ -91,18 +72,16 @@ class Case:
 
 
 SETTINGS = {
-    "step_size": (0.01, 1e-3, Polynomial(0.01), None, 50.0),
-    "interaction": (
-        None, RBF(), RBF(1.0), IMQ(), Balanced(), Independent(), 0.5 * RBF() + 0.5 * Independent(), RandomFeatures(),
-    ),
+    "step_size": (None, 50.0, *having(SCHEDULES, but={"cycle"}).values()),
+    "interaction": (None, *having(INTERACTIONS, "setting", but={"ensembles"}).values()),
     "preconditioner": ("auto", "diagonal", "dense", None),
     "num_steps": (1, 2, 3),
     "num_ensembles": (1, 2),
-    "gradient": (None, FullData(), Subsampled(), Subsampled(shared=True), ControlVariates(), SVRG()),
-    "moves": (None, None, Archive()),
+    "gradient": (None, *having(GRADIENTS).values()),
+    "moves": (None, *(2 * [None]), *having(MOVES).values()),
     "init_strategy": (init_to_sample, init_to_uniform, init_to_median),
-}  # fmt: skip
-KERNELS = {kernel.__name__: kernel for kernel in (SGLD, SGLDR, SVGD, SGHMC, SGHMCR, SGNHT, SGNHTR)}
+}
+KERNELS = having(PRESETS)
 FLAWS = ("nan", "inf", "local", "discrete", "unused", "negative_step", "init_shape", "chain_method", "constant")
 
 

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 
+from catalogue import DYNAMICS
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -68,8 +69,7 @@ def state_of():
         "rbf": sgld(kernel=SGLDR),
         "balanced rbf": sgld(interaction=Balanced(RBF(2.0)), num_ensembles=2),
         "momenta": sgld(kernel=SGHMC),
-        "frictions": sgld(kernel=SGNHT),
-        "recipe": sgld(dynamics=Recipe(lambda x: jnp.eye(x.size), extra=2)),
+        "recipe": sgld(dynamics=DYNAMICS["recipe"].part),
         "dense": sgld(preconditioner=np.array([1.0, 4.0])),
         "measured": SGLD(potential_fn=quadratic),
     }
@@ -264,7 +264,7 @@ def test_chains_go_on_with_any_kernel(num_chains, method, make_key):
 
 
 PARALLEL = """
-import sys; sys.path.insert(0, {folder!r})
+import sys; sys.path[:0] = {folders!r}
 import test_states as here
 from jax import random
 import numpy as np
@@ -283,7 +283,8 @@ assert np.array_equal(whole.get_samples(True), got)
 @pytest.mark.slow
 def test_parallel_chains_go_on():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    script = PARALLEL.format(folder=os.path.dirname(__file__))
+    folder = os.path.dirname(__file__)
+    script = PARALLEL.format(folders=[folder, os.path.dirname(folder)])
     subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"XLA_FLAGS": flags})
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import catalogue
+from catalogue import having
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -10,15 +12,9 @@ import pytest
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import IMQ, RBF, SGHMCR, SGLDR, Balanced, Gram, RandomFeatures, RandomGroups
+from numpyro_repulsion import RBF, SGHMCR, SGLDR, Balanced, Gram, RandomFeatures, RandomGroups
 
-KEY = random.key(3)
-INTERACTIONS = [
-    RandomFeatures(1.5, num_features=5, weight=0.6, key=KEY),
-    RandomFeatures(1.5, num_features=7, key=KEY),
-    RandomGroups(RBF(1.5), size=3, key=KEY),
-    RandomGroups(IMQ(1.5, nugget=0.1), size=2, key=KEY),
-]
+INTERACTIONS = tuple(having(catalogue.INTERACTIONS, "many").values())
 
 
 def matrix(interaction, u):
@@ -32,7 +28,7 @@ def u():
 
 
 def test_random_features_are_the_kernel_they_say(u):
-    interaction = INTERACTIONS[0]
+    interaction = catalogue.INTERACTIONS["random features"].part
     w = interaction._frequencies(u, 1.5)
     cosines = np.cos(np.einsum("ijd,fd->ijf", u[:, None] - u[None], w)).mean(-1)
     np.testing.assert_allclose(matrix(interaction, u), 0.4 * np.eye(6) + 0.6 * cosines, atol=1e-5)
@@ -49,7 +45,7 @@ def test_random_features_are_the_gaussian_kernel_on_average(u):
 
 
 def test_groups_are_blocks(u):
-    interaction = INTERACTIONS[2]
+    interaction = catalogue.INTERACTIONS["groups"].part
     full = np.asarray(RBF(1.5).gram(u, None)[0])
     K = np.asarray(matrix(interaction, u))
     seen = (K != 0).astype(int)
@@ -59,10 +55,7 @@ def test_groups_are_blocks(u):
 
 @pytest.mark.parametrize("interaction", INTERACTIONS, ids=repr)
 def test_repulsion_is_the_divergence_of_k(interaction, u):
-    def row(moved, i):
-        return matrix(interaction, moved)[i]
-
-    derivatives = jnp.stack([jax.jacfwd(row)(u, i) for i in range(6)])  # (i, j, particle, d)
+    derivatives = jax.jit(jax.jacfwd(lambda moved: matrix(interaction, moved)))(u)  # (i, j, particle, d)
     expected = np.einsum("ijjd->id", derivatives)
     np.testing.assert_allclose(interaction.couple(u).repulsion, expected, atol=1e-5)
     assert np.abs(expected).max() > 0.05

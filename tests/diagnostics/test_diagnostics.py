@@ -211,7 +211,7 @@ def test_the_series_of_averages_alone_would_not_do():
     ],
 )
 def test_standard_errors_of_particles_that_repel(size, bandwidth, step_size, num_steps):
-    groups, draws = 100, 300
+    groups, draws = 60, 300
     kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=step_size, interaction=RBF(bandwidth),
                    num_ensembles=groups, num_steps=num_steps)  # fmt: skip
     mcmc = MCMC(kernel, num_warmup=0, num_samples=draws, num_chains=groups * size, chain_method="vectorized",
@@ -230,7 +230,7 @@ def test_standard_errors_of_particles_that_repel(size, bandwidth, step_size, num
 
 def test_an_average_may_be_known_of_particles_that_keep_their_order():
     """On a line particles that repel each other hardly change places; what is known of the coupling decides."""
-    groups, size, draws = 60, 20, 400
+    groups, size, draws = 40, 20, 400
     kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.01, interaction=RBF(0.7),
                    num_ensembles=groups, num_steps=10)  # fmt: skip
     mcmc = MCMC(kernel, num_warmup=0, num_samples=draws, num_chains=groups * size, chain_method="vectorized",

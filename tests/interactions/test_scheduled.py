@@ -3,6 +3,7 @@
 That it is exact at every moment is shown in `test_stationarity.py`, with controls.
 """
 
+from catalogue import INTERACTIONS
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
-    IMQ,
     RBF,
     SGHMC,
     SGLD,
@@ -28,7 +28,10 @@ from numpyro_repulsion import (
     Scheduled,
 )
 
-INNER = [RBF(1.5), 0.5 * RBF(1.5) + 0.2 * IMQ(2.0), RandomFeatures(1.5, num_features=8), RandomGroups(RBF(1.5), size=3)]
+INNER = [
+    *(INTERACTIONS[name].part for name in ("rbf", "sum, wide", "laplacian", "groups")),
+    RandomFeatures(1.5, num_features=8),
+]
 
 
 @pytest.fixture
@@ -86,7 +89,7 @@ def test_what_lies_between_is_a_mixture(interaction, u):
     mixed = at(interaction, 0.3)
     K = np.asarray(matrix(mixed, u))
     np.testing.assert_allclose(K, 0.3 * matrix(at(interaction, 1.0), u) + 0.7 * np.eye(6), atol=1e-6)
-    derivatives = jnp.stack([jax.jacfwd(lambda moved, i=i: matrix(mixed, moved)[i])(u) for i in range(6)])
+    derivatives = jax.jit(jax.jacfwd(lambda moved: matrix(mixed, moved)))(u)
     np.testing.assert_allclose(mixed.couple(u).repulsion, np.einsum("ijjd->id", derivatives), atol=1e-5)
     assert float(mixed.couple(u).bound) >= np.linalg.eigvalsh(K)[-1] * (1 - 1e-5)
     draws = np.asarray(jax.vmap(mixed.couple(u).draw)(random.split(random.key(1), 20_000)))

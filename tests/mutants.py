@@ -1,0 +1,446 @@
+"""Bugs put in by hand, and whether the quick tests see them: ``python tests/mutants.py``.
+
+Each is one line of the package made wrong, in a temporary copy of it; of the tests that should see it, those with a
+word in their name run first, and the files as a whole where these pass. What is printed last is the test that failed;
+where none did, one is missing. Not collected by pytest, for it takes an hour; to run some of them, name them::
+
+    python tests/mutants.py "sign of Γ" "lost key"     # all whose name has one of these in it
+    python tests/mutants.py --tests ../other/tests     # by the tests of another checkout
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+#: What the tests read beside the package and themselves.
+NEEDED = ("pyproject.toml", "README.md", "docs", "examples", "CHANGELOG.md", "Makefile", "LICENSE", "CITATION.cff")
+
+
+class Mutant(NamedTuple):
+    """A bug: what is replaced in which file, the tests that should see it, and a word for those that come first."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    first: str
+
+
+MUTANTS = [
+    Mutant(
+        "sign of Γ",
+        "interactions/radial.py",
+        "return gram, weight.sum(1, keepdims=True) * x - weight @ x",
+        "return gram, weight @ x - weight.sum(1, keepdims=True) * x",
+        "test_interactions",
+        "repels or divergence",
+    ),
+    Mutant(
+        "Γ without the derivative of K_ii",
+        "interactions/base.py",
+        "return through_second + jax.grad(k, 0)(x, x)",
+        "return through_second",
+        "test_interactions",
+        "divergence",
+    ),
+    Mutant(
+        "half of Γ for the Laplacian",
+        "interactions/laplacian.py",
+        "affinity, -2.0 * self.strength * repulsion",
+        "affinity, -1.0 * self.strength * repulsion",
+        "test_interactions",
+        "divergence",
+    ),
+    Mutant(
+        "nugget in the noise and not in the drift",
+        "interactions/base.py",
+        "apply=lambda x: gram @ x,",
+        "apply=lambda x: gram @ x - self.nugget * x,",
+        "test_interactions",
+        "apply",
+    ),
+    Mutant(
+        "Γ that does not follow the schedule",
+        "interactions/scheduled.py",
+        "            repulsion=w * coupling.repulsion,",
+        "            repulsion=coupling.repulsion,",
+        "test_scheduled",
+        "between",
+    ),
+    Mutant(
+        "balanced noise without its scale",
+        "interactions/balanced.py",
+        "return (size / (size - 1)) ** 0.5 * (noise",
+        "return 1.0 * (noise",
+        "test_interactions",
+        "balanced",
+    ),
+    Mutant(
+        "random features with the weight for its root",
+        "interactions/many.py",
+        "own + weight**0.5 * (Φ @ common)",
+        "own + weight * (Φ @ common)",
+        "test_many",
+        "noise",
+    ),
+    Mutant(
+        "median rule without log L",
+        "interactions/radial.py",
+        "h = jnp.median(pairs) / jnp.log(jnp.asarray(float(size), u.dtype))",
+        "h = jnp.median(pairs)",
+        "test_interactions",
+        "median",
+    ),
+    Mutant(
+        "a lost key split: minibatch and noise from one key",
+        "kernels/iteration.py",
+        "noise_key, force_key = random.split(key)\n\n            def step(cloud):",
+        "noise_key = force_key = key\n\n            def step(cloud):",
+        "test_dynamics",
+        "key or hand",
+    ),
+    Mutant(
+        "the same key in every update",
+        "kernels/iteration.py",
+        "keys = random.split(key, self.num_steps)",
+        "keys = jnp.stack([key] * self.num_steps)",
+        "test_dynamics",
+        "key or hand",
+    ),
+    Mutant(
+        "temperature forgotten in front of Γ",
+        "dynamics/overdamped.py",
+        "return repulsion if self.temperature == 1.0 else self.temperature * repulsion",
+        "return repulsion",
+        "test_recipe",
+        "drift",
+    ),
+    Mutant(
+        "averaged noise that carries the old half on",
+        "dynamics/overdamped.py",
+        "(drawn + memory[0]) / 2, (drawn,)",
+        "(drawn + memory[0]) / 2, memory",
+        "test_dynamics",
+        "averaged",
+    ),
+    Mutant(
+        "the last half kick of BAOAB forgotten",
+        "dynamics/underdamped.py",
+        "return Cloud(z, energy, gradient, (m - step_size / 2 * gradient,))",
+        "return Cloud(z, energy, gradient, (m,))",
+        "test_dynamics",
+        "order or splitting",
+    ),
+    Mutant(
+        "a thermostat that sums where it should average",
+        "dynamics/underdamped.py",
+        "jnp.mean(m**2, -1, keepdims=True)",
+        "jnp.sum(m**2, -1, keepdims=True)",
+        "test_recipe test_dynamics",
+        "thermostat",
+    ),
+    Mutant(
+        "particles that are not finite are not held",
+        "dynamics/base.py",
+        "return select(finite, proposal, cloud), ~finite",
+        "return proposal, ~finite",
+        "test_dynamics",
+        "hold",
+    ),
+    Mutant(
+        "N/B forgotten for enumerated sites",
+        "gradients/enumeration.py",
+        "energy = energy - weight * log_density(",
+        "energy = energy - log_density(",
+        "test_enumeration",
+        "minibatch",
+    ),
+    Mutant(
+        "N/B forgotten for the last piece of a pass over all rows",
+        "gradients/control.py",
+        "fraction = np.prod([c / target.plates[name][0] for name, _, c in combination])",
+        "fraction = np.prod([length[name] / target.plates[name][0] for name, _, c in combination])",
+        "test_control",
+        "pass",
+    ),
+    Mutant(
+        "an off-by-one in the rows of a minibatch: the last one never",
+        "gradients/minibatch.py",
+        "(*shape, count), 0, size, jnp.int32)",
+        "(*shape, count), 0, size - 1, jnp.int32)",
+        "test_gradients",
+        "rows or minibatch or indices",
+    ),
+    Mutant(
+        "control variates without the slope at the reference",
+        "gradients/control.py",
+        "known = anchor.potential_energy + jnp.sum(anchor.gradient * offset, -1)",
+        "known = anchor.potential_energy",
+        "test_control",
+        "enumeration or energy",
+    ),
+    Mutant(
+        "references a whole iteration too old: an off-by-one in epochs",
+        "kernels/iteration.py",
+        "| is_middle | (anchor.age >= self.learned.epoch))",
+        "| is_middle | (anchor.age > self.learned.epoch))",
+        "test_svrg",
+        "epoch",
+    ),
+    Mutant(
+        "references of other data kept",
+        "kernels/iteration.py",
+        "is_stale = is_new | is_other",
+        "is_stale = is_new",
+        "test_svrg",
+        "other_data",
+    ),
+    Mutant(
+        "bandwidth not frozen after warmup",
+        "adaptation/learning.py",
+        "follows = interacts & ((done < at(FREEZE, tuning)) | due)",
+        "follows = interacts",
+        "test_kernels",
+        "freezes or tuned or one_run",
+    ),
+    Mutant(
+        "scales not frozen for the last part of warmup",
+        "adaptation/learning.py",
+        "            done <= at(FREEZE, tuning),\n            lambda: _rescale(tuning, cloud),",
+        "            done <= tuning.num_warmup,\n            lambda: _rescale(tuning, cloud),",
+        "test_kernels",
+        "freezes",
+    ),
+    Mutant(
+        "a learner that sees the wrong window: from its beginning on",
+        "adaptation/timetable.py",
+        "np.where(_LAST <= ARRIVED, 0.5, 0.25)",
+        "np.where(_LAST <= ARRIVED, 0.5, 0.0)",
+        "test_adaptation",
+        "groups_share or windows",
+    ),
+    Mutant(
+        "windows that end an iteration late",
+        "adaptation/timetable.py",
+        "jnp.any(done == at(ENDS, progress))",
+        "jnp.any(done == at(ENDS, progress) + 1)",
+        "test_adaptation",
+        "windows or warmup_ends",
+    ),
+    Mutant(
+        "merged moments without the weight of the first batch",
+        "adaptation/preconditioner.py",
+        "weight = self.number * added / count",
+        "weight = added",
+        "test_adaptation",
+        "moments",
+    ),
+    Mutant(
+        "S for Sᵀ in the gradient of whitened coordinates",
+        "adaptation/preconditioner.py",
+        "return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale)",
+        "return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale.T)",
+        "test_kernels test_adaptation",
+        "preconditioner or coordinates",
+    ),
+    Mutant(
+        "a draw from the hot part: an off-by-one in cycles",
+        "schedules.py",
+        "since + num_steps > self.length - self.num_hot,",
+        "since > self.length - self.num_hot,",
+        "test_scheduled",
+        "cold or cycle or whole",
+    ),
+    Mutant(
+        "jumps that forget the way back",
+        "moves/archive.py",
+        "/ temperature + log_back - log_forth",
+        "/ temperature",
+        "test_moves",
+        "exact",
+    ),
+    Mutant(
+        "an off-by-one in the draws of a run in pieces that thins",
+        "pieces/loop.py",
+        "row = (i - offset) // thinning",
+        "row = (i + 1 - offset) // thinning",
+        "test_pieces",
+        "pieces or run",
+    ),
+    Mutant(
+        "both states of a run in pieces in one slot",
+        "pieces/directory.py",
+        'cannot be saved", after)\n        self._next_slot = 1 - self._next_slot',
+        'cannot be saved", after)',
+        "test_pieces",
+        "death or torn or dies",
+    ),
+    Mutant(
+        "standard errors of ensembles without the number of ensembles",
+        "diagnostics/precision.py",
+        "variance = (within + between) / freedom / (groups * number)",
+        "variance = (within + between) / freedom / number",
+        "test_diagnostics",
+        "ensembles or standard_errors",
+    ),
+    Mutant(
+        "log likelihood on the first minibatch alone",
+        "inference_data/rows.py",
+        'msg["value"] = jnp.arange(size)',
+        'msg["value"] = jnp.arange(size) % msg["args"][1]',
+        "test_likelihood test_predictive test_inference_data test_gradients",
+        "rows",
+    ),
+    Mutant(
+        "groups that are never drawn anew",
+        "interactions/many.py",
+        "return self.interaction.learn_bandwidth(self._split(u, self._order(u)))\n",
+        "return self.interaction.learn_bandwidth(self._split(u, self._order(u)))\n\n    at = Interaction.at\n",
+        "test_many",
+        "anew",
+    ),
+    Mutant(
+        "carried noise kept by particles that have jumped",
+        "dynamics/overdamped.py",
+        "jnp.where(which[..., None], 0.0, x) for x in cloud.memory",
+        "x for x in cloud.memory",
+        "test_dynamics test_moves test_basins",
+        "exact or noise or jump",
+    ),
+    Mutant(
+        "half of the budget of bias",
+        "dynamics/euler.py",
+        "jnp.minimum(2.0 * tolerance / (1.0 + tolerance) / jnp.mean",
+        "jnp.minimum(tolerance / (1.0 + tolerance) / jnp.mean",
+        "test_adaptation test_kernels",
+        "step_size or budget",
+    ),
+    Mutant(
+        "the hot part of a cycle not made",
+        "kernels/iteration.py",
+        "done += cycle.num_ahead(num_updates, self.num_steps)",
+        "done += 0 * cycle.num_ahead(num_updates, self.num_steps)",
+        "test_scheduled",
+        "cold or cycle",
+    ),
+    Mutant(
+        "Stein discrepancies with the wrong sign of a kernel's slope",
+        "diagnostics/stein.py",
+        "* k + slope * jnp.sum(gap * (s - si), -1) + trace",
+        "* k - slope * jnp.sum(gap * (s - si), -1) + trace",
+        "test_diagnostics",
+        "ksd or stein",
+    ),
+]
+
+#: The same bugs by the lines of a later package, in which warmup has been taken apart: ``name -> (file, old, new)``.
+MOVED = {
+    "a lost key split: minibatch and noise from one key": (
+        "kernels/iteration.py",
+        "noise_key, force_key = random.split(key)\n",
+        "noise_key = force_key = key\n",
+    ),
+    "references a whole iteration too old: an off-by-one in epochs": (
+        "kernels/iteration.py",
+        "| is_middle | (reference.age >= self.learned.epoch))",
+        "| is_middle | (reference.age > self.learned.epoch))",
+    ),
+    "bandwidth not frozen after warmup": (
+        "adaptation/bandwidth.py",
+        "follows = interacts & (stage.is_adapting | stage.window_ends)",
+        "follows = interacts",
+    ),
+    "scales not frozen for the last part of warmup": (
+        "adaptation/scales.py",
+        "stage.window_ends & stage.is_adapting, lambda: _rescale",
+        "stage.window_ends, lambda: _rescale",
+    ),
+    "a learner that sees the wrong window: from its beginning on": (
+        "adaptation/windows.py",
+        "np.where(_LAST <= ARRIVED, 0.5, 0.25)",
+        "np.where(_LAST <= ARRIVED, 0.5, 0.0)",
+    ),
+    "windows that end an iteration late": (
+        "adaptation/windows.py",
+        "is_warmup, window_ends = iteration < num_warmup, until_end == 1",
+        "is_warmup, window_ends = iteration < num_warmup, jnp.any(left == 0)",
+    ),
+    "the hot part of a cycle not made": (
+        "kernels/iteration.py",
+        "num_updates + self.num_steps + self._cycle.num_ahead(num_updates, self.num_steps)",
+        "num_updates + self.num_steps",
+    ),
+}
+
+
+def broken(mutant):
+    """The file that a bug breaks, and what it makes of its text."""
+    for file, old, new in ((mutant.file, mutant.old, mutant.new), MOVED.get(mutant.name, (mutant.file, "", ""))):
+        path = ROOT / "numpyro_repulsion" / file
+        if old and path.exists() and path.read_text().count(old) == 1:
+            return file, path.read_text().replace(old, new)
+    raise SystemExit(f"{mutant.name}: not once in {mutant.file}; bring it up to date")
+
+
+def copied(folder, tests):
+    """A copy of the checkout to break, with these tests."""
+    for name in NEEDED:
+        source = ROOT / name
+        if source.exists():
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
+    shutil.copytree(ROOT / "numpyro_repulsion", folder / "numpyro_repulsion")
+    shutil.copytree(tests, folder / "tests")
+
+
+def failing(folder, files, *options):
+    """What failed first in some files of tests, or an empty string."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "MPLBACKEND": "Agg"}
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *options, *files]
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+    if process.returncode in (0, 5):  # passed, or none of that name
+        return ""
+    said = [line for line in process.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return said[0].split(" - ")[0] if said else process.stdout[-300:]
+
+
+def try_out(mutant, tests):
+    """Which tests see a bug."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copied(folder, tests)
+        file, text = broken(mutant)
+        (folder / "numpyro_repulsion" / file).write_text(text)
+        found = [next((folder / "tests").rglob(f"{file}.py")) for file in mutant.tests.split()]
+        return failing(folder, map(str, found), "-k", mutant.first) or failing(folder, map(str, found))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="parts of names; all of them by default")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests")
+    arguments = parser.parse_args()
+    missed = 0
+    for mutant in MUTANTS:
+        if arguments.names and not any(name in mutant.name for name in arguments.names):
+            continue
+        began = time.monotonic()
+        seen = try_out(mutant, arguments.tests)
+        missed += not seen
+        print(f"{'caught' if seen else 'NOT CAUGHT':10}  {mutant.name}  [{time.monotonic() - began:.0f} s]  {seen}")
+        sys.stdout.flush()
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
