@@ -218,7 +218,7 @@ def unit_scales(dimension):
 
 def simplex(counts):
     p = numpyro.sample("p", dist.Dirichlet(jnp.ones(len(counts))))
-    numpyro.sample("y", dist.Multinomial(int(counts.sum()), probs=p), obs=counts)
+    numpyro.sample("y", dist.Multinomial(int(np.sum(counts)), probs=p), obs=counts)
 
 
 rng = np.random.default_rng(1)
@@ -232,7 +232,7 @@ WELL_BEHAVED = {
     "Poisson walk": (walk, jnp.asarray(rng.poisson(np.exp(1 + np.sin(np.linspace(0, 6, 200)))))),
     "positive": (positive, 200),
     "scales from 0.01 to 100": (unit_scales, 500),
-    "simplex": (simplex, jnp.asarray(rng.integers(5, 50, 150))),
+    "simplex": (simplex, rng.integers(5, 50, 150)),
 }
 
 
