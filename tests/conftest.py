@@ -59,6 +59,9 @@ class Precision:
 
 
 def pytest_configure(config):
+    # Python looks through everything that lives, traced programs above all, after every few thousand new objects.
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
     config.pluginmanager.register(Quiet())
     config.pluginmanager.register(Precision())
     if not hasattr(config, "workerinput"):

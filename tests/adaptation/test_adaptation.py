@@ -524,7 +524,7 @@ def test_every_warmup_ends_with_a_measurement(num_warmup):
 
 
 @pytest.mark.parametrize("is_minibatch", [False, True])
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [1e-4, pytest.param(1.0, marks=pytest.mark.slow), 1e3])
 def test_particles_arrive_whatever_the_scale(scale, is_minibatch):
     def force(u):
         return 0.5 * jnp.sum((u / scale - 3.0) ** 2, -1), (u / scale - 3.0) / scale

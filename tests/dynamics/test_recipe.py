@@ -145,7 +145,7 @@ def test_drift_and_diffusion_are_those_of_the_recipe(system, interaction, temper
         slope = cloud.gradient
         if recipe.extra:
             slope = jnp.concatenate((slope, jax.grad(lambda e: recipe.energy(e).sum())(x[:, d:])), -1)
-        np.testing.assert_allclose(drift, recipe.drift(x, slope), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(drift, jax.jit(recipe.drift)(x, slope), rtol=1e-6, atol=1e-7)
 
         def covariance(ε):
             columns = [

@@ -75,7 +75,7 @@ def exact(target, z, unravel):
     return jax.value_and_grad(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY))(z)
 
 
-@pytest.mark.parametrize("size", [1, 3, 8, 20, 1000])
+@pytest.mark.parametrize("size", [1, 8, 1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 20))])
 @pytest.mark.parametrize(
     "model",
     [rows_model(23, 4), rows_model(24, 4), rows_model(24, 23), crossed(), disjoint()],
