@@ -100,11 +100,8 @@ def trim(folder, most=LARGEST_CACHE):
 @pytest.fixture
 def x64():
     """64-bit arithmetic in the test that asks for it."""
-    # JAX finds NumPy constants of traced programs by identity alone, and would hand out those of the other precision.
-    jax.clear_caches()
     with enable_x64(True):
         yield
-    jax.clear_caches()
 
 
 #: A look at what the process holds after so many tests.

@@ -9,12 +9,23 @@ import jax.numpy as jnp
 import pytest
 
 import numpyro_repulsion
-from numpyro_repulsion import RBF, Dynamics, Gram, Independent, Interaction, Radial, StepBias, all_rows
+from numpyro_repulsion import (
+    RBF,
+    Diagnosis,
+    Dynamics,
+    Finding,
+    Gram,
+    Independent,
+    Interaction,
+    Radial,
+    StepBias,
+    all_rows,
+)
 from numpyro_repulsion.gradients import Gradient
 from numpyro_repulsion.kernels import ParticleKernel
 
 #: Bases, which users write subclasses of; what a function returns; and a handler of NumPyro's kind.
-NO_PARTS = {Dynamics, Gradient, Gram, Interaction, ParticleKernel, Radial, StepBias, all_rows}
+NO_PARTS = {Diagnosis, Dynamics, Finding, Gradient, Gram, Interaction, ParticleKernel, Radial, StepBias, all_rows}
 
 
 def subclasses(base):

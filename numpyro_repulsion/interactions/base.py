@@ -258,11 +258,7 @@ class Gram(Interaction):
         return bisect_bandwidth(mean_similarity, u, target)
 
     def couple(self, u, bandwidth=None, white=None):
-        if white is None:
-
-            def white(key):
-                return random.normal(key, u.shape, u.dtype)
-
+        white = white or (lambda key: random.normal(key, u.shape, u.dtype))
         gram, repulsion = jnp.vectorize(lambda v: self.gram(v, bandwidth), signature="(l,d)->(l,l),(l,d)")(u)
         root = jnp.linalg.cholesky(gram)
         diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1)

@@ -558,6 +558,7 @@ def test_of_an_optimizer_only_its_nature_is_noted(capsys):
     assert not diagnose(mcmc) and "posterior sd" not in said
 
 
+@pytest.mark.live_warnings
 def test_warnings_and_the_summary_have_the_same_findings():
     kernel = SGLD(potential_fn=lambda z: jnp.sum(z**4), step_size=3.0)
     with pytest.warns(RuntimeWarning, match="A particle's update was flagged") as record:
