@@ -153,7 +153,7 @@ class SVRG(ControlVariates):
         epoch = self.epoch
         if epoch is None:
             groups = target.crossed_plates() if len(target.plates) > 1 else [list(target.plates)]
-            # In integers, lest rounding add an update.
+            # In integers, so that rounding adds no update.
             sizes = [[target.plates[name] for name in group] for group in groups]
             epoch = max(
                 -(-math.prod(size for size, _ in group) // math.prod(batch for _, batch in group)) for group in sizes

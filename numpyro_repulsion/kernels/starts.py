@@ -51,7 +51,7 @@ class Starter:
     """Makes the first state of a kernel, by a program compiled once for all data of the same shapes.
 
     It keeps compiled programs, for a model that needs the values of its arguments together with these, and which
-    arguments were last searched for NaN; all of it is made again on demand.
+    posterior was last searched for NaN; all of it is made again on demand.
     """
 
     def __init__(self, kernel):
@@ -187,11 +187,11 @@ class Starter:
                 "left out of the draws; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
                 stacklevel=4,
             )
-        if not target.plates or (self._checked is not None and _same(self._checked, target.leaves)):
+        if not target.plates or self._checked is target:
             return
         if (found := target.find_nan()) and not target.is_finite_on_all_rows():
             raise ValueError(f"The data contain NaN: {'; '.join(found)}. Remove these rows, or mask them.")
-        self._checked = target.leaves if all(map(not_jax_tracer, target.leaves)) else None
+        self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
 
     def check(self, target, cloud, eigenvalue, given):
         """Refuses starts that are not finite or coincide, and a K that is not positive definite there."""
@@ -248,14 +248,6 @@ class Starter:
             "without end it is improper, and there is nothing to sample: give these a proper prior.",
             stacklevel=4,
         )
-
-
-def _same(some, others):
-    """Whether leaves of model arguments are the same ones: the same objects, or equal plain values."""
-    return len(some) == len(others) and all(
-        a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str) and a == b)
-        for a, b in zip(some, others, strict=True)
-    )
 
 
 def _is_hashable(value):

@@ -993,3 +993,34 @@ def test_settings_of_another_precision_leave_particles_as_they_are():
 def test_potential_fn_must_return_a_scalar():
     with raises("`potential_fn` must return a scalar; got shape \\(2,\\)"):
         make(SGLDR(potential_fn=lambda z: z**2, step_size=0.1)).run(random.key(0), init_params=jnp.ones((6, 2)))
+
+
+def test_nan_written_into_an_array_is_found_in_the_next_run():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=2) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=jnp.asarray(y)[i])
+
+    y, kernel = np.zeros(40, np.float32), SGLD(model, step_size=1e-3)
+    keys = random.split(random.key(0), 4)
+    kernel.init(keys, 0, None, (y,), {})
+    y[17] = np.nan
+    with pytest.raises(ValueError, match="The data contain NaN: 1 in the model's args"):
+        kernel.init(keys, 0, None, (y,), {})
+
+
+def test_a_model_is_analysed_once_for_the_same_arguments():
+    calls = []
+
+    def model(y, scale=1.0):
+        calls.append(None)
+        numpyro.sample("y", dist.Normal(numpyro.sample("mu", dist.Normal(0, 1)), scale), obs=y)
+
+    y, kernel = np.zeros(5, np.float32), SGLD(model, step_size=1e-3)
+    first = kernel.bind((y,))
+    before = len(calls)
+    assert kernel.bind((y,)) is first and kernel.bind((y.copy(),), {}) is first and len(calls) == before
+    y[0] = 1.0
+    second = kernel.bind((y,))
+    assert second is not first and kernel.bind((y,), {"scale": 2.0}) is not second
+    assert kernel.bind((y,), {"scale": 2.0}).target.kwargs == {"scale": 2.0}
