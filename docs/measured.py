@@ -31,9 +31,9 @@ from numpyro_repulsion import (
     Thermostat,
     Underdamped,
 )
-from numpyro_repulsion.adaptation import measure_steepness
-from numpyro_repulsion.gradients import Anchor, ModelTarget, anchored
+from numpyro_repulsion.gradients import ModelTarget, Reference, evaluate_reference
 from numpyro_repulsion.targets import draw, gaussian, logistic_regression
+from numpyro_repulsion.warmup import measure_steepness
 
 PARTICLES = 20
 EULER = Overdamped(integrator="euler")
@@ -208,16 +208,16 @@ def repelled_variance(dynamics, interaction, z, step_size, num_steps=3000):
     """The variance of groups of particles, over time."""
     couple = interaction.couple
 
-    def force(z):
+    def energy_and_grad(z):
         return jnp.sum(z**2, -1) / 2, z
 
     @jax.jit
     def run(key):
         def update(cloud, key):
-            cloud = dynamics.step(key, cloud, force, couple, step_size)
+            cloud = dynamics.step(key, cloud, energy_and_grad, couple, step_size)
             return cloud, jnp.mean(cloud.z**2, (1, 2))
 
-        cloud = dynamics.init(key, z, force, couple)
+        cloud = dynamics.init(key, z, energy_and_grad, couple)
         return lax.scan(update, cloud, random.split(key, num_steps))[1][num_steps // 4 :].mean(0)
 
     return np.asarray(run(random.key(2)), float)
@@ -230,14 +230,16 @@ def thermostats():
         for inertia in (1.0, None):
             dynamics, couple = Thermostat(inertia=inertia), Independent().couple
 
-            def force(z):
+            def energy_and_grad(z):
                 return jnp.sum(z**2, -1) / 2, z
 
-            def update(cloud, key, dynamics=dynamics, force=force, couple=couple):
-                cloud = dynamics.step(key, cloud, force, couple, 1.0)
+            def update(cloud, key, dynamics=dynamics, energy_and_grad=energy_and_grad, couple=couple):
+                cloud = dynamics.step(key, cloud, energy_and_grad, couple, 1.0)
                 return cloud, (jnp.abs(cloud.z).max(), jnp.mean(cloud.z**2), jnp.mean(cloud.z**4))
 
-            start = dynamics.init(random.key(0), random.normal(random.key(1), (1000, dimension)), force, couple)
+            start = dynamics.init(
+                random.key(0), random.normal(random.key(1), (1000, dimension)), energy_and_grad, couple
+            )
             largest, square, fourth = jax.jit(partial(lax.scan, update))(start, random.split(random.key(2), 4000))[1]
             rows.append(
                 (
@@ -310,11 +312,11 @@ def far_modes():
     def variance(position, reference=None):
         z = jnp.full((1, 4000, 1), position)
         if reference is None:
-            _, gradient = Subsampled().force(random.key(2), target, unravel, z)
+            _, gradient = Subsampled().energy_and_grad(random.key(2), target, unravel, z)
         else:
-            anchor = Anchor.none(1, z.dtype, in_use=True)._replace(position=jnp.array([reference]))
-            anchor = anchored(random.key(0), target, unravel, anchor, 100)
-            _, gradient = ControlVariates().force(random.key(2), target, unravel, z, anchor)
+            reference = Reference.none(1, z.dtype, in_use=True)._replace(position=jnp.array([reference]))
+            reference = evaluate_reference(random.key(0), target, unravel, reference, 100)
+            _, gradient = ControlVariates().energy_and_grad(random.key(2), target, unravel, z, reference)
         return f"{float(jnp.var(gradient)):.3g}"
 
     rows = [
@@ -345,17 +347,17 @@ def opposed_noise():
     }
 
     def errors(potential, functions, interaction, size, dimension, step_size):
-        force = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
+        energy_and_grad = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
         dynamics = Overdamped("lm")
 
         @jax.jit
         def run(key):
             start_key, init_key, key = random.split(key, 3)
             z = random.normal(start_key, (200, size, dimension))
-            cloud = dynamics.init(init_key, z, force, interaction.couple)
+            cloud = dynamics.init(init_key, z, energy_and_grad, interaction.couple)
 
             def update(cloud, key):
-                cloud = dynamics.step(key, cloud, force, interaction.couple, step_size)
+                cloud = dynamics.step(key, cloud, energy_and_grad, interaction.couple, step_size)
                 return cloud, [f(cloud.z).mean(-1) for f, _ in functions.values()]
 
             _, means = jax.lax.scan(update, cloud, random.split(key, 1000))

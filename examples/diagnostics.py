@@ -103,7 +103,7 @@ def averages():
         "balanced noise": (Balanced(), Subsampled(), BLUE),
     }
     figure, panels = plt.subplots(1, 3, figsize=(10, 3.4), sharey=True)
-    for axes, (name, (interaction, gradient, colour)) in zip(panels, kinds.items(), strict=True):
+    for axes, (name, (interaction, gradient, to_positions)) in zip(panels, kinds.items(), strict=True):
         kernel = SGLD(level, step_size=1e-4, interaction=interaction, gradient=gradient)
         mcmc, repeats = run(kernel, Y, num_warmup=100), []
         for key in range(40):
@@ -120,7 +120,7 @@ def averages():
             f"{naive:.4f}"
         )
         axes.plot(draws[:4, :200].T, color="#c9c9c9", linewidth=0.7)
-        axes.plot(draws[:, :200].mean(0), color=colour, linewidth=1.6)
+        axes.plot(draws[:, :200].mean(0), color=to_positions, linewidth=1.6)
         axes.axhline(MEAN, color="black", linewidth=0.8, linestyle=":")
         axes.set_title(f"{name}\nensemble ESS {worth:,.0f}\nas if independent {usual:,.0f}", fontsize=10)
         axes.set_xlabel("draw")
@@ -175,8 +175,8 @@ def superchains():
     plain, nested = float(arviz.rhat(draws)), float(nested_rhat(draws, 4))
     print(f"\nTwo far modes, four ensembles of four: R-hat of particles {plain:.2f}, nested R-hat {nested:.3f}")
     figure, axes = plt.subplots(figsize=(6, 3.2))
-    for ensemble, colour in enumerate((BLUE, ORANGE, GREEN, GREY)):
-        axes.plot(draws[4 * ensemble : 4 * ensemble + 4, ::5].T, color=colour, linewidth=0.6)
+    for ensemble, to_positions in enumerate((BLUE, ORANGE, GREEN, GREY)):
+        axes.plot(draws[4 * ensemble : 4 * ensemble + 4, ::5].T, color=to_positions, linewidth=0.6)
     axes.set(xlabel="draw, every 5th", ylabel="x", title=f"R-hat of particles {plain:.1f}, nested R-hat {nested:.2f}")
     tidy(axes)
     save(figure, "superchains")

@@ -48,9 +48,9 @@ def potential(z):
     return z @ z / 2
 
 
-def panel(ax, points, title, colour):
+def panel(ax, points, title, to_positions):
     shown = {"iterations": slice(None), "limits": (-3.3, 3.3), "levels": (0.5, 0.9)}
-    plot_particles(points, potential, colors=colour, ax=ax, **shown)
+    plot_particles(points, potential, colors=to_positions, ax=ax, **shown)
     ax.set(title=title, xlabel="", ylabel="", xticks=[-2, 0, 2], yticks=[-2, 0, 2])
     ax.spines[["top", "right"]].set_visible(False)
 

@@ -1,6 +1,7 @@
 """Stochastic-gradient MCMC with interacting particles, for NumPyro."""
 
 from numpyro_repulsion.bias import StepBias, step_bias
+from numpyro_repulsion.checkpointing import load_draws, run_in_pieces
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
 from numpyro_repulsion.dynamics import Descent, Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.findings import Diagnosis, Finding
@@ -22,8 +23,7 @@ from numpyro_repulsion.interactions import (
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.moves import Archive
-from numpyro_repulsion.pictures import animate_particles, plot_gram, plot_particles, plot_running_estimates
-from numpyro_repulsion.pieces import load_draws, run_in_pieces
+from numpyro_repulsion.plots import animate_particles, plot_gram, plot_particles, plot_running_estimates
 from numpyro_repulsion.report import diagnose, summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.scores import scores

@@ -13,12 +13,12 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.adaptation import Measurements, measure, measure_steepness, survey
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
-from numpyro_repulsion.dynamics import Landscape
+from numpyro_repulsion.dynamics import CurvatureStats
 from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.kernels import has_other_data, kernel_of, require_draws
+from numpyro_repulsion.warmup import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 
 __all__ = ["StepBias", "predict_bias", "step_bias"]
 
@@ -210,22 +210,26 @@ def _finished(mcmc):
 
 def _predict(kernel, args, kwargs, is_other, state, step_size):
     iteration, cloud = kernel.parts(state, args, kwargs)
-    tuning, learned, dynamics = state.tuning, iteration.learned, kernel.dynamics
+    warmup, plan, dynamics = state.warmup, iteration.plan, kernel.dynamics
     interaction = kernel.interaction.at(random.key(0), state.num_updates)
-    coupling = interaction.couple(cloud.z, tuning.bandwidth)
-    if is_other or tuning.measurements is None or not learned.measures:
+    coupling = interaction.couple(cloud.z, warmup.bandwidth)
+    if is_other or warmup.measurements is None or not plan.measures:
         one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
         width = WIDTH * jnp.sqrt(step_size)
-        in_use = jnp.zeros((), bool) if tuning.anchor is None else tuning.anchor.in_use
-        curvature, noise = measure(random.key(0), cloud.z, width, iteration.force(tuning), in_use, False)
-        if not learned.noise:
+        in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
+        curvature, noise = estimate_curvature(
+            random.key(0), cloud.z, width, iteration.energy_and_grad(warmup), in_use, False
+        )
+        if not plan.noise:
             noise = jnp.zeros_like(noise)
-        steepness = measure_steepness(random.key(0), interaction, cloud.z, tuning.bandwidth)
-        tuning = tuning._replace(measurements=one.add(curvature, noise, steepness))
-    spread = jnp.inf if is_other or tuning.moments is None else tuning.spread(dynamics)
-    landscape = survey(tuning.measurements, tuning.noise, spread, coupling, dynamics, iteration.shares_minibatches)
-    calm = Landscape(jnp.zeros(()), jnp.zeros(()), landscape.noise)
-    return dynamics.bias(step_size, landscape, coupling), dynamics.bias(step_size, calm, coupling)
+        steepness = measure_steepness(random.key(0), interaction, cloud.z, warmup.bandwidth)
+        warmup = warmup._replace(measurements=one.add(curvature, noise, steepness))
+    spread = jnp.inf if is_other or warmup.moments is None else warmup.spread(dynamics)
+    stats = summarize_curvature(
+        warmup.measurements, warmup.noise, spread, coupling, dynamics, iteration.shares_minibatches
+    )
+    calm = CurvatureStats(jnp.zeros(()), jnp.zeros(()), stats.noise)
+    return dynamics.bias(step_size, stats, coupling), dynamics.bias(step_size, calm, coupling)
 
 
 def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_size):
@@ -241,9 +245,12 @@ def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_si
         def iterate(state, _):
             state = constant.sample(state, args, kwargs)
             _, cloud = constant.parts(state, args, kwargs)
-            change = state.tuning.preconditioner
+            change = state.warmup.preconditioner
             # Single precision would not survive the squares of what lies far from the origin.
-            z, gradient = (x[..., followed] for x in (change.colour(cloud.z) - centre, change.push(cloud.gradient)))
+            z, gradient = (
+                x[..., followed]
+                for x in (change.to_positions(cloud.z) - centre, change.unwhiten_gradient(cloud.gradient))
+            )
             return state, tuple(x.mean(-2) for x in (z, z**2, gradient, z * gradient))
 
         return lax.scan(iterate, state, length=num_samples)

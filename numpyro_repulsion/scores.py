@@ -73,7 +73,7 @@ def scores(
 
     def score(point):
         key, z = point
-        return -gradient.force(key, target, unravel, z[None, None])[1][0, 0]
+        return -gradient.energy_and_grad(key, target, unravel, z[None, None])[1][0, 0]
 
     z = jax.jit(jax.vmap(target.unconstrain))(kept)
     flat, unravel = ravel_cloud(z)

@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     Mutant(
         "random features with the weight for its root",
-        "interactions/many.py",
+        "interactions/linear_cost.py",
         "own + weight**0.5 * (Φ @ common)",
         "own + weight * (Φ @ common)",
         "test_many",
@@ -104,8 +104,8 @@ MUTANTS = [
     Mutant(
         "a lost key split: minibatch and noise from one key",
         "kernels/iteration.py",
-        "noise_key, force_key = random.split(key)\n\n            def step(cloud):",
-        "noise_key = force_key = key\n\n            def step(cloud):",
+        "noise_key, gradient_key = random.split(key)\n",
+        "noise_key = gradient_key = key\n",
         "test_dynamics",
         "key or hand",
     ),
@@ -184,16 +184,16 @@ MUTANTS = [
     Mutant(
         "control variates without the slope at the reference",
         "gradients/control.py",
-        "known = anchor.potential_energy + jnp.sum(anchor.gradient * offset, -1)",
-        "known = anchor.potential_energy",
+        "known = reference.potential_energy + jnp.sum(reference.gradient * offset, -1)",
+        "known = reference.potential_energy",
         "test_control",
         "enumeration or energy",
     ),
     Mutant(
         "references a whole iteration too old: an off-by-one in epochs",
         "kernels/iteration.py",
-        "| is_middle | (anchor.age >= self.learned.epoch))",
-        "| is_middle | (anchor.age > self.learned.epoch))",
+        "| is_middle | (reference.age >= self.plan.epoch))",
+        "| is_middle | (reference.age > self.plan.epoch))",
         "test_svrg",
         "epoch",
     ),
@@ -207,50 +207,50 @@ MUTANTS = [
     ),
     Mutant(
         "bandwidth not frozen after warmup",
-        "adaptation/learning.py",
-        "follows = interacts & ((done < at(FREEZE, tuning)) | due)",
+        "warmup/bandwidth.py",
+        "follows = interacts & (stage.is_adapting | stage.window_ends)",
         "follows = interacts",
         "test_kernels",
         "freezes or tuned or one_run",
     ),
     Mutant(
         "scales not frozen for the last part of warmup",
-        "adaptation/learning.py",
-        "            done <= at(FREEZE, tuning),\n            lambda: _rescale(tuning, cloud),",
-        "            done <= tuning.num_warmup,\n            lambda: _rescale(tuning, cloud),",
+        "warmup/scales.py",
+        "stage.window_ends & stage.is_adapting, lambda: _rescale",
+        "stage.window_ends, lambda: _rescale",
         "test_kernels",
         "freezes",
     ),
     Mutant(
         "a learner that sees the wrong window: from its beginning on",
-        "adaptation/timetable.py",
+        "warmup/windows.py",
         "np.where(_LAST <= ARRIVED, 0.5, 0.25)",
         "np.where(_LAST <= ARRIVED, 0.5, 0.0)",
-        "test_adaptation",
+        "test_warmup",
         "groups_share or windows",
     ),
     Mutant(
         "windows that end an iteration late",
-        "adaptation/timetable.py",
-        "jnp.any(done == at(ENDS, progress))",
-        "jnp.any(done == at(ENDS, progress) + 1)",
-        "test_adaptation",
+        "warmup/windows.py",
+        "is_warmup, window_ends = iteration < num_warmup, until_end == 1",
+        "is_warmup, window_ends = iteration < num_warmup, jnp.any(left == 0)",
+        "test_warmup",
         "windows or warmup_ends",
     ),
     Mutant(
         "merged moments without the weight of the first batch",
-        "adaptation/preconditioner.py",
+        "warmup/preconditioner.py",
         "weight = self.number * added / count",
         "weight = added",
-        "test_adaptation",
+        "test_warmup",
         "moments",
     ),
     Mutant(
         "S for Sᵀ in the gradient of whitened coordinates",
-        "adaptation/preconditioner.py",
+        "warmup/preconditioner.py",
         "return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale)",
         "return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale.T)",
-        "test_kernels test_adaptation",
+        "test_kernels test_warmup",
         "preconditioner or coordinates",
     ),
     Mutant(
@@ -271,7 +271,7 @@ MUTANTS = [
     ),
     Mutant(
         "an off-by-one in the draws of a run in pieces that thins",
-        "pieces/loop.py",
+        "checkpointing/loop.py",
         "row = (i - offset) // thinning",
         "row = (i + 1 - offset) // thinning",
         "test_pieces",
@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     Mutant(
         "both states of a run in pieces in one slot",
-        "pieces/directory.py",
+        "checkpointing/directory.py",
         'cannot be saved", after)\n        self._next_slot = 1 - self._next_slot',
         'cannot be saved", after)',
         "test_pieces",
@@ -303,7 +303,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups that are never drawn anew",
-        "interactions/many.py",
+        "interactions/linear_cost.py",
         "return self.interaction.learn_bandwidth(self._split(u, self._order(u)))\n",
         "return self.interaction.learn_bandwidth(self._split(u, self._order(u)))\n\n    at = Interaction.at\n",
         "test_many",
@@ -322,14 +322,14 @@ MUTANTS = [
         "dynamics/euler.py",
         "jnp.minimum(2.0 * tolerance / (1.0 + tolerance) / jnp.mean",
         "jnp.minimum(tolerance / (1.0 + tolerance) / jnp.mean",
-        "test_adaptation test_kernels",
+        "test_warmup test_kernels",
         "step_size or budget",
     ),
     Mutant(
         "the hot part of a cycle not made",
         "kernels/iteration.py",
-        "done += cycle.num_ahead(num_updates, self.num_steps)",
-        "done += 0 * cycle.num_ahead(num_updates, self.num_steps)",
+        "num_updates + self.num_steps + self._cycle.num_ahead(num_updates, self.num_steps)",
+        "num_updates + self.num_steps",
         "test_scheduled",
         "cold or cycle",
     ),
@@ -343,53 +343,13 @@ MUTANTS = [
     ),
 ]
 
-#: The same bugs by the lines of a later package, in which warmup has been taken apart: ``name -> (file, old, new)``.
-MOVED = {
-    "a lost key split: minibatch and noise from one key": (
-        "kernels/iteration.py",
-        "noise_key, force_key = random.split(key)\n",
-        "noise_key = force_key = key\n",
-    ),
-    "references a whole iteration too old: an off-by-one in epochs": (
-        "kernels/iteration.py",
-        "| is_middle | (reference.age >= self.learned.epoch))",
-        "| is_middle | (reference.age > self.learned.epoch))",
-    ),
-    "bandwidth not frozen after warmup": (
-        "adaptation/bandwidth.py",
-        "follows = interacts & (stage.is_adapting | stage.window_ends)",
-        "follows = interacts",
-    ),
-    "scales not frozen for the last part of warmup": (
-        "adaptation/scales.py",
-        "stage.window_ends & stage.is_adapting, lambda: _rescale",
-        "stage.window_ends, lambda: _rescale",
-    ),
-    "a learner that sees the wrong window: from its beginning on": (
-        "adaptation/windows.py",
-        "np.where(_LAST <= ARRIVED, 0.5, 0.25)",
-        "np.where(_LAST <= ARRIVED, 0.5, 0.0)",
-    ),
-    "windows that end an iteration late": (
-        "adaptation/windows.py",
-        "is_warmup, window_ends = iteration < num_warmup, until_end == 1",
-        "is_warmup, window_ends = iteration < num_warmup, jnp.any(left == 0)",
-    ),
-    "the hot part of a cycle not made": (
-        "kernels/iteration.py",
-        "num_updates + self.num_steps + self._cycle.num_ahead(num_updates, self.num_steps)",
-        "num_updates + self.num_steps",
-    ),
-}
-
 
 def broken(mutant):
-    """The file that a bug breaks, and what it makes of its text."""
-    for file, old, new in ((mutant.file, mutant.old, mutant.new), MOVED.get(mutant.name, (mutant.file, "", ""))):
-        path = ROOT / "numpyro_repulsion" / file
-        if old and path.exists() and path.read_text().count(old) == 1:
-            return file, path.read_text().replace(old, new)
-    raise SystemExit(f"{mutant.name}: not once in {mutant.file}; bring it up to date")
+    """The text of the file that a bug breaks, with the bug."""
+    text = (ROOT / "numpyro_repulsion" / mutant.file).read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.name}: not once in {mutant.file}; bring it up to date")
+    return text.replace(mutant.old, mutant.new)
 
 
 def copied(folder, tests):
@@ -419,8 +379,8 @@ def try_out(mutant, tests):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copied(folder, tests)
-        file, text = broken(mutant)
-        (folder / "numpyro_repulsion" / file).write_text(text)
+        text = broken(mutant)
+        (folder / "numpyro_repulsion" / mutant.file).write_text(text)
         found = [next((folder / "tests").rglob(f"{file}.py")) for file in mutant.tests.split()]
         return failing(folder, map(str, found), "-k", mutant.first) or failing(folder, map(str, found))
 

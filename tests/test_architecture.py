@@ -25,24 +25,24 @@ ARROWS = {
     "dynamics": (MATHEMATICS, {"checks", "interactions"}),
     "gradients": (HOST, {"checks"}),
     "targets": (HOST, set()),
-    "adaptation": (MATHEMATICS, {"findings", "interactions", "schedules", "dynamics", "gradients"}),
-    "moves": (MATHEMATICS, {"checks", "dynamics", "adaptation"}),
+    "warmup": (MATHEMATICS, {"findings", "interactions", "schedules", "dynamics", "gradients"}),
+    "moves": (MATHEMATICS, {"checks", "dynamics", "warmup"}),
     "kernels": (
         HOST,
-        {"checks", "findings", "interactions", "schedules", "dynamics", "gradients", "moves", "adaptation"},
+        {"checks", "findings", "interactions", "schedules", "dynamics", "gradients", "moves", "warmup"},
     ),
     # NumPyro has the effective sample size of one series, SciPy ranks.
     "diagnostics": (HOST | {"scipy"}, set()),
-    "bias": (HOST, {"checks", "adaptation", "dynamics", "gradients", "kernels", "diagnostics"}),
+    "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels"}),
     "report": (HOST | {"arviz"}, {"bias", "diagnostics", "findings", "inference_data"}),
-    "pictures": (
+    "plots": (
         HOST | {"matplotlib"},
         {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data"},
     ),
     # The progress bar is NumPyro's.
-    "pieces": (HOST | {"tqdm"}, {"checks", "gradients", "kernels"}),
+    "checkpointing": (HOST | {"tqdm"}, {"checks", "gradients", "kernels"}),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"checks", "targets"}),
 }
 

@@ -12,7 +12,7 @@ from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import potential_energy
 
 from numpyro_repulsion import SGLD, SGLDR, SVGD, Overdamped, Subsampled, ksd, scores
-from numpyro_repulsion.pictures.draws import read_draws
+from numpyro_repulsion.plots.draws import read_draws
 
 Y = 1.0 + random.normal(random.key(2), (60,))
 

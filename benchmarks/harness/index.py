@@ -49,7 +49,7 @@ def first_line(path: pathlib.Path) -> str:
     return line.replace("``", "`")
 
 
-def anchor(title: str) -> str:
+def reference(title: str) -> str:
     """What GitHub calls a heading in addresses."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
@@ -64,7 +64,7 @@ def study_lines() -> list[str]:
         for name, title in titles.items():
             asks = first_line(HERE / "studies" / f"{name}.py")
             there = pathlib.Path(page).name if page.startswith("benchmarks/") else f"../{page}"
-            lines.append(f"| `bench-{name.replace('_', '-')}` | {asks} | [{title}]({there}#{anchor(title)}) |")
+            lines.append(f"| `bench-{name.replace('_', '-')}` | {asks} | [{title}]({there}#{reference(title)}) |")
     return lines
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.adaptation.measurement import POWER_ITERATIONS
-from numpyro_repulsion.adaptation.windows import ARRIVED, ENDS
+from numpyro_repulsion.warmup.curvature import POWER_ITERATIONS
+from numpyro_repulsion.warmup.windows import ARRIVED, ENDS
 
 
 def vectorized(kernel: Any, num_warmup: int, num_samples: int, num_chains: int, progress_bar: bool = False) -> MCMC:

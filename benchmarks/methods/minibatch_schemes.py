@@ -135,7 +135,7 @@ def simulate(scheme, kind, num_updates, key, X, y, centre, known, start):
         white = random.normal(key, start.shape)
         return (PARTICLES / (PARTICLES - 1)) ** 0.5 * (white - white.mean(0))
 
-    def force(key, count, z):
+    def energy_and_grad(key, count, z):
         rows = scheme.fetch(scheme.rows(key, count, scheme.number), X, y)
         groups = z.reshape(scheme.number, -1, DIMENSION)
         found = jax.vmap(scheme.gradient)(groups, *rows)
@@ -147,7 +147,7 @@ def simulate(scheme, kind, num_updates, key, X, y, centre, known, start):
         z, old, total, squares = carry
         rows_key, noise_key = random.split(random.fold_in(key, count))
         new = noise(noise_key)
-        z = z - step_size * force(rows_key, count, z) + (2 * step_size) ** 0.5 * (old + new) / 2
+        z = z - step_size * energy_and_grad(rows_key, count, z) + (2 * step_size) ** 0.5 * (old + new) / 2
         # About the centre, lest squares lose what single precision has.
         seen = jnp.where(count >= num_updates // 10, z - centre, 0.0)
         return (z, new, total + seen.mean(0), squares + (seen**2).mean(0)), None

@@ -98,7 +98,7 @@ def map_ensemble(step, key, X, y):
 
     def update(state, key):
         point = optimizer.get_params(state)
-        _, gradient = Subsampled().force(key, target, unravel, point[None])
+        _, gradient = Subsampled().energy_and_grad(key, target, unravel, point[None])
         return optimizer.update(gradient[0], state), None
 
     state, _ = lax.scan(update, optimizer.init(z), random.split(key, UPDATES))

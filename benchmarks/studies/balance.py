@@ -44,14 +44,14 @@ def whitened():
 
 def simulate(key, interaction, integrator, step_size, num_updates):
     """Means and mean squares over particles and the updates after warmup."""
-    force, dynamics = whitened(), Overdamped(integrator)
+    energy_and_grad, dynamics = whitened(), Overdamped(integrator)
     start_key, init_key, key = random.split(key, 3)
     u = random.normal(start_key, (NUM_PARTICLES, 5))
-    cloud = dynamics.init(init_key, u, force, interaction.couple)
+    cloud = dynamics.init(init_key, u, energy_and_grad, interaction.couple)
 
     def update(carry, key):
         cloud, count, total, squares = carry
-        cloud = dynamics.step(key, cloud, force, interaction.couple, step_size)
+        cloud = dynamics.step(key, cloud, energy_and_grad, interaction.couple, step_size)
         keep = count >= NUM_WARMUP
         total = total + jnp.where(keep, cloud.z.mean(0), 0.0)
         squares = squares + jnp.where(keep, (cloud.z**2).mean(0), 0.0)

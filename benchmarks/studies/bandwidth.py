@@ -27,8 +27,8 @@ from benchmarks.harness.runs import mean_and_error
 from benchmarks.harness.store import Record, pm, run, table
 from benchmarks.problems.posteriordb import Posterior, data_folder, posteriordb
 from numpyro_repulsion import RBF, SGHMCR, SGLDR, BiasBudget, Overdamped, enable_live_warnings
-from numpyro_repulsion.adaptation import gains
 from numpyro_repulsion.targets import exponential_mixture, gaussian, gaussian_mixture, moments
+from numpyro_repulsion.warmup import gains
 
 WARMUP = KEPT = 300
 POSTERIORDB = ("eight_schools_noncentered", "kidscore_momiq")
@@ -71,7 +71,7 @@ def curve(dimension, length=3000, size=20):
     dynamics = Overdamped("lm")
     clouds = random.normal(random.key(0), (32, size, dimension))
 
-    def force(z):
+    def energy_and_grad(z):
         return 0.5 * jnp.sum(z**2, -1), z
 
     def one(key, h, step_size):
@@ -82,10 +82,10 @@ def curve(dimension, length=3000, size=20):
             return RBF().couple(z, h)
 
         def update(cloud, key):
-            cloud = dynamics.step(key, cloud, force, couple, step_size)
+            cloud = dynamics.step(key, cloud, energy_and_grad, couple, step_size)
             return cloud, (cloud.z.mean(0), (cloud.z**2).mean(0))
 
-        cloud = dynamics.init(memory_key, z, force, couple)
+        cloud = dynamics.init(memory_key, z, energy_and_grad, couple)
         _, (mean, square) = lax.scan(update, cloud, random.split(key, length))
         window = jnp.mean(mean[:500].reshape(10, 50, -1).mean(1).var(0, ddof=1))
         return mean.mean(0), square.mean(0), window

@@ -84,7 +84,7 @@ def sampled(target, sampler, seeds):
         found.append(scores(target)(draws))
         seconds.append(wall)
         if moves is not None:
-            count, total = state.tuning.jumps.tally
+            count, total = state.warmup.jumps.tally
             acceptance.append(float(total / count))
     row = summarize(found, target, sampler) | {"seconds": float(np.median(seconds))}
     return row | ({"acceptance": float(np.mean(acceptance))} if acceptance else {})

@@ -154,14 +154,14 @@ def measure(record):
     grid, bandwidths, clouds, seeds = settings(record)
     for target, size in clouds:
         score = Exponentials() if target == "exponentials" else Gaussians()
-        tuning, number = seeds(size)
+        warmup, number = seeds(size)
         independent(record, target, size, number)
         at = {"target": target, "particles": size}
         runs = {"num_chains": size, "num_warmup": 50, "num_samples": 50}
         for name, make in kernels(MODELS[target]).items():
             if record.short and name not in SHORT:
                 continue
-            hand_set(record, at | {"sampler": name}, make, score, runs, grid, bandwidths, (tuning, number))
+            hand_set(record, at | {"sampler": name}, make, score, runs, grid, bandwidths, (warmup, number))
         for name, make in nothing_set(target).items():
             if record.short and name not in SHORT:
                 continue
@@ -317,11 +317,11 @@ def draw(record: Record):
     axes[0, 1].set_axis_off()
     for ax, size in zip(axes[0], dict.fromkeys((sizes[0], sizes[-1])), strict=False):
         ax.set_axis_on()
-        for name, colour in zip(SHOWN, ("C0", "C1"), strict=True):
+        for name, to_positions in zip(SHOWN, ("C0", "C1"), strict=True):
             row = record.rows[f"exponentials {size} a {name} {STEPS[0]}"]
             updates = 500 + 10 * np.arange(1, 51)
             for i, line in enumerate(row["running"]):
-                ax.plot(updates, line, colour, lw=0.9, label=name if i == 0 else None)
+                ax.plot(updates, line, to_positions, lw=0.9, label=name if i == 0 else None)
         ax.axhline(Exponentials.mean, color="k", lw=0.8)
         ax.set(title=f"exponentials, {size} particles, ε = {STEPS[0]}", xlabel="update", ylabel="running E X")
     axes[0, 0].legend(frameon=False)

@@ -26,7 +26,7 @@ from benchmarks.methods.networks import METHODS, NUM_STEPS, UPDATES, WARMUP
 from benchmarks.problems.posteriordb import data_folder
 from benchmarks.problems.uci import OWN, UCI, in_units, score, split, widths
 from numpyro_repulsion import enable_live_warnings
-from numpyro_repulsion.pictures.style import COLOURS
+from numpyro_repulsion.plots.style import COLOURS
 
 SHOWN = {
     "yacht": "yacht",

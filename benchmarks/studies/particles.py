@@ -34,7 +34,7 @@ def updates(interaction, size, count):
     """A program of some updates, from particles that are drawn."""
     dynamics = Overdamped("euler")
 
-    def force(z):
+    def energy_and_grad(z):
         return 0.5 * jnp.sum(z**2, -1), z
 
     @jax.jit
@@ -42,9 +42,9 @@ def updates(interaction, size, count):
         def update(cloud, key):
             interaction_key, noise_key = random.split(key)
             couple = interaction.at(interaction_key, 0).couple
-            return dynamics.step(noise_key, cloud, force, couple, 1e-3), None
+            return dynamics.step(noise_key, cloud, energy_and_grad, couple, 1e-3), None
 
-        cloud = dynamics.init(key, z, force, interaction.couple)
+        cloud = dynamics.init(key, z, energy_and_grad, interaction.couple)
         return lax.scan(update, cloud, random.split(key, count))[0].z
 
     return run

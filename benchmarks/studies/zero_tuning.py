@@ -28,7 +28,7 @@ from benchmarks.harness.runs import gradients_of, vectorized
 from benchmarks.harness.store import Record, plt, table
 from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, ask_nuts, data_folder, posteriordb
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, BiasBudget
-from numpyro_repulsion.adaptation import judge
+from numpyro_repulsion.warmup import diagnose_warmup
 
 KERNELS = {kernel.__name__: kernel for kernel in (SGLD, SGLDR, SGHMC, SGHMCR, SGNHT, SGNHTR)}
 #: Kernels with the precisions in which they are run, and how many seeds.
@@ -93,13 +93,13 @@ class Moments:
                 self.mcmc = vectorized(kernel, **SETTINGS, progress_bar=True)
             said, seconds = run(self.mcmc, random.key(seed), *self.posterior.args, **self.posterior.kwargs)
             mean, sd = errors(self.mcmc.get_samples(), reference)
-            tuning = self.mcmc.last_state.tuning
-            verdict = judge(tuning, BiasBudget(), self.mcmc.sampler.dynamics)
+            warmup = self.mcmc.last_state.warmup
+            verdict = diagnose_warmup(warmup, BiasBudget(), self.mcmc.sampler.dynamics)
             return self.at | {
                 "seed": seed,
                 "mean_error": mean,
                 "sd_error": sd,
-                "step_size": float(tuning.step_size),
+                "step_size": float(warmup.step_size),
                 # Of diagonal scales the condition is not known.
                 "condition": None if np.isnan(verdict.condition) else float(verdict.condition),
                 "curvature_ratio": float(verdict.curvature_ratio),

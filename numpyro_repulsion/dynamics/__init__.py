@@ -5,7 +5,15 @@ sees the target through a force, ``force(z) -> (U, ∇U)``, and the other partic
 long its steps may be.
 """
 
-from numpyro_repulsion.dynamics.base import Cloud, Couple, Dynamics, Force, Landscape, hold, select
+from numpyro_repulsion.dynamics.base import (
+    Cloud,
+    Couple,
+    CurvatureStats,
+    Dynamics,
+    EnergyAndGrad,
+    reject_nonfinite,
+    select,
+)
 from numpyro_repulsion.dynamics.descent import Descent
 from numpyro_repulsion.dynamics.overdamped import Overdamped
 from numpyro_repulsion.dynamics.recipe import Recipe
@@ -16,13 +24,13 @@ __all__ = [
     "Couple",
     "Descent",
     "Dynamics",
-    "Force",
-    "Landscape",
+    "EnergyAndGrad",
+    "CurvatureStats",
     "Overdamped",
     "Recipe",
     "Relativistic",
     "Thermostat",
     "Underdamped",
-    "hold",
+    "reject_nonfinite",
     "select",
 ]

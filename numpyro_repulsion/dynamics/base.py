@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.interactions import Coupling
 
-__all__ = ["Cloud", "Couple", "Dynamics", "Force", "Landscape", "hold", "select"]
+__all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "CurvatureStats", "reject_nonfinite", "select"]
 
-Force = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+EnergyAndGrad = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Couple = Callable[[jax.Array], Coupling]
 
 
@@ -31,7 +31,7 @@ class Cloud(NamedTuple):
     memory: tuple[jax.Array, ...] = ()
 
 
-class Landscape(NamedTuple):
+class CurvatureStats(NamedTuple):
     """What a step size is up against; scalars.
 
     - **curvature** - λ, which nine particles in ten stay below.
@@ -87,19 +87,19 @@ class Dynamics:
         """Whether successive clouds are draws; if not, the result of a run is its last cloud."""
         return True
 
-    def tolerated(self, tolerance: float, landscape: Landscape, coupling: Coupling) -> jax.Array:
+    def tolerated(self, tolerance: float, stats: CurvatureStats, coupling: Coupling) -> jax.Array:
         """The step at which variances are inflated by δ, the ``tolerance``, of themselves."""
         raise self._unknown("tolerated")
 
-    def worthwhile(self, landscape: Landscape, draws_per_step: jax.Array | float) -> jax.Array:
+    def worthwhile(self, stats: CurvatureStats, draws_per_step: jax.Array | float) -> jax.Array:
         """The longest step from which a run short of draws gains; ``draws_per_step`` times ε is how many it has."""
         raise self._unknown("worthwhile")
 
-    def stable(self, landscape: Landscape, coupling: Coupling) -> jax.Array:
+    def stable(self, stats: CurvatureStats, coupling: Coupling) -> jax.Array:
         """The step beyond which particles run away."""
         raise self._unknown("stable")
 
-    def bias(self, step_size: jax.Array, landscape: Landscape, coupling: Coupling) -> jax.Array:
+    def bias(self, step_size: jax.Array, stats: CurvatureStats, coupling: Coupling) -> jax.Array:
         """The relative inflation of variances to be expected of a step; NaN where nothing is known of it."""
         return jnp.full_like(step_size, jnp.nan)
 
@@ -130,16 +130,18 @@ class Dynamics:
         del which
         return cloud
 
-    def init(self, key: jax.Array, z: jax.Array, force: Force, couple: Couple) -> Cloud:
+    def init(self, key: jax.Array, z: jax.Array, energy_and_grad: EnergyAndGrad, couple: Couple) -> Cloud:
         """The cloud at rest at positions ``z`` of shape ``(..., L, d)``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")
 
-    def step(self, key: jax.Array, cloud: Cloud, force: Force, couple: Couple, step_size: jax.Array | float) -> Cloud:
+    def step(
+        self, key: jax.Array, cloud: Cloud, energy_and_grad: EnergyAndGrad, couple: Couple, step_size: jax.Array | float
+    ) -> Cloud:
         """One update of all particles at once; ends with one evaluation of the force, at the new positions."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `step`.")
 
 
-def hold(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
+def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
     """The proposal, but with the particles for which anything in it is not finite left where they were.
 
     :return: the new cloud, and which particles were held, ``(..., L)``.

@@ -96,12 +96,12 @@ class Descent(Dynamics):
         state = jax.eval_shape(self.optimizer.init, np.zeros(1, np.float32))
         return f"the state of an optimizer, {jax.tree.structure(state)}".replace("PyTreeDef", "")
 
-    def init(self, key, z, force, couple):
+    def init(self, key, z, energy_and_grad, couple):
         memory = [x.reshape(*z.shape[:-1], -1) for x in jax.tree.leaves(_each(self.optimizer.init, z)(z))]
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, tuple(memory))
 
-    def step(self, key, cloud, force, couple, step_size):
+    def step(self, key, cloud, energy_and_grad, couple, step_size):
         z, coupling = cloud.z, couple(cloud.z)
         slope = coupling.apply(cloud.gradient) - coupling.repulsion
         leaves, structure = jax.tree.flatten(jax.eval_shape(_each(self.optimizer.init, z), z))
@@ -110,7 +110,7 @@ class Descent(Dynamics):
         direction, state = _each(self.optimizer.update, z)(slope, state, z)
         memory = (x.reshape(old.shape) for x, old in zip(jax.tree.leaves(state), cloud.memory, strict=True))
         z = z - step_size * direction
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, tuple(memory))
 
 

@@ -102,26 +102,26 @@ class Overdamped(EulerBounds):
     def _is_second_order(self, coupling):
         return coupling.is_identity and self.averages_noise(True)
 
-    def tolerated(self, tolerance, landscape, coupling):
+    def tolerated(self, tolerance, stats, coupling):
         if not self._is_second_order(coupling):
-            return super().tolerated(tolerance, landscape, coupling)
+            return super().tolerated(tolerance, stats, coupling)
         limit = min(math.sqrt(5.0 * tolerance), 0.5)
-        return jnp.minimum(limit / landscape.curvature, 2.0 * tolerance / (1.0 + tolerance) / landscape.noise)
+        return jnp.minimum(limit / stats.curvature, 2.0 * tolerance / (1.0 + tolerance) / stats.noise)
 
-    def bias(self, step_size, landscape, coupling):
+    def bias(self, step_size, stats, coupling):
         if not self._is_second_order(coupling):
-            return super().bias(step_size, landscape, coupling)
+            return super().bias(step_size, stats, coupling)
         # By the larger of its sources. In one dimension (ελ)²/100 was the most that was measured; twenty times that,
         # for curvature has a direction.
-        return jnp.maximum(step_size * landscape.noise / 2.0, (step_size * landscape.curvature) ** 2 / 5.0)
+        return jnp.maximum(step_size * stats.noise / 2.0, (step_size * stats.curvature) ** 2 / 5.0)
 
-    def init(self, key, z, force, couple):
+    def init(self, key, z, energy_and_grad, couple):
         coupling = couple(z)
         memory = (coupling.draw(key),) if self.averages_noise(coupling.is_identity) else ()
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, memory)
 
-    def step(self, key, cloud, force, couple, step_size):
+    def step(self, key, cloud, energy_and_grad, couple, step_size):
         coupling = couple(cloud.z)
         drift, memory = self._thermal(coupling.repulsion) - coupling.apply(cloud.gradient), cloud.memory
         if memory:
@@ -134,7 +134,7 @@ class Overdamped(EulerBounds):
             if memory:
                 noise, memory = (drawn + memory[0]) / 2, (drawn,)
             z = z + jnp.sqrt(2.0 * step_size * self.temperature) * noise
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, memory)
 
     def jumped(self, cloud, which):

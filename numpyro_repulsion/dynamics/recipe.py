@@ -108,15 +108,15 @@ class Recipe(Dynamics):
     def carries(self):
         return "extra coordinates of Recipe(D, Q)"
 
-    def init(self, key, z, force, couple):
+    def init(self, key, z, energy_and_grad, couple):
         self._refuse(couple(z))
         memory: tuple[jax.Array, ...] = ()
         if self.extra:
             memory = (self.temperature**0.5 * random.normal(key, (*z.shape[:-1], self.extra), z.dtype),)
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, memory)
 
-    def step(self, key, cloud, force, couple, step_size):
+    def step(self, key, cloud, energy_and_grad, couple, step_size):
         self._refuse(couple(cloud.z))
         x = jnp.concatenate((cloud.z, *cloud.memory), -1)
         slope = cloud.gradient
@@ -128,7 +128,7 @@ class Recipe(Dynamics):
         noise = jnp.einsum("...ij,...j->...i", root, white).reshape(x.shape)
         x = x + step_size * drift + jnp.sqrt(2.0 * step_size * self.temperature) * noise
         z, extra = x[..., : cloud.z.shape[-1]], x[..., cloud.z.shape[-1] :]
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (extra,) if self.extra else ())
 
     def drift(self, x: jax.Array, slope: jax.Array) -> jax.Array:

@@ -81,7 +81,7 @@ class _Momenta(EulerBounds):
         """Standard normal noise, balanced where the interaction balances it."""
         return random.normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
 
-    def tolerated(self, tolerance, landscape, coupling):
+    def tolerated(self, tolerance, stats, coupling):
         if jnp.ndim(coupling.diagonal):
             # Then the drift by K m distorts volumes, a bias of first order that has no bound here.
             raise ValueError(
@@ -92,34 +92,34 @@ class _Momenta(EulerBounds):
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature; the cruder
         # integrator is given a third of that.
         limit = min((5.0 * tolerance) ** 0.5, 0.5) if self._splits(coupling) else tolerance
-        curved = self.comparable(limit / landscape.curvature) / coupling.bound
+        curved = self.comparable(limit / stats.curvature) / coupling.bound
         # As for overdamped dynamics, though the step is one of time: it is so that it was measured.
-        dense = jnp.sqrt(10.0 * tolerance) / landscape.steepness
-        return jnp.minimum(jnp.minimum(curved, dense), tolerance / self._heat(landscape, coupling))
+        dense = jnp.sqrt(10.0 * tolerance) / stats.steepness
+        return jnp.minimum(jnp.minimum(curved, dense), tolerance / self._heat(stats, coupling))
 
-    def stable(self, landscape, coupling):
+    def stable(self, stats, coupling):
         # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
         Λ, own = coupling.bound, coupling.bound * jnp.max(coupling.diagonal)
-        limit = 2.0 / jnp.sqrt(own * landscape.largest + (Λ**2 - own) * landscape.curvature)
-        return jnp.minimum(limit, 1.0 / jnp.asarray(landscape.steepness))
+        limit = 2.0 / jnp.sqrt(own * stats.largest + (Λ**2 - own) * stats.curvature)
+        return jnp.minimum(limit, 1.0 / jnp.asarray(stats.steepness))
 
-    def bias(self, step_size, landscape, coupling):
+    def bias(self, step_size, stats, coupling):
         if jnp.ndim(coupling.diagonal):
             return jnp.full_like(step_size, jnp.nan)
-        square = step_size**2 / 2.0 * landscape.curvature * coupling.bound**2
+        square = step_size**2 / 2.0 * stats.curvature * coupling.bound**2
         curved = square**2 / 5.0 if self._splits(coupling) else square
-        change = step_size * landscape.steepness
+        change = step_size * stats.steepness
         # Beyond the limit of stability variances were several times too large.
         dense = jnp.where(change > 1.0, 1e3, change**2 / 10.0)
-        return jnp.maximum(jnp.maximum(step_size * self._heat(landscape, coupling), curved), dense)
+        return jnp.maximum(jnp.maximum(step_size * self._heat(stats, coupling), curved), dense)
 
-    def _heat(self, landscape, coupling):
+    def _heat(self, stats, coupling):
         """By how much gradient noise heats the momenta, for a step of 1.
 
         The kick takes it through K and the injected noise is white, so that it counts by the diagonal of K². A
         thermostat takes away what is the same in all directions; others are heated all the same.
         """
-        return coupling.bound * jnp.mean(coupling.diagonal) * landscape.noise / (2.0 * self.friction)
+        return coupling.bound * jnp.mean(coupling.diagonal) * stats.noise / (2.0 * self.friction)
 
     def rate(self, variance, coupling):
         # A direction of frequency ω = K_ii/s forgets at C/2 while friction is weak, and at ω²/C where it is strong.
@@ -201,15 +201,15 @@ class Underdamped(_Momenta):
     def carries(self):
         return "momenta"
 
-    def init(self, key, z, force, couple):
+    def init(self, key, z, energy_and_grad, couple):
         white = self._white(key, z, couple(z))
         if self.kinetic is None or not self.is_sampler:
-            energy, gradient = force(z)
+            energy, gradient = energy_and_grad(z)
             return Cloud(z, energy, gradient, (self.temperature**0.5 * white,))
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (self.kinetic.momenta(white, self.temperature),))
 
-    def step(self, key, cloud, force, couple, step_size):
+    def step(self, key, cloud, energy_and_grad, couple, step_size):
         coupling = couple(cloud.z)
         (m,) = cloud.memory
         if self._splits(coupling):
@@ -217,12 +217,12 @@ class Underdamped(_Momenta):
             z = cloud.z + step_size / 2 * m
             m = self._rub(self._white(key, cloud.z, coupling), m, step_size)
             z = z + step_size / 2 * m
-            energy, gradient = force(z)
+            energy, gradient = energy_and_grad(z)
             return Cloud(z, energy, gradient, (m - step_size / 2 * gradient,))
         m = m + step_size * self._kick(coupling, cloud.gradient)
         m = self._rub(self._white(key, cloud.z, coupling), m, step_size)
         z = cloud.z + step_size * coupling.apply(self._velocity(m))
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (m,))
 
     def _splits(self, coupling):
@@ -310,15 +310,15 @@ class Thermostat(_Momenta):
     def carries(self):
         return "momenta and a friction for each particle"
 
-    def init(self, key, z, force, couple):
+    def init(self, key, z, energy_and_grad, couple):
         momentum_key, friction_key = random.split(key)
         m = self.temperature**0.5 * self._white(momentum_key, z, couple(z))
         spread = (self.temperature / (self._inertia(z.shape[-1]) * z.shape[-1])) ** 0.5
         ζ = self.friction + spread * random.normal(friction_key, (*z.shape[:-1], 1), z.dtype)
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (m, ζ))
 
-    def step(self, key, cloud, force, couple, step_size):
+    def step(self, key, cloud, energy_and_grad, couple, step_size):
         coupling = couple(cloud.z)
         m, ζ = cloud.memory
         white = self._white(key, cloud.z, coupling)
@@ -329,13 +329,13 @@ class Thermostat(_Momenta):
             m = self._rub(white, m, ζ, step_size)
             ζ = ζ + step_size / 2 * self._excess(m)
             z = z + step_size / 2 * m
-            energy, gradient = force(z)
+            energy, gradient = energy_and_grad(z)
             return Cloud(z, energy, gradient, (m - step_size / 2 * gradient, ζ))
         m = m + step_size * self._kick(coupling, cloud.gradient)
         m = self._rub(white, m, ζ, step_size)
         ζ = ζ + step_size * self._excess(m)
         z = cloud.z + step_size * coupling.apply(m)
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (m, ζ))
 
     def _excess(self, m):

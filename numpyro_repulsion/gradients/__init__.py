@@ -4,15 +4,15 @@ A :class:`Target` is the posterior as samplers see it, one unconstrained particl
 which rows of the subsampled plates each particle looks at in each update.
 """
 
-from numpyro_repulsion.gradients.control import SVRG, ControlVariates, anchored, fingerprint, full_gradient
+from numpyro_repulsion.gradients.control import SVRG, ControlVariates, evaluate_reference, fingerprint, full_gradient
 from numpyro_repulsion.gradients.dependence import influenced
-from numpyro_repulsion.gradients.minibatch import Anchor, FullData, Gradient, Subsampled, draw_indices, ravel_cloud
+from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import ModelTarget
 from numpyro_repulsion.gradients.target import FunctionTarget, Target
 
 __all__ = [
     "SVRG",
-    "Anchor",
+    "Reference",
     "ControlVariates",
     "FullData",
     "FunctionTarget",
@@ -20,7 +20,7 @@ __all__ = [
     "ModelTarget",
     "Subsampled",
     "Target",
-    "anchored",
+    "evaluate_reference",
     "draw_indices",
     "fingerprint",
     "full_gradient",

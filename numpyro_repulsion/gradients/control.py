@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.checks import integer, keep
-from numpyro_repulsion.gradients.minibatch import Anchor, Subsampled
+from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
 from numpyro_repulsion.gradients.target import Target
 
-__all__ = ["SVRG", "ControlVariates", "anchored", "chunks", "fingerprint", "full_gradient"]
+__all__ = ["SVRG", "ControlVariates", "evaluate_reference", "chunks", "fingerprint", "full_gradient"]
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class ControlVariates(Subsampled):
     #: Its reference takes all rows, in pieces that fit into memory.
     keeps_subsample_size: ClassVar[bool] = False
 
-    def force(self, key, target, unravel, z, anchor=None):
-        if anchor is None:
-            return super().force(key, target, unravel, z)
-        offset = z - anchor.position
-        plain = super().force
+    def energy_and_grad(self, key, target, unravel, z, reference=None):
+        if reference is None:
+            return super().energy_and_grad(key, target, unravel, z)
+        offset = z - reference.position
+        plain = super().energy_and_grad
 
         def accumulate(i, total):
-            energy, gradient = plain(key, target, unravel, jnp.where(i == 0, z, anchor.position))
+            energy, gradient = plain(key, target, unravel, jnp.where(i == 0, z, reference.position))
             sign = jnp.where(i == 0, 1.0, -1.0).astype(z.dtype)
             # The energy's control variate is the first-order expansion about ẑ, so that it is that of the gradient.
             energy = energy + jnp.where(i == 0, 0.0, jnp.sum(gradient * offset, -1))
@@ -80,11 +80,11 @@ class ControlVariates(Subsampled):
 
         # A loop of one or two turns, for half the time to compile, and for half the cost where no reference is in use.
         start = (jnp.zeros(z.shape[:-1], z.dtype), jnp.zeros_like(z))
-        energy, gradient = lax.fori_loop(0, 1 + anchor.in_use.astype(int), accumulate, start)
-        known = anchor.potential_energy + jnp.sum(anchor.gradient * offset, -1)
+        energy, gradient = lax.fori_loop(0, 1 + reference.in_use.astype(int), accumulate, start)
+        known = reference.potential_energy + jnp.sum(reference.gradient * offset, -1)
         return (
-            energy + jnp.where(anchor.in_use, known, 0.0),
-            gradient + jnp.where(anchor.in_use, anchor.gradient, 0.0),
+            energy + jnp.where(reference.in_use, known, 0.0),
+            gradient + jnp.where(reference.in_use, reference.gradient, 0.0),
         )
 
 
@@ -161,23 +161,23 @@ class SVRG(ControlVariates):
         return num_steps * -(-int(epoch) // num_steps)
 
 
-def anchored(key: jax.Array, target: Target, unravel: Callable, anchor: Anchor, size: int) -> Anchor:
+def evaluate_reference(key: jax.Array, target: Target, unravel: Callable, reference: Reference, size: int) -> Reference:
     """The anchor with U and ∇U over all rows at its position, or at those of each particle.
 
     :param size: how many minibatches fit into memory at once.
     """
-    position = anchor.position
+    position = reference.position
     share = max(1, size // max(1, math.prod(position.shape[:-1])))
     # All particles look at one chunk at a time, so that its rows are gathered once.
     evaluate = jnp.vectorize(lambda z: full_gradient(key, target, unravel, z, share), signature="(d)->(),(d)")
     energy, gradient = evaluate(position)
-    mark = jnp.full((), jnp.inf, position.dtype)
+    data_fingerprint = jnp.full((), jnp.inf, position.dtype)
     if position.ndim > 1:
-        mark = fingerprint(target, unravel, position.reshape(-1, position.shape[-1])[0])
-    return anchor._replace(
+        data_fingerprint = fingerprint(target, unravel, position.reshape(-1, position.shape[-1])[0])
+    return reference._replace(
         potential_energy=energy,
         gradient=gradient,
-        fingerprint=mark,
+        fingerprint=data_fingerprint,
         age=jnp.zeros((), jnp.int32),
         is_stale=jnp.zeros((), bool),
     )

@@ -16,10 +16,10 @@ import numpy as np
 from numpyro_repulsion.checks import boolean, integer, keep
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 
-__all__ = ["Anchor", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
+__all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
 
 
-class Anchor(NamedTuple):
+class Reference(NamedTuple):
     """The reference point of control variates, one for all particles or one for each.
 
     - **position** - ẑ, unconstrained and flat, ``(d,)`` or ``(G, L, d)``.
@@ -41,12 +41,12 @@ class Anchor(NamedTuple):
     is_stale: jax.Array
 
     @staticmethod
-    def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Anchor:
+    def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Reference:
         """No reference point yet, for positions of a shape ``(d,)`` or ``(G, L, d)``."""
         zero = jnp.zeros(shape, dtype)
         unknown = jnp.asarray(jnp.inf, dtype)
         count, no = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
-        return Anchor(zero, zero[..., 0], zero, jnp.asarray(in_use), unknown, count, no)
+        return Reference(zero, zero[..., 0], zero, jnp.asarray(in_use), unknown, count, no)
 
 
 class Gradient:
@@ -90,8 +90,8 @@ class Gradient:
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `rows`.")
 
-    def force(
-        self, key: jax.Array, target: Target, unravel: Callable, z: jax.Array, anchor: Anchor | None = None
+    def energy_and_grad(
+        self, key: jax.Array, target: Target, unravel: Callable, z: jax.Array, reference: Reference | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``.
 
@@ -103,16 +103,16 @@ class Gradient:
         def energy(flat, rows, key):
             return target.potential_energy(unravel(flat), rows, key).astype(flat.dtype)
 
-        force = jax.value_and_grad(energy)
+        energy_and_grad = jax.value_and_grad(energy)
         if axes == 1 and z.shape[0] > 1:
             keys = random.split(model_key, z.shape[:2])
-            return jax.vmap(jax.vmap(force, (0, None, 0)))(z, indices, keys)
+            return jax.vmap(jax.vmap(energy_and_grad, (0, None, 0)))(z, indices, keys)
         # One flat axis of particles where rows allow it: an axis of length one slows the matrix products down.
         count = z.shape[0] * z.shape[1]
         indices = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[axes:]) if axes else rows, indices)
         if axes == 1:
             indices = jax.tree.map(lambda rows: rows[0], indices)
-        batched = jax.vmap(force, (0, 0 if axes == 2 else None, 0))
+        batched = jax.vmap(energy_and_grad, (0, 0 if axes == 2 else None, 0))
         value, gradient = batched(z.reshape(count, -1), indices, random.split(model_key, count))
         return value.reshape(z.shape[:2]), gradient.reshape(z.shape)
 

@@ -71,7 +71,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
-        "step_size_bias": bias if (bias := float(np.ravel(state.tuning.bias)[0])) >= 0.0 and not is_other else np.nan,
+        "step_size_bias": bias if (bias := float(np.ravel(state.warmup.bias)[0])) >= 0.0 and not is_other else np.nan,
         "remedy": "warm up on these data" if is_other and measured else kernel.remedy,
         "findings": to_json(findings),
         "other_data": str(is_other).lower(),

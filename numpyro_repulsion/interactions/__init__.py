@@ -8,7 +8,7 @@ apply K, the repulsion Γ, a draw with covariance K, and a bound on the largest 
 from numpyro_repulsion.interactions.balanced import Antithetic, Balanced
 from numpyro_repulsion.interactions.base import Coupling, Gram, Independent, Interaction, Sum
 from numpyro_repulsion.interactions.laplacian import Laplacian
-from numpyro_repulsion.interactions.many import RandomFeatures, RandomGroups
+from numpyro_repulsion.interactions.linear_cost import RandomFeatures, RandomGroups
 from numpyro_repulsion.interactions.radial import IMQ, RBF, Radial, median_bandwidth, squared_distances
 from numpyro_repulsion.interactions.scheduled import Scheduled
 

@@ -1,9 +1,8 @@
 """The host layer: one ``MCMCKernel`` whose chains are particles, and presets of its parts."""
 
 from numpyro_repulsion.kernels.base import ParticleKernel
-from numpyro_repulsion.kernels.live import enable_live_warnings
-from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
-from numpyro_repulsion.kernels.runs import (
+from numpyro_repulsion.kernels.callbacks import enable_live_warnings
+from numpyro_repulsion.kernels.host import (
     coupling_of,
     has_other_data,
     is_warmup,
@@ -11,6 +10,7 @@ from numpyro_repulsion.kernels.runs import (
     require_draws,
     share_flagged,
 )
+from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
 from numpyro_repulsion.kernels.state import ParticleState
 
 __all__ = [

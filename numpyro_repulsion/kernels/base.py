@@ -15,7 +15,6 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMC, MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
-from numpyro_repulsion.adaptation import Stage, judge
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import Finding
@@ -25,8 +24,9 @@ from numpyro_repulsion.gradients import (
 )
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
+from numpyro_repulsion.kernels.callbacks import warn_at_first_divergence, warn_by_verdict
+from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
-from numpyro_repulsion.kernels.live import warn_at_first_divergence, warn_by_verdict
 from numpyro_repulsion.kernels.origin import check_chains, check_state
 from numpyro_repulsion.kernels.settings import (
     Fixed,
@@ -41,10 +41,10 @@ from numpyro_repulsion.kernels.settings import (
     step_schedule,
     warn_of_short_warmup,
 )
-from numpyro_repulsion.kernels.starts import Starter
 from numpyro_repulsion.kernels.state import ParticleState, map_particles, per_particle
 from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.warmup import Stage, diagnose_warmup
 
 __all__ = ["ParticleKernel"]
 
@@ -141,7 +141,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.preconditioner = preconditioner
         self.scale = preconditioner_scale(preconditioner)
         check_ensembles(interaction, self.num_ensembles)
-        self._starter, self._binder = Starter(self), Binder(self)
+        self._initializer, self._binder = Initializer(self), Binder(self)
 
     @property
     def model(self):
@@ -186,14 +186,14 @@ class ParticleKernel(Fixed, MCMCKernel):
         if num_warmup == 0 and self._schedule is None:
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         bound = self.bind(model_args, model_kwargs)
-        self._starter.check_data(bound.target)
+        self._initializer.check_data(bound.target)
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
-        state, cloud, eigenvalue = self._starter(bound, rng_key, num_warmup, init_params, model_args, model_kwargs)
+        state, cloud, eigenvalue = self._initializer(bound, rng_key, num_warmup, init_params, model_args, model_kwargs)
         if not_jax_tracer(cloud.z):
-            self._starter.check(bound.target, cloud, eigenvalue, init_params is not None)
-        if bound.learned(False).arrives:
+            self._initializer.check(bound.target, cloud, eigenvalue, init_params is not None)
+        if bound.plan(False).arrives:
             warn_of_short_warmup(num_warmup)
         return map_particles(lambda x: x[0], state) if is_single else state
 
@@ -202,25 +202,25 @@ class ParticleKernel(Fixed, MCMCKernel):
         is_single = jnp.ndim(state.potential_energy) == 0
         if is_single:
             state = map_particles(lambda x: x[None], state)
-        tuning, size = state.tuning, state.potential_energy.shape[0]
+        warmup, size = state.warmup, state.potential_energy.shape[0]
         iteration, cloud = self.parts(state, model_args, model_kwargs)
-        learned = iteration.learned
+        plan = iteration.plan
         rng_key, tuning_key, loop_key = random.split(state.rng_key, 3)
-        stage = Stage.of(tuning.iteration, tuning.num_warmup)
-        tuning = iteration.recognize(stage, cloud, tuning)
-        progress, tuning, in_use = iteration.move(loop_key, stage, cloud, tuning, state.num_updates)
-        troubled = progress.flagged
-        kept_after = tuning.num_warmup if learned.arrives else 0
-        troubles = state.num_divergences + jnp.where(tuning.iteration >= kept_after, troubled.sum(), 0)
+        stage = Stage.of(warmup.iteration, warmup.num_warmup)
+        warmup = iteration.recognize_data(stage, cloud, warmup)
+        progress, warmup, in_use = iteration.move(loop_key, stage, cloud, warmup, state.num_updates)
+        num_flagged = progress.flagged
+        kept_after = warmup.num_warmup if plan.arrives else 0
+        troubles = state.num_divergences + jnp.where(warmup.iteration >= kept_after, num_flagged.sum(), 0)
         warn_at_first_divergence(state.num_divergences, troubles, self.remedy)
-        cloud, tuning = iteration.learn(tuning_key, stage, progress.cloud, tuning)
-        if tuning.measurements is not None and (learned.measures or learned.jumps):
-            warn_by_verdict(tuning.iteration == tuning.num_warmup, lambda: self._judge(tuning))
+        cloud, warmup = iteration.learn(tuning_key, stage, progress.cloud, warmup)
+        if warmup.measurements is not None and (plan.measures or plan.jumps):
+            warn_by_verdict(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
         state = ParticleState(
-            z=jax.vmap(iteration.unravel)(tuning.preconditioner.colour(cloud.z).reshape(size, -1)),
-            **per_particle(cloud, tuning, in_use),
-            diverging=(troubled > 0).reshape(size),
-            tuning=tuning,
+            z=jax.vmap(iteration.unravel)(warmup.preconditioner.to_positions(cloud.z).reshape(size, -1)),
+            **per_particle(cloud, warmup, in_use),
+            diverging=(num_flagged > 0).reshape(size),
+            warmup=warmup,
             num_updates=progress.num_updates,
             num_divergences=troubles.astype(jnp.int32),
             rng_key=rng_key,
@@ -233,11 +233,11 @@ class ParticleKernel(Fixed, MCMCKernel):
         if jnp.ndim(state.potential_energy) == 0:
             state = map_particles(lambda x: x[None], state)
         bound = self.bind(args, kwargs)
-        learned = bound.learned(state.tuning.preconditioner.is_dense)
-        check_state(self, state, bound.target, learned, bound.gradient)
+        plan = bound.plan(state.warmup.preconditioner.is_dense)
+        check_state(self, state, bound.target, plan, bound.gradient)
         flat, unravel = ravel_cloud(state.z)
-        cloud = Cloud(state.tuning.preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
-        iteration = Iteration(bound, learned, unravel, self._schedule)
+        cloud = Cloud(state.warmup.preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
+        iteration = Iteration(bound, plan, unravel, self._schedule)
         return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
 
     def postprocess_fn(self, args, kwargs):
@@ -250,14 +250,14 @@ class ParticleKernel(Fixed, MCMCKernel):
             count = len(state.num_updates)
             found = [self.findings(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
             return [finding for one in found for finding in one]
-        tuning = state.tuning
-        if tuning.measurements is None or (tuning.measurements.number == 0 and tuning.jumps is None):
+        warmup = state.warmup
+        if warmup.measurements is None or (warmup.measurements.number == 0 and warmup.jumps is None):
             return []
-        return jax.tree.map(np.asarray, self._judge(tuning)).findings()
+        return jax.tree.map(np.asarray, self._diagnose_warmup(warmup)).findings()
 
-    def _judge(self, tuning):
+    def _diagnose_warmup(self, warmup):
         with jax.debug_nans(False):  # In a verdict NaN stands for what is not known.
-            return judge(tuning, self._rule, self.dynamics)
+            return diagnose_warmup(warmup, self._rule, self.dynamics)
 
     @property
     def remedy(self) -> str:
@@ -274,7 +274,7 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self._starter, self._binder = Starter(self), Binder(self)
+        self._initializer, self._binder = Initializer(self), Binder(self)
 
     def bind(self, args, kwargs=None) -> BoundSampler:
         """This kernel with the posterior given the model's arguments; the model is analysed once for the same ones."""

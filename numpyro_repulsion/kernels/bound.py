@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.adaptation import Learned
 from numpyro_repulsion.gradients import ControlVariates, FunctionTarget, Gradient, ModelTarget, Target
 from numpyro_repulsion.kernels.settings import choose_gradient
 from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.warmup import WarmupPlan
 
 if TYPE_CHECKING:
     from numpyro_repulsion.kernels.base import ParticleKernel
@@ -34,7 +34,7 @@ class BoundSampler:
         """A kernel with the gradient that was given, if it fits the target, or the one that fits it best."""
         return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
 
-    def learned(self, is_dense: bool) -> Learned:
+    def plan(self, is_dense: bool) -> WarmupPlan:
         """What a warmup would learn; ``is_dense`` says whether scales are, unless the user decided it."""
         kernel, is_noisy = self.kernel, self.gradient.is_noisy(self.target)
         rule = kernel.step_size if isinstance(kernel.step_size, BiasBudget) else None
@@ -42,11 +42,11 @@ class BoundSampler:
         if scale == "auto":
             # A given step means what it means in plain SGLD.
             scale = None if rule is None else "dense" if is_dense else "diagonal"
-        return Learned(
+        return WarmupPlan(
             step_size=rule,
             scale=scale,
             bandwidth=kernel.interaction.learns_bandwidth,
-            anchor=isinstance(self.gradient, ControlVariates),
+            reference=isinstance(self.gradient, ControlVariates),
             epoch=self.gradient.epoch_length(self.target, kernel.num_steps),
             noise=is_noisy,
             jumps=kernel.moves is not None,

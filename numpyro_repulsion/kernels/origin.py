@@ -14,10 +14,10 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.adaptation import Learned
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Gradient, ModelTarget
 from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.warmup import WarmupPlan
 
 __all__ = ["Origin", "check_chains", "check_state", "words"]
 
@@ -44,28 +44,28 @@ class Origin:
     measured_for: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def of(kernel: Any, learned: Learned, gradient: Gradient, cloud: Cloud, num_warmup: int) -> Origin:
+    def of(kernel: Any, plan: WarmupPlan, gradient: Gradient, cloud: Cloud, num_warmup: int) -> Origin:
         """That of a state which a kernel starts.
 
         :param learned: what the warmup will learn.
         :param cloud: at the start.
         """
-        scale, interaction = learned.scale if num_warmup else None, kernel.interaction
+        scale, interaction = plan.scale if num_warmup else None, kernel.interaction
         return Origin(
             memory=kernel.dynamics.carries if cloud.memory else "nothing",
             dynamics=words(kernel.dynamics),
             has_bandwidth=interaction.learns_bandwidth or getattr(interaction, "bandwidth", None) is not None,
             scale=_digest(kernel.scale) if scale is None else scale,
-            measured_for=_measured_for(kernel, gradient) if num_warmup and learned.step_size is not None else (),
+            measured_for=_measured_for(kernel, gradient) if num_warmup and plan.step_size is not None else (),
         )
 
 
-def check_state(kernel: Any, state: Any, target: Any, learned: Learned, gradient: Gradient) -> None:
+def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient: Gradient) -> None:
     """Raises ``ValueError`` for a state from which a kernel would go on wrongly. It looks at nothing but types.
 
     :param state: with the axis of particles.
     """
-    origin, tuning = state.origin, state.tuning
+    origin, warmup = state.origin, state.warmup
     _check_precision(state, target)
     if isinstance(target, ModelTarget):
         size = len(state.potential_energy)
@@ -73,7 +73,7 @@ def check_state(kernel: Any, state: Any, target: Any, learned: Learned, gradient
         found = jax.tree.map(jnp.shape, state.z)
         if found != expected:
             raise ValueError(f"The state is of a model with the sites {found}, and this model has {expected}.")
-    groups = tuning.arrival.shape[0]
+    groups = warmup.arrival.shape[0]
     if groups != kernel.num_ensembles:
         raise ValueError(
             f"The state is of num_ensembles={groups}, and this kernel has num_ensembles={kernel.num_ensembles}: use "
@@ -93,7 +93,7 @@ def check_state(kernel: Any, state: Any, target: Any, learned: Learned, gradient
             f"has preconditioner={kernel.preconditioner!r}: use that of the state (preconditioner='auto' takes any); "
             f"or, {_ANEW}."
         )
-    if learned.epoch is not None and (tuning.anchor is None or tuning.anchor.position.ndim != 3):
+    if plan.epoch is not None and (warmup.reference is None or warmup.reference.position.ndim != 3):
         raise ValueError(
             f"gradient={gradient!r} needs a reference for each particle, and the state has none: go on with "
             f"gradient=Subsampled(), or the gradient of the state; or, {_ANEW}."
@@ -130,7 +130,7 @@ def check_chains(state: Any, mcmc: MCMC) -> bool:
             f'`post_warmup_state` is a state {method}, and this MCMC has chain_method="{mcmc.chain_method}". Use '
             f"chain_method={'sequential' if is_stacked else 'vectorized'!r}, as the run had that the state is from."
         )
-    done, num_warmup = np.max(state.tuning.iteration), np.max(state.tuning.num_warmup)
+    done, num_warmup = np.max(state.warmup.iteration), np.max(state.warmup.num_warmup)
     if done < num_warmup:
         raise ValueError(
             f"`post_warmup_state` is a state after {done} of {num_warmup} iterations of warmup: draws from there on "
@@ -146,7 +146,7 @@ def words(part: Any) -> str:
 
 def _check_precision(state, target):
     """Of models the precision is known, and of functions only that there is no double one where it is switched off."""
-    found = state.tuning.step_size.dtype
+    found = state.warmup.step_size.dtype
     expected = found if jax.dtypes.canonicalize_dtype(found) == found else "float32"
     if isinstance(target, ModelTarget):
         expected = jnp.result_type(*(site.dtype for site in target.prototype.values()))
@@ -161,7 +161,7 @@ def _check_memory(kernel, state):
     """Momenta and carried noise have the same shape, so that shapes alone tell nothing."""
     dynamics: Dynamics = kernel.dynamics
     shape = (kernel.num_ensembles, -1, state.gradient.shape[-1])
-    expected = _memory(dynamics, kernel.interaction, state.gradient.reshape(shape), state.tuning.bandwidth)
+    expected = _memory(dynamics, kernel.interaction, state.gradient.reshape(shape), state.warmup.bandwidth)
     carried = dynamics.carries if expected else "nothing"
     origin = state.origin
     shapes = [x.shape[-1] for x in expected], [x.shape[-1] for x in state.memory]
@@ -176,11 +176,11 @@ def _check_memory(kernel, state):
 def _memory(dynamics: Dynamics, interaction: Interaction, u, bandwidth):
     """The shapes of what these dynamics would carry, for a cloud ``(G, L, d)``."""
 
-    def force(u):  # It does not matter for shapes.
+    def energy_and_grad(u):  # It does not matter for shapes.
         return jnp.zeros(u.shape[:-1], u.dtype), jnp.zeros_like(u)
 
     def memory(u, bandwidth):
-        return dynamics.init(random.key(0), u, force, lambda v: interaction.couple(v, bandwidth)).memory
+        return dynamics.init(random.key(0), u, energy_and_grad, lambda v: interaction.couple(v, bandwidth)).memory
 
     return jax.eval_shape(memory, u, bandwidth)
 

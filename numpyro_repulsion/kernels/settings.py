@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.adaptation import LAST_ADAPTED, Learned, Preconditioner, first_scale
 from numpyro_repulsion.dynamics import Dynamics, Overdamped
 from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarget, Gradient, Subsampled, Target
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.moves import Archive
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
+from numpyro_repulsion.warmup import LAST_ADAPTED, Preconditioner, WarmupPlan, first_scale
 
 __all__ = [
     "Fixed",
@@ -107,15 +107,15 @@ def dense_limit(size: int, num_warmup: int) -> int:
 
 
 def first_preconditioner(
-    scale: str | np.ndarray | None, learned: Learned | None, flat: jax.Array, gradient: jax.Array
+    scale: str | np.ndarray | None, plan: WarmupPlan | None, flat: jax.Array, gradient: jax.Array
 ) -> Preconditioner:
     """The change of variables to begin with, for starts ``(L, d)`` and the gradients there.
 
     :param scale: what :func:`preconditioner_scale` made of the setting.
     :param learned: what the warmup will learn, if there is one.
     """
-    if learned is not None and learned.scale is not None:
-        return first_scale(flat, gradient, learned.scale == "dense")
+    if plan is not None and plan.scale is not None:
+        return first_scale(flat, gradient, plan.scale == "dense")
     if scale is None or isinstance(scale, str):
         return Preconditioner()
     if scale.shape[0] != flat.shape[1]:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_repulsion.adaptation import Tuning
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.kernels.origin import Origin
+from numpyro_repulsion.warmup import WarmupState
 
 __all__ = ["ParticleState", "map_particles", "per_particle"]
 
@@ -29,7 +29,7 @@ class ParticleState(NamedTuple):
       long that it was cut, ``(L,)``.
     - **gradient** - the (preconditioned) gradient at z, ``(L, d)``.
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
-    - **tuning** - what warmup learns, see :class:`~numpyro_repulsion.adaptation.Tuning`.
+    - **tuning** - what warmup learns, see :class:`~numpyro_repulsion.warmup.Tuning`.
     - **num_updates** - updates done so far, warmup included: what schedules count.
     - **num_divergences** - how often a particle was held or its gradient cut: since warmup ended, or with a given step
       and scales since the start.
@@ -45,20 +45,20 @@ class ParticleState(NamedTuple):
     diverging: jax.Array
     gradient: jax.Array
     memory: tuple[jax.Array, ...]
-    tuning: Tuning
+    warmup: WarmupState
     num_updates: jax.Array
     num_divergences: jax.Array
     rng_key: jax.Array
     origin: Origin
 
 
-def per_particle(cloud: Cloud, tuning: Tuning, step_size: jax.Array) -> dict[str, Any]:
+def per_particle(cloud: Cloud, warmup: WarmupState, step_size: jax.Array) -> dict[str, Any]:
     """The fields that lead with the particles, but for those that count divergences and for z, of a cloud."""
     size = cloud.potential_energy.size
     return {
         "potential_energy": cloud.potential_energy.reshape(size),
         "step_size": jnp.broadcast_to(step_size, cloud.potential_energy.shape).reshape(size),
-        "bandwidth": jnp.broadcast_to(tuning.bandwidth, (size,)),
+        "bandwidth": jnp.broadcast_to(warmup.bandwidth, (size,)),
         "gradient": cloud.gradient.reshape(size, -1),
         "memory": tuple(x.reshape(size, -1) for x in cloud.memory),
     }

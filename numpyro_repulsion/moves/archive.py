@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 import numpy as np
 
-from numpyro_repulsion.adaptation import ARRIVED, FREEZE, Preconditioner, Stage, Tuning, inverse_root, shrink
 from numpyro_repulsion.checks import integer, keep
-from numpyro_repulsion.dynamics import Cloud, Force, select
+from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, select
+from numpyro_repulsion.warmup import ARRIVED, FREEZE, Preconditioner, Stage, WarmupState, inverse_root, shrink
 
 __all__ = ["DENSITY", "DIFFERENCES", "Archive", "Jumps"]
 
@@ -141,25 +141,27 @@ class Archive:
             tally=(jnp.zeros((), dtype),) * 2,
         )
 
-    def learn(self, stage: Stage, jumps: Jumps, tuning: Tuning, cloud: Cloud, temperature: float) -> Jumps:
+    def learn(self, stage: Stage, jumps: Jumps, warmup: WarmupState, cloud: Cloud, temperature: float) -> Jumps:
         """What one more iteration teaches, and at the ends of windows a new archive; constant after warmup."""
         elapsed = stage.done - stage.at(ARRIVED)
         is_warmup = stage.done < stage.num_warmup
 
         def remember():
-            remembered = self._record(jumps, tuning.preconditioner, cloud, elapsed)
+            remembered = self._record(jumps, warmup.preconditioner, cloud, elapsed)
             return lax.cond(stage.window_ends, lambda: renew(remembered), lambda: remembered)
 
         def renew(jumps):
             tried = jnp.where(is_warmup & (stage.done >= stage.at(FREEZE)), DENSITY, DIFFERENCES)
             jumps = self._choose(jumps, jnp.where(is_warmup, tried, -1))
-            return self._fit(jumps, tuning.preconditioner, cloud.z.shape[0] * cloud.z.shape[1], temperature)
+            return self._fit(jumps, warmup.preconditioner, cloud.z.shape[0] * cloud.z.shape[1], temperature)
 
         return lax.cond((elapsed >= 0) & stage.is_warmup, remember, lambda: jumps)
 
     def _record(self, jumps, change, cloud, elapsed):
         """With the particles of one more iteration, in unconstrained coordinates."""
-        z, gradient = (x.reshape(-1, x.shape[-1]) for x in (change.colour(cloud.z), change.push(cloud.gradient)))
+        z, gradient = (
+            x.reshape(-1, x.shape[-1]) for x in (change.to_positions(cloud.z), change.unwhiten_gradient(cloud.gradient))
+        )
         row = jumps.source - elapsed * len(z)
         here = (row >= 0) & (row < len(z))
         recorded = tuple(
@@ -173,8 +175,8 @@ class Archive:
         # Until it is full, the archive holds what there is several times over.
         filled = jnp.arange(len(jumps.source)) % jnp.maximum(jumps.number, 1)
         z, gradient = (x[filled] for x in jumps.recorded)
-        within = _within(change.pull(gradient), jumps, temperature)
-        v, slope = within.whiten(change.whiten(z)), within.pull(change.pull(gradient))
+        within = _within(change.whiten_gradient(gradient), jumps, temperature)
+        v, slope = within.whiten(change.whiten(z)), within.whiten_gradient(change.whiten_gradient(gradient))
         components, variance = _likeliest(v, slope, jumps.source[filled] % particles, temperature)
         components = components[_order_in_space(components)]
         return jumps._replace(components=components, variance=variance, scale=within.scale)
@@ -196,7 +198,7 @@ class Archive:
         key: jax.Array,
         cloud: Cloud,
         jumps: Jumps,
-        force: Force,
+        energy_and_grad: EnergyAndGrad,
         temperature: float,
         stratified: bool,
     ) -> tuple[Cloud, jax.Array, jax.Array]:
@@ -210,11 +212,11 @@ class Archive:
         start = within.whiten(cloud.z)
 
         def visit(v):
-            u = within.colour(v)
-            return (u, *force(u))
+            u = within.to_positions(v)
+            return (u, *energy_and_grad(u))
 
         from_density = partial(_from_density, start, jumps.variance, components, visit, stratified)
-        by_differences = partial(_by_differences, start, components, visit, within.pull, temperature)
+        by_differences = partial(_by_differences, start, components, visit, within.whiten_gradient, temperature)
         proposal, log_forth, log_back = lax.cond(jumps.kind == DENSITY, from_density, by_differences, propose_key)
         log_ratio = (cloud.potential_energy - proposal[1]) / temperature + log_back - log_forth
         usable = jnp.isfinite(log_ratio) & jnp.isfinite(proposal[2]).all(-1)

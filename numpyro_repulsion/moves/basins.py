@@ -9,8 +9,8 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.adaptation import Learned, Preconditioner, Stage, Tuning, inverse_root
-from numpyro_repulsion.dynamics import Cloud, Force, select
+from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, select
+from numpyro_repulsion.warmup import Preconditioner, Stage, WarmupPlan, WarmupState, inverse_root
 
 __all__ = ["BasinJumps", "jump_between_basins", "learn_basins"]
 
@@ -53,15 +53,15 @@ class BasinJumps(NamedTuple):
     tally: jax.Array
 
     @staticmethod
-    def start(z: jax.Array, learned: Learned) -> BasinJumps | None:
+    def start(z: jax.Array, plan: WarmupPlan) -> BasinJumps | None:
         """Nothing learned yet, for particles ``(G, L, d)``; ``None`` where jumps would not be exact, or not judged."""
         particles, dimension = z.shape[0] * z.shape[1], z.shape[2]
-        if learned.step_size is None or not learned.basins or particles < MIN_PARTICLES:
+        if plan.step_size is None or not plan.basins or particles < MIN_PARTICLES:
             return None
         dtype = z.dtype
         zero = jnp.zeros((min(particles, MAX_COMPONENTS), dimension), dtype)
         return BasinJumps(
-            scale=jnp.eye(dimension, dtype=dtype) if learned.scale == "dense" else jnp.ones(dimension, dtype),
+            scale=jnp.eye(dimension, dtype=dtype) if plan.scale == "dense" else jnp.ones(dimension, dtype),
             origin=zero,
             sums=jnp.stack([zero, zero]),
             number=jnp.zeros((), dtype),
@@ -77,16 +77,16 @@ class BasinJumps(NamedTuple):
         return self.tally[1] / jnp.maximum(self.tally[0], 1.0)
 
 
-def learn_basins(stage: Stage, jumps: BasinJumps, tuning: Tuning, cloud: Cloud, temperature: float) -> BasinJumps:
+def learn_basins(stage: Stage, jumps: BasinJumps, warmup: WarmupState, cloud: Cloud, temperature: float) -> BasinJumps:
     """What one more iteration teaches; constant after warmup, but for the tally."""
-    if tuning.symptoms is None:
+    if warmup.symptoms is None:
         return jumps
-    widest = tuning.symptoms.widest
+    widest = warmup.symptoms.widest
     begins, ends = stage.at(BEGINNING), stage.at(END)
     is_first, is_last = stage.done == begins, stage.done == ends
 
     def scale():
-        covariance = tuning.moments.gradient_scatter / jnp.maximum(tuning.moments.number, 1.0) / temperature
+        covariance = warmup.moments.gradient_scatter / jnp.maximum(warmup.moments.number, 1.0) / temperature
         return inverse_root(covariance)
 
     def follow():
@@ -106,7 +106,7 @@ def learn_basins(stage: Stage, jumps: BasinJumps, tuning: Tuning, cloud: Cloud, 
 
 
 def jump_between_basins(
-    key: jax.Array, cloud: Cloud, jumps: BasinJumps, force: Force, temperature: float
+    key: jax.Array, cloud: Cloud, jumps: BasinJumps, energy_and_grad: EnergyAndGrad, temperature: float
 ) -> tuple[Cloud, jax.Array, BasinJumps]:
     """One jump of every particle.
 
@@ -120,8 +120,8 @@ def jump_between_basins(
     index = (chosen[..., 0] * len(jumps.centre)).astype(int)
     noise = jnp.sqrt(-2.0 * jnp.log1p(-radius)) * jnp.cos(2.0 * np.pi * angle)
     end = jumps.centre[index] + jumps.width[index] * noise
-    position = change.colour(end)
-    proposal = (position, *force(position))
+    position = change.to_positions(end)
+    proposal = (position, *energy_and_grad(position))
 
     def add(total, coordinate):
         point, centre, width = coordinate

@@ -1,6 +1,6 @@
 """What to think of a run: a table and the problems found."""
 
+from numpyro_repulsion.report.diagnosis import diagnose
 from numpyro_repulsion.report.table import summary
-from numpyro_repulsion.report.verdict import diagnose
 
 __all__ = ["diagnose", "summary"]

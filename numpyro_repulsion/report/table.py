@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, nested_rhat
-from numpyro_repulsion.report.verdict import data_of, diagnosis_of
+from numpyro_repulsion.report.diagnosis import data_of, diagnosis_of
 
 __all__ = ["summary"]
 

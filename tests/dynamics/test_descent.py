@@ -10,7 +10,7 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import RBF, SGLD, SVGD, Archive, Descent, Independent, Overdamped, Subsampled, run_in_pieces
-from numpyro_repulsion.dynamics import hold
+from numpyro_repulsion.dynamics import reject_nonfinite
 from numpyro_repulsion.targets import logistic_regression
 
 ADAGRAD = optax.chain(optax.scale_by_rss(), optax.ema(0.9, debias=False))
@@ -21,7 +21,7 @@ def potential(z):
     return jnp.sum(z**2 / jnp.array([1.0, 100.0, 0.1])) / 2 + jnp.sum(z**4) / 4
 
 
-force = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
+energy_and_grad = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def test_particles_that_are_alone_follow_the_optimizer(starts, optimizer, num_en
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_one_update_is_the_transformed_direction_of_svgd(starts, optimizer):
     dynamics, couple = Descent(optimizer), RBF(2.0).couple
-    cloud = dynamics.init(random.key(0), starts, force, couple)
-    moved = dynamics.step(random.key(1), cloud, force, couple, 0.1)
-    plain = Overdamped(noise=False).step(random.key(1), cloud._replace(memory=()), force, couple, 1.0)
+    cloud = dynamics.init(random.key(0), starts, energy_and_grad, couple)
+    moved = dynamics.step(random.key(1), cloud, energy_and_grad, couple, 0.1)
+    plain = Overdamped(noise=False).step(random.key(1), cloud._replace(memory=()), energy_and_grad, couple, 1.0)
     for z, φ, end in zip(starts, plain.z - starts, moved.z, strict=True):
         expected, _ = optimizer.update(-φ, optimizer.init(z), z)
         np.testing.assert_allclose(end, z - 0.1 * expected, rtol=1e-4, atol=1e-5)
@@ -82,14 +82,14 @@ def test_one_update_is_the_transformed_direction_of_svgd(starts, optimizer):
 
 def test_a_particle_that_is_held_keeps_its_accumulators(starts):
     def broken(z):
-        energy, gradient = force(z)
+        energy, gradient = energy_and_grad(z)
         return energy.at[2].set(jnp.nan), gradient
 
     dynamics, couple = Descent(optax.scale_by_adam()), Independent().couple
-    cloud = dynamics.init(random.key(0), starts, force, couple)
-    cloud = dynamics.step(random.key(1), cloud, force, couple, 0.1)
-    whole = dynamics.step(random.key(2), cloud, force, couple, 0.1)
-    held, which = hold(cloud, dynamics.step(random.key(2), cloud, broken, couple, 0.1))
+    cloud = dynamics.init(random.key(0), starts, energy_and_grad, couple)
+    cloud = dynamics.step(random.key(1), cloud, energy_and_grad, couple, 0.1)
+    whole = dynamics.step(random.key(2), cloud, energy_and_grad, couple, 0.1)
+    held, which = reject_nonfinite(cloud, dynamics.step(random.key(2), cloud, broken, couple, 0.1))
     assert which.tolist() == [False, False, True, False, False, False]
     for before, after, free in zip(cloud.memory, held.memory, whole.memory, strict=True):
         assert np.array_equal(after[2], before[2])

@@ -25,14 +25,14 @@ from numpyro_repulsion import (
     Underdamped,
     step_bias,
 )
-from numpyro_repulsion.dynamics import Cloud, Landscape, hold
+from numpyro_repulsion.dynamics import Cloud, CurvatureStats, reject_nonfinite
 
 
 def potential(z):
     return jnp.sum(z**4) / 4 + jnp.sum(z**2) / 2
 
 
-force = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
+energy_and_grad = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
 EULER = Overdamped(integrator="euler")
 
 
@@ -110,16 +110,16 @@ def test_svgd_direction_is_the_textbook_one(starts):
         return sum(-kernel(y, x) * jax.grad(potential)(y) + jax.grad(kernel)(y, x) for y in starts)
 
     dynamics, couple = Overdamped(noise=False), RBF(h, nugget=1e-9).couple
-    cloud = dynamics.init(random.key(0), starts, force, couple)
-    moved = dynamics.step(random.key(1), cloud, force, couple, 0.1).z
+    cloud = dynamics.init(random.key(0), starts, energy_and_grad, couple)
+    moved = dynamics.step(random.key(1), cloud, energy_and_grad, couple, 0.1).z
     np.testing.assert_allclose(moved, starts + 0.1 * jax.vmap(direction)(starts), rtol=2e-5, atol=2e-5)
 
 
 def test_zero_temperature_is_gradient_descent(starts):
     dynamics = Overdamped("euler", temperature=0.0)
-    cloud = dynamics.init(random.key(0), starts, force, Independent().couple)
-    moved = dynamics.step(random.key(1), cloud, force, Independent().couple, 0.1).z
-    np.testing.assert_allclose(moved, starts - 0.1 * force(starts)[1], rtol=1e-6)
+    cloud = dynamics.init(random.key(0), starts, energy_and_grad, Independent().couple)
+    moved = dynamics.step(random.key(1), cloud, energy_and_grad, Independent().couple, 0.1).z
+    np.testing.assert_allclose(moved, starts - 0.1 * energy_and_grad(starts)[1], rtol=1e-6)
     assert not dynamics.is_sampler
 
 
@@ -129,8 +129,8 @@ def test_groups_move_as_they_would_alone(starts, interaction):
     dynamics = Overdamped(noise=False)
 
     def step(z):
-        cloud = dynamics.init(random.key(0), z, force, interaction.couple)
-        return dynamics.step(random.key(1), cloud, force, interaction.couple, 0.1).z
+        cloud = dynamics.init(random.key(0), z, energy_and_grad, interaction.couple)
+        return dynamics.step(random.key(1), cloud, energy_and_grad, interaction.couple, 0.1).z
 
     np.testing.assert_allclose(step(clouds), jnp.stack([step(clouds[0]), step(clouds[1])]), rtol=2e-5, atol=1e-6)
 
@@ -142,7 +142,7 @@ def test_hold_keeps_whatever_is_not_finite_where_it_was(field, bad):
     new = jax.tree.map(lambda x: x + 1.0, old)
     value = getattr(new, field)
     broken = jax.tree.map(lambda x: x.at[(2,) * x.ndim if x.ndim == 1 else (2, 1)].set(bad), value)
-    cloud, held = hold(old, new._replace(**{field: broken}))
+    cloud, held = reject_nonfinite(old, new._replace(**{field: broken}))
     assert held.tolist() == [False, False, True, False]
     for name in Cloud._fields:
         array = jax.tree.leaves(getattr(cloud, name))[0]
@@ -184,8 +184,8 @@ def test_a_runaway_particle_is_decoupled_from_the_others(interaction):
             return interaction.couple(u, 2.0)
 
         dynamics = Overdamped(noise=False)
-        cloud = dynamics.init(random.key(0), z, force, couple)
-        return dynamics.step(random.key(1), cloud._replace(gradient=jnp.ones_like(z)), force, couple, 0.1).z
+        cloud = dynamics.init(random.key(0), z, energy_and_grad, couple)
+        return dynamics.step(random.key(1), cloud._replace(gradient=jnp.ones_like(z)), energy_and_grad, couple, 0.1).z
 
     assert np.array_equal(step(near)[others], step(far)[others])
 
@@ -201,9 +201,9 @@ def test_no_key_is_used_twice():
 def test_two_uses_of_one_key_are_caught():
     @dataclasses.dataclass(frozen=True)
     class Careless(Overdamped):
-        def step(self, key, cloud, force, couple, step_size):
-            cloud = super().step(key, cloud, force, couple, step_size)
-            return super().step(key, cloud, force, couple, step_size)
+        def step(self, key, cloud, energy_and_grad, couple, step_size):
+            cloud = super().step(key, cloud, energy_and_grad, couple, step_size)
+            return super().step(key, cloud, energy_and_grad, couple, step_size)
 
     kernel = SGLDR(potential_fn=potential, step_size=0.05, num_steps=2, dynamics=Careless())
     starts = random.normal(random.key(0), (4, 3))
@@ -224,10 +224,10 @@ def test_bad_settings(setting):
 @pytest.mark.parametrize("interaction", [RBF(2.0), Independent()])
 def test_averaged_noise_is_the_mean_of_two_draws(starts, interaction):
     dynamics, couple = Overdamped("lm"), interaction.couple
-    cloud = dynamics.init(random.key(0), starts, force, couple)
-    once = dynamics.step(random.key(1), cloud, force, couple, 0.1)
+    cloud = dynamics.init(random.key(0), starts, energy_and_grad, couple)
+    once = dynamics.step(random.key(1), cloud, energy_and_grad, couple, 0.1)
     coupling = couple(starts)
-    drift = coupling.repulsion - coupling.apply(force(starts)[1])
+    drift = coupling.repulsion - coupling.apply(energy_and_grad(starts)[1])
     fresh = coupling.draw(random.key(1))
     expected = starts + 0.1 * drift + 0.2**0.5 * (cloud.memory[0] + fresh) / 2
     np.testing.assert_allclose(once.z, expected, rtol=1e-5, atol=1e-5)
@@ -238,10 +238,10 @@ def test_averaged_noise_is_the_mean_of_two_draws(starts, interaction):
 def test_a_particle_that_has_jumped_carries_no_noise_and_makes_a_quarter_of_a_step(starts):
     # The noise that it carried is correlated with where it was. `test_moves.py` shows that the law is right so.
     dynamics, couple = Overdamped("lm"), Independent().couple
-    cloud = dynamics.init(random.key(0), starts, force, couple)
+    cloud = dynamics.init(random.key(0), starts, energy_and_grad, couple)
     which = jnp.arange(6) % 2 == 0
-    moved = dynamics.step(random.key(1), dynamics.jumped(cloud, which), force, couple, 0.1).z
-    (carried,), fresh, slope = cloud.memory, couple(starts).draw(random.key(1)), force(starts)[1]
+    moved = dynamics.step(random.key(1), dynamics.jumped(cloud, which), energy_and_grad, couple, 0.1).z
+    (carried,), fresh, slope = cloud.memory, couple(starts).draw(random.key(1)), energy_and_grad(starts)[1]
     whole = starts - 0.1 * slope + 0.2**0.5 * (carried + fresh) / 2
     quarter = starts - 0.1 / 4 * slope + 0.2**0.5 * fresh / 2
     np.testing.assert_allclose(moved, jnp.where(which[:, None], quarter, whole), rtol=1e-5, atol=1e-5)
@@ -250,10 +250,10 @@ def test_a_particle_that_has_jumped_carries_no_noise_and_makes_a_quarter_of_a_st
 
 def test_step_is_a_scan_body_of_constant_type(starts):
     dynamics, couple = Overdamped(), Balanced().couple
-    cloud = dynamics.init(random.key(0), starts, force, couple)
+    cloud = dynamics.init(random.key(0), starts, energy_and_grad, couple)
 
     def update(cloud, key):
-        return dynamics.step(key, cloud, force, couple, 0.1), None
+        return dynamics.step(key, cloud, energy_and_grad, couple, 0.1), None
 
     cloud, _ = lax.scan(update, cloud, random.split(random.key(1), 3))
     assert cloud.z.dtype == starts.dtype
@@ -296,19 +296,21 @@ def test_splitting_is_exact_for_positions_on_a_gaussian():
         assert stationary_covariance(Underdamped(), 0.9)[0, 0] == pytest.approx(1.0, abs=1e-12)
 
 
-def long_means(dynamics, interaction, force, functions, *, step_size, updates=4000, replicas=200, size=4, noise=0.0):
+def long_means(
+    dynamics, interaction, energy_and_grad, functions, *, step_size, updates=4000, replicas=200, size=4, noise=0.0
+):
     """Time averages of functions of a cloud, one for each replica, from exact draws of N(0, I)."""
 
     @jax.jit
     def run(key):
         z = random.normal(key, (replicas, size, 2))
-        cloud = dynamics.init(random.fold_in(key, 1), z, force, interaction.couple)
+        cloud = dynamics.init(random.fold_in(key, 1), z, energy_and_grad, interaction.couple)
 
         def update(cloud, key):
             noise_key, step_key = random.split(key)
 
             def noisy(z):
-                energy, gradient = force(z)
+                energy, gradient = energy_and_grad(z)
                 return energy, gradient + noise * random.normal(noise_key, z.shape)
 
             cloud = dynamics.step(step_key, cloud, noisy, interaction.couple, step_size)
@@ -352,7 +354,7 @@ def test_thermostat_absorbs_noise_that_heats_others():
     mean, error = long_means(Underdamped(), Independent(), gaussian_force, functions[:1], **setting)
     assert mean[0] - 1.0 > 0.2 + 4.5 * error[0]
     # What the step-size rule expects of it.
-    expected = Underdamped().bias(ε, Landscape(1.0, 1.0, V), Independent().couple(jnp.zeros((2, 2))))
+    expected = Underdamped().bias(ε, CurvatureStats(1.0, 1.0, V), Independent().couple(jnp.zeros((2, 2))))
     assert mean[0] - 1.0 == pytest.approx(float(expected), rel=0.15)
 
 
@@ -406,13 +408,13 @@ def test_a_single_chain_with_momenta():
 class Fast(Dynamics):
     """A valid sampler of the posterior whose clock runs eight times faster than that of Euler's method."""
 
-    def init(self, key, z, force, couple):
-        return Cloud(z, *force(z))
+    def init(self, key, z, energy_and_grad, couple):
+        return Cloud(z, *energy_and_grad(z))
 
-    def step(self, key, cloud, force, couple, step_size):
+    def step(self, key, cloud, energy_and_grad, couple, step_size):
         z = cloud.z - 8 * step_size * cloud.gradient
         z = z + jnp.sqrt(16 * step_size) * random.normal(key, z.shape, z.dtype)
-        return Cloud(z, *force(z))
+        return Cloud(z, *energy_and_grad(z))
 
 
 def test_the_step_of_an_unknown_dynamics_is_not_measured(starts):

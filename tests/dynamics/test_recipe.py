@@ -22,7 +22,7 @@ from numpyro_repulsion import (
     Thermostat,
     Underdamped,
 )
-from numpyro_repulsion.dynamics import Cloud, hold
+from numpyro_repulsion.dynamics import Cloud, reject_nonfinite
 
 L, d = 3, 2
 C, μ, c = 1.3, 0.7, 1.5
@@ -32,7 +32,7 @@ def potential(z):
     return jnp.sum(z**4) / 4 + z[0] * z[1]
 
 
-force = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
+energy_and_grad = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(),(d)")
 
 
 def kronecker(interaction, x):
@@ -108,7 +108,7 @@ def steps(dynamics, interaction, cloud):
             gram = jnp.eye(L) if coupling.is_identity else interaction.gram(u, None)[0]
             return coupling._replace(draw=lambda key: jnp.linalg.cholesky(gram) @ white, white=lambda key: white)
 
-        return ensemble(dynamics.step(random.key(0), cloud, force, couple, ε))
+        return ensemble(dynamics.step(random.key(0), cloud, energy_and_grad, couple, ε))
 
     return step
 
@@ -133,8 +133,8 @@ def test_drift_and_diffusion_are_those_of_the_recipe(system, interaction, temper
     with jax.enable_x64(True):
         dynamics, recipe = system(interaction, temperature)
         z = random.normal(random.key(0), (L, d))
-        cloud = dynamics.init(random.key(1), z, force, interaction.couple)
-        cloud = Cloud(z, *force(z), tuple(random.normal(random.key(2), x.shape) for x in cloud.memory))
+        cloud = dynamics.init(random.key(1), z, energy_and_grad, interaction.couple)
+        cloud = Cloud(z, *energy_and_grad(z), tuple(random.normal(random.key(2), x.shape) for x in cloud.memory))
         x = ensemble(cloud)
         step = steps(dynamics, interaction, cloud)
 
@@ -160,7 +160,7 @@ def test_drift_without_its_divergence_is_told_apart():
     # The control: had the built-in forgotten Γ, or T in front of it, the comparison above would see it.
     with jax.enable_x64(True):
         x = random.normal(random.key(0), (L, d))
-        slope = force(x)[1]
+        slope = energy_and_grad(x)[1]
         drifts = [overdamped(RBF(1.0), T)[1].drift(x, slope) for T in (1.0, 0.5)]
         plain = -kronecker(RBF(1.0), x) @ slope.ravel()
         assert np.abs(drifts[0] - plain.reshape(L, d)).max() > 0.01
@@ -169,9 +169,9 @@ def test_drift_without_its_divergence_is_told_apart():
 
 def test_one_step_is_that_of_the_built_in_dynamics():
     # Where D = I the square roots agree too, so that the same key gives the same noise.
-    cloud = Overdamped("euler").init(random.key(1), jnp.ones((1, L, d)), force, Independent().couple)
+    cloud = Overdamped("euler").init(random.key(1), jnp.ones((1, L, d)), energy_and_grad, Independent().couple)
     one, other = (
-        dynamics.step(random.key(2), cloud, force, Independent().couple, 0.1).z
+        dynamics.step(random.key(2), cloud, energy_and_grad, Independent().couple, 0.1).z
         for dynamics in (Overdamped("euler"), Recipe(lambda x: jnp.eye(x.size)))
     )
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -320,12 +320,12 @@ def test_matrices_that_turn_wrong_hold_the_particles(matrices):
     dynamics = Recipe(**matrices)
     couple = Independent().couple
 
-    def force(z):
+    def energy_and_grad(z):
         return jnp.sum(z**2, -1) / 2, z
 
     for start, is_right in ((1.0, True), (-1.0, False)):
-        cloud = dynamics.init(random.key(0), jnp.full((1, 3, 2), start), force, couple)
+        cloud = dynamics.init(random.key(0), jnp.full((1, 3, 2), start), energy_and_grad, couple)
         if is_right:
             dynamics.check(jax.tree.map(np.asarray, cloud))
-        moved, held = hold(cloud, dynamics.step(random.key(1), cloud, force, couple, 0.01))
+        moved, held = reject_nonfinite(cloud, dynamics.step(random.key(1), cloud, energy_and_grad, couple, 0.01))
         assert held.all() != is_right and (moved.z == cloud.z).all() != is_right

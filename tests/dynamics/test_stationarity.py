@@ -149,15 +149,15 @@ def generator(law, drift_and_gram, f, z):
 
 
 def recipe(law, interaction, wrap=None):
-    force = force_of(law)
+    energy_and_grad = force_of(law)
 
     def drift_and_gram(z):
         if wrap is with_moving_bandwidth:
             repulsion, gram = _moving(z)
-            return repulsion - gram @ force(z)[1], gram
+            return repulsion - gram @ energy_and_grad(z)[1], gram
         coupling = interaction.couple(z) if wrap is None else wrap(interaction, z)
         gram = interaction.gram(z, None)[0]
-        return coupling.repulsion - coupling.apply(force(z)[1]), gram
+        return coupling.repulsion - coupling.apply(energy_and_grad(z)[1]), gram
 
     return drift_and_gram
 
@@ -208,11 +208,13 @@ def test_generator_identity_of_balanced_noise_holds_for_one_particle(law):
     # Noise that sums to zero has covariance (1{i=j} − 1/L) L/(L−1) ⊗ I between particles.
     size = 5
     gram = (jnp.eye(size) - 1 / size) * size / (size - 1)
-    force = force_of(LAWS[law])
+    energy_and_grad = force_of(LAWS[law])
     clouds = LAWS[law].draw(random.key(0), (20_000, size))
 
     def score(f):
-        return z_score(jax.jit(jax.vmap(partial(generator, LAWS[law], lambda z: (-force(z)[1], gram), f)))(clouds))
+        return z_score(
+            jax.jit(jax.vmap(partial(generator, LAWS[law], lambda z: (-energy_and_grad(z)[1], gram), f)))(clouds)
+        )
 
     assert abs(score(lambda z: z[0] @ z[0])) < LIMIT
     assert abs(score(lambda z: jnp.sum(jnp.cos(z[0])))) < LIMIT
@@ -225,14 +227,14 @@ def test_generator_identity_of_balanced_noise_holds_for_one_particle(law):
 
 def step_scores(law, interaction, dynamics, functions, wrap=None, seed=0, draws=200_000, size=4, step_size=1e-2):
     couple = interaction.couple if wrap is None else partial(wrap, interaction)
-    force = force_of(law)
+    energy_and_grad = force_of(law)
 
     @jax.jit
     def run(key):
         draw_key, init_key, step_key = random.split(key, 3)
         z = law.draw(draw_key, (draws, size))
-        cloud = dynamics.init(init_key, z, force, couple)
-        moved = dynamics.step(step_key, cloud, force, couple, step_size)
+        cloud = dynamics.init(init_key, z, energy_and_grad, couple)
+        moved = dynamics.step(step_key, cloud, energy_and_grad, couple, step_size)
         return {name: jax.vmap(f)(moved.z) - jax.vmap(f)(z) for name, f in functions.items()}
 
     return {name: z_score(values) for name, values in run(random.key(seed)).items()}
@@ -287,7 +289,7 @@ def test_one_step_of_svgd_is_not_stationary():
 
 def long_run(law, interaction, dynamics, *, step_size, updates, size, replicas, seed=0, wrap=None, temperature=None):
     """Time averages of the law's moments, one per replica, each from exact draws."""
-    force = force_of(law)
+    energy_and_grad = force_of(law)
 
     def couple_at(count):
         current = interaction.at(None, count)
@@ -297,11 +299,11 @@ def long_run(law, interaction, dynamics, *, step_size, updates, size, replicas, 
     def run(key):
         draw_key, init_key, loop_key = random.split(key, 3)
         z = law.draw(draw_key, (replicas, size))
-        cloud = dynamics.init(init_key, z, force, couple_at(0))
+        cloud = dynamics.init(init_key, z, energy_and_grad, couple_at(0))
 
         def update(cloud, now):
             key, count = now
-            cloud = dynamics.step(key, cloud, force, couple_at(count), step_size)
+            cloud = dynamics.step(key, cloud, energy_and_grad, couple_at(count), step_size)
             return cloud, {name: f(cloud.z).mean(-1) for name, (f, _) in law.moments.items()}
 
         _, means = lax.scan(update, cloud, (random.split(loop_key, updates), jnp.arange(updates)))
@@ -449,15 +451,15 @@ def test_repulsion_may_come_and_go_if_its_divergence_does_too(dynamics):
 class Anticipating(Overdamped):
     """Averages the white noise instead of the coloured: C_t meets ξ_{t−1}, on which it depends."""
 
-    def init(self, key, z, force, couple):
-        return Cloud(z, *force(z), (random.normal(key, z.shape),))
+    def init(self, key, z, energy_and_grad, couple):
+        return Cloud(z, *energy_and_grad(z), (random.normal(key, z.shape),))
 
-    def step(self, key, cloud, force, couple, step_size):
+    def step(self, key, cloud, energy_and_grad, couple, step_size):
         coupling, white = couple(cloud.z), random.normal(key, cloud.z.shape)
         root = jnp.linalg.cholesky(coupling.apply(_eye(cloud.z)))
         noise = jnp.sqrt(2.0 * step_size) * root @ ((white + cloud.memory[0]) / 2)
         z = cloud.z + step_size * (coupling.repulsion - coupling.apply(cloud.gradient)) + noise
-        return Cloud(z, *force(z), (white,))
+        return Cloud(z, *energy_and_grad(z), (white,))
 
 
 def _eye(z):
@@ -508,16 +510,16 @@ def test_leimkuhler_matthews_has_bias_of_second_order():
 
 def two_time_moments(interaction, integrator, *, law=MIXTURE, lag=20, replicas=40_000, size=4, seed=0, wrap=None):
     """Functions of one particle at two times, in many independent ensembles."""
-    dynamics, force = Overdamped(integrator), force_of(law)
+    dynamics, energy_and_grad = Overdamped(integrator), force_of(law)
     couple = interaction.couple if wrap is None else partial(wrap, interaction)
 
     @jax.jit
     def run(key):
         draw_key, init_key, loop_key = random.split(key, 3)
-        cloud = dynamics.init(init_key, law.draw(draw_key, (replicas, size)), force, couple)
+        cloud = dynamics.init(init_key, law.draw(draw_key, (replicas, size)), energy_and_grad, couple)
 
         def update(cloud, key):
-            return dynamics.step(key, cloud, force, couple, 0.05), None
+            return dynamics.step(key, cloud, energy_and_grad, couple, 0.05), None
 
         first, _ = lax.scan(update, cloud, random.split(loop_key, 2 * lag)[:lag])
         second, _ = lax.scan(update, first, random.split(loop_key, 2 * lag)[lag:])
@@ -573,14 +575,14 @@ def test_antithetic_noise_that_depends_on_the_order_is_told_apart():
 @pytest.mark.slow
 def test_groups_balanced_against_each_other_keep_the_law_of_one_group():
     def one_group(interaction, seed):
-        dynamics, force = Overdamped(), force_of(GAUSSIAN)
+        dynamics, energy_and_grad = Overdamped(), force_of(GAUSSIAN)
 
         def one(key):
             draw_key, init_key, loop_key = random.split(key, 3)
-            cloud = dynamics.init(init_key, GAUSSIAN.draw(draw_key, (3, 4)), force, interaction.couple)
+            cloud = dynamics.init(init_key, GAUSSIAN.draw(draw_key, (3, 4)), energy_and_grad, interaction.couple)
 
             def update(cloud, key):
-                return dynamics.step(key, cloud, force, interaction.couple, 0.05), None
+                return dynamics.step(key, cloud, energy_and_grad, interaction.couple, 0.05), None
 
             cloud, _ = lax.scan(update, cloud, random.split(loop_key, 30))
             z = cloud.z[0]
@@ -603,12 +605,12 @@ def test_many_particles_and_a_wide_bandwidth_stay_stationary():
 
 
 def test_coincident_particles_separate():
-    force, couple, dynamics = force_of(GAUSSIAN), RBF(2.0).couple, Overdamped()
+    energy_and_grad, couple, dynamics = force_of(GAUSSIAN), RBF(2.0).couple, Overdamped()
 
     def update(cloud, key):
-        return dynamics.step(key, cloud, force, couple, 0.05), None
+        return dynamics.step(key, cloud, energy_and_grad, couple, 0.05), None
 
-    cloud = dynamics.init(random.key(0), jnp.ones((50, 6, 2)), force, couple)
+    cloud = dynamics.init(random.key(0), jnp.ones((50, 6, 2)), energy_and_grad, couple)
     cloud, _ = jax.jit(lambda cloud: lax.scan(update, cloud, random.split(random.key(1), 2000)))(cloud)
     assert jnp.isfinite(cloud.z).all()
     x, y = cloud.z[..., 0], cloud.z[..., 1]

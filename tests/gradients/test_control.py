@@ -15,7 +15,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, ControlVariates, FullData, Subsampled
-from numpyro_repulsion.gradients import Anchor, ModelTarget, anchored, draw_indices, full_gradient
+from numpyro_repulsion.gradients import ModelTarget, Reference, draw_indices, evaluate_reference, full_gradient
 from numpyro_repulsion.gradients.control import chunks
 
 KEY = random.key(0)
@@ -128,7 +128,7 @@ def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
 
 
 def anchor_at(target, z, unravel, in_use=True):
-    return anchored(KEY, target, unravel, Anchor.none(z.shape, z.dtype, in_use)._replace(position=z), 20)
+    return evaluate_reference(KEY, target, unravel, Reference.none(z.shape, z.dtype, in_use)._replace(position=z), 20)
 
 
 def test_corrected_gradients_are_unbiased_by_enumeration():
@@ -136,7 +136,7 @@ def test_corrected_gradients_are_unbiased_by_enumeration():
     target = ModelTarget(rows_model(6, 2))
     z, unravel = flat(target)
     reference, _ = flat(target, 1)
-    anchor = anchor_at(target, reference, unravel)
+    reference = anchor_at(target, reference, unravel)
 
     class Given(ControlVariates):
         def rows(self, key, target, shape):
@@ -145,13 +145,13 @@ def test_corrected_gradients_are_unbiased_by_enumeration():
     values = []
 
     @jax.jit
-    def force(chosen):
+    def energy_and_grad(chosen):
         gradient = Given()
         object.__setattr__(gradient, "chosen", chosen)
-        return gradient.force(KEY, target, unravel, z[None, None], anchor)
+        return gradient.energy_and_grad(KEY, target, unravel, z[None, None], reference)
 
     for chosen in itertools.product(range(3), range(3, 6)):
-        values.append(force(jnp.array(chosen)))
+        values.append(energy_and_grad(jnp.array(chosen)))
     energy, slope = (np.mean([np.asarray(v, float) for v in part], 0) for part in zip(*values, strict=True))
     expected = exact(target, z, unravel)
     np.testing.assert_allclose(energy[0, 0], expected[0], rtol=1e-4)
@@ -162,20 +162,20 @@ def test_corrected_gradients_are_unbiased_by_enumeration():
 def test_at_the_reference_there_is_no_noise_and_far_off_there_is(shared):
     target = ModelTarget(rows_model(40, 4))
     reference, unravel = flat(target)
-    anchor = anchor_at(target, reference, unravel)
+    reference = anchor_at(target, reference, unravel)
     gradient = ControlVariates(shared)
     z = jnp.broadcast_to(reference, (2, 3, 3))
-    energy, slope = gradient.force(random.key(7), target, unravel, z, anchor)
+    energy, slope = gradient.energy_and_grad(random.key(7), target, unravel, z, reference)
     expected = exact(target, reference, unravel)
     np.testing.assert_allclose(energy, jnp.full((2, 3), expected[0]), rtol=1e-5)
     np.testing.assert_allclose(slope, jnp.broadcast_to(expected[1], z.shape), rtol=1e-4, atol=1e-3)
 
-    def noise(gradient, anchor, z):
-        draw = jax.jit(lambda key: gradient.force(key, target, unravel, z, anchor)[1])
+    def noise(gradient, reference, z):
+        draw = jax.jit(lambda key: gradient.energy_and_grad(key, target, unravel, z, reference)[1])
         return float(np.var([draw(key) for key in random.split(KEY, 40)], 0).sum(-1).mean())
 
-    plain = noise(Subsampled(shared), anchor, z + 0.01)
-    near, far = noise(gradient, anchor, z + 0.01), noise(gradient, anchor, z + 0.1)
+    plain = noise(Subsampled(shared), reference, z + 0.01)
+    near, far = noise(gradient, reference, z + 0.01), noise(gradient, reference, z + 0.1)
     # The noise is linear in the distance from the reference.
     assert near < 1e-2 * plain and 50 < far / near < 200
 
@@ -184,34 +184,34 @@ def test_without_a_reference_it_is_the_plain_minibatch():
     target = ModelTarget(rows_model(40, 4))
     z, unravel = flat(target)
     cloud = z + 0.1 * random.normal(KEY, (1, 5, 3))
-    plain = Subsampled().force(KEY, target, unravel, cloud)
+    plain = Subsampled().energy_and_grad(KEY, target, unravel, cloud)
     unused = anchor_at(target, z, unravel, in_use=False)
-    for anchor in (None, unused, Anchor.none(3, z.dtype)):
-        found = ControlVariates().force(KEY, target, unravel, cloud, anchor)
+    for reference in (None, unused, Reference.none(3, z.dtype)):
+        found = ControlVariates().energy_and_grad(KEY, target, unravel, cloud, reference)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, plain)
 
 
 def test_energy_is_that_of_the_gradient():
     target = ModelTarget(rows_model(40, 4))
     reference, unravel = flat(target)
-    anchor = anchor_at(target, reference, unravel)
+    reference = anchor_at(target, reference, unravel)
     z = reference + jnp.array([0.3, -0.2, 0.1])
 
     @jax.jit
     def energy(z):
-        return ControlVariates().force(KEY, target, unravel, z[None, None], anchor)[0][0, 0]
+        return ControlVariates().energy_and_grad(KEY, target, unravel, z[None, None], reference)[0][0, 0]
 
     step = 1e-2 * jnp.eye(3)
     numerical = jnp.array([(energy(z + e) - energy(z - e)) / 2e-2 for e in step])
-    slope = ControlVariates().force(KEY, target, unravel, z[None, None], anchor)[1][0, 0]
+    slope = ControlVariates().energy_and_grad(KEY, target, unravel, z[None, None], reference)[1][0, 0]
     np.testing.assert_allclose(numerical, slope, rtol=5e-3, atol=0.1)
 
 
 def test_full_data_ignores_the_reference():
     target = ModelTarget(rows_model(40, 4))
     z, unravel = flat(target)
-    anchor = anchor_at(target, z + 1.0, unravel)
-    found = FullData().force(KEY, target, unravel, z[None, None], anchor)
+    reference = anchor_at(target, z + 1.0, unravel)
+    found = FullData().energy_and_grad(KEY, target, unravel, z[None, None], reference)
     np.testing.assert_allclose(found[1][0, 0], exact(target, z, unravel)[1], rtol=1e-5, atol=1e-5)
 
 
@@ -238,13 +238,13 @@ def test_other_data_after_warmup_are_recognized(size):
         SGLD(mean_of), num_warmup=200, num_samples=300, num_chains=10, chain_method="vectorized", progress_bar=False
     )
     mcmc.warmup(random.key(0), first, 20)
-    before = mcmc.last_state.tuning.anchor
+    before = mcmc.last_state.warmup.reference
     mcmc.run(random.key(3), then, 20)
-    anchor = mcmc.last_state.tuning.anchor
+    reference = mcmc.last_state.warmup.reference
     target = ModelTarget(mean_of, (then, 20))
     _, gradient = full_gradient(KEY, target, lambda z: {"mu": z[0]}, before.position, 10)
-    np.testing.assert_allclose(anchor.gradient, gradient, rtol=1e-3)
-    assert bool(anchor.in_use) and anchor.position == before.position
+    np.testing.assert_allclose(reference.gradient, gradient, rtol=1e-3)
+    assert bool(reference.in_use) and reference.position == before.position
     # The first draws travel.
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"][:, 100:], float)
     assert abs(draws.mean() - float(jnp.median(then))) < 0.2
@@ -260,10 +260,10 @@ def test_the_same_data_leave_the_reference_alone():
         warnings.simplefilter("ignore")
         for _ in range(80):
             state = sample(state)
-            anchors.append(state.tuning.anchor)
+            anchors.append(state.warmup.reference)
     late = anchors[40:]
     assert np.isfinite(late[0].fingerprint)
-    assert all(jax.tree.all(jax.tree.map(np.array_equal, late[0], anchor)) for anchor in late)
+    assert all(jax.tree.all(jax.tree.map(np.array_equal, late[0], reference)) for reference in late)
 
 
 @pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup expects trouble", "ignore:num_warmup")
@@ -275,6 +275,6 @@ def test_a_warmup_of_one_iteration_finds_a_reference(num_warmup):
         kernel, num_warmup=num_warmup, num_samples=400, num_chains=10, chain_method="vectorized", progress_bar=False
     )
     mcmc.run(random.key(0), y, 20)
-    assert np.any(mcmc.last_state.tuning.anchor.gradient != 0)
+    assert np.any(mcmc.last_state.warmup.reference.gradient != 0)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"][:, 200:])
     assert abs(draws.mean() - float(jnp.median(y))) < 0.2

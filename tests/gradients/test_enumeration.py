@@ -232,7 +232,7 @@ def minibatches(target):
     return {name: jnp.array([outcome[k] for outcome in outcomes]) for k, name in enumerate(target.plates)}
 
 
-def force(target):
+def energy_and_grad(target):
     return jax.jit(lambda z, rows: jax.value_and_grad(target.potential_energy)(z, rows, KEY))
 
 
@@ -242,10 +242,10 @@ def test_every_minibatch_has_the_energy_and_gradient_of_sums_by_hand(x64, model,
     assert target.plates == plain.plates and target.discrete and not plain.discrete
     z = plain.draw(random.key(1), init_to_uniform)
     rows = minibatches(target)
-    given, expected = (jax.vmap(force(t), (None, 0))(z, rows) for t in (target, plain))
+    given, expected = (jax.vmap(energy_and_grad(t), (None, 0))(z, rows) for t in (target, plain))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10), given, expected)
     # They average to that of all rows, and differ, or the average would say nothing.
-    average, full = jax.tree.map(lambda x: x.mean(0), given), force(target)(z, target.all_rows)
+    average, full = jax.tree.map(lambda x: x.mean(0), given), energy_and_grad(target)(z, target.all_rows)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10), average, full)
     assert ravel_pytree(jax.tree.map(lambda x: x.std(0), given))[0].max() > 1e-2
 
@@ -280,7 +280,7 @@ def test_the_gradient_over_all_rows_by_chunks(x64):
     z = target.draw(random.key(1), init_to_uniform)
     flat, unravel = ravel_pytree(z)
     energy, gradient = full_gradient(KEY, target, unravel, flat, 2)
-    expected, slope = force(target)(z, target.all_rows)
+    expected, slope = energy_and_grad(target)(z, target.all_rows)
     np.testing.assert_allclose(energy, expected, rtol=1e-10)
     np.testing.assert_allclose(gradient, ravel_pytree(slope)[0], rtol=1e-9)
 

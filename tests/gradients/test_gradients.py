@@ -131,12 +131,12 @@ def test_cost_does_not_grow_with_the_data():
         with numpyro.plate("rows", size, subsample_size=batch) as i:
             numpyro.sample("y", dist.Normal(take(X, i) @ z, 1), obs=y[i])
 
-    def force(key, X, y, z):
+    def energy_and_grad(key, X, y, z):
         target = ModelTarget(model, (X, y))
-        return Subsampled().force(key, target, lambda flat: {"z": flat}, z)
+        return Subsampled().energy_and_grad(key, target, lambda flat: {"z": flat}, z)
 
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((size, 2), (size,), (1, 3, 2))]
-    program = jax.make_jaxpr(force)(KEY, *arguments)
+    program = jax.make_jaxpr(energy_and_grad)(KEY, *arguments)
     found = [np.prod(shape) for shape in shapes(program.jaxpr)]
     assert 3 * batch * 2 <= max(found) < size
 
@@ -334,7 +334,7 @@ def fingerprint():
 @cache
 def fingerprint_force(gradient):
     target = ModelTarget(fingerprint)
-    return jax.jit(lambda key, z: gradient.force(key, target, lambda flat: {"z": flat[0]}, z))
+    return jax.jit(lambda key, z: gradient.energy_and_grad(key, target, lambda flat: {"z": flat[0]}, z))
 
 
 def seen(gradient, shape, key=KEY):
@@ -378,7 +378,7 @@ def test_force_is_the_gradient_at_each_particle(x64, gradient, shape):
     target = ModelTarget(indexed)
     z = random.normal(random.key(1), (*shape, 2))
     indices, axes = gradient.rows(random.split(KEY)[0], target, shape)
-    energy, slope = jax.jit(lambda z: gradient.force(KEY, target, lambda flat: {"z": flat}, z))(z)
+    energy, slope = jax.jit(lambda z: gradient.energy_and_grad(KEY, target, lambda flat: {"z": flat}, z))(z)
     alone = energy_and_gradient(target)
     for place in itertools.product(*map(range, shape)):
         rows = {name: values[place[:axes]] for name, values in indices.items()}
@@ -390,7 +390,7 @@ def test_force_is_the_gradient_at_each_particle(x64, gradient, shape):
 def abstract_force(gradient, key, dtype=None):
     """Shapes and types of ``(U, ∇U)``."""
     target, z = ModelTarget(indexed), jax.ShapeDtypeStruct((2, 3, 2), dtype or jnp.float32)
-    return jax.eval_shape(lambda z: gradient.force(key, target, lambda flat: {"z": flat}, z), z)
+    return jax.eval_shape(lambda z: gradient.energy_and_grad(key, target, lambda flat: {"z": flat}, z), z)
 
 
 @pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
@@ -416,7 +416,7 @@ def test_precision_follows_the_particles_in_64_bit(x64):
 def test_function_targets():
     target = FunctionTarget(lambda z: jnp.sum(z**4))
     z = random.normal(KEY, (2, 3, 2))
-    energy, slope = FullData().force(KEY, target, lambda flat: flat, z)
+    energy, slope = FullData().energy_and_grad(KEY, target, lambda flat: flat, z)
     np.testing.assert_allclose(energy, (z**4).sum(-1), rtol=1e-5)
     np.testing.assert_allclose(slope, 4 * z**3, rtol=1e-5)
     assert target.plates == {} and target.find_nan() == [] and target.constrain(3.0) == 3.0
@@ -436,7 +436,7 @@ def test_randomness_in_the_likelihood_is_fresh():
         numpyro.factor("noise", z * random.normal(numpyro.prng_key()))
 
     target = ModelTarget(model)
-    energy, slope = FullData().force(KEY, target, lambda flat: {"z": flat[0]}, jnp.ones((1, 5, 1)))
+    energy, slope = FullData().energy_and_grad(KEY, target, lambda flat: {"z": flat[0]}, jnp.ones((1, 5, 1)))
     assert len(set(energy.ravel().tolist())) == len(set(slope.ravel().tolist())) == 5
     values = [float(target.potential_energy({"z": 1.0}, {}, random.key(seed))) for seed in (0, 0, 1)]
     assert values[0] == values[1] != values[2]
@@ -822,5 +822,5 @@ def test_full_data_of_a_minibatched_model_raise_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         target = ModelTarget(rich)
-        FullData().force(KEY, target, lambda flat: {"z": flat}, jnp.ones((1, 2, 2)))
+        FullData().energy_and_grad(KEY, target, lambda flat: {"z": flat}, jnp.ones((1, 2, 2)))
         target.observations(), target.is_finite_on_all_rows(), target.minibatched_values(target.constrain({"z": X[0]}))

@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SGLDR, SVRG, BiasBudget, Cyclical, Independent, Subsampled
-from numpyro_repulsion.gradients import Anchor, ModelTarget, anchored
+from numpyro_repulsion.gradients import ModelTarget, Reference, evaluate_reference
 
 KEY = random.key(0)
 Y = 2.0 + random.normal(random.key(1), (400,))
@@ -47,7 +47,7 @@ def anchors(kernel, number, num_warmup=0, y=Y, state=None, size=6):
 
 def renewals(states):
     """In which iterations, from 1, references moved."""
-    x = np.asarray(states.tuning.anchor.position)
+    x = np.asarray(states.warmup.reference.position)
     x = np.concatenate([np.zeros_like(x[:1]), x]).reshape(len(x) + 1, -1)
     return (np.flatnonzero((x[1:] != x[:-1]).all(1)) + 1).tolist()
 
@@ -63,28 +63,28 @@ def test_gradients_are_unbiased_by_enumeration(x64):
         return {"theta": z[0]}
 
     z = jnp.array([[[1.3], [-1.5]]])
-    reference = Anchor.none((1, 2, 1), z.dtype, True)._replace(position=jnp.array([[[1.1], [-1.7]]]))
-    anchor = anchored(KEY, target, unravel, reference, 1)
+    reference = Reference.none((1, 2, 1), z.dtype, True)._replace(position=jnp.array([[[1.1], [-1.7]]]))
+    reference = evaluate_reference(KEY, target, unravel, reference, 1)
 
     class Given(SVRG):
         def rows(self, key, target, shape):
             return {"rows": jnp.broadcast_to(self.chosen, (*shape, 2))}, 2
 
     @jax.jit
-    def forces(chosen, anchor):
+    def forces(chosen, reference):
         gradient = Given()
         object.__setattr__(gradient, "chosen", chosen)
-        return gradient.force(KEY, target, unravel, z, anchor)
+        return gradient.energy_and_grad(KEY, target, unravel, z, reference)
 
-    def mean(anchor):
-        values = [forces(jnp.array(chosen), anchor) for chosen in itertools.product(range(3), range(3, 6))]
+    def mean(reference):
+        values = [forces(jnp.array(chosen), reference) for chosen in itertools.product(range(3), range(3, 6))]
         return [np.mean([np.asarray(v) for v in part], 0) for part in zip(*values, strict=True)]
 
     exact = jax.vmap(jax.value_and_grad(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY)))(z[0])
-    for found, expected in zip(mean(anchor), exact, strict=True):
+    for found, expected in zip(mean(reference), exact, strict=True):
         np.testing.assert_allclose(found[0], expected, rtol=1e-10)
     # Each with the other's reference is something else.
-    swapped = anchor._replace(position=anchor.position[:, ::-1])
+    swapped = reference._replace(position=reference.position[:, ::-1])
     assert (np.abs(mean(swapped)[1][0] / exact[1] - 1) > 0.1).all()
 
 
@@ -95,17 +95,17 @@ def test_references_are_those_of_each_particle():
         return {"theta": z[0]}
 
     position = jnp.array([[[1.3], [-1.5], [0.2]], [[2.0], [-1.0], [0.0]]])
-    anchor = anchored(
-        KEY, target, lambda z: {"theta": z[0]}, Anchor.none((2, 3, 1), float)._replace(position=position), 6
+    reference = evaluate_reference(
+        KEY, target, lambda z: {"theta": z[0]}, Reference.none((2, 3, 1), float)._replace(position=position), 6
     )
     slope = position / 9 + 2 * position * (400 * position**2 - Y.sum())
-    np.testing.assert_allclose(anchor.gradient, slope, rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(reference.gradient, slope, rtol=1e-3, atol=1e-2)
     # At its reference a particle has no noise, in whichever mode.
-    energy, found = SVRG().force(
-        KEY, target, lambda z: {"theta": z[0]}, position, anchor._replace(in_use=jnp.array(True))
+    energy, found = SVRG().energy_and_grad(
+        KEY, target, lambda z: {"theta": z[0]}, position, reference._replace(in_use=jnp.array(True))
     )
-    np.testing.assert_allclose(found, anchor.gradient, rtol=1e-3, atol=1e-2)
-    np.testing.assert_allclose(energy, anchor.potential_energy, rtol=1e-4)
+    np.testing.assert_allclose(found, reference.gradient, rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(energy, reference.potential_energy, rtol=1e-4)
 
 
 # --- When. ---
@@ -130,15 +130,15 @@ def test_references_are_renewed_every_epoch_from_the_first_update_on():
     kernel = SGLDR(two_modes, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=5))
     states, last = anchors(kernel, 9)
     assert renewals(states) == [1, 4, 7]
-    assert np.asarray(states.tuning.anchor.age).tolist() == [2, 4, 6] * 3
+    assert np.asarray(states.warmup.reference.age).tolist() == [2, 4, 6] * 3
     # A reference is where its particle was.
-    np.testing.assert_array_equal(states.tuning.anchor.position[3, 0, :, 0], states.z["theta"][2])
+    np.testing.assert_array_equal(states.warmup.reference.position[3, 0, :, 0], states.z["theta"][2])
     # Other states go on with the count: those of a run that is resumed.
     some, middle = anchors(kernel, 5)
     _, end = anchors(kernel, 4, state=middle)
-    assert renewals(some) == [1, 4] and int(end.tuning.anchor.age) == 6
+    assert renewals(some) == [1, 4] and int(end.warmup.reference.age) == 6
     np.testing.assert_array_equal(end.z["theta"], last.z["theta"])
-    jax.tree.map(np.testing.assert_array_equal, end.tuning.anchor, last.tuning.anchor)
+    jax.tree.map(np.testing.assert_array_equal, end.warmup.reference, last.warmup.reference)
 
 
 @pytest.mark.slow
@@ -152,12 +152,12 @@ def test_runs_can_be_resumed_by_the_host():
         progress_bar=False,
     )
     mcmc.run(random.key(0), Y)
-    anchor = mcmc.last_state.tuning.anchor
+    reference = mcmc.last_state.warmup.reference
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(mcmc.post_warmup_state.rng_key, Y)
-    again = mcmc.last_state.tuning.anchor
+    again = mcmc.last_state.warmup.reference
     # Of ten iterations the last is the first of an epoch.
-    assert (int(anchor.age), int(again.age)) == (4, 2) and (anchor.position != again.position).all()
+    assert (int(reference.age), int(again.age)) == (4, 2) and (reference.position != again.position).all()
 
 
 def test_warmup_measures_in_the_middle_of_an_epoch():
@@ -165,16 +165,16 @@ def test_warmup_measures_in_the_middle_of_an_epoch():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         states, _ = anchors(kernel, 112, num_warmup=100)
-    anchor = states.tuning.anchor
+    reference = states.warmup.reference
     # Particles arrive by plain minibatches.
-    assert not anchor.in_use[:24].any() and anchor.in_use[24:].all()
+    assert not reference.in_use[:24].any() and reference.in_use[24:].all()
     assert renewals(states)[0] == 25
     for end in (30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100):
-        assert anchor.age[end - 1] == 2
-    assert anchor.age[25:].max() == 4
+        assert reference.age[end - 1] == 2
+    assert reference.age[25:].max() == 4
     # After warmup epochs have their length.
-    assert np.asarray(anchor.age[100:]).tolist() == [3, 4] + [1, 2, 3, 4] * 2 + [1, 2]
-    plain, corrected = states.tuning.measurements.noise[99, -1]
+    assert np.asarray(reference.age[100:]).tolist() == [3, 4] + [1, 2, 3, 4] * 2 + [1, 2]
+    plain, corrected = states.warmup.measurements.noise[99, -1]
     assert corrected < 1e-2 * plain
 
 
@@ -182,8 +182,8 @@ def test_warmup_measures_in_the_middle_of_an_epoch():
 def test_references_that_do_not_help_are_let_go():
     kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
     state = kernel.init(random.split(random.key(0), 6), 0, None, (Y,), {})
-    unused = state.tuning.anchor._replace(in_use=jnp.array(False))
-    states, _ = anchors(kernel, 5, state=state._replace(tuning=state.tuning._replace(anchor=unused)))
+    unused = state.warmup.reference._replace(in_use=jnp.array(False))
+    states, _ = anchors(kernel, 5, state=state._replace(warmup=state.warmup._replace(reference=unused)))
     assert renewals(states) == []
 
 
@@ -191,7 +191,7 @@ def test_the_hot_part_of_a_cycle_has_epochs_too():
     kernel = SGLD(two_modes, step_size=Cyclical(1e-6, length=40), num_steps=2, gradient=SVRG(epoch=6))
     states, _ = anchors(kernel, 5)
     # 20 hot updates and 2 cold ones in the first iteration: the fourth epoch is at its fourth update.
-    assert np.asarray(states.tuning.anchor.age).tolist() == [4, 6, 2, 4, 6]
+    assert np.asarray(states.warmup.reference.age).tolist() == [4, 6, 2, 4, 6]
     assert int(states.num_updates[0]) == 22
 
 
@@ -200,14 +200,14 @@ def test_other_data_renew_all_references():
     _, state = anchors(kernel, 2)
     other = 1.0 + Y[::-1]
     states, after = anchors(kernel, 2, y=other, state=state)
-    anchor = after.tuning.anchor
-    assert renewals(states) == [1] and int(anchor.age) == 20
-    np.testing.assert_array_equal(anchor.position.ravel(), state.z["theta"])
-    position = np.asarray(anchor.position, float)
+    reference = after.warmup.reference
+    assert renewals(states) == [1] and int(reference.age) == 20
+    np.testing.assert_array_equal(reference.position.ravel(), state.z["theta"])
+    position = np.asarray(reference.position, float)
     slope = position / 9 + 2 * position * (400 * position**2 - float(other.sum()))
-    np.testing.assert_allclose(anchor.gradient, slope, rtol=1e-3, atol=1.0)
+    np.testing.assert_allclose(reference.gradient, slope, rtol=1e-3, atol=1.0)
     states, _ = anchors(kernel, 2, y=other, state=after)
-    assert (states.tuning.anchor.position == anchor.position).all() and int(states.tuning.anchor.age[-1]) == 40
+    assert (states.warmup.reference.position == reference.position).all() and int(states.warmup.reference.age[-1]) == 40
 
 
 @pytest.mark.filterwarnings("ignore:A particle's update")
@@ -222,11 +222,11 @@ def test_a_reference_without_a_finite_gradient_is_not_taken():
     kernel = SGLD(bounded, step_size=1e-6, num_steps=1, gradient=SVRG(epoch=1), interaction=Independent())
     state = kernel.init(random.split(KEY, 2), 0, {"mu": jnp.array([0.5, 0.6])}, (Y,), {})
     state = kernel.sample(state, (Y,), {})
-    before = state.tuning.anchor
+    before = state.warmup.reference
     state = kernel.sample(state._replace(z={"mu": jnp.array([0.5, 1.5])}), (Y,), {})
-    anchor = state.tuning.anchor
-    assert np.isfinite(anchor.gradient).all() and anchor.position[0, 0, 0] == 0.5
-    assert anchor.position[0, 1, 0] == before.position[0, 1, 0]
+    reference = state.warmup.reference
+    assert np.isfinite(reference.gradient).all() and reference.position[0, 0, 0] == 0.5
+    assert reference.position[0, 1, 0] == before.position[0, 1, 0]
 
 
 @pytest.mark.parametrize("make_key", [random.key, pytest.param(random.PRNGKey, marks=pytest.mark.slow)])
@@ -234,8 +234,8 @@ def test_a_single_chain_has_a_reference(make_key):
     kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
     state = kernel.init(make_key(0), 0, None, (Y,), {})
     after = jax.jit(lambda state: kernel.sample(state, (Y,), {}))(state)
-    assert after.z["theta"].shape == () and after.tuning.anchor.position.shape == (1, 1, 1)
-    np.testing.assert_array_equal(after.tuning.anchor.position[0, 0, 0], state.z["theta"])
+    assert after.z["theta"].shape == () and after.warmup.reference.position.shape == (1, 1, 1)
+    np.testing.assert_array_equal(after.warmup.reference.position[0, 0, 0], state.z["theta"])
 
 
 # --- The law. ---
@@ -280,11 +280,11 @@ def test_long_run_fails_without_correction_or_with_that_of_other_data(seed):
     def stale(state):
         # Taken for references on these data, which those shifted by half a standard deviation are not.
         target = ModelTarget(mean_of, (DATA + 0.5,))
-        anchor = state.tuning.anchor._replace(position=state.z["mu"].reshape(1, 64, 1))
-        anchor = anchored(KEY, target, lambda z: {"mu": z[0]}, anchor, 64)
+        reference = state.warmup.reference._replace(position=state.z["mu"].reshape(1, 64, 1))
+        reference = evaluate_reference(KEY, target, lambda z: {"mu": z[0]}, reference, 64)
         # The fingerprint is one's own.
-        own = anchored(KEY, ModelTarget(mean_of, (DATA,)), lambda z: {"mu": z[0]}, anchor, 64).fingerprint
-        return state._replace(tuning=state.tuning._replace(anchor=anchor._replace(fingerprint=own)))
+        own = evaluate_reference(KEY, ModelTarget(mean_of, (DATA,)), lambda z: {"mu": z[0]}, reference, 64).fingerprint
+        return state._replace(warmup=state.warmup._replace(reference=reference._replace(fingerprint=own)))
 
     assert scores(SVRG(epoch=10**6), DATA, stale, seed)[0] > 9.0
 
@@ -309,10 +309,10 @@ def test_far_modes_come_out_in_their_own_size(seed):
     draws = np.abs(np.asarray(mcmc.get_samples(group_by_chain=True)["theta"], float))
     error = ((draws - mean) ** 2).mean(1) / variance - 1
     assert (abs(error.mean()) - 0.05) / (error.std(ddof=1) / 20**0.5) < 4.5
-    tuning = mcmc.last_state.tuning
-    plain, corrected = tuning.measurements.mean_noise
+    warmup = mcmc.last_state.warmup
+    plain, corrected = warmup.measurements.mean_noise
     # Gradients are long here, but none is cut.
-    assert bool(tuning.anchor.in_use) and corrected < 1e-2 * plain and int(mcmc.last_state.num_divergences) == 0
+    assert bool(warmup.reference.in_use) and corrected < 1e-2 * plain and int(mcmc.last_state.num_divergences) == 0
 
 
 # --- What is refused. ---

@@ -139,8 +139,8 @@ def test_warmup_reckons_with_the_largest_eigenvalue(u):
 def test_an_optax_schedule_is_a_weight_and_warmup_learns_the_rest():
     weight = optax.linear_schedule(1.0, 0.0, transition_steps=800)
     mcmc = run(SGLDR(potential_fn=quadratic, interaction=Scheduled(RBF(), weight)), 20, 60, 200)
-    tuning = mcmc.last_state.tuning
-    assert np.isfinite(tuning.bandwidth) and tuning.step_size > 0.01
+    warmup = mcmc.last_state.warmup
+    assert np.isfinite(warmup.bandwidth) and warmup.step_size > 0.01
     squares = (np.asarray(mcmc.get_samples(group_by_chain=True), float) ** 2).mean((1, 2))
     # The tolerated bias, and the standard error over particles, which are nearly independent.
     assert abs(squares.mean() - 1) < 0.05 + 4.5 * squares.std(ddof=1) / len(squares) ** 0.5
@@ -204,7 +204,7 @@ def test_draws_are_of_the_cold_part_alone():
     np.testing.assert_allclose(steps, np.tile((expected * 3)[:8], (6, 1)), rtol=1e-5)
     assert max(expected) < float(cycle(cycle.num_hot))
     assert int(mcmc.last_state.num_updates) == 3 * 10 + 8 * 5
-    assert int(mcmc.last_state.tuning.iteration) == 8
+    assert int(mcmc.last_state.warmup.iteration) == 8
 
 
 def variances(cycle, num_draws, num_steps, makes_hot=True):

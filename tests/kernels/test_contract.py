@@ -146,7 +146,7 @@ def test_iterations_move_all_particles_and_reproduce(interaction):
     assert np.array_equal(one.z["mu"], two.z["mu"])
     assert (one.z["mu"] != state.z["mu"]).all() and (one.z["sigma"] != state.z["sigma"]).all()
     assert not np.array_equal(sample(one).z["mu"] - one.z["mu"], one.z["mu"] - state.z["mu"])
-    assert int(one.num_updates) == 2 and int(sample(one).tuning.iteration) == 2
+    assert int(one.num_updates) == 2 and int(sample(one).warmup.iteration) == 2
 
 
 @pytest.mark.parametrize("kernel", [SGLD, SGHMC, SGNHT])

@@ -69,9 +69,9 @@ def check(mcmc):
 def test_a_run_with_control_variates():
     mcmc = make(SGLD(model, num_steps=2))
     mcmc.run(random.key(0), Y)
-    assert not any(np.isnan(x).any() for x in jax.tree.leaves((mcmc.last_state.tuning, mcmc.last_state.z)))
-    assert np.isfinite(mcmc.last_state.tuning.anchor.fingerprint)
-    assert float(mcmc.last_state.tuning.bias) > 0
+    assert not any(np.isnan(x).any() for x in jax.tree.leaves((mcmc.last_state.warmup, mcmc.last_state.z)))
+    assert np.isfinite(mcmc.last_state.warmup.reference.fingerprint)
+    assert float(mcmc.last_state.warmup.bias) > 0
 
 
 @pytest.mark.slow

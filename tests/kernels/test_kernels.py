@@ -238,7 +238,7 @@ def test_warmup_then_run_is_one_run(data):
     mcmc = make(kernel, num_warmup=60)
     mcmc.warmup(random.key(0), *data, collect_warmup=True)
     assert mcmc.get_samples()["sigma"].shape == (6 * 60,)
-    tuned = mcmc.last_state.tuning
+    tuned = mcmc.last_state.warmup
     mcmc.run(random.key(1), *data)
     fields = mcmc.get_extra_fields()
     assert np.unique(fields["step_size"]).tolist() == [tuned.step_size]
@@ -250,9 +250,9 @@ def test_warmup_then_run_is_one_run(data):
 def test_nothing_is_tuned_after_warmup(kernel, data):
     mcmc = make(kernel(minibatched), num_samples=64)
     mcmc.warmup(random.key(0), *data)
-    tuned = mcmc.last_state.tuning
+    tuned = mcmc.last_state.warmup
     mcmc.run(random.key(1), *data)
-    after = mcmc.last_state.tuning
+    after = mcmc.last_state.warmup
     assert (int(tuned.iteration), int(after.iteration)) == (50, 114)
     for name in set(tuned._fields) - {"iteration"}:
         jax.tree.map(np.testing.assert_array_equal, getattr(tuned, name), getattr(after, name))
@@ -264,26 +264,26 @@ def test_each_quantity_freezes_in_its_turn(data):
 
     def update(state, _):
         state = kernel.sample(state, data, {})
-        return state, state.tuning
+        return state, state.warmup
 
-    _, tuning = jax.jit(lambda state: lax.scan(update, state, length=110))(state)
+    _, warmup = jax.jit(lambda state: lax.scan(update, state, length=110))(state)
 
     def changes(x):
         x = np.nan_to_num(np.asarray(x).reshape(110, -1))
         return (np.flatnonzero((x[1:] != x[:-1]).any(1)) + 2).tolist()
 
     scales = [2, 5, 10, 15, 25, 30, 40, 60]
-    assert set(changes(tuning.preconditioner.scale)) == set(scales)
-    assert set(changes(tuning.preconditioner.centre)) == set(scales)
-    assert changes(tuning.anchor.position) == [25, 60]
+    assert set(changes(warmup.preconditioner.scale)) == set(scales)
+    assert set(changes(warmup.preconditioner.centre)) == set(scales)
+    assert changes(warmup.reference.position) == [25, 60]
     settling = [25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
-    assert changes(tuning.measurements.curvature) == settling
-    assert set(changes(tuning.step_size)) <= set(settling)
-    assert set(changes(tuning.bandwidth)) <= {*range(61), *settling}
-    assert changes(tuning.arrival)[-1] == 25
+    assert changes(warmup.measurements.curvature) == settling
+    assert set(changes(warmup.step_size)) <= set(settling)
+    assert set(changes(warmup.bandwidth)) <= {*range(61), *settling}
+    assert changes(warmup.arrival)[-1] == 25
     # Nothing at all after the warmup, but the count of iterations and what is watched.
-    for name in set(tuning._fields) - {"iteration"}:
-        for leaf in jax.tree.leaves(getattr(tuning, name)):
+    for name in set(warmup._fields) - {"iteration"}:
+        for leaf in jax.tree.leaves(getattr(warmup, name)):
             assert max(changes(leaf), default=0) <= 100, name
 
 

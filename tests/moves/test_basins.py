@@ -13,10 +13,10 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVGD, Overdamped, ensemble_mcse
-from numpyro_repulsion.adaptation import Learned, Preconditioner
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.moves import BasinJumps, jump_between_basins
 from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.warmup import Preconditioner, WarmupPlan
 
 LIMIT = 4.5
 WORDS = "several_basins"
@@ -152,7 +152,7 @@ def test_weights_are_right_or_the_words_are(model):
 def test_without_jumps_the_weights_are_those_of_the_start_and_the_words_say_so():
     inside, weight = BASINS[spike_and_slab]
     ((draws, words, mcmc),) = runs(spike_and_slab, [1], moves=False, num_samples=200)
-    assert WORDS in words and "moves=Archive()" in words and mcmc.last_state.tuning.basins is None
+    assert WORDS in words and "moves=Archive()" in words and mcmc.last_state.warmup.basins is None
     assert abs(np.asarray(inside(draws)).mean() - weight) > 0.05
     # Longer steps would not help, so that warmup does not take them.
     assert "too large" not in words
@@ -170,14 +170,14 @@ def test_a_single_basin_is_left_alone():
         assert words == ""
     # The same draws, but that two programs round differently.
     np.testing.assert_allclose(*draws, atol=1e-3)
-    assert not states[0].tuning.basins.is_on and int(states[0].tuning.basins.tally[0]) == 0
+    assert not states[0].warmup.basins.is_on and int(states[0].warmup.basins.tally[0]) == 0
 
 
 def two_modes(z):
     return -jax.nn.logsumexp(jnp.array([-((z[0] - 2) ** 2), -((z[0] + 2) ** 2)])) + z[1] ** 2 / 4.0
 
 
-force = jnp.vectorize(jax.value_and_grad(two_modes), signature="(d)->(),(d)")
+energy_and_grad = jnp.vectorize(jax.value_and_grad(two_modes), signature="(d)->(),(d)")
 
 
 def exact_draws(key, size):
@@ -189,8 +189,8 @@ def exact_draws(key, size):
 def jumps(dimension=2):
     centre = jnp.array([[-2.2, 0.3], [-1.9, -0.5], [1.7, 0.1], [2.3, 0.8]])
     width = jnp.array([[0.5, 1.5], [0.9, 1.2], [0.4, 1.6], [0.8, 1.1]])
-    learned = Learned(BiasBudget(), "dense", False, False, basins=True)
-    empty = BasinJumps.start(jnp.zeros((1, 4, dimension)), learned)
+    plan = WarmupPlan(BiasBudget(), "dense", False, False, basins=True)
+    empty = BasinJumps.start(jnp.zeros((1, 4, dimension)), plan)
     scale = jnp.array([[1.0, 0.0], [0.3, 0.8]])
     change = Preconditioner(scale)
     return empty._replace(scale=scale, centre=change.whiten(centre), width=width, is_on=jnp.asarray(True))
@@ -198,18 +198,18 @@ def jumps(dimension=2):
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_jumps_leave_exact_draws_exact(is_exact, monkeypatch):
-    learned = jumps()
+    plan = jumps()
     u = exact_draws(random.key(0), 40_000)
-    cloud = Cloud(u, *force(u), ())
+    cloud = Cloud(u, *energy_and_grad(u), ())
 
     def step(cloud, key):
         # The negative control accepts by the posterior alone.
         energy = cloud.potential_energy if is_exact else 0.5 * cloud.potential_energy
-        moved, jumped, _ = jump_between_basins(key, cloud._replace(potential_energy=energy), learned, felt, 1.0)
-        return Cloud(moved.z, *force(moved.z), ()), jumped.mean()
+        moved, jumped, _ = jump_between_basins(key, cloud._replace(potential_energy=energy), plan, felt, 1.0)
+        return Cloud(moved.z, *energy_and_grad(moved.z), ()), jumped.mean()
 
     def felt(u):
-        energy, gradient = force(u)
+        energy, gradient = energy_and_grad(u)
         return (energy if is_exact else 0.5 * energy), gradient
 
     cloud, accepted = lax.scan(step, cloud, random.split(random.key(1), 5))
@@ -227,16 +227,16 @@ def test_jumps_leave_exact_draws_exact(is_exact, monkeypatch):
 
 
 def test_far_basins_do_not_round_the_density_away():
-    learned = jumps()
-    change = Preconditioner(learned.scale)
+    plan = jumps()
+    change = Preconditioner(plan.scale)
     centre = jnp.array([[0.0, 0.0], [3000.0, -2000.0]])
-    learned = learned._replace(centre=change.whiten(centre), width=jnp.ones((2, 2)))
+    plan = plan._replace(centre=change.whiten(centre), width=jnp.ones((2, 2)))
     u = jnp.tile(centre, (50, 1))[None]
 
     def flat(u):
         return jnp.zeros(u.shape[:-1]), jnp.zeros_like(u)
 
-    _, _, after = jump_between_basins(random.key(0), Cloud(u, *flat(u), ()), learned, flat, 1.0)
+    _, _, after = jump_between_basins(random.key(0), Cloud(u, *flat(u), ()), plan, flat, 1.0)
     # From the centre of a component to a place in one, with a flat posterior: always accepted.
     assert float(after.acceptance) == pytest.approx(1.0, abs=1e-3)
 
@@ -252,12 +252,12 @@ def test_far_basins_do_not_round_the_density_away():
 )
 def test_where_jumps_would_not_be_exact_or_are_not_wanted_there_are_none(kernel, settings):
     state = kernel(labels, **settings).init(random.split(random.key(0), 4), 100, None, (), {})
-    assert state.tuning.basins is None
+    assert state.warmup.basins is None
 
 
 def test_momenta_and_kernels_with_other_dynamics_may_jump():
     for kernel in (SGNHT(labels), SGLDR(labels, dynamics=Overdamped("euler"))):
-        assert kernel.init(random.split(random.key(0), 4), 100, None, (), {}).tuning.basins is not None
+        assert kernel.init(random.split(random.key(0), 4), 100, None, (), {}).warmup.basins is not None
 
 
 def test_minibatches_do_not_jump():
@@ -266,18 +266,18 @@ def test_minibatches_do_not_jump():
         with numpyro.plate("rows", len(y), subsample_size=5) as i:
             numpyro.sample("y", dist.Normal(z**2, 1), obs=y[i])
 
-    assert SGLD(model).init(random.split(random.key(0), 4), 100, None, (jnp.arange(20.0),), {}).tuning.basins is None
+    assert SGLD(model).init(random.split(random.key(0), 4), 100, None, (jnp.arange(20.0),), {}).warmup.basins is None
 
 
 def test_a_kernel_that_never_jumps_does_not_go_on_jumping(spiked):
     _, _, state = spiked
-    assert state.tuning.basins.is_on
+    assert state.warmup.basins.is_on
 
     def tally_after(**settings):
         kernel = SGLD(spike_and_slab, **settings)
-        return float(jax.jit(lambda state: kernel.sample(state, (), {}))(state).tuning.basins.tally[0])
+        return float(jax.jit(lambda state: kernel.sample(state, (), {}))(state).warmup.basins.tally[0])
 
-    before = float(state.tuning.basins.tally[0])
+    before = float(state.warmup.basins.tally[0])
     assert tally_after() == before + 1 and tally_after(moves=False) == before
 
 

@@ -40,7 +40,7 @@ def energy(z):
     return -jax.nn.logsumexp(-((z[0] - CENTRES) ** 2)) + z[1] ** 2 / 4.0
 
 
-force = jnp.vectorize(jax.value_and_grad(energy), signature="(d)->(),(d)")
+energy_and_grad = jnp.vectorize(jax.value_and_grad(energy), signature="(d)->(),(d)")
 
 
 def exact(key, shape):
@@ -67,7 +67,7 @@ def z_score(samples, mean):
 def filled(kind, size=32):
     """An archive that is no good: off the centre, lopsided and of the wrong width."""
     components = random.normal(random.key(5), (size, 2)) + jnp.array([0.7, -0.5])
-    start = Archive(32).start(Cloud(jnp.zeros((1, 4, 2)), *force(jnp.zeros((1, 4, 2)))), 100, True)
+    start = Archive(32).start(Cloud(jnp.zeros((1, 4, 2)), *energy_and_grad(jnp.zeros((1, 4, 2)))), 100, True)
     scale = jnp.array([[0.8, 0.0], [0.3, 1.2]])
     return start._replace(components=components, scale=scale, variance=jnp.array(0.6), kind=jnp.array(kind))
 
@@ -76,7 +76,7 @@ def scores_after_jumps(kind, stratified, seed=0, temperature=1.0, replicas=20_00
     jumps = filled(kind)
 
     def warm(z):  # at its temperature the same law
-        return jax.tree.map(lambda x: temperature * x, force(z))
+        return jax.tree.map(lambda x: temperature * x, energy_and_grad(z))
 
     @jax.jit
     def run(key):
@@ -168,7 +168,7 @@ def test_the_density_is_as_wide_as_the_temperature_makes_modes(temperature):
 
 def test_gradients_too_long_to_be_squared_leave_their_scale_alone():
     gradient = random.normal(random.key(0), (64, 2)).at[0, 1].set(1e30)
-    jumps = Archive(64).start(Cloud(jnp.zeros((1, 4, 2)), *force(jnp.zeros((1, 4, 2)))), 100, False)
+    jumps = Archive(64).start(Cloud(jnp.zeros((1, 4, 2)), *energy_and_grad(jnp.zeros((1, 4, 2)))), 100, False)
     scale = moves._within(gradient, jumps, 1.0).scale
     assert scale[1] == 1.0 and 0.5 < scale[0] < 2.0
 
@@ -242,9 +242,9 @@ def test_all_modes_are_met_at_their_width(kernel):
 
     def statistics(seed):
         states = sample(kernel.init(random.split(random.key(seed), 20), 50, None, (), {}))
-        assert int(states.tuning.jumps.kind[-1]) == moves.DENSITY
+        assert int(states.warmup.jumps.kind[-1]) == moves.DENSITY
         # Nothing is learned once draws are kept.
-        frozen = jax.tree.leaves(states.tuning.jumps._replace(tally=()))
+        frozen = jax.tree.leaves(states.warmup.jumps._replace(tally=()))
         assert all(np.array_equal(x[49:], jnp.broadcast_to(x[49], x[49:].shape)) for x in frozen)
         z = np.asarray(states.z["z"], float)[50:].reshape(-1, 2)
         centre = 2 * np.clip(np.round(z / 2), -1, 1)
@@ -285,14 +285,14 @@ def wide(d=60):
 def test_a_failed_archive_is_spoken_of():
     with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
         mcmc = run(SGLD(wide, moves=Archive(16)), size=4, num_samples=2)
-    assert int(mcmc.last_state.tuning.jumps.kind) == moves.NONE
+    assert int(mcmc.last_state.warmup.jumps.kind) == moves.NONE
 
 
 @pytest.mark.live_warnings
 def test_a_failed_archive_is_spoken_of_where_the_step_is_given():
     with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
         mcmc = run(SGLD(wide, moves=Archive(16), step_size=0.3), size=4, num_samples=2)
-    assert int(mcmc.last_state.tuning.jumps.kind) == moves.NONE
+    assert int(mcmc.last_state.warmup.jumps.kind) == moves.NONE
     (finding,) = mcmc.sampler.findings(mcmc.last_state)
     assert finding.name == "jumps_off" and "hardly ever accepted" in finding.message
 
@@ -356,7 +356,7 @@ def test_a_kernel_without_moves_goes_on_from_the_state_of_one_with_them():
     state = kernel.init(random.split(random.key(0), 4), 50, starts, (), {})
     after = jax.eval_shape(lambda state: SGLD(potential_fn=potential, step_size=0.1).sample(state, (), {}), state)
     assert jax.tree.structure(after) == jax.tree.structure(state)
-    without = state._replace(tuning=state.tuning._replace(jumps=None))
+    without = state._replace(warmup=state.warmup._replace(jumps=None))
     with pytest.raises(ValueError, match="a kernel without `moves`: warm up with them"):
         kernel.sample(without, (), {})
 

@@ -40,8 +40,8 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.findings import _CAUSES, _COVERS, _ORDER, SEVERITIES, from_json, to_json
 from numpyro_repulsion.kernels import has_other_data
+from numpyro_repulsion.report.diagnosis import _of_bias, diagnosis_of
 from numpyro_repulsion.report.table import _variable
-from numpyro_repulsion.report.verdict import _of_bias, diagnosis_of
 
 NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
 

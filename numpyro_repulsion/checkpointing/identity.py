@@ -1,0 +1,191 @@
+"""What makes a run the run it is, in words, digests and numbers, so that another is not taken for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import hashlib
+from typing import Any
+
+import jax
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+
+import numpyro
+from numpyro.handlers import seed, substitute
+from numpyro.infer import MCMC
+from numpyro.infer.util import compute_log_probs
+
+from numpyro_repulsion.checkpointing.program import Program
+from numpyro_repulsion.gradients import ModelTarget, fingerprint
+from numpyro_repulsion.kernels.origin import words
+
+__all__ = ["PROGRAMS", "compare_densities", "densities", "differences", "digest", "identify", "makers"]
+
+#: Counts of updates at which schedules are looked at.
+_COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)
+#: Entries that are programs: other versions of JAX make others of the same functions.
+PROGRAMS = ("what an iteration computes", "how particles start")
+#: Up to so much, beside its size, a density is the same that another program has rounded.
+_TOLERANCE = 1e-5
+
+
+def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple[Program, Program]) -> dict[str, Any]:
+    """Everything on which the draws depend, by name, as JSON can hold it.
+
+    :param state: the (first) state of the run, or its shapes.
+    :param collected: shapes of one draw, by field.
+    :param programs: of an iteration and of the start.
+    """
+    kernel = mcmc.sampler
+    identity = {
+        "kernel": type(kernel).__name__,
+        "key": digest(rng_key),
+        "init_params": digest(init_params),
+        "post_warmup_state": digest(mcmc.post_warmup_state),
+        "step_size": _schedule(kernel.step_size),
+        "preconditioner": kernel.preconditioner if _is_word(kernel.preconditioner) else digest(kernel.preconditioner),
+    }
+    identity |= {f"unconstrained site {name}": kind for name, kind in _shapes(state.z).items()}
+    identity |= {f"field {name}": kind for name, kind in _shapes(collected).items()}
+    for name in ("interaction", "dynamics", "gradient", "moves", "init_strategy"):
+        identity[name] = words(getattr(kernel, name))
+    weight = getattr(kernel.interaction, "weight", None)
+    if callable(weight):
+        identity["weight of the interaction"] = _schedule(weight)
+    for name in ("num_steps", "num_ensembles"):
+        identity[name] = getattr(kernel, name)
+    for name in ("num_warmup", "num_samples", "thinning", "num_chains", "chain_method"):
+        identity[name] = getattr(mcmc, name)
+    if mcmc.num_chains == 1:
+        del identity["chain_method"]
+    for path, leaf in jax.tree.leaves_with_path({"args": mcmc._args, "kwargs": mcmc._kwargs}):
+        identity[f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}"] = digest(leaf)
+    return identity | {name: program.digest for name, program in zip(PROGRAMS, programs, strict=True)}
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What sets two runs apart, in words."""
+    found = []
+    for name in dict.fromkeys((*now, *saved)):
+        a, b = saved.get(name), now.get(name)
+        if a == b:
+            continue
+        if None in (a, b) and name.startswith(("field", "unconstrained", "the model")):
+            found.append(f"{name} is {'missing' if b is None else 'new'}")
+            continue
+        short = max(len(str(a)), len(str(b))) < 80 and "digest" not in f"{a}{b}"
+        found.append(f"{name} was {a} and is {b}" if short else f"{name} differs")
+    return found
+
+
+def densities(mcmc: MCMC, state) -> dict[str, list]:
+    """The log density of each site, the size of its gradient and a part of that, at a few points.
+
+    They tell models apart where programs cannot be compared. ``None`` where one of the three is not finite.
+
+    :param state: a state of the run, or its shapes.
+    """
+    is_single = len(state.potential_energy.shape) == 0
+    particle = jax.tree.map(lambda x: jnp.zeros(x.shape if is_single else x.shape[1:], x.dtype), state.z)
+    flat, unravel = ravel_pytree(particle)
+    target = mcmc.sampler.bind(mcmc._args, mcmc._kwargs).target
+    names: list[str] = []
+
+    def log_densities(position):
+        found = {"the potential energy": fingerprint(target, unravel, position)}
+        if isinstance(target, ModelTarget) and not target.discrete:
+            rows = {name: jnp.asarray(np.arange(b) * n // b) for name, (n, b) in target.plates.items()}
+            model = seed(substitute(target.model, data=rows), jax.random.key(0))
+            values = target.constrain(unravel(position))
+            latent = {name: values[name] for name in target.latent}
+            sites, _ = compute_log_probs(model, target.args, target.kwargs, latent)
+            found |= {f"the density of site '{name}'": value for name, value in sites.items()}
+        names[:] = found
+        return jnp.stack([jnp.asarray(value, position.dtype).sum() for value in found.values()])
+
+    direction = jnp.cos(1.0 + jnp.arange(flat.size, dtype=flat.dtype))
+
+    @jax.jit
+    def look(position):
+        slopes = jax.jacrev(log_densities)(position)
+        return jnp.stack([log_densities(position), jnp.linalg.norm(slopes, axis=-1), slopes @ direction], -1)
+
+    line = jnp.linspace(-0.5, 0.5, flat.size, dtype=flat.dtype)
+    with jax.debug_nans(False):
+        points = [np.asarray(look(position), float) for position in (line + 0.1, 0.2 * line, 1.0 - line, -1.0 + line)]
+    return {
+        name: [[float(x) for x in point[i]] if np.isfinite(point[i]).all() else None for point in points]
+        for i, name in enumerate(names)
+    }
+
+
+def compare_densities(saved: dict[str, list], now: dict[str, list]) -> list[str]:
+    """Which sites of two models have other densities, in words; or that it cannot be told."""
+    found = []
+    for name in dict.fromkeys((*now, *saved)):
+        if name not in saved or name not in now:
+            found.append(f"{name} is {'new' if name in now else 'missing'}")
+            continue
+        pairs = [(np.array(a), np.array(b)) for a, b in zip(saved[name], now[name], strict=True) if a and b]
+        if not pairs:
+            found.append(f"{name} is not finite wherever it was compared, so that nothing tells whether it is the same")
+        elif not all(_is_close(a, b) for a, b in pairs):
+            found.append(f"{name} differs")
+    return found
+
+
+def makers() -> dict[str, str]:
+    """What computes: other versions and devices may round differently."""
+    import numpyro_repulsion
+
+    device = jax.devices()[0]
+    return {
+        "jax": jax.__version__,
+        "numpyro": numpyro.__version__,
+        "numpyro-repulsion": numpyro_repulsion.__version__,
+        "device": f"{device.platform} {device.device_kind}",
+    }
+
+
+def digest(tree) -> str | None:
+    """A digest of the values of a pytree, with shapes and types; of what is no array, its ``repr``."""
+    if tree is None:
+        return None
+    found = hashlib.blake2b(digest_size=16)
+    leaves = jax.tree.leaves_with_path(tree)
+    for path, leaf in leaves:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            found.update(str(leaf.dtype).encode())
+            leaf = jax.random.key_data(leaf)
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic) and leaf.dtype.kind != "O":
+            leaf = np.asarray(leaf)
+            found.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+            found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+        else:
+            found.update(f"{jax.tree_util.keystr(path)} {words(leaf)}".encode())
+    if len(leaves) == 1 and isinstance(leaves[0][1], bool | int | float | str):
+        return repr(leaves[0][1])
+    return f"digest {found.hexdigest()}"
+
+
+def _is_word(value):
+    return value is None or isinstance(value, str)
+
+
+def _schedule(schedule: Callable | Any) -> str:
+    if not callable(schedule):
+        return words(schedule)
+    # Schedules of optax are functions, which do not tell their settings.
+    return f"{words(schedule)}: {[float(schedule(jnp.asarray(n))) for n in _COUNTS]}"
+
+
+def _shapes(tree) -> dict[str, str]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _is_close(a, b):
+    """Whether ``(density, size of the gradient, part of it)`` differ by no more than other programs round."""
+    scale = 1.0 + np.abs([a[0], a[1], a[1]])
+    return bool((np.abs(a - b) <= _TOLERANCE * scale).all())

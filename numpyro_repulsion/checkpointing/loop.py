@@ -1,0 +1,165 @@
+"""The iterations of a run, any number of them at a time, by one compiled program."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro.infer import MCMC
+from numpyro.util import cached_by, nested_attrgetter
+
+from numpyro_repulsion.checkpointing.program import Program, trace
+from numpyro_repulsion.kernels.origin import check_chains
+
+__all__ = ["Loop", "starts", "unweakened"]
+
+
+class Loop:
+    """What ``MCMC.run`` does in each iteration, with its cuts between warmup, draws and thinning.
+
+    Iterations are counted from 0, warmup's first. Row r of the draws is what iteration ``offset + (r + 1) *
+    thinning - 1`` ends with, as in NumPyro.
+
+    :param mcmc: the run; its model's arguments are set.
+    :param extra_fields: what to collect beside the kernel's own fields, or with "~" not to.
+    :param num_warmup: iterations whose draws are not kept.
+    :param state: a state of the run, or its shapes.
+    """
+
+    def __init__(self, mcmc: MCMC, extra_fields, num_warmup: int, state):
+        field = mcmc._sample_field
+        names = (field, *mcmc._default_fields, *extra_fields)
+        self.removed = tuple(dict.fromkeys(x[len(field) + 2 :] for x in names if x.startswith(f"~{field}.")))
+        self.fields = tuple(dict.fromkeys(x for x in names if not x.startswith(f"~{field}.")))
+        self.mcmc = mcmc
+        self.thinning = mcmc.thinning
+        self.num_rows = mcmc.num_samples // mcmc.thinning
+        self.num_iterations = num_warmup + mcmc.num_samples
+        self.offset = num_warmup + mcmc.num_samples % mcmc.thinning
+        #: Whether a state is that of all chains, or there is one for each.
+        self.is_joint = mcmc.num_chains == 1 or mcmc.chain_method == "vectorized"
+        self._collect = _collector(mcmc._get_cached_fns()[1], self.fields, self.removed)
+        #: Shapes and types of one draw of one state, by field.
+        self.prototype = jax.eval_shape(self._collect, self._value(state))
+
+    def rows(self, iteration: int) -> int:
+        """How many draws are complete before an iteration."""
+        return max(0, (iteration - self.offset) // self.thinning)
+
+    def advance(self, state, collected, first: int, stop: int, begin: int):
+        """The state after the iterations ``first`` to ``stop``, and what was collected, of a piece from ``begin``.
+
+        :param collected: of :meth:`empty`, or of the call before; given up.
+        """
+        scalars = map(np.int32, (first, stop, self.rows(begin), self.offset, self.thinning))
+        value, collected = self._program(*scalars, self._value(state), collected)
+        return value[0], collected
+
+    def trace(self, state) -> Program:
+        """What one iteration computes, and collects.
+
+        :param state: or its shapes.
+        """
+
+        def iterate(value):
+            value = self.mcmc._get_cached_fns()[0](value)
+            return value, self._collect(value)
+
+        return trace(iterate, self._value(state), known=(self.mcmc._args, self.mcmc._kwargs))
+
+    def empty(self, piece_size: int) -> dict[str, Any]:
+        """Room for the draws of a piece of so many iterations."""
+        # The last row of a piece may be begun in it and completed in the next.
+        size = -(-(min(piece_size, self.num_iterations) - 1) // self.thinning) + 1
+        return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), self.prototype)
+
+    @property
+    def prototype_of_chain(self) -> dict[str, Any]:
+        """Shapes and types of one draw of one chain, by field."""
+        drop = int(self._has_chains)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[drop:], x.dtype), self.prototype)
+
+    def on_host(self, collected, num_rows: int) -> list[np.ndarray]:
+        """The draws that one state has collected, as NumPy arrays ``(chains, num_rows, ...)``."""
+        rows = [np.asarray(x)[:num_rows] for x in jax.tree.leaves(collected)]
+        return [x.swapaxes(0, 1) if self._has_chains else x[None] for x in rows]
+
+    @property
+    def _has_chains(self):
+        """Whether what one state collects has an axis of chains."""
+        return self.is_joint and self.mcmc.num_chains > 1
+
+    def _value(self, state):
+        mcmc = self.mcmc
+        return (state, mcmc._args, mcmc._kwargs) if mcmc._jit_model_args else (state,)
+
+    @cached_property
+    def _program(self):
+        sample, postprocess = self.mcmc._get_cached_fns()
+        collect = self._collect
+
+        # As long as NumPyro keeps its own programs, this one serves further runs on the same arguments.
+        @cached_by(Loop, sample, postprocess, self.fields, self.removed)
+        def advance(first, stop, base, offset, thinning, value, collected):
+            def iterate(i, carry):
+                value, collected = carry
+                value = sample(value)
+                row = (i - offset) // thinning
+
+                def put(rows, new):
+                    return lax.cond(row >= 0, lambda: rows.at[row - base].set(new), lambda: rows)
+
+                return value, jax.tree.map(put, collected, collect(value))
+
+            return lax.fori_loop(first, stop, iterate, (value, collected))
+
+        return jax.jit(advance, donate_argnums=6)
+
+
+def _collector(postprocess, fields, removed):
+    """What to keep of a value that goes through the program, by field."""
+
+    def collect(value):
+        found = {name: nested_attrgetter(name)(value[0]) for name in fields}
+        sites = postprocess(found[fields[0]], *value[1:])
+        if removed:
+            sites = {name: site for name, site in sites.items() if name not in removed}
+        return found | {fields[0]: sites}
+
+    return collect
+
+
+def starts(mcmc: MCMC, rng_key, init_params) -> tuple:
+    """The states before the first iteration: one of all chains, or one for each chain that runs by itself.
+
+    :param rng_key: the key of the run, or one for each chain.
+    """
+    kernel, chains = mcmc.sampler, mcmc.num_chains
+    is_joint = chains == 1 or mcmc.chain_method == "vectorized"
+    stored = mcmc.post_warmup_state
+    if stored is not None:
+        check_chains(stored, mcmc)
+        if is_joint:
+            found = [stored._replace(rng_key=rng_key if chains == 1 else rng_key[0])]
+        else:
+            stored = stored._replace(rng_key=rng_key)
+            found = [jax.tree.map(lambda x, i=i: x[i], stored) for i in range(chains)]
+    elif is_joint:
+        found = [kernel.init(rng_key, mcmc.num_warmup, init_params, mcmc._args, mcmc._kwargs)]
+    else:
+        found = []
+        for i in range(chains):
+            own = jax.tree.map(lambda x, i=i: x[i], init_params)
+            found.append(kernel.init(rng_key[i], mcmc.num_warmup, own, mcmc._args, mcmc._kwargs))
+    return tuple(jax.tree.map(unweakened, found))
+
+
+def unweakened(x) -> jax.Array:
+    """An array whose type does not give way to others: the program need not be compiled for both."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else lax.convert_element_type(x, x.dtype)

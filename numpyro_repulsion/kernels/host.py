@@ -1,0 +1,107 @@
+"""Runs by kernels of this package, told from others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.gradients import fingerprint, ravel_cloud
+from numpyro_repulsion.interactions import Independent
+from numpyro_repulsion.kernels.base import ParticleKernel
+from numpyro_repulsion.schedules import BiasBudget
+
+__all__ = ["coupling_of", "has_other_data", "is_warmup", "kernel_of", "require_draws", "share_flagged"]
+
+
+#: Relative differences of potential energies up to which data are taken for the same.
+TOLERANCE = 1e-4
+
+
+def kernel_of(mcmc: Any, who: str, instead: str = "") -> ParticleKernel:
+    """The kernel of an ``MCMC``.
+
+    :param who: what was called with it, for the message.
+    :param instead: what to do with others, a sentence.
+    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
+    """
+    kernel = getattr(mcmc, "sampler", None)
+    if not isinstance(mcmc, MCMC) or not isinstance(kernel, ParticleKernel):
+        raise TypeError(
+            f"{who} takes a numpyro.infer.MCMC with a kernel of this package, such as SGLDR(model); got "
+            f"{type(mcmc).__name__}{f' with {type(kernel).__name__}' if kernel is not None else ''}.{instead}"
+        )
+    return kernel
+
+
+def require_draws(mcmc: MCMC) -> None:
+    """Refuses an ``MCMC`` that has no draws, by a ``ValueError``."""
+    if mcmc._states is None:
+        raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
+    # NumPyro leaves zeros after a warmup that collects nothing.
+    is_ours = isinstance(mcmc.sampler, ParticleKernel)
+    if is_ours and is_warmup(mcmc) and not np.any(mcmc.get_extra_fields()["step_size"]):
+        raise ValueError(
+            "This MCMC has only warmed up and kept no draws; call mcmc.run(key, ...), or mcmc.warmup(..., "
+            "collect_warmup=True) for those of warmup."
+        )
+
+
+def is_warmup(mcmc: MCMC) -> bool:
+    """Whether the draws that an ``MCMC`` with a kernel of this package holds are those of its warmup."""
+    warmup = mcmc.last_state.warmup
+    return bool(np.max(warmup.iteration) <= np.max(warmup.num_warmup))
+
+
+def has_other_data(mcmc: MCMC) -> bool:
+    """Whether a run has other data than its warmup, or another model: by U at a start of the warmup.
+
+    Of subsampled plates as many rows as in a minibatch are compared, spread evenly.
+    """
+    state = mcmc.last_state
+    if state.warmup.data_fingerprint is None:
+        return False
+    if np.ndim(state.num_updates):  # plain chains, run one by one
+        state = jax.tree.map(lambda x: x[0], state)
+    position, known = state.warmup.data_fingerprint
+    target = mcmc.sampler.bind(mcmc._args, mcmc._kwargs).target
+    is_single = np.ndim(state.potential_energy) == 0
+    _, unravel = ravel_cloud(jax.tree.map(lambda x: jnp.asarray(x)[None], state.z) if is_single else state.z)
+    found = float(jax.jit(lambda z: fingerprint(target, unravel, z))(position))
+    known = float(known)
+    # Another program may round differently, and more so where terms cancel.
+    return np.isfinite(known) and not abs(found - known) <= TOLERANCE * (1.0 + abs(known))
+
+
+def share_flagged(mcmc: MCMC) -> float:
+    """The share of updates that were held, or had their gradients cut, among those that `num_divergences` counts."""
+    kernel, state = mcmc.sampler, mcmc.last_state
+    # Those of particles that arrive in warmup are not counted.
+    waits = isinstance(kernel.step_size, BiasBudget) or (isinstance(kernel.scale, str) and kernel.scale != "auto")
+    counted = np.max(state.warmup.iteration) - waits * np.max(state.warmup.num_warmup)
+    return float(np.sum(state.num_divergences) / max(1, counted * kernel.num_steps * mcmc.num_chains))
+
+
+def coupling_of(mcmc: MCMC) -> tuple[str, int]:
+    """What makes the particles of a run depend on each other, and of how many independent parts they consist.
+
+    :return: ``"minibatches"`` (shared), ``"interaction"``, ``"noise"`` (balanced, or opposed in pairs), ``"moves"`` or
+        ``"none"``; the first of these that there is.
+    """
+    kernel, size = mcmc.sampler, mcmc.num_chains
+    # Plain chains run one by one leave a state each.
+    if np.ndim(mcmc.last_state.num_updates) or size == 1:
+        return "none", size
+    parts = 1 if kernel.interaction.balances_ensembles else kernel.num_ensembles
+    bound = kernel.bind(mcmc._args, mcmc._kwargs)
+    if bound.gradient.shared and bound.target.plates:
+        return "minibatches", parts
+    if kernel.interaction.interacts or kernel.dynamics.interacts:
+        return "interaction", parts
+    if type(kernel.interaction) is not Independent:
+        return "noise", parts
+    return ("none", size) if kernel.moves is None else ("moves", parts)

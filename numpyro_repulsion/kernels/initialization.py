@@ -1,0 +1,258 @@
+"""Where particles start: draws from an ``init_strategy`` or the user's own, until energy and gradient are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+import warnings
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro.util import not_jax_tracer
+
+from numpyro_repulsion.dynamics import select
+from numpyro_repulsion.gradients import Gradient, ModelTarget, Target, fingerprint, ravel_cloud
+from numpyro_repulsion.interactions import median_bandwidth
+from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.kernels.origin import Origin
+from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
+from numpyro_repulsion.kernels.state import ParticleState, per_particle
+from numpyro_repulsion.moves import BasinJumps
+from numpyro_repulsion.warmup import WarmupState
+
+__all__ = ["MAX_DRAWS", "Initializer"]
+
+MAX_DRAWS = 100
+
+
+@dataclass(frozen=True)
+class _Static:
+    """What the first state is compiled for.
+
+    - **target** - without arguments, so that it keeps no data; compared by its structure.
+    - **others** - the leaves of the model's arguments that are no arrays.
+    """
+
+    num_warmup: int
+    treedef: Any
+    is_array: tuple[bool, ...]
+    others: tuple
+    structure: Hashable
+    gradient: Gradient
+    target: Target = field(compare=False)
+
+
+class Initializer:
+    """Makes the first state of a kernel, by a program compiled once for all data of the same shapes.
+
+    It keeps compiled programs, for a model that needs the values of its arguments together with these, and which
+    posterior was last searched for NaN; all of it is made again on demand.
+    """
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+        self._program = jax.jit(self._start, static_argnums=0)
+        self._concrete_program = None
+        self._checked = None
+
+    def __call__(self, bound, rng_key, num_warmup, init_params, args, kwargs):
+        """The first state of particles, and the cloud and K's smallest eigenvalue there.
+
+        :param rng_key: a key for each particle.
+        :param init_params: where they are, or ``None`` to draw.
+        """
+        leaves, treedef = jax.tree.flatten((args, kwargs or {}))
+        is_array = tuple(
+            isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
+            for leaf in leaves
+        )
+        arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
+        others = tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes)
+        target = bound.target.with_arguments((), {})
+        static = _Static(num_warmup, treedef, is_array, others, target.structure, bound.gradient, target)
+        if _is_hashable(static):
+            try:
+                return self._program(static, arrays, rng_key, init_params)
+            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                pass  # The model needs the values of its arguments, not only their shapes.
+        known = self._concrete_program
+        if known is None or known[:2] != (num_warmup, bound):
+            self._concrete_program = known = (num_warmup, bound, jax.jit(partial(self._start, num_warmup, bound)))
+        return known[2](rng_key, init_params)
+
+    def _start(self, static, *given):
+        kernel = self._kernel
+        if isinstance(static, _Static):
+            found, others = iter(given[0]), iter(static.others)
+            leaves = [next(found) if yes else next(others) for yes in static.is_array]
+            args, kwargs = jax.tree.unflatten(static.treedef, leaves)
+            bound = BoundSampler(kernel, static.target.with_arguments(args, kwargs), static.gradient)
+            return self._state(bound, static.num_warmup, *given[1:])
+        return self._state(given[0], static, *given[1:])
+
+    def _state(self, bound, num_warmup, rng_key, init_params):
+        kernel, target = self._kernel, bound.target
+        size = rng_key.shape[0]
+        # Keys of a resumed run are copies of one key, so the particle's number goes in too.
+        keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
+        state_key, start_key = random.split(keys[0, 1])
+        gradient_key, memory_key = random.split(start_key)
+
+        def grouped(x):
+            return x.reshape(kernel.num_ensembles, -1, *x.shape[1:])
+
+        def evaluate(key, z):
+            flat, unravel = ravel_cloud(z)
+            energy, gradient = bound.gradient.energy_and_grad(key, target, unravel, grouped(flat))
+            return flat, energy.reshape(-1), gradient.reshape(flat.shape)
+
+        if init_params is None:
+            z, flat, energy, gradient = self._draw(gradient_key, keys[:, 0], target, evaluate)
+        else:
+            z = init_params
+            if isinstance(target, ModelTarget):
+                z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
+            flat, energy, gradient = evaluate(gradient_key, z)
+        plan = bound.plan(flat.shape[1] <= dense_limit(size, num_warmup))
+        change = first_preconditioner(kernel.scale, plan if num_warmup > 0 else None, flat, gradient)
+        u, whitened_energy, gradient = map(grouped, (change.whiten(flat), energy, change.whiten_gradient(gradient)))
+        if kernel.interaction.learns_bandwidth:
+            bandwidth = median_bandwidth(u)
+        else:
+            bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or 0.0, u.dtype)
+        cloud = kernel.dynamics.init(
+            memory_key, u, lambda _: (whitened_energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
+        )
+        jumps = None if kernel.moves is None else kernel.moves.start(cloud, num_warmup, plan.scale == "dense")
+        basins = BasinJumps.start(cloud.z, plan) if num_warmup > 0 else None
+        first = 1e-3 if kernel._schedule is None else kernel._schedule(0)
+        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins)
+        if num_warmup > 0:
+            # Where U is largest its terms hardly cancel, so that rounding is small beside it.
+            position = flat[jnp.argmax(jnp.abs(energy))]
+            warmup = warmup._replace(data_fingerprint=(position, fingerprint(target, ravel_cloud(z)[1], position)))
+        state = ParticleState(
+            z=z,
+            **per_particle(cloud, warmup, warmup.step_size),
+            diverging=jnp.zeros(size, bool),
+            warmup=warmup,
+            num_updates=jnp.zeros((), jnp.int32),
+            num_divergences=jnp.zeros((), jnp.int32),
+            rng_key=state_key,
+            origin=Origin.of(kernel, plan, bound.gradient, cloud, num_warmup),
+        )
+        return state, cloud, self._smallest_eigenvalue(u, bandwidth)
+
+    def _smallest_eigenvalue(self, u, bandwidth):
+        """That of K where it may be too small; NaN where K is not finite."""
+        interaction = self._kernel.interaction
+        if getattr(interaction, "positive_definite", True):
+            return jnp.ones(())
+        # One that uses a bandwidth that nobody learns is found out.
+        h = bandwidth if interaction.learns_bandwidth else jnp.nan
+        gram, repulsion = jax.vmap(lambda v: interaction.gram(v, h))(u)
+        finite = jnp.isfinite(gram).all() & jnp.isfinite(repulsion).all()
+        return jnp.where(finite, jnp.linalg.eigvalsh(gram).min(), jnp.nan)
+
+    def _draw(self, key, keys, target, evaluate):
+        """Starts by the ``init_strategy``, drawn again, each up to a hundred times, until they are finite."""
+
+        def attempt(carry):
+            count, key, keys, valid, old = carry
+            key, gradient_key = random.split(key)
+            keys, draw_keys = jnp.moveaxis(jax.vmap(random.split)(keys), 1, 0)
+            z = jax.vmap(lambda key: target.draw(key, self._kernel.init_strategy))(draw_keys)
+
+            new = select(valid, old, (z, *evaluate(gradient_key, z)))
+            valid = jnp.isfinite(new[2]) & jnp.isfinite(new[3]).all(-1)
+            return count + 1, key, keys, valid, new
+
+        size = keys.shape[0]
+        z = {name: jnp.zeros((size, *site.shape), site.dtype) for name, site in target.prototype.items()}
+        u, _ = ravel_cloud(z)
+        start = (0, key, keys, jnp.zeros(size, bool), (z, u, jnp.zeros(size, u.dtype), u))
+        carry = lax.while_loop(lambda carry: ~carry[3].all() & (carry[0] < MAX_DRAWS), attempt, start)
+        return carry[4]
+
+    def check_data(self, target):
+        """Refuses NaN that some minibatch would meet later; the starts meet those of full data."""
+        if isinstance(target, ModelTarget) and target.summed_out:
+            warnings.warn(
+                f"The deterministic sites {target.summed_out} depend on discrete sites, which are summed over, and are "
+                "left out of the draws; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
+                stacklevel=4,
+            )
+        if not target.plates or self._checked is target:
+            return
+        if (found := target.find_nan()) and not target.is_finite_on_all_rows():
+            raise ValueError(f"The data contain NaN: {'; '.join(found)}. Remove these rows, or mask them.")
+        self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
+
+    def check(self, target, cloud, eigenvalue, given):
+        """Refuses starts that are not finite or coincide, and a K that is not positive definite there."""
+        name, interaction = type(self._kernel).__name__, self._kernel.interaction
+        flat = np.asarray(cloud.z).reshape(-1, cloud.z.shape[-1])
+        finite = np.isfinite(np.asarray(cloud.potential_energy)).ravel()
+        finite &= np.isfinite(np.asarray(cloud.gradient).reshape(flat.shape)).all(1)
+        if not finite.all():
+            where = f"particles {np.flatnonzero(~finite).tolist()}"
+            cause = "; ".join(target.find_nan())
+            raise ValueError(
+                (f"The data contain NaN: {cause}. Remove or mask these rows. " if cause else "")
+                + f"The potential energy or its gradient is not finite at the start of {where}"
+                + (
+                    ": change their `init_params`."
+                    if given
+                    else f", after {MAX_DRAWS} draws from init_strategy; try init_to_uniform or init_params."
+                )
+            )
+        self._warn_of_flat_directions(target, flat, np.asarray(cloud.gradient).reshape(flat.shape))
+        groups = flat.reshape(self._kernel.num_ensembles, -1, flat.shape[1])
+        if interaction.interacts and any(len({row.tobytes() for row in group}) < len(group) for group in groups):
+            raise ValueError(
+                f"{name}: some particles start at the same point and would never repel each other. "
+                "Use an init_strategy that draws, such as init_to_sample or init_to_uniform, or distinct init_params."
+            )
+        self._kernel.dynamics.check(jax.tree.map(np.asarray, cloud))
+        if np.isnan(eigenvalue):
+            raise ValueError(
+                f"The Gram matrix of {interaction!r} or its Γ is not finite on the starting particles. `evaluate` must "
+                "be differentiable where x = y, and must not use `bandwidth` unless `learns_bandwidth` is true."
+            )
+        if eigenvalue <= 0:
+            raise ValueError(
+                f"The Gram matrix of {interaction!r} is not positive definite on the starting particles: its "
+                f"smallest eigenvalue is {float(eigenvalue):.2g}. Use a positive-definite kernel, such as RBF or "
+                "IMQ, or a larger nugget."
+            )
+
+    def _warn_of_flat_directions(self, target, positions, gradient):
+        """Warns where the energy does not change at all; a plateau cannot be told from a law without a bound."""
+        if np.ndim(self._kernel.scale) == 2 or target.plates:
+            return  # Coordinates are mixed; and of minibatches any may leave some out.
+        is_flat = (gradient == 0).all(0) & (positions.max(0) > positions.min(0))
+        if not is_flat.any():
+            return
+        where = f"{is_flat.sum()} of {len(is_flat)} coordinates"
+        if isinstance(target, ModelTarget):
+            ends = np.cumsum([int(np.prod(target.prototype[name].shape)) for name in sorted(target.prototype)])
+            parts = zip(sorted(target.prototype), np.split(is_flat, ends[:-1]), strict=True)
+            where += f", in the sites {[name for name, part in parts if part.any()]}"
+        warnings.warn(
+            f"The potential energy does not change with {where} at any starting particle. Where a posterior is flat "
+            "without end it is improper, and there is nothing to sample: give these a proper prior.",
+            stacklevel=4,
+        )
+
+
+def _is_hashable(value):
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

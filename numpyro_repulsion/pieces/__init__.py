@@ -1,6 +1,0 @@
-"""Long runs, cut in pieces: draws leave the device as they come, and what is saved survives a kill."""
-
-from numpyro_repulsion.pieces.directory import Draws, load_draws
-from numpyro_repulsion.pieces.run import run_in_pieces
-
-__all__ = ["Draws", "load_draws", "run_in_pieces"]

@@ -1,0 +1,180 @@
+"""How estimates settle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.checks import number
+from numpyro_repulsion.diagnostics import ensemble_mcse
+from numpyro_repulsion.plots.draws import read_draws
+from numpyro_repulsion.plots.style import COLOURS, check_axes, new_axes
+
+__all__ = ["plot_running_estimates"]
+
+#: Standard errors are taken at so many places, and interpolated; and none of fewer draws than these.
+PLACES = 60
+FEWEST = 10
+#: Draws of which a function is taken at once.
+BATCH = 1024
+#: Marks the lines of estimates among what is on the axes.
+MARK = "running estimate"
+
+
+def plot_running_estimates(
+    runs: Any,
+    estimand: str | int | Callable | None = None,
+    *,
+    truth: float | None = None,
+    times: Any = None,
+    prob: float = 0.9,
+    num_ensembles: int | None = None,
+    label: str | None = None,
+    color: Any = None,
+    ax: Any = None,
+    **kwargs: Any,
+) -> Any:
+    r"""The mean over all draws so far, of all particles, against iterations or time.
+
+    Of several runs, repeats of each other, the line is the median at each time and the band holds the share ``prob``
+    of them (between quantiles, interpolated). Of a single run the line is its estimate, and the band is as many
+    standard errors wide as would hold that share of a Gaussian: those of :func:`~numpyro_repulsion.ensemble_mcse` for
+    the draws so far. It starts where these are known, and knows nothing of the bias of steps or of starts.
+
+    Call it again with the same axes to compare kernels.
+
+    :param runs: a run: an array ``(particles, draws, ...)`` or a dictionary of such, an ``MCMC`` that has run, or
+        inference data (ArviZ). Or a list of runs with as many draws each.
+    :param estimand: what has its mean estimated: the label of a coordinate, ``"beta[0]"``; its number, where there is
+        one variable; or a function of one draw, an array or a dictionary of arrays, to a scalar, in ``jax.numpy``;
+        vectorized here. ``None`` where there is one coordinate.
+    :param truth: the true value, drawn as a black line.
+    :param times: seconds for the x-axis: a number, those of a whole run, taken to pass evenly; or ``(draws,)``,
+        increasing. ``None`` has iterations (draws times thinning).
+    :param prob: the share that the band holds, between 0 and 1.
+    :param num_ensembles: as for :func:`plot_particles`.
+    :param label: of the line, in the legend.
+    :param color: of the line and the band; ``None`` takes the palette's next.
+    :param ax: axes to draw on; ``None`` makes a figure.
+    :param kwargs: passed to ``Axes.plot`` for the line.
+    :return: the axes.
+    :raises ImportError: without matplotlib.
+    :raises ValueError: without draws, for runs of different lengths, an estimand that does not exist, is not chosen or
+        is no scalar, an optimizer, whose path has no mean, and settings out of range.
+    :raises TypeError: for arguments of another kind.
+
+    **References:**
+
+    1. *Stochastic Gradient MCMC with Repulsive Forces*, V. Gallego and D. Ríos Insua,
+       https://arxiv.org/abs/1812.00071, Figures 3 and 4
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> from numpyro_repulsion import plot_running_estimates
+        >>> repeats = random.normal(random.key(0), (5, 10, 200))  # five runs of ten particles
+        >>> ax = plot_running_estimates(list(repeats), lambda z: z**2, truth=1.0)
+        >>> ax.get_xlabel()
+        'iteration'
+    """
+    check_axes(ax)
+    prob = number("`prob`", prob, "a number between 0 and 1", lambda x: 0.0 < x < 1.0)
+    if truth is not None and not (np.asarray(truth).dtype.kind in "iuf" and np.ndim(truth) == 0 and np.isfinite(truth)):
+        raise ValueError(f"`truth` must be a finite number; got {truth!r}.")
+    found = [_series(run, estimand, num_ensembles) for run in (runs if isinstance(runs, list | tuple) else [runs])]
+    if not found:
+        raise ValueError("There are no runs; expected one or more.")
+    draws, _, name = found[0]
+    if len({(one.num_draws, one.thinning) for one, *_ in found}) > 1:
+        lengths = [one.num_draws * one.thinning for one, *_ in found]
+        raise ValueError(f"Repeats must be of as many iterations and draws each; got {lengths} iterations.")
+    x = _times(times, draws)
+    running = np.stack([np.cumsum(f.mean(0)) / np.arange(1, len(x) + 1) for _, f, _ in found])
+    if len(found) > 1:
+        middle = np.median(running, 0)
+        low, high = np.quantile(running, [(1.0 - prob) / 2.0, (1.0 + prob) / 2.0], 0)
+    else:
+        middle = running[0]
+        half = NormalDist().inv_cdf((1.0 + prob) / 2.0) * _errors(found[0][1], draws.num_independent)
+        low, high = middle - half, middle + half
+    ax = new_axes((6.0, 3.6)) if ax is None else ax
+    if color is None:
+        color = COLOURS[sum(line.get_gid() == MARK for line in ax.lines) % len(COLOURS)]
+    ax.plot(x, middle, **{"color": color, "label": label, "gid": MARK, "linewidth": 1.5, "zorder": 3} | kwargs)
+    ax.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
+    if truth is not None:
+        ax.axhline(truth, color="black", linewidth=1.0, label="truth", zorder=2.5)
+    ax.set(xlabel="iteration" if times is None else "seconds", ylabel=name)
+    ax.set_xlim(0, max(x[-1], ax.dataLim.x1))
+    if label is not None or truth is not None:
+        # By name, so that what several calls drew is there once, and the truth last.
+        handles, names = ax.get_legend_handles_labels()
+        entries = dict(sorted(zip(names, handles, strict=True), key=lambda entry: entry[0] == "truth"))
+        ax.legend(entries.values(), entries.keys(), frameon=False)
+    return ax
+
+
+def _series(run, estimand, num_ensembles):
+    """The draws, f of each ``(particles, draws)``, and what it is called."""
+    draws = read_draws(run, num_ensembles)
+    if not draws.is_sampler:
+        raise ValueError("The path of an optimizer, such as SVGD, is no sample: its average estimates nothing.")
+    if callable(estimand):
+        name = getattr(estimand, "__name__", "<lambda>")
+        return draws, _apply(estimand, draws), "running mean" if name == "<lambda>" else f"running mean of {name}"
+    if estimand is None:
+        if draws.num_coordinates != 1:
+            raise ValueError(
+                f"The draws have {draws.num_coordinates} coordinates: name one by `estimand`, or give a function of a "
+                "draw."
+            )
+        estimand = draws.labels()[0]
+    values, label = draws.pick(estimand)
+    return draws, values.astype(float), f"running mean of {label}"
+
+
+def _apply(function, draws):
+    shape = (draws.num_particles, draws.num_draws)
+    flat = {name: jnp.asarray(value).reshape(-1, *value.shape[2:]) for name, value in draws.values.items()}
+    each = flat["z"] if draws.is_array else flat
+    found = jax.eval_shape(function, jax.tree.map(lambda x: x[0], each))
+    if getattr(found, "shape", None) != ():
+        raise ValueError(f"`estimand` must give a scalar for one draw; got {found}.")
+    values = jax.jit(lambda each: lax.map(function, each, batch_size=BATCH))(each)
+    return np.asarray(values, float).reshape(shape)
+
+
+def _errors(f, num_ensembles):
+    """The standard error of the mean so far, at each draw; NaN at the first."""
+    number = f.shape[1]
+    if number < FEWEST:
+        return np.full(number, np.nan)
+    places = np.unique(np.linspace(FEWEST, number, PLACES).astype(int))
+    errors = [float(ensemble_mcse(f[:, :place], num_ensembles)) for place in places]
+    return np.interp(np.arange(1, number + 1), places, errors, left=np.nan)
+
+
+def _times(times, draws):
+    count = np.arange(1, draws.num_draws + 1)
+    if times is None:
+        return count * draws.thinning
+    try:
+        x = np.asarray(times, float)
+    except (TypeError, ValueError):
+        x = np.empty(0)
+    if x.ndim == 0:
+        x = x * count / draws.num_draws
+    if x.shape != count.shape or not np.isfinite(x).all() or (np.diff(x) <= 0).any() or x[-1] <= 0:
+        raise ValueError(
+            f"`times` must be the seconds of the whole run, above 0, or ({draws.num_draws},) increasing times of its "
+            f"draws; got {times!r}."
+        )
+    return x

@@ -1,0 +1,193 @@
+"""Curvature and gradient noise on the cloud: what bounds the step size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+
+from numpyro_repulsion.dynamics import CurvatureStats, Dynamics
+from numpyro_repulsion.interactions import Coupling, Interaction
+
+__all__ = [
+    "UNKNOWN",
+    "CorrectableEnergyAndGrad",
+    "Measurements",
+    "estimate_curvature",
+    "measure_steepness",
+    "summarize_curvature",
+]
+
+#: Stands for a number of a state that is not known and would be 0 or above: `jax_debug_nans` stops at NaN.
+UNKNOWN = -1.0
+POWER_ITERATIONS = 8
+#: The step is to suit nine particles in ten; the stability of the others is looked after separately.
+QUANTILE = 0.9
+
+#: ``(key, u, corrected) -> (U, ∇U)`` on clouds; `corrected` says whether control variates correct it.
+CorrectableEnergyAndGrad = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class Measurements(NamedTuple):
+    """What was measured on successive clouds since the scales last changed: the first ``number`` rows.
+
+    - **number** - how many clouds.
+    - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``.
+    - **noise** - the largest variance of the gradient in any direction, without control variates and with,
+      ``(rows, 2)``.
+    - **steepness** - how fast Γ changes, ``(rows,)``.
+
+    Numbers that are not known, or not finite, are negative.
+    """
+
+    number: jax.Array
+    curvature: jax.Array
+    noise: jax.Array
+    steepness: jax.Array
+
+    @staticmethod
+    def empty(rows: int, particles: int, dtype) -> Measurements:
+        """None yet."""
+        rows_of = (jnp.full((rows, *shape), UNKNOWN, dtype) for shape in ((particles,), (2,), ()))
+        return Measurements(jnp.zeros((), jnp.int32), *rows_of)
+
+    def add(self, curvature: jax.Array, noise: jax.Array, steepness: jax.Array) -> Measurements:
+        """With one more cloud."""
+        row = jnp.minimum(self.number, len(self.curvature) - 1)
+        found = zip(self[1:], (curvature, noise, steepness), strict=True)
+        return Measurements(row + 1, *(known.at[row].set(new) for known, new in found))
+
+    @property
+    def typical_curvature(self) -> jax.Array:
+        """The curvature that is exceeded at one particle in ten; 0 if none was found."""
+        return jnp.nan_to_num(jnp.nanquantile(_known(self.curvature), QUANTILE))
+
+    @property
+    def largest_curvature(self) -> jax.Array:
+        """The largest curvature; 0 if none was found."""
+        return jnp.nan_to_num(jnp.nanmax(_known(self.curvature)))
+
+    @property
+    def mean_noise(self) -> jax.Array:
+        """The gradient noise without control variates and with them, ``(2,)``."""
+        return jnp.nan_to_num(jnp.nanmean(_known(self.noise), 0))
+
+    @property
+    def typical_steepness(self) -> jax.Array:
+        """The steepness, in the root mean square; 0 if none was found."""
+        return jnp.nan_to_num(jnp.sqrt(jnp.nanmean(_known(self.steepness) ** 2)))
+
+
+def estimate_curvature(
+    key: jax.Array,
+    u: jax.Array,
+    width: jax.Array | float,
+    energy_and_grad: CorrectableEnergyAndGrad,
+    corrected: jax.Array,
+    compare: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Curvature by power iteration on gradient differences, and the gradient noise of their midpoints.
+
+    The two sides of a difference see the same minibatch, and each iteration another one: midpoints differ between
+    iterations by the minibatch, and where U is no parabola a little by the direction.
+
+    :param u: particles, ``(G, L, d)``.
+    :param width: half the distance over which gradients are compared, ``(G, L)`` or a scalar.
+    :param corrected: whether control variates are in use.
+    :param compare: whether to measure the noise both without and with control variates.
+    :return: the largest absolute curvature at each particle, ``(G L,)``, negative where it is not finite; and the
+        largest variance of the gradient in any direction, pooled over the particles, without control variates and with
+        them, ``(2,)``.
+    """
+    distance = jnp.broadcast_to(width, u.shape[:-1])[..., None].astype(u.dtype)
+
+    def iterate(direction, key):
+        offset = distance * direction
+        points = [u + offset, u - offset] + [u] * compare
+        flags = jnp.stack([corrected, corrected] + [~corrected] * compare)
+        # One program for all, for a part of the time to compile.
+        gradients = lax.map(lambda point: energy_and_grad(key, *point)[1], (jnp.stack(points), flags))
+        product = (gradients[0] - gradients[1]) / (2.0 * distance)
+        size = jnp.linalg.norm(product, axis=-1, keepdims=True)
+        usable = jnp.isfinite(size) & (size > 0)
+        middle = (gradients[0] + gradients[1]) / 2.0
+        seen = jnp.stack([middle, gradients[2]] if compare else [middle])
+        return jnp.where(usable, product / jnp.where(usable, size, 1.0), direction), (size[..., 0], seen)
+
+    direction_key, noise_key, key = random.split(key, 3)
+    direction = random.normal(direction_key, u.shape, u.dtype)
+    direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
+    _, (sizes, seen) = lax.scan(iterate, direction, random.split(key, POWER_ITERATIONS))
+    curvature = jnp.where(jnp.isfinite(sizes[-1]), sizes[-1], UNKNOWN).ravel()
+    seen = jnp.moveaxis(seen, 1, 0)
+    used, other = _largest_variance(noise_key, seen[0]), _largest_variance(noise_key, seen[-1])
+    return curvature, jnp.where(corrected, jnp.stack([other, used]), jnp.stack([used, other]))
+
+
+def summarize_curvature(
+    measurements: Measurements,
+    noise: jax.Array,
+    spread: jax.Array | float,
+    coupling: Coupling,
+    dynamics: Dynamics,
+    shared: bool,
+) -> CurvatureStats:
+    """What was measured, as what a step size is up against.
+
+    :param noise: the largest variance of the gradient in use, in any direction.
+    :param spread: the largest variance of the positions in any direction, in units of the temperature.
+    :param shared: whether the particles of a group share their minibatch.
+    """
+    temperature = dynamics.temperature or 1.0
+    # What is common to all is amplified Λ times, where each one's own is K_ii times.
+    noise = noise * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0)
+    # The mean curvature in a direction is at least one over its variance, however little of it was met.
+    curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
+    largest = jnp.maximum(measurements.largest_curvature, curvature)
+    return CurvatureStats(curvature, largest, noise / temperature, temperature * measurements.typical_steepness)
+
+
+def measure_steepness(
+    key: jax.Array, interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float
+) -> jax.Array:
+    """How fast Γ changes along a random direction of all particles at once, in the root mean square.
+
+    :param u: particles, ``(G, L, d)``.
+    """
+    if not interaction.interacts:
+        return jnp.zeros((), u.dtype)
+    direction = random.normal(key, u.shape, u.dtype)
+    change = jax.jvp(lambda u: interaction.couple(u, bandwidth).repulsion + jnp.zeros_like(u), (u,), (direction,))[1]
+    return jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(change), change, 0.0) ** 2))
+
+
+def _known(x):
+    """NaN in place of what is not known, within a computation."""
+    return jnp.where(x < 0, jnp.nan, x)
+
+
+def _largest_variance(key, gradients):
+    """The largest variance in any direction, of gradients ``(times, G, L, d)`` about each particle's mean.
+
+    The direction is found on one half of the particles' times and the variance taken on the other, and the reverse:
+    the largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large.
+    """
+    times = gradients.shape[0] // 2
+    # Each half about means of its own: a common one would make them opposite.
+    halves = gradients.reshape(2, times, -1, gradients.shape[-1])
+    deviations = halves - halves.mean(1, keepdims=True)
+    deviations = jnp.where(jnp.isfinite(deviations).all(-1, keepdims=True), deviations, 0.0)
+    halves = deviations.reshape(2, -1, gradients.shape[-1])
+    rows = halves.shape[1] * (times - 1) / times
+
+    def iterate(directions, _):
+        product = jnp.einsum("hnd,hn->hd", halves, jnp.einsum("hnd,hd->hn", halves, directions))
+        size = jnp.linalg.norm(product, axis=-1, keepdims=True)
+        return jnp.where(size > 0, product / jnp.where(size > 0, size, 1.0), directions), None
+
+    start = random.normal(key, (2, gradients.shape[-1]), gradients.dtype)
+    directions, _ = lax.scan(iterate, start / jnp.linalg.norm(start, axis=-1, keepdims=True), length=POWER_ITERATIONS)
+    return jnp.mean(jnp.sum(jnp.einsum("hnd,hd->hn", halves, directions[::-1]) ** 2, -1)) / rows

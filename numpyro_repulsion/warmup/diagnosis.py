@@ -1,0 +1,209 @@
+"""What warmup thinks of the run to come."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.dynamics import Dynamics
+from numpyro_repulsion.findings import Finding
+from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.warmup.state import WarmupState
+
+__all__ = ["WarmupDiagnosis", "diagnose_warmup"]
+
+#: Effective draws below which a posterior's standard deviations are not known to a tenth.
+MIN_EFFECTIVE_DRAWS = 200.0
+#: The typical curvature times the largest variance is 1 for a Gaussian in whitened coordinates, and at most 10 for the
+#: posteriors of `benchmarks/studies/zero_tuning.py` that come out right; 66 or more for the centred eight schools.
+MAX_CONDITION = 40.0
+#: The curvature of the stiffest particle over the typical one, which is at most 13 where things come out right.
+MAX_CURVATURE_RATIO = 25.0
+#: By how much squared gradients depend on a coordinate: 0.8 to 1.9 was found for funnels of 10 to 500 dimensions, at
+#: most 0.3 elsewhere.
+MAX_DEPENDENCE = 0.5
+#: Below this acceptance jumps between basins do not tell their weights.
+MIN_ACCEPTANCE = 0.02
+#: Gradient noise in units of curvature beyond which it, and not the posterior, sets the step.
+MAX_NOISE_RATIO = 5.0
+REPARAMETERIZE = "Reparameterize, for example with numpyro.infer.reparam.LocScaleReparam."
+
+
+class WarmupDiagnosis(NamedTuple):
+    """What the end of warmup says about the run; scalars, NaN where there is nothing to say.
+
+    - **effective_draws** - how many independent draws as many iterations as there were of warmup are worth, for the
+      slowest direction; unknown where particles are in several basins.
+    - **bias** - the relative inflation of variances to be expected, where it is more than tolerated.
+    - **condition** - the typical curvature times the largest variance, after whitening.
+    - **curvature_ratio** - the curvature at the stiffest particle over the typical one.
+    - **dependence** - by how much squared gradients depend on a coordinate, as in a funnel.
+    - **has_heavy_tails** - whether a coordinate has them.
+    - **has_basins** - whether particles are in several basins, between which they hardly move.
+    - **is_diagonal** - whether scales are without correlations.
+    - **noise_ratio** - variance of the gradient noise over the typical curvature.
+    - **fell_back** - whether control variates were given up.
+    - **stays** - whether jumps were given up.
+    """
+
+    effective_draws: jax.Array
+    bias: jax.Array
+    condition: jax.Array
+    curvature_ratio: jax.Array
+    dependence: jax.Array
+    has_heavy_tails: jax.Array
+    has_basins: jax.Array
+    is_diagonal: jax.Array
+    noise_ratio: jax.Array
+    fell_back: jax.Array
+    stays: jax.Array
+
+    def findings(self) -> list[Finding]:
+        """What is wrong, each with its remedy."""
+        found = []
+
+        def add(name, severity, figure, message, remedy):
+            figure = None if figure is None or not np.isfinite(figure) else float(figure)
+            found.append(Finding(name, severity, figure, message, remedy))
+
+        if self.has_basins:
+            add(
+                "several_basins",
+                "error",
+                None,
+                "The particles are in several modes, or label permutations, and do not move between them, so their "
+                "weights are unknown.",
+                "Set moves=Archive() with gradient=FullData(), or order the labels.",
+            )
+        # A step that was raised until the run is worth just so many is no problem.
+        if self.effective_draws < 0.99 * MIN_EFFECTIVE_DRAWS:
+            correlated = self.is_diagonal and not self.dependence > MAX_DEPENDENCE
+            add(
+                "slow_directions",
+                "warning",
+                self.effective_draws,
+                f"{'Correlated parameters move' if correlated else 'The slowest direction moves'} so slowly that as "
+                "many draws as warmup iterations are worth about "
+                f"{float(self.effective_draws):.0f} independent draws.",
+                'Set preconditioner="dense".'
+                if correlated
+                else "Raise `num_steps`, `num_warmup` and `num_samples`, or reparameterize.",
+            )
+        if self.bias > 0:
+            add(
+                "step_bias",
+                "warning",
+                np.sqrt(1.0 + self.bias) - 1.0,
+                "The step exceeds the bias tolerance because the run is short, and may make posterior sds about "
+                f"{100 * float(np.sqrt(1.0 + self.bias) - 1.0):.0f} % too large.",
+                "Raise `num_steps`, `num_warmup` and `num_samples`, which allows a shorter step.",
+            )
+        if self.dependence > MAX_DEPENDENCE:
+            add(
+                "funnel",
+                "error",
+                self.dependence,
+                "Curvature varies strongly along one coordinate, as in a funnel, so the run may miss the narrow part "
+                "of the posterior.",
+                REPARAMETERIZE,
+            )
+        elif self.has_heavy_tails:
+            add(
+                "heavy_tails",
+                "warning",
+                None,
+                "The posterior has heavy tails, in which particles move too slowly.",
+                "Choose a prior with lighter tails, or transform the parameters with "
+                "numpyro.infer.reparam.TransformReparam.",
+            )
+        elif self.condition > MAX_CONDITION or self.curvature_ratio > MAX_CURVATURE_RATIO:
+            add(
+                "varying_curvature",
+                "warning",
+                np.fmax(self.condition / MAX_CONDITION, self.curvature_ratio / MAX_CURVATURE_RATIO),
+                "Curvature varies strongly over the posterior, so no step size suits all of it and the run may miss "
+                "narrow parts.",
+                REPARAMETERIZE,
+            )
+        if self.noise_ratio > MAX_NOISE_RATIO:
+            add(
+                "gradient_noise",
+                "warning",
+                self.noise_ratio,
+                f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, forces a short step.",
+                "Raise `subsample_size`, or estimate a random likelihood (numpyro.prng_key) more precisely.",
+            )
+        if self.fell_back:
+            add(
+                "control_variates_off",
+                "warning",
+                None,
+                "Control variates add noise here, as with several modes or references far away, so warmup switched "
+                "them off.",
+                "Set gradient=Subsampled() to leave them out from the start.",
+            )
+        if self.stays:
+            add(
+                "jumps_off",
+                "warning",
+                None,
+                "Jumps are hardly ever accepted, so warmup switched them off and particles stay in their modes.",
+                "Lengthen warmup or add particles, for a better archive.",
+            )
+        return found
+
+
+def diagnose_warmup(warmup: WarmupState, rule: BiasBudget | None, dynamics: Dynamics) -> WarmupDiagnosis:
+    """The verdict at the end of warmup.
+
+    :param rule: how the step size was measured; of a given step only the control variates and jumps are judged.
+    :param dynamics: how the particles move.
+    """
+    curvature = warmup.measurements.typical_curvature
+    unknown, no = jnp.full_like(curvature, jnp.nan), jnp.asarray(False)
+    found = WarmupDiagnosis(
+        effective_draws=unknown,
+        bias=unknown,
+        condition=unknown,
+        curvature_ratio=unknown,
+        dependence=unknown,
+        has_heavy_tails=no,
+        has_basins=no,
+        is_diagonal=no,
+        noise_ratio=unknown,
+        fell_back=no if warmup.reference is None else ~warmup.reference.in_use,
+        stays=no if warmup.jumps is None else warmup.jumps.kind == 0,
+    )
+    symptoms = warmup.symptoms
+    if rule is None or symptoms is None:
+        return found
+    widest = symptoms.widest
+    is_sampler, is_dense = dynamics.is_sampler, warmup.moments.position_scatter.ndim == 2
+    # Where particles jump, the spread over all modes is no matter of updates.
+    stays = warmup.jumps is None
+    travels = is_sampler and stays
+    spread = warmup.spread(dynamics)
+    # Diagonal scales leave directions that vary more than any coordinate.
+    share = spread / jnp.maximum(widest.variance / (dynamics.temperature or 1.0), spread)
+    # What looks like several basins and like a funnel, or heavy tails, gets the latter's name: gaps between particles
+    # arise there too, and other signs of these are fewer.
+    dependence = symptoms.dependence if is_sampler else unknown
+    has_heavy_tails = symptoms.has_heavy_tails & travels
+    has_basins = warmup.has_basins & travels & ~(dependence > MAX_DEPENDENCE) & ~has_heavy_tails
+    is_known = travels & ~has_basins & (warmup.effective_draws >= 0)
+    jumps_well = jnp.zeros((), bool) if warmup.basins is None else warmup.basins.acceptance > MIN_ACCEPTANCE
+    return found._replace(
+        effective_draws=jnp.where(is_known, share * warmup.effective_draws, jnp.nan),
+        bias=jnp.where(is_sampler & (warmup.bias > 1.01 * rule.tolerance), warmup.bias, jnp.nan),
+        # Between basins all of this varies, without harm.
+        condition=jnp.where(has_basins, jnp.nan, curvature * spread) if stays and is_dense else unknown,
+        curvature_ratio=jnp.where(has_basins, jnp.nan, warmup.measurements.largest_curvature / curvature),
+        dependence=dependence,
+        has_heavy_tails=has_heavy_tails,
+        has_basins=has_basins & ~jumps_well,
+        is_diagonal=jnp.asarray(not warmup.preconditioner.is_dense),
+        noise_ratio=warmup.noise / curvature,
+    )

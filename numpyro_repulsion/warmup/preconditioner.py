@@ -1,0 +1,218 @@
+"""A linear change of variables in which the posterior has about unit scale, and how it is learned."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+
+__all__ = ["Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
+
+#: Bounds on the first scales, which a few gradients far from the posterior may put anywhere.
+FIRST_SCALES = (1e-4, 1e2)
+
+
+class Preconditioner(NamedTuple):
+    """The change of variables ``z = c + S u``, with S diagonal, ``(d,)``, or lower triangular, ``(d, d)``.
+
+    The dynamics runs in u, where K is also evaluated, so that in z its diffusion is ``K ⊗ S Sᵀ``. As S is constant,
+    Γ lacks nothing. ``None`` for S is the identity, and for c the origin; c moves nothing, but keeps u of order one,
+    as single precision needs.
+    """
+
+    scale: jax.Array | None = None
+    centre: jax.Array | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether S is a matrix."""
+        return self.scale is not None and self.scale.ndim == 2
+
+    def whiten(self, z: jax.Array) -> jax.Array:
+        """u for positions z, ``(..., d)``."""
+        if self.centre is not None:
+            z = z - self.centre
+        if self.scale is None:
+            return z
+        return self._unscale(self.scale, z)
+
+    def to_positions(self, u: jax.Array) -> jax.Array:
+        """z for positions u, ``(..., d)``."""
+        if self.scale is not None:
+            u = u * self.scale if self.scale.ndim == 1 else _product(u, self.scale.T)
+        return u if self.centre is None else self.centre + u
+
+    def whiten_gradient(self, gradient: jax.Array) -> jax.Array:
+        """The gradient with respect to u, ``Sᵀ ∇_z U``, for gradients ``(..., d)`` with respect to z."""
+        if self.scale is None:
+            return gradient
+        return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale)
+
+    def unwhiten_gradient(self, gradient: jax.Array) -> jax.Array:
+        """The gradient with respect to z, for gradients ``(..., d)`` with respect to u: the inverse of `pull`."""
+        if self.scale is None:
+            return gradient
+        if self.scale.ndim == 1:
+            return gradient / self.scale
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        return solve_triangular(self.scale, flat.T, lower=True, trans=1).T.reshape(gradient.shape)
+
+    def by_coordinate(self, u: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Positions and gradients, ``(..., d)``, along the coordinates of z, each in units of its scale.
+
+        :param u: whitened positions.
+        :param gradient: gradients with respect to them.
+        """
+        if self.scale is None or not self.is_dense:
+            return u, gradient
+        unit = jnp.linalg.norm(self.scale, axis=1)
+        return _product(u, self.scale.T) / unit, self.unwhiten_gradient(gradient) * unit
+
+    def compose(self, change: Preconditioner) -> Preconditioner:
+        """The change of variables that makes u by another one first, ``u = c' + S' u'``; both must have scales."""
+        if self.scale is None or change.scale is None or change.centre is None:
+            raise ValueError("Only changes of variables with scales, the second with a centre, follow each other.")
+        scale = self.scale * change.scale if self.scale.ndim == 1 else self.scale @ change.scale
+        return Preconditioner(scale, self.to_positions(change.centre))
+
+    @staticmethod
+    def _unscale(scale, x):
+        if scale.ndim == 1:
+            return x / scale
+        return solve_triangular(scale, x.reshape(-1, x.shape[-1]).T, lower=True).T.reshape(x.shape)
+
+
+def _product(x, matrix):
+    # Accelerators may round factors to ten bits or so unless told otherwise: `whiten` would not undo `colour`.
+    return jnp.matmul(x, matrix, precision="highest")
+
+
+def first_scale(z: jax.Array, gradient: jax.Array, dense: bool) -> Preconditioner:
+    """Diagonal scales from where particles start: spread and gradient of a Gaussian have the ratio of its variance.
+
+    :param z: ``(L, d)``.
+    :param gradient: ∇U there; what is not finite is left out. A single particle has no spread, and its gradient alone
+        must do.
+    :param dense: whether to write them as a matrix.
+    """
+    centre = jnp.nanmedian(z, 0)
+    spread = jnp.nanmedian(jnp.abs(z - centre), 0)
+    slope = jnp.nanmedian(jnp.where(jnp.isfinite(gradient), jnp.abs(gradient), jnp.nan), 0)
+    scale = jnp.where(spread > 0, jnp.sqrt(spread / slope), 1.0 / slope)
+    scale = jnp.where(jnp.isfinite(scale), scale, 1.0)
+    scale = jnp.clip(scale, *FIRST_SCALES).astype(z.dtype)
+    return Preconditioner(jnp.diag(scale) if dense else scale, centre)
+
+
+def inverse_root(covariance: jax.Array) -> jax.Array:
+    """S with ``S Sᵀ`` the inverse of a covariance: lower triangular, ``(d, d)``, or ``(d,)``; 1 where there is none."""
+    if covariance.ndim == 1:
+        scale = covariance**-0.5
+        # A gradient too long for its square to be finite makes it 0.
+        return jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0)
+    identity = jnp.eye(len(covariance), dtype=covariance.dtype)
+    # S is lower triangular and its inverse is the transpose of an upper triangle, a root taken from the other end.
+    root = jnp.linalg.cholesky(covariance[::-1, ::-1])[::-1, ::-1]
+    scale = solve_triangular(root.T, identity, lower=True)
+    return jnp.where(jnp.isfinite(scale).all(), scale, identity)
+
+
+def shrink(covariance: jax.Array, number: jax.Array) -> jax.Array:
+    """A covariance ``(d, d)`` from so many particles of successive clouds, less the correlations that chance makes."""
+    # Successive clouds are alike: count one in ten of them. Few draws cannot tell a correlation from chance.
+    draws = number / 10.0
+    return jnp.where(jnp.eye(len(covariance), dtype=bool), 1.0, draws / (draws + 5.0)) * covariance
+
+
+class Moments(NamedTuple):
+    """Means and second moments about them of positions and gradients, over particles and iterations.
+
+    - **number** - how many pairs.
+    - **position**, **gradient** - means, ``(d,)``.
+    - **position_scatter**, **gradient_scatter** - sums of products about the means, ``(d, d)``, or of squares,
+      ``(d,)``.
+    """
+
+    number: jax.Array
+    position: jax.Array
+    gradient: jax.Array
+    position_scatter: jax.Array
+    gradient_scatter: jax.Array
+
+    @staticmethod
+    def empty(size: int, dtype, dense: bool) -> Moments:
+        """Of nothing yet."""
+        mean, scatter = jnp.zeros(size, dtype), jnp.zeros((size, size) if dense else size, dtype)
+        return Moments(jnp.zeros((), dtype), mean, mean, scatter, scatter)
+
+    def add(self, u: jax.Array, gradient: jax.Array) -> Moments:
+        """With the particles ``(L, d)`` of one more iteration."""
+        added = jnp.asarray(len(u), u.dtype)
+        count = self.number + added
+
+        def merge(mean, scatter, x):
+            # Two batches at a time, about their own means: raw sums of squares would cancel.
+            centre = x.mean(0)
+            offset, x = centre - mean, x - centre
+            weight = self.number * added / count
+            if scatter.ndim == 1:
+                return mean + offset * added / count, scatter + jnp.sum(x**2, 0) + weight * offset**2
+            return mean + offset * added / count, scatter + x.T @ x + weight * jnp.outer(offset, offset)
+
+        position, position_scatter = merge(self.position, self.position_scatter, u)
+        slope, gradient_scatter = merge(self.gradient, self.gradient_scatter, gradient)
+        return Moments(count, position, slope, position_scatter, gradient_scatter)
+
+    def to_preconditioner(self, dense: jax.Array | bool) -> Preconditioner:
+        """The change of variables after which positions and gradients have the same covariance.
+
+        For a Gaussian and exact gradients that is whitening: the covariance of the gradients is the inverse of that
+        of the positions, and their geometric mean is not biased by a cloud that is too wide or too narrow.
+
+        :param dense: whether correlations are to be used, where they were recorded.
+        """
+        count = jnp.maximum(self.number, 1.0)
+        position, gradient = self.position_scatter / count, self.gradient_scatter / count
+        variances = (position, gradient) if position.ndim == 1 else (jnp.diag(position), jnp.diag(gradient))
+        unit = (variances[0] / variances[1]) ** 0.25
+        unit = jnp.where(jnp.isfinite(unit) & (unit > 0), unit, 1.0)
+        if position.ndim == 1:
+            return Preconditioner(unit, self.position)
+        number = jnp.where(dense, count, 0.0)
+        position = shrink(position / jnp.outer(unit, unit), number)
+        gradient = shrink(gradient * jnp.outer(unit, unit), number)
+        # Σ with Σ C_g Σ = C_u, from C_g = R Rᵀ.
+        root = jnp.linalg.cholesky(gradient)
+        values, vectors = jnp.linalg.eigh(root.T @ position @ root)
+        half = (vectors * jnp.sqrt(jnp.maximum(values, 0.0))) @ vectors.T
+        left = solve_triangular(root, half, lower=True, trans=1)
+        covariance = solve_triangular(root, left.T, lower=True, trans=1)
+        scale = unit[:, None] * jnp.linalg.cholesky((covariance + covariance.T) / 2)
+        return Preconditioner(jnp.where(jnp.isfinite(scale).all(), scale, jnp.diag(unit)), self.position)
+
+    def compose(self, change: Preconditioner) -> Moments:
+        """The moments of the same clouds in the coordinates of a change of variables, which must have a scale."""
+        scale = change.scale
+        if scale is None:
+            raise ValueError("Moments follow changes of variables with scales.")
+        if scale.ndim == 1:
+            position, gradient = self.position_scatter / scale**2, self.gradient_scatter * scale**2
+        else:
+            half = solve_triangular(scale, self.position_scatter, lower=True)
+            position = solve_triangular(scale, half.T, lower=True)
+            gradient = scale.T @ self.gradient_scatter @ scale
+        return Moments(
+            self.number, change.whiten(self.position), change.whiten_gradient(self.gradient), position, gradient
+        )
+
+    def variances(self) -> jax.Array:
+        """The variance of each position, ``(d,)``."""
+        scatter = self.position_scatter
+        return (scatter if scatter.ndim == 1 else jnp.diagonal(scatter)) / jnp.maximum(self.number, 1.0)
+
+    def spread(self) -> jax.Array:
+        """The largest variance of the positions in any direction."""
+        covariance = self.position_scatter / jnp.maximum(self.number, 1.0)
+        return covariance.max() if covariance.ndim == 1 else jnp.linalg.eigvalsh(covariance)[-1]

@@ -1,0 +1,35 @@
+"""The reference points of control variates: where the particles are when a window ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.warmup.windows import Stage
+
+if TYPE_CHECKING:
+    from numpyro_repulsion.warmup.learning import Sampler
+    from numpyro_repulsion.warmup.state import WarmupState
+
+__all__ = ["update_reference"]
+
+
+def update_reference(
+    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+) -> tuple[WarmupState, Cloud]:
+    """A reference common to all at the mean of the window; one for each particle where it is."""
+    known = warmup.reference
+    if known is None:
+        return warmup, cloud
+    if sampler.plan.epoch is None:
+        moves, position = stage.references_move, warmup.preconditioner.to_positions(warmup.moments.position)
+    else:
+        moves = stage.references_move & stage.is_arriving
+        position = warmup.preconditioner.to_positions(cloud.z)
+    moved = known._replace(position=jnp.where(moves, position, known.position), in_use=known.in_use | moves)
+    reference = lax.cond(moves | known.is_stale, lambda: sampler.evaluate_reference(key, moved, cloud), lambda: moved)
+    return warmup._replace(reference=reference), cloud

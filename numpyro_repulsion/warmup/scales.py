@@ -1,0 +1,45 @@
+"""The scales of the posterior, from the moments of the cloud over a window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.warmup.windows import Stage
+
+if TYPE_CHECKING:
+    from numpyro_repulsion.warmup.learning import Sampler
+    from numpyro_repulsion.warmup.state import WarmupState
+
+__all__ = ["update_scales"]
+
+
+def update_scales(
+    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+) -> tuple[WarmupState, Cloud]:
+    """The moments of the window, and at its end, until scales are frozen, coordinates in which the cloud is white."""
+    del key
+    known = warmup.moments
+
+    def observe():
+        fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), known)
+        return fresh.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
+
+    warmup = warmup._replace(moments=lax.cond(stage.is_warmup, observe, lambda: known))
+    if sampler.plan.scale is None:
+        return warmup, cloud
+    return lax.cond(
+        stage.window_ends & stage.is_adapting, lambda: _rescale(stage, warmup, cloud), lambda: (warmup, cloud)
+    )
+
+
+def _rescale(stage, warmup, cloud):
+    change = warmup.moments.to_preconditioner(stage.uses_correlations)
+    # The carried noise is white in any coordinates.
+    cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
+    preconditioner, moments = warmup.preconditioner.compose(change), warmup.moments.compose(change)
+    return warmup._replace(preconditioner=preconditioner, moments=moments), cloud

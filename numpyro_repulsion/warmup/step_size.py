@@ -1,0 +1,98 @@
+"""The step size, from curvature and gradient noise measured at the ends of windows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+
+from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature, measure_steepness, summarize_curvature
+from numpyro_repulsion.warmup.windows import Stage
+
+if TYPE_CHECKING:
+    from numpyro_repulsion.warmup.learning import Sampler
+    from numpyro_repulsion.warmup.state import WarmupState
+
+__all__ = ["update_step_size"]
+
+#: Half the distance over which gradients are compared, where u has unit scale.
+WIDTH = 0.2
+
+
+def update_step_size(
+    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+) -> tuple[WarmupState, Cloud]:
+    """Where a window ends, one more measurement, and the step size from all of those in these coordinates."""
+    plan = sampler.plan
+    if not plan.measures:
+        return warmup, cloud
+
+    def measured():
+        found = _measured(key, stage, warmup, cloud, sampler)
+        return found if plan.step_size is None else _with_step_size(stage, found, cloud, sampler)
+
+    return lax.cond(stage.window_ends & stage.has_arrived, measured, lambda: warmup), cloud
+
+
+def _measured(key, stage, warmup, cloud, sampler):
+    """The measurements with one more; and whether control variates are in use."""
+    plan = sampler.plan
+    in_use = warmup.reference.in_use if plan.reference else jnp.zeros((), bool)
+    width = WIDTH if plan.scale else WIDTH * jnp.sqrt(warmup.arrival if plan.arrives else warmup.step_size)
+    curvature, noise = estimate_curvature(key, cloud.z, width, sampler.energy_and_grad(warmup), in_use, plan.reference)
+    if not plan.noise:
+        # Without minibatches, midpoints differ by the third derivatives of U alone.
+        noise = jnp.zeros_like(noise)
+    known = warmup.measurements
+    measurements = known._replace(
+        number=jnp.where(stage.is_adapting, 0, known.number),
+        **{
+            name: jnp.where(stage.is_adapting, UNKNOWN, getattr(known, name))
+            for name in ("curvature", "noise", "steepness")
+        },
+    )
+    steepness = measure_steepness(random.fold_in(key, 1), sampler.interaction, cloud.z, warmup.bandwidth)
+    warmup = warmup._replace(measurements=measurements.add(curvature, noise, steepness))
+    if plan.reference:
+        plain, corrected = warmup.measurements.mean_noise
+        warmup = warmup._replace(reference=warmup.reference._replace(in_use=corrected <= plain))
+    return warmup
+
+
+def _with_step_size(stage, warmup, cloud, sampler):
+    """The step size that the rule takes from the measurements, with the bias and the draws that it is worth."""
+    plan, dynamics = sampler.plan, sampler.dynamics
+    coupling = sampler.interaction.couple(cloud.z, warmup.bandwidth)
+    spread = warmup.spread(dynamics)
+    noise = stage.noise_share.astype(warmup.noise.dtype) * warmup.noise
+    stats = summarize_curvature(warmup.measurements, noise, spread, coupling, dynamics, sampler.shares_minibatches)
+    rule = plan.step_size
+    num_updates = warmup.arrival.size * sampler.num_steps * stage.num_warmup
+    draws_per_step = num_updates * dynamics.rate(spread, coupling) / 2.0
+    step_size = rule.step_size(
+        tolerated=dynamics.tolerated(rule.tolerance, stats, coupling),
+        # Half the limit of stability at typical particles.
+        moderate=jnp.minimum(
+            dynamics.stable(stats._replace(largest=stats.curvature), coupling) / 2.0,
+            dynamics.worthwhile(stats, draws_per_step),
+        ),
+        stable=dynamics.stable(stats, coupling),
+        # No step of this kind moves between basins; jumps do.
+        draws_per_step=jnp.where(warmup.has_basins, jnp.inf, draws_per_step)
+        if dynamics.is_sampler and not plan.jumps
+        else jnp.inf,
+    )
+    usable = jnp.isfinite(step_size) & (step_size > 0)
+    # Of particles that do not move nothing was measured: stay well below the steps that Metropolis accepted.
+    accepted = jnp.exp(jnp.log(warmup.arrival).mean())
+    step_size = jnp.where(usable, step_size, dynamics.comparable(0.1 * accepted))
+    bias, effective_draws = dynamics.bias(step_size, stats, coupling), step_size * draws_per_step
+    found = {
+        "step_size": step_size,
+        "bias": jnp.where(jnp.isnan(bias), UNKNOWN, bias),
+        "effective_draws": jnp.where(jnp.isnan(effective_draws), UNKNOWN, effective_draws),
+    }
+    return warmup._replace(**{name: value.astype(cloud.z.dtype) for name, value in found.items()})

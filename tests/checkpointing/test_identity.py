@@ -1,0 +1,292 @@
+"""Which runs in pieces are the same: models and parts are told apart by what they compute."""
+
+from dataclasses import dataclass
+import json
+import os
+import subprocess
+import sys
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, init_to_uniform
+
+from numpyro_repulsion import (
+    RBF,
+    SGLD,
+    SGLDR,
+    SVGD,
+    Descent,
+    Dynamics,
+    Gram,
+    Independent,
+    Polynomial,
+    Recipe,
+    Scheduled,
+    Subsampled,
+    enable_live_warnings,
+    run_in_pieces,
+)
+from numpyro_repulsion.checkpointing import identity
+from numpyro_repulsion.checkpointing.directory import Directory
+from numpyro_repulsion.checkpointing.program import trace
+from numpyro_repulsion.dynamics import Cloud
+
+N = 200
+X = np.random.default_rng(0).normal(size=(N, 2)).astype(np.float32)
+SIX = jnp.linspace(-2.0, 2.0, 12).reshape(6, 2)
+
+
+class Accepted(Exception):
+    """The directory is the run's, which need not go on."""
+
+
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """Begins a run, or goes on with it, up to where it would compute."""
+
+    def accept(*_):
+        raise Accepted
+
+    monkeypatch.setattr(Directory, "restore", accept)
+
+    def begin(kernel, *args, directory="run", **kwargs):
+        settings = {"num_chains": 6, "chain_method": "vectorized", "progress_bar": False}
+        mcmc = MCMC(kernel, num_warmup=kwargs.pop("num_warmup", 60), num_samples=20, **settings)
+        with pytest.raises(Accepted):
+            run_in_pieces(mcmc, random.key(0), *args, directory=tmp_path / directory, **kwargs)
+
+    return begin
+
+
+def regression(sd=1.0, factor=1.0, data=X):
+    """A model that is made by a function, with data in its closure."""
+
+    def model():
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(sd))
+        numpyro.deterministic("more", factor * beta)
+        with numpyro.plate("rows", N, subsample_size=20) as i:
+            numpyro.sample("y", dist.Normal(0.0, sigma), obs=jnp.asarray(data)[i] @ beta)
+
+    return model
+
+
+def bare(slope=1.0, **kwargs):
+    """A potential energy, and parts of one's own: a number in any of them makes another run."""
+    return SGLD(potential_fn=lambda z: slope * jnp.sum(z**2) / 2, **({"step_size": 0.1, "num_steps": 2} | kwargs))
+
+
+class Cosine(Gram):
+    def __init__(self, width):
+        self.width = width
+
+    def __repr__(self):
+        return "Cosine()"
+
+    def evaluate(self, x, y, bandwidth):
+        return jnp.mean(jnp.cos((x - y) / self.width))
+
+
+class Half(Dynamics):
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __repr__(self):
+        return "Half()"
+
+    def init(self, key, z, energy_and_grad, couple):
+        return Cloud(z, *energy_and_grad(z))
+
+    def step(self, key, cloud, energy_and_grad, couple, step_size):
+        noise = jnp.sqrt(2.0 * step_size) * random.normal(key, cloud.z.shape)
+        z = cloud.z - self.factor * step_size * cloud.gradient + noise
+        return Cloud(z, *energy_and_grad(z))
+
+
+def scheduled(level):
+    return bare(interaction=Scheduled(RBF(1.0), lambda count: jnp.where(count == 77, level, 1.0)))
+
+
+def recipe(factor, mass=1.0):
+    def D(x):
+        return factor * jnp.eye(x.size)
+
+    return bare(dynamics=Recipe(D, extra=1, energy=lambda extra: mass * jnp.sum(extra**2, -1) / 2))
+
+
+def descent(decay):
+    return SVGD(potential_fn=lambda z: jnp.sum(z**2), dynamics=Descent(optax.scale_by_adam(b1=decay)), step_size=0.1)
+
+
+def starting(radius):
+    def strategy(site=None):
+        return init_to_uniform(site, radius=radius)
+
+    return SGLD(regression(), step_size=0.01, init_strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("make", "some", "other", "words", "settings"),
+    [
+        (lambda x: SGLD(regression(sd=x), step_size=0.01), 1.0, 0.2, "the density of site 'sigma' differs", {}),
+        (lambda x: SGLD(regression(data=x), step_size=0.01), X, X + 1e-3, "the density of site 'y' differs", {}),
+        (lambda x: SGLD(regression(factor=x), step_size=0.01), 1.0, 2.0, "what an iteration computes differs", {}),
+        (starting, 2.0, 1.0, "how particles start differs", {}),
+        (bare, 1.0, 1.0 + 1e-6, "what an iteration computes differs", {"init_params": SIX}),
+        (scheduled, 1.0, 0.5, "what an iteration computes differs", {"init_params": SIX}),
+        (recipe, 1.0, 2.0, "what an iteration computes differs", {"init_params": SIX}),
+        (lambda x: recipe(1.0, x), 1.0, 2.0, "what an iteration computes differs", {"init_params": SIX}),
+        (lambda x: bare(interaction=Cosine(x)), 1.0, 2.0, "what an iteration computes", {"init_params": SIX}),
+        (lambda x: bare(dynamics=Half(x)), 1.0, 0.5, "what an iteration computes differs", {"init_params": SIX}),
+        (lambda x: bare(step_size=lambda n: jnp.where(n == 77, x, 1.0)), 1.0, 0.5, "what an", {"init_params": SIX}),
+        (descent, 0.9, 0.8, "what an iteration computes differs", {"init_params": SIX}),
+    ],
+)
+def test_what_differs_is_noticed_and_what_does_not_is_not(make, some, other, words, settings, begin):
+    begin(make(some), **settings)
+    begin(make(some), **settings)
+    with pytest.raises(ValueError, match=f"(?s)holds another run: .*{words}.*Give another directory"):
+        begin(make(other), **settings)
+
+
+def test_energies_that_are_not_finite_accept_no_model(begin):
+    """The same as above where all energies that are compared are infinite, or NaN."""
+    for number, far in enumerate((jnp.inf, jnp.nan)):
+
+        def far_away(slope, far=far):
+            kernel = bare()
+            kernel._potential_fn = lambda z: jnp.where(z[0] < 50.0, far, slope * jnp.sum(z**2))
+            return kernel
+
+        begin(far_away(1.0), init_params=SIX + 100.0, directory=str(number))
+        with pytest.raises(ValueError, match="what an iteration computes differs; .*not finite wherever"):
+            begin(far_away(2.0), init_params=SIX + 100.0, directory=str(number))
+
+
+@pytest.mark.live_warnings
+def test_pieces_and_warnings_do_not_matter(begin):
+    begin(SGLDR(regression()), piece_size=7)
+    enable_live_warnings(False)
+    try:
+        begin(SGLDR(regression()), piece_size=9)
+    finally:
+        enable_live_warnings()
+
+
+def edit(path, change):
+    run = json.loads(path.read_text())
+    change(run)
+    path.write_text(json.dumps(run))
+
+
+def test_another_version_compares_densities(begin, tmp_path, monkeypatch):
+    """Programs of other versions differ; each site's density and its gradient tell models apart."""
+    begin(SGLD(regression(), step_size=0.01))
+    monkeypatch.setattr(identity, "makers", makers := lambda: {"jax": "9.9.9"})
+    monkeypatch.setattr(sys.modules[Directory.__module__], "makers", makers)
+    edit(tmp_path / "run" / "run.json", lambda run: run["identity"].update({"what an iteration computes": "digest 0"}))
+    with pytest.warns(UserWarning, match="was begun with another jax"):
+        begin(SGLD(regression(), step_size=0.01))
+    # Of one prior alone; in the sum over thousands of rows it would be lost.
+    with pytest.raises(ValueError, match="holds another run: .*the density of site 'sigma' differs"):
+        begin(SGLD(regression(sd=1.001), step_size=0.01))
+    edit(
+        tmp_path / "run" / "run.json",
+        lambda run: run.update(densities={name: [None] * 4 for name in run["densities"]}),
+    )
+    with pytest.raises(ValueError, match="is not finite wherever it was compared"):
+        begin(SGLD(regression(), step_size=0.01))
+
+
+def test_a_directory_of_an_earlier_version(begin, tmp_path):
+    begin(SGLD(regression(), step_size=0.01))
+
+    def age(run):
+        del run["densities"], run["identity"]["what an iteration computes"], run["identity"]["how particles start"]
+        run["identity"]["potential energy"] = 1.0
+
+    edit(tmp_path / "run" / "run.json", age)
+    with pytest.raises(ValueError, match="an earlier version of this package began.*cannot be told.*load_draws"):
+        begin(SGLD(regression(), step_size=0.01))
+
+
+def test_callbacks_are_compared_by_what_they_give(begin):
+    """A digest says nothing of a Python function that the program calls."""
+
+    def make(mean):
+        def call(function, like, z):
+            return jax.pure_callback(function, like, z, vmap_method="sequential")
+
+        @jax.custom_jvp
+        def energy(z):
+            return call(lambda z: np.float32(((z - mean) ** 2).sum() / 2), jnp.float32(0), z)
+
+        energy.defjvp(lambda z, t: (energy(z[0]), call(lambda z: z - np.float32(mean), z[0], z[0]) @ t[0]))
+        return SGLD(potential_fn=energy, step_size=0.1, num_steps=1)
+
+    begin(make(0.0), init_params=SIX, num_warmup=0)
+    begin(make(0.0), init_params=SIX, num_warmup=0)
+    with pytest.raises(ValueError, match="the potential energy differs"):
+        begin(make(1.0), init_params=SIX, num_warmup=0)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels whose programs another process makes."""
+
+    @staticmethod
+    def enumerated():
+        def model():
+            weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(2)))
+            means = numpyro.sample("means", dist.Normal(0, 1).expand([2]).to_event(1))
+            with numpyro.plate("rows", N, subsample_size=20) as i:
+                kind = numpyro.sample("kind", dist.Categorical(weights), infer={"enumerate": "parallel"})
+                numpyro.sample("y", dist.Normal(means[kind], 1.0), obs=jnp.asarray(X)[i, 0])
+
+        return SGLD(model, step_size=0.01)
+
+    @staticmethod
+    def default():
+        return SGLDR(regression())
+
+    @staticmethod
+    def parts():
+        return SGLD(
+            regression(),
+            step_size=Polynomial(0.1),
+            interaction=Scheduled(0.5 * RBF(1.0) + 0.5 * Independent(), lambda n: 1.0 / (1.0 + n)),
+            gradient=Subsampled(shared=True),
+        )
+
+
+def digests(names):
+    """Of the start and one iteration of kernels, each on a line."""
+
+    def of(kernel):
+        def run(keys):
+            return kernel.sample(kernel.init(keys, 60, None, (), {}), (), {})
+
+        return trace(run, random.split(random.key(0), 6)).digest
+
+    return "\n".join(of(getattr(Kernels, name)()) for name in names)
+
+
+@pytest.mark.parametrize(
+    "names", [("parts",), pytest.param(("default", "enumerated"), marks=pytest.mark.slow)], ids=str
+)
+def test_another_process_has_the_same_digest(names):
+    if "enumerated" in names:
+        pytest.importorskip("funsor")
+    folder = os.path.dirname(__file__)
+    script = f"import sys; sys.path.insert(0, {folder!r}); import test_identity as here; print(here.digests({names!r}))"
+    environment = os.environ | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+    command = [sys.executable, "-c", script]
+    process = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert process.stdout.strip() == digests(names)

@@ -1,0 +1,631 @@
+"""What pictures show: the data of what is drawn, and not only that something is."""
+
+from statistics import NormalDist
+import sys
+from typing import ClassVar
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS
+
+from numpyro_repulsion import (
+    IMQ,
+    RBF,
+    SGLD,
+    SGLDR,
+    SVGD,
+    Antithetic,
+    Balanced,
+    Independent,
+    Interaction,
+    Laplacian,
+    RandomFeatures,
+    RandomGroups,
+    Scheduled,
+    animate_particles,
+    ensemble_mcse,
+    plot_gram,
+    plot_particles,
+    plot_running_estimates,
+    to_inference_data,
+)
+from numpyro_repulsion.plots.style import COLOURS
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("Agg")
+from matplotlib.collections import LineCollection, PathCollection  # noqa: E402
+from matplotlib.colors import to_rgba  # noqa: E402
+import matplotlib.pyplot as plt  # noqa: E402
+
+# Most of these runs are too short to be worth anything, and warmup says so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Warmup expects trouble"),
+    pytest.mark.filterwarnings("ignore:num_warmup"),
+]
+
+DRAWS = np.asarray(random.normal(random.key(0), (6, 30, 2))).cumsum(1)
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def model():
+    numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("feature", 3):
+        numpyro.sample("beta", dist.Normal(0, jnp.array([1.0, 10.0, 100.0])))
+
+
+def run(kernel, num_samples=12, num_chains=6, num_warmup=0, chain_method="vectorized", thinning=1, **kwargs):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method=chain_method,
+        thinning=thinning,
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), **kwargs)
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def mcmc():
+    return run(SGLDR(model, step_size=0.1, num_ensembles=2), thinning=2)
+
+
+@pytest.fixture(scope="module")
+def data(mcmc):
+    return to_inference_data(mcmc, coords={"feature": ["small", "medium", "large, with a comma"]})
+
+
+@pytest.fixture(scope="module")
+def svgd():
+    kernel = SVGD(potential_fn=lambda z: z @ z / 2, step_size=0.1)
+    return run(kernel, init_params=random.normal(random.key(1), (6, 2)))
+
+
+@pytest.fixture(scope="module")
+def one_by_one():
+    kernel = SGLD(potential_fn=lambda z: z @ z / 2, step_size=0.1, interaction=Independent())
+    return run(kernel, num_chains=2, chain_method="sequential", init_params=jnp.ones((2, 2)))
+
+
+def dots(ax):
+    """The points of each scatter that is no ring, in the order drawn."""
+    found = [x for x in ax.collections if isinstance(x, PathCollection) and x.get_zorder() == 3]
+    return [np.asarray(x.get_offsets()) for x in found], [tuple(x.get_facecolors()[0][:3]) for x in found]
+
+
+def trails(ax):
+    return [np.asarray(x.get_segments()) for x in ax.collections if isinstance(x, LineCollection)]
+
+
+def rgb(*colours):
+    return [to_rgba(colour)[:3] for colour in colours]
+
+
+# Particles
+
+
+def test_the_last_cloud():
+    ax = plot_particles(DRAWS)
+    (points,), colours = dots(ax)
+    np.testing.assert_array_equal(points, DRAWS[:, -1])
+    assert colours == rgb(COLOURS[0])
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_aspect()) == ("z[0]", "z[1]", 1.0)
+    assert not trails(ax) and ax.get_legend() is None
+    inside = np.array([ax.get_xlim(), ax.get_ylim()])
+    assert (inside[:, 0] < points.min(0)).all() and (points.max(0) < inside[:, 1]).all()
+    assert np.ptp(inside[0]) == pytest.approx(np.ptp(inside[1]))
+
+
+def test_trajectories_by_ensemble():
+    ax = plot_particles(DRAWS, trajectories=True, num_ensembles=3)
+    points, colours = dots(ax)
+    assert colours == rgb(*COLOURS[:3])
+    lines = trails(ax)
+    assert [line.shape for line in lines] == [(2, 30, 2)] * 3
+    np.testing.assert_array_equal(np.concatenate(lines), DRAWS)
+    np.testing.assert_array_equal(np.concatenate(points), DRAWS[:, -1])
+    rings = [x for x in ax.collections if isinstance(x, PathCollection) and x.get_zorder() == 2]
+    np.testing.assert_array_equal(np.concatenate([x.get_offsets() for x in rings]), DRAWS[:, 0])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["ensemble 0", "ensemble 1", "ensemble 2"]
+    assert [tuple(x.get_edgecolors()[0][:3]) for x in rings] == rgb(*COLOURS[:3])
+
+
+@pytest.mark.parametrize(
+    ("iterations", "expected"),
+    [
+        (3, [3]),
+        (-2, [28]),
+        (slice(5, 20, 5), [5, 10, 15]),
+        ((4, 2), [4, 2]),
+        (range(3), [0, 1, 2]),
+        (np.arange(30) > 27, [28, 29]),
+    ],
+)
+def test_iterations(iterations, expected):
+    ax = plot_particles(DRAWS, iterations=iterations)
+    np.testing.assert_array_equal(dots(ax)[0][0], DRAWS[:, expected].reshape(-1, 2))
+
+
+def test_axes_are_reused():
+    figure, (left, right) = plt.subplots(1, 2)
+    assert plot_particles(DRAWS, limits=(-3, 3), ax=right, color="k", s=7, label="here") is right
+    assert not left.has_data() and plt.get_fignums() == [figure.number]
+    assert right.get_xlim() == (-3, 3) and right.get_ylim() == (-3, 3)
+    (scatter,) = right.collections
+    assert scatter.get_sizes() == [7] and scatter.get_label() == "here" and dots(right)[1] == rgb("k")
+    # What is already framed stays so.
+    plot_particles(100 + DRAWS, ax=right)
+    assert right.get_xlim() == (-3, 3)
+    plot_particles(DRAWS, limits=((-1, 2), (-3, 4)), ax=left)
+    assert left.get_xlim() == (-1, 2) and left.get_ylim() == (-3, 4)
+
+
+def test_many_ensembles_have_a_scale_of_colours():
+    draws = np.asarray(random.normal(random.key(0), (20, 3, 2)))
+    ax = plot_particles(draws, num_ensembles=10)
+    assert len(set(dots(ax)[1])) == 10 and ax.get_legend() is None
+    ax = plot_particles(draws, num_ensembles=2, colors=("C0", "C1"))
+    assert dots(ax)[1] == rgb("C0", "C1")
+
+
+def test_runs_and_their_inference_data_are_drawn_alike(mcmc, data):
+    samples = mcmc.get_samples(group_by_chain=True)
+    expected = np.stack((samples["mu"], samples["beta"][..., 2]), -1)
+    for source, name in ((mcmc, "beta[2]"), (samples, "beta[2]"), (data, "beta[large, with a comma]")):
+        ax = plot_particles(source, pair=("mu", name), trajectories=True)
+        np.testing.assert_array_equal(np.concatenate(trails(ax)), expected)
+        assert ax.get_xlabel() == "mu" and ax.get_ylabel() == name
+        # Another variable may be of another size altogether.
+        assert ax.get_aspect() == "auto"
+        assert len(dots(ax)[0]) == (1 if source is samples else 2)
+    ax = plot_particles({"beta": samples["beta"]}, pair=(2, -3))
+    np.testing.assert_array_equal(dots(ax)[0][0], samples["beta"][:, -1, [2, 0]])
+    assert ax.get_xlabel() == "beta[2]"
+
+
+def test_an_optimizer_has_a_path_and_its_data_the_last_cloud(svgd):
+    path = np.asarray(svgd.get_samples(group_by_chain=True))
+    np.testing.assert_array_equal(trails(plot_particles(svgd, trajectories=True))[0], path)
+    for _ in range(2):
+        (points,), _ = dots(plot_particles(to_inference_data(svgd)))
+        np.testing.assert_array_equal(points, path[:, -1])
+
+
+@pytest.mark.slow
+def test_chains_of_other_kernels_are_ensembles():
+    mcmc = run(NUTS(lambda: numpyro.sample("z", dist.Normal(jnp.zeros(2), 1).to_event(1))), 5, 3, 5)
+    assert len(dots(plot_particles(mcmc))[0]) == 3
+
+
+def test_chains_run_one_by_one_are_ensembles(one_by_one):
+    assert len(dots(plot_particles(one_by_one))[0]) == 2
+
+
+def contours(ax):
+    return [x for x in ax.collections if isinstance(x, matplotlib.contour.QuadContourSet)]
+
+
+def test_contours_hold_their_shares():
+    ax = plot_particles(DRAWS, lambda z: z @ z / 2, levels=(0.9, 0.5), limits=(-5, 5))
+    areas, lines = contours(ax)
+    assert areas.filled and not lines.filled
+    for path, mass in zip(lines.get_paths(), (0.5, 0.9), strict=True):
+        radius = np.linalg.norm(path.vertices, axis=1)
+        # Of a Gaussian in the plane; a cell of the grid is 0.06 wide.
+        np.testing.assert_allclose(radius, np.sqrt(-2 * np.log(1 - mass)), atol=0.02)
+
+
+def test_contours_where_the_potential_is_infinite():
+    ax = plot_particles(DRAWS, lambda z: jnp.where(z[0] > 0, z @ z / 2, jnp.inf), limits=(-4, 4))
+    corners = np.concatenate([path.vertices for path in contours(ax)[1].get_paths()])
+    assert corners[:, 0].min() > -0.05
+    assert not contours(plot_particles(DRAWS, lambda z: 0.0 * z[0], limits=(-4, 4)))  # flat
+    with pytest.raises(ValueError, match="nowhere finite"):
+        plot_particles(DRAWS, lambda z: jnp.nan * z[0])
+
+
+def test_particles_that_are_nowhere_do_not_frame_the_picture():
+    draws = DRAWS.copy()
+    draws[0] = np.nan
+    ax = plot_particles(draws)
+    assert ax.get_xlim() == plot_particles(DRAWS[1:]).get_xlim()
+    with pytest.raises(ValueError, match="nowhere|anywhere finite"):
+        plot_particles(np.full((6, 3, 2), np.inf))
+
+
+@pytest.mark.parametrize(
+    ("draws", "options", "error", "message"),
+    [
+        (DRAWS[0, 0], {}, ValueError, r"shape \(particles, draws, ...\) and not empty; got \(2,\)"),
+        (DRAWS[:, :0], {}, ValueError, r"not empty; got \(6, 0, 2\).*x\[:, None\]"),
+        (DRAWS[:, -1], {}, ValueError, "have 1: name two"),
+        (np.zeros((6, 5, 3)), {}, ValueError, r"have 3: name two by `pair`, of 'z\[0\]'.*by their numbers"),
+        ({"a": np.zeros((6, 5, 3))}, {"pair": ("a", "a[0]")}, ValueError, r"has 3 coordinates; name one, .*'a\[0\]'"),
+        ({"a": np.zeros((6, 5, 3))}, {"pair": ("b", "a[0]")}, ValueError, "no variable 'b'; there are 'a'"),
+        ({"a": np.zeros((6, 5, 3))}, {"pair": ("a[0]", "a[3]")}, ValueError, r"no coordinate 'a\[3\]'; 'a' has"),
+        ({"a": DRAWS, "b": DRAWS}, {"pair": (0, 1)}, ValueError, "several variables"),
+        ({"a": DRAWS, "b": DRAWS[:4]}, {}, ValueError, "as many particles and draws"),
+        ({}, {}, ValueError, "no variables"),
+        ("run", {}, TypeError, "an array .*got str"),
+        (None, {}, TypeError, "an array .*got NoneType"),
+        (DRAWS, {"pair": (0, 2)}, ValueError, "no coordinate 2: the draws have 2"),
+        (DRAWS, {"pair": (0,)}, ValueError, "`pair` must be two"),
+        (DRAWS, {"pair": "z"}, ValueError, "`pair` must be two"),
+        (DRAWS, {"pair": (0, 1.5)}, TypeError, "named by a label"),
+        (DRAWS, {"iterations": 30}, ValueError, "draws 0 to 29; got 30"),
+        (DRAWS, {"iterations": "all"}, ValueError, "`iterations` must be"),
+        (DRAWS, {"iterations": []}, ValueError, "choose one draw"),
+        (DRAWS, {"iterations": 3, "trajectories": True}, ValueError, "two draws or more"),
+        (DRAWS, {"num_ensembles": 4}, ValueError, "must divide the number of particles; got 4 for 6"),
+        (DRAWS, {"num_ensembles": 0}, ValueError, "1 or more"),
+        (DRAWS, {"limits": (1, 0)}, ValueError, "`limits` must be"),
+        (DRAWS, {"limits": "wide"}, ValueError, "`limits` must be"),
+        (DRAWS, {"limits": (0, np.inf)}, ValueError, "`limits` must be"),
+        (DRAWS, {"potential": 3}, TypeError, "function of one point"),
+        (DRAWS, {"potential": lambda z: z}, ValueError, "must return a scalar"),
+        (DRAWS, {"potential": jnp.sum, "levels": (0.5, 1.0)}, ValueError, "shares of the mass"),
+        (DRAWS, {"colors": ["red"] * 3}, ValueError, "one for each of 1 ensembles; got 3"),
+        (DRAWS, {"ax": "axes"}, TypeError, "plt.subplots"),
+    ],
+)
+def test_bad_input_is_refused(draws, options, error, message):
+    with pytest.raises(error, match=message):
+        plot_particles(draws, **options)
+    assert not [number for number in plt.get_fignums() if plt.figure(number).axes[0].has_data()]
+
+
+def test_a_run_is_needed():
+    mcmc = MCMC(SGLDR(model), num_warmup=1, num_samples=1, num_chains=2, chain_method="vectorized")
+    for draw in (plot_particles, animate_particles, plot_running_estimates, plot_gram):
+        with pytest.raises(ValueError, match="call mcmc.run"):
+            draw(mcmc)
+
+
+@pytest.mark.parametrize("draw", [plot_particles, animate_particles, plot_running_estimates, plot_gram])
+def test_matplotlib_is_asked_for(draw, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    arguments = {plot_gram: (RBF(1.0), DRAWS[:, 0]), plot_running_estimates: (DRAWS, 0)}.get(draw, (DRAWS,))
+    with pytest.raises(ImportError, match='extra "plots"'):
+        draw(*arguments)
+
+
+# Animation
+
+
+def test_animation(tmp_path):
+    from PIL import Image
+
+    animation = animate_particles(DRAWS, lambda z: z @ z / 2, iterations=slice(0, 8, 2), trail=2, num_ensembles=2)
+    animation.save(tmp_path / "cloud.gif", writer="pillow", dpi=30)
+    with Image.open(tmp_path / "cloud.gif") as image:
+        assert image.n_frames == 4
+    # As its last frame left them.
+    (ax,) = plt.gcf().axes
+    points, colours = dots(ax)
+    assert colours == rgb(*COLOURS[:2])
+    np.testing.assert_array_equal(np.concatenate(points), DRAWS[:, 6])
+    np.testing.assert_array_equal(np.concatenate(trails(ax)), DRAWS[:, 2:8:2])
+    assert [text.get_text() for text in ax.texts] == ["draw 6"]
+    inside = np.array([ax.get_xlim(), ax.get_ylim()])
+    shown = DRAWS[:, 0:8:2]
+    assert (inside[:, 0] < shown.min((0, 1))).all() and (shown.max((0, 1)) < inside[:, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"trail": -1}, "0 or more"), ({"interval": 0}, "milliseconds"), ({"pair": (0, 5)}, "no coordinate 5")],
+)
+def test_bad_animations_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        animate_particles(DRAWS, **options)
+
+
+# Running estimates
+
+
+def band(ax, which=-1):
+    """Below and above, of a band drawn by `fill_between`."""
+    path = ax.collections[which].get_paths()[-1]  # the last where there are gaps
+    vertices = path.vertices
+    xs = np.unique(vertices[:, 0])
+    sides = [vertices[vertices[:, 0] == x, 1] for x in xs]
+    return xs, np.array([side.min() for side in sides]), np.array([side.max() for side in sides])
+
+
+def test_repeats_have_a_median_and_a_band():
+    repeats = np.asarray(random.normal(random.key(1), (7, 6, 20)))
+    ax = plot_running_estimates(list(repeats), truth=0.5, prob=0.8, label="A")
+    running = repeats.mean(1).cumsum(1) / np.arange(1, 21)
+    line, truth = ax.lines
+    np.testing.assert_array_equal(line.get_xdata(), np.arange(1, 21))
+    np.testing.assert_allclose(line.get_ydata(), np.median(running, 0), atol=1e-6)
+    assert set(truth.get_ydata()) == {0.5} and truth.get_color() == "black"
+    xs, low, high = band(ax)
+    np.testing.assert_array_equal(xs, np.arange(1, 21))
+    np.testing.assert_allclose(low, np.quantile(running, 0.1, 0), atol=1e-6)
+    np.testing.assert_allclose(high, np.quantile(running, 0.9, 0), atol=1e-6)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("iteration", "running mean of z")
+    # A second kernel beside the first gets a colour of its own, and the truth stays one.
+    assert plot_running_estimates(list(repeats + 1), truth=0.5, label="B", ax=ax) is ax
+    assert [line.get_color() for line in ax.lines] == [COLOURS[0], "black", COLOURS[1], "black"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["A", "B", "truth"]
+    assert len(plt.get_fignums()) == 1
+
+
+def test_one_run_has_standard_errors():
+    draws = np.asarray(random.normal(random.key(2), (8, 300)), float)
+    draws[4:] = -0.9 * draws[:4]  # as if balanced within one ensemble
+    ax = plot_running_estimates(draws, prob=0.9)
+    xs, low, high = band(ax)
+    # Before, nothing is known.
+    assert 10 < xs[0] < 100 and xs[-1] == 300
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), draws.mean(0).cumsum() / np.arange(1, 301))
+    half = NormalDist().inv_cdf(0.95) * ensemble_mcse(draws)
+    assert high[-1] - low[-1] == pytest.approx(2 * half, rel=1e-6)
+    # Two ensembles would add up, wrongly here.
+    xs, low, high = band(plot_running_estimates(draws, num_ensembles=2))
+    assert high[-1] - low[-1] == pytest.approx(2 * NormalDist().inv_cdf(0.95) * ensemble_mcse(draws, 2), rel=1e-6)
+    assert high[-1] - low[-1] > 3 * half
+    # Too few for an error.
+    (short,) = plot_running_estimates(draws[:, :9]).collections
+    assert not ax.get_legend() and not short.get_paths()
+
+
+def test_functions_of_a_draw(mcmc, data):
+    samples = mcmc.get_samples(group_by_chain=True)
+
+    def total(draw):
+        return draw["mu"] + draw["beta"].sum()
+
+    expected = samples["mu"] + samples["beta"].sum(-1)
+    for source in (mcmc, data, samples):
+        ax = plot_running_estimates(source, total)
+        np.testing.assert_allclose(ax.lines[0].get_ydata()[-1], expected.mean(), rtol=1e-4)
+        # Every second iteration is kept, which a dictionary cannot say.
+        assert ax.lines[0].get_xdata()[-1] == (6 if source is samples else 12)
+        assert ax.get_ylabel() == "running mean of total"
+    ax = plot_running_estimates(data, "beta[medium]")
+    np.testing.assert_allclose(ax.lines[0].get_ydata()[-1], samples["beta"][..., 1].mean(), rtol=1e-4)
+    ax = plot_running_estimates(DRAWS, lambda z: z[0] * z[1])
+    np.testing.assert_allclose(ax.lines[0].get_ydata()[-1], DRAWS.prod(-1).mean(), rtol=1e-4)
+    assert ax.get_ylabel() == "running mean"
+
+
+def test_ensembles_that_are_balanced_are_one():
+    kernel = SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1, interaction=Balanced(RBF(1.0)), num_ensembles=3)
+    mcmc = run(kernel, num_samples=400, init_params=jnp.linspace(-1.0, 1.0, 6))
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
+    assert ensemble_mcse(draws) != pytest.approx(ensemble_mcse(draws, 3), rel=0.01)
+    for source in (mcmc, to_inference_data(mcmc)):
+        _, low, high = band(plot_running_estimates(source))
+        assert high[-1] - low[-1] == pytest.approx(2 * NormalDist().inv_cdf(0.95) * ensemble_mcse(draws), rel=1e-4)
+
+
+@pytest.mark.parametrize("times", [60.0, np.linspace(2.0, 60.0, 30)])
+def test_times(times):
+    ax = plot_running_estimates(DRAWS, 0, times=times)
+    np.testing.assert_allclose(ax.lines[0].get_xdata(), np.linspace(2.0, 60.0, 30))
+    assert ax.get_xlabel() == "seconds" and ax.get_xlim() == (0, 60)
+
+
+@pytest.mark.parametrize(
+    ("runs", "options", "error", "message"),
+    [
+        (DRAWS, {}, ValueError, "2 coordinates: name one by `estimand`"),
+        ([], {}, ValueError, "no runs"),
+        ([DRAWS, DRAWS[:, :9]], {"estimand": 0}, ValueError, r"as many iterations.*got \[30, 9\]"),
+        (DRAWS, {"estimand": lambda z: z}, ValueError, "must give a scalar"),
+        (DRAWS, {"estimand": "tau"}, ValueError, "no variable 'tau'"),
+        (DRAWS, {"estimand": 0, "prob": 90}, ValueError, "between 0 and 1; got 90"),
+        (DRAWS, {"estimand": 0, "truth": np.nan}, ValueError, "finite number"),
+        (DRAWS, {"estimand": 0, "truth": "exact"}, ValueError, "finite number; got 'exact'"),
+        (DRAWS, {"estimand": 0, "prob": "90 %"}, ValueError, "between 0 and 1"),
+        (DRAWS, {"estimand": 0, "times": "now"}, ValueError, "`times` must be"),
+        (DRAWS, {"estimand": 0, "times": -1.0}, ValueError, "`times` must be"),
+        (DRAWS, {"estimand": 0, "times": np.ones(30)}, ValueError, "increasing"),
+        (DRAWS, {"estimand": 0, "times": np.arange(5)}, ValueError, r"\(30,\) increasing"),
+    ],
+)
+def test_bad_estimates_are_refused(runs, options, error, message):
+    with pytest.raises(error, match=message):
+        plot_running_estimates(runs, **options)
+
+
+def test_the_path_of_an_optimizer_has_no_mean(svgd):
+    for source in (svgd, to_inference_data(svgd)):
+        with pytest.raises(ValueError, match="path of an optimizer"):
+            plot_running_estimates(source, 0)
+
+
+# The Gram matrix
+
+
+def image(ax):
+    return np.asarray(ax.images[0].get_array())
+
+
+U = random.normal(random.key(3), (8, 3))
+
+
+@pytest.mark.parametrize(
+    "interaction", [RBF(2.0), IMQ(2.0), Laplacian(RBF(2.0)), 0.9 * RBF(2.0) + 0.1 * Independent(), Independent()]
+)
+def test_gram_of_an_interaction(interaction):
+    ax = plot_gram(interaction, U)
+    np.testing.assert_allclose(image(ax), interaction.gram(U, None)[0], rtol=1e-6)
+    # Which is what moves particles.
+    np.testing.assert_allclose(image(ax), interaction.couple(U).apply(jnp.eye(8)), rtol=1e-5, atol=1e-6)
+    low, high = ax.images[0].get_clim()
+    assert low == (-high if isinstance(interaction, Laplacian) else 0.0) and high >= image(ax).max()
+    assert len(ax.figure.axes) == 2
+
+
+def test_gram_at_a_bandwidth():
+    np.testing.assert_allclose(image(plot_gram(RBF(), U, bandwidth=0.7)), RBF(0.7).gram(U)[0], rtol=1e-6)
+    ax = plot_gram(RBF(), U)
+    h = RBF().learn_bandwidth(U[None])
+    np.testing.assert_allclose(image(ax), RBF().gram(U, h)[0], rtol=1e-6)
+    assert ax.get_title() == f"RBF, h = {h:.3g}"
+    assert plot_gram(0.5 * RBF(2.0) + Independent(), U).get_title() == "0.5 RBF + 1 Independent, h = 2"
+
+
+def test_gram_in_order():
+    order = [3, 1, 0, 2, 4]
+    u = np.array([2.0, 1.0, 3.0, 0.0, 4.0])[:, None]
+    ax = plot_gram(RBF(1.0), u, sort=True)
+    expected = np.asarray(RBF(1.0).gram(jnp.asarray(u[order]))[0])
+    # From either end.
+    assert np.allclose(image(ax), expected) or np.allclose(image(ax), expected[::-1, ::-1])
+    assert "order" in ax.get_xlabel()
+    figure, own = plt.subplots()
+    assert plot_gram(RBF(1.0), u, colorbar=False, ax=own, cmap="Greys") is own and figure.axes == [own]
+    assert own.images[0].get_cmap().name == "Greys"
+
+
+class Watched(RBF):
+    """Keeps the particles and bandwidths that it is asked about."""
+
+    seen: ClassVar[list] = []
+
+    def couple(self, u, bandwidth=None, white=None):
+        jax.debug.callback(lambda *asked: self.seen.append(asked), u, jnp.asarray(bandwidth))
+        return super().couple(u, bandwidth, white)
+
+
+def whitened(state):
+    """The last cloud by NumPy: ``S⁻¹ (z − c)``, and what it was before."""
+    leaves = [np.asarray(state.z[name], float).reshape(len(state.z[name]), -1) for name in sorted(state.z)]
+    z = np.concatenate(leaves, 1)
+    change = state.warmup.preconditioner
+    scale = np.asarray(change.scale, float)
+    centre = 0.0 if change.centre is None else np.asarray(change.centre, float)
+    assert scale.ndim == 2 and np.abs(np.log(np.diag(scale))).max() > 1
+    return np.linalg.solve(scale, (z - centre).T).T, z
+
+
+def gaussian_gram(u, h):
+    return np.exp(-((u[:, None] - u) ** 2).sum(-1) / h) + 1e-3 * np.eye(len(u))
+
+
+def check_gram_of_a_run(mcmc):
+    u, z = whitened(mcmc.last_state)
+    half, h = len(u) // 2, float(mcmc.last_state.bandwidth[0])
+    drawn = image(plot_gram(mcmc))
+    for block in (slice(None, half), slice(half, None)):
+        np.testing.assert_allclose(drawn[block, block], gaussian_gram(u[block], h), atol=1e-4)
+        direct = mcmc.sampler.interaction.gram(jnp.asarray(u[block], jnp.float32), h)[0]
+        np.testing.assert_allclose(drawn[block, block], direct, atol=1e-4)
+        # Not those of the parameters as they are.
+        assert np.abs(drawn[block, block] - gaussian_gram(z[block], h)).max() > 0.1
+    assert not drawn[:half, half:].any() and not drawn[half:, :half].any()
+    np.testing.assert_array_equal(image(plot_gram(mcmc, ensemble=1)), drawn[half:, half:])
+    return drawn
+
+
+@pytest.mark.slow
+def test_gram_of_a_run_is_that_of_its_next_update():
+    scale = jnp.array([[9.0, 3.0, 0.0], [3.0, 4.0, 0.1], [0.0, 0.1, 0.1]])
+    kernel = SGLDR(
+        potential_fn=lambda z: z["a"] @ z["a"] / 8 + 5 * z["b"] ** 2,
+        step_size=0.05,
+        interaction=Watched(),
+        preconditioner=scale,
+        num_steps=1,
+        num_ensembles=2,
+    )
+    start = {"a": random.normal(random.key(0), (8, 2)), "b": random.normal(random.key(1), (8,))}
+    mcmc = run(kernel, num_chains=8, init_params=start)
+    drawn = check_gram_of_a_run(mcmc)
+    Watched.seen.clear()
+    jax.block_until_ready(jax.jit(lambda state: kernel.sample(state, (), {}))(mcmc.last_state))
+    jax.effects_barrier()
+    ((u, bandwidth),) = Watched.seen
+    for i, group in enumerate(u):
+        block = slice(4 * i, 4 * i + 4)
+        np.testing.assert_allclose(drawn[block, block], RBF().gram(jnp.asarray(group), bandwidth)[0], atol=1e-6)
+
+
+@pytest.mark.slow
+def test_gram_of_a_run_that_learned_its_scales():
+    check_gram_of_a_run(run(SGLDR(model, num_ensembles=2), num_samples=20, num_chains=10, num_warmup=100))
+
+
+def test_gram_of_a_schedule_is_that_of_the_moment():
+    interaction = Scheduled(RBF(1.0), lambda count: 1.0 / (1.0 + 0.1 * count))
+    kernel = SGLDR(potential_fn=lambda z: z @ z / 2, step_size=0.1, interaction=interaction, num_steps=2)
+    mcmc = run(kernel, num_samples=10, init_params=random.normal(random.key(1), (6, 2)))
+    gram = np.asarray(RBF(1.0).gram(mcmc.last_state.z)[0])
+    np.testing.assert_allclose(image(plot_gram(mcmc)), gram / 3.0 + 2.0 / 3.0 * np.eye(6), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("interaction", "message"),
+    [
+        (Balanced(), "no Gram matrix"),
+        (Antithetic(), "no Gram matrix"),
+        (Interaction(), "no Gram matrix"),
+        (RandomFeatures(1.0), "another matrix in every update"),
+        (RandomGroups(RBF(1.0), 4), "another matrix in every update"),
+        (Scheduled(RandomFeatures(1.0), lambda count: 1.0), "another matrix in every update"),
+        ("RBF", "Got str"),
+        (None, "Got NoneType"),
+    ],
+)
+def test_interactions_without_a_gram_matrix_are_refused(interaction, message):
+    with pytest.raises(TypeError, match=message):
+        plot_gram(interaction, U)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"\(L, d\), or .*got None"),
+        ({"positions": U[0]}, r"got \(3,\)"),
+        ({"positions": U[:1]}, r"two particles or more; got \(1, 3\)"),
+        ({"positions": U, "bandwidth": 0.0}, "positive, finite"),
+        ({"positions": U, "ensemble": 1}, "from 0 to 0; got 1"),
+    ],
+)
+def test_bad_positions_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        plot_gram(RBF(), **options)
+    with pytest.raises(ValueError, match="leaves no bandwidth"):
+        plot_gram(RBF(1.0), U, bandwidth=2.0)
+
+
+def test_runs_without_a_gram_matrix_are_refused(mcmc, data, one_by_one):
+    kernel = SGLD(potential_fn=lambda z: z @ z / 2, step_size=0.1)
+    with pytest.raises(TypeError, match="no Gram matrix"):
+        plot_gram(MCMC(kernel, num_warmup=0, num_samples=1))
+    with pytest.raises(TypeError, match="such as SGLDR.*got NUTS"):
+        plot_gram(MCMC(NUTS(model), num_warmup=1, num_samples=1))
+    alone = run(one_by_one.sampler, num_chains=1, init_params=jnp.ones(2))
+    assert plot_particles(alone).get_xlabel() == "z[0]"
+    for chains in (alone, one_by_one):
+        with pytest.raises(ValueError, match="one by one"):
+            plot_gram(chains)
+    with pytest.raises(TypeError, match="an MCMC that has run"):
+        plot_gram(data)
+    with pytest.raises(TypeError, match="of its own"):
+        plot_gram(mcmc, U)
+
+
+def test_double_precision(x64):
+    ax = plot_gram(RBF(2.0), np.asarray(U, np.float64))
+    np.testing.assert_allclose(image(ax), RBF(2.0).gram(jnp.asarray(U, jnp.float64))[0], rtol=1e-12)
+    ax = plot_running_estimates(DRAWS.astype(np.float64), lambda z: z[0])
+    np.testing.assert_allclose(ax.lines[0].get_ydata()[-1], DRAWS[..., 0].astype(np.float64).mean(), rtol=1e-12)

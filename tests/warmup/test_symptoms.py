@@ -1,0 +1,270 @@
+"""What the last part of warmup sees of funnels, heavy tails, several basins and slow directions."""
+
+import warnings
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGLD
+from numpyro_repulsion.warmup import Preconditioner, Symptoms
+from numpyro_repulsion.warmup.diagnosis import MAX_DEPENDENCE
+from numpyro_repulsion.warmup.symptoms import MIN_TAIL_GRADIENT
+
+PARTICLES, ITERATIONS, WINDOW = 20, 200, 50
+
+
+def seen(energy, draws, change=None):
+    """The symptoms after iterations with these draws, ``(iterations, particles, d)``."""
+    change = change or Preconditioner(jnp.ones(draws.shape[-1]))
+    draws = jnp.asarray(draws, jnp.float32)
+    gradients = jax.vmap(jax.vmap(jax.grad(energy)))(change.to_positions(draws))
+    gradients = change.whiten_gradient(gradients)
+
+    def window(symptoms, seen_in_it):
+        def iteration(symptoms, one):
+            return symptoms.add(*one, change), None
+
+        return lax.scan(iteration, symptoms, seen_in_it)[0].next_window(), None
+
+    windows = jax.tree.map(lambda x: x.reshape(-1, WINDOW, *x.shape[1:]), (draws, gradients))
+    return jax.jit(lambda first, windows: lax.scan(window, first, windows)[0])(
+        Symptoms.empty(draws.shape[1], draws.shape[2], draws.dtype), windows
+    )
+
+
+def normal(seed, dimension):
+    return np.random.default_rng(seed).standard_normal((ITERATIONS, PARTICLES, dimension))
+
+
+def funnel_energy(z):
+    return z[0] ** 2 / 18 + jnp.sum(z[1:] ** 2) / 2 * jnp.exp(-z[0]) + (len(z) - 1) * z[0] / 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dimension", [3, 10, 100, 500])
+def test_a_funnel_is_seen_in_any_dimension(dimension, seed):
+    v = 1.5 * normal(seed, 1)  # Particles reach a part of it only.
+    x = normal(seed + 100, dimension - 1) * np.exp(v / 2)
+    assert seen(funnel_energy, np.concatenate((v, x), -1)).dependence > MAX_DEPENDENCE
+
+
+def test_a_funnel_is_seen_through_dense_scales():
+    v = 1.5 * normal(0, 1)
+    z = np.concatenate((v, normal(1, 9) * np.exp(v / 2)), -1)
+    root = jnp.asarray(np.linalg.cholesky(np.cov(z.reshape(-1, 10).T) + 0.1), jnp.float32)
+    change = Preconditioner(root, jnp.zeros(10))
+    found = seen(funnel_energy, change.whiten(jnp.asarray(z, jnp.float32)), change)
+    assert found.dependence > MAX_DEPENDENCE
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dimension", [1, 2, 10, 100, 500])
+def test_a_normal_has_no_symptoms(dimension, seed):
+    found = seen(lambda z: jnp.sum(z**2) / 2, normal(seed, dimension))
+    assert (
+        found.dependence < MAX_DEPENDENCE / 2
+        and found.tail_gradient.min() > 2 * MIN_TAIL_GRADIENT
+        and not found.has_heavy_tails
+    )
+    assert not found.widest.has_basins and found.widest.condition < 2.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_small_group_in_a_large_model_may_be_a_funnel(seed):
+    # Eight of its coordinates fill a block wherever blocks begin.
+    v = 1.5 * normal(seed, 1)
+    few, many = normal(seed + 100, 8) * np.exp(v / 2), normal(seed + 200, 400)
+
+    def energy(z):
+        return funnel_energy(z[:9]) + jnp.sum(z[9:] ** 2) / 2
+
+    assert seen(energy, np.concatenate((v, few, many), -1)).dependence > MAX_DEPENDENCE
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("location", [0.0, 300.0])
+def test_heavy_tails_are_told_from_light_ones(location, seed):
+    rng = np.random.default_rng(seed)
+    shape = (ITERATIONS, PARTICLES, 3)
+
+    def are_heavy(degrees):
+        def energy(z):
+            return (degrees + 1) / 2 * jnp.log1p((z - location) ** 2 / degrees).sum()
+
+        return seen(energy, location + np.clip(rng.standard_t(degrees, shape), -99, 99)).has_heavy_tails
+
+    assert are_heavy(1.0) and not are_heavy(3.0)
+    assert seen(lambda z: jnp.log1p((z - location) ** 2).sum(), location + normal(seed, 3)).dependence < MAX_DEPENDENCE
+    laplace = seen(lambda z: jnp.abs(z - location).sum(), location + rng.laplace(size=shape))
+    assert not laplace.has_heavy_tails
+    # A few particles in a mode far away have fourth moments as large, and a gradient as large as elsewhere.
+    side = np.where(np.arange(PARTICLES) < 1, 99.0, 0.0)[:, None]
+
+    def energy(z):
+        return -jax.nn.logsumexp(-((z[..., None] - location - jnp.array([0.0, 99.0])) ** 2) / 2, axis=-1).sum()
+
+    modes = seen(energy, location + side + normal(seed, 3))
+    assert modes.kurtosis.max() > 8.0 and not modes.has_heavy_tails
+
+
+@pytest.mark.parametrize("location", [0.0, 1e4])
+def test_what_is_seen_does_not_depend_on_where_the_posterior_lies(location):
+    found = seen(lambda z: jnp.sum((z - location) ** 2) / 2, location + normal(0, 10))
+    assert abs(found.widest.condition - 1.0) < 0.5 and not found.widest.has_basins
+    assert jnp.all(abs(found.kurtosis - 3.0) < 0.5) and jnp.all(abs(found.tail_gradient - 3.0) < 0.5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_widest_direction_is_found_and_its_basins(seed):
+    # Two basins along a direction that is no coordinate's, in 50 dimensions.
+    direction = np.random.default_rng(seed).standard_normal(50)
+    direction = jnp.asarray(direction / np.linalg.norm(direction), jnp.float32)
+    side = np.where(np.arange(PARTICLES) < 8, -4.0, 4.0)[:, None]
+    z = normal(seed + 10, 50) + side * np.asarray(direction)
+
+    def energy(z):
+        along = z @ direction
+        rest = jnp.sum(z**2) - along**2
+        return rest / 2 - jax.nn.logsumexp(-((along - jnp.array([-4.0, 4.0])) ** 2) / 2)
+
+    found = seen(energy, z)
+    assert abs(found.direction @ direction) > 0.9
+    assert found.widest.has_basins
+    # Particles that change sides are in one basin.
+    mixed = np.random.default_rng(seed).permuted(z, axis=1)
+    assert not seen(energy, mixed).widest.has_basins
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slow_particles_are_not_in_several_basins(seed):
+    # A direction a hundred times as wide as the others, in which particles have hardly moved.
+    rng = np.random.default_rng(seed)
+    place = 10 * rng.standard_normal(PARTICLES) + 0.1 * rng.standard_normal((ITERATIONS, PARTICLES)).cumsum(0)
+    z = normal(seed, 20)
+    z[..., 0] = place
+    found = seen(lambda z: (z[0] / 10) ** 2 / 2 + jnp.sum(z[1:] ** 2) / 2, z)
+    assert found.widest.variance > 20.0 and not found.widest.has_basins
+
+
+def test_particles_that_do_not_move_have_no_symptoms_and_no_nan():
+    found = seen(lambda z: jnp.sum(z**2) / 2, np.ones((ITERATIONS, PARTICLES, 3)))
+    assert jax.tree.all(jax.tree.map(lambda x: jnp.isfinite(x).all(), found))
+    assert not found.widest.has_basins and found.dependence == 0.0
+
+
+# Whole warmups
+
+
+def warmed_up(model, *args, seeds, **kwargs):
+    """What warmup finds wrong, for some seeds, by one compiled program."""
+    mcmc = MCMC(SGLD(model, **kwargs), num_warmup=1000, num_samples=1, num_chains=20, chain_method="vectorized",
+                progress_bar=False)  # fmt: skip
+    for seed in seeds:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mcmc.run(random.key(seed), *args)
+            jax.effects_barrier()
+        yield " ".join(map(str, mcmc.sampler.findings(mcmc.last_state)))
+
+
+def funnel(dimension):
+    v = numpyro.sample("v", dist.Normal(0, 3))
+    numpyro.sample("x", dist.Normal(0, jnp.exp(v / 2)).expand([dimension - 1]).to_event(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dimension", [10, 100, 500])
+def test_centred_funnels_are_flagged(dimension):
+    assert all("as in a funnel" in words for words in warmed_up(funnel, dimension, seeds=range(20)))
+
+
+@pytest.mark.slow
+def test_heavy_tails_are_flagged():
+    def model():
+        numpyro.sample("z", dist.Cauchy(0, 1).expand([3]).to_event(1))
+
+    assert all("heavy tails" in words for words in warmed_up(model, seeds=range(20)))
+
+
+def autoregression(dimension, correlation=0.98):
+    index = np.arange(dimension)
+    covariance = correlation ** np.abs(index[:, None] - index)
+    precision = jnp.asarray(np.linalg.inv(covariance))
+    numpyro.sample("z", dist.MultivariateNormal(jnp.zeros(dimension), precision_matrix=precision))
+
+
+@pytest.mark.slow
+def test_slow_directions_are_named_and_dense_scales_have_none():
+    for words in warmed_up(autoregression, 200, seeds=range(5), preconditioner="diagonal"):
+        assert 'preconditioner="dense"' in words
+    assert all(words == "" for words in warmed_up(autoregression, 200, seeds=range(5)))
+
+
+def logistic(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    numpyro.sample("y", dist.Bernoulli(logits=x @ beta).to_event(1), obs=y)
+
+
+def regression(dimension, rows):
+    rng = np.random.default_rng(dimension)
+    common, own = rng.standard_normal((rows, 5)), rng.standard_normal((rows, dimension))
+    x = common @ rng.standard_normal((5, dimension)) + 0.3 * own
+    x /= x.std(0)
+    probability = 1 / (1 + np.exp(-x @ (0.3 * rng.standard_normal(dimension))))
+    return jnp.asarray(x), jnp.asarray(rng.random(rows) < probability, int)
+
+
+def groups(y):
+    mean, scale = numpyro.sample("mean", dist.Normal(0, 2)), numpyro.sample("scale", dist.HalfNormal(1))
+    noise = numpyro.sample("noise", dist.HalfNormal(2))
+    offset = numpyro.sample("offset", dist.Normal(0, 1).expand([y.shape[0]]).to_event(1))
+    numpyro.sample("y", dist.Normal(mean + scale * offset[:, None], noise).to_event(2), obs=y)
+
+
+def walk(y):
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    steps = numpyro.sample("steps", dist.Normal(0, 1).expand([len(y)]).to_event(1))
+    rate = jnp.exp(1 + scale * jnp.cumsum(steps) / len(y) ** 0.5)
+    numpyro.sample("y", dist.Poisson(rate).to_event(1), obs=y)
+
+
+def positive(dimension):
+    numpyro.sample("a", dist.Gamma(2.0, 1.0).expand([dimension // 2]).to_event(1))
+    numpyro.sample("b", dist.Exponential(1.0).expand([dimension // 2]).to_event(1))
+
+
+def unit_scales(dimension):
+    numpyro.sample("z", dist.Normal(0, jnp.geomspace(1e-2, 1e2, dimension)).to_event(1))
+
+
+def simplex(counts):
+    p = numpyro.sample("p", dist.Dirichlet(jnp.ones(len(counts))))
+    numpyro.sample("y", dist.Multinomial(int(np.sum(counts)), probs=p), obs=counts)
+
+
+rng = np.random.default_rng(1)
+WELL_BEHAVED = {
+    "logistic regression of 100": (logistic, *regression(100, 2000)),
+    "logistic regression of 300": (logistic, *regression(300, 3000)),
+    "autoregression of 200": (autoregression, 200),
+    "autoregression of 500": (autoregression, 500, 0.9),
+    "100 groups": (groups, jnp.asarray(rng.standard_normal((100, 1)) + rng.standard_normal((100, 10)))),
+    "400 groups": (groups, jnp.asarray(rng.standard_normal((400, 1)) + rng.standard_normal((400, 10)))),
+    "Poisson walk": (walk, jnp.asarray(rng.poisson(np.exp(1 + np.sin(np.linspace(0, 6, 200)))))),
+    "positive": (positive, 200),
+    "scales from 0.01 to 100": (unit_scales, 500),
+    "simplex": (simplex, rng.integers(5, 50, 150)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WELL_BEHAVED)
+def test_well_behaved_posteriors_are_not_flagged(name):
+    assert list(warmed_up(*WELL_BEHAVED[name], seeds=range(3))) == [""] * 3

@@ -1,0 +1,1148 @@
+"""What warmup learns, against known answers."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+import warnings
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import (
+    IMQ,
+    RBF,
+    SGLD,
+    SGLDR,
+    SVGD,
+    Balanced,
+    BiasBudget,
+    ControlVariates,
+    Independent,
+    Laplacian,
+    Overdamped,
+    RandomFeatures,
+    RandomGroups,
+    Subsampled,
+    Thermostat,
+    Underdamped,
+    diagnose,
+    ensemble_mcse,
+    summary,
+    to_inference_data,
+)
+from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics
+from numpyro_repulsion.interactions import Coupling, Interaction, bandwidth
+from numpyro_repulsion.warmup import (
+    LEARNERS,
+    Measurements,
+    Moments,
+    Preconditioner,
+    Stage,
+    Surroundings,
+    WarmupDiagnosis,
+    WarmupPlan,
+    WarmupState,
+    arrive,
+    estimate_curvature,
+    first_scale,
+    left_behind,
+    measure_steepness,
+    rescue,
+    step_size as step_sizes,
+    warmup_update,
+)
+
+PRECISION = jnp.array([[9.0, 2.0, 0.0], [2.0, 4.0, 0.5], [0.0, 0.5, 0.01]])
+EULER = Overdamped("euler")
+LARGEST = float(np.linalg.eigvalsh(PRECISION)[-1])
+NO, YES = jnp.zeros((), bool), jnp.ones((), bool)
+
+
+def quadratic(precision):
+    def energy_and_grad(key, u, corrected=None):
+        return 0.5 * jnp.einsum("...i,ij,...j", u, precision, u), u @ precision
+
+    return energy_and_grad
+
+
+# Curvature and gradient noise
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_curvature_is_the_largest_eigenvalue(scale):
+    u = random.normal(random.key(0), (2, 5, 3)) / scale**0.5
+    found, noise = estimate_curvature(random.key(1), u, 0.2 / scale**0.5, quadratic(scale * PRECISION), NO, False)
+    # Eight iterations from a random direction, the best of ten: (4.2 / 9.7)^8 is well below 1 %.
+    assert found.shape == (10,)
+    np.testing.assert_allclose(found.max(), scale * LARGEST, rtol=0.02)
+    # Of rounding, at most.
+    assert (noise < 1e-6 * scale).all()
+
+
+def test_curvature_is_absolute_and_leaves_out_what_is_not_finite():
+    u = random.normal(random.key(0), (1, 6, 3))
+    exact = pytest.approx(LARGEST, rel=0.02)
+    assert estimate_curvature(random.key(1), u, 0.2, quadratic(-PRECISION), NO, False)[0].max() == exact
+
+    def broken(key, u, corrected):
+        energy, gradient = quadratic(PRECISION)(key, u)
+        return energy, gradient.at[:, 2].set(jnp.nan)
+
+    found, noise = estimate_curvature(random.key(1), u, 0.2, broken, NO, False)
+    assert (found < 0).tolist() == [False, False, True, False, False, False]
+    assert found.max() == exact and np.isfinite(noise).all()
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_noise_is_the_largest_variance_of_the_gradient(corrected):
+    # As a minibatch would, the noise depends on the key alone; control variates, say, halve it.
+    root = jnp.array([[3.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.1]])
+
+    def noisy(key, u, corrected):
+        energy, gradient = quadratic(PRECISION)(key, u)
+        return energy, gradient + jnp.where(corrected, 0.5, 1.0) * random.normal(key, u.shape) @ root.T
+
+    u = random.normal(random.key(0), (2, 20, 3))
+    _, found = estimate_curvature(random.key(1), u, 0.2, noisy, jnp.asarray(corrected), True)
+    exact = np.linalg.eigvalsh(root @ root.T)[-1] * np.array([1.0, 0.25])
+    # Seven degrees of freedom for each of 40 particles; finding the direction from half of them loses a little.
+    assert (np.abs(found / exact - 1) < 4.5 * (2 / 280) ** 0.5).all()
+
+
+def test_noise_is_not_overestimated_in_many_dimensions():
+    # The largest eigenvalue of the sample covariance of 140 rows in 200 dimensions would be near (1 + √1.4)² = 4.8.
+    def noisy(key, u, corrected):
+        return jnp.zeros(u.shape[:-1]), random.normal(key, u.shape)
+
+    _, found = estimate_curvature(random.key(1), jnp.zeros((1, 20, 200)), 0.2, noisy, NO, False)
+    # Three degrees of freedom for each particle in each half, along a direction from the other half.
+    assert abs(found[0] - 1) < 4.5 * (2 / 120) ** 0.5
+
+
+def test_measurements_pool_clouds():
+    pool = Measurements.empty(3, 10, jnp.float32)
+    assert pool.typical_curvature == 0.0 and pool.largest_curvature == 0.0
+    pool = pool.add(jnp.arange(10.0), jnp.array([4.0, 1.0]), 3.0)
+    pool = pool.add(jnp.arange(10.0, 20.0).at[0].set(jnp.nan), jnp.array([2.0, 3.0]), 4.0)
+    values = [*range(10), *range(11, 20)]
+    assert pool.typical_curvature == pytest.approx(np.quantile(values, 0.9))
+    assert pool.largest_curvature == 19.0
+    assert pool.mean_noise.tolist() == [3.0, 2.0]
+    assert pool.typical_steepness == pytest.approx(12.5**0.5)
+
+
+# Step size
+
+
+def coupling(bound, diagonal=1.0):
+    return Coupling(lambda x: x, 0.0, lambda key: 0.0, jnp.asarray(bound), bound == 1.0, diagonal=diagonal)
+
+
+def step_size(
+    budget, dynamics=EULER, *, curvature=4.0, largest=6.0, noise=1.0, bound=1.0, diagonal=1.0, draws_per_step=1e9
+):
+    stats, K = CurvatureStats(*map(jnp.asarray, (curvature, largest, noise))), coupling(bound, diagonal)
+    return float(
+        budget.step_size(
+            tolerated=dynamics.tolerated(budget.tolerance, stats, K),
+            moderate=dynamics.stable(stats._replace(largest=stats.curvature), K) / 2,
+            stable=dynamics.stable(stats, K),
+            draws_per_step=draws_per_step,
+        )
+    )
+
+
+def test_step_size_keeps_the_budget():
+    budget, averaged = BiasBudget(0.1), Overdamped()
+    assert step_size(budget) == pytest.approx(0.2 / 1.1 / 5.0)
+    assert step_size(budget, bound=4.0) == pytest.approx(0.125 / 5.0)
+    assert step_size(budget, averaged) == pytest.approx(0.5 / 4.0)
+    assert step_size(BiasBudget(0.02), averaged, noise=0.0) == pytest.approx(0.1**0.5 / 4.0)
+    assert step_size(budget, averaged, noise=10.0) == pytest.approx(0.2 / 1.1 / 10.0)
+    # Averaging is of first order where particles interact.
+    assert step_size(budget, Overdamped("lm"), bound=4.0) == pytest.approx(0.125 / 5.0)
+
+
+def test_step_size_of_momenta_is_a_time():
+    budget = BiasBudget(0.1)
+    # ε²/2 is the step of averaged overdamped dynamics, where curvature sets it.
+    assert step_size(budget, Underdamped(), noise=0.0) ** 2 / 2 == pytest.approx(0.5 / 4.0)
+    assert step_size(budget, Underdamped(2.0), noise=100.0) == pytest.approx(2 * 2.0 * 0.1 / 100.0)
+    for dynamics in (Underdamped(), Thermostat()):
+        assert step_size(budget, dynamics, largest=1e4) == pytest.approx(2 / 1e2)
+        assert step_size(budget, dynamics, noise=0.0, bound=3.0) < step_size(budget, dynamics, noise=0.0) / 3
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "noise"), [(EULER, 0.0), (EULER, 3.0), (Overdamped("lm"), 3.0), (Underdamped(), 0.0)]
+)
+@pytest.mark.parametrize("limit", [{}, {"largest": 1e3}, {"draws_per_step": 1.0}])
+def test_a_multiple_of_k_gets_a_step_as_much_shorter(dynamics, noise, limit):
+    # 3 K is K with steps, of time squared where momenta move particles, of three times the length.
+    budget = BiasBudget(0.05)
+    plain, tripled = (
+        step_size(budget, dynamics, noise=noise, bound=2.5 * weight, diagonal=weight, **limit) for weight in (1.0, 3.0)
+    )
+    assert tripled == pytest.approx(plain / 3.0)
+    stats = CurvatureStats(4.0, 4.0, noise)
+    biases = [
+        float(dynamics.bias(step, stats, coupling(2.5 * weight, weight)))
+        for step, weight in ((plain, 1.0), (tripled, 3.0))
+    ]
+    assert biases[1] == pytest.approx(biases[0])
+
+
+def test_steepness_is_that_of_the_repulsion():
+    # Two particles on a line: Γ₁ = −Γ₂ = 2r/h exp(−r²/h), whose slope in r is 2/h (1 − 2r²/h) exp(−r²/h).
+    r, h = 0.6, 0.5
+    u = jnp.tile(jnp.array([[r], [0.0]]), (20_000, 1, 1))
+    slope = 2 / h * (1 - 2 * r**2 / h) * np.exp(-(r**2) / h)
+    found = float(measure_steepness(random.key(0), RBF(h), u, jnp.asarray(h)))
+    # r changes by the difference of two standard normal numbers.
+    assert found == pytest.approx(2**0.5 * abs(slope), rel=4.5 * 0.5 * (2 / 20_000) ** 0.5)
+    assert measure_steepness(random.key(0), 3 * RBF(h), u, jnp.asarray(h)) == pytest.approx(3 * found, rel=1e-5)
+    assert measure_steepness(random.key(0), Balanced(), u, jnp.asarray(h)) == 0.0
+    assert measure_steepness(random.key(0), RBF(h), u.at[0, 0].set(jnp.inf), jnp.asarray(h)) > 0.0
+
+
+@pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm")])
+def test_steep_repulsion_shortens_the_step(dynamics):
+    stats, K = CurvatureStats(1.0, 1.0, 0.0, 30.0), coupling(2.0)
+    step = dynamics.tolerated(0.05, stats, K)
+    assert step == pytest.approx(0.5**0.5 / 30.0)
+    assert dynamics.bias(step, stats, K) == pytest.approx(0.05)
+    assert dynamics.bias(step, stats._replace(steepness=0.0), K) < 0.02
+
+
+@pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm"), Underdamped()])
+def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynamics):
+    stats, per_step = CurvatureStats(1.0, 1.0, 0.0, 300.0), 1e5
+    step = dynamics.worthwhile(stats, per_step)
+    assert (step * 300.0) ** 2 / 10.0 == pytest.approx((2.0 / (step * per_step)) ** 0.5)
+    assert jnp.isinf(dynamics.worthwhile(stats._replace(steepness=jnp.zeros(())), per_step))
+    # Where nothing is raised: particles that jump.
+    assert dynamics.worthwhile(stats, jnp.inf) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Warmup expects trouble", "ignore:A particle's update")
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
+    if not is_capped:
+        monkeypatch.setattr(Overdamped, "worthwhile", lambda *_: jnp.asarray(jnp.inf))
+    monkeypatch.setattr(bandwidth, "NARROWEST", 1e-6)  # four neighbours for each
+    mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), num_warmup=50, num_samples=50,
+                num_chains=100, chain_method="vectorized", progress_bar=False)  # fmt: skip
+    # The logarithm of an exponential: mean −γ, variance π²/6.
+    variances = []
+    for seed in range(6):
+        mcmc.run(random.key(seed), init_params=random.normal(random.key(100 + seed), (100, 1)))
+        variances.append(float(np.mean((np.asarray(mcmc.get_samples(), float) + np.euler_gamma) ** 2)))
+    inflation = np.array(variances) / (np.pi**2 / 6)
+    upper = inflation.mean() + 4.5 * inflation.std(ddof=1) / 6**0.5
+    lower = inflation.mean() - 4.5 * inflation.std(ddof=1) / 6**0.5
+    # What the step at which the two are equal would cost: about 40 draws, 0.2.
+    assert lower < 1.2 if is_capped else lower > 1.2
+    assert upper < 1.5 or not is_capped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_particles_on_a_line_keep_the_budget(is_measured, monkeypatch):
+    if not is_measured:
+        monkeypatch.setattr(step_sizes, "measure_steepness", lambda *_: jnp.zeros(()))
+    starts = random.normal(random.key(1), (20, 1))
+    mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2), num_warmup=1000, num_samples=2000, num_chains=20,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), init_params=starts)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
+    excess, error = draws.var() - 1.0, 2.0 * ensemble_mcse(draws, method="sd")[0]
+    if is_measured:
+        assert abs(excess) < 0.05 + 4.5 * error
+    else:
+        assert excess > 0.05 + 4.5 * error
+
+
+@pytest.mark.parametrize("interaction", [Laplacian(RBF(1.0)), RBF() + Laplacian(), RandomGroups(Laplacian(), size=4)])
+def test_no_step_with_momenta_is_measured_where_the_diagonal_of_k_varies(interaction):
+    u, stats = random.normal(random.key(0), (8, 2)), CurvatureStats(1.0, 1.0, 0.0)
+    coupling = interaction.couple(u, 1.0)
+    for dynamics in (Underdamped(), Thermostat()):
+        with pytest.raises(ValueError, match="give `step_size`, use SGLDR"):
+            dynamics.tolerated(0.05, stats, coupling)
+        assert 0.0 < dynamics.tolerated(0.05, stats, (3 * RBF(1.0)).couple(u)) < 0.2
+    assert 0.0 < Overdamped().tolerated(0.05, stats, coupling) < 0.1
+
+
+@pytest.mark.parametrize("dynamics", [Overdamped("euler"), Underdamped(), Thermostat()])
+def test_repulsion_that_changes_fast_shortens_the_step(dynamics):
+    flat, steep = CurvatureStats(1.0, 1.0, 0.0), CurvatureStats(1.0, 1.0, 0.0, 100.0)
+    some = RBF(1.0).couple(random.normal(random.key(0), (8, 2)))
+    step = float(dynamics.tolerated(0.05, steep, some))
+    assert step == pytest.approx(0.5**0.5 / 100) and dynamics.tolerated(0.05, flat, some) > 2 * step
+    assert float(dynamics.bias(step, steep, some)) == pytest.approx(0.05)
+    if dynamics != Overdamped("euler"):
+        assert float(dynamics.stable(steep, some)) == pytest.approx(1 / 100)
+        assert dynamics.stable(flat, some) > 0.02
+        assert dynamics.bias(0.0101, steep, some) > 100 > 0.1 > dynamics.bias(0.0099, steep, some)
+
+
+@pytest.mark.slow
+def test_momenta_in_a_dense_cloud_have_the_bias_of_the_budget():
+    # Sixty particles on a line, for which steps used to be measured at which their variance is five.
+    interaction, dynamics = RBF(0.1), Underdamped()
+    z = random.normal(random.key(0), (12, 60, 1))
+
+    def couple(u):
+        return interaction.couple(u)
+
+    def energy_and_grad(u):
+        return jnp.sum(u**2, -1) / 2, u
+
+    steepness = measure_steepness(random.key(1), interaction, z, 0.1)
+    step_size = dynamics.tolerated(0.05, CurvatureStats(1.0, 1.0, 0.0, steepness), couple(z))
+
+    @jax.jit
+    def variances(step_size):
+        def update(cloud, key):
+            cloud = dynamics.step(key, cloud, energy_and_grad, couple, step_size)
+            return cloud, jnp.mean(cloud.z**2, (1, 2))
+
+        start = dynamics.init(random.key(2), z, energy_and_grad, couple)
+        return lax.scan(update, start, random.split(random.key(3), 3000))[1][1000:].mean(0)
+
+    found, far = variances(step_size), variances(3 * step_size)
+    error = found.std() / 12**0.5
+    assert abs(found.mean() - 1) < 0.05 + 4.5 * error and error < 0.02
+    # Control.
+    assert far.mean() - 1 > 1.0
+
+
+def test_what_warmup_expects_is_the_same_for_a_multiple_of_k():
+    u = random.normal(random.key(0), (1, 8, 2))
+    energy_and_grad = quadratic(jnp.diag(jnp.array([2.0, 1.0])))
+    one, three = (
+        tune(energy_and_grad, u, interaction=weight * RBF(1.0), num_warmup=jnp.asarray(100)) for weight in (1.0, 3.0)
+    )
+    np.testing.assert_allclose(three.step_size, one.step_size / 3, rtol=1e-4)
+    np.testing.assert_allclose(three.bias, one.bias, rtol=1e-4)
+    np.testing.assert_allclose(three.effective_draws, one.effective_draws, rtol=1e-4)
+
+
+def test_step_size_is_stable_at_the_stiffest_particle():
+    budget = BiasBudget(0.5, min_draws=0.0)
+    assert step_size(budget, largest=99.0) == pytest.approx(2 / 99)
+    assert step_size(budget, largest=99.0, bound=6.0, noise=0.0) == pytest.approx(2 / 119)
+
+
+@pytest.mark.parametrize("bound", [1.0, 3.0, 7.0])
+def test_stability_takes_one_stiff_particle_for_one(bound):
+    # λ_max(K½ H K½) is at most λ (Λ − 1) + m where one particle has curvature m and all others λ.
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        gram = rng.normal(size=(6, 30))
+        gram = gram @ gram.T
+        gram /= np.sqrt(np.outer(np.diag(gram), np.diag(gram)))
+        Λ = np.linalg.eigvalsh(gram)[-1]
+        H = np.diag([bound * 10.0, *np.full(5, bound)])
+        root = np.linalg.cholesky(gram)
+        assert np.linalg.eigvalsh(root.T @ H @ root)[-1] <= bound * Λ + bound * 9.0 + 1e-9
+
+
+def momenta_update(dynamics, gram, H, step_size):
+    """One update with a constant K on a Gaussian, ``x = (z, m) ← A x + B ξ + N n`` with white noise ξ and n in ∇U."""
+    size = len(gram)
+
+    def update(x, white, n):
+        z, m = x[:size, None], x[size:, None]
+        constant = Coupling(
+            lambda x: gram @ x, 0.0, lambda key: 0.0, jnp.inf, white=lambda key: jnp.asarray(white)[:, None]
+        )
+        cloud = Cloud(z, jnp.zeros(size), H @ z + n[:, None], (m,))
+        moved = dynamics.step(random.key(0), cloud, lambda z: (jnp.zeros(size), z), lambda u: constant, step_size)
+        return jnp.concatenate((moved.z, *moved.memory)).ravel()
+
+    zeros = (jnp.zeros(2 * size), jnp.zeros(size), jnp.zeros(size))
+    return [np.asarray(jax.jacobian(update, k)(*zeros)) for k in range(3)]
+
+
+def close_particles(size=6, k=0.9):
+    """A Gram matrix, and its largest eigenvalue."""
+    gram = k * np.ones((size, size)) + (1 - k) * np.eye(size)
+    return gram, np.linalg.eigvalsh(gram)[-1]
+
+
+@pytest.mark.parametrize("largest", [1.0, 30.0])
+@pytest.mark.parametrize("friction", [0.1, 3.0])
+def test_steps_of_momenta_are_stable_among_close_particles(friction, largest):
+    # K acts twice, so that one stiff particle feels the diagonal of K², which is more than 1.
+    dynamics, (gram, Λ), H = Underdamped(friction), close_particles(), np.diag([largest, 1.0, 1.0, 1.0, 1.0, 1.0])
+    with jax.enable_x64(True):
+        step = 0.99 * float(dynamics.stable(CurvatureStats(1.0, largest, 0.0), coupling(Λ)))
+        A, _, _ = momenta_update(dynamics, gram, H, step)
+    assert np.abs(np.linalg.eigvals(A)).max() < 1.0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("k", [0.9, 0.3])
+def test_gradient_noise_heats_momenta_through_k(k, shared):
+    dynamics, (gram, Λ), V = Underdamped(), close_particles(k=k), 20.0
+    with jax.enable_x64(True):
+        # `adapt` counts Λ times the noise of a shared minibatch.
+        stats = CurvatureStats(1.0, 1.0, V * Λ if shared else V)
+        step = float(dynamics.tolerated(0.05, stats, coupling(Λ)))
+        A, B, N = momenta_update(dynamics, gram, np.eye(6), step)
+    noise = V * (np.ones((6, 6)) if shared else np.eye(6))
+    driven = B @ B.T + N @ noise @ N.T
+    covariance = np.linalg.solve(np.eye(144) - np.kron(A, A), driven.ravel()).reshape(12, 12)
+    inflation = np.diag(covariance)[:6].mean() - 1
+    assert 0.0 < inflation < 1.1 * 0.05  # the budget is of first order
+
+
+def test_a_run_that_would_go_nowhere_gets_longer_steps():
+    assert step_size(BiasBudget(0.1), draws_per_step=2500.0) == pytest.approx(200 / 2500)
+    assert step_size(BiasBudget(0.1), draws_per_step=1.0) == pytest.approx(1 / 4)
+    assert step_size(BiasBudget(0.1), draws_per_step=1.0, largest=30.0) == pytest.approx(2 / 30)
+    assert step_size(BiasBudget(0.1, min_draws=0.0), draws_per_step=1.0) == pytest.approx(0.2 / 1.1 / 5.0)
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "bound"),
+    [(EULER, 1.0), (Overdamped(), 1.0), (Underdamped(), 1.0), (Underdamped(3.0), 4.0), (Thermostat(), 4.0)],
+)
+def test_bias_at_the_step_of_the_budget_is_the_tolerance(dynamics, bound):
+    budget = BiasBudget(0.04, min_draws=0.0)
+    for curvature, noise in ((4.0, 0.0), (1e-6, 3.0)):
+        step = step_size(budget, dynamics, curvature=curvature, noise=noise, largest=curvature, bound=bound)
+        bias = dynamics.bias(step, CurvatureStats(curvature, curvature, noise), coupling(bound))
+        assert float(bias) == pytest.approx(0.04, rel=0.05)
+
+
+def test_bias_of_euler_is_that_of_its_recursion():
+    # z ← (1 − ελ) z + √(2ε) ξ − ε noise has variance (2ε + ε² V) / (1 − (1 − ελ)²) = (1 + εV/2) / (λ (1 − ελ/2)).
+    ε, λ, V = 0.05, 2.0, 3.0
+    exact = (2 * ε + ε**2 * V) / (1 - (1 - ε * λ) ** 2) * λ - 1
+    assert float(EULER.bias(ε, CurvatureStats(λ, λ, V), coupling(1.0))) == pytest.approx(exact, rel=1e-5)
+
+
+class Sampler(NamedTuple):
+    """What learners know of a sampler."""
+
+    plan: WarmupPlan
+    gradient: Callable | None = None
+    interaction: Interaction = Independent()
+    dynamics: Dynamics = Overdamped()
+    num_steps: int = 10
+    shares_minibatches: bool = False
+
+    def energy_and_grad(self, warmup):
+        return self.gradient
+
+
+def warm_up(warmup, cloud, sampler):
+    """The tuning after one more iteration."""
+    stage = Stage.of(warmup.iteration, warmup.num_warmup)
+    return warmup_update(random.key(1), stage, warmup, cloud, sampler, LEARNERS)[0]
+
+
+def tune(energy_and_grad, u, plan=None, interaction=None, **fields):
+    """The tuning of an adaptation at the end of warmup."""
+    plan = plan or WarmupPlan(BiasBudget(0.1, min_draws=0.0), None, False, False)
+    cloud = Cloud(u, *energy_and_grad(None, u), ())
+    warmup = WarmupState.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan)
+    warmup = warmup._replace(iteration=jnp.asarray(99), **fields)
+    return warm_up(warmup, cloud, Sampler(plan, energy_and_grad, interaction or Independent()))
+
+
+def test_where_no_curvature_is_met_the_step_follows_from_the_spread():
+    def cone(key, u, corrected=None):
+        return jnp.abs(u).sum(-1), jnp.sign(u)
+
+    # On average, curvature is at least one over the variance.
+    u = 10.0 + random.normal(random.key(0), (1, 6, 3))
+    spread = np.asarray(u).var(1).max()
+    np.testing.assert_allclose(tune(cone, u).step_size, 0.5 * spread, rtol=1e-5)
+    # Particles that do not move have no spread.
+    found = tune(cone, jnp.ones((1, 6, 3)), arrival=jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]))
+    np.testing.assert_allclose(found.step_size, 0.02, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_laplace_distribution_comes_out_in_its_own_size(kernel, seed):
+    # Its curvature is all in one point, which few measurements meet.
+    starts = random.normal(random.key(seed + 50), (6, 1))
+    sampler = kernel(potential_fn=lambda z: jnp.abs(z).sum())
+    mcmc = MCMC(sampler, num_warmup=200, num_samples=2000, num_chains=6, chain_method="vectorized", progress_bar=False)
+    mcmc.run(random.key(seed), init_params=starts)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
+    error = ensemble_mcse(draws, 1 if kernel is SGLDR else 6, method="sd")[0]
+    # Its variance is 2, of which the budget is a share; and half that size, or twice, would be seen.
+    assert abs(draws.std() - 2**0.5) < 4.5 * error + 2**0.5 * BiasBudget().tolerance / 2, (draws.std(), error)
+    assert 9 * error < 2**0.5 / 2
+
+
+# Windows
+
+
+def at(iteration, num_warmup=100):
+    return Stage.of(jnp.asarray(iteration), jnp.asarray(num_warmup))
+
+
+def test_windows_of_warmup():
+    ends = [1, 2, 5, 10, 15, 25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
+    assert [n for n in range(120) if at(n - 1).window_ends] == ends
+    assert [n for n in range(120) if at(n).is_arriving] == list(range(25))
+    assert [n for n in range(120) if at(n).is_settling] == list(range(60, 100))
+    assert [n for n in range(120) if at(n).is_warmup] == list(range(100))
+    assert [n for n in range(120) if at(n - 1).references_move] == [25, 60]
+    assert [int(at(n - 1).num_settled) for n in (64, 65, 70, 100, 101)] == [0, 1, 2, 8, 8]
+    # Sums count in the second half of a window, later in its last three quarters.
+    assert [n for n in range(120) if at(n).window_starts] == [1, 3, 7, 12, 20, 26, 32, 45, 70]
+    for n in range(110):
+        following = [end for end in ends if end > n]
+        assert at(n).until_end == (following[0] - n if following else np.iinfo(np.int32).max)
+    nothing = [at(n, 0) for n in range(120)]
+    assert not any(s.window_ends or s.is_arriving or s.is_settling or s.is_warmup for s in nothing)
+
+
+def test_noise_counts_by_and_by():
+    shares = [float(at(n - 1).noise_share) for n in (25, 29, 30, 39, 40, 59, 60, 100)]
+    np.testing.assert_allclose(shares, [0, 0, 0.03, 0.03, 0.2, 0.2, 1, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_warmup", [*range(1, 12), 50, 51, 99, 1000, 100_000, 600_000, 2_000_000_000])
+def test_every_warmup_ends_with_a_measurement(num_warmup):
+    assert at(num_warmup - 1, num_warmup).window_ends and not at(num_warmup, num_warmup).window_ends
+
+
+# Arrival
+
+
+@pytest.mark.parametrize("is_minibatch", [False, True])
+@pytest.mark.parametrize("scale", [1e-4, pytest.param(1.0, marks=pytest.mark.slow), 1e3])
+def test_particles_arrive_whatever_the_scale(scale, is_minibatch):
+    def energy_and_grad(u):
+        return 0.5 * jnp.sum((u / scale - 3.0) ** 2, -1), (u / scale - 3.0) / scale
+
+    def update(carry, key):
+        return arrive(key, *carry, energy_and_grad, is_minibatch), None
+
+    u = 30.0 * random.normal(random.key(0), (1, 2000, 2))
+    start = ((u, *energy_and_grad(u)), jnp.full((1, 2000), 0.05))
+    run = jax.jit(lambda start: lax.scan(update, start, random.split(random.key(1), 1500))[0])
+    (u, energy, gradient), step_size = run(start)
+    standard = np.asarray(u / scale - 3.0).ravel()
+    assert abs(standard.mean()) < 4.5 * len(standard) ** -0.5
+    assert abs(standard.var() - 1) < 4.5 * (2 / len(standard)) ** 0.5
+    assert (step_size > 0.1 * scale**2).all() and (step_size < 30 * scale**2).all()
+    np.testing.assert_allclose(energy, energy_and_grad(u)[0], rtol=1e-4)
+    np.testing.assert_allclose(gradient, energy_and_grad(u)[1], rtol=1e-3, atol=1e-5 / scale)
+
+
+@pytest.mark.parametrize("is_minibatch", [False, True])
+def test_arrival_stays_where_the_energy_is_finite(is_minibatch):
+    def energy_and_grad(u):
+        inside = jnp.abs(u[..., 0]) < 1.0
+        return jnp.where(inside, 0.0, jnp.nan), jnp.where(inside[..., None], 0.0 * u, jnp.nan)
+
+    def update(carry, key):
+        return arrive(key, *carry, energy_and_grad, is_minibatch), None
+
+    u = jnp.zeros((1, 50, 1))
+    start = ((u, *energy_and_grad(u)), jnp.full((1, 50), 0.05))
+    (u, energy, gradient), _ = lax.scan(update, start, random.split(random.key(1), 200))[0]
+    assert (jnp.abs(u) < 1.0).all() and jnp.isfinite(energy).all() and jnp.isfinite(gradient).all()
+    assert len(np.unique(u)) == 50
+
+
+def test_lost_particles_are_rescued_and_others_left_alone():
+    u = random.normal(random.key(0), (2, 10, 3))
+    energy = jnp.zeros((2, 10)).at[1, 4].set(100.0).at[0, 2].set(12.0)
+    lost = left_behind(energy, 3)
+    (moved, found, gradient), steps = rescue(random.key(1), (u, energy, 2.0 * u), jnp.arange(20.0).reshape(2, 10), lost)
+    changed = np.argwhere((moved != u).any(-1)).tolist()
+    assert changed == [[1, 4]] and found[0, 2] == 12.0
+    home = np.argwhere((u == moved[1, 4]).all(-1))
+    assert len(home) == 1 and steps[1, 4] == 10 * home[0, 0] + home[0, 1]
+    np.testing.assert_array_equal(gradient, 2.0 * moved)
+    # Where all are lost there is nowhere to go.
+    (moved, *_), _ = rescue(random.key(1), (u, energy, u), jnp.ones((2, 10)), jnp.ones((2, 10), bool))
+    np.testing.assert_array_equal(moved, u)
+
+
+def test_what_is_not_finite_is_left_behind():
+    assert np.argwhere(left_behind(jnp.zeros((1, 40)).at[0, 7].set(1e5).at[0, 9].set(jnp.nan), 3)).tolist() == [
+        [0, 7],
+        [0, 9],
+    ]
+
+
+def around(u, energy, gradient, length=40):
+    """The surroundings of particles that see draws ``(time, 1, L, d)``."""
+    surroundings = Surroundings.empty(u.shape[1:], u.dtype)
+    for i in range(length):
+        surroundings = surroundings.add(energy[i], gradient[i])
+    return surroundings
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_most_particles_leave_a_basin_that_weighs_nothing(seed):
+    # Thirteen of twenty particles in a basin whose floor is 40 higher, and not wider.
+    u = random.normal(random.key(seed), (40, 1, 20, 5))
+    higher = jnp.where(jnp.arange(20) < 13, 40.0, 0.0)
+    energy = 0.5 * jnp.sum(u**2, -1) + higher
+    assert around(u, energy, u).weighs_nothing()[0].tolist() == [True] * 13 + [False] * 7
+    # By energies against the median none is left behind.
+    assert not left_behind(energy[-1], 5).any()
+
+
+@pytest.mark.parametrize("dimension", [5, 100])
+def test_the_neck_of_a_funnel_does_not_attract(dimension):
+    # v is fixed at each particle: energies are lower by up to (d − 1) v / 2 in the neck, and the mass is alike.
+    v = jnp.linspace(-6.0, 6.0, 20)
+    x = random.normal(random.key(0), (40, 1, 20, dimension - 1)) * jnp.exp(v / 2)[:, None]
+    energy = jnp.sum(x**2, -1) / (2 * jnp.exp(v)) + (dimension - 1) * v / 2 + v**2 / 18
+    gradient = jnp.concatenate((x / jnp.exp(v)[:, None], jnp.ones((40, 1, 20, 1))), -1)
+    assert not around(gradient, energy, gradient).weighs_nothing().any()
+    # By energy alone the neck would take in those who are in the wide part.
+    assert (energy.mean(0) > energy.mean(0).min() + 10.0 + 2.0 * dimension**0.5).any()
+
+
+@pytest.mark.parametrize("narrow", [1, 100])
+def test_a_narrow_basin_and_a_wide_one_of_the_same_weight_both_stay(narrow):
+    # Ten of the particles are in a basin that is twenty times narrower in some of 100 coordinates.
+    width = jnp.where(jnp.arange(100) < narrow, jnp.where(jnp.arange(20) < 10, 0.05, 1.0)[:, None], 1.0)
+    u = random.normal(random.key(0), (40, 1, 20, 100)) * width
+    energy = 0.5 * jnp.sum((u / width) ** 2, -1) + jnp.sum(jnp.log(width), -1)
+    assert not around(u, energy, u / width**2).weighs_nothing().any()
+
+
+def test_a_particle_that_does_not_move_does_not_attract():
+    u = random.normal(random.key(0), (40, 1, 20, 100))
+    u = u.at[:, 0, 3].set(u[0, 0, 3])
+    assert not around(u, 0.5 * jnp.sum(u**2, -1), u).weighs_nothing().any()
+
+
+@pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+def test_arriving_on_minibatches_keeps_particles_apart():
+    y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
+    kernel = SGLDR(noisy_mean)
+    state = kernel.init(random.split(random.key(0), 20), 200, None, (y, 2), {})
+    sample = jax.jit(lambda state: kernel.sample(state, (y, 2), {}))
+    for _ in range(50):
+        state = sample(state)
+    # So few rows say little on who is lost, but copies have parted again when repulsion begins.
+    assert len(np.unique(state.z["mu"])) == 20
+
+
+def test_exact_draws_are_hardly_ever_lost():
+    u = random.normal(random.key(0), (1, 20_000, 2))
+    # A chi-squared of two degrees of freedom exceeds its median by 2 · 17 in one draw of 5·10⁷.
+    assert not left_behind(0.5 * jnp.sum(u**2, -1), 2).any()
+
+
+# Scales
+
+
+@pytest.mark.parametrize("scale", [None, jnp.array([2.0, 0.5, 3.0]), jnp.linalg.cholesky(PRECISION + jnp.eye(3))])
+@pytest.mark.parametrize("centre", [None, jnp.array([1.0, -2.0, 30.0])])
+def test_preconditioner_is_a_linear_change_of_variables(scale, centre):
+    change = Preconditioner(scale, centre)
+    z = random.normal(random.key(0), (2, 4, 3))
+    np.testing.assert_allclose(change.to_positions(change.whiten(z)), z, rtol=1e-4, atol=1e-5)
+
+    def energy(z):
+        return jnp.sum(jnp.sin(z))
+
+    expected = jax.grad(lambda u: energy(change.to_positions(u)))(change.whiten(z))
+    np.testing.assert_allclose(change.whiten_gradient(jax.grad(energy)(z)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_changes_of_variables_are_not_rounded_on_accelerators():
+    change, u = Preconditioner(jnp.eye(3), jnp.zeros(3)), jnp.ones((4, 3))
+    for turn in (change.to_positions, change.pull):
+        assert "HIGHEST" in str(jax.make_jaxpr(turn)(u))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_changes_of_variables_follow_each_other(dense):
+    scales = (jnp.array([2.0, 0.5, 3.0]), jnp.array([0.1, 7.0, 1.0]))
+    if dense:
+        scales = tuple(jnp.linalg.cholesky(PRECISION + jnp.diag(s)) for s in scales)
+    first = Preconditioner(scales[0], jnp.array([1.0, -2.0, 30.0]))
+    second = Preconditioner(scales[1], jnp.array([0.5, 0.0, -1.0]))
+    z = random.normal(random.key(0), (4, 3))
+    both = first.compose(second)
+    np.testing.assert_allclose(both.whiten(z), second.whiten(first.whiten(z)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        both.whiten_gradient(z), second.whiten_gradient(first.whiten_gradient(z)), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_moments_are_those_of_all_clouds(dense):
+    u = 1000.0 + random.normal(random.key(0), (50, 8, 3))
+    gradient = random.normal(random.key(1), (50, 8, 3)) @ PRECISION
+    moments = Moments.empty(3, u.dtype, dense)
+    for x, g in zip(u, gradient, strict=True):
+        moments = moments.add(x, g)
+    assert moments.number == 400
+    u, gradient = np.asarray(u, float).reshape(-1, 3), np.asarray(gradient, float).reshape(-1, 3)
+    for mean, scatter, x in (
+        (moments.position, moments.position_scatter, u),
+        (moments.gradient, moments.gradient_scatter, gradient),
+    ):
+        np.testing.assert_allclose(mean, x.mean(0), rtol=1e-5, atol=1e-4)
+        covariance = np.cov(x.T, bias=True) if dense else x.var(0)
+        np.testing.assert_allclose(scatter / 400, covariance, rtol=1e-3, atol=1e-3)
+    largest = np.linalg.eigvalsh(np.cov(u.T, bias=True))[-1] if dense else u.var(0).max()
+    assert float(moments.spread()) == pytest.approx(largest, rel=1e-3)
+
+
+def moments_of(covariance, gradient_covariance, count=1e8, dense=True):
+    pick = (lambda x: x) if dense else jnp.diag
+    zero = jnp.zeros(len(covariance))
+    return Moments(jnp.asarray(count), zero, zero, count * pick(covariance), count * pick(gradient_covariance))
+
+
+@pytest.mark.parametrize("width", [0.25, 1.0, 4.0])
+def test_shape_whitens_a_gaussian_even_if_the_cloud_is_too_wide_or_narrow(width):
+    covariance = jnp.linalg.inv(PRECISION + jnp.eye(3))
+    scale = moments_of(width * covariance, width * jnp.linalg.inv(covariance)).to_preconditioner(True).scale
+    np.testing.assert_allclose(scale @ scale.T, covariance, rtol=2e-3, atol=2e-4)
+    diagonal = moments_of(width * covariance, width * jnp.linalg.inv(covariance), dense=False).shape(True).scale
+    expected = (np.diag(covariance) / np.diag(np.linalg.inv(covariance))) ** 0.25
+    np.testing.assert_allclose(diagonal, expected, rtol=1e-4)
+
+
+def test_shape_makes_covariances_of_positions_and_gradients_equal():
+    a, b = PRECISION + jnp.eye(3), jnp.array([[2.0, -1.0, 0.3], [-1.0, 3.0, 0.0], [0.3, 0.0, 0.5]])
+    scale = np.asarray(moments_of(a, b).shape(True).scale, float)
+    inverse = np.linalg.inv(scale)
+    np.testing.assert_allclose(
+        inverse @ np.asarray(a) @ inverse.T, scale.T @ np.asarray(b) @ scale, rtol=1e-3, atol=1e-3
+    )
+    assert (np.triu(scale, 1) == 0).all()
+
+
+def test_few_draws_or_an_early_window_keep_to_the_diagonal():
+    covariance = jnp.linalg.inv(PRECISION + jnp.eye(3))
+    moments = moments_of(covariance, jnp.linalg.inv(covariance))
+    early = np.asarray(moments.to_preconditioner(False).scale)
+    np.testing.assert_allclose(early, np.diag(np.diag(early)), atol=1e-6)
+    few = np.asarray(moments_of(covariance, jnp.linalg.inv(covariance), count=10.0).shape(True).scale)
+    many = np.asarray(moments.to_preconditioner(True).scale)
+    assert 0 < abs(few[1, 0]) < 0.5 * abs(many[1, 0])
+
+
+def test_shape_of_what_does_not_move_is_left_as_it_was():
+    still = Moments.empty(3, jnp.float32, True).add(jnp.zeros((4, 3)), jnp.zeros((4, 3))).to_preconditioner(True)
+    np.testing.assert_array_equal(still.scale, jnp.eye(3))
+    flat = (
+        Moments.empty(3, jnp.float32, False)
+        .add(random.normal(random.key(0), (4, 3)), jnp.zeros((4, 3)))
+        .to_preconditioner(True)
+    )
+    np.testing.assert_array_equal(flat.scale, jnp.ones(3))
+
+
+def test_first_scales_are_those_of_a_gaussian():
+    sd = jnp.array([1e-3, 1.0, 30.0])
+    z = sd * random.normal(random.key(0), (2000, 3))
+    gradient = z / sd**2
+    np.testing.assert_allclose(first_scale(z, gradient, False).scale, sd, rtol=0.1)
+    np.testing.assert_allclose(first_scale(z, gradient.at[:900].set(jnp.inf), True).scale, jnp.diag(sd), rtol=0.1)
+    one = first_scale(z[:1], jnp.array([[1e3, 0.0, jnp.nan]]), False)
+    np.testing.assert_allclose(one.scale, [1e-3, 1.0, 1.0])
+    np.testing.assert_array_equal(one.centre, z[0])
+
+
+# Bandwidth
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.9])
+def test_bandwidth_in_a_sum_with_the_identity_is_that_without(weight):
+    u = random.normal(random.key(0), (1, 20, 5))
+    mixed = weight * RBF() + (1 - weight) * Independent()
+    # But for the nugget, which counts once in each.
+    np.testing.assert_allclose(mixed.learn_bandwidth(u), RBF().learn_bandwidth(u), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("kernel", "dimension"), [(RBF(), 5), (Balanced(RBF()), 5), (IMQ(), 50)], ids=repr)
+@pytest.mark.parametrize("size", [3, 20, 60])
+def test_bandwidth_makes_a_few_neighbours(kernel, dimension, size):
+    u = 1e3 * random.normal(random.key(0), (2, size, dimension))
+    h = kernel.learn_bandwidth(u)
+    gram = np.stack([kernel.gram(v, h)[0] for v in u])
+    diagonal = np.einsum("gii->gi", gram)
+    similarity = (gram.sum((1, 2)) - diagonal.sum(1)) / diagonal.sum(1) / (size - 1)
+    # The nugget is part of the diagonal, and not of the largest value.
+    np.testing.assert_allclose(similarity.mean(), min(4 / (size - 1), 0.25) / 1.001, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", [RBF(), IMQ(), RandomFeatures(num_features=32)], ids=repr)
+@pytest.mark.parametrize("width", [1e-3, 1.0, 1e3])
+def test_many_particles_on_a_line_have_a_bandwidth_that_a_step_can_follow(kernel, width):
+    u = width * random.normal(random.key(0), (1, 200, 1))
+    h = kernel.learn_bandwidth(u)
+    assert float(h) == pytest.approx(0.1 * float(jnp.var(u)), rel=1e-3)
+    if kernel == RBF():
+        # Four neighbours for each: k is 4 / 199 on average.
+        x = u[0] / width
+        four = 4.0 * (4.0 / 199.0) ** 2
+        assert float(jnp.exp(-((x - x.T) ** 2) / four).sum()) / 200.0 - 1.0 == pytest.approx(4.0, rel=0.2)
+        wide, narrow = (measure_steepness(random.key(1), kernel, x[None], b) for b in (h / width**2, four))
+        assert narrow > 10.0 * wide
+
+
+def test_a_given_bandwidth_is_not_learned():
+    u = random.normal(random.key(0), (1, 6, 2))
+    assert all(np.isnan(k.learn_bandwidth(u)) for k in (RBF(2.0), Independent(), Balanced(), Balanced(RBF(1.0))))
+
+
+def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
+    # Half way between two windows of the sampler, 20 particles are twenty times closer than they were.
+    kernel = RBF()
+    u = random.normal(random.key(0), (1, 20, 5))
+    before = kernel.learn_bandwidth(u)
+    u = u / 20.0
+
+    def bound_after(iteration):
+        plan = WarmupPlan(None, None, True, False)
+        cloud = Cloud(u, jnp.zeros((1, 20)), u, ())
+        warmup = WarmupState.start(100, Preconditioner(), 0.1, before, cloud, plan)
+        warmup = warmup._replace(iteration=jnp.asarray(iteration))
+        assert not at(iteration).window_ends
+        found = warm_up(warmup, cloud, Sampler(plan, interaction=kernel))
+        return float(kernel.couple(u, found.bandwidth).bound)
+
+    assert bound_after(32) == pytest.approx(float(kernel.couple(20.0 * u, before).bound), rel=1e-3)
+    # With the bandwidth of the last window they would all be neighbours: λ_max(K) is their number.
+    old_rule = float(kernel.couple(u, before).bound)
+    assert old_rule > 19.0 and bound_after(72) == pytest.approx(old_rule)
+
+
+# The verdict, and whole warmups
+
+
+FINE = WarmupDiagnosis(
+    effective_draws=jnp.asarray(1000.0),
+    bias=jnp.asarray(jnp.nan),
+    condition=jnp.asarray(5.0),
+    curvature_ratio=jnp.asarray(3.0),
+    dependence=jnp.asarray(0.1),
+    has_heavy_tails=jnp.asarray(False),
+    has_basins=jnp.asarray(False),
+    is_diagonal=jnp.asarray(False),
+    noise_ratio=jnp.asarray(0.1),
+    fell_back=jnp.asarray(False),
+    stays=jnp.asarray(False),
+)
+
+
+def test_verdict_names_what_is_wrong():
+    assert FINE.findings() == []
+    # The step is raised until the run is worth 200, which rounding must not make a finding.
+    assert FINE._replace(effective_draws=jnp.float32(199.99)).findings() == []
+    numbers = ("effective_draws", "condition", "curvature_ratio", "dependence", "noise_ratio")
+    assert FINE._replace(**{name: jnp.asarray(jnp.nan) for name in numbers}).findings() == []
+    for field, value, name, figure, words in (
+        ("effective_draws", 50.0, "slow_directions", 50.0, "about 50 independent"),
+        ("bias", 0.3, "step_bias", 1.3**0.5 - 1, "sds about 14 % too large"),
+        ("condition", 100.0, "varying_curvature", 2.5, "LocScaleReparam"),
+        ("curvature_ratio", 100.0, "varying_curvature", 4.0, "LocScaleReparam"),
+        ("dependence", 1.0, "funnel", 1.0, "as in a funnel"),
+        ("has_heavy_tails", True, "heavy_tails", None, "heavy tails"),
+        ("has_basins", True, "several_basins", None, "in several modes"),
+        ("noise_ratio", 20.0, "gradient_noise", 20.0, "Gradient noise, 20 times the curvature"),
+        ("fell_back", True, "control_variates_off", None, "Control variates add noise"),
+        ("stays", True, "jumps_off", None, "Jumps are hardly ever accepted"),
+    ):
+        (finding,) = FINE._replace(**{field: jnp.asarray(value)}).findings()
+        assert finding.name == name and words in str(finding)
+        assert finding.figure == (None if figure is None else pytest.approx(figure))
+    slow = FINE._replace(effective_draws=jnp.asarray(50.0), is_diagonal=jnp.asarray(True))
+    assert 'Set preconditioner="dense"' in slow.findings()[0].remedy
+
+
+def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, seed=0, **kwargs):
+    """The warnings of a warmup, and its last state."""
+    mcmc = MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mcmc.run(random.key(seed), *args, **kwargs)
+        jax.effects_barrier()
+    return " ".join(str(warning.message) for warning in caught), mcmc
+
+
+SCHOOLS = (jnp.array([28.0, 8, -3, 7, -1, 1, 18, 12]), jnp.array([15.0, 10, 16, 11, 9, 11, 10, 18]))
+
+
+def schools(centred):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("school", 8):
+        if centred:
+            theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        else:
+            theta = mu + tau * numpyro.sample("standard", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(theta, SCHOOLS[1]), obs=SCHOOLS[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
+@pytest.mark.live_warnings
+def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel, capsys):
+    words, mcmc = expectations(kernel(schools), True)
+    assert "reparam" in words
+    # Said again where the results are.
+    data = to_inference_data(mcmc)
+    assert "reparam" in data["posterior"].attrs["findings"]
+    assert "funnel" in diagnose(data)
+    summary(data, kind="stats")
+    assert "reparam" in capsys.readouterr().out
+    words, mcmc = expectations(kernel(schools), False)
+    assert words == "" and to_inference_data(mcmc)["posterior"].attrs["findings"] == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.live_warnings
+def test_funnel_is_flagged_in_every_seed(seed):
+    for kernel in (SGLD, SGLDR):
+        assert "reparam" in expectations(kernel(schools), True, seed=seed)[0]
+
+
+@pytest.mark.live_warnings
+def test_short_warmup_says_so():
+    words, _ = expectations(SGLD(schools), False, num_warmup=20)
+    assert "num_warmup=20 is too few" in words
+
+
+@pytest.mark.slow
+@pytest.mark.live_warnings
+def test_a_run_that_goes_nowhere_says_so():
+    words, _ = expectations(SGLD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
+    assert "independent draws. Raise `num_steps`" in words
+
+
+def noisy_mean(y, subsample_size):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+@pytest.mark.slow
+@pytest.mark.live_warnings
+def test_noise_that_rules_the_step_is_named():
+    y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
+    words, _ = expectations(SGLD(noisy_mean, gradient=Subsampled()), y, 2)
+    assert "Raise `subsample_size`" in words
+    # The likelihood is quadratic: control variates leave no noise at all.
+    words, mcmc = expectations(SGLD(noisy_mean), y, 2)
+    assert words == ""
+    reference = mcmc.last_state.warmup.reference
+    assert bool(reference.in_use) and mcmc.last_state.warmup.noise < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.live_warnings
+def test_control_variates_are_given_up_where_they_add_noise():
+    # Two far modes where the likelihood is flat, and between them, where the mean of the cloud lies, it is steep.
+    def model(y):
+        modes = dist.Normal(jnp.array([-5.0, 5.0]), 0.3)
+        x = numpyro.sample("x", dist.MixtureSameFamily(dist.Categorical(jnp.array([0.5, 0.5])), modes))
+        with numpyro.plate("rows", len(y), subsample_size=4) as i:
+            numpyro.sample("y", dist.Normal(jnp.tanh(x) ** 2, 1), obs=y[i])
+
+    y = random.normal(random.key(5), (400,))
+    words, mcmc = expectations(SGLD(model), y, num_warmup=100)
+    plain, corrected = mcmc.last_state.warmup.measurements.mean_noise
+    assert corrected > 100 * plain and not mcmc.last_state.warmup.reference.in_use
+    assert "Control variates add noise" in words
+
+
+def curved(x, y, subsample_size):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
+
+
+@pytest.mark.slow
+@pytest.mark.live_warnings
+def test_minibatches_with_control_variates_give_the_posterior():
+    # Logistic regression on 2000 rows in batches of 20, against quadrature.
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2000, 2)) @ np.array([[1.0, 0.7], [0.0, 0.5]])
+    y = rng.random(2000) < 1 / (1 + np.exp(-x @ np.array([1.0, -1.0])))
+    axes = np.meshgrid(np.linspace(0.3, 1.7, 141), np.linspace(-2.0, 0.0, 141), indexing="ij")
+    grid = np.stack([axis.ravel() for axis in axes], -1)
+    logits = grid @ x.T
+    log_density = (logits * y - np.logaddexp(0, logits)).sum(1) - (grid**2).sum(1) / 2
+    weight = np.exp(log_density - log_density.max())
+    weight /= weight.sum()
+    mean = weight @ grid
+    variance = weight @ (grid - mean) ** 2
+
+    def scores(**kwargs):
+        """Errors of means in their standard errors; and of variances, beyond what is tolerated."""
+        data = jnp.asarray(x), jnp.asarray(y, jnp.int32)
+        words, mcmc = expectations(SGLD(curved, **kwargs), *data, 20, num_warmup=300, num_samples=500)
+        draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], float)
+        square = (draws - mean) ** 2 / variance
+        # Balanced noise makes ensemble means better than these standard errors of independent chains.
+        errors = draws.mean(1) - mean, square.mean(1) - 1
+        standard = [error.std(0, ddof=1) / 20**0.5 for error in errors]
+        inflation = np.abs(errors[1].mean(0)) - 0.05
+        return words, np.abs(errors[0].mean(0) / standard[0]), inflation / standard[1], mcmc.last_state.warmup
+
+    words, of_mean, of_variance, warmup = scores()
+    assert words == "" and bool(warmup.reference.in_use)
+    assert (of_mean < 4.5).all() and (of_variance < 4.5).all()
+    # Plain minibatches with the same step and scales inflate the variances.
+    scale = np.asarray(warmup.preconditioner.scale)
+    _, _, of_variance, _ = scores(
+        gradient=Subsampled(),
+        step_size=float(warmup.step_size),
+        preconditioner=scale @ scale.T,
+        dynamics=Overdamped("lm"),
+    )
+    assert (of_variance > 9.0).any()
+
+
+def test_groups_share_what_is_learned_and_nothing_else():
+    # Whatever happens to one group after the freeze, the other does not see it.
+    def energy(z):
+        return jnp.sum(z**2) / 2 + jnp.sum(z**4) / 8
+
+    kernel = SGLDR(potential_fn=energy, num_ensembles=2)
+    starts = random.normal(random.key(1), (12, 2))
+    mcmc = MCMC(kernel, num_warmup=60, num_samples=5, num_chains=12, chain_method="vectorized", progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc.warmup(random.key(0), init_params=starts)
+    state = mcmc.last_state
+    assert state.warmup.arrival.shape == (2, 6) and state.warmup.step_size.shape == ()
+    # The moments are of all 12 particles: from 69 on, at every iteration.
+    assert state.warmup.moments.number == 12 * (60 - int(0.7 * 60))
+
+    @jax.jit
+    def draws(z):
+        moved = kernel.sample(state._replace(z=z), (), {}).z
+        return moved
+
+    whole, disturbed = (np.asarray(draws(z)) for z in (state.z, state.z.at[6:].add(0.1)))
+    np.testing.assert_array_equal(whole[:6], disturbed[:6])
+    assert (whole[6:] != disturbed[6:]).all()
+
+
+@pytest.mark.parametrize(
+    "preconditioner", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("diagonal", None))]
+)
+def test_a_single_chain_learns_over_time(preconditioner):
+    sd = jnp.array([0.01, 1.0, 100.0])
+    kernel = SGLD(potential_fn=lambda z: jnp.sum((z / sd) ** 2) / 2, preconditioner=preconditioner)
+    mcmc = MCMC(kernel, num_warmup=2000, num_samples=2000, progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc.run(random.key(0), init_params=jnp.array([1.0, -3.0, 50.0]))
+    samples = np.asarray(mcmc.get_samples(), float) / np.asarray(sd)
+    if preconditioner is None:
+        # The step suits the stiffest direction, and the others hardly move.
+        assert samples[:, 2].std() < 0.1
+        return
+    # Successive draws are ten updates of half a unit of time apart: independent, nearly.
+    assert (np.abs(samples.mean(0)) < 4.5 * (1.1 / 2000) ** 0.5).all()
+    assert (np.abs(samples.var(0) - 1) < 4.5 * (2.2 / 2000) ** 0.5 + 0.01).all()
+
+
+@pytest.mark.parametrize(("dimension", "dense"), [(64, True), (65, False)])
+def test_auto_is_dense_up_to_64_parameters(dimension, dense):
+    def shape(**kwargs):
+        kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, **kwargs)
+        starts = random.normal(random.key(1), (4, dimension))
+        state = jax.eval_shape(lambda key: kernel.init(key, 100, starts, (), {}), random.split(random.key(0), 4))
+        return None if (scale := state.warmup.preconditioner.scale) is None else scale.shape
+
+    assert shape() == ((dimension, dimension) if dense else (dimension,))
+    assert shape(preconditioner="dense") == shape(preconditioner="dense", step_size=0.1) == (dimension, dimension)
+    assert shape(preconditioner="diagonal") == (dimension,)
+    # A given step means what it means in plain SGLD.
+    assert shape(step_size=0.1) is None and shape(preconditioner=None) is None
+    assert shape(preconditioner=jnp.ones(dimension)) == (dimension,)
+
+
+def test_an_optimizer_has_no_draws_to_be_judged():
+    _, mcmc = expectations(SVGD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
+    assert mcmc.sampler.findings(mcmc.last_state) == []
+
+
+def test_nothing_is_cut_where_the_noise_was_not_measured():
+    y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
+    kernel = SGLD(noisy_mean, step_size=1e-3, preconditioner="dense", gradient=Subsampled())
+    _, mcmc = expectations(kernel, y, 2, num_warmup=60, num_chains=4)
+    assert mcmc.last_state.num_divergences == 0
+
+
+def random_mean(y, subsample_size, noise):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+    numpyro.factor("estimate", noise * random.normal(numpyro.prng_key()) * mu)
+
+
+def test_random_likelihoods_are_recognized():
+    y = 5.0 + random.normal(random.key(5), (200,))
+    # By default without control variates, and none on demand.
+    _, mcmc = expectations(SGLD(random_mean), y, 20, 3.0, num_warmup=100, num_samples=300)
+    assert mcmc.last_state.warmup.reference is None
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float)
+    exact = float(y.sum() / (200 + 0.01))
+    means = draws.mean(1)
+    assert abs(means.mean() - exact) < 4.5 * max(means.std(ddof=1), draws.std() / 300**0.5) / 20**0.5
+    with pytest.raises(ValueError, match="random .*prng_key.*Subsampled"):
+        expectations(SGLD(random_mean, gradient=ControlVariates()), y, 20, 3.0)
+
+
+def test_particles_arrive_under_a_random_likelihood():
+    # A lucky estimate must not be kept for ever, which would hold its particle and shrink its steps.
+    y = 5.0 + random.normal(random.key(5), (200,))
+    kernel = SGLD(random_mean)
+    state = kernel.init(random.split(random.key(0), 20), 200, None, (y, None, 5.0), {})
+    sample = jax.jit(lambda state: kernel.sample(state, (y, None, 5.0), {}))
+    for _ in range(49):
+        state = sample(state)
+    assert len(np.unique(state.z["mu"])) == 20
+    assert (state.warmup.arrival > 1e-3).all()
+
+
+@pytest.mark.filterwarnings("ignore:A particle's update")
+def test_long_gradients_are_cut_and_counted():
+    # A wall that is met rarely, and only after warmup.
+    def energy(z):
+        return jnp.sum(z**2) / 2 + 1e6 * jnp.sum(jnp.maximum(z - 3.5, 0.0) ** 2)
+
+    kernel = SGLD(potential_fn=energy, step_size=BiasBudget(0.5))
+    starts = random.normal(random.key(1), (4, 1))
+    state = kernel.init(random.split(random.key(0), 4), 100, starts, (), {})
+    steps = state.warmup._replace(iteration=jnp.asarray(100), step_size=jnp.asarray(0.1))
+    over = state._replace(warmup=steps, gradient=state.gradient.at[2].set(1e5))
+    after = jax.jit(lambda state: kernel.sample(state, (), {}))(over)
+    assert after.diverging.tolist() == [False, False, True, False]
+    assert int(after.num_divergences) >= 1
+    # 20 standard deviations of a gradient, times the step, and noise.
+    assert abs(after.z[2, 0] - starts[2, 0]) < 10.0
