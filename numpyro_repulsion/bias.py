@@ -229,7 +229,8 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
         warmup.measurements, warmup.noise, spread, coupling, dynamics, iteration.shares_minibatches
     )
     calm = CurvatureStats(jnp.zeros(()), jnp.zeros(()), stats.noise)
-    return dynamics.bias(step_size, stats, coupling), dynamics.bias(step_size, calm, coupling)
+    error = dynamics.step_error(coupling)
+    return error.bias(step_size, stats), error.bias(step_size, calm)
 
 
 def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_size):

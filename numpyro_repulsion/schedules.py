@@ -79,20 +79,20 @@ class BiasBudget:
 
     def step_size(
         self,
-        tolerated: jax.Array,
-        moderate: jax.Array,
-        stable: jax.Array,
+        max_step_for_bias: jax.Array,
+        max_step_for_short_run: jax.Array,
+        stability_limit: jax.Array,
         draws_per_step: jax.Array | float,
     ) -> jax.Array:
         """The step for what was measured; infinite where that sets no limit.
 
-        :param tolerated: the step at which variances are inflated by the tolerance.
-        :param moderate: the longest step for a run that is worth too few draws.
-        :param stable: the longest step of all.
+        :param max_step_for_bias: the step at which variances are inflated by the tolerance.
+        :param max_step_for_short_run: the longest step for a run that is worth too few draws.
+        :param stability_limit: the longest step of all.
         :param draws_per_step: effective draws of the run to come, per unit of ε.
         """
-        raised = jnp.minimum(self.min_draws / draws_per_step, moderate)
-        return jnp.minimum(jnp.maximum(tolerated, raised), stable)
+        raised = jnp.minimum(self.min_draws / draws_per_step, max_step_for_short_run)
+        return jnp.minimum(jnp.maximum(max_step_for_bias, raised), stability_limit)
 
 
 @dataclass(frozen=True)

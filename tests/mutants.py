@@ -90,7 +90,7 @@ MUTANTS = [
         "interactions/linear_cost.py",
         "own + weight**0.5 * (Φ @ common)",
         "own + weight * (Φ @ common)",
-        "test_many",
+        "test_linear_cost",
         "noise",
     ),
     Mutant(
@@ -274,7 +274,7 @@ MUTANTS = [
         "checkpointing/loop.py",
         "row = (i - offset) // thinning",
         "row = (i + 1 - offset) // thinning",
-        "test_pieces",
+        "test_checkpointing",
         "pieces or run",
     ),
     Mutant(
@@ -282,7 +282,7 @@ MUTANTS = [
         "checkpointing/directory.py",
         'cannot be saved", after)\n        self._next_slot = 1 - self._next_slot',
         'cannot be saved", after)',
-        "test_pieces",
+        "test_checkpointing",
         "death or torn or dies",
     ),
     Mutant(
@@ -306,7 +306,7 @@ MUTANTS = [
         "interactions/linear_cost.py",
         "return self.interaction.learn_bandwidth(self._split(u, self._order(u)))\n",
         "return self.interaction.learn_bandwidth(self._split(u, self._order(u)))\n\n    at = Interaction.at\n",
-        "test_many",
+        "test_linear_cost",
         "anew",
     ),
     Mutant(
@@ -319,7 +319,7 @@ MUTANTS = [
     ),
     Mutant(
         "half of the budget of bias",
-        "dynamics/euler.py",
+        "dynamics/step_error.py",
         "jnp.minimum(2.0 * tolerance / (1.0 + tolerance) / jnp.mean",
         "jnp.minimum(tolerance / (1.0 + tolerance) / jnp.mean",
         "test_warmup test_kernels",

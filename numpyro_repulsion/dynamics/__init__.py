@@ -1,14 +1,13 @@
 """How the cloud moves: the blocks D and Q of the complete recipe, and one update.
 
 A dynamics is a pair of pure functions on a cloud of particles: :meth:`Dynamics.init` and :meth:`Dynamics.step`. It
-sees the target through a force, ``force(z) -> (U, ∇U)``, and the other particles through a coupling. It also says how
-long its steps may be.
+sees the target through ``energy_and_grad(z) -> (U, ∇U)``, and the other particles through a coupling. Its
+:class:`StepError` says how long its steps may be.
 """
 
 from numpyro_repulsion.dynamics.base import (
     Cloud,
     Couple,
-    CurvatureStats,
     Dynamics,
     EnergyAndGrad,
     reject_nonfinite,
@@ -17,9 +16,22 @@ from numpyro_repulsion.dynamics.base import (
 from numpyro_repulsion.dynamics.descent import Descent
 from numpyro_repulsion.dynamics.overdamped import Overdamped
 from numpyro_repulsion.dynamics.recipe import Recipe
+from numpyro_repulsion.dynamics.step_error import (
+    AveragedError,
+    CurvatureStats,
+    EulerError,
+    MomentumError,
+    StepError,
+    UnknownError,
+)
 from numpyro_repulsion.dynamics.underdamped import Relativistic, Thermostat, Underdamped
 
 __all__ = [
+    "AveragedError",
+    "EulerError",
+    "MomentumError",
+    "StepError",
+    "UnknownError",
     "Cloud",
     "Couple",
     "Descent",

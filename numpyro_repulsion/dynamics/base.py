@@ -8,9 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from numpyro_repulsion.dynamics.step_error import StepError, UnknownError
 from numpyro_repulsion.interactions import Coupling
 
-__all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "CurvatureStats", "reject_nonfinite", "select"]
+__all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "reject_nonfinite", "select"]
 
 EnergyAndGrad = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Couple = Callable[[jax.Array], Coupling]
@@ -31,28 +32,11 @@ class Cloud(NamedTuple):
     memory: tuple[jax.Array, ...] = ()
 
 
-class CurvatureStats(NamedTuple):
-    """What a step size is up against; scalars.
-
-    - **curvature** - λ, which nine particles in ten stay below.
-    - **largest** - the curvature at the stiffest particle.
-    - **noise** - V, the largest variance of the minibatch gradient in any direction.
-    - **steepness** - s, how fast Γ changes with the particles, in the root mean square over directions; 0 where K is
-      constant.
-    """
-
-    curvature: jax.Array
-    largest: jax.Array
-    noise: jax.Array
-    steepness: jax.Array | float = 0.0
-
-
 class Dynamics:
     """Base class: a discretization of ``dX = [−(D + Q)∇H + Γ] dt + sqrt(2D) dW`` (Ma, Chen & Fox, 2015).
 
     A subclass defines `init` and `step`. Nothing is then known of the bias of its steps, so ``step_size`` must be
-    given. A subclass that also defines `tolerated`, `worthwhile`, `stable`, `bias`, `rate` and `comparable` lets warmup
-    measure it.
+    given. A subclass that also defines `step_error` lets warmup measure it.
 
     **Example**
 
@@ -87,34 +71,11 @@ class Dynamics:
         """Whether successive clouds are draws; if not, the result of a run is its last cloud."""
         return True
 
-    def tolerated(self, tolerance: float, stats: CurvatureStats, coupling: Coupling) -> jax.Array:
-        """The step at which variances are inflated by δ, the ``tolerance``, of themselves."""
-        raise self._unknown("tolerated")
-
-    def worthwhile(self, stats: CurvatureStats, draws_per_step: jax.Array | float) -> jax.Array:
-        """The longest step from which a run short of draws gains; ``draws_per_step`` times ε is how many it has."""
-        raise self._unknown("worthwhile")
-
-    def stable(self, stats: CurvatureStats, coupling: Coupling) -> jax.Array:
-        """The step beyond which particles run away."""
-        raise self._unknown("stable")
-
-    def bias(self, step_size: jax.Array, stats: CurvatureStats, coupling: Coupling) -> jax.Array:
-        """The relative inflation of variances to be expected of a step; NaN where nothing is known of it."""
-        return jnp.full_like(step_size, jnp.nan)
-
-    def rate(self, variance: jax.Array, coupling: Coupling) -> jax.Array:
-        """How fast a direction of this variance is forgotten, per unit of time (updates times step size)."""
-        raise self._unknown("rate")
-
-    def comparable(self, step_size: jax.Array) -> jax.Array:
-        """The step that takes a particle about as far as this one of overdamped dynamics."""
-        raise self._unknown("comparable")
-
-    def _unknown(self, name):
-        return ValueError(
-            f"{type(self).__name__} does not define `{name}`, so warmup cannot measure how long its steps may be: give "
-            "`step_size`, or define `tolerated`, `worthwhile`, `stable`, `bias`, `rate` and `comparable`."
+    def step_error(self, coupling: Coupling) -> StepError:
+        """How much a step distorts the stationary distribution, given an interaction; by default unknown."""
+        return UnknownError(
+            f"{type(self).__name__} does not define `step_error`, so warmup cannot measure how long its steps may be: "
+            "give `step_size`, or return a StepError from `step_error`."
         )
 
     @property

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+from numpyro_repulsion.dynamics.step_error import UnknownError
 
 __all__ = ["Descent"]
 
@@ -84,8 +85,8 @@ class Descent(Dynamics):
                 "`step_size` is the learning rate."
             )
 
-    def _unknown(self, name):
-        return ValueError(
+    def step_error(self, coupling):
+        return UnknownError(
             "The steps of an optimizer cannot be measured; give the learning rate as `step_size`, as in "
             "SVGD(model, dynamics=Descent(optax.scale_by_adam()), step_size=0.01)."
         )

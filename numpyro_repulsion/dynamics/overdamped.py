@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-import math
 
 import jax.numpy as jnp
 
 from numpyro_repulsion.checks import boolean, keep, positive
-from numpyro_repulsion.dynamics.base import Cloud
-from numpyro_repulsion.dynamics.euler import EulerBounds
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+from numpyro_repulsion.dynamics.step_error import AveragedError, EulerError
 
 __all__ = ["Overdamped"]
 
 
 @dataclass(frozen=True)
-class Overdamped(EulerBounds):
+class Overdamped(Dynamics):
     r"""Langevin dynamics of the positions alone: SGLD, SGLD with repulsion, and SVGD.
 
     .. math::
@@ -99,21 +98,9 @@ class Overdamped(EulerBounds):
     def carries(self):
         return "noise that the next update averages with its own"
 
-    def _is_second_order(self, coupling):
-        return coupling.is_identity and self.averages_noise(True)
-
-    def tolerated(self, tolerance, stats, coupling):
-        if not self._is_second_order(coupling):
-            return super().tolerated(tolerance, stats, coupling)
-        limit = min(math.sqrt(5.0 * tolerance), 0.5)
-        return jnp.minimum(limit / stats.curvature, 2.0 * tolerance / (1.0 + tolerance) / stats.noise)
-
-    def bias(self, step_size, stats, coupling):
-        if not self._is_second_order(coupling):
-            return super().bias(step_size, stats, coupling)
-        # By the larger of its sources. In one dimension (ελ)²/100 was the most that was measured; twenty times that,
-        # for curvature has a direction.
-        return jnp.maximum(step_size * stats.noise / 2.0, (step_size * stats.curvature) ** 2 / 5.0)
+    def step_error(self, coupling):
+        is_second_order = coupling.is_identity and self.averages_noise(True)
+        return AveragedError(coupling) if is_second_order else EulerError(coupling)
 
     def init(self, key, z, energy_and_grad, couple):
         coupling = couple(z)

@@ -13,6 +13,7 @@ import numpy as np
 
 from numpyro_repulsion.checks import integer, keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+from numpyro_repulsion.dynamics.step_error import UnknownError
 
 __all__ = ["Recipe"]
 
@@ -98,8 +99,8 @@ class Recipe(Dynamics):
         keep(self, "extra", integer, least=0, expected="a number of coordinates, an integer of 0 or more")
         keep(self, "temperature", positive)
 
-    def _unknown(self, name):
-        return ValueError(
+    def step_error(self, coupling):
+        return UnknownError(
             "How long the steps of Recipe(D, Q) may be is not known, and cannot be measured; give `step_size`, as in "
             "SGLD(model, dynamics=Recipe(D, Q), step_size=1e-3)."
         )

@@ -9,8 +9,8 @@ from jax import random
 import jax.numpy as jnp
 
 from numpyro_repulsion.checks import keep, positive
-from numpyro_repulsion.dynamics.base import Cloud
-from numpyro_repulsion.dynamics.euler import EulerBounds
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+from numpyro_repulsion.dynamics.step_error import MomentumError, UnknownError
 
 __all__ = ["Relativistic", "Thermostat", "Underdamped"]
 
@@ -64,7 +64,7 @@ class Relativistic:
         return jnp.copysign(size, white).astype(white.dtype)
 
 
-class _Momenta(EulerBounds):
+class _Momenta(Dynamics):
     """What dynamics with momenta have in common: how K enters, and how long steps may be."""
 
     friction: float
@@ -81,53 +81,15 @@ class _Momenta(EulerBounds):
         """Standard normal noise, balanced where the interaction balances it."""
         return random.normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
 
-    def tolerated(self, tolerance, stats, coupling):
+    def step_error(self, coupling):
         if jnp.ndim(coupling.diagonal):
             # Then the drift by K m distorts volumes, a bias of first order that has no bound here.
-            raise ValueError(
+            return UnknownError(
                 f"With {type(self).__name__} no step can be measured for an interaction whose K_ii depends on the "
                 "particles, such as Laplacian(); give `step_size`, use SGLDR, or, for a kernel of your own with "
                 "constant k(x, x), set `diagonal_varies = False` in its class."
             )
-        # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature; the cruder
-        # integrator is given a third of that.
-        limit = min((5.0 * tolerance) ** 0.5, 0.5) if self._splits(coupling) else tolerance
-        curved = self.comparable(limit / stats.curvature) / coupling.bound
-        # As for overdamped dynamics, though the step is one of time: it is so that it was measured.
-        dense = jnp.sqrt(10.0 * tolerance) / stats.steepness
-        return jnp.minimum(jnp.minimum(curved, dense), tolerance / self._heat(stats, coupling))
-
-    def stable(self, stats, coupling):
-        # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
-        Λ, own = coupling.bound, coupling.bound * jnp.max(coupling.diagonal)
-        limit = 2.0 / jnp.sqrt(own * stats.largest + (Λ**2 - own) * stats.curvature)
-        return jnp.minimum(limit, 1.0 / jnp.asarray(stats.steepness))
-
-    def bias(self, step_size, stats, coupling):
-        if jnp.ndim(coupling.diagonal):
-            return jnp.full_like(step_size, jnp.nan)
-        square = step_size**2 / 2.0 * stats.curvature * coupling.bound**2
-        curved = square**2 / 5.0 if self._splits(coupling) else square
-        change = step_size * stats.steepness
-        # Beyond the limit of stability variances were several times too large.
-        dense = jnp.where(change > 1.0, 1e3, change**2 / 10.0)
-        return jnp.maximum(jnp.maximum(step_size * self._heat(stats, coupling), curved), dense)
-
-    def _heat(self, stats, coupling):
-        """By how much gradient noise heats the momenta, for a step of 1.
-
-        The kick takes it through K and the injected noise is white, so that it counts by the diagonal of K². A
-        thermostat takes away what is the same in all directions; others are heated all the same.
-        """
-        return coupling.bound * jnp.mean(coupling.diagonal) * stats.noise / (2.0 * self.friction)
-
-    def rate(self, variance, coupling):
-        # A direction of frequency ω = K_ii/s forgets at C/2 while friction is weak, and at ω²/C where it is strong.
-        square = jnp.mean(coupling.diagonal) ** 2 / variance
-        return jnp.minimum(self.friction / 2.0, square / self.friction)
-
-    def comparable(self, step_size):
-        return jnp.sqrt(2.0 * step_size)
+        return MomentumError(coupling, self.friction, self._splits(coupling))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Overdamped
+from numpyro_repulsion.dynamics import Cloud, CurvatureStats, EulerError
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.curvature import measure_steepness
@@ -71,7 +71,7 @@ def gains(interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float, 
     one = jnp.ones((), u.dtype)
     stats = CurvatureStats(one, one, 0.0 * one, steepness)
     coupling = coupling._replace(bound=_largest_eigenvalue(coupling.apply, 1.0 + x))
-    return Gains(mean, square, Overdamped("euler").tolerated(tolerance, stats, coupling))
+    return Gains(mean, square, EulerError(coupling).max_step_for_bias(tolerance, stats))
 
 
 def _largest_eigenvalue(apply, start):

@@ -70,16 +70,17 @@ def _with_step_size(stage, warmup, cloud, sampler):
     noise = stage.noise_share.astype(warmup.noise.dtype) * warmup.noise
     stats = summarize_curvature(warmup.measurements, noise, spread, coupling, dynamics, sampler.shares_minibatches)
     rule = plan.step_size
+    error = dynamics.step_error(coupling)
     num_updates = warmup.arrival.size * sampler.num_steps * stage.num_warmup
-    draws_per_step = num_updates * dynamics.rate(spread, coupling) / 2.0
+    draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
     step_size = rule.step_size(
-        tolerated=dynamics.tolerated(rule.tolerance, stats, coupling),
+        max_step_for_bias=error.max_step_for_bias(rule.tolerance, stats),
         # Half the limit of stability at typical particles.
-        moderate=jnp.minimum(
-            dynamics.stable(stats._replace(largest=stats.curvature), coupling) / 2.0,
-            dynamics.worthwhile(stats, draws_per_step),
+        max_step_for_short_run=jnp.minimum(
+            error.stability_limit(stats._replace(largest=stats.curvature)) / 2.0,
+            error.max_step_for_short_run(stats, draws_per_step),
         ),
-        stable=dynamics.stable(stats, coupling),
+        stability_limit=error.stability_limit(stats),
         # No step of this kind moves between basins; jumps do.
         draws_per_step=jnp.where(warmup.has_basins, jnp.inf, draws_per_step)
         if dynamics.is_sampler and not plan.jumps
@@ -88,8 +89,8 @@ def _with_step_size(stage, warmup, cloud, sampler):
     usable = jnp.isfinite(step_size) & (step_size > 0)
     # Of particles that do not move nothing was measured: stay well below the steps that Metropolis accepted.
     accepted = jnp.exp(jnp.log(warmup.arrival).mean())
-    step_size = jnp.where(usable, step_size, dynamics.comparable(0.1 * accepted))
-    bias, effective_draws = dynamics.bias(step_size, stats, coupling), step_size * draws_per_step
+    step_size = jnp.where(usable, step_size, error.from_overdamped_step(0.1 * accepted))
+    bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step
     found = {
         "step_size": step_size,
         "bias": jnp.where(jnp.isnan(bias), UNKNOWN, bias),

@@ -354,7 +354,7 @@ def test_thermostat_absorbs_noise_that_heats_others():
     mean, error = long_means(Underdamped(), Independent(), gaussian_force, functions[:1], **setting)
     assert mean[0] - 1.0 > 0.2 + 4.5 * error[0]
     # What the step-size rule expects of it.
-    expected = Underdamped().bias(ε, CurvatureStats(1.0, 1.0, V), Independent().couple(jnp.zeros((2, 2))))
+    expected = Underdamped().step_error(Independent().couple(jnp.zeros((2, 2)))).bias(ε, CurvatureStats(1.0, 1.0, V))
     assert mean[0] - 1.0 == pytest.approx(float(expected), rel=0.15)
 
 

@@ -36,7 +36,7 @@ from numpyro_repulsion import (
     summary,
     to_inference_data,
 )
-from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics
+from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, EulerError
 from numpyro_repulsion.interactions import Coupling, Interaction, bandwidth
 from numpyro_repulsion.warmup import (
     LEARNERS,
@@ -150,9 +150,9 @@ def step_size(
     stats, K = CurvatureStats(*map(jnp.asarray, (curvature, largest, noise))), coupling(bound, diagonal)
     return float(
         budget.step_size(
-            tolerated=dynamics.tolerated(budget.tolerance, stats, K),
-            moderate=dynamics.stable(stats._replace(largest=stats.curvature), K) / 2,
-            stable=dynamics.stable(stats, K),
+            max_step_for_bias=dynamics.step_error(K).max_step_for_bias(budget.tolerance, stats),
+            max_step_for_short_run=dynamics.step_error(K).stability_limit(stats._replace(largest=stats.curvature)) / 2,
+            stability_limit=dynamics.step_error(K).stability_limit(stats),
             draws_per_step=draws_per_step,
         )
     )
@@ -192,7 +192,7 @@ def test_a_multiple_of_k_gets_a_step_as_much_shorter(dynamics, noise, limit):
     assert tripled == pytest.approx(plain / 3.0)
     stats = CurvatureStats(4.0, 4.0, noise)
     biases = [
-        float(dynamics.bias(step, stats, coupling(2.5 * weight, weight)))
+        float(dynamics.step_error(coupling(2.5 * weight, weight)).bias(step, stats))
         for step, weight in ((plain, 1.0), (tripled, 3.0))
     ]
     assert biases[1] == pytest.approx(biases[0])
@@ -214,20 +214,21 @@ def test_steepness_is_that_of_the_repulsion():
 @pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm")])
 def test_steep_repulsion_shortens_the_step(dynamics):
     stats, K = CurvatureStats(1.0, 1.0, 0.0, 30.0), coupling(2.0)
-    step = dynamics.tolerated(0.05, stats, K)
+    step = dynamics.step_error(K).max_step_for_bias(0.05, stats)
     assert step == pytest.approx(0.5**0.5 / 30.0)
-    assert dynamics.bias(step, stats, K) == pytest.approx(0.05)
-    assert dynamics.bias(step, stats._replace(steepness=0.0), K) < 0.02
+    assert dynamics.step_error(K).bias(step, stats) == pytest.approx(0.05)
+    assert dynamics.step_error(K).bias(step, stats._replace(steepness=0.0)) < 0.02
 
 
 @pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm"), Underdamped()])
 def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynamics):
     stats, per_step = CurvatureStats(1.0, 1.0, 0.0, 300.0), 1e5
-    step = dynamics.worthwhile(stats, per_step)
+    longest = dynamics.step_error(coupling(1.0)).max_step_for_short_run
+    step = longest(stats, per_step)
     assert (step * 300.0) ** 2 / 10.0 == pytest.approx((2.0 / (step * per_step)) ** 0.5)
-    assert jnp.isinf(dynamics.worthwhile(stats._replace(steepness=jnp.zeros(())), per_step))
+    assert jnp.isinf(longest(stats._replace(steepness=jnp.zeros(())), per_step))
     # Where nothing is raised: particles that jump.
-    assert dynamics.worthwhile(stats, jnp.inf) == 0.0
+    assert longest(stats, jnp.inf) == 0.0
 
 
 @pytest.mark.slow
@@ -235,7 +236,7 @@ def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynam
 @pytest.mark.parametrize("is_capped", [True, False])
 def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
     if not is_capped:
-        monkeypatch.setattr(Overdamped, "worthwhile", lambda *_: jnp.asarray(jnp.inf))
+        monkeypatch.setattr(EulerError, "max_step_for_short_run", lambda *_: jnp.asarray(jnp.inf))
     monkeypatch.setattr(bandwidth, "NARROWEST", 1e-6)  # four neighbours for each
     mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), num_warmup=50, num_samples=50,
                 num_chains=100, chain_method="vectorized", progress_bar=False)  # fmt: skip
@@ -275,22 +276,22 @@ def test_no_step_with_momenta_is_measured_where_the_diagonal_of_k_varies(interac
     coupling = interaction.couple(u, 1.0)
     for dynamics in (Underdamped(), Thermostat()):
         with pytest.raises(ValueError, match="give `step_size`, use SGLDR"):
-            dynamics.tolerated(0.05, stats, coupling)
-        assert 0.0 < dynamics.tolerated(0.05, stats, (3 * RBF(1.0)).couple(u)) < 0.2
-    assert 0.0 < Overdamped().tolerated(0.05, stats, coupling) < 0.1
+            dynamics.step_error(coupling).max_step_for_bias(0.05, stats)
+        assert 0.0 < dynamics.step_error((3 * RBF(1.0)).couple(u)).max_step_for_bias(0.05, stats) < 0.2
+    assert 0.0 < Overdamped().step_error(coupling).max_step_for_bias(0.05, stats) < 0.1
 
 
 @pytest.mark.parametrize("dynamics", [Overdamped("euler"), Underdamped(), Thermostat()])
 def test_repulsion_that_changes_fast_shortens_the_step(dynamics):
     flat, steep = CurvatureStats(1.0, 1.0, 0.0), CurvatureStats(1.0, 1.0, 0.0, 100.0)
     some = RBF(1.0).couple(random.normal(random.key(0), (8, 2)))
-    step = float(dynamics.tolerated(0.05, steep, some))
-    assert step == pytest.approx(0.5**0.5 / 100) and dynamics.tolerated(0.05, flat, some) > 2 * step
-    assert float(dynamics.bias(step, steep, some)) == pytest.approx(0.05)
+    step = float(dynamics.step_error(some).max_step_for_bias(0.05, steep))
+    assert step == pytest.approx(0.5**0.5 / 100) and dynamics.step_error(some).max_step_for_bias(0.05, flat) > 2 * step
+    assert float(dynamics.step_error(some).bias(step, steep)) == pytest.approx(0.05)
     if dynamics != Overdamped("euler"):
-        assert float(dynamics.stable(steep, some)) == pytest.approx(1 / 100)
-        assert dynamics.stable(flat, some) > 0.02
-        assert dynamics.bias(0.0101, steep, some) > 100 > 0.1 > dynamics.bias(0.0099, steep, some)
+        assert float(dynamics.step_error(some).stability_limit(steep)) == pytest.approx(1 / 100)
+        assert dynamics.step_error(some).stability_limit(flat) > 0.02
+        assert dynamics.step_error(some).bias(0.0101, steep) > 100 > 0.1 > dynamics.step_error(some).bias(0.0099, steep)
 
 
 @pytest.mark.slow
@@ -306,7 +307,7 @@ def test_momenta_in_a_dense_cloud_have_the_bias_of_the_budget():
         return jnp.sum(u**2, -1) / 2, u
 
     steepness = measure_steepness(random.key(1), interaction, z, 0.1)
-    step_size = dynamics.tolerated(0.05, CurvatureStats(1.0, 1.0, 0.0, steepness), couple(z))
+    step_size = dynamics.step_error(couple(z)).max_step_for_bias(0.05, CurvatureStats(1.0, 1.0, 0.0, steepness))
 
     @jax.jit
     def variances(step_size):
@@ -384,7 +385,7 @@ def test_steps_of_momenta_are_stable_among_close_particles(friction, largest):
     # K acts twice, so that one stiff particle feels the diagonal of K², which is more than 1.
     dynamics, (gram, Λ), H = Underdamped(friction), close_particles(), np.diag([largest, 1.0, 1.0, 1.0, 1.0, 1.0])
     with jax.enable_x64(True):
-        step = 0.99 * float(dynamics.stable(CurvatureStats(1.0, largest, 0.0), coupling(Λ)))
+        step = 0.99 * float(dynamics.step_error(coupling(Λ)).stability_limit(CurvatureStats(1.0, largest, 0.0)))
         A, _, _ = momenta_update(dynamics, gram, H, step)
     assert np.abs(np.linalg.eigvals(A)).max() < 1.0
 
@@ -396,7 +397,7 @@ def test_gradient_noise_heats_momenta_through_k(k, shared):
     with jax.enable_x64(True):
         # `adapt` counts Λ times the noise of a shared minibatch.
         stats = CurvatureStats(1.0, 1.0, V * Λ if shared else V)
-        step = float(dynamics.tolerated(0.05, stats, coupling(Λ)))
+        step = float(dynamics.step_error(coupling(Λ)).max_step_for_bias(0.05, stats))
         A, B, N = momenta_update(dynamics, gram, np.eye(6), step)
     noise = V * (np.ones((6, 6)) if shared else np.eye(6))
     driven = B @ B.T + N @ noise @ N.T
@@ -420,7 +421,7 @@ def test_bias_at_the_step_of_the_budget_is_the_tolerance(dynamics, bound):
     budget = BiasBudget(0.04, min_draws=0.0)
     for curvature, noise in ((4.0, 0.0), (1e-6, 3.0)):
         step = step_size(budget, dynamics, curvature=curvature, noise=noise, largest=curvature, bound=bound)
-        bias = dynamics.bias(step, CurvatureStats(curvature, curvature, noise), coupling(bound))
+        bias = dynamics.step_error(coupling(bound)).bias(step, CurvatureStats(curvature, curvature, noise))
         assert float(bias) == pytest.approx(0.04, rel=0.05)
 
 
@@ -428,7 +429,7 @@ def test_bias_of_euler_is_that_of_its_recursion():
     # z ← (1 − ελ) z + √(2ε) ξ − ε noise has variance (2ε + ε² V) / (1 − (1 − ελ)²) = (1 + εV/2) / (λ (1 − ελ/2)).
     ε, λ, V = 0.05, 2.0, 3.0
     exact = (2 * ε + ε**2 * V) / (1 - (1 - ε * λ) ** 2) * λ - 1
-    assert float(EULER.bias(ε, CurvatureStats(λ, λ, V), coupling(1.0))) == pytest.approx(exact, rel=1e-5)
+    assert float(EULER.step_error(coupling(1.0)).bias(ε, CurvatureStats(λ, λ, V))) == pytest.approx(exact, rel=1e-5)
 
 
 class Sampler(NamedTuple):
