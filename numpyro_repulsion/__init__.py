@@ -22,7 +22,7 @@ from numpyro_repulsion.interactions import (
     Scheduled,
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
-from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.moves import Archive, Move
 from numpyro_repulsion.plots import animate_particles, plot_gram, plot_particles, plot_running_estimates
 from numpyro_repulsion.report import diagnose, summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
@@ -56,6 +56,7 @@ __all__ = [
     "Independent",
     "Interaction",
     "Laplacian",
+    "Move",
     "Overdamped",
     "Polynomial",
     "Radial",

@@ -213,7 +213,7 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
     warmup, plan, dynamics = state.warmup, iteration.plan, kernel.dynamics
     interaction = kernel.interaction.at(random.key(0), state.num_updates)
     coupling = interaction.couple(cloud.z, warmup.bandwidth)
-    if is_other or warmup.measurements is None or not plan.measures:
+    if is_other or warmup.step.measurements is None or not plan.measures:
         one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
         width = WIDTH * jnp.sqrt(step_size)
         in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
@@ -223,10 +223,11 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
         if not plan.noise:
             noise = jnp.zeros_like(noise)
         steepness = measure_steepness(random.key(0), interaction, cloud.z, warmup.bandwidth)
-        warmup = warmup._replace(measurements=one.add(curvature, noise, steepness))
-    spread = jnp.inf if is_other or warmup.moments is None else warmup.spread(dynamics)
+        measurements = one.add(curvature, noise, steepness)
+        warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
+    spread = jnp.inf if is_other or warmup.scales.moments is None else warmup.spread(dynamics)
     stats = summarize_curvature(
-        warmup.measurements, warmup.noise, spread, coupling, dynamics, iteration.shares_minibatches
+        warmup.step.measurements, warmup.noise, spread, coupling, dynamics, iteration.shares_minibatches
     )
     calm = CurvatureStats(jnp.zeros(()), jnp.zeros(()), stats.noise)
     error = dynamics.step_error(coupling)
@@ -246,7 +247,7 @@ def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_si
         def iterate(state, _):
             state = constant.sample(state, args, kwargs)
             _, cloud = constant.parts(state, args, kwargs)
-            change = state.warmup.preconditioner
+            change = state.warmup.scales.preconditioner
             # Single precision would not survive the squares of what lies far from the origin.
             z, gradient = (
                 x[..., followed]

@@ -263,8 +263,8 @@ MUTANTS = [
     ),
     Mutant(
         "jumps that forget the way back",
-        "moves/archive.py",
-        "/ temperature + log_back - log_forth",
+        "moves/base.py",
+        "/ temperature + proposal.log_ratio",
         "/ temperature",
         "test_moves",
         "exact",

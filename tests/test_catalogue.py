@@ -17,6 +17,7 @@ from numpyro_repulsion import (
     Gram,
     Independent,
     Interaction,
+    Move,
     Radial,
     StepBias,
     all_rows,
@@ -25,7 +26,7 @@ from numpyro_repulsion.gradients import Gradient
 from numpyro_repulsion.kernels import ParticleKernel
 
 #: Bases, which users write subclasses of; what a function returns; and a handler of NumPyro's kind.
-NO_PARTS = {Diagnosis, Dynamics, Finding, Gradient, Gram, Interaction, ParticleKernel, Radial, StepBias, all_rows}
+NO_PARTS = {Diagnosis, Dynamics, Finding, Gradient, Gram, Interaction, Move, ParticleKernel, Radial, StepBias, all_rows}
 
 
 def subclasses(base):

@@ -99,7 +99,7 @@ class Moments:
                 "seed": seed,
                 "mean_error": mean,
                 "sd_error": sd,
-                "step_size": float(warmup.step_size),
+                "step_size": float(warmup.step.size),
                 # Of diagonal scales the condition is not known.
                 "condition": None if np.isnan(verdict.condition) else float(verdict.condition),
                 "curvature_ratio": float(verdict.curvature_ratio),

@@ -54,6 +54,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
     # Plain chains run one by one leave a state each, and are ensembles of their own.
     is_other = has_other_data(mcmc)
     findings = [OTHER_DATA] if is_other else kernel.findings(state)
+    bias = float(np.ravel(state.warmup.step.bias)[0])
     coupling, num_independent = coupling_of(mcmc)
     num_ensembles = mcmc.num_chains if np.ndim(state.num_updates) else kernel.num_ensembles
     return {
@@ -71,7 +72,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
-        "step_size_bias": bias if (bias := float(np.ravel(state.warmup.bias)[0])) >= 0.0 and not is_other else np.nan,
+        "step_size_bias": np.nan if bias < 0.0 or is_other else bias,
         "remedy": "warm up on these data" if is_other and measured else kernel.remedy,
         "findings": to_json(findings),
         "other_data": str(is_other).lower(),

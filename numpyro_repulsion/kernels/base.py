@@ -42,7 +42,7 @@ from numpyro_repulsion.kernels.settings import (
     warn_of_short_warmup,
 )
 from numpyro_repulsion.kernels.state import ParticleState, map_particles, per_particle
-from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup import Stage, diagnose_warmup
 
@@ -103,7 +103,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         num_ensembles: int = 1,
         gradient: Gradient | None = None,
         dynamics: Dynamics | None = None,
-        moves: Archive | bool | None = None,
+        moves: Move | bool | None = None,
         init_strategy: Callable = init_to_sample,
     ):
         if (model is None) == (potential_fn is None):
@@ -131,7 +131,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.interaction = interaction
         self.dynamics = dynamics
         self.gradient = gradient
-        self.moves = moves if isinstance(moves, Archive) else None
+        self.moves = moves if isinstance(moves, Move) else None
         self._looks_for_basins = moves is None and can_jump(interaction, dynamics)
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)
@@ -205,7 +205,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         warmup, size = state.warmup, state.potential_energy.shape[0]
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         plan = iteration.plan
-        rng_key, tuning_key, loop_key = random.split(state.rng_key, 3)
+        rng_key, warmup_key, loop_key = random.split(state.rng_key, 3)
         stage = Stage.of(warmup.iteration, warmup.num_warmup)
         warmup = iteration.recognize_data(stage, cloud, warmup)
         progress, warmup, in_use = iteration.move(loop_key, stage, cloud, warmup, state.num_updates)
@@ -213,11 +213,11 @@ class ParticleKernel(Fixed, MCMCKernel):
         kept_after = warmup.num_warmup if plan.arrives else 0
         troubles = state.num_divergences + jnp.where(warmup.iteration >= kept_after, num_flagged.sum(), 0)
         warn_at_first_divergence(state.num_divergences, troubles, self.remedy)
-        cloud, warmup = iteration.learn(tuning_key, stage, progress.cloud, warmup)
-        if warmup.measurements is not None and (plan.measures or plan.jumps):
+        cloud, warmup = iteration.learn(warmup_key, stage, progress.cloud, warmup)
+        if warmup.step.measurements is not None and (plan.measures or plan.jumps):
             warn_by_verdict(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
         state = ParticleState(
-            z=jax.vmap(iteration.unravel)(warmup.preconditioner.to_positions(cloud.z).reshape(size, -1)),
+            z=jax.vmap(iteration.unravel)(warmup.scales.preconditioner.to_positions(cloud.z).reshape(size, -1)),
             **per_particle(cloud, warmup, in_use),
             diverging=(num_flagged > 0).reshape(size),
             warmup=warmup,
@@ -233,10 +233,11 @@ class ParticleKernel(Fixed, MCMCKernel):
         if jnp.ndim(state.potential_energy) == 0:
             state = map_particles(lambda x: x[None], state)
         bound = self.bind(args, kwargs)
-        plan = bound.plan(state.warmup.preconditioner.is_dense)
+        plan = bound.plan(state.warmup.scales.preconditioner.is_dense)
         check_state(self, state, bound.target, plan, bound.gradient)
         flat, unravel = ravel_cloud(state.z)
-        cloud = Cloud(state.warmup.preconditioner.whiten(flat), state.potential_energy, state.gradient, state.memory)
+        z = state.warmup.scales.preconditioner.whiten(flat)
+        cloud = Cloud(z, state.potential_energy, state.gradient, state.memory)
         iteration = Iteration(bound, plan, unravel, self._schedule)
         return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
 
@@ -251,13 +252,14 @@ class ParticleKernel(Fixed, MCMCKernel):
             found = [self.findings(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
             return [finding for one in found for finding in one]
         warmup = state.warmup
-        if warmup.measurements is None or (warmup.measurements.number == 0 and warmup.jumps is None):
+        if warmup.step.measurements is None or (warmup.step.measurements.number == 0 and warmup.jumps is None):
             return []
         return jax.tree.map(np.asarray, self._diagnose_warmup(warmup)).findings()
 
     def _diagnose_warmup(self, warmup):
         with jax.debug_nans(False):  # In a verdict NaN stands for what is not known.
-            return diagnose_warmup(warmup, self._rule, self.dynamics)
+            is_jumping = None if self.moves is None or warmup.jumps is None else self.moves.is_on(warmup.jumps)
+            return diagnose_warmup(warmup, self._rule, self.dynamics, is_jumping)
 
     @property
     def remedy(self) -> str:
@@ -269,7 +271,7 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def __getstate__(self):
         state = self.__dict__.copy()
-        del state["_starter"], state["_binder"]  # Compiled programs cannot be pickled.
+        del state["_initializer"], state["_binder"]  # Compiled programs cannot be pickled.
         return state
 
     def __setstate__(self, state):

@@ -22,7 +22,7 @@ from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, per_particle
-from numpyro_repulsion.moves import BasinJumps
+from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.warmup import WarmupState
 
 __all__ = ["MAX_DRAWS", "Initializer"]
@@ -129,7 +129,9 @@ class Initializer:
             memory_key, u, lambda _: (whitened_energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
         )
         jumps = None if kernel.moves is None else kernel.moves.start(cloud, num_warmup, plan.scale == "dense")
-        basins = BasinJumps.start(cloud.z, plan) if num_warmup > 0 else None
+        basins = None
+        if num_warmup > 0 and plan.basins and plan.step_size is not None and size >= Basins.min_particles:
+            basins = Basins().start(cloud, num_warmup, plan.scale == "dense")
         first = 1e-3 if kernel._schedule is None else kernel._schedule(0)
         warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins)
         if num_warmup > 0:
@@ -138,7 +140,7 @@ class Initializer:
             warmup = warmup._replace(data_fingerprint=(position, fingerprint(target, ravel_cloud(z)[1], position)))
         state = ParticleState(
             z=z,
-            **per_particle(cloud, warmup, warmup.step_size),
+            **per_particle(cloud, warmup, warmup.step.size),
             diverging=jnp.zeros(size, bool),
             warmup=warmup,
             num_updates=jnp.zeros((), jnp.int32),

@@ -15,7 +15,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select
 from numpyro_repulsion.gradients import Reference, evaluate_reference, fingerprint
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.moves import jump_between_basins, learn_basins
+from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.schedules import Cyclical
 from numpyro_repulsion.warmup import LEARNERS, Learner, Stage, WarmupPlan, WarmupState, arrive, warmup_update
 
@@ -25,6 +25,8 @@ __all__ = ["Iteration", "Progress"]
 GRADIENT_LIMIT = 20.0
 #: A number that no count of updates reaches: keys of what happens once in an iteration.
 ONCE = np.uint32(2**32 - 1)
+#: Jumps that switch themselves on.
+BASINS = Basins()
 
 
 class Progress(NamedTuple):
@@ -79,7 +81,7 @@ class Iteration:
 
     def energy_and_grad(self, warmup: WarmupState) -> Callable:
         """``(key, u) -> (U, ∇U)``, and with a third argument whether control variates are in use."""
-        change, reference = warmup.preconditioner, warmup.reference
+        change, reference = warmup.scales.preconditioner, warmup.reference
         if reference is not None:
             reference = reference._replace(in_use=reference.in_use & ~reference.is_stale)
 
@@ -95,7 +97,7 @@ class Iteration:
     def score(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
         """U at the particles on the same rows, by the same randomness, ``(G, L)``."""
         one = jnp.vectorize(lambda z: fingerprint(self.bound.target, self.unravel, z), signature="(d)->()")
-        return one(warmup.preconditioner.to_positions(u))
+        return one(warmup.scales.preconditioner.to_positions(u))
 
     def evaluate_reference(self, key: jax.Array, reference: Reference, cloud: Cloud) -> Reference:
         """The reference with U and ∇U over all rows at its position."""
@@ -103,8 +105,8 @@ class Iteration:
 
     def step_size(self, warmup: WarmupState, num_updates: jax.Array) -> jax.Array:
         """ε of the next update."""
-        value = warmup.step_size if self.schedule is None else self.schedule(num_updates)
-        return jnp.asarray(value, warmup.step_size.dtype)
+        value = warmup.step.size if self.schedule is None else self.schedule(num_updates)
+        return jnp.asarray(value, warmup.step.size.dtype)
 
     @property
     def _cycle(self):
@@ -120,14 +122,14 @@ class Iteration:
         """``num_steps`` updates, and before them the hot part of a cycle where one begins.
 
         :param num_updates: how many were done before.
-        :return: what became of the particles, the tuning, and the step sizes last used, ``(G, L)``.
+        :return: what became of the particles, what was learned, and the step sizes last used, ``(G, L)``.
         """
         self._check_jumps(warmup)
         start = Progress(
             cloud,
             num_updates,
-            jnp.zeros(warmup.arrival.shape, int),
-            warmup.arrival,
+            jnp.zeros(warmup.arrival.step_size.shape, int),
+            warmup.arrival.step_size,
             warmup.reference if self._renews_within else None,
             warmup.jumps.tally if self.bound.kernel.moves is not None else None,
         )
@@ -142,11 +144,11 @@ class Iteration:
             in_use = jnp.broadcast_to(self.step_size(warmup, now.num_updates - 1), now.flagged.shape)
             return now, basins, in_use
 
-        if self.plan.arrives and warmup.moments is not None:
+        if self.plan.arrives and warmup.scales.moments is not None:
             now, basins, in_use = lax.cond(stage.is_arriving, approach, travel)
         else:
             now, basins, in_use = travel()
-        warmup = warmup._replace(arrival=now.arrival, basins=basins)
+        warmup = warmup._replace(arrival=warmup.arrival._replace(step_size=now.arrival), basins=basins)
         if now.tally is not None:
             warmup = warmup._replace(jumps=warmup.jumps._replace(tally=now.tally))
         if now.reference is not None:
@@ -211,46 +213,42 @@ class Iteration:
         moves: Any = self.bound.kernel.moves
 
         def jump(now):
-            moved, jumped, probability = moves.jump(
-                noise_key,
-                now.cloud,
-                warmup.jumps,
-                lambda u: energy_and_grad(gradient_key, u),
-                self.dynamics.temperature,
-                not (self.interaction.interacts or self.dynamics.interacts),
+            jumped = self._jump(moves, noise_key, gradient_key, now.cloud, warmup.jumps, warmup)
+            return now._replace(
+                cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted), tally=_counted(now.tally, jumped)
             )
-            number, total = now.tally
-            tally = number + 1, total + probability.mean()
-            return now._replace(cloud=self.dynamics.jumped(moved, jumped), tally=tally)
 
         if now.tally is None:
             now = step(now)
         else:
-            now = lax.cond((warmup.jumps.kind > 0) & (now.num_updates % 2 == 1), jump, step, now)
+            now = lax.cond(moves.is_on(warmup.jumps) & (now.num_updates % 2 == 1), jump, step, now)
         return now._replace(num_updates=now.num_updates + 1)
 
     def _jump_between_basins(self, key, now, warmup):
         """Jumps where warmup found several basins, and what jumps have learned."""
+        state = warmup.basins
         # Of a state that another kernel has made, energies may be of minibatches now.
-        if warmup.basins is None or not self.plan.basins:
-            return now, warmup.basins
+        if state is None or not self.plan.basins:
+            return now, state
 
         def jump():
             jump_key, gradient_key = random.split(key)
-            energy_and_grad = self.energy_and_grad(warmup)
-            moved, jumped, basins = jump_between_basins(
-                jump_key,
-                now.cloud,
-                warmup.basins,
-                lambda u: energy_and_grad(gradient_key, u),
-                self.dynamics.temperature,
-            )
-            return now._replace(cloud=self.dynamics.jumped(moved, jumped)), basins
+            jumped = self._jump(BASINS, jump_key, gradient_key, now.cloud, state, warmup)
+            basins = state._replace(tally=_counted(state.tally, jumped))
+            return now._replace(cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted)), basins
 
-        return lax.cond(warmup.basins.is_on, jump, lambda: (now, warmup.basins))
+        return lax.cond(BASINS.is_on(state), jump, lambda: (now, state))
+
+    def _jump(self, moves, key, gradient_key, cloud, state, warmup):
+        """A jump of every particle."""
+        energy_and_grad = self.energy_and_grad(warmup)
+        is_stratified = not (self.interaction.interacts or self.dynamics.interacts)
+        return moves.jump(
+            key, cloud, state, lambda u: energy_and_grad(gradient_key, u), self.dynamics.temperature, is_stratified
+        )
 
     def recognize_data(self, stage: Stage, cloud: Cloud, warmup: WarmupState) -> WarmupState:
-        """The tuning, its reference marked by the data, or noted as stale where it was made on others.
+        """What was learned, its reference marked by the data, or noted as stale where it was made on others.
 
         References of each particle's own are renewed here, where an epoch is over or the data are others.
         """
@@ -266,7 +264,7 @@ class Iteration:
             data_fingerprint = jnp.where(is_new, found, reference.fingerprint)
             return warmup._replace(reference=reference._replace(fingerprint=data_fingerprint, is_stale=is_other))
         is_needed, is_middle = reference.in_use, jnp.zeros((), bool)
-        if warmup.moments is not None:
+        if warmup.scales.moments is not None:
             # Warmup asks at the end of each window whether references help, be they in use or not.
             is_needed |= stage.is_warmup
             is_needed &= ~(stage.is_arriving & self.plan.arrives)
@@ -280,7 +278,7 @@ class Iteration:
         """Each particle's reference where it is now, if that is due."""
 
         def renew():
-            here = reference._replace(position=warmup.preconditioner.to_positions(cloud.z))
+            here = reference._replace(position=warmup.scales.preconditioner.to_positions(cloud.z))
             # Only random likelihoods would use the key, and they are refused.
             new = self.evaluate_reference(random.key(0), here, cloud)
             # An old reference is as right as a new one, and a gradient that is not finite would hold the particle.
@@ -295,7 +293,7 @@ class Iteration:
 
     def learn(self, key: jax.Array, stage: Stage, cloud: Cloud, warmup: WarmupState) -> tuple[Cloud, WarmupState]:
         """What the iteration teaches, and counts it."""
-        if warmup.moments is None:
+        if warmup.scales.moments is None:
             return cloud, warmup._replace(iteration=stage.done)
         learners: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
         warmup, cloud = warmup_update(key, stage, warmup, cloud, self, learners)
@@ -303,10 +301,10 @@ class Iteration:
 
     def _clip_gradient(self, cloud, warmup):
         """The cloud with gradients cut that are far longer than any in the bulk of the posterior."""
-        if self.plan.scale is None or not self.plan.measures or warmup.measurements is None:
+        if self.plan.scale is None or not self.plan.measures or warmup.step.measurements is None:
             return cloud, jnp.zeros(cloud.potential_energy.shape, bool)
         # Whitened positions and gradients vary alike: by one for a Gaussian, by far more where modes lie apart.
-        expected = jnp.fmax(warmup.moments.variances(), 1.0) + warmup.noise
+        expected = jnp.fmax(warmup.scales.moments.variances(), 1.0) + warmup.noise
         limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(jnp.broadcast_to(expected, cloud.z.shape[-1:])))
         length = jnp.linalg.norm(cloud.gradient, axis=-1)
         is_clipped = length > limit
@@ -314,8 +312,14 @@ class Iteration:
         return cloud._replace(gradient=factor * cloud.gradient), is_clipped
 
 
+def _counted(tally, jumped):
+    """The number of jumps and the sum of their acceptances, with one more."""
+    number, total = tally
+    return number + 1, total + jumped.probability.mean()
+
+
 def _update_jumps(key, stage, warmup, cloud, sampler):
-    """What jumps by an archive learn."""
+    """What jumps learn."""
     del key
     if (moves := sampler.bound.kernel.moves) is None:
         return warmup, cloud
@@ -328,5 +332,5 @@ def _update_basins(key, stage, warmup, cloud, sampler):
     del key
     if warmup.basins is None or not sampler.plan.basins:
         return warmup, cloud
-    basins = learn_basins(stage, warmup.basins, warmup, cloud, sampler.dynamics.temperature)
+    basins = BASINS.learn(stage, warmup.basins, warmup, cloud, sampler.dynamics.temperature)
     return warmup._replace(basins=basins), cloud

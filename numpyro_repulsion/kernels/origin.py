@@ -73,7 +73,7 @@ def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient
         found = jax.tree.map(jnp.shape, state.z)
         if found != expected:
             raise ValueError(f"The state is of a model with the sites {found}, and this model has {expected}.")
-    groups = warmup.arrival.shape[0]
+    groups = warmup.arrival.step_size.shape[0]
     if groups != kernel.num_ensembles:
         raise ValueError(
             f"The state is of num_ensembles={groups}, and this kernel has num_ensembles={kernel.num_ensembles}: use "
@@ -146,7 +146,7 @@ def words(part: Any) -> str:
 
 def _check_precision(state, target):
     """Of models the precision is known, and of functions only that there is no double one where it is switched off."""
-    found = state.warmup.step_size.dtype
+    found = state.warmup.step.size.dtype
     expected = found if jax.dtypes.canonicalize_dtype(found) == found else "float32"
     if isinstance(target, ModelTarget):
         expected = jnp.result_type(*(site.dtype for site in target.prototype.values()))

@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_repulsion.dynamics import Dynamics, Overdamped
 from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarget, Gradient, Subsampled, Target
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
 from numpyro_repulsion.warmup import LAST_ADAPTED, Preconditioner, WarmupPlan, first_scale
 
@@ -188,7 +188,7 @@ def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
 
 def check_moves(moves: Any, interaction: Interaction, dynamics: Dynamics) -> None:
     """Refuses jumps with dynamics whose stationary law they do not leave alone."""
-    require_instance("moves", moves, Archive, "Archive()")
+    require_instance("moves", moves, Move, "Archive()")
     if not dynamics.is_sampler:
         raise ValueError(f"`moves` are jumps of a sampler, and {dynamics!r} is none: drop `moves`.")
     if not can_jump(interaction, dynamics):
@@ -198,7 +198,7 @@ def check_moves(moves: Any, interaction: Interaction, dynamics: Dynamics) -> Non
         )
 
 
-def check_jumps(moves: Archive, gradient: Gradient, target: Target, num_warmup: int, size: int) -> None:
+def check_jumps(moves: Move, gradient: Gradient, target: Target, num_warmup: int, size: int) -> None:
     """Refuses runs in which jumps could not learn, or not be exact."""
     if target.is_random:
         raise ValueError(
@@ -217,10 +217,11 @@ def check_jumps(moves: Archive, gradient: Gradient, target: Target, num_warmup: 
             "it from the rows of subsampled plates: use gradient=FullData(), or drop `moves`."
         )
     if num_warmup == 0:
-        raise ValueError(f"moves={moves!r} learns its archive in warmup; set num_warmup, 100 or more.")
-    if size == 1:
+        raise ValueError(f"moves={moves!r} learns in warmup; set num_warmup, 100 or more.")
+    if size < moves.min_particles:
         raise ValueError(
-            f'moves={moves!r} needs two particles or more: MCMC(kernel, num_chains=20, chain_method="vectorized", ...).'
+            f"moves={moves!r} needs {moves.min_particles} particles or more: "
+            'MCMC(kernel, num_chains=20, chain_method="vectorized", ...).'
         )
 
 

@@ -29,7 +29,7 @@ class ParticleState(NamedTuple):
       long that it was cut, ``(L,)``.
     - **gradient** - the (preconditioned) gradient at z, ``(L, d)``.
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
-    - **tuning** - what warmup learns, see :class:`~numpyro_repulsion.warmup.Tuning`.
+    - **warmup** - what warmup learns, see :class:`~numpyro_repulsion.warmup.WarmupState`.
     - **num_updates** - updates done so far, warmup included: what schedules count.
     - **num_divergences** - how often a particle was held or its gradient cut: since warmup ended, or with a given step
       and scales since the start.

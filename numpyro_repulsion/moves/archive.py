@@ -13,7 +13,8 @@ from jax.scipy.special import logsumexp
 import numpy as np
 
 from numpyro_repulsion.checks import integer, keep
-from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, select
+from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.moves.base import Move, Proposal
 from numpyro_repulsion.warmup import ARRIVED, FREEZE, Preconditioner, Stage, WarmupState, inverse_root, shrink
 
 __all__ = ["DENSITY", "DIFFERENCES", "Archive", "Jumps"]
@@ -61,7 +62,7 @@ class Jumps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Archive:
+class Archive(Move):
     r"""Jumps to anywhere that warmup has been, for posteriors of several modes.
 
     Warmup records where particles go. After it every second update of the sampler is a Metropolis-Hastings step
@@ -70,7 +71,7 @@ class Archive:
     - from its *density* :math:`q = \frac{1}{C} \sum_c N(a_c, s^2 S S^\top)` a proposal y is accepted with probability
       :math:`\min\bigl(1, \frac{\pi(y)\, q(x)}{\pi(x)\, q(y)}\bigr)`. Where K = I the components that the particles of
       an ensemble are offered are stratified, one from each part of space, which spreads the ensemble over the modes
-      (each particle's own is as likely as any other, so that its law is not touched);
+      (each particle's own is as likely as any other, so that its distribution is not touched);
     - where few of these are accepted, as in many dimensions, by *relaxed differences*: a particle is shifted to
       :math:`w = x + a_b - a_c` and relaxes there, :math:`y = w - S S^\top \nabla U(w) + \sqrt{T} S \xi`; accepted with
       the ratio for the way back from y by the opposite shift. This takes three gradients instead of one.
@@ -83,8 +84,8 @@ class Archive:
     are learned in warmup and frozen with the archive. In warmup particles jump too, first by differences, then from
     the density, by what was recorded so far. An archive cannot hold a mode that warmup did not meet.
 
-    Jumps leave the law ``exp(−U / T)`` of each particle as it is, and momenta alone, so that the stationary law is
-    the sampler's own. They need the potential energy of all data, a warmup, and two particles or more.
+    Jumps leave the distribution ``exp(−U / T)`` of each particle as it is, and momenta alone, so that the stationary
+    distribution is the sampler's own. They need the potential energy of all data, a warmup, and two particles or more.
 
     :param size: C is at most this, a power of two. A jump from the density takes ``2 L C d`` multiplications.
     :raises ValueError: for a size that is not a power of two, 16 or more.
@@ -105,7 +106,7 @@ class Archive:
         >>> mcmc = MCMC(SGLD(gaussian_mixture, moves=Archive(), init_strategy=init_to_uniform), num_warmup=50,
         ...             num_samples=50, num_chains=20, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0))
-        >>> int(mcmc.last_state.tuning.jumps.kind)
+        >>> int(mcmc.last_state.warmup.jumps.kind)
         2
     """
 
@@ -147,13 +148,13 @@ class Archive:
         is_warmup = stage.done < stage.num_warmup
 
         def remember():
-            remembered = self._record(jumps, warmup.preconditioner, cloud, elapsed)
+            remembered = self._record(jumps, warmup.scales.preconditioner, cloud, elapsed)
             return lax.cond(stage.window_ends, lambda: renew(remembered), lambda: remembered)
 
         def renew(jumps):
             tried = jnp.where(is_warmup & (stage.done >= stage.at(FREEZE)), DENSITY, DIFFERENCES)
             jumps = self._choose(jumps, jnp.where(is_warmup, tried, -1))
-            return self._fit(jumps, warmup.preconditioner, cloud.z.shape[0] * cloud.z.shape[1], temperature)
+            return self._fit(jumps, warmup.scales.preconditioner, cloud.z.shape[0] * cloud.z.shape[1], temperature)
 
         return lax.cond((elapsed >= 0) & stage.is_warmup, remember, lambda: jumps)
 
@@ -193,37 +194,22 @@ class Archive:
         kind = jnp.where(kind < 0, best, kind).astype(jnp.int32)
         return jumps._replace(kind=kind, acceptance=acceptance, tally=(jnp.zeros_like(count),) * 2)
 
-    def jump(
-        self,
-        key: jax.Array,
-        cloud: Cloud,
-        jumps: Jumps,
-        energy_and_grad: EnergyAndGrad,
-        temperature: float,
-        stratified: bool,
-    ) -> tuple[Cloud, jax.Array, jax.Array]:
-        """One jump of every particle.
+    def is_on(self, state):
+        return state.kind > NONE
 
-        :param stratified: whether the particles of an ensemble share out the components.
-        :return: the cloud, which particles have jumped, ``(G, L)``, and the acceptance probabilities, ``(G, L)``.
-        """
-        propose_key, accept_key = random.split(key)
-        within, components = jumps.within, jumps.components
+    def propose(self, key, state, cloud, energy_and_grad, temperature, stratified):
+        within, components = state.within, state.components
         start = within.whiten(cloud.z)
 
         def visit(v):
             u = within.to_positions(v)
             return (u, *energy_and_grad(u))
 
-        from_density = partial(_from_density, start, jumps.variance, components, visit, stratified)
+        from_density = partial(_from_density, start, state.variance, components, visit, stratified)
         by_differences = partial(_by_differences, start, components, visit, within.whiten_gradient, temperature)
-        proposal, log_forth, log_back = lax.cond(jumps.kind == DENSITY, from_density, by_differences, propose_key)
-        log_ratio = (cloud.potential_energy - proposal[1]) / temperature + log_back - log_forth
-        usable = jnp.isfinite(log_ratio) & jnp.isfinite(proposal[2]).all(-1)
-        probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
-        jumped = random.uniform(accept_key, probability.shape, probability.dtype) < probability
-        z, energy, gradient = select(jumped, proposal, tuple(cloud[:3]))
-        return Cloud(z, energy, gradient, cloud.memory), jumped, probability
+        visited, log_forth, log_back = lax.cond(state.kind == DENSITY, from_density, by_differences, key)
+        position, energy, gradient = visited
+        return Proposal(position, energy, gradient, log_back - log_forth)
 
 
 def _from_density(start, variance, components, visit, stratified, key):
@@ -238,7 +224,7 @@ def _from_density(start, variance, components, visit, stratified, key):
     return visit(end), log_density(end), log_density(start)
 
 
-def _by_differences(start, components, visit, pull, temperature, key):
+def _by_differences(start, components, visit, whiten_gradient, temperature, key):
     """The same for a relaxed difference, of which there are as many ways forth as back."""
     index_key, noise_key = random.split(key)
     first, second = random.randint(index_key, (2, *start.shape[:2]), 0, len(components))
@@ -248,7 +234,7 @@ def _by_differences(start, components, visit, pull, temperature, key):
     def walk(v, turn):
         # At w, at the proposal, and at the proposal less the shift; as a loop, so that the force is compiled once.
         u, energy, gradient = visit(v)
-        slope = pull(gradient)
+        slope = whiten_gradient(gradient)
         return jnp.where(turn == 0, v - slope + noise, v - shift), (v, slope, (u, energy, gradient))
 
     _, (points, slopes, visits) = lax.scan(walk, start + shift, jnp.arange(3))

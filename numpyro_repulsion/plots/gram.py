@@ -105,7 +105,7 @@ def _of_run(mcmc):
             "particles of an ensemble."
         )
     flat, _ = ravel_cloud(state.z)
-    u = state.warmup.preconditioner.whiten(flat)
+    u = state.warmup.scales.preconditioner.whiten(flat)
     u = u.reshape(kernel.num_ensembles, -1, u.shape[-1])
     return kernel.interaction.at(None, state.num_updates), u, state.warmup.bandwidth
 

@@ -6,20 +6,23 @@ and the bandwidth *settle* on what is measured in them. All are constant from th
 followed the particles while draws are kept would change the stationary law.
 """
 
-from numpyro_repulsion.warmup.arrival import Surroundings, arrive, left_behind, rescue, update_arrival
+from numpyro_repulsion.warmup.arrival import ArrivalState, Surroundings, arrive, left_behind, rescue, update_arrival
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
 from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis, diagnose_warmup
 from numpyro_repulsion.warmup.learning import Learner, Sampler, warmup_update
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
 from numpyro_repulsion.warmup.reference import update_reference
-from numpyro_repulsion.warmup.scales import update_scales
+from numpyro_repulsion.warmup.scales import ScalesState, update_scales
 from numpyro_repulsion.warmup.state import WarmupPlan, WarmupState
-from numpyro_repulsion.warmup.step_size import update_step_size
+from numpyro_repulsion.warmup.step_size import StepState, update_step_size
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest, update_symptoms
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, Stage
 
 __all__ = [
+    "ArrivalState",
+    "ScalesState",
+    "StepState",
     "ARRIVED",
     "FREEZE",
     "LAST_ADAPTED",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpyro_repulsion.warmup.learning import Sampler
     from numpyro_repulsion.warmup.state import WarmupState
 
-__all__ = ["Surroundings", "arrive", "left_behind", "rescue", "update_arrival"]
+__all__ = ["ArrivalState", "Surroundings", "arrive", "left_behind", "rescue", "update_arrival"]
 
 #: Bounds on the steps of particles that arrive, once scales suit them.
 ARRIVAL_STEPS = (np.exp(-12.0), 1.0)
@@ -115,6 +115,23 @@ class Surroundings(NamedTuple):
         return lost
 
 
+class ArrivalState(NamedTuple):
+    """What particles know while they arrive.
+
+    - **step_size** - of each particle, ``(G, L)``.
+    - **surroundings** - in the current window; ``None`` where gradients are noisy.
+    """
+
+    step_size: jax.Array
+    surroundings: Surroundings | None
+
+    @staticmethod
+    def start(shape: tuple[int, ...], dtype, looks_around: bool) -> ArrivalState:
+        """Of particles ``(G, L, d)`` at their starts."""
+        surroundings = Surroundings.empty(shape, dtype) if looks_around else None
+        return ArrivalState(jnp.full(shape[:2], 0.05, dtype), surroundings)
+
+
 def left_behind(energy: jax.Array, dimension: int) -> jax.Array:
     """Which particles, ``(G, L)``, have an energy more than ``10 + 5 √d`` above the median, as exact draws hardly have.
 
@@ -145,26 +162,27 @@ def update_arrival(
     """At the ends of windows, particles around which there is nothing of the posterior go to where others are."""
     if not sampler.plan.arrives:
         return warmup, cloud
-    surroundings = warmup.surroundings
+    steps, surroundings = warmup.arrival
     if surroundings is not None:
 
         def look_around():
-            fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), surroundings)
+            fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), warmup.arrival.surroundings)
             return fresh.add(cloud.potential_energy, cloud.gradient)
 
-        warmup = warmup._replace(surroundings=lax.cond(stage.is_arriving, look_around, lambda: surroundings))
+        surroundings = lax.cond(stage.is_arriving, look_around, lambda: warmup.arrival.surroundings)
 
     def lost():
-        if warmup.surroundings is not None:
-            return warmup.surroundings.weighs_nothing()
+        if surroundings is not None:
+            return surroundings.weighs_nothing()
         # Energies of a particle's own minibatches cannot be compared, nor curvature be told from their noise.
         return left_behind(sampler.score(warmup, cloud.z), cloud.z.shape[-1])
 
     position, steps = lax.cond(
         stage.window_ends & stage.may_rescue,
-        lambda: rescue(key, cloud[:3], warmup.arrival, lost()),
-        lambda: (cloud[:3], warmup.arrival),
+        lambda: rescue(key, cloud[:3], steps, lost()),
+        lambda: (cloud[:3], steps),
     )
     if sampler.plan.scale is not None:
         steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
-    return warmup._replace(arrival=steps), Cloud(position[0], position[1], position[2], cloud.memory)
+    z, energy, gradient = position
+    return warmup._replace(arrival=ArrivalState(steps, surroundings)), Cloud(z, energy, gradient, cloud.memory)

@@ -141,7 +141,7 @@ def update_bandwidth(
     bandwidth = lax.cond(
         follows,
         lambda: next_bandwidth(
-            sampler.interaction, cloud.z, warmup.bandwidth, stage.num_settled, rule.tolerance, warmup.bias
+            sampler.interaction, cloud.z, warmup.bandwidth, stage.num_settled, rule.tolerance, warmup.step.bias
         ),
         lambda: warmup.bandwidth,
     )

@@ -156,11 +156,14 @@ class WarmupDiagnosis(NamedTuple):
         return found
 
 
-def diagnose_warmup(warmup: WarmupState, rule: BiasBudget | None, dynamics: Dynamics) -> WarmupDiagnosis:
-    """The verdict at the end of warmup.
+def diagnose_warmup(
+    warmup: WarmupState, rule: BiasBudget | None, dynamics: Dynamics, is_jumping: jax.Array | None = None
+) -> WarmupDiagnosis:
+    """What is wrong at the end of warmup.
 
     :param rule: how the step size was measured; of a given step only the control variates and jumps are judged.
     :param dynamics: how the particles move.
+    :param is_jumping: whether jumps by ``moves`` are in use; ``None`` without ``moves``.
     """
     curvature = warmup.measurements.typical_curvature
     unknown, no = jnp.full_like(curvature, jnp.nan), jnp.asarray(False)
@@ -175,7 +178,7 @@ def diagnose_warmup(warmup: WarmupState, rule: BiasBudget | None, dynamics: Dyna
         is_diagonal=no,
         noise_ratio=unknown,
         fell_back=no if warmup.reference is None else ~warmup.reference.in_use,
-        stays=no if warmup.jumps is None else warmup.jumps.kind == 0,
+        stays=no if is_jumping is None else ~is_jumping,
     )
     symptoms = warmup.symptoms
     if rule is None or symptoms is None:
@@ -183,7 +186,7 @@ def diagnose_warmup(warmup: WarmupState, rule: BiasBudget | None, dynamics: Dyna
     widest = symptoms.widest
     is_sampler, is_dense = dynamics.is_sampler, warmup.moments.position_scatter.ndim == 2
     # Where particles jump, the spread over all modes is no matter of updates.
-    stays = warmup.jumps is None
+    stays = is_jumping is None
     travels = is_sampler and stays
     spread = warmup.spread(dynamics)
     # Diagonal scales leave directions that vary more than any coordinate.
@@ -193,17 +196,17 @@ def diagnose_warmup(warmup: WarmupState, rule: BiasBudget | None, dynamics: Dyna
     dependence = symptoms.dependence if is_sampler else unknown
     has_heavy_tails = symptoms.has_heavy_tails & travels
     has_basins = warmup.has_basins & travels & ~(dependence > MAX_DEPENDENCE) & ~has_heavy_tails
-    is_known = travels & ~has_basins & (warmup.effective_draws >= 0)
+    is_known = travels & ~has_basins & (warmup.step.effective_draws >= 0)
     jumps_well = jnp.zeros((), bool) if warmup.basins is None else warmup.basins.acceptance > MIN_ACCEPTANCE
     return found._replace(
-        effective_draws=jnp.where(is_known, share * warmup.effective_draws, jnp.nan),
-        bias=jnp.where(is_sampler & (warmup.bias > 1.01 * rule.tolerance), warmup.bias, jnp.nan),
+        effective_draws=jnp.where(is_known, share * warmup.step.effective_draws, jnp.nan),
+        bias=jnp.where(is_sampler & (warmup.step.bias > 1.01 * rule.tolerance), warmup.step.bias, jnp.nan),
         # Between basins all of this varies, without harm.
         condition=jnp.where(has_basins, jnp.nan, curvature * spread) if stays and is_dense else unknown,
         curvature_ratio=jnp.where(has_basins, jnp.nan, warmup.measurements.largest_curvature / curvature),
         dependence=dependence,
         has_heavy_tails=has_heavy_tails,
         has_basins=has_basins & ~jumps_well,
-        is_diagonal=jnp.asarray(not warmup.preconditioner.is_dense),
+        is_diagonal=jnp.asarray(not warmup.scales.preconditioner.is_dense),
         noise_ratio=warmup.noise / curvature,
     )

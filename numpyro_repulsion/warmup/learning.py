@@ -49,7 +49,7 @@ class Sampler(Protocol):
         """The reference with U and ∇U over all rows at its position."""
 
 
-#: ``(key, stage, tuning, cloud, sampler) -> (tuning, cloud)``
+#: ``(key, stage, warmup, cloud, sampler) -> (warmup, cloud)``
 Learner = Callable[[jax.Array, Stage, WarmupState, Cloud, Sampler], tuple[WarmupState, Cloud]]
 
 
@@ -59,7 +59,7 @@ def warmup_update(
     """What one more iteration teaches, learner by learner, and its count.
 
     :param cloud: the particles, in whitened coordinates.
-    :return: the tuning, and the cloud in its new coordinates.
+    :return: what was learned, and the cloud in its new coordinates.
     """
     warmup = warmup._replace(iteration=stage.done)
     for learner, own_key in zip(learners, random.split(key, len(learners)), strict=True):

@@ -26,10 +26,13 @@ def update_reference(
     if known is None:
         return warmup, cloud
     if sampler.plan.epoch is None:
-        moves, position = stage.references_move, warmup.preconditioner.to_positions(warmup.moments.position)
+        moves, position = (
+            stage.references_move,
+            warmup.scales.preconditioner.to_positions(warmup.moments.position),
+        )
     else:
         moves = stage.references_move & stage.is_arriving
-        position = warmup.preconditioner.to_positions(cloud.z)
+        position = warmup.scales.preconditioner.to_positions(cloud.z)
     moved = known._replace(position=jnp.where(moves, position, known.position), in_use=known.in_use | moves)
     reference = lax.cond(moves | known.is_stale, lambda: sampler.evaluate_reference(key, moved, cloud), lambda: moved)
     return warmup._replace(reference=reference), cloud

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.windows import Stage
 
 if TYPE_CHECKING:
     from numpyro_repulsion.warmup.learning import Sampler
     from numpyro_repulsion.warmup.state import WarmupState
 
-__all__ = ["update_scales"]
+__all__ = ["ScalesState", "update_scales"]
+
+
+class ScalesState(NamedTuple):
+    """The scales in use, and what they are learned from.
+
+    - **preconditioner** - the linear change of variables.
+    - **moments** - of the cloud in the current window; ``None`` without a warmup.
+    """
+
+    preconditioner: Preconditioner
+    moments: Moments | None
 
 
 def update_scales(
@@ -23,13 +35,14 @@ def update_scales(
 ) -> tuple[WarmupState, Cloud]:
     """The moments of the window, and at its end, until scales are frozen, coordinates in which the cloud is white."""
     del key
-    known = warmup.moments
+    known = warmup.scales.moments
 
     def observe():
         fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), known)
         return fresh.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
 
-    warmup = warmup._replace(moments=lax.cond(stage.is_warmup, observe, lambda: known))
+    moments = lax.cond(stage.is_warmup, observe, lambda: known)
+    warmup = warmup._replace(scales=warmup.scales._replace(moments=moments))
     if sampler.plan.scale is None:
         return warmup, cloud
     return lax.cond(
@@ -38,8 +51,8 @@ def update_scales(
 
 
 def _rescale(stage, warmup, cloud):
-    change = warmup.moments.to_preconditioner(stage.uses_correlations)
+    change = warmup.scales.moments.to_preconditioner(stage.uses_correlations)
     # The carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
-    preconditioner, moments = warmup.preconditioner.compose(change), warmup.moments.compose(change)
-    return warmup._replace(preconditioner=preconditioner, moments=moments), cloud
+    preconditioner, moments = warmup.scales.preconditioner.compose(change), warmup.scales.moments.compose(change)
+    return warmup._replace(scales=ScalesState(preconditioner, moments)), cloud

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Reference
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.warmup.arrival import Surroundings
-from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
+from numpyro_repulsion.warmup.arrival import ArrivalState
+from numpyro_repulsion.warmup.curvature import Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
+from numpyro_repulsion.warmup.scales import ScalesState
+from numpyro_repulsion.warmup.step_size import StepState
 from numpyro_repulsion.warmup.symptoms import Symptoms
-from numpyro_repulsion.warmup.windows import SETTLING_ENDS
 
 __all__ = ["WarmupPlan", "WarmupState"]
 
@@ -58,36 +59,25 @@ class WarmupState(NamedTuple):
 
     - **iteration** - MCMC iterations done so far.
     - **num_warmup** - how many of them are warmup.
-    - **preconditioner** - the linear change of variables in use.
-    - **step_size** - ε, where it is measured.
-    - **bias** - the relative inflation of variances that this ε is expected to cause; negative where it is not known.
-    - **effective_draws** - how many independent draws a run as long as the warmup is then worth, for the direction that
-      moves slowest; negative where the step is not measured.
+    - **arrival** - how the particles arrive.
+    - **scales** - the linear change of variables.
+    - **step** - the step size and what it is measured from.
     - **bandwidth** - h, where an interaction learns it; 0 where none is in use.
-    - **anchor** - the reference points of control variates, or ``None``. Each particle's own go on being renewed.
-    - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
-    - **surroundings** - of particles that arrive, in the current window; ``None`` where gradients are noisy.
-    - **moments** - of the cloud in the current window; ``None`` without a warmup.
-    - **measurements** - curvature and noise since the scales were frozen; ``None`` without a warmup.
+    - **reference** - the reference points of control variates, or ``None``. Each particle's own go on being renewed.
     - **symptoms** - of a posterior that no linear scale suits; ``None`` where the step is not measured.
     - **jumps** - what jumps have learned, or ``None``.
     - **basins** - what jumps have learned that switch themselves on, or ``None`` where none could.
-    - **mark** - a start, flat and unconstrained, and U there on a few rows, by which a run on other data than those of
-      the warmup is known; ``None`` without a warmup.
+    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, by which a run on other data
+      than those of the warmup is known; ``None`` without a warmup.
     """
 
     iteration: jax.Array
     num_warmup: jax.Array
-    preconditioner: Preconditioner
-    step_size: jax.Array
-    bias: jax.Array
-    effective_draws: jax.Array
+    arrival: ArrivalState
+    scales: ScalesState
+    step: StepState
     bandwidth: jax.Array
     reference: Reference | None
-    arrival: jax.Array
-    surroundings: Surroundings | None
-    moments: Moments
-    measurements: Measurements
     symptoms: Symptoms | None
     jumps: Any
     basins: Any
@@ -99,6 +89,20 @@ class WarmupState(NamedTuple):
         found = jnp.zeros((), bool) if self.symptoms is None else self.symptoms.widest.has_basins
         # Once particles jump, nothing lies between them any more.
         return found if self.basins is None else found | self.basins.is_on
+
+    @property
+    def moments(self) -> Moments:
+        """Of the cloud in the current window. Only a state with a warmup has them."""
+        if self.scales.moments is None:
+            raise ValueError("This state is of a run with num_warmup=0, which learns no moments.")
+        return self.scales.moments
+
+    @property
+    def measurements(self) -> Measurements:
+        """Of curvature and noise since the scales were frozen. Only a state with a warmup has them."""
+        if self.step.measurements is None:
+            raise ValueError("This state is of a run with num_warmup=0, which measures nothing.")
+        return self.step.measurements
 
     @property
     def noise(self) -> jax.Array:
@@ -122,31 +126,25 @@ class WarmupState(NamedTuple):
         basins: Any = None,
     ) -> WarmupState:
         """Nothing learned yet."""
-        groups, size, dimension = cloud.z.shape
-        nothing: Any = None
-        dtype = cloud.z.dtype
+        shape, dtype = cloud.z.shape, cloud.z.dtype
+        particles, dimension = shape[0] * shape[1], shape[2]
         learns = num_warmup > 0
-        reference = nothing
+        reference = None
         if plan.epoch is not None:
-            reference = Reference.none(cloud.z.shape, dtype, in_use=not (learns and plan.arrives))
+            reference = Reference.none(shape, dtype, in_use=not (learns and plan.arrives))
         elif learns and plan.reference:
             reference = Reference.none(dimension, dtype)
         return WarmupState(
             iteration=jnp.zeros((), jnp.int32),
             num_warmup=jnp.asarray(num_warmup, jnp.int32),
-            preconditioner=preconditioner,
-            step_size=jnp.asarray(step_size, dtype),
-            bias=jnp.asarray(UNKNOWN, dtype),
-            effective_draws=jnp.asarray(UNKNOWN, dtype),
+            arrival=ArrivalState.start(shape, dtype, learns and plan.arrives and not plan.noise),
+            scales=ScalesState(
+                preconditioner, Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None
+            ),
+            step=StepState.start(step_size, particles, dtype, learns),
             bandwidth=bandwidth,
             reference=reference,
-            arrival=jnp.full((groups, size), 0.05, dtype),
-            surroundings=Surroundings.empty(cloud.z.shape, dtype)
-            if learns and plan.arrives and not plan.noise
-            else None,
-            moments=Moments.empty(dimension, dtype, plan.scale == "dense") if learns else nothing,
-            measurements=Measurements.empty(1 + len(SETTLING_ENDS), groups * size, dtype) if learns else nothing,
-            symptoms=Symptoms.empty(groups * size, dimension, dtype) if learns and plan.step_size else None,
+            symptoms=Symptoms.empty(particles, dimension, dtype) if learns and plan.step_size else None,
             jumps=jumps,
             basins=basins,
         )

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature, measure_steepness, summarize_curvature
-from numpyro_repulsion.warmup.windows import Stage
+from numpyro_repulsion.warmup.curvature import (
+    UNKNOWN,
+    Measurements,
+    estimate_curvature,
+    measure_steepness,
+    summarize_curvature,
+)
+from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Stage
 
 if TYPE_CHECKING:
     from numpyro_repulsion.warmup.learning import Sampler
     from numpyro_repulsion.warmup.state import WarmupState
 
-__all__ = ["update_step_size"]
+__all__ = ["StepState", "update_step_size"]
 
 #: Half the distance over which gradients are compared, where u has unit scale.
 WIDTH = 0.2
+
+
+class StepState(NamedTuple):
+    """The step size, and what it is measured from.
+
+    - **size** - ε, where it is measured.
+    - **bias** - the relative inflation of variances that this ε is expected to cause; negative where it is not known.
+    - **effective_draws** - how many independent draws a run as long as the warmup is then worth, for the direction that
+      moves slowest; negative where the step is not measured.
+    - **measurements** - curvature and noise since the scales were frozen; ``None`` without a warmup.
+    """
+
+    size: jax.Array
+    bias: jax.Array
+    effective_draws: jax.Array
+    measurements: Measurements | None
+
+    @staticmethod
+    def start(size: float, particles: int, dtype, learns: bool) -> StepState:
+        """Nothing measured yet."""
+        return StepState(
+            size=jnp.asarray(size, dtype),
+            bias=jnp.asarray(UNKNOWN, dtype),
+            effective_draws=jnp.asarray(UNKNOWN, dtype),
+            measurements=Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype) if learns else None,
+        )
 
 
 def update_step_size(
@@ -41,12 +73,12 @@ def _measured(key, stage, warmup, cloud, sampler):
     """The measurements with one more; and whether control variates are in use."""
     plan = sampler.plan
     in_use = warmup.reference.in_use if plan.reference else jnp.zeros((), bool)
-    width = WIDTH if plan.scale else WIDTH * jnp.sqrt(warmup.arrival if plan.arrives else warmup.step_size)
+    width = WIDTH if plan.scale else WIDTH * jnp.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
     curvature, noise = estimate_curvature(key, cloud.z, width, sampler.energy_and_grad(warmup), in_use, plan.reference)
     if not plan.noise:
         # Without minibatches, midpoints differ by the third derivatives of U alone.
         noise = jnp.zeros_like(noise)
-    known = warmup.measurements
+    known = warmup.step.measurements
     measurements = known._replace(
         number=jnp.where(stage.is_adapting, 0, known.number),
         **{
@@ -55,9 +87,10 @@ def _measured(key, stage, warmup, cloud, sampler):
         },
     )
     steepness = measure_steepness(random.fold_in(key, 1), sampler.interaction, cloud.z, warmup.bandwidth)
-    warmup = warmup._replace(measurements=measurements.add(curvature, noise, steepness))
+    measurements = measurements.add(curvature, noise, steepness)
+    warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
     if plan.reference:
-        plain, corrected = warmup.measurements.mean_noise
+        plain, corrected = warmup.step.measurements.mean_noise
         warmup = warmup._replace(reference=warmup.reference._replace(in_use=corrected <= plain))
     return warmup
 
@@ -68,10 +101,10 @@ def _with_step_size(stage, warmup, cloud, sampler):
     coupling = sampler.interaction.couple(cloud.z, warmup.bandwidth)
     spread = warmup.spread(dynamics)
     noise = stage.noise_share.astype(warmup.noise.dtype) * warmup.noise
-    stats = summarize_curvature(warmup.measurements, noise, spread, coupling, dynamics, sampler.shares_minibatches)
+    stats = summarize_curvature(warmup.step.measurements, noise, spread, coupling, dynamics, sampler.shares_minibatches)
     rule = plan.step_size
     error = dynamics.step_error(coupling)
-    num_updates = warmup.arrival.size * sampler.num_steps * stage.num_warmup
+    num_updates = warmup.arrival.step_size.size * sampler.num_steps * stage.num_warmup
     draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
     step_size = rule.step_size(
         max_step_for_bias=error.max_step_for_bias(rule.tolerance, stats),
@@ -88,12 +121,13 @@ def _with_step_size(stage, warmup, cloud, sampler):
     )
     usable = jnp.isfinite(step_size) & (step_size > 0)
     # Of particles that do not move nothing was measured: stay well below the steps that Metropolis accepted.
-    accepted = jnp.exp(jnp.log(warmup.arrival).mean())
+    accepted = jnp.exp(jnp.log(warmup.arrival.step_size).mean())
     step_size = jnp.where(usable, step_size, error.from_overdamped_step(0.1 * accepted))
     bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step
     found = {
-        "step_size": step_size,
+        "size": step_size,
         "bias": jnp.where(jnp.isnan(bias), UNKNOWN, bias),
         "effective_draws": jnp.where(jnp.isnan(effective_draws), UNKNOWN, effective_draws),
     }
-    return warmup._replace(**{name: value.astype(cloud.z.dtype) for name, value in found.items()})
+    found = {name: value.astype(cloud.z.dtype) for name, value in found.items()}
+    return warmup._replace(step=warmup.step._replace(**found))

@@ -210,7 +210,7 @@ def update_symptoms(
 
     def examine():
         u, gradient = (x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient))
-        found = known.add(u, gradient, warmup.preconditioner)
+        found = known.add(u, gradient, warmup.scales.preconditioner)
         temperature = sampler.dynamics.temperature or 1.0
         return lax.cond(stage.window_ends, lambda: found.next_window(temperature), lambda: found)
 

@@ -545,7 +545,7 @@ MANY = [
 
 
 @pytest.mark.parametrize(
-    ("learned", "fates"),
+    ("plan", "fates"),
     [(False, [("torn", 95)]), *(pytest.param(x, MANY, marks=pytest.mark.slow) for x in (False, True))],
 )
 @pytest.mark.skipif(sys.platform == "win32", reason="no kill -9")

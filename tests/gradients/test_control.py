@@ -127,7 +127,7 @@ def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
     np.testing.assert_allclose(counted, 1.0, rtol=1e-9)
 
 
-def anchor_at(target, z, unravel, in_use=True):
+def reference_at(target, z, unravel, in_use=True):
     return evaluate_reference(KEY, target, unravel, Reference.none(z.shape, z.dtype, in_use)._replace(position=z), 20)
 
 
@@ -135,8 +135,8 @@ def test_corrected_gradients_are_unbiased_by_enumeration():
     # One row from each of two strata of three: nine equally likely minibatches.
     target = ModelTarget(rows_model(6, 2))
     z, unravel = flat(target)
-    reference, _ = flat(target, 1)
-    reference = anchor_at(target, reference, unravel)
+    point, _ = flat(target, 1)
+    reference = reference_at(target, point, unravel)
 
     class Given(ControlVariates):
         def rows(self, key, target, shape):
@@ -161,12 +161,12 @@ def test_corrected_gradients_are_unbiased_by_enumeration():
 @pytest.mark.parametrize("shared", [False, True])
 def test_at_the_reference_there_is_no_noise_and_far_off_there_is(shared):
     target = ModelTarget(rows_model(40, 4))
-    reference, unravel = flat(target)
-    reference = anchor_at(target, reference, unravel)
+    point, unravel = flat(target)
+    reference = reference_at(target, point, unravel)
     gradient = ControlVariates(shared)
-    z = jnp.broadcast_to(reference, (2, 3, 3))
+    z = jnp.broadcast_to(point, (2, 3, 3))
     energy, slope = gradient.energy_and_grad(random.key(7), target, unravel, z, reference)
-    expected = exact(target, reference, unravel)
+    expected = exact(target, point, unravel)
     np.testing.assert_allclose(energy, jnp.full((2, 3), expected[0]), rtol=1e-5)
     np.testing.assert_allclose(slope, jnp.broadcast_to(expected[1], z.shape), rtol=1e-4, atol=1e-3)
 
@@ -185,7 +185,7 @@ def test_without_a_reference_it_is_the_plain_minibatch():
     z, unravel = flat(target)
     cloud = z + 0.1 * random.normal(KEY, (1, 5, 3))
     plain = Subsampled().energy_and_grad(KEY, target, unravel, cloud)
-    unused = anchor_at(target, z, unravel, in_use=False)
+    unused = reference_at(target, z, unravel, in_use=False)
     for reference in (None, unused, Reference.none(3, z.dtype)):
         found = ControlVariates().energy_and_grad(KEY, target, unravel, cloud, reference)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, plain)
@@ -193,9 +193,9 @@ def test_without_a_reference_it_is_the_plain_minibatch():
 
 def test_energy_is_that_of_the_gradient():
     target = ModelTarget(rows_model(40, 4))
-    reference, unravel = flat(target)
-    reference = anchor_at(target, reference, unravel)
-    z = reference + jnp.array([0.3, -0.2, 0.1])
+    point, unravel = flat(target)
+    reference = reference_at(target, point, unravel)
+    z = point + jnp.array([0.3, -0.2, 0.1])
 
     @jax.jit
     def energy(z):
@@ -210,7 +210,7 @@ def test_energy_is_that_of_the_gradient():
 def test_full_data_ignores_the_reference():
     target = ModelTarget(rows_model(40, 4))
     z, unravel = flat(target)
-    reference = anchor_at(target, z + 1.0, unravel)
+    reference = reference_at(target, z + 1.0, unravel)
     found = FullData().energy_and_grad(KEY, target, unravel, z[None, None], reference)
     np.testing.assert_allclose(found[1][0, 0], exact(target, z, unravel)[1], rtol=1e-5, atol=1e-5)
 
@@ -255,13 +255,13 @@ def test_the_same_data_leave_the_reference_alone():
     kernel = SGLD(mean_of)
     state = kernel.init(random.split(random.key(0), 6), 60, None, (y, 20), {})
     sample = jax.jit(lambda state: kernel.sample(state, (y, 20), {}))
-    anchors = []
+    references = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(80):
             state = sample(state)
-            anchors.append(state.warmup.reference)
-    late = anchors[40:]
+            references.append(state.warmup.reference)
+    late = references[40:]
     assert np.isfinite(late[0].fingerprint)
     assert all(jax.tree.all(jax.tree.map(np.array_equal, late[0], reference)) for reference in late)
 

@@ -174,7 +174,7 @@ def test_warmup_measures_in_the_middle_of_an_epoch():
     assert reference.age[25:].max() == 4
     # After warmup epochs have their length.
     assert np.asarray(reference.age[100:]).tolist() == [3, 4] + [1, 2, 3, 4] * 2 + [1, 2]
-    plain, corrected = states.warmup.measurements.noise[99, -1]
+    plain, corrected = states.warmup.step.measurements.noise[99, -1]
     assert corrected < 1e-2 * plain
 
 
@@ -310,7 +310,7 @@ def test_far_modes_come_out_in_their_own_size(seed):
     error = ((draws - mean) ** 2).mean(1) / variance - 1
     assert (abs(error.mean()) - 0.05) / (error.std(ddof=1) / 20**0.5) < 4.5
     warmup = mcmc.last_state.warmup
-    plain, corrected = warmup.measurements.mean_noise
+    plain, corrected = warmup.step.measurements.mean_noise
     # Gradients are long here, but none is cut.
     assert bool(warmup.reference.in_use) and corrected < 1e-2 * plain and int(mcmc.last_state.num_divergences) == 0
 

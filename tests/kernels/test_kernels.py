@@ -273,14 +273,14 @@ def test_each_quantity_freezes_in_its_turn(data):
         return (np.flatnonzero((x[1:] != x[:-1]).any(1)) + 2).tolist()
 
     scales = [2, 5, 10, 15, 25, 30, 40, 60]
-    assert set(changes(warmup.preconditioner.scale)) == set(scales)
-    assert set(changes(warmup.preconditioner.centre)) == set(scales)
+    assert set(changes(warmup.scales.preconditioner.scale)) == set(scales)
+    assert set(changes(warmup.scales.preconditioner.centre)) == set(scales)
     assert changes(warmup.reference.position) == [25, 60]
     settling = [25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
-    assert changes(warmup.measurements.curvature) == settling
-    assert set(changes(warmup.step_size)) <= set(settling)
+    assert changes(warmup.step.measurements.curvature) == settling
+    assert set(changes(warmup.step.size)) <= set(settling)
     assert set(changes(warmup.bandwidth)) <= {*range(61), *settling}
-    assert changes(warmup.arrival)[-1] == 25
+    assert changes(warmup.arrival.step_size)[-1] == 25
     # Nothing at all after the warmup, but the count of iterations and what is watched.
     for name in set(warmup._fields) - {"iteration"}:
         for leaf in jax.tree.leaves(getattr(warmup, name)):

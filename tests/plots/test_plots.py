@@ -510,7 +510,7 @@ def whitened(state):
     """The last cloud by NumPy: ``S⁻¹ (z − c)``, and what it was before."""
     leaves = [np.asarray(state.z[name], float).reshape(len(state.z[name]), -1) for name in sorted(state.z)]
     z = np.concatenate(leaves, 1)
-    change = state.warmup.preconditioner
+    change = state.warmup.scales.preconditioner
     scale = np.asarray(change.scale, float)
     centre = 0.0 if change.centre is None else np.asarray(change.centre, float)
     assert scale.ndim == 2 and np.abs(np.log(np.diag(scale))).max() > 1

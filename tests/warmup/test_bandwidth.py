@@ -204,7 +204,7 @@ def test_bandwidth_is_learned_and_frozen():
     # By the rule until scales are frozen, and wider from the first window after.
     for iteration, is_wider in ((60, False), (70, True), (100, True)):
         state = jax.tree.map(lambda x, i=iteration: x[i - 1], states)
-        rule = float(RBF().learn_bandwidth(state.warmup.preconditioner.whiten(state.z)[None]))
+        rule = float(RBF().learn_bandwidth(state.warmup.scales.preconditioner.whiten(state.z)[None]))
         assert found[iteration - 1] > 2.0 * rule if is_wider else found[iteration - 1] == pytest.approx(rule, rel=1e-3)
 
 

@@ -40,6 +40,7 @@ from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, EulerErr
 from numpyro_repulsion.interactions import Coupling, Interaction, bandwidth
 from numpyro_repulsion.warmup import (
     LEARNERS,
+    ArrivalState,
     Measurements,
     Moments,
     Preconditioner,
@@ -329,7 +330,8 @@ def test_what_warmup_expects_is_the_same_for_a_multiple_of_k():
     u = random.normal(random.key(0), (1, 8, 2))
     energy_and_grad = quadratic(jnp.diag(jnp.array([2.0, 1.0])))
     one, three = (
-        tune(energy_and_grad, u, interaction=weight * RBF(1.0), num_warmup=jnp.asarray(100)) for weight in (1.0, 3.0)
+        tune(energy_and_grad, u, interaction=weight * RBF(1.0), num_warmup=jnp.asarray(100)).step
+        for weight in (1.0, 3.0)
     )
     np.testing.assert_allclose(three.step_size, one.step_size / 3, rtol=1e-4)
     np.testing.assert_allclose(three.bias, one.bias, rtol=1e-4)
@@ -447,13 +449,13 @@ class Sampler(NamedTuple):
 
 
 def warm_up(warmup, cloud, sampler):
-    """The tuning after one more iteration."""
+    """What is known after one more iteration."""
     stage = Stage.of(warmup.iteration, warmup.num_warmup)
     return warmup_update(random.key(1), stage, warmup, cloud, sampler, LEARNERS)[0]
 
 
 def tune(energy_and_grad, u, plan=None, interaction=None, **fields):
-    """The tuning of an adaptation at the end of warmup."""
+    """What is known at the end of warmup."""
     plan = plan or WarmupPlan(BiasBudget(0.1, min_draws=0.0), None, False, False)
     cloud = Cloud(u, *energy_and_grad(None, u), ())
     warmup = WarmupState.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan)
@@ -468,10 +470,10 @@ def test_where_no_curvature_is_met_the_step_follows_from_the_spread():
     # On average, curvature is at least one over the variance.
     u = 10.0 + random.normal(random.key(0), (1, 6, 3))
     spread = np.asarray(u).var(1).max()
-    np.testing.assert_allclose(tune(cone, u).step_size, 0.5 * spread, rtol=1e-5)
+    np.testing.assert_allclose(tune(cone, u).step.size, 0.5 * spread, rtol=1e-5)
     # Particles that do not move have no spread.
-    found = tune(cone, jnp.ones((1, 6, 3)), arrival=jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]))
-    np.testing.assert_allclose(found.step_size, 0.02, rtol=1e-5)
+    found = tune(cone, jnp.ones((1, 6, 3)), arrival=ArrivalState(jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]), None))
+    np.testing.assert_allclose(found.step.size, 0.02, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [SGLD, SGLDR])
@@ -668,7 +670,7 @@ def test_preconditioner_is_a_linear_change_of_variables(scale, centre):
 
 def test_changes_of_variables_are_not_rounded_on_accelerators():
     change, u = Preconditioner(jnp.eye(3), jnp.zeros(3)), jnp.ones((4, 3))
-    for turn in (change.to_positions, change.pull):
+    for turn in (change.to_positions, change.whiten_gradient):
         assert "HIGHEST" in str(jax.make_jaxpr(turn)(u))
 
 
@@ -718,14 +720,16 @@ def test_shape_whitens_a_gaussian_even_if_the_cloud_is_too_wide_or_narrow(width)
     covariance = jnp.linalg.inv(PRECISION + jnp.eye(3))
     scale = moments_of(width * covariance, width * jnp.linalg.inv(covariance)).to_preconditioner(True).scale
     np.testing.assert_allclose(scale @ scale.T, covariance, rtol=2e-3, atol=2e-4)
-    diagonal = moments_of(width * covariance, width * jnp.linalg.inv(covariance), dense=False).shape(True).scale
+    diagonal = (
+        moments_of(width * covariance, width * jnp.linalg.inv(covariance), dense=False).to_preconditioner(True).scale
+    )
     expected = (np.diag(covariance) / np.diag(np.linalg.inv(covariance))) ** 0.25
     np.testing.assert_allclose(diagonal, expected, rtol=1e-4)
 
 
 def test_shape_makes_covariances_of_positions_and_gradients_equal():
     a, b = PRECISION + jnp.eye(3), jnp.array([[2.0, -1.0, 0.3], [-1.0, 3.0, 0.0], [0.3, 0.0, 0.5]])
-    scale = np.asarray(moments_of(a, b).shape(True).scale, float)
+    scale = np.asarray(moments_of(a, b).to_preconditioner(True).scale, float)
     inverse = np.linalg.inv(scale)
     np.testing.assert_allclose(
         inverse @ np.asarray(a) @ inverse.T, scale.T @ np.asarray(b) @ scale, rtol=1e-3, atol=1e-3
@@ -738,7 +742,7 @@ def test_few_draws_or_an_early_window_keep_to_the_diagonal():
     moments = moments_of(covariance, jnp.linalg.inv(covariance))
     early = np.asarray(moments.to_preconditioner(False).scale)
     np.testing.assert_allclose(early, np.diag(np.diag(early)), atol=1e-6)
-    few = np.asarray(moments_of(covariance, jnp.linalg.inv(covariance), count=10.0).shape(True).scale)
+    few = np.asarray(moments_of(covariance, jnp.linalg.inv(covariance), count=10.0).to_preconditioner(True).scale)
     many = np.asarray(moments.to_preconditioner(True).scale)
     assert 0 < abs(few[1, 0]) < 0.5 * abs(many[1, 0])
 
@@ -972,7 +976,7 @@ def test_control_variates_are_given_up_where_they_add_noise():
 
     y = random.normal(random.key(5), (400,))
     words, mcmc = expectations(SGLD(model), y, num_warmup=100)
-    plain, corrected = mcmc.last_state.warmup.measurements.mean_noise
+    plain, corrected = mcmc.last_state.warmup.step.measurements.mean_noise
     assert corrected > 100 * plain and not mcmc.last_state.warmup.reference.in_use
     assert "Control variates add noise" in words
 
@@ -1015,10 +1019,10 @@ def test_minibatches_with_control_variates_give_the_posterior():
     assert words == "" and bool(warmup.reference.in_use)
     assert (of_mean < 4.5).all() and (of_variance < 4.5).all()
     # Plain minibatches with the same step and scales inflate the variances.
-    scale = np.asarray(warmup.preconditioner.scale)
+    scale = np.asarray(warmup.scales.preconditioner.scale)
     _, _, of_variance, _ = scores(
         gradient=Subsampled(),
-        step_size=float(warmup.step_size),
+        step_size=float(warmup.step.size),
         preconditioner=scale @ scale.T,
         dynamics=Overdamped("lm"),
     )
@@ -1037,9 +1041,9 @@ def test_groups_share_what_is_learned_and_nothing_else():
         warnings.simplefilter("ignore")
         mcmc.warmup(random.key(0), init_params=starts)
     state = mcmc.last_state
-    assert state.warmup.arrival.shape == (2, 6) and state.warmup.step_size.shape == ()
+    assert state.warmup.arrival.step_size.shape == (2, 6) and state.warmup.step.size.shape == ()
     # The moments are of all 12 particles: from 69 on, at every iteration.
-    assert state.warmup.moments.number == 12 * (60 - int(0.7 * 60))
+    assert state.warmup.scales.moments.number == 12 * (60 - int(0.7 * 60))
 
     @jax.jit
     def draws(z):
@@ -1077,7 +1081,7 @@ def test_auto_is_dense_up_to_64_parameters(dimension, dense):
         kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, **kwargs)
         starts = random.normal(random.key(1), (4, dimension))
         state = jax.eval_shape(lambda key: kernel.init(key, 100, starts, (), {}), random.split(random.key(0), 4))
-        return None if (scale := state.warmup.preconditioner.scale) is None else scale.shape
+        return None if (scale := state.warmup.scales.preconditioner.scale) is None else scale.shape
 
     assert shape() == ((dimension, dimension) if dense else (dimension,))
     assert shape(preconditioner="dense") == shape(preconditioner="dense", step_size=0.1) == (dimension, dimension)
@@ -1128,7 +1132,7 @@ def test_particles_arrive_under_a_random_likelihood():
     for _ in range(49):
         state = sample(state)
     assert len(np.unique(state.z["mu"])) == 20
-    assert (state.warmup.arrival > 1e-3).all()
+    assert (state.warmup.arrival.step_size > 1e-3).all()
 
 
 @pytest.mark.filterwarnings("ignore:A particle's update")
@@ -1140,7 +1144,7 @@ def test_long_gradients_are_cut_and_counted():
     kernel = SGLD(potential_fn=energy, step_size=BiasBudget(0.5))
     starts = random.normal(random.key(1), (4, 1))
     state = kernel.init(random.split(random.key(0), 4), 100, starts, (), {})
-    steps = state.warmup._replace(iteration=jnp.asarray(100), step_size=jnp.asarray(0.1))
+    steps = state.warmup._replace(iteration=jnp.asarray(100), step=state.warmup.step._replace(size=jnp.asarray(0.1)))
     over = state._replace(warmup=steps, gradient=state.gradient.at[2].set(1e5))
     after = jax.jit(lambda state: kernel.sample(state, (), {}))(over)
     assert after.diverging.tolist() == [False, False, True, False]
