@@ -17,7 +17,7 @@ from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import CurvatureStats
 from numpyro_repulsion.gradients import ravel_cloud
-from numpyro_repulsion.kernels import has_other_data, kernel_of, require_draws
+from numpyro_repulsion.kernels import arguments, has_other_data, kernel_of, require_draws
 from numpyro_repulsion.warmup import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 
 __all__ = ["StepBias", "predict_bias", "step_bias"]
@@ -185,7 +185,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
     if np.ndim(state.num_updates):
         state = jax.tree.map(lambda x: x[0], state)
     step_size = jnp.asarray(_step_size(mcmc), state.step_size.dtype)
-    program = jax.jit(partial(_predict, mcmc.sampler, mcmc._args, mcmc._kwargs, is_other))
+    program = jax.jit(partial(_predict, mcmc.sampler, *arguments(mcmc), is_other))
     predicted, noise = program(state, step_size)
     return float(predicted), float(noise)
 
@@ -205,7 +205,7 @@ def _finished(mcmc):
             f"{type(kernel).__name__} is an optimizer of the cloud: no step size makes it draw from the posterior. "
             "Use SGLDR for draws."
         )
-    return kernel, mcmc.last_state, mcmc._args, mcmc._kwargs
+    return kernel, mcmc.last_state, *arguments(mcmc)
 
 
 def _predict(kernel, args, kwargs, is_other, state, step_size):

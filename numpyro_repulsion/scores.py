@@ -11,7 +11,7 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.gradients import FullData, Gradient, ModelTarget, ravel_cloud
-from numpyro_repulsion.kernels import kernel_of, require_draws
+from numpyro_repulsion.kernels import bound_of, kernel_of, require_draws
 
 __all__ = ["scores"]
 
@@ -54,7 +54,7 @@ def scores(
     gradient = FullData() if gradient is None else gradient
     if not isinstance(gradient, Gradient):
         raise TypeError(f"`gradient` must be one such as FullData() or Subsampled(); got {gradient!r}.")
-    target = kernel.bind(mcmc._args, mcmc._kwargs).target
+    target = bound_of(mcmc).target
     gradient.check_rows(target)
     if kernel.dynamics.is_sampler:
         kept = mcmc.get_samples()

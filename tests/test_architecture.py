@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 from pathlib import Path
+import re
 import subprocess
 import sys
 
@@ -118,12 +119,21 @@ def test_optional_packages_are_imported_lazily():
     assert not offenders(eager)
 
 
+def private(name, text):
+    return re.findall(r"mcmc\._\w+|_getframe", text) if name != "kernels.mcmc" else None
+
+
+def test_private_attributes_of_numpyro_are_in_one_room():
+    assert not offenders(private)
+
+
 def test_offenders_are_named():
     """The control: a file that breaks each rule."""
     bad = "import arviz\nfrom numpyro_repulsion.kernels import SGLD\n" + "\n" * 350
     assert too_long("dynamics.new", bad) == 352
     assert upward("dynamics.new", bad) == ["arviz", "kernels"]
     assert eager("dynamics.new", bad) == ["arviz"]
+    assert private("dynamics.new", "mcmc._args") == ["mcmc._args"]
     assert set(offenders(lambda name, text: text)) == {name for name, path in FILES.items() if path.stat().st_size}
 
 

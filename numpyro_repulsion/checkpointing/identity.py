@@ -18,6 +18,7 @@ from numpyro.infer.util import compute_log_probs
 
 from numpyro_repulsion.checkpointing.program import Program
 from numpyro_repulsion.gradients import ModelTarget, fingerprint
+from numpyro_repulsion.kernels import arguments, bound_of
 from numpyro_repulsion.kernels.origin import words
 
 __all__ = ["PROGRAMS", "compare_densities", "densities", "differences", "digest", "identify", "makers"]
@@ -59,7 +60,7 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
         identity[name] = getattr(mcmc, name)
     if mcmc.num_chains == 1:
         del identity["chain_method"]
-    for path, leaf in jax.tree.leaves_with_path({"args": mcmc._args, "kwargs": mcmc._kwargs}):
+    for path, leaf in jax.tree.leaves_with_path(dict(zip(("args", "kwargs"), arguments(mcmc), strict=True))):
         identity[f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}"] = digest(leaf)
     return identity | {name: program.digest for name, program in zip(PROGRAMS, programs, strict=True)}
 
@@ -89,7 +90,7 @@ def densities(mcmc: MCMC, state) -> dict[str, list]:
     is_single = len(state.potential_energy.shape) == 0
     particle = jax.tree.map(lambda x: jnp.zeros(x.shape if is_single else x.shape[1:], x.dtype), state.z)
     flat, unravel = ravel_pytree(particle)
-    target = mcmc.sampler.bind(mcmc._args, mcmc._kwargs).target
+    target = bound_of(mcmc).target
     names: list[str] = []
 
     def log_densities(position):

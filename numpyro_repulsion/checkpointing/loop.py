@@ -14,6 +14,7 @@ from numpyro.infer import MCMC
 from numpyro.util import cached_by, nested_attrgetter
 
 from numpyro_repulsion.checkpointing.program import Program, trace
+from numpyro_repulsion.kernels.mcmc import arguments, collected_fields, compiled_functions, jits_arguments
 from numpyro_repulsion.kernels.origin import check_chains
 
 __all__ = ["Loop", "starts", "unweakened"]
@@ -32,8 +33,8 @@ class Loop:
     """
 
     def __init__(self, mcmc: MCMC, extra_fields, num_warmup: int, state):
-        field = mcmc._sample_field
-        names = (field, *mcmc._default_fields, *extra_fields)
+        field, default_fields = collected_fields(mcmc)
+        names = (field, *default_fields, *extra_fields)
         self.removed = tuple(dict.fromkeys(x[len(field) + 2 :] for x in names if x.startswith(f"~{field}.")))
         self.fields = tuple(dict.fromkeys(x for x in names if not x.startswith(f"~{field}.")))
         self.mcmc = mcmc
@@ -43,7 +44,7 @@ class Loop:
         self.offset = num_warmup + mcmc.num_samples % mcmc.thinning
         #: Whether a state is that of all chains, or there is one for each.
         self.is_joint = mcmc.num_chains == 1 or mcmc.chain_method == "vectorized"
-        self._collect = _collector(mcmc._get_cached_fns()[1], self.fields, self.removed)
+        self._collect = _collector(compiled_functions(mcmc)[1], self.fields, self.removed)
         #: Shapes and types of one draw of one state, by field.
         self.prototype = jax.eval_shape(self._collect, self._value(state))
 
@@ -67,10 +68,10 @@ class Loop:
         """
 
         def iterate(value):
-            value = self.mcmc._get_cached_fns()[0](value)
+            value = compiled_functions(self.mcmc)[0](value)
             return value, self._collect(value)
 
-        return trace(iterate, self._value(state), known=(self.mcmc._args, self.mcmc._kwargs))
+        return trace(iterate, self._value(state), known=arguments(self.mcmc))
 
     def empty(self, piece_size: int) -> dict[str, Any]:
         """Room for the draws of a piece of so many iterations."""
@@ -96,11 +97,11 @@ class Loop:
 
     def _value(self, state):
         mcmc = self.mcmc
-        return (state, mcmc._args, mcmc._kwargs) if mcmc._jit_model_args else (state,)
+        return (state, *arguments(mcmc)) if jits_arguments(mcmc) else (state,)
 
     @cached_property
     def _program(self):
-        sample, postprocess = self.mcmc._get_cached_fns()
+        sample, postprocess = compiled_functions(self.mcmc)
         collect = self._collect
 
         # As long as NumPyro keeps its own programs, this one serves further runs on the same arguments.
@@ -150,12 +151,12 @@ def starts(mcmc: MCMC, rng_key, init_params) -> tuple:
             stored = stored._replace(rng_key=rng_key)
             found = [jax.tree.map(lambda x, i=i: x[i], stored) for i in range(chains)]
     elif is_joint:
-        found = [kernel.init(rng_key, mcmc.num_warmup, init_params, mcmc._args, mcmc._kwargs)]
+        found = [kernel.init(rng_key, mcmc.num_warmup, init_params, *arguments(mcmc))]
     else:
         found = []
         for i in range(chains):
             own = jax.tree.map(lambda x, i=i: x[i], init_params)
-            found.append(kernel.init(rng_key[i], mcmc.num_warmup, own, mcmc._args, mcmc._kwargs))
+            found.append(kernel.init(rng_key[i], mcmc.num_warmup, own, *arguments(mcmc)))
     return tuple(jax.tree.map(unweakened, found))
 
 

@@ -21,6 +21,7 @@ from numpyro_repulsion.checkpointing.loop import Loop, starts, unweakened
 from numpyro_repulsion.checkpointing.program import trace
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.kernels import kernel_of
+from numpyro_repulsion.kernels.mcmc import arguments, set_arguments, set_results
 
 __all__ = ["run_in_pieces"]
 
@@ -87,7 +88,7 @@ def run_in_pieces(
         (4, 20)
     """
     _check(mcmc, piece_size, extra_fields)
-    mcmc._args, mcmc._kwargs = args, kwargs
+    set_arguments(mcmc, args, kwargs)
     init_params = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), init_params)
     if init_params is not None and mcmc.num_chains > 1:
         shapes = jax.tree.map(jnp.shape, init_params)
@@ -109,7 +110,7 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
         return starts(mcmc, keys, init_params)
 
     if store.is_lasting:
-        states, start = None, trace(begin, known=(mcmc._args, mcmc._kwargs))
+        states, start = None, trace(begin, known=arguments(mcmc))
         like = start.output
     else:
         states = like = begin()
@@ -133,10 +134,8 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
             store.save(stop, states, loop.rows(done), draws)
             done = stop
     found = jax.tree.unflatten(jax.tree.structure(loop.prototype), store.draws())
-    mcmc._states = {name: found[name] for name in loop.fields}
-    # NumPyro would make them arrays on the device.
-    mcmc._states_flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mcmc._states)
-    mcmc._last_state = states[0] if loop.is_joint else jax.tree.map(lambda *x: jnp.stack(x), *states)
+    last_state = states[0] if loop.is_joint else jax.tree.map(lambda *x: jnp.stack(x), *states)
+    set_results(mcmc, {name: found[name] for name in loop.fields}, last_state)
 
 
 def _piece(loop, states, first, stop, piece_size, bar):

@@ -14,6 +14,7 @@ from numpyro_repulsion.findings import Finding, to_json
 from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels import (
     ParticleKernel,
+    bound_of,
     coupling_of,
     has_other_data,
     kernel_of,
@@ -66,7 +67,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "interaction": repr(kernel.interaction),
         "dynamics": repr(kernel.dynamics),
         "moves": repr(kernel.moves),
-        "gradient": repr(kernel.bind(mcmc._args, mcmc._kwargs).gradient),
+        "gradient": repr(bound_of(mcmc).gradient),
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
         "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",

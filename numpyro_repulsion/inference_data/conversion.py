@@ -17,7 +17,7 @@ from numpyro_repulsion.inference_data.labels import Labels, named_draws, safe_na
 from numpyro_repulsion.inference_data.likelihood import pointwise
 from numpyro_repulsion.inference_data.observations import observe
 from numpyro_repulsion.inference_data.predictive import by_draw, from_posterior, from_prior, is_key
-from numpyro_repulsion.kernels import is_warmup
+from numpyro_repulsion.kernels import bound_of, is_warmup
 
 __all__ = ["to_inference_data"]
 
@@ -116,7 +116,7 @@ def to_inference_data(
     import xarray
 
     kernel = require_run(mcmc)
-    target: Any = kernel.bind(mcmc._args, mcmc._kwargs).target if kernel.model is not None else None
+    target: Any = bound_of(mcmc).target if kernel.model is not None else None
     of_warmup = is_warmup(mcmc)
     posterior, statistics = _draws(mcmc)
     shape = next(iter(statistics.values())).shape[:2]

@@ -3,6 +3,7 @@
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.callbacks import enable_live_warnings
 from numpyro_repulsion.kernels.host import (
+    bound_of,
     coupling_of,
     has_other_data,
     is_warmup,
@@ -10,6 +11,7 @@ from numpyro_repulsion.kernels.host import (
     require_draws,
     share_flagged,
 )
+from numpyro_repulsion.kernels.mcmc import arguments
 from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
 from numpyro_repulsion.kernels.state import ParticleState
 
@@ -23,6 +25,8 @@ __all__ = [
     "SVGD",
     "ParticleKernel",
     "ParticleState",
+    "arguments",
+    "bound_of",
     "coupling_of",
     "enable_live_warnings",
     "has_other_data",

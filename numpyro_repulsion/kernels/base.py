@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-import sys
 from typing import Any, ClassVar
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro.infer import init_to_sample
-from numpyro.infer.mcmc import MCMC, MCMCKernel
+from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
 from numpyro_repulsion.checks import integer
@@ -27,6 +26,7 @@ from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.callbacks import warn_at_first_divergence, warn_by_verdict
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
+from numpyro_repulsion.kernels.mcmc import calling_mcmc
 from numpyro_repulsion.kernels.origin import check_chains, check_state
 from numpyro_repulsion.kernels.settings import (
     Fixed,
@@ -151,9 +151,9 @@ class ParticleKernel(Fixed, MCMCKernel):
     @property
     def is_ensemble_kernel(self):
         """Whether a state is one of all chains together; of a stored state, checks that its chains are the run's."""
-        # NumPyro asks before it goes on from a stored state, and the kernel can learn of it in no other way.
-        mcmc = sys._getframe(1).f_locals.get("self")
-        state = mcmc.post_warmup_state if isinstance(mcmc, MCMC) else None
+        # NumPyro asks before it goes on from a stored state.
+        mcmc = calling_mcmc()
+        state = None if mcmc is None else mcmc.post_warmup_state
         return check_chains(state, mcmc) if isinstance(state, ParticleState) else True
 
     def get_diagnostics_str(self, state):

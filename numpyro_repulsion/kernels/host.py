@@ -13,9 +13,11 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.gradients import fingerprint, ravel_cloud
 from numpyro_repulsion.interactions import Independent
 from numpyro_repulsion.kernels.base import ParticleKernel
+from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.kernels.mcmc import arguments, draws
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["coupling_of", "has_other_data", "is_warmup", "kernel_of", "require_draws", "share_flagged"]
+__all__ = ["bound_of", "coupling_of", "has_other_data", "is_warmup", "kernel_of", "require_draws", "share_flagged"]
 
 
 #: Relative differences of potential energies up to which data are taken for the same.
@@ -38,9 +40,14 @@ def kernel_of(mcmc: Any, who: str, instead: str = "") -> ParticleKernel:
     return kernel
 
 
+def bound_of(mcmc: MCMC) -> BoundSampler:
+    """The kernel of a run, bound to the arguments of its model."""
+    return mcmc.sampler.bind(*arguments(mcmc))
+
+
 def require_draws(mcmc: MCMC) -> None:
     """Refuses an ``MCMC`` that has no draws, by a ``ValueError``."""
-    if mcmc._states is None:
+    if draws(mcmc) is None:
         raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
     # NumPyro leaves zeros after a warmup that collects nothing.
     is_ours = isinstance(mcmc.sampler, ParticleKernel)
@@ -68,7 +75,7 @@ def has_other_data(mcmc: MCMC) -> bool:
     if np.ndim(state.num_updates):  # plain chains, run one by one
         state = jax.tree.map(lambda x: x[0], state)
     position, known = state.warmup.data_fingerprint
-    target = mcmc.sampler.bind(mcmc._args, mcmc._kwargs).target
+    target = bound_of(mcmc).target
     is_single = np.ndim(state.potential_energy) == 0
     _, unravel = ravel_cloud(jax.tree.map(lambda x: jnp.asarray(x)[None], state.z) if is_single else state.z)
     found = float(jax.jit(lambda z: fingerprint(target, unravel, z))(position))
@@ -97,7 +104,7 @@ def coupling_of(mcmc: MCMC) -> tuple[str, int]:
     if np.ndim(mcmc.last_state.num_updates) or size == 1:
         return "none", size
     parts = 1 if kernel.interaction.balances_ensembles else kernel.num_ensembles
-    bound = kernel.bind(mcmc._args, mcmc._kwargs)
+    bound = bound_of(mcmc)
     if bound.gradient.shared and bound.target.plates:
         return "minibatches", parts
     if kernel.interaction.interacts or kernel.dynamics.interacts:
