@@ -21,13 +21,14 @@ HOST = MATHEMATICS | {"numpyro"}
 ARROWS = {
     "checks": (MATHEMATICS, set()),
     "findings": (set(), set()),
-    "interactions": (MATHEMATICS, {"checks"}),
+    "noise": (MATHEMATICS, set()),
+    "interactions": (MATHEMATICS, {"checks", "noise"}),
     "schedules": (MATHEMATICS, {"checks"}),
-    "dynamics": (MATHEMATICS, {"checks", "interactions"}),
-    "gradients": (HOST, {"checks"}),
+    "dynamics": (MATHEMATICS, {"checks", "noise", "interactions"}),
+    "gradients": (HOST, {"checks", "noise"}),
     "targets": (HOST, set()),
-    "warmup": (MATHEMATICS, {"findings", "interactions", "schedules", "dynamics", "gradients"}),
-    "moves": (MATHEMATICS, {"checks", "dynamics", "warmup"}),
+    "warmup": (MATHEMATICS, {"findings", "noise", "interactions", "schedules", "dynamics", "gradients"}),
+    "moves": (MATHEMATICS, {"checks", "noise", "dynamics", "warmup"}),
     "kernels": (
         HOST,
         {"checks", "findings", "interactions", "schedules", "dynamics", "gradients", "moves", "warmup"},
@@ -44,7 +45,7 @@ ARROWS = {
     ),
     # The progress bar is NumPyro's.
     "checkpointing": (HOST | {"tqdm"}, {"checks", "gradients", "kernels"}),
-    "__init__": (set(), {name.split(".")[0] for name in FILES} - {"checks", "targets"}),
+    "__init__": (set(), {name.split(".")[0] for name in FILES} - {"checks", "noise", "targets"}),
 }
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
-from jax import random
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.checks import integer, keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import UnknownError
+from numpyro_repulsion.noise import normal
 
 __all__ = ["Recipe"]
 
@@ -113,7 +113,7 @@ class Recipe(Dynamics):
         self._refuse(couple(z))
         memory: tuple[jax.Array, ...] = ()
         if self.extra:
-            memory = (self.temperature**0.5 * random.normal(key, (*z.shape[:-1], self.extra), z.dtype),)
+            memory = (self.temperature**0.5 * normal(key, (*z.shape[:-1], self.extra), z.dtype),)
         energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, memory)
 
@@ -125,7 +125,7 @@ class Recipe(Dynamics):
             slope = jnp.concatenate((slope, jax.grad(lambda extra: self.energy(extra).sum())(cloud.memory[0])), -1)
         drift = jnp.vectorize(self.drift, signature="(l,k),(l,k)->(l,k)")(x, slope)
         root = jnp.vectorize(self._root, signature="(l,k)->(n,n)")(x)
-        white = random.normal(key, root.shape[:-1], x.dtype)
+        white = normal(key, root.shape[:-1], x.dtype)
         noise = jnp.einsum("...ij,...j->...i", root, white).reshape(x.shape)
         x = x + step_size * drift + jnp.sqrt(2.0 * step_size * self.temperature) * noise
         z, extra = x[..., : cloud.z.shape[-1]], x[..., cloud.z.shape[-1] :]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.checks import keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import MomentumError, UnknownError
+from numpyro_repulsion.noise import normal
 
 __all__ = ["Relativistic", "Thermostat", "Underdamped"]
 
@@ -79,7 +80,7 @@ class _Momenta(Dynamics):
 
     def _white(self, key, z, coupling):
         """Standard normal noise, balanced where the interaction balances it."""
-        return random.normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
+        return normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
 
     def step_error(self, coupling):
         if jnp.ndim(coupling.diagonal):
@@ -276,7 +277,7 @@ class Thermostat(_Momenta):
         momentum_key, friction_key = random.split(key)
         m = self.temperature**0.5 * self._white(momentum_key, z, couple(z))
         spread = (self.temperature / (self._inertia(z.shape[-1]) * z.shape[-1])) ** 0.5
-        ζ = self.friction + spread * random.normal(friction_key, (*z.shape[:-1], 1), z.dtype)
+        ζ = self.friction + spread * normal(friction_key, (*z.shape[:-1], 1), z.dtype)
         energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (m, ζ))
 

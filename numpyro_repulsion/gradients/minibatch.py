@@ -15,6 +15,7 @@ import numpy as np
 
 from numpyro_repulsion.checks import boolean, integer, keep
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
+from numpyro_repulsion.noise import integers_below
 
 __all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
 
@@ -95,9 +96,10 @@ class Gradient:
     ) -> tuple[jax.Array, jax.Array]:
         """``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``.
 
-        :param anchor: the reference points of control variates, for those who use them.
+        :param reference: the reference points of control variates, for those who use them.
         """
-        rows_key, model_key = random.split(key)
+        # Each split takes a tenth of a second to compile.
+        rows_key, model_key = random.split(key) if target.is_random else (key, key)
         indices, axes = self.rows(rows_key, target, z.shape[:2])
 
         def energy(flat, rows, key):
@@ -105,16 +107,22 @@ class Gradient:
 
         energy_and_grad = jax.value_and_grad(energy)
         if axes == 1 and z.shape[0] > 1:
-            keys = random.split(model_key, z.shape[:2])
-            return jax.vmap(jax.vmap(energy_and_grad, (0, None, 0)))(z, indices, keys)
+            keys, over = self._model_keys(model_key, target, z.shape[:2])
+            return jax.vmap(jax.vmap(energy_and_grad, (0, None, over)), (0, 0, over))(z, indices, keys)
         # One flat axis of particles where rows allow it: an axis of length one slows the matrix products down.
         count = z.shape[0] * z.shape[1]
         indices = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[axes:]) if axes else rows, indices)
         if axes == 1:
             indices = jax.tree.map(lambda rows: rows[0], indices)
-        batched = jax.vmap(energy_and_grad, (0, 0 if axes == 2 else None, 0))
-        value, gradient = batched(z.reshape(count, -1), indices, random.split(model_key, count))
+        keys, over = self._model_keys(model_key, target, (count,))
+        batched = jax.vmap(energy_and_grad, (0, 0 if axes == 2 else None, over))
+        value, gradient = batched(z.reshape(count, -1), indices, keys)
         return value.reshape(z.shape[:2]), gradient.reshape(z.shape)
+
+    @staticmethod
+    def _model_keys(key, target, shape):
+        """A key for each particle where likelihoods are random, and the axis to map over; else one that none uses."""
+        return (random.split(key, shape), 0) if target.is_random else (key, None)
 
 
 @dataclass(frozen=True)
@@ -203,7 +211,8 @@ def draw_indices(
     :raises ValueError: if blocks do not divide a minibatch.
     """
     indices = {}
-    for name, plate_key in zip(plates, random.split(key, max(len(plates), 1)), strict=False):
+    keys = random.split(key, len(plates)) if len(plates) > 1 else [key]
+    for name, plate_key in zip(plates, keys, strict=False):
         size, batch = plates[name]
         # All rows are all rows, in whatever blocks.
         block = 1 if batch == size else block_size
@@ -217,7 +226,7 @@ def draw_indices(
         # rows are equally likely even if `count` does not divide `size`. Split so that nothing exceeds size + count,
         # which unsigned numbers hold for all plates.
         start = np.arange(count, dtype=np.int64) * size
-        drawn = random.randint(plate_key, (*shape, count), 0, size, jnp.int32).astype(jnp.uint32)
+        drawn = integers_below(plate_key, (*shape, count), size)
         # Not `//`: what it does about signs would be done anew for every number that these indices gather.
         beyond = lax.div(drawn + jnp.asarray(start % count, jnp.uint32), jnp.asarray(count, jnp.uint32))
         first = jnp.asarray(start // count, jnp.int32) + beyond.astype(jnp.int32)

@@ -8,6 +8,7 @@ from jax import random
 import jax.numpy as jnp
 
 from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, Wrapping
+from numpyro_repulsion.noise import normal
 
 __all__ = ["Antithetic", "Balanced"]
 
@@ -78,7 +79,7 @@ class Balanced(_InTheNoise, Wrapping):
 
     def couple(self, u, bandwidth=None):
         def white(key):
-            return _balance(random.normal(key, u.shape, u.dtype), axis=-2 if self.interaction is None else 0)
+            return _balance(normal(key, u.shape, u.dtype), axis=-2 if self.interaction is None else 0)
 
         if self.interaction is None:
             return Coupling.identity(white)
@@ -159,7 +160,7 @@ class Antithetic(_InTheNoise):
 
         def white(key):
             direction_key, noise_key = random.split(key)
-            half = random.normal(noise_key, (*groups, size // 2, dimension), u.dtype)
+            half = normal(noise_key, (*groups, size // 2, dimension), u.dtype)
             paired = jnp.stack((half, -half), -2).reshape(u.shape)
             rank = jnp.argsort(_neighbours(direction_key, u), -1)
             return jnp.take_along_axis(paired, rank[..., None], -2)

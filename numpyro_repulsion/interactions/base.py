@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.checks import positive
 from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
+from numpyro_repulsion.noise import normal
 
 __all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping"]
 
@@ -139,7 +140,7 @@ class Independent(Interaction):
     """
 
     def couple(self, u, bandwidth=None):
-        return Coupling.identity(lambda key: random.normal(key, u.shape, u.dtype))
+        return Coupling.identity(lambda key: normal(key, u.shape, u.dtype))
 
     def gram(self, u, bandwidth):
         """The identity and zero: what a sum needs."""
@@ -258,7 +259,7 @@ class Gram(Interaction):
         return bisect_bandwidth(mean_similarity, u, target)
 
     def couple(self, u, bandwidth=None, white=None):
-        white = white or (lambda key: random.normal(key, u.shape, u.dtype))
+        white = white or (lambda key: normal(key, u.shape, u.dtype))
         gram, repulsion = jnp.vectorize(lambda v: self.gram(v, bandwidth), signature="(l,d)->(l,l),(l,d)")(u)
         root = jnp.linalg.cholesky(gram)
         diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.checks import integer, keep, number, positive
 from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
 from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, Wrapping
+from numpyro_repulsion.noise import normal
 
 __all__ = ["RandomFeatures", "RandomGroups"]
 
@@ -103,8 +104,8 @@ class RandomFeatures(Interaction):
 
         def draw(key):
             own_key, common_key = random.split(key)
-            own = random.normal(own_key, u.shape, u.dtype)
-            common = random.normal(common_key, (*u.shape[:-2], 2 * features, u.shape[-1]), u.dtype)
+            own = normal(own_key, u.shape, u.dtype)
+            common = normal(common_key, (*u.shape[:-2], 2 * features, u.shape[-1]), u.dtype)
             return (1.0 - weight) ** 0.5 * own + weight**0.5 * (Φ @ common)
 
         # Σ_j ∇_{u_j} φ(u_i)·φ(u_j); the derivative of φ(u_i)·φ(u_i) = 1 vanishes.
@@ -118,7 +119,7 @@ class RandomFeatures(Interaction):
 
     def _frequencies(self, u, h):
         key = random.key(0) if self.key is None else self.key
-        return jnp.sqrt(2.0 / h) * random.normal(key, (self.num_features, u.shape[-1]), u.dtype)
+        return jnp.sqrt(2.0 / h) * normal(key, (self.num_features, u.shape[-1]), u.dtype)
 
     def _features(self, u, h):
         phase = u @ self._frequencies(u, h).T

@@ -11,6 +11,7 @@ from jax import random
 import jax.numpy as jnp
 
 from numpyro_repulsion.interactions.base import Interaction, Wrapping
+from numpyro_repulsion.noise import normal
 
 __all__ = ["Scheduled"]
 
@@ -109,7 +110,7 @@ class Scheduled(Wrapping):
         w = jnp.asarray(self.now, u.dtype)
 
         def white(key):
-            return random.normal(key, u.shape, u.dtype) if coupling.white is None else coupling.white(key)
+            return normal(key, u.shape, u.dtype) if coupling.white is None else coupling.white(key)
 
         def draw(key):
             common_key, own_key = random.split(key)

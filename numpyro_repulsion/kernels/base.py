@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-from jax import random
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,9 +24,10 @@ from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.callbacks import warn_at_first_divergence, warn_by_verdict
 from numpyro_repulsion.kernels.initialization import Initializer
-from numpyro_repulsion.kernels.iteration import Iteration
+from numpyro_repulsion.kernels.iteration import ALL_LEARNERS, Iteration
 from numpyro_repulsion.kernels.mcmc import calling_mcmc
 from numpyro_repulsion.kernels.origin import check_chains, check_state
+from numpyro_repulsion.kernels.progress import Keys
 from numpyro_repulsion.kernels.settings import (
     Fixed,
     can_jump,
@@ -205,15 +205,15 @@ class ParticleKernel(Fixed, MCMCKernel):
         warmup, size = state.warmup, state.potential_energy.shape[0]
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         plan = iteration.plan
-        rng_key, warmup_key, loop_key = random.split(state.rng_key, 3)
+        rng_key, keys = Keys.of(state.rng_key, self.num_steps, len(ALL_LEARNERS))
         stage = Stage.of(warmup.iteration, warmup.num_warmup)
         warmup = iteration.recognize_data(stage, cloud, warmup)
-        progress, warmup, in_use = iteration.move(loop_key, stage, cloud, warmup, state.num_updates)
+        progress, warmup, in_use = iteration.move(keys, stage, cloud, warmup, state.num_updates)
         num_flagged = progress.flagged
         kept_after = warmup.num_warmup if plan.arrives else 0
         troubles = state.num_divergences + jnp.where(warmup.iteration >= kept_after, num_flagged.sum(), 0)
         warn_at_first_divergence(state.num_divergences, troubles, self.remedy)
-        cloud, warmup = iteration.learn(warmup_key, stage, progress.cloud, warmup)
+        cloud, warmup = iteration.learn(keys, stage, progress.cloud, warmup)
         if warmup.step.measurements is not None and (plan.measures or plan.jumps):
             warn_by_verdict(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
         state = ParticleState(

@@ -4,48 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select
-from numpyro_repulsion.gradients import Reference, evaluate_reference, fingerprint
+from numpyro_repulsion.gradients import FullData, Reference, evaluate_reference, fingerprint
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.kernels.progress import Keys, Progress
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.schedules import Cyclical
 from numpyro_repulsion.warmup import LEARNERS, Learner, Stage, WarmupPlan, WarmupState, arrive, warmup_update
 
-__all__ = ["Iteration", "Progress"]
+__all__ = ["ALL_LEARNERS", "Iteration"]
 
 #: A gradient longer than this many times what whitened coordinates lead one to expect is cut, and the particle flagged.
 GRADIENT_LIMIT = 20.0
-#: A number that no count of updates reaches: keys of what happens once in an iteration.
-ONCE = np.uint32(2**32 - 1)
 #: Jumps that switch themselves on.
 BASINS = Basins()
-
-
-class Progress(NamedTuple):
-    """What updates change.
-
-    - **cloud** - the particles.
-    - **num_updates** - how many were done.
-    - **flagged** - in how many updates of the iteration each particle was held or its gradient cut, ``(G, L)``.
-    - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
-    - **reference** - the references of control variates, where they are renewed between updates, or ``None``.
-    - **tally** - how many jumps there were, and the sum of their acceptances, or ``None``.
-    """
-
-    cloud: Cloud
-    num_updates: jax.Array
-    flagged: jax.Array
-    arrival: jax.Array
-    reference: Reference | None
-    tally: tuple[jax.Array, jax.Array] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +97,7 @@ class Iteration:
         than an epoch."""
         return self._cycle is not None and self.plan.epoch is not None
 
-    def move(self, key: jax.Array, stage: Stage, cloud: Cloud, warmup: WarmupState, num_updates: jax.Array):
+    def move(self, keys: Keys, stage: Stage, cloud: Cloud, warmup: WarmupState, num_updates: jax.Array):
         """``num_steps`` updates, and before them the hot part of a cycle where one begins.
 
         :param num_updates: how many were done before.
@@ -135,12 +114,12 @@ class Iteration:
         )
 
         def approach():
-            now = self._repeat(key, num_updates, start, lambda key, now: self._approach(key, now, warmup))
+            now = self._repeat(keys.updates, num_updates, start, lambda key, now: self._approach(key, now, warmup))
             return now, warmup.basins, now.arrival
 
         def travel():
-            now, basins = self._jump_between_basins(random.fold_in(key, ONCE), start, warmup)
-            now = self._repeat(key, num_updates, now, lambda key, now: self._update(key, now, warmup))
+            now, basins = self._jump_between_basins(keys.basins, start, warmup)
+            now = self._repeat(keys.updates, num_updates, now, lambda key, now: self._update(key, now, warmup))
             in_use = jnp.broadcast_to(self.step_size(warmup, now.num_updates - 1), now.flagged.shape)
             return now, basins, in_use
 
@@ -165,18 +144,23 @@ class Iteration:
                 "warm up with them, or drop them."
             )
 
-    def _repeat(self, key, num_updates, progress, update):
+    def _repeat(self, keys, num_updates, progress, update):
         """As many updates as belong to the iteration."""
         if self._cycle is None:
-            keys = random.split(key, self.num_steps)
             return lax.scan(lambda now, key: (update(key, now), None), progress, keys)[0]
         # Hot and cold updates in one loop, so that they are compiled once.
         done = num_updates + self.num_steps + self._cycle.num_ahead(num_updates, self.num_steps)
-        return lax.fori_loop(num_updates, done, lambda i, now: update(random.fold_in(key, i), now), progress)
+        return lax.fori_loop(num_updates, done, lambda i, now: update(random.fold_in(keys[0], i), now), progress)
+
+    def _two(self, key):
+        """Keys for noise and for a gradient; the same where gradients are not random, because a split takes a tenth of
+        a second to compile."""
+        uses_none = isinstance(self.bound.gradient, FullData) and not self.bound.target.is_random
+        return (key, key) if uses_none else random.split(key)
 
     def _approach(self, key, now, warmup):
         """An update of particles that arrive, each by itself."""
-        move_key, gradient_key = random.split(key)
+        move_key, gradient_key = self._two(key)
         energy_and_grad = self.energy_and_grad(warmup)
         position, steps = arrive(
             move_key, now.cloud[:3], now.arrival, lambda u: energy_and_grad(gradient_key, u), self.plan.noise
@@ -195,7 +179,7 @@ class Iteration:
         if self.interaction.is_redrawn:
             key, interaction_key = random.split(key)
         interaction = self.interaction.at(interaction_key, now.num_updates)
-        noise_key, gradient_key = random.split(key)
+        noise_key, gradient_key = self._two(key)
         energy_and_grad = self.energy_and_grad(warmup)
 
         def step(now):
@@ -232,8 +216,8 @@ class Iteration:
             return now, state
 
         def jump():
-            jump_key, gradient_key = random.split(key)
-            jumped = self._jump(BASINS, jump_key, gradient_key, now.cloud, state, warmup)
+            # Gradients of all rows, by which alone particles jump, have no use for a key.
+            jumped = self._jump(BASINS, key, key, now.cloud, state, warmup)
             basins = state._replace(tally=_counted(state.tally, jumped))
             return now._replace(cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted)), basins
 
@@ -291,12 +275,11 @@ class Iteration:
 
         return lax.cond(due, renew, lambda: reference)
 
-    def learn(self, key: jax.Array, stage: Stage, cloud: Cloud, warmup: WarmupState) -> tuple[Cloud, WarmupState]:
+    def learn(self, keys: Keys, stage: Stage, cloud: Cloud, warmup: WarmupState) -> tuple[Cloud, WarmupState]:
         """What the iteration teaches, and counts it."""
         if warmup.scales.moments is None:
             return cloud, warmup._replace(iteration=stage.done)
-        learners: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
-        warmup, cloud = warmup_update(key, stage, warmup, cloud, self, learners)
+        warmup, cloud = warmup_update(keys.learners, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 
     def _clip_gradient(self, cloud, warmup):
@@ -334,3 +317,7 @@ def _update_basins(key, stage, warmup, cloud, sampler):
         return warmup, cloud
     basins = BASINS.learn(stage, warmup.basins, warmup, cloud, sampler.dynamics.temperature)
     return warmup._replace(basins=basins), cloud
+
+
+#: In the order in which they see an iteration.
+ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)

@@ -15,6 +15,7 @@ import numpy as np
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.moves.base import Move, Proposal
+from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup import ARRIVED, FREEZE, Preconditioner, Stage, WarmupState, inverse_root, shrink
 
 __all__ = ["DENSITY", "DIFFERENCES", "Archive", "Jumps"]
@@ -216,7 +217,7 @@ def _from_density(start, variance, components, visit, stratified, key):
     """``(u, U, ∇U)`` at a proposal, and the log densities of the way there and of the way back."""
     index_key, noise_key = random.split(key)
     index = _indices(index_key, start.shape[:2], len(components), stratified)
-    end = components[index] + jnp.sqrt(variance) * random.normal(noise_key, start.shape, start.dtype)
+    end = components[index] + jnp.sqrt(variance) * normal(noise_key, start.shape, start.dtype)
 
     def log_density(v):
         return logsumexp(-_squared_distances(v, components) / (2.0 * variance), -1)
@@ -229,7 +230,7 @@ def _by_differences(start, components, visit, whiten_gradient, temperature, key)
     index_key, noise_key = random.split(key)
     first, second = random.randint(index_key, (2, *start.shape[:2]), 0, len(components))
     shift = components[second] - components[first]
-    noise = temperature**0.5 * random.normal(noise_key, start.shape, start.dtype)
+    noise = temperature**0.5 * normal(noise_key, start.shape, start.dtype)
 
     def walk(v, turn):
         # At w, at the proposal, and at the proposal less the shift; as a loop, so that the force is compiled once.

@@ -9,6 +9,7 @@ from jax import random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, select
+from numpyro_repulsion.noise import uniform
 from numpyro_repulsion.warmup import Stage, WarmupState
 
 __all__ = ["Jumped", "Move", "Proposal"]
@@ -19,7 +20,8 @@ class Proposal(NamedTuple):
 
     - **position**, **potential_energy**, **gradient** - u, U and ∇U there, ``(G, L, d)``, ``(G, L)``, ``(G, L, d)``.
     - **log_ratio** - the log density of proposing the way back, less that of proposing the way there, ``(G, L)``.
-    - **threshold** - uniform random numbers below which a jump is accepted, ``(G, L)``; ``None`` to have them drawn.
+    - **threshold** - uniform random numbers below which a jump is accepted, ``(G, L)``; ``None`` where the base class
+      draws them.
     """
 
     position: jax.Array
@@ -87,6 +89,8 @@ class Move:
 
     #: Fewer particles have nothing to learn from.
     min_particles: ClassVar[int] = 2
+    #: Whether the base class draws the thresholds of acceptance; if not, `propose` returns them.
+    draws_threshold: ClassVar[bool] = True
 
     def start(self, cloud: Cloud, iterations: int, dense: bool) -> Any:
         """The state before warmup.
@@ -132,14 +136,17 @@ class Move:
         stratified: bool,
     ) -> Jumped:
         """One jump of every particle, each accepted or rejected by itself."""
-        propose_key, accept_key = random.split(key)
+        propose_key = accept_key = key
+        if self.draws_threshold:
+            propose_key, accept_key = random.split(key)
         proposal = self.propose(propose_key, state, cloud, energy_and_grad, temperature, stratified)
         log_ratio = (cloud.potential_energy - proposal.potential_energy) / temperature + proposal.log_ratio
         usable = jnp.isfinite(log_ratio) & jnp.isfinite(proposal.gradient).all(-1)
         probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
-        threshold = proposal.threshold
-        if threshold is None:
-            threshold = random.uniform(accept_key, probability.shape, probability.dtype)
+        if proposal.threshold is None:
+            threshold = uniform(accept_key, probability.shape, probability.dtype)
+        else:
+            threshold = proposal.threshold
         accepted = threshold < probability
         z, energy, gradient = select(accepted, tuple(proposal[:3]), tuple(cloud[:3]))
         return Jumped(Cloud(z, energy, gradient, cloud.memory), accepted, probability)

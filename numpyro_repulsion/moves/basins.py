@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.moves.base import Move, Proposal
+from numpyro_repulsion.noise import uniform
 from numpyro_repulsion.warmup import Preconditioner, inverse_root
 
 __all__ = ["BasinJumps", "Basins"]
@@ -61,6 +62,7 @@ class Basins(Move):
     """
 
     min_particles = 4  # Fewer do not tell basins from chance.
+    draws_threshold = False
 
     def start(self, cloud, iterations, dense):
         del iterations
@@ -111,10 +113,12 @@ class Basins(Move):
         del temperature, stratified
         change = Preconditioner(state.scale)
         start = change.whiten(cloud.z)
-        # All random numbers are of one draw: each generator takes a tenth of a second to compile.
-        uniform = random.uniform(key, (*start.shape[:2], 2 * start.shape[2] + 2), start.dtype)
-        chosen, threshold, radius, angle = jnp.split(uniform, (1, 2, 2 + start.shape[2]), -1)
-        index = (chosen[..., 0] * len(state.centre)).astype(int)
+        # All random numbers are of one draw, because each generator takes a tenth of a second to compile.
+        particles = start.shape[0] * start.shape[1]
+        drawn = uniform(key, (2 * (particles + start.size),), start.dtype)
+        chosen, threshold, radius, angle = jnp.split(drawn, (particles, 2 * particles, 2 * particles + start.size))
+        radius, angle = radius.reshape(start.shape), angle.reshape(start.shape)
+        index = (chosen.reshape(start.shape[:2]) * len(state.centre)).astype(int)
         noise = jnp.sqrt(-2.0 * jnp.log1p(-radius)) * jnp.cos(2.0 * np.pi * angle)
         end = state.centre[index] + state.width[index] * noise
         position = change.to_positions(end)
@@ -130,7 +134,7 @@ class Basins(Move):
         largest = terms.max(-1, keepdims=True)
         at_start, at_end = jnp.log(jnp.sum(jnp.exp(terms - largest), -1)) + largest[..., 0]
         energy, gradient = energy_and_grad(position)
-        return Proposal(position, energy, gradient, at_start - at_end, threshold[..., 0])
+        return Proposal(position, energy, gradient, at_start - at_end, threshold.reshape(start.shape[:2]))
 
 
 def _followed(w, components):

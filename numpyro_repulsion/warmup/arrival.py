@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from jax.scipy.special import ndtr
 import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, select
+from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup.windows import Stage
 
 if TYPE_CHECKING:
@@ -44,9 +46,11 @@ def arrive(
     :return: the new position, and step sizes.
     """
     u = position[0]
-    noise_key, accept_key = random.split(key)
     step = step_size[..., None]
-    noise = jnp.sqrt(2.0 * step) * random.normal(noise_key, u.shape, u.dtype)
+    # One draw, because each generator takes a tenth of a second to compile.
+    white = normal(key, (u.size + step_size.size,), u.dtype)
+    noise = jnp.sqrt(2.0 * step) * white[: u.size].reshape(u.shape)
+    threshold = ndtr(white[u.size :]).reshape(step_size.shape)
 
     def propose(point, _):
         energy, gradient = energy_and_grad(point)
@@ -64,7 +68,7 @@ def arrive(
     log_ratio = energies[0] - energies[1] + (forward - backward) / (4.0 * step_size)
     usable = jnp.isfinite(log_ratio) & jnp.isfinite(gradients[1]).all(-1)
     probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
-    accepted = random.uniform(accept_key, probability.shape, u.dtype) < probability
+    accepted = threshold < probability
     moved = select(accepted, (proposal, energies[1], gradients[1]), (u, energies[0], gradients[0]))
     # A rejected particle keeps its last finite force if the fresh minibatch has none for it.
     fresh = (jnp.isfinite(energies[0]) & jnp.isfinite(gradients[0]).all(-1)) | accepted

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import CurvatureStats, Dynamics
 from numpyro_repulsion.interactions import Coupling, Interaction
+from numpyro_repulsion.noise import normal
 
 __all__ = [
     "UNKNOWN",
@@ -117,13 +118,16 @@ def estimate_curvature(
         seen = jnp.stack([middle, gradients[2]] if compare else [middle])
         return jnp.where(usable, product / jnp.where(usable, size, 1.0), direction), (size[..., 0], seen)
 
-    direction_key, noise_key, key = random.split(key, 3)
-    direction = random.normal(direction_key, u.shape, u.dtype)
+    dimension = u.shape[-1]
+    keys = random.split(key, 1 + POWER_ITERATIONS)
+    # One draw, because each generator takes a tenth of a second to compile.
+    white = normal(keys[0], (u.size // dimension + 2, dimension), u.dtype)
+    direction, start = white[:-2].reshape(u.shape), white[-2:]
     direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
-    _, (sizes, seen) = lax.scan(iterate, direction, random.split(key, POWER_ITERATIONS))
+    _, (sizes, seen) = lax.scan(iterate, direction, keys[1:])
     curvature = jnp.where(jnp.isfinite(sizes[-1]), sizes[-1], UNKNOWN).ravel()
     seen = jnp.moveaxis(seen, 1, 0)
-    used, other = _largest_variance(noise_key, seen[0]), _largest_variance(noise_key, seen[-1])
+    used, other = _largest_variance(start, seen[0]), _largest_variance(start, seen[-1])
     return curvature, jnp.where(corrected, jnp.stack([other, used]), jnp.stack([used, other]))
 
 
@@ -159,7 +163,7 @@ def measure_steepness(
     """
     if not interaction.interacts:
         return jnp.zeros((), u.dtype)
-    direction = random.normal(key, u.shape, u.dtype)
+    direction = normal(key, u.shape, u.dtype)
     change = jax.jvp(lambda u: interaction.couple(u, bandwidth).repulsion + jnp.zeros_like(u), (u,), (direction,))[1]
     return jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(change), change, 0.0) ** 2))
 
@@ -169,7 +173,7 @@ def _known(x):
     return jnp.where(x < 0, jnp.nan, x)
 
 
-def _largest_variance(key, gradients):
+def _largest_variance(start, gradients):
     """The largest variance in any direction, of gradients ``(times, G, L, d)`` about each particle's mean.
 
     The direction is found on one half of the particles' times and the variance taken on the other, and the reverse:
@@ -188,6 +192,5 @@ def _largest_variance(key, gradients):
         size = jnp.linalg.norm(product, axis=-1, keepdims=True)
         return jnp.where(size > 0, product / jnp.where(size > 0, size, 1.0), directions), None
 
-    start = random.normal(key, (2, gradients.shape[-1]), gradients.dtype)
     directions, _ = lax.scan(iterate, start / jnp.linalg.norm(start, axis=-1, keepdims=True), length=POWER_ITERATIONS)
     return jnp.mean(jnp.sum(jnp.einsum("hnd,hd->hn", halves, directions[::-1]) ** 2, -1)) / rows

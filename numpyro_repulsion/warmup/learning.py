@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import jax
-from jax import random
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Reference
@@ -54,14 +53,15 @@ Learner = Callable[[jax.Array, Stage, WarmupState, Cloud, Sampler], tuple[Warmup
 
 
 def warmup_update(
-    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler, learners: tuple[Learner, ...]
+    keys: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler, learners: tuple[Learner, ...]
 ) -> tuple[WarmupState, Cloud]:
     """What one more iteration teaches, learner by learner, and its count.
 
+    :param keys: one for each learner.
     :param cloud: the particles, in whitened coordinates.
     :return: what was learned, and the cloud in its new coordinates.
     """
     warmup = warmup._replace(iteration=stage.done)
-    for learner, own_key in zip(learners, random.split(key, len(learners)), strict=True):
+    for learner, own_key in zip(learners, keys, strict=True):
         warmup, cloud = learner(own_key, stage, warmup, cloud, sampler)
     return warmup, cloud

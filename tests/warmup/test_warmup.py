@@ -451,7 +451,7 @@ class Sampler(NamedTuple):
 def warm_up(warmup, cloud, sampler):
     """What is known after one more iteration."""
     stage = Stage.of(warmup.iteration, warmup.num_warmup)
-    return warmup_update(random.key(1), stage, warmup, cloud, sampler, LEARNERS)[0]
+    return warmup_update(random.split(random.key(1), len(LEARNERS)), stage, warmup, cloud, sampler, LEARNERS)[0]
 
 
 def tune(energy_and_grad, u, plan=None, interaction=None, **fields):
