@@ -73,7 +73,7 @@ class Iteration:
 
         return energy_and_grad
 
-    def score(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
+    def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
         """U at the particles on the same rows, by the same randomness, ``(G, L)``."""
         one = jnp.vectorize(lambda z: fingerprint(self.bound.target, self.unravel, z), signature="(d)->()")
         return one(warmup.scales.preconditioner.to_positions(u))

@@ -179,7 +179,7 @@ def update_arrival(
         if surroundings is not None:
             return surroundings.weighs_nothing()
         # Energies of a particle's own minibatches cannot be compared, nor curvature be told from their noise.
-        return left_behind(sampler.score(warmup, cloud.z), cloud.z.shape[-1])
+        return left_behind(sampler.energy_on_common_rows(warmup, cloud.z), cloud.z.shape[-1])
 
     position, steps = lax.cond(
         stage.window_ends & stage.may_rescue,

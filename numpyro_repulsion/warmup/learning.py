@@ -41,7 +41,7 @@ class Sampler(Protocol):
     def energy_and_grad(self, warmup: WarmupState) -> CorrectableEnergyAndGrad:
         """U and ∇U in whitened coordinates."""
 
-    def score(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
+    def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
         """The potential energies of particles on the same rows, ``(G, L)``."""
 
     def evaluate_reference(self, key: jax.Array, reference: Reference, cloud: Cloud) -> Reference:

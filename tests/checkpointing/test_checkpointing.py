@@ -493,7 +493,7 @@ DOOMED = """
 import os, signal, sys, threading, time
 sys.path.insert(0, {folder!r})
 import pytest
-import test_pieces as here
+import test_checkpointing as here
 from numpyro_repulsion.checkpointing.directory import Directory
 
 def end():
@@ -515,17 +515,17 @@ here.run_in_pieces(mcmc, *call[0], **call[1], directory=directory)
 """
 
 
-def killed_run(plan):
+def killed_run(learned):
     """The run that is killed, and what it is called with."""
-    if plan:
+    if learned:
         options = {"piece_size": 50}
         return make(SGLDR(regression), num_warmup=400, num_samples=801, thinning=2), ((random.key(5), *data()), options)
     return make(plain(), 100, 3001), ((random.key(5),), {"init_params": SIX, "piece_size": 50})
 
 
-def die_and_rise(directory, plan, fates):
+def die_and_rise(directory, learned, fates):
     """How often a process that runs in pieces was killed."""
-    script = DOOMED.format(folder=str(Path(__file__).parent), plan=plan)
+    script = DOOMED.format(folder=str(Path(__file__).parent), learned=learned)
     killed = 0
     for how, when in fates:
         command = [sys.executable, "-W", "ignore", "-c", script, str(directory), how, str(when)]
@@ -545,14 +545,14 @@ MANY = [
 
 
 @pytest.mark.parametrize(
-    ("plan", "fates"),
+    ("learned", "fates"),
     [(False, [("torn", 95)]), *(pytest.param(x, MANY, marks=pytest.mark.slow) for x in (False, True))],
 )
 @pytest.mark.skipif(sys.platform == "win32", reason="no kill -9")
-def test_kill_minus_nine(plan, fates, tmp_path):
-    killed = die_and_rise(tmp_path, plan, fates)
+def test_kill_minus_nine(learned, fates, tmp_path):
+    killed = die_and_rise(tmp_path, learned, fates)
     assert killed >= len(fates) / 2
-    (parts, (args, options)), (whole, _) = killed_run(plan), killed_run(plan)
+    (parts, (args, options)), (whole, _) = killed_run(learned), killed_run(learned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         run_in_pieces(parts, *args, **options, directory=tmp_path)

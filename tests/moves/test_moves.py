@@ -321,7 +321,7 @@ def model(y):
         (partial(SVGD, gaussian_mixture), {}, "jumps of a sampler"),
         (partial(SGLDR, gaussian_mixture, dynamics=Overdamped("lm")), {}, "averaged over two updates"),
         (partial(SGLD, gaussian_mixture, step_size=0.1), {"num_warmup": 0}, "set num_warmup"),
-        (partial(SGLD, gaussian_mixture), {"size": 1}, "two particles or more"),
+        (partial(SGLD, gaussian_mixture), {"size": 1}, "2 particles or more"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(make, kwargs, words):

@@ -333,7 +333,7 @@ def test_what_warmup_expects_is_the_same_for_a_multiple_of_k():
         tune(energy_and_grad, u, interaction=weight * RBF(1.0), num_warmup=jnp.asarray(100)).step
         for weight in (1.0, 3.0)
     )
-    np.testing.assert_allclose(three.step_size, one.step_size / 3, rtol=1e-4)
+    np.testing.assert_allclose(three.size, one.size / 3, rtol=1e-4)
     np.testing.assert_allclose(three.bias, one.bias, rtol=1e-4)
     np.testing.assert_allclose(three.effective_draws, one.effective_draws, rtol=1e-4)
 
