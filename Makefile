@@ -71,6 +71,7 @@ notebooks: $(VENV)/.with-docs
 figures: $(VENV)/.with-demo
 	$(BIN)/python examples/particles.py
 	$(BIN)/python examples/pictures.py
+	$(BIN)/python examples/house.py
 	$(BIN)/python examples/diagnostics.py
 
 measured: $(VENV)/.with-demo
