@@ -100,8 +100,7 @@ class Initializer:
         size = rng_key.shape[0]
         # Keys of a resumed run are copies of one key, so the particle's number goes in too.
         keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
-        state_key, start_key = random.split(keys[0, 1])
-        gradient_key, memory_key = random.split(start_key)
+        state_key, gradient_key, memory_key = random.split(keys[0, 1], 3)
 
         def grouped(x):
             return x.reshape(kernel.num_ensembles, -1, *x.shape[1:])
