@@ -87,7 +87,7 @@ class Dynamics:
         """Raise ``ValueError`` for starts ``(G, L, d)`` that this dynamics cannot move."""
 
     def jumped(self, cloud: Cloud, which: jax.Array) -> Cloud:
-        """Adapt the cloud after jumps of ``which``, ``(..., L)``, which preserved the distribution of z and the memory."""
+        """Adapt the cloud after particles ``which`` jumped, moves that keep the distribution of z and the memory."""
         del which
         return cloud
 
