@@ -29,7 +29,7 @@ class Target:
     is_random: bool = False
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
-        """Return U at one particle from the rows ``indices`` of the subsampled plates; random likelihoods use ``key``."""
+        """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
 
     def constrain(self, z: Particle) -> Particle:
