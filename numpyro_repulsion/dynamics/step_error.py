@@ -170,7 +170,7 @@ class MomentumError(EulerError):
 
     def max_step_for_bias(self, tolerance, stats):
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature. The
-        # first-order integrator gets a third of that.
+        # first-order integrator gets a third of that step.
         limit = min((5.0 * tolerance) ** 0.5, 0.5) if self.is_symmetric else tolerance
         curved = self.from_overdamped_step(limit / stats.curvature) / self.coupling.bound
         # An empirical value, the same as for overdamped dynamics although the step is one of time.

@@ -1,4 +1,4 @@
-"""Checks of the sites and plates of a model while it runs."""
+"""Checks of the plates, latent sites and data of a model."""
 
 from __future__ import annotations
 

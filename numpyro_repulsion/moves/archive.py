@@ -259,10 +259,10 @@ def _indices(key, shape, size, stratified):
 
 
 def _squared_distances(u, components):
-    """Return squared distances ``(..., C)`` of points ``(..., d)`` from components ``(C, d)``, coordinate by coordinate.
+    """Return the squared distances ``(..., C)`` of points ``(..., d)`` from components ``(C, d)``.
 
-    Modes may be thousands of widths apart, where rounding ruins an expanded square from a matrix product. The density
-    would then differ from that of the proposals, and jumps would not be exact.
+    They are summed one coordinate at a time. Modes may be thousands of widths apart, where rounding ruins an expanded
+    square from a matrix product: the density would differ from that of the proposals, and jumps would not be exact.
     """
 
     def add(total, coordinate):
@@ -293,7 +293,7 @@ def _order_in_space(u):
 
 
 def _within(gradient, jumps, temperature):
-    """Return the change of variables that gives gradients, ``(C, d)``, the covariance T I, and each mode about the same.
+    """Return the change of variables that gives gradients ``(C, d)`` the covariance T I, and each mode about the same.
 
     Gradients are used because the covariance of positions would be that of all modes together.
     """
