@@ -1,4 +1,4 @@
-"""Numbers that users pass, checked and kept as plain Python numbers."""
+"""Checks of user-supplied numbers, which are stored as plain Python numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["boolean", "integer", "keep", "number", "plain", "positive"]
 
 
 def integer(what: str, value: Any, least: int = 1, expected: str | None = None) -> int:
-    """An integer of Python, NumPy or JAX, as a plain ``int``.
+    """Return an integer of Python, NumPy or JAX as a plain ``int``.
 
     :param what: how the message names the setting, such as "`num_steps`".
     :param least: the smallest value that is accepted.
-    :param expected: what the message says was expected, if that is more than an integer of ``least`` or more.
+    :param expected: what the message says was expected; by default an integer of ``least`` or more.
     :raises ValueError: for anything else: a ``bool``, a float such as ``20.0``, or an array with axes.
     """
     found = plain(value)
@@ -28,12 +28,12 @@ def integer(what: str, value: Any, least: int = 1, expected: str | None = None) 
 
 
 def number(what: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
-    """A finite real number of Python, NumPy or JAX, as a plain ``float``: others carry their precision into results.
+    """Return a finite real number as a plain ``float``: other types would carry their precision into results.
 
     :param what: how the message names the setting.
     :param expected: what the message says was expected.
     :param accepts: whether a number is within bounds.
-    :raises ValueError: for numbers out of bounds and for anything else, a ``bool`` too.
+    :raises ValueError: for numbers out of bounds and for anything else, including a ``bool``.
     """
     found = plain(value)
     if isinstance(found, Real) and not isinstance(found, bool) and np.isfinite(float(found)) and accepts(float(found)):
@@ -42,14 +42,14 @@ def number(what: str, value: Any, expected: str, accepts: Callable[[float], bool
 
 
 def positive(what: str, value: Any, or_zero: bool = False) -> float:
-    """A positive, finite number, or 0, as a plain ``float``; otherwise raises ``ValueError``."""
+    """Return a positive, finite number (or 0 if ``or_zero``) as a plain ``float``; otherwise raise ``ValueError``."""
     if or_zero:
         return number(what, value, "a finite number, 0 or above", lambda x: x >= 0.0)
     return number(what, value, "a positive, finite number", lambda x: x > 0.0)
 
 
 def boolean(what: str, value: Any) -> bool:
-    """A truth value of Python, NumPy or JAX, as a plain ``bool``; otherwise raises ``ValueError``."""
+    """Return a truth value of Python, NumPy or JAX as a plain ``bool``; otherwise raise ``ValueError``."""
     found = plain(value)
     if not isinstance(found, bool):
         raise ValueError(f"{what} must be True or False; got {value!r}.")
@@ -57,12 +57,12 @@ def boolean(what: str, value: Any) -> bool:
 
 
 def keep(part: Any, name: str, check: Callable, **options: Any) -> None:
-    """Checks a setting of a part, a frozen dataclass too, and stores the plain value in its place."""
+    """Check the setting ``name`` of a part, which may be a frozen dataclass, and replace it by the plain value."""
     object.__setattr__(part, name, check(f"{type(part).__name__}: `{name}`", getattr(part, name), **options))
 
 
 def plain(value: Any) -> Any:
-    """A scalar of NumPy or JAX, or an array without axes, as a Python scalar; anything else as it is."""
+    """Return a scalar of NumPy or JAX, or an array without axes, as a Python scalar; anything else unchanged."""
     is_array = isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
     if is_array and value.ndim == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return np.asarray(value).item()

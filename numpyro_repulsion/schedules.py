@@ -1,7 +1,7 @@
-"""Whatever depends on the update count alone: step sizes ``t -> ε_t``.
+"""Step-size schedules ``t -> ε_t``.
 
-A schedule is any callable of the update count (0 at the first update, warmup included), so the schedules of optax
-fit as they are. A float is a constant schedule. How an interaction changes with the count is its own affair, see
+A schedule is any callable of the update count (0 at the first update, warmup included), so optax schedules work
+unchanged. A float is a constant schedule. For an interaction that changes with the count see
 :class:`~numpyro_repulsion.Scheduled`.
 """
 
@@ -26,34 +26,35 @@ Schedule = Callable[..., jax.Array | float]
 
 @dataclass(frozen=True)
 class BiasBudget:
-    r"""A step size that warmup measures, by the bias it may cause.
+    r"""A step size that warmup measures, within a tolerated bias.
 
-    How a step inflates variances depends on the dynamics. Where its bias is of first order in ε
-    (:class:`~numpyro_repulsion.Overdamped` with repulsion) the step is
+    How much a step inflates variances depends on the dynamics. If the bias is first order in ε
+    (:class:`~numpyro_repulsion.Overdamped` with repulsion), the step is
 
     .. math::
         \epsilon = \min\Bigl(\frac{2\delta}{(1+\delta)\, \kappa}, \frac{1}{2 \Lambda}\Bigr) \Big/ (\lambda + V)
 
     with λ the curvature that nine particles in ten stay below, and V the largest variance of the minibatch gradient,
     pooled over the cloud; κ is the mean of K_ii, 1 for :class:`~numpyro_repulsion.RBF`, and Λ, the largest eigenvalue
-    of K, matters for stability only. Where K = I and the noise is
-    averaged the bias of curvature is second order and that of V is not:
+    of K, matters for stability only. If K = I and the noise is averaged, the bias of curvature is second order and that
+    of V is not:
 
     .. math::
         \epsilon = \min\Bigl(\frac{\min(\sqrt{5\delta}, \frac12)}{\lambda}, \frac{2\delta}{(1+\delta)\, V}\Bigr)
 
-    With momenta (:class:`~numpyro_repulsion.Underdamped`) ``ε²/2`` takes the place of ε for the curvature. In no case
-    does the step exceed the limit of stability at the stiffest particle; nor, but for runs too short for it (below),
+    With momenta (:class:`~numpyro_repulsion.Underdamped`), ``ε²/2`` replaces ε for the curvature. The step never
+    exceeds the stability limit at the stiffest particle. Except in short runs (below) it also stays below
     :math:`\sqrt{10\,\delta} / s`, with s how fast repulsion changes where particles are dense.
 
-    A run may be so short that such a step would take it nowhere: variances known from ten effective draws gain nothing
-    from a bias of 5 %. The step is then raised, until the run is worth a minimum of effective draws, or to the limit of
-    stability, or to where the bias of dense particles, :math:`(\epsilon s)^2 / 10`, is as large as the uncertainty of
-    the variances, :math:`\sqrt{2/n}` after n effective draws. Warmup warns of it with the bias to be expected.
+    In a short run such a step would hardly move the particles: variances known from ten effective draws gain nothing
+    from a bias of only 5 %. The step is then raised until the run is worth a minimum of effective draws, but not above
+    the stability limit, nor above the step at which the bias of dense particles, :math:`(\epsilon s)^2 / 10`, equals
+    the uncertainty of the variances, :math:`\sqrt{2/n}` after n effective draws. Warmup then warns and states the
+    expected bias.
 
     :param tolerance: δ, the tolerated relative inflation of a posterior variance.
-    :param min_draws: the effective draws that a run as long as its warmup must be worth, if need be by longer steps.
-        0 holds on to the tolerance.
+    :param min_draws: the effective draws that a run as long as its warmup must be worth, if necessary by longer steps.
+        With 0 the step always keeps the tolerance.
     :raises ValueError: unless 0 < δ < 1 and ``min_draws`` is 0 or above.
 
     **References:**
@@ -84,12 +85,12 @@ class BiasBudget:
         stability_limit: jax.Array,
         draws_per_step: jax.Array | float,
     ) -> jax.Array:
-        """The step for what was measured; infinite where that sets no limit.
+        """Return the step for these measurements; infinite if they set no limit.
 
         :param max_step_for_bias: the step at which variances are inflated by the tolerance.
         :param max_step_for_short_run: the longest step for a run that is worth too few draws.
-        :param stability_limit: the longest step of all.
-        :param draws_per_step: effective draws of the run to come, per unit of ε.
+        :param stability_limit: the longest stable step.
+        :param draws_per_step: effective draws of the run after warmup, per unit of ε.
         """
         raised = jnp.minimum(self.min_draws / draws_per_step, max_step_for_short_run)
         return jnp.minimum(jnp.maximum(max_step_for_bias, raised), stability_limit)
@@ -99,10 +100,10 @@ class BiasBudget:
 class Polynomial:
     r"""The Robbins-Monro schedule :math:`\epsilon_t = \epsilon_0\, (1 + t / t_0)^{-\gamma}`.
 
-    With ``1/2 < γ <= 1`` the steps sum to infinity and their squares do not, so the bias vanishes in the long run.
+    With ``1/2 < γ <= 1`` the steps sum to infinity and their squares do not, so the bias vanishes in the limit.
 
     :param step_size: ε_0, the first step.
-    :param offset: t_0, the number of updates over which the step begins to fall.
+    :param offset: t_0, the number of updates after which the step is :math:`2^{-\gamma}` of the first.
     :param power: γ.
     :raises ValueError: for a step or an offset that is not positive, or a power outside (1/2, 1].
 
@@ -131,29 +132,30 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Cyclical:
-    r"""Cycles of long steps that explore and short steps that sample; only the short ones make draws.
+    r"""Cycles of long steps that explore and short steps that sample; only the short steps give draws.
 
     .. math::
         \epsilon_t = \frac{\epsilon_0}{2} \Bigl(\cos \frac{\pi\, (t \bmod M)}{M} + 1\Bigr)
 
-    The first ``num_hot`` updates of a cycle of M are hot, the others cold. A kernel makes all hot updates at the
-    beginning of the iteration that begins a cycle, so that every draw is of the cold part; a cycle gives
-    ``(M − num_hot) / num_steps`` of them, of equal weight.
+    The first ``num_hot`` of the M updates in a cycle are hot, the others cold. A kernel makes all hot updates at the
+    beginning of the iteration that begins a cycle, so every draw comes from the cold part. A cycle gives
+    ``(M − num_hot) / num_steps`` draws of equal weight.
 
-    *Stationary law*: none, for the law of the particles changes with t. Every update is one of the kernel's dynamics
-    at its step, so that as ε_0 → 0 the posterior is stationary under each of them. At a given ε_0 a draw has the bias
-    of its own small step, and what is left of that of the hot part: the cold part lasts for a time (the sum of its
-    steps) of :math:`\epsilon_0 M\, (1 - \beta - \sin(\pi \beta) / \pi) / 2`, 0.09 ε_0 M by default, and only what
-    relaxes in less is forgotten. How often particles go from mode to mode is left to the hot part, so that modes may
-    come out with weights that are not those of the posterior.
+    *Stationary distribution*: none, because the distribution of the particles changes with t. Every update applies the
+    kernel's dynamics with its current step, so as ε_0 → 0 the posterior is stationary under each update. At a given ε_0
+    a draw has the bias of its own small step, and what remains of the bias of the hot part. The cold part lasts for a
+    time (the sum of its steps) of :math:`\epsilon_0 M\, (1 - \beta - \sin(\pi \beta) / \pi) / 2`, 0.09 ε_0 M by
+    default, and only what relaxes in less time is forgotten. Transitions between modes happen in the hot part, so the
+    weights of the modes may differ from those of the posterior.
 
-    The noise stays on throughout, as it does in the paper's experiments on mixtures. Its networks drop it in the hot
-    part, which is gradient descent then and has no posterior to leave alone, however small the steps.
+    The noise stays on throughout, as in the paper's experiments on mixtures. For networks the paper drops it in the
+    hot part, which is then gradient descent and does not preserve the posterior, however small the steps.
 
     :param step_size: ε_0, the first and longest step of a cycle.
-    :param length: M, the updates of a cycle. The cold ones must be a multiple of the kernel's ``num_steps``.
-    :param exploration: β, the share of a cycle that is hot, 0 or more and below 1.
-    :raises ValueError: for numbers out of range, or a share that leaves no cold update.
+    :param length: M, the updates of a cycle. The number of cold updates must be a multiple of the kernel's
+        ``num_steps``.
+    :param exploration: β, the fraction of a cycle that is hot, 0 or more and below 1.
+    :raises ValueError: for numbers out of range, or a fraction that leaves no cold update.
 
     **References:**
 
@@ -183,28 +185,28 @@ class Cyclical:
         if self._cold(self.length) == 0:
             raise ValueError(
                 f"Cyclical: exploration={self.exploration!r} of length={self.length} leaves no cold update to draw "
-                "from; make the cycle longer, or explore for less of it."
+                "from; increase `length` or decrease `exploration`."
             )
 
     @property
     def num_hot(self) -> int:
-        """The updates at the beginning of a cycle of which no draw is kept: β M, rounded."""
+        """The number of updates at the beginning of a cycle that give no draws: β M, rounded."""
         return self.length - self._cold(self.length)
 
     def __call__(self, count):
-        # The formula above, as a square: near the end of a cycle the sum would cancel.
+        # The formula above as a square, because the sum cancels near the end of a cycle.
         left = self.length - jnp.asarray(count) % self.length
         return self.step_size * jnp.sin(0.5 * jnp.pi * left / self.length) ** 2
 
     def num_ahead(self, count: jax.Array, num_steps: int) -> jax.Array:
-        """How many updates to make before the next ``num_steps`` are all cold: ``num_hot`` at a cycle's beginning."""
-        # Since the cold part of the last cycle began. What is left of that is no whole draw where a run goes on from
-        # the state of another kernel.
+        """Return how many updates come before ``num_steps`` cold ones: ``num_hot`` at the start of a cycle."""
+        # The count since the last cold part began. A run that continues the state of another kernel may find less
+        # than one draw left of it.
         since = (count - self.num_hot) % self.length
         return jnp.where(since + num_steps > self.length - self.num_hot, self.length - since, 0)
 
     def check(self, num_steps: int) -> None:
-        """Refuses, by a ``ValueError``, a cold part that is no multiple of ``num_steps``."""
+        """Raise ``ValueError`` if the cold part is not a multiple of ``num_steps``."""
         if self._cold(self.length) % num_steps == 0:
             return
         shorter = (m for m in range(self.length, 1, -1) if self._cold(m) > 0 and self._cold(m) % num_steps == 0)
@@ -221,7 +223,7 @@ class Cyclical:
 
 @dataclass(frozen=True)
 class Constant:
-    """The schedule of a number."""
+    """The constant schedule."""
 
     step_size: float
 
@@ -236,13 +238,13 @@ def _traced(step_size, count):
 
 
 def as_schedule(step_size: float | Schedule) -> Schedule:
-    """A number or a callable as a schedule, checked at the first update.
+    """Return a number or a callable as a schedule, checked at the first update.
 
     :raises TypeError: for anything else.
     :raises ValueError: for a step that is not a positive, finite scalar.
     """
     if isinstance(step_size, jax.core.Tracer):
-        # A function, because a setting that holds a tracer has no hash.
+        # A function, because a setting that contains a tracer has no hash.
         return as_schedule(partial(_traced, step_size))
     step_size = plain(step_size)
     if isinstance(step_size, Real) and not isinstance(step_size, bool):
@@ -255,11 +257,11 @@ def as_schedule(step_size: float | Schedule) -> Schedule:
             "`step_size` must be None (measured in warmup), a positive number, or a callable of the update count "
             f"such as Polynomial(0.01) or an optax schedule; got {step_size!r}."
         )
-    # A step that is traced, as where steps are tried side by side, has no value yet.
+    # A traced step, as when several steps are tried at once, has no value yet.
     unknown = isinstance(first, jax.core.Tracer)
     if jnp.shape(first) != () or not (unknown or least <= float(first) < float("inf")):
         raise ValueError(
-            f"`step_size` must be a positive, finite number; got {first!r} at the first update. Leave it "
-            "out to have it measured in warmup."
+            f"`step_size` must be a positive, finite number; got {first!r} at the first update. Omit it "
+            "to have warmup measure it."
         )
     return schedule

@@ -1,8 +1,8 @@
-"""Models with known answers, for tests, benchmarks and first steps.
+"""Models with known answers, for tests, benchmarks and first experiments.
 
-They are plain NumPyro models. Those without data *are* their target: :func:`draw` makes exact draws from it and
-:func:`moments` gives its exact means and variances. From a model with data, :func:`draw` makes parameters together
-with data of their own; given these data, the parameters are one exact draw from the posterior.
+They are ordinary NumPyro models. A model without data *is* its target: :func:`draw` returns exact draws from it and
+:func:`moments` its exact means and variances. For a model with data, :func:`draw` returns parameters together with
+simulated data; given these data, the parameters are one exact draw from the posterior.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def gaussian(mean: Any = (0.0, 0.0), covariance: Any = None) -> None:
-    r"""A Gaussian, :math:`z \sim N(\mu, \Sigma)`; by default the one of the paper's Section 3.1, N(0, I₂).
+    r"""A Gaussian, :math:`z \sim N(\mu, \Sigma)`; by default N(0, I₂), from the paper's Section 3.1.
 
     :param mean: μ, of shape ``(d,)``.
     :param covariance: Σ, of shape ``(d, d)``; ``None`` is the identity.
@@ -61,11 +61,11 @@ def gaussian(mean: Any = (0.0, 0.0), covariance: Any = None) -> None:
 def exponential_mixture(rates: Any = (1.5, 0.5), weights: Any = (1 / 3, 2 / 3)) -> None:
     r"""The paper's mixture of exponentials, :math:`\pi(z) = \sum_k w_k \lambda_k e^{-\lambda_k z}` on ``z > 0``.
 
-    Particles live in ``log z``; the transform and its Jacobian are NumPyro's. By default ``E z = 14/9`` and
+    Particles move in ``log z``; NumPyro supplies the transform and its Jacobian. By default ``E z = 14/9`` and
     ``E z² = 152/27``.
 
     :param rates: the λ.
-    :param weights: the w, of sum 1.
+    :param weights: the w, which sum to 1.
 
     **References:**
 
@@ -88,8 +88,8 @@ def exponential_mixture(rates: Any = (1.5, 0.5), weights: Any = (1 / 3, 2 / 3)) 
 def gaussian_mixture(ticks: Any = (-2.0, 0.0, 2.0), variance: float = 0.1) -> None:
     r"""The paper's 3 × 3 grid of equally likely Gaussians in the plane, each :math:`N(c, 0.1\, I_2)`.
 
-    :param ticks: the centres are all pairs of these.
-    :param variance: of each Gaussian, in each direction.
+    :param ticks: the centres are all pairs of these values.
+    :param variance: the variance of each Gaussian in each direction.
 
     **References:**
 
@@ -113,11 +113,11 @@ def gaussian_mixture(ticks: Any = (-2.0, 0.0, 2.0), variance: float = 0.1) -> No
 def logistic_regression(X: Any, y: Any = None, subsample_size: int | None = None, scale: float = 1.0) -> None:
     r"""Bayesian logistic regression: :math:`\beta \sim N(0, s^2 I)`, ``y`` Bernoulli with logits ``X β``.
 
-    An intercept is a column of ones in ``X``.
+    For an intercept, add a column of ones to ``X``.
 
     :param X: covariates, ``(N, d)``.
     :param y: labels 0 and 1, ``(N,)``; ``None`` draws them.
-    :param subsample_size: rows in a minibatch; ``None`` is all of them.
+    :param subsample_size: rows in a minibatch; ``None`` means all rows.
     :param scale: the prior's standard deviation s.
 
     **References:**
@@ -142,15 +142,15 @@ def logistic_regression(X: Any, y: Any = None, subsample_size: int | None = None
 
 
 def bayesian_neural_network(X: Any, y: Any = None, subsample_size: int | None = None, hidden: int = 50) -> None:
-    r"""Regression by a network with one hidden layer of ReLU units and unknown precisions.
+    r"""Regression with a network of one hidden ReLU layer and unknown precisions.
 
     All weights and biases are :math:`N(0, 1/\lambda)`, ``y`` is :math:`N(f(x), 1/\gamma)`, and the precisions λ and γ
-    are Gamma(1, 0.1), of mean 10. These priors suit covariates and responses standardized by the caller.
+    are Gamma(1, 0.1), of mean 10. These priors suit covariates and responses that the caller has standardized.
 
     :param X: covariates, ``(N, p)``.
     :param y: responses, ``(N,)``; ``None`` draws them.
-    :param subsample_size: rows in a minibatch; ``None`` is all of them.
-    :param hidden: hidden units.
+    :param subsample_size: rows in a minibatch; ``None`` means all rows.
+    :param hidden: number of hidden units.
 
     **References:**
 
@@ -184,7 +184,7 @@ def bayesian_neural_network(X: Any, y: Any = None, subsample_size: int | None = 
 
 
 def relu_network(weights: dict[str, jax.Array], X: jax.Array) -> jax.Array:
-    """The mean response ``f(X)`` of :func:`bayesian_neural_network`.
+    """Return the mean response ``f(X)`` of :func:`bayesian_neural_network`.
 
     :param weights: draws of ``w1``, ``b1``, ``w2`` and ``b2``, with any leading axes.
     :param X: covariates, ``(N, p)``.
@@ -205,14 +205,14 @@ def relu_network(weights: dict[str, jax.Array], X: jax.Array) -> jax.Array:
 
 
 def draw(key: jax.Array, model: Callable, num_draws: int, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
-    """Independent draws of all sites of a model that are not observed.
+    """Return independent draws of all unobserved sites of a model.
 
     :param key: a PRNG key.
     :param model: a NumPyro model.
-    :param num_draws: how many draws.
+    :param num_draws: the number of draws.
     :param args: the model's arguments.
     :param kwargs: the model's keyword arguments.
-    :return: ``{site: array that leads with the draws}``.
+    :return: ``{site: array whose first axis is the draws}``.
 
     **Example**
 
@@ -232,7 +232,7 @@ def draw(key: jax.Array, model: Callable, num_draws: int, *args: Any, **kwargs: 
 
 
 def moments(model: Callable, *args: Any, **kwargs: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Exact means and variances of the sites of a model in which no site depends on another, and nothing is observed.
+    """Return exact means and variances of the sites of a model without data, in which no site depends on another.
 
     :param model: a NumPyro model, such as :func:`gaussian`, :func:`exponential_mixture` or :func:`gaussian_mixture`.
     :param args: the model's arguments.

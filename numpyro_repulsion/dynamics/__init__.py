@@ -1,8 +1,8 @@
-"""How the cloud moves: the blocks D and Q of the complete recipe, and one update.
+"""Dynamics of the cloud: the blocks D and Q of the complete recipe, and one update.
 
 A dynamics is a pair of pure functions on a cloud of particles: :meth:`Dynamics.init` and :meth:`Dynamics.step`. It
-sees the target through ``energy_and_grad(z) -> (U, ∇U)``, and the other particles through a coupling. Its
-:class:`StepError` says how long its steps may be.
+accesses the target through ``energy_and_grad(z) -> (U, ∇U)`` and the other particles through a coupling. Its
+:class:`StepError` states how long its steps may be.
 """
 
 from numpyro_repulsion.dynamics.base import (

@@ -1,4 +1,4 @@
-"""What every dynamics answers, and the cloud that it moves."""
+"""The base class of dynamics, and the cloud that they move."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Couple = Callable[[jax.Array], Coupling]
 
 
 class Cloud(NamedTuple):
-    """The particles and what moves them; every array leads with the particle axes ``(..., L)``.
+    """The particles and their gradients; the first axes of every array are the particle axes ``(..., L)``.
 
     - **z** - positions, ``(..., L, d)``.
     - **potential_energy** - U at the positions, ``(..., L)``.
     - **gradient** - ∇U at the positions, ``(..., L, d)``.
-    - **memory** - what else the dynamics carries: a tuple of arrays ``(..., L, d)``.
+    - **memory** - further variables of the dynamics: a tuple of arrays ``(..., L, d)``.
     """
 
     z: jax.Array
@@ -35,8 +35,8 @@ class Cloud(NamedTuple):
 class Dynamics:
     """Base class: a discretization of ``dX = [−(D + Q)∇H + Γ] dt + sqrt(2D) dW`` (Ma, Chen & Fox, 2015).
 
-    A subclass defines `init` and `step`. Nothing is then known of the bias of its steps, so ``step_size`` must be
-    given. A subclass that also defines `step_error` lets warmup measure it.
+    A subclass defines `init` and `step`. The bias of its steps is then unknown, so ``step_size`` must be given. If the
+    subclass also defines `step_error`, warmup can measure the step.
 
     **Example**
 
@@ -49,63 +49,63 @@ class Dynamics:
 
         >>> class Flow(Dynamics):  # D = 0
         ...     is_sampler = False
-        ...     def init(self, key, z, force, couple):
-        ...         return Cloud(z, *force(z))
-        ...     def step(self, key, cloud, force, couple, step_size):
+        ...     def init(self, key, z, energy_and_grad, couple):
+        ...         return Cloud(z, *energy_and_grad(z))
+        ...     def step(self, key, cloud, energy_and_grad, couple, step_size):
         ...         z = cloud.z - step_size * couple(cloud.z).apply(cloud.gradient)
-        ...         return Cloud(z, *force(z))
+        ...         return Cloud(z, *energy_and_grad(z))
 
-        >>> force, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
-        >>> cloud = Flow().init(random.key(0), jnp.ones((2, 1)), force, couple)
-        >>> Flow().step(random.key(1), cloud, force, couple, 0.5).z.tolist()
+        >>> energy_and_grad, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
+        >>> cloud = Flow().init(random.key(0), jnp.ones((2, 1)), energy_and_grad, couple)
+        >>> Flow().step(random.key(1), cloud, energy_and_grad, couple, 0.5).z.tolist()
         [[0.5], [0.5]]
     """
 
-    #: T: the stationary law is ``∏_i exp(−U(z_i) / T)``.
+    #: T: the stationary distribution is ``∏_i exp(−U(z_i) / T)``.
     temperature: float = 1.0
-    #: Whether D and Q couple the particles by themselves, without an interaction.
+    #: Whether D and Q couple the particles without an interaction.
     interacts: ClassVar[bool] = False
 
     @property
     def is_sampler(self) -> bool:
-        """Whether successive clouds are draws; if not, the result of a run is its last cloud."""
+        """Whether successive clouds are draws. If not, the result of a run is its last cloud."""
         return True
 
     def step_error(self, coupling: Coupling) -> StepError:
-        """How much a step distorts the stationary distribution, given an interaction; by default unknown."""
+        """Return how much a step distorts the stationary distribution, given a coupling; unknown by default."""
         return UnknownError(
-            f"{type(self).__name__} does not define `step_error`, so warmup cannot measure how long its steps may be: "
+            f"{type(self).__name__} does not define `step_error`, so warmup cannot measure its step size: "
             "give `step_size`, or return a StepError from `step_error`."
         )
 
     @property
     def carries(self) -> str:
-        """What the memory of a cloud holds, in words. A state goes on with dynamics that carry the same."""
+        """The contents of the memory, in words. A state can only continue with dynamics whose contents are the same."""
         return f"the memory of {type(self).__name__}"
 
     def check(self, cloud: Cloud) -> None:
-        """Refuses, by a ``ValueError``, starts ``(G, L, d)`` that this dynamics cannot move."""
+        """Raise ``ValueError`` for starts ``(G, L, d)`` that this dynamics cannot move."""
 
     def jumped(self, cloud: Cloud, which: jax.Array) -> Cloud:
-        """The cloud after particles, ``(..., L)``, have jumped: a move that leaves the law of z, and memory, alone."""
+        """Adapt the cloud after particles ``which`` jumped, moves that keep the distribution of z and the memory."""
         del which
         return cloud
 
     def init(self, key: jax.Array, z: jax.Array, energy_and_grad: EnergyAndGrad, couple: Couple) -> Cloud:
-        """The cloud at rest at positions ``z`` of shape ``(..., L, d)``."""
+        """Return a new cloud at positions ``z`` of shape ``(..., L, d)``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")
 
     def step(
         self, key: jax.Array, cloud: Cloud, energy_and_grad: EnergyAndGrad, couple: Couple, step_size: jax.Array | float
     ) -> Cloud:
-        """One update of all particles at once; ends with one evaluation of the force, at the new positions."""
+        """Update all particles at once; the last operation is one gradient evaluation at the new positions."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `step`.")
 
 
 def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
-    """The proposal, but with the particles for which anything in it is not finite left where they were.
+    """Return the proposal, except for particles with a value in it that is not finite: these keep their old values.
 
-    :return: the new cloud, and which particles were held, ``(..., L)``.
+    :return: the new cloud, and which particles were rejected, ``(..., L)``.
     """
     finite = jnp.isfinite(proposal.potential_energy)
     for array in (proposal.z, proposal.gradient, *proposal.memory):
@@ -114,7 +114,7 @@ def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
 
 
 def select(which: jax.Array, new: Any, old: Any) -> Any:
-    """Of two pytrees the first where ``which``, ``(..., L)``, is true; every array leads with these axes."""
+    """Return ``new`` where ``which``, ``(..., L)``, is true, else ``old``: pytrees of arrays with these first axes."""
 
     def choose(a, b):
         return jnp.where(which.reshape(*which.shape, *[1] * (a.ndim - which.ndim)), a, b)

@@ -1,4 +1,4 @@
-"""A cloud that goes downhill in the steps of an optimizer."""
+"""Descent of a cloud with the steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["Descent"]
 
 @dataclass(frozen=True)
 class Descent(Dynamics):
-    r"""The direction of SVGD in the steps of an optimizer of optax. Not a sampler.
+    r"""SVGD with the steps of an optax optimizer. Not a sampler.
 
     .. math::
         Z \leftarrow Z - \epsilon\, R(K \nabla U(Z) - \Gamma)
 
-    R is a gradient transformation *without* a learning rate: ``optax.scale_by_rss()`` is Adagrad's and
-    ``optax.scale_by_adam()`` Adam's. ``step_size``, a number or a schedule, is the learning rate, and must be given.
-    There is no noise (``D = 0``) and no stationary law; at rest is a cloud where :math:`K \nabla U = \Gamma`, as for
-    plain :class:`~numpyro_repulsion.SVGD`. With ``interaction=Independent()`` each particle is optimized alone: an
-    ensemble of modes.
+    R is a gradient transformation *without* a learning rate: ``optax.scale_by_rss()`` for Adagrad,
+    ``optax.scale_by_adam()`` for Adam. ``step_size``, a number or a schedule, is the learning rate and must be given.
+    There is no noise (``D = 0``) and no stationary distribution. The fixed points are clouds with
+    :math:`K \nabla U = \Gamma`, as for plain :class:`~numpyro_repulsion.SVGD`. With ``interaction=Independent()`` each
+    particle is optimized alone: an ensemble of modes.
 
-    Where parameters differ in scale, as those of networks do, it gets there in far fewer updates than plain steps. With
-    minibatches it pays to average directions too: ``optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9,
-    debias=False))`` takes the steps of NumPyro's Adagrad.
-    Every particle has accumulators of its own, which stay as they are in an update in which it is held.
+    If parameters differ in scale, as in networks, this needs far fewer updates than plain steps. With minibatches it
+    helps to average directions too: ``optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9, debias=False))`` takes the
+    steps of NumPyro's Adagrad. Every particle has separate accumulators, which do not change in an update that is
+    rejected because a value is not finite.
 
-    :param optimizer: from optax or made like it: ``init(params)`` and ``update(gradient, state, params)`` for one
-        particle ``(d,)``.
-    :raises TypeError: for anything else, such as a function of optax that was not called.
-    :raises ValueError: for an optimizer that has a learning rate, such as ``optax.adam(0.1)``, whose updates point down
-        the gradient and not up; and for a step that is left to be measured.
+    :param optimizer: an object with the optax interface: ``init(params)`` and ``update(gradient, state, params)`` for
+        one particle ``(d,)``.
+    :raises TypeError: for anything else, such as an optax function that was not called.
+    :raises ValueError: for an optimizer with a learning rate, such as ``optax.adam(0.1)``, whose updates point down
+        the gradient and not up; and if ``step_size`` is not given.
 
     **References:**
 
@@ -93,7 +93,7 @@ class Descent(Dynamics):
 
     @property
     def carries(self):
-        # By its structure, for optimizers are functions that do not tell their names.
+        # The structure identifies it, because optimizers are functions without a useful name.
         state = jax.eval_shape(self.optimizer.init, np.zeros(1, np.float32))
         return f"the state of an optimizer, {jax.tree.structure(state)}".replace("PyTreeDef", "")
 
@@ -116,7 +116,7 @@ class Descent(Dynamics):
 
 
 def _each(function, z):
-    """The function of one particle for all of ``(..., L, d)``."""
+    """Map a function of one particle over the leading axes of ``z``, ``(..., L, d)``."""
     for _ in z.shape[:-1]:
         function = jax.vmap(function)
     return function

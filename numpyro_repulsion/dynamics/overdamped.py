@@ -1,4 +1,4 @@
-"""Dynamics of the positions alone."""
+"""Overdamped Langevin dynamics: positions without momenta."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ __all__ = ["Overdamped"]
 
 @dataclass(frozen=True)
 class Overdamped(Dynamics):
-    r"""Langevin dynamics of the positions alone: SGLD, SGLD with repulsion, and SVGD.
+    r"""Langevin dynamics without momenta: SGLD, SGLD with repulsion, and SVGD.
 
     .. math::
         Z \leftarrow Z + \epsilon\,(-K \nabla U(Z) + T\,\Gamma) + \sqrt{2 \epsilon T}\; C \xi,
         \qquad C C^\top = K
 
-    ``D = K(Z) ⊗ I``, ``Q = 0``, ``Γ_i = Σ_j ∇_{z_j} K_ij``. As ε → 0 the stationary law is
-    ``∏_i exp(−U(z_i) / T)``; for ``T = 1`` that is L independent draws from the posterior
-    (:class:`~numpyro_repulsion.Balanced` noise keeps each particle's law and gives up the product). With ``K = I``
-    this is parallel SGLD. There is no factor ``1/L``: the paper's step is ``L`` times ours.
+    ``D = K(Z) ⊗ I``, ``Q = 0``, ``Γ_i = Σ_j ∇_{z_j} K_ij``. As ε → 0 the stationary distribution is
+    ``∏_i exp(−U(z_i) / T)``; for ``T = 1`` these are L independent draws from the posterior
+    (:class:`~numpyro_repulsion.Balanced` noise keeps the distribution of each particle, but the joint distribution is
+    not a product). With ``K = I`` this is parallel SGLD. There is no factor ``1/L``: the paper's step is ``L`` times
+    ours.
 
     :param integrator: ``"euler"`` is the equation above. ``"lm"`` (Leimkuhler & Matthews) replaces the noise
-        ``C_t ξ_t`` by ``(C_t ξ_t + C_{t−1} ξ_{t−1}) / 2``, at no cost. For ``K = I`` that makes the bias of the
-        stationary law second order in ε. For other K the law is right as ε → 0 too (the noise that an update adds
-        does not depend on the K it was drawn with beyond the past, as Itô's rule asks), with a bias of first order
-        that is smaller: see the table. ``None`` is ``"lm"`` where ``K = I`` and ``"euler"`` elsewhere.
+        ``C_t ξ_t`` by ``(C_t ξ_t + C_{t−1} ξ_{t−1}) / 2``, at no cost. For ``K = I`` this makes the bias of the
+        stationary distribution second order in ε. For other K the distribution is also exact as ε → 0 (each C
+        depends on the past alone, as the Itô integral requires), with a first-order bias smaller than Euler's: see the
+        table. ``None`` is ``"lm"`` if ``K = I`` and ``"euler"`` otherwise.
 
         Twenty particles on N(0, I), the RBF kernel at the bandwidth that warmup would choose, ε = 0.1 (the exact
-        answers are 1 and 1; standard errors 0.001):
+        values are 1 and 1; standard errors 0.001):
 
         ======  ============  ===========  ===============  ==============
         d       euler,        lm,          euler, 20 ×      lm, 20 ×
@@ -45,10 +46,10 @@ class Overdamped(Dynamics):
         10      1.037         1.015        1.38             1.01
         ======  ============  ===========  ===============  ==============
 
-    :param temperature: T >= 0. Anything but 1 is no longer the posterior: below 1 it is a "cold" one, and 0 is
-        gradient descent with coupled gradients.
-    :param noise: ``False`` drops the noise but keeps Γ. With a repulsive interaction that is Stein variational
-        gradient descent: an optimizer of the cloud, whose spread comes out too small, not a sampler.
+    :param temperature: T >= 0. Any value other than 1 does not sample the posterior: below 1 it samples a "cold"
+        posterior, and 0 is gradient descent with coupled gradients.
+    :param noise: ``False`` drops the noise but keeps Γ. With a repulsive interaction this is Stein variational
+        gradient descent: an optimizer of the cloud, not a sampler. Its spread is too small.
     :raises ValueError: for an unknown integrator, or a temperature that is negative or not finite.
 
     **References:**
@@ -65,12 +66,12 @@ class Overdamped(Dynamics):
         >>> from jax import random
         >>> import jax.numpy as jnp
         >>> from numpyro_repulsion import Overdamped, RBF
-        >>> def force(z):
+        >>> def energy_and_grad(z):
         ...     return 0.5 * jnp.sum(z**2, -1), z
         >>> z = random.normal(random.key(0), (6, 2))
         >>> dynamics, couple = Overdamped(), RBF(bandwidth=2.0).couple
-        >>> cloud = dynamics.init(random.key(1), z, force, couple)
-        >>> dynamics.step(random.key(2), cloud, force, couple, 0.1).z.shape
+        >>> cloud = dynamics.init(random.key(1), z, energy_and_grad, couple)
+        >>> dynamics.step(random.key(2), cloud, energy_and_grad, couple, 0.1).z.shape
         (6, 2)
     """
 
@@ -89,7 +90,7 @@ class Overdamped(Dynamics):
         return self.noise and self.temperature > 0.0
 
     def averages_noise(self, is_identity: bool) -> bool:
-        """Whether the noise is averaged over two updates, given whether ``K = I``."""
+        """Whether noise is averaged over two updates, given whether ``K = I``."""
         if not self.noise or self.integrator == "euler":
             return False
         return is_identity or self.integrator == "lm"
@@ -112,7 +113,7 @@ class Overdamped(Dynamics):
         coupling = couple(cloud.z)
         drift, memory = self._thermal(coupling.repulsion) - coupling.apply(cloud.gradient), cloud.memory
         if memory:
-            # Half the noise alone, without a carried half, is that of a quarter of the step.
+            # Without the carried half, the remaining half of the noise is that of a quarter of the step.
             has_jumped = jnp.all(memory[0] == 0.0, -1, keepdims=True)
             drift = jnp.where(has_jumped, drift / 4, drift)
         z = cloud.z + step_size * drift
@@ -125,8 +126,8 @@ class Overdamped(Dynamics):
         return Cloud(z, energy, gradient, memory)
 
     def jumped(self, cloud, which):
-        # In the stationary law of averaged noise, z and the noise it carries are correlated: ε/2 of their product.
-        # Where z is new the noise must be too, and the next update becomes the step of ε/4 that correlates them so.
+        # In the stationary distribution of averaged noise, z and the carried noise term √(ε/2) ξ have covariance ε/2.
+        # A new z needs new noise, and the next update is the step of ε/4 that restores this covariance.
         return cloud._replace(memory=tuple(jnp.where(which[..., None], 0.0, x) for x in cloud.memory))
 
     def _thermal(self, repulsion):

@@ -1,4 +1,4 @@
-"""Any dynamics, from its matrices D and Q."""
+"""The complete recipe for user-supplied matrices D and Q."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from numpyro_repulsion.noise import normal
 __all__ = ["Recipe"]
 
 
-#: Matrices are as they should be, up to so much of their largest entries.
+#: Relative tolerance of the checks on D and Q, in units of their largest entries.
 _ROUNDING = 1e-4
 
 
 def _unless(is_wrong: jax.Array, matrix: jax.Array) -> jax.Array:
-    """A matrix, or NaN, by which particles are held and flagged."""
+    """Return the matrix, or NaN, which rejects the update and flags the particles."""
     return jnp.where(is_wrong, jnp.nan, matrix)
 
 
@@ -33,32 +33,33 @@ def _squares(extra: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Recipe(Dynamics):
-    r"""The complete recipe (Ma, Chen & Fox, 2015) for matrices D and Q of one's own.
+    r"""The complete recipe (Ma, Chen & Fox, 2015) for user-supplied matrices D and Q.
 
     .. math::
         x \leftarrow x + \epsilon \bigl(-(D + Q) \nabla H + T\, \Gamma\bigr) + \sqrt{2 \epsilon T D}\; \xi,
         \qquad \Gamma_i = \sum_j \partial_{x_j} (D + Q)_{ij}
 
     Here x is the whole ensemble: an array ``(L, d + a)`` of positions and, for each particle, ``a`` extra coordinates
-    (momenta, say), and :math:`H = \sum_i U(z_i) + \sum_i E(\text{extra}_i)`. ``D(x)`` and ``Q(x)`` are ``n × n`` with
-    ``n = L (d + a)``, in the order of ``x.ravel()``; D symmetric and positive semidefinite, Q skew-symmetric. Γ is
-    taken by automatic differentiation. As ε → 0 the stationary law is ``exp(−H / T)``, whatever D and Q are; Euler's
-    bias is of first order.
+    (for example momenta), and :math:`H = \sum_i U(z_i) + \sum_i E(\text{extra}_i)`. ``D(x)`` and ``Q(x)`` are ``n × n``
+    with ``n = L (d + a)``, in the order of ``x.ravel()``; D is symmetric and positive semidefinite, Q skew-symmetric. Γ
+    is computed by automatic differentiation. As ε → 0 the stationary distribution is ``exp(−H / T)`` for all D and Q;
+    Euler's bias is first order.
 
-    Costs ``n³`` in time and memory: for research and teaching, and what the other dynamics are tested against. The
-    interaction is in D and Q, so the kernel's own must be ``Independent()`` or ``Balanced()``, and noise is never
-    balanced. ``step_size`` must be given. Positions are whitened where a ``preconditioner`` is given or learned.
+    It costs ``n³`` in time and memory. It is meant for research and teaching, and as the reference in tests of the
+    other dynamics. D and Q contain the interaction, so the kernel's ``interaction`` must be ``Independent()`` or
+    ``Balanced()``, and noise is never balanced. ``step_size`` must be given. Positions are whitened if a
+    ``preconditioner`` is given or learned.
 
     :param D: ``x -> (n, n)``.
     :param Q: ``x -> (n, n)``; ``None`` is zero.
-    :param extra: a, how many coordinates each particle has beside its position.
-    :param energy: E, of the extra coordinates, ``(..., a) -> (...)``; half their sum of squares by default. They start
-        as standard normal variables times ``√T``.
+    :param extra: a, the number of coordinates of each particle in addition to its position.
+    :param energy: E, the energy of the extra coordinates, ``(..., a) -> (...)``; by default half their sum of squares.
+        They start as standard normal variables times ``√T``.
     :param temperature: T > 0.
-    :raises TypeError: where D, Q or ``energy`` cannot be called.
-    :raises ValueError: for matrices that are not as above on the starting cloud, a temperature that is not positive, or
-        a step that is left to be measured. Where they are not as above later, particles are held and flagged
-        ``diverging``.
+    :raises TypeError: if D, Q or ``energy`` is not callable.
+    :raises ValueError: for matrices without these properties on the starting cloud, a temperature that is not
+        positive, or no ``step_size``. If matrices lose these properties later, particles keep their positions and are
+        flagged ``diverging``.
 
     **References:**
 
@@ -101,7 +102,7 @@ class Recipe(Dynamics):
 
     def step_error(self, coupling):
         return UnknownError(
-            "How long the steps of Recipe(D, Q) may be is not known, and cannot be measured; give `step_size`, as in "
+            "The longest accurate step of Recipe(D, Q) cannot be measured; give `step_size`, as in "
             "SGLD(model, dynamics=Recipe(D, Q), step_size=1e-3)."
         )
 
@@ -133,7 +134,7 @@ class Recipe(Dynamics):
         return Cloud(z, energy, gradient, (extra,) if self.extra else ())
 
     def drift(self, x: jax.Array, slope: jax.Array) -> jax.Array:
-        """``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ∇H there, of the same shape."""
+        """Return ``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ``slope``, ∇H there, of the same shape."""
 
         def matrix(flat):
             x_ = flat.reshape(x.shape)
@@ -163,7 +164,7 @@ class Recipe(Dynamics):
         return _unless(jnp.abs(D - D.T).max() > _ROUNDING * jnp.abs(D).max(), D)
 
     def _root(self, x):
-        # D may be singular, and then has no Cholesky factor.
+        # A singular D has no Cholesky factor.
         values, vectors = jnp.linalg.eigh(self._symmetric(x))
         values = _unless(values[0] < -_ROUNDING * jnp.abs(values).max(), values)
         return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
@@ -171,7 +172,7 @@ class Recipe(Dynamics):
     def _refuse(self, coupling):
         if not coupling.is_identity:
             raise ValueError(
-                "Recipe(D, Q) has the interaction in D and Q; use it with interaction=Independent(), as in "
+                "Recipe(D, Q) has the interaction in D and Q; write it with interaction=Independent(), as in "
                 "SGLD(model, dynamics=Recipe(D, Q), interaction=Independent())."
             )
 

@@ -1,4 +1,4 @@
-"""How much a step size distorts the stationary distribution, and how long steps may be."""
+"""How much a step size distorts the stationary distribution, and the limits on it that follow."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["AveragedError", "CurvatureStats", "EulerError", "MomentumError", "St
 class CurvatureStats(NamedTuple):
     """Statistics of curvature and noise that bound the step size; scalars.
 
-    - **curvature** - λ, which nine particles in ten stay below.
+    - **curvature** - λ, the curvature that nine particles in ten stay below.
     - **largest** - the curvature at the stiffest particle.
     - **noise** - V, the largest variance of the minibatch gradient in any direction.
-    - **steepness** - s, how fast Γ changes with the particles, in the root mean square over directions; 0 where K is
+    - **steepness** - s, how fast Γ changes with the particles, as the root mean square over directions; 0 if K is
       constant.
     """
 
@@ -32,40 +32,40 @@ class CurvatureStats(NamedTuple):
 class StepError:
     """Base class: the error of a step ε, given an interaction.
 
-    Warmup measures the step size through these six functions. A dynamics returns an instance by
-    :meth:`Dynamics.step_error <numpyro_repulsion.Dynamics.step_error>`; a subclass defines all six.
+    Warmup measures the step size through these six methods. A dynamics returns an instance from
+    :meth:`Dynamics.step_error <numpyro_repulsion.Dynamics.step_error>`; a subclass defines all six methods.
     """
 
     def bias(self, step_size: jax.Array, stats: CurvatureStats) -> jax.Array:
-        """The expected relative inflation of variances by a step; NaN where it is unknown."""
+        """Return the expected relative inflation of variances by a step; NaN if unknown."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `bias`.")
 
     def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> jax.Array:
-        """The step that inflates variances by a share of themselves, the ``tolerance`` δ."""
+        """Return the step that inflates variances by the relative ``tolerance`` δ."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `max_step_for_bias`.")
 
     def max_step_for_short_run(self, stats: CurvatureStats, draws_per_step: jax.Array | float) -> jax.Array:
-        """The longest step from which a run with few draws gains; it has ``draws_per_step`` times ε."""
+        """Return the longest step that still helps a run with few draws, ``draws_per_step`` times ε."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `max_step_for_short_run`.")
 
     def stability_limit(self, stats: CurvatureStats) -> jax.Array:
-        """The step beyond which particles diverge."""
+        """Return the step above which particles diverge."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `stability_limit`.")
 
     def relaxation_rate(self, variance: jax.Array) -> jax.Array:
-        """How fast a direction of this variance is forgotten, per unit of time (updates times step size)."""
+        """Return the relaxation rate of a direction with this variance, per unit of time (updates times step size)."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `relaxation_rate`.")
 
     def from_overdamped_step(self, step_size: jax.Array) -> jax.Array:
-        """The step that moves a particle about as far as this step of overdamped dynamics."""
+        """Return the step that moves a particle about as far as this step of overdamped dynamics."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `from_overdamped_step`.")
 
 
 @dataclass(frozen=True)
 class UnknownError(StepError):
-    """Nothing is known of the error, so that ``step_size`` must be given.
+    """An unknown error: ``step_size`` must be given.
 
-    - **reason** - the message of the ``ValueError`` that measuring a step raises.
+    - **reason** - the message of the ``ValueError`` that any attempt to measure a step raises.
     """
 
     reason: str
@@ -97,17 +97,16 @@ class EulerError(StepError):
 
     def bias(self, step_size, stats):
         half = step_size * jnp.mean(self.coupling.diagonal) / 2.0
-        # Of Euler's chain on a Gaussian: noise heats it by so much, where curvature amplifies whatever is there.
+        # Euler's chain on a Gaussian: noise adds this much variance, and curvature amplifies it.
         curved = half * (stats.curvature + stats.noise) / jnp.maximum(1.0 - half * stats.curvature, 1e-3)
         return jnp.maximum(curved, (step_size * stats.steepness) ** 2 / 10.0)
 
     def max_step_for_bias(self, tolerance, stats):
-        """The step that inflates variances by a share of themselves, the ``tolerance`` δ.
+        """Return the step that inflates variances by the relative ``tolerance`` δ.
 
         A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2``; gradient noise
-        of variance V adds ``εV/2``. Both are for ``K_ii = 1`` and grow with it: modes of K average to its mean. A
-        repulsion of steepness s, where particles are dense, inflates it by ``(εs)²/10``, as was measured; the larger
-        of the two counts.
+        of variance V adds ``εV/2``. Both hold for ``K_ii = 1`` and scale with the mean of ``K_ii``. Where particles are
+        dense, repulsion of steepness s inflates it by ``(εs)²/10`` (an empirical value). The larger inflation counts.
         """
         coupling = self.coupling
         limit = jnp.minimum(2.0 * tolerance / (1.0 + tolerance) / jnp.mean(coupling.diagonal), 0.5 / coupling.bound)
@@ -115,16 +114,16 @@ class EulerError(StepError):
         return jnp.minimum(limit, jnp.sqrt(10.0 * tolerance) / stats.steepness)
 
     def max_step_for_short_run(self, stats, draws_per_step):
-        """The longest step from which a run with few draws gains where particles are dense.
+        """Return the longest step that still helps a run with few draws, if particles are dense.
 
-        There repulsion inflates variances by ``(εs)²/10``, and ``n`` draws, ``draws_per_step`` times ε, leave them
-        uncertain by ``sqrt(2/n)``: beyond the step at which the two are equal, more draws gain less than the bias
-        costs.
+        Repulsion then inflates variances by ``(εs)²/10``, and ``n`` draws, ``draws_per_step`` times ε, leave them
+        uncertain by ``sqrt(2/n)``. Above the step at which the two are equal, the bias costs more than further draws
+        gain.
         """
         return (200.0 / (stats.steepness**4 * draws_per_step)) ** 0.2
 
     def stability_limit(self, stats):
-        # One stiff particle feels K_ii of K and not Λ, which takes all of a group: λ_max(K½ H K½) is at most this.
+        # For one stiff particle K_ii matters, not Λ, which involves the whole group: this bounds λ_max(K½ H K½).
         own = jnp.max(self.coupling.diagonal)
         return 2.0 / (own * stats.largest + (self.coupling.bound - own) * stats.curvature)
 
@@ -140,8 +139,8 @@ class AveragedError(EulerError):
     """Overdamped dynamics with ``K = I`` and averaged noise (Leimkuhler & Matthews): a bias of second order in ε."""
 
     def bias(self, step_size, stats):
-        # By the larger of its sources. In one dimension (ελ)²/100 was the most that was measured; twenty times that,
-        # for curvature has a direction.
+        # The larger of the two sources. The largest bias measured in one dimension was (ελ)²/100; this is twenty times
+        # as much, because curvature has a direction.
         return jnp.maximum(step_size * stats.noise / 2.0, (step_size * stats.curvature) ** 2 / 5.0)
 
     def max_step_for_bias(self, tolerance, stats):
@@ -151,10 +150,10 @@ class AveragedError(EulerError):
 
 @dataclass(frozen=True)
 class MomentumError(EulerError):
-    """Dynamics with momenta: a bias of second order in ε where an update is symmetric.
+    """Dynamics with momenta: a bias of second order in ε if an update is symmetric.
 
     - **friction** - C.
-    - **is_symmetric** - whether an update is.
+    - **is_symmetric** - whether an update is symmetric.
     """
 
     friction: float
@@ -165,16 +164,16 @@ class MomentumError(EulerError):
         square = step_size**2 / 2.0 * stats.curvature * bound**2
         curved = square**2 / 5.0 if self.is_symmetric else square
         change = step_size * stats.steepness
-        # Beyond the limit of stability variances were several times too large.
+        # Above the stability limit, measured variances were several times too large.
         dense = jnp.where(change > 1.0, 1e3, change**2 / 10.0)
         return jnp.maximum(jnp.maximum(step_size * self._heat(stats), curved), dense)
 
     def max_step_for_bias(self, tolerance, stats):
-        # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature; the cruder
-        # integrator is given a third of that.
+        # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature. The
+        # first-order integrator gets a third of that step.
         limit = min((5.0 * tolerance) ** 0.5, 0.5) if self.is_symmetric else tolerance
         curved = self.from_overdamped_step(limit / stats.curvature) / self.coupling.bound
-        # As for overdamped dynamics, though the step is one of time: it is so that it was measured.
+        # An empirical value, the same as for overdamped dynamics although the step is one of time.
         dense = jnp.sqrt(10.0 * tolerance) / stats.steepness
         return jnp.minimum(jnp.minimum(curved, dense), tolerance / self._heat(stats))
 
@@ -185,7 +184,7 @@ class MomentumError(EulerError):
         return jnp.minimum(limit, 1.0 / jnp.asarray(stats.steepness))
 
     def relaxation_rate(self, variance):
-        # A direction of frequency ω = K_ii/s forgets at C/2 while friction is weak, and at ω²/C where it is strong.
+        # A direction of frequency ω = K_ii/s relaxes at the rate C/2 if friction is weak, and ω²/C if it is strong.
         square = jnp.mean(self.coupling.diagonal) ** 2 / variance
         return jnp.minimum(self.friction / 2.0, square / self.friction)
 
@@ -193,9 +192,9 @@ class MomentumError(EulerError):
         return jnp.sqrt(2.0 * step_size)
 
     def _heat(self, stats):
-        """By how much gradient noise heats the momenta, for a step of 1.
+        """Return how much gradient noise heats the momenta, for a step of 1.
 
-        The kick takes it through K and the injected noise is white, so that it counts by the diagonal of K². A
-        thermostat takes away what is the same in all directions; others are heated all the same.
+        The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters. A
+        thermostat removes the heat that is the same in all directions, but not the rest.
         """
         return self.coupling.bound * jnp.mean(self.coupling.diagonal) * stats.noise / (2.0 * self.friction)

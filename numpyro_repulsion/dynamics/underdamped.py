@@ -1,4 +1,4 @@
-"""Dynamics with momentum: friction and noise act on the momenta, and repulsion through the curl matrix Q."""
+"""Dynamics with momenta: friction and noise act on the momenta, and repulsion acts through the curl matrix Q."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Relativistic", "Thermostat", "Underdamped"]
 
 @dataclass(frozen=True)
 class Relativistic:
-    r"""The kinetic energy :math:`\sum_k c^2 \sqrt{1 + m_k^2 / c^2}`, whose velocities stay below a speed of light c.
+    r"""The kinetic energy :math:`\sum_k c^2 \sqrt{1 + m_k^2 / c^2}`, with velocities below a speed of light c.
 
-    However steep the potential, no coordinate moves by more than ``εc`` in an update (with ``K = I``).
+    However steep the potential, no coordinate moves more than ``εc`` in an update (with ``K = I``).
 
     :param speed: c, in units of the (whitened) positions per unit of time.
-    :raises ValueError: unless it is a positive number.
+    :raises ValueError: unless ``speed`` is a positive number.
 
     **References:**
 
@@ -46,32 +46,32 @@ class Relativistic:
         keep(self, "speed", positive)
 
     def energy(self, m: jax.Array) -> jax.Array:
-        """Of momenta ``(..., d)``, shape ``(...)``."""
+        """Return the energy of momenta ``(..., d)``, of shape ``(...)``."""
         return self.speed**2 * jnp.sum(jnp.sqrt(1.0 + (m / self.speed) ** 2), -1)
 
     def velocity(self, m: jax.Array) -> jax.Array:
-        """Its gradient."""
+        """Return the gradient of the energy."""
         return m / jnp.sqrt(1.0 + (m / self.speed) ** 2)
 
     def momenta(self, white: jax.Array, temperature: float) -> jax.Array:
-        """Standard normal variables as momenta from ``exp(−energy / T)``, by the inverse of its distribution."""
+        """Map standard normal variables to momenta from ``exp(−energy / T)``, through its distribution function."""
         width = temperature**0.5 + temperature / self.speed
         grid = jnp.linspace(-12.0 * width, 12.0 * width, 4001)
         log_density = -self.energy(grid[:, None]) / temperature
         distribution = jnp.cumsum(jnp.exp(log_density - log_density.max()))
         distribution = (distribution - distribution[0]) / (distribution[-1] - distribution[0])
-        # In the lower tail, for in single precision the upper one ends at 1.
+        # In the lower tail, because the upper one rounds to 1 in single precision.
         size = -jnp.interp(jax.scipy.stats.norm.cdf(-jnp.abs(white)), distribution, grid)
         return jnp.copysign(size, white).astype(white.dtype)
 
 
 class _Momenta(Dynamics):
-    """What dynamics with momenta have in common: how K enters, and how long steps may be."""
+    """Base class of dynamics with momenta: how K enters, and the error of a step."""
 
     friction: float
 
     def _splits(self, coupling):
-        """Whether an update is symmetric, of second order."""
+        """Whether an update is symmetric and so second order."""
         return coupling.is_identity
 
     def _kick(self, coupling, gradient):
@@ -79,15 +79,15 @@ class _Momenta(Dynamics):
         return (repulsion if self.temperature == 1.0 else self.temperature * repulsion) - coupling.apply(gradient)
 
     def _white(self, key, z, coupling):
-        """Standard normal noise, balanced where the interaction balances it."""
+        """Return standard normal noise, balanced if the interaction balances it."""
         return normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
 
     def step_error(self, coupling):
         if jnp.ndim(coupling.diagonal):
-            # Then the drift by K m distorts volumes, a bias of first order that has no bound here.
+            # The drift by K m then distorts volumes, a first-order bias without a known bound.
             return UnknownError(
                 f"With {type(self).__name__} no step can be measured for an interaction whose K_ii depends on the "
-                "particles, such as Laplacian(); give `step_size`, use SGLDR, or, for a kernel of your own with "
+                "particles, such as Laplacian(); give `step_size`, use SGLDR, or, for your own kernel with "
                 "constant k(x, x), set `diagonal_varies = False` in its class."
             )
         return MomentumError(coupling, self.friction, self._splits(coupling))
@@ -101,25 +101,25 @@ class Underdamped(_Momenta):
         dz = K(z)\, m\, dt, \qquad
         dm = \bigl(-K(z) \nabla U + T\,\Gamma(z) - C\, m\bigr)\, dt + \sqrt{2 C T}\; dW
 
-    With the energy ``H = U(z) + ‖m‖²/2`` that is ``D = diag(0, C I)`` and ``Q = [[0, −K], [K, 0]]`` in the complete
-    recipe, and Γ, the divergence of K as for :class:`~numpyro_repulsion.Overdamped`, corrects the momenta alone. As
-    ε → 0 the stationary law is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I)``. The noise is white whatever K is, so no
-    Cholesky factor is taken. With ``K = I`` this is SGHMC.
+    With the energy ``H = U(z) + ‖m‖²/2`` this is ``D = diag(0, C I)`` and ``Q = [[0, −K], [K, 0]]`` in the complete
+    recipe. Γ, the divergence of K as in :class:`~numpyro_repulsion.Overdamped`, corrects the momenta only. As ε → 0 the
+    stationary distribution is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I)``. The noise is white for any K, so no Cholesky
+    factor is needed. With ``K = I`` this is SGHMC.
 
-    Where ``K = I`` an update is BAOAB (half a kick, half a drift, friction and noise for a whole step, half a drift,
-    half a kick), whose bias is of second order in ε; elsewhere a kick, friction and noise, and a drift by ``K m``, of
+    If ``K = I``, an update is BAOAB (half a kick, half a drift, friction and noise for a whole step, half a drift, half
+    a kick), with a bias of second order in ε. Otherwise it is a kick, friction and noise, and a drift by ``K m``, of
     first order. Friction and noise are exact for any ε. Minibatch noise of variance V heats the momenta by
-    ``εV / (2C)`` of T, times the mean diagonal of K²: unlike :class:`~numpyro_repulsion.Overdamped` the injected
+    ``εV / (2C)`` of T, times the mean diagonal of K²: unlike in :class:`~numpyro_repulsion.Overdamped`, the injected
     noise does not grow with K.
 
     ``step_size`` is a step of time: ε here goes as far as ``ε²/2`` of :class:`~numpyro_repulsion.Overdamped`.
 
     :param friction: C > 0, in the units of the (whitened) positions; 2 is critical for a direction of unit scale.
-    :param temperature: T >= 0; anything but 1 is no longer the posterior (see :class:`~numpyro_repulsion.Overdamped`).
-        0 is gradient descent with momentum.
-    :param kinetic: ``None`` is ``‖m‖²/2``; :class:`~numpyro_repulsion.Relativistic` limits velocities: then ``K m``
-        and ``C m`` are ``K ∇H_m`` and ``C ∇H_m``, momenta have the law ``exp(−energy / T)``, and the integrator is of
-        first order.
+    :param temperature: T >= 0; values other than 1 do not sample the posterior (see
+        :class:`~numpyro_repulsion.Overdamped`). 0 is gradient descent with momentum.
+    :param kinetic: ``None`` is ``‖m‖²/2``. :class:`~numpyro_repulsion.Relativistic` limits velocities: ``K m`` and
+        ``C m`` become ``K ∇H_m`` and ``C ∇H_m``, momenta have the distribution ``exp(−energy / T)``, and the integrator
+        is first order.
     :raises ValueError: for a friction that is not positive, or a temperature that is negative or not finite.
 
     **References:**
@@ -136,12 +136,12 @@ class Underdamped(_Momenta):
         >>> from jax import random
         >>> import jax.numpy as jnp
         >>> from numpyro_repulsion import RBF, Underdamped
-        >>> def force(z):
+        >>> def energy_and_grad(z):
         ...     return 0.5 * jnp.sum(z**2, -1), z
         >>> z = random.normal(random.key(0), (6, 2))
         >>> dynamics, couple = Underdamped(friction=2.0), RBF(bandwidth=2.0).couple
-        >>> cloud = dynamics.init(random.key(1), z, force, couple)
-        >>> moved = dynamics.step(random.key(2), cloud, force, couple, 0.1)
+        >>> cloud = dynamics.init(random.key(1), z, energy_and_grad, couple)
+        >>> moved = dynamics.step(random.key(2), cloud, energy_and_grad, couple, 0.1)
         >>> moved.z.shape, moved.memory[0].shape
         ((6, 2), (6, 2))
     """
@@ -154,7 +154,7 @@ class Underdamped(_Momenta):
         keep(self, "friction", positive)
         keep(self, "temperature", positive, or_zero=True)
         if self.kinetic is not None and not isinstance(self.kinetic, Relativistic):
-            raise TypeError(f"`kinetic` must be None or Relativistic(speed=...); got {self.kinetic!r}.")
+            raise TypeError(f"Underdamped: `kinetic` must be None or Relativistic(speed=...); got {self.kinetic!r}.")
 
     @property
     def is_sampler(self):
@@ -195,7 +195,7 @@ class Underdamped(_Momenta):
         return m if self.kinetic is None else self.kinetic.velocity(m)
 
     def _rub(self, white, m, step_size):
-        """Friction and noise over a step: exact for ‖m‖²/2, Euler's for other energies."""
+        """Apply friction and noise over a step: exactly for ‖m‖²/2, by Euler's method for other energies."""
         if self.kinetic is None:
             keep = jnp.exp(-self.friction * step_size)
             return keep * m + jnp.sqrt(self.temperature * (1.0 - keep**2)) * white
@@ -211,20 +211,20 @@ class Thermostat(_Momenta):
         dz = K m\, dt, \qquad dm = (-K \nabla U + T\,\Gamma - \zeta m)\, dt + \sqrt{2 C T}\; dW, \qquad
         d\zeta = (\|m\|^2 / d - T)\, dt / \mu
 
-    With ``H = U(z) + ‖m‖²/2 + μ d (ζ − C)²/2`` that is ``D = diag(0, C I, 0)``, and Q couples z with m through K, as
-    for :class:`~numpyro_repulsion.Underdamped`, and m with ζ: ``Q_mζ = m / (μ d) = −Q_ζmᵀ``. As ε → 0 the stationary
-    law is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I) × N(ζ_i; C, T / (μ d))``: ζ has the mean C. Where ``K = I``,
-    minibatch noise that is the same in all directions, of variance V, heats the momenta, and ζ rises by ``εV / (2T)``
-    to cool them again, so that the law of z is as it was. Another K spreads the noise of one particle over others,
-    differently at each place, and of that ζ takes away only a part.
+    With ``H = U(z) + ‖m‖²/2 + μ d (ζ − C)²/2`` this is ``D = diag(0, C I, 0)``. Q couples z with m through K, as in
+    :class:`~numpyro_repulsion.Underdamped`, and m with ζ: ``Q_mζ = m / (μ d) = −Q_ζmᵀ``. As ε → 0 the stationary
+    distribution is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I) × N(ζ_i; C, T / (μ d))``: ζ has mean C. If ``K = I``,
+    minibatch noise of variance V in every direction heats the momenta, and ζ rises by ``εV / (2T)`` to cool them, so
+    the distribution of z stays the same. Any other K spreads the noise of one particle over others, differently at each
+    place, and ζ removes only a part of that.
 
-    Where ``K = I`` an update is BADODAB (second order in ε); elsewhere a kick, friction, a drift by ``K m`` and the
-    thermostat, of first order.
+    If ``K = I``, an update is BADODAB (second order in ε). Otherwise it is a kick, friction, the thermostat and a drift
+    by ``K m``, of first order.
 
-    :param friction: C > 0, what the injected noise alone balances.
-    :param temperature: T > 0; anything but 1 is no longer the posterior.
-    :param inertia: μ > 0, how slowly ζ follows. ``None`` is ``max(1, 10 / d)``, for a ζ of few parameters and little
-        inertia turns negative now and then and drives a particle far out. At ε = 1 on N(0, I), where E z⁴ is 3:
+    :param friction: C > 0, the friction that balances the injected noise alone.
+    :param temperature: T > 0; values other than 1 do not sample the posterior.
+    :param inertia: μ > 0, how slowly ζ follows. ``None`` is ``max(1, 10 / d)``, because with few parameters and little
+        inertia ζ sometimes turns negative and drives a particle far out. At ε = 1 on N(0, I), where E z⁴ is 3:
 
         ====  ======================  =============================
         d     E z⁴, ``inertia=1``     E z⁴, ``inertia=None``
@@ -249,11 +249,11 @@ class Thermostat(_Momenta):
         >>> from jax import random
         >>> import jax.numpy as jnp
         >>> from numpyro_repulsion import Independent, Thermostat
-        >>> def force(z):
+        >>> def energy_and_grad(z):
         ...     return 0.5 * jnp.sum(z**2, -1), z
         >>> dynamics, couple = Thermostat(friction=2.0), Independent().couple
-        >>> cloud = dynamics.init(random.key(1), jnp.ones((6, 2)), force, couple)
-        >>> momenta, friction = dynamics.step(random.key(2), cloud, force, couple, 0.1).memory
+        >>> cloud = dynamics.init(random.key(1), jnp.ones((6, 2)), energy_and_grad, couple)
+        >>> momenta, friction = dynamics.step(random.key(2), cloud, energy_and_grad, couple, 0.1).memory
         >>> momenta.shape, friction.shape
         ((6, 2), (6, 1))
     """
@@ -305,7 +305,7 @@ class Thermostat(_Momenta):
         return (jnp.mean(m**2, -1, keepdims=True) - self.temperature) / self._inertia(m.shape[-1])
 
     def _rub(self, white, m, ζ, step_size):
-        """Friction ζ, which may be negative, and noise over a step, exactly."""
+        """Apply friction ζ, which may be negative, and noise over a step, exactly."""
         x = 2.0 * step_size * ζ
         small = jnp.abs(x) < 1e-3
         share = jnp.where(small, 1.0 - x / 2.0, -jnp.expm1(-x) / jnp.where(small, 1.0, x))

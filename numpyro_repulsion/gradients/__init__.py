@@ -1,7 +1,7 @@
-"""What force is felt: the potential energy of a NumPyro model, and its gradient on all or some of the data.
+"""The potential energy of a NumPyro model, and its gradient on all or some of the data.
 
-A :class:`Target` is the posterior as samplers see it, one unconstrained particle at a time. A :class:`Gradient` says
-which rows of the subsampled plates each particle looks at in each update.
+A :class:`Target` is the posterior in the form that samplers use, one unconstrained particle at a time. A
+:class:`Gradient` chooses the rows of the subsampled plates that each particle uses in each update.
 """
 
 from numpyro_repulsion.gradients.control import SVRG, ControlVariates, evaluate_reference, fingerprint, full_gradient

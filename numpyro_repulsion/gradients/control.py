@@ -1,4 +1,4 @@
-"""Control variates: minibatch gradients corrected by those at reference points, where the full gradient is known."""
+"""Control variates: minibatch gradients corrected at reference points, where the full gradient is known."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ __all__ = ["SVRG", "ControlVariates", "evaluate_reference", "chunks", "fingerpri
 
 @dataclass(frozen=True)
 class ControlVariates(Subsampled):
-    r"""Minibatches whose noise is mostly known: the default for models with subsampled plates.
+    r"""Minibatches with most of their noise removed: the default for models with subsampled plates.
 
     .. math::
         \hat g(z) = \nabla U_B(z) - \nabla U_B(\hat z) + \nabla U(\hat z)
 
     with the minibatch estimate :math:`U_B` of the potential energy U, and a reference point ẑ that warmup finds
-    (the mean of the particles) and freezes. The estimate is unbiased for any ẑ, and its noise is the less the closer
-    z is to ẑ: by about the distance over the size of the posterior *prior to* the data, so that a posterior which is
-    much narrower than its prior is explored almost without gradient noise. An update costs two gradients on its
-    minibatch, and warmup two passes over all rows. Before the reference is found, and where the correction turns out
-    to add noise (several far modes have no common reference; :class:`~numpyro_repulsion.SVRG` has one for each
-    particle), the plain minibatch gradient is used; warmup measures both, and says so. A run that goes on with other
-    data than its warmup had takes the reference's gradient anew. A likelihood that is itself random
-    (``numpyro.prng_key()``) has no full gradient: its default is :class:`~numpyro_repulsion.Subsampled`. It is also
-    the default of a model in which a site uses rows of a subsampled plate from outside, multiplied by hand for
-    minibatches of one size.
+    (the mean of the particles) and freezes. The estimate is unbiased for any ẑ. Its noise falls as z approaches ẑ, in
+    proportion to the distance divided by the width of the *prior*, so a posterior much narrower than its prior is
+    explored almost without gradient noise. An update costs two gradients on its minibatch, and warmup two passes over
+    all rows. The plain minibatch gradient is used before the reference is found, and if the correction adds noise
+    (distant modes have no common reference; :class:`~numpyro_repulsion.SVRG` has one for each particle). Warmup
+    measures both and reports it. A run that continues with other data than its warmup recomputes the gradient at the
+    reference. A random likelihood (``numpyro.prng_key()``) has no full gradient: the default is then
+    :class:`~numpyro_repulsion.Subsampled`. It is also the default for a model in which a site uses rows of a subsampled
+    plate from outside, multiplied by hand for minibatches of one size.
 
-    With 20,000 rows, 20 parameters and minibatches of 200 (logistic regression; without them the step has to be ten
-    times shorter), the worst error of a posterior mean was 0.14 to 0.39 posterior standard deviations without and
-    0.02 to 0.03 with control variates, in the experiments this package started from.
+    With 20,000 rows, 20 parameters and minibatches of 200 (logistic regression; without control variates the step has
+    to be ten times shorter), the worst error of a posterior mean was 0.14 to 0.39 posterior standard deviations without
+    and 0.02 to 0.03 with control variates, in the experiments this package started from.
 
     :param shared: whether the particles of an ensemble share a minibatch, as for
-        :class:`~numpyro_repulsion.Subsampled`. With balanced noise and a posterior that is nearly Gaussian that is
-        faster and makes means more precise: the noise common to all is that of the particles' mean, which stays at ẑ.
-    :param block_size: how many rows in a row are drawn together, as for :class:`~numpyro_repulsion.Subsampled`.
+        :class:`~numpyro_repulsion.Subsampled`. With balanced noise and a nearly Gaussian posterior this is faster and
+        makes means more precise: the noise common to all particles is that of their mean, which stays at ẑ.
+    :param block_size: the number of consecutive rows drawn together, as for :class:`~numpyro_repulsion.Subsampled`.
 
     **References:**
 
@@ -62,7 +61,7 @@ class ControlVariates(Subsampled):
         ControlVariates(shared=False, block_size=1)
     """
 
-    #: Its reference takes all rows, in pieces that fit into memory.
+    #: The reference uses all rows, in pieces that fit into memory.
     keeps_subsample_size: ClassVar[bool] = False
 
     def energy_and_grad(self, key, target, unravel, z, reference=None):
@@ -74,11 +73,11 @@ class ControlVariates(Subsampled):
         def accumulate(i, total):
             energy, gradient = plain(key, target, unravel, jnp.where(i == 0, z, reference.position))
             sign = jnp.where(i == 0, 1.0, -1.0).astype(z.dtype)
-            # The energy's control variate is the first-order expansion about ẑ, so that it is that of the gradient.
+            # The control variate of the energy is its expansion about ẑ, to first order, which matches the gradient.
             energy = energy + jnp.where(i == 0, 0.0, jnp.sum(gradient * offset, -1))
             return total[0] + sign * energy, total[1] + sign * gradient
 
-        # A loop of one or two turns, for half the time to compile, and for half the cost where no reference is in use.
+        # A loop of one or two turns halves the compile time, and the cost while no reference is in use.
         start = (jnp.zeros(z.shape[:-1], z.dtype), jnp.zeros_like(z))
         energy, gradient = lax.fori_loop(0, 1 + reference.in_use.astype(int), accumulate, start)
         known = reference.potential_energy + jnp.sum(reference.gradient * offset, -1)
@@ -90,33 +89,34 @@ class ControlVariates(Subsampled):
 
 @dataclass(frozen=True)
 class SVRG(ControlVariates):
-    r"""Stochastic variance-reduced gradients: a reference for each particle, renewed every epoch.
+    r"""Stochastic variance-reduced gradients: a reference point for each particle, renewed every epoch.
 
     .. math::
         \hat g(z_i) = \nabla U_B(z_i) - \nabla U_B(\hat z_i) + \nabla U(\hat z_i)
 
-    with :math:`\hat z_i` where particle i was when the epoch began, and :math:`\nabla U(\hat z_i)` over all rows. It
-    is for posteriors with several modes, and for networks: there is no point near all particles, as
-    :class:`~numpyro_repulsion.ControlVariates` takes it, but each is near to where it was.
+    with :math:`\hat z_i` the position of particle i at the beginning of the epoch, and :math:`\nabla U(\hat z_i)` over
+    all rows. It is meant for posteriors with several modes, and for networks. There no single point is near all
+    particles, as :class:`~numpyro_repulsion.ControlVariates` needs it, but each particle is near its earlier position.
 
-    *Law.* The past determines :math:`\hat z_i`, and given the past the estimate is unbiased, so D, Q and Γ are those
-    of the dynamics, and the stationary law (of each particle; with minibatches of its own also of the ensemble) is
-    that of exact gradients, up to the gradient noise: like any, it widens variances by an amount of order ε. Its
-    variance is about that of plain minibatches times the squared distance of z from ẑ, over the size of the
-    posterior *prior to* the data. So it grows within an epoch, from none; warmup measures it in the middle of one.
+    *Stationary distribution.* The past determines :math:`\hat z_i`, and given the past the estimate is unbiased. D, Q
+    and Γ are therefore those of the dynamics, and the stationary distribution (of each particle; with separate
+    minibatches also of the ensemble) is that of exact gradients, up to the gradient noise, which widens variances by an
+    amount of order ε. The variance of this noise is about that of plain minibatches times the squared distance of z
+    from ẑ, divided by the squared width of the *prior*. It grows from zero within an epoch; warmup measures it in the
+    middle of one.
 
-    *Cost.* Two gradients on its minibatch for each update and particle, and a pass over all rows for each particle
-    and epoch: with the default epoch, three gradients in place of one. In warmup particles arrive by plain
-    minibatches; then references are in use, unless warmup finds that they add noise, and says so. With
-    ``num_warmup=0``, or a given ``step_size`` and no learned scales, they are in use from the first update on. A run
-    that goes on with other data than before renews all references at once.
+    *Cost.* Two gradients on a minibatch for each update and particle, and a pass over all rows for each particle and
+    epoch: with the default epoch, three gradients instead of one. In warmup, particles first move with plain
+    minibatches. References are used afterwards, unless warmup finds that they add noise, which it reports. With
+    ``num_warmup=0``, or a given ``step_size`` and no learned scales, they are used from the first update. A run that
+    continues with other data renews all references at once.
 
     :param shared: whether the particles of an ensemble share a minibatch, as for
         :class:`~numpyro_repulsion.Subsampled`.
-    :param block_size: how many rows in a row are drawn together, as there.
-    :param epoch: how many updates an epoch has; rounded up to whole iterations of ``num_steps``. ``None``, the
-        default, is as many as there are minibatches in the data, N / ``subsample_size`` (the largest such number of
-        several plates; of plates that meet in a site their product). Shorter ones have less noise, and cost more.
+    :param block_size: the number of consecutive rows drawn together, as for :class:`~numpyro_repulsion.Subsampled`.
+    :param epoch: the number of updates in an epoch, rounded up to whole iterations of ``num_steps``. ``None``, the
+        default, is the number of minibatches in the data, N / ``subsample_size`` (with several plates the largest such
+        number; for plates that meet in a site their product). Shorter epochs have less noise and cost more.
     :raises ValueError: if ``epoch`` is not an integer of 1 or more.
 
     **References:**
@@ -146,14 +146,13 @@ class SVRG(ControlVariates):
     def __post_init__(self):
         super().__post_init__()
         if self.epoch is not None:
-            # Left out, it is as many as there are minibatches in the data.
             keep(self, "epoch", integer, expected="None or a number of updates, an integer of 1 or more")
 
     def epoch_length(self, target, num_steps):
         epoch = self.epoch
         if epoch is None:
             groups = target.crossed_plates() if len(target.plates) > 1 else [list(target.plates)]
-            # In integers, so that rounding adds no update.
+            # In integers, because rounding errors could add an update.
             sizes = [[target.plates[name] for name in group] for group in groups]
             epoch = max(
                 -(-math.prod(size for size, _ in group) // math.prod(batch for _, batch in group)) for group in sizes
@@ -162,13 +161,13 @@ class SVRG(ControlVariates):
 
 
 def evaluate_reference(key: jax.Array, target: Target, unravel: Callable, reference: Reference, size: int) -> Reference:
-    """The anchor with U and ∇U over all rows at its position, or at those of each particle.
+    """Return the reference with U and ∇U over all rows at its position, or at those of each particle.
 
-    :param size: how many minibatches fit into memory at once.
+    :param size: the number of minibatches that fit into memory at once.
     """
     position = reference.position
     share = max(1, size // max(1, math.prod(position.shape[:-1])))
-    # All particles look at one chunk at a time, so that its rows are gathered once.
+    # All particles use one chunk at a time, so its rows are gathered once.
     evaluate = jnp.vectorize(lambda z: full_gradient(key, target, unravel, z, share), signature="(d)->(),(d)")
     energy, gradient = evaluate(position)
     data_fingerprint = jnp.full((), jnp.inf, position.dtype)
@@ -186,9 +185,9 @@ def evaluate_reference(key: jax.Array, target: Target, unravel: Callable, refere
 def full_gradient(
     key: jax.Array, target: Target, unravel: Callable, position: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """U and ∇U at one flat particle over all rows of all subsampled plates, in chunks.
+    """Return U and ∇U at one flat particle over all rows of all subsampled plates, in chunks.
 
-    :param size: how many minibatches fit into memory at once.
+    :param size: the number of minibatches that fit into memory at once.
     """
 
     def energy(flat, rows):
@@ -203,7 +202,7 @@ def full_gradient(
 
     def accumulate(total, term):
         weight, start, count = term
-        # A shorter piece repeats its rows equally often.
+        # A shorter piece repeats each of its rows equally often.
         rows = {name: start[i] + jnp.arange(table.length[name]) % count[i] for i, name in enumerate(names)}
         found = jax.value_and_grad(energy)(position, rows)
         return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, found), None
@@ -214,13 +213,13 @@ def full_gradient(
 
 
 def fingerprint(target: Target, unravel: Callable, position: jax.Array) -> jax.Array:
-    """U at one flat particle on as many rows as in a minibatch, spread evenly over each plate: it tells data apart."""
+    """Return U at one flat particle, on rows of minibatch size spread evenly over each plate, to compare data."""
     rows = {name: jnp.asarray(np.arange(batch) * size // batch) for name, (size, batch) in target.plates.items()}
     return target.potential_energy(unravel(position), rows, jax.random.key(0)).astype(position.dtype)
 
 
 class Chunks(NamedTuple):
-    """A weighted sum of minibatches that is the full data: T terms over P plates."""
+    """A weighted sum of minibatches that equals the full data: T terms over P plates."""
 
     length: dict[str, int]
     weight: np.ndarray  # (T,)
@@ -229,23 +228,23 @@ class Chunks(NamedTuple):
 
 
 def chunks(target: Target, size: int | None = None) -> Chunks:
-    """Minibatches and weights whose potential energies sum to that of all rows.
+    """Return minibatches and weights with potential energies that sum to that of all rows.
 
-    The minibatch estimate of a chunk of c out of N rows, weighted by c / N, sums to the full one over chunks. Plates
-    that meet in a site need all pairs of their chunks. Plates that do not meet are taken one after another, with the
-    others at their first chunk, whose estimate is subtracted again as often as it came in too often.
+    The minibatch estimates of chunks of c out of N rows, weighted by c / N, sum to the full potential energy. Plates
+    that meet in a site need all pairs of their chunks. Plates that do not meet are processed one after another, with
+    the others at their first chunk, and the surplus estimates of these first chunks are subtracted.
 
-    :param size: the size of a chunk in minibatches. ``None`` keeps to minibatches of exactly the size of each plate's.
+    :param size: the size of a chunk in minibatches. ``None`` uses minibatches of exactly each plate's size.
     """
     names = list(target.plates)
     groups = target.crossed_plates()
     length = {name: batch for name, (_, batch) in target.plates.items()}
     for group in groups if size is not None else ():
-        # Of plates whose rows meet an update holds the product.
+        # For plates that meet in a site, memory holds the product of their rows.
         rows = float(size or 1) * np.prod([target.plates[name][1] for name in group])
         share = max(1, round(rows ** (1 / len(group))))
         for name in group:
-            # Of a power of two few pieces are left over.
+            # A power of two leaves few pieces over.
             length[name] = 1 << (min(target.plates[name][0], share).bit_length() - 1)
     weight, start, count = [], [], []
 
@@ -274,9 +273,9 @@ def chunks(target: Target, size: int | None = None) -> Chunks:
 
 
 def _pieces(total: int, length: int) -> list[tuple[int, int]]:
-    """``(start, count)`` of the pieces of a plate: whole chunks, and what is left in pieces that divide a chunk.
+    """Return ``(start, count)`` of the pieces of a plate: whole chunks, and the rest in pieces that divide a chunk.
 
-    So each piece, repeated, fills a chunk exactly, and one program serves all.
+    Each piece, repeated, fills a chunk exactly, so one compiled program serves all.
     """
     divisors = [count for count in range(length, 0, -1) if length % count == 0]
     pieces, start = [], 0

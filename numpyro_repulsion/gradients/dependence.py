@@ -1,4 +1,4 @@
-"""What depends on what in a program: read equation by equation from its jaxpr, without running it."""
+"""Dependence analysis of a JAX program: its jaxpr is read equation by equation, without running it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from numpyro_repulsion.gradients.folding import evaluate
 
 __all__ = ["EQUAL", "OTHER", "POSITION", "Fact", "Overrun", "Reader", "influenced"]
 
-#: What makes an array vary along an axis, as a set: nothing; something that this reading does not tell; position alone,
-#: as in data that were not taken by rows. Inputs may have labels of their own.
+#: What makes an array vary along an axis, as a set: nothing; an unknown cause; or position alone, as in data that were
+#: not indexed by rows. Inputs may have other labels.
 Kind = frozenset[Any]
 EQUAL: Kind = frozenset()
 OTHER: Kind = frozenset(["other"])
 POSITION: Kind = frozenset(["position"])
-#: Constants of at most so many entries are compared with each other.
+#: The largest constant, in entries, of which the entries are compared with each other.
 MAX_CONSTANT = 4096
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
@@ -35,11 +35,11 @@ _ENTRYWISE = frozenset(_ENTRYWISE_NAMES.split())
 
 
 class Fact(NamedTuple):
-    """What is known of an array in a program.
+    """What is known about an array in a program.
 
     - **causes** - the labels of the inputs that it depends on.
     - **axes** - what makes it vary along each axis.
-    - **value** - its value at the given values of the inputs, where they determine it, and it is cheap.
+    - **value** - its value at the given values of the inputs, if they determine it and it is cheap to compute.
     """
 
     causes: frozenset
@@ -48,12 +48,12 @@ class Fact(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], causes: Iterable = (), kind: Kind = POSITION, value: Any = None) -> Fact:
-        """An array that varies in one way along all axes; those of length one do not."""
+        """Return the fact of an array that varies in one way along all axes, except those of length one."""
         return cls(frozenset(causes), tuple(kind if size > 1 else EQUAL for size in shape), value)
 
 
 class Overrun(NamedTuple):
-    """An index beyond the end of an axis, for which JAX takes the last one."""
+    """An index beyond the end of an axis, where JAX takes the last entry."""
 
     causes: frozenset
     largest: int
@@ -61,29 +61,29 @@ class Overrun(NamedTuple):
 
 
 class Reader:
-    """Reads programs of JAX.
+    """Reads JAX programs.
 
-    It follows dependences output by output into nested programs, including loops; a primitive that it does not know
-    makes each output depend on each input.
+    It follows dependences output by output into nested programs, including loops. With an unknown primitive, each
+    output depends on each input.
 
-    - **overruns** - the indices found to be too large, at the values of the inputs.
+    - **overruns** - the indices that are too large at the values of the inputs.
     """
 
     def __init__(self) -> None:
         self.overruns: dict[Overrun, None] = {}
 
     def read(self, fn: Callable, inputs: Any, facts: Any) -> Any:
-        """The facts of the outputs of ``fn(*inputs)``, as a pytree like these.
+        """Return the facts of the outputs of ``fn(*inputs)``, as a pytree of the same structure.
 
         :param inputs: abstract or concrete arguments.
-        :param facts: of their leaves, as a pytree like these.
+        :param facts: the facts of their leaves, as a pytree of the same structure.
         """
         program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
         given = jax.tree.leaves(facts, is_leaf=lambda x: isinstance(x, Fact))
         return jax.tree.unflatten(jax.tree.structure(shapes), self._program(program, given))
 
     def _program(self, program, inputs):
-        """The facts of the outputs of a jaxpr, closed or without constants."""
+        """Return the facts of the outputs of a jaxpr, closed or without constants."""
         jaxpr = getattr(program, "jaxpr", program)
         constants = map(_constant, getattr(program, "consts", ()))
         facts = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
@@ -129,13 +129,13 @@ class Reader:
         for number, branch in enumerate(branches):
             self.overruns = dict(known)
             found.append(self._program(branch, inputs))
-            # A branch that guards against an index may not be blamed for it.
+            # A branch that is not taken may guard against its own index, so only the taken one counts.
             taken = self.overruns if number == chosen else taken
         self.overruns = taken
         return [_joined(facts, which.causes) for facts in zip(*found, strict=True)]
 
     def _scan(self, jaxpr, consts, carry, scanned):
-        # Of what is scanned the last entry counts, for the last row is the one that may not exist.
+        # The last scanned entry represents all, because the last row is the one that may not exist.
         slices = [
             Fact(fact.causes, fact.axes[1:], None if fact.value is None or not len(fact.value) else fact.value[-1])
             for fact in scanned
@@ -151,7 +151,7 @@ class Reader:
         return [_joined([fact], test.causes) for fact in carry]
 
     def _settle(self, body, carry):
-        """What a loop carries, joined over its turns, and the facts of the body's outputs."""
+        """Return the facts of the loop carry, joined over its turns, and those of the body's outputs."""
         carry = [_joined([fact]) for fact in carry]
         while True:
             found = body(carry)
@@ -181,7 +181,7 @@ class Reader:
 
 
 def influenced(fn: Callable, cause, *rest) -> list[bool]:
-    """Whether each output of ``fn(cause, *rest)`` depends on ``cause``, by the structure of the program."""
+    """Return for each output of ``fn(cause, *rest)`` whether it depends on ``cause``, by the program's structure."""
     facts = [
         [Fact.of(jnp.shape(leaf), ["cause"] if is_cause else ()) for leaf in jax.tree.leaves(tree)]
         for tree, is_cause in ((cause, True), (rest, False))
@@ -191,7 +191,7 @@ def influenced(fn: Callable, cause, *rest) -> list[bool]:
 
 
 def _scan_parts(params, inputs):
-    """What a scan closes over, carries and scans; ``None`` where this version of JAX has other words for it."""
+    """Return what a scan closes over, carries and scans; ``None`` if this version of JAX stores it differently."""
     if "num_consts" in params:
         first = params["num_consts"]
         second = first + params["num_carry"]
@@ -212,13 +212,13 @@ def _constant(value):
 
 
 def _joined(facts, causes=frozenset()):
-    """What is known of an array that is one of several."""
+    """Return the fact of an array that is one of several."""
     axes = tuple(EQUAL.union(*kinds) for kinds in zip(*(fact.axes for fact in facts), strict=True))
     return Fact(causes.union(*(fact.causes for fact in facts)), axes)
 
 
 def _partly_known(equation, inputs):
-    """Several indices side by side, of which those that are not known are masked."""
+    """Concatenate several indices, and mask those that are unknown."""
     if all(fact.value is None for fact in inputs):
         return None
     parts = [
@@ -229,16 +229,16 @@ def _partly_known(equation, inputs):
 
 
 def _asks_for_filling(params):
-    """Whether a gather says itself what is to stand in the place of entries beyond the end."""
+    """Whether a gather itself specifies the values of entries beyond the end."""
     mode, fill = str(params["mode"]), params.get("fill_value")
     if "CLIP" in mode:
-        # Under `vmap` a slice of one entry, which never says so, becomes a gather that does.
+        # Under `vmap` a slice of one entry, which never specifies it, becomes a gather that clips.
         return bool(params["dimension_numbers"].collapsed_slice_dims)
     return "FILL" in mode and fill is not None and bool(np.isfinite(fill)) and abs(fill) < 2**31 - 1
 
 
 def _axes(equation, inputs, shape, depends):
-    """How the output of a primitive varies along its axes; ``None`` where that is not known."""
+    """Return how the output of a primitive varies along its axes; ``None`` if that is unknown."""
     name, params = equation.primitive.name, equation.params
     if name in _ENTRYWISE:
         arrays = [fact.axes for fact in inputs if fact.axes]
@@ -295,13 +295,13 @@ def _gathered(equation, inputs, shape, depends):
             found.append(operand[dim] if sizes[dim] == full[dim] else OTHER)
         else:
             kind = next(along)
-            # What is taken at positions may be rows, as in `logits[arange(n), label[i]]`.
+            # Entries taken at positions may be rows, as in `logits[arange(n), label[i]]`.
             found.append((kind - POSITION) | OTHER if depends else kind)
     return found
 
 
 def _reshaped(axes, old, new):
-    """The axes of a reshaped array: those that stay, and of axes split or merged how they vary together."""
+    """Return the axes of a reshaped array: unchanged axes, and the joint variation of split or merged ones."""
     found: list[Kind] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -319,7 +319,7 @@ def _reshaped(axes, old, new):
                 return None
         block = [kind for kind, length in zip(axes[first:i], old[first:i], strict=True) if length > 1]
         lengths = [length for length in new[last:j] if length > 1]
-        kind = EQUAL if all(kind == EQUAL for kind in block) else OTHER  # Merged or split, none is along one axis.
+        kind = EQUAL if all(kind == EQUAL for kind in block) else OTHER  # Merged or split axes have no single kind.
         if len(block) == len(lengths) == 1:
             kind = block[0]
         found += [kind] * (j - last)

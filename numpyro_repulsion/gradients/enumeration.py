@@ -1,4 +1,4 @@
-"""Discrete latent sites: the potential energy summed over their values, also where rows are subsampled."""
+"""Discrete latent sites: the potential energy summed over their values, also with subsampled rows."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def enumerated_energy(
     groups: frozenset[frozenset[str]],
     dim: int,
 ) -> jax.Array:
-    r"""U at one particle, with discrete latent sites summed over.
+    r"""Return U at one particle, summed over the values of discrete latent sites.
 
-    NumPyro multiplies the log density of each site by N / B for a minibatch of B of the N rows of its plate, and sums
-    over discrete values after that. For values of single rows the sum over rows has to come last, and the factor with
-    it: :math:`-\frac{N}{B} \sum_{i \in \text{batch}} \log \sum_c p(c) p(y_i | c)`. So sites are taken plate by plate,
-    without the factor, which multiplies the result; :func:`check_enumeration` sees to it that no sum has terms of
-    different plates.
+    NumPyro multiplies the log density of each site by N / B for a minibatch of B of the N rows of its plate, and then
+    sums over discrete values. For values of single rows the sum over rows must come last, and the factor with it:
+    :math:`-\frac{N}{B} \sum_{i \in \text{batch}} \log \sum_c p(c) p(y_i | c)`. This function therefore processes sites
+    plate by plate without the factor, and multiplies the result by it. :func:`check_enumeration` ensures that no sum
+    has terms of different plates.
 
     :param model: the model, with its rows and key bound.
     :param z: unconstrained values of the continuous latent sites.
-    :param values: the same in their supports.
+    :param values: the same values in their supports.
     :param weights: N / B of each subsampled plate.
-    :param groups: the sets of subsampled plates in which the model has sites, the empty one left out.
+    :param groups: the non-empty sets of subsampled plates in which the model has sites.
     :param dim: the first dimension free for enumeration.
     """
     from numpyro.contrib.funsor import config_enumerate, enum, log_density
 
     def within(group):
-        """Hides all sites but those in just these subsampled plates."""
+        """Hide all sites except those in exactly these subsampled plates."""
         return lambda site: site["type"] == "sample" and subsampled(site, weights) != group
 
     energy = potential_energy(
@@ -57,7 +57,7 @@ def enumerated_energy(
 
 
 def subsampled(site: dict, plates: Mapping) -> frozenset[str]:
-    """In which of the subsampled plates a site lies."""
+    """Return the subsampled plates that contain a site."""
     return frozenset(frame.name for frame in site["cond_indep_stack"]) & frozenset(plates)
 
 
@@ -66,13 +66,13 @@ def check_enumeration(
     plates: Mapping,
     dependents: Callable[[], Mapping[str, Mapping[str, set]]],
 ) -> None:
-    """Refuses discrete latent sites that cannot be summed over, or not with minibatches.
+    """Raise an error for discrete latent sites that cannot be summed over, in general or with minibatches.
 
     :param discrete: the discrete latent sites by name.
     :param plates: the subsampled plates.
-    :param dependents: makes for every discrete site the sites whose log density depends on its value, with the
-        subsampled plates that these look at.
-    :raises ImportError: without funsor, which sums.
+    :param dependents: returns for every discrete site the sites whose log density depends on its value, with the
+        subsampled plates that these use.
+    :raises ImportError: if funsor, which computes the sums, is not installed.
     :raises ValueError: for a site that cannot be summed over.
     """
     if discrete and importlib.util.find_spec("funsor") is None:
@@ -85,14 +85,14 @@ def check_enumeration(
         if not law.has_enumerate_support:
             raise ValueError(
                 f"Discrete latent site '{name}' has a {type(law).__name__} distribution, whose values cannot be "
-                "summed over. Marginalize it by hand, or replace it by one with few values, such as "
+                "summed over. Marginalize it by hand, or replace it by a distribution with few values, such as "
                 "numpyro.distributions.Categorical."
             )
         asked = site["infer"].get("enumerate", "parallel")
         if asked != "parallel":
             raise ValueError(
-                f"Discrete latent site '{name}' asks for enumerate={asked!r}, and particles have no discrete "
-                "coordinates: it must be summed over, infer={'enumerate': 'parallel'}."
+                f"Discrete latent site '{name}' asks for enumerate={asked!r}, but particles have no discrete "
+                "coordinates, so it must be summed over: write infer={'enumerate': 'parallel'}."
             )
     if not (discrete and plates):
         return
@@ -101,9 +101,9 @@ def check_enumeration(
         for other, seen in sites.items():
             if plate := sorted(seen ^ own):
                 raise ValueError(
-                    f"Discrete latent site '{name}' would be summed over, and of it and the site '{other}', whose "
-                    f"density depends on it, only one looks at the rows of the subsampled plate {plate}: the logarithm "
-                    "of a sum over its values is no sum over rows, so that no minibatch estimates it. Marginalize it "
+                    f"Discrete latent site '{name}' would be summed over, and the density of the site '{other}' "
+                    f"depends on it, but only one of them uses the rows of the subsampled plate {plate}: the logarithm "
+                    "of a sum over its values is not a sum over rows, so no minibatch estimates it. Marginalize it "
                     "by hand (numpyro.distributions.MixtureSameFamily), put both into the plate, or drop "
                     "`subsample_size`."
                 )

@@ -1,4 +1,4 @@
-"""Values of small arrays in a program, by NumPy: where an index is computed from rows, which indices come out."""
+"""Values of small arrays in a JAX program, computed by NumPy, to find the indices that are computed from rows."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _UFUNCS = {
 
 
 def evaluate(equation, values: list) -> np.ndarray | None:
-    """The value of the one output of an equation of a jaxpr, where NumPy computes it as JAX does, or ``None``.
+    """Return the single output of a jaxpr equation if NumPy computes it as JAX does, otherwise ``None``.
 
-    :param values: of its inputs.
+    :param values: the values of the inputs.
     """
     output = equation.outvars[0].aval
     dtype = getattr(output, "dtype", None)
@@ -58,7 +58,7 @@ def _value(name: str, params: dict, values: list, output) -> Any:
     if name in ("convert_element_type", "copy", "stop_gradient", "reshape", "squeeze"):
         return None if params.get("dimensions") is not None and name == "reshape" else values[0]
     if name == "div":
-        # Of integers towards zero, as in C.
+        # Integers are rounded towards zero, as in C.
         quotient = np.trunc if output.dtype.kind in "iu" else np.asarray
         if output.dtype.kind in "iu":
             top, bottom = np.broadcast_arrays(*values)

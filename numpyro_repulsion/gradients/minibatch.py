@@ -1,4 +1,4 @@
-"""Which rows of the subsampled plates a particle looks at, and the force that it feels from them."""
+"""Which rows of the subsampled plates a particle uses, and the gradient computed from them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Reference(NamedTuple):
     - **position** - ẑ, unconstrained and flat, ``(d,)`` or ``(G, L, d)``.
     - **potential_energy** - U(ẑ) over all rows, a scalar or ``(G, L)``.
     - **gradient** - ∇U(ẑ) over all rows, ``(d,)`` or ``(G, L, d)``.
-    - **in_use** - whether gradients are corrected by it.
-    - **fingerprint** - U at the (first) ẑ on a few rows, by which other data are known; infinite where there is
-      no reference yet, and until a common one is next used.
-    - **age** - of references that are renewed, how many updates were done since.
-    - **is_stale** - whether it was made on other data than those at hand.
+    - **in_use** - whether it corrects gradients.
+    - **fingerprint** - U at the (first) ẑ on a few rows, which identifies the data; infinite if there is no reference
+      yet, and until a common one is next used.
+    - **age** - the number of updates since the last renewal, for references that are renewed.
+    - **is_stale** - whether it was computed from other data than the current ones.
     """
 
     position: jax.Array
@@ -43,7 +43,7 @@ class Reference(NamedTuple):
 
     @staticmethod
     def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Reference:
-        """No reference point yet, for positions of a shape ``(d,)`` or ``(G, L, d)``."""
+        """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``."""
         zero = jnp.zeros(shape, dtype)
         unknown = jnp.asarray(jnp.inf, dtype)
         count, no = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
@@ -51,52 +51,52 @@ class Reference(NamedTuple):
 
 
 class Gradient:
-    """Which rows of the subsampled plates each particle looks at in each update."""
+    """Base class: chooses the rows of the subsampled plates that each particle uses in each update."""
 
     #: Whether the particles of a group share their rows.
     shared: bool = False
-    #: Whether it takes minibatches of exactly ``subsample_size`` rows only.
+    #: Whether all its minibatches have exactly ``subsample_size`` rows.
     keeps_subsample_size: ClassVar[bool] = False
 
     def is_noisy(self, target: Target) -> bool:
-        """Whether U and ∇U are estimates, other ones in every update."""
+        """Whether U and ∇U are estimates that differ from update to update."""
         return target.is_random
 
     def check_rows(self, target: Target) -> None:
-        """Refuses models for which this gradient would sample another posterior.
+        """Raise ``ValueError`` for models of which this gradient would sample another posterior.
 
-        :raises ValueError: for a site that uses rows of a subsampled plate from outside, and is multiplied by hand by
-            what fits minibatches of ``subsample_size`` rows only.
+        :raises ValueError: for a site that uses rows of a subsampled plate from outside, multiplied by hand by a factor
+            that is only right for minibatches of ``subsample_size`` rows.
         """
         if target.rows_outside and not self.keeps_subsample_size:
             name, plates = next(iter(target.rows_outside.items()))
             raise ValueError(
                 f"The site '{name}' uses rows of the subsampled plate '{plates[0]}' outside of that plate, with a log "
-                f"density for minibatches of `subsample_size` rows, and {self!r} takes other numbers of rows too. "
-                "Put the site into the plate, or multiply it for any number of rows, `with numpyro.handlers.scale("
-                "scale=N / len(i)): ...`; or use gradient=Subsampled(), the default for such models."
+                f"density for minibatches of `subsample_size` rows, but {self!r} also uses other numbers of rows. "
+                "Put the site into the plate, scale it for any number of rows, `with numpyro.handlers.scale("
+                "scale=N / len(i)): ...`, or use gradient=Subsampled(), the default for such models."
             )
 
     def epoch_length(self, target: Target, num_steps: int) -> int | None:
-        """After how many updates, whole iterations of ``num_steps``, particles renew references of their own; ``None``
-        where they have none."""
+        """Return the number of updates, in whole iterations of ``num_steps``, after which each particle renews its
+        reference; ``None`` if particles have no references."""
         del target, num_steps
         return None
 
     def rows(self, key: jax.Array, target: Target, shape: tuple[int, ...]) -> tuple[Indices, int]:
-        """Row indices for a cloud of ``shape = (G, L)`` particles.
+        """Return row indices for a cloud of ``shape = (G, L)`` particles.
 
-        :return: ``{plate: indices}``, and how many of the cloud's axes lead each array: 2 for rows of each particle's
-            own, 1 for rows of each group, 0 for the same rows everywhere.
+        :return: ``{plate: indices}``, and how many axes of the cloud each array begins with: 2 if each particle has its
+            rows, 1 if each group has its rows, 0 for the same rows everywhere.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `rows`.")
 
     def energy_and_grad(
         self, key: jax.Array, target: Target, unravel: Callable, z: jax.Array, reference: Reference | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``.
+        """Return ``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``.
 
-        :param reference: the reference points of control variates, for those who use them.
+        :param reference: the reference points, for gradients with control variates.
         """
         # Each split takes a tenth of a second to compile.
         rows_key, model_key = random.split(key) if target.is_random else (key, key)
@@ -109,7 +109,7 @@ class Gradient:
         if axes == 1 and z.shape[0] > 1:
             keys, over = self._model_keys(model_key, target, z.shape[:2])
             return jax.vmap(jax.vmap(energy_and_grad, (0, None, over)), (0, 0, over))(z, indices, keys)
-        # One flat axis of particles where rows allow it: an axis of length one slows the matrix products down.
+        # One flat axis of particles if the rows allow it, because an axis of length one slows matrix products down.
         count = z.shape[0] * z.shape[1]
         indices = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[axes:]) if axes else rows, indices)
         if axes == 1:
@@ -127,7 +127,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class FullData(Gradient):
-    """All rows in every update, those of subsampled plates included.
+    """All rows in every update, including those of subsampled plates.
 
     **Example**
 
@@ -144,16 +144,16 @@ class FullData(Gradient):
 
 @dataclass(frozen=True)
 class Subsampled(Gradient):
-    """A fresh minibatch in every update: the rows that a plate's ``subsample_size`` asks for.
+    """A new minibatch in every update, with each plate's ``subsample_size`` rows.
 
-    Rows are drawn one from each of ``subsample_size`` strata of equal size: each row is as likely as any other, so
-    the gradient is unbiased; its variance is at most that of draws with replacement; the cost does not grow with the
-    size of the plate; and a batch of all rows has every row once.
+    One row is drawn from each of ``subsample_size`` strata of equal size. All rows are equally likely, so the gradient
+    is unbiased. Its variance is at most that of draws with replacement, the cost does not grow with the size of the
+    plate, and a batch of all rows has every row once.
 
     :param shared: whether the particles of an ensemble share a minibatch. By default each has its own: a shared
-        minibatch gives all particles the same gradient noise, which no average over them removes, and which
-        repulsion adds up over neighbours. Measured on N(0, I₂) with 20 particles, RBF bandwidth 2, step size 0.02
-        and gradient noise of variance 4 (the exact answers are 1 and 1):
+        minibatch gives all particles the same gradient noise, which averaging over particles does not remove, and which
+        repulsion accumulates over neighbours. Measured on N(0, I₂) with 20 particles, RBF bandwidth 2, step size 0.02
+        and gradient noise of variance 4 (the exact values are 1 and 1):
 
         ==================  =================  =======================================
         ..                  marginal variance  20 × variance of the ensemble's mean
@@ -165,11 +165,11 @@ class Subsampled(Gradient):
         ==================  =================  =======================================
 
         A shared minibatch is cheaper: one gather and one matrix product for all particles.
-    :param block_size: how many rows in a row are drawn together; it must divide each ``subsample_size``. Memory is
-        read in lines, so that long blocks are fetched several times faster where there are many rows. Each row is as
-        likely as before, and gradients are unbiased in any order of the rows; but what neighbours have in common adds
-        to the noise, so the rows must lie in random order (shuffle them once). In data sorted by what they say, the
-        noise is far larger; warmup measures it, and makes steps shorter.
+    :param block_size: the number of consecutive rows drawn together; it must divide each ``subsample_size``. Memory is
+        read in lines, so long blocks are fetched several times faster if there are many rows. All rows stay equally
+        likely, and gradients are unbiased for any order of the rows. Similar neighbours add to the noise, however, so
+        the rows must be in random order (shuffle them once). In sorted data the noise is far larger; warmup measures
+        it and shortens the steps.
     :raises ValueError: unless ``block_size`` is an integer of 1 or more.
 
     **Example**
@@ -201,20 +201,20 @@ class Subsampled(Gradient):
 def draw_indices(
     key: jax.Array, plates: Mapping[str, tuple[int, int]], shape: tuple[int, ...] = (), block_size: int = 1
 ) -> Indices:
-    """Minibatches: for each plate one row, or block of rows, from each of as many strata of equal size.
+    """Return minibatches: for each plate, one row or block of rows from each stratum, with strata of equal size.
 
     :param key: a PRNG key.
     :param plates: ``{name: (size, subsample_size)}``.
-    :param shape: how many independent minibatches.
-    :param block_size: how many rows in a row, going on with the first after the last, come with each.
-    :return: ``{name: indices of shape (*shape, subsample_size)}``; of single rows, ascending.
-    :raises ValueError: if blocks do not divide a minibatch.
+    :param shape: the number of independent minibatches.
+    :param block_size: the number of consecutive rows drawn together, where the first row follows the last.
+    :return: ``{name: indices of shape (*shape, subsample_size)}``, ascending for single rows.
+    :raises ValueError: if ``block_size`` does not divide a minibatch.
     """
     indices = {}
     keys = random.split(key, len(plates)) if len(plates) > 1 else [key]
     for name, plate_key in zip(plates, keys, strict=False):
         size, batch = plates[name]
-        # All rows are all rows, in whatever blocks.
+        # With all rows, blocks make no difference.
         block = 1 if batch == size else block_size
         if batch % block:
             raise ValueError(
@@ -222,12 +222,12 @@ def draw_indices(
                 f"subsample_size={batch}. Use block_size={math.gcd(batch, block)}."
             )
         count = batch // block
-        # floor((j·size + r) / count) for r uniform on 0..size-1: over all (j, r) each row comes up `count` times, so
-        # rows are equally likely even if `count` does not divide `size`. Split so that nothing exceeds size + count,
-        # which unsigned numbers hold for all plates.
+        # floor((j·size + r) / count) for r uniform on 0..size-1: over all (j, r) each row occurs `count` times, so rows
+        # are equally likely even if `count` does not divide `size`. It is split so that no number exceeds size + count,
+        # which fits unsigned integers for all plates.
         start = np.arange(count, dtype=np.int64) * size
         drawn = integers_below(plate_key, (*shape, count), size)
-        # Not `//`: what it does about signs would be done anew for every number that these indices gather.
+        # Not `//`, because its sign handling would be repeated for every number that these indices gather.
         beyond = lax.div(drawn + jnp.asarray(start % count, jnp.uint32), jnp.asarray(count, jnp.uint32))
         first = jnp.asarray(start // count, jnp.int32) + beyond.astype(jnp.int32)
         if block > 1:
@@ -240,6 +240,6 @@ def draw_indices(
 
 
 def ravel_cloud(z: Particle) -> tuple[jax.Array, Callable]:
-    """A pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the way back for one particle of shape ``(d,)``."""
+    """Return a pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the inverse for one particle ``(d,)``."""
     _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], z))
     return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel

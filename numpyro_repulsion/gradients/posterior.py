@@ -1,4 +1,4 @@
-"""The posterior of a NumPyro model as samplers see it."""
+"""The posterior of a NumPyro model in the form that samplers use."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["ModelTarget"]
 class ModelTarget(Target):
     """The posterior of a NumPyro model given its arguments.
 
-    The model is traced abstractly, so that nothing is computed on the data; refusals are raised here.
+    The model is traced abstractly, without computation on the data, and checked here.
 
     :param model: a callable with NumPyro primitives.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
-    :raises ValueError: for a model that cannot be sampled rightly: no continuous latent site, one inside a subsampled
-        plate or with a prior that depends on its rows, a discrete one that cannot be summed over; a site in such a
-        plate that does not take its rows, one outside that uses them as they are; rows that the data do not have; or
-        two plates of one name.
+    :raises ValueError: for a model that cannot be sampled correctly: without a continuous latent site, or with such a
+        site inside a subsampled plate or with a prior that depends on its rows; with a discrete site that cannot be
+        summed over; with a site in a subsampled plate that does not use its rows, or one outside that uses them without
+        scaling; with more rows than the data have; or with two plates of the same name.
     """
 
     def __init__(self, model, args=(), kwargs=None):
@@ -47,7 +47,7 @@ class ModelTarget(Target):
         try:
             sites, watch = self._inspect()
         except jax.errors.TracerArrayConversionError:
-            # NumPy arrays cannot be indexed by rows that are drawn in the compiled program.
+            # Rows that are drawn in the compiled program cannot index NumPy arrays.
             with jax.ensure_compile_time_eval():
                 self.args, self.kwargs = jax.tree.map(_as_jax, (self.args, self.kwargs))
             sites, watch = self._inspect()
@@ -78,7 +78,7 @@ class ModelTarget(Target):
         self.deterministic = [name for name in deterministic if name not in self.minibatched]
 
     def _share_traces(self):
-        """Makes functions for which the model runs once for each shape of their arguments, however often called."""
+        """Compile functions so that the model runs only once for each shape of their arguments."""
         self._energy = jax.jit(self._potential_energy)
         self._evaluate = jax.jit(self._evaluation)
         self._constrained = jax.jit(self._constrained_values)
@@ -88,7 +88,7 @@ class ModelTarget(Target):
         shapes = tuple((name, site.shape, site.dtype) for name, site in self.prototype.items())
         plates = tuple(self.plates.items())
         kind = self.is_random, bool(self.rows_outside), tuple(map(tuple, self.crossed_plates()))
-        # Initial values of `param` sites are constants of a program.
+        # Initial values of `param` sites are constants of the compiled program.
         return (
             shapes,
             plates,
@@ -106,7 +106,7 @@ class ModelTarget(Target):
         return other
 
     def _scales_over_all_rows(self):
-        """What multiplies each site over all rows; nothing for a model that works for its own number of rows only."""
+        """Return the scale of each site over all rows; empty if the model works for its own number of rows only."""
         sites: dict = {}
         try:
             jax.eval_shape(lambda: sites.update(self._trace(self.all_rows)) or 0)
@@ -115,13 +115,13 @@ class ModelTarget(Target):
         return {name: site["scale"] for name, site in sites.items() if site["type"] == "sample"}
 
     def _looks_at_rows(self, name):
-        """Whether a deterministic site has another value for each minibatch."""
+        """Whether a deterministic site has a different value for each minibatch."""
         causes = {label for _, label in self._usage.deterministic[name].causes}
         return bool((causes | set(self.dims[name])) & set(self.plates))
 
     @property
     def first_rows(self) -> Indices:
-        """The first ``subsample_size`` rows of each subsampled plate: a fixed choice, for shapes and replays."""
+        """The first ``subsample_size`` rows of each subsampled plate, a fixed choice for shapes and replays."""
         return {name: jnp.arange(size) for name, (_, size) in self.plates.items()}
 
     @property
@@ -151,7 +151,7 @@ class ModelTarget(Target):
             )
 
     def constrain(self, z):
-        """The latent sites in their supports, and the deterministic sites that do not look at a minibatch."""
+        """Return the latent sites in their supports, and the deterministic sites that do not use a minibatch."""
         return self._constrained(z)
 
     def _constrained_values(self, z):
@@ -160,13 +160,13 @@ class ModelTarget(Target):
         return latent | {name: deterministic[name] for name in self.deterministic}
 
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The deterministic sites that look at subsampled rows, over all rows, given latent sites in their supports."""
+        """Return the deterministic sites that use subsampled rows, over all rows, given latent values in supports."""
         sites = self.sites({name: values[name] for name in self.latent})
         return {name: sites[name]["value"] for name in self.minibatched}
 
     def sites(self, values: dict, key: jax.Array | None = None, *, observed: bool = True) -> dict[str, dict]:
-        """All sites over all rows, given values of some in their supports; others are drawn if not ``observed``."""
-        # Improper priors have no draws, and any value will do where only the observed sites count.
+        """Return all sites over all rows, given values of some in their supports; draw others if not ``observed``."""
+        # Improper priors have no draws, and any value works if only the observed sites matter.
         other = init_to_uniform if observed else lambda site: None
         return self._trace(self.all_rows, key, lambda site=None: values.get(site["name"], other(site)), observed)
 
@@ -180,7 +180,7 @@ class ModelTarget(Target):
         return [sorted(group) for group in groups]
 
     def _try_to_sum(self):
-        """Refuses what funsor cannot sum over: it has to know every batch dimension."""
+        """Raise ``ValueError`` if funsor, which must know every batch dimension, cannot sum over the discrete sites."""
         try:
             jax.eval_shape(self.potential_energy, self.prototype, self.first_rows, random.key(0))
         except (KeyError, ValueError) as error:
@@ -190,7 +190,7 @@ class ModelTarget(Target):
             ) from error
 
     def _dependents(self):
-        """For every discrete site, the sites whose log density depends on it, with the plates whose rows they see."""
+        """Return for each discrete site the sites whose log density depends on it, with the plates that they use."""
         usage = self._usage
         found: dict[str, dict[str, set]] = {name: {} for name in self.discrete}
         for site in usage.densities:
@@ -199,7 +199,7 @@ class ModelTarget(Target):
         return found
 
     def _evaluation(self, rows, discrete, z):
-        """By site: log densities, entry by entry; values of latent sites in their supports; deterministic values."""
+        """Return by site: log densities, entry by entry; latent values in their supports; deterministic values."""
 
         def to_support(site):
             if site["type"] == "sample" and site["name"] in z:
@@ -214,18 +214,18 @@ class ModelTarget(Target):
         return densities, {name: sites[name]["value"] for name in self.latent}, deterministic
 
     def _read(self, watch):
-        """How the sites of the model depend on rows and discrete sites."""
+        """Return how the sites of the model depend on rows and discrete sites."""
         taken = {name: self.plates.get(name, (size, size)) for name, size in self.plate_sizes.items()}
         taken = {name: counts for name, counts in taken.items() if name not in watch.unclear_plates}
         if any(batch == 1 < size for size, batch in taken.values()):
-            # Along an axis of length one everything looks alike.
+            # An axis of length one shows no variation.
             two = {name: (size, min(size, max(batch, 2))) for name, (size, batch) in taken.items()}
             with suppress(TypeError, ValueError):
                 return read_usage(self._evaluate, two, self._discrete_shapes, self.prototype)
         return read_usage(self._evaluate, taken, self._discrete_shapes, self.prototype)
 
     def observations(self) -> dict[str, jax.Array]:
-        """The observed values, over all rows."""
+        """Return the observed values over all rows."""
         values = self._trace(self.all_rows)
         return {name: values[name]["value"] for name in self.observed}
 
@@ -242,9 +242,9 @@ class ModelTarget(Target):
         return find_nan(self.args, self.kwargs, observations)
 
     def is_finite_on_all_rows(self) -> bool:
-        """Whether the potential energy is finite at an arbitrary particle, over all rows; true where none can tell."""
+        """Whether the potential energy is finite at an arbitrary particle, over all rows; true if unknown."""
         try:
-            # Compiled, for NumPyro checks the parameters of distributions where their values are known.
+            # Compiled, because NumPyro checks the parameters of distributions if their values are known.
             z = jax.jit(lambda: self.draw(random.key(0), init_to_uniform))()
             energy = jax.jit(self.potential_energy)(z, self.all_rows, random.key(0))
         except (TypeError, ValueError):
@@ -265,7 +265,7 @@ class ModelTarget(Target):
         return z
 
     def _inspect(self):
-        """The model's sites, of which only what is static may be used."""
+        """Return the model's sites, of which only static properties may be used."""
         sites: dict = {}
         watch = Watch()
 
@@ -285,7 +285,7 @@ class ModelTarget(Target):
         return sites, watch
 
     def _classify(self, sites):
-        """Notes what kinds of sites the model has, and refuses those that cannot be."""
+        """Classify the sites of the model, and raise ``ValueError`` for unsupported ones."""
         self.plates = subsample_plate_sizes(sites)
         self.plate_sizes = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
         self.dims = {
@@ -328,7 +328,7 @@ class ModelTarget(Target):
 
 @contextmanager
 def _any_number_of_rows():
-    """Lets rows given from outside outnumber the plate's own subsample."""
+    """Allow more rows from outside than the plate's subsample has."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "subsample_size does not match")
         yield

@@ -1,4 +1,4 @@
-"""What a model asks for when it runs, seen from outside."""
+"""Checks of the plates, latent sites and data of a model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from numpyro.util import not_jax_tracer
 
 __all__ = ["Watch", "check_kinds", "find_nan"]
 
-#: Rows are numbered by 32-bit integers.
+#: The largest 32-bit integer, which numbers rows.
 MAX_ROWS = 2**31 - 1
 
 
 class Watch(Messenger):
-    """Sees what a model asks for, also in the bodies of ``scan`` and ``cond``, which other handlers do not.
+    """Records the sites and plates of a model, also in the bodies of ``scan`` and ``cond``, unlike other handlers.
 
     - **asks_for_keys** - whether there is a ``numpyro.prng_key()``.
     - **hidden_plates** - the subsampled plates in those bodies.
-    - **unclear_plates** - the plates in those bodies, and those that share their name with one of another size.
+    - **unclear_plates** - the plates in those bodies, and those that share their name with a plate of another size.
     """
 
     def __init__(self):
@@ -53,7 +53,7 @@ class Watch(Messenger):
             msg["args"] = tuple(self._watched(arg) if callable(arg) else arg for arg in msg["args"])
 
     def _check_plate(self, name, size, batch):
-        """Refuses what NumPyro accepts and turns into a wrong posterior, or into an error about something else."""
+        """Raise ``ValueError`` for plates that NumPyro turns into a wrong posterior or a misleading error."""
         try:
             size, batch = operator.index(size), operator.index(batch)
         except TypeError:
@@ -63,16 +63,16 @@ class Watch(Messenger):
         if batch > size:
             raise ValueError(
                 f"The plate '{name}' has subsample_size={batch}, more than its {size} rows. Use "
-                f"subsample_size=min({batch}, {size}), which takes all rows in every update, or leave it out."
+                f"subsample_size=min({batch}, {size}), which uses all rows in every update, or omit it."
             )
         if batch < size > MAX_ROWS:
             raise ValueError(
-                f"The subsampled plate '{name}' has {size} rows; rows are numbered by 32-bit integers, so that it can "
-                f"have {MAX_ROWS} at most. Split the data over several plates."
+                f"The subsampled plate '{name}' has {size} rows; rows are numbered by 32-bit integers, so it can have "
+                f"{MAX_ROWS} at most. Split the data over several plates."
             )
         if name in self._names:
             raise ValueError(
-                f"The plate '{name}' has the name of a site of the model, and NumPyro would leave that site out of the "
+                f"The plate '{name}' has the name of a site of the model, and NumPyro would omit that site from the "
                 "posterior. Give one of them another name."
             )
         first = self._plates.setdefault(name, (size, batch))
@@ -98,28 +98,28 @@ class Watch(Messenger):
 
 
 def check_kinds(latent: Mapping[str, dict], discrete: list[str], dims: Mapping[str, Mapping], plates: Mapping) -> None:
-    """Raises ``ValueError`` for latent sites that particles cannot have.
+    """Raise ``ValueError`` for latent sites that particles cannot represent.
 
     :param latent: the latent sites by name.
-    :param discrete: those of them that are discrete.
+    :param discrete: the names of the discrete ones.
     :param dims: by site, the dimension of each plate.
     :param plates: the subsampled plates.
     """
     for name, site in latent.items():
         if isinstance(site["fn"], dist.Delta):
             raise ValueError(
-                f"Latent site '{name}' has a delta distribution; use `numpyro.deterministic('{name}', ...)`."
+                f"Latent site '{name}' has a delta distribution; write `numpyro.deterministic('{name}', ...)`."
             )
         if 0 in site["fn"].shape() and not _may_be_empty(site["fn"]):
             raise ValueError(
                 f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro's "
-                "transforms and densities cannot take: leave the site out where it is empty."
+                "transforms and densities do not support; leave the site out if it is empty."
             )
         around = [plate for plate in dims[name] if plate in plates]
         if around and name not in discrete:
             raise ValueError(
                 f"Latent site '{name}' lies inside the subsampled plate '{around[0]}', where each minibatch would "
-                "need other latent variables. Move it out of the plate and index it, marginalize it, or drop "
+                "need different latent variables. Move it out of the plate and index it, marginalize it, or drop "
                 "`subsample_size`."
             )
     if len(latent) == len(discrete):
@@ -130,16 +130,16 @@ def check_kinds(latent: Mapping[str, dict], discrete: list[str], dims: Mapping[s
 
 
 def _may_be_empty(law) -> bool:
-    """Whether NumPyro's transforms and densities take values without elements."""
+    """Whether NumPyro's transforms and densities support values without elements."""
     is_whole = 0 not in law.batch_shape and getattr(law.support, "base_constraint", None) is constraints.real
     return law.support is constraints.real or is_whole
 
 
 def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, jax.Array]) -> list[str]:
-    """Where in the arguments and the observed sites of a model there is NaN, in words."""
+    """Return, in words, where the arguments and observed sites of a model contain NaN."""
     found = []
     for path, leaf in jax.tree.leaves_with_path({"args": args, "kwargs": dict(kwargs)}):
-        # NumPy, for inside a user's `jit` an operation of JAX on known data has no value.
+        # NumPy, because a JAX operation on known data has no value inside a user's `jit`.
         if _is_concrete(leaf) and (count := _count_nan(leaf)):
             found.append(f"{count} in the model's {path[0].key}{jax.tree_util.keystr(path[1:])}")
     for name, value in observations.items():

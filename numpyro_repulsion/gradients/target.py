@@ -1,4 +1,4 @@
-"""What samplers sample: the potential energy of one unconstrained particle, by itself or of a bare function."""
+"""The posterior that samplers sample, as the potential energy of one unconstrained particle."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Indices = dict[str, jax.Array]
 class Target:
     """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
 
-    - **plates** - ``{name: (size, subsample_size)}`` of the plates that are subsampled.
+    - **plates** - ``{name: (size, subsample_size)}`` of the subsampled plates.
     - **rows_outside** - the observed sites and factors that use rows of subsampled plates from outside, with these
-      plates: what multiplies them fits minibatches of exactly ``subsample_size`` rows.
-    - **is_random** - whether U is an estimate that differs from key to key, given the rows too.
+      plates. Their scale factors fit minibatches of exactly ``subsample_size`` rows.
+    - **is_random** - whether U is an estimate that differs from key to key even for given rows.
     """
 
     plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
@@ -29,42 +29,42 @@ class Target:
     is_random: bool = False
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
-        """U at one particle, from the rows ``indices`` of each subsampled plate; ``key`` feeds random likelihoods."""
+        """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
 
     def constrain(self, z: Particle) -> Particle:
-        """What ``get_samples`` shows of one particle."""
+        """Return one particle in the form of ``get_samples``."""
         return z
 
     def unconstrain(self, x: Particle) -> Particle:
-        """The particle that `constrain` shows as ``x``."""
+        """Return the particle for which `constrain` returns ``x``."""
         return x
 
     def draw(self, key: jax.Array, init_strategy: Callable) -> Particle:
-        """A starting particle."""
+        """Draw a starting particle."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `draw`.")
 
     @property
     def structure(self) -> Hashable:
-        """What programs compiled for this posterior, of other arguments of the same shapes, depend on."""
+        """What a compiled program depends on in addition to the shapes of the arguments."""
         return ()
 
     def with_arguments(self, args: tuple, kwargs: Mapping) -> Target:
-        """The posterior given other arguments of the same shapes, without another analysis of the model."""
+        """Return the posterior given other arguments of the same shapes, without another analysis of the model."""
         del args, kwargs
         return self
 
     def find_nan(self) -> list[str]:
-        """Where in the data there is NaN, in words."""
+        """Return, in words, where the data contain NaN."""
         return []
 
     def crossed_plates(self) -> list[list[str]]:
-        """The subsampled plates in groups, such that no term of U looks at rows of two groups."""
+        """Return the subsampled plates in groups such that no term of U uses rows of two groups."""
         return [[name] for name in self.plates]
 
 
 class FunctionTarget(Target):
-    """The posterior of a bare ``potential_fn``."""
+    """The posterior given by a ``potential_fn``."""
 
     def __init__(self, potential_fn):
         self.potential_fn = potential_fn

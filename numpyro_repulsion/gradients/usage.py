@@ -1,4 +1,4 @@
-"""How the sites of a model use the rows of its plates, and which uses would give a wrong posterior."""
+"""How the sites of a model use the rows of its plates, and checks for uses that give a wrong posterior."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Usage", "check_bounds", "check_latent", "check_sites", "read_usage",
 class Usage(NamedTuple):
     """What the parts of a model depend on; causes are ``("rows", plate)`` and ``("site", discrete site)``.
 
-    - **densities** - by site, of its log density, entry by entry of its batch.
-    - **values** - by latent site, of its value given the unconstrained one.
-    - **deterministic** - by deterministic site, of its value.
-    - **overruns** - indices beyond the end of an axis, where the last rows of each plate are taken.
-    - **taken** - by plate, how many rows that are.
+    - **densities** - by site, the fact of its log density, entry by entry of its batch.
+    - **values** - by latent site, the fact of its value given the unconstrained one.
+    - **deterministic** - by deterministic site, the fact of its value.
+    - **overruns** - indices beyond the end of an axis, found for the last rows of each plate.
+    - **taken** - by plate, the number of these last rows.
     """
 
     densities: dict[str, Fact]
@@ -32,16 +32,16 @@ class Usage(NamedTuple):
     taken: dict[str, int]
 
     def rows(self, name: str) -> set[str]:
-        """The plates on whose rows the log density of a site depends."""
+        """Return the plates on whose rows the log density of a site depends."""
         return {label for kind, label in self.densities[name].causes if kind == "rows"}
 
     def discrete(self, name: str) -> set[str]:
-        """The discrete sites on which the log density of a site depends."""
+        """Return the discrete sites on which the log density of a site depends."""
         return {label for kind, label in self.densities[name].causes if kind == "site"}
 
 
 def read_usage(program: Callable, plates: Mapping, discrete: Mapping, prototype: Mapping) -> Usage:
-    """Reads a model.
+    """Return the usage of a model.
 
     :param program: ``(rows, discrete values, unconstrained values) -> (densities, values, deterministic)``.
     :param plates: ``{name: (size, number of rows taken)}``.
@@ -64,30 +64,30 @@ def read_usage(program: Callable, plates: Mapping, discrete: Mapping, prototype:
 
 
 def check_bounds(usage: Usage, sizes: Mapping[str, int]) -> None:
-    """Refuses plates with rows that the data do not have.
+    """Raise ``ValueError`` for plates with more rows than the data.
 
-    :param sizes: of the plates.
+    :param sizes: the sizes of the plates.
     """
     for causes, largest, length in usage.overruns:
         names = sorted(label for kind, label in causes if kind == "rows")
         if names:
             plates = " and ".join(f"'{name}' of size {sizes[name]}" for name in names)
             raise ValueError(
-                f"The rows of the plate {plates} index an axis of length {length} up to {largest}, and JAX would take "
+                f"The rows of the plate {plates} index an axis of length {length} up to {largest}, and JAX would use "
                 "the last entry for every row that does not exist. Make the plate as long as the data, "
-                f"`numpyro.plate({names[0]!r}, len(y), ...)`; or, where a mask hides these rows, index with "
+                f"`numpyro.plate({names[0]!r}, len(y), ...)`; or, if a mask hides these rows, index with "
                 "`jnp.minimum(i, len(y) - 1)`."
             )
 
 
 def check_latent(usage: Usage, latent: list[str], plates: Mapping) -> None:
-    """Refuses priors that depend on the minibatch."""
+    """Raise ``ValueError`` for priors that depend on the minibatch."""
     for name in latent:
         causes = usage.densities[name].causes | usage.values[name].causes
         if seen := sorted(label for kind, label in causes if kind == "rows" and label in plates):
             raise ValueError(
                 f"The prior of the latent site '{name}' depends on the rows of the subsampled plate '{seen[0]}': every "
-                "minibatch would have a prior of its own. Compute what the prior needs from the whole data, outside "
+                "minibatch would have a different prior. Compute what the prior needs from the whole data, outside "
                 "the plate, or drop `subsample_size`."
             )
 
@@ -95,10 +95,10 @@ def check_latent(usage: Usage, latent: list[str], plates: Mapping) -> None:
 def check_sites(
     usage: Usage, names: list[str], own: Mapping[str, frozenset], dims: Mapping[str, Mapping], plates: Mapping
 ) -> None:
-    """Refuses sites in subsampled plates whose minibatches would not add up to all rows.
+    """Raise ``ValueError`` for sites in subsampled plates with minibatches that would not add up to all rows.
 
-    :param names: of the sites.
-    :param own: by site, the subsampled plates that it is in.
+    :param names: the names of the sites.
+    :param own: by site, the subsampled plates that contain it.
     :param dims: by site, the dimension of each plate.
     :param plates: ``{name: (size, subsample_size)}`` of the subsampled plates.
     """
@@ -110,7 +110,7 @@ def check_sites(
         if not any(plate in usage.rows(name) for name in names):
             raise ValueError(
                 f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every update "
-                f"would see the same {batch} of {size} rows. {remedy}"
+                f"would use the same {batch} of {size} rows. {remedy}"
             )
         for name in names:
             if plate not in own[name]:
@@ -121,25 +121,25 @@ def check_sites(
             if plate not in usage.rows(name) and not local:
                 if kind != EQUAL:
                     raise ValueError(
-                        f"The site '{name}' does not depend on which rows the subsampled plate '{plate}' draws, and "
-                        f"other sites do: every update would see the same {batch} of {size} rows of it. {remedy}"
+                        f"The site '{name}' does not depend on which rows the subsampled plate '{plate}' draws, but "
+                        f"other sites do: every update would use the same {batch} of {size} rows of it. {remedy}"
                     )
             elif kind & POSITION:
                 raise ValueError(
                     f"The site '{name}' combines the rows that the subsampled plate '{plate}' draws with values that "
-                    f"stay the same in every minibatch. {remedy} This holds for covariates, masks and weights too."
+                    f"stay the same in every minibatch. {remedy} This applies to covariates, masks and weights too."
                 )
             elif any(("rows", plate) in other for i, other in enumerate(axes) if i - len(axes) != dim):
                 raise ValueError(
                     f"In the log density of the site '{name}' the rows of the subsampled plate '{plate}' lie along an "
-                    f"axis other than dimension {dim}, that of the plate: every row would be combined with every other "
-                    "row. Drop an axis of length one, as in `(X[i] @ w)[:, 0]`, or give the plate another `dim`."
+                    f"axis other than dimension {dim}, that of the plate: every row would be combined with all other "
+                    "rows. Drop an axis of length one, as in `(X[i] @ w)[:, 0]`, or give the plate another `dim`."
                 )
             elif kind == EQUAL and usage.taken[plate] > 1:
                 raise ValueError(
                     f"The site '{name}' has one log density for a whole minibatch of the subsampled plate '{plate}', "
                     "and NumPyro would count it once for every row. Give it one log density for each row (no sum over "
-                    "rows, no `.to_event` over them), or take it out of the plate and multiply it: `with "
+                    "rows, no `.to_event` over them), or move it out of the plate and scale it: `with "
                     f"numpyro.handlers.scale(scale={size} / len(i)): ...`."
                 )
 
@@ -152,14 +152,14 @@ def rows_outside(
     own: Mapping[str, frozenset],
     plates: Mapping,
 ) -> dict[str, list[str]]:
-    """The sites that use rows of subsampled plates from outside, with these plates.
+    """Return the sites that use rows of subsampled plates from outside, with these plates.
 
-    Left out are those that are multiplied by size / number of rows for any number of rows, as NumPyro does in a plate.
+    It omits sites that are multiplied by size / number of rows for any number of rows, as NumPyro does in a plate.
 
-    :param scales: by name of each observed site and factor, what multiplies its log density.
-    :param over_all_rows: makes the same over all rows, as far as the model works for these.
-    :param factors: which of them are factors, that may hold what multiplies them in themselves.
-    :raises ValueError: for a site that nothing but its own plates multiplies.
+    :param scales: by name of each observed site and factor, the scale of its log density.
+    :param over_all_rows: returns the same over all rows, if the model works for these.
+    :param factors: the names of the factors, whose values may include the scale.
+    :raises ValueError: for a site that only its own plates scale.
     """
     found = {}
     for name, scale in scales.items():
@@ -172,8 +172,8 @@ def rows_outside(
         if _is(_ratio(scale, 1.0), factor) and name not in factors:
             size, batch = plates[outside[0]]
             raise ValueError(
-                f"The site '{name}' uses rows of the subsampled plate '{outside[0]}' outside of that plate, so that "
-                f"its log density is that of {batch} of {size} rows. Put it into the plate, or multiply its log "
+                f"The site '{name}' uses rows of the subsampled plate '{outside[0]}' outside of that plate, so its "
+                f"log density is that of {batch} of {size} rows. Put it into the plate, or scale its log "
                 f"density: `with numpyro.handlers.scale(scale={size} / len(i)): ...`."
             )
         if not _is(_ratio(scale, over_all_rows().get(name, math.nan)), factor * needed):
@@ -182,7 +182,7 @@ def rows_outside(
 
 
 def _ratio(scale, other):
-    """One multiple of a log density by another, NaN where they are not known."""
+    """Return the ratio of two scales of a log density; NaN if they are unknown."""
     if any(isinstance(x, jax.core.Tracer) for x in (scale, other)):
         return math.nan
     return np.divide(*(np.asarray(1.0 if x is None else x, float) for x in (scale, other)))

@@ -1,8 +1,8 @@
-"""How particles see each other: the matrix K, its divergence Γ, and noise with covariance K.
+"""Interactions between particles: the matrix K, its divergence Γ, and noise with covariance K.
 
 A cloud of L particles in d dimensions is an array ``u`` of shape ``(L, d)``, or ``(G, L, d)`` for G groups that do
-not interact. :meth:`Interaction.couple` turns it into a :class:`Coupling`, which is all that the dynamics sees:
-apply K, the repulsion Γ, a draw with covariance K, and a bound on the largest eigenvalue of K.
+not interact. :meth:`Interaction.couple` returns a :class:`Coupling`, which holds all that the dynamics needs: the
+product with K, the repulsion Γ, a draw with covariance K, and a bound on the largest eigenvalue of K.
 """
 
 from numpyro_repulsion.interactions.balanced import Antithetic, Balanced

@@ -1,4 +1,4 @@
-"""Noise that sums to zero over particles, over groups of them, or over pairs of neighbours."""
+"""Noise that sums to zero over particles, over groups of particles, or over pairs of neighbours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Antithetic", "Balanced"]
 
 
 class _InTheNoise(Interaction):
-    """Base of the interactions by noise alone, which have no Gram matrix and cannot be parts of a sum."""
+    """Base class of interactions that act through the noise alone: no Gram matrix, so not part of a sum."""
 
     def __add__(self, other):
         raise TypeError(
@@ -37,14 +37,14 @@ class Balanced(_InTheNoise, Wrapping):
     r"""Noise that sums to zero: repulsion in the noise instead of the drift.
 
     Without an argument, ``K = I``, ``Γ = 0`` and the L particles of a group get
-    :math:`\xi_i = \sqrt{L/(L-1)}\,(\eta_i - \bar\eta)` with white η. Given the past every ξ_i is N(0, I), so each
-    particle is *exactly* the Markov chain it would be under :class:`Independent`; but the noises cancel in the
-    ensemble average, whose error shrinks many times. The price is the product law: at one time the particles are
-    (slightly, negatively) correlated. Plain noise for a group of one.
+    :math:`\xi_i = \sqrt{L/(L-1)}\,(\eta_i - \bar\eta)` with white η. Given the past, every ξ_i is N(0, I), so each
+    particle is *exactly* the Markov chain it would be under :class:`Independent`. The noises cancel in the ensemble
+    average, which reduces its error many times. In return, the joint distribution is no longer a product: at any one
+    time the particles are (slightly, negatively) correlated. A group of one gets plain noise.
 
-    With an interaction, ``Balanced(RBF())``, whole groups are balanced against each other in the same way, group
-    ``a`` getting ``C_a`` applied to :math:`\sqrt{G/(G-1)}\,(\eta_a - \bar\eta)`. Each group's own law is exactly
-    that of the interaction; it takes ``num_ensembles > 1``.
+    With an interaction, ``Balanced(RBF())`` balances whole groups against each other in the same way: group ``a`` gets
+    ``C_a`` applied to :math:`\sqrt{G/(G-1)}\,(\eta_a - \bar\eta)`. The distribution of each group is exactly that of
+    the interaction. This needs ``num_ensembles > 1``.
 
     :param interaction: the interaction within groups, or ``None`` for ``K = I``.
 
@@ -91,7 +91,7 @@ class Balanced(_InTheNoise, Wrapping):
         return self.interaction.couple(u, bandwidth, white)
 
     def gram(self, u, bandwidth):
-        """K and Γ of one group, where groups are balanced."""
+        """Return K and Γ of one group, if groups are balanced."""
         if self.interaction is None:
             raise TypeError("Balanced() has no Gram matrix within a group; Independent() has.")
         return self.interaction.gram(u, bandwidth)
@@ -99,21 +99,21 @@ class Balanced(_InTheNoise, Wrapping):
 
 @dataclass(frozen=True)
 class Antithetic(_InTheNoise):
-    r"""Noise that is opposed between neighbours: repulsion in the noise, for one or two dimensions.
+    r"""Opposite noise for neighbours: repulsion in the noise, for one or two dimensions.
 
-    ``K = I``, ``Γ = 0``. In every update the particles of a group are paired with neighbours, and the two of a pair get
-    the noise ξ and −ξ. The pairs are a function of the past, so that given the past every ξ_i is N(0, I), and each
-    particle is *exactly* the Markov chain it would be under :class:`Independent`. As for :class:`Balanced` the price
-    is the product law: at one time the particles are correlated.
+    ``K = I``, ``Γ = 0``. Every update pairs the particles of a group with neighbours, and the two particles of a pair
+    get the noise ξ and −ξ. The pairs are a function of the past. Given the past, every ξ_i is therefore N(0, I), and
+    each particle is *exactly* the Markov chain it would be under :class:`Independent`. As with :class:`Balanced`, the
+    joint distribution is not a product: at any one time the particles are correlated.
 
-    Neighbours have nearly the same gradient, so that the noises cancel for other smooth functions too and not only for
-    linear ones, as long as steps are short. That takes neighbours who are near. In one dimension the particles are
-    paired by their order; in two they are cut into strips, along a direction drawn anew in every update, and paired by
-    their order in each; in more there is nothing to gain.
+    Neighbours have nearly the same gradient. If steps are short, the noises therefore cancel for smooth functions in
+    general, not only for linear ones. This needs neighbours that are close. In one dimension the particles are paired
+    by their order. In two dimensions they are divided into strips, along a direction that is redrawn in every update,
+    and paired by their order in each strip. In more dimensions there is nothing to gain.
 
-    The mixture of exponentials of the paper, 10 particles, and a grid of 3 × 3 Gaussians of variance 0.36,
-    20 particles: 500 updates after 500, every tenth kept, noise averaged over two updates. Mean absolute error over
-    200 runs, with standard errors of about a twentieth:
+    The table compares the paper's mixture of exponentials, with 10 particles, and a grid of 3 × 3 Gaussians of variance
+    0.36, with 20 particles: 500 updates after 500, every tenth kept, noise averaged over two updates. It shows mean
+    absolute errors over 200 runs, with standard errors of about a twentieth:
 
     ============================  ===========  ========  ==========
     ..                            independent  balanced  antithetic
@@ -169,20 +169,20 @@ class Antithetic(_InTheNoise):
 
 
 def _neighbours(key, u):
-    """The particles in an order in which neighbours follow each other, ``(..., L)``."""
+    """Return an order of the particles in which neighbours are adjacent, ``(..., L)``."""
     if u.shape[-1] == 1:
         return jnp.argsort(u[..., 0], -1)
     angle = random.uniform(key, (), u.dtype, 0.0, 2.0 * jnp.pi)
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
     across, along = cosine * u[..., 0] + sine * u[..., 1], cosine * u[..., 1] - sine * u[..., 0]
-    # Strips as wide as neighbours in them are apart, each of an even number.
+    # A strip is as wide as the distance of neighbours in it, and has an even number of particles.
     width = 2 * max(1, round(u.shape[-2] ** 0.5 / 2.0))
     strip = jnp.argsort(jnp.argsort(across, -1), -1) // width
     return jnp.lexsort((along, strip), -1)
 
 
 def _balance(noise, axis):
-    """Centre along an axis and rescale, so that each slice stays N(0, I); a single slice is left alone."""
+    """Centre along an axis and rescale, so that each slice stays N(0, I). A single slice does not change."""
     size = noise.shape[axis]
     if size == 1:
         return noise

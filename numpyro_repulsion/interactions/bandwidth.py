@@ -1,4 +1,4 @@
-"""Bandwidths by rules of the particles' distances."""
+"""Rules that choose a bandwidth from the distances between particles."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import jax.numpy as jnp
 
 __all__ = ["bisect_bandwidth"]
 
-#: The least bandwidth, over the variance of a coordinate.
+#: The smallest bandwidth, divided by the variance of a coordinate.
 NARROWEST = 0.1
 
 
 def bisect_bandwidth(mean_similarity: Callable[[jax.Array], jax.Array], u: jax.Array, target: float) -> jax.Array:
-    """The bandwidth at which particles ``(G, L, d)`` have a mean similarity of ``target`` times its largest value.
+    """Return the bandwidth at which the mean similarity of ``u``, ``(G, L, d)``, is ``target`` times its largest value.
 
-    No narrower than :data:`NARROWEST` times the variance of a coordinate: many particles on a line would make for a
-    repulsion that changes over their distances, and a step that can follow it moves nobody.
+    It is at least :data:`NARROWEST` times the variance of a coordinate. With many particles on a line, repulsion would
+    otherwise change over the distance of neighbours, and a step short enough to follow it would hardly move them.
     """
     scale = jnp.log(jnp.mean(jnp.var(u, -2)))
     scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
     narrow, wide = scale + math.log(NARROWEST), scale + math.log(u.shape[-1]) + 14.0
-    # A sum with the identity never comes near its diagonal.
+    # The similarity of a sum with the identity stays far below its diagonal.
     widest = mean_similarity(jnp.exp(wide))
 
     def halve(interval, _):

@@ -1,4 +1,4 @@
-"""The coupling of a cloud, and the interactions that have a Gram matrix."""
+"""The coupling of a cloud, and interactions with a Gram matrix."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping"]
 
 
 class Coupling(NamedTuple):
-    """The matrix K of one cloud, by what can be done with it.
+    """The operations that the matrix K of one cloud supports.
 
     - **apply** - ``x -> K x`` for ``x`` of the cloud's shape.
     - **repulsion** - Γ, with ``Γ_i = Σ_j ∇_{u_j} K_ij``, of the cloud's shape (0 where K is constant).
-    - **draw** - ``key -> ξ``, Gaussian noise of the cloud's shape, each group's with covariance ``K ⊗ I_d``.
+    - **draw** - ``key -> ξ``, Gaussian noise of the cloud's shape, with covariance ``K ⊗ I_d`` for each group.
     - **bound** - scalar, at least the largest eigenvalue of K.
-    - **is_identity** - whether K is the identity, which allows integrators of second order.
-    - **white** - ``key -> η``, noise of the cloud's shape, each group's with covariance ``I ⊗ I_d``; ``None`` is
+    - **is_identity** - whether K is the identity, which allows second-order integrators.
+    - **white** - ``key -> η``, noise of the cloud's shape, with covariance ``I ⊗ I_d`` for each group; ``None`` is
       independent standard normal noise.
-    - **diagonal** - ``K_ii``, a scalar where it is the same for all particles wherever they are, and else of shape
-      ``(..., L)``. The stationary bias of a step grows with its mean, and the step is measured accordingly.
+    - **diagonal** - ``K_ii``: a scalar if it is the same for all particles at all positions, otherwise of shape
+      ``(..., L)``. The stationary bias of a step grows with its mean, and warmup takes that into account.
     """
 
     apply: Callable[[jax.Array], jax.Array]
@@ -41,12 +41,12 @@ class Coupling(NamedTuple):
 
     @staticmethod
     def identity(white: Callable[[jax.Array], jax.Array]) -> Coupling:
-        """``K = I``, with this noise."""
+        """Return the coupling ``K = I`` with this noise."""
         return Coupling(lambda x: x, 0.0, white, 1.0, is_identity=True, white=white)
 
 
 class Interaction:
-    """What every interaction answers. Those with a Gram matrix derive from :class:`Gram`, and most need only that.
+    """Base class of interactions. One with a Gram matrix derives from :class:`Gram`, which is enough in most cases.
 
     **Example**
 
@@ -66,52 +66,52 @@ class Interaction:
         0.5
     """
 
-    #: NumPy is to leave ``np.float64(0.5) * RBF()`` to `__rmul__`, and not to make an array of objects.
+    #: So that NumPy leaves ``np.float64(0.5) * RBF()`` to `__rmul__` and does not make an array of objects.
     __array_ufunc__ = None
 
     def at(self, key: jax.Array | None, count: jax.Array | int) -> Interaction:
-        """The interaction of one update: itself, unless it is redrawn or changes with time.
+        """Return the interaction of one update: itself, unless it is redrawn or changes with time.
 
-        :param key: for what is redrawn, else ``None``.
-        :param count: how many updates were done before.
+        :param key: a PRNG key if the interaction is redrawn, otherwise ``None``.
+        :param count: the number of updates done before.
         """
         del key, count
         return self
 
     @property
     def interacts(self) -> bool:
-        """Whether particles need each other: K depends on the cloud, which must hold two distinct particles."""
+        """Whether K depends on the cloud, which must then have two distinct particles."""
         return False
 
     @property
     def is_redrawn(self) -> bool:
-        """Whether K is drawn anew in every update, independently of the cloud."""
+        """Whether every update redraws K, independently of the cloud."""
         return False
 
     @property
     def balances_ensembles(self) -> bool:
-        """Whether whole ensembles are balanced against each other, which takes two or more."""
+        """Whether whole ensembles are balanced against each other, which needs two or more."""
         return False
 
     @property
     def learns_bandwidth(self) -> bool:
-        """Whether a bandwidth is left to be learned."""
+        """Whether warmup chooses a bandwidth."""
         return False
 
     @property
     def tunes_bandwidth(self) -> bool:
-        """Whether it is to be learned by what it gains, and not by the rule of `learn_bandwidth` alone."""
+        """Whether warmup chooses it by its measured gain, not by the rule of `learn_bandwidth` alone."""
         return False
 
     def learn_bandwidth(self, u: jax.Array) -> jax.Array:
-        """The bandwidth for particles ``(G, L, d)``; NaN where there is none to be learned."""
+        """Return the bandwidth for particles ``(G, L, d)``; NaN if the interaction has none to learn."""
         return jnp.asarray(jnp.nan, u.dtype)
 
     def couple(self, u: jax.Array, bandwidth: jax.Array | float | None = None) -> Coupling:
-        """The coupling of the cloud.
+        """Return the coupling of the cloud.
 
         :param u: particles, ``(L, d)`` or ``(G, L, d)``.
-        :param bandwidth: the learned bandwidth, for kernels whose own is ``None``.
+        :param bandwidth: the learned bandwidth, for kernels whose ``bandwidth`` is ``None``.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `couple`.")
 
@@ -126,7 +126,7 @@ class Interaction:
 
 @dataclass(frozen=True)
 class Independent(Interaction):
-    """No interaction: ``K = I``, ``Γ = 0``, white noise. Parallel SGLD, the paper's plain baseline.
+    """No interaction: ``K = I``, ``Γ = 0`` and white noise. This is parallel SGLD, the paper's baseline.
 
     **Example**
 
@@ -143,16 +143,16 @@ class Independent(Interaction):
         return Coupling.identity(lambda key: normal(key, u.shape, u.dtype))
 
     def gram(self, u, bandwidth):
-        """The identity and zero: what a sum needs."""
+        """Return the identity and zero, as a sum needs them."""
         return jnp.eye(u.shape[0], dtype=u.dtype), jnp.zeros_like(u)
 
     def similarity(self, u, bandwidth):
-        """As of :class:`Gram`."""
+        """See :meth:`Gram.similarity`."""
         return self.gram(u, bandwidth)[0]
 
 
 class Wrapping(Interaction):
-    """Base of the interactions that are made of another one, ``interaction``, and have its bandwidth."""
+    """Base class of interactions that wrap another one, ``interaction``, and use its bandwidth."""
 
     interaction: Any
 
@@ -181,13 +181,13 @@ class Wrapping(Interaction):
 
 
 class Gram(Interaction):
-    """Base of the interactions with a Gram matrix: ``K_ij = k(u_i, u_j) + nugget · 1{i = j}``.
+    """Base class of interactions with a Gram matrix: ``K_ij = k(u_i, u_j) + nugget · 1{i = j}``.
 
-    A subclass writes :meth:`evaluate`, the kernel for one pair of points; this class lifts it to a cloud, takes Γ by
-    automatic differentiation and tests on the starting cloud that K is positive definite. The nugget belongs to K:
-    it is in the drift *and* in the noise, so it biases nothing, and it keeps the Cholesky factor finite where
-    particles are close, L is large or the bandwidth is wide. Positive weights and sums of such interactions are
-    interactions again: ``0.9 * RBF() + 0.1 * Independent()``.
+    A subclass defines :meth:`evaluate`, the kernel for one pair of points. This class applies it to a cloud, computes Γ
+    by automatic differentiation and tests on the starting cloud that K is positive definite. The nugget is part of K:
+    it enters the drift *and* the noise and therefore causes no bias. It keeps the Cholesky factor finite if particles
+    are close, L is large or the bandwidth is wide. Such interactions can be multiplied by positive weights and added:
+    ``0.9 * RBF() + 0.1 * Independent()``.
 
     **Example**
 
@@ -206,29 +206,29 @@ class Gram(Interaction):
     """
 
     interacts: ClassVar[bool] = True
-    #: Whether k is known to be positive definite; if not, K is tested on the starting cloud.
+    #: Whether k is known to be positive definite. If not, K is tested on the starting cloud.
     positive_definite: bool = False
-    #: Whether ``K_ii`` may depend on where particles are. Then steps with momenta cannot be measured.
+    #: Whether ``K_ii`` may depend on the positions. If so, warmup cannot measure steps with momenta.
     diagonal_varies: bool = True
     nugget: float = 1e-3
 
     def evaluate(self, x: jax.Array, y: jax.Array, bandwidth: jax.Array | float | None) -> jax.Array:
-        """The kernel k of one pair of points of shape ``(d,)``: symmetric, and differentiable where ``x = y`` too.
+        """Return the kernel k for a pair of points of shape ``(d,)``: symmetric, and differentiable also at ``x = y``.
 
-        ``bandwidth`` means nothing unless ``learns_bandwidth`` is true; a kernel that uses it all the same raises a
+        ``bandwidth`` is meaningless unless ``learns_bandwidth`` is true. A kernel that uses it otherwise raises
         ``ValueError`` when a run begins.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `evaluate`.")
 
     def gram(self, u: jax.Array, bandwidth: jax.Array | float | None) -> tuple[jax.Array, jax.Array]:
-        """K of shape ``(L, L)`` and Γ of shape ``(L, d)`` for one group ``u`` of shape ``(L, d)``."""
+        """Return K of shape ``(L, L)`` and Γ of shape ``(L, d)`` for one group ``u`` of shape ``(L, d)``."""
 
         def k(x, y):
             return self.evaluate(x, y, bandwidth)
 
         def repulsion(x):
-            # ∇_{u_j} K_ij through the second argument for all j, and for j = i through the first one too. One row
-            # at a time, so that nothing of shape (L, L, d) is formed.
+            # ∇_{u_j} K_ij through the second argument for all j, and for j = i also through the first. One row at a
+            # time, so that no array of shape (L, L, d) is formed.
             through_second = jax.vmap(jax.grad(k, 1), (None, 0))(x, u).sum(0)
             return through_second + jax.grad(k, 0)(x, x)
 
@@ -236,15 +236,15 @@ class Gram(Interaction):
         return gram + self.nugget * jnp.eye(len(u), dtype=u.dtype), lax.map(repulsion, u)
 
     def similarity(self, u: jax.Array, bandwidth: jax.Array | float | None) -> jax.Array:
-        """The matrix ``(L, L)`` of who sees whom, by which the bandwidth is learned: K, for most."""
+        """Return the similarity matrix ``(L, L)`` from which the bandwidth is learned; K by default."""
         return self.gram(u, bandwidth)[0]
 
     def learn_bandwidth(self, u):
-        """The bandwidth at which k is, on average over pairs of the cloud, ``min(4 / (L − 1), 1 / 4)`` of its maximum.
+        """Return the bandwidth at which the mean of k over pairs is ``min(4 / (L − 1), 1 / 4)`` of its maximum.
 
-        The particles that one sees then number four or fewer, and the largest eigenvalue of K, which sets how long a
-        step can be, stays near five. But it is never less than 0.1 of a coordinate's variance: of many particles in
-        few dimensions one sees more than four, as repulsion between nearest neighbours would bear no longer step.
+        Each particle then has at most about four neighbours, and the largest eigenvalue of K, which limits the step,
+        stays near five. The bandwidth is at least 0.1 of a coordinate's variance: many particles in few dimensions have
+        more than four neighbours, because repulsion between nearest neighbours would need shorter steps.
         """
         if not self.learns_bandwidth:
             return super().learn_bandwidth(u)
@@ -267,7 +267,7 @@ class Gram(Interaction):
             apply=lambda x: gram @ x,
             repulsion=repulsion,
             draw=lambda key: root @ white(key),
-            bound=jnp.linalg.eigvalsh(gram)[..., -1].max(),  # dropped by the compiler where nobody asks
+            bound=jnp.linalg.eigvalsh(gram)[..., -1].max(),  # the compiler drops it if it is unused
             white=white,
             diagonal=diagonal if self.diagonal_varies else diagonal.mean(),
         )
@@ -275,9 +275,9 @@ class Gram(Interaction):
 
 @dataclass(frozen=True)
 class Sum(Gram):
-    """A sum of Gram-type interactions with positive weights; written ``0.9 * RBF() + 0.1 * Independent()``.
+    """A sum of Gram-type interactions with positive weights, written ``0.9 * RBF() + 0.1 * Independent()``.
 
-    Terms without a bandwidth of their own share the learned one, which is ``"learned"`` if it is so for any of them.
+    Terms without a given bandwidth share the learned one. It is ``"learned"`` if it is so for any of them.
 
     :param terms: pairs ``(weight, interaction)``.
 
@@ -294,13 +294,13 @@ class Sum(Gram):
 
     @staticmethod
     def of(interaction):
-        """The interaction as a sum of one term."""
+        """Return the interaction as a sum of one term."""
         if isinstance(interaction, Sum):
             return interaction
         if not isinstance(interaction, Gram | Independent):
             raise TypeError(
-                f"Only interactions with a Gram matrix can be added; got {interaction!r}. What is scheduled or redrawn "
-                "goes around the sum: Scheduled(a + b, weight), RandomGroups(a + b)."
+                f"Only interactions with a Gram matrix can be added; got {interaction!r}. Wrap the sum to schedule or "
+                "redraw it: Scheduled(a + b, weight), RandomGroups(a + b)."
             )
         return Sum(((1.0, interaction),))
 
@@ -329,7 +329,7 @@ class Sum(Gram):
         return sum(weight * term.similarity(u, bandwidth) for weight, term in self.terms)
 
     def evaluate(self, x, y, bandwidth=None):
-        raise NotImplementedError("A sum is evaluated on a cloud: use `gram` or `couple`.")
+        raise NotImplementedError("A sum does not implement `evaluate`; use `gram` or `couple`.")
 
     def gram(self, u, bandwidth):
         parts = [(weight, term.gram(u, bandwidth)) for weight, term in self.terms]

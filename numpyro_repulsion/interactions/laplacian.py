@@ -1,4 +1,4 @@
-"""Repulsion by the graph Laplacian of the particles."""
+"""Repulsion through the graph Laplacian of the particles."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["Laplacian"]
 
 @dataclass(frozen=True)
 class Laplacian(Wrapping, Gram):  # type: ignore[override]
-    r"""Particles that move apart faster than together: K is the identity and a graph Laplacian.
+    r"""Particles that move apart faster than together: K is the identity plus a graph Laplacian.
 
     .. math::
         K_{ij} = 1\{i = j\}\,\bigl(1 + b \textstyle\sum_{l \ne i} k_{il}\bigr) - 1\{i \ne j\}\, b\, k_{ij}, \qquad
         \Gamma_i = 2 b \sum_{l \ne i} \nabla_{u_i} k(u_i, u_l)
 
-    Its quadratic form is :math:`\|x\|^2 + b \sum_{i < j} k_{ij} (x_i - x_j)^2`, so that it is positive definite for any
-    ``k >= 0``. What neighbours have in common moves as it would alone, and their differences faster; with
-    :class:`~numpyro_repulsion.RBF` itself as K it is the other way round, and noise of neighbours is alike where here
-    it is opposed. As for any K the stationary law is ``∏_i π(u_i)`` as ε → 0. Γ *attracts*, as k falls with the
-    distance, and just makes up for neighbours that noise drives apart faster.
+    The quadratic form of K is :math:`\|x\|^2 + b \sum_{i < j} k_{ij} (x_i - x_j)^2`, so K is positive definite for any
+    ``k >= 0``. The mean of neighbours moves as it would without interaction, and their differences move faster. With
+    :class:`~numpyro_repulsion.RBF` as K it is the other way round: there neighbours get similar noise, here opposite
+    noise. As for any K, the stationary distribution is ``∏_i π(u_i)`` as ε → 0. Γ *attracts*, because k falls with the
+    distance, and exactly compensates for the noise, which drives neighbours apart faster.
 
     The bandwidth is learned by the rule of k. In more than a few dimensions each particle then has about four
-    neighbours, ``K_ii`` is about ``1 + 4b`` on average, and a measured step is shorter by as much. With momenta the
-    step has to be given, and short: in five dimensions, with b = 1 and 20 particles, variances are 20 % too large at
-    ε = 0.01 and 10 % at 0.005.
+    neighbours, ``K_ii`` is about ``1 + 4b`` on average, and a measured step is shorter by that factor. With momenta
+    ``step_size`` must be given, and be short: in five dimensions, with b = 1 and 20 particles, variances are 20 % too
+    large at ε = 0.01 and 10 % at 0.005.
 
-    :param interaction: k, for each pair of particles: a :class:`~numpyro_repulsion.Radial` kernel that is nowhere
-        negative, or a sum of such. Its nugget has no part in K.
+    :param interaction: k, for each pair of particles: a :class:`~numpyro_repulsion.Radial` kernel that is never
+        negative, or a sum of such kernels. Its nugget does not enter K.
     :param strength: b > 0.
-    :raises TypeError: for another interaction.
-    :raises ValueError: for a kernel that is negative somewhere, or a strength that is not positive.
+    :raises TypeError: for any other interaction.
+    :raises ValueError: for a kernel that is negative at some distance, or a strength that is not positive.
 
     **References:**
 
@@ -75,16 +75,16 @@ class Laplacian(Wrapping, Gram):  # type: ignore[override]
 
 
 def _require_affinity(interaction):
-    """Refuses what is not a radial kernel without negative values, or a sum of such."""
+    """Raise an error unless this is a radial kernel without negative values, or a sum of such kernels."""
     terms = [term for _, term in interaction.terms] if isinstance(interaction, Sum) else [interaction]
     for term in terms:
         if isinstance(term, Radial):
-            # A kernel may be made within a program.
+            # A kernel may be made while a program is traced.
             with jax.ensure_compile_time_eval():
                 affinity = np.asarray(term.profile(jnp.linspace(0.0, 12.0, 4001) ** 4))
             if not (affinity >= 0.0).all():
-                raise ValueError(f"Laplacian takes kernels that are nowhere negative; {term!r} is somewhere.")
+                raise ValueError(f"Laplacian takes kernels that are nowhere negative, such as RBF(); got {term!r}.")
         elif not (isinstance(term, Independent) and len(terms) > 1):
             raise TypeError(
-                f"Laplacian takes a radial kernel, such as Laplacian(RBF()), or a sum of such; got {term!r}."
+                f"Laplacian takes a radial kernel, such as Laplacian(RBF()), or a sum of such kernels; got {term!r}."
             )

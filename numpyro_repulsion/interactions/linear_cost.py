@@ -1,4 +1,4 @@
-"""Interactions whose cost is linear in the number of particles."""
+"""Interactions with a cost linear in the number of particles."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["RandomFeatures", "RandomGroups"]
 
 @dataclass(frozen=True)
 class RandomFeatures(Interaction):
-    r"""Repulsion by random features: exact for any number of them, and linear in the number of particles.
+    r"""Repulsion through random features: exact for any number of features, and linear in the number of particles.
 
     .. math::
         K_{ij} = \alpha\, 1\{i = j\} + (1 - \alpha)\, \frac{1}{F} \sum_{f=1}^{F} \cos\bigl(w_f \cdot (u_i - u_j)\bigr),
         \qquad w_f \sim N(0, \tfrac{2}{h} I)
 
-    The expectation of the second term over w is :class:`~numpyro_repulsion.RBF`, but each draw of w is a
-    positive-definite kernel of its own: its Γ, two sums over particles, and its square root, the matrix of features,
-    are exact. So there is no ``L × L`` matrix and no Cholesky factor, and nothing is approximated: as ε → 0 the
-    stationary law is ``∏_i π(u_i)``. New frequencies w are drawn in every update, independently of the particles.
+    The expectation of the second term over w is :class:`~numpyro_repulsion.RBF`, but each draw of w is itself a
+    positive-definite kernel: its Γ, two sums over particles, and its square root, the matrix of features, are exact.
+    There is no ``L × L`` matrix, no Cholesky factor and no approximation: as ε → 0 the stationary distribution is
+    ``∏_i π(u_i)``. Every update draws new frequencies w, independently of the particles.
 
-    The largest eigenvalue of the second term is at least ``L / (2F)``, and the step shrinks with it: for many particles
-    the weight ``1 − α`` should fall with ``F / L``, as it does by default.
+    The largest eigenvalue of the second term is at least ``L / (2F)``, and the step shrinks as it grows. For many
+    particles the weight ``1 − α`` should fall with ``F / L``, as it does by default.
 
     :param bandwidth: h; ``None`` learns it in warmup.
     :param num_features: F.
@@ -58,7 +58,7 @@ class RandomFeatures(Interaction):
     bandwidth: float | None = None
     num_features: int = 64
     weight: float | None = None
-    #: The key of the frequencies: set anew in every update.
+    #: The key of the frequencies; every update sets a new one.
     key: Any = field(default=None, repr=False, compare=False)
 
     interacts: ClassVar[bool] = True
@@ -88,7 +88,7 @@ class RandomFeatures(Interaction):
             total = (cosines.sum(-2) ** 2 + sines.sum(-2) ** 2).sum(-1)
             return jnp.mean(total / u.shape[-2] - 1.0) / (u.shape[-2] - 1)
 
-        # Finitely many features never make strangers of all pairs.
+        # With finitely many features some pairs always stay similar.
         target = min(4.0 / (u.shape[-2] - 1), 0.25) + self.num_features**-0.5 / 4.0
         return bisect_bandwidth(mean_similarity, u, target)
 
@@ -128,17 +128,16 @@ class RandomFeatures(Interaction):
 
 @dataclass(frozen=True)
 class RandomGroups(Wrapping):
-    r"""An interaction within small groups of particles, drawn anew in every update.
+    r"""An interaction within small groups of particles that every update redraws.
 
-    K is block diagonal: ``size`` particles that are drawn at random see each other by ``interaction``, and the next
-    update draws others. The groups do not depend on where particles are, so that each K is a valid one: as ε → 0 the
-    stationary law is ``∏_i π(u_i)``. The cost is linear in the number of particles, which must be a multiple of
-    ``size``.
+    K is block diagonal: ``interaction`` couples ``size`` randomly drawn particles, and the next update draws other
+    groups. The groups do not depend on the positions, so each K is valid: as ε → 0 the stationary distribution is
+    ``∏_i π(u_i)``. The cost is linear in the number of particles, which must be a multiple of ``size``.
 
-    :param interaction: within groups, one with a Gram matrix.
-    :param size: of a group, 2 or more.
+    :param interaction: the interaction within groups, with a Gram matrix.
+    :param size: the number of particles in a group, 2 or more.
     :raises TypeError: for an interaction without a Gram matrix.
-    :raises ValueError: for groups of less than two.
+    :raises ValueError: for groups of fewer than two.
 
     **Example**
 
@@ -153,7 +152,7 @@ class RandomGroups(Wrapping):
 
     interaction: Gram
     size: int = 20
-    #: The key of the groups: set anew in every update.
+    #: The key of the groups; every update sets a new one.
     key: Any = field(default=None, repr=False, compare=False)
 
     interacts: ClassVar[bool] = True
@@ -167,7 +166,7 @@ class RandomGroups(Wrapping):
         keep(self, "size", integer, least=2)
 
     def gram(self, u, bandwidth):
-        """K and Γ by groups, ``(L / size, size, size)`` and ``(L / size, size, d)``, where K is to be tested."""
+        """Return K and Γ by groups, ``(L / size, size, size)`` and ``(L / size, size, d)``, to test K."""
         return jax.vmap(lambda v: self.interaction.gram(v, bandwidth))(self._split(u, self._order(u)))
 
     def at(self, key, count):
@@ -197,7 +196,7 @@ class RandomGroups(Wrapping):
         if u.shape[-2] % self.size:
             raise ValueError(
                 f"{self!r} needs a multiple of {self.size} particles in each ensemble; got {u.shape[-2]}. Change "
-                "num_chains, or `size`."
+                "`num_chains` or `size`."
             )
         key = random.key(0) if self.key is None else self.key
         keys = random.split(key, u.shape[:-2] or (1,))

@@ -1,4 +1,4 @@
-"""Kernels of the distance between particles, by two matrix products, and how to choose their bandwidth."""
+"""Kernels of the distance between particles, computed by two matrix products, and the median bandwidth rule."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["IMQ", "RBF", "Radial", "median_bandwidth", "squared_distances"]
 
 
 class Radial(Gram):
-    """Base of the kernels ``k(x, y) = φ(‖x − y‖² / h)`` with a positive-definite profile φ, ``φ(0) = 1``.
+    """Base class of kernels ``k(x, y) = φ(‖x − y‖² / h)`` with a positive-definite profile φ, ``φ(0) = 1``.
 
-    A subclass writes :meth:`profile`. K and Γ then take two matrix products, and a particle that has run away to
-    where float arithmetic overflows is decoupled instead of turning the others into NaN.
+    A subclass defines :meth:`profile`. K and Γ then take two matrix products. A particle that diverged so far that
+    float arithmetic overflows is decoupled and does not turn the others into NaN.
 
     **Example**
 
@@ -62,7 +62,7 @@ class Radial(Gram):
         return isinstance(self.bandwidth, str)
 
     def profile(self, s: jax.Array) -> jax.Array:
-        """φ, elementwise."""
+        """Return φ, elementwise."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `profile`.")
 
     def evaluate(self, x, y, bandwidth=None):
@@ -71,7 +71,9 @@ class Radial(Gram):
     def _bandwidth(self, plan):
         h = plan if self.learns_bandwidth else self.bandwidth
         if h is None:
-            raise ValueError(f"{self!r} has no bandwidth yet; pass `bandwidth` or give the kernel one.")
+            raise ValueError(
+                f"{self!r} has no bandwidth yet; pass `bandwidth`, or write {type(self).__name__}(bandwidth=1.0)."
+            )
         return h
 
     def gram(self, u, bandwidth=None):
@@ -80,7 +82,7 @@ class Radial(Gram):
         off_diagonal = together & ~jnp.eye(u.shape[0], dtype=bool)
         gram, slope = jax.jvp(self.profile, (squared / h,), (jnp.ones_like(squared),))
         gram = jnp.where(off_diagonal, gram, 0.0) + (1.0 + self.nugget) * jnp.eye(len(u), dtype=u.dtype)
-        # ∇_{u_j} φ(‖u_i − u_j‖²/h) = W_ij (u_i − u_j) with W = −(2/h) φ'; summed over j that is one product.
+        # ∇_{u_j} φ(‖u_i − u_j‖²/h) = W_ij (u_i − u_j) with W = −(2/h) φ'; the sum over j is one product.
         weight = jnp.where(off_diagonal, -2.0 / h * slope, 0.0)
         return gram, weight.sum(1, keepdims=True) * x - weight @ x
 
@@ -89,15 +91,15 @@ class Radial(Gram):
 class RBF(Radial):
     r"""The Gaussian kernel of the paper, :math:`k(x, y) = \exp(-\lVert x - y\rVert^2 / h)`.
 
-    :math:`\Gamma_i = (2/h) \sum_j k_{ij} (u_i - u_j)`, which is *added* to the drift: it pushes particles apart.
+    :math:`\Gamma_i = (2/h) \sum_j k_{ij} (u_i - u_j)` is *added* to the drift and pushes particles apart.
 
     :param bandwidth: h, in squared units of the (preconditioned) parameters; frozen after warmup. ``None`` sets it in
-        warmup by a rule: each particle has about four neighbours, or h is 0.1 of a coordinate's variance where that is
-        more. ``"learned"`` takes the h that promises most draws
-        for each gradient on the clouds of warmup (see :ref:`the mathematics <learned-bandwidth>`). With twenty
-        particles and the default budget of bias that is the rule's; with ``BiasBudget(0.01)`` it is wider, and
-        means gain what deviations may lose. With a warmup of 0 both are the median rule on the starts.
-    :param nugget: added to the diagonal of K, in drift and noise alike.
+        warmup by a rule: each particle has about four neighbours, or h is 0.1 of a coordinate's variance if that is
+        larger. ``"learned"`` takes the h that promises the most draws for each gradient on the clouds of warmup (see
+        :ref:`the mathematics <learned-bandwidth>`). With twenty particles and the default bias budget this is the h of
+        the rule; with ``BiasBudget(0.01)`` it is wider, which makes means more precise and may make deviations less
+        precise. With a warmup of 0 both use the median rule on the starts.
+    :param nugget: added to the diagonal of K, in both drift and noise.
     :raises ValueError: unless both are positive and finite, or the bandwidth is ``None`` or ``"learned"``.
 
     **References:**
@@ -125,11 +127,11 @@ class RBF(Radial):
 
 @dataclass(frozen=True)
 class IMQ(Radial):
-    r"""The inverse multiquadric, :math:`k(x, y) = (1 + \lVert x - y\rVert^2 / h)^{-1/2}`: repulsion with a long range.
+    r"""The inverse multiquadric, :math:`k(x, y) = (1 + \lVert x - y\rVert^2 / h)^{-1/2}`: long-range repulsion.
 
     :param bandwidth: h, in squared units of the (preconditioned) parameters; ``None`` sets it in warmup by a rule, and
-        ``"learned"`` by what it gains, as for :class:`RBF`.
-    :param nugget: added to the diagonal of K, in drift and noise alike.
+        ``"learned"`` by its measured gain, as for :class:`RBF`.
+    :param nugget: added to the diagonal of K, in both drift and noise.
     :raises ValueError: unless both are positive and finite, or the bandwidth is ``None`` or ``"learned"``.
 
     **References:**
@@ -154,28 +156,28 @@ class IMQ(Radial):
 
 
 def squared_distances(u: jax.Array) -> jax.Array:
-    """The squared distances ``(L, L)`` of points ``(L, d)``, by one matrix product; infinite for runaway points."""
+    """Return squared distances ``(L, L)`` of points ``(L, d)``, by one matrix product; infinite for diverged points."""
     _, squared, together = _centred(u)
     return jnp.where(together, squared, jnp.inf)
 
 
 def median_bandwidth(u: jax.Array) -> jax.Array:
-    """The median rule ``h = median ‖u_i − u_j‖² / log L`` over the pairs ``i ≠ j`` of each group.
+    """Return the median rule ``h = median ‖u_i − u_j‖² / log L`` over the pairs ``i ≠ j`` of each group.
 
     :param u: particles, ``(L, d)`` or ``(G, L, d)`` with ``L > 1``.
     """
     size = u.shape[-2]
     squared = jnp.vectorize(squared_distances, signature="(l,d)->(l,l)")(u)
     pairs = squared[..., *jnp.triu_indices(size, 1)]
-    # Without a positive, finite median (coincident or runaway particles) any positive bandwidth is exact.
+    # If the median is not positive and finite (coincident or diverged particles), any positive bandwidth is exact.
     h = jnp.median(pairs) / jnp.log(jnp.asarray(float(size), u.dtype))
     return jnp.where(jnp.isfinite(h) & (h > 0), h, 1.0).astype(u.dtype)
 
 
 def _centred(u):
-    """Points ``(L, d)`` about a central one, their squared distances, and which pairs are near enough to have one."""
-    # ‖x‖² + ‖y‖² − 2 x·y cancels badly far from the origin. The mean would do, but one runaway particle moves it and
-    # ruins the distances of all others, so centre on the median of three.
+    """Return points ``(L, d)`` relative to a central one, their squared distances, and which pairs are finite."""
+    # ‖x‖² + ‖y‖² − 2 x·y cancels badly far from the origin. One diverged particle would move the mean and ruin the
+    # distances of all others, so centre on the median of three.
     first, second, third = u[0], u[len(u) // 2], u[-1]
     centre = jnp.maximum(jnp.minimum(first, second), jnp.minimum(jnp.maximum(first, second), third))
     x = u - lax.stop_gradient(centre)

@@ -18,26 +18,26 @@ __all__ = ["Scheduled"]
 
 @dataclass(frozen=True)
 class Scheduled(Wrapping):
-    r"""An interaction whose strength is a function of the update count: repulsion now, and less of it later.
+    r"""An interaction whose strength is a function of the update count.
 
     .. math::
         K_t = w(t)\, K + (1 - w(t))\, I, \qquad \Gamma_t = w(t)\, \Gamma
 
-    At ``w = 1`` it is the interaction, at ``w = 0`` parallel SGLD. ``D = K_t ⊗ I``, ``Q = 0`` (with momenta
-    ``Q = [[0, −K_t], [K_t, 0]]``), for any w in [0, 1]: K_t is positive definite, and w depends on the time alone and
-    not on the particles, so that Γ_t lacks no term. ``∏_i π(u_i)`` is thus the stationary law of every K_t, and as
-    ε → 0 that of the whole run, at every moment and however w moves.
+    At ``w = 1`` this is the interaction, at ``w = 0`` parallel SGLD. For any w in [0, 1], ``D = K_t ⊗ I`` and
+    ``Q = 0`` (with momenta ``Q = [[0, −K_t], [K_t, 0]]``). K_t is positive definite, and w depends on time but not on
+    the particles, so Γ_t is complete. ``∏_i π(u_i)`` is therefore the stationary distribution of every K_t and, as
+    ε → 0, of the whole run, for any schedule w.
 
-    The paper switches repulsion off for the last half of training: that is a w of 1 for the updates before and 0
-    after, as in the example. The count includes warmup, ``num_steps`` updates for each iteration. K is computed in
-    every update, whatever w is, and integrators do not know that it is I where ``w = 0``: momenta keep the integrator
-    of first order. Warmup measures the step for the w in [0, 1] at which it must be shortest.
+    The paper switches repulsion off for the last half of training: w is 1 before and 0 after, as in the example. The
+    count includes warmup, ``num_steps`` updates for each iteration. Every update computes K for any w, and integrators
+    do not detect that it is I at ``w = 0``: with momenta the integrator stays first order. Warmup measures the step for
+    the w in [0, 1] at which it must be shortest.
 
-    :param interaction: what is scheduled: any in which particles feel each other, such as ``RBF()``, a sum,
+    :param interaction: the scheduled interaction, in which particles must feel each other: ``RBF()``, a sum,
         ``RandomFeatures()``, ``RandomGroups(...)`` or ``Balanced(RBF())`` (groups stay balanced against each other).
-    :param weight: w, a callable of the update count (0 at the first update) with values in [0, 1], such as a schedule
-        of optax. Values beyond are clipped.
-    :raises TypeError: for an interaction in which no particle feels another, or a weight that is not callable.
+    :param weight: w, a callable of the update count (0 at the first update) with values in [0, 1], for example an
+        optax schedule. Values outside are clipped.
+    :raises TypeError: for an interaction in which particles do not feel each other, or a weight that is not callable.
     :raises ValueError: for a first value that is not a number in [0, 1].
 
     **References:**
@@ -59,7 +59,7 @@ class Scheduled(Wrapping):
 
     interaction: Any
     weight: Callable[..., jax.Array | float]
-    #: The weight of one update: set anew in every one. Without it, as where warmup measures, that is 1.
+    #: The weight of the current update. It is 1 if not set, as when warmup measures.
     now: Any = field(default=None, repr=False, compare=False)
 
     interacts: ClassVar[bool] = True
@@ -70,12 +70,12 @@ class Scheduled(Wrapping):
         if not (isinstance(self.interaction, Interaction) and self.interaction.interacts):
             raise TypeError(
                 "Scheduled takes an interaction in which particles feel each other, such as RBF() or RandomFeatures(), "
-                f"for nothing else has a strength to change; got {self.interaction!r}."
+                f"because nothing else has a strength to change; got {self.interaction!r}."
             )
         if not callable(self.weight):
             raise TypeError(
                 "Scheduled: `weight` must be a callable of the update count with values in [0, 1], such as "
-                "`lambda count: jnp.where(count < 10_000, 1.0, 0.0)` or a schedule of optax; got "
+                "`lambda count: jnp.where(count < 10_000, 1.0, 0.0)` or an optax schedule; got "
                 f"{self.weight!r}. For a constant weight write 0.3 * RBF() + 0.7 * Independent()."
             )
         first = self.weight(0)
@@ -85,7 +85,7 @@ class Scheduled(Wrapping):
             )
 
     def __repr__(self):
-        # The name of a function, without its address: this is kept with the results.
+        # The name of a function without its address, because this is stored with the results.
         return f"Scheduled({self.interaction!r}, weight={getattr(self.weight, '__name__', repr(self.weight))})"
 
     @property
@@ -103,7 +103,7 @@ class Scheduled(Wrapping):
     def couple(self, u, bandwidth=None):
         coupling = self.interaction.couple(u, bandwidth)
         if self.now is None:
-            # The largest over w, for the step is measured once.
+            # The largest over w, because the step is measured once.
             return coupling._replace(
                 bound=jnp.maximum(coupling.bound, 1.0), diagonal=jnp.maximum(coupling.diagonal, 1.0)
             )
@@ -125,7 +125,7 @@ class Scheduled(Wrapping):
         )
 
     def gram(self, u, bandwidth):
-        """K and Γ of one group ``(L, d)``, where the interaction has a Gram matrix, or its redrawn groups have."""
+        """Return K and Γ of one group ``(L, d)``, if the interaction or its redrawn groups have a Gram matrix."""
         gram, repulsion = self.interaction.gram(u, bandwidth)
         w = 1.0 if self.now is None else jnp.asarray(self.now, u.dtype)
         return w * gram + (1.0 - w) * jnp.eye(gram.shape[-1], dtype=u.dtype), w * repulsion

@@ -1,4 +1,4 @@
-"""Jumps between updates: Metropolis steps that read what warmup has frozen, for posteriors of several modes."""
+"""Jumps between updates: Metropolis steps with proposals frozen after warmup, for posteriors with several modes."""
 
 from numpyro_repulsion.moves.archive import DENSITY, DIFFERENCES, Archive, Jumps
 from numpyro_repulsion.moves.base import Jumped, Move, Proposal

@@ -1,4 +1,4 @@
-"""Jumps by a frozen archive of warmup."""
+"""Jumps that use a frozen archive of warmup positions."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ __all__ = ["DENSITY", "DIFFERENCES", "Archive", "Jumps"]
 
 #: How particles jump.
 NONE, DIFFERENCES, DENSITY = 0, 1, 2
-#: Below these acceptances the density gives way to differences, if they do better, and jumps to none.
+#: Below these acceptances, differences replace the density if they do better, and jumps are switched off.
 LEAST_OF_DENSITY, LEAST = 0.1, 0.02
-#: Variances that the density's kernels may have, in units of T, how far down the gradient their centres may be, and at
-#: how many points these are compared.
+#: Candidate variances of the density's kernels, in units of T, candidate descents of their centres along the gradient,
+#: and the number of points at which these are compared.
 VARIANCES = np.geomspace(1e-3, 4.0, 20)
 DESCENTS = (0.0, 0.5, 0.75, 1.0)
 MAX_QUERIES = 256
 
 
 class Jumps(NamedTuple):
-    """What jumps have learned; constant after warmup, but for the tally.
+    """The learned state of jumps; after warmup only the tally changes.
 
-    - **recorded** - unconstrained positions met in warmup and the gradients there, ``(C, d)`` each, of which the first
+    - **recorded** - unconstrained positions from warmup and the gradients there, ``(C, d)`` each, of which the first
       ``number`` are filled.
-    - **number** - how many.
-    - **source** - which of all particles of all recorded iterations, in their order, each of them is, ``(C,)``.
+    - **number** - the number of filled positions.
+    - **source** - the index of each position among all particles of all recorded iterations, ``(C,)``.
     - **scale** - S, with ``S Sᵀ`` about the covariance within a mode over T, ``(d, d)`` or ``(d,)``.
-    - **components** - the archive in use, ``S⁻¹ a_c``, neighbours in space next to each other, ``(C, d)``.
-    - **variance** - s², of the density's kernels about the components.
+    - **components** - the archive in use, ``S⁻¹ a_c``, ordered so that neighbours in space are adjacent, ``(C, d)``.
+    - **variance** - s², the variance of the density's kernels about the components.
     - **kind** - how particles jump: 0 not at all, 1 by relaxed differences, 2 from the density.
-    - **acceptance** - of each kind, in the last window of warmup in which it was in use, ``(3,)``.
-    - **tally** - how many jumps there were since a window began, and the sum of their acceptances.
+    - **acceptance** - the acceptance of each kind, in the last window of warmup that used it, ``(3,)``.
+    - **tally** - the number of jumps since a window began, and the sum of their acceptances.
     """
 
     recorded: tuple[jax.Array, jax.Array]
@@ -64,31 +64,33 @@ class Jumps(NamedTuple):
 
 @dataclass(frozen=True)
 class Archive(Move):
-    r"""Jumps to anywhere that warmup has been, for posteriors of several modes.
+    r"""Jumps to all regions that warmup visited, for posteriors with several modes.
 
-    Warmup records where particles go. After it every second update of the sampler is a Metropolis-Hastings step
-    instead, exact for any archive :math:`a_1, \dots, a_C` that does not change:
+    Warmup records the positions of particles. Afterwards every second update is a Metropolis-Hastings step, exact for
+    any fixed archive :math:`a_1, \dots, a_C`. There are two kinds of proposal:
 
-    - from its *density* :math:`q = \frac{1}{C} \sum_c N(a_c, s^2 S S^\top)` a proposal y is accepted with probability
-      :math:`\min\bigl(1, \frac{\pi(y)\, q(x)}{\pi(x)\, q(y)}\bigr)`. Where K = I the components that the particles of
-      an ensemble are offered are stratified, one from each part of space, which spreads the ensemble over the modes
-      (each particle's own is as likely as any other, so that its distribution is not touched);
-    - where few of these are accepted, as in many dimensions, by *relaxed differences*: a particle is shifted to
-      :math:`w = x + a_b - a_c` and relaxes there, :math:`y = w - S S^\top \nabla U(w) + \sqrt{T} S \xi`; accepted with
-      the ratio for the way back from y by the opposite shift. This takes three gradients instead of one.
+    - from the archive's *density* :math:`q = \frac{1}{C} \sum_c N(a_c, s^2 S S^\top)`: a proposal y is accepted with
+      probability :math:`\min\bigl(1, \frac{\pi(y)\, q(x)}{\pi(x)\, q(y)}\bigr)`. If K = I, the components offered to
+      the particles of an ensemble are stratified, one from each part of space, which spreads the ensemble over the
+      modes (all components are equally likely for each particle, so its distribution does not change);
+    - by *relaxed differences*, if few of these are accepted, as in many dimensions: a particle is shifted to
+      :math:`w = x + a_b - a_c` and relaxes there, :math:`y = w - S S^\top \nabla U(w) + \sqrt{T} S \xi`. The acceptance
+      ratio uses the reverse jump from y with the opposite shift. This takes three gradients instead of one.
 
-    The :math:`a_c` are positions that warmup met, moved all or part of the way down to their mode by
+    The :math:`a_c` are positions from warmup, moved all or part of the way down to their mode by
     :math:`-S S^\top \nabla U`.
 
-    Which of the two, S (from the covariance of the gradients, whose inverse is the covariance within a mode, whatever
-    lies between the modes) and s² (by the likelihood of each particle's part of the archive under the others' parts)
-    are learned in warmup and frozen with the archive. In warmup particles jump too, first by differences, then from
-    the density, by what was recorded so far. An archive cannot hold a mode that warmup did not meet.
+    Warmup learns the kind of proposal, S and s², and freezes them with the archive. S comes from the covariance of the
+    gradients, whose inverse is the covariance within a mode, whatever the distance between modes. s² maximizes the
+    likelihood of each particle's part of the archive under the other parts. Particles also jump during warmup, first by
+    differences, then from the density, with the positions recorded so far. An archive cannot contain a mode that warmup
+    did not visit.
 
-    Jumps leave the distribution ``exp(−U / T)`` of each particle as it is, and momenta alone, so that the stationary
-    distribution is the sampler's own. They need the potential energy of all data, a warmup, and two particles or more.
+    Jumps preserve the distribution ``exp(−U / T)`` of each particle and do not change momenta, so the sampler's
+    stationary distribution stays the same. They need the potential energy of all data, a warmup, and at least two
+    particles.
 
-    :param size: C is at most this, a power of two. A jump from the density takes ``2 L C d`` multiplications.
+    :param size: the largest C, a power of two. A jump from the density takes ``2 L C d`` multiplications.
     :raises ValueError: for a size that is not a power of two, 16 or more.
 
     **References:**
@@ -119,16 +121,16 @@ class Archive(Move):
             raise ValueError(f"Archive: `size` must be a power of two, 16 or more; got {self.size!r}.")
 
     def start(self, cloud: Cloud, iterations: int, dense: bool) -> Jumps:
-        """Nothing learned yet.
+        """Return the state before warmup.
 
-        :param iterations: of the warmup.
+        :param iterations: the number of warmup iterations.
         :param dense: whether S is a matrix.
         """
         groups, particles, dimension = cloud.z.shape
         total = max(1, min(groups * particles * (iterations * 3 // 4), np.iinfo(np.int32).max))
-        # A power of two, for an even division of space, that the iterations fill.
+        # A power of two divides space evenly; the iterations must fill it.
         size = min(self.size, 1 << max(total.bit_length() - 1, 4))
-        # Strata are counted in 32 bits: L C of them at most.
+        # Stratum indices up to L C must fit 32 bits.
         size = min(size, 1 << max(31 - particles.bit_length(), 4))
         dtype = cloud.z.dtype
         return Jumps(
@@ -144,7 +146,7 @@ class Archive(Move):
         )
 
     def learn(self, stage: Stage, jumps: Jumps, warmup: WarmupState, cloud: Cloud, temperature: float) -> Jumps:
-        """What one more iteration teaches, and at the ends of windows a new archive; constant after warmup."""
+        """Record one more iteration, and renew the archive at the end of a window; constant after warmup."""
         elapsed = stage.done - stage.at(ARRIVED)
         is_warmup = stage.done < stage.num_warmup
 
@@ -160,7 +162,7 @@ class Archive(Move):
         return lax.cond((elapsed >= 0) & stage.is_warmup, remember, lambda: jumps)
 
     def _record(self, jumps, change, cloud, elapsed):
-        """With the particles of one more iteration, in unconstrained coordinates."""
+        """Add the particles of one more iteration, in unconstrained coordinates."""
         z, gradient = (
             x.reshape(-1, x.shape[-1]) for x in (change.to_positions(cloud.z), change.unwhiten_gradient(cloud.gradient))
         )
@@ -173,8 +175,8 @@ class Archive(Move):
         return jumps._replace(recorded=recorded, number=jumps.number + here.sum(dtype=jnp.int32))
 
     def _fit(self, jumps, change, particles, temperature):
-        """The archive as recorded so far put to use, with the S and s² that suit it."""
-        # Until it is full, the archive holds what there is several times over.
+        """Use the archive recorded so far, with S and s² fitted to it."""
+        # Until the archive is full, it repeats its positions.
         filled = jnp.arange(len(jumps.source)) % jnp.maximum(jumps.number, 1)
         z, gradient = (x[filled] for x in jumps.recorded)
         within = _within(change.whiten_gradient(gradient), jumps, temperature)
@@ -184,7 +186,7 @@ class Archive(Move):
         return jumps._replace(components=components, variance=variance, scale=within.scale)
 
     def _choose(self, jumps, kind):
-        """The window's acceptance noted, and another begun in which particles jump by this kind; −1 is the better."""
+        """Store the window's acceptance and begin another window with this kind of jump; −1 chooses the better kind."""
         count, total = jumps.tally
         acceptance = jumps.acceptance.at[jumps.kind].set(
             jnp.where(count > 0, total / jnp.maximum(count, 1.0), jumps.acceptance[jumps.kind])
@@ -214,7 +216,7 @@ class Archive(Move):
 
 
 def _from_density(start, variance, components, visit, stratified, key):
-    """``(u, U, ∇U)`` at a proposal, and the log densities of the way there and of the way back."""
+    """Return ``(u, U, ∇U)`` at a proposal, and the log proposal densities of the jump and of the reverse jump."""
     index_key, noise_key = random.split(key)
     index = _indices(index_key, start.shape[:2], len(components), stratified)
     end = components[index] + jnp.sqrt(variance) * normal(noise_key, start.shape, start.dtype)
@@ -226,14 +228,14 @@ def _from_density(start, variance, components, visit, stratified, key):
 
 
 def _by_differences(start, components, visit, whiten_gradient, temperature, key):
-    """The same for a relaxed difference, of which there are as many ways forth as back."""
+    """Return the same for a relaxed difference; shifts in both directions are equally likely."""
     index_key, noise_key = random.split(key)
     first, second = random.randint(index_key, (2, *start.shape[:2]), 0, len(components))
     shift = components[second] - components[first]
     noise = temperature**0.5 * normal(noise_key, start.shape, start.dtype)
 
     def walk(v, turn):
-        # At w, at the proposal, and at the proposal less the shift; as a loop, so that the force is compiled once.
+        # At w, at the proposal, and at the proposal minus the shift; a loop, so that the gradient is compiled once.
         u, energy, gradient = visit(v)
         slope = whiten_gradient(gradient)
         return jnp.where(turn == 0, v - slope + noise, v - shift), (v, slope, (u, energy, gradient))
@@ -248,7 +250,7 @@ def _by_differences(start, components, visit, whiten_gradient, temperature, key)
 
 
 def _indices(key, shape, size, stratified):
-    """Components for a cloud of shape ``(G, L)``, each as likely as any other."""
+    """Return equally likely component indices for a cloud of shape ``(G, L)``."""
     if not stratified:
         return random.randint(key, shape, 0, size)
     order_key, offset_key = random.split(key)
@@ -258,10 +260,10 @@ def _indices(key, shape, size, stratified):
 
 
 def _squared_distances(u, components):
-    """Of points ``(..., d)`` from components ``(C, d)``, ``(..., C)``, one coordinate at a time.
+    """Return the squared distances ``(..., C)`` of points ``(..., d)`` from components ``(C, d)``.
 
-    Modes may be thousands of their widths apart, where an expanded square, by a matrix product, is lost in rounding:
-    the density would be another than that of the proposals, and jumps not exact.
+    They are summed one coordinate at a time. Modes may be thousands of widths apart, where rounding ruins an expanded
+    square from a matrix product: the density would differ from that of the proposals, and jumps would not be exact.
     """
 
     def add(total, coordinate):
@@ -273,7 +275,7 @@ def _squared_distances(u, components):
 
 
 def _order_in_space(u):
-    """An order of points ``(C, d)`` by repeated halving of space, each time across its widest coordinate."""
+    """Return an order of points ``(C, d)`` by repeated halving of space, each time across the widest coordinate."""
     size = len(u)
     depth = size.bit_length() - 1
 
@@ -292,9 +294,9 @@ def _order_in_space(u):
 
 
 def _within(gradient, jumps, temperature):
-    """The change of variables after which gradients, ``(C, d)``, have the covariance T I, and each mode about as much.
+    """Return the change of variables that gives gradients ``(C, d)`` the covariance T I, and each mode about the same.
 
-    For positions that would be the covariance of all modes together.
+    Gradients are used because the covariance of positions would be that of all modes together.
     """
     deviation = gradient - gradient.mean(0)
     if jumps.scale.ndim == 1:
@@ -304,9 +306,9 @@ def _within(gradient, jumps, temperature):
 
 
 def _likeliest(v, slope, owner, temperature):
-    """Components and the variance about them at which the positions of each owner are likeliest under all others'.
+    """Return components and a variance that maximize the likelihood of each owner's positions under the others' parts.
 
-    Components are where positions come to on their way down the gradient, all the way or a part of it.
+    Components are positions moved down the gradient, all the way to the mode or a part of it.
     """
     stride = max(1, len(v) // MAX_QUERIES)
     others = owner[::stride, None] != owner

@@ -1,4 +1,4 @@
-"""What every move does: propose, accept, and count."""
+"""The base class of moves, which propose, accept and count jumps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Jumped", "Move", "Proposal"]
 
 
 class Proposal(NamedTuple):
-    """Where each particle may jump.
+    """The proposed jump of each particle.
 
-    - **position**, **potential_energy**, **gradient** - u, U and ∇U there, ``(G, L, d)``, ``(G, L)``, ``(G, L, d)``.
-    - **log_ratio** - the log density of proposing the way back, less that of proposing the way there, ``(G, L)``.
-    - **threshold** - uniform random numbers below which a jump is accepted, ``(G, L)``; ``None`` where the base class
-      draws them.
+    - **position**, **potential_energy**, **gradient** - u, U and ∇U at it, ``(G, L, d)``, ``(G, L)``, ``(G, L, d)``.
+    - **log_ratio** - the log proposal density of the reverse jump minus that of the jump, ``(G, L)``.
+    - **threshold** - uniform random numbers, ``(G, L)``; a jump with a larger acceptance probability is accepted.
+      ``None`` if the base class draws them.
     """
 
     position: jax.Array
@@ -32,10 +32,10 @@ class Proposal(NamedTuple):
 
 
 class Jumped(NamedTuple):
-    """What one jump of every particle did.
+    """The result of one jump of every particle.
 
     - **cloud** - the particles.
-    - **accepted** - which particles have jumped, ``(G, L)``.
+    - **accepted** - which particles jumped, ``(G, L)``.
     - **probability** - the acceptance probabilities, ``(G, L)``.
     """
 
@@ -48,12 +48,12 @@ class Move:
     """Base class: Metropolis-Hastings steps of single particles, between updates of the dynamics.
 
     A subclass defines `start`, `learn` and `propose`. Its state is a ``NamedTuple`` of arrays with a field ``tally``,
-    the number of jumps and the sum of their mean acceptance probabilities, which the sampler keeps. The base class
-    accepts a proposal y with probability ``min(1, π(y) q(x|y) / (π(x) q(y|x)))``, ``π = exp(−U / T)``, so that the
-    stationary distribution of each particle stays the same if a proposal depends on nothing but the particle and the
-    state, and the state stays the same after warmup.
+    the number of jumps and the sum of their mean acceptance probabilities, which the sampler updates. The base class
+    accepts a proposal y with probability ``min(1, π(y) q(x|y) / (π(x) q(y|x)))``, ``π = exp(−U / T)``. This preserves
+    the stationary distribution of each particle if a proposal depends only on the particle and the state, and the state
+    does not change after warmup.
 
-    With ``SGLD(model, moves=MyMove())`` every second update is a jump where `is_on` says so.
+    With ``SGLD(model, moves=MyMove())`` every second update is a jump if `is_on` is true.
 
     **Example**
 
@@ -70,7 +70,7 @@ class Move:
         >>> class Nothing(NamedTuple):
         ...     tally: tuple[jax.Array, jax.Array]
 
-        >>> class Reflection(Move):  # of a posterior that is almost symmetric
+        >>> class Reflection(Move):  # for an almost symmetric posterior
         ...     def start(self, cloud, iterations, dense):
         ...         return Nothing((jnp.zeros(()), jnp.zeros(())))
         ...     def learn(self, stage, state, warmup, cloud, temperature):
@@ -87,21 +87,21 @@ class Move:
         True
     """
 
-    #: Fewer particles have nothing to learn from.
+    #: The smallest number of particles from which the move can learn.
     min_particles: ClassVar[int] = 2
     #: Whether the base class draws the thresholds of acceptance; if not, `propose` returns them.
     draws_threshold: ClassVar[bool] = True
 
     def start(self, cloud: Cloud, iterations: int, dense: bool) -> Any:
-        """The state before warmup.
+        """Return the state before warmup.
 
-        :param iterations: of the warmup.
+        :param iterations: the number of warmup iterations.
         :param dense: whether scales are matrices.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `start`.")
 
     def learn(self, stage: Stage, state: Any, warmup: WarmupState, cloud: Cloud, temperature: float) -> Any:
-        """The state after one more iteration; constant after warmup, but for the tally."""
+        """Return the state after one more iteration; after warmup only the tally changes."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `learn`.")
 
     def propose(
@@ -113,16 +113,16 @@ class Move:
         temperature: float,
         stratified: bool,
     ) -> Proposal:
-        """A proposal for every particle.
+        """Return a proposal for every particle.
 
         :param cloud: the particles, whitened.
-        :param stratified: whether particles of an ensemble are independent of each other, so that they may share out
-            what they are offered.
+        :param stratified: whether the particles of an ensemble are independent, so that proposals may be stratified
+            over them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `propose`.")
 
     def is_on(self, state: Any) -> jax.Array:
-        """Whether particles jump; a scalar, always true by default."""
+        """Return whether particles jump; a scalar, always true by default."""
         del state
         return jnp.ones((), bool)
 
@@ -135,7 +135,7 @@ class Move:
         temperature: float,
         stratified: bool,
     ) -> Jumped:
-        """One jump of every particle, each accepted or rejected by itself."""
+        """Propose one jump for every particle, and accept or reject each one separately."""
         propose_key = accept_key = key
         if self.draws_threshold:
             propose_key, accept_key = random.split(key)

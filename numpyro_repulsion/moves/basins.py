@@ -1,4 +1,4 @@
-"""Jumps that switch themselves on where warmup leaves particles in several basins."""
+"""Jumps that switch on automatically if warmup leaves particles in several basins."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from numpyro_repulsion.warmup import Preconditioner, inverse_root
 
 __all__ = ["BasinJumps", "Basins"]
 
-#: Fractions of warmup between which particles are followed; the rest of it tries jumps, if they are of use.
+#: Fractions of warmup between which particles are followed; the rest of warmup tries jumps if there are basins.
 BEGINNING, END = 0.7, 0.95
 MAX_COMPONENTS = 64
-#: The proposal's standard deviations over those of a particle: tails that are too light would trap particles.
+#: The proposal's standard deviations divided by those of a particle: tails that are too light would trap particles.
 INFLATION = 1.2
 #: Bounds on these deviations, in units of the width of a basin.
 WIDTHS = (1e-3, 1e3)
 
 
 class BasinJumps(NamedTuple):
-    """What jumps between basins have learned; constant after warmup, but for the tally.
+    """The learned state of jumps between basins; after warmup only the tally changes.
 
     - **scale** - S, ``(d, d)`` or ``(d,)``.
-    - **origin** - where the C particles were when they began to be followed, ``(C, d)``, in w.
-    - **sums** - of their w less that, and of its squares, ``(2, C, d)``.
-    - **number** - of iterations in these.
-    - **centre**, **width** - of the components, ``(C, d)`` each.
+    - **origin** - the first followed positions of the C particles, ``(C, d)``, in w.
+    - **sums** - the sums of w minus the origin and of its squares, ``(2, C, d)``.
+    - **number** - the number of iterations in these sums.
+    - **centre**, **width** - the centres and widths of the components, ``(C, d)`` each.
     - **is_on** - whether warmup found several basins.
-    - **tally** - how many jumps there were, and the sum of their acceptance probabilities.
+    - **tally** - the number of jumps, and the sum of their acceptance probabilities.
     """
 
     scale: jax.Array
@@ -52,16 +52,17 @@ class BasinJumps(NamedTuple):
 
 
 class Basins(Move):
-    r"""Metropolis-Hastings steps from a mixture with one Gaussian for each of C particles.
+    r"""Metropolis-Hastings steps with proposals from a mixture of one Gaussian for each of C particles.
 
     Coordinates are :math:`w = S^{-1} u`, with :math:`S S^\top` the inverse of the gradients' covariance over T: the
-    covariance within a basin, whatever lies between basins. The mixture :math:`q = \frac1C \sum_c N(m_c, 1.44\, V_c)`
-    has the mean and the (diagonal) variances of particle c in the second last part of warmup, and is frozen. A proposal
-    y is accepted with probability :math:`\min\bigl(1, \frac{\pi(y)\, q(x)}{\pi(x)\, q(y)}\bigr)`, once in each
-    iteration for each particle, so that the stationary distribution is the sampler's own.
+    covariance within a basin, whatever the distance between basins. The mixture
+    :math:`q = \frac1C \sum_c N(m_c, 1.44\, V_c)` has the mean and the (diagonal) variances of particle c in the second
+    last part of warmup, and is then frozen. A proposal y is accepted with probability
+    :math:`\min\bigl(1, \frac{\pi(y)\, q(x)}{\pi(x)\, q(y)}\bigr)`, once in each iteration for each particle. This
+    preserves the sampler's stationary distribution.
     """
 
-    min_particles = 4  # Fewer do not tell basins from chance.
+    min_particles = 4  # Fewer do not distinguish basins from chance.
     draws_threshold = False
 
     def start(self, cloud, iterations, dense):
@@ -127,7 +128,7 @@ class Basins(Move):
             point, centre, width = coordinate
             return total - ((point[..., None] - centre) / width) ** 2 / 2.0 - jnp.log(width), None
 
-        # One coordinate at a time: basins may be thousands of their widths apart, where an expanded square is lost.
+        # One coordinate at a time: basins may be thousands of widths apart, where an expanded square loses precision.
         points = jnp.stack([start, end])
         nothing = jnp.zeros((*points.shape[:-1], len(state.centre)), points.dtype)
         terms = lax.scan(add, nothing, (jnp.moveaxis(points, -1, 0), state.centre.T, state.width.T))[0]
@@ -138,6 +139,6 @@ class Basins(Move):
 
 
 def _followed(w, components):
-    """As many particles of a cloud ``(G, L, d)`` as there are components, evenly spread over the groups."""
+    """Return one particle of a cloud ``(G, L, d)`` for each component, evenly spread over the groups."""
     flat = w.reshape(-1, w.shape[-1])
     return flat[np.arange(components) * len(flat) // components]
