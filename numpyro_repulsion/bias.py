@@ -192,7 +192,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
 
 
 def _step_size(mcmc):
-    """Returns the ε in use, for several plain chains that of the first; for a schedule the longest that made a draw."""
+    """Returns the ε in use: of several plain chains that of the first, of a schedule the longest that made a draw."""
     if callable(mcmc.sampler.step_size):
         return float(np.max(mcmc.get_extra_fields()["step_size"]))
     return float(np.ravel(mcmc.last_state.step_size)[0])

@@ -1,4 +1,4 @@
-"""The bias of a step size, estimated without a reference, on chains whose stationary law is known in closed form."""
+"""The bias of a step size, estimated without exact draws, on chains with a stationary distribution in closed form."""
 
 import jax
 from jax import random

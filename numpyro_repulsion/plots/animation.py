@@ -33,16 +33,16 @@ def animate_particles(
     matplotlib. Keep the animation in a variable until it is saved or shown.
 
     :param draws: as for :func:`plot_particles`.
-    :param potential: as there.
-    :param pair: as there.
+    :param potential: as for :func:`plot_particles`.
+    :param pair: as for :func:`plot_particles`.
     :param iterations: the draws, one for each frame: a slice such as ``slice(0, 200, 2)``, or a sequence of numbers.
         ``None`` is all.
     :param trail: the number of preceding draws over which lines trace the particles; 0 for none.
     :param interval: milliseconds between frames.
     :param limits: as for :func:`plot_particles`; ``None`` includes the particles of all frames.
-    :param levels: as there.
-    :param num_ensembles: as there.
-    :param colors: as there.
+    :param levels: as for :func:`plot_particles`.
+    :param num_ensembles: as for :func:`plot_particles`.
+    :param colors: as for :func:`plot_particles`.
     :param ax: axes to draw on; ``None`` makes a figure.
     :param kwargs: passed to ``Axes.scatter`` for the dots.
     :return: ``matplotlib.animation.FuncAnimation``.

@@ -56,7 +56,7 @@ class Draws(NamedTuple):
         return [f"{name}{inner}" for name in self.values for inner in self._inner(name)]
 
     def pick(self, label: str | int) -> tuple[np.ndarray, str]:
-        """Returns a coordinate, ``(particles, draws)``, and its label; by label, or for a single variable by number."""
+        """Returns a coordinate ``(particles, draws)`` and its label, chosen by label, or of one variable by number."""
         if isinstance(label, int | np.integer) and not isinstance(label, bool):
             return self._by_number(int(label))
         if not isinstance(label, str):

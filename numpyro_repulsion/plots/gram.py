@@ -118,8 +118,8 @@ def _require_gram(interaction):
         )
     if interaction.is_redrawn:
         raise TypeError(
-            f"{interaction!r} has another matrix in every update, and none to draw. Draw the matrix of the interaction "
-            "inside it, such as plot_gram(RBF(), positions)."
+            f"{interaction!r} has another matrix in every update. Draw the matrix of the interaction inside it, such "
+            "as plot_gram(RBF(), positions)."
         )
     part = interaction
     # Balanced() has `gram` only to raise an error.

@@ -85,7 +85,7 @@ def _part(posterior, variables, coords):
         {name: [x] if name in ("chain", "draw") and np.isscalar(x) else x for name, x in chosen.items()}
     )
     if "chain" in coords:
-        # These are some particles of an ensemble; which of the others are left is unknown.
+        # Only some particles of each ensemble may be left; how many is unknown.
         posterior = posterior.assign_attrs(num_independent=1, num_ensembles=1)
     return posterior
 

@@ -1,4 +1,4 @@
-"""From runs to ArviZ, on whichever ArviZ is installed: these tests run on 0.23 and on 1.x."""
+"""Conversion of runs to ArviZ, on whichever ArviZ is installed: these tests run on 0.23 and on 1.x."""
 
 import importlib.metadata
 import warnings

@@ -1,4 +1,4 @@
-"""What pictures show: the data of what is drawn, and not only that something is."""
+"""The data that plots show, and not only that something is drawn."""
 
 from statistics import NormalDist
 import sys
