@@ -1,4 +1,4 @@
-"""How far the step size has moved the stationary law of a run, without a reference."""
+"""Estimates of the bias that the step size adds to the stationary distribution of a run, without exact draws."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ __all__ = ["StepBias", "predict_bias", "step_bias"]
 
 #: Half the distance over which gradients are compared, in units of the distance of one update.
 WIDTH = 0.2
-#: Numbers kept of one series of a segment; of larger particles only some coordinates are followed.
+#: Largest number of entries of one series of a segment; for larger particles only some coordinates are followed.
 MAX_ENTRIES = 2**24
-#: A larger inflation is near the limit of stability, or beyond it, and its size says nothing.
+#: With a larger inflation the step is near or beyond the limit of stability, and the size means nothing.
 MAX_PREDICTED = 3.0
 
 
 class StepBias(NamedTuple):
-    """What the step size does to a run. Everything is relative to variances: 0.1 makes a posterior sd 5 % too wide.
+    """The bias that the step size adds to a run, relative to variances: 0.1 makes a posterior sd 5 % too wide.
 
-    - **step_size** - ε in use; of a schedule, the longest with which a draw was made.
-    - **predicted** - the largest inflation of a variance, from step size, curvature and gradient noise: on the side of
-      caution, for it is that of the stiffest direction. NaN where nothing is known:
+    - **step_size** - the ε in use; for a schedule, the longest step that made a draw.
+    - **predicted** - the largest inflation of a variance, from step size, curvature and gradient noise. It is
+      conservative, because it is that of the stiffest direction. NaN where there is no estimate:
       :class:`~numpyro_repulsion.Recipe`, and momenta with a K_ii that depends on the particles.
-    - **predicted_noise** - what gradient noise alone would do.
-    - **observed** - the mean of ``observed_by_parameter``; ``None`` unless a segment was run, as all that follows.
-    - **observed_error** - its standard error; NaN where the segment is too short to know, as for
+    - **predicted_noise** - the inflation from gradient noise alone.
+    - **observed** - the mean of ``observed_by_parameter``. This and all fields below are ``None`` unless a segment was
+      run.
+    - **observed_error** - its standard error; NaN if the segment is too short to estimate it, as for
       :func:`~numpyro_repulsion.ensemble_mcse`.
     - **observed_by_parameter** - ``E[(z − E z) ∂U/∂z] / T − 1`` for each unconstrained parameter, in the structure of
-      one particle. It is 0 for the posterior, and the relative inflation of its variance for a Gaussian. Too narrow a
-      cloud is negative.
-    - **observed_error_by_parameter** - standard errors of these.
-    - **halving_by_parameter** - by how much of itself each variance falls when the step is halved: about half its bias
-      where that is of first order in ε, three quarters where it is of second.
-    - **halving_error_by_parameter** - standard errors of these.
+      one particle. It is 0 for the posterior; for a Gaussian it is the relative inflation of the variance. It is
+      negative for a cloud that is too narrow.
+    - **observed_error_by_parameter** - standard errors of ``observed_by_parameter``.
+    - **halving_by_parameter** - the relative fall of each variance when the step is halved: about half the bias if that
+      is of first order in ε, three quarters if it is of second order.
+    - **halving_error_by_parameter** - standard errors of ``halving_by_parameter``.
 
     **Example**
 
@@ -82,32 +83,32 @@ class StepBias(NamedTuple):
             if self.observed_error is not None and np.isfinite(self.observed_error):
                 text += f"± {100 * self.observed_error:.1f} % on average, as observed"
             else:
-                text += "% on average, as observed, how precisely is not known: take a longer segment (num_samples)"
+                text += "% on average, as observed, with unknown precision: take a longer segment (num_samples)"
         return text + "."
 
 
 def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int = 0) -> StepBias:
-    r"""Estimates the bias of a run that comes from its step size and from minibatches, without a reference.
+    r"""Estimates the bias that the step size and minibatches add to a run, without exact draws.
 
-    Three estimates, that share no assumption:
+    Three estimates share no assumption:
 
-    - from step size, curvature and gradient noise, as warmup does it (measured anew on the last cloud where the step
-      was given, and where the run has other data than its warmup);
-    - from Stein's identity, :math:`\mathbb E_\pi[(z_j - \mathbb E z_j)\, \partial_j U] = T`, on a segment that goes
-      on from the last state with the same step;
+    - from step size, curvature and gradient noise, as in warmup (measured again on the last cloud if the step was
+      given, or if the run has other data than its warmup);
+    - from Stein's identity, :math:`\mathbb E_\pi[(z_j - \mathbb E z_j)\, \partial_j U] = T`, on a segment that
+      continues from the last state with the same step;
     - from the variances of another segment with half the step.
 
-    Segments are run only if asked for. All are relative to variances at the temperature T of the dynamics. Of a
-    schedule all three are for the longest step with which a draw was made.
+    Segments run only if ``num_samples`` is above 0. All estimates are relative to variances at the temperature T of the
+    dynamics. For a schedule, all three are for the longest step that made a draw.
 
-    :param mcmc: an ``MCMC`` that has run with a kernel of this package; it is left as it is.
-    :param rng_key: of the segments; ``None`` goes on with the run's own.
-    :param num_samples: iterations in the segment of the same step; that of half the step has three times as many, of
-        which the first third lets the particles settle. Standard errors are about ``sqrt(2 / ESS)`` of the segment;
-        what is observed is too low by about ``1 / ESS``, so take enough for hundreds of effective draws.
+    :param mcmc: an ``MCMC`` that has run with a kernel of this package; it does not change.
+    :param rng_key: the key of the segments; ``None`` continues with the run's own.
+    :param num_samples: iterations in the segment with the same step. The segment with half the step has three times as
+        many; its first third lets the particles settle. Standard errors are about ``sqrt(2 / ESS)`` of the segment, and
+        the observed bias is too low by about ``1 / ESS``, so choose enough for hundreds of effective draws.
     :return: see :class:`StepBias`.
-    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
-    :raises ValueError: before the run, for an optimizer (SVGD), or for less than eight samples.
+    :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
+    :raises ValueError: before the run, for an optimizer (SVGD), or if ``num_samples`` is neither 0 nor 8 or more.
 
     **References:**
 
@@ -139,11 +140,11 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         state = state._replace(rng_key=random.split(rng_key, len(state.num_updates)) if is_many else rng_key)
     particles = state.z if np.ndim(state.potential_energy) else jax.tree.map(lambda x: x[None], state.z)
     flat, unravel = ravel_cloud(particles)
-    # So many series as fit, evenly spread.
+    # As many coordinates as fit, evenly spread.
     most = max(1, MAX_ENTRIES // (num_samples * len(flat)))
     followed = np.unique(np.linspace(0, flat.shape[1] - 1, min(most, flat.shape[1])).round().astype(int))
     program = jax.jit(partial(_segment, kernel, args, kwargs, followed, int(num_samples), flat.mean(0)))
-    # Plain chains that measured their steps have each its own.
+    # Plain chains that measured their steps have one step each.
     steps = jnp.ravel(state.step_size) if np.ndim(state.num_updates) and not callable(kernel.step_size) else step_size
     _, same = program(state, steps)
     settled, _ = program(state, steps / 2)
@@ -174,10 +175,10 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
 
 
 def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float]:
-    """The relative inflation of variances to be expected of the step in use, and what of it gradient noise makes.
+    """Returns the predicted relative inflation of variances for the step in use, and that from gradient noise alone.
 
-    :param mcmc: of several plain chains, the first counts.
-    :param is_other: whether the run has other data than its warmup, so that nothing that was measured there counts;
+    :param mcmc: for several plain chains, the first one counts.
+    :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
         ``None`` finds out.
     """
     is_other = has_other_data(mcmc) if is_other is None else is_other
@@ -191,7 +192,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
 
 
 def _step_size(mcmc):
-    """ε in use, of the first of several plain chains; of a schedule the longest with which a draw was made."""
+    """Returns the ε in use: of several plain chains that of the first, of a schedule the longest that made a draw."""
     if callable(mcmc.sampler.step_size):
         return float(np.max(mcmc.get_extra_fields()["step_size"]))
     return float(np.ravel(mcmc.last_state.step_size)[0])
@@ -235,7 +236,7 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
 
 
 def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_size):
-    """The state after so many iterations with this step, and series of ensemble means, each ``(groups, n, d)``.
+    """Returns the state after ``num_samples`` iterations, and series of ensemble means, each ``(groups, n, d)``.
 
     :param step_size: a scalar, or one for each of several plain chains.
     """
@@ -248,7 +249,7 @@ def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_si
             state = constant.sample(state, args, kwargs)
             _, cloud = constant.parts(state, args, kwargs)
             change = state.warmup.scales.preconditioner
-            # Single precision would not survive the squares of what lies far from the origin.
+            # Centred, because squares of positions far from the origin lose their digits in single precision.
             z, gradient = (
                 x[..., followed]
                 for x in (change.to_positions(cloud.z) - centre, change.unwhiten_gradient(cloud.gradient))
@@ -268,13 +269,13 @@ def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_si
 
 
 def _stein(series):
-    """``(z − E z) ∂U/∂z`` from series of z, its square, the gradient and their product."""
+    """Returns ``(z − E z) ∂U/∂z`` from series of z, its square, the gradient, and the product of z and gradient."""
     z, _, gradient, product = series
     return product - z.mean((0, 1)) * gradient
 
 
 def _squares(series):
-    """``(z − E z)²`` from the same."""
+    """Returns ``(z − E z)²`` from the same series."""
     z, square, _, _ = series
     mean = z.mean((0, 1))
     return square - 2.0 * mean * z + mean**2

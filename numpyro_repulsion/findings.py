@@ -1,4 +1,4 @@
-"""What is wrong with a run: findings, each with its remedy, and an ordered list of them."""
+"""Findings, each one problem of a run with its remedy; and a diagnosis, an ordered list of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SEVERITIES", "Diagnosis", "Finding", "flagged_updates", "from_json",
 
 #: From harmless to serious.
 SEVERITIES = ("note", "warning", "error")
-#: Share of updates with a clipped gradient, or rejected, above which the step-size bias is unknown.
+#: Above this share of rejected updates and clipped gradients, the step-size bias is unknown.
 MAX_FLAGGED = 1e-3
 #: Findings of equal severity are listed in this order: causes before their symptoms.
 _ORDER = (
@@ -33,7 +33,7 @@ _ORDER = (
     "warmup",
     "optimizer",
 )
-#: Findings that another one makes superfluous, because it names the cause or states the same more precisely.
+#: Each finding makes the listed ones superfluous: it names their cause or states the same more precisely.
 _COVERS = {
     "funnel": {"heavy_tails", "varying_curvature", "slow_directions", "step_bias", "short_run"},
     "heavy_tails": {"varying_curvature", "slow_directions", "step_bias", "short_run"},
@@ -43,7 +43,7 @@ _COVERS = {
     "slow_directions": {"short_run"},
     "not_mixed": {"short_run"},
 }
-#: Findings that another one probably causes; they stay in the list and their remedy refers to the cause.
+#: Each finding probably causes the listed ones. These stay in the list, and their remedy refers to the cause.
 _CAUSES = {
     "funnel": {"not_mixed", "flagged_updates"},
     "heavy_tails": {"not_mixed", "flagged_updates"},
@@ -55,7 +55,7 @@ _CAUSES = {
     "step_bias": {"flagged_updates"},
     "slow_directions": {"not_mixed", "step_bias"},
 }
-#: Findings that are worse the smaller their figure is.
+#: Findings that get worse as their figure falls.
 _WORSE_IF_SMALL = {"slow_directions"}
 _COLOURS = {"note": "#33659c", "warning": "#b7791f", "error": "#b3261e"}
 
@@ -65,7 +65,7 @@ class Finding(NamedTuple):
 
     - **name** - a stable identifier, such as ``"funnel"``; :doc:`/diagnostics` lists all of them.
     - **severity** - ``"note"``, ``"warning"`` or ``"error"``.
-    - **figure** - the number behind it, where there is one, otherwise ``None``.
+    - **figure** - the number behind it, or ``None``.
     - **message** - what is wrong, in one sentence.
     - **remedy** - what to do, in one sentence.
 
@@ -89,9 +89,9 @@ class Finding(NamedTuple):
 
 
 class Diagnosis(Sequence[Finding]):
-    """The findings about a run, the worst first; what :func:`~numpyro_repulsion.diagnose` returns.
+    """The findings about a run, worst first; :func:`~numpyro_repulsion.diagnose` returns one.
 
-    It is true if any finding is a warning or an error. ``"funnel" in diagnosis`` looks for a name. Each name occurs
+    It is true if any finding is a warning or an error. ``"funnel" in diagnosis`` tests for a name. Each name occurs
     once. A finding that another one explains better is left out, and the remedy of a symptom refers to its cause.
     ``print`` shows one finding per line, and notebooks show a table.
 
@@ -179,9 +179,9 @@ class Diagnosis(Sequence[Finding]):
 
 
 def flagged_updates(count: int, share: float, remedy: str) -> Finding:
-    """The finding about updates with a clipped gradient, or that were rejected because they were not finite.
+    """Returns the finding about updates with a clipped gradient, or that were rejected because they were not finite.
 
-    :param count: how many.
+    :param count: number of such updates.
     :param share: their share of all updates; 0 where it is unknown.
     :param remedy: what makes steps shorter, as a clause.
     """
@@ -194,12 +194,12 @@ def flagged_updates(count: int, share: float, remedy: str) -> Finding:
 
 
 def to_json(findings: Iterable[Finding]) -> str:
-    """Findings as text, for attributes of inference data."""
+    """Returns findings as JSON, for the attributes of inference data."""
     return json.dumps([finding._asdict() for finding in findings], allow_nan=False)
 
 
 def from_json(text: str) -> list[Finding]:
-    """What :func:`to_json` wrote. Fields that this version does not know are ignored."""
+    """Returns the findings that :func:`to_json` wrote; ignores fields that this version does not know."""
     nothing: dict[str, Any] = {"name": "warmup", "severity": "warning", "figure": None, "message": "", "remedy": ""}
     found = [nothing | one for one in json.loads(text)]
     return [Finding(*(one[field] for field in Finding._fields)) for one in found]
@@ -210,7 +210,7 @@ def _capital(text: str) -> str:
 
 
 def _level(finding: Finding) -> int:
-    """The place of a severity; one that this version does not know counts as a warning."""
+    """Returns the rank of a finding's severity; one that this version does not know counts as a warning."""
     return SEVERITIES.index(finding.severity) if finding.severity in SEVERITIES else 1
 
 
@@ -225,7 +225,7 @@ def _badness(finding: Finding) -> tuple[int, float]:
 
 
 def _merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Each name once, without what others cover, symptoms with reference to their causes; the worst first."""
+    """Returns each name once, worst first, without covered findings; remedies of symptoms refer to their causes."""
     worst: dict[str, Finding] = {}
     for finding in findings:
         if finding.name not in worst or _badness(finding) > _badness(worst[finding.name]):
@@ -239,14 +239,14 @@ def _merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     kept = {name: finding for name, finding in worst.items() if name not in covered}
     for cause in reversed(_ORDER):
         if cause in kept and (symptoms := [kept[name] for name in _CAUSES.get(cause, ()) if name in kept]):
-            # A cause is as serious as what it leads to.
+            # A cause is as serious as its worst symptom.
             kept[cause] = kept[cause]._replace(severity=max([kept[cause], *symptoms], key=_level).severity)
     ordered = sorted(kept.values(), key=_place)
     return tuple(_with_cause(finding, ordered) for finding in ordered)
 
 
 def _with_cause(finding: Finding, others: Sequence[Finding]) -> Finding:
-    """The finding, whose remedy refers to the first of its causes among the others, if there is one."""
+    """Returns the finding; its remedy refers to the first of its causes among the others, if there is one."""
     for other in others:
         if finding.name in _CAUSES.get(other.name, ()):
             return finding._replace(remedy=f'The likely cause is "{other.name}"; address it first.')

@@ -19,19 +19,19 @@ __all__ = ["scores"]
 def scores(
     mcmc: MCMC, *, num_draws: int = 1000, gradient: Gradient | None = None, rng_key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws of a run in unconstrained space, and the score ``−∇U`` at each: what :func:`ksd` takes.
+    """Returns draws of a run in unconstrained space and the score ``−∇U`` at each, the arguments of :func:`ksd`.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package.
-    :param num_draws: how many, n, evenly spread over particles and iterations; each costs a gradient. Of an optimizer
-        of the cloud (:class:`~numpyro_repulsion.SVGD`) all are of its last cloud.
-    :param gradient: ``None`` is ``FullData()``. ``Subsampled()`` estimates each score from a minibatch of its own,
-        whose noise the discrepancy includes.
-    :param rng_key: of minibatches and random likelihoods.
-    :return: draws and scores, both ``(n, d)``, parameters in the order of :func:`jax.flatten_util.ravel_pytree`. Draws
-        that rounding put on the boundary of their support are left out.
-    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package, and for another ``gradient``.
-    :raises ValueError: before the run, for no draws, or for a run that left latent sites out; and for a ``gradient``
-        with other numbers of rows than ``subsample_size`` where a site uses rows of a plate from outside.
+    :param num_draws: the number n of draws, evenly spread over particles and iterations; each costs one gradient. For
+        an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) all come from its last cloud.
+    :param gradient: ``None`` is ``FullData()``. ``Subsampled()`` estimates each score from its own minibatch, and the
+        discrepancy includes the noise.
+    :param rng_key: the key for minibatches and random likelihoods.
+    :return: draws and scores, both ``(n, d)``, with parameters in the order of :func:`jax.flatten_util.ravel_pytree`.
+        Draws that rounding put on the boundary of their support are left out.
+    :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package, or ``gradient`` not a gradient.
+    :raises ValueError: before the run, if ``num_draws`` is below 1, or if the run left out latent sites; and for a
+        ``gradient`` with another number of rows than ``subsample_size`` if a site uses rows of a plate outside it.
 
     **Example**
 
@@ -53,7 +53,7 @@ def scores(
     num_draws = integer("`num_draws`", num_draws)
     gradient = FullData() if gradient is None else gradient
     if not isinstance(gradient, Gradient):
-        raise TypeError(f"`gradient` must be one such as FullData() or Subsampled(); got {gradient!r}.")
+        raise TypeError(f"`gradient` must be a gradient such as FullData() or Subsampled(); got {gradient!r}.")
     target = bound_of(mcmc).target
     gradient.check_rows(target)
     if kernel.dynamics.is_sampler:

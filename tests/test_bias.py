@@ -1,4 +1,4 @@
-"""The bias of a step size, estimated without a reference, on chains whose stationary law is known in closed form."""
+"""The bias of a step size, estimated without exact draws, on chains with a stationary distribution in closed form."""
 
 import jax
 from jax import random
@@ -135,9 +135,7 @@ def test_a_step_near_the_limit_of_stability_has_no_figure():
 
 def test_a_segment_that_is_too_short_has_no_error():
     text = str(StepBias(0.1, 0.05, 0.0, 0.02, float("nan")))
-    assert text.endswith(
-        "2.0 % on average, as observed, how precisely is not known: take a longer segment (num_samples)."
-    )
+    assert text.endswith("2.0 % on average, as observed, with unknown precision: take a longer segment (num_samples).")
     assert "nan" not in text
 
 

@@ -1,4 +1,4 @@
-"""Long runs, cut in pieces: draws leave the device as they come, and what is saved survives a kill."""
+"""Long runs in pieces: draws move to the host after each piece, and saved pieces survive a kill."""
 
 from numpyro_repulsion.checkpointing.directory import Draws, load_draws
 from numpyro_repulsion.checkpointing.run import run_in_pieces

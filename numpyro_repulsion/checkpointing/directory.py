@@ -1,4 +1,4 @@
-"""A run on disk: its draws in one ``.npy`` file per site, what it is, and the state from which it goes on."""
+"""A run on disk: its draws in one ``.npy`` file per site, its identity, and the state from which it continues."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _RUN, _DRAWS, _STATES = "run.json", "draws", ("state-0.npz", "state-1.npz")
 
 
 class Draws(NamedTuple):
-    """Draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`: arrays on disk, read when they are looked at.
+    """Draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`: arrays on disk, read on access.
 
-    - **samples** - by site, each ``(num_chains, draws saved so far, ...)``.
+    - **samples** - arrays ``(num_chains, draws saved so far, ...)`` by site.
     - **extra_fields** - the same for the fields of the state.
-    - **num_iterations** - iterations saved, warmup included.
+    - **num_iterations** - number of saved iterations, warmup included.
     - **is_complete** - whether these are all.
     """
 
@@ -39,10 +39,10 @@ class Draws(NamedTuple):
 
 
 def load_draws(directory: str | os.PathLike) -> Draws:
-    """The draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`, of a run that goes on or is done.
+    """Returns the draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`, also while the run is in progress.
 
-    It needs no model. Arrays are mapped from disk, read-only: of a run larger than memory only what is looked at is
-    read.
+    It needs no model. Arrays are mapped from disk, read-only, and only accessed parts are read, so a run may be larger
+    than memory.
 
     :param directory: as given to :func:`~numpyro_repulsion.run_in_pieces`.
     :raises FileNotFoundError: for a directory without a run.
@@ -81,14 +81,13 @@ def load_draws(directory: str | os.PathLike) -> Draws:
 class Directory:
     """A directory that one run at a time may write to.
 
-    :param path: made if it is not there.
-    :param num_iterations: of the run, warmup included.
-    :raises ValueError: for a directory with something else in it.
-    :raises OSError: for one that cannot be written to.
-    :raises RuntimeError: for one in which another process is running.
+    :param path: the directory, made if it does not exist.
+    :param num_iterations: number of iterations of the run, warmup included.
+    :raises OSError: if the directory cannot be written to.
+    :raises RuntimeError: if another process is writing to it.
     """
 
-    #: Whether what is saved may be found again.
+    #: Whether a later process may find what is saved.
     is_lasting = True
 
     def __init__(self, path: str | os.PathLike, num_iterations: int):
@@ -114,12 +113,13 @@ class Directory:
         densities: Callable[[], dict[str, list]] = dict,
         is_opaque: bool = False,
     ) -> None:
-        """Makes room for all draws, or finds those of the same run.
+        """Reserves room for all draws, or finds those of the same run.
 
-        :param identity: what makes the run the run it is.
+        :param identity: of :func:`~numpyro_repulsion.checkpointing.identity.identify`.
         :param files: of :func:`~numpyro_repulsion.checkpointing.draws.plan`.
-        :param densities: tells those of the model's sites, which are compared where programs cannot be.
-        :param is_opaque: whether programs do not tell all.
+        :param densities: returns the densities of the model's sites, compared if programs cannot be.
+        :param is_opaque: whether programs call back into Python, which digests do not cover.
+        :raises ValueError: if the directory holds another run, something else, or damaged files.
         """
         path = self.path / _RUN
         if path.exists():
@@ -128,8 +128,8 @@ class Directory:
             self._require_same(identity, densities, bool(others), is_opaque)
             if others:
                 warnings.warn(
-                    f"{self.path} was begun with another {' and '.join(others)}: the run goes on, and may round "
-                    "differently from one that was not interrupted.",
+                    f"{self.path} was begun with another {' and '.join(others)}: the run continues, but may round "
+                    "differently from an uninterrupted one.",
                     stacklevel=4,
                 )
         else:
@@ -163,13 +163,13 @@ class Directory:
         saved = self._run["identity"]
         if "densities" not in self._run:
             raise ValueError(
-                f"{self.path} holds a run that an earlier version of this package began, which did not write down what "
-                "the model computes: whether this is the same run cannot be told. Give another directory (load_draws "
-                "reads the draws of this one)."
+                f"{self.path} holds a run that an earlier version of this package began. That version did not record "
+                "what the model computes, so the runs cannot be compared. Give another directory (load_draws reads the "
+                "draws of this one)."
             )
         found = differences(saved, identity)
         if has_other_makers:
-            # Other versions make other programs of the same functions.
+            # Other versions make other programs from the same functions.
             found = [sentence for sentence in found if not sentence.startswith(PROGRAMS)]
         if found or has_other_makers or is_opaque:
             found += compare_densities(self._run["densities"], densities())
@@ -179,10 +179,10 @@ class Directory:
             )
 
     def restore(self, like: Any) -> tuple[int, Any] | None:
-        """The iteration to go on from and the states there, or ``None`` before the first piece.
+        """Returns the iteration to continue from and the states there, or ``None`` before the first piece.
 
         :param like: the structure of the states, with shapes and types.
-        :raises ValueError: where nothing that was saved is whole.
+        :raises ValueError: if no saved state is intact.
         """
         found = sorted(_whole_states(self.path, like), key=lambda state: -state[1]["iteration"])
         for states, note, slot in found:
@@ -190,21 +190,21 @@ class Directory:
             if note["checksum"] == checksum([array[:, first:stop] for array in self.draws()]):
                 if len(found) < sum((self.path / name).exists() for name in _STATES) or states is not found[0][0]:
                     warnings.warn(
-                        f"Something saved in {self.path} is torn; going on from iteration {note['iteration']}, where "
-                        "all is whole.",
+                        f"A saved file in {self.path} is damaged; the run continues from iteration "
+                        f"{note['iteration']}, where all are intact.",
                         stacklevel=4,
                     )
                 self._next_slot = 1 - slot
                 return note["iteration"], states
         if any((self.path / name).exists() for name in _STATES):
-            raise ValueError(f"Nothing that was saved in {self.path} is whole. Delete it to begin again.")
+            raise ValueError(f"No saved state in {self.path} is intact. Delete the directory to begin again.")
         return None
 
     def save(self, iteration: int, states: Any, first_row: int, draws: list[np.ndarray]) -> None:
-        """Saves a piece: its draws, and only when they are safe the states after it.
+        """Saves the draws of a piece and, once these are on disk, the states after it.
 
-        :param iteration: how many iterations are done.
-        :param first_row: the draw with which the piece begins.
+        :param iteration: number of iterations done.
+        :param first_row: number of the first draw of the piece.
         :param draws: in the order of the files, each ``(chains, draws of the piece, ...)``.
         """
         rows = [first_row, first_row + draws[0].shape[1]]
@@ -215,16 +215,16 @@ class Directory:
                 place.put(file, first_row, array)
             replace(self.path / _STATES[self._next_slot], pack(states, note))
 
-        after = ". What was saved before is whole: the same call goes on from there."
+        after = ". What was saved before is intact: the same call continues from there."
         self._saving(save, f"iterations up to {iteration} cannot be saved", after)
         self._next_slot = 1 - self._next_slot
 
     def draws(self) -> list[np.ndarray]:
-        """All draws, ``(chains, draws, ...)``, mapped from disk, in the order of the files."""
+        """Returns all draws, ``(chains, draws, ...)``, mapped from disk, in the order of the files."""
         return [file.map(self.path / _DRAWS) for file in self._draws]
 
     def close(self) -> None:
-        """Lets go of the files, and others have the directory."""
+        """Closes the files and releases the lock on the directory."""
         for file in (*self._files, *(() if self._lock is None else (self._lock,))):
             os.close(file)
         self._files, self._lock = [], None
@@ -244,7 +244,7 @@ class Directory:
             return
         self._lock = os.open(self.path, os.O_RDONLY)
         try:
-            # It ends with the process, however that ends.
+            # The lock ends with the process, however that ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
@@ -254,7 +254,7 @@ class Directory:
 
 
 def _whole_states(path, like=None):
-    """``(states, note, slot)`` of each state file that is whole."""
+    """Returns ``(states, note, slot)`` of each intact state file."""
     found = []
     for slot, name in enumerate(_STATES):
         try:

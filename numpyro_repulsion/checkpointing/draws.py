@@ -1,4 +1,4 @@
-"""Draws on disk: an ``.npy`` file for each site and field, of full length from the beginning."""
+"""Draws on disk: one ``.npy`` file per site and field, with full length from the start."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FLAGS = os.O_WRONLY | getattr(os, "O_BINARY", 0)
 class DrawFile(NamedTuple):
     """One file of draws.
 
-    - **file** - its name.
-    - **name** - that of the site or field.
+    - **file** - the name of the file.
+    - **name** - the name of the site or field.
     - **is_sample** - whether it is a site.
-    - **dtype**, **shape** - of the whole array, ``(chains, draws, ...)``.
+    - **dtype**, **shape** - those of the whole array, ``(chains, draws, ...)``.
     """
 
     file: str
@@ -36,17 +36,17 @@ class DrawFile(NamedTuple):
 
     @property
     def header(self) -> bytes:
-        """What the file begins with."""
+        """The header of the file."""
         return array_header(tuple(self.shape), self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """The size of the array."""
+        """The size of the array in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
     @property
     def file_size(self) -> int:
-        """The size of the file."""
+        """The size of the file in bytes."""
         return len(self.header) + self.num_bytes
 
     def open(self, folder: Path, flags: int = 0) -> int:
@@ -54,12 +54,12 @@ class DrawFile(NamedTuple):
         return os.open(folder / self.file, _FLAGS | flags, 0o666)
 
     def map(self, folder: Path) -> np.ndarray:
-        """The array, read-only and read when looked at."""
+        """Returns the array, mapped read-only."""
         found = np.load(folder / self.file, mmap_mode="r" if self.num_bytes else None)
         return np.asarray(found).view(self.dtype)
 
     def put(self, file: int, first_row: int, rows: np.ndarray) -> None:
-        """Writes rows ``(chains, rows, ...)`` of every chain where they belong."""
+        """Writes rows ``(chains, rows, ...)`` to their places in the file."""
         if not rows.size:
             return
         rows = np.ascontiguousarray(rows)
@@ -70,7 +70,7 @@ class DrawFile(NamedTuple):
 
 
 def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows: int) -> list[DrawFile]:
-    """The files for what is collected, in the order of its leaves: named after sites and fields.
+    """Returns the files for the collected draws, in the order of the leaves, named after sites and fields.
 
     :param collected: shapes of one draw of one chain, by field.
     """
@@ -87,7 +87,7 @@ def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows
             else field.key + jax.tree_util.keystr(tuple(path)).replace("'", "")
         )
         stem = re.sub(r"[^\w.-]", "_", name)[:100].strip(".") or "_"
-        while stem.lower() in taken:  # Some file systems do not tell capitals apart.
+        while stem.lower() in taken:  # Some file systems ignore case.
             stem += f"_{len(files)}"
         taken.add(stem.lower())
         shape = (num_chains, num_rows, *leaf.shape)
@@ -96,9 +96,9 @@ def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows
 
 
 def make_room(folder: Path, files: list[DrawFile]) -> None:
-    """Files of full length, so that a disk that is too small is found out before anything is computed.
+    """Makes files of full length, so that a disk that is too small fails before anything is computed.
 
-    :raises OSError: for a disk that is too small; nothing is left on it.
+    :raises OSError: if the disk is too small; the files are removed.
     """
     try:
         folder.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def make_room(folder: Path, files: list[DrawFile]) -> None:
 
 
 def checksum(arrays: list[np.ndarray]) -> int:
-    """A checksum over the values of arrays."""
+    """Returns a checksum over the values of arrays."""
     found = 0
     for array in arrays:
         found = zlib.crc32(_bytes(array), found)

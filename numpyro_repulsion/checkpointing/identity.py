@@ -1,4 +1,4 @@
-"""What makes a run the run it is, in words, digests and numbers, so that another is not taken for it."""
+"""The identity of a run, in words, digests and numbers, which tells it from other runs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from numpyro_repulsion.kernels.origin import words
 
 __all__ = ["PROGRAMS", "compare_densities", "densities", "differences", "digest", "identify", "makers"]
 
-#: Counts of updates at which schedules are looked at.
+#: Counts of updates at which schedules are evaluated.
 _COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)
-#: Entries that are programs: other versions of JAX make others of the same functions.
+#: Entries that are programs: other versions of JAX make other programs from the same functions.
 PROGRAMS = ("what an iteration computes", "how particles start")
-#: Up to so much, beside its size, a density is the same that another program has rounded.
+#: Relative to one plus its size, a density may differ by this much if another program rounds it.
 _TOLERANCE = 1e-5
 
 
 def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple[Program, Program]) -> dict[str, Any]:
-    """Everything on which the draws depend, by name, as JSON can hold it.
+    """Returns everything on which the draws depend, by name, in a form that JSON can hold.
 
     :param state: the (first) state of the run, or its shapes.
     :param collected: shapes of one draw, by field.
-    :param programs: of an iteration and of the start.
+    :param programs: the programs of an iteration and of the start.
     """
     kernel = mcmc.sampler
     identity = {
@@ -66,7 +66,7 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What sets two runs apart, in words."""
+    """Returns the differences between two identities, in words."""
     found = []
     for name in dict.fromkeys((*now, *saved)):
         a, b = saved.get(name), now.get(name)
@@ -81,9 +81,9 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def densities(mcmc: MCMC, state) -> dict[str, list]:
-    """The log density of each site, the size of its gradient and a part of that, at a few points.
+    """Returns, at a few points, each site's log density, the size of its gradient and one component of that.
 
-    They tell models apart where programs cannot be compared. ``None`` where one of the three is not finite.
+    They distinguish models if programs cannot be compared. ``None`` where one of the three is not finite.
 
     :param state: a state of the run, or its shapes.
     """
@@ -122,7 +122,7 @@ def densities(mcmc: MCMC, state) -> dict[str, list]:
 
 
 def compare_densities(saved: dict[str, list], now: dict[str, list]) -> list[str]:
-    """Which sites of two models have other densities, in words; or that it cannot be told."""
+    """Returns, in words, which sites of two models have different densities, or cannot be compared."""
     found = []
     for name in dict.fromkeys((*now, *saved)):
         if name not in saved or name not in now:
@@ -130,14 +130,14 @@ def compare_densities(saved: dict[str, list], now: dict[str, list]) -> list[str]
             continue
         pairs = [(np.array(a), np.array(b)) for a, b in zip(saved[name], now[name], strict=True) if a and b]
         if not pairs:
-            found.append(f"{name} is not finite wherever it was compared, so that nothing tells whether it is the same")
+            found.append(f"{name} is not finite wherever it was compared, so whether it is the same is unknown")
         elif not all(_is_close(a, b) for a, b in pairs):
             found.append(f"{name} differs")
     return found
 
 
 def makers() -> dict[str, str]:
-    """What computes: other versions and devices may round differently."""
+    """Returns the versions and the device that compute; others may round differently."""
     import numpyro_repulsion
 
     device = jax.devices()[0]
@@ -150,7 +150,7 @@ def makers() -> dict[str, str]:
 
 
 def digest(tree) -> str | None:
-    """A digest of the values of a pytree, with shapes and types; of what is no array, its ``repr``."""
+    """Returns a digest of a pytree: values, shapes and types of arrays, and other leaves in words."""
     if tree is None:
         return None
     found = hashlib.blake2b(digest_size=16)
@@ -177,7 +177,7 @@ def _is_word(value):
 def _schedule(schedule: Callable | Any) -> str:
     if not callable(schedule):
         return words(schedule)
-    # Schedules of optax are functions, which do not tell their settings.
+    # Schedules of optax are functions, which do not show their settings.
     return f"{words(schedule)}: {[float(schedule(jnp.asarray(n))) for n in _COUNTS]}"
 
 
@@ -187,6 +187,6 @@ def _shapes(tree) -> dict[str, str]:
 
 
 def _is_close(a, b):
-    """Whether ``(density, size of the gradient, part of it)`` differ by no more than other programs round."""
+    """Returns whether ``(density, size of the gradient, component)`` differ by no more than rounding."""
     scale = 1.0 + np.abs([a[0], a[1], a[1]])
     return bool((np.abs(a - b) <= _TOLERANCE * scale).all())

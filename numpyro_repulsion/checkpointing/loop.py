@@ -1,4 +1,4 @@
-"""The iterations of a run, any number of them at a time, by one compiled program."""
+"""The iterations of a run, any number at a time, in one compiled program."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Loop", "starts", "unweakened"]
 
 
 class Loop:
-    """What ``MCMC.run`` does in each iteration, with its cuts between warmup, draws and thinning.
+    """Does what ``MCMC.run`` does in each iteration, with the same warmup, draws and thinning.
 
-    Iterations are counted from 0, warmup's first. Row r of the draws is what iteration ``offset + (r + 1) *
-    thinning - 1`` ends with, as in NumPyro.
+    Iterations are counted from 0, warmup first. Row r of the draws is the result of iteration ``offset + (r + 1) *
+    thinning - 1``, as in NumPyro.
 
     :param mcmc: the run; its model's arguments are set.
-    :param extra_fields: what to collect beside the kernel's own fields, or with "~" not to.
-    :param num_warmup: iterations whose draws are not kept.
+    :param extra_fields: fields to collect in addition to the kernel's own, or with "~" to leave out.
+    :param num_warmup: number of iterations whose draws are not kept.
     :param state: a state of the run, or its shapes.
     """
 
@@ -42,29 +42,29 @@ class Loop:
         self.num_rows = mcmc.num_samples // mcmc.thinning
         self.num_iterations = num_warmup + mcmc.num_samples
         self.offset = num_warmup + mcmc.num_samples % mcmc.thinning
-        #: Whether a state is that of all chains, or there is one for each.
+        #: Whether one state holds all chains; otherwise there is one state per chain.
         self.is_joint = mcmc.num_chains == 1 or mcmc.chain_method == "vectorized"
         self._collect = _collector(compiled_functions(mcmc)[1], self.fields, self.removed)
         #: Shapes and types of one draw of one state, by field.
         self.prototype = jax.eval_shape(self._collect, self._value(state))
 
     def rows(self, iteration: int) -> int:
-        """How many draws are complete before an iteration."""
+        """Returns how many draws are complete before an iteration."""
         return max(0, (iteration - self.offset) // self.thinning)
 
     def advance(self, state, collected, first: int, stop: int, begin: int):
-        """The state after the iterations ``first`` to ``stop``, and what was collected, of a piece from ``begin``.
+        """Returns the state after iterations ``first`` to ``stop`` of a piece from ``begin``, and the collected draws.
 
-        :param collected: of :meth:`empty`, or of the call before; given up.
+        :param collected: of :meth:`empty`, or of the previous call; its buffer is donated.
         """
         scalars = map(np.int32, (first, stop, self.rows(begin), self.offset, self.thinning))
         value, collected = self._program(*scalars, self._value(state), collected)
         return value[0], collected
 
     def trace(self, state) -> Program:
-        """What one iteration computes, and collects.
+        """Returns the program of one iteration, with what it collects.
 
-        :param state: or its shapes.
+        :param state: a state, or its shapes.
         """
 
         def iterate(value):
@@ -74,8 +74,8 @@ class Loop:
         return trace(iterate, self._value(state), known=arguments(self.mcmc))
 
     def empty(self, piece_size: int) -> dict[str, Any]:
-        """Room for the draws of a piece of so many iterations."""
-        # The last row of a piece may be begun in it and completed in the next.
+        """Returns buffers for the draws of a piece of ``piece_size`` iterations."""
+        # The last row of a piece may begin in it and be completed in the next.
         size = -(-(min(piece_size, self.num_iterations) - 1) // self.thinning) + 1
         return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), self.prototype)
 
@@ -86,13 +86,13 @@ class Loop:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[drop:], x.dtype), self.prototype)
 
     def on_host(self, collected, num_rows: int) -> list[np.ndarray]:
-        """The draws that one state has collected, as NumPy arrays ``(chains, num_rows, ...)``."""
+        """Returns the draws collected with one state, as NumPy arrays ``(chains, num_rows, ...)``."""
         rows = [np.asarray(x)[:num_rows] for x in jax.tree.leaves(collected)]
         return [x.swapaxes(0, 1) if self._has_chains else x[None] for x in rows]
 
     @property
     def _has_chains(self):
-        """Whether what one state collects has an axis of chains."""
+        """Whether the draws collected with one state have an axis of chains."""
         return self.is_joint and self.mcmc.num_chains > 1
 
     def _value(self, state):
@@ -104,7 +104,7 @@ class Loop:
         sample, postprocess = compiled_functions(self.mcmc)
         collect = self._collect
 
-        # As long as NumPyro keeps its own programs, this one serves further runs on the same arguments.
+        # As long as NumPyro caches its own programs, this one serves further runs on the same arguments.
         @cached_by(Loop, sample, postprocess, self.fields, self.removed)
         def advance(first, stop, base, offset, thinning, value, collected):
             def iterate(i, carry):
@@ -123,7 +123,7 @@ class Loop:
 
 
 def _collector(postprocess, fields, removed):
-    """What to keep of a value that goes through the program, by field."""
+    """Returns a function that collects the fields of a value of the program."""
 
     def collect(value):
         found = {name: nested_attrgetter(name)(value[0]) for name in fields}
@@ -136,7 +136,7 @@ def _collector(postprocess, fields, removed):
 
 
 def starts(mcmc: MCMC, rng_key, init_params) -> tuple:
-    """The states before the first iteration: one of all chains, or one for each chain that runs by itself.
+    """Returns the states before the first iteration: one for all chains, or one for each chain that runs by itself.
 
     :param rng_key: the key of the run, or one for each chain.
     """
@@ -161,6 +161,6 @@ def starts(mcmc: MCMC, rng_key, init_params) -> tuple:
 
 
 def unweakened(x) -> jax.Array:
-    """An array whose type does not give way to others: the program need not be compiled for both."""
+    """Returns an array without weak type, so that the program is not compiled for both."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else lax.convert_element_type(x, x.dtype)

@@ -1,4 +1,4 @@
-"""What a program computes, as a digest: the same in any process, and another one for another model or setting."""
+"""Digests of traced programs: equal in every process, different for another model or setting."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from numpyro_repulsion.kernels.origin import words
 
 __all__ = ["Program", "trace"]
 
-#: Parameters of operations that name things and compute nothing.
+#: Parameters of operations that do not affect what these compute.
 _NAMES = {"name", "debug_info", "inline", "ctx_mesh", "donated_invars"}
 
 
 class Program(NamedTuple):
-    """What a function computes, traced and not run.
+    """A function, traced but not run.
 
-    - **digest** - of its operations and the values of its constants.
-    - **is_opaque** - whether it calls back into Python, of which a digest says nothing.
-    - **output** - shapes and types of what it returns.
+    - **digest** - the digest of its operations and the values of its constants.
+    - **is_opaque** - whether it calls back into Python, which the digest does not cover.
+    - **output** - shapes and types of its results.
     """
 
     digest: str
@@ -34,14 +34,14 @@ class Program(NamedTuple):
 
 
 def trace(function: Callable, *args: Any, known: Any = ()) -> Program:
-    """The program of a function, without the warnings that kernels give while they run.
+    """Returns the program of a function, without the warnings that kernels give while they run.
 
-    :param args: or their shapes and types.
-    :param known: arrays whose values need no digest here, for they have one elsewhere.
+    :param args: arguments, or their shapes and types.
+    :param known: arrays whose values need no digest here, because they have one elsewhere.
     """
     with silenced():
         program, output = jax.make_jaxpr(function, return_shape=True)(*args)
-    # An array is told by what it is, not by what it holds, where the caller holds it too.
+    # Known arrays are recognized by identity, not by value.
     names = {id(x): f"known {i}" for i, x in enumerate(jax.tree.leaves(known)) if isinstance(x, jax.Array | np.ndarray)}
     digester = _Digester(names)
     return Program(f"digest {digester.closed(program)}", digester.is_opaque, output)
@@ -56,11 +56,11 @@ class _Digester:
         self.is_opaque = False
 
     def closed(self, program: ClosedJaxpr) -> str:
-        """Of a program and its constants."""
+        """Returns the digest of a program and its constants."""
         return _digest([self.open(program.jaxpr), *map(self._value, program.consts)])
 
     def open(self, program: Jaxpr) -> str:
-        """Of a program whose variables are numbered in the order in which they appear."""
+        """Returns the digest of a program, with its variables numbered in order of appearance."""
         if id(program) in self._done:
             return self._done[id(program)][1]
         numbers: dict[Any, int] = {}
@@ -92,11 +92,11 @@ class _Digester:
             return f"{{{', '.join(f'{k}: {self._parameter(v)}' for k, v in value.items())}}}"
         if isinstance(value, np.ndarray | np.generic | jax.Array):
             return self._value(value)
-        # Rules of derivatives were followed when the program was made.
+        # Functions are derivative rules, which tracing has already applied.
         return "a function" if callable(value) and not isinstance(value, type) else words(value)
 
     def _value(self, value):
-        """Of a constant."""
+        """Returns the digest of a constant."""
         if id(value) in self._names:
             return self._names[id(value)]
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -116,5 +116,5 @@ def _digest(parts):
 
 
 def _kind(kind):
-    """The type of a variable, in words."""
+    """Returns the type of a variable as text."""
     return f"{kind.str_short()}{'~' if getattr(kind, 'weak_type', False) else ''}"

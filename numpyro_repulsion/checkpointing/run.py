@@ -25,7 +25,7 @@ from numpyro_repulsion.kernels.mcmc import arguments, set_arguments, set_results
 
 __all__ = ["run_in_pieces"]
 
-#: The progress bar is to move after a time between these, in seconds.
+#: Limits, in seconds, of the time between moves of the progress bar.
 _QUICK, _SLOW = 0.05, 0.5
 
 
@@ -39,33 +39,34 @@ def run_in_pieces(
     init_params=None,
     **kwargs,
 ) -> None:
-    """``mcmc.run(rng_key, *args, ...)`` piece by piece: the same draws, bit for bit, leave the device as they come.
+    """Runs ``mcmc.run(rng_key, *args, ...)`` in pieces: the same draws, bit for bit, move to the host after each piece.
 
-    Warmup is cut as well. All pieces, whatever their length, are one compiled program. Afterwards ``get_samples``,
-    ``get_extra_fields``, ``print_summary`` and ``last_state`` of the ``mcmc``, and :func:`~numpyro_repulsion.summary`
-    and :func:`~numpyro_repulsion.to_inference_data`, are as after ``mcmc.run``, with draws that are NumPy arrays.
+    Warmup runs in pieces too. One compiled program serves all pieces, whatever their length. Afterwards
+    ``get_samples``, ``get_extra_fields``, ``print_summary`` and ``last_state`` of the ``mcmc``, and
+    :func:`~numpyro_repulsion.summary` and :func:`~numpyro_repulsion.to_inference_data`, are as after ``mcmc.run``, with
+    draws that are NumPy arrays.
 
-    With a ``directory`` every piece is saved when it is done. The same call, in a new process too, goes on from the
-    last piece that was saved, wherever the process was killed; with all pieces there it returns at once. Draws are
-    then mapped from disk, read-only, and memory holds one piece of them. :func:`~numpyro_repulsion.load_draws` reads
-    them without the model.
+    With a ``directory`` every piece is saved when it is done. The same call, also in a new process, continues from the
+    last saved piece, wherever the process was killed; if all pieces are saved it returns at once. Draws are then mapped
+    from disk, read-only, and memory holds one piece of them. :func:`~numpyro_repulsion.load_draws` reads them without
+    the model.
 
     :param mcmc: an ``MCMC`` with a kernel of this package. ``chain_method`` is ``"vectorized"``, or for kernels that
-        do not interact ``"sequential"``, in which each piece goes over the chains.
+        do not interact ``"sequential"``, in which each piece runs one chain after the other.
     :param rng_key: a key of either style, or one for each chain.
     :param args: arguments of the model.
-    :param piece_size: iterations in a piece, warmup and thinned ones included: what a kill loses at most, and what the
-        device has to hold. It does not change the draws, and may be another when a run goes on.
-    :param directory: where to save, made if it is not there; ``None`` keeps draws in memory. Room for all draws is
-        reserved at the beginning.
+    :param piece_size: iterations in a piece, warmup and thinned ones included: the most that a kill loses, and what the
+        device has to hold. It does not change the draws, and may change when a run continues.
+    :param directory: where to save, made if it does not exist; ``None`` keeps draws in memory. Room for all draws is
+        reserved at the start.
     :param extra_fields: as in ``mcmc.run``.
     :param init_params: as in ``mcmc.run``.
     :param kwargs: keyword arguments of the model.
-    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
-    :raises ValueError: for a wrong ``piece_size`` or ``chain_method``; a directory of another run, with what differs;
-        or one whose files are damaged beyond the last piece.
-    :raises OSError: for a directory that cannot be written to or a full disk; earlier pieces stay whole.
-    :raises RuntimeError: for a directory that another process is writing to.
+    :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
+    :raises ValueError: for a wrong ``piece_size`` or ``chain_method``; for a directory of another run (the message says
+        what differs), or one whose files are damaged beyond the last piece.
+    :raises OSError: if the directory cannot be written to or the disk is full; earlier pieces stay intact.
+    :raises RuntimeError: if another process is writing to the directory.
 
     **Example**
 
@@ -101,7 +102,7 @@ def run_in_pieces(
         _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup)
     finally:
         store.close()
-        # Warnings of the kernel come from the program, and in their own time.
+        # The program gives the kernel's warnings asynchronously.
         jax.effects_barrier()
 
 
@@ -139,7 +140,7 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
 
 
 def _piece(loop, states, first, stop, piece_size, bar):
-    """The states after a piece, and its draws, ``(chains, draws, ...)`` each."""
+    """Returns the states after a piece, and its draws, ``(chains, draws, ...)`` each."""
     after, found = [], []
     for state in states:
         collected = loop.empty(piece_size)
@@ -155,7 +156,7 @@ def _piece(loop, states, first, stop, piece_size, bar):
 
 
 class _Memory:
-    """Draws in memory: the part of a :class:`Directory` that a run needs without one."""
+    """Draws in memory, with the methods of a :class:`Directory` that a run needs."""
 
     is_lasting = False
 
@@ -189,7 +190,7 @@ def _check(mcmc, piece_size, extra_fields):
 
 
 class _Bar:
-    """One progress bar for a run, if there is to be one, and how many iterations to do between its moves."""
+    """The progress bar of a run, if it has one, and the number of iterations between its moves."""
 
     def __init__(self, mcmc, num_warmup, loop, done):
         self._kernel, self._num_warmup = mcmc.sampler, num_warmup
@@ -214,7 +215,7 @@ class _Bar:
             return
         text = self._kernel.get_diagnostics_str(state)  # waits for the state
         now = time.perf_counter()
-        if self._since is not None:  # The first time is the compiler's.
+        if self._since is not None:  # The first time includes compilation.
             spent = now - self._since
             if spent < _QUICK:
                 self._stride *= 2

@@ -1,4 +1,4 @@
-"""Arrays on disk, such that whatever is found there is whole: a file is replaced at once, or not at all."""
+"""Arrays on disk, written so that every file found there is complete: a file is replaced at once, or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEYS = jax.dtypes.prng_key
 
 
 class Torn(Exception):
-    """What was read is not what was written."""
+    """Raised if a file does not hold what was written."""
 
 
 def write(file: int, data: Any, offset: int) -> None:
@@ -33,7 +33,7 @@ def write(file: int, data: Any, offset: int) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Puts a file in the place of another of its name: a reader sees the old one or the new, also after a crash."""
+    """Replaces a file atomically: a reader sees the old one or the new one, also after a crash."""
     part = path.with_name(path.name + ".part")
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
@@ -46,7 +46,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes names of files last; where folders cannot be opened, the system has its own ways."""
+    """Makes the names of files in a folder durable, on systems where folders can be opened."""
     if os.name == "posix":
         file = os.open(path, os.O_RDONLY)
         try:
@@ -56,7 +56,7 @@ def sync_folder(path: Path) -> None:
 
 
 def pack(tree: Any, note: dict[str, Any]) -> bytes:
-    """A pytree of arrays and keys of either style, with a note, as an ``.npz`` file: it has checksums of its own."""
+    """Returns a pytree of arrays and keys of either style, with a note, as an ``.npz`` file, which has checksums."""
     arrays: dict[str, Any] = {}
     implementations = []
     leaves = jax.tree.leaves_with_path(tree)
@@ -72,10 +72,10 @@ def pack(tree: Any, note: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
-    """What :func:`pack` packed.
+    """Returns the pytree and the note that :func:`pack` packed.
 
     :param like: a pytree of the same structure with shapes and types; without it, only the note is read.
-    :raises Torn: for anything but the whole of a file by :func:`pack`.
+    :raises Torn: if ``data`` is not a complete file by :func:`pack`.
     :raises ValueError: for another structure.
     """
     try:
@@ -90,7 +90,7 @@ def unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
     expected = jax.tree.leaves_with_path(like)
     if (paths := [jax.tree_util.keystr(path) for path, _ in expected]) != note["paths"]:
         other = sorted(set(paths) ^ set(note["paths"]))
-        raise ValueError(f"The saved state has other parts than this run's: {', '.join(other)}.")
+        raise ValueError(f"The saved state has other parts than that of this run: {', '.join(other)}.")
     found = []
     for path, (_, shape), leaf, key in zip(paths, expected, leaves, note["keys"], strict=True):
         if leaf.dtype.kind == "V":  # types that are not NumPy's own, such as bfloat16
@@ -98,7 +98,7 @@ def unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
         value = jnp.asarray(leaf) if key is None else random.wrap_key_data(jnp.asarray(leaf), impl=key)
         if (value.shape, value.dtype) != (shape.shape, shape.dtype):
             raise ValueError(
-                f"The saved state has {path} as {value.dtype}{list(value.shape)}, and this run as "
+                f"The saved state has {path} as {value.dtype}{list(value.shape)}, but this run has it as "
                 f"{shape.dtype}{list(shape.shape)}."
             )
         found.append(value)
@@ -106,7 +106,7 @@ def unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
 
 
 def array_header(shape: tuple[int, ...], dtype: Any) -> bytes:
-    """What an ``.npy`` file begins with."""
+    """Returns the header of an ``.npy`` file."""
     file = io.BytesIO()
     dtype = np.dtype(dtype)
     kind = dtype if dtype.kind != "V" else np.dtype(f"V{dtype.itemsize}")

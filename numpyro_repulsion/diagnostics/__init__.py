@@ -1,4 +1,4 @@
-"""How much draws of interacting particles are worth: arrays or inference data in, numbers out."""
+"""Effective sample sizes, standard errors, nested R-hat and Stein discrepancies for interacting particles."""
 
 from numpyro_repulsion.diagnostics.convergence import nested_rhat
 from numpyro_repulsion.diagnostics.ensembles import num_independent

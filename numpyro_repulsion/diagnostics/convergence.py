@@ -1,4 +1,4 @@
-"""Whether ensembles agree: the nested R-hat."""
+"""The nested R-hat, which tells whether ensembles agree."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ __all__ = ["nested_rhat"]
 
 
 def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "rank") -> Any:
-    r"""The nested :math:`\hat R`, with ensembles as superchains.
+    r"""Returns the nested :math:`\hat R`, with ensembles as superchains.
 
     .. math::
         \hat R = \sqrt{1 + B / W}
 
-    with B the variance of the means of ensembles, and W the mean over ensembles of the variance within: that between
-    its particles' means, and that of each particle over time. Particles of an ensemble may interact, for ensembles do
-    not. It presumes that the particles of an ensemble start at one point; particles that stay where they started pass
-    it, so look at the plain R-hat of particles too. The numbers are those of ``arviz_stats.rhat_nested``, which
-    ArviZ 0.x lacks.
+    B is the variance of the ensembles' means. W is the mean over ensembles of the variance within: the variance between
+    its particles' means, plus the mean variance of each particle over time. Particles of an ensemble may interact,
+    because ensembles do not. The method presumes that the particles of an ensemble start at one point; particles that
+    stay where they started pass it, so check the plain R-hat of particles too. The numbers are those of
+    ``arviz_stats.rhat_nested``, which ArviZ 0.x lacks.
 
     :param draws: as for :func:`ensemble_ess`.
-    :param num_ensembles: as there; two or more.
-    :param method: ``"rank"`` takes the larger of that of the normal scores of ranks, and of how far draws lie from the
-        median, with each particle's series cut into halves; ``"identity"`` the draws as they are.
-    :return: an array of the shape of one draw, NaN where draws do not vary or are not finite; or a dictionary of them.
-    :raises ValueError: for a single ensemble, an unknown method, and as there.
+    :param num_ensembles: as for :func:`ensemble_ess`; two or more.
+    :param method: ``"rank"`` splits each particle's series into halves, and takes the larger of the values for the
+        draws and for their distances from the median, both as normal scores of ranks. ``"identity"`` uses the draws as
+        they are.
+    :return: an array of the shape of one draw, NaN where draws do not vary or are not finite; or a dictionary of such.
+    :raises ValueError: for a single ensemble, an unknown method, and as :func:`ensemble_ess` does.
 
     **References:**
 
@@ -62,19 +63,19 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "
     def rhat(x, groups, _):
         if groups < 2:
             raise ValueError(
-                "nested_rhat compares ensembles and needs two or more; got one. Run the kernel with num_ensembles=4, "
-                "say, or pass `num_ensembles`."
+                "nested_rhat compares ensembles and needs two or more; got one. Run the kernel with several, such as "
+                "num_ensembles=4, or pass `num_ensembles`."
             )
         usable = np.isfinite(x).all((0, 1))
         x = np.where(usable, x, np.nan)
         if method == "identity":
             return ratio(x, groups)
         half = x.shape[1] // 2
-        # Halves of a particle are two of the same ensemble.
+        # The halves of a particle count as two particles of the same ensemble.
         x = np.stack((x[:, :half], x[:, -half:]), 1).reshape(-1, half, *x.shape[2:])
         folded = np.abs(x - np.median(x, (0, 1)))
         found = np.maximum(*(ratio(normal_scores(part), groups) for part in (x, folded)))
         return np.where(usable, found, np.nan)[()]
 
-    # Balanced ensembles lie further apart than independent ones, on the safe side.
+    # Balanced ensembles lie further apart than independent ones, so the value is conservative.
     return each(draws, num_ensembles, rhat, adds_up=False)

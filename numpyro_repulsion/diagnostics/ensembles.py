@@ -1,4 +1,4 @@
-"""Draws by ensemble: which of them are independent, and functions of them array by array."""
+"""The number of independent groups of chains, and functions applied to each array of draws."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["each", "normal_scores", "num_independent"]
 
 
 def num_independent(attributes: dict[str, Any], num_chains: int) -> int:
-    """How many independent parts the chains of inference data consist of, in equal groups in order of the chains.
+    """Returns the number of independent groups of chains in inference data; groups are equal and in chain order.
 
-    The chains themselves where nothing couples them, ensembles where these do not see each other, and one part where
-    ensembles are balanced against each other.
+    Each chain is a group if nothing couples chains, and each ensemble if ensembles do not interact. Ensembles that are
+    balanced against each other are one group.
 
-    :param attributes: those of inference data; data of versions before 0.6 do not say what couples the particles.
-    :param num_chains: how many chains the data have.
+    :param attributes: attributes of inference data; versions before 0.6 do not say what couples the particles.
+    :param num_chains: number of chains of the data.
     """
     if attributes.get("coupling") == "none":
         return num_chains
@@ -29,11 +29,11 @@ def num_independent(attributes: dict[str, Any], num_chains: int) -> int:
 
 
 def each(draws, num_ensembles, function, adds_up=True):
-    """The function of arrays ``(chains, draws, ...)`` and a number of ensembles, applied to each of several.
+    """Applies a function of an array ``(chains, draws, ...)`` and a number of ensembles to each array of draws.
 
-    :param function: takes an array, the number, and whether particles are known to interact by a drift that leaves
-        them independent at any one time.
-    :param adds_up: whether the function takes ensembles to be independent.
+    :param function: takes an array, the number of ensembles, and whether particles are known to interact by a drift
+        that leaves them independent at any one time.
+    :param adds_up: whether the function presumes that ensembles are independent.
     """
     repels = False
     data = getattr(draws, "posterior", draws)
@@ -41,8 +41,8 @@ def each(draws, num_ensembles, function, adds_up=True):
     if hasattr(data, "data_vars"):
         if str(data.attrs.get("is_sampler", "true")) != "true":
             raise ValueError(
-                f"{data.attrs.get('algorithm', 'This')} is an optimizer: its last cloud is no sample, and has no "
-                "effective sample size, standard error or R-hat."
+                f"{data.attrs.get('algorithm', 'This')} is an optimizer: its last cloud is not a sample, and has no "
+                "effective sample size, standard error or R-hat. Use SGLDR for draws."
             )
         repels = data.attrs.get("coupling") == "interaction"
         if num_ensembles is None:
@@ -68,8 +68,8 @@ def each(draws, num_ensembles, function, adds_up=True):
 
 
 def normal_scores(x):
-    """The normal scores of ranks over all draws, of the shape of ``x``."""
-    from scipy.stats import norm, rankdata  # JAX needs SciPy; in single precision, JAX's own would make ties
+    """Returns the normal scores of ranks over all draws, of the shape of ``x``."""
+    from scipy.stats import norm, rankdata  # JAX depends on SciPy; its own functions make ties in single precision
 
     flat = x.reshape(x.shape[0] * x.shape[1], -1)
     return norm.ppf((rankdata(flat, axis=0) - 0.375) / (len(flat) + 0.25)).reshape(x.shape)

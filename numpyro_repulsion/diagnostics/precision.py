@@ -1,4 +1,4 @@
-"""How well the draws of interacting particles determine an average: effective sample sizes, and standard errors."""
+"""Effective sample sizes and standard errors of averages over interacting particles."""
 
 from __future__ import annotations
 
@@ -12,75 +12,76 @@ from numpyro_repulsion.diagnostics.ensembles import each, normal_scores
 
 __all__ = ["KNOWN", "MODES", "NOTHING", "SHORT", "ensemble_ess", "ensemble_mcse", "why_unknown"]
 
-#: Why there is no figure: there is one; draws that do not vary or are not finite; particles that mix, each where it is,
-#: but not with each other; and a run that is short beside the time in which a particle mixes.
+#: Why there is no figure: there is one; draws do not vary or are not finite; particles mix, each in its own place, but
+#: not with each other; the run is short compared with the mixing time of a particle.
 KNOWN, NOTHING, MODES, SHORT = range(4)
 
-#: A run of fewer autocorrelation times of a particle has not forgotten where it began.
+#: A run of fewer autocorrelation times of a particle has not forgotten its start.
 MIN_TIMES = 5.0
-#: Frequencies for each autocorrelation time in the run. At the last of them the spectrum of an autoregression has
-#: fallen to 0.7 of what it is at 0, for which the estimate is corrected.
+#: Frequencies used for each autocorrelation time in the run. At the last of them the spectrum of an autoregression has
+#: fallen to 0.7 of its value at 0; the estimate is corrected for that.
 FREQUENCIES = 0.4
-#: Degrees of freedom below which a standard error is off by more than a quarter too often.
+#: With fewer degrees of freedom a standard error is off by more than a quarter too often.
 MIN_FREEDOM = 10
-#: The variance of an estimated autocorrelation time, in units of its square, for each such time in the draws.
+#: The relative variance of an estimated autocorrelation time is this over the number of such times in the draws.
 TIME_VARIANCE = 6.0
-#: Particles do not mix where their means lie so much further apart than their own spectra explain (a standard error a
-#: quarter too small), beyond what chance does once in ten thousand times.
+#: Particles do not mix if the squared distances between their means exceed by this factor what their own spectra
+#: explain (a standard error a quarter too small), beyond what chance does once in ten thousand times.
 EXCESS, CHANCE = 1.5, 1e-4
-#: Averages are taken to forget faster than particles where they have so many times as many autocorrelation times, and
-#: so many standard errors more if they are not known to repel each other.
+#: Averages count as faster than particles if the run has this many times as many of their autocorrelation times; and,
+#: unless particles are known to repel each other, if the excess is also this many standard errors.
 FASTER, FASTER_ERRORS = 3.0, 2.5
-#: An average has been everywhere that varies over time by so much of what its stationary variance is known to be.
+#: An average has been everywhere if its variance over time is this share of its known stationary variance.
 EXPLORED = 0.9
-#: Particles that hold so many autocorrelation times about their own means mix where they are.
+#: Particles mix where they are if the run has more than this many autocorrelation times about their own means.
 MIXED_WITHIN = 15.0
-#: Batches of a chain of which it is asked whether few of them make all the variance.
+#: Most batches per chain in the test of whether few batches make all the variance.
 MAX_BATCHES = 64
-#: Numbers of draws looked at in one go.
+#: Most entries of draws processed at once.
 BLOCK = 2**24
 
 
 def ensemble_ess(
     draws: Any, num_ensembles: int | None = None, *, method: str = "bulk", prob: float | None = None
 ) -> Any:
-    r"""How many independent draws the draws of interacting particles are worth.
+    r"""Returns the effective sample size: how many independent draws the draws of interacting particles are worth.
 
-    Particles of one ensemble are no independent chains, so that neither the sum of their effective sample sizes nor
-    anything else that looks at them one by one says how well an average over all is known. The average of f over
-    the L particles at each iteration, :math:`\bar f_t`, is a single series, and the error of its mean is that of any
-    series:
+    Particles of one ensemble are not independent chains. So neither the sum of their effective sample sizes nor any
+    other statistic of single particles tells how precise an average over all of them is. The average of f over the L
+    particles at each iteration, :math:`\bar f_t`, is a single series, and its mean has the error of any series:
 
     .. math::
         \mathrm{ESS} = \frac{\operatorname{Var} f}{\mathrm{MCSE}^2}, \qquad
         \mathrm{MCSE}^2 = \frac{S(0)}{N}
 
-    for N iterations, with S(0) the spectrum of :math:`\bar f_t` at frequency 0, which is
-    :math:`\tau \operatorname{Var} \bar f` for an integrated autocorrelation time τ. For independent particles that is
-    ``L N / τ``; for balanced noise it may be far more than there are draws, and with shared minibatches far less.
-    Of several ensembles the variance of their means counts too, and they add up.
+    N is the number of iterations. S(0) is the spectrum of :math:`\bar f_t` at frequency 0, which is
+    :math:`\tau \operatorname{Var} \bar f` for an integrated autocorrelation time τ. The ESS is ``L N / τ`` for
+    independent particles; with balanced noise it may far exceed the number of draws, and with shared minibatches it is
+    far smaller. Several ensembles add up, and the variance of their means counts too.
 
-    S(0) comes from the lowest frequencies of the averages (discrete cosines, so that a drift counts), as many as lie
-    well below the frequency at which single particles forget. How fast they do is estimated from all particles
-    together, about the mean of all: particles that have not been everywhere differ. The result is NaN where the draws
-    cannot tell: where the run is shorter than 5 autocorrelation times of a particle; where particles lie further apart
-    than their own paths explain, as in separate modes; and where fewer than 10 squares are left to estimate S(0) from,
-    so a single ensemble needs some 25 autocorrelation times. :func:`~numpyro_repulsion.summary` says which. Inference
-    data of particles that repel each other tell more: these are independent at any one time, so it is enough that
-    their average has varied by as much as that says.
+    S(0) comes from the lowest frequencies of the averages (discrete cosines, so that a drift counts), those well below
+    the frequency at which single particles decorrelate. The autocorrelation time of a particle is estimated from all
+    particles together, about their common mean, so that particles that have not been everywhere count as slow. The
+    result is NaN if the draws do not determine it: if the run is shorter than 5 autocorrelation times of a particle; if
+    particles lie further apart than their own paths explain, as in separate modes; or if fewer than 10 squares are left
+    to estimate S(0) from, so a single ensemble needs about 25 autocorrelation times.
+    :func:`~numpyro_repulsion.summary` says which. Inference data of particles that repel each other need less: these
+    particles are independent at any one time, so it is enough that their average varies as much as that implies.
 
-    :param draws: ``(chains, draws, ...)``; or a dictionary of such; or inference data (ArviZ) with a ``posterior``.
-    :param num_ensembles: how many equal groups the chains consist of, in their order, that are independent of each
-        other. ``None`` reads it from inference data, and is 1 for arrays, of whose coupling nothing is known; for
-        independent chains give their number. Ensembles that are balanced against each other are one.
-    :param method: what the draws are worth for: ``"mean"``, ``"sd"`` (the mean of squared deviations), ``"bulk"`` (the
-        mean of normal scores of ranks), ``"tail"`` (the lesser of the 5 % and 95 % quantiles), or ``"quantile"``.
-    :param prob: of the quantile.
+    :param draws: an array ``(chains, draws, ...)``, a dictionary of such, or inference data (ArviZ) with a
+        ``posterior``.
+    :param num_ensembles: number of equal groups of chains, in chain order, that are independent of each other. ``None``
+        reads it from inference data, and is 1 for arrays, whose coupling is unknown; for independent chains pass their
+        number. Ensembles that are balanced against each other count as one.
+    :param method: the estimate that the draws are for: ``"mean"``, ``"sd"`` (the mean of squared deviations),
+        ``"bulk"`` (the mean of normal scores of ranks), ``"tail"`` (the smaller ESS of the 5 % and 95 % quantiles), or
+        ``"quantile"``.
+    :param prob: the probability of the quantile.
     :return: an array of the shape of one draw, NaN as above, and where draws do not vary or are not finite; or a
-        dictionary of them.
-    :raises ValueError: for less than four draws of each chain, chains that make no equal ensembles, an unknown method,
-        a ``prob`` outside (0, 1), or inference data of an optimizer (SVGD).
-    :raises TypeError: for draws that are no numbers.
+        dictionary of such.
+    :raises ValueError: for fewer than four draws of each chain, a ``num_ensembles`` that does not divide the number of
+        chains, an unknown method, a ``prob`` outside (0, 1), or inference data of an optimizer (SVGD).
+    :raises TypeError: for draws that are not numbers.
 
     **References:**
 
@@ -101,7 +102,7 @@ def ensemble_ess(
         >>> balanced = draws - draws.mean(0) + 0.1 * draws[:1]
         >>> bool(ensemble_ess(balanced, method="mean") > 50_000)
         True
-        >>> drifting = draws.cumsum(1)  # of random walks nothing is known
+        >>> drifting = draws.cumsum(1)  # random walks have no ESS
         >>> float(ensemble_ess(drifting))
         nan
     """
@@ -121,16 +122,16 @@ def ensemble_ess(
 
 
 def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str = "mean") -> Any:
-    """The standard error of the mean over all draws, for interacting particles: ``sd / sqrt(ESS)``.
+    """Returns the standard error of the mean over all draws of interacting particles: ``sd / sqrt(ESS)``.
 
-    It allows for its own uncertainty, so that errors have about unit variance in its units: of a single ensemble
-    and few autocorrelation times it is a tenth or two larger than its square's best estimate.
+    It allows for its own uncertainty, so that errors divided by it have about unit variance: for a single ensemble and
+    few autocorrelation times it is a tenth or two larger than the root of the best estimate of its square.
 
     :param draws: as for :func:`ensemble_ess`.
-    :param num_ensembles: as there.
+    :param num_ensembles: as for :func:`ensemble_ess`.
     :param method: ``"mean"``, or ``"sd"`` for the standard error of the standard deviation.
-    :return: an array of the shape of one draw, NaN where it cannot be known, as there; or a dictionary of them.
-    :raises ValueError: as there.
+    :return: an array of the shape of one draw, NaN where :func:`ensemble_ess` is NaN; or a dictionary of such.
+    :raises ValueError: as :func:`ensemble_ess` does.
 
     **Example**
 
@@ -150,18 +151,18 @@ def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str =
         scores = normal_scores(x)
         (f,) = _STATISTICS[method](x, scores, None)
         found = np.sqrt(_variance_of_mean(f, groups, repels, scores)[0])
-        # The deviation is the root of the mean square.
+        # The sd is the root of the mean square, so its error follows by the delta method.
         return found if method == "mean" else found / (2.0 * x.std((0, 1)))
 
     return each(draws, num_ensembles, _in_blocks(error))
 
 
 def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
-    """Why :func:`ensemble_ess` has no figure: ``KNOWN`` (0) where it has one, ``NOTHING``, ``MODES`` or ``SHORT``.
+    """Returns why :func:`ensemble_ess` is NaN: ``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not.
 
     :param draws: as for :func:`ensemble_ess`.
-    :param num_ensembles: as there.
-    :return: an array of the shape of one draw, or a dictionary of them.
+    :param num_ensembles: as for :func:`ensemble_ess`.
+    :return: an array of the shape of one draw, or a dictionary of such.
     """
 
     def why(x, groups, repels):
@@ -178,7 +179,7 @@ def _as_reasons(found):
 
 
 def _in_blocks(function):
-    """The function of ``(chains, draws, columns)``, applied to so many columns at a time as fit into memory."""
+    """Applies a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory."""
 
     def apply(x, groups, repels):
         flat = x.reshape(*x.shape[:2], -1)
@@ -197,15 +198,15 @@ def _in_blocks(function):
 
 
 def _variance_of_mean(f, groups, repels=False, scores=None):
-    """The variance of the mean over all draws of ``f``, and why there is none, each ``(columns,)``.
+    """Returns the variance of the mean of ``f`` over all draws, and why it is NaN, each ``(columns,)``.
 
     :param repels: whether the particles interact, but are independent at any one time.
-    :param scores: normal scores of what f is a function of, which must have mixed too.
+    :param scores: normal scores of the draws that f is a function of; these must have mixed too.
     """
     times = _all_times(f, groups, repels)
     blocked = KNOWN
     if scores is not None and scores is not f:
-        # A function of what mixes slowly is not known before that is.
+        # The mean of a function of slow draws is unknown until these have mixed.
         times = np.minimum(times, _all_times(scores, groups, repels))
         _, _, blocked = _look(scores, groups, times, repels)
     variance, freedom, why = _look(f, groups, times, repels)
@@ -215,9 +216,10 @@ def _variance_of_mean(f, groups, repels=False, scores=None):
 
 
 def _look(f, groups, times, repels):
-    """The variance of the mean, its degrees of freedom, and whether particles have mixed, for ``(C, N, columns)``.
+    """Returns the variance of the mean of ``f``, its degrees of freedom, and a reason if particles have not mixed.
 
-    :param times: what :func:`_all_times` found.
+    :param f: ``(chains, draws, columns)``.
+    :param times: the result of :func:`_all_times`.
     """
     from scipy.fft import dct
 
@@ -230,19 +232,19 @@ def _look(f, groups, times, repels):
     with np.errstate(divide="ignore", invalid="ignore"):
         variance = (within + between) / freedom / (groups * number)
         apart = _exceeds(between, groups - 1, within, groups * count)
-        # An average that is thought to forget faster than its particles must not hold what is as slow as these.
+        # An average that counts as faster than its particles must have no part as slow as these.
         _, slow, few = _squares(means, own_times, number)
         apart |= (few < count) & _exceeds(slow, groups * few, within - slow, groups * (count - few))
         if waves.shape[1] > 1:
             own = (waves - means[:, None]).reshape(chains, *waves.shape[2:])
             some = groups * (waves.shape[1] - 1)
             between, within, count = _squares(own, own_times, number)
-            # Particles that all move alike have nothing but rounding between them.
+            # Particles that all move alike differ only by rounding.
             differ = between + within > 1e-20 * (f**2).sum((0, 1))
             apart |= differ & _exceeds(between, some, within, some * count)
-        # So that errors have unit variance in units of the standard error, uncertain as it is.
+        # So that errors divided by the standard error, itself uncertain, have unit variance.
         variance *= freedom / (freedom - 2.0) * (1.0 + TIME_VARIANCE / (groups * times))
-    # A series may be so antithetic that hardly anything is left at low frequencies.
+    # An antithetic series may have hardly any variance left at low frequencies.
     total = groups * number
     least = _averages(f, groups).var((0, 1)) / (total * np.log10(total))
     variance = np.maximum(variance, least)
@@ -251,11 +253,11 @@ def _look(f, groups, times, repels):
         apart[is_short] |= _times((f - f.mean(1, keepdims=True))[..., is_short]) > MIXED_WITHIN
     why = np.select([apart, is_short], [MODES, SHORT], KNOWN)
     if repels:
-        # Particles that repel each other may keep their order, on a line, while their average goes everywhere: then it
-        # varies over time as much as that of independent particles does from one set of them to another.
+        # Particles that repel each other may keep their order on a line while their average goes everywhere: then the
+        # average varies over time as much as the averages of independent sets of particles.
         spread = _averages(f, groups).var((0, 1)) * (chains // groups)
         why = np.where(spread > EXPLORED * f.var((0, 1)), KNOWN, why)
-    # Of an average that stays where it began nothing is known, however exactly its noises cancel.
+    # An average that stays where it began is unknown, however exactly its noises cancel.
     freedom = np.minimum(freedom, _freedom_of_events(f, own_times))
     return variance, freedom, np.where(least > 1e-24 * f.var((0, 1)), why, NOTHING)
 
@@ -265,9 +267,9 @@ def _averages(f, groups):
 
 
 def _all_times(f, groups, repels):
-    """How many autocorrelation times of a particle the run has, and how many of the averages over ensembles.
+    """Returns how many autocorrelation times the run has, of a particle and of the averages over ensembles.
 
-    The averages have the particles' unless they are clearly faster, as with repulsion: a single series hardly tells.
+    Averages get the particles' number unless they are clearly faster, as with repulsion: a single series tells little.
     """
     own = _times(f)
     averages = _times(_averages(f, groups)) if groups < f.shape[0] else own
@@ -280,10 +282,12 @@ def _count(times, number):
 
 
 def _squares(waves, times, number):
-    """Squares at frequency 0, those of the lowest others, and how many these are; summed over series.
+    """Returns squares at frequency 0, squares at the lowest other frequencies, and how many these are.
 
-    :param times: autocorrelation times in the run, which give the number, and the spectrum of an autoregression by
-        which squares are divided, relative to its value at frequency 0.
+    The squares are sums over series. Those above frequency 0 are divided by the spectrum of an autoregression, relative
+    to its value at 0.
+
+    :param times: autocorrelation times in the run, which determine the number of frequencies and the spectrum.
     """
     rho = (number / times - 1.0) / (number / times + 1.0)
     order, count = np.arange(waves.shape[1])[:, None], _count(times, number)
@@ -293,7 +297,7 @@ def _squares(waves, times, number):
 
 
 def _freedom_of_events(f, times):
-    """Degrees of freedom by how unequal the squares of batch means are: rare events, or single draws, leave few.
+    """Returns degrees of freedom from how unequal squared batch means are: rare events, or single draws, leave few.
 
     A batch is about as long as an autocorrelation time.
     """
@@ -311,16 +315,16 @@ def _freedom_of_events(f, times):
 
 
 def _times(f):
-    """How many autocorrelation times of a particle the run has, by all particles about the mean of all."""
+    """Returns how many autocorrelation times of a particle the run has, from all particles about their common mean."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = effective_sample_size(f) / f.shape[0]
-    # A series may be so antithetic that its estimated time is not positive.
+    # The estimated time of an antithetic series may not be positive.
     most = f.shape[1] * np.log10(f.shape[0] * f.shape[1])
     return np.where((found > 0) & (found < most), found, most)
 
 
 def _exceeds(squares, number, others, other_number):
-    """Whether some squares are larger than others by more than chance and a smooth spectrum explain."""
+    """Returns whether ``squares`` exceed ``others`` by more than chance and a smooth spectrum explain."""
     from scipy.stats import f as ratio
 
     found = (squares / number) / (others / other_number)
@@ -332,7 +336,7 @@ def _below(x, prob):
     return (x <= np.quantile(x, prob, (0, 1), keepdims=True)).astype(float)
 
 
-#: The functions whose means are asked for.
+#: The functions of draws whose means each method is about.
 _STATISTICS = {
     "mean": lambda x, scores, _: [x],
     "sd": lambda x, scores, _: [(x - x.mean((0, 1))) ** 2],

@@ -1,4 +1,4 @@
-"""Stein discrepancies: how far draws are from a distribution whose scores are known."""
+"""Stein discrepancies between draws and a distribution with known scores."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ __all__ = ["ksd"]
 
 
 def ksd(draws: jax.Array, scores: jax.Array, *, scale: float | jax.Array = 1.0, exponent: float = -0.5) -> jax.Array:
-    r"""The kernelized Stein discrepancy of draws from the law with these scores: 0 for that law alone, in the limit.
+    r"""Returns the kernelized Stein discrepancy between draws and the distribution with these scores.
 
-    With the inverse multiquadric :math:`k(x, y) = (1 + \|x - y\|^2 / c^2)^\beta` and scores
-    :math:`s = \nabla \log \pi = -\nabla U`,
+    In the limit it is 0 for that distribution alone. With the inverse multiquadric
+    :math:`k(x, y) = (1 + \|x - y\|^2 / c^2)^\beta` and scores :math:`s = \nabla \log \pi = -\nabla U`,
 
     .. math::
         \mathrm{KSD}^2 = \frac{1}{n^2} \sum_{ij} \bigl( s_i \cdot s_j\, k + s_i \cdot \nabla_y k + s_j \cdot \nabla_x k
         + \nabla_x \cdot \nabla_y k \bigr)(x_i, x_j)
 
-    It needs no normalizing constant and no exact draws, and sees bias and lack of convergence alike; but not the
-    weights of far modes. Of n independent draws from π it is about :math:`n^{-1/2}` times what one draw has. Rows are
-    taken one at a time, so that nothing of shape ``(n, n)`` is formed. Scores from minibatches add the variance of
-    their noise.
+    It needs no normalizing constant and no exact draws. It detects bias and lack of convergence alike, but not wrong
+    weights of distant modes. For n independent draws from π it is about :math:`n^{-1/2}` times its value for one draw.
+    Rows are processed one at a time, so no array of shape ``(n, n)`` is formed. Scores from minibatches add the
+    variance of their noise.
 
     :param draws: ``(n, d)``, in the unconstrained space of the scores.
     :param scores: ``(n, d)``.
     :param scale: c, a number or one for each coordinate; about the scale of the posterior.
     :param exponent: β, between -1 and 0.
     :return: a scalar, 0 or above.
-    :raises ValueError: for shapes that differ or have no draws, a scale that is no positive number or one for each
-        coordinate, or an exponent out of range.
+    :raises ValueError: if the shapes differ or there are no draws, if ``scale`` is not positive or not one number or
+        one for each coordinate, or if ``exponent`` is out of range.
 
     **References:**
 
@@ -53,11 +53,11 @@ def ksd(draws: jax.Array, scores: jax.Array, *, scale: float | jax.Array = 1.0, 
         raise ValueError("`draws` must be of shape (n, d) with one draw or more; got none.")
     if jnp.shape(scale) not in ((), (1,), x.shape[1:]) or not (jnp.asarray(scale) > 0).all():
         raise ValueError(
-            f"`scale` must be above 0, a number or one for each of {x.shape[1]} coordinates; got {scale!r}."
+            f"`scale` must be above 0, one number or one for each of {x.shape[1]} coordinates; got {scale!r}."
         )
     if not -1.0 < exponent < 0.0:
         raise ValueError(f"`exponent` must lie between -1 and 0; got {exponent!r}.")
-    # In units of c the kernel has none, and scores are longer by c.
+    # In units of c the kernel has scale 1, and scores are longer by the factor c.
     x, s = x / scale, s * scale
 
     def row(point):

@@ -1,6 +1,6 @@
-"""From a finished run to ArviZ: InferenceData on ArviZ 0.x, a DataTree on 1.x.
+"""Conversion of a finished run to ArviZ: InferenceData on ArviZ 0.x, a DataTree on 1.x.
 
-Everything over all rows of subsampled plates: deterministic sites, observations, log likelihoods, predictions.
+Deterministic sites, observations, log likelihoods and predictions cover all rows of subsampled plates.
 """
 
 from numpyro_repulsion.inference_data.conversion import to_inference_data

@@ -1,4 +1,4 @@
-"""What was run, as attributes of inference data; and refusals of what has not been run."""
+"""Attributes of inference data, which describe the run; and the check that a run has draws."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from numpyro_repulsion.schedules import BiasBudget
 __all__ = ["attributes", "require_run"]
 
 
-#: The finding about a run on other data than its warmup's; it replaces those of that warmup.
+#: The finding about a run with other data than its warmup; it replaces the findings of that warmup.
 OTHER_DATA = Finding(
     "other_data",
     "warning",
@@ -37,10 +37,10 @@ OTHER_DATA = Finding(
 
 
 def require_run(mcmc: MCMC) -> ParticleKernel:
-    """The kernel of a run.
+    """Returns the kernel of a run.
 
-    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
-    :raises ValueError: for one that has no draws.
+    :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
+    :raises ValueError: if it has no draws.
     """
     kernel = kernel_of(mcmc, "to_inference_data", " For other kernels use arviz.from_numpyro.")
     require_draws(mcmc)
@@ -48,15 +48,15 @@ def require_run(mcmc: MCMC) -> ParticleKernel:
 
 
 def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -> dict[str, Any]:
-    """What was run, and how."""
+    """Returns the attributes that describe a run."""
     state = mcmc.last_state
     plates = target.plates if target is not None else {}
     measured = isinstance(kernel.step_size, BiasBudget)
-    # Plain chains run one by one leave a state each, and are ensembles of their own.
     is_other = has_other_data(mcmc)
     findings = [OTHER_DATA] if is_other else kernel.findings(state)
     bias = float(np.ravel(state.warmup.step.bias)[0])
     coupling, num_independent = coupling_of(mcmc)
+    # Plain chains that run one by one leave one state each, and each is an ensemble.
     num_ensembles = mcmc.num_chains if np.ndim(state.num_updates) else kernel.num_ensembles
     return {
         "created_at": datetime.now(UTC).isoformat(),

@@ -1,4 +1,4 @@
-"""Functions of one draw mapped over all draws, in chunks that fit into memory."""
+"""A function of one draw mapped over all draws, in chunks that fit into memory."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from numpyro.util import soft_vmap
 
 __all__ = ["map_draws"]
 
-#: Results of more bytes than this are refused.
+#: Results of more bytes raise `ValueError`.
 MAX_BYTES = 2**31
-#: The largest intermediate array of a chunk of draws has about so many bytes at most, unless a single draw has more.
+#: The largest intermediate array of a chunk has at most about this many bytes, unless a single draw has more.
 CHUNK_BYTES = 2**27
-#: Draws computed at once, at most.
+#: Most draws computed at once.
 CHUNK_SIZE = 100
 
 
 def map_draws(fn: Callable, draws: Any, shape: tuple[int, ...], what: str, remedy: str) -> dict[str, jax.Array]:
-    """``fn`` of each draw: a dictionary of arrays, with ``shape`` as leading axes.
+    """Returns ``fn`` of each draw: a dictionary of arrays with leading axes ``shape``.
 
     :param fn: takes one draw, returns arrays by name.
-    :param draws: a pytree of arrays, the leading axes of which are ``shape``.
+    :param draws: a pytree of arrays with leading axes ``shape``.
     :param shape: the axes to map over.
     :param what: what is computed, for the message.
     :param remedy: what to write instead, for the message.
-    :raises ValueError: where the results would exceed 2 GiB.
+    :raises ValueError: if the results would exceed 2 GiB.
     """
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(shape) :], x.dtype), draws)
     program, results = jax.make_jaxpr(fn, return_shape=True)(one)
@@ -42,21 +42,21 @@ def map_draws(fn: Callable, draws: Any, shape: tuple[int, ...], what: str, remed
     if not results or not count:
         return {}
     leaves, structure = jax.tree.flatten(draws)
-    # NumPyro cannot cut arrays without entries into chunks.
+    # NumPyro cannot split arrays without entries into chunks.
     empty = {i: x[(0,) * len(shape)] for i, x in enumerate(leaves) if not x.size}
 
     def of_filled(filled):
         rest = iter(filled)
         return fn(jax.tree.unflatten(structure, [empty[i] if i in empty else next(rest) for i in range(len(leaves))]))
 
-    # Two chunks at least, so that the program is compiled as one.
+    # At least two chunks, so that the program is compiled as one.
     chunk = min(CHUNK_SIZE, CHUNK_BYTES // max(_largest(program.jaxpr), 1), -(-count // 2))
     filled = [x for x in leaves if x.size]
     return soft_vmap(of_filled, filled, batch_ndims=len(shape), chunk_size=max(chunk, 1))
 
 
 def _largest(jaxpr):
-    """The bytes of the largest array that a program makes on its way."""
+    """Returns the size in bytes of the largest intermediate array of a program."""
     largest = 0
     for equation in jaxpr.eqns:
         sizes = [_bytes(variable.aval) for variable in equation.outvars if hasattr(variable.aval, "shape")]

@@ -1,4 +1,4 @@
-"""From a finished run to ArviZ. ArviZ and xarray are imported when called."""
+"""Conversion of a finished run to ArviZ. ArviZ and xarray are imported when called."""
 
 from __future__ import annotations
 
@@ -39,46 +39,46 @@ def to_inference_data(
     predictions_constant_data: Mapping[str, Any] | None = None,
     warmup: Any = None,
 ):
-    """The draws of a run, one chain per particle, for ArviZ.
+    """Returns the draws of a run for ArviZ, one chain per particle.
 
-    Always there: ``posterior``; ``sample_stats`` with ``lp`` (minus the potential energy; a minibatch estimate where
-    the gradient is one), ``step_size``, ``bandwidth``, ``diverging`` and the extra fields of the run; and
-    ``observed_data``. On request: ``log_likelihood``, ``posterior_predictive``, ``prior`` with ``prior_predictive``,
-    and the groups that are handed in. Whatever is computed from the model is over all rows of subsampled plates, each
-    once, and from the model as it is, with its data: observed sites are drawn where they are predicted.
+    The result always has ``posterior``; ``sample_stats`` with ``lp`` (minus the potential energy; a minibatch estimate
+    if the gradient is one), ``step_size``, ``bandwidth``, ``diverging`` and the extra fields of the run; and
+    ``observed_data``. On request it has ``log_likelihood``, ``posterior_predictive``, ``prior`` with
+    ``prior_predictive``, and the groups that are passed in. Everything computed from the model covers all rows of
+    subsampled plates, each once. The model keeps its data; predictions draw the observed sites nevertheless.
 
     Dimensions are named after plates, and after ``infer={"event_dims": [...]}`` of a site. Chains have the coordinate
-    ``ensemble``. The attributes name the algorithm, its settings, and the ensemble of each chain. Site names with "/"
-    get "." instead. Observed sites of which a mask hides a part, for all draws alike, are flattened to what it does
-    not hide, along ``<site>_entry``, whose coordinates are positions in the flattened site.
+    ``ensemble``. The attributes name the algorithm, its settings, and the ensemble of each chain. In site names "."
+    replaces "/". If a mask hides a part of an observed site, for all draws alike, the site is flattened to its visible
+    entries along ``<site>_entry``, whose coordinates are positions in the flattened site.
 
     For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) only the last cloud is a result: it becomes one
     chain whose draws are the particles.
 
-    Between ``mcmc.warmup(..., collect_warmup=True)`` and ``mcmc.run`` the draws are those of warmup, and so are the
-    groups, ``warmup_posterior`` and ``warmup_sample_stats``. NumPyro drops them in ``run``; convert before, and pass
-    the result as ``warmup`` after.
+    Between ``mcmc.warmup(..., collect_warmup=True)`` and ``mcmc.run`` the draws are those of warmup, in the groups
+    ``warmup_posterior`` and ``warmup_sample_stats``. ``mcmc.run`` drops them: convert before it, and pass the result as
+    ``warmup`` afterwards.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package.
     :param coords: coordinate values by dimension.
-    :param dims: names of dimensions by variable, chain and draw left out, instead of those taken from the plates.
-    :param deterministic: whether to compute the deterministic sites that look at subsampled rows, over all rows.
+    :param dims: names of dimensions by variable, without chain and draw; they replace those taken from the plates.
+    :param deterministic: whether to compute the deterministic sites that use subsampled rows, over all rows.
     :param log_likelihood: whether to compute the log likelihood of every observation, for ``arviz.loo`` and
-        ``arviz.compare``: ``True`` for all observed sites, or names of some, and of ``numpyro.factor`` sites that are
-        likelihoods. Without any ``numpyro.handlers.scale``.
-    :param posterior_predictive: a PRNG key, for one replicate of the observed sites for each draw (and of deterministic
-        sites made from them); or the dictionary that ``numpyro.infer.Predictive`` returned for ``mcmc.get_samples()``.
-    :param prior: a PRNG key, for 1000 draws from prior and prior predictive; or the dictionary of ``Predictive``.
+        ``arviz.compare``: ``True`` for all observed sites, or a list of names of observed sites and of
+        ``numpyro.factor`` sites that are likelihoods. It leaves out any ``numpyro.handlers.scale``.
+    :param posterior_predictive: a PRNG key for one replicate per draw of the observed sites (and of deterministic sites
+        made from them); or the dictionary that ``numpyro.infer.Predictive`` returned for ``mcmc.get_samples()``.
+    :param prior: a PRNG key for 1000 draws from prior and prior predictive; or the dictionary of ``Predictive``.
     :param predictions: for other data, the dictionary that ``Predictive(uncondition(all_rows(model)),
         mcmc.get_samples())`` returned, see :class:`~numpyro_repulsion.all_rows`.
-    :param constant_data: arrays to go with the data, such as covariates; their dimensions come from ``dims``.
+    :param constant_data: arrays to store with the data, such as covariates; their dimensions come from ``dims``.
     :param predictions_constant_data: the same for ``predictions``.
     :param warmup: what this function returned after ``mcmc.warmup(..., collect_warmup=True)``.
     :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (1.x).
-    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package, and arguments of a wrong kind.
-    :raises ValueError: before the run; where a group computed from the model would exceed 2 GiB; for log likelihoods
-        of models with enumerated or random likelihoods; for predictions from the key where latent sites are
-        enumerated, or observed inside ``scan``; for names and coordinates that do not fit.
+    :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package, or an argument has a wrong type.
+    :raises ValueError: before the run; if a group computed from the model would exceed 2 GiB; for log likelihoods of
+        models with enumerated or random likelihoods; for predictions from a key if latent sites are enumerated, or
+        sites are observed inside ``scan``; for names and coordinates that do not fit.
 
     **References:**
 
@@ -120,7 +120,7 @@ def to_inference_data(
     of_warmup = is_warmup(mcmc)
     posterior, statistics = _draws(mcmc)
     shape = next(iter(statistics.values())).shape[:2]
-    # Of an optimizer only the last cloud is a result.
+    # Only the last cloud of an optimizer is a result.
     all_count = kernel.dynamics.is_sampler or of_warmup
     if not all_count:
         posterior = {name: value[:, -1:] for name, value in posterior.items()}
@@ -180,27 +180,27 @@ def to_inference_data(
 
 
 def _draws(mcmc):
-    """``(posterior, sample_stats)``."""
+    """Returns ``(posterior, sample_stats)``."""
     samples = mcmc.get_samples(group_by_chain=True)
     statistics = {
         _STATISTICS.get(name, name): -value if name == "potential_energy" else value
         for name, value in mcmc.get_extra_fields(group_by_chain=True).items()
         if isinstance(value, jax.Array | np.ndarray)
     }
-    # In a state, 0 stands for none.
+    # In a state, bandwidth 0 means none.
     statistics["bandwidth"] = np.where(np.asarray(statistics["bandwidth"]) > 0.0, statistics["bandwidth"], np.nan)
     return named_draws(samples), statistics
 
 
 def _latent(target, posterior):
-    """The draws of the latent sites, or nothing where the run left some out."""
+    """Returns the draws of the latent sites, or nothing if the run left some out."""
     if target is None or not set(target.latent) <= set(posterior):
         return {}
     return {name: posterior[name] for name in target.latent}
 
 
 def _wanted(*, log_likelihood, **given):
-    """What is to be computed from the model."""
+    """Returns the names of the groups to compute from the model."""
     asked = log_likelihood if isinstance(log_likelihood, bool) else len(log_likelihood) > 0
     keys = {name for name, value in given.items() if value is not None and is_key(name, value)}
     return keys | {"log_likelihood"} if asked else keys
@@ -221,7 +221,7 @@ def _require_model(wanted, target, latent, of_warmup):
 
 
 def _split_prior(prior, target, posterior):
-    """Draws of the user's: sites that the posterior has too, and predictions."""
+    """Splits the user's draws into sites that the posterior has too, and predictions."""
     draws = {name: np.asarray(value)[None] for name, value in prior.items()}
     of_prior = set(posterior) | set(target.minibatched if target is not None else ())
     return (
@@ -231,7 +231,7 @@ def _split_prior(prior, target, posterior):
 
 
 def _of_warmup(data, num_chains):
-    """The groups of a conversion that was made after warmup."""
+    """Returns the groups of a conversion made after warmup."""
     try:
         groups = {name: data[name] for name in _WARMUP}
     except (KeyError, TypeError, AttributeError):
@@ -241,5 +241,5 @@ def _of_warmup(data, num_chains):
         ) from None
     groups = {name: group.to_dataset() if hasattr(group, "to_dataset") else group for name, group in groups.items()}
     if any(group.sizes["chain"] != num_chains for group in groups.values()):
-        raise ValueError(f"`warmup` is of another run: it has not the {num_chains} chains of this one.")
+        raise ValueError(f"`warmup` is of another run: it does not have the {num_chains} chains of this one.")
     return groups

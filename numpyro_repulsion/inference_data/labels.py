@@ -1,4 +1,4 @@
-"""Names of variables and dimensions, and coordinates: groups of arrays become datasets of xarray."""
+"""Names of variables and dimensions, and coordinates, that make groups of arrays datasets of xarray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEADING = ("chain", "draw")
 
 
 def named_draws(samples: Any) -> dict[str, Any]:
-    """Arrays by name: site names, or for the pytree of a ``potential_fn`` the path of each leaf."""
+    """Returns arrays by name: site names, or for the pytree of a ``potential_fn`` the path of each leaf."""
     if isinstance(samples, dict) and all(isinstance(value, jax.Array | np.ndarray) for value in samples.values()):
         return dict(samples)
     leaves = jax.tree.leaves_with_path(samples)
@@ -26,11 +26,11 @@ def named_draws(samples: Any) -> dict[str, Any]:
 
 
 class Labels:
-    """What variables, and the axes of their arrays, are called.
+    """Names of variables and of the axes of their arrays.
 
     :param target: the model, if there is one.
-    :param observations: of which masked sites have an axis of their own.
-    :param names: the safe name of every name that occurs, :func:`safe_names`.
+    :param observations: the observed sites; masked ones get their own axis.
+    :param names: safe names by original name, from :func:`safe_names`.
     :param coords: coordinate values by dimension, from the user.
     :param dims: names of dimensions by variable, from the user.
     """
@@ -48,12 +48,12 @@ class Labels:
         self.dims = {names.get(name, name): list(listed) for name, listed in (dims or {}).items()}
 
     def dataset(self, group: str, arrays: Mapping[str, Any], ensemble: np.ndarray | None = None):
-        """An ``xarray.Dataset``, of which every axis has a name and coordinates.
+        """Returns an ``xarray.Dataset`` in which every axis has a name and coordinates.
 
-        :param group: its name, which tells what the leading axes are.
-        :param arrays: by name.
-        :param ensemble: of each chain, to be a coordinate.
-        :raises ValueError: for the user's names or coordinates where they do not fit.
+        :param group: the name of the group, which determines the leading axes.
+        :param arrays: arrays by name.
+        :param ensemble: the ensemble of each chain, stored as a coordinate.
+        :raises ValueError: if names or coordinates from the user do not fit.
         """
         import xarray
 
@@ -61,19 +61,19 @@ class Labels:
         variables: dict[str, tuple] = {}
         coords: dict[str, Any] = {}
         for name, value in arrays.items():
-            # A copy, which users may write to, of what JAX lends; arrays on disk stay there.
+            # JAX arrays are copied so that users may write to them; NumPy arrays may lie on disk and stay there.
             value = value if isinstance(value, np.ndarray) else np.array(value)
             shape = value.shape[len(leading) :]
             axes = self._axes(name, shape, group)
             for i, size in enumerate(shape):
                 axis = axes[i]
-                # One plate may have two lengths where new rows are predicted.
+                # A plate may have two lengths if new rows are predicted.
                 if axis is None or (axis not in self.dims.get(self.names[name], ()) and _differs(coords, axis, size)):
                     axes[i] = axis = f"{self.names[name]}_dim_{i}"
                 if _differs(coords, axis, size):
                     raise ValueError(
                         f"Dimension '{axis}' has size {len(coords[axis])}, and would have {size} for '{name}'; give "
-                        "them other names in `dims`."
+                        "the two different names in `dims`."
                     )
                 coords.setdefault(axis, self._coordinate(name, axis, size, group))
             coords |= {axis: np.arange(size) for axis, size in zip(leading, value.shape, strict=False)}
@@ -83,7 +83,7 @@ class Labels:
         return xarray.Dataset(variables, coords)
 
     def _axes(self, name, shape, group):
-        """The names of axes, ``None`` where they have none."""
+        """Returns the names of axes, ``None`` for those without."""
         given = self.dims.get(self.names[name])
         if name in self.entries and group != "predictions" and shape[:1] == self.entries[name][1].shape:
             behind = [] if given is None else given[len(self.entries[name][0]) :]
@@ -91,7 +91,7 @@ class Labels:
         if given is not None:
             if len(given) > len(shape) and group != "log_likelihood":
                 raise ValueError(f"`dims` names the dimensions {given} of '{name}', which has {len(shape)}.")
-            # Log likelihoods have no axes for the event.
+            # Log likelihoods have no event axes.
             return [*given, *[None] * len(shape)][: len(shape)]
         return self._plates(name, shape, group)
 
@@ -139,7 +139,7 @@ def _differs(coords, axis, size):
 
 
 def safe_names(variables: Iterable[str], plates: Iterable[str]) -> dict[str, str]:
-    """Names for ArviZ: netCDF groups are separated by "/", for which "." stands; and no two things share a name."""
+    """Returns unique names for ArviZ, in which "." replaces "/", which separates netCDF groups."""
     safe: dict[str, str] = {}
     taken = set(_LEADING)
     # Names that may stay as they are come first.
@@ -148,7 +148,9 @@ def safe_names(variables: Iterable[str], plates: Iterable[str]) -> dict[str, str
         while found in taken:
             found += "_"
         if found.rstrip("_") != name.replace("/", ".").rstrip("_") or len(found) != len(name):
-            warnings.warn(f"'{name}' is called '{found}' here, for '{name.replace('/', '.')}' is taken.", stacklevel=3)
+            warnings.warn(
+                f"'{name}' is called '{found}' here, because '{name.replace('/', '.')}' is taken.", stacklevel=3
+            )
         taken.add(found)
         safe[name] = found
     return safe

@@ -1,4 +1,4 @@
-"""Pointwise log likelihoods, over all rows."""
+"""Pointwise log likelihoods over all rows."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ __all__ = ["pointwise"]
 
 
 def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> dict[str, jax.Array]:
-    """The log likelihood of every entry of the observed sites over all rows, whatever subsampling or scaling.
+    """Returns the log likelihood of every entry of the observed sites over all rows, without subsampling or scaling.
 
     :param target: the model and its data.
     :param draws: latent sites in their supports, ``(chain, draw, ...)``.
     :param which: names of observed sites or factors, or ``True`` for all observed sites.
-    :raises ValueError: for unknown names, and for models of which draws do not give the likelihood.
+    :raises ValueError: for unknown names, and for models whose draws do not determine the likelihood.
     """
     names = _names(target, which)
     if not names:
         raise ValueError(
-            "There is no log likelihood, for the model observes nothing"
+            "There is no log likelihood, because the model observes nothing"
             f"{f' but the factors {target.factors}; name those that are likelihoods' if target.factors else ''}."
         )
     if target.discrete:
         raise ValueError(
-            f"The discrete latent sites {target.discrete} are summed over, so that the draws do not give the "
+            f"The discrete latent sites {target.discrete} are summed over, so the draws do not determine the "
             "likelihood of single observations. Leave log_likelihood=False, or marginalize by hand "
             "(numpyro.distributions.MixtureSameFamily)."
         )
     if target.is_random:
         raise ValueError(
-            "The likelihood is random (numpyro.prng_key): there is an estimate in the place of the log likelihood of a "
-            "draw, and importance weights of estimates are wrong. Leave log_likelihood=False."
+            "The likelihood is random (numpyro.prng_key): the log likelihood of a draw is only an estimate, and "
+            "importance weights from estimates are wrong. Leave log_likelihood=False."
         )
     if outside := [name for name in names if name in target.factors and name in target.rows_outside]:
         raise ValueError(
             f"The factors {outside} use rows of subsampled plates outside of these plates, multiplied by hand for "
-            "minibatches of `subsample_size` rows: over all rows they are no log likelihood. Put them into the plates, "
-            "or leave them out of log_likelihood."
+            "minibatches of `subsample_size` rows: over all rows they are not a log likelihood. Put them into the "
+            "plates, or leave them out of log_likelihood."
         )
     if (left := [name for name in target.factors if name not in names]) and which is True:
         warnings.warn(
@@ -63,7 +63,7 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
     found = map_draws(likelihoods, draws, shape, "The log likelihood of", "Pass log_likelihood=False or fewer names")
     if scaled:
         warnings.warn(
-            f"numpyro.handlers.scale weights the sites {scaled} in the posterior and not in log_likelihood; "
+            f"numpyro.handlers.scale weights the sites {scaled} in the posterior but not in log_likelihood, so "
             "leave-one-out estimates from it are for another posterior.",
             stacklevel=3,
         )
@@ -74,7 +74,7 @@ def _names(target, which):
     if isinstance(which, bool):
         return list(target.observed)
     if isinstance(which, str) or not all(isinstance(name, str) for name in which):
-        raise TypeError(f"`log_likelihood` is True, False or a list of names of observed sites; got {which!r}.")
+        raise TypeError(f"`log_likelihood` must be True, False or a list of names of observed sites; got {which!r}.")
     if unknown := [name for name in which if name not in (*target.observed, *target.factors)]:
         raise ValueError(
             f"`log_likelihood` names {unknown}, which the model does not observe. It observes {target.observed}"
@@ -84,7 +84,7 @@ def _names(target, which):
 
 
 def _scale(target, name, scale):
-    """What multiplies a site, without the factor that makes up for rows left out of a minibatch."""
+    """Returns the scale of a site without the factor that compensates for rows left out of a minibatch."""
     if scale is None or isinstance(scale, jax.core.Tracer):
         return scale
     sizes = [target.plates[plate] for plate in target.rows_outside.get(name, ())]
@@ -92,5 +92,5 @@ def _scale(target, name, scale):
 
 
 def _is_one(scale):
-    # Traced scales are taken for weights.
+    # Traced scales count as weights.
     return scale is None or (not isinstance(scale, jax.core.Tracer) and bool(np.allclose(scale, 1)))

@@ -1,4 +1,4 @@
-"""What was observed: values over all rows, and which of them count."""
+"""Observed values over all rows, and which of their entries count."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Observations", "observe"]
 class Observations(NamedTuple):
     """The observed sites of a model, over all rows.
 
-    - **values** - by name, whole.
-    - **entries** - for sites of which a mask hides some, those that count: the shape of the site's batch, and where in
-      the flattened batch they are.
-    - **failure** - why there are none, of a model that cannot run over all rows.
+    - **values** - whole arrays by name.
+    - **entries** - for sites that a mask hides in part: the shape of the site's batch, and the positions in the
+      flattened batch that the mask does not hide.
+    - **failure** - why there are no values, if the model cannot run over all rows.
     """
 
     values: dict[str, np.ndarray]
@@ -30,7 +30,7 @@ class Observations(NamedTuple):
     failure: str = ""
 
     def counting(self, group: dict, lead: int) -> dict:
-        """A group with what masks hide left out, in one flat axis behind ``lead`` leading ones."""
+        """Returns a group without hidden entries, the others on one flat axis after ``lead`` leading ones."""
         return {name: self._counting(name, value, lead) for name, value in group.items()}
 
     def _counting(self, name, value, lead):
@@ -38,7 +38,7 @@ class Observations(NamedTuple):
             return value
         shape, entries = self.entries[name]
         value = np.asarray(value)
-        # Behind the batch there is the event, which log likelihoods have not.
+        # Event axes follow the batch axes; log likelihoods have none.
         event = np.shape(self.values[name])[len(shape) :] if value.ndim > lead + len(shape) else ()
         if value.shape[lead:] != (*shape, *event):
             return value
@@ -46,7 +46,7 @@ class Observations(NamedTuple):
 
 
 def observe(target: ModelTarget | None) -> Observations:
-    """Runs the model over all rows; warns of observed sites that are no data."""
+    """Runs the model over all rows and returns what it observes; warns of observed sites that are not data."""
     if target is None or not target.observed:
         return Observations({}, {})
     try:
@@ -59,13 +59,13 @@ def observe(target: ModelTarget | None) -> Observations:
         return Observations({}, {}, f"{failure}({type(error).__name__}: {str(error).splitlines()[0]}).")
     if transformed := [name for name in values if name in moved[0]]:
         warnings.warn(
-            f"The values of the observed sites {transformed} depend on latent sites, so they are no data and are left "
+            f"The values of the observed sites {transformed} depend on latent sites, so they are not data and are left "
             "out of observed_data.",
             stacklevel=3,
         )
     entries = {}
     for name, mask in masks.items():
-        # A mask that depends on latent sites is part of the model, which has no likelihood there.
+        # A mask that depends on latent sites is part of the model and hides other entries for each draw.
         if name not in moved[1] and not np.all(mask):
             entries[name] = (np.shape(mask), np.flatnonzero(mask))
     kept = {name: np.asarray(value) for name, value in values.items() if name not in moved[0]}
@@ -73,7 +73,7 @@ def observe(target: ModelTarget | None) -> Observations:
 
 
 def _observed(sites, names):
-    """Values and masks of observed sites; the masks of those that have none are left out."""
+    """Returns the values of observed sites, and the masks of those that have one."""
     values = {name: sites[name]["value"] for name in names}
     masks = {}
     for name in names:
@@ -88,7 +88,7 @@ def _observed(sites, names):
 
 
 def _mask(fn):
-    """Which entries of a distribution's batch have a density, ``True`` where all have."""
+    """Returns which entries of a distribution's batch have a density, ``True`` if all have."""
     if isinstance(fn, MaskedDistribution):
         inner = _mask(fn.base_dist)
         return fn._mask if inner is True else jnp.logical_and(fn._mask, inner)
@@ -99,14 +99,14 @@ def _mask(fn):
         inner = _mask(fn.base_dist)
         if inner is True:
             return True
-        # An event of which a part is hidden counts by the rest.
+        # An event that is hidden in part counts with the rest.
         axes = tuple(range(-fn.reinterpreted_batch_ndims, 0))
         return jnp.broadcast_to(inner, fn.base_dist.batch_shape).any(axes)
     return True
 
 
 def _moved(target):
-    """The observed sites whose values, and those whose masks, depend on latent sites."""
+    """Returns the observed sites whose values, and those whose masks, depend on latent sites."""
     latent = jax.eval_shape(lambda: {name: target.sites({})[name]["value"] for name in target.latent})
     names: list[list[str]] = []
 

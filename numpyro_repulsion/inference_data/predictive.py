@@ -1,4 +1,4 @@
-"""Prior and posterior predictive draws over all rows, and those that users bring along."""
+"""Prior and posterior predictive draws over all rows, computed here or passed in by the user."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from numpyro_repulsion.inference_data.chunks import map_draws
 
 __all__ = ["NUM_PRIOR", "by_draw", "from_posterior", "from_prior", "is_key"]
 
-#: Draws from the prior.
+#: Number of draws from the prior.
 NUM_PRIOR = 1000
 
 
 def is_key(name: str, given: Any) -> bool:
-    """Whether a user gave a PRNG key; otherwise it must be draws by name.
+    """Returns whether the user passed a PRNG key; otherwise it must be draws by name.
 
     :raises TypeError: for anything else.
     """
@@ -32,13 +32,13 @@ def is_key(name: str, given: Any) -> bool:
     if not isinstance(given, bool) and hasattr(given, "dtype") and is_prng_key(given):
         return True
     raise TypeError(
-        f"`{name}` is a PRNG key such as random.key(1), or draws by name as numpyro.infer.Predictive returns them; "
-        f"got {given!r}."
+        f"`{name}` must be a PRNG key such as random.key(1), or draws by name as numpyro.infer.Predictive returns "
+        f"them; got {given!r}."
     )
 
 
 def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str, jax.Array]:
-    """One replicate of the observed sites over all rows for each draw, and of deterministic sites made from them.
+    """Returns one replicate per draw of the observed sites over all rows, and of deterministic sites made from them.
 
     :param draws: latent sites in their supports, ``(chain, draw, ...)``.
     """
@@ -61,10 +61,10 @@ def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str
 
 
 def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tuple[dict, dict]:
-    """``(prior, prior_predictive)`` over all rows, of shape ``(1, draw, ...)``."""
+    """Returns ``(prior, prior_predictive)`` over all rows, of shape ``(1, draw, ...)``."""
     _require_drawable(target, "prior")
     if target.factors:
-        warnings.warn(f"Draws from the prior know nothing of the factors {target.factors}.", stacklevel=3)
+        warnings.warn(f"Draws from the prior ignore the factors {target.factors}.", stacklevel=3)
     statistics = _statistics(target)
     names = [*target.latent, *target.discrete, *target.deterministic, *(target.minibatched if deterministic else ())]
     predicted = [*target.observed, *statistics]
@@ -85,10 +85,10 @@ def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tupl
 
 
 def by_draw(name: str, given: Mapping, shape: tuple[int, ...], is_sampler: bool = True) -> dict[str, np.ndarray]:
-    """Draws that a user brings along, with the axes chain and draw in front.
+    """Returns draws that the user passed in, with the leading axes chain and draw.
 
     :param shape: ``(chains, draws)``.
-    :param is_sampler: whether all draws count, or the last of each chain.
+    :param is_sampler: whether all draws count, or only the last of each chain.
     """
     found = {}
     for site, value in given.items():
@@ -105,18 +105,18 @@ def by_draw(name: str, given: Mapping, shape: tuple[int, ...], is_sampler: bool 
 
 
 def _require_drawable(target, name):
-    """Refuses models whose observed sites cannot be made to be drawn."""
+    """Raises ``ValueError`` for a model whose observed sites cannot be drawn."""
     sites: dict = {}
     jax.eval_shape(lambda: sites.update(target.sites({})) or 0)
     if inside := [site for site in target.observed if sites[site].get("_control_flow_done")]:
         raise ValueError(
-            f"The sites {inside} are observed inside a `scan` or `cond`, where observations cannot be taken away. Pass "
-            f"the draws of numpyro.infer.Predictive, with the model given no observations, as `{name}`."
+            f"The sites {inside} are observed inside a `scan` or `cond`, where observations cannot be removed. Run "
+            f"numpyro.infer.Predictive on the model without observations, and pass its draws as `{name}`."
         )
 
 
 def _statistics(target):
-    """The deterministic sites that are made from observed values."""
+    """Returns the deterministic sites that depend on observed values."""
     names = [*target.deterministic, *target.minibatched]
     if not names or not target.observed:
         return []

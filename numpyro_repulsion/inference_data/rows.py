@@ -1,4 +1,4 @@
-"""A handler that undoes subsampling, for anything of NumPyro's that runs a model."""
+"""A handler that undoes subsampling, for any NumPyro function that runs a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["all_rows"]
 
 
 class all_rows(Messenger):
-    """Handler under which the subsampled plates of a model take all their rows, in order.
+    """Makes the subsampled plates of a model take all their rows, in order.
 
-    What NumPyro computes from a model that subsamples is about the few rows it happens to draw, or scaled up from
-    them. With this handler ``Predictive`` and ``log_likelihood`` see every row once; and with
-    ``numpyro.handlers.uncondition`` the observed sites are drawn, though the model be given its data. Plates whose
-    rows are fixed already, by ``substitute`` say, are left alone.
+    From a model that subsamples, NumPyro computes results for the few rows that it happens to draw, or scales them up.
+    With this handler ``Predictive`` and ``log_likelihood`` see every row once; together with
+    ``numpyro.handlers.uncondition`` they draw the observed sites, although the model gets its data. Plates whose rows
+    are already fixed, for example by ``substitute``, do not change.
 
     :param fn: a model.
 
@@ -47,7 +47,7 @@ class all_rows(Messenger):
     def process_message(self, msg):
         if msg["type"] == "plate" and msg["value"] is None:
             size = msg["args"][0]
-            # Rows that are known let models index NumPy arrays in compiled programs.
+            # Known rows let models index NumPy arrays in compiled programs.
             with jax.ensure_compile_time_eval():
                 msg["value"] = jnp.arange(size)
             msg["args"] = (size, size)

@@ -1,4 +1,4 @@
-"""Pictures of particles, by matplotlib, which is imported when one is drawn."""
+"""Plots of particles by matplotlib, which is imported when one is drawn."""
 
 from numpyro_repulsion.plots.animation import animate_particles
 from numpyro_repulsion.plots.estimates import plot_running_estimates

@@ -1,4 +1,4 @@
-"""The cloud in motion."""
+"""Animation of the cloud over the draws."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def animate_particles(
     ax: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """The cloud moving, one frame for each draw: :func:`plot_particles` over time.
+    """Returns an animation of the cloud, one frame for each draw: :func:`plot_particles` over time.
 
     Notebooks show ``animation.to_jshtml()``; ``animation.save("cloud.gif", writer="pillow")`` needs nothing beyond
     matplotlib. Keep the animation in a variable until it is saved or shown.
 
     :param draws: as for :func:`plot_particles`.
-    :param potential: as there.
-    :param pair: as there.
-    :param iterations: which draws, one for each frame: a slice such as ``slice(0, 200, 2)``, or a sequence of numbers.
+    :param potential: as for :func:`plot_particles`.
+    :param pair: as for :func:`plot_particles`.
+    :param iterations: the draws, one for each frame: a slice such as ``slice(0, 200, 2)``, or a sequence of numbers.
         ``None`` is all.
-    :param trail: over how many draws before lines trace the particles; 0 for none.
-    :param interval: milliseconds from frame to frame.
-    :param limits: as for :func:`plot_particles`; ``None`` takes in the particles of all frames.
-    :param levels: as there.
-    :param num_ensembles: as there.
-    :param colors: as there.
+    :param trail: the number of preceding draws over which lines trace the particles; 0 for none.
+    :param interval: milliseconds between frames.
+    :param limits: as for :func:`plot_particles`; ``None`` includes the particles of all frames.
+    :param levels: as for :func:`plot_particles`.
+    :param num_ensembles: as for :func:`plot_particles`.
+    :param colors: as for :func:`plot_particles`.
     :param ax: axes to draw on; ``None`` makes a figure.
     :param kwargs: passed to ``Axes.scatter`` for the dots.
     :return: ``matplotlib.animation.FuncAnimation``.
     :raises ImportError: without matplotlib.
-    :raises ValueError: as :func:`plot_particles`, and for a negative trail.
-    :raises TypeError: as there.
+    :raises ValueError: as :func:`plot_particles` does, and for a negative trail or an interval that is not positive.
+    :raises TypeError: as :func:`plot_particles` does.
 
     **Example**
 

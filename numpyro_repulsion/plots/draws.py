@@ -1,4 +1,4 @@
-"""Draws by variable, chain and iteration, from whatever holds them: arrays, a NumPyro run, or ArviZ's data."""
+"""Draws by variable, chain and iteration, read from arrays, a NumPyro run, or ArviZ's data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Draws", "choose_iterations", "listed", "read_draws"]
 
 
 class Draws(NamedTuple):
-    """Draws, and what is known of the particles.
+    """Draws and facts about the particles.
 
-    - **values** - by name, each ``(particles, draws, ...)``.
-    - **coordinates** - by name, the labels along each axis of a variable.
-    - **num_ensembles** - equal groups of particles, in their order.
-    - **num_independent** - how many of them there are for standard errors: ensembles that are balanced against each
+    - **values** - arrays ``(particles, draws, ...)`` by name.
+    - **coordinates** - the labels along each axis of a variable, by name.
+    - **num_ensembles** - number of equal groups of particles, in their order.
+    - **num_independent** - number of independent groups for standard errors: ensembles that are balanced against each
       other are one.
     - **thinning** - iterations for each draw.
-    - **is_sampler** - whether the draws are from a law, and not the path of an optimizer.
+    - **is_sampler** - whether the draws are from a distribution, and not the path of an optimizer.
     - **is_array** - whether they came as a bare array, whose coordinates have numbers and no name.
     """
 
@@ -48,20 +48,20 @@ class Draws(NamedTuple):
 
     @property
     def num_coordinates(self) -> int:
-        """Of all variables together."""
+        """Number of coordinates of all variables together."""
         return sum(int(np.prod(value.shape[2:])) for value in self.values.values())
 
     def labels(self) -> list[str]:
-        """The name of every coordinate, as ArviZ writes it: ``"tau"``, ``"beta[0]"``."""
+        """Returns the name of every coordinate, as ArviZ writes it: ``"tau"``, ``"beta[0]"``."""
         return [f"{name}{inner}" for name in self.values for inner in self._inner(name)]
 
     def pick(self, label: str | int) -> tuple[np.ndarray, str]:
-        """One coordinate, ``(particles, draws)``, and its label; by label, or by number if there is one variable."""
+        """Returns a coordinate ``(particles, draws)`` and its label, chosen by label, or of one variable by number."""
         if isinstance(label, int | np.integer) and not isinstance(label, bool):
             return self._by_number(int(label))
         if not isinstance(label, str):
             raise TypeError(
-                f"A coordinate is named by a label such as 'beta[0]' or, where there is one variable, by its number; "
+                f"A coordinate is named by a label such as 'beta[0]' or, if there is one variable, by its number; "
                 f"got {label!r}."
             )
         owners = [name for name in self.values if label == name or label.startswith(f"{name}[")]
@@ -100,7 +100,7 @@ class Draws(NamedTuple):
 
 
 def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:
-    """The draws of an array ``(particles, draws, ...)``, a dictionary of such, an ``MCMC``, or inference data."""
+    """Reads draws from an array ``(particles, draws, ...)``, a dictionary of such, an ``MCMC``, or inference data."""
     if isinstance(source, MCMC):
         draws = _of_run(source)
     else:
@@ -119,7 +119,7 @@ def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:
 
 
 def choose_iterations(iterations: Any, number: int) -> np.ndarray:
-    """Which of so many draws: by an integer, a slice, or a sequence of integers or booleans."""
+    """Returns the numbers of the draws that an integer, a slice, or a sequence of integers or booleans chooses."""
     index = list(iterations) if isinstance(iterations, range | tuple) else iterations
     try:
         chosen = np.atleast_1d(np.arange(number)[index])
@@ -129,7 +129,7 @@ def choose_iterations(iterations: Any, number: int) -> np.ndarray:
             f"{iterations!r}."
         ) from error
     if chosen.ndim > 1 or not chosen.size:
-        raise ValueError(f"`iterations` must choose one draw of {number} or more, in a row; got {iterations!r}.")
+        raise ValueError(f"`iterations` must choose at least one of {number} draws, in one row; got {iterations!r}.")
     return chosen
 
 
@@ -137,7 +137,7 @@ def _of_run(mcmc):
     require_draws(mcmc)
     samples = mcmc.get_samples(group_by_chain=True)
     kernel = mcmc.sampler
-    # Chains of other kernels, and those run one by one, are ensembles of their own.
+    # Each chain of another kernel, or run one by one, is an ensemble.
     count = independent = mcmc.num_chains
     is_sampler = True
     if isinstance(kernel, ParticleKernel):
@@ -153,16 +153,16 @@ def _of_run(mcmc):
 def _of_inference_data(data):
     names = list(data.data_vars)
     if wrong := [name for name in names if tuple(data[name].dims[:2]) != ("chain", "draw")]:
-        raise ValueError(f"Draws have dimensions chain and draw first; {listed(wrong)} has other ones.")
+        raise ValueError(f"Draws must have the dimensions chain and draw first; {listed(wrong)} has others.")
     attributes = data.attrs
-    # Only the last cloud of an optimizer is there: one chain, whose draws are the particles.
+    # An optimizer has only its last cloud: one chain, whose draws are the particles.
     is_sampler = attributes.get("is_sampler", "true") == "true"
     values = {name: data[name].values if is_sampler else np.swapaxes(data[name].values, 0, 1) for name in names}
     count = int(attributes.get("num_ensembles", 1))
     found = _checked(values, count, num_independent(attributes, data.sizes["chain"] if is_sampler else count))
     for name in names:
         dims = data[name].dims[2:]
-        # Dimensions without coordinates are counted.
+        # Dimensions without coordinates get numbers.
         found.coordinates[name][:] = [
             [str(x) for x in (data[dim].values if dim in data.coords else range(data.sizes[dim]))] for dim in dims
         ]
@@ -193,12 +193,12 @@ def _checked(values, num_ensembles, num_independent):
             )
     if len({array.shape[:2] for array in found.values()}) > 1:
         shapes = {name: array.shape for name, array in found.items()}
-        raise ValueError(f"All variables must have as many particles and draws; got {shapes}.")
+        raise ValueError(f"All variables must have the same number of particles and of draws; got {shapes}.")
     labels = {name: [[str(i) for i in range(size)] for size in array.shape[2:]] for name, array in found.items()}
     return Draws(found, labels, num_ensembles, num_independent)
 
 
 def listed(names: Any, most: int = 8) -> str:
-    """Names for a sentence: the first few."""
+    """Returns the first few names as text for a message."""
     names = [repr(name) for name in names]
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

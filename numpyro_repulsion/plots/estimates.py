@@ -1,4 +1,4 @@
-"""How estimates settle."""
+"""Running estimates, which show how averages converge."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from numpyro_repulsion.plots.style import COLOURS, check_axes, new_axes
 
 __all__ = ["plot_running_estimates"]
 
-#: Standard errors are taken at so many places, and interpolated; and none of fewer draws than these.
+#: Standard errors are computed at this many places and interpolated; and not for fewer draws than this.
 PLACES = 60
 FEWEST = 10
-#: Draws of which a function is taken at once.
+#: Draws at which a function is evaluated at once.
 BATCH = 1024
-#: Marks the lines of estimates among what is on the axes.
+#: Marks the lines of estimates among the artists of the axes.
 MARK = "running estimate"
 
 
@@ -40,34 +40,34 @@ def plot_running_estimates(
     ax: Any = None,
     **kwargs: Any,
 ) -> Any:
-    r"""The mean over all draws so far, of all particles, against iterations or time.
+    r"""Plots the mean over all draws so far, of all particles, against iterations or time.
 
-    Of several runs, repeats of each other, the line is the median at each time and the band holds the share ``prob``
-    of them (between quantiles, interpolated). Of a single run the line is its estimate, and the band is as many
-    standard errors wide as would hold that share of a Gaussian: those of :func:`~numpyro_repulsion.ensemble_mcse` for
-    the draws so far. It starts where these are known, and knows nothing of the bias of steps or of starts.
+    For several runs, repeats of each other, the line is the median at each time, and the band holds the share ``prob``
+    of them (between interpolated quantiles). For a single run the line is its estimate, and the band is as many
+    standard errors wide as would hold that share of a Gaussian, from :func:`~numpyro_repulsion.ensemble_mcse` for the
+    draws so far. It starts where these are known, and does not include bias from the step size or from the start.
 
-    Call it again with the same axes to compare kernels.
+    Call the function again with the same axes to compare kernels.
 
     :param runs: a run: an array ``(particles, draws, ...)`` or a dictionary of such, an ``MCMC`` that has run, or
-        inference data (ArviZ). Or a list of runs with as many draws each.
-    :param estimand: what has its mean estimated: the label of a coordinate, ``"beta[0]"``; its number, where there is
-        one variable; or a function of one draw, an array or a dictionary of arrays, to a scalar, in ``jax.numpy``;
-        vectorized here. ``None`` where there is one coordinate.
+        inference data (ArviZ). Or a list of runs with equally many draws.
+    :param estimand: the quantity to average: the label of a coordinate, ``"beta[0]"``; its number, if there is one
+        variable; or a function in ``jax.numpy`` of one draw, an array or a dictionary of arrays, to a scalar; it is
+        vectorized here. ``None`` if there is one coordinate.
     :param truth: the true value, drawn as a black line.
-    :param times: seconds for the x-axis: a number, those of a whole run, taken to pass evenly; or ``(draws,)``,
-        increasing. ``None`` has iterations (draws times thinning).
+    :param times: seconds for the x-axis: one number for a whole run, which presumes even speed; or ``(draws,)``
+        increasing numbers. ``None`` shows iterations (draws times thinning).
     :param prob: the share that the band holds, between 0 and 1.
     :param num_ensembles: as for :func:`plot_particles`.
-    :param label: of the line, in the legend.
-    :param color: of the line and the band; ``None`` takes the palette's next.
+    :param label: the label of the line in the legend.
+    :param color: the colour of the line and the band; ``None`` takes the next of the palette.
     :param ax: axes to draw on; ``None`` makes a figure.
     :param kwargs: passed to ``Axes.plot`` for the line.
     :return: the axes.
     :raises ImportError: without matplotlib.
     :raises ValueError: without draws, for runs of different lengths, an estimand that does not exist, is not chosen or
-        is no scalar, an optimizer, whose path has no mean, and settings out of range.
-    :raises TypeError: for arguments of another kind.
+        is not a scalar, an optimizer, whose path has no mean, and settings out of range.
+    :raises TypeError: for arguments of a wrong type.
 
     **References:**
 
@@ -95,7 +95,7 @@ def plot_running_estimates(
     draws, _, name = found[0]
     if len({(one.num_draws, one.thinning) for one, *_ in found}) > 1:
         lengths = [one.num_draws * one.thinning for one, *_ in found]
-        raise ValueError(f"Repeats must be of as many iterations and draws each; got {lengths} iterations.")
+        raise ValueError(f"Repeats must have as many iterations and draws each; got {lengths} iterations.")
     x = _times(times, draws)
     running = np.stack([np.cumsum(f.mean(0)) / np.arange(1, len(x) + 1) for _, f, _ in found])
     if len(found) > 1:
@@ -115,7 +115,7 @@ def plot_running_estimates(
     ax.set(xlabel="iteration" if times is None else "seconds", ylabel=name)
     ax.set_xlim(0, max(x[-1], ax.dataLim.x1))
     if label is not None or truth is not None:
-        # By name, so that what several calls drew is there once, and the truth last.
+        # By name, so that labels from several calls occur once, and the truth comes last.
         handles, names = ax.get_legend_handles_labels()
         entries = dict(sorted(zip(names, handles, strict=True), key=lambda entry: entry[0] == "truth"))
         ax.legend(entries.values(), entries.keys(), frameon=False)
@@ -123,17 +123,20 @@ def plot_running_estimates(
 
 
 def _series(run, estimand, num_ensembles):
-    """The draws, f of each ``(particles, draws)``, and what it is called."""
+    """Returns the draws, the estimand of each ``(particles, draws)``, and its name."""
     draws = read_draws(run, num_ensembles)
     if not draws.is_sampler:
-        raise ValueError("The path of an optimizer, such as SVGD, is no sample: its average estimates nothing.")
+        raise ValueError(
+            "The path of an optimizer, such as SVGD, is not a sample: its average estimates nothing. Use SGLDR for "
+            "draws."
+        )
     if callable(estimand):
         name = getattr(estimand, "__name__", "<lambda>")
         return draws, _apply(estimand, draws), "running mean" if name == "<lambda>" else f"running mean of {name}"
     if estimand is None:
         if draws.num_coordinates != 1:
             raise ValueError(
-                f"The draws have {draws.num_coordinates} coordinates: name one by `estimand`, or give a function of a "
+                f"The draws have {draws.num_coordinates} coordinates: name one by `estimand`, or pass a function of a "
                 "draw."
             )
         estimand = draws.labels()[0]
@@ -147,13 +150,13 @@ def _apply(function, draws):
     each = flat["z"] if draws.is_array else flat
     found = jax.eval_shape(function, jax.tree.map(lambda x: x[0], each))
     if getattr(found, "shape", None) != ():
-        raise ValueError(f"`estimand` must give a scalar for one draw; got {found}.")
+        raise ValueError(f"`estimand` must return a scalar for one draw; got {found}.")
     values = jax.jit(lambda each: lax.map(function, each, batch_size=BATCH))(each)
     return np.asarray(values, float).reshape(shape)
 
 
 def _errors(f, num_ensembles):
-    """The standard error of the mean so far, at each draw; NaN at the first."""
+    """Returns the standard error of the mean so far at each draw, NaN at the first draws."""
     number = f.shape[1]
     if number < FEWEST:
         return np.full(number, np.nan)

@@ -1,4 +1,4 @@
-"""Who sees whom."""
+"""Heat map of the matrix K, which couples the particles."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ def plot_gram(
     ax: Any = None,
     **kwargs: Any,
 ) -> Any:
-    r"""The matrix K of particles, as a heat map: how much each moves with each other.
+    r"""Plots a heat map of K: how much each particle moves with each other one.
 
-    Of a run it is the K of the update after its last draw: at the last positions in the whitened coordinates in which
-    distances are measured, with the bandwidth that warmup froze, nugget included. Ensembles that do not see each other
-    are blocks.
+    For a run it is the K of the update after its last draw: at the last positions, in the whitened coordinates in which
+    distances are measured, with the bandwidth that warmup froze, nugget included. Ensembles that do not interact are
+    blocks.
 
-    :param source: an interaction with a Gram matrix, such as ``RBF()``, with ``positions``; or an ``MCMC`` that has run
-        with a kernel of this package, without.
+    :param source: an interaction with a Gram matrix, such as ``RBF()``, together with ``positions``; or an ``MCMC``
+        that has run with a kernel of this package.
     :param positions: ``(L, d)``, or ``(G, L, d)`` for G ensembles, in whitened coordinates.
-    :param bandwidth: h for an interaction that has none of its own; ``None`` is that of its rule at these positions.
+    :param bandwidth: h for an interaction without a bandwidth; ``None`` applies its rule to these positions.
     :param ensemble: the number of one ensemble, from 0; ``None`` draws all.
-    :param sort: whether the particles of each ensemble are put in order along the line on which they vary most, so that
+    :param sort: whether to order the particles of each ensemble along the line on which they vary most, so that
         neighbours are neighbours in the matrix too.
-    :param colorbar: whether to draw one.
+    :param colorbar: whether to draw a colour bar.
     :param ax: axes to draw on; ``None`` makes a figure.
     :param kwargs: passed to ``Axes.imshow``.
     :return: the axes.
     :raises ImportError: without matplotlib.
-    :raises ValueError: for positions of another shape, a number of no ensemble, a run without draws, or one of chains
-        that were run one by one.
-    :raises TypeError: for an interaction without a Gram matrix, or whose matrix is redrawn in every update; and for
+    :raises ValueError: for positions of another shape, the number of an ensemble that does not exist, a run without
+        draws, or chains that ran one by one.
+    :raises TypeError: for an interaction without a Gram matrix, or with one that is redrawn in every update; and for
         any other ``source``.
 
     **Example**
@@ -65,7 +65,7 @@ def plot_gram(
     check_axes(ax)
     if isinstance(source, MCMC):
         if positions is not None or bandwidth is not None:
-            raise TypeError("An MCMC has positions and a bandwidth of its own; give them with an interaction only.")
+            raise TypeError("An MCMC has positions and a bandwidth of its own; pass them with an interaction only.")
         interaction, u, bandwidth = _of_run(source)
     else:
         interaction = source
@@ -89,7 +89,7 @@ def plot_gram(
 
 
 def _of_run(mcmc):
-    """The interaction at the last update, the last cloud ``(G, L, d)`` in its coordinates, and the bandwidth."""
+    """Returns the interaction at the last update, the last cloud ``(G, L, d)`` whitened, and the bandwidth."""
     kernel = mcmc.sampler
     if not isinstance(kernel, ParticleKernel):
         raise TypeError(
@@ -101,8 +101,8 @@ def _of_run(mcmc):
         raise ValueError("This MCMC has not run yet; call mcmc.run(key, ...) first.")
     if np.ndim(state.num_updates) or not np.ndim(state.potential_energy):
         raise ValueError(
-            'Chains that were run one by one share no matrix; run them with chain_method="vectorized", as the '
-            "particles of an ensemble."
+            'Chains that ran one by one share no matrix; run them with chain_method="vectorized", as the particles of '
+            "an ensemble."
         )
     flat, _ = ravel_cloud(state.z)
     u = state.warmup.scales.preconditioner.whiten(flat)
@@ -118,17 +118,17 @@ def _require_gram(interaction):
         )
     if interaction.is_redrawn:
         raise TypeError(
-            f"{interaction!r} has another matrix in every update, and none to draw. Draw that of the interaction it is "
-            "made of, such as plot_gram(RBF(), positions)."
+            f"{interaction!r} has another matrix in every update. Draw the matrix of the interaction inside it, such "
+            "as plot_gram(RBF(), positions)."
         )
     part = interaction
-    # Balanced() has `gram` only to say that it has none.
+    # Balanced() has `gram` only to raise an error.
     while hasattr(part, "gram") and hasattr(part, "interaction"):
         part = part.interaction
     if not hasattr(part, "gram"):
         raise TypeError(
-            f"{interaction!r} has no Gram matrix to draw: its particles do not move together by one. RBF() has, and "
-            "Independent() the identity."
+            f"{interaction!r} has no Gram matrix to draw, because its particles do not move together by one. RBF() has "
+            "one, and Independent() has the identity."
         )
 
 
@@ -151,14 +151,14 @@ def _choose_bandwidth(interaction, u, bandwidth):
     if bandwidth is None:
         return interaction.learn_bandwidth(u)
     if not interaction.learns_bandwidth:
-        raise ValueError(f"{interaction!r} leaves no bandwidth to be given; got bandwidth={bandwidth!r}.")
+        raise ValueError(f"{interaction!r} leaves no bandwidth to pass; got bandwidth={bandwidth!r}. Leave it out.")
     if not 0.0 < bandwidth < float("inf"):
         raise ValueError(f"`bandwidth` must be a positive, finite number; got {bandwidth!r}.")
     return bandwidth
 
 
 def _order(u):
-    """The particles ``(L, d)`` in their order along the direction in which they vary most."""
+    """Returns the order of the particles ``(L, d)`` along the direction in which they vary most."""
     x = np.where(np.isfinite(u), u, 0.0)
     x = x - x.mean(0)
     return np.argsort(x @ np.linalg.svd(x, full_matrices=False)[2][0], kind="stable")
@@ -176,7 +176,7 @@ def _draw(gram, size, title, is_sorted, colorbar, ax, kwargs):
     plt = require_pyplot()
     ax = new_axes((5.0, 4.4)) if ax is None else ax
     largest = np.nanmax(np.abs(gram), initial=0.0)
-    # From white at 0, and where K has negative entries from one colour to another through it.
+    # The scale is white at 0; if K has negative entries, it has another colour for them.
     scale = {"cmap": "Blues", "vmin": 0.0, "vmax": largest}
     if np.nanmin(gram, initial=0.0) < 0.0:
         scale = {"cmap": "PuOr", "vmin": -largest, "vmax": largest}

@@ -1,4 +1,4 @@
-"""The part of the plane that a picture shows, and the potential in it."""
+"""Limits of a plot, and contours of the potential within them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 
 __all__ = ["LEVELS", "draw_contours", "find_limits"]
 
-#: The shares of the mass that the contours hold, by default.
+#: Shares of the mass that the contours hold by default.
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
-#: Points of the grid in each direction, and how many are evaluated at once.
+#: Grid points in each direction, and how many points are evaluated at once.
 GRID = 160
 BATCH = 256
 #: White space around the particles, as a share of their range.
@@ -22,10 +22,10 @@ MARGIN = 0.1
 
 
 def find_limits(limits: Any, points: np.ndarray, ax: Any, is_square: bool) -> np.ndarray:
-    """The limits ``[[low, high], [low, high]]``: those given, those of axes in use, or what holds the particles.
+    """Returns limits ``[[low, high], [low, high]]``: those given, those of axes in use, or ones around the particles.
 
     :param points: ``(..., 2)``.
-    :param is_square: whether both ranges are to be alike.
+    :param is_square: whether both ranges must have equal length.
     """
     if limits is not None:
         try:
@@ -33,14 +33,14 @@ def find_limits(limits: Any, points: np.ndarray, ax: Any, is_square: bool) -> np
         except (TypeError, ValueError):
             found = np.empty(0)
         if found.shape not in ((2,), (2, 2)) or not np.isfinite(found).all() or (found[..., 0] >= found[..., 1]).any():
-            raise ValueError(f"`limits` must be (low, high), or a pair of such for x and y; got {limits!r}.")
+            raise ValueError(f"`limits` must be (low, high), or one such pair each for x and y; got {limits!r}.")
         return np.broadcast_to(found, (2, 2))
     if ax is not None and ax.has_data():
         return np.array([ax.get_xlim(), ax.get_ylim()])
     points = points.reshape(-1, 2)
     points = points[np.isfinite(points).all(1)]
     if not len(points):
-        raise ValueError("No particle is anywhere finite; there is nothing to draw.")
+        raise ValueError("There is nothing to draw: no particle has a finite position.")
     low, high = points.min(0), points.max(0)
     half = np.where(high > low, (0.5 + MARGIN) * (high - low), 0.5)
     half = half.max() if is_square else half
@@ -49,11 +49,11 @@ def find_limits(limits: Any, points: np.ndarray, ax: Any, is_square: bool) -> np
 
 
 def draw_contours(ax: Any, potential: Callable, levels: Sequence[float], limits: np.ndarray) -> None:
-    """Regions of highest density that hold these shares of exp(−U) within the limits, in greys."""
+    """Draws in grey the regions of highest density that hold these shares of exp(−U) within the limits."""
     masses = _masses(levels)
     sides = [np.linspace(low, high, GRID) for low, high in limits]
     energy = _evaluate(potential, sides)
-    # Where U is not finite there is no mass.
+    # There is no mass where U is not finite.
     energy = np.where(np.isfinite(energy), energy, np.inf)
     if not np.isfinite(energy).any():
         raise ValueError(f"`potential` is nowhere finite within the limits {limits.tolist()}.")
@@ -90,6 +90,6 @@ def _evaluate(potential, sides):
     shape = jax.eval_shape(potential, points[0])
     if getattr(shape, "shape", None) != ():
         raise ValueError(f"`potential` must return a scalar for a point of shape (2,); got {shape}.")
-    # A likelihood of many rows would not fit for all points at once.
+    # The likelihood of many rows at all points at once would not fit into memory.
     energy = jax.jit(lambda points: lax.map(potential, points, batch_size=BATCH))(points)
     return np.asarray(energy, float).reshape(GRID, GRID)

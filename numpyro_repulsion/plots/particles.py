@@ -1,4 +1,4 @@
-"""Particles in the plane: where they are, and how they came there."""
+"""Scatter plots of particles in the plane of two coordinates, with their trajectories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpyro_repulsion.plots.style import COLOURS, check_axes, ensemble_colours,
 
 __all__ = ["Stage", "plot_particles", "set_stage"]
 
-#: More points than these are drawn small, and let those beneath them shine through.
+#: More points than this are drawn small and translucent.
 MANY = 300
 
 
@@ -31,26 +31,26 @@ def plot_particles(
     ax: Any = None,
     **kwargs: Any,
 ) -> Any:
-    r"""Particles in the plane of two coordinates, over contours of a potential, with the ways they came.
+    r"""Plots particles in the plane of two coordinates, over contours of a potential, with their trajectories.
 
-    Colours are those of ensembles. Of an optimizer (:class:`~numpyro_repulsion.SVGD`) an ``MCMC`` has the whole path,
-    and inference data the last cloud.
+    Each ensemble has its colour. For an optimizer (:class:`~numpyro_repulsion.SVGD`), an ``MCMC`` has the whole path,
+    and inference data only the last cloud.
 
     :param draws: an array ``(particles, draws, ...)`` or a dictionary of such; an ``MCMC`` that has run; or inference
         data (ArviZ) with a ``posterior``.
-    :param potential: U, a function of the point ``(2,)`` of the two coordinates as they are drawn, in ``jax.numpy``;
+    :param potential: U, a function in ``jax.numpy`` of one point ``(2,)`` of the two coordinates as drawn; it is
         vectorized here. Contours hold the shares ``levels`` of the mass of exp(−U) within the limits. ``None`` draws
         none.
-    :param pair: the two coordinates, x and y: labels as in ArviZ's tables, ``("mu", "beta[0]")``, or numbers where
-        there is one variable. ``None`` where there are just two.
-    :param iterations: which draws: a number, a slice, or a sequence of numbers. ``None`` is the last one, and with
-        trajectories all.
+    :param pair: the two coordinates, x and y: labels as in ArviZ's tables, ``("mu", "beta[0]")``, or numbers if there
+        is one variable. ``None`` if there are just two.
+    :param iterations: the draws: a number, a slice, or a sequence of numbers. ``None`` is the last one, and all with
+        trajectories.
     :param trajectories: whether lines join the draws of each particle, from a small ring to a dot at the last one.
-    :param limits: ``(low, high)`` for both axes, or a pair of such. ``None`` takes in the particles, or leaves axes
-        that have something on them as they are.
-    :param levels: of the contours, each between 0 and 1.
-    :param num_ensembles: how many equal ensembles the particles are of, in their order. ``None`` is known for runs and
-        their inference data, and 1 for arrays.
+    :param limits: ``(low, high)`` for both axes, or one such pair each. ``None`` includes the particles, or keeps the
+        limits of axes that already show data.
+    :param levels: shares of the mass for the contours, each between 0 and 1.
+    :param num_ensembles: number of equal ensembles, in the order of the particles. ``None`` reads it from runs and
+        their inference data, and is 1 for arrays.
     :param colors: a colour, or one for each ensemble.
     :param ax: axes to draw on; ``None`` makes a figure. Both axes get one scale if they show the same variable.
     :param kwargs: passed to ``Axes.scatter`` for the dots.
@@ -58,7 +58,7 @@ def plot_particles(
     :raises ImportError: without matplotlib.
     :raises ValueError: without draws, for coordinates that do not exist or are not chosen, and for settings out of
         range.
-    :raises TypeError: for arguments of another kind.
+    :raises TypeError: for arguments of a wrong type.
 
     **References:**
 
@@ -80,7 +80,7 @@ def plot_particles(
         iterations = slice(None) if trajectories else -1
     stage = set_stage(draws, potential, pair, iterations, limits, levels, num_ensembles, colors, ax)
     if trajectories and stage.points.shape[2] < 2:
-        raise ValueError("A trajectory joins two draws or more; got one. Choose more `iterations`.")
+        raise ValueError("A trajectory needs two draws or more; got one. Choose more `iterations`.")
     shown = stage.points[:, :, -1:] if trajectories else stage.points
     style = dot_style(shown[..., 0].size)
     for i, (colour, label) in enumerate(zip(stage.colours, stage.labels, strict=True)):
@@ -95,11 +95,11 @@ def plot_particles(
 
 
 class Stage(NamedTuple):
-    """Axes with limits, names and contours, and what is to come on them.
+    """Axes with limits, names and contours, and the particles to draw on them.
 
-    - **points** - by ensembles, ``(ensembles, particles, draws, 2)``.
-    - **iterations** - which draws these are.
-    - **colours**, **labels** - for each ensemble.
+    - **points** - ``(ensembles, particles, draws, 2)``.
+    - **iterations** - the numbers of these draws.
+    - **colours**, **labels** - one for each ensemble.
     """
 
     ax: Any
@@ -120,7 +120,7 @@ def set_stage(
     colors: Any,
     ax: Any,
 ) -> Stage:
-    """All but the particles; the arguments are those of :func:`plot_particles`."""
+    """Draws everything but the particles; the arguments are those of :func:`plot_particles`."""
     check_axes(ax)
     found = read_draws(draws, num_ensembles)
     chosen = choose_iterations(iterations, found.num_draws)
@@ -141,21 +141,21 @@ def set_stage(
 
 
 def trail_of(points: np.ndarray, colour: Any) -> Any:
-    """A line through the draws of each particle, for points ``(particles, draws, 2)``."""
+    """Returns a line through the draws of each particle, for points ``(particles, draws, 2)``."""
     from matplotlib.collections import LineCollection
 
     return LineCollection(list(points), colors=[colour], linewidths=0.8, alpha=0.45, zorder=1)
 
 
 def dot_style(number: int) -> dict[str, Any]:
-    """How so many dots are drawn."""
+    """Returns the style of this number of dots."""
     if number > MANY:
         return {"s": 6, "linewidths": 0, "alpha": 0.5}
     return {"s": 32, "edgecolors": "white", "linewidths": 0.6}
 
 
 def add_legend(stage: Stage) -> None:
-    """Names the ensembles, if they are few enough to have colours of their own."""
+    """Adds a legend of ensembles if the palette has enough colours for them."""
     if 1 < len(stage.colours) <= len(COLOURS):
         legend = stage.ax.legend(fontsize="small", edgecolor="none", framealpha=0.9)
         for handle in legend.legend_handles:
@@ -166,7 +166,7 @@ def _pair(draws, pair):
     if pair is None:
         if draws.num_coordinates != 2:
             raise ValueError(
-                f"A picture shows two coordinates, and the draws have {draws.num_coordinates}: name two by `pair`, of "
+                f"A plot shows two coordinates, and the draws have {draws.num_coordinates}: name two by `pair`, of "
                 f"{listed(draws.labels())}" + (", or by their numbers." if len(draws.values) == 1 else ".")
             )
         return draws.labels()

@@ -1,4 +1,4 @@
-"""What to think of a run: a table and the problems found."""
+"""Reports on a run: a summary table, and the problems found."""
 
 from numpyro_repulsion.report.diagnosis import diagnose
 from numpyro_repulsion.report.table import summary

@@ -1,4 +1,4 @@
-"""What is wrong with a run, from its attributes and its draws. ArviZ is imported when called."""
+"""Diagnosis of a run from its attributes and its draws. ArviZ is imported when called."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["data_of", "diagnose", "diagnosis_of"]
 
 #: R-hat above which particles have not mixed.
 MAX_R_HAT = 1.1
-#: Inflation of variances by a given step above which it is too long; what `BiasBudget` allows.
+#: A given step that inflates variances by more is too long; `BiasBudget` allows as much.
 MAX_BIAS = 0.05
 
 
 def diagnose(run) -> Diagnosis:
-    """The problems of a run, the worst first, as an object for programs; ``summary`` prints the same.
+    """Returns the problems of a run, worst first, as an object for programs; ``summary`` prints the same.
 
-    It combines what the end of warmup found with what the draws show: R-hat, effective sample sizes, updates that were
-    rejected or had a clipped gradient, and the bias expected of the step size (see
-    :func:`~numpyro_repulsion.step_bias`). The bias of a given ``step_size`` is known only where ``run`` is an ``MCMC``.
+    It combines what warmup found with what the draws show: R-hat, effective sample sizes, updates that were rejected or
+    had a clipped gradient, and the predicted bias of the step size (see :func:`~numpyro_repulsion.step_bias`). The bias
+    of a given ``step_size`` is known only if ``run`` is an ``MCMC``.
 
-    :param run: an ``MCMC`` that has run with a kernel of this package, or what :func:`to_inference_data` made of it.
+    :param run: an ``MCMC`` that has run with a kernel of this package, or its result from :func:`to_inference_data`.
     :return: a sequence of :class:`~numpyro_repulsion.Finding`, true if any is a warning or an error.
-    :raises TypeError: for a ``run`` of another kind.
-    :raises ValueError: before the run, or for draws of warmup.
+    :raises TypeError: for any other ``run``.
+    :raises ValueError: before the run, or if there are only draws of warmup.
 
     **References:**
 
@@ -61,11 +61,11 @@ def diagnose(run) -> Diagnosis:
 
 
 def data_of(run: Any, who: str) -> Any:
-    """The inference data of a run.
+    """Returns the inference data of a run.
 
-    :param who: what was called with it, for the message.
-    :raises TypeError: for a ``run`` of another kind.
-    :raises ValueError: before the run, or for draws of warmup.
+    :param who: the name of the public function, for the message.
+    :raises TypeError: for any other ``run``.
+    :raises ValueError: before the run, or if there are only draws of warmup.
     """
     data = to_inference_data(run) if isinstance(run, MCMC) else run
     if isinstance(run, MCMC) and "warmup_posterior" in data:
@@ -80,10 +80,10 @@ def data_of(run: Any, who: str) -> Any:
 
 
 def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
-    """The diagnosis of a run.
+    """Returns the diagnosis of a run.
 
-    :param run: an ``MCMC``, for the bias of a given step; anything else does without.
-    :param posterior: the draws to look at, a dataset with the attributes of the run.
+    :param run: an ``MCMC``; for anything else the bias of a given step is unknown.
+    :param posterior: the draws to diagnose, a dataset with the attributes of the run.
     """
     attributes = posterior.attrs
     findings = _of_warmup(attributes)
@@ -111,7 +111,7 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
 
 
 def _of_warmup(attributes):
-    """The findings that the run left in its attributes; older versions left sentences."""
+    """Returns the findings in the attributes of the run; older versions stored sentences."""
     if "findings" in attributes:
         return from_json(attributes["findings"])
     if text := attributes.get("complaints"):
@@ -120,9 +120,9 @@ def _of_warmup(attributes):
 
 
 def _bias(run, attributes):
-    """The relative inflation of variances by the step, NaN where unknown, and what of it comes from gradient noise.
+    """Returns the relative inflation of variances by the step, NaN if unknown, and that from gradient noise alone.
 
-    The latter is ``None`` where warmup measured the step.
+    The latter is ``None`` if warmup measured the step.
     """
     is_other = attributes.get("other_data") == "true"
     if attributes.get("step_size_measured") == "true" and not is_other:
@@ -131,13 +131,12 @@ def _bias(run, attributes):
 
 
 def _of_bias(bias, share, attributes):
-    """What the step size does to the posterior.
+    """Returns the inflation of standard deviations by the step size if it is small, else ``None``; and findings.
 
-    :param bias: the inflation of variances, and what gradient noise has of it.
-    :return: the inflation of standard deviations where it is small, else ``None``; and a list of findings.
+    :param bias: the inflation of variances, and that from gradient noise alone.
     """
     inflation, noise = bias
-    # Of a measured step that is too long warmup has its own finding.
+    # Warmup has its own finding about a measured step that is too long.
     is_small = noise is None or inflation <= MAX_BIAS
     if np.isnan(inflation) or (is_small and share > MAX_FLAGGED):
         return None, []
@@ -152,7 +151,7 @@ def _of_bias(bias, share, attributes):
         corrected = str(attributes.get("gradient")).startswith(("ControlVariates", "SVRG"))
         instead = "" if corrected else "set gradient=ControlVariates(), "
         remedy = f"raise `subsample_size`, {instead}or {remedy}"
-    # Near the limit of stability the size says nothing.
+    # Near the limit of stability the size means nothing.
     figure = sd if inflation <= MAX_PREDICTED else None
     size = f"up to {100 * sd:.0f} % too large" if figure else "more than 100 % too large, if the step is stable at all"
     message = f"The step size makes posterior sds {size}, mostly through {'minibatches' if by_noise else 'curvature'}."
@@ -161,7 +160,7 @@ def _of_bias(bias, share, attributes):
 
 
 def _of_draws(posterior):
-    """Whether particles have mixed; each quantity counts for one finding only."""
+    """Returns findings about how particles mix; each quantity counts for one finding only."""
     import arviz
 
     if posterior.sizes["draw"] < 4:
@@ -216,7 +215,7 @@ def _of_draws(posterior):
 
 
 def _label(posterior, place):
-    """The name of a quantity, as in the table, from its place among all of them."""
+    """Returns the name of a quantity, as in the table, from its place among all of them."""
     for name, draws in posterior.items():
         rest = draws.isel(chain=0, draw=0)
         if place < rest.size:
@@ -228,7 +227,7 @@ def _label(posterior, place):
 
 
 def _headline(attributes, known):
-    """What was run, in one line.
+    """Returns one line on what was run.
 
     :param known: the inflation of standard deviations by the step, if it is small.
     """

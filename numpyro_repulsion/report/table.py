@@ -1,4 +1,4 @@
-"""The table of a run: ArviZ's summary with the numbers of ensembles. ArviZ is imported when called."""
+"""The table of a run: ArviZ's summary with columns for ensembles. ArviZ is imported when called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpyro_repulsion.report.diagnosis import data_of, diagnosis_of
 
 __all__ = ["summary"]
 
-#: Columns of ArviZ's summary that presume independent chains, and what they are for interacting particles.
+#: Columns of ArviZ's summary that presume independent chains, and their replacements for interacting particles.
 _OF_ENSEMBLES: dict[str, Callable] = {
     "mcse_mean": ensemble_mcse,
     "mcse_sd": partial(ensemble_mcse, method="sd"),
@@ -22,21 +22,21 @@ _OF_ENSEMBLES: dict[str, Callable] = {
 
 
 def summary(run, **kwargs):
-    """ArviZ's summary of a run; also prints what was run, and the problems found, the worst first.
+    """Returns ArviZ's summary of a run; prints what was run, and the problems found, worst first.
 
-    Effective sample sizes and standard errors are those of ensembles of particles that interact,
-    :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, where ArviZ has those of
-    independent chains. ``r_hat`` is that of particles; runs of several ensembles have a column ``nested_r_hat`` too.
+    Effective sample sizes and standard errors are those for interacting particles,
+    :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, instead of ArviZ's for
+    independent chains. ``r_hat`` compares particles; runs of several ensembles also have a column ``nested_r_hat``.
     The printed text is :func:`~numpyro_repulsion.diagnose` of the variables, chains and draws in the table.
 
-    For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) it describes the last cloud, and leaves out what
-    only draws have.
+    For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) the table describes the last cloud, without the
+    columns that need draws of a sampler.
 
-    :param run: an ``MCMC`` that has run with a kernel of this package, or what :func:`to_inference_data` made of it.
+    :param run: an ``MCMC`` that has run with a kernel of this package, or its result from :func:`to_inference_data`.
     :param kwargs: passed to ``arviz.summary``.
     :return: a pandas DataFrame.
-    :raises TypeError: for a ``run`` of another kind.
-    :raises ValueError: before the run or for draws of warmup, and for a ``fmt`` other than ``"wide"``.
+    :raises TypeError: for any other ``run``.
+    :raises ValueError: before the run, if there are only draws of warmup, and for a ``fmt`` other than ``"wide"``.
 
     **Example**
 
@@ -60,7 +60,7 @@ def summary(run, **kwargs):
 
     if kwargs.get("fmt", "wide") != "wide":
         raise ValueError(
-            f"`summary` puts the numbers of ensembles into the wide table; got fmt={kwargs['fmt']!r}. For ArviZ's own "
+            f"`summary` puts the columns for ensembles into the wide table; got fmt={kwargs['fmt']!r}. For ArviZ's own "
             "call arviz.summary(to_inference_data(mcmc), fmt=...)."
         )
     data = data_of(run, "summary")
@@ -77,7 +77,7 @@ def summary(run, **kwargs):
 
 
 def _part(posterior, variables, coords):
-    """What of the posterior the table is of."""
+    """Returns the part of the posterior that the table covers."""
     posterior = posterior[list(dict.fromkeys(variables))]
     chosen = {name: x for name, x in coords.items() if name in posterior.dims}
     # A single chain or draw keeps its axis.
@@ -85,13 +85,13 @@ def _part(posterior, variables, coords):
         {name: [x] if name in ("chain", "draw") and np.isscalar(x) else x for name, x in chosen.items()}
     )
     if "chain" in coords:
-        # Some particles of an ensemble; which are left of the others is not known.
+        # Only some particles of each ensemble may be left; how many is unknown.
         posterior = posterior.assign_attrs(num_independent=1, num_ensembles=1)
     return posterior
 
 
 def _put_ensembles_in(table, variables, posterior, round_to):
-    """The columns that presume independent chains replaced by those for interacting particles."""
+    """Replaces the columns that presume independent chains by those for interacting particles."""
     present = [name for name in _OF_ENSEMBLES if name in getattr(table, "columns", ())]
     if not present or posterior.sizes["draw"] < 4:
         return
@@ -99,7 +99,7 @@ def _put_ensembles_in(table, variables, posterior, round_to):
     ensembles = int(posterior.attrs["num_ensembles"])
     if "r_hat" in table and 1 < ensembles < posterior.sizes["chain"]:
         columns["nested_r_hat"] = nested_rhat(posterior)
-    # ArviZ 1.x keeps text, with the digits that matter; from 1.3 on beside the numbers, and shows it in their place.
+    # ArviZ 1.x stores text with the significant digits; from 1.3 on it stores numbers, and text to show instead.
     is_text = table["mean" if "mean" in table else present[0]].dtype == object
     shown = getattr(table, "_fmt_map", None)
     for name, found in columns.items():
@@ -118,5 +118,5 @@ def _put_ensembles_in(table, variables, posterior, round_to):
 
 
 def _variable(label, posterior):
-    """Which variable a row of the table is of: names may have brackets of their own."""
+    """Returns the variable of a row of the table; names may contain brackets themselves."""
     return max((name for name in posterior if label == name or label.startswith(f"{name}[")), key=len)

@@ -435,7 +435,7 @@ def test_torn_files_are_recognized(tmp_path):
         tale = told()
         damage(tale.path / newest, position)
         try:  # Some bytes of a zip file mean nothing.
-            with pytest.warns(UserWarning, match="is torn; going on from iteration 8"):
+            with pytest.warns(UserWarning, match="is damaged; the run continues from iteration 8"):
                 tale.go()
             recognized += 1
         except pytest.fail.Exception:
@@ -443,11 +443,11 @@ def test_torn_files_are_recognized(tmp_path):
     assert recognized > len(positions) / 2
     tale = told()
     damage(tale.path / "draws" / "X_y.npy", -1)
-    with pytest.warns(UserWarning, match="is torn; going on from iteration 8"):
+    with pytest.warns(UserWarning, match="is damaged; the run continues from iteration 8"):
         tale.go()
     for name in ("state-0.npz", "state-1.npz"):
         damage(tale.path / name, None)
-    with pytest.raises(ValueError, match="Nothing that was saved in .* is whole"):
+    with pytest.raises(ValueError, match="No saved state in .* is intact"):
         tale.go()
     tale = told()
     damage(tale.path / "draws" / "X_y.npy", None)
@@ -475,7 +475,7 @@ def test_full_disk(tmp_path, monkeypatch):
                 tale.go()
             assert error.value.errno == errno.ENOSPC
         if tale.saved:
-            assert "What was saved before is whole: the same call goes on from there" in str(error.value)
+            assert "What was saved before is intact: the same call continues from there" in str(error.value)
         assert not list(tale.path.glob("*.part"))
         tale.go()
 

@@ -213,7 +213,7 @@ def test_a_directory_of_an_earlier_version(begin, tmp_path):
         run["identity"]["potential energy"] = 1.0
 
     edit(tmp_path / "run" / "run.json", age)
-    with pytest.raises(ValueError, match="an earlier version of this package began.*cannot be told.*load_draws"):
+    with pytest.raises(ValueError, match="an earlier version of this package began.*cannot be compared.*load_draws"):
         begin(SGLD(regression(), step_size=0.01))
 
 

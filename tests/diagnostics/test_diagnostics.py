@@ -357,7 +357,7 @@ def test_stein_discrepancy_is_the_sum_by_autodiff(exponent):
 
     def stein(a, sa, b, sb):
         mixed = jax.jacfwd(jax.grad(k, 0), 1)(a, b)
-        # The law in units of c: what is a gradient there is c times the one here.
+        # The distribution in units of c: what is a gradient there is c times the one here.
         return (
             jnp.sum(c**2 * sa * sb) * k(a, b)
             + jnp.sum(c**2 * sa * jax.grad(k, 1)(a, b))

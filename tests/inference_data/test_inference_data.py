@@ -1,4 +1,4 @@
-"""From runs to ArviZ, on whichever ArviZ is installed: these tests run on 0.23 and on 1.x."""
+"""Conversion of runs to ArviZ, on whichever ArviZ is installed: these tests run on 0.23 and on 1.x."""
 
 import importlib.metadata
 import warnings
@@ -242,9 +242,9 @@ def test_names_that_collide_are_told_apart_aloud(pretended):
     with pytest.warns(UserWarning) as warned:
         data = to_inference_data(mcmc, dims={"a/b": []}, coords={"draw": ["x", "y", "z"]})
     assert {str(warning.message) for warning in warned} == {
-        "'a/b' is called 'a.b__' here, for 'a.b' is taken.",
-        "'chain' is called 'chain_' here, for 'chain' is taken.",
-        "'draw' is called 'draw_' here, for 'draw' is taken.",
+        "'a/b' is called 'a.b__' here, because 'a.b' is taken.",
+        "'chain' is called 'chain_' here, because 'chain' is taken.",
+        "'draw' is called 'draw_' here, because 'draw' is taken.",
     }
     samples = mcmc.get_samples(group_by_chain=True)
     for name, safe in {"a.b": "a.b", "a/b": "a.b__", "chain": "chain_", "y": "y"}.items():

@@ -162,7 +162,7 @@ def test_draws_of_a_wrong_shape_are_refused(mcmc):
 @pytest.mark.parametrize("name", ["posterior_predictive", "prior"])
 @pytest.mark.parametrize("given", [True, 3, "key"])
 def test_anything_but_keys_and_draws_is_refused(mcmc, name, given):
-    with pytest.raises(TypeError, match=f"`{name}` is a PRNG key such as random.key.*got {given!r}"):
+    with pytest.raises(TypeError, match=f"`{name}` must be a PRNG key such as random.key.*got {given!r}"):
         to_inference_data(mcmc, **{name: given})
 
 
@@ -262,7 +262,7 @@ def test_priors_without_draws_and_factors(run):
             run(improper, jnp.asarray(Y)), log_likelihood=True, posterior_predictive=random.key(0)
         )
     assert everything["observed_data"]["y"].shape == (ROWS,)
-    with pytest.warns(UserWarning, match="know nothing of the factors \\['penalty'\\]"):
+    with pytest.warns(UserWarning, match="ignore the factors \\['penalty'\\]"):
         to_inference_data(run(proper, jnp.asarray(Y)), prior=random.key(0))
 
 

@@ -1,4 +1,4 @@
-"""What pictures show: the data of what is drawn, and not only that something is."""
+"""The data that plots show, and not only that something is drawn."""
 
 from statistics import NormalDist
 import sys
@@ -242,7 +242,7 @@ def test_particles_that_are_nowhere_do_not_frame_the_picture():
     draws[0] = np.nan
     ax = plot_particles(draws)
     assert ax.get_xlim() == plot_particles(DRAWS[1:]).get_xlim()
-    with pytest.raises(ValueError, match="nowhere|anywhere finite"):
+    with pytest.raises(ValueError, match="no particle has a finite position"):
         plot_particles(np.full((6, 3, 2), np.inf))
 
 
@@ -257,7 +257,7 @@ def test_particles_that_are_nowhere_do_not_frame_the_picture():
         ({"a": np.zeros((6, 5, 3))}, {"pair": ("b", "a[0]")}, ValueError, "no variable 'b'; there are 'a'"),
         ({"a": np.zeros((6, 5, 3))}, {"pair": ("a[0]", "a[3]")}, ValueError, r"no coordinate 'a\[3\]'; 'a' has"),
         ({"a": DRAWS, "b": DRAWS}, {"pair": (0, 1)}, ValueError, "several variables"),
-        ({"a": DRAWS, "b": DRAWS[:4]}, {}, ValueError, "as many particles and draws"),
+        ({"a": DRAWS, "b": DRAWS[:4]}, {}, ValueError, "same number of particles and of draws"),
         ({}, {}, ValueError, "no variables"),
         ("run", {}, TypeError, "an array .*got str"),
         (None, {}, TypeError, "an array .*got NoneType"),
@@ -267,7 +267,7 @@ def test_particles_that_are_nowhere_do_not_frame_the_picture():
         (DRAWS, {"pair": (0, 1.5)}, TypeError, "named by a label"),
         (DRAWS, {"iterations": 30}, ValueError, "draws 0 to 29; got 30"),
         (DRAWS, {"iterations": "all"}, ValueError, "`iterations` must be"),
-        (DRAWS, {"iterations": []}, ValueError, "choose one draw"),
+        (DRAWS, {"iterations": []}, ValueError, "choose at least one of 30 draws"),
         (DRAWS, {"iterations": 3, "trajectories": True}, ValueError, "two draws or more"),
         (DRAWS, {"num_ensembles": 4}, ValueError, "must divide the number of particles; got 4 for 6"),
         (DRAWS, {"num_ensembles": 0}, ValueError, "1 or more"),
@@ -428,7 +428,7 @@ def test_times(times):
         (DRAWS, {}, ValueError, "2 coordinates: name one by `estimand`"),
         ([], {}, ValueError, "no runs"),
         ([DRAWS, DRAWS[:, :9]], {"estimand": 0}, ValueError, r"as many iterations.*got \[30, 9\]"),
-        (DRAWS, {"estimand": lambda z: z}, ValueError, "must give a scalar"),
+        (DRAWS, {"estimand": lambda z: z}, ValueError, "must return a scalar"),
         (DRAWS, {"estimand": "tau"}, ValueError, "no variable 'tau'"),
         (DRAWS, {"estimand": 0, "prob": 90}, ValueError, "between 0 and 1; got 90"),
         (DRAWS, {"estimand": 0, "truth": np.nan}, ValueError, "finite number"),
