@@ -26,7 +26,7 @@ MIN_FREEDOM = 10
 #: The relative variance of an estimated autocorrelation time is this over the number of such times in the draws.
 TIME_VARIANCE = 6.0
 #: Particles do not mix if the squared distances between their means exceed by this factor what their own spectra
-#: explain (a standard error a quarter too small), beyond what chance does once in ten thousand times.
+#: explain (a standard error about a fifth too small), beyond what chance does once in ten thousand times.
 EXCESS, CHANCE = 1.5, 1e-4
 #: Averages count as faster than particles if the run has this many times as many of their autocorrelation times; and,
 #: unless particles are known to repel each other, if the excess is also this many standard errors.
