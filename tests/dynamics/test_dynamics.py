@@ -26,6 +26,7 @@ from numpyro_repulsion import (
     step_bias,
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, reject_nonfinite
+from numpyro_repulsion.kernels.iteration import ALL_LEARNERS
 
 
 def potential(z):
@@ -74,10 +75,9 @@ def test_sgld_is_a_langevin_loop_written_by_hand(starts):
     def by_hand(z, rng_key):
         draws = []
         for _ in range(3):
-            rng_key, _, loop_key = random.split(rng_key, 3)
-            for key in random.split(loop_key, num_steps):
-                noise_key, _ = random.split(key)
-                noise = random.normal(noise_key, (1, 6, 3))[0]
+            rng_key, *keys = random.split(rng_key, 2 + len(ALL_LEARNERS) + num_steps)
+            for key in keys[-num_steps:]:
+                noise = random.normal(key, (1, 6, 3))[0]
                 z = z + step_size * -jax.vmap(jax.grad(potential))(z) + jnp.sqrt(2 * step_size) * noise
             draws.append(z)
         return jnp.stack(draws, 1)

@@ -749,9 +749,7 @@ def test_series_by_scan_have_the_right_posterior():
 @pytest.mark.parametrize("r", [0, 1, 2**31 - 3, 2**31 - 2])
 def test_the_longest_plate_has_rows_without_overflow(monkeypatch, batch, r):
     size = 2**31 - 1
-    monkeypatch.setattr(
-        minibatch.random, "randint", lambda key, shape, low, high, dtype=int: jnp.full(shape, r, dtype)
-    )  # fmt: skip
+    monkeypatch.setattr(minibatch, "integers_below", lambda key, shape, size: jnp.full(shape, r, jnp.uint32))
     found = np.asarray(draw_indices(KEY, {"rows": (size, batch)})["rows"], dtype=object)
     assert (found == (np.arange(batch).astype(object) * size + r) // batch).all()
 
