@@ -185,8 +185,8 @@ class Initializer:
         """Raise ``ValueError`` for NaN in rows that minibatches would meet later; `check` finds NaN in full data."""
         if isinstance(target, ModelTarget) and target.summed_out:
             warnings.warn(
-                f"The draws leave out the deterministic sites {target.summed_out}, which depend on discrete sites that "
-                "are summed over; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
+                f"The deterministic sites {target.summed_out} depend on discrete sites that are summed over, so the "
+                "draws leave them out; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
                 stacklevel=4,
             )
         if not target.plates or self._checked is target:

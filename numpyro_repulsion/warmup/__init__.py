@@ -10,7 +10,8 @@ Warmup has three parts, each divided into windows (``windows.py``):
 3. *Settling.* The scales are frozen. The step size and the bandwidth average over all windows of this part.
 
 All is constant after warmup, because a quantity that follows the particles while draws are kept changes the stationary
-distribution. Only references of each particle's own (``SVRG``) go on being renewed, and tallies of jumps being counted.
+distribution. Only jumps are still counted, and references renewed: each particle's own (``SVRG``) after every epoch,
+and a common one if the data change.
 
 With ``num_warmup=1000`` the windows end at these iterations, and the learners act as marked::
 
@@ -45,8 +46,8 @@ update_arrival    arrival.py    energies, gradients                         arri
 update_scales     scales.py     positions, gradients                        scales; the cloud in the new coordinates
 update_reference  reference.py  moments of the scales, or positions         reference
 update_bandwidth  bandwidth.py  positions, bias of the step                 bandwidth
-update_step_size  step_size.py  curvature and noise (curvature.py), all of  step; whether the reference is in use
-                                the above but the symptoms
+update_step_size  step_size.py  curvature and noise (curvature.py), and     step; whether the reference is in use
+                                what the other learners wrote
 ================  ============  ==========================================  ========================================
 
 The kernels add learners of jumps (``kernels/iteration.py``). The last state gives the diagnosis (``diagnosis.py``).
