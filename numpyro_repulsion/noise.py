@@ -1,8 +1,8 @@
-"""Random numbers whose generators compile fast.
+"""Random numbers from generators that compile fast.
 
 A generator for an array of several axes takes up to three times as long to compile as one for a flat array, because it
-works out a place in the array from a count; the numbers are the same. Whatever can be drawn together should be, because
-each generator takes a tenth of a second or more.
+computes an index from a count; the numbers are the same. Draw together whatever can be drawn together, because each
+generator takes a tenth of a second or more to compile.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ __all__ = ["integers_below", "normal", "uniform"]
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype=float) -> jax.Array:
-    """Return standard normal numbers, those of ``random.normal``."""
+    """Return standard normal numbers, the same as ``random.normal``."""
     return random.normal(key, (math.prod(shape),), dtype).reshape(shape)
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype=float) -> jax.Array:
-    """Return uniform numbers in [0, 1), those of ``random.uniform``."""
+    """Return uniform numbers in [0, 1), the same as ``random.uniform``."""
     return random.uniform(key, (math.prod(shape),), dtype).reshape(shape)
 
 
 def integers_below(key: jax.Array, shape: tuple[int, ...], size: int) -> jax.Array:
-    """Return integers that are uniform on 0 to ``size`` - 1, unsigned, of 32 bits.
+    """Return unsigned 32-bit integers, uniform on 0 to ``size`` - 1.
 
-    They are the upper word of ``size`` times 64 random bits, whose probabilities differ by a part in ``2**64 / size``.
-    `random.randint` takes three generators instead of one.
+    They are the upper word of ``size`` times 64 random bits, so their probabilities differ by a part in
+    ``2**64 / size``. `random.randint` takes three generators instead of one.
     """
     low, high = random.bits(key, (2 * math.prod(shape),), jnp.uint32).reshape(2, *shape)
     factor = np.uint32(size)
     lower = high * factor
-    # The product of the lower word only carries.
+    # The product with the lower word contributes only its carry.
     carried = _upper_word(low, size) + lower
     return _upper_word(high, size) + (carried < lower).astype(jnp.uint32)
 
 
 def _upper_word(x, factor):
-    """``x * factor >> 32`` for unsigned integers of 32 bits, by their halves."""
+    """Return ``x * factor >> 32`` for unsigned 32-bit integers, computed from their halves."""
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     x_low, x_high = x & mask, x >> half
     low, high = np.uint32(factor & 0xFFFF), np.uint32(factor >> 16)

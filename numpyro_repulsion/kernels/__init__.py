@@ -1,4 +1,4 @@
-"""The host layer: one ``MCMCKernel`` whose chains are particles, and presets of its parts."""
+"""The kernels for NumPyro: one ``MCMCKernel`` whose chains are particles, and named choices of its parts."""
 
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.callbacks import enable_live_warnings

@@ -55,40 +55,40 @@ class ParticleKernel(Fixed, MCMCKernel):
     :param model: a NumPyro model. Plates with ``subsample_size`` are minibatched.
     :param potential_fn: instead of a model, the potential energy of one particle (any pytree of floats); takes
         ``init_params``.
-    :param step_size: ε. ``None`` measures it in warmup, ``BiasBudget()``: a conservative bound from the largest
-        curvature and the minibatch noise found on the cloud. A float is constant; a callable of the update count
-        (warmup included) is a schedule: :class:`~numpyro_repulsion.Polynomial`,
-        :class:`~numpyro_repulsion.Cyclical`, or one of optax.
-    :param interaction: how particles see each other; ``None`` is the kernel's own.
-    :param preconditioner: a constant matrix P with which the diffusion is ``K ⊗ P``: an array of shape ``(d,)`` for
-        a diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
-        :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"`` and ``"dense"`` learn it in warmup and
-        freeze it. ``"auto"`` is dense for as many parameters as warmup can learn correlations of (0.15 L W with L
-        particles and W iterations of warmup; 64 at least and 512 at most) and diagonal above, but the identity where
-        a ``step_size`` is given, so that it means what it means in SGLD. ``None`` is the identity.
-    :param num_steps: updates per MCMC iteration, and so per draw, but for the hot ones of a cycle.
-    :param num_ensembles: the particles are split into so many equal groups, in order of the chains, that do not
+    :param step_size: ε. ``None`` is ``BiasBudget()``, which measures ε in warmup: a conservative bound from the
+        largest curvature and the minibatch noise on the cloud. A float is constant; a callable of the update count
+        (including warmup) is a schedule: :class:`~numpyro_repulsion.Polynomial`, :class:`~numpyro_repulsion.Cyclical`,
+        or one of optax.
+    :param interaction: how particles interact; ``None`` is the kernel's default.
+    :param preconditioner: a constant matrix P that makes the diffusion ``K ⊗ P``: an array of shape ``(d,)`` for a
+        diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
+        :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"`` and ``"dense"`` learn P in warmup and
+        freeze it. ``"auto"`` is dense up to the number of parameters whose correlations warmup can learn (0.15 L W with
+        L particles and W iterations of warmup; at least 64 and at most 512) and diagonal above it. With a given
+        ``step_size``, ``"auto"`` is the identity, so that the step is that of plain SGLD. ``None`` is the identity.
+    :param num_steps: updates per MCMC iteration, and so per draw; the hot updates of a cycle come in addition.
+    :param num_ensembles: into how many equal groups to split the particles, in order of the chains; groups do not
         interact and share no minibatch.
-    :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if their
-        likelihood is random too, or a site uses rows of a plate from outside of it, multiplied by hand) and
+    :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if the
+        likelihood is also random, or a site uses rows of a plate outside of it, multiplied by hand) and
         ``FullData()`` for others; ``SVRG()`` suits several modes.
-    :param dynamics: ``None`` is the kernel's own.
-    :param moves: jumps between updates, :class:`~numpyro_repulsion.Archive`. By default (``None``) particles jump where
-        the step is measured, each update sees all rows, noise is not correlated by K, and warmup leaves them in several
-        basins; ``False`` never lets them.
-    :param init_strategy: where particles start: a draw from the prior each, by default.
-    :raises ValueError: for settings out of range; see also :meth:`init`.
-    :raises TypeError: for settings of a wrong kind.
+    :param dynamics: how particles move; ``None`` is the kernel's default.
+    :param moves: jumps between updates, :class:`~numpyro_repulsion.Archive`. By default (``None``) particles jump if
+        warmup measures the step and leaves them in several basins, each update uses all rows, and the noise is not both
+        averaged over two updates and correlated by K. ``False`` switches jumps off.
+    :param init_strategy: where particles start; by default, each starts at a draw from the prior.
+    :raises ValueError: if a setting is out of range; see also :meth:`init`.
+    :raises TypeError: if a setting has a wrong type.
     """
 
     sample_field = "z"
-    #: Tells NumPyro that a stored state is enough to go on from, without `init`: `sample` needs nothing else.
+    #: Tells NumPyro that `sample` can continue from a stored state without `init`.
     _sample_fn = True
     default_fields = ("z", "potential_energy", "step_size", "bandwidth", "diverging")
 
     _default_interaction: ClassVar[Interaction] = Balanced()
     _default_dynamics: ClassVar[Dynamics] = Overdamped()
-    #: Where the step size is measured, if that is to be another.
+    #: Default dynamics if the step size is measured; ``None`` for the same.
     _measured_dynamics: ClassVar[Dynamics | None] = None
 
     def __init__(
@@ -116,7 +116,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         interaction = self._default_interaction if interaction is None else interaction
         if dynamics is None:
             measured = step_size is None or isinstance(step_size, BiasBudget)
-            measured &= not moves  # Jumps do not carry noise that is correlated by K.
+            measured &= not moves  # Jumps cannot carry noise that K correlates.
             dynamics = (measured and self._measured_dynamics) or self._default_dynamics
         require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
         require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
@@ -145,28 +145,28 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     @property
     def model(self):
-        """The model, or ``None`` for a kernel made from a ``potential_fn``."""
+        """The model, or ``None`` for a kernel with a ``potential_fn``."""
         return self._model
 
     @property
     def is_ensemble_kernel(self):
-        """Whether a state is one of all chains together; of a stored state, checks that its chains are the run's."""
-        # NumPyro asks before it goes on from a stored state.
+        """Whether one state holds all chains; raises ``ValueError`` if a stored state has other chains than the run."""
+        # NumPyro reads this property before it continues from a stored state.
         mcmc = calling_mcmc()
         state = None if mcmc is None else mcmc.post_warmup_state
         return check_chains(state, mcmc) if isinstance(state, ParticleState) else True
 
     def get_diagnostics_str(self, state):
-        """The step size in use and how many updates were held, for the progress bar."""
+        """Return the step size in use and the number of divergences, for the progress bar."""
         text = f"{self.num_steps} updates of size {float(jnp.ravel(state.step_size)[0]):.2e}"
         diverged = int(state.num_divergences)
         return f"{text}. {diverged} diverged" if diverged else text
 
     def init(self, rng_key, num_warmup, init_params=None, model_args=(), model_kwargs=None):
-        """Starts the particles: draws from ``init_strategy`` until energy and gradient are finite, or ``init_params``.
+        """Return the first state: at ``init_params``, or at draws of ``init_strategy`` with finite U and ∇U.
 
         :param rng_key: L keys for L particles, or a single key for one plain chain (kernels that do not interact).
-        :param num_warmup: iterations in which step size, preconditioner, bandwidth and control variates are learned.
+        :param num_warmup: iterations that learn the step size, preconditioner, bandwidth and control variates.
         :param init_params: unconstrained positions, each leaf ``(L, ...)``.
         :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
             not fit, a model that cannot be sampled, or data with NaN.
@@ -198,7 +198,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         return map_particles(lambda x: x[0], state) if is_single else state
 
     def sample(self, state, model_args, model_kwargs):
-        """One MCMC iteration: ``num_steps`` updates of all particles."""
+        """Make one MCMC iteration: ``num_steps`` updates of all particles."""
         is_single = jnp.ndim(state.potential_energy) == 0
         if is_single:
             state = map_particles(lambda x: x[None], state)
@@ -229,7 +229,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         return map_particles(lambda x: x[0], state) if is_single else state
 
     def parts(self, state: ParticleState, args, kwargs) -> tuple[Iteration, Cloud]:
-        """What moves the particles of a state, and these in whitened coordinates, ``(G, L, d)``."""
+        """Return the iteration for a state, and its particles in whitened coordinates, ``(G, L, d)``."""
         if jnp.ndim(state.potential_energy) == 0:
             state = map_particles(lambda x: x[None], state)
         bound = self.bind(args, kwargs)
@@ -242,11 +242,11 @@ class ParticleKernel(Fixed, MCMCKernel):
         return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
 
     def postprocess_fn(self, args, kwargs):
-        """A function from one unconstrained particle to its sites in their supports, with deterministic sites."""
+        """Return a function from one unconstrained particle to its constrained and deterministic sites."""
         return identity if self.model is None else self.bind(args, kwargs).target.constrain
 
     def findings(self, state: ParticleState) -> list[Finding]:
-        """What the end of warmup found wrong; nothing where there was no warmup."""
+        """Return the problems found at the end of warmup; an empty list without a warmup."""
         if np.ndim(state.num_updates):  # plain chains, run one by one
             count = len(state.num_updates)
             found = [self.findings(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
@@ -257,13 +257,13 @@ class ParticleKernel(Fixed, MCMCKernel):
         return jax.tree.map(np.asarray, self._diagnose_warmup(warmup)).findings()
 
     def _diagnose_warmup(self, warmup):
-        with jax.debug_nans(False):  # In a verdict NaN stands for what is not known.
+        with jax.debug_nans(False):  # In a diagnosis, NaN marks unknown numbers.
             is_jumping = None if self.moves is None or warmup.jumps is None else self.moves.is_on(warmup.jumps)
             return diagnose_warmup(warmup, self._rule, self.dynamics, is_jumping)
 
     @property
     def remedy(self) -> str:
-        """What makes the steps of this kernel shorter, in words."""
+        """How to make the steps of this kernel shorter, as a clause."""
         rule = self._rule
         if rule is None:
             return "divide `step_size` by 2 to 10"
@@ -279,10 +279,10 @@ class ParticleKernel(Fixed, MCMCKernel):
         self._initializer, self._binder = Initializer(self), Binder(self)
 
     def bind(self, args, kwargs=None) -> BoundSampler:
-        """This kernel with the posterior given the model's arguments; the model is analysed once for the same ones."""
+        """Return this kernel bound to the model's arguments; the model is analysed once for equal arguments."""
         return self._binder(args, kwargs)
 
     @property
     def _rule(self) -> BiasBudget | None:
-        """How the step size is measured, if it is."""
+        """The rule that measures the step size, or ``None``."""
         return self.step_size if isinstance(self.step_size, BiasBudget) else None

@@ -1,4 +1,4 @@
-"""A kernel bound to the arguments of its model: what is static in a run, made once."""
+"""A kernel bound to the arguments of its model: the static parts of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Binder", "BoundSampler"]
 
 @dataclass(frozen=True, eq=False)
 class BoundSampler:
-    """A kernel, the posterior that it samples, and the gradient in use for it."""
+    """A kernel, the posterior that it samples, and the gradient that it uses."""
 
     kernel: ParticleKernel
     target: Target
@@ -31,16 +31,16 @@ class BoundSampler:
 
     @staticmethod
     def of(kernel: ParticleKernel, target: Target) -> BoundSampler:
-        """A kernel with the gradient that was given, if it fits the target, or the one that fits it best."""
+        """Bind a kernel to a target, with the given gradient if it fits, or else the default one."""
         return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
 
     def plan(self, is_dense: bool) -> WarmupPlan:
-        """What a warmup would learn; ``is_dense`` says whether scales are, unless the user decided it."""
+        """Return what a warmup would learn; ``is_dense`` decides whether ``preconditioner="auto"`` is dense."""
         kernel, is_noisy = self.kernel, self.gradient.is_noisy(self.target)
         rule = kernel.step_size if isinstance(kernel.step_size, BiasBudget) else None
         scale = kernel.scale if isinstance(kernel.scale, str) else None
         if scale == "auto":
-            # A given step means what it means in plain SGLD.
+            # A given step is that of plain SGLD.
             scale = None if rule is None else "dense" if is_dense else "diagonal"
         return WarmupPlan(
             step_size=rule,
@@ -55,9 +55,9 @@ class BoundSampler:
 
 
 class Binder:
-    """Binds a kernel to arguments of its model, and analyses the model once for the same ones.
+    """Bind a kernel to arguments of its model, and analyse the model once for equal arguments.
 
-    It keeps the last arguments, for which NumPyro keeps a compiled program too.
+    It keeps only the last arguments, like NumPyro, which keeps their compiled program.
     """
 
     def __init__(self, kernel: ParticleKernel):
@@ -71,7 +71,7 @@ class Binder:
         leaves, structure = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
-        # Of the precision in use, too.
+        # The analysis also depends on the precision in use.
         key = (structure, jnp.result_type(float))
         marks = [_mark(leaf) for leaf in leaves]
         if self._last is None or self._last[0] != key or not _same(self._last[1], marks):
@@ -81,7 +81,7 @@ class Binder:
 
 
 def _mark(leaf):
-    """What tells a leaf from others: itself, or the content of an array that can change."""
+    """Return what identifies a leaf: the leaf itself, or a digest of an array that can change in place."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
         digest = hashlib.blake2b(leaf.tobytes(), digest_size=16).digest()
         return leaf.shape, leaf.dtype.str, digest
@@ -89,7 +89,7 @@ def _mark(leaf):
 
 
 def _same(some, others):
-    """Whether marks are the same ones: the same objects, or equal plain values."""
+    """Return whether all marks are the same objects or equal plain values."""
     return len(some) == len(others) and all(
         a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str | tuple) and a == b)
         for a, b in zip(some, others, strict=True)

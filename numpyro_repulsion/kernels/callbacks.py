@@ -1,4 +1,4 @@
-"""Warnings emitted while a kernel runs."""
+"""Warnings that a kernel emits while it runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _live_warnings = True
 
 
 def enable_live_warnings(enabled: bool = True) -> None:
-    """Whether kernels warn while they run: at warmup's end, and at the first particle that diverges. On by default.
+    """Switch the warnings of running kernels, at the end of warmup and at the first divergence. On by default.
 
-    A compiled program that can warn calls back into Python and is not stored in JAX's persistent compilation cache.
-    Switch the warnings off, before ``MCMC.run``, where that cache matters; the counts stay in the results.
+    A compiled program that can warn calls back into Python, and JAX does not store it in its persistent compilation
+    cache. If that cache matters, switch the warnings off before ``MCMC.run``; the counts stay in the results.
 
     **Example**
 
@@ -38,7 +38,7 @@ def enable_live_warnings(enabled: bool = True) -> None:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Programs made within do not warn, whatever :func:`enable_live_warnings` was set to."""
+    """Switch the warnings off for programs compiled within, whatever :func:`enable_live_warnings` was set to."""
     before = _live_warnings
     enable_live_warnings(False)
     try:
@@ -48,16 +48,16 @@ def silenced() -> Iterator[None]:
 
 
 def warn_at_first_divergence(before: jax.Array, after: jax.Array, remedy: str) -> None:
-    """Warns, once, when the count of flagged updates leaves 0."""
+    """Warn once, when the count of flagged updates leaves 0."""
 
     def warn(before, after):
-        # Where `cond` is batched both its branches run, so look again. In NumPy, for a callback that waits for a
-        # computation of JAX's waits for the program that called it.
+        # A batched `cond` runs both branches, so check again. Use NumPy, because a JAX computation in a callback
+        # would wait for the program that called it.
         if np.asarray(before) == 0 and (count := int(np.asarray(after))) > 0:
             found = Diagnosis([flagged_updates(count, 0.0, remedy)])
             warnings.warn(
                 "A particle's update was flagged `diverging` (warned once; `diagnose` has the final count):\n"
-                f"{found}\nIf the run has other data than its warmup, warm up on these.",
+                f"{found}\nIf the data changed since warmup, warm up again on the new data.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -67,7 +67,7 @@ def warn_at_first_divergence(before: jax.Array, after: jax.Array, remedy: str) -
 
 
 def warn_by_verdict(is_final: jax.Array, diagnose_warmup: Callable[[], WarmupDiagnosis]) -> None:
-    """Warns of what the end of warmup found wrong."""
+    """Warn of the problems found at the end of warmup."""
 
     def warn(is_final, verdict):
         if np.asarray(is_final) and (found := Diagnosis(jax.tree.map(np.asarray, verdict).findings())):

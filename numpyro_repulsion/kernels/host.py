@@ -1,4 +1,4 @@
-"""Runs by kernels of this package, told from others."""
+"""Checks and properties of runs by kernels of this package."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from numpyro_repulsion.schedules import BiasBudget
 __all__ = ["bound_of", "coupling_of", "has_other_data", "is_warmup", "kernel_of", "require_draws", "share_flagged"]
 
 
-#: Relative differences of potential energies up to which data are taken for the same.
+#: Data count as the same up to this relative difference of potential energies.
 TOLERANCE = 1e-4
 
 
 def kernel_of(mcmc: Any, who: str, instead: str = "") -> ParticleKernel:
-    """The kernel of an ``MCMC``.
+    """Return the kernel of an ``MCMC``.
 
     :param who: what was called with it, for the message.
-    :param instead: what to do with others, a sentence.
+    :param instead: what to do with other objects, a sentence.
     :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
     """
     kernel = getattr(mcmc, "sampler", None)
@@ -41,33 +41,33 @@ def kernel_of(mcmc: Any, who: str, instead: str = "") -> ParticleKernel:
 
 
 def bound_of(mcmc: MCMC) -> BoundSampler:
-    """The kernel of a run, bound to the arguments of its model."""
+    """Return the kernel of a run, bound to the arguments of its model."""
     return mcmc.sampler.bind(*arguments(mcmc))
 
 
 def require_draws(mcmc: MCMC) -> None:
-    """Refuses an ``MCMC`` that has no draws, by a ``ValueError``."""
+    """Raise ``ValueError`` if an ``MCMC`` has no draws."""
     if draws(mcmc) is None:
         raise ValueError("This MCMC has no draws yet; call mcmc.run(key, ...) first.")
-    # NumPyro leaves zeros after a warmup that collects nothing.
+    # After a warmup that collects nothing, NumPyro leaves zeros.
     is_ours = isinstance(mcmc.sampler, ParticleKernel)
     if is_ours and is_warmup(mcmc) and not np.any(mcmc.get_extra_fields()["step_size"]):
         raise ValueError(
             "This MCMC has only warmed up and kept no draws; call mcmc.run(key, ...), or mcmc.warmup(..., "
-            "collect_warmup=True) for those of warmup."
+            "collect_warmup=True) to keep the draws of warmup."
         )
 
 
 def is_warmup(mcmc: MCMC) -> bool:
-    """Whether the draws that an ``MCMC`` with a kernel of this package holds are those of its warmup."""
+    """Return whether the draws of an ``MCMC`` with a kernel of this package are those of its warmup."""
     warmup = mcmc.last_state.warmup
     return bool(np.max(warmup.iteration) <= np.max(warmup.num_warmup))
 
 
 def has_other_data(mcmc: MCMC) -> bool:
-    """Whether a run has other data than its warmup, or another model: by U at a start of the warmup.
+    """Return whether a run has other data or another model than its warmup, judged by U at a start of the warmup.
 
-    Of subsampled plates as many rows as in a minibatch are compared, spread evenly.
+    Of a subsampled plate, as many rows as in a minibatch are compared, evenly spread.
     """
     state = mcmc.last_state
     if state.warmup.data_fingerprint is None:
@@ -80,27 +80,27 @@ def has_other_data(mcmc: MCMC) -> bool:
     _, unravel = ravel_cloud(jax.tree.map(lambda x: jnp.asarray(x)[None], state.z) if is_single else state.z)
     found = float(jax.jit(lambda z: fingerprint(target, unravel, z))(position))
     known = float(known)
-    # Another program may round differently, and more so where terms cancel.
+    # Another program may round differently, especially where terms cancel.
     return np.isfinite(known) and not abs(found - known) <= TOLERANCE * (1.0 + abs(known))
 
 
 def share_flagged(mcmc: MCMC) -> float:
-    """The share of updates that were held, or had their gradients cut, among those that `num_divergences` counts."""
+    """Return the share of rejected or clipped updates among those that `num_divergences` covers."""
     kernel, state = mcmc.sampler, mcmc.last_state
-    # Those of particles that arrive in warmup are not counted.
+    # If particles arrive in warmup, updates of warmup are not counted.
     waits = isinstance(kernel.step_size, BiasBudget) or (isinstance(kernel.scale, str) and kernel.scale != "auto")
     counted = np.max(state.warmup.iteration) - waits * np.max(state.warmup.num_warmup)
     return float(np.sum(state.num_divergences) / max(1, counted * kernel.num_steps * mcmc.num_chains))
 
 
 def coupling_of(mcmc: MCMC) -> tuple[str, int]:
-    """What makes the particles of a run depend on each other, and of how many independent parts they consist.
+    """Return what makes the particles of a run dependent, and how many independent parts the run has.
 
-    :return: ``"minibatches"`` (shared), ``"interaction"``, ``"noise"`` (balanced, or opposed in pairs), ``"moves"`` or
-        ``"none"``; the first of these that there is.
+    :return: the first that applies of ``"minibatches"`` (shared), ``"interaction"``, ``"noise"`` (balanced, or opposed
+        in pairs), ``"moves"`` and ``"none"``; and the number of parts.
     """
     kernel, size = mcmc.sampler, mcmc.num_chains
-    # Plain chains run one by one leave a state each.
+    # Plain chains that run one by one leave one state each.
     if np.ndim(mcmc.last_state.num_updates) or size == 1:
         return "none", size
     parts = 1 if kernel.interaction.balances_ensembles else kernel.num_ensembles

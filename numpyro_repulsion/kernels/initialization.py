@@ -1,4 +1,4 @@
-"""Where particles start: draws from an ``init_strategy`` or the user's own, until energy and gradient are finite."""
+"""The first state: particles start at finite draws of an ``init_strategy``, or at positions that the user gives."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ MAX_DRAWS = 100
 
 @dataclass(frozen=True)
 class _Static:
-    """What the first state is compiled for.
+    """The static input of the program that makes the first state.
 
-    - **target** - without arguments, so that it keeps no data; compared by its structure.
-    - **others** - the leaves of the model's arguments that are no arrays.
+    - **target** - without arguments, so that it keeps no data; its structure stands for it in comparisons.
+    - **others** - the leaves of the model's arguments that are not arrays.
     """
 
     num_warmup: int
@@ -48,10 +48,10 @@ class _Static:
 
 
 class Initializer:
-    """Makes the first state of a kernel, by a program compiled once for all data of the same shapes.
+    """Make the first state of a kernel, by a program that is compiled once for all data of the same shapes.
 
-    It keeps compiled programs, for a model that needs the values of its arguments together with these, and which
-    posterior was last searched for NaN; all of it is made again on demand.
+    It caches compiled programs (together with the arguments, if the model needs their values) and the posterior that
+    was last searched for NaN; all of it can be made again.
     """
 
     def __init__(self, kernel):
@@ -61,10 +61,10 @@ class Initializer:
         self._checked = None
 
     def __call__(self, bound, rng_key, num_warmup, init_params, args, kwargs):
-        """The first state of particles, and the cloud and K's smallest eigenvalue there.
+        """Return the first state, its cloud and the smallest eigenvalue of K there.
 
         :param rng_key: a key for each particle.
-        :param init_params: where they are, or ``None`` to draw.
+        :param init_params: the starts, or ``None`` to draw them.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs or {}))
         is_array = tuple(
@@ -98,7 +98,7 @@ class Initializer:
     def _state(self, bound, num_warmup, rng_key, init_params):
         kernel, target = self._kernel, bound.target
         size = rng_key.shape[0]
-        # Keys of a resumed run are copies of one key, so the particle's number goes in too.
+        # Keys of a resumed run are copies of one key, so fold in the particle's index.
         keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
         state_key, gradient_key, memory_key = random.split(keys[0, 1], 3)
 
@@ -134,7 +134,7 @@ class Initializer:
         first = 1e-3 if kernel._schedule is None else kernel._schedule(0)
         warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins)
         if num_warmup > 0:
-            # Where U is largest its terms hardly cancel, so that rounding is small beside it.
+            # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
             position = flat[jnp.argmax(jnp.abs(energy))]
             warmup = warmup._replace(data_fingerprint=(position, fingerprint(target, ravel_cloud(z)[1], position)))
         state = ParticleState(
@@ -150,18 +150,18 @@ class Initializer:
         return state, cloud, self._smallest_eigenvalue(u, bandwidth)
 
     def _smallest_eigenvalue(self, u, bandwidth):
-        """That of K where it may be too small; NaN where K is not finite."""
+        """Return the smallest eigenvalue of K: 1 if K is always positive definite, NaN if K is not finite."""
         interaction = self._kernel.interaction
         if getattr(interaction, "positive_definite", True):
             return jnp.ones(())
-        # One that uses a bandwidth that nobody learns is found out.
+        # NaN reveals an interaction that uses a bandwidth without learning one.
         h = bandwidth if interaction.learns_bandwidth else jnp.nan
         gram, repulsion = jax.vmap(lambda v: interaction.gram(v, h))(u)
         finite = jnp.isfinite(gram).all() & jnp.isfinite(repulsion).all()
         return jnp.where(finite, jnp.linalg.eigvalsh(gram).min(), jnp.nan)
 
     def _draw(self, key, keys, target, evaluate):
-        """Starts by the ``init_strategy``, drawn again, each up to a hundred times, until they are finite."""
+        """Draw starts by the ``init_strategy``, each again until it is finite, at most ``MAX_DRAWS`` times."""
 
         def attempt(carry):
             count, key, keys, valid, old = carry
@@ -181,11 +181,11 @@ class Initializer:
         return carry[4]
 
     def check_data(self, target):
-        """Refuses NaN that some minibatch would meet later; the starts meet those of full data."""
+        """Raise ``ValueError`` for NaN in rows that minibatches would meet later; `check` finds NaN in full data."""
         if isinstance(target, ModelTarget) and target.summed_out:
             warnings.warn(
-                f"The deterministic sites {target.summed_out} depend on discrete sites, which are summed over, and are "
-                "left out of the draws; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
+                f"The deterministic sites {target.summed_out} depend on discrete sites that are summed over, so the "
+                "draws leave them out; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
                 stacklevel=4,
             )
         if not target.plates or self._checked is target:
@@ -195,7 +195,7 @@ class Initializer:
         self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
 
     def check(self, target, cloud, eigenvalue, given):
-        """Refuses starts that are not finite or coincide, and a K that is not positive definite there."""
+        """Raise ``ValueError`` if starts are not finite or coincide, or if K is not positive definite there."""
         name, interaction = type(self._kernel).__name__, self._kernel.interaction
         flat = np.asarray(cloud.z).reshape(-1, cloud.z.shape[-1])
         finite = np.isfinite(np.asarray(cloud.potential_energy)).ravel()
@@ -233,9 +233,9 @@ class Initializer:
             )
 
     def _warn_of_flat_directions(self, target, positions, gradient):
-        """Warns where the energy does not change at all; a plateau cannot be told from a law without a bound."""
+        """Warn of coordinates without any gradient: these starts cannot tell a plateau from an improper posterior."""
         if np.ndim(self._kernel.scale) == 2 or target.plates:
-            return  # Coordinates are mixed; and of minibatches any may leave some out.
+            return  # A dense preconditioner mixes coordinates, and a minibatch may leave some out.
         is_flat = (gradient == 0).all(0) & (positions.max(0) > positions.min(0))
         if not is_flat.any():
             return
@@ -245,8 +245,8 @@ class Initializer:
             parts = zip(sorted(target.prototype), np.split(is_flat, ends[:-1]), strict=True)
             where += f", in the sites {[name for name, part in parts if part.any()]}"
         warnings.warn(
-            f"The potential energy does not change with {where} at any starting particle. Where a posterior is flat "
-            "without end it is improper, and there is nothing to sample: give these a proper prior.",
+            f"The potential energy does not change with {where} at any starting particle. A posterior that is flat "
+            "without bound is improper and cannot be sampled: give these a proper prior.",
             stacklevel=4,
         )
 

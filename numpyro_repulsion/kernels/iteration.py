@@ -1,4 +1,24 @@
-"""One MCMC iteration of a cloud: its updates, and at the ends of warmup's windows what is learned from them."""
+"""One MCMC iteration of a cloud: its updates, and what warmup learns from it.
+
+`ParticleKernel.sample` makes one iteration in this order:
+
+1. Check the state, whiten the positions, split the random key, and compute the stage of warmup.
+2. `recognize_data`: compare the data with those of the reference point, so that a reference on other data is evaluated
+   again. Each particle's own reference (``SVRG``) is renewed here if its epoch is over.
+3. `move`, while particles arrive: ``num_steps`` Metropolis updates of each particle by itself.
+4. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
+   hot updates if a cycle begins. With ``moves`` switched on, every second update is a jump. Every other update
+
+   a. clips gradients that are far too long, and flags their particles,
+   b. steps by the dynamics, with a new minibatch,
+   c. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
+
+5. Count the flagged updates (not those of a warmup that has an arrival), and warn at the first one.
+6. `learn`: every learner of warmup sees the new cloud, and the count of iterations grows. After warmup the learners
+   change nothing, except a common reference that has to be evaluated on other data.
+7. At the end of warmup, warn of the problems that the diagnosis found.
+8. Return the new state, with positions in the coordinates of the model.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +41,20 @@ from numpyro_repulsion.warmup import LEARNERS, Learner, Stage, WarmupPlan, Warmu
 
 __all__ = ["ALL_LEARNERS", "Iteration"]
 
-#: A gradient longer than this many times what whitened coordinates lead one to expect is cut, and the particle flagged.
+#: Gradients longer than this many times their expected length in whitened coordinates are clipped.
 GRADIENT_LIMIT = 20.0
-#: Jumps that switch themselves on.
+#: Jumps that switch themselves on if warmup finds several basins.
 BASINS = Basins()
 
 
 @dataclass(frozen=True, eq=False)
 class Iteration:
-    """A bound sampler, joined to a state to move a cloud of shape ``(G, L, d)`` in whitened coordinates.
+    """A bound sampler that moves a cloud ``(G, L, d)`` in whitened coordinates.
 
     - **bound** - the kernel and the posterior.
-    - **learned** - what its warmup learns.
-    - **unravel** - from flat positions to those of the sites.
-    - **schedule** - of step sizes, or ``None`` where these are measured.
+    - **plan** - what its warmup learns.
+    - **unravel** - the function from flat positions to those of the sites.
+    - **schedule** - the schedule of step sizes, or ``None`` if the step size is measured.
     """
 
     bound: BoundSampler
@@ -59,7 +79,7 @@ class Iteration:
         return self.bound.gradient.shared
 
     def energy_and_grad(self, warmup: WarmupState) -> Callable:
-        """``(key, u) -> (U, ∇U)``, and with a third argument whether control variates are in use."""
+        """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates."""
         change, reference = warmup.scales.preconditioner, warmup.reference
         if reference is not None:
             reference = reference._replace(in_use=reference.in_use & ~reference.is_stale)
@@ -74,16 +94,16 @@ class Iteration:
         return energy_and_grad
 
     def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
-        """U at the particles on the same rows, by the same randomness, ``(G, L)``."""
+        """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
         one = jnp.vectorize(lambda z: fingerprint(self.bound.target, self.unravel, z), signature="(d)->()")
         return one(warmup.scales.preconditioner.to_positions(u))
 
     def evaluate_reference(self, key: jax.Array, reference: Reference, cloud: Cloud) -> Reference:
-        """The reference with U and ∇U over all rows at its position."""
+        """Return the reference with U and ∇U over all rows at its position."""
         return evaluate_reference(key, self.bound.target, self.unravel, reference, cloud.potential_energy.size)
 
     def step_size(self, warmup: WarmupState, num_updates: jax.Array) -> jax.Array:
-        """ε of the next update."""
+        """Return ε of the next update."""
         value = warmup.step.size if self.schedule is None else self.schedule(num_updates)
         return jnp.asarray(value, warmup.step.size.dtype)
 
@@ -93,15 +113,15 @@ class Iteration:
 
     @property
     def _renews_within(self):
-        """Whether references are renewed between updates: the iteration with the hot part of a cycle may be longer
-        than an epoch."""
+        """Whether references are renewed between updates, because an iteration with the hot part of a cycle may be
+        longer than an epoch."""
         return self._cycle is not None and self.plan.epoch is not None
 
     def move(self, keys: Keys, stage: Stage, cloud: Cloud, warmup: WarmupState, num_updates: jax.Array):
-        """``num_steps`` updates, and before them the hot part of a cycle where one begins.
+        """Make ``num_steps`` updates, after the hot part of a cycle if one begins.
 
-        :param num_updates: how many were done before.
-        :return: what became of the particles, what was learned, and the step sizes last used, ``(G, L)``.
+        :param num_updates: how many updates were done before.
+        :return: the progress, the new warmup state, and the step sizes last used, ``(G, L)``.
         """
         self._check_jumps(warmup)
         start = Progress(
@@ -137,29 +157,29 @@ class Iteration:
         return now, warmup, in_use
 
     def _check_jumps(self, warmup):
-        """A kernel without moves may go on from the state of one with them, but not the other way round."""
+        """Raise ``ValueError`` if this kernel has moves and its state has none; the reverse is fine."""
         if (moves := self.bound.kernel.moves) is not None and warmup.jumps is None:
             raise ValueError(
-                f"moves={moves!r} jumps by an archive of warmup, and this state is of a kernel without `moves`: "
-                "warm up with them, or drop them."
+                f"moves={moves!r} needs an archive from warmup, and this state comes from a kernel without "
+                "`moves`: warm up with them, or drop them."
             )
 
     def _repeat(self, keys, num_updates, progress, update):
-        """As many updates as belong to the iteration."""
+        """Make all updates of the iteration."""
         if self._cycle is None:
             return lax.scan(lambda now, key: (update(key, now), None), progress, keys)[0]
-        # Hot and cold updates in one loop, so that they are compiled once.
+        # One loop for hot and cold updates, so that they are compiled once.
         done = num_updates + self.num_steps + self._cycle.num_ahead(num_updates, self.num_steps)
         return lax.fori_loop(num_updates, done, lambda i, now: update(random.fold_in(keys[0], i), now), progress)
 
     def _two(self, key):
-        """Keys for noise and for a gradient; the same where gradients are not random, because a split takes a tenth of
+        """Return keys for noise and gradient; the same if the gradient is not random, because a split takes a tenth of
         a second to compile."""
         uses_none = isinstance(self.bound.gradient, FullData) and not self.bound.target.is_random
         return (key, key) if uses_none else random.split(key)
 
     def _approach(self, key, now, warmup):
-        """An update of particles that arrive, each by itself."""
+        """Make one update of arriving particles, each by itself."""
         move_key, gradient_key = self._two(key)
         energy_and_grad = self.energy_and_grad(warmup)
         position, steps = arrive(
@@ -169,7 +189,7 @@ class Iteration:
         return now._replace(cloud=cloud, arrival=steps, num_updates=now.num_updates + 1)
 
     def _update(self, key, now, warmup):
-        """An update by the dynamics, or by a jump where its turn has come."""
+        """Make one update by the dynamics, or by a jump if ``moves`` are on and the update is odd."""
         if self._renews_within:
             due = now.reference.in_use & (now.reference.age >= self.plan.epoch)
             own = self._renew(due, now.cloud, warmup, now.reference, jnp.zeros((), bool))
@@ -209,14 +229,14 @@ class Iteration:
         return now._replace(num_updates=now.num_updates + 1)
 
     def _jump_between_basins(self, key, now, warmup):
-        """Jumps where warmup found several basins, and what jumps have learned."""
+        """Jump between basins if warmup found several; return the progress and the state of these jumps."""
         state = warmup.basins
-        # Of a state that another kernel has made, energies may be of minibatches now.
+        # A state from another kernel may have basins, although this kernel's energies come from minibatches.
         if state is None or not self.plan.basins:
             return now, state
 
         def jump():
-            # Gradients of all rows, by which alone particles jump, have no use for a key.
+            # Particles jump only by gradients of all rows, which need no key.
             jumped = self._jump(BASINS, key, key, now.cloud, state, warmup)
             basins = state._replace(tally=_counted(state.tally, jumped))
             return now._replace(cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted)), basins
@@ -224,7 +244,7 @@ class Iteration:
         return lax.cond(BASINS.is_on(state), jump, lambda: (now, state))
 
     def _jump(self, moves, key, gradient_key, cloud, state, warmup):
-        """A jump of every particle."""
+        """Propose a jump for every particle, and accept or reject it."""
         energy_and_grad = self.energy_and_grad(warmup)
         is_stratified = not (self.interaction.interacts or self.dynamics.interacts)
         return moves.jump(
@@ -232,15 +252,15 @@ class Iteration:
         )
 
     def recognize_data(self, stage: Stage, cloud: Cloud, warmup: WarmupState) -> WarmupState:
-        """What was learned, its reference marked by the data, or noted as stale where it was made on others.
+        """Store the fingerprint of the data with a new reference, or mark the reference as stale if the data changed.
 
-        References of each particle's own are renewed here, where an epoch is over or the data are others.
+        Each particle's own reference is renewed here, if its epoch is over or the data changed.
         """
         reference = warmup.reference
         if reference is None:
             return warmup
         found = fingerprint(self.bound.target, self.unravel, reference.position.reshape(-1, cloud.z.shape[-1])[0])
-        # Other programs may round differently.
+        # Another program may round differently.
         tolerance = 100 * jnp.finfo(found.dtype).eps * (1.0 + jnp.abs(found))
         is_new = jnp.isinf(reference.fingerprint)
         is_other = ~is_new & (jnp.abs(found - reference.fingerprint) > tolerance)
@@ -249,23 +269,23 @@ class Iteration:
             return warmup._replace(reference=reference._replace(fingerprint=data_fingerprint, is_stale=is_other))
         is_needed, is_middle = reference.in_use, jnp.zeros((), bool)
         if warmup.scales.moments is not None:
-            # Warmup asks at the end of each window whether references help, be they in use or not.
+            # At the end of each window, warmup tests whether references help, even if they are not in use.
             is_needed |= stage.is_warmup
             is_needed &= ~(stage.is_arriving & self.plan.arrives)
-            # It is to see their noise at its average: half an epoch after they were renewed.
+            # Renew them half an epoch before that, so that warmup measures their average noise.
             is_middle = stage.until_end == (self.plan.epoch // self.num_steps + 1) // 2
         is_stale = is_new | is_other
         due = is_needed & (is_stale | is_middle | (reference.age >= self.plan.epoch))
         return warmup._replace(reference=self._renew(due, cloud, warmup, reference, is_stale))
 
     def _renew(self, due, cloud, warmup, reference, is_stale):
-        """Each particle's reference where it is now, if that is due."""
+        """Move each particle's reference to its current position, if that is due."""
 
         def renew():
             here = reference._replace(position=warmup.scales.preconditioner.to_positions(cloud.z))
-            # Only random likelihoods would use the key, and they are refused.
+            # Only random likelihoods would use the key, and `choose_gradient` rejects them.
             new = self.evaluate_reference(random.key(0), here, cloud)
-            # An old reference is as right as a new one, and a gradient that is not finite would hold the particle.
+            # An old reference is as valid as a new one, and with a non-finite one all updates would be rejected.
             usable = (jnp.isfinite(new.potential_energy) & jnp.isfinite(new.gradient).all(-1)) | is_stale
             data_fingerprint = jnp.where(usable[0, 0], new.fingerprint, reference.fingerprint)
             position, energy, gradient = select(usable, new[:3], reference[:3])
@@ -276,17 +296,17 @@ class Iteration:
         return lax.cond(due, renew, lambda: reference)
 
     def learn(self, keys: Keys, stage: Stage, cloud: Cloud, warmup: WarmupState) -> tuple[Cloud, WarmupState]:
-        """What the iteration teaches, and counts it."""
+        """Count the iteration, and update the warmup state and the cloud by all learners."""
         if warmup.scales.moments is None:
             return cloud, warmup._replace(iteration=stage.done)
         warmup, cloud = warmup_update(keys.learners, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 
     def _clip_gradient(self, cloud, warmup):
-        """The cloud with gradients cut that are far longer than any in the bulk of the posterior."""
+        """Clip gradients far longer than any in the bulk of the posterior; also return which ones were clipped."""
         if self.plan.scale is None or not self.plan.measures or warmup.step.measurements is None:
             return cloud, jnp.zeros(cloud.potential_energy.shape, bool)
-        # Whitened positions and gradients vary alike: by one for a Gaussian, by far more where modes lie apart.
+        # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
         expected = jnp.fmax(warmup.scales.moments.variances(), 1.0) + warmup.noise
         limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(jnp.broadcast_to(expected, cloud.z.shape[-1:])))
         length = jnp.linalg.norm(cloud.gradient, axis=-1)
@@ -296,13 +316,13 @@ class Iteration:
 
 
 def _counted(tally, jumped):
-    """The number of jumps and the sum of their acceptances, with one more."""
+    """Return the tally with one more jump: the number of jumps and the sum of their acceptance probabilities."""
     number, total = tally
     return number + 1, total + jumped.probability.mean()
 
 
 def _update_jumps(key, stage, warmup, cloud, sampler):
-    """What jumps learn."""
+    """Update what the kernel's ``moves`` have learned."""
     del key
     if (moves := sampler.bound.kernel.moves) is None:
         return warmup, cloud
@@ -311,7 +331,7 @@ def _update_jumps(key, stage, warmup, cloud, sampler):
 
 
 def _update_basins(key, stage, warmup, cloud, sampler):
-    """What jumps between basins learn that switch themselves on."""
+    """Update what the jumps between basins have learned."""
     del key
     if warmup.basins is None or not sampler.plan.basins:
         return warmup, cloud
@@ -319,5 +339,5 @@ def _update_basins(key, stage, warmup, cloud, sampler):
     return warmup._replace(basins=basins), cloud
 
 
-#: In the order in which they see an iteration.
+#: In calling order.
 ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)

@@ -1,4 +1,4 @@
-"""What NumPyro's ``MCMC`` keeps to itself and this package needs. Nothing else reads its private attributes."""
+"""Access to private attributes of NumPyro's ``MCMC``; no other module reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def arguments(mcmc: MCMC) -> tuple[tuple, dict]:
-    """The model's ``args`` and ``kwargs`` of the last run."""
+    """Return the model's ``args`` and ``kwargs`` of the last run."""
     return mcmc._args, mcmc._kwargs
 
 
@@ -33,34 +33,34 @@ def set_arguments(mcmc: MCMC, args: tuple, kwargs: dict) -> None:
 
 
 def draws(mcmc: MCMC) -> dict[str, Any] | None:
-    """The collected fields, ``(chains, draws, ...)``, or ``None`` before a run."""
+    """Return the collected fields, ``(chains, draws, ...)``, or ``None`` before a run."""
     return mcmc._states
 
 
 def set_results(mcmc: MCMC, states: dict[str, Any], last_state: Any) -> None:
     """Store collected fields, ``(chains, draws, ...)``, and the last state, as ``MCMC.run`` does."""
     mcmc._states = states
-    # NumPyro would make them arrays on the device.
+    # NumPyro itself would move them to the device.
     mcmc._states_flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states)
     mcmc._last_state = last_state
 
 
 def collected_fields(mcmc: MCMC) -> tuple[str, tuple[str, ...]]:
-    """The field of the state that holds the sample, and the fields that are collected by default."""
+    """Return the field of the state that holds the sample, and the fields that are collected by default."""
     return mcmc._sample_field, tuple(mcmc._default_fields)
 
 
 def compiled_functions(mcmc: MCMC) -> tuple[Callable, Callable]:
-    """The functions for one iteration and for postprocessing that NumPyro keeps for the arguments of the last run."""
+    """Return NumPyro's cached functions for one iteration and for postprocessing, for the arguments of the last run."""
     return mcmc._get_cached_fns()
 
 
 def jits_arguments(mcmc: MCMC) -> bool:
-    """Whether the model's arguments are inputs of the compiled program."""
+    """Return whether the model's arguments are inputs of the compiled program."""
     return mcmc._jit_model_args
 
 
 def calling_mcmc() -> MCMC | None:
-    """The ``MCMC`` whose method called the function that calls this one; NumPyro tells kernels in no other way."""
+    """Return the ``MCMC`` whose method called the caller of this function; NumPyro offers kernels no other way."""
     mcmc = sys._getframe(2).f_locals.get("self")
     return mcmc if isinstance(mcmc, MCMC) else None

@@ -1,4 +1,4 @@
-"""What a state was made for, and whether a kernel, or an ``MCMC``, can go on from it."""
+"""The origin of a state, and checks whether a kernel or an ``MCMC`` can continue from the state."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Origin:
     """What a state was made for; static.
 
     - **memory** - what its memory holds, in words.
-    - **dynamics** - of the kernel that made it.
+    - **dynamics** - the dynamics of the kernel that made it.
     - **has_bandwidth** - whether it has a bandwidth that an interaction can use.
     - **scale** - its scales: learned ``"diagonal"`` or ``"dense"`` ones, a digest of given ones, or ``None``.
-    - **measured_for** - with what its step size was measured, by name; empty where it was given.
+    - **measured_for** - the settings for which its step size was measured, by name; empty if the step was given.
     """
 
     memory: str
@@ -45,10 +45,10 @@ class Origin:
 
     @staticmethod
     def of(kernel: Any, plan: WarmupPlan, gradient: Gradient, cloud: Cloud, num_warmup: int) -> Origin:
-        """That of a state which a kernel starts.
+        """Return the origin of a state that a kernel starts.
 
-        :param learned: what the warmup will learn.
-        :param cloud: at the start.
+        :param plan: what the warmup will learn.
+        :param cloud: the cloud at the start.
         """
         scale, interaction = plan.scale if num_warmup else None, kernel.interaction
         return Origin(
@@ -61,9 +61,9 @@ class Origin:
 
 
 def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient: Gradient) -> None:
-    """Raises ``ValueError`` for a state from which a kernel would go on wrongly. It looks at nothing but types.
+    """Raise ``ValueError`` if a kernel would misread a state. It looks only at shapes, types and static settings.
 
-    :param state: with the axis of particles.
+    :param state: a state with the axis of particles.
     """
     origin, warmup = state.origin, state.warmup
     _check_precision(state, target)
@@ -72,30 +72,30 @@ def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient
         expected = {name: (size, *site.shape) for name, site in target.prototype.items()}
         found = jax.tree.map(jnp.shape, state.z)
         if found != expected:
-            raise ValueError(f"The state is of a model with the sites {found}, and this model has {expected}.")
+            raise ValueError(f"The state comes from a model with the sites {found}, and this model has {expected}.")
     groups = warmup.arrival.step_size.shape[0]
     if groups != kernel.num_ensembles:
         raise ValueError(
-            f"The state is of num_ensembles={groups}, and this kernel has num_ensembles={kernel.num_ensembles}: use "
+            f"The state has num_ensembles={groups}, and this kernel has num_ensembles={kernel.num_ensembles}: use "
             f"num_ensembles={groups}; or, {_ANEW}."
         )
     _check_memory(kernel, state)
     if kernel.interaction.learns_bandwidth and not origin.has_bandwidth:
         raise ValueError(
-            f"{kernel.interaction!r} needs a bandwidth that warmup learns, and the state has none: give it one, or use "
-            f"the interaction of the state; or, {_ANEW}."
+            f"{kernel.interaction!r} needs a bandwidth that warmup learns, and the state has none: give one, or "
+            f"use the interaction of the state; or, {_ANEW}."
         )
     scale = _digest(kernel.scale) if not isinstance(kernel.scale, str) else origin.scale
     if scale != origin.scale:
         found = {None: "no preconditioner", "dense": "a learned dense preconditioner"}
         raise ValueError(
             f"The state has {found.get(origin.scale, 'another preconditioner')}, which stays in use, and this kernel "
-            f"has preconditioner={kernel.preconditioner!r}: use that of the state (preconditioner='auto' takes any); "
+            f"has preconditioner={kernel.preconditioner!r}: use that of the state (preconditioner='auto' accepts any); "
             f"or, {_ANEW}."
         )
     if plan.epoch is not None and (warmup.reference is None or warmup.reference.position.ndim != 3):
         raise ValueError(
-            f"gradient={gradient!r} needs a reference for each particle, and the state has none: go on with "
+            f"gradient={gradient!r} needs a reference for each particle, and the state has none: continue with "
             f"gradient=Subsampled(), or the gradient of the state; or, {_ANEW}."
         )
     if kernel._schedule is None and (wanted := _measured_for(kernel, gradient)) != origin.measured_for:
@@ -115,7 +115,7 @@ def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient
 
 
 def check_chains(state: Any, mcmc: MCMC) -> bool:
-    """Whether a stored state is one of all chains together; raises ``ValueError`` if its chains are not the run's."""
+    """Return whether a stored state holds all chains; raise ``ValueError`` if the run has other chains."""
     is_stacked = np.ndim(state.num_updates) > 0
     number = len(state.num_updates) if is_stacked else int(np.size(state.potential_energy))
     chains = "1 chain" if number == 1 else f"{number} chains" if is_stacked else f"{number} particles"
@@ -128,24 +128,24 @@ def check_chains(state: Any, mcmc: MCMC) -> bool:
         method = "of chains that ran one by one" if is_stacked else "of particles that moved together"
         raise ValueError(
             f'`post_warmup_state` is a state {method}, and this MCMC has chain_method="{mcmc.chain_method}". Use '
-            f"chain_method={'sequential' if is_stacked else 'vectorized'!r}, as the run had that the state is from."
+            f"chain_method={'sequential' if is_stacked else 'vectorized'!r}, as in the run that made the state."
         )
     done, num_warmup = np.max(state.warmup.iteration), np.max(state.warmup.num_warmup)
     if done < num_warmup:
         raise ValueError(
-            f"`post_warmup_state` is a state after {done} of {num_warmup} iterations of warmup: draws from there on "
-            "would be those of warmup. Set mcmc.post_warmup_state = None and start anew."
+            f"`post_warmup_state` is a state after {done} of {num_warmup} iterations of warmup, so the next draws "
+            "would be draws of warmup. Set mcmc.post_warmup_state = None and start anew."
         )
     return number > 1 and not is_stacked
 
 
 def words(part: Any) -> str:
-    """The ``repr`` of a part without addresses, which are others in another process."""
+    """Return the ``repr`` of a part without addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
 
 
 def _check_precision(state, target):
-    """Of models the precision is known, and of functions only that there is no double one where it is switched off."""
+    """Raise ``ValueError`` for another precision: a model determines its own, and a function only rules out float64."""
     found = state.warmup.step.size.dtype
     expected = found if jax.dtypes.canonicalize_dtype(found) == found else "float32"
     if isinstance(target, ModelTarget):
@@ -153,12 +153,12 @@ def _check_precision(state, target):
     if found != expected:
         raise ValueError(
             f"The state is in {found}, and this run in {expected}: set jax.config.update('jax_enable_x64', "
-            f"{found == 'float64'}), as it was in the run that the state is from; or, {_ANEW}."
+            f"{found == 'float64'}), as in the run that made the state; or, {_ANEW}."
         )
 
 
 def _check_memory(kernel, state):
-    """Momenta and carried noise have the same shape, so that shapes alone tell nothing."""
+    """Raise ``ValueError`` for other memory. Momenta and carried noise have the same shape, so compare words too."""
     dynamics: Dynamics = kernel.dynamics
     shape = (kernel.num_ensembles, -1, state.gradient.shape[-1])
     expected = _memory(dynamics, kernel.interaction, state.gradient.reshape(shape), state.warmup.bandwidth)
@@ -167,16 +167,16 @@ def _check_memory(kernel, state):
     shapes = [x.shape[-1] for x in expected], [x.shape[-1] for x in state.memory]
     if carried != origin.memory or shapes[0] != shapes[1]:
         raise ValueError(
-            f"The state carries {origin.memory} from one update to the next, as it was made with "
+            f"The state carries {origin.memory} from one update to the next, because it was made with "
             f"dynamics={origin.dynamics}, and this kernel, with dynamics={words(dynamics)}, would take it for "
-            f"{carried}. Use a kernel with the dynamics and the interaction that the state was made with; or, {_ANEW}."
+            f"{carried}. Use a kernel with the dynamics and the interaction that made the state; or, {_ANEW}."
         )
 
 
 def _memory(dynamics: Dynamics, interaction: Interaction, u, bandwidth):
-    """The shapes of what these dynamics would carry, for a cloud ``(G, L, d)``."""
+    """Return the shapes of the memory that these dynamics would carry, for a cloud ``(G, L, d)``."""
 
-    def energy_and_grad(u):  # It does not matter for shapes.
+    def energy_and_grad(u):  # Its values do not matter for shapes.
         return jnp.zeros(u.shape[:-1], u.dtype), jnp.zeros_like(u)
 
     def memory(u, bandwidth):
@@ -196,7 +196,7 @@ def _measured_for(kernel, gradient):
 
 
 def _digest(scale):
-    """Of a given scale; ``None`` for none, or for one that was to be learned and was not."""
+    """Return a digest of a given scale; ``None`` for no scale, or for one to be learned."""
     if scale is None or isinstance(scale, str):
         return None
     return hashlib.blake2b(np.ascontiguousarray(scale, np.float64).tobytes(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""The named kernels: choices of parts."""
+"""The named kernels: each chooses default parts of `ParticleKernel`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class SGLD(ParticleKernel):
     r"""Stochastic-gradient Langevin dynamics of L particles in parallel.
 
     :math:`z_i \leftarrow z_i - \epsilon \nabla U(z_i) + \sqrt{2\epsilon}\, \xi_i`, that is ``D = I``, ``Q = 0``,
-    ``Γ = 0``. As ε → 0 every particle's stationary law is the posterior. By default the noise is *balanced*
-    (:class:`~numpyro_repulsion.Balanced`: it sums to zero over an ensemble, which leaves each particle's law as it
-    is and makes averages over particles far more precise) and averaged over two updates
+    ``Γ = 0``. As ε → 0 every particle's stationary distribution is the posterior. By default the noise is *balanced*
+    (:class:`~numpyro_repulsion.Balanced`: it sums to zero over an ensemble, which does not change the distribution of
+    a particle and makes averages over particles far more precise) and averaged over two updates
     (:class:`~numpyro_repulsion.Overdamped`: a bias of second order in ε). The paper's plain baseline is
     ``SGLD(model, interaction=Independent(), dynamics=Overdamped(integrator="euler"))``.
 
@@ -57,12 +57,12 @@ class SGLDR(ParticleKernel):
         Z \leftarrow Z + \epsilon\,(-K \nabla U(Z) + \Gamma) + \sqrt{2 \epsilon}\; C \xi,
         \qquad C C^\top = K_{ij} = k(z_i, z_j), \qquad \Gamma_i = \sum_j \nabla_{z_j} K_{ij}
 
-    that is ``D = K ⊗ I`` and ``Q = 0`` in the complete recipe. As ε → 0 the stationary law is ``∏_i π(z_i)``: L
-    independent draws from the posterior at any one time. The bandwidth is frozen before draws are kept, for K must
-    depend on the particles through k alone. There is no factor ``1/L``: the paper's step is L times ours, and
-    ``interaction=Independent()`` is parallel SGLD exactly. A given ``step_size`` is that of the equation above; where
-    warmup measures it, the noise is averaged over two updates (:class:`~numpyro_repulsion.Overdamped`), which has
-    less bias for the same step, but not with ``moves``, which cannot carry such noise.
+    that is ``D = K ⊗ I`` and ``Q = 0`` in the complete recipe. As ε → 0 the stationary distribution is
+    ``∏_i π(z_i)``: L independent draws from the posterior at any one time. The bandwidth is frozen before draws are
+    kept, because K may depend on the particles only through k. There is no factor ``1/L``: the paper's step is L times
+    ours, and ``interaction=Independent()`` is exactly parallel SGLD. A given ``step_size`` is the ε of this equation.
+    If warmup measures the step, the noise is averaged over two updates (:class:`~numpyro_repulsion.Overdamped`), which
+    has less bias for the same step; not with ``moves``, which cannot carry such noise.
 
     Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
     those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
@@ -101,10 +101,10 @@ class SVGD(ParticleKernel):
     r"""Stein variational gradient descent: :class:`SGLDR` with the noise off. An optimizer, not a sampler.
 
     :math:`Z \leftarrow Z + \epsilon\,(-K \nabla U(Z) + \Gamma)` moves a cloud of particles towards a set of points
-    that represents the posterior. The product law is *not* stationary; the spread of few particles comes out too
+    that represents the posterior. The product distribution is *not* stationary; the spread of few particles is too
     small, and successive clouds are not draws. The result is the last cloud:
-    :func:`~numpyro_repulsion.to_inference_data` and :func:`~numpyro_repulsion.summary` keep just that one. There is
-    no factor ``1/L``. Any schedule of optax fits ``step_size``, and ``dynamics=Descent(...)`` takes the steps of an
+    :func:`~numpyro_repulsion.to_inference_data` and :func:`~numpyro_repulsion.summary` keep only that one. There is
+    no factor ``1/L``. ``step_size`` may be any schedule of optax, and ``dynamics=Descent(...)`` takes the steps of an
     optimizer of optax, such as Adagrad: see :class:`~numpyro_repulsion.Descent`.
 
     All arguments are those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
@@ -138,8 +138,8 @@ class SGHMC(ParticleKernel):
     r"""Stochastic-gradient Hamiltonian Monte Carlo of L particles in parallel.
 
     Particles with momenta, friction and noise, :class:`~numpyro_repulsion.Underdamped` with ``K = I``: ``D = diag(0, C
-    I)``, ``Q = [[0, −I], [I, 0]]``, ``Γ = 0``. As ε → 0 every particle's stationary law is the posterior. The noise is
-    balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BAOAB, of second order in ε.
+    I)``, ``Q = [[0, −I], [I, 0]]``, ``Γ = 0``. As ε → 0 every particle's stationary distribution is the posterior. The
+    noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BAOAB, of second order in ε.
     ``step_size`` is a step of time: ε here goes as far as ``ε²/2`` of :class:`SGLD`.
 
     With a single chain this is one plain chain. All arguments are those of
@@ -179,8 +179,8 @@ class SGHMCR(ParticleKernel):
         dz = K m\, dt, \qquad dm = (-K \nabla U + \Gamma - C m)\, dt + \sqrt{2 C}\; dW
 
     that is ``D = diag(0, C I)``, ``Q = [[0, −K], [K, 0]]`` and Γ, the divergence of K, in the momenta alone
-    (:class:`~numpyro_repulsion.Underdamped`). As ε → 0 the stationary law of the positions is ``∏_i π(z_i)``. The noise
-    is white, so K needs no square root.
+    (:class:`~numpyro_repulsion.Underdamped`). As ε → 0 the stationary distribution of the positions is
+    ``∏_i π(z_i)``. The noise is white, so K needs no square root.
 
     Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
     those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
@@ -217,8 +217,9 @@ class SGNHT(ParticleKernel):
     r"""The stochastic-gradient Nosé-Hoover thermostat of L particles in parallel.
 
     SGHMC whose friction adapts to the noise in the gradient: :class:`~numpyro_repulsion.Thermostat` with ``K = I``. As
-    ε → 0 every particle's stationary law is the posterior, also with gradient noise that is the same in all directions.
-    The noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BADODAB, of second order.
+    ε → 0 every particle's stationary distribution is the posterior, even with gradient noise that is the same in all
+    directions. The noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BADODAB, of
+    second order.
 
     With a single chain this is one plain chain. All arguments are those of
     :class:`~numpyro_repulsion.kernels.ParticleKernel`.
@@ -250,11 +251,11 @@ class SGNHT(ParticleKernel):
 
 
 class SGNHTR(ParticleKernel):
-    r"""SGNHT with repulsion (SGNHT+R): :class:`SGHMCR` with a friction ζ of each particle's own that adapts.
+    r"""SGNHT with repulsion (SGNHT+R): :class:`SGHMCR` in which each particle has a friction ζ that adapts.
 
     :math:`dm = (-K \nabla U + \Gamma - \zeta m)\, dt + \sqrt{2 C}\; dW` with
-    :math:`d\zeta = (\|m\|^2 / d - 1)\, dt / \mu` (:class:`~numpyro_repulsion.Thermostat`). As ε → 0 the stationary law
-    of the positions is ``∏_i π(z_i)``.
+    :math:`d\zeta = (\|m\|^2 / d - 1)\, dt / \mu` (:class:`~numpyro_repulsion.Thermostat`). As ε → 0 the stationary
+    distribution of the positions is ``∏_i π(z_i)``.
 
     Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
     those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is

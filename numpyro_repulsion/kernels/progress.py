@@ -1,4 +1,4 @@
-"""What the updates of one iteration are given, and what they change."""
+"""The random keys of one iteration, and the quantities that its updates change."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Keys", "Progress"]
 
 
 class Keys(NamedTuple):
-    """The random keys of an iteration, all of one split, because each split takes a tenth of a second to compile.
+    """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile.
 
-    - **basins** - for jumps that switch themselves on.
-    - **learners** - for each learner, ``(n,)``.
-    - **updates** - for each update, ``(num_steps,)``.
+    - **basins** - the key for jumps that switch themselves on.
+    - **learners** - one key for each learner, ``(n,)``.
+    - **updates** - one key for each update, ``(num_steps,)``.
     """
 
     basins: jax.Array
@@ -27,21 +27,21 @@ class Keys(NamedTuple):
 
     @staticmethod
     def of(key: jax.Array, num_steps: int, num_learners: int) -> tuple[jax.Array, Keys]:
-        """The key of the next iteration, and the keys of this one."""
+        """Return the key of the next iteration, and the keys of this one."""
         number = 2 + num_learners
         keys = random.split(key, number + num_steps)
         return keys[0], Keys(keys[1], keys[2:number], keys[number:])
 
 
 class Progress(NamedTuple):
-    """What updates change.
+    """The quantities that updates change.
 
     - **cloud** - the particles.
-    - **num_updates** - how many were done.
-    - **flagged** - in how many updates of the iteration each particle was held or its gradient cut, ``(G, L)``.
-    - **arrival** - the step sizes of the particles while they arrive, ``(G, L)``.
-    - **reference** - the references of control variates, where they are renewed between updates, or ``None``.
-    - **tally** - how many jumps there were, and the sum of their acceptances, or ``None``.
+    - **num_updates** - how many updates are done.
+    - **flagged** - how many updates of the iteration were rejected or had a clipped gradient, ``(G, L)``.
+    - **arrival** - the step sizes of arriving particles, ``(G, L)``.
+    - **reference** - the references of control variates, if they are renewed between updates, or ``None``.
+    - **tally** - the number of jumps and the sum of their acceptance probabilities, or ``None``.
     """
 
     cloud: Cloud

@@ -1,4 +1,4 @@
-"""What users pass, checked: settings of a kernel, and starts."""
+"""Checks and conversions of what users pass: settings of a kernel, and starts."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ __all__ = [
     "warn_of_short_warmup",
 ]
 
-#: Bounds on the default limit of dense scales: with more parameters, products with them outlast most gradients.
+#: Bounds on the default limit of dense scales: above it, products with them take longer than most gradients.
 DENSE_LIMITS = (64, 512)
 
-#: Below so many iterations warmup has too few draws to learn from.
+#: With fewer iterations, warmup has too few draws to learn from.
 MIN_WARMUP = 50
 
 
 class Fixed:
-    """An object whose settings, the attributes without an underscore, are set once.
+    """An object whose settings, the attributes without a leading underscore, can be set only once.
 
-    Compiled programs have them inside, and would go on as before.
+    Compiled programs contain the settings, and would ignore a change.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name in self.__dict__:
             kind = type(self).__name__
             raise AttributeError(
-                f"The settings of a kernel are fixed, for its programs are compiled with them: make another one, "
-                f"{kind}(..., {name}={value!r}); it goes on from mcmc.post_warmup_state = state where it can."
+                f"The settings of a kernel are fixed, because its programs are compiled with them: make another one, "
+                f"{kind}(..., {name}={value!r}); set mcmc.post_warmup_state = state to continue, if it fits."
             )
         super().__setattr__(name, value)
 
 
 def require_instance(name: str, value: Any, kind: type, example: str) -> None:
-    """Refuses anything that is not an instance of a kind of part."""
+    """Raise ``TypeError`` if a value is not an instance of a kind of part."""
     if not isinstance(value, kind):
         called = f"; call it, `{value.__name__}()`" if isinstance(value, type) else ""
         raise TypeError(f"`{name}` must be an instance such as {example}; got {value!r}{called}.")
 
 
 def step_schedule(step_size: float | Callable | BiasBudget, num_steps: int) -> Schedule | None:
-    """The step size as a schedule that fits the updates between draws, or ``None`` where it is measured."""
+    """Return the step size as a schedule, checked against ``num_steps``, or ``None`` if warmup measures it."""
     if isinstance(step_size, BiasBudget):
         return None
     schedule = as_schedule(step_size)
@@ -75,7 +75,7 @@ def step_schedule(step_size: float | Callable | BiasBudget, num_steps: int) -> S
 
 
 def preconditioner_scale(value: Any) -> str | np.ndarray | None:
-    """How the scales are learned, the scale S given by ``P = S Sᵀ``, or ``None`` for the identity."""
+    """Return how to learn the scales, or S with ``P = S Sᵀ`` for a given P, or ``None`` for the identity."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -98,10 +98,10 @@ def preconditioner_scale(value: Any) -> str | np.ndarray | None:
 
 
 def dense_limit(size: int, num_warmup: int) -> int:
-    """Up to how many parameters correlations are learned by default.
+    """Return up to how many parameters ``preconditioner="auto"`` learns correlations.
 
-    That is as many as the last window that adapts scales has positions, of ``size`` particles: gradients and positions
-    together give the covariance of a Gaussian exactly from so few.
+    This is the number of positions of ``size`` particles in the last window that adapts scales, because as many
+    gradients and positions together give the covariance of a Gaussian exactly.
     """
     return int(np.clip(round(size * num_warmup * LAST_ADAPTED), *DENSE_LIMITS))
 
@@ -109,10 +109,10 @@ def dense_limit(size: int, num_warmup: int) -> int:
 def first_preconditioner(
     scale: str | np.ndarray | None, plan: WarmupPlan | None, flat: jax.Array, gradient: jax.Array
 ) -> Preconditioner:
-    """The change of variables to begin with, for starts ``(L, d)`` and the gradients there.
+    """Return the first change of variables, for starts ``(L, d)`` and the gradients there.
 
-    :param scale: what :func:`preconditioner_scale` made of the setting.
-    :param learned: what the warmup will learn, if there is one.
+    :param scale: the result of :func:`preconditioner_scale`.
+    :param plan: what the warmup will learn, or ``None`` without a warmup.
     """
     if plan is not None and plan.scale is not None:
         return first_scale(flat, gradient, plan.scale == "dense")
@@ -127,7 +127,7 @@ def first_preconditioner(
 
 
 def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
-    """The gradient that was given, if it fits the target, or the one that fits it best."""
+    """Return the given gradient, or the default one of the target; raise ``ValueError`` if they do not fit."""
     if gradient is None:
         if not target.plates:
             return FullData()
@@ -140,33 +140,33 @@ def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
         )
     if isinstance(gradient, ControlVariates) and target.is_random:
         raise ValueError(
-            "Control variates need a full gradient to hold on to, and the likelihood of this model is random "
+            "Control variates need a full gradient as a reference, and the likelihood of this model is random "
             "(numpyro.prng_key): use gradient=Subsampled(), its default."
         )
     return gradient
 
 
 def warn_of_short_warmup(num_warmup: int) -> None:
-    """Warns of a warmup that is too short to learn from."""
+    """Warn of a warmup that is too short to learn from."""
     if 0 < num_warmup < MIN_WARMUP:
         warnings.warn(
-            f"num_warmup={num_warmup} is too few for step size and scales to be learned well; use "
-            f"num_warmup={MIN_WARMUP} at the very least, better 1000.",
+            f"num_warmup={num_warmup} is too short to learn step size and scales well; use num_warmup=1000, and at "
+            f"least {MIN_WARMUP}.",
             stacklevel=3,
         )
 
 
 def check_ensembles(interaction: Interaction, num_ensembles: int) -> None:
-    """Refuses a single ensemble where they are balanced against each other."""
+    """Raise ``ValueError`` for a single ensemble with an interaction that balances ensembles."""
     if interaction.balances_ensembles and num_ensembles == 1:
         raise ValueError(
-            f"{interaction!r} balances ensembles against each other; set num_ensembles=2 or more, or leave out "
-            "`Balanced` for a single one."
+            f"{interaction!r} balances ensembles against each other; set num_ensembles=2 or more, or drop "
+            "`Balanced` for a single ensemble."
         )
 
 
 def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
-    """Refuses chains that do not make equal groups of two or more."""
+    """Raise ``ValueError`` if the chains do not make equal groups of two or more."""
     if size % num_ensembles:
         multiple = num_ensembles * (size // num_ensembles + 1)
         raise ValueError(
@@ -181,25 +181,25 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
 
 
 def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
-    """Whether jumps leave the stationary distribution alone."""
+    """Return whether jumps preserve the stationary distribution."""
     averages = isinstance(dynamics, Overdamped) and dynamics.integrator == "lm"
     return dynamics.is_sampler and not (interaction.interacts and averages)
 
 
 def check_moves(moves: Any, interaction: Interaction, dynamics: Dynamics) -> None:
-    """Refuses jumps with dynamics whose stationary law they do not leave alone."""
+    """Raise ``ValueError`` if jumps do not preserve the stationary distribution of the dynamics."""
     require_instance("moves", moves, Move, "Archive()")
     if not dynamics.is_sampler:
-        raise ValueError(f"`moves` are jumps of a sampler, and {dynamics!r} is none: drop `moves`.")
+        raise ValueError(f"`moves` need a sampler, and {dynamics!r} is not one: drop `moves`.")
     if not can_jump(interaction, dynamics):
         raise ValueError(
-            "Jumps cannot be combined with noise that is averaged over two updates and correlated by K: use "
+            "`moves` cannot be combined with noise that is averaged over two updates and correlated by K: use "
             "dynamics=Overdamped('euler'), or an interaction with K = I, such as Balanced()."
         )
 
 
 def check_jumps(moves: Move, gradient: Gradient, target: Target, num_warmup: int, size: int) -> None:
-    """Refuses runs in which jumps could not learn, or not be exact."""
+    """Raise ``ValueError`` for runs in which jumps could not learn or would not be exact."""
     if target.is_random:
         raise ValueError(
             f"moves={moves!r} accepts jumps by the exact potential energy, and the likelihood of this model is random "
@@ -226,7 +226,7 @@ def check_jumps(moves: Move, gradient: Gradient, target: Target, num_warmup: int
 
 
 def check_init_params(init_params: Any, target: Any, size: int) -> None:
-    """Raises for starts that are not one for each of ``size`` chains and every latent site."""
+    """Raise ``ValueError`` or ``TypeError`` unless there is one start for each of ``size`` chains and latent site."""
     if init_params is None:
         if isinstance(target, FunctionTarget):
             raise ValueError(

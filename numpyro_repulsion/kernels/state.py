@@ -1,4 +1,4 @@
-"""What a kernel carries from one iteration to the next."""
+"""The state that a kernel carries from one iteration to the next."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ _PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "divergin
 class ParticleState(NamedTuple):
     """The state of all particles. With a single plain chain, per-particle fields lack the axis L.
 
-    Fields with the axis L can be collected by ``MCMC.run(..., extra_fields=...)``: ``gradient``, ``z.site``.
+    ``MCMC.run(..., extra_fields=...)`` can collect fields with the axis L, such as ``gradient`` and ``z.site``.
 
     - **z** - unconstrained positions: the sites, each ``(L, ...)``.
-    - **potential_energy** - U at z, ``(L,)``; an estimate from a minibatch where the gradient is one.
+    - **potential_energy** - U at z, ``(L,)``; a minibatch estimate if the gradient is one.
     - **step_size** - ε of the last update, ``(L,)``.
-    - **bandwidth** - h in use, ``(L,)``; 0 where the interaction has none.
-    - **diverging** - whether a particle became non-finite in the last iteration and was held, or had a gradient so
-      long that it was cut, ``(L,)``.
+    - **bandwidth** - h in use, ``(L,)``; 0 if the interaction has none.
+    - **diverging** - whether, in the last iteration, an update of the particle was rejected as non-finite or its
+      gradient was clipped because it was too long, ``(L,)``.
     - **gradient** - the (preconditioned) gradient at z, ``(L, d)``.
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
-    - **warmup** - what warmup learns, see :class:`~numpyro_repulsion.warmup.WarmupState`.
-    - **num_updates** - updates done so far, warmup included: what schedules count.
-    - **num_divergences** - how often a particle was held or its gradient cut: since warmup ended, or with a given step
-      and scales since the start.
+    - **warmup** - the state of warmup, see :class:`~numpyro_repulsion.warmup.WarmupState`.
+    - **num_updates** - how many updates are done, including warmup; schedules count these.
+    - **num_divergences** - how many updates of single particles were rejected or had a clipped gradient: since the end
+      of warmup, or since the start if step and scales were given.
     - **rng_key** - the PRNG key of the next iteration.
-    - **origin** - what the state was made for, static: a kernel with dynamics that would take the memory for something
-      else raises a ``ValueError``.
+    - **origin** - what the state was made for, static; a kernel that would misread the memory raises ``ValueError``.
     """
 
     z: Any
@@ -53,7 +52,7 @@ class ParticleState(NamedTuple):
 
 
 def per_particle(cloud: Cloud, warmup: WarmupState, step_size: jax.Array) -> dict[str, Any]:
-    """The fields that lead with the particles, but for those that count divergences and for z, of a cloud."""
+    """Return the per-particle fields of a state, except ``z`` and ``diverging``."""
     size = cloud.potential_energy.size
     return {
         "potential_energy": cloud.potential_energy.reshape(size),
@@ -65,5 +64,5 @@ def per_particle(cloud: Cloud, warmup: WarmupState, step_size: jax.Array) -> dic
 
 
 def map_particles(fn, state: ParticleState) -> ParticleState:
-    """The state with a function applied to every array that leads with the particles."""
+    """Apply a function to every array of a state that leads with the particles."""
     return state._replace(**{name: jax.tree.map(fn, getattr(state, name)) for name in _PARTICLE_FIELDS})

@@ -1,9 +1,56 @@
-"""What warmup learns and freezes: the preconditioner, the step size, the bandwidth and the control variates.
+"""Warmup: particles reach the posterior, and the run learns its scales, references, bandwidth and step size.
 
-Warmup has three parts. First every particle *arrives*, by Metropolis steps of its own size, whatever the scale; then
-the sampler itself runs and its scales are *adapted* in growing windows; last, the scales are frozen and the step size
-and the bandwidth *settle* on what is measured in them. All are constant from the end of warmup on: a quantity that
-followed the particles while draws are kept would change the stationary law.
+Warmup has three parts, each divided into windows (``windows.py``):
+
+1. *Arrival.* Each particle moves by itself, by Metropolis-adjusted Langevin updates with a step size of its own. It
+   reaches the posterior whatever its scale; lost particles move to others. A run skips the arrival if neither the step
+   size nor the scales are learned (``WarmupPlan.arrives``).
+2. *Adaptation.* The sampler itself runs. At the end of each window, scales are estimated anew, and the step size is
+   measured in the new coordinates.
+3. *Settling.* The scales are frozen. The step size and the bandwidth average over all windows of this part.
+
+All is constant after warmup, because a quantity that follows the particles while draws are kept changes the stationary
+distribution. Only jumps are still counted, and references renewed: each particle's own (``SVRG``) after every epoch,
+and a common one if the data change.
+
+With ``num_warmup=1000`` the windows end at these iterations, and the learners act as marked::
+
+                     |            arrival            |   adaptation   |      settling       | sampling
+    window ends at   |   10   25   50  100  150  250 |  300  400  600 |  650  700  ... 1000 |
+    moments reset at |    5   17   37   75  125  200 |  262  325  450 |       700           |
+    -----------------+-------------------------------+----------------+---------------------+---------
+    update_symptoms  |                               |                |   D    D   ...   D  |
+    update_arrival   |              R    R    R      |                |                     |
+    update_scales    |   S    C    C    C    C    C  |   C    C    C  |                     |
+    update_reference |                            X  |             X  |                     |
+    update_bandwidth |                            H  | HHHHHHHHHHHHHH |   A    A   ...   A  |
+    update_step_size |                            E  |   E    E    E  |   M    M   ...   M  |
+
+    D  turns the watched direction towards the one of largest variance (sums grow in every iteration of settling)
+    R  moves lost particles to others
+    S  new diagonal scales; C also new correlations, if the scales are dense
+    X  moves the common reference to the mean of the window; each particle's own reference moves at 250 only
+    H  the bandwidth by the interaction's rule, in every iteration from 250 to 600 (from 1 without an arrival)
+    A  the geometric mean of the best bandwidths since 600, or the rule again if the interaction does not tune it
+    E  the step size from one measurement; only 0, 3 and 20 % of the gradient noise limit it at 250, 300 and 400
+    M  the step size from all measurements since 600; also whether control variates reduce the noise, as at E
+
+A learner is a function of the state and the cloud, called in every iteration; it does nothing if the run does not need
+what it learns (``WarmupPlan``). Each writes its own part of ``WarmupState``:
+
+================  ============  ==========================================  ========================================
+learner           file          reads                                       writes
+================  ============  ==========================================  ========================================
+update_symptoms   symptoms.py   positions, gradients, scales                symptoms
+update_arrival    arrival.py    energies, gradients                         arrival; positions of lost particles
+update_scales     scales.py     positions, gradients                        scales; the cloud in the new coordinates
+update_reference  reference.py  moments of the scales, or positions         reference
+update_bandwidth  bandwidth.py  positions, bias of the step                 bandwidth
+update_step_size  step_size.py  curvature and noise (curvature.py), and     step; whether the reference is in use
+                                what the other learners wrote
+================  ============  ==========================================  ========================================
+
+The kernels add learners of jumps (``kernels/iteration.py``). The last state gives the diagnosis (``diagnosis.py``).
 """
 
 from numpyro_repulsion.warmup.arrival import ArrivalState, Surroundings, arrive, left_behind, rescue, update_arrival
@@ -55,7 +102,7 @@ __all__ = [
     "warmup_update",
 ]
 
-#: In the order in which they see an iteration: new scales come before what is measured in them.
+#: In calling order: new scales come before what is measured in them.
 LEARNERS: tuple[Learner, ...] = (
     update_symptoms,
     update_arrival,

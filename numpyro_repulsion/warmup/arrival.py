@@ -1,4 +1,4 @@
-"""How particles come from their starts to the posterior, whatever its scale."""
+"""Arrival: move particles from their starts to the posterior, whatever its scale."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ArrivalState", "Surroundings", "arrive", "left_behind", "rescue", "update_arrival"]
 
-#: Bounds on the steps of particles that arrive, once scales suit them.
+#: Bounds on the step sizes of arriving particles, once the scales have been learned.
 ARRIVAL_STEPS = (np.exp(-12.0), 1.0)
 
 Position = tuple[jax.Array, jax.Array, jax.Array]
@@ -34,16 +34,16 @@ def arrive(
     energy_and_grad: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     is_noisy: bool = True,
 ) -> tuple[Position, jax.Array]:
-    """One Metropolis-adjusted Langevin update of every particle by itself, towards three acceptances in five.
+    """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to an acceptance of 0.6.
 
-    It need not be exact, only bring the particles to the posterior, whatever the scale: with minibatches each update
-    moves on the posterior of its own minibatch.
+    The update need not be exact; it only brings the particles to the posterior, whatever its scale. With minibatches,
+    each update targets the posterior of its own minibatch.
 
     :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
     :param step_size: ``(G, L)``.
-    :param force: ``u -> (U, ∇U)``, the same at both ends of the update.
-    :param is_noisy: whether the force is another one in every update, so that U has to be evaluated again.
-    :return: the new position, and step sizes.
+    :param energy_and_grad: ``u -> (U, ∇U)``, the same function at both ends of the update.
+    :param is_noisy: whether this function changes from update to update, so that U at ``u`` must be evaluated again.
+    :return: the new position and the new step sizes.
     """
     u = position[0]
     step = step_size[..., None]
@@ -57,7 +57,7 @@ def arrive(
         return u - step * gradient + noise, (energy, gradient)
 
     if is_noisy:
-        # At u, then at the proposal from there; as a loop, so that the force is compiled once.
+        # First at u, then at the proposal; a loop, so that the gradient is compiled once.
         _, (energies, gradients) = lax.scan(propose, u, length=2)
     else:
         ahead = energy_and_grad(u - step * position[2] + noise)
@@ -70,17 +70,17 @@ def arrive(
     probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
     accepted = threshold < probability
     moved = select(accepted, (proposal, energies[1], gradients[1]), (u, energies[0], gradients[0]))
-    # A rejected particle keeps its last finite force if the fresh minibatch has none for it.
+    # A rejected particle keeps its last finite gradient if the new minibatch gives a non-finite one.
     fresh = (jnp.isfinite(energies[0]) & jnp.isfinite(gradients[0]).all(-1)) | accepted
     return select(fresh, moved, position), step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
 class Surroundings(NamedTuple):
-    """Energies and squared gradients of each particle over a window: how much of the posterior lies around it.
+    """Sums of energies and squared gradients of each particle over a window; they estimate nearby posterior mass.
 
     - **number** - iterations in the window.
-    - **energy** - sums of U, ``(G, L)``.
-    - **square** - sums of the squared whitened gradient, ``(G, L, d)``.
+    - **energy** - the sum of U, ``(G, L)``.
+    - **square** - the sum of the squared whitened gradient, ``(G, L, d)``.
     """
 
     number: jax.Array
@@ -89,21 +89,21 @@ class Surroundings(NamedTuple):
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype) -> Surroundings:
-        """Of nothing yet, for particles ``(G, L, d)``."""
+        """Return empty sums for particles ``(G, L, d)``."""
         return Surroundings(jnp.zeros((), dtype), jnp.zeros(shape[:2], dtype), jnp.zeros(shape, dtype))
 
     def add(self, energy: jax.Array, gradient: jax.Array) -> Surroundings:
-        """With one more iteration."""
+        """Return the sums with one more iteration."""
         return Surroundings(self.number + 1.0, self.energy + energy, self.square + gradient**2)
 
     def weighs_nothing(self) -> jax.Array:
-        """Around which particles, ``(G, L)``, there is next to nothing of the posterior, beside another particle.
+        """Return which particles, ``(G, L)``, have almost no posterior mass around them compared with the best one.
 
-        In a basin of curvature H the mean of U is its minimum plus ``d/2`` and that of ``g gᵀ`` is H. The basin thus
-        holds ``exp(−E U) |E g gᵀ|^(−1/2)`` of the posterior, up to a constant. Energy alone would prefer narrow
-        basins, such as the neck of a funnel. Of ``E g gᵀ`` there are two estimates: a width for each coordinate, which
-        makes too much of a particle that has not moved; and one width for all, which makes too little of a basin that
-        is narrow in some coordinates. A particle has to be far behind by both.
+        In a basin of curvature H, the mean of U is its minimum plus ``d/2`` and the mean of ``g gᵀ`` is H. So the basin
+        holds a posterior mass of ``exp(−E U) |E g gᵀ|^(−1/2)``, up to a constant. Energy alone would prefer narrow
+        basins, such as the neck of a funnel. ``E g gᵀ`` has two estimates: one width per coordinate overestimates the
+        mass around a particle that has not moved; one width for all coordinates underestimates a basin that is narrow
+        in some of them. A particle is lost only if it is far behind by both.
         """
         number, dimension = jnp.maximum(self.number, 1.0), self.square.shape[-1]
         energy, square = self.energy / number, self.square / number
@@ -120,10 +120,10 @@ class Surroundings(NamedTuple):
 
 
 class ArrivalState(NamedTuple):
-    """What particles know while they arrive.
+    """The state of the arrival.
 
-    - **step_size** - of each particle, ``(G, L)``.
-    - **surroundings** - in the current window; ``None`` where gradients are noisy.
+    - **step_size** - ε of each particle, ``(G, L)``.
+    - **surroundings** - sums over the current window; ``None`` if gradients are noisy.
     """
 
     step_size: jax.Array
@@ -131,24 +131,24 @@ class ArrivalState(NamedTuple):
 
     @staticmethod
     def start(shape: tuple[int, ...], dtype, looks_around: bool) -> ArrivalState:
-        """Of particles ``(G, L, d)`` at their starts."""
+        """Return the state for particles ``(G, L, d)`` at their starts."""
         surroundings = Surroundings.empty(shape, dtype) if looks_around else None
         return ArrivalState(jnp.full(shape[:2], 0.05, dtype), surroundings)
 
 
 def left_behind(energy: jax.Array, dimension: int) -> jax.Array:
-    """Which particles, ``(G, L)``, have an energy more than ``10 + 5 √d`` above the median, as exact draws hardly have.
+    """Return which particles, ``(G, L)``, have an energy over ``10 + 5 √d`` above the median; exact draws rarely do.
 
-    :param energy: ``(G, L)``, potential energies that can be compared.
+    :param energy: comparable potential energies, ``(G, L)``.
     """
-    # What is not finite is far behind too.
+    # Negated, so that NaN counts as left behind too.
     return ~(energy <= jnp.nanmedian(energy) + 10.0 + 5.0 * dimension**0.5)
 
 
 def rescue(key: jax.Array, position: Position, step_size: jax.Array, lost: jax.Array) -> tuple[Position, jax.Array]:
-    """Sends lost particles to where others are.
+    """Move each lost particle to the position of a random other one, with that one's step size.
 
-    :param lost: ``(G, L)``; where all are, none moves.
+    :param lost: ``(G, L)``; if all are lost, none moves.
     """
     lost = lost.ravel() & ~lost.all()
     logits = jnp.where(lost, -jnp.inf, 0.0)
@@ -163,7 +163,7 @@ def rescue(key: jax.Array, position: Position, step_size: jax.Array, lost: jax.A
 def update_arrival(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """At the ends of windows, particles around which there is nothing of the posterior go to where others are."""
+    """Adapt the arrival: sum up surroundings and, at the ends of windows, move lost particles to others."""
     if not sampler.plan.arrives:
         return warmup, cloud
     steps, surroundings = warmup.arrival
@@ -178,7 +178,7 @@ def update_arrival(
     def lost():
         if surroundings is not None:
             return surroundings.weighs_nothing()
-        # Energies of a particle's own minibatches cannot be compared, nor curvature be told from their noise.
+        # Energies on different minibatches are not comparable, and minibatch noise hides curvature.
         return left_behind(sampler.energy_on_common_rows(warmup, cloud.z), cloud.z.shape[-1])
 
     position, steps = lax.cond(

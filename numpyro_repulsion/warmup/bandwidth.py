@@ -1,4 +1,4 @@
-"""A bandwidth learned by what it gains: how much each of many would speed up the averages of the cloud."""
+"""The bandwidth learner: try many bandwidths and choose the one that speeds up averages over the cloud most."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Gains", "best_bandwidth", "gains", "next_bandwidth", "update_bandwidth"]
 
-#: The bandwidths that are tried, as multiples of the rule's.
+#: Candidate bandwidths, as multiples of the rule's.
 MULTIPLES = 2.0 ** np.linspace(-4.0, 4.0, 33)
 POWER_ITERATIONS = 16
 
 
 class Gains(NamedTuple):
-    """What an interaction makes of a unit of time, and of an update.
+    """What an interaction gains per unit of time and per update.
 
-    - **mean** - how fast the ensemble mean relaxes, beside particles without interaction.
-    - **square** - the same of the ensemble average of squares.
-    - **step** - the longest step whose bias is within the budget, in units of one over the curvature.
+    - **mean** - how fast the ensemble mean relaxes, relative to particles without interaction.
+    - **square** - the same for the ensemble average of squares.
+    - **step** - the longest step whose bias is within the budget, in units of 1 / curvature.
     """
 
     mean: jax.Array
@@ -40,18 +40,18 @@ class Gains(NamedTuple):
 
     @property
     def score(self) -> jax.Array:
-        """The logarithm of the product of the two numbers of effective draws for each gradient, but for a constant."""
+        """Return the log of the product of both numbers of effective draws per gradient, up to a constant."""
         return jnp.log(self.mean) + jnp.log(self.square) + 2.0 * jnp.log(self.step)
 
 
 def gains(interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float, tolerance: float) -> Gains:
-    """What the interaction gains at a bandwidth, from one cloud.
+    """Estimate from one cloud what the interaction gains at a bandwidth.
 
-    Overdamped dynamics is reversible, and there the rate of a function f is at most its Dirichlet form,
-    ``E Σ_ij K_ij ∇_i f · ∇_j f``, over its variance, which does not depend on K. For the ensemble mean that is
-    ``1ᵀK1 / L``; for the scatter about it, ``x_i = u_i − ū``, twice ``Σ xᵀKx / Σ xᵀx``. In a Gaussian posterior and for
-    kernels of differences ū and the x_i are independent, so that both relax by themselves; where K hardly changes
-    (many dimensions) the bounds are attained.
+    Overdamped dynamics is reversible, so the rate of a function f is at most its Dirichlet form,
+    ``E Σ_ij K_ij ∇_i f · ∇_j f``, over its variance, which does not depend on K. For the ensemble mean this is
+    ``1ᵀK1 / L``; for the scatter about it, ``x_i = u_i − ū``, it is twice ``Σ xᵀKx / Σ xᵀx``. For a Gaussian posterior
+    and kernels of differences, ū and the x_i are independent, so each relaxes by itself; where K hardly changes (many
+    dimensions), the bounds are attained.
 
     :param u: particles, ``(G, L, d)``.
     :param tolerance: δ of the bias budget.
@@ -59,10 +59,10 @@ def gains(interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float, 
     coupling = interaction.couple(u, bandwidth)
     size = u.shape[-2]
     x = u - u.mean(-2, keepdims=True)
-    # All coordinates count alike, whitened or not.
+    # Standardize, so that all coordinates count equally, whitened or not.
     spread = jnp.sqrt(jnp.mean(x**2, (0, 1)))
     x = x / jnp.where(spread > 0, spread, 1.0)
-    # In one product: beside another one, K times ones came out as garbage (JAX 0.10.2, a CPU, 24 groups in a loop).
+    # One product, because with two, K times ones returned garbage (JAX 0.10.2, CPU, 24 groups in a loop).
     product = coupling.apply(jnp.concatenate((jnp.ones_like(u[..., :1]), x), -1))
     mean = jnp.mean(product[..., 0])
     rest = jnp.sum(x * product[..., 1:]) / jnp.sum(x * x)
@@ -75,7 +75,7 @@ def gains(interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float, 
 
 
 def _largest_eigenvalue(apply, start):
-    """Of K, by power iteration: dozens of bandwidths are tried, and a solver would take longer."""
+    """Return the largest eigenvalue of K by power iteration, which is faster than a solver for dozens of bandwidths."""
 
     def iterate(x, _):
         product = apply(x)
@@ -88,7 +88,7 @@ def _largest_eigenvalue(apply, start):
 
 
 def best_bandwidth(interaction: Interaction, u: jax.Array, rule: jax.Array, tolerance: float) -> jax.Array:
-    """The multiple of the rule's bandwidth with the best score on one cloud ``(G, L, d)``; the rule's, failing all."""
+    """Return the multiple of the rule's bandwidth with the best score on a cloud ``(G, L, d)``, or the rule's."""
     candidates = rule * jnp.asarray(MULTIPLES, u.dtype)
     scores = lax.map(lambda h: gains(interaction, u, h, tolerance).score, candidates)
     scores = jnp.where(jnp.isfinite(scores), scores, -jnp.inf)
@@ -103,21 +103,21 @@ def next_bandwidth(
     tolerance: float,
     bias: jax.Array | float,
 ) -> jax.Array:
-    """The bandwidth for the cloud: the rule's, or once scales are frozen the one learned from all clouds so far.
+    """Return the next bandwidth: the rule's, or, once the scales are frozen, the average of the best ones so far.
 
     :param u: particles, ``(G, L, d)``.
-    :param previous: the bandwidth so far.
-    :param number: how many windows have ended since scales were frozen, with this one.
-    :param bias: of the step in use; NaN where it was not measured.
+    :param previous: the current bandwidth.
+    :param number: how many windows have ended since the scales were frozen, including this one.
+    :param bias: the bias of the step in use; negative if it is unknown.
     """
     rule = interaction.learn_bandwidth(u)
     if not interaction.tunes_bandwidth:
         return rule
 
     def average():
-        # Where a short run raises the step beyond the budget, stability limits it, and a wide K would shorten it again.
+        # If a short run raised the step beyond the bias budget, stability limits the step; a wide K would shorten it.
         best = jnp.where(bias > 1.05 * tolerance, rule, best_bandwidth(interaction, u, rule, tolerance))
-        # Geometric, for one cloud of twenty knows its best to within a factor of about two.
+        # A geometric mean, because one cloud of twenty determines its best only within a factor of about two.
         return jnp.exp(jnp.log(previous) + (jnp.log(best) - jnp.log(previous)) / number).astype(rule.dtype)
 
     return lax.cond(number > 0, average, lambda: rule)
@@ -126,10 +126,10 @@ def next_bandwidth(
 def update_bandwidth(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """The bandwidth follows the cloud until scales are frozen, and then settles at the ends of windows.
+    """Update the bandwidth in every iteration until the scales are frozen, then only at the ends of windows.
 
-    A cloud may shrink many times over while it travels. With the bandwidth it had before, all particles would be
-    neighbours, and the step too long for the largest eigenvalue of such a K.
+    A cloud may shrink by a large factor while it moves. With an old bandwidth, all particles would be neighbours, and
+    the step would be too long for the largest eigenvalue of such a K.
     """
     del key
     plan = sampler.plan

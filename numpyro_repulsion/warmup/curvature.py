@@ -1,4 +1,4 @@
-"""Curvature and gradient noise on the cloud: what bounds the step size."""
+"""Estimates of curvature and gradient noise on the cloud, which bound the step size."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = [
     "summarize_curvature",
 ]
 
-#: Stands for a number of a state that is not known and would be 0 or above: `jax_debug_nans` stops at NaN.
+#: Marks an unknown number in a state whose known values are 0 or more; not NaN, because `jax_debug_nans` stops at it.
 UNKNOWN = -1.0
 POWER_ITERATIONS = 8
-#: The step is to suit nine particles in ten; the stability of the others is looked after separately.
+#: The step suits the curvature at nine particles in ten; `largest_curvature` keeps the others stable.
 QUANTILE = 0.9
 
-#: ``(key, u, corrected) -> (U, ∇U)`` on clouds; `corrected` says whether control variates correct it.
+#: ``(key, u, corrected) -> (U, ∇U)`` on clouds; ``corrected`` says whether control variates correct the gradient.
 CorrectableEnergyAndGrad = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Measurements(NamedTuple):
-    """What was measured on successive clouds since the scales last changed: the first ``number`` rows.
+    """Measurements on successive clouds since the scales last changed, in the first ``number`` rows.
 
     - **number** - how many clouds.
     - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``.
@@ -41,7 +41,7 @@ class Measurements(NamedTuple):
       ``(rows, 2)``.
     - **steepness** - how fast Γ changes, ``(rows,)``.
 
-    Numbers that are not known, or not finite, are negative.
+    Unknown or non-finite numbers are negative.
     """
 
     number: jax.Array
@@ -51,34 +51,34 @@ class Measurements(NamedTuple):
 
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
-        """None yet."""
+        """Return no measurements, with room for ``rows`` clouds."""
         rows_of = (jnp.full((rows, *shape), UNKNOWN, dtype) for shape in ((particles,), (2,), ()))
         return Measurements(jnp.zeros((), jnp.int32), *rows_of)
 
     def add(self, curvature: jax.Array, noise: jax.Array, steepness: jax.Array) -> Measurements:
-        """With one more cloud."""
+        """Return the measurements with one more cloud."""
         row = jnp.minimum(self.number, len(self.curvature) - 1)
         found = zip(self[1:], (curvature, noise, steepness), strict=True)
         return Measurements(row + 1, *(known.at[row].set(new) for known, new in found))
 
     @property
     def typical_curvature(self) -> jax.Array:
-        """The curvature that is exceeded at one particle in ten; 0 if none was found."""
+        """The curvature that one particle in ten exceeds; 0 if unknown."""
         return jnp.nan_to_num(jnp.nanquantile(_known(self.curvature), QUANTILE))
 
     @property
     def largest_curvature(self) -> jax.Array:
-        """The largest curvature; 0 if none was found."""
+        """The largest curvature; 0 if unknown."""
         return jnp.nan_to_num(jnp.nanmax(_known(self.curvature)))
 
     @property
     def mean_noise(self) -> jax.Array:
-        """The gradient noise without control variates and with them, ``(2,)``."""
+        """The mean gradient noise without control variates and with them, ``(2,)``."""
         return jnp.nan_to_num(jnp.nanmean(_known(self.noise), 0))
 
     @property
     def typical_steepness(self) -> jax.Array:
-        """The steepness, in the root mean square; 0 if none was found."""
+        """The root mean square of the steepness; 0 if unknown."""
         return jnp.nan_to_num(jnp.sqrt(jnp.nanmean(_known(self.steepness) ** 2)))
 
 
@@ -90,10 +90,10 @@ def estimate_curvature(
     corrected: jax.Array,
     compare: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Curvature by power iteration on gradient differences, and the gradient noise of their midpoints.
+    """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
-    The two sides of a difference see the same minibatch, and each iteration another one: midpoints differ between
-    iterations by the minibatch, and where U is no parabola a little by the direction.
+    Both sides of a difference use the same minibatch, and each iteration uses another one. So midpoints differ between
+    iterations by the minibatch and, where U is not quadratic, slightly by the direction.
 
     :param u: particles, ``(G, L, d)``.
     :param width: half the distance over which gradients are compared, ``(G, L)`` or a scalar.
@@ -109,7 +109,7 @@ def estimate_curvature(
         offset = distance * direction
         points = [u + offset, u - offset] + [u] * compare
         flags = jnp.stack([corrected, corrected] + [~corrected] * compare)
-        # One program for all, for a part of the time to compile.
+        # A loop over the points, so that the gradient is compiled once.
         gradients = lax.map(lambda point: energy_and_grad(key, *point)[1], (jnp.stack(points), flags))
         product = (gradients[0] - gradients[1]) / (2.0 * distance)
         size = jnp.linalg.norm(product, axis=-1, keepdims=True)
@@ -139,16 +139,16 @@ def summarize_curvature(
     dynamics: Dynamics,
     shared: bool,
 ) -> CurvatureStats:
-    """What was measured, as what a step size is up against.
+    """Return the statistics that bound the step size.
 
     :param noise: the largest variance of the gradient in use, in any direction.
     :param spread: the largest variance of the positions in any direction, in units of the temperature.
     :param shared: whether the particles of a group share their minibatch.
     """
     temperature = dynamics.temperature or 1.0
-    # What is common to all is amplified Λ times, where each one's own is K_ii times.
+    # K amplifies noise that all particles share by its largest eigenvalue Λ, and each particle's own noise by K_ii.
     noise = noise * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0)
-    # The mean curvature in a direction is at least one over its variance, however little of it was met.
+    # The mean curvature in a direction is at least 1 / variance, even if the measurements missed it.
     curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
     largest = jnp.maximum(measurements.largest_curvature, curvature)
     return CurvatureStats(curvature, largest, noise / temperature, temperature * measurements.typical_steepness)
@@ -157,7 +157,7 @@ def summarize_curvature(
 def measure_steepness(
     key: jax.Array, interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float
 ) -> jax.Array:
-    """How fast Γ changes along a random direction of all particles at once, in the root mean square.
+    """Return how fast Γ changes along a random direction of all particles at once, as a root mean square.
 
     :param u: particles, ``(G, L, d)``.
     """
@@ -169,18 +169,18 @@ def measure_steepness(
 
 
 def _known(x):
-    """NaN in place of what is not known, within a computation."""
+    """Replace the mark of unknown numbers with NaN, within a computation."""
     return jnp.where(x < 0, jnp.nan, x)
 
 
 def _largest_variance(start, gradients):
-    """The largest variance in any direction, of gradients ``(times, G, L, d)`` about each particle's mean.
+    """Return the largest variance in any direction of gradients ``(times, G, L, d)`` about each particle's mean.
 
-    The direction is found on one half of the particles' times and the variance taken on the other, and the reverse:
-    the largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large.
+    One half of the times gives the direction and the other half the variance along it, and vice versa, because the
+    largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large.
     """
     times = gradients.shape[0] // 2
-    # Each half about means of its own: a common one would make them opposite.
+    # Subtract the mean of each half: a common mean would correlate the halves negatively.
     halves = gradients.reshape(2, times, -1, gradients.shape[-1])
     deviations = halves - halves.mean(1, keepdims=True)
     deviations = jnp.where(jnp.isfinite(deviations).all(-1, keepdims=True), deviations, 0.0)

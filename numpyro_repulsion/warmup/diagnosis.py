@@ -1,4 +1,4 @@
-"""What warmup thinks of the run to come."""
+"""The diagnosis of a run at the end of its warmup."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from numpyro_repulsion.warmup.state import WarmupState
 
 __all__ = ["WarmupDiagnosis", "diagnose_warmup"]
 
-#: Effective draws below which a posterior's standard deviations are not known to a tenth.
+#: With fewer effective draws, the posterior's standard deviations are not known to a tenth.
 MIN_EFFECTIVE_DRAWS = 200.0
-#: The typical curvature times the largest variance is 1 for a Gaussian in whitened coordinates, and at most 10 for the
-#: posteriors of `benchmarks/studies/zero_tuning.py` that come out right; 66 or more for the centred eight schools.
+#: The typical curvature times the largest variance is 1 for a Gaussian in whitened coordinates, at most 10 for the
+#: posteriors of `benchmarks/studies/zero_tuning.py` that come out right, and 66 or more for the centred eight schools.
 MAX_CONDITION = 40.0
-#: The curvature of the stiffest particle over the typical one, which is at most 13 where things come out right.
+#: The curvature at the stiffest particle over the typical one is at most 13 for posteriors that come out right.
 MAX_CURVATURE_RATIO = 25.0
-#: By how much squared gradients depend on a coordinate: 0.8 to 1.9 was found for funnels of 10 to 500 dimensions, at
-#: most 0.3 elsewhere.
+#: The dependence of squared gradients on a coordinate was 0.8 to 1.9 for funnels of 10 to 500 dimensions, and at most
+#: 0.3 elsewhere.
 MAX_DEPENDENCE = 0.5
-#: Below this acceptance jumps between basins do not tell their weights.
+#: Below this acceptance, jumps between basins do not determine the weights of the basins.
 MIN_ACCEPTANCE = 0.02
-#: Gradient noise in units of curvature beyond which it, and not the posterior, sets the step.
+#: Above this ratio to the curvature, the gradient noise limits the step, not the posterior.
 MAX_NOISE_RATIO = 5.0
 REPARAMETERIZE = "Reparameterize, for example with numpyro.infer.reparam.LocScaleReparam."
 
 
 class WarmupDiagnosis(NamedTuple):
-    """What the end of warmup says about the run; scalars, NaN where there is nothing to say.
+    """The diagnosis of the run at the end of warmup; scalars, NaN where unknown or without a problem.
 
-    - **effective_draws** - how many independent draws as many iterations as there were of warmup are worth, for the
-      slowest direction; unknown where particles are in several basins.
-    - **bias** - the relative inflation of variances to be expected, where it is more than tolerated.
+    - **effective_draws** - how many independent draws ``num_warmup`` iterations are worth, for the slowest direction;
+      unknown if the particles are in several basins.
+    - **bias** - the expected relative inflation of variances, if it exceeds the tolerance.
     - **condition** - the typical curvature times the largest variance, after whitening.
     - **curvature_ratio** - the curvature at the stiffest particle over the typical one.
-    - **dependence** - by how much squared gradients depend on a coordinate, as in a funnel.
-    - **has_heavy_tails** - whether a coordinate has them.
-    - **has_basins** - whether particles are in several basins, between which they hardly move.
-    - **is_diagonal** - whether scales are without correlations.
-    - **noise_ratio** - variance of the gradient noise over the typical curvature.
-    - **fell_back** - whether control variates were given up.
-    - **stays** - whether jumps were given up.
+    - **dependence** - how strongly squared gradients depend on a coordinate, as in a funnel.
+    - **has_heavy_tails** - whether a coordinate has heavy tails.
+    - **has_basins** - whether the particles are in several basins, between which they hardly move.
+    - **is_diagonal** - whether the scales have no correlations.
+    - **noise_ratio** - the variance of the gradient noise over the typical curvature.
+    - **fell_back** - whether warmup switched control variates off.
+    - **stays** - whether warmup switched jumps off.
     """
 
     effective_draws: jax.Array
@@ -62,7 +62,7 @@ class WarmupDiagnosis(NamedTuple):
     stays: jax.Array
 
     def findings(self) -> list[Finding]:
-        """What is wrong, each with its remedy."""
+        """Return the problems, each with its remedy."""
         found = []
 
         def add(name, severity, figure, message, remedy):
@@ -74,11 +74,11 @@ class WarmupDiagnosis(NamedTuple):
                 "several_basins",
                 "error",
                 None,
-                "The particles are in several modes, or label permutations, and do not move between them, so their "
-                "weights are unknown.",
+                "The particles are in several modes, or label permutations, and do not move between them, so the "
+                "weights of the modes are unknown.",
                 "Set moves=Archive() with gradient=FullData(), or order the labels.",
             )
-        # A step that was raised until the run is worth just so many is no problem.
+        # The step may have been raised until the run is worth just this many draws, which is no problem.
         if self.effective_draws < 0.99 * MIN_EFFECTIVE_DRAWS:
             correlated = self.is_diagonal and not self.dependence > MAX_DEPENDENCE
             add(
@@ -141,7 +141,7 @@ class WarmupDiagnosis(NamedTuple):
                 "control_variates_off",
                 "warning",
                 None,
-                "Control variates add noise here, as with several modes or references far away, so warmup switched "
+                "Control variates add noise here, as with several modes or a distant reference, so warmup switched "
                 "them off.",
                 "Set gradient=Subsampled() to leave them out from the start.",
             )
@@ -151,7 +151,7 @@ class WarmupDiagnosis(NamedTuple):
                 "warning",
                 None,
                 "Jumps are hardly ever accepted, so warmup switched them off and particles stay in their modes.",
-                "Lengthen warmup or add particles, for a better archive.",
+                "Lengthen warmup or add particles; both improve the archive.",
             )
         return found
 
@@ -159,9 +159,10 @@ class WarmupDiagnosis(NamedTuple):
 def diagnose_warmup(
     warmup: WarmupState, rule: BiasBudget | None, dynamics: Dynamics, is_jumping: jax.Array | None = None
 ) -> WarmupDiagnosis:
-    """What is wrong at the end of warmup.
+    """Diagnose the run at the end of warmup.
 
-    :param rule: how the step size was measured; of a given step only the control variates and jumps are judged.
+    :param rule: how the step size was measured; with a given step (``None``), only control variates and jumps are
+        diagnosed.
     :param dynamics: how the particles move.
     :param is_jumping: whether jumps by ``moves`` are in use; ``None`` without ``moves``.
     """
@@ -185,14 +186,14 @@ def diagnose_warmup(
         return found
     widest = symptoms.widest
     is_sampler, is_dense = dynamics.is_sampler, warmup.moments.position_scatter.ndim == 2
-    # Where particles jump, the spread over all modes is no matter of updates.
+    # If particles jump, the updates need not cross the spread over all modes.
     stays = is_jumping is None
     travels = is_sampler and stays
     spread = warmup.spread(dynamics)
-    # Diagonal scales leave directions that vary more than any coordinate.
+    # With diagonal scales, some direction may vary more than any coordinate.
     share = spread / jnp.maximum(widest.variance / (dynamics.temperature or 1.0), spread)
-    # What looks like several basins and like a funnel, or heavy tails, gets the latter's name: gaps between particles
-    # arise there too, and other signs of these are fewer.
+    # A funnel or heavy tails take precedence over several basins: they also make gaps between particles, and their own
+    # symptoms are rarer.
     dependence = symptoms.dependence if is_sampler else unknown
     has_heavy_tails = symptoms.has_heavy_tails & travels
     has_basins = warmup.has_basins & travels & ~(dependence > MAX_DEPENDENCE) & ~has_heavy_tails
@@ -201,7 +202,7 @@ def diagnose_warmup(
     return found._replace(
         effective_draws=jnp.where(is_known, share * warmup.step.effective_draws, jnp.nan),
         bias=jnp.where(is_sampler & (warmup.step.bias > 1.01 * rule.tolerance), warmup.step.bias, jnp.nan),
-        # Between basins all of this varies, without harm.
+        # Curvature and spread vary harmlessly between basins.
         condition=jnp.where(has_basins, jnp.nan, curvature * spread) if stays and is_dense else unknown,
         curvature_ratio=jnp.where(has_basins, jnp.nan, warmup.measurements.largest_curvature / curvature),
         dependence=dependence,

@@ -1,4 +1,4 @@
-"""One iteration of warmup: every learner sees the stage, the state and the cloud, and updates what it learns."""
+"""One iteration of warmup: each learner in turn updates the warmup state, and may move or rescale the cloud."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Learner", "Sampler", "warmup_update"]
 
 
 class Sampler(Protocol):
-    """What learners know of the sampler that is warmed up."""
+    """What learners may use of the sampler."""
 
     @property
     def plan(self) -> WarmupPlan:
-        """What there is to learn."""
+        """What this warmup learns."""
 
     @property
     def interaction(self) -> Interaction: ...
@@ -32,20 +32,20 @@ class Sampler(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Updates in an iteration."""
+        """How many updates one iteration makes."""
 
     @property
     def shares_minibatches(self) -> bool:
         """Whether the particles of a group share their minibatch."""
 
     def energy_and_grad(self, warmup: WarmupState) -> CorrectableEnergyAndGrad:
-        """U and ∇U in whitened coordinates."""
+        """Return the function for U and ∇U in whitened coordinates."""
 
     def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
-        """The potential energies of particles on the same rows, ``(G, L)``."""
+        """Return the potential energies of all particles on the same rows, ``(G, L)``."""
 
     def evaluate_reference(self, key: jax.Array, reference: Reference, cloud: Cloud) -> Reference:
-        """The reference with U and ∇U over all rows at its position."""
+        """Return the reference with U and ∇U over all rows at its position."""
 
 
 #: ``(key, stage, warmup, cloud, sampler) -> (warmup, cloud)``
@@ -55,11 +55,11 @@ Learner = Callable[[jax.Array, Stage, WarmupState, Cloud, Sampler], tuple[Warmup
 def warmup_update(
     keys: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler, learners: tuple[Learner, ...]
 ) -> tuple[WarmupState, Cloud]:
-    """What one more iteration teaches, learner by learner, and its count.
+    """Count the iteration and run every learner in order.
 
     :param keys: one for each learner.
     :param cloud: the particles, in whitened coordinates.
-    :return: what was learned, and the cloud in its new coordinates.
+    :return: the new warmup state, and the cloud in the new coordinates.
     """
     warmup = warmup._replace(iteration=stage.done)
     for learner, own_key in zip(learners, keys, strict=True):

@@ -1,4 +1,4 @@
-"""A linear change of variables in which the posterior has about unit scale, and how it is learned."""
+"""The preconditioner: a linear change of variables that gives the posterior about unit scale, and its estimators."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jax.scipy.linalg import solve_triangular
 
 __all__ = ["Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
 
-#: Bounds on the first scales, which a few gradients far from the posterior may put anywhere.
+#: Bounds on the first scales, because a few gradients far from the posterior may give any value.
 FIRST_SCALES = (1e-4, 1e2)
 
 
 class Preconditioner(NamedTuple):
     """The change of variables ``z = c + S u``, with S diagonal, ``(d,)``, or lower triangular, ``(d, d)``.
 
-    The dynamics runs in u, where K is also evaluated, so that in z its diffusion is ``K ⊗ S Sᵀ``. As S is constant,
-    Γ lacks nothing. ``None`` for S is the identity, and for c the origin; c moves nothing, but keeps u of order one,
-    as single precision needs.
+    The dynamics runs in u, where K is also evaluated, so its diffusion in z is ``K ⊗ S Sᵀ``. Because S is constant, Γ
+    needs no extra term. ``None`` means the identity for S and the origin for c; c changes no dynamics, but keeps u of
+    order one, as single precision needs.
     """
 
     scale: jax.Array | None = None
@@ -27,11 +27,11 @@ class Preconditioner(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether S is a matrix."""
+        """Whether S is a matrix with correlations."""
         return self.scale is not None and self.scale.ndim == 2
 
     def whiten(self, z: jax.Array) -> jax.Array:
-        """u for positions z, ``(..., d)``."""
+        """Return u for positions z, ``(..., d)``."""
         if self.centre is not None:
             z = z - self.centre
         if self.scale is None:
@@ -39,19 +39,19 @@ class Preconditioner(NamedTuple):
         return self._unscale(self.scale, z)
 
     def to_positions(self, u: jax.Array) -> jax.Array:
-        """z for positions u, ``(..., d)``."""
+        """Return z for whitened positions u, ``(..., d)``."""
         if self.scale is not None:
             u = u * self.scale if self.scale.ndim == 1 else _product(u, self.scale.T)
         return u if self.centre is None else self.centre + u
 
     def whiten_gradient(self, gradient: jax.Array) -> jax.Array:
-        """The gradient with respect to u, ``Sᵀ ∇_z U``, for gradients ``(..., d)`` with respect to z."""
+        """Return the gradient with respect to u, ``Sᵀ ∇_z U``, from gradients ``(..., d)`` with respect to z."""
         if self.scale is None:
             return gradient
         return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale)
 
     def unwhiten_gradient(self, gradient: jax.Array) -> jax.Array:
-        """The gradient with respect to z, for gradients ``(..., d)`` with respect to u: the inverse of `pull`."""
+        """Return the gradient with respect to z from gradients ``(..., d)`` with respect to u."""
         if self.scale is None:
             return gradient
         if self.scale.ndim == 1:
@@ -60,7 +60,7 @@ class Preconditioner(NamedTuple):
         return solve_triangular(self.scale, flat.T, lower=True, trans=1).T.reshape(gradient.shape)
 
     def by_coordinate(self, u: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Positions and gradients, ``(..., d)``, along the coordinates of z, each in units of its scale.
+        """Return positions and gradients, ``(..., d)``, along the coordinates of z, each in units of its scale.
 
         :param u: whitened positions.
         :param gradient: gradients with respect to them.
@@ -71,9 +71,9 @@ class Preconditioner(NamedTuple):
         return _product(u, self.scale.T) / unit, self.unwhiten_gradient(gradient) * unit
 
     def compose(self, change: Preconditioner) -> Preconditioner:
-        """The change of variables that makes u by another one first, ``u = c' + S' u'``; both must have scales."""
+        """Return this change composed with ``u = c' + S' u'``, which is applied first; both must have scales."""
         if self.scale is None or change.scale is None or change.centre is None:
-            raise ValueError("Only changes of variables with scales, the second with a centre, follow each other.")
+            raise ValueError("Both changes of variables need a `scale`, and the second a `centre`; got None.")
         scale = self.scale * change.scale if self.scale.ndim == 1 else self.scale @ change.scale
         return Preconditioner(scale, self.to_positions(change.centre))
 
@@ -85,17 +85,17 @@ class Preconditioner(NamedTuple):
 
 
 def _product(x, matrix):
-    # Accelerators may round factors to ten bits or so unless told otherwise: `whiten` would not undo `colour`.
+    # Accelerators round factors to about ten bits by default, and `whiten` would not invert `to_positions`.
     return jnp.matmul(x, matrix, precision="highest")
 
 
 def first_scale(z: jax.Array, gradient: jax.Array, dense: bool) -> Preconditioner:
-    """Diagonal scales from where particles start: spread and gradient of a Gaussian have the ratio of its variance.
+    """Estimate diagonal scales at the starts: for a Gaussian, spread over gradient is the variance.
 
-    :param z: ``(L, d)``.
-    :param gradient: ∇U there; what is not finite is left out. A single particle has no spread, and its gradient alone
-        must do.
-    :param dense: whether to write them as a matrix.
+    :param z: starts, ``(L, d)``.
+    :param gradient: ∇U there; non-finite values are ignored. A single particle has no spread, so its scale is one over
+        its gradient.
+    :param dense: whether to return the scales as a matrix.
     """
     centre = jnp.nanmedian(z, 0)
     spread = jnp.nanmedian(jnp.abs(z - centre), 0)
@@ -107,32 +107,32 @@ def first_scale(z: jax.Array, gradient: jax.Array, dense: bool) -> Preconditione
 
 
 def inverse_root(covariance: jax.Array) -> jax.Array:
-    """S with ``S Sᵀ`` the inverse of a covariance: lower triangular, ``(d, d)``, or ``(d,)``; 1 where there is none."""
+    """Return S with ``S Sᵀ`` the inverse of a covariance, lower triangular or ``(d,)``; identity where not finite."""
     if covariance.ndim == 1:
         scale = covariance**-0.5
-        # A gradient too long for its square to be finite makes it 0.
+        # An infinite variance, from a gradient whose square overflows, gives 0.
         return jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0)
     identity = jnp.eye(len(covariance), dtype=covariance.dtype)
-    # S is lower triangular and its inverse is the transpose of an upper triangle, a root taken from the other end.
+    # The reversed Cholesky factor of the reversed matrix is upper triangular, and S is the inverse of its transpose.
     root = jnp.linalg.cholesky(covariance[::-1, ::-1])[::-1, ::-1]
     scale = solve_triangular(root.T, identity, lower=True)
     return jnp.where(jnp.isfinite(scale).all(), scale, identity)
 
 
 def shrink(covariance: jax.Array, number: jax.Array) -> jax.Array:
-    """A covariance ``(d, d)`` from so many particles of successive clouds, less the correlations that chance makes."""
-    # Successive clouds are alike: count one in ten of them. Few draws cannot tell a correlation from chance.
+    """Shrink the correlations of a covariance ``(d, d)`` from ``number`` particles of successive clouds."""
+    # Successive clouds are similar, so one in ten counts. Few draws cannot distinguish correlation from chance.
     draws = number / 10.0
     return jnp.where(jnp.eye(len(covariance), dtype=bool), 1.0, draws / (draws + 5.0)) * covariance
 
 
 class Moments(NamedTuple):
-    """Means and second moments about them of positions and gradients, over particles and iterations.
+    """Means and central second moments of positions and gradients, over particles and iterations.
 
-    - **number** - how many pairs.
+    - **number** - how many pairs of particle and iteration.
     - **position**, **gradient** - means, ``(d,)``.
-    - **position_scatter**, **gradient_scatter** - sums of products about the means, ``(d, d)``, or of squares,
-      ``(d,)``.
+    - **position_scatter**, **gradient_scatter** - sums of products of deviations from the means, ``(d, d)``, or of
+      their squares, ``(d,)``.
     """
 
     number: jax.Array
@@ -143,17 +143,17 @@ class Moments(NamedTuple):
 
     @staticmethod
     def empty(size: int, dtype, dense: bool) -> Moments:
-        """Of nothing yet."""
+        """Return the moments of no particles."""
         mean, scatter = jnp.zeros(size, dtype), jnp.zeros((size, size) if dense else size, dtype)
         return Moments(jnp.zeros((), dtype), mean, mean, scatter, scatter)
 
     def add(self, u: jax.Array, gradient: jax.Array) -> Moments:
-        """With the particles ``(L, d)`` of one more iteration."""
+        """Return the moments with the particles ``(L, d)`` of one more iteration."""
         added = jnp.asarray(len(u), u.dtype)
         count = self.number + added
 
         def merge(mean, scatter, x):
-            # Two batches at a time, about their own means: raw sums of squares would cancel.
+            # Merge two batches of central moments, because raw sums of squares would cancel.
             centre = x.mean(0)
             offset, x = centre - mean, x - centre
             weight = self.number * added / count
@@ -166,12 +166,12 @@ class Moments(NamedTuple):
         return Moments(count, position, slope, position_scatter, gradient_scatter)
 
     def to_preconditioner(self, dense: jax.Array | bool) -> Preconditioner:
-        """The change of variables after which positions and gradients have the same covariance.
+        """Return the change of variables after which positions and gradients have the same covariance.
 
-        For a Gaussian and exact gradients that is whitening: the covariance of the gradients is the inverse of that
-        of the positions, and their geometric mean is not biased by a cloud that is too wide or too narrow.
+        For a Gaussian with exact gradients this whitens: the covariance of the gradients is the inverse of that of the
+        positions, and a cloud that is too wide or too narrow does not bias the geometric mean.
 
-        :param dense: whether correlations are to be used, where they were recorded.
+        :param dense: whether to use correlations, if they were recorded.
         """
         count = jnp.maximum(self.number, 1.0)
         position, gradient = self.position_scatter / count, self.gradient_scatter / count
@@ -193,10 +193,10 @@ class Moments(NamedTuple):
         return Preconditioner(jnp.where(jnp.isfinite(scale).all(), scale, jnp.diag(unit)), self.position)
 
     def compose(self, change: Preconditioner) -> Moments:
-        """The moments of the same clouds in the coordinates of a change of variables, which must have a scale."""
+        """Return the moments of the same clouds after a change of variables, which must have a scale."""
         scale = change.scale
         if scale is None:
-            raise ValueError("Moments follow changes of variables with scales.")
+            raise ValueError("The change of variables needs a `scale`; got None.")
         if scale.ndim == 1:
             position, gradient = self.position_scatter / scale**2, self.gradient_scatter * scale**2
         else:
@@ -208,11 +208,11 @@ class Moments(NamedTuple):
         )
 
     def variances(self) -> jax.Array:
-        """The variance of each position, ``(d,)``."""
+        """Return the variance of each coordinate, ``(d,)``."""
         scatter = self.position_scatter
         return (scatter if scatter.ndim == 1 else jnp.diagonal(scatter)) / jnp.maximum(self.number, 1.0)
 
     def spread(self) -> jax.Array:
-        """The largest variance of the positions in any direction."""
+        """Return the largest variance of the positions in any direction."""
         covariance = self.position_scatter / jnp.maximum(self.number, 1.0)
         return covariance.max() if covariance.ndim == 1 else jnp.linalg.eigvalsh(covariance)[-1]

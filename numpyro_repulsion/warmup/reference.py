@@ -1,4 +1,4 @@
-"""The reference points of control variates: where the particles are when a window ends."""
+"""The learner of control variates' reference points: where the particles are when a window ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["update_reference"]
 def update_reference(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """A reference common to all at the mean of the window; one for each particle where it is."""
+    """Move a common reference to the mean of the window, or each particle's own reference to its position."""
     known = warmup.reference
     if known is None:
         return warmup, cloud

@@ -1,4 +1,4 @@
-"""The scales of the posterior, from the moments of the cloud over a window."""
+"""The learner of scales, which estimates them from the moments of the cloud over a window."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["ScalesState", "update_scales"]
 
 
 class ScalesState(NamedTuple):
-    """The scales in use, and what they are learned from.
+    """The scales in use, and the moments that they are learned from.
 
     - **preconditioner** - the linear change of variables.
-    - **moments** - of the cloud in the current window; ``None`` without a warmup.
+    - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
     """
 
     preconditioner: Preconditioner
@@ -33,7 +33,7 @@ class ScalesState(NamedTuple):
 def update_scales(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """The moments of the window, and at its end, until scales are frozen, coordinates in which the cloud is white."""
+    """Add the cloud to the moments; at the end of a window, until the scales are frozen, whiten the coordinates."""
     del key
     known = warmup.scales.moments
 
@@ -52,7 +52,7 @@ def update_scales(
 
 def _rescale(stage, warmup, cloud):
     change = warmup.scales.moments.to_preconditioner(stage.uses_correlations)
-    # The carried noise is white in any coordinates.
+    # The memory stays as it is, because carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
     preconditioner, moments = warmup.scales.preconditioner.compose(change), warmup.scales.moments.compose(change)
     return warmup._replace(scales=ScalesState(preconditioner, moments)), cloud

@@ -1,4 +1,4 @@
-"""What a warmup learns."""
+"""The state of a warmup, and the plan of what it learns."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ __all__ = ["WarmupPlan", "WarmupState"]
 class WarmupPlan(NamedTuple):
     """What a warmup learns; static.
 
-    - **step_size** - the rule for the step size, or ``None`` where it is given.
-    - **scale** - ``"diagonal"`` or ``"dense"``, or ``None`` where the preconditioner is given.
-    - **bandwidth** - whether the interaction leaves one to be learned.
-    - **anchor** - whether the gradient has control variates.
+    - **step_size** - the rule that measures the step size; ``None`` if the user gave a step size.
+    - **scale** - ``"diagonal"`` or ``"dense"``; ``None`` if scales are not learned.
+    - **bandwidth** - whether the interaction learns a bandwidth.
+    - **reference** - whether the gradient has control variates.
     - **noise** - whether gradients are noisy.
-    - **jumps** - whether particles jump between modes.
-    - **basins** - whether they may jump between basins that warmup finds.
-    - **epoch** - after how many updates each particle's own reference is renewed; ``None`` where control variates have
-      a common one.
+    - **jumps** - whether the kernel has ``moves``.
+    - **basins** - whether particles may jump between basins that warmup finds.
+    - **epoch** - after how many updates each particle's own reference is renewed; ``None`` without such references.
     """
 
     step_size: BiasBudget | None
@@ -45,30 +44,32 @@ class WarmupPlan(NamedTuple):
 
     @property
     def arrives(self) -> bool:
-        """Whether particles move at steps of their own at first: where no step that suits them is given."""
+        """Whether particles first move with step sizes of their own: if the step size or the scales are learned."""
         return self.step_size is not None or self.scale is not None
 
     @property
     def measures(self) -> bool:
-        """Whether curvature and gradient noise are measured."""
+        """Whether warmup measures curvature and gradient noise."""
         return self.step_size is not None or self.reference
 
 
 class WarmupState(NamedTuple):
-    """What warmup has learned so far, and what it learns from. Constant after warmup but for the count.
+    """What warmup has learned so far, and the sums it learns from; one part for each learner.
 
-    - **iteration** - MCMC iterations done so far.
-    - **num_warmup** - how many of them are warmup.
-    - **arrival** - how the particles arrive.
+    After warmup it is constant, except for the count, the tallies of jumps and references that are renewed.
+
+    - **iteration** - how many MCMC iterations are done.
+    - **num_warmup** - how many iterations are warmup.
+    - **arrival** - step sizes and surroundings of arriving particles.
     - **scales** - the linear change of variables.
-    - **step** - the step size and what it is measured from.
-    - **bandwidth** - h, where an interaction learns it; 0 where none is in use.
-    - **reference** - the reference points of control variates, or ``None``. Each particle's own go on being renewed.
-    - **symptoms** - of a posterior that no linear scale suits; ``None`` where the step is not measured.
-    - **jumps** - what jumps have learned, or ``None``.
-    - **basins** - what jumps have learned that switch themselves on, or ``None`` where none could.
-    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, by which a run on other data
-      than those of the warmup is known; ``None`` without a warmup.
+    - **step** - the step size and its measurements.
+    - **bandwidth** - the bandwidth h in use; 0 if the interaction has none.
+    - **reference** - the reference points of control variates, or ``None``.
+    - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
+    - **jumps** - the state of the kernel's ``moves``, or ``None``.
+    - **basins** - the state of the jumps that switch themselves on, or ``None`` if they cannot.
+    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which reveals that a run has
+      other data than its warmup; ``None`` without a warmup.
     """
 
     iteration: jax.Array
@@ -87,21 +88,21 @@ class WarmupState(NamedTuple):
     def has_basins(self) -> jax.Array:
         """Whether warmup found several basins, between which updates do not move."""
         found = jnp.zeros((), bool) if self.symptoms is None else self.symptoms.widest.has_basins
-        # Once particles jump, nothing lies between them any more.
+        # Once particles jump between basins, the symptoms disappear.
         return found if self.basins is None else found | self.basins.is_on
 
     @property
     def moments(self) -> Moments:
-        """Of the cloud in the current window. Only a state with a warmup has them."""
+        """The moments of the cloud in the current window; only a state with a warmup has them."""
         if self.scales.moments is None:
-            raise ValueError("This state is of a run with num_warmup=0, which learns no moments.")
+            raise ValueError("This state comes from a run with num_warmup=0, which learns no moments; set num_warmup.")
         return self.scales.moments
 
     @property
     def measurements(self) -> Measurements:
-        """Of curvature and noise since the scales were frozen. Only a state with a warmup has them."""
+        """The measurements since the scales last changed; only a state with a warmup has them."""
         if self.step.measurements is None:
-            raise ValueError("This state is of a run with num_warmup=0, which measures nothing.")
+            raise ValueError("This state comes from a run with num_warmup=0, which measures nothing; set num_warmup.")
         return self.step.measurements
 
     @property
@@ -111,7 +112,7 @@ class WarmupState(NamedTuple):
         return plain if self.reference is None else jnp.where(self.reference.in_use, corrected, plain)
 
     def spread(self, dynamics: Dynamics) -> jax.Array:
-        """The largest variance in any direction, in units of the temperature."""
+        """Return the largest variance of the positions in any direction, in units of the temperature."""
         return self.moments.spread() / (dynamics.temperature or 1.0)
 
     @staticmethod
@@ -125,7 +126,7 @@ class WarmupState(NamedTuple):
         jumps: Any = None,
         basins: Any = None,
     ) -> WarmupState:
-        """Nothing learned yet."""
+        """Return the state before the first iteration."""
         shape, dtype = cloud.z.shape, cloud.z.dtype
         particles, dimension = shape[0] * shape[1], shape[2]
         learns = num_warmup > 0

@@ -1,4 +1,4 @@
-"""The step size, from curvature and gradient noise measured at the ends of windows."""
+"""The learner of the step size, which measures curvature and gradient noise at the ends of windows."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 __all__ = ["StepState", "update_step_size"]
 
-#: Half the distance over which gradients are compared, where u has unit scale.
+#: Half the distance over which gradients are compared, if u has unit scale.
 WIDTH = 0.2
 
 
 class StepState(NamedTuple):
-    """The step size, and what it is measured from.
+    """The step size and its measurements.
 
-    - **size** - ε, where it is measured.
-    - **bias** - the relative inflation of variances that this ε is expected to cause; negative where it is not known.
-    - **effective_draws** - how many independent draws a run as long as the warmup is then worth, for the direction that
-      moves slowest; negative where the step is not measured.
-    - **measurements** - curvature and noise since the scales were frozen; ``None`` without a warmup.
+    - **size** - the measured ε.
+    - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
+    - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
+      direction that moves slowest; negative if the step is not measured.
+    - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
     """
 
     size: jax.Array
@@ -45,7 +45,7 @@ class StepState(NamedTuple):
 
     @staticmethod
     def start(size: float, particles: int, dtype, learns: bool) -> StepState:
-        """Nothing measured yet."""
+        """Return the state before the first measurement."""
         return StepState(
             size=jnp.asarray(size, dtype),
             bias=jnp.asarray(UNKNOWN, dtype),
@@ -57,7 +57,7 @@ class StepState(NamedTuple):
 def update_step_size(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """Where a window ends, one more measurement, and the step size from all of those in these coordinates."""
+    """At the end of a window, measure once more and set the step size from all measurements in these coordinates."""
     plan = sampler.plan
     if not plan.measures:
         return warmup, cloud
@@ -70,13 +70,13 @@ def update_step_size(
 
 
 def _measured(key, stage, warmup, cloud, sampler):
-    """The measurements with one more; and whether control variates are in use."""
+    """Add a measurement, and use control variates only if they do not add noise."""
     plan = sampler.plan
     in_use = warmup.reference.in_use if plan.reference else jnp.zeros((), bool)
     width = WIDTH if plan.scale else WIDTH * jnp.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
     curvature, noise = estimate_curvature(key, cloud.z, width, sampler.energy_and_grad(warmup), in_use, plan.reference)
     if not plan.noise:
-        # Without minibatches, midpoints differ by the third derivatives of U alone.
+        # Without minibatches, midpoints differ only by the third derivatives of U.
         noise = jnp.zeros_like(noise)
     known = warmup.step.measurements
     measurements = known._replace(
@@ -96,7 +96,7 @@ def _measured(key, stage, warmup, cloud, sampler):
 
 
 def _with_step_size(stage, warmup, cloud, sampler):
-    """The step size that the rule takes from the measurements, with the bias and the draws that it is worth."""
+    """Set the step size by the rule, and its expected bias and effective draws."""
     plan, dynamics = sampler.plan, sampler.dynamics
     coupling = sampler.interaction.couple(cloud.z, warmup.bandwidth)
     spread = warmup.spread(dynamics)
@@ -114,13 +114,13 @@ def _with_step_size(stage, warmup, cloud, sampler):
             error.max_step_for_short_run(stats, draws_per_step),
         ),
         stability_limit=error.stability_limit(stats),
-        # No step of this kind moves between basins; jumps do.
+        # Only jumps move particles between basins, so a longer step gains no draws there.
         draws_per_step=jnp.where(warmup.has_basins, jnp.inf, draws_per_step)
         if dynamics.is_sampler and not plan.jumps
         else jnp.inf,
     )
     usable = jnp.isfinite(step_size) & (step_size > 0)
-    # Of particles that do not move nothing was measured: stay well below the steps that Metropolis accepted.
+    # If nothing could be measured, as for particles that do not move, stay well below the steps of the arrival.
     accepted = jnp.exp(jnp.log(warmup.arrival.step_size).mean())
     step_size = jnp.where(usable, step_size, error.from_overdamped_step(0.1 * accepted))
     bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step

@@ -1,4 +1,4 @@
-"""Symptoms of posteriors that no linear change of variables suits: funnels, heavy tails, several basins."""
+"""Symptoms of posteriors that no linear change of variables suits: funnels, heavy tails and several basins."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Symptoms", "Widest", "update_symptoms"]
 
-#: Squared gradients are compared in at most so many blocks of coordinates, and in all such a table has so many entries.
+#: The largest number of blocks of coordinates for squared gradients, and of entries in the table of their products.
 MAX_BLOCKS, MAX_ENTRIES = 128, 2**20
-#: Particles are in several basins where this share of a variance is between them, where curvature times variance is
-#: this many times that of a Gaussian, and where a gap between them, two at least on each side, is so many times their
-#: own width. That width times curvature has to be about that of a Gaussian or more, for particles that have not yet
-#: explored what is around them have gaps between them too.
+#: Particles are in several basins if more than this share of a variance is between particles, curvature times variance
+#: is more than this many times that of a Gaussian, and a gap with at least two particles on each side is more than this
+#: many times the width of one particle's path. Curvature times the variance within particles must exceed this fraction
+#: of that of a Gaussian, because particles that have not explored their surroundings have gaps between them too.
 BASINS_SHARE, BASINS_CONDITION, BASINS_GAP, BASINS_OWN_CONDITION = 0.5, 4.0, 4.0, 0.5
-#: Tails are heavy where the kurtosis is more, and the tail gradient less, than this. Both measured: Cauchy's
+#: Tails are heavy if the kurtosis is larger and the tail gradient smaller than these. Measured values of both: Cauchy
 #: distribution 18 to 44 and 0.02 to 0.3; Student's t with two degrees of freedom 17 to 52 and 0.3 to 0.6, with three 12
-#: to 52 and 0.7 to 1.2, with five 6 to 18 and 1.6 to 1.8; Laplace's 9 to 12 and 1.0.
+#: to 52 and 0.7 to 1.2, with five 6 to 18 and 1.6 to 1.8; Laplace distribution 9 to 12 and 1.0.
 MAX_KURTOSIS, MIN_TAIL_GRADIENT = 8.0, 0.5
 
 
 class Widest(NamedTuple):
-    """Particles along the direction in which their positions vary most; scalars, 0 before a window has ended.
+    """Statistics along the direction in which positions vary most; scalars, 0 before a window has ended.
 
-    - **variance** - of the positions, over particles and time.
-    - **share** - how much of it is between the particles, in [0, 1].
-    - **condition** - the variance times that of the gradients along the direction, over T²: 1 for a Gaussian, whatever
-      its scale.
+    - **variance** - the variance of the positions, over particles and time.
+    - **share** - the share of the variance that is between particles, in [0, 1].
+    - **condition** - the variance times the variance of the gradients along the direction, over T²: 1 for a Gaussian,
+      whatever its scale.
     - **gap** - the largest distance between the means of neighbouring particles, in units of the standard deviation of
       one particle over time.
     """
@@ -50,7 +50,7 @@ class Widest(NamedTuple):
 
     @property
     def has_basins(self) -> jax.Array:
-        """Whether the particles are in several basins, between which they do not move; false where unknown."""
+        """Whether the particles are in several basins, between which they do not move; false if unknown."""
         explored = (1.0 - self.share) * self.condition > BASINS_OWN_CONDITION
         apart = (self.share > BASINS_SHARE) & (self.gap > BASINS_GAP)
         return apart & explored & (self.condition > BASINS_CONDITION)
@@ -59,22 +59,22 @@ class Widest(NamedTuple):
 class Symptoms(NamedTuple):
     """Sums over particles and iterations since the scales were frozen.
 
-    Positions are relative to where the particles were at first, for a sum of squares forgets a small spread about a
-    large mean. x are positions in units of the scales and g gradients, one coordinate of the model at a time, and s is
-    the logarithm of the mean squared gradient in each of B blocks of successive coordinates.
+    Positions are relative to the first mean of the particles, because a sum of squares loses a small spread about a
+    large mean. x are positions in units of the scales and g gradients, along the coordinates of the model; s is the
+    logarithm of the mean squared gradient in each of B blocks of successive coordinates.
 
     - **number** - how many pairs of particle and iteration.
-    - **origin** - where the particles were at first, whitened, ``(d,)``.
+    - **origin** - the first mean of the particles, whitened, ``(d,)``.
     - **powers** - sums of x, x², x⁴, g² and x² g², ``(5, d)``.
     - **logs** - sums of s and s², ``(2, B)``.
     - **products** - sums of x s, ``(d, B)``.
-    - **direction** - a unit vector in whitened coordinates, ``(d,)``: power iteration, with one step for each window,
-      turns it into the direction in which positions vary most.
+    - **direction** - a unit vector in whitened coordinates, ``(d,)``; power iteration, one step per window, turns it
+      into the direction in which positions vary most.
     - **images** - sums over the window of u and of u (u · direction), ``(2, d)``.
-    - **along** - for each particle sums over the window of p = u · direction, p², q = ∇U · direction and q²,
+    - **along** - sums over the window of p = u · direction, p², q = ∇U · direction and q² for each particle,
       ``(4, G L)``.
     - **length** - iterations in the window so far.
-    - **widest** - what the last complete window found along its direction.
+    - **widest** - statistics along the direction of the last complete window.
     """
 
     number: jax.Array
@@ -90,7 +90,7 @@ class Symptoms(NamedTuple):
 
     @staticmethod
     def empty(particles: int, dimension: int, dtype) -> Symptoms:
-        """Of nothing yet."""
+        """Return empty sums, and a random direction."""
         blocks = _num_blocks(dimension)
         direction = np.random.default_rng(0).standard_normal(dimension)
         nothing = jnp.zeros((), dtype)
@@ -108,10 +108,10 @@ class Symptoms(NamedTuple):
         )
 
     def add(self, u: jax.Array, gradient: jax.Array, change: Preconditioner) -> Symptoms:
-        """With the particles of one more iteration.
+        """Return the sums with the particles of one more iteration.
 
         :param u: whitened positions, ``(P, d)``.
-        :param gradient: gradients with respect to these.
+        :param gradient: gradients with respect to ``u``.
         :param change: the change of variables in use.
         """
         origin = jnp.where(self.number > 0, self.origin, u.mean(0))
@@ -133,11 +133,11 @@ class Symptoms(NamedTuple):
         )
 
     def next_window(self, temperature: float = 1.0) -> Symptoms:
-        """With what the window found, and the next one begun along a direction in which positions vary more."""
+        """Store the statistics of the window, and start the next one along a direction in which positions vary more."""
         p, squared, q, squared_gradient = self.along / jnp.maximum(self.length, 1.0)
         own = jnp.mean(squared - p**2)
         variance = jnp.mean(squared) - jnp.mean(p) ** 2
-        # Two particles at least on either side, for one alone may be the neck of a funnel.
+        # At least two particles on each side, because a single one may be in the neck of a funnel.
         gaps = jnp.diff(jnp.sort(p))
         gaps = gaps[1:-1] if len(p) > 3 else gaps
         gap = gaps.max() if len(p) > 1 else jnp.zeros_like(variance)
@@ -161,9 +161,9 @@ class Symptoms(NamedTuple):
 
     @property
     def dependence(self) -> jax.Array:
-        """By how much the logarithm of squared gradients changes along a coordinate that explains it, as in a funnel.
+        """How strongly the logarithm of squared gradients depends on a coordinate, as in a funnel.
 
-        That is ``|β ρ|``, with β the change of s for each standard deviation of x, and ρ their correlation: the largest
+        This is ``|β ρ|``, with β the change of s per standard deviation of x and ρ their correlation: the largest value
         over all pairs of a coordinate and a block without it.
         """
         number = jnp.maximum(self.number, 1.0)
@@ -177,21 +177,21 @@ class Symptoms(NamedTuple):
 
     @property
     def kurtosis(self) -> jax.Array:
-        """``E x⁴ / (E x²)²`` of each coordinate: 3 for a Gaussian; 0 where unknown, ``(d,)``."""
+        """``E x⁴ / (E x²)²`` of each coordinate, ``(d,)``: 3 for a Gaussian, 0 if unknown."""
         _, square, fourth, *_ = self._means
         found = fourth / square**2
         return jnp.where(jnp.isfinite(found), found, 0.0)
 
     @property
     def tail_gradient(self) -> jax.Array:
-        """``E x² g² / (E x² E g²)`` of each coordinate: 3 for a Gaussian; infinite where unknown, ``(d,)``."""
+        """``E x² g² / (E x² E g²)`` of each coordinate, ``(d,)``: 3 for a Gaussian, infinite if unknown."""
         _, square, _, slope, both = self._means
         found = both / (square * slope)
         return jnp.where(jnp.isfinite(found), found, jnp.inf)
 
     @property
     def has_heavy_tails(self) -> jax.Array:
-        """Whether a coordinate has them: some particles far away, where the gradient is smaller than elsewhere."""
+        """Whether a coordinate has heavy tails: some particles are far away, where the gradient is smaller."""
         return jnp.any((self.kurtosis > MAX_KURTOSIS) & (self.tail_gradient < MIN_TAIL_GRADIENT))
 
     @property
@@ -202,7 +202,7 @@ class Symptoms(NamedTuple):
 def update_symptoms(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """The sums since scales were frozen, and at the ends of windows the direction along which particles are watched."""
+    """While settling, add the cloud to the sums; at the ends of windows, update the direction of largest variance."""
     del key
     known = warmup.symptoms
     if known is None:
@@ -227,7 +227,7 @@ def _block_size(dimension, blocks):
 
 
 def _block_means(x, blocks):
-    """Means over blocks of successive coordinates, ``(P, B)``."""
+    """Return the means over blocks of successive coordinates, ``(P, B)``."""
     dimension = x.shape[-1]
     size = _block_size(dimension, blocks)
     padded = jnp.pad(x, ((0, 0), (0, blocks * size - dimension))).reshape(len(x), blocks, size)

@@ -1,4 +1,4 @@
-"""The windows of warmup, and where among them an iteration is.
+"""The windows of warmup, and the position of an iteration among them.
 
 0      1 % 2.5 % 5 % 10 % 15 %   25 % 30 %   40 %       60 % 65 % 70 % ...                  100 %
 |  ·   |   |     |   |    |       |    |      |          |    |    |                          |
@@ -15,48 +15,48 @@ import numpy as np
 
 __all__ = ["ARRIVED", "BEGINNINGS", "ENDS", "FREEZE", "LAST_ADAPTED", "SETTLING_ENDS", "Stage"]
 
-#: Fractions of warmup at which windows end, in which particles arrive, ...
+#: Fractions of warmup at which windows end: windows in which particles arrive, ...
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
-#: ... the sampler runs and scales are adapted, ...
+#: ... in which the sampler runs and its scales are adapted, ...
 ADAPTATION_ENDS = (0.3, 0.4, 0.6)
-#: ... and with these frozen the step size and the bandwidth settle.
+#: ... and in which the scales are frozen, and the step size and the bandwidth settle.
 SETTLING_ENDS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
-#: Correlations are used from the second window on, lost particles rescued from the third one on.
+#: Scales use correlations from the second window on; lost particles are rescued from the third window on.
 FIRST_DENSE, FIRST_RESCUE = 0.02, 0.04
-#: The share of the gradient noise that counts in the first windows of the sampler: first travel, then cool.
+#: (end of window, share): the share of the gradient noise that limits the step until then; long steps first, to travel.
 ANNEALING = ((0.3, 0.0), (0.4, 0.03), (0.6, 0.2))
 
 FREEZE = ADAPTATION_ENDS[-1]
 ARRIVED = ARRIVAL_ENDS[-1]
 ENDS = np.array(ARRIVAL_ENDS + ADAPTATION_ENDS + SETTLING_ENDS)
-#: Where the moments of a window begin to count: in its second half while particles arrive, after a quarter later on,
-#: and at last, with frozen scales, over three quarters of what is left.
+#: Where the moments of a window begin: at half of a window of the arrival, at a quarter of a window of the adaptation,
+#: and once in the settling part, at a quarter of it.
 _STARTS = np.array((0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS))
 _LAST = np.array((*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0))
 BEGINNINGS = _STARTS + np.where(_LAST <= ARRIVED, 0.5, 0.25) * (_LAST - _STARTS)
-#: The share of warmup from which the final scales are learned.
+#: The share of warmup whose iterations give the final scales.
 LAST_ADAPTED = float(FREEZE - BEGINNINGS[-2])
 
 
 class Stage(NamedTuple):
-    """Where in its warmup a run is at one iteration; computed once for it. Scalars.
+    """The stage of warmup at one iteration, computed once per iteration; scalars.
 
-    - **done** - iterations done, with this one.
-    - **num_warmup** - how many of them are warmup.
-    - **is_warmup** - whether this one is.
-    - **is_arriving** - whether particles still arrive in it.
-    - **is_settling** - whether scales are frozen in it, and warmup goes on.
-    - **window_starts** - whether the sums of a window begin with it.
-    - **window_ends** - whether a window ends with it.
-    - **until_end** - how many more iterations, with this one, complete the window; after the last, a huge number.
-    - **has_arrived** - whether particles have arrived, after it.
-    - **may_rescue** - whether lost particles may be sent back after it. Not at the last: copies must part before
-      particles repel each other.
-    - **is_adapting** - whether a window that ends with it changes scales.
-    - **uses_correlations** - whether it changes correlations, too.
-    - **references_move** - whether a window that ends with it moves reference points.
-    - **num_settled** - how many windows have ended since scales were frozen.
-    - **noise_share** - the share of the gradient noise that counts.
+    - **done** - how many iterations are done, including this one.
+    - **num_warmup** - how many iterations are warmup.
+    - **is_warmup** - whether this iteration is warmup.
+    - **is_arriving** - whether particles still arrive.
+    - **is_settling** - whether this is warmup with frozen scales.
+    - **window_starts** - whether the sums of a window start with this iteration.
+    - **window_ends** - whether a window ends with this iteration.
+    - **until_end** - how many iterations, including this one, complete the window; after the last, a huge number.
+    - **has_arrived** - whether particles have arrived after this iteration.
+    - **may_rescue** - whether lost particles may move to others after this iteration. Not at the end of the last
+      window of the arrival, because copies must separate before particles repel each other.
+    - **is_adapting** - whether a window that ends with this iteration changes the scales.
+    - **uses_correlations** - whether it also changes correlations.
+    - **references_move** - whether a window ends with this iteration and moves reference points.
+    - **num_settled** - how many windows have ended since the scales were frozen.
+    - **noise_share** - the share of the gradient noise that limits the step.
     """
 
     done: jax.Array
@@ -77,7 +77,7 @@ class Stage(NamedTuple):
 
     @staticmethod
     def of(iteration: jax.Array, num_warmup: jax.Array) -> Stage:
-        """That of the iteration that follows so many."""
+        """Return the stage of the iteration that follows ``iteration`` others."""
         done = iteration + 1
 
         def at(fraction):
@@ -107,12 +107,12 @@ class Stage(NamedTuple):
         )
 
     def at(self, fraction: Any) -> jax.Array:
-        """How many iterations a fraction of warmup has, at least one."""
+        """Return how many iterations a fraction of warmup has, at least one."""
         return _iteration_at(fraction, self.num_warmup)
 
 
 def _iteration_at(fraction, num_warmup):
-    # In integers, for in single precision 0.3 · 50 is not 15; in two parts, so that the product does not overflow.
+    # In integers, because 0.3 · 50 is not 15 in single precision; in two parts, so that the product does not overflow.
     parts = np.round(np.asarray(fraction) * 4000).astype(np.int32)
     whole, rest = num_warmup // 4000, num_warmup % 4000
     return jnp.clip(parts * whole + parts * rest // 4000, 1, num_warmup)

@@ -230,7 +230,7 @@ def test_the_interaction_must_be_in_the_matrices():
         run(Recipe(lambda x: jnp.eye(x.size)), SGLDR)
 
 
-@pytest.mark.filterwarnings("ignore:num_warmup=20 is too few")
+@pytest.mark.filterwarnings("ignore:num_warmup=20 is too short")
 def test_no_step_can_be_measured_for_it():
     with pytest.raises(ValueError, match="cannot be measured; give `step_size`"):
         run(Recipe(lambda x: 100.0 * jnp.eye(x.size)), step_size=None)

@@ -99,7 +99,7 @@ def abstractly(kernel, state, *args):
         ("recipe", sgld(dynamics=Recipe(lambda x: jnp.eye(x.size), extra=1)), "carries extra coordinates"),
         ("lm", sgld(kernel=SVGD), "would take it for nothing"),
         ("euler", sgld(kernel=SGLDR), "needs a bandwidth that warmup learns, and the state has none"),
-        ("lm", sgld(num_ensembles=2), "The state is of num_ensembles=1, and this kernel has num_ensembles=2"),
+        ("lm", sgld(num_ensembles=2), "The state has num_ensembles=1, and this kernel has num_ensembles=2"),
         ("lm", sgld(preconditioner=np.ones(2)), "The state has no preconditioner, which stays in use"),
         ("dense", sgld(preconditioner=np.ones(2)), "The state has another preconditioner"),
         ("dense", sgld(preconditioner=None), "The state has another preconditioner"),

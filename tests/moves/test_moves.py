@@ -318,7 +318,7 @@ def model(y):
 @pytest.mark.parametrize(
     ("make", "kwargs", "words"),
     [
-        (partial(SVGD, gaussian_mixture), {}, "jumps of a sampler"),
+        (partial(SVGD, gaussian_mixture), {}, "need a sampler"),
         (partial(SGLDR, gaussian_mixture, dynamics=Overdamped("lm")), {}, "averaged over two updates"),
         (partial(SGLD, gaussian_mixture, step_size=0.1), {"num_warmup": 0}, "set num_warmup"),
         (partial(SGLD, gaussian_mixture), {"size": 1}, "2 particles or more"),

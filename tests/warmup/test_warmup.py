@@ -935,7 +935,7 @@ def test_funnel_is_flagged_in_every_seed(seed):
 @pytest.mark.live_warnings
 def test_short_warmup_says_so():
     words, _ = expectations(SGLD(schools), False, num_warmup=20)
-    assert "num_warmup=20 is too few" in words
+    assert "num_warmup=20 is too short" in words
 
 
 @pytest.mark.slow
