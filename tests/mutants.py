@@ -111,9 +111,9 @@ MUTANTS = [
     ),
     Mutant(
         "the same key in every update",
-        "kernels/iteration.py",
-        "keys = random.split(key, self.num_steps)",
-        "keys = jnp.stack([key] * self.num_steps)",
+        "kernels/progress.py",
+        "Keys(keys[1], keys[2:number], keys[number:])",
+        "Keys(keys[1], keys[2:number], keys[jax.numpy.full(num_steps, number)])",
         "test_dynamics",
         "key or hand",
     ),
@@ -176,8 +176,8 @@ MUTANTS = [
     Mutant(
         "an off-by-one in the rows of a minibatch: the last one never",
         "gradients/minibatch.py",
-        "(*shape, count), 0, size, jnp.int32)",
-        "(*shape, count), 0, size - 1, jnp.int32)",
+        "integers_below(plate_key, (*shape, count), size)",
+        "integers_below(plate_key, (*shape, count), size - 1)",
         "test_gradients",
         "rows or minibatch or indices",
     ),
