@@ -27,8 +27,7 @@ from numpyro_repulsion.plots import animate_particles, plot_gram, plot_particles
 from numpyro_repulsion.report import diagnose, summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.scores import scores
-
-__version__ = "0.1.0"
+from numpyro_repulsion.version import __version__
 
 __all__ = [
     "IMQ",
@@ -69,6 +68,7 @@ __all__ = [
     "Subsampled",
     "Thermostat",
     "Underdamped",
+    "__version__",
     "all_rows",
     "animate_particles",
     "diagnose",

@@ -243,7 +243,8 @@ def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_si
 
     def run(state, step_size):
         constant = copy.copy(kernel)
-        constant._schedule = lambda count: step_size
+        # Settings cannot be set again, but this copy has no compiled program yet.
+        vars(constant)["schedule"] = lambda count: step_size
 
         def iterate(state, _):
             state = constant.sample(state, args, kwargs)

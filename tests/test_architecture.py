@@ -1,6 +1,7 @@
 """The house's own rules: imports run downward, heavy packages stay out, public names are documented."""
 
 import ast
+import graphlib
 import importlib
 import inspect
 from pathlib import Path
@@ -22,6 +23,7 @@ ARROWS = {
     "checks": (MATHEMATICS, set()),
     "findings": (set(), set()),
     "noise": (MATHEMATICS, set()),
+    "version": (set(), set()),
     "interactions": (MATHEMATICS, {"checks", "noise"}),
     "schedules": (MATHEMATICS, {"checks"}),
     "dynamics": (MATHEMATICS, {"checks", "noise", "interactions"}),
@@ -44,7 +46,7 @@ ARROWS = {
         {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data"},
     ),
     # The progress bar is NumPyro's.
-    "checkpointing": (HOST | {"tqdm"}, {"checks", "gradients", "kernels"}),
+    "checkpointing": (HOST | {"tqdm"}, {"checks", "version", "gradients", "kernels"}),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"checks", "noise", "targets"}),
 }
 
@@ -62,6 +64,8 @@ def imports(tree):
             names |= {f"{PACKAGE}.{alias.name}" for alias in node.names} if within else {node.module}
     packages = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
     files = {name.split(".")[1] for name in names if name.startswith(PACKAGE + ".")}
+    if PACKAGE in names:
+        files.add("__init__")
     return packages - {PACKAGE}, files
 
 
@@ -116,6 +120,24 @@ def test_imports_run_downward():
     assert not offenders(upward)
 
 
+def circle(sources):
+    """Files, by dotted name, that import each other in a circle; for type checkers alone, too."""
+    graph = {}
+    for name, text in sources.items():
+        found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+        graph[name] = {node.module.removeprefix(PACKAGE + ".") for node in found} & set(sources)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert not circle({name: path.read_text() for name, path in FILES.items()})
+    assert circle({"a": f"from {PACKAGE}.b import x", "b": f"def f():\n  from {PACKAGE}.a import y"})
+
+
 def test_optional_packages_are_imported_lazily():
     assert not offenders(eager)
 
@@ -142,6 +164,7 @@ def test_arrows_are_seen():
     source = "try:\n  import arviz\nfinally:\n  def f():\n    from numpyro_repulsion.kernels import SGLD\n"
     tree = ast.parse(source + "from numpyro_repulsion import RBF")
     assert imports(tree) == ({"arviz"}, {"kernels", "RBF"})
+    assert imports(ast.parse(f"def f():\n  import {PACKAGE}")) == (set(), {"__init__"})
     assert imports(RunOnImport().visit(tree)) == ({"arviz"}, {"RBF"})
 
 

@@ -48,7 +48,7 @@ INTEGERS = {
 }
 #: Every real number that a part takes.
 NUMBERS = {
-    "step_size": lambda x: SGLD(potential_fn=lambda z: z**2, step_size=x)._schedule,
+    "step_size": lambda x: SGLD(potential_fn=lambda z: z**2, step_size=x).schedule,
     "RBF": lambda x: RBF(x),
     "IMQ": lambda x: IMQ(nugget=x),
     "Laplacian": lambda x: Laplacian(RBF(), strength=x),

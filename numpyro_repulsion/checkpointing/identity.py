@@ -20,6 +20,7 @@ from numpyro_repulsion.checkpointing.program import Program
 from numpyro_repulsion.gradients import ModelTarget, fingerprint
 from numpyro_repulsion.kernels import arguments, bound_of
 from numpyro_repulsion.kernels.origin import words
+from numpyro_repulsion.version import __version__
 
 __all__ = ["PROGRAMS", "compare_densities", "densities", "differences", "digest", "identify", "makers"]
 
@@ -138,13 +139,11 @@ def compare_densities(saved: dict[str, list], now: dict[str, list]) -> list[str]
 
 def makers() -> dict[str, str]:
     """Returns the versions and the device that compute; others may round differently."""
-    import numpyro_repulsion
-
     device = jax.devices()[0]
     return {
         "jax": jax.__version__,
         "numpyro": numpyro.__version__,
-        "numpyro-repulsion": numpyro_repulsion.__version__,
+        "numpyro-repulsion": __version__,
         "device": f"{device.platform} {device.device_kind}",
     }
 

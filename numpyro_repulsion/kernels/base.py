@@ -132,12 +132,12 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.dynamics = dynamics
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
-        self._looks_for_basins = moves is None and can_jump(interaction, dynamics)
+        self.looks_for_basins = moves is None and can_jump(interaction, dynamics)
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)
         self.init_strategy = init_strategy
         self.step_size = BiasBudget() if step_size is None else step_size
-        self._schedule = step_schedule(self.step_size, self.num_steps)
+        self.schedule = step_schedule(self.step_size, self.num_steps)
         self.preconditioner = preconditioner
         self.scale = preconditioner_scale(preconditioner)
         check_ensembles(interaction, self.num_ensembles)
@@ -147,6 +147,11 @@ class ParticleKernel(Fixed, MCMCKernel):
     def model(self):
         """The model, or ``None`` for a kernel with a ``potential_fn``."""
         return self._model
+
+    @property
+    def potential_fn(self):
+        """The potential energy, or ``None`` for a kernel made from a model."""
+        return self._potential_fn
 
     @property
     def is_ensemble_kernel(self):
@@ -183,7 +188,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             init_params = jax.tree.map(lambda x: jnp.asarray(x)[None], init_params)
         size = rng_key.shape[0]
         check_groups(size, self.num_ensembles, self.interaction.interacts)
-        if num_warmup == 0 and self._schedule is None:
+        if num_warmup == 0 and self.schedule is None:
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         bound = self.bind(model_args, model_kwargs)
         self._initializer.check_data(bound.target)
@@ -238,7 +243,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         flat, unravel = ravel_cloud(state.z)
         z = state.warmup.scales.preconditioner.whiten(flat)
         cloud = Cloud(z, state.potential_energy, state.gradient, state.memory)
-        iteration = Iteration(bound, plan, unravel, self._schedule)
+        iteration = Iteration(bound, plan, unravel, self.schedule)
         return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
 
     def postprocess_fn(self, args, kwargs):

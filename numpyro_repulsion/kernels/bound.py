@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import ControlVariates, FunctionTarget, Gradient, ModelTarget, Target
+from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.settings import choose_gradient
+from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup import WarmupPlan
 
-if TYPE_CHECKING:
-    from numpyro_repulsion.kernels.base import ParticleKernel
+__all__ = ["Binder", "BoundSampler", "Settings"]
 
-__all__ = ["Binder", "BoundSampler"]
+
+class Settings(Protocol):
+    """The settings of a kernel that a run depends on; see :class:`~numpyro_repulsion.kernels.ParticleKernel`."""
+
+    interaction: Interaction
+    dynamics: Dynamics
+    gradient: Gradient | None
+    moves: Move | None
+    step_size: Any
+    scale: Any
+    num_steps: int
+    num_ensembles: int
+    looks_for_basins: bool
+
+    @property
+    def model(self) -> Callable | None: ...
+
+    @property
+    def potential_fn(self) -> Callable | None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class BoundSampler:
     """A kernel, the posterior that it samples, and the gradient that it uses."""
 
-    kernel: ParticleKernel
+    kernel: Settings
     target: Target
     gradient: Gradient
 
     @staticmethod
-    def of(kernel: ParticleKernel, target: Target) -> BoundSampler:
+    def of(kernel: Settings, target: Target) -> BoundSampler:
         """Bind a kernel to a target, with the given gradient if it fits, or else the default one."""
         return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
 
@@ -50,7 +71,7 @@ class BoundSampler:
             epoch=self.gradient.epoch_length(self.target, kernel.num_steps),
             noise=is_noisy,
             jumps=kernel.moves is not None,
-            basins=kernel._looks_for_basins and not is_noisy,
+            basins=kernel.looks_for_basins and not is_noisy,
         )
 
 
@@ -60,14 +81,14 @@ class Binder:
     It keeps only the last arguments, like NumPyro, which keeps their compiled program.
     """
 
-    def __init__(self, kernel: ParticleKernel):
+    def __init__(self, kernel: Settings):
         self._kernel = kernel
         self._last: tuple[Any, list, BoundSampler] | None = None
 
     def __call__(self, args: tuple, kwargs: dict | None) -> BoundSampler:
         kernel, kwargs = self._kernel, kwargs or {}
         if kernel.model is None:
-            return BoundSampler.of(kernel, FunctionTarget(kernel._potential_fn))
+            return BoundSampler.of(kernel, FunctionTarget(kernel.potential_fn))
         leaves, structure = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))

@@ -131,7 +131,7 @@ class Initializer:
         basins = None
         if num_warmup > 0 and plan.basins and plan.step_size is not None and size >= Basins.min_particles:
             basins = Basins().start(cloud, num_warmup, plan.scale == "dense")
-        first = 1e-3 if kernel._schedule is None else kernel._schedule(0)
+        first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
         warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins)
         if num_warmup > 0:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.

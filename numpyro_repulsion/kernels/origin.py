@@ -98,7 +98,7 @@ def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient
             f"gradient={gradient!r} needs a reference for each particle, and the state has none: continue with "
             f"gradient=Subsampled(), or the gradient of the state; or, {_ANEW}."
         )
-    if kernel._schedule is None and (wanted := _measured_for(kernel, gradient)) != origin.measured_for:
+    if kernel.schedule is None and (wanted := _measured_for(kernel, gradient)) != origin.measured_for:
         if origin.measured_for:
             changed = [
                 f"{name}={old} and is now {name}={new}"

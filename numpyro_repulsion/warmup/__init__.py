@@ -41,7 +41,7 @@ what it learns (``WarmupPlan``). Each writes its own part of ``WarmupState``:
 ================  ============  ==========================================  ========================================
 learner           file          reads                                       writes
 ================  ============  ==========================================  ========================================
-update_symptoms   symptoms.py   positions, gradients, scales                symptoms
+update_symptoms   diagnosis.py  positions, gradients, scales                symptoms
 update_arrival    arrival.py    energies, gradients                         arrival; positions of lost particles
 update_scales     scales.py     positions, gradients                        scales; the cloud in the new coordinates
 update_reference  reference.py  moments of the scales, or positions         reference
@@ -53,17 +53,18 @@ update_step_size  step_size.py  curvature and noise (curvature.py), and     step
 The kernels add learners of jumps (``kernels/iteration.py``). The last state gives the diagnosis (``diagnosis.py``).
 """
 
-from numpyro_repulsion.warmup.arrival import ArrivalState, Surroundings, arrive, left_behind, rescue, update_arrival
+from numpyro_repulsion.warmup.arrival import arrive, left_behind, rescue, update_arrival
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
 from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature, measure_steepness, summarize_curvature
-from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis, diagnose_warmup
+from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis, diagnose_warmup, update_symptoms
 from numpyro_repulsion.warmup.learning import Learner, Sampler, warmup_update
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
 from numpyro_repulsion.warmup.reference import update_reference
-from numpyro_repulsion.warmup.scales import ScalesState, update_scales
-from numpyro_repulsion.warmup.state import WarmupPlan, WarmupState
-from numpyro_repulsion.warmup.step_size import StepState, update_step_size
-from numpyro_repulsion.warmup.symptoms import Symptoms, Widest, update_symptoms
+from numpyro_repulsion.warmup.scales import update_scales
+from numpyro_repulsion.warmup.state import ArrivalState, ScalesState, StepState, WarmupPlan, WarmupState
+from numpyro_repulsion.warmup.step_size import update_step_size
+from numpyro_repulsion.warmup.surroundings import Surroundings
+from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, Stage
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax, random
@@ -13,11 +13,9 @@ from numpyro_repulsion.dynamics import Cloud, CurvatureStats, EulerError
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.curvature import measure_steepness
+from numpyro_repulsion.warmup.learning import Sampler
+from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import Stage
-
-if TYPE_CHECKING:
-    from numpyro_repulsion.warmup.learning import Sampler
-    from numpyro_repulsion.warmup.state import WarmupState
 
 __all__ = ["Gains", "best_bandwidth", "gains", "next_bandwidth", "update_bandwidth"]
 

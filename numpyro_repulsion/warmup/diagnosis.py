@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.dynamics import Dynamics
+from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.findings import Finding
 from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.windows import Stage
 
-__all__ = ["WarmupDiagnosis", "diagnose_warmup"]
+__all__ = ["WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]
 
 #: With fewer effective draws, the posterior's standard deviations are not known to a tenth.
 MIN_EFFECTIVE_DRAWS = 200.0
@@ -154,6 +157,24 @@ class WarmupDiagnosis(NamedTuple):
                 "Lengthen warmup or add particles; both improve the archive.",
             )
         return found
+
+
+def update_symptoms(
+    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+) -> tuple[WarmupState, Cloud]:
+    """While settling, add the cloud to the sums; at the ends of windows, update the direction of largest variance."""
+    del key
+    known = warmup.symptoms
+    if known is None:
+        return warmup, cloud
+
+    def examine():
+        u, gradient = (x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient))
+        found = known.add(u, gradient, warmup.scales.preconditioner)
+        temperature = sampler.dynamics.temperature or 1.0
+        return lax.cond(stage.window_ends, lambda: found.next_window(temperature), lambda: found)
+
+    return warmup._replace(symptoms=lax.cond(stage.is_settling, examine, lambda: known)), cloud
 
 
 def diagnose_warmup(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.warmup.learning import Sampler
+from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import Stage
-
-if TYPE_CHECKING:
-    from numpyro_repulsion.warmup.learning import Sampler
-    from numpyro_repulsion.warmup.state import WarmupState
 
 __all__ = ["update_reference"]
 

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
+from numpyro_repulsion.warmup.learning import Sampler
+from numpyro_repulsion.warmup.state import ScalesState, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
 
-if TYPE_CHECKING:
-    from numpyro_repulsion.warmup.learning import Sampler
-    from numpyro_repulsion.warmup.state import WarmupState
-
-__all__ = ["ScalesState", "update_scales"]
-
-
-class ScalesState(NamedTuple):
-    """The scales in use, and the moments that they are learned from.
-
-    - **preconditioner** - the linear change of variables.
-    - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
-    """
-
-    preconditioner: Preconditioner
-    moments: Moments | None
+__all__ = ["update_scales"]
 
 
 def update_scales(

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Reference
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.warmup.arrival import ArrivalState
-from numpyro_repulsion.warmup.curvature import Measurements
+from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.scales import ScalesState
-from numpyro_repulsion.warmup.step_size import StepState
+from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import Symptoms
+from numpyro_repulsion.warmup.windows import SETTLING_ENDS
 
-__all__ = ["WarmupPlan", "WarmupState"]
+__all__ = ["ArrivalState", "ScalesState", "StepState", "WarmupPlan", "WarmupState"]
 
 
 class WarmupPlan(NamedTuple):
@@ -51,6 +50,60 @@ class WarmupPlan(NamedTuple):
     def measures(self) -> bool:
         """Whether warmup measures curvature and gradient noise."""
         return self.step_size is not None or self.reference
+
+
+class ArrivalState(NamedTuple):
+    """The state of the arrival.
+
+    - **step_size** - ε of each particle, ``(G, L)``.
+    - **surroundings** - sums over the current window; ``None`` if gradients are noisy.
+    """
+
+    step_size: jax.Array
+    surroundings: Surroundings | None
+
+    @staticmethod
+    def start(shape: tuple[int, ...], dtype, looks_around: bool) -> ArrivalState:
+        """Return the state for particles ``(G, L, d)`` at their starts."""
+        surroundings = Surroundings.empty(shape, dtype) if looks_around else None
+        return ArrivalState(jnp.full(shape[:2], 0.05, dtype), surroundings)
+
+
+class ScalesState(NamedTuple):
+    """The scales in use, and the moments that they are learned from.
+
+    - **preconditioner** - the linear change of variables.
+    - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
+    """
+
+    preconditioner: Preconditioner
+    moments: Moments | None
+
+
+class StepState(NamedTuple):
+    """The step size and its measurements.
+
+    - **size** - the measured ε.
+    - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
+    - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
+      direction that moves slowest; negative if the step is not measured.
+    - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
+    """
+
+    size: jax.Array
+    bias: jax.Array
+    effective_draws: jax.Array
+    measurements: Measurements | None
+
+    @staticmethod
+    def start(size: float, particles: int, dtype, learns: bool) -> StepState:
+        """Return the state before the first measurement."""
+        return StepState(
+            size=jnp.asarray(size, dtype),
+            bias=jnp.asarray(UNKNOWN, dtype),
+            effective_draws=jnp.asarray(UNKNOWN, dtype),
+            measurements=Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype) if learns else None,
+        )
 
 
 class WarmupState(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -11,47 +9,18 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.warmup.curvature import (
     UNKNOWN,
-    Measurements,
     estimate_curvature,
     measure_steepness,
     summarize_curvature,
 )
-from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Stage
+from numpyro_repulsion.warmup.learning import Sampler
+from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.windows import Stage
 
-if TYPE_CHECKING:
-    from numpyro_repulsion.warmup.learning import Sampler
-    from numpyro_repulsion.warmup.state import WarmupState
-
-__all__ = ["StepState", "update_step_size"]
+__all__ = ["update_step_size"]
 
 #: Half the distance over which gradients are compared, if u has unit scale.
 WIDTH = 0.2
-
-
-class StepState(NamedTuple):
-    """The step size and its measurements.
-
-    - **size** - the measured ε.
-    - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
-    - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
-      direction that moves slowest; negative if the step is not measured.
-    - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
-    """
-
-    size: jax.Array
-    bias: jax.Array
-    effective_draws: jax.Array
-    measurements: Measurements | None
-
-    @staticmethod
-    def start(size: float, particles: int, dtype, learns: bool) -> StepState:
-        """Return the state before the first measurement."""
-        return StepState(
-            size=jnp.asarray(size, dtype),
-            bias=jnp.asarray(UNKNOWN, dtype),
-            effective_draws=jnp.asarray(UNKNOWN, dtype),
-            measurements=Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype) if learns else None,
-        )
 
 
 def update_step_size(

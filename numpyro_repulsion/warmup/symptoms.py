@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
-from numpyro_repulsion.warmup.windows import Stage
 
-if TYPE_CHECKING:
-    from numpyro_repulsion.warmup.learning import Sampler
-    from numpyro_repulsion.warmup.state import WarmupState
-
-__all__ = ["Symptoms", "Widest", "update_symptoms"]
+__all__ = ["Symptoms", "Widest"]
 
 #: The largest number of blocks of coordinates for squared gradients, and of entries in the table of their products.
 MAX_BLOCKS, MAX_ENTRIES = 128, 2**20
@@ -197,24 +190,6 @@ class Symptoms(NamedTuple):
     @property
     def _means(self):
         return self.powers / jnp.maximum(self.number, 1.0)
-
-
-def update_symptoms(
-    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
-    """While settling, add the cloud to the sums; at the ends of windows, update the direction of largest variance."""
-    del key
-    known = warmup.symptoms
-    if known is None:
-        return warmup, cloud
-
-    def examine():
-        u, gradient = (x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient))
-        found = known.add(u, gradient, warmup.scales.preconditioner)
-        temperature = sampler.dynamics.temperature or 1.0
-        return lax.cond(stage.window_ends, lambda: found.next_window(temperature), lambda: found)
-
-    return warmup._replace(symptoms=lax.cond(stage.is_settling, examine, lambda: known)), cloud
 
 
 def _num_blocks(dimension):
