@@ -241,7 +241,7 @@ def test_warmup_then_run_is_one_run(data):
     tuned = mcmc.last_state.warmup
     mcmc.run(random.key(1), *data)
     fields = mcmc.get_extra_fields()
-    assert np.unique(fields["step_size"]).tolist() == [tuned.step_size]
+    assert np.unique(fields["step_size"]).tolist() == [tuned.step.size]
     assert np.unique(fields["bandwidth"]).tolist() == [tuned.bandwidth]
 
 

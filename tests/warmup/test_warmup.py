@@ -447,6 +447,9 @@ class Sampler(NamedTuple):
     def energy_and_grad(self, warmup):
         return self.gradient
 
+    def energy_on_common_rows(self, warmup, u):
+        return self.gradient(None, u)[0]
+
 
 def warm_up(warmup, cloud, sampler):
     """What is known after one more iteration."""
