@@ -27,7 +27,7 @@ from numpyro_repulsion.plots import animate_particles, plot_gram, plot_particles
 from numpyro_repulsion.report import diagnose, summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.scores import scores
-from numpyro_repulsion.version import __version__
+from numpyro_repulsion.version import __version__ as __version__
 
 __all__ = [
     "IMQ",
@@ -68,7 +68,6 @@ __all__ = [
     "Subsampled",
     "Thermostat",
     "Underdamped",
-    "__version__",
     "all_rows",
     "animate_particles",
     "diagnose",
