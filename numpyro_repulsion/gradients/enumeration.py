@@ -81,10 +81,10 @@ def check_enumeration(
             "marginalize them by hand (numpyro.distributions.MixtureSameFamily)."
         )
     for name, site in discrete.items():
-        law = site["fn"]
-        if not law.has_enumerate_support:
+        distribution = site["fn"]
+        if not distribution.has_enumerate_support:
             raise ValueError(
-                f"Discrete latent site '{name}' has a {type(law).__name__} distribution, whose values cannot be "
+                f"Discrete latent site '{name}' has a {type(distribution).__name__} distribution, whose values cannot be "
                 "summed over. Marginalize it by hand, or replace it by a distribution with few values, such as "
                 "numpyro.distributions.Categorical."
             )

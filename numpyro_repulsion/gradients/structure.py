@@ -129,10 +129,12 @@ def check_kinds(latent: Mapping[str, dict], discrete: list[str], dims: Mapping[s
         )
 
 
-def _may_be_empty(law) -> bool:
+def _may_be_empty(distribution) -> bool:
     """Whether NumPyro's transforms and densities support values without elements."""
-    is_whole = 0 not in law.batch_shape and getattr(law.support, "base_constraint", None) is constraints.real
-    return law.support is constraints.real or is_whole
+    is_whole = (
+        0 not in distribution.batch_shape and getattr(distribution.support, "base_constraint", None) is constraints.real
+    )
+    return distribution.support is constraints.real or is_whole
 
 
 def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, jax.Array]) -> list[str]:

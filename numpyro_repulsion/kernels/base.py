@@ -22,7 +22,7 @@ from numpyro_repulsion.gradients import (
 )
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
-from numpyro_repulsion.kernels.callbacks import warn_at_first_divergence, warn_by_verdict
+from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import ALL_LEARNERS, Iteration
 from numpyro_repulsion.kernels.mcmc import calling_mcmc
@@ -220,7 +220,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         warn_at_first_divergence(state.num_divergences, troubles, self.remedy)
         cloud, warmup = iteration.learn(keys, stage, progress.cloud, warmup)
         if warmup.step.measurements is not None and (plan.measures or plan.jumps):
-            warn_by_verdict(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
+            warn_after_warmup(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
         state = ParticleState(
             z=jax.vmap(iteration.unravel)(warmup.scales.preconditioner.to_positions(cloud.z).reshape(size, -1)),
             **per_particle(cloud, warmup, in_use),

@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_repulsion.findings import Diagnosis, flagged_updates
 from numpyro_repulsion.warmup import WarmupDiagnosis
 
-__all__ = ["enable_live_warnings", "silenced", "warn_at_first_divergence", "warn_by_verdict"]
+__all__ = ["enable_live_warnings", "silenced", "warn_at_first_divergence", "warn_after_warmup"]
 
 _live_warnings = True
 
@@ -66,11 +66,11 @@ def warn_at_first_divergence(before: jax.Array, after: jax.Array, remedy: str) -
         lax.cond((before == 0) & (after > 0), lambda: jax.debug.callback(warn, before, after), lambda: None)
 
 
-def warn_by_verdict(is_final: jax.Array, diagnose_warmup: Callable[[], WarmupDiagnosis]) -> None:
+def warn_after_warmup(is_final: jax.Array, diagnose_warmup: Callable[[], WarmupDiagnosis]) -> None:
     """Warn of the problems found at the end of warmup."""
 
-    def warn(is_final, verdict):
-        if np.asarray(is_final) and (found := Diagnosis(jax.tree.map(np.asarray, verdict).findings())):
+    def warn(is_final, diagnosis):
+        if np.asarray(is_final) and (found := Diagnosis(jax.tree.map(np.asarray, diagnosis).findings())):
             warnings.warn(f"Warmup expects trouble:\n{found}", RuntimeWarning, stacklevel=2)
 
     if _live_warnings:
