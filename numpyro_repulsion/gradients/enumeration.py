@@ -84,8 +84,8 @@ def check_enumeration(
         distribution = site["fn"]
         if not distribution.has_enumerate_support:
             raise ValueError(
-                f"Discrete latent site '{name}' has a {type(distribution).__name__} distribution, whose values cannot be "
-                "summed over. Marginalize it by hand, or replace it by a distribution with few values, such as "
+                f"Discrete latent site '{name}' has a {type(distribution).__name__} distribution, whose values cannot "
+                "be summed over. Marginalize it by hand, or replace it by a distribution with few values, such as "
                 "numpyro.distributions.Categorical."
             )
         asked = site["infer"].get("enumerate", "parallel")
