@@ -221,8 +221,16 @@ class ModelTarget(Target):
             # An axis of length one shows no variation.
             two = {name: (size, min(size, max(batch, 2))) for name, (size, batch) in taken.items()}
             with suppress(TypeError, ValueError):
-                return read_usage(self._evaluate, two, self._discrete_shapes, self.prototype)
+                shapes = {name: self._with_rows(name, site, two) for name, site in self._discrete_shapes.items()}
+                return read_usage(self._evaluate, two, shapes, self.prototype)
         return read_usage(self._evaluate, taken, self._discrete_shapes, self.prototype)
+
+    def _with_rows(self, name, site, counts):
+        """Return the shape and type of a discrete site for other numbers of rows in its plates."""
+        shape, event_dim = list(site.shape), self.events[name][0]
+        for plate in counts.keys() & self.dims[name].keys():
+            shape[self.dims[name][plate] - event_dim] = counts[plate][1]
+        return jax.ShapeDtypeStruct(tuple(shape), site.dtype)
 
     def observations(self) -> dict[str, jax.Array]:
         """Return the observed values over all rows."""

@@ -218,7 +218,7 @@ PAIRS = [
     (hidden_markov, hidden_markov_by_hand),
 ]
 #: Some of them here, and all in the full test.
-QUICK = (local, cells, outside)
+QUICK = (local, single_rows, cells, outside)
 pairs = pytest.mark.parametrize(
     ("model", "by_hand"),
     [pytest.param(*pair, marks=() if pair[0] in QUICK else pytest.mark.slow, id=pair[0].__name__) for pair in PAIRS],
