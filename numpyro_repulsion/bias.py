@@ -175,7 +175,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
 
 
 def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float]:
-    """Returns the predicted relative inflation of variances for the step in use, and that from gradient noise alone.
+    """Return the predicted relative inflation of variances for the step in use, and that from gradient noise alone.
 
     :param mcmc: for several plain chains, the first one counts.
     :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
@@ -192,7 +192,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
 
 
 def _step_size(mcmc):
-    """Returns the ε in use: of several plain chains that of the first, of a schedule the longest that made a draw."""
+    """Return the ε in use: of several plain chains that of the first, of a schedule the longest that made a draw."""
     if callable(mcmc.sampler.step_size):
         return float(np.max(mcmc.get_extra_fields()["step_size"]))
     return float(np.ravel(mcmc.last_state.step_size)[0])
@@ -236,7 +236,7 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
 
 
 def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_size):
-    """Returns the state after ``num_samples`` iterations, and series of ensemble means, each ``(groups, n, d)``.
+    """Return the state after ``num_samples`` iterations, and series of ensemble means, each ``(groups, n, d)``.
 
     :param step_size: a scalar, or one for each of several plain chains.
     """
@@ -270,13 +270,13 @@ def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_si
 
 
 def _stein(series):
-    """Returns ``(z − E z) ∂U/∂z`` from series of z, its square, the gradient, and the product of z and gradient."""
+    """Return ``(z − E z) ∂U/∂z`` from series of z, its square, the gradient, and the product of z and gradient."""
     z, _, gradient, product = series
     return product - z.mean((0, 1)) * gradient
 
 
 def _squares(series):
-    """Returns ``(z − E z)²`` from the same series."""
+    """Return ``(z − E z)²`` from the same series."""
     z, square, _, _ = series
     mean = z.mean((0, 1))
     return square - 2.0 * mean * z + mean**2

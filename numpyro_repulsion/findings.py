@@ -179,7 +179,7 @@ class Diagnosis(Sequence[Finding]):
 
 
 def flagged_updates(count: int, share: float, remedy: str) -> Finding:
-    """Returns the finding about updates with a clipped gradient, or that were rejected because they were not finite.
+    """Return the finding about updates with a clipped gradient, or that were rejected because they were not finite.
 
     :param count: number of such updates.
     :param share: their share of all updates; 0 where it is unknown.
@@ -187,19 +187,19 @@ def flagged_updates(count: int, share: float, remedy: str) -> Finding:
     """
     is_many = share > MAX_FLAGGED
     updates = f"{count} updates were" if count > 1 else "1 update was"
-    message = f"{updates} rejected as not finite, or had a gradient far too long that was clipped"
-    message += f": {100 * share:.2g} % of all, so the step-size bias is unknown." if is_many else "."
+    message = f"{updates} rejected (not finite) or had a clipped gradient (far too long)"
+    message += f", {100 * share:.2g} % of all updates, so the step-size bias is unknown." if is_many else "."
     severity = "error" if is_many else "warning"
     return Finding("flagged_updates", severity, float(count), message, f"{_capital(remedy)}, or reparameterize.")
 
 
 def to_json(findings: Iterable[Finding]) -> str:
-    """Returns findings as JSON, for the attributes of inference data."""
+    """Return findings as JSON, for the attributes of inference data."""
     return json.dumps([finding._asdict() for finding in findings], allow_nan=False)
 
 
 def from_json(text: str) -> list[Finding]:
-    """Returns the findings that :func:`to_json` wrote; ignores fields that this version does not know."""
+    """Return the findings that :func:`to_json` wrote; ignores fields that this version does not know."""
     nothing: dict[str, Any] = {"name": "warmup", "severity": "warning", "figure": None, "message": "", "remedy": ""}
     found = [nothing | one for one in json.loads(text)]
     return [Finding(*(one[field] for field in Finding._fields)) for one in found]
@@ -210,7 +210,7 @@ def _capital(text: str) -> str:
 
 
 def _level(finding: Finding) -> int:
-    """Returns the rank of a finding's severity; one that this version does not know counts as a warning."""
+    """Return the rank of a finding's severity; one that this version does not know counts as a warning."""
     return SEVERITIES.index(finding.severity) if finding.severity in SEVERITIES else 1
 
 
@@ -225,7 +225,7 @@ def _badness(finding: Finding) -> tuple[int, float]:
 
 
 def _merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Returns each name once, worst first, without covered findings; remedies of symptoms refer to their causes."""
+    """Return each name once, worst first, without covered findings; remedies of symptoms refer to their causes."""
     worst: dict[str, Finding] = {}
     for finding in findings:
         if finding.name not in worst or _badness(finding) > _badness(worst[finding.name]):
@@ -246,7 +246,7 @@ def _merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _with_cause(finding: Finding, others: Sequence[Finding]) -> Finding:
-    """Returns the finding; its remedy refers to the first of its causes among the others, if there is one."""
+    """Return the finding; its remedy refers to the first of its causes among the others, if there is one."""
     for other in others:
         if finding.name in _CAUSES.get(other.name, ()):
             return finding._replace(remedy=f'The likely cause is "{other.name}"; address it first.')

@@ -261,7 +261,7 @@ def as_schedule(step_size: float | Schedule) -> Schedule:
     unknown = isinstance(first, jax.core.Tracer)
     if jnp.shape(first) != () or not (unknown or least <= float(first) < float("inf")):
         raise ValueError(
-            f"`step_size` must be a positive, finite number; got {first!r} at the first update. Omit it "
-            "to have warmup measure it."
+            f"`step_size` must be positive and finite; got {first!r}{' at update 0' * callable(step_size)}. Omit it to "
+            "have warmup measure it."
         )
     return schedule

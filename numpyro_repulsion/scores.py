@@ -19,7 +19,7 @@ __all__ = ["scores"]
 def scores(
     mcmc: MCMC, *, num_draws: int = 1000, gradient: Gradient | None = None, rng_key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns draws of a run in unconstrained space and the score ``−∇U`` at each, the arguments of :func:`ksd`.
+    """Return draws of a run in unconstrained space and the score ``−∇U`` at each, the arguments of :func:`ksd`.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package.
     :param num_draws: the number n of draws, evenly spread over particles and iterations; each costs one gradient. For

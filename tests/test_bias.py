@@ -194,7 +194,7 @@ def test_summary_says_how_large_it_is(step_size, said, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:Warmup expects trouble", "ignore:num_warmup")
+@pytest.mark.filterwarnings("ignore:Warmup found problems", "ignore:num_warmup")
 def test_measured_step_is_judged_by_what_warmup_measured(capsys):
     mcmc = MCMC(SGLDR(potential_fn=gaussian), num_warmup=200, num_samples=50, num_chains=10, progress_bar=False,
                 chain_method="vectorized")  # fmt: skip

@@ -39,7 +39,7 @@ class Draws(NamedTuple):
 
 
 def load_draws(directory: str | os.PathLike) -> Draws:
-    """Returns the draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`, also while the run is in progress.
+    """Return the draws in a directory of :func:`~numpyro_repulsion.run_in_pieces`, also while the run is in progress.
 
     It needs no model. Arrays are mapped from disk, read-only, and only accessed parts are read, so a run may be larger
     than memory.
@@ -113,7 +113,7 @@ class Directory:
         densities: Callable[[], dict[str, list]] = dict,
         is_opaque: bool = False,
     ) -> None:
-        """Reserves room for all draws, or finds those of the same run.
+        """Reserve room for all draws, or find those of the same run.
 
         :param identity: of :func:`~numpyro_repulsion.checkpointing.identity.identify`.
         :param files: of :func:`~numpyro_repulsion.checkpointing.draws.plan`.
@@ -128,15 +128,16 @@ class Directory:
             self._require_same(identity, densities, bool(others), is_opaque)
             if others:
                 warnings.warn(
-                    f"{self.path} was begun with another {' and '.join(others)}: the run continues, but may round "
-                    "differently from an uninterrupted one.",
+                    f"The run in {self.path} began with a different {' and '.join(others)}. It continues, but may "
+                    "round differently.",
                     stacklevel=4,
                 )
         else:
             strange = {x.name for x in self.path.iterdir() if not x.name.startswith(".")} - {_DRAWS, f"{_RUN}.part"}
             if strange:
                 raise ValueError(
-                    f"{self.path} is not empty and holds no run ({', '.join(sorted(strange)[:3])}): give a new one."
+                    f"{self.path} contains other files ({', '.join(sorted(strange)[:3])}) and no run; give a new or "
+                    "empty directory."
                 )
             size = sum(file.num_bytes for file in files) / 2**20
             self._saving(lambda: make_room(self.path / _DRAWS, files), f"there is no room for {size:.1f} MiB of draws")
@@ -179,7 +180,7 @@ class Directory:
             )
 
     def restore(self, like: Any) -> tuple[int, Any] | None:
-        """Returns the iteration to continue from and the states there, or ``None`` before the first piece.
+        """Return the iteration to continue from and the states there, or ``None`` before the first piece.
 
         :param like: the structure of the states, with shapes and types.
         :raises ValueError: if no saved state is intact.
@@ -201,7 +202,7 @@ class Directory:
         return None
 
     def save(self, iteration: int, states: Any, first_row: int, draws: list[np.ndarray]) -> None:
-        """Saves the draws of a piece and, once these are on disk, the states after it.
+        """Save the draws of a piece and, once these are on disk, the states after it.
 
         :param iteration: number of iterations done.
         :param first_row: number of the first draw of the piece.
@@ -220,11 +221,11 @@ class Directory:
         self._next_slot = 1 - self._next_slot
 
     def draws(self) -> list[np.ndarray]:
-        """Returns all draws, ``(chains, draws, ...)``, mapped from disk, in the order of the files."""
+        """Return all draws, ``(chains, draws, ...)``, mapped from disk, in the order of the files."""
         return [file.map(self.path / _DRAWS) for file in self._draws]
 
     def close(self) -> None:
-        """Closes the files and releases the lock on the directory."""
+        """Close the files and releases the lock on the directory."""
         for file in (*self._files, *(() if self._lock is None else (self._lock,))):
             os.close(file)
         self._files, self._lock = [], None
@@ -254,7 +255,7 @@ class Directory:
 
 
 def _whole_states(path, like=None):
-    """Returns ``(states, note, slot)`` of each intact state file."""
+    """Return ``(states, note, slot)`` of each intact state file."""
     found = []
     for slot, name in enumerate(_STATES):
         try:

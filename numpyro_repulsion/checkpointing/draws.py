@@ -50,16 +50,16 @@ class DrawFile(NamedTuple):
         return len(self.header) + self.num_bytes
 
     def open(self, folder: Path, flags: int = 0) -> int:
-        """Opens the file for writing."""
+        """Open the file for writing."""
         return os.open(folder / self.file, _FLAGS | flags, 0o666)
 
     def map(self, folder: Path) -> np.ndarray:
-        """Returns the array, mapped read-only."""
+        """Return the array, mapped read-only."""
         found = np.load(folder / self.file, mmap_mode="r" if self.num_bytes else None)
         return np.asarray(found).view(self.dtype)
 
     def put(self, file: int, first_row: int, rows: np.ndarray) -> None:
-        """Writes rows ``(chains, rows, ...)`` to their places in the file."""
+        """Write rows ``(chains, rows, ...)`` to their places in the file."""
         if not rows.size:
             return
         rows = np.ascontiguousarray(rows)
@@ -70,7 +70,7 @@ class DrawFile(NamedTuple):
 
 
 def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows: int) -> list[DrawFile]:
-    """Returns the files for the collected draws, in the order of the leaves, named after sites and fields.
+    """Return the files for the collected draws, in the order of the leaves, named after sites and fields.
 
     :param collected: shapes of one draw of one chain, by field.
     """
@@ -96,7 +96,7 @@ def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows
 
 
 def make_room(folder: Path, files: list[DrawFile]) -> None:
-    """Makes files of full length, so that a disk that is too small fails before anything is computed.
+    """Make files of full length, so that a disk that is too small fails before anything is computed.
 
     :raises OSError: if the disk is too small; the files are removed.
     """
@@ -118,7 +118,7 @@ def make_room(folder: Path, files: list[DrawFile]) -> None:
 
 
 def checksum(arrays: list[np.ndarray]) -> int:
-    """Returns a checksum over the values of arrays."""
+    """Return a checksum over the values of arrays."""
     found = 0
     for array in arrays:
         found = zlib.crc32(_bytes(array), found)

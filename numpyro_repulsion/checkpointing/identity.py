@@ -33,7 +33,7 @@ _TOLERANCE = 1e-5
 
 
 def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple[Program, Program]) -> dict[str, Any]:
-    """Returns everything on which the draws depend, by name, in a form that JSON can hold.
+    """Return everything on which the draws depend, by name, in a form that JSON can hold.
 
     :param state: the (first) state of the run, or its shapes.
     :param collected: shapes of one draw, by field.
@@ -67,7 +67,7 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns the differences between two identities, in words."""
+    """Return the differences between two identities, in words."""
     found = []
     for name in dict.fromkeys((*now, *saved)):
         a, b = saved.get(name), now.get(name)
@@ -138,7 +138,7 @@ def compare_densities(saved: dict[str, list], now: dict[str, list]) -> list[str]
 
 
 def makers() -> dict[str, str]:
-    """Returns the versions and the device that compute; others may round differently."""
+    """Return the versions and the device that compute; others may round differently."""
     device = jax.devices()[0]
     return {
         "jax": jax.__version__,
@@ -149,7 +149,7 @@ def makers() -> dict[str, str]:
 
 
 def digest(tree) -> str | None:
-    """Returns a digest of a pytree: values, shapes and types of arrays, and other leaves in words."""
+    """Return a digest of a pytree: values, shapes and types of arrays, and other leaves in words."""
     if tree is None:
         return None
     found = hashlib.blake2b(digest_size=16)
@@ -186,6 +186,6 @@ def _shapes(tree) -> dict[str, str]:
 
 
 def _is_close(a, b):
-    """Returns whether ``(density, size of the gradient, component)`` differ by no more than rounding."""
+    """Return whether ``(density, size of the gradient, component)`` differ by no more than rounding."""
     scale = 1.0 + np.abs([a[0], a[1], a[1]])
     return bool((np.abs(a - b) <= _TOLERANCE * scale).all())

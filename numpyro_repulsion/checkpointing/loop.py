@@ -49,11 +49,11 @@ class Loop:
         self.prototype = jax.eval_shape(self._collect, self._value(state))
 
     def rows(self, iteration: int) -> int:
-        """Returns how many draws are complete before an iteration."""
+        """Return how many draws are complete before an iteration."""
         return max(0, (iteration - self.offset) // self.thinning)
 
     def advance(self, state, collected, first: int, stop: int, begin: int):
-        """Returns the state after iterations ``first`` to ``stop`` of a piece from ``begin``, and the collected draws.
+        """Return the state after iterations ``first`` to ``stop`` of a piece from ``begin``, and the collected draws.
 
         :param collected: of :meth:`empty`, or of the previous call; its buffer is donated.
         """
@@ -62,7 +62,7 @@ class Loop:
         return value[0], collected
 
     def trace(self, state) -> Program:
-        """Returns the program of one iteration, with what it collects.
+        """Return the program of one iteration, with what it collects.
 
         :param state: a state, or its shapes.
         """
@@ -74,7 +74,7 @@ class Loop:
         return trace(iterate, self._value(state), known=arguments(self.mcmc))
 
     def empty(self, piece_size: int) -> dict[str, Any]:
-        """Returns buffers for the draws of a piece of ``piece_size`` iterations."""
+        """Return buffers for the draws of a piece of ``piece_size`` iterations."""
         # The last row of a piece may begin in it and be completed in the next.
         size = -(-(min(piece_size, self.num_iterations) - 1) // self.thinning) + 1
         return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), self.prototype)
@@ -86,7 +86,7 @@ class Loop:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[drop:], x.dtype), self.prototype)
 
     def on_host(self, collected, num_rows: int) -> list[np.ndarray]:
-        """Returns the draws collected with one state, as NumPy arrays ``(chains, num_rows, ...)``."""
+        """Return the draws collected with one state, as NumPy arrays ``(chains, num_rows, ...)``."""
         rows = [np.asarray(x)[:num_rows] for x in jax.tree.leaves(collected)]
         return [x.swapaxes(0, 1) if self._has_chains else x[None] for x in rows]
 
@@ -123,7 +123,7 @@ class Loop:
 
 
 def _collector(postprocess, fields, removed):
-    """Returns a function that collects the fields of a value of the program."""
+    """Return a function that collects the fields of a value of the program."""
 
     def collect(value):
         found = {name: nested_attrgetter(name)(value[0]) for name in fields}
@@ -136,7 +136,7 @@ def _collector(postprocess, fields, removed):
 
 
 def starts(mcmc: MCMC, rng_key, init_params) -> tuple:
-    """Returns the states before the first iteration: one for all chains, or one for each chain that runs by itself.
+    """Return the states before the first iteration: one for all chains, or one for each chain that runs by itself.
 
     :param rng_key: the key of the run, or one for each chain.
     """
@@ -161,6 +161,6 @@ def starts(mcmc: MCMC, rng_key, init_params) -> tuple:
 
 
 def unweakened(x) -> jax.Array:
-    """Returns an array without weak type, so that the program is not compiled for both."""
+    """Return an array without weak type, so that the program is not compiled for both."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else lax.convert_element_type(x, x.dtype)

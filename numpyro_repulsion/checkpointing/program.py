@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
 
 def trace(function: Callable, *args: Any, known: Any = ()) -> Program:
-    """Returns the program of a function, without the warnings that kernels give while they run.
+    """Return the program of a function, without the warnings that kernels give while they run.
 
     :param args: arguments, or their shapes and types.
     :param known: arrays whose values need no digest here, because they have one elsewhere.
@@ -56,11 +56,11 @@ class _Digester:
         self.is_opaque = False
 
     def closed(self, program: ClosedJaxpr) -> str:
-        """Returns the digest of a program and its constants."""
+        """Return the digest of a program and its constants."""
         return _digest([self.open(program.jaxpr), *map(self._value, program.consts)])
 
     def open(self, program: Jaxpr) -> str:
-        """Returns the digest of a program, with its variables numbered in order of appearance."""
+        """Return the digest of a program, with its variables numbered in order of appearance."""
         if id(program) in self._done:
             return self._done[id(program)][1]
         numbers: dict[Any, int] = {}
@@ -96,7 +96,7 @@ class _Digester:
         return "a function" if callable(value) and not isinstance(value, type) else words(value)
 
     def _value(self, value):
-        """Returns the digest of a constant."""
+        """Return the digest of a constant."""
         if id(value) in self._names:
             return self._names[id(value)]
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -116,5 +116,5 @@ def _digest(parts):
 
 
 def _kind(kind):
-    """Returns the type of a variable as text."""
+    """Return the type of a variable as text."""
     return f"{kind.str_short()}{'~' if getattr(kind, 'weak_type', False) else ''}"

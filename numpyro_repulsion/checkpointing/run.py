@@ -39,7 +39,7 @@ def run_in_pieces(
     init_params=None,
     **kwargs,
 ) -> None:
-    """Runs ``mcmc.run(rng_key, *args, ...)`` in pieces: the same draws, bit for bit, move to the host after each piece.
+    """Run ``mcmc.run(rng_key, *args, ...)`` in pieces: the same draws, bit for bit, move to the host after each piece.
 
     Warmup runs in pieces too. One compiled program serves all pieces, whatever their length. Afterwards
     ``get_samples``, ``get_extra_fields``, ``print_summary`` and ``last_state`` of the ``mcmc``, and
@@ -55,8 +55,9 @@ def run_in_pieces(
         do not interact ``"sequential"``, in which each piece runs one chain after the other.
     :param rng_key: a key of either style, or one for each chain.
     :param args: arguments of the model.
-    :param piece_size: iterations in a piece, warmup and thinned ones included: the most that a kill loses, and what the
-        device has to hold. It does not change the draws, and may change when a run continues.
+    :param piece_size: iterations in a piece, including those of warmup and those that thinning drops. A killed process
+        loses at most one piece, and the device stores the draws of one piece. It does not change the draws, and may
+        change when a run continues.
     :param directory: where to save, made if it does not exist; ``None`` keeps draws in memory. Room for all draws is
         reserved at the start.
     :param extra_fields: as in ``mcmc.run``.
@@ -94,7 +95,10 @@ def run_in_pieces(
     if init_params is not None and mcmc.num_chains > 1:
         shapes = jax.tree.map(jnp.shape, init_params)
         if any(np.shape(leaf)[:1] != (mcmc.num_chains,) for leaf in jax.tree.leaves(init_params)):
-            raise ValueError(f"`init_params` must lead with the {mcmc.num_chains} chains; got shapes {shapes}.")
+            raise ValueError(
+                f"`init_params` must have one start for each chain, a leading axis of {mcmc.num_chains}; got "
+                f"shapes {shapes}."
+            )
     keys = random.split(rng_key, mcmc.num_chains) if mcmc.num_chains > 1 and is_prng_key(rng_key) else rng_key
     num_warmup = 0 if mcmc.post_warmup_state is not None else mcmc.num_warmup
     store = _Memory() if directory is None else Directory(directory, num_warmup + mcmc.num_samples)
@@ -140,7 +144,7 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
 
 
 def _piece(loop, states, first, stop, piece_size, bar):
-    """Returns the states after a piece, and its draws, ``(chains, draws, ...)`` each."""
+    """Return the states after a piece, and its draws, ``(chains, draws, ...)`` each."""
     after, found = [], []
     for state in states:
         collected = loop.empty(piece_size)

@@ -17,6 +17,9 @@ import numpy as np
 
 __all__ = ["Torn", "array_header", "pack", "replace", "sync_folder", "unpack", "write"]
 
+#: What ends a message about a saved state that does not fit.
+_UPDATED = "as after an update of the package. Give another directory; load_draws reads the saved draws."
+
 _KEYS = jax.dtypes.prng_key
 
 
@@ -25,7 +28,7 @@ class Torn(Exception):
 
 
 def write(file: int, data: Any, offset: int) -> None:
-    """Writes all of a contiguous array, or bytes, at an offset of an open file."""
+    """Write all of a contiguous array, or bytes, at an offset of an open file."""
     rest = memoryview(data).cast("B")
     os.lseek(file, offset, os.SEEK_SET)
     while rest:
@@ -33,7 +36,7 @@ def write(file: int, data: Any, offset: int) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file atomically: a reader sees the old one or the new one, also after a crash."""
+    """Replace a file atomically: a reader sees the old one or the new one, also after a crash."""
     part = path.with_name(path.name + ".part")
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
@@ -46,7 +49,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names of files in a folder durable, on systems where folders can be opened."""
+    """Make the names of files in a folder durable, on systems where folders can be opened."""
     if os.name == "posix":
         file = os.open(path, os.O_RDONLY)
         try:
@@ -56,7 +59,7 @@ def sync_folder(path: Path) -> None:
 
 
 def pack(tree: Any, note: dict[str, Any]) -> bytes:
-    """Returns a pytree of arrays and keys of either style, with a note, as an ``.npz`` file, which has checksums."""
+    """Return a pytree of arrays and keys of either style, with a note, as an ``.npz`` file, which has checksums."""
     arrays: dict[str, Any] = {}
     implementations = []
     leaves = jax.tree.leaves_with_path(tree)
@@ -72,7 +75,7 @@ def pack(tree: Any, note: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
-    """Returns the pytree and the note that :func:`pack` packed.
+    """Return the pytree and the note that :func:`pack` packed.
 
     :param like: a pytree of the same structure with shapes and types; without it, only the note is read.
     :raises Torn: if ``data`` is not a complete file by :func:`pack`.
@@ -90,7 +93,7 @@ def unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
     expected = jax.tree.leaves_with_path(like)
     if (paths := [jax.tree_util.keystr(path) for path, _ in expected]) != note["paths"]:
         other = sorted(set(paths) ^ set(note["paths"]))
-        raise ValueError(f"The saved state has other parts than that of this run: {', '.join(other)}.")
+        raise ValueError(f"The saved state and this run differ in {', '.join(other)}, {_UPDATED}")
     found = []
     for path, (_, shape), leaf, key in zip(paths, expected, leaves, note["keys"], strict=True):
         if leaf.dtype.kind == "V":  # types that are not NumPy's own, such as bfloat16
@@ -99,14 +102,14 @@ def unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
         if (value.shape, value.dtype) != (shape.shape, shape.dtype):
             raise ValueError(
                 f"The saved state has {path} as {value.dtype}{list(value.shape)}, but this run has it as "
-                f"{shape.dtype}{list(shape.shape)}."
+                f"{shape.dtype}{list(shape.shape)}, {_UPDATED}"
             )
         found.append(value)
     return jax.tree.unflatten(jax.tree.structure(like), found), note
 
 
 def array_header(shape: tuple[int, ...], dtype: Any) -> bytes:
-    """Returns the header of an ``.npy`` file."""
+    """Return the header of an ``.npy`` file."""
     file = io.BytesIO()
     dtype = np.dtype(dtype)
     kind = dtype if dtype.kind != "V" else np.dtype(f"V{dtype.itemsize}")

@@ -12,7 +12,7 @@ __all__ = ["nested_rhat"]
 
 
 def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "rank") -> Any:
-    r"""Returns the nested :math:`\hat R`, with ensembles as superchains.
+    r"""Return the nested :math:`\hat R`, with ensembles as superchains.
 
     .. math::
         \hat R = \sqrt{1 + B / W}

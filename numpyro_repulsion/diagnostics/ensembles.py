@@ -11,12 +11,12 @@ __all__ = ["each", "normal_scores", "num_independent"]
 
 
 def num_independent(attributes: dict[str, Any], num_chains: int) -> int:
-    """Returns the number of independent groups of chains in inference data; groups are equal and in chain order.
+    """Return the number of independent groups of chains in inference data; groups are equal and in chain order.
 
     Each chain is a group if nothing couples chains, and each ensemble if ensembles do not interact. Ensembles that are
     balanced against each other are one group.
 
-    :param attributes: attributes of inference data; versions before 0.6 do not say what couples the particles.
+    :param attributes: attributes of inference data; without ``coupling``, the ensembles are the groups.
     :param num_chains: number of chains of the data.
     """
     if attributes.get("coupling") == "none":
@@ -29,7 +29,7 @@ def num_independent(attributes: dict[str, Any], num_chains: int) -> int:
 
 
 def each(draws, num_ensembles, function, adds_up=True):
-    """Applies a function of an array ``(chains, draws, ...)`` and a number of ensembles to each array of draws.
+    """Apply a function of an array ``(chains, draws, ...)`` and a number of ensembles to each array of draws.
 
     :param function: takes an array, the number of ensembles, and whether particles are known to interact by a drift
         that leaves them independent at any one time.
@@ -68,7 +68,7 @@ def each(draws, num_ensembles, function, adds_up=True):
 
 
 def normal_scores(x):
-    """Returns the normal scores of ranks over all draws, of the shape of ``x``."""
+    """Return the normal scores of ranks over all draws, of the shape of ``x``."""
     from scipy.stats import norm, rankdata  # JAX depends on SciPy; its own functions make ties in single precision
 
     flat = x.reshape(x.shape[0] * x.shape[1], -1)

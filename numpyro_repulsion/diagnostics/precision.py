@@ -31,7 +31,7 @@ EXCESS, CHANCE = 1.5, 1e-4
 #: Averages count as faster than particles if the run has this many times as many of their autocorrelation times; and,
 #: unless particles are known to repel each other, if the excess is also this many standard errors.
 FASTER, FASTER_ERRORS = 3.0, 2.5
-#: An average has been everywhere if its variance over time is this share of its known stationary variance.
+#: An average has explored its distribution if its variance over time is this share of its known stationary variance.
 EXPLORED = 0.9
 #: Particles mix where they are if the run has more than this many autocorrelation times about their own means.
 MIXED_WITHIN = 15.0
@@ -44,7 +44,7 @@ BLOCK = 2**24
 def ensemble_ess(
     draws: Any, num_ensembles: int | None = None, *, method: str = "bulk", prob: float | None = None
 ) -> Any:
-    r"""Returns the effective sample size: how many independent draws the draws of interacting particles are worth.
+    r"""Return the effective sample size: how many independent draws the draws of interacting particles are worth.
 
     Particles of one ensemble are not independent chains. So neither the sum of their effective sample sizes nor any
     other statistic of single particles tells how precise an average over all of them is. The average of f over the L
@@ -61,10 +61,10 @@ def ensemble_ess(
 
     S(0) comes from the lowest frequencies of the averages (discrete cosines, so that a drift counts), those well below
     the frequency at which single particles decorrelate. The autocorrelation time of a particle is estimated from all
-    particles together, about their common mean, so that particles that have not been everywhere count as slow. The
-    result is NaN if the draws do not determine it: if the run is shorter than 5 autocorrelation times of a particle; if
-    particles lie further apart than their own paths explain, as in separate modes; or if fewer than 10 squares are left
-    to estimate S(0) from, so a single ensemble needs about 25 autocorrelation times.
+    particles together, about their common mean, so that particles that have not explored the whole distribution count
+    as slow. The result is NaN if the draws do not determine it: if the run is shorter than 5 autocorrelation times of a
+    particle; if particles lie further apart than their own paths explain, as in separate modes; or if fewer than 10
+    squares are left to estimate S(0) from, so a single ensemble needs about 25 autocorrelation times.
     :func:`~numpyro_repulsion.summary` says which. Inference data of particles that repel each other need less: these
     particles are independent at any one time, so it is enough that their average varies as much as that implies.
 
@@ -109,7 +109,10 @@ def ensemble_ess(
     if method not in _STATISTICS:
         raise ValueError(f"`method` must be one of {sorted(_STATISTICS)}; got {method!r}.")
     if (method == "quantile") != (prob is not None) or (prob is not None and not 0.0 < prob < 1.0):
-        raise ValueError(f"`prob` is the probability of method='quantile', between 0 and 1; got {prob!r}.")
+        raise ValueError(
+            "`prob` must be between 0 and 1 for method='quantile', and None for others; got "
+            f"prob={prob!r} with method={method!r}."
+        )
 
     def worth(x, groups, repels):
         found, scores = [], normal_scores(x)
@@ -122,7 +125,7 @@ def ensemble_ess(
 
 
 def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str = "mean") -> Any:
-    """Returns the standard error of the mean over all draws of interacting particles: ``sd / sqrt(ESS)``.
+    """Return the standard error of the mean over all draws of interacting particles: ``sd / sqrt(ESS)``.
 
     It allows for its own uncertainty, so that errors divided by it have about unit variance: for a single ensemble and
     few autocorrelation times it is a tenth or two larger than the root of the best estimate of its square.
@@ -158,7 +161,7 @@ def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str =
 
 
 def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
-    """Returns why :func:`ensemble_ess` is NaN: ``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not.
+    """Return why :func:`ensemble_ess` is NaN: ``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not.
 
     :param draws: as for :func:`ensemble_ess`.
     :param num_ensembles: as for :func:`ensemble_ess`.
@@ -179,7 +182,7 @@ def _as_reasons(found):
 
 
 def _in_blocks(function):
-    """Applies a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory."""
+    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory."""
 
     def apply(x, groups, repels):
         flat = x.reshape(*x.shape[:2], -1)
@@ -198,7 +201,7 @@ def _in_blocks(function):
 
 
 def _variance_of_mean(f, groups, repels=False, scores=None):
-    """Returns the variance of the mean of ``f`` over all draws, and why it is NaN, each ``(columns,)``.
+    """Return the variance of the mean of ``f`` over all draws, and why it is NaN, each ``(columns,)``.
 
     :param repels: whether the particles interact, but are independent at any one time.
     :param scores: normal scores of the draws that f is a function of; these must have mixed too.
@@ -216,7 +219,7 @@ def _variance_of_mean(f, groups, repels=False, scores=None):
 
 
 def _look(f, groups, times, repels):
-    """Returns the variance of the mean of ``f``, its degrees of freedom, and a reason if particles have not mixed.
+    """Return the variance of the mean of ``f``, its degrees of freedom, and a reason if particles have not mixed.
 
     :param f: ``(chains, draws, columns)``.
     :param times: the result of :func:`_all_times`.
@@ -267,7 +270,7 @@ def _averages(f, groups):
 
 
 def _all_times(f, groups, repels):
-    """Returns how many autocorrelation times the run has, of a particle and of the averages over ensembles.
+    """Return how many autocorrelation times the run has, of a particle and of the averages over ensembles.
 
     Averages get the particles' number unless they are clearly faster, as with repulsion: a single series tells little.
     """
@@ -282,7 +285,7 @@ def _count(times, number):
 
 
 def _squares(waves, times, number):
-    """Returns squares at frequency 0, squares at the lowest other frequencies, and how many these are.
+    """Return squares at frequency 0, squares at the lowest other frequencies, and how many these are.
 
     The squares are sums over series. Those above frequency 0 are divided by the spectrum of an autoregression, relative
     to its value at 0.
@@ -297,7 +300,7 @@ def _squares(waves, times, number):
 
 
 def _freedom_of_events(f, times):
-    """Returns degrees of freedom from how unequal squared batch means are: rare events, or single draws, leave few.
+    """Return degrees of freedom from how unequal squared batch means are: rare events, or single draws, leave few.
 
     A batch is about as long as an autocorrelation time.
     """
@@ -315,7 +318,7 @@ def _freedom_of_events(f, times):
 
 
 def _times(f):
-    """Returns how many autocorrelation times of a particle the run has, from all particles about their common mean."""
+    """Return how many autocorrelation times of a particle the run has, from all particles about their common mean."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = effective_sample_size(f) / f.shape[0]
     # The estimated time of an antithetic series may not be positive.
@@ -324,7 +327,7 @@ def _times(f):
 
 
 def _exceeds(squares, number, others, other_number):
-    """Returns whether ``squares`` exceed ``others`` by more than chance and a smooth spectrum explain."""
+    """Return whether ``squares`` exceed ``others`` by more than chance and a smooth spectrum explain."""
     from scipy.stats import f as ratio
 
     found = (squares / number) / (others / other_number)

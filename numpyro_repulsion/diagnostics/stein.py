@@ -10,7 +10,7 @@ __all__ = ["ksd"]
 
 
 def ksd(draws: jax.Array, scores: jax.Array, *, scale: float | jax.Array = 1.0, exponent: float = -0.5) -> jax.Array:
-    r"""Returns the kernelized Stein discrepancy between draws and the distribution with these scores.
+    r"""Return the kernelized Stein discrepancy between draws and the distribution with these scores.
 
     In the limit it is 0 for that distribution alone. With the inverse multiquadric
     :math:`k(x, y) = (1 + \|x - y\|^2 / c^2)^\beta` and scores :math:`s = \nabla \log \pi = -\nabla U`,

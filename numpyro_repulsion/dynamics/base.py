@@ -87,7 +87,7 @@ class Dynamics:
         """Raise ``ValueError`` for starts ``(G, L, d)`` that this dynamics cannot move."""
 
     def jumped(self, cloud: Cloud, which: jax.Array) -> Cloud:
-        """Adapt the cloud after particles ``which`` jumped, moves that keep the distribution of z and the memory."""
+        """Return the cloud with its memory adapted to jumps of the particles ``which``; unchanged by default."""
         del which
         return cloud
 

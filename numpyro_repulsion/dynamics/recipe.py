@@ -111,7 +111,7 @@ class Recipe(Dynamics):
         return "extra coordinates of Recipe(D, Q)"
 
     def init(self, key, z, energy_and_grad, couple):
-        self._refuse(couple(z))
+        self._require_identity(couple(z))
         memory: tuple[jax.Array, ...] = ()
         if self.extra:
             memory = (self.temperature**0.5 * normal(key, (*z.shape[:-1], self.extra), z.dtype),)
@@ -119,7 +119,7 @@ class Recipe(Dynamics):
         return Cloud(z, energy, gradient, memory)
 
     def step(self, key, cloud, energy_and_grad, couple, step_size):
-        self._refuse(couple(cloud.z))
+        self._require_identity(couple(cloud.z))
         x = jnp.concatenate((cloud.z, *cloud.memory), -1)
         slope = cloud.gradient
         if self.extra:
@@ -147,8 +147,11 @@ class Recipe(Dynamics):
         for x in np.concatenate((cloud.z, *cloud.memory), -1):
             D = np.asarray(self.D(x))
             n, scale = x.size, max(float(np.abs(D).max(initial=0.0)), 1e-6)
-            if D.shape != (n, n) or not np.allclose(D, D.T, atol=_ROUNDING * scale):
-                raise ValueError(f"Recipe: `D` must be symmetric, of shape ({n}, {n}); got shape {D.shape}.")
+            if D.shape != (n, n):
+                raise ValueError(f"Recipe: `D` must be of shape ({n}, {n}); got shape {D.shape}.")
+            if not np.allclose(D, D.T, atol=_ROUNDING * scale):
+                gap = np.abs(D - D.T).max()
+                raise ValueError(f"Recipe: `D` must be symmetric; D - D.T has entries up to {gap:.2g}.")
             if (smallest := float(np.linalg.eigvalsh(D)[0])) < -_ROUNDING * scale:
                 raise ValueError(
                     f"Recipe: `D` must be positive semidefinite; its smallest eigenvalue is {smallest:.2g}."
@@ -156,8 +159,11 @@ class Recipe(Dynamics):
             if self.Q is None:
                 continue
             Q = np.asarray(self.Q(x))
-            if Q.shape != (n, n) or not np.allclose(Q, -Q.T, atol=_ROUNDING * max(float(np.abs(Q).max()), 1e-6)):
-                raise ValueError(f"Recipe: `Q` must be skew-symmetric, of shape ({n}, {n}); got shape {Q.shape}.")
+            if Q.shape != (n, n):
+                raise ValueError(f"Recipe: `Q` must be of shape ({n}, {n}); got shape {Q.shape}.")
+            if not np.allclose(Q, -Q.T, atol=_ROUNDING * max(float(np.abs(Q).max()), 1e-6)):
+                gap = np.abs(Q + Q.T).max()
+                raise ValueError(f"Recipe: `Q` must be skew-symmetric; Q + Q.T has entries up to {gap:.2g}.")
 
     def _symmetric(self, x):
         D = jnp.asarray(self.D(x), x.dtype)
@@ -169,7 +175,7 @@ class Recipe(Dynamics):
         values = _unless(values[0] < -_ROUNDING * jnp.abs(values).max(), values)
         return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
 
-    def _refuse(self, coupling):
+    def _require_identity(self, coupling):
         if not coupling.is_identity:
             raise ValueError(
                 "Recipe(D, Q) has the interaction in D and Q; write it with interaction=Independent(), as in "

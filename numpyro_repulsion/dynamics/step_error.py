@@ -30,7 +30,7 @@ class CurvatureStats(NamedTuple):
 
 
 class StepError:
-    """Base class: the error of a step ε, given an interaction.
+    """Base class: how much a step ε distorts the stationary distribution, given an interaction.
 
     Warmup measures the step size through these six methods. A dynamics returns an instance from
     :meth:`Dynamics.step_error <numpyro_repulsion.Dynamics.step_error>`; a subclass defines all six methods.
@@ -63,7 +63,7 @@ class StepError:
 
 @dataclass(frozen=True)
 class UnknownError(StepError):
-    """An unknown error: ``step_size`` must be given.
+    """The error of a dynamics for which none is known, so that ``step_size`` must be given.
 
     - **reason** - the message of the ``ValueError`` that any attempt to measure a step raises.
     """

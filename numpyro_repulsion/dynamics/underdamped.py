@@ -112,7 +112,8 @@ class Underdamped(_Momenta):
     ``εV / (2C)`` of T, times the mean diagonal of K²: unlike in :class:`~numpyro_repulsion.Overdamped`, the injected
     noise does not grow with K.
 
-    ``step_size`` is a step of time: ε here goes as far as ``ε²/2`` of :class:`~numpyro_repulsion.Overdamped`.
+    ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of
+    :class:`~numpyro_repulsion.Overdamped`.
 
     :param friction: C > 0, in the units of the (whitened) positions; 2 is critical for a direction of unit scale.
     :param temperature: T >= 0; values other than 1 do not sample the posterior (see

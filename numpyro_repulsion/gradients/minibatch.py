@@ -65,7 +65,7 @@ class Gradient:
     def check_rows(self, target: Target) -> None:
         """Raise ``ValueError`` for models of which this gradient would sample another posterior.
 
-        :raises ValueError: for a site that uses rows of a subsampled plate from outside, multiplied by hand by a factor
+        :raises ValueError: for a site that uses rows of a subsampled plate from outside, scaled by hand with a factor
             that is only right for minibatches of ``subsample_size`` rows.
         """
         if target.rows_outside and not self.keeps_subsample_size:

@@ -37,7 +37,7 @@ OTHER_DATA = Finding(
 
 
 def require_run(mcmc: MCMC) -> ParticleKernel:
-    """Returns the kernel of a run.
+    """Return the kernel of a run.
 
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
     :raises ValueError: if it has no draws.
@@ -48,7 +48,7 @@ def require_run(mcmc: MCMC) -> ParticleKernel:
 
 
 def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -> dict[str, Any]:
-    """Returns the attributes that describe a run."""
+    """Return the attributes that describe a run."""
     state = mcmc.last_state
     plates = target.plates if target is not None else {}
     measured = isinstance(kernel.step_size, BiasBudget)

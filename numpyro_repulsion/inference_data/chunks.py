@@ -21,7 +21,7 @@ CHUNK_SIZE = 100
 
 
 def map_draws(fn: Callable, draws: Any, shape: tuple[int, ...], what: str, remedy: str) -> dict[str, jax.Array]:
-    """Returns ``fn`` of each draw: a dictionary of arrays with leading axes ``shape``.
+    """Return ``fn`` of each draw: a dictionary of arrays with leading axes ``shape``.
 
     :param fn: takes one draw, returns arrays by name.
     :param draws: a pytree of arrays with leading axes ``shape``.
@@ -56,7 +56,7 @@ def map_draws(fn: Callable, draws: Any, shape: tuple[int, ...], what: str, remed
 
 
 def _largest(jaxpr):
-    """Returns the size in bytes of the largest intermediate array of a program."""
+    """Return the size in bytes of the largest intermediate array of a program."""
     largest = 0
     for equation in jaxpr.eqns:
         sizes = [_bytes(variable.aval) for variable in equation.outvars if hasattr(variable.aval, "shape")]

@@ -39,7 +39,7 @@ def to_inference_data(
     predictions_constant_data: Mapping[str, Any] | None = None,
     warmup: Any = None,
 ):
-    """Returns the draws of a run for ArviZ, one chain per particle.
+    """Return the draws of a run for ArviZ, one chain per particle.
 
     The result always has ``posterior``; ``sample_stats`` with ``lp`` (minus the potential energy; a minibatch estimate
     if the gradient is one), ``step_size``, ``bandwidth``, ``diverging`` and the extra fields of the run; and
@@ -180,7 +180,7 @@ def to_inference_data(
 
 
 def _draws(mcmc):
-    """Returns ``(posterior, sample_stats)``."""
+    """Return ``(posterior, sample_stats)``."""
     samples = mcmc.get_samples(group_by_chain=True)
     statistics = {
         _STATISTICS.get(name, name): -value if name == "potential_energy" else value
@@ -193,14 +193,14 @@ def _draws(mcmc):
 
 
 def _latent(target, posterior):
-    """Returns the draws of the latent sites, or nothing if the run left some out."""
+    """Return the draws of the latent sites, or nothing if the run left some out."""
     if target is None or not set(target.latent) <= set(posterior):
         return {}
     return {name: posterior[name] for name in target.latent}
 
 
 def _wanted(*, log_likelihood, **given):
-    """Returns the names of the groups to compute from the model."""
+    """Return the names of the groups to compute from the model."""
     asked = log_likelihood if isinstance(log_likelihood, bool) else len(log_likelihood) > 0
     keys = {name for name, value in given.items() if value is not None and is_key(name, value)}
     return keys | {"log_likelihood"} if asked else keys
@@ -210,7 +210,10 @@ def _require_model(wanted, target, latent, of_warmup):
     if not wanted:
         return
     if target is None:
-        raise ValueError(f"A kernel made from a `potential_fn` has no model to compute {sorted(wanted)} from.")
+        raise ValueError(
+            f"A kernel made from a `potential_fn` has no model to compute {sorted(wanted)} from; leave "
+            "these arguments out, or make the kernel from a model."
+        )
     if of_warmup:
         raise ValueError(f"These are draws of warmup; ask for {sorted(wanted)} after mcmc.run(key, ...).")
     if not latent and wanted - {"prior"}:
@@ -221,7 +224,7 @@ def _require_model(wanted, target, latent, of_warmup):
 
 
 def _split_prior(prior, target, posterior):
-    """Splits the user's draws into sites that the posterior has too, and predictions."""
+    """Split the user's draws into sites that the posterior has too, and predictions."""
     draws = {name: np.asarray(value)[None] for name, value in prior.items()}
     of_prior = set(posterior) | set(target.minibatched if target is not None else ())
     return (
@@ -231,7 +234,7 @@ def _split_prior(prior, target, posterior):
 
 
 def _of_warmup(data, num_chains):
-    """Returns the groups of a conversion made after warmup."""
+    """Return the groups of a conversion made after warmup."""
     try:
         groups = {name: data[name] for name in _WARMUP}
     except (KeyError, TypeError, AttributeError):
@@ -241,5 +244,8 @@ def _of_warmup(data, num_chains):
         ) from None
     groups = {name: group.to_dataset() if hasattr(group, "to_dataset") else group for name, group in groups.items()}
     if any(group.sizes["chain"] != num_chains for group in groups.values()):
-        raise ValueError(f"`warmup` is of another run: it does not have the {num_chains} chains of this one.")
+        raise ValueError(
+            f"`warmup` must come from this run, with {num_chains} chains; pass what to_inference_data(mcmc) returned "
+            "before mcmc.run."
+        )
     return groups

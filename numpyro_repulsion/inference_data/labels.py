@@ -18,7 +18,7 @@ _LEADING = ("chain", "draw")
 
 
 def named_draws(samples: Any) -> dict[str, Any]:
-    """Returns arrays by name: site names, or for the pytree of a ``potential_fn`` the path of each leaf."""
+    """Return arrays by name: site names, or for the pytree of a ``potential_fn`` the path of each leaf."""
     if isinstance(samples, dict) and all(isinstance(value, jax.Array | np.ndarray) for value in samples.values()):
         return dict(samples)
     leaves = jax.tree.leaves_with_path(samples)
@@ -48,7 +48,7 @@ class Labels:
         self.dims = {names.get(name, name): list(listed) for name, listed in (dims or {}).items()}
 
     def dataset(self, group: str, arrays: Mapping[str, Any], ensemble: np.ndarray | None = None):
-        """Returns an ``xarray.Dataset`` in which every axis has a name and coordinates.
+        """Return an ``xarray.Dataset`` in which every axis has a name and coordinates.
 
         :param group: the name of the group, which determines the leading axes.
         :param arrays: arrays by name.
@@ -83,14 +83,16 @@ class Labels:
         return xarray.Dataset(variables, coords)
 
     def _axes(self, name, shape, group):
-        """Returns the names of axes, ``None`` for those without."""
+        """Return the names of axes, ``None`` for those without."""
         given = self.dims.get(self.names[name])
         if name in self.entries and group != "predictions" and shape[:1] == self.entries[name][1].shape:
             behind = [] if given is None else given[len(self.entries[name][0]) :]
             given = [self._entry(name), *behind]
         if given is not None:
             if len(given) > len(shape) and group != "log_likelihood":
-                raise ValueError(f"`dims` names the dimensions {given} of '{name}', which has {len(shape)}.")
+                raise ValueError(
+                    f"`dims['{name}']` must have at most {len(shape)} names, one for each dimension; got {given}."
+                )
             # Log likelihoods have no event axes.
             return [*given, *[None] * len(shape)][: len(shape)]
         return self._plates(name, shape, group)
@@ -130,7 +132,7 @@ class Labels:
         if values is None or (group.startswith("predictions") and len(values) != size):
             return np.arange(size)
         if len(values) != size:
-            raise ValueError(f"coords['{axis}'] has {len(values)} values for a dimension of size {size}.")
+            raise ValueError(f"coords['{axis}'] must have {size} values, one for each entry; got {len(values)}.")
         return np.asarray(values)
 
 
@@ -139,7 +141,7 @@ def _differs(coords, axis, size):
 
 
 def safe_names(variables: Iterable[str], plates: Iterable[str]) -> dict[str, str]:
-    """Returns unique names for ArviZ, in which "." replaces "/", which separates netCDF groups."""
+    """Return unique names for ArviZ, in which "." replaces "/", which separates netCDF groups."""
     safe: dict[str, str] = {}
     taken = set(_LEADING)
     # Names that may stay as they are come first.

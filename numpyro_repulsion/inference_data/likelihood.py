@@ -16,7 +16,7 @@ __all__ = ["pointwise"]
 
 
 def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> dict[str, jax.Array]:
-    """Returns the log likelihood of every entry of the observed sites over all rows, without subsampling or scaling.
+    """Return the log likelihood of every entry of the observed sites over all rows, without subsampling or scaling.
 
     :param target: the model and its data.
     :param draws: latent sites in their supports, ``(chain, draw, ...)``.
@@ -42,7 +42,7 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
         )
     if outside := [name for name in names if name in target.factors and name in target.rows_outside]:
         raise ValueError(
-            f"The factors {outside} use rows of subsampled plates outside of these plates, multiplied by hand for "
+            f"The factors {outside} use rows of subsampled plates outside of these plates, scaled by hand for "
             "minibatches of `subsample_size` rows: over all rows they are not a log likelihood. Put them into the "
             "plates, or leave them out of log_likelihood."
         )
@@ -84,7 +84,7 @@ def _names(target, which):
 
 
 def _scale(target, name, scale):
-    """Returns the scale of a site without the factor that compensates for rows left out of a minibatch."""
+    """Return the scale of a site without the factor that compensates for rows left out of a minibatch."""
     if scale is None or isinstance(scale, jax.core.Tracer):
         return scale
     sizes = [target.plates[plate] for plate in target.rows_outside.get(name, ())]

@@ -30,7 +30,7 @@ class Observations(NamedTuple):
     failure: str = ""
 
     def counting(self, group: dict, lead: int) -> dict:
-        """Returns a group without hidden entries, the others on one flat axis after ``lead`` leading ones."""
+        """Return a group without hidden entries, the others on one flat axis after ``lead`` leading ones."""
         return {name: self._counting(name, value, lead) for name, value in group.items()}
 
     def _counting(self, name, value, lead):
@@ -46,7 +46,7 @@ class Observations(NamedTuple):
 
 
 def observe(target: ModelTarget | None) -> Observations:
-    """Runs the model over all rows and returns what it observes; warns of observed sites that are not data."""
+    """Run the model over all rows and returns what it observes; warns of observed sites that are not data."""
     if target is None or not target.observed:
         return Observations({}, {})
     try:
@@ -73,7 +73,7 @@ def observe(target: ModelTarget | None) -> Observations:
 
 
 def _observed(sites, names):
-    """Returns the values of observed sites, and the masks of those that have one."""
+    """Return the values of observed sites, and the masks of those that have one."""
     values = {name: sites[name]["value"] for name in names}
     masks = {}
     for name in names:
@@ -88,7 +88,7 @@ def _observed(sites, names):
 
 
 def _mask(fn):
-    """Returns which entries of a distribution's batch have a density, ``True`` if all have."""
+    """Return which entries of a distribution's batch have a density, ``True`` if all have."""
     if isinstance(fn, MaskedDistribution):
         inner = _mask(fn.base_dist)
         return fn._mask if inner is True else jnp.logical_and(fn._mask, inner)
@@ -106,7 +106,7 @@ def _mask(fn):
 
 
 def _moved(target):
-    """Returns the observed sites whose values, and those whose masks, depend on latent sites."""
+    """Return the observed sites whose values, and those whose masks, depend on latent sites."""
     latent = jax.eval_shape(lambda: {name: target.sites({})[name]["value"] for name in target.latent})
     names: list[list[str]] = []
 

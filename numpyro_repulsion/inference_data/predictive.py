@@ -23,7 +23,7 @@ NUM_PRIOR = 1000
 
 
 def is_key(name: str, given: Any) -> bool:
-    """Returns whether the user passed a PRNG key; otherwise it must be draws by name.
+    """Return whether the user passed a PRNG key; otherwise it must be draws by name.
 
     :raises TypeError: for anything else.
     """
@@ -38,7 +38,7 @@ def is_key(name: str, given: Any) -> bool:
 
 
 def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str, jax.Array]:
-    """Returns one replicate per draw of the observed sites over all rows, and of deterministic sites made from them.
+    """Return one replicate per draw of the observed sites over all rows, and of deterministic sites made from them.
 
     :param draws: latent sites in their supports, ``(chain, draw, ...)``.
     """
@@ -61,7 +61,7 @@ def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str
 
 
 def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tuple[dict, dict]:
-    """Returns ``(prior, prior_predictive)`` over all rows, of shape ``(1, draw, ...)``."""
+    """Return ``(prior, prior_predictive)`` over all rows, of shape ``(1, draw, ...)``."""
     _require_drawable(target, "prior")
     if target.factors:
         warnings.warn(f"Draws from the prior ignore the factors {target.factors}.", stacklevel=3)
@@ -77,7 +77,8 @@ def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tupl
     try:
         found = map_draws(draw, numbers, (1, NUM_PRIOR), "Draws from the prior of", "Leave prior=None")
     except NotImplementedError as error:
-        raise ValueError(f"The prior of this model has no draws: {error or 'a site has no sampler'}.") from error
+        reason = error or "a site has no sampler"
+        raise ValueError(f"The prior of this model cannot be drawn from: {reason}. Leave prior=None.") from error
     return (
         {name: found[name] for name in names if name not in statistics},
         {name: found[name] for name in predicted},
@@ -85,7 +86,7 @@ def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tupl
 
 
 def by_draw(name: str, given: Mapping, shape: tuple[int, ...], is_sampler: bool = True) -> dict[str, np.ndarray]:
-    """Returns draws that the user passed in, with the leading axes chain and draw.
+    """Return draws that the user passed in, with the leading axes chain and draw.
 
     :param shape: ``(chains, draws)``.
     :param is_sampler: whether all draws count, or only the last of each chain.
@@ -105,7 +106,7 @@ def by_draw(name: str, given: Mapping, shape: tuple[int, ...], is_sampler: bool 
 
 
 def _require_drawable(target, name):
-    """Raises ``ValueError`` for a model whose observed sites cannot be drawn."""
+    """Raise ``ValueError`` for a model whose observed sites cannot be drawn."""
     sites: dict = {}
     jax.eval_shape(lambda: sites.update(target.sites({})) or 0)
     if inside := [site for site in target.observed if sites[site].get("_control_flow_done")]:
@@ -116,7 +117,7 @@ def _require_drawable(target, name):
 
 
 def _statistics(target):
-    """Returns the deterministic sites that depend on observed values."""
+    """Return the deterministic sites that depend on observed values."""
     names = [*target.deterministic, *target.minibatched]
     if not names or not target.observed:
         return []

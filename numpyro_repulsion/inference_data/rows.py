@@ -11,7 +11,7 @@ __all__ = ["all_rows"]
 
 
 class all_rows(Messenger):
-    """Makes the subsampled plates of a model take all their rows, in order.
+    """Make the subsampled plates of a model take all their rows, in order.
 
     From a model that subsamples, NumPyro computes results for the few rows that it happens to draw, or scales them up.
     With this handler ``Predictive`` and ``log_likelihood`` see every row once; together with

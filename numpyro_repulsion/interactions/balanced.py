@@ -111,9 +111,9 @@ class Antithetic(_InTheNoise):
     by their order. In two dimensions they are divided into strips, along a direction that is redrawn in every update,
     and paired by their order in each strip. In more dimensions there is nothing to gain.
 
-    The table compares the paper's mixture of exponentials, with 10 particles, and a grid of 3 × 3 Gaussians of variance
-    0.36, with 20 particles: 500 updates after 500, every tenth kept, noise averaged over two updates. It shows mean
-    absolute errors over 200 runs, with standard errors of about a twentieth:
+    The table compares :func:`~numpyro_repulsion.targets.exponential_mixture`, with 10 particles, and a grid of 3 × 3
+    Gaussians of variance 0.36, with 20 particles: 500 updates after 500, every tenth kept, noise averaged over two
+    updates. It shows mean absolute errors over 200 runs, with standard errors of about a twentieth:
 
     ============================  ===========  ========  ==========
     ..                            independent  balanced  antithetic

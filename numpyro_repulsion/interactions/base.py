@@ -126,7 +126,7 @@ class Interaction:
 
 @dataclass(frozen=True)
 class Independent(Interaction):
-    """No interaction: ``K = I``, ``Γ = 0`` and white noise. This is parallel SGLD, the paper's baseline.
+    """No interaction: ``K = I``, ``Γ = 0`` and white noise. This is parallel SGLD.
 
     **Example**
 

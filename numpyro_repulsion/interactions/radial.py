@@ -68,8 +68,8 @@ class Radial(Gram):
     def evaluate(self, x, y, bandwidth=None):
         return self.profile(jnp.sum((x - y) ** 2) / self._bandwidth(bandwidth))
 
-    def _bandwidth(self, plan):
-        h = plan if self.learns_bandwidth else self.bandwidth
+    def _bandwidth(self, learned):
+        h = learned if self.learns_bandwidth else self.bandwidth
         if h is None:
             raise ValueError(
                 f"{self!r} has no bandwidth yet; pass `bandwidth`, or write {type(self).__name__}(bandwidth=1.0)."

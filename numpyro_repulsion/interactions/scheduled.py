@@ -33,11 +33,11 @@ class Scheduled(Wrapping):
     do not detect that it is I at ``w = 0``: with momenta the integrator stays first order. Warmup measures the step for
     the w in [0, 1] at which it must be shortest.
 
-    :param interaction: the scheduled interaction, in which particles must feel each other: ``RBF()``, a sum,
+    :param interaction: the scheduled interaction, whose K must depend on the particles: ``RBF()``, a sum,
         ``RandomFeatures()``, ``RandomGroups(...)`` or ``Balanced(RBF())`` (groups stay balanced against each other).
     :param weight: w, a callable of the update count (0 at the first update) with values in [0, 1], for example an
         optax schedule. Values outside are clipped.
-    :raises TypeError: for an interaction in which particles do not feel each other, or a weight that is not callable.
+    :raises TypeError: for an interaction whose K does not depend on the particles, or a weight that is not callable.
     :raises ValueError: for a first value that is not a number in [0, 1].
 
     **References:**
@@ -69,8 +69,8 @@ class Scheduled(Wrapping):
             return
         if not (isinstance(self.interaction, Interaction) and self.interaction.interacts):
             raise TypeError(
-                "Scheduled takes an interaction in which particles feel each other, such as RBF() or RandomFeatures(), "
-                f"because nothing else has a strength to change; got {self.interaction!r}."
+                "Scheduled takes an interaction whose K depends on the particles, such as RBF() or RandomFeatures(); "
+                f"got {self.interaction!r}."
             )
         if not callable(self.weight):
             raise TypeError(

@@ -53,10 +53,10 @@ class ParticleKernel(Fixed, MCMCKernel):
     """Base of all kernels: dynamics × interaction × gradient × schedule, with the chains of ``MCMC`` as particles.
 
     :param model: a NumPyro model. Plates with ``subsample_size`` are minibatched.
-    :param potential_fn: instead of a model, the potential energy of one particle (any pytree of floats); takes
-        ``init_params``.
-    :param step_size: ε. ``None`` is ``BiasBudget()``, which measures ε in warmup: a conservative bound from the
-        largest curvature and the minibatch noise on the cloud. A float is constant; a callable of the update count
+    :param potential_fn: instead of a model, a function that returns the potential energy of one particle, a pytree of
+        floats. ``mcmc.run`` then needs ``init_params``.
+    :param step_size: ε. ``None`` is ``BiasBudget()``, which measures ε in warmup, from the curvature that nine
+        particles in ten stay below and the minibatch noise. A float is constant; a callable of the update count
         (including warmup) is a schedule: :class:`~numpyro_repulsion.Polynomial`, :class:`~numpyro_repulsion.Cyclical`,
         or one of optax.
     :param interaction: how particles interact; ``None`` is the kernel's default.
@@ -70,12 +70,13 @@ class ParticleKernel(Fixed, MCMCKernel):
     :param num_ensembles: into how many equal groups to split the particles, in order of the chains; groups do not
         interact and share no minibatch.
     :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if the
-        likelihood is also random, or a site uses rows of a plate outside of it, multiplied by hand) and
+        likelihood is also random, or a site uses rows of a plate outside of it, scaled by hand) and
         ``FullData()`` for others; ``SVRG()`` suits several modes.
     :param dynamics: how particles move; ``None`` is the kernel's default.
-    :param moves: jumps between updates, :class:`~numpyro_repulsion.Archive`. By default (``None``) particles jump if
-        warmup measures the step and leaves them in several basins, each update uses all rows, and the noise is not both
-        averaged over two updates and correlated by K. ``False`` switches jumps off.
+    :param moves: jumps between updates, such as ``Archive()``. With ``None``, four or more particles jump between
+        basins, by proposals from a mixture of Gaussians fitted in warmup, if warmup measures the step and finds several
+        basins, and each update uses all rows. This does not apply to noise that is averaged over two updates and
+        correlated by K, the default of ``SGLDR`` with a measured step. ``False`` switches these jumps off.
     :param init_strategy: where particles start; by default, each starts at a draw from the prior.
     :raises ValueError: if a setting is out of range; see also :meth:`init`.
     :raises TypeError: if a setting has a wrong type.

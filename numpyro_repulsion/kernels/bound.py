@@ -52,7 +52,7 @@ class BoundSampler:
 
     @staticmethod
     def of(kernel: Settings, target: Target) -> BoundSampler:
-        """Bind a kernel to a target, with the given gradient if it fits, or else the default one."""
+        """Bind a kernel to a target; raise ``ValueError`` if the kernel's gradient does not fit the target."""
         return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
 
     def plan(self, is_dense: bool) -> WarmupPlan:

@@ -19,10 +19,13 @@ _live_warnings = True
 
 
 def enable_live_warnings(enabled: bool = True) -> None:
-    """Switch the warnings of running kernels, at the end of warmup and at the first divergence. On by default.
+    """Switch on or off the warnings that kernels give while they run; they are on by default.
 
-    A compiled program that can warn calls back into Python, and JAX does not store it in its persistent compilation
-    cache. If that cache matters, switch the warnings off before ``MCMC.run``; the counts stay in the results.
+    A kernel warns at the end of warmup and at its first divergence. A compiled program that can warn calls back into
+    Python, and JAX does not store it in its persistent compilation cache. If that cache matters, switch the warnings
+    off before ``MCMC.run``; the counts stay in the results.
+
+    :param enabled: ``False`` switches them off.
 
     **Example**
 
@@ -71,7 +74,7 @@ def warn_after_warmup(is_final: jax.Array, diagnose_warmup: Callable[[], WarmupD
 
     def warn(is_final, diagnosis):
         if np.asarray(is_final) and (found := Diagnosis(jax.tree.map(np.asarray, diagnosis).findings())):
-            warnings.warn(f"Warmup expects trouble:\n{found}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"Warmup found problems:\n{found}", RuntimeWarning, stacklevel=2)
 
     if _live_warnings:
         lax.cond(is_final, lambda: jax.debug.callback(warn, is_final, diagnose_warmup()), lambda: None)

@@ -72,7 +72,10 @@ def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient
         expected = {name: (size, *site.shape) for name, site in target.prototype.items()}
         found = jax.tree.map(jnp.shape, state.z)
         if found != expected:
-            raise ValueError(f"The state comes from a model with the sites {found}, and this model has {expected}.")
+            raise ValueError(
+                f"The state has the sites {found}, and this model has {expected}. Run the model of the state, or set "
+                "mcmc.post_warmup_state = None and start anew."
+            )
     groups = warmup.arrival.step_size.shape[0]
     if groups != kernel.num_ensembles:
         raise ValueError(

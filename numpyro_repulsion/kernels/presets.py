@@ -12,12 +12,12 @@ __all__ = ["SGHMC", "SGHMCR", "SGLD", "SGLDR", "SGNHT", "SGNHTR", "SVGD"]
 class SGLD(ParticleKernel):
     r"""Stochastic-gradient Langevin dynamics of L particles in parallel.
 
-    :math:`z_i \leftarrow z_i - \epsilon \nabla U(z_i) + \sqrt{2\epsilon}\, \xi_i`, that is ``D = I``, ``Q = 0``,
-    ``Γ = 0``. As ε → 0 every particle's stationary distribution is the posterior. By default the noise is *balanced*
-    (:class:`~numpyro_repulsion.Balanced`: it sums to zero over an ensemble, which does not change the distribution of
-    a particle and makes averages over particles far more precise) and averaged over two updates
-    (:class:`~numpyro_repulsion.Overdamped`: a bias of second order in ε). The paper's plain baseline is
-    ``SGLD(model, interaction=Independent(), dynamics=Overdamped(integrator="euler"))``.
+    :math:`z_i \leftarrow z_i - \epsilon \nabla U(z_i) + \sqrt{2\epsilon}\, \xi_i`, that is ``D = I``, ``Q = 0``, ``Γ =
+    0``. As ε → 0 every particle's stationary distribution is the posterior. By default the noise is *balanced*
+    (:class:`~numpyro_repulsion.Balanced`: it sums to zero over an ensemble, which does not change the distribution of a
+    particle and makes averages over particles far more precise) and averaged over two updates
+    (:class:`~numpyro_repulsion.Overdamped`: a bias of second order in ε). The baseline of Gallego and Ríos Insua (see
+    :class:`SGLDR`) is ``SGLD(model, interaction=Independent(), dynamics=Overdamped(integrator="euler"))``.
 
     With a single chain this is one plain SGLD chain. All arguments are those of
     :class:`~numpyro_repulsion.kernels.ParticleKernel`.
@@ -140,7 +140,7 @@ class SGHMC(ParticleKernel):
     Particles with momenta, friction and noise, :class:`~numpyro_repulsion.Underdamped` with ``K = I``: ``D = diag(0, C
     I)``, ``Q = [[0, −I], [I, 0]]``, ``Γ = 0``. As ε → 0 every particle's stationary distribution is the posterior. The
     noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BAOAB, of second order in ε.
-    ``step_size`` is a step of time: ε here goes as far as ``ε²/2`` of :class:`SGLD`.
+    ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of :class:`SGLD`.
 
     With a single chain this is one plain chain. All arguments are those of
     :class:`~numpyro_repulsion.kernels.ParticleKernel`; friction, temperature and kinetic energy are those of

@@ -89,12 +89,20 @@ def preconditioner_scale(value: Any) -> str | np.ndarray | None:
         if (matrix <= 0).any():
             raise ValueError(f"A diagonal `preconditioner` holds variances and must be positive; got {value!r}.")
         return np.sqrt(matrix)
-    if matrix.shape[0] != matrix.shape[1] or not np.allclose(matrix, matrix.T):
-        raise ValueError(f"A dense `preconditioner` must be square and symmetric; got shape {matrix.shape}.")
+    if matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"A dense `preconditioner` must be of shape (d, d); got shape {matrix.shape}.")
+    if not np.allclose(matrix, matrix.T):
+        gap = np.abs(matrix - matrix.T).max()
+        raise ValueError(
+            f"A dense `preconditioner` P must be symmetric; P - P.T has entries up to {gap:.2g}. Give (P + P.T) / 2."
+        )
     try:
         return np.linalg.cholesky(matrix)
     except np.linalg.LinAlgError as error:
-        raise ValueError("A dense `preconditioner` must be positive definite, as a covariance is.") from error
+        smallest = np.linalg.eigvalsh(matrix)[0]
+        raise ValueError(
+            f"A dense `preconditioner` must be positive definite; its smallest eigenvalue is {smallest:.2g}."
+        ) from error
 
 
 def dense_limit(size: int, num_warmup: int) -> int:
@@ -208,7 +216,7 @@ def check_jumps(moves: Move, gradient: Gradient, target: Target, num_warmup: int
     if target.rows_outside:
         raise ValueError(
             f"moves={moves!r} accepts jumps by the potential energy of all data, and the sites "
-            f"{sorted(target.rows_outside)} use rows of subsampled plates outside of these plates, multiplied by hand "
+            f"{sorted(target.rows_outside)} use rows of subsampled plates outside of these plates, scaled by hand "
             "for minibatches: put them into the plates, or drop `moves`."
         )
     if gradient.is_noisy(target):
@@ -237,7 +245,9 @@ def check_init_params(init_params: Any, target: Any, size: int) -> None:
     shapes = jax.tree.map(jnp.shape, init_params)
     for leaf in jax.tree.leaves(init_params):
         if jnp.shape(leaf)[:1] != (size,):
-            raise ValueError(f"`init_params` must lead with the {size} chains; got shapes {shapes}.")
+            raise ValueError(
+                f"`init_params` must have one start for each chain, a leading axis of {size}; got shapes {shapes}."
+            )
     if isinstance(target, FunctionTarget):
         if not all(jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in jax.tree.leaves(init_params)):
             raise TypeError(f"`init_params` must be floating point; got {jax.tree.map(jnp.result_type, init_params)}.")

@@ -56,8 +56,8 @@ class Basins(Move):
 
     Coordinates are :math:`w = S^{-1} u`, with :math:`S S^\top` the inverse of the gradients' covariance over T: the
     covariance within a basin, whatever the distance between basins. The mixture
-    :math:`q = \frac1C \sum_c N(m_c, 1.44\, V_c)` has the mean and the (diagonal) variances of particle c in the second
-    last part of warmup, and is then frozen. A proposal y is accepted with probability
+    :math:`q = \frac1C \sum_c N(m_c, 1.44\, V_c)` has the mean and the (diagonal) variances of particle c
+    between 70 % and 95 % of warmup, and is then frozen. A proposal y is accepted with probability
     :math:`\min\bigl(1, \frac{\pi(y)\, q(x)}{\pi(x)\, q(y)}\bigr)`, once in each iteration for each particle. This
     preserves the sampler's stationary distribution.
     """

@@ -27,7 +27,7 @@ def animate_particles(
     ax: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Returns an animation of the cloud, one frame for each draw: :func:`plot_particles` over time.
+    """Return an animation of the cloud, one frame for each draw: :func:`plot_particles` over time.
 
     Notebooks show ``animation.to_jshtml()``; ``animation.save("cloud.gif", writer="pillow")`` needs nothing beyond
     matplotlib. Keep the animation in a variable until it is saved or shown.

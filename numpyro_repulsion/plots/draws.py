@@ -52,11 +52,11 @@ class Draws(NamedTuple):
         return sum(int(np.prod(value.shape[2:])) for value in self.values.values())
 
     def labels(self) -> list[str]:
-        """Returns the name of every coordinate, as ArviZ writes it: ``"tau"``, ``"beta[0]"``."""
+        """Return the name of every coordinate, as ArviZ writes it: ``"tau"``, ``"beta[0]"``."""
         return [f"{name}{inner}" for name in self.values for inner in self._inner(name)]
 
     def pick(self, label: str | int) -> tuple[np.ndarray, str]:
-        """Returns a coordinate ``(particles, draws)`` and its label, chosen by label, or of one variable by number."""
+        """Return a coordinate ``(particles, draws)`` and its label, chosen by label, or of one variable by number."""
         if isinstance(label, int | np.integer) and not isinstance(label, bool):
             return self._by_number(int(label))
         if not isinstance(label, str):
@@ -119,7 +119,7 @@ def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:
 
 
 def choose_iterations(iterations: Any, number: int) -> np.ndarray:
-    """Returns the numbers of the draws that an integer, a slice, or a sequence of integers or booleans chooses."""
+    """Return the numbers of the draws that an integer, a slice, or a sequence of integers or booleans chooses."""
     index = list(iterations) if isinstance(iterations, range | tuple) else iterations
     try:
         chosen = np.atleast_1d(np.arange(number)[index])
@@ -199,6 +199,6 @@ def _checked(values, num_ensembles, num_independent):
 
 
 def listed(names: Any, most: int = 8) -> str:
-    """Returns the first few names as text for a message."""
+    """Return the first few names as text for a message."""
     names = [repr(name) for name in names]
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

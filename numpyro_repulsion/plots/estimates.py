@@ -95,7 +95,7 @@ def plot_running_estimates(
     draws, _, name = found[0]
     if len({(one.num_draws, one.thinning) for one, *_ in found}) > 1:
         lengths = [one.num_draws * one.thinning for one, *_ in found]
-        raise ValueError(f"Repeats must have as many iterations and draws each; got {lengths} iterations.")
+        raise ValueError(f"All runs must have the same number of iterations and draws; got {lengths} iterations.")
     x = _times(times, draws)
     running = np.stack([np.cumsum(f.mean(0)) / np.arange(1, len(x) + 1) for _, f, _ in found])
     if len(found) > 1:
@@ -123,7 +123,7 @@ def plot_running_estimates(
 
 
 def _series(run, estimand, num_ensembles):
-    """Returns the draws, the estimand of each ``(particles, draws)``, and its name."""
+    """Return the draws, the estimand of each ``(particles, draws)``, and its name."""
     draws = read_draws(run, num_ensembles)
     if not draws.is_sampler:
         raise ValueError(
@@ -156,7 +156,7 @@ def _apply(function, draws):
 
 
 def _errors(f, num_ensembles):
-    """Returns the standard error of the mean so far at each draw, NaN at the first draws."""
+    """Return the standard error of the mean so far at each draw, NaN at the first draws."""
     number = f.shape[1]
     if number < FEWEST:
         return np.full(number, np.nan)

@@ -89,7 +89,7 @@ def plot_gram(
 
 
 def _of_run(mcmc):
-    """Returns the interaction at the last update, the last cloud ``(G, L, d)`` whitened, and the bandwidth."""
+    """Return the interaction at the last update, the last cloud ``(G, L, d)`` whitened, and the bandwidth."""
     kernel = mcmc.sampler
     if not isinstance(kernel, ParticleKernel):
         raise TypeError(
@@ -118,18 +118,15 @@ def _require_gram(interaction):
         )
     if interaction.is_redrawn:
         raise TypeError(
-            f"{interaction!r} has another matrix in every update. Draw the matrix of the interaction inside it, such "
-            "as plot_gram(RBF(), positions)."
+            f"{interaction!r} draws another matrix in every update. Plot an interaction with a fixed one, such as "
+            "plot_gram(RBF(), positions)."
         )
     part = interaction
     # Balanced() has `gram` only to raise an error.
     while hasattr(part, "gram") and hasattr(part, "interaction"):
         part = part.interaction
     if not hasattr(part, "gram"):
-        raise TypeError(
-            f"{interaction!r} has no Gram matrix to draw, because its particles do not move together by one. RBF() has "
-            "one, and Independent() has the identity."
-        )
+        raise TypeError(f"{interaction!r} has no Gram matrix to plot. Give an interaction that has one, such as RBF().")
 
 
 def _require_positions(positions):
@@ -158,7 +155,7 @@ def _choose_bandwidth(interaction, u, bandwidth):
 
 
 def _order(u):
-    """Returns the order of the particles ``(L, d)`` along the direction in which they vary most."""
+    """Return the order of the particles ``(L, d)`` along the direction in which they vary most."""
     x = np.where(np.isfinite(u), u, 0.0)
     x = x - x.mean(0)
     return np.argsort(x @ np.linalg.svd(x, full_matrices=False)[2][0], kind="stable")

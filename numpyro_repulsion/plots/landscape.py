@@ -22,7 +22,7 @@ MARGIN = 0.1
 
 
 def find_limits(limits: Any, points: np.ndarray, ax: Any, is_square: bool) -> np.ndarray:
-    """Returns limits ``[[low, high], [low, high]]``: those given, those of axes in use, or ones around the particles.
+    """Return limits ``[[low, high], [low, high]]``: those given, those of axes in use, or ones around the particles.
 
     :param points: ``(..., 2)``.
     :param is_square: whether both ranges must have equal length.
@@ -49,7 +49,7 @@ def find_limits(limits: Any, points: np.ndarray, ax: Any, is_square: bool) -> np
 
 
 def draw_contours(ax: Any, potential: Callable, levels: Sequence[float], limits: np.ndarray) -> None:
-    """Draws in grey the regions of highest density that hold these shares of exp(−U) within the limits."""
+    """Draw in grey the regions of highest density that hold these shares of exp(−U) within the limits."""
     masses = _masses(levels)
     sides = [np.linspace(low, high, GRID) for low, high in limits]
     energy = _evaluate(potential, sides)

@@ -120,7 +120,7 @@ def set_stage(
     colors: Any,
     ax: Any,
 ) -> Stage:
-    """Draws everything but the particles; the arguments are those of :func:`plot_particles`."""
+    """Draw everything but the particles; the arguments are those of :func:`plot_particles`."""
     check_axes(ax)
     found = read_draws(draws, num_ensembles)
     chosen = choose_iterations(iterations, found.num_draws)
@@ -141,14 +141,14 @@ def set_stage(
 
 
 def trail_of(points: np.ndarray, colour: Any) -> Any:
-    """Returns a line through the draws of each particle, for points ``(particles, draws, 2)``."""
+    """Return a line through the draws of each particle, for points ``(particles, draws, 2)``."""
     from matplotlib.collections import LineCollection
 
     return LineCollection(list(points), colors=[colour], linewidths=0.8, alpha=0.45, zorder=1)
 
 
 def dot_style(number: int) -> dict[str, Any]:
-    """Returns the style of this number of dots."""
+    """Return the style of this number of dots."""
     if number > MANY:
         return {"s": 6, "linewidths": 0, "alpha": 0.5}
     return {"s": 32, "edgecolors": "white", "linewidths": 0.6}

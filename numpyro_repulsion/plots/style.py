@@ -12,7 +12,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def require_pyplot() -> Any:
-    """Returns ``matplotlib.pyplot``, or raises an ``ImportError`` that says how to install it."""
+    """Return ``matplotlib.pyplot``, or raises an ``ImportError`` that says how to install it."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -24,21 +24,21 @@ def require_pyplot() -> Any:
 
 
 def check_axes(ax: Any) -> None:
-    """Raises ``TypeError`` for anything but axes or ``None``, and ``ImportError`` without matplotlib."""
+    """Raise ``TypeError`` for anything but axes or ``None``, and ``ImportError`` without matplotlib."""
     plt = require_pyplot()
     if ax is not None and not isinstance(ax, plt.Axes):
         raise TypeError(f"`ax` must be axes of matplotlib, such as from plt.subplots(); got {type(ax).__name__}.")
 
 
 def new_axes(size: tuple[float, float]) -> Any:
-    """Returns axes in a figure of this size in inches."""
+    """Return axes in a figure of this size in inches."""
     ax = require_pyplot().subplots(figsize=size, layout="constrained")[1]
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
 def ensemble_colours(count: int, colors: str | Sequence[Any] | None = None) -> list[Any]:
-    """Returns a colour for each ensemble: those given, or the palette's, or a scale's if the palette has too few."""
+    """Return a colour for each ensemble: those given, or the palette's, or a scale's if the palette has too few."""
     if isinstance(colors, str):
         return [colors] * count
     if colors is not None:

@@ -12,6 +12,7 @@ from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias
 from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, why_unknown
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
 from numpyro_repulsion.inference_data import to_inference_data
+from numpyro_repulsion.kernels import kernel_of
 
 __all__ = ["data_of", "diagnose", "diagnosis_of"]
 
@@ -22,7 +23,7 @@ MAX_BIAS = 0.05
 
 
 def diagnose(run) -> Diagnosis:
-    """Returns the problems of a run, worst first, as an object for programs; ``summary`` prints the same.
+    """Return the problems of a run, worst first, as an object for programs; ``summary`` prints the same.
 
     It combines what warmup found with what the draws show: R-hat, effective sample sizes, updates that were rejected or
     had a clipped gradient, and the predicted bias of the step size (see :func:`~numpyro_repulsion.step_bias`). The bias
@@ -61,12 +62,14 @@ def diagnose(run) -> Diagnosis:
 
 
 def data_of(run: Any, who: str) -> Any:
-    """Returns the inference data of a run.
+    """Return the inference data of a run.
 
     :param who: the name of the public function, for the message.
     :raises TypeError: for any other ``run``.
     :raises ValueError: before the run, or if there are only draws of warmup.
     """
+    if isinstance(run, MCMC):
+        kernel_of(run, who, " For other kernels use arviz.summary." if who == "summary" else "")
     data = to_inference_data(run) if isinstance(run, MCMC) else run
     if isinstance(run, MCMC) and "warmup_posterior" in data:
         raise ValueError("This MCMC holds only the draws of warmup; call mcmc.run(key, ...) first.")
@@ -80,7 +83,7 @@ def data_of(run: Any, who: str) -> Any:
 
 
 def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
-    """Returns the diagnosis of a run.
+    """Return the diagnosis of a run.
 
     :param run: an ``MCMC``; for anything else the bias of a given step is unknown.
     :param posterior: the draws to diagnose, a dataset with the attributes of the run.
@@ -88,7 +91,7 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     attributes = posterior.attrs
     findings = _of_warmup(attributes)
     flagged = int(attributes.get("num_divergences", 0))
-    share = float(attributes.get("share_flagged", 0.0))  # data of older versions do not have it
+    share = float(attributes.get("share_flagged", 0.0))
     if flagged:
         findings.append(flagged_updates(flagged, share, attributes.get("remedy", "shorten the step")))
     known = None
@@ -111,16 +114,12 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
 
 
 def _of_warmup(attributes):
-    """Returns the findings in the attributes of the run; older versions stored sentences."""
-    if "findings" in attributes:
-        return from_json(attributes["findings"])
-    if text := attributes.get("complaints"):
-        return [Finding("warmup", "warning", None, str(text), "")]
-    return []
+    """Return the findings in the attributes of the run."""
+    return from_json(attributes["findings"]) if "findings" in attributes else []
 
 
 def _bias(run, attributes):
-    """Returns the relative inflation of variances by the step, NaN if unknown, and that from gradient noise alone.
+    """Return the relative inflation of variances by the step, NaN if unknown, and that from gradient noise alone.
 
     The latter is ``None`` if warmup measured the step.
     """
@@ -131,7 +130,7 @@ def _bias(run, attributes):
 
 
 def _of_bias(bias, share, attributes):
-    """Returns the inflation of standard deviations by the step size if it is small, else ``None``; and findings.
+    """Return the inflation of standard deviations by the step size if it is small, else ``None``; and findings.
 
     :param bias: the inflation of variances, and that from gradient noise alone.
     """
@@ -160,7 +159,7 @@ def _of_bias(bias, share, attributes):
 
 
 def _of_draws(posterior):
-    """Returns findings about how particles mix; each quantity counts for one finding only."""
+    """Return findings about how particles mix; each quantity counts for one finding only."""
     import arviz
 
     if posterior.sizes["draw"] < 4:
@@ -215,7 +214,7 @@ def _of_draws(posterior):
 
 
 def _label(posterior, place):
-    """Returns the name of a quantity, as in the table, from its place among all of them."""
+    """Return the name of a quantity, as in the table, from its place among all of them."""
     for name, draws in posterior.items():
         rest = draws.isel(chain=0, draw=0)
         if place < rest.size:
@@ -227,7 +226,7 @@ def _label(posterior, place):
 
 
 def _headline(attributes, known):
-    """Returns one line on what was run.
+    """Return one line on what was run.
 
     :param known: the inflation of standard deviations by the step, if it is small.
     """

@@ -22,7 +22,7 @@ _OF_ENSEMBLES: dict[str, Callable] = {
 
 
 def summary(run, **kwargs):
-    """Returns ArviZ's summary of a run; prints what was run, and the problems found, worst first.
+    """Return ArviZ's summary of a run; prints what was run, and the problems found, worst first.
 
     Effective sample sizes and standard errors are those for interacting particles,
     :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, instead of ArviZ's for
@@ -77,7 +77,7 @@ def summary(run, **kwargs):
 
 
 def _part(posterior, variables, coords):
-    """Returns the part of the posterior that the table covers."""
+    """Return the part of the posterior that the table covers."""
     posterior = posterior[list(dict.fromkeys(variables))]
     chosen = {name: x for name, x in coords.items() if name in posterior.dims}
     # A single chain or draw keeps its axis.
@@ -91,7 +91,7 @@ def _part(posterior, variables, coords):
 
 
 def _put_ensembles_in(table, variables, posterior, round_to):
-    """Replaces the columns that presume independent chains by those for interacting particles."""
+    """Replace the columns that presume independent chains by those for interacting particles."""
     present = [name for name in _OF_ENSEMBLES if name in getattr(table, "columns", ())]
     if not present or posterior.sizes["draw"] < 4:
         return
@@ -118,5 +118,5 @@ def _put_ensembles_in(table, variables, posterior, round_to):
 
 
 def _variable(label, posterior):
-    """Returns the variable of a row of the table; names may contain brackets themselves."""
+    """Return the variable of a row of the table; names may contain brackets themselves."""
     return max((name for name in posterior if label == name or label.startswith(f"{name}[")), key=len)

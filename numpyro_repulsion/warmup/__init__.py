@@ -9,9 +9,9 @@ Warmup has three parts, each divided into windows (``windows.py``):
    measured in the new coordinates.
 3. *Settling.* The scales are frozen. The step size and the bandwidth average over all windows of this part.
 
-All is constant after warmup, because a quantity that follows the particles while draws are kept changes the stationary
-distribution. Only jumps are still counted, and references renewed: each particle's own (``SVRG``) after every epoch,
-and a common one if the data change.
+Everything that warmup learned is constant afterwards, because a quantity that follows the particles while draws are
+kept changes the stationary distribution. Only jumps are still counted, and references renewed: each particle's own
+(``SVRG``) after every epoch, and a common one if the data change.
 
 With ``num_warmup=1000`` the windows end at these iterations, and the learners act as marked::
 
@@ -26,7 +26,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     update_bandwidth |                            H  | HHHHHHHHHHHHHH |   A    A   ...   A  |
     update_step_size |                            E  |   E    E    E  |   M    M   ...   M  |
 
-    D  turns the watched direction towards the one of largest variance (sums grow in every iteration of settling)
+    D  updates the direction of largest variance (sums grow in every iteration of settling)
     R  moves lost particles to others
     S  new diagonal scales; C also new correlations, if the scales are dense
     X  moves the common reference to the mean of the window; each particle's own reference moves at 250 only

@@ -113,7 +113,7 @@ def update_arrival(
 
     def lost():
         if surroundings is not None:
-            return surroundings.weighs_nothing()
+            return surroundings.is_lost()
         # Energies on different minibatches are not comparable, and minibatch noise hides curvature.
         return left_behind(sampler.energy_on_common_rows(warmup, cloud.z), cloud.z.shape[-1])
 

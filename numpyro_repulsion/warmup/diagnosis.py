@@ -18,7 +18,7 @@ from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]
 
-#: With fewer effective draws, the posterior's standard deviations are not known to a tenth.
+#: With fewer effective draws, the posterior's variances are not known to a tenth.
 MIN_EFFECTIVE_DRAWS = 200.0
 #: The typical curvature times the largest variance is 1 for a Gaussian in whitened coordinates, at most 10 for the
 #: posteriors of `benchmarks/studies/zero_tuning.py` that come out right, and 66 or more for the centred eight schools.
@@ -48,8 +48,8 @@ class WarmupDiagnosis(NamedTuple):
     - **has_basins** - whether the particles are in several basins, between which they hardly move.
     - **is_diagonal** - whether the scales have no correlations.
     - **noise_ratio** - the variance of the gradient noise over the typical curvature.
-    - **fell_back** - whether warmup switched control variates off.
-    - **stays** - whether warmup switched jumps off.
+    - **control_variates_off** - whether warmup switched control variates off.
+    - **jumps_off** - whether warmup switched jumps off.
     """
 
     effective_draws: jax.Array
@@ -61,8 +61,8 @@ class WarmupDiagnosis(NamedTuple):
     has_basins: jax.Array
     is_diagonal: jax.Array
     noise_ratio: jax.Array
-    fell_back: jax.Array
-    stays: jax.Array
+    control_variates_off: jax.Array
+    jumps_off: jax.Array
 
     def findings(self) -> list[Finding]:
         """Return the problems, each with its remedy."""
@@ -88,9 +88,8 @@ class WarmupDiagnosis(NamedTuple):
                 "slow_directions",
                 "warning",
                 self.effective_draws,
-                f"{'Correlated parameters move' if correlated else 'The slowest direction moves'} so slowly that as "
-                "many draws as warmup iterations are worth about "
-                f"{float(self.effective_draws):.0f} independent draws.",
+                f"{'Correlated parameters move' if correlated else 'The slowest direction moves'} so slowly that a "
+                f"run as long as warmup is worth only about {float(self.effective_draws):.0f} independent draws.",
                 'Set preconditioner="dense".'
                 if correlated
                 else "Raise `num_steps`, `num_warmup` and `num_samples`, or reparameterize.",
@@ -139,7 +138,7 @@ class WarmupDiagnosis(NamedTuple):
                 f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, forces a short step.",
                 "Raise `subsample_size`, or estimate a random likelihood (numpyro.prng_key) more precisely.",
             )
-        if self.fell_back:
+        if self.control_variates_off:
             add(
                 "control_variates_off",
                 "warning",
@@ -148,13 +147,13 @@ class WarmupDiagnosis(NamedTuple):
                 "them off.",
                 "Set gradient=Subsampled() to leave them out from the start.",
             )
-        if self.stays:
+        if self.jumps_off:
             add(
                 "jumps_off",
                 "warning",
                 None,
                 "Jumps are hardly ever accepted, so warmup switched them off and particles stay in their modes.",
-                "Lengthen warmup or add particles; both improve the archive.",
+                "Raise `num_warmup` or `num_chains`, which improves the archive.",
             )
         return found
 
@@ -199,8 +198,8 @@ def diagnose_warmup(
         has_basins=no,
         is_diagonal=no,
         noise_ratio=unknown,
-        fell_back=no if warmup.reference is None else ~warmup.reference.in_use,
-        stays=no if is_jumping is None else ~is_jumping,
+        control_variates_off=no if warmup.reference is None else ~warmup.reference.in_use,
+        jumps_off=no if is_jumping is None else ~is_jumping,
     )
     symptoms = warmup.symptoms
     if rule is None or symptoms is None:
@@ -208,8 +207,8 @@ def diagnose_warmup(
     widest = symptoms.widest
     is_sampler, is_dense = dynamics.is_sampler, warmup.moments.position_scatter.ndim == 2
     # If particles jump, the updates need not cross the spread over all modes.
-    stays = is_jumping is None
-    travels = is_sampler and stays
+    has_no_moves = is_jumping is None
+    travels = is_sampler and has_no_moves
     spread = warmup.spread(dynamics)
     # With diagonal scales, some direction may vary more than any coordinate.
     share = spread / jnp.maximum(widest.variance / (dynamics.temperature or 1.0), spread)
@@ -224,7 +223,7 @@ def diagnose_warmup(
         effective_draws=jnp.where(is_known, share * warmup.step.effective_draws, jnp.nan),
         bias=jnp.where(is_sampler & (warmup.step.bias > 1.01 * rule.tolerance), warmup.step.bias, jnp.nan),
         # Curvature and spread vary harmlessly between basins.
-        condition=jnp.where(has_basins, jnp.nan, curvature * spread) if stays and is_dense else unknown,
+        condition=jnp.where(has_basins, jnp.nan, curvature * spread) if has_no_moves and is_dense else unknown,
         curvature_ratio=jnp.where(has_basins, jnp.nan, warmup.measurements.largest_curvature / curvature),
         dependence=dependence,
         has_heavy_tails=has_heavy_tails,

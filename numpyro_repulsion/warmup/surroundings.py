@@ -31,7 +31,7 @@ class Surroundings(NamedTuple):
         """Return the sums with one more iteration."""
         return Surroundings(self.number + 1.0, self.energy + energy, self.square + gradient**2)
 
-    def weighs_nothing(self) -> jax.Array:
+    def is_lost(self) -> jax.Array:
         """Return which particles, ``(G, L)``, have almost no posterior mass around them compared with the best one.
 
         In a basin of curvature H, the mean of U is its minimum plus ``d/2`` and the mean of ``g gᵀ`` is H. So the basin

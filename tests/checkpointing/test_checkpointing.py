@@ -281,10 +281,10 @@ def test_wrong_use(tmp_path, monkeypatch):
         run(extra_fields="gradient")
     with pytest.raises(ValueError, match='needs chain_method="vectorized"'):
         run(make(plain(), chain_method=jax.vmap))
-    with pytest.raises(ValueError, match="must lead with the 6 chains"):
+    with pytest.raises(ValueError, match="one start for each chain, a leading axis of 6"):
         run(init_params=SIX[:4])
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="not empty and holds no run .notes.txt"):
+    with pytest.raises(ValueError, match="contains other files .notes.txt"):
         run(directory=tmp_path)
     with pytest.raises(OSError, match="cannot be made"):
         run(directory=tmp_path / "notes.txt")
@@ -484,7 +484,7 @@ def test_a_run_begun_elsewhere_is_mentioned(tmp_path):
     Tale(tmp_path).go()
     run = tmp_path / "run.json"
     run.write_text(run.read_text().replace(jax.__version__, "0.0.1"))
-    with pytest.warns(UserWarning, match="was begun with another jax"):
+    with pytest.warns(UserWarning, match="began with a different jax"):
         Tale(tmp_path).go()
 
 

@@ -192,7 +192,7 @@ def test_another_version_compares_densities(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "makers", makers := lambda: {"jax": "9.9.9"})
     monkeypatch.setattr(sys.modules[Directory.__module__], "makers", makers)
     edit(tmp_path / "run" / "run.json", lambda run: run["identity"].update({"what an iteration computes": "digest 0"}))
-    with pytest.warns(UserWarning, match="was begun with another jax"):
+    with pytest.warns(UserWarning, match="began with a different jax"):
         begin(SGLD(regression(), step_size=0.01))
     # Of one prior alone; in the sum over thousands of rows it would be lost.
     with pytest.raises(ValueError, match="holds another run: .*the density of site 'sigma' differs"):

@@ -230,7 +230,7 @@ def mean_of(y, subsample_size):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup expects trouble")
+@pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup found problems")
 @pytest.mark.parametrize("size", [400, 300])
 def test_other_data_after_warmup_are_recognized(size):
     first, then = random.normal(random.key(1), (400,)), 4.0 + random.normal(random.key(2), (size,))
@@ -266,7 +266,7 @@ def test_the_same_data_leave_the_reference_alone():
     assert all(jax.tree.all(jax.tree.map(np.array_equal, late[0], reference)) for reference in late)
 
 
-@pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup expects trouble", "ignore:num_warmup")
+@pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup found problems", "ignore:num_warmup")
 @pytest.mark.parametrize("num_warmup", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5))])
 def test_a_warmup_of_one_iteration_finds_a_reference(num_warmup):
     y = 5.0 + random.normal(random.key(1), (400,))

@@ -138,7 +138,7 @@ def test_coords_and_dims(mcmc):
 
 
 def test_coords_and_dims_that_do_not_fit_are_refused(mcmc):
-    with pytest.raises(ValueError, match="coords\\['features'\\] has 2 values for a dimension of size 3"):
+    with pytest.raises(ValueError, match="coords\\['features'\\] must have 3 values, one for each entry; got 2"):
         to_inference_data(mcmc, coords={"features": ["a", "b"]})
     with pytest.raises(ValueError, match="dimensions \\['a', 'b'\\] of 'scale', which has 1"):
         to_inference_data(mcmc, dims={"scale": ["a", "b"]})

@@ -92,7 +92,7 @@ def run(kernel, **kwargs):
     return mcmc
 
 
-@pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+@pytest.mark.filterwarnings("ignore:Warmup found problems")
 @pytest.mark.parametrize(
     ("kernel", "interaction"),
     [

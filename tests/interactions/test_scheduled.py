@@ -134,7 +134,7 @@ def test_warmup_reckons_with_the_largest_eigenvalue(u):
     assert float(far.couple(u).bound) == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+@pytest.mark.filterwarnings("ignore:Warmup found problems")
 @pytest.mark.slow
 def test_an_optax_schedule_is_a_weight_and_warmup_learns_the_rest():
     weight = optax.linear_schedule(1.0, 0.0, transition_steps=800)
@@ -176,7 +176,7 @@ def test_its_name_is_the_same_in_every_run():
 
 def test_wrong_settings_are_refused():
     for interaction in (Independent(), Balanced(), "rbf", RBF):
-        with pytest.raises(TypeError, match="takes an interaction in which particles feel each other"):
+        with pytest.raises(TypeError, match="takes an interaction whose K depends on the particles"):
             Scheduled(interaction, lambda count: 1.0)
     for weight in (0.5, None):
         with pytest.raises(TypeError, match="must be a callable of the update count"):

@@ -50,7 +50,7 @@ def make(kernel, num_warmup=50, **kwargs):
 @pytest.fixture(autouse=True)
 def debug_nans():
     with jax.debug_nans(True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warmup expects trouble")
+        warnings.filterwarnings("ignore", "Warmup found problems")
         yield
 
 

@@ -274,7 +274,7 @@ def check(case, mcmc, model, x, y):
 SAID = (
     "More chains",
     "A particle's update",
-    "Warmup expects trouble",
+    "Warmup found problems",
     "num_warmup=",
     "observed_data is left out",
 )

@@ -20,7 +20,7 @@ SAMPLERS = tuple(having(PRESETS, "sampler").values())
 KERNELS = tuple(having(PRESETS).values())
 REPELS = tuple(having(PRESETS, "repels").values())
 
-pytestmark = pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+pytestmark = pytest.mark.filterwarnings("ignore:Warmup found problems")
 
 
 def make(kernel, num_warmup=400, num_samples=600, num_chains=20, **kwargs):

@@ -45,7 +45,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 # Most of these runs are too short to be worth anything, and warmup says so.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup expects trouble"),
+    pytest.mark.filterwarnings("ignore:Warmup found problems"),
     pytest.mark.filterwarnings("ignore:num_warmup"),
 ]
 

@@ -126,7 +126,7 @@ def test_summary_counts_divergences(capsys):
     flagged = data["posterior"].attrs["num_divergences"]
     assert flagged == int(mcmc.last_state.num_divergences) > 0
     said = capsys.readouterr().out
-    assert f"[error] flagged_updates: {flagged} updates were rejected as not finite, or had a gradient far too" in said
+    assert f"[error] flagged_updates: {flagged} updates were rejected (not finite) or had a clipped gradient" in said
     # Of a step that is too long nothing is said twice.
     assert said.count("Divide `step_size`") == 1 and 'The likely cause is "step_bias"' in said
 
@@ -307,7 +307,7 @@ def test_no_bias_is_promised_where_many_updates_are_flagged(mcmc, capsys):
     text = say({"num_divergences": 1, "share_flagged": 1e-4})
     assert "at most 1.5 %" in text and "[warning] flagged_updates: 1 update was rejected" in text
     text = say({"num_divergences": 100, "share_flagged": 0.01})
-    assert "clipped: 1 % of all, so the step-size bias is unknown." in text and "at most" not in text
+    assert "(far too long), 1 % of all updates, so the step-size bias is unknown." in text and "at most" not in text
     del before["share_flagged"]
     data["posterior"].attrs.pop("share_flagged")
     assert "at most 1.5 %" in say({"num_divergences": 1})
@@ -567,4 +567,4 @@ def test_warnings_and_the_summary_have_the_same_findings():
         jax.effects_barrier()
     warned = str(record[0].message).splitlines()[1]
     assert warned.startswith("- [warning] flagged_updates: ")
-    assert "rejected as not finite, or had a gradient far too long that was clipped. Divide `step_size` by 2" in warned
+    assert "rejected (not finite) or had a clipped gradient (far too long). Divide `step_size` by 2" in warned

@@ -233,7 +233,7 @@ def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynam
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Warmup expects trouble", "ignore:A particle's update")
+@pytest.mark.filterwarnings("ignore:Warmup found problems", "ignore:A particle's update")
 @pytest.mark.parametrize("is_capped", [True, False])
 def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
     if not is_capped:
@@ -599,12 +599,12 @@ def around(u, energy, gradient, length=40):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_most_particles_leave_a_basin_that_weighs_nothing(seed):
+def test_most_particles_leave_a_basin_that_is_lost(seed):
     # Thirteen of twenty particles in a basin whose floor is 40 higher, and not wider.
     u = random.normal(random.key(seed), (40, 1, 20, 5))
     higher = jnp.where(jnp.arange(20) < 13, 40.0, 0.0)
     energy = 0.5 * jnp.sum(u**2, -1) + higher
-    assert around(u, energy, u).weighs_nothing()[0].tolist() == [True] * 13 + [False] * 7
+    assert around(u, energy, u).is_lost()[0].tolist() == [True] * 13 + [False] * 7
     # By energies against the median none is left behind.
     assert not left_behind(energy[-1], 5).any()
 
@@ -616,7 +616,7 @@ def test_the_neck_of_a_funnel_does_not_attract(dimension):
     x = random.normal(random.key(0), (40, 1, 20, dimension - 1)) * jnp.exp(v / 2)[:, None]
     energy = jnp.sum(x**2, -1) / (2 * jnp.exp(v)) + (dimension - 1) * v / 2 + v**2 / 18
     gradient = jnp.concatenate((x / jnp.exp(v)[:, None], jnp.ones((40, 1, 20, 1))), -1)
-    assert not around(gradient, energy, gradient).weighs_nothing().any()
+    assert not around(gradient, energy, gradient).is_lost().any()
     # By energy alone the neck would take in those who are in the wide part.
     assert (energy.mean(0) > energy.mean(0).min() + 10.0 + 2.0 * dimension**0.5).any()
 
@@ -627,16 +627,16 @@ def test_a_narrow_basin_and_a_wide_one_of_the_same_weight_both_stay(narrow):
     width = jnp.where(jnp.arange(100) < narrow, jnp.where(jnp.arange(20) < 10, 0.05, 1.0)[:, None], 1.0)
     u = random.normal(random.key(0), (40, 1, 20, 100)) * width
     energy = 0.5 * jnp.sum((u / width) ** 2, -1) + jnp.sum(jnp.log(width), -1)
-    assert not around(u, energy, u / width**2).weighs_nothing().any()
+    assert not around(u, energy, u / width**2).is_lost().any()
 
 
 def test_a_particle_that_does_not_move_does_not_attract():
     u = random.normal(random.key(0), (40, 1, 20, 100))
     u = u.at[:, 0, 3].set(u[0, 0, 3])
-    assert not around(u, 0.5 * jnp.sum(u**2, -1), u).weighs_nothing().any()
+    assert not around(u, 0.5 * jnp.sum(u**2, -1), u).is_lost().any()
 
 
-@pytest.mark.filterwarnings("ignore:Warmup expects trouble")
+@pytest.mark.filterwarnings("ignore:Warmup found problems")
 def test_arriving_on_minibatches_keeps_particles_apart():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
     kernel = SGLDR(noisy_mean)
@@ -850,8 +850,8 @@ FINE = WarmupDiagnosis(
     has_basins=jnp.asarray(False),
     is_diagonal=jnp.asarray(False),
     noise_ratio=jnp.asarray(0.1),
-    fell_back=jnp.asarray(False),
-    stays=jnp.asarray(False),
+    control_variates_off=jnp.asarray(False),
+    jumps_off=jnp.asarray(False),
 )
 
 
@@ -870,7 +870,7 @@ def test_verdict_names_what_is_wrong():
         ("has_heavy_tails", True, "heavy_tails", None, "heavy tails"),
         ("has_basins", True, "several_basins", None, "in several modes"),
         ("noise_ratio", 20.0, "gradient_noise", 20.0, "Gradient noise, 20 times the curvature"),
-        ("fell_back", True, "control_variates_off", None, "Control variates add noise"),
+        ("control_variates_off", True, "control_variates_off", None, "Control variates add noise"),
         ("stays", True, "jumps_off", None, "Jumps are hardly ever accepted"),
     ):
         (finding,) = FINE._replace(**{field: jnp.asarray(value)}).findings()
