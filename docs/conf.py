@@ -27,7 +27,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(jax|numpyro|collections|Exception|ValueError|TypeError)(\..*)?"),
     ("py:obj", r".*\.T"),
     # Bases that only share code.
-    ("py:class", r"numpyro_repulsion\..*\.(_\w+|EulerBounds|Fixed|Wrapping)"),
+    ("py:class", r"numpyro_repulsion\..*\.(_\w+|Fixed|Wrapping)"),
 ]
 
 html_theme = "furo"

@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         "a lost key split: minibatch and noise from one key",
         "kernels/iteration.py",
-        "return (key, key) if uses_none else random.split(key)",
+        "return random.split(key) if self.plan.noise else (key, key)",
         "return key, key",
         "test_dynamics",
         "key or hand",

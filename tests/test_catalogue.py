@@ -24,9 +24,11 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.gradients import Gradient
 from numpyro_repulsion.kernels import ParticleKernel
+from numpyro_repulsion.moves import Basins
 
-#: Bases, which users write subclasses of; what a function returns; and a handler of NumPyro's kind.
-NO_PARTS = {Diagnosis, Dynamics, Finding, Gradient, Gram, Interaction, Move, ParticleKernel, Radial, StepBias, all_rows}
+#: Bases, which users write subclasses of; jumps that switch themselves on; what a function returns; a handler.
+NO_PARTS = {Dynamics, Gradient, Gram, Interaction, Move, ParticleKernel, Radial}
+NO_PARTS |= {Basins, Diagnosis, Finding, StepBias, all_rows}
 
 
 def subclasses(base):
@@ -40,7 +42,7 @@ def subclasses(base):
 def public():
     """Every class that is a part: what the package offers, and subclasses of its bases that it offers elsewhere."""
     offered = {getattr(numpyro_repulsion, name) for name in numpyro_repulsion.__all__}
-    found = {kind for base in (Interaction, Dynamics, Gradient, ParticleKernel) for kind in subclasses(base)}
+    found = {kind for base in (Interaction, Dynamics, Gradient, Move, ParticleKernel) for kind in subclasses(base)}
     # Bases that only share code are in no `__all__` of a folder.
     folders = [value for value in vars(numpyro_repulsion).values() if inspect.ismodule(value)]
     named = {getattr(folder, name) for folder in folders for name in folder.__all__ if not name.isupper()}

@@ -10,6 +10,7 @@ from numpyro_repulsion.dynamics.base import (
     Couple,
     Dynamics,
     EnergyAndGrad,
+    acceptance,
     reject_nonfinite,
     select,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "Relativistic",
     "Thermostat",
     "Underdamped",
+    "acceptance",
     "reject_nonfinite",
     "select",
 ]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics.step_error import StepError, UnknownError
 from numpyro_repulsion.interactions import Coupling
 
-__all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "reject_nonfinite", "select"]
+__all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "acceptance", "reject_nonfinite", "select"]
 
 EnergyAndGrad = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Couple = Callable[[jax.Array], Coupling]
@@ -86,6 +86,14 @@ class Dynamics:
     def check(self, cloud: Cloud) -> None:
         """Raise ``ValueError`` for starts ``(G, L, d)`` that this dynamics cannot move."""
 
+    def bears_jumps(self, interacts: bool) -> bool:
+        """Whether jumps of single particles between updates leave the stationary distribution as it is.
+
+        :param interacts: whether K depends on the particles.
+        """
+        del interacts
+        return self.is_sampler
+
     def jumped(self, cloud: Cloud, which: jax.Array) -> Cloud:
         """Return the cloud with its memory adapted to jumps of the particles ``which``; unchanged by default."""
         del which
@@ -111,6 +119,12 @@ def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
     for array in (proposal.z, proposal.gradient, *proposal.memory):
         finite &= jnp.isfinite(array).all(-1)
     return select(finite, proposal, cloud), ~finite
+
+
+def acceptance(log_ratio: jax.Array, is_usable: jax.Array) -> jax.Array:
+    """Return the probability to accept a proposal with this log Metropolis-Hastings ratio: 0 where it is not usable."""
+    is_usable = is_usable & jnp.isfinite(log_ratio)
+    return jnp.where(is_usable, jnp.exp(jnp.minimum(jnp.where(is_usable, log_ratio, 0.0), 0.0)), 0.0)
 
 
 def select(which: jax.Array, new: Any, old: Any) -> Any:

@@ -103,6 +103,9 @@ class Overdamped(Dynamics):
         is_second_order = coupling.is_identity and self.averages_noise(True)
         return AveragedError(coupling) if is_second_order else EulerError(coupling)
 
+    def bears_jumps(self, interacts):
+        return super().bears_jumps(interacts) and not (interacts and self.averages_noise(False))
+
     def init(self, key, z, energy_and_grad, couple):
         coupling = couple(z)
         memory = (coupling.draw(key),) if self.averages_noise(coupling.is_identity) else ()

@@ -53,14 +53,15 @@ class Reference(NamedTuple):
 class Gradient:
     """Base class: chooses the rows of the subsampled plates that each particle uses in each update."""
 
-    #: Whether the particles of a group share their rows.
+    #: Whether the particles of a group share their rows: where `rows` returns fewer than 2 axes.
     shared: bool = False
     #: Whether all its minibatches have exactly ``subsample_size`` rows.
     keeps_subsample_size: ClassVar[bool] = False
 
     def is_noisy(self, target: Target) -> bool:
-        """Whether U and ∇U are estimates that differ from update to update."""
-        return target.is_random
+        """Whether U and ∇U are estimates that differ from update to update; true unless a subclass knows better."""
+        del target
+        return True
 
     def check_rows(self, target: Target) -> None:
         """Raise ``ValueError`` for models of which this gradient would sample another posterior.
@@ -137,6 +138,9 @@ class FullData(Gradient):
         >>> kernel = SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1, gradient=FullData())
     """
 
+    def is_noisy(self, target):
+        return target.is_random
+
     def rows(self, key, target, shape):
         del key, shape
         return {name: jnp.arange(size) for name, (size, _) in target.plates.items()}, 0
@@ -189,9 +193,6 @@ class Subsampled(Gradient):
     def __post_init__(self):
         keep(self, "shared", boolean)
         keep(self, "block_size", integer, expected="a number of rows, an integer of 1 or more")
-
-    def is_noisy(self, target):
-        return True
 
     def rows(self, key, target, shape):
         shape = shape[:1] if self.shared else shape

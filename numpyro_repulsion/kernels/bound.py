@@ -71,7 +71,7 @@ class BoundSampler:
             epoch=self.gradient.epoch_length(self.target, kernel.num_steps),
             noise=is_noisy,
             jumps=kernel.moves is not None,
-            basins=kernel.looks_for_basins and not is_noisy,
+            basins=kernel.looks_for_basins and rule is not None and not is_noisy,
         )
 
 

@@ -15,7 +15,6 @@ from numpyro_repulsion.interactions import Independent
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.mcmc import arguments, draws
-from numpyro_repulsion.schedules import BiasBudget
 
 __all__ = ["bound_of", "coupling_of", "has_other_data", "is_warmup", "kernel_of", "require_draws", "share_flagged"]
 
@@ -88,8 +87,8 @@ def share_flagged(mcmc: MCMC) -> float:
     """Return the share of rejected or clipped updates among those that `num_divergences` covers."""
     kernel, state = mcmc.sampler, mcmc.last_state
     # If particles arrive in warmup, updates of warmup are not counted.
-    waits = isinstance(kernel.step_size, BiasBudget) or (isinstance(kernel.scale, str) and kernel.scale != "auto")
-    counted = np.max(state.warmup.iteration) - waits * np.max(state.warmup.num_warmup)
+    waits = bound_of(mcmc).plan(False).arrives
+    counted = int(np.max(state.warmup.iteration)) - waits * int(np.max(state.warmup.num_warmup))
     return float(np.sum(state.num_divergences) / max(1, counted * kernel.num_steps * mcmc.num_chains))
 
 

@@ -129,7 +129,7 @@ class Initializer:
         )
         jumps = None if kernel.moves is None else kernel.moves.start(cloud, num_warmup, plan.scale == "dense")
         basins = None
-        if num_warmup > 0 and plan.basins and plan.step_size is not None and size >= Basins.min_particles:
+        if num_warmup > 0 and plan.basins and size >= Basins.min_particles:
             basins = Basins().start(cloud, num_warmup, plan.scale == "dense")
         first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
         warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins)

@@ -31,7 +31,7 @@ from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select
-from numpyro_repulsion.gradients import FullData, Reference, evaluate_reference, fingerprint
+from numpyro_repulsion.gradients import Reference, evaluate_reference, fingerprint
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.progress import Keys, Progress
@@ -123,7 +123,6 @@ class Iteration:
         :param num_updates: how many updates were done before.
         :return: the progress, the new warmup state, and the step sizes last used, ``(G, L)``.
         """
-        self._check_jumps(warmup)
         start = Progress(
             cloud,
             num_updates,
@@ -156,14 +155,6 @@ class Iteration:
             warmup = warmup._replace(reference=warmup.reference._replace(age=warmup.reference.age + self.num_steps))
         return now, warmup, in_use
 
-    def _check_jumps(self, warmup):
-        """Raise ``ValueError`` if this kernel has moves and its state has none; the reverse is fine."""
-        if (moves := self.bound.kernel.moves) is not None and warmup.jumps is None:
-            raise ValueError(
-                f"moves={moves!r} needs an archive from warmup, and this state comes from a kernel without "
-                "`moves`: warm up with them, or drop them."
-            )
-
     def _repeat(self, keys, num_updates, progress, update):
         """Make all updates of the iteration."""
         if self._cycle is None:
@@ -172,15 +163,14 @@ class Iteration:
         done = num_updates + self.num_steps + self._cycle.num_ahead(num_updates, self.num_steps)
         return lax.fori_loop(num_updates, done, lambda i, now: update(random.fold_in(keys[0], i), now), progress)
 
-    def _two(self, key):
+    def _noise_and_gradient_keys(self, key):
         """Return keys for noise and gradient; the same if the gradient is not random, because a split takes a tenth of
         a second to compile."""
-        uses_none = isinstance(self.bound.gradient, FullData) and not self.bound.target.is_random
-        return (key, key) if uses_none else random.split(key)
+        return random.split(key) if self.plan.noise else (key, key)
 
     def _approach(self, key, now, warmup):
         """Make one update of arriving particles, each by itself."""
-        move_key, gradient_key = self._two(key)
+        move_key, gradient_key = self._noise_and_gradient_keys(key)
         energy_and_grad = self.energy_and_grad(warmup)
         position, steps = arrive(
             move_key, now.cloud[:3], now.arrival, lambda u: energy_and_grad(gradient_key, u), self.plan.noise
@@ -199,7 +189,7 @@ class Iteration:
         if self.interaction.is_redrawn:
             key, interaction_key = random.split(key)
         interaction = self.interaction.at(interaction_key, now.num_updates)
-        noise_key, gradient_key = self._two(key)
+        noise_key, gradient_key = self._noise_and_gradient_keys(key)
         energy_and_grad = self.energy_and_grad(warmup)
 
         def step(now):
@@ -326,7 +316,12 @@ def _update_jumps(key, stage, warmup, cloud, sampler):
     del key
     if (moves := sampler.bound.kernel.moves) is None:
         return warmup, cloud
-    jumps = moves.learn(stage, warmup.jumps, warmup, cloud, sampler.dynamics.temperature)
+    state = warmup.jumps
+    jumps = lax.cond(
+        stage.is_warmup,
+        lambda: moves.learn(stage, state, warmup, cloud, sampler.dynamics.temperature),
+        lambda: state,
+    )
     return warmup._replace(jumps=jumps), cloud
 
 

@@ -34,6 +34,7 @@ class Origin:
     - **dynamics** - the dynamics of the kernel that made it.
     - **has_bandwidth** - whether it has a bandwidth that an interaction can use.
     - **scale** - its scales: learned ``"diagonal"`` or ``"dense"`` ones, a digest of given ones, or ``None``.
+    - **moves** - the class of the kernel's moves; empty without them.
     - **measured_for** - the settings for which its step size was measured, by name; empty if the step was given.
     """
 
@@ -41,6 +42,7 @@ class Origin:
     dynamics: str
     has_bandwidth: bool
     scale: str | None
+    moves: str
     measured_for: tuple[tuple[str, str], ...]
 
     @staticmethod
@@ -56,6 +58,7 @@ class Origin:
             dynamics=words(kernel.dynamics),
             has_bandwidth=interaction.learns_bandwidth or getattr(interaction, "bandwidth", None) is not None,
             scale=_digest(kernel.scale) if scale is None else scale,
+            moves="" if kernel.moves is None else type(kernel.moves).__name__,
             measured_for=_measured_for(kernel, gradient) if num_warmup and plan.step_size is not None else (),
         )
 
@@ -95,6 +98,11 @@ def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient
             f"The state has {found.get(origin.scale, 'another preconditioner')}, which stays in use, and this kernel "
             f"has preconditioner={kernel.preconditioner!r}: use that of the state (preconditioner='auto' accepts any); "
             f"or, {_ANEW}."
+        )
+    if kernel.moves is not None and origin.moves != type(kernel.moves).__name__:
+        raise ValueError(
+            f"moves={kernel.moves!r} jumps by what its own warmup learned, and the state was made with "
+            f"{origin.moves or 'no moves'}: use those, or drop `moves`; or, {_ANEW}."
         )
     if plan.epoch is not None and (warmup.reference is None or warmup.reference.position.ndim != 3):
         raise ValueError(

@@ -18,7 +18,8 @@ class Keys(NamedTuple):
 
     - **basins** - the key for jumps that switch themselves on.
     - **learners** - one key for each learner, ``(n,)``.
-    - **updates** - one key for each update, ``(num_steps,)``.
+    - **updates** - one key for each update, ``(num_steps,)``; in cycles, whose updates are more, all derive from the
+      first.
     """
 
     basins: jax.Array

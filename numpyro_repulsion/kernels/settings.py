@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.dynamics import Dynamics, Overdamped
+from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarget, Gradient, Subsampled, Target
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.moves import Move
@@ -190,8 +190,7 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
 
 def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
     """Return whether jumps preserve the stationary distribution."""
-    averages = isinstance(dynamics, Overdamped) and dynamics.integrator == "lm"
-    return dynamics.is_sampler and not (interaction.interacts and averages)
+    return dynamics.bears_jumps(interaction.interacts)
 
 
 def check_moves(moves: Any, interaction: Interaction, dynamics: Dynamics) -> None:

@@ -148,18 +148,18 @@ class Archive(Move):
     def learn(self, stage: Stage, jumps: Jumps, warmup: WarmupState, cloud: Cloud, temperature: float) -> Jumps:
         """Record one more iteration, and renew the archive at the end of a window; constant after warmup."""
         elapsed = stage.done - stage.at(ARRIVED)
-        is_warmup = stage.done < stage.num_warmup
+        is_before_end = stage.done < stage.num_warmup
 
         def remember():
             remembered = self._record(jumps, warmup.scales.preconditioner, cloud, elapsed)
             return lax.cond(stage.window_ends, lambda: renew(remembered), lambda: remembered)
 
         def renew(jumps):
-            tried = jnp.where(is_warmup & (stage.done >= stage.at(FREEZE)), DENSITY, DIFFERENCES)
-            jumps = self._choose(jumps, jnp.where(is_warmup, tried, -1))
+            tried = jnp.where(is_before_end & (stage.done >= stage.at(FREEZE)), DENSITY, DIFFERENCES)
+            jumps = self._choose(jumps, jnp.where(is_before_end, tried, -1))
             return self._fit(jumps, warmup.scales.preconditioner, cloud.z.shape[0] * cloud.z.shape[1], temperature)
 
-        return lax.cond((elapsed >= 0) & stage.is_warmup, remember, lambda: jumps)
+        return lax.cond(elapsed >= 0, remember, lambda: jumps)
 
     def _record(self, jumps, change, cloud, elapsed):
         """Add the particles of one more iteration, in unconstrained coordinates."""

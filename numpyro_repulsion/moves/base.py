@@ -8,7 +8,7 @@ import jax
 from jax import random
 import jax.numpy as jnp
 
-from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, select
+from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import uniform
 from numpyro_repulsion.warmup import Stage, WarmupState
 
@@ -141,12 +141,14 @@ class Move:
             propose_key, accept_key = random.split(key)
         proposal = self.propose(propose_key, state, cloud, energy_and_grad, temperature, stratified)
         log_ratio = (cloud.potential_energy - proposal.potential_energy) / temperature + proposal.log_ratio
-        usable = jnp.isfinite(log_ratio) & jnp.isfinite(proposal.gradient).all(-1)
-        probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
-        if proposal.threshold is None:
+        probability = acceptance(log_ratio, jnp.isfinite(proposal.gradient).all(-1))
+        threshold = proposal.threshold
+        if (threshold is None) != self.draws_threshold:
+            raise ValueError(
+                f"{type(self).__name__}.propose must return a `threshold` if, and only if, `draws_threshold` is False."
+            )
+        if threshold is None:
             threshold = uniform(accept_key, probability.shape, probability.dtype)
-        else:
-            threshold = proposal.threshold
         accepted = threshold < probability
         z, energy, gradient = select(accepted, tuple(proposal[:3]), tuple(cloud[:3]))
         return Jumped(Cloud(z, energy, gradient, cloud.memory), accepted, probability)

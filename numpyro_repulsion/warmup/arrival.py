@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 from jax.scipy.special import ndtr
-import numpy as np
 
-from numpyro_repulsion.dynamics import Cloud, select
+from numpyro_repulsion.dynamics import Cloud, acceptance, select
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupState
@@ -19,7 +19,7 @@ from numpyro_repulsion.warmup.windows import Stage
 __all__ = ["arrive", "left_behind", "rescue", "update_arrival"]
 
 #: Bounds on the step sizes of arriving particles, once the scales have been learned.
-ARRIVAL_STEPS = (np.exp(-12.0), 1.0)
+ARRIVAL_STEPS = (math.exp(-12.0), 1.0)
 
 Position = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -63,8 +63,7 @@ def arrive(
     forward = jnp.sum(noise**2, -1)
     backward = jnp.sum((u - proposal + step * gradients[1]) ** 2, -1)
     log_ratio = energies[0] - energies[1] + (forward - backward) / (4.0 * step_size)
-    usable = jnp.isfinite(log_ratio) & jnp.isfinite(gradients[1]).all(-1)
-    probability = jnp.where(usable, jnp.exp(jnp.minimum(jnp.where(usable, log_ratio, 0.0), 0.0)), 0.0)
+    probability = acceptance(log_ratio, jnp.isfinite(gradients[1]).all(-1))
     accepted = threshold < probability
     moved = select(accepted, (proposal, energies[1], gradients[1]), (u, energies[0], gradients[0]))
     # A rejected particle keeps its last finite gradient if the new minibatch gives a non-finite one.

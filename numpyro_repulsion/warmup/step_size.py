@@ -40,6 +40,9 @@ def update_step_size(
 
 def _measured(key, stage, warmup, cloud, sampler):
     """Add a measurement, and use control variates only if they do not add noise."""
+    steepness_key = key
+    if sampler.interaction.interacts:
+        key, steepness_key = random.split(key)
     plan = sampler.plan
     in_use = warmup.reference.in_use if plan.reference else jnp.zeros((), bool)
     width = WIDTH if plan.scale else WIDTH * jnp.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
@@ -55,7 +58,7 @@ def _measured(key, stage, warmup, cloud, sampler):
             for name in ("curvature", "noise", "steepness")
         },
     )
-    steepness = measure_steepness(random.fold_in(key, 1), sampler.interaction, cloud.z, warmup.bandwidth)
+    steepness = measure_steepness(steepness_key, sampler.interaction, cloud.z, warmup.bandwidth)
     measurements = measurements.add(curvature, noise, steepness)
     warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
     if plan.reference:
@@ -73,7 +76,8 @@ def _with_step_size(stage, warmup, cloud, sampler):
     stats = summarize_curvature(warmup.step.measurements, noise, spread, coupling, dynamics, sampler.shares_minibatches)
     rule = plan.step_size
     error = dynamics.step_error(coupling)
-    num_updates = warmup.arrival.step_size.size * sampler.num_steps * stage.num_warmup
+    # Not in integers, which overflow for many particles.
+    num_updates = warmup.arrival.step_size.size * sampler.num_steps * stage.num_warmup.astype(cloud.z.dtype)
     draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
     step_size = rule.step_size(
         max_step_for_bias=error.max_step_for_bias(rule.tolerance, stats),

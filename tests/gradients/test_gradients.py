@@ -23,11 +23,13 @@ from numpyro.infer import init_to_feasible, init_to_sample, init_to_uniform, ini
 from numpyro.infer.reparam import CircularReparam, LocScaleReparam, TransformReparam
 from numpyro.infer.util import initialize_model
 
+from numpyro_repulsion import SGLD
 from numpyro_repulsion.gradients import (
     SVRG,
     ControlVariates,
     FullData,
     FunctionTarget,
+    Gradient,
     ModelTarget,
     Subsampled,
     draw_indices,
@@ -824,3 +826,18 @@ def test_full_data_of_a_minibatched_model_raise_no_warning():
         target = ModelTarget(rich)
         FullData().energy_and_grad(KEY, target, lambda flat: {"z": flat}, jnp.ones((1, 2, 2)))
         target.observations(), target.is_finite_on_all_rows(), target.minibatched_values(target.constrain({"z": X[0]}))
+
+
+class Every(Gradient):
+    """A gradient of a user's own, on rows that it draws."""
+
+    def rows(self, key, target, shape):
+        return draw_indices(key, target.plates, shape), 2
+
+
+def test_a_gradient_of_ones_own_is_noisy_unless_it_says_otherwise():
+    target = ModelTarget(indexed)
+    assert Every().is_noisy(target) and Subsampled().is_noisy(target) and not FullData().is_noisy(target)
+    # Jumps would accept by energies of minibatches.
+    kernel = SGLD(indexed, gradient=Every())
+    assert not kernel.bind(()).plan(True).basins and SGLD(indexed, gradient=FullData()).bind(()).plan(True).basins

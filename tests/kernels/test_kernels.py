@@ -609,6 +609,9 @@ def test_double_precision():
         mcmc = make(SGLD(potential_fn=quadratic, step_size=0.1))
         mcmc.run(random.key(0), init_params=jnp.arange(6.0, dtype=jnp.float32))
         assert mcmc.get_samples().dtype == jnp.float32
+        mcmc = make(SGLD(potential_fn=quadratic), num_warmup=60)
+        mcmc.run(random.key(0), init_params=jnp.arange(6.0, dtype=jnp.float32))
+        assert mcmc.get_samples().dtype == jnp.float32 and mcmc.last_state.step_size.dtype == jnp.float32
 
 
 def test_groups_do_not_interact_and_share_no_minibatch(data):
