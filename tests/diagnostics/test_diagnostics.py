@@ -465,8 +465,8 @@ def mcmc():
     ("call", "words"),
     [
         (lambda x: ensemble_ess(x, method="best"), "`method` must be one of"),
-        (lambda x: ensemble_ess(x, method="quantile"), "`prob` is the probability"),
-        (lambda x: ensemble_ess(x, prob=0.5), "`prob` is the probability"),
+        (lambda x: ensemble_ess(x, method="quantile"), "`prob` must be between 0 and 1 for method"),
+        (lambda x: ensemble_ess(x, prob=0.5), "`prob` must be between 0 and 1 for method"),
         (lambda x: ensemble_ess(x, 3), "must divide the number of chains"),
         (lambda x: ensemble_ess(x[:, :3]), "four draws or more"),
         (lambda x: nested_rhat(x), "two or more; got one"),

@@ -140,7 +140,9 @@ def test_coords_and_dims(mcmc):
 def test_coords_and_dims_that_do_not_fit_are_refused(mcmc):
     with pytest.raises(ValueError, match="coords\\['features'\\] must have 3 values, one for each entry; got 2"):
         to_inference_data(mcmc, coords={"features": ["a", "b"]})
-    with pytest.raises(ValueError, match="dimensions \\['a', 'b'\\] of 'scale', which has 1"):
+    with pytest.raises(
+        ValueError, match="`dims\\['scale'\\]` must have at most 1 names, one for each dimension; got \\['a', 'b'\\]"
+    ):
         to_inference_data(mcmc, dims={"scale": ["a", "b"]})
     with pytest.raises(ValueError, match="Dimension 'features' has size 3, and would have 2 for 'scale'"):
         to_inference_data(mcmc, dims={"scale": ["features"]})

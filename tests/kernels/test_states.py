@@ -160,7 +160,7 @@ def test_a_state_of_another_model():
         numpyro.sample("nu", dist.Normal(0, 1).expand([2]).to_event(1))
 
     state = SGLD(rows, step_size=0.01).init(random.split(random.key(0), 6), 0, None, (Y,), {})
-    with pytest.raises(ValueError, match=r"a model with the sites \{'mu': \(6, 2\)\}, and this model has \{'nu'"):
+    with pytest.raises(ValueError, match=r"The state has the sites \{'mu': \(6, 2\)\}, and this model has \{'nu'"):
         abstractly(SGLD(other, step_size=0.01), state)
 
 

@@ -356,7 +356,7 @@ def test_a_kernel_without_moves_goes_on_from_the_state_of_one_with_them():
     state = kernel.init(random.split(random.key(0), 4), 50, starts, (), {})
     after = jax.eval_shape(lambda state: SGLD(potential_fn=potential, step_size=0.1).sample(state, (), {}), state)
     assert jax.tree.structure(after) == jax.tree.structure(state)
-    without = state._replace(warmup=state.warmup._replace(jumps=None))
+    without = SGLD(potential_fn=potential, step_size=0.1).init(random.split(random.key(0), 4), 50, starts, (), {})
     with pytest.raises(ValueError, match="made with no moves: use those, or drop `moves`"):
         kernel.sample(without, (), {})
 

@@ -427,7 +427,7 @@ def test_times(times):
     [
         (DRAWS, {}, ValueError, "2 coordinates: name one by `estimand`"),
         ([], {}, ValueError, "no runs"),
-        ([DRAWS, DRAWS[:, :9]], {"estimand": 0}, ValueError, r"as many iterations.*got \[30, 9\]"),
+        ([DRAWS, DRAWS[:, :9]], {"estimand": 0}, ValueError, r"same number of iterations and draws; got \[30, 9\]"),
         (DRAWS, {"estimand": lambda z: z}, ValueError, "must return a scalar"),
         (DRAWS, {"estimand": "tau"}, ValueError, "no variable 'tau'"),
         (DRAWS, {"estimand": 0, "prob": 90}, ValueError, "between 0 and 1; got 90"),

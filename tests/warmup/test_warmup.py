@@ -871,7 +871,7 @@ def test_verdict_names_what_is_wrong():
         ("has_basins", True, "several_basins", None, "in several modes"),
         ("noise_ratio", 20.0, "gradient_noise", 20.0, "Gradient noise, 20 times the curvature"),
         ("control_variates_off", True, "control_variates_off", None, "Control variates add noise"),
-        ("stays", True, "jumps_off", None, "Jumps are hardly ever accepted"),
+        ("jumps_off", True, "jumps_off", None, "Jumps are hardly ever accepted"),
     ):
         (finding,) = FINE._replace(**{field: jnp.asarray(value)}).findings()
         assert finding.name == name and words in str(finding)
