@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import numpyro
+import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
@@ -21,11 +23,13 @@ from numpyro_repulsion import (
     Independent,
     Overdamped,
     Relativistic,
+    Subsampled,
     Thermostat,
     Underdamped,
     step_bias,
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, reject_nonfinite
+from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.kernels.iteration import ALL_LEARNERS
 
 
@@ -86,6 +90,28 @@ def test_sgld_is_a_langevin_loop_written_by_hand(starts):
     np.testing.assert_allclose(
         mcmc.get_samples(group_by_chain=True), by_hand(state.z, state.rng_key), rtol=1e-5, atol=1e-5
     )
+
+
+def test_noise_and_minibatch_have_keys_of_their_own(starts):
+    y = jnp.arange(12.0)
+
+    def model():
+        z = numpyro.sample("z", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", 12, subsample_size=3) as i:
+            numpyro.sample("y", dist.Normal(z[0] + z[1] * i, 1), obs=y[i])
+
+    setting = {"gradient": Subsampled(), "interaction": Independent(), "dynamics": EULER}
+    kernel = SGLD(model, step_size=1e-3, num_steps=2, **setting)
+    state = kernel.init(random.split(random.key(1), 6), 0, {"z": starts}, (), {})
+    bound, (z, unravel) = kernel.bind(()), ravel_cloud(state.z)
+    z, slope = z[None], state.gradient[None]
+    for key in random.split(state.rng_key, 4 + len(ALL_LEARNERS))[-2:]:
+        noise_key, gradient_key = random.split(key)
+        z = z - 1e-3 * slope + jnp.sqrt(2e-3) * random.normal(noise_key, z.shape)
+        slope = bound.gradient.energy_and_grad(gradient_key, bound.target, unravel, z)[1]
+    after = jax.jit(lambda state: kernel.sample(state, (), {}))(state)
+    np.testing.assert_allclose(after.z["z"], z[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(after.gradient, slope[0], rtol=1e-4, atol=1e-4)
 
 
 def test_bandwidth_towards_zero_is_independent_euler(starts):
