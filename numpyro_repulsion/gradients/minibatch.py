@@ -102,6 +102,12 @@ class Gradient:
         # Each split takes a tenth of a second to compile.
         rows_key, model_key = random.split(key) if target.is_random else (key, key)
         indices, axes = self.rows(rows_key, target, z.shape[:2])
+        are_all = all(indices[name].shape[-1] == size for name, (size, _) in target.plates.items())
+        if axes < 2 and not (self.shared or are_all) and z.shape[1] > 1:
+            raise ValueError(
+                f"{type(self).__name__}.rows returns rows that particles share ({axes} axes), and its `shared` is "
+                "False: set shared = True in the class, or return rows for each particle, with 2 axes."
+            )
 
         def energy(flat, rows, key):
             return target.potential_energy(unravel(flat), rows, key).astype(flat.dtype)

@@ -18,7 +18,7 @@ from numpyro_repulsion.moves.base import Move, Proposal
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup import ARRIVED, FREEZE, Preconditioner, Stage, WarmupState, inverse_root, shrink
 
-__all__ = ["DENSITY", "DIFFERENCES", "Archive", "Jumps"]
+__all__ = ["DENSITY", "DIFFERENCES", "Archive", "ArchiveState"]
 
 #: How particles jump.
 NONE, DIFFERENCES, DENSITY = 0, 1, 2
@@ -31,7 +31,7 @@ DESCENTS = (0.0, 0.5, 0.75, 1.0)
 MAX_QUERIES = 256
 
 
-class Jumps(NamedTuple):
+class ArchiveState(NamedTuple):
     """The learned state of jumps; after warmup only the tally changes.
 
     - **recorded** - unconstrained positions from warmup and the gradients there, ``(C, d)`` each, of which the first
@@ -120,7 +120,7 @@ class Archive(Move):
         if self.size.bit_count() > 1:
             raise ValueError(f"Archive: `size` must be a power of two, 16 or more; got {self.size!r}.")
 
-    def start(self, cloud: Cloud, iterations: int, dense: bool) -> Jumps:
+    def start(self, cloud: Cloud, iterations: int, dense: bool) -> ArchiveState:
         """Return the state before warmup.
 
         :param iterations: the number of warmup iterations.
@@ -133,7 +133,7 @@ class Archive(Move):
         # Stratum indices up to L C must fit 32 bits.
         size = min(size, 1 << max(31 - particles.bit_length(), 4))
         dtype = cloud.z.dtype
-        return Jumps(
+        return ArchiveState(
             recorded=(jnp.zeros((size, dimension), dtype),) * 2,
             number=jnp.zeros((), jnp.int32),
             source=jnp.asarray(np.arange(size, dtype=np.int64) * total // size, jnp.int32),
@@ -145,7 +145,9 @@ class Archive(Move):
             tally=(jnp.zeros((), dtype),) * 2,
         )
 
-    def learn(self, stage: Stage, jumps: Jumps, warmup: WarmupState, cloud: Cloud, temperature: float) -> Jumps:
+    def learn(
+        self, stage: Stage, jumps: ArchiveState, warmup: WarmupState, cloud: Cloud, temperature: float
+    ) -> ArchiveState:
         """Record one more iteration, and renew the archive at the end of a window; constant after warmup."""
         elapsed = stage.done - stage.at(ARRIVED)
         is_before_end = stage.done < stage.num_warmup

@@ -13,7 +13,7 @@ from numpyro_repulsion.moves.base import Move, Proposal
 from numpyro_repulsion.noise import uniform
 from numpyro_repulsion.warmup import Preconditioner, inverse_root
 
-__all__ = ["BasinJumps", "Basins"]
+__all__ = ["BasinsState", "Basins"]
 
 #: Fractions of warmup between which particles are followed; the rest of warmup tries jumps if there are basins.
 BEGINNING, END = 0.7, 0.95
@@ -24,7 +24,7 @@ INFLATION = 1.2
 WIDTHS = (1e-3, 1e3)
 
 
-class BasinJumps(NamedTuple):
+class BasinsState(NamedTuple):
     """The learned state of jumps between basins; after warmup only the tally changes.
 
     - **scale** - S, ``(d, d)`` or ``(d,)``.
@@ -70,7 +70,7 @@ class Basins(Move):
         z = cloud.z
         dimension, dtype = z.shape[2], z.dtype
         zero = jnp.zeros((min(z.shape[0] * z.shape[1], MAX_COMPONENTS), dimension), dtype)
-        return BasinJumps(
+        return BasinsState(
             scale=jnp.eye(dimension, dtype=dtype) if dense else jnp.ones(dimension, dtype),
             origin=zero,
             sums=jnp.stack([zero, zero]),
@@ -106,7 +106,9 @@ class Basins(Move):
             mean, square = sums / number
             width = INFLATION * jnp.sqrt(jnp.maximum(square - mean**2, 0.0))
             is_on = is_last & widest.has_basins
-            return BasinJumps(within, origin, sums, number, origin + mean, jnp.clip(width, *WIDTHS), is_on, state.tally)
+            return BasinsState(
+                within, origin, sums, number, origin + mean, jnp.clip(width, *WIDTHS), is_on, state.tally
+            )
 
         return lax.cond((stage.done >= begins) & (stage.done <= ends), follow, lambda: state)
 

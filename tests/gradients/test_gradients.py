@@ -841,3 +841,15 @@ def test_a_gradient_of_ones_own_is_noisy_unless_it_says_otherwise():
     # Jumps would accept by energies of minibatches.
     kernel = SGLD(indexed, gradient=Every())
     assert not kernel.bind(()).plan(True).basins and SGLD(indexed, gradient=FullData()).bind(()).plan(True).basins
+
+
+def test_shared_rows_must_be_called_so():
+    class Common(Every):
+        def rows(self, key, target, shape):
+            return draw_indices(key, target.plates, shape[:1]), 1
+
+    target, z = ModelTarget(indexed), jnp.zeros((2, 3, 2))
+    with pytest.raises(ValueError, match="Common.rows returns rows that particles share .1 axes., and its `shared`"):
+        Common().energy_and_grad(KEY, target, lambda flat: {"z": flat}, z)
+    Common.shared = True
+    assert Common().energy_and_grad(KEY, target, lambda flat: {"z": flat}, z)[0].shape == (2, 3)
