@@ -5,7 +5,8 @@
 1. Check the state, whiten the positions, split the random key, and compute the stage of warmup.
 2. `recognize_data`: compare the data with those of the reference point, so that a reference on other data is evaluated
    again. Each particle's own reference (``SVRG``) is renewed here if its epoch is over.
-3. `move`, while particles arrive: ``num_steps`` Metropolis updates of each particle by itself.
+3. `move`, while particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam
+   with minibatches.
 4. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
    hot updates if a cycle begins. With ``moves`` switched on, every second update is a jump. Every other update
 
@@ -37,12 +38,24 @@ from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.progress import Keys, Progress
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.schedules import Cyclical
-from numpyro_repulsion.warmup import LEARNERS, Learner, Stage, WarmupPlan, WarmupState, arrive, warmup_update
+from numpyro_repulsion.warmup import (
+    ARRIVED,
+    LEARNERS,
+    Learner,
+    Stage,
+    WarmupPlan,
+    WarmupState,
+    arrive,
+    descend,
+    warmup_update,
+)
 
 __all__ = ["ALL_LEARNERS", "Iteration"]
 
 #: Gradients longer than this many times their expected length in whitened coordinates are clipped.
 GRADIENT_LIMIT = 20.0
+#: While scales are adapted from minibatches, so are coordinates longer than this many times their expected size.
+COORDINATE_LIMIT = 4.0
 #: Jumps that switch themselves on if warmup finds several basins.
 BASINS = Basins()
 
@@ -77,6 +90,11 @@ class Iteration:
     @property
     def shares_minibatches(self) -> bool:
         return self.bound.gradient.shared
+
+    @property
+    def minibatch_size(self) -> int:
+        """The number of rows in a minibatch, of the plate with the fewest."""
+        return min((batch for _, batch in self.bound.target.plates.values()), default=1)
 
     def energy_and_grad(self, warmup: WarmupState) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates."""
@@ -127,18 +145,18 @@ class Iteration:
             cloud,
             num_updates,
             jnp.zeros(warmup.arrival.step_size.shape, int),
-            warmup.arrival.step_size,
+            warmup.arrival,
             warmup.reference if self._renews_within else None,
             warmup.jumps.tally if self.bound.kernel.moves is not None else None,
         )
 
         def approach():
-            now = self._repeat(keys.updates, num_updates, start, lambda key, now: self._approach(key, now, warmup))
-            return now, warmup.basins, now.arrival
+            now = self._repeat(keys.updates, num_updates, start, lambda key, now: self._approach(key, stage, now, warmup))
+            return now, warmup.basins, now.arrival.step_size
 
         def travel():
             now, basins = self._jump_between_basins(keys.basins, start, warmup)
-            now = self._repeat(keys.updates, num_updates, now, lambda key, now: self._update(key, now, warmup))
+            now = self._repeat(keys.updates, num_updates, now, lambda key, now: self._update(key, stage, now, warmup))
             in_use = jnp.broadcast_to(self.step_size(warmup, now.num_updates - 1), now.flagged.shape)
             return now, basins, in_use
 
@@ -146,7 +164,7 @@ class Iteration:
             now, basins, in_use = lax.cond(stage.is_arriving, approach, travel)
         else:
             now, basins, in_use = travel()
-        warmup = warmup._replace(arrival=warmup.arrival._replace(step_size=now.arrival), basins=basins)
+        warmup = warmup._replace(arrival=now.arrival, basins=basins)
         if now.tally is not None:
             warmup = warmup._replace(jumps=warmup.jumps._replace(tally=now.tally))
         if now.reference is not None:
@@ -168,17 +186,28 @@ class Iteration:
         a second to compile."""
         return random.split(key) if self.plan.noise else (key, key)
 
-    def _approach(self, key, now, warmup):
+    def _approach(self, key, stage, now, warmup):
         """Make one update of arriving particles, each by itself."""
         move_key, gradient_key = self._noise_and_gradient_keys(key)
-        energy_and_grad = self.energy_and_grad(warmup)
-        position, steps = arrive(
-            move_key, now.cloud[:3], now.arrival, lambda u: energy_and_grad(gradient_key, u), self.plan.noise
-        )
-        cloud = Cloud(*position, now.cloud.memory)
-        return now._replace(cloud=cloud, arrival=steps, num_updates=now.num_updates + 1)
+        evaluate = self.energy_and_grad(warmup)
+        arrival, position = now.arrival, now.cloud[:3]
 
-    def _update(self, key, now, warmup):
+        def energy_and_grad(u):
+            return evaluate(gradient_key, u)
+
+        if arrival.adam is None:
+            position, steps = arrive(move_key, position, arrival.step_size, energy_and_grad)
+            arrival = arrival._replace(step_size=steps)
+        else:
+            share_done = arrival.adam.count / (stage.at(ARRIVED) * self.num_steps).astype(position[0].dtype)
+            position, adam, rates = descend(
+                move_key, position, arrival.adam, arrival.step_size, share_done, energy_and_grad
+            )
+            arrival = arrival._replace(step_size=rates, adam=adam)
+        cloud = Cloud(*position, now.cloud.memory)
+        return now._replace(cloud=cloud, arrival=arrival, num_updates=now.num_updates + 1)
+
+    def _update(self, key, stage, now, warmup):
         """Make one update by the dynamics, or by a jump if ``moves`` are on and the update is odd."""
         if self._renews_within:
             due = now.reference.in_use & (now.reference.age >= self.plan.epoch)
@@ -193,7 +222,7 @@ class Iteration:
         energy_and_grad = self.energy_and_grad(warmup)
 
         def step(now):
-            cloud, is_clipped = self._clip_gradient(now.cloud, warmup)
+            cloud, is_clipped = self._clip_gradient(now.cloud, stage, warmup)
             proposal = self.dynamics.step(
                 noise_key,
                 cloud,
@@ -292,17 +321,24 @@ class Iteration:
         warmup, cloud = warmup_update(keys.learners, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 
-    def _clip_gradient(self, cloud, warmup):
+    def _clip_gradient(self, cloud, stage, warmup):
         """Clip gradients far longer than any in the bulk of the posterior; also return which ones were clipped."""
         if self.plan.scale is None or not self.plan.measures or warmup.step.measurements is None:
             return cloud, jnp.zeros(cloud.potential_energy.shape, bool)
         # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
         expected = jnp.fmax(warmup.scales.moments.variances(), 1.0) + warmup.noise
-        limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(jnp.broadcast_to(expected, cloud.z.shape[-1:])))
+        expected = jnp.broadcast_to(expected, cloud.z.shape[-1:])
+        limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(expected))
         length = jnp.linalg.norm(cloud.gradient, axis=-1)
         is_clipped = length > limit
         factor = jnp.where(is_clipped, limit / length, 1.0)[..., None]
-        return cloud._replace(gradient=factor * cloud.gradient), is_clipped
+        gradient = factor * cloud.gradient
+        if self.plan.noise:
+            # While warmup takes long steps, one coordinate with a long gradient, as in the neck of a funnel, would
+            # send a particle off.
+            bound = jnp.where(stage.is_settling | ~stage.is_warmup, jnp.inf, COORDINATE_LIMIT * jnp.sqrt(expected))
+            gradient = jnp.clip(gradient, -bound, bound)
+        return cloud._replace(gradient=gradient), is_clipped
 
 
 def _counted(tally, jumped):

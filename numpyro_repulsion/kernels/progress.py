@@ -9,6 +9,7 @@ from jax import random
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import Reference
+from numpyro_repulsion.warmup import ArrivalState
 
 __all__ = ["Keys", "Progress"]
 
@@ -40,7 +41,7 @@ class Progress(NamedTuple):
     - **cloud** - the particles.
     - **num_updates** - how many updates are done.
     - **flagged** - how many updates of the iteration were rejected or had a clipped gradient, ``(G, L)``.
-    - **arrival** - the step sizes of arriving particles, ``(G, L)``.
+    - **arrival** - how particles arrive.
     - **reference** - the references of control variates, if they are renewed between updates, or ``None``.
     - **tally** - the number of jumps and the sum of their acceptance probabilities, or ``None``.
     """
@@ -48,6 +49,6 @@ class Progress(NamedTuple):
     cloud: Cloud
     num_updates: jax.Array
     flagged: jax.Array
-    arrival: jax.Array
+    arrival: ArrivalState
     reference: Reference | None
     tally: tuple[jax.Array, jax.Array] | None

@@ -53,6 +53,7 @@ update_step_size  step_size.py  curvature and noise (curvature.py), and     step
 The kernels add learners of jumps (``kernels/iteration.py``). The last state gives the diagnosis (``diagnosis.py``).
 """
 
+from numpyro_repulsion.warmup.adam import Adam, descend
 from numpyro_repulsion.warmup.arrival import arrive, left_behind, rescue, update_arrival
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
 from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature, measure_steepness, summarize_curvature
@@ -68,6 +69,7 @@ from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, Stage
 
 __all__ = [
+    "Adam",
     "ArrivalState",
     "ScalesState",
     "StepState",
@@ -92,6 +94,7 @@ __all__ = [
     "first_scale",
     "gains",
     "inverse_root",
+    "descend",
     "diagnose_warmup",
     "left_behind",
     "estimate_curvature",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import math
+from typing import Any
 
 import jax
 from jax import lax, random
@@ -12,6 +13,7 @@ from jax.scipy.special import ndtr
 
 from numpyro_repulsion.dynamics import Cloud, acceptance, select
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.warmup.adam import Adam
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
@@ -29,17 +31,15 @@ def arrive(
     position: Position,
     step_size: jax.Array,
     energy_and_grad: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-    is_noisy: bool = True,
 ) -> tuple[Position, jax.Array]:
     """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to an acceptance of 0.6.
 
-    The update need not be exact; it only brings the particles to the posterior, whatever its scale. With minibatches,
-    each update targets the posterior of its own minibatch.
+    The update need not be exact; it only brings the particles to the posterior, whatever its scale. It needs exact
+    gradients; with minibatches particles arrive by :func:`~numpyro_repulsion.warmup.adam.descend`.
 
     :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
     :param step_size: ``(G, L)``.
-    :param energy_and_grad: ``u -> (U, ∇U)``, the same function at both ends of the update.
-    :param is_noisy: whether this function changes from update to update, so that U at ``u`` must be evaluated again.
+    :param energy_and_grad: ``u -> (U, ∇U)``.
     :return: the new position and the new step sizes.
     """
     u = position[0]
@@ -49,16 +49,8 @@ def arrive(
     noise = jnp.sqrt(2.0 * step) * white[: u.size].reshape(u.shape)
     threshold = ndtr(white[u.size :]).reshape(step_size.shape)
 
-    def propose(point, _):
-        energy, gradient = energy_and_grad(point)
-        return u - step * gradient + noise, (energy, gradient)
-
-    if is_noisy:
-        # First at u, then at the proposal; a loop, so that the gradient is compiled once.
-        _, (energies, gradients) = lax.scan(propose, u, length=2)
-    else:
-        ahead = energy_and_grad(u - step * position[2] + noise)
-        energies, gradients = zip(position[1:], ahead, strict=True)
+    ahead = energy_and_grad(u - step * position[2] + noise)
+    energies, gradients = zip(position[1:], ahead, strict=True)
     proposal = u - step * gradients[0] + noise
     forward = jnp.sum(noise**2, -1)
     backward = jnp.sum((u - proposal + step * gradients[1]) ** 2, -1)
@@ -80,19 +72,16 @@ def left_behind(energy: jax.Array, dimension: int) -> jax.Array:
     return ~(energy <= jnp.nanmedian(energy) + 10.0 + 5.0 * dimension**0.5)
 
 
-def rescue(key: jax.Array, position: Position, step_size: jax.Array, lost: jax.Array) -> tuple[Position, jax.Array]:
-    """Move each lost particle to the position of a random other one, with that one's step size.
+def rescue(key: jax.Array, particles: Any, lost: jax.Array) -> Any:
+    """Move each lost particle to the position of a random other one, with all that belongs to it.
 
+    :param particles: a pytree of arrays ``(G, L, ...)``.
     :param lost: ``(G, L)``; if all are lost, none moves.
     """
     lost = lost.ravel() & ~lost.all()
     logits = jnp.where(lost, -jnp.inf, 0.0)
     chosen = jnp.where(lost, random.categorical(key, logits, shape=lost.shape), jnp.arange(lost.size))
-
-    def move(x):
-        return x.reshape(lost.size, *x.shape[2:])[chosen].reshape(x.shape)
-
-    return jax.tree.map(move, (position, step_size))
+    return jax.tree.map(lambda x: x.reshape(lost.size, *x.shape[2:])[chosen].reshape(x.shape), particles)
 
 
 def update_arrival(
@@ -101,7 +90,7 @@ def update_arrival(
     """Adapt the arrival: sum up surroundings and, at the ends of windows, move lost particles to others."""
     if not sampler.plan.arrives:
         return warmup, cloud
-    steps, surroundings = warmup.arrival
+    steps, surroundings, adam = warmup.arrival
     if surroundings is not None:
 
         def look_around():
@@ -116,12 +105,13 @@ def update_arrival(
         # Energies on different minibatches are not comparable, and minibatch noise hides curvature.
         return left_behind(sampler.energy_on_common_rows(warmup, cloud.z), cloud.z.shape[-1])
 
-    position, steps = lax.cond(
-        stage.window_ends & stage.may_rescue,
-        lambda: rescue(key, cloud[:3], steps, lost()),
-        lambda: (cloud[:3], steps),
+    momenta = () if adam is None else (adam.mean, adam.square, adam.growth)
+    particles = cloud[:3], steps, momenta
+    position, steps, momenta = lax.cond(
+        stage.window_ends & stage.may_rescue, lambda: rescue(key, particles, lost()), lambda: particles
     )
-    if sampler.plan.scale is not None:
+    if adam is not None:
+        adam = Adam(adam.count, *momenta, adam.unit)
+    elif sampler.plan.scale is not None:
         steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
-    z, energy, gradient = position
-    return warmup._replace(arrival=ArrivalState(steps, surroundings)), Cloud(z, energy, gradient, cloud.memory)
+    return warmup._replace(arrival=ArrivalState(steps, surroundings, adam)), Cloud(*position, cloud.memory)

@@ -38,6 +38,10 @@ class Sampler(Protocol):
     def shares_minibatches(self) -> bool:
         """Whether the particles of a group share their minibatch."""
 
+    @property
+    def minibatch_size(self) -> int:
+        """The number of rows in a minibatch."""
+
     def energy_and_grad(self, warmup: WarmupState) -> CorrectableEnergyAndGrad:
         """Return the function for U and ∇U in whitened coordinates."""
 

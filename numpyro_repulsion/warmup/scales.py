@@ -7,18 +7,22 @@ from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.warmup.hessian import mean_diagonal, mean_hessian, num_minibatches, whitening
 from numpyro_repulsion.warmup.learning import Sampler
+from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import ScalesState, WarmupState
-from numpyro_repulsion.warmup.windows import Stage
+from numpyro_repulsion.warmup.windows import ARRIVED, Stage
 
 __all__ = ["update_scales"]
+
+#: Half the distance over which gradients are compared, in units of the scales.
+WIDTH = 0.2
 
 
 def update_scales(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
     """Add the cloud to the moments; at the end of a window, until the scales are frozen, whiten the coordinates."""
-    del key
     known = warmup.scales.moments
 
     def observe():
@@ -29,14 +33,43 @@ def update_scales(
     warmup = warmup._replace(scales=warmup.scales._replace(moments=moments))
     if sampler.plan.scale is None:
         return warmup, cloud
-    return lax.cond(
-        stage.window_ends & stage.is_adapting, lambda: _rescale(stage, warmup, cloud), lambda: (warmup, cloud)
-    )
+    if sampler.plan.noise:
+        due, rescaled = stage.has_arrived, lambda: _rescale_by_curvature(key, stage, warmup, cloud, sampler)
+    else:
+        due, rescaled = True, lambda: _rescale(stage, warmup, cloud)
+    return lax.cond(stage.window_ends & stage.is_adapting & due, rescaled, lambda: (warmup, cloud))
 
 
 def _rescale(stage, warmup, cloud):
-    change = warmup.scales.moments.to_preconditioner(stage.uses_correlations)
+    return _changed(warmup, cloud, warmup.moments.to_preconditioner(stage.uses_correlations))
+
+
+def _rescale_by_curvature(key, stage, warmup, cloud, sampler):
+    """Whiten by the mean curvature over the cloud, because minibatch noise hides that of gradients' covariances."""
+    is_dense = sampler.plan.scale == "dense"
+    spread = jnp.sqrt(warmup.moments.variances())
+    spread = jnp.where(jnp.isfinite(spread) & (spread > 0), spread, 1.0)
+    change = Preconditioner(jnp.diag(spread) if is_dense else spread, warmup.moments.position)
+    warmup, cloud = lax.cond(
+        stage.done == stage.at(ARRIVED), lambda: _changed(warmup, cloud, change), lambda: (warmup, cloud)
+    )
+    energy_and_grad = sampler.energy_and_grad(warmup)
+
+    def gradient(key, u):
+        # Control variates cancel in differences.
+        return energy_and_grad(key, u, jnp.zeros((), bool))[1]
+
+    groups, particles, dimension = cloud.z.shape
+    rows = sampler.minibatch_size * groups * (1 if sampler.shares_minibatches else particles)
+    measure = mean_hessian if is_dense else mean_diagonal
+    curvature = measure(key, cloud.z, gradient, WIDTH, num_minibatches(dimension, rows, is_dense))
+    return _changed(warmup, cloud, Preconditioner(whitening(curvature), warmup.moments.position))
+
+
+def _changed(warmup, cloud, change):
+    """Return state and cloud after a further change of variables."""
     # The memory stays as it is, because carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
     preconditioner, moments = warmup.scales.preconditioner.compose(change), warmup.scales.moments.compose(change)
     return warmup._replace(scales=ScalesState(preconditioner, moments)), cloud
+

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Reference
 from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.warmup.adam import Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.surroundings import Surroundings
@@ -55,18 +56,22 @@ class WarmupPlan(NamedTuple):
 class ArrivalState(NamedTuple):
     """The state of the arrival.
 
-    - **step_size** - ε of each particle, ``(G, L)``.
+    - **step_size** - ε of each particle, ``(G, L)``; the rate of Adam if gradients are noisy.
     - **surroundings** - sums over the current window; ``None`` if gradients are noisy.
+    - **adam** - the state of Adam; ``None`` if gradients are exact.
     """
 
     step_size: jax.Array
     surroundings: Surroundings | None
+    adam: Adam | None = None
 
     @staticmethod
-    def start(shape: tuple[int, ...], dtype, looks_around: bool) -> ArrivalState:
+    def start(u: jax.Array, arrives: bool, is_noisy: bool) -> ArrivalState:
         """Return the state for particles ``(G, L, d)`` at their starts."""
-        surroundings = Surroundings.empty(shape, dtype) if looks_around else None
-        return ArrivalState(jnp.full(shape[:2], 0.05, dtype), surroundings)
+        if arrives and is_noisy:
+            return ArrivalState(first_rates(u.shape, u.dtype), None, Adam.start(u))
+        surroundings = Surroundings.empty(u.shape, u.dtype) if arrives else None
+        return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), surroundings)
 
 
 class ScalesState(NamedTuple):
@@ -113,7 +118,7 @@ class WarmupState(NamedTuple):
 
     - **iteration** - how many MCMC iterations are done.
     - **num_warmup** - how many iterations are warmup.
-    - **arrival** - step sizes and surroundings of arriving particles.
+    - **arrival** - how particles arrive.
     - **scales** - the linear change of variables.
     - **step** - the step size and its measurements.
     - **bandwidth** - the bandwidth h in use; 0 if the interaction has none.
@@ -191,7 +196,7 @@ class WarmupState(NamedTuple):
         return WarmupState(
             iteration=jnp.zeros((), jnp.int32),
             num_warmup=jnp.asarray(num_warmup, jnp.int32),
-            arrival=ArrivalState.start(shape, dtype, learns and plan.arrives and not plan.noise),
+            arrival=ArrivalState.start(cloud.z, learns and plan.arrives, plan.noise),
             scales=ScalesState(
                 preconditioner, Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None
             ),

@@ -79,6 +79,9 @@ def _with_step_size(stage, warmup, cloud, sampler):
     # Not in integers, which overflow for many particles.
     num_updates = warmup.arrival.step_size.size * sampler.num_steps * stage.num_warmup.astype(cloud.z.dtype)
     draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
+    # Only jumps move particles between basins, so a longer step gains no draws there. A cloud that has just arrived from
+    # minibatches is wider than the posterior, which would make the run look short.
+    gains_none = warmup.has_basins | (stage.is_adapting & plan.noise)
     step_size = rule.step_size(
         max_step_for_bias=error.max_step_for_bias(rule.tolerance, stats),
         # Half the limit of stability at typical particles.
@@ -87,8 +90,7 @@ def _with_step_size(stage, warmup, cloud, sampler):
             error.max_step_for_short_run(stats, draws_per_step),
         ),
         stability_limit=error.stability_limit(stats),
-        # Only jumps move particles between basins, so a longer step gains no draws there.
-        draws_per_step=jnp.where(warmup.has_basins, jnp.inf, draws_per_step)
+        draws_per_step=jnp.where(gains_none, jnp.inf, draws_per_step)
         if dynamics.is_sampler and not plan.jumps
         else jnp.inf,
     )

@@ -24,7 +24,7 @@ SETTLING_ENDS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 #: Scales use correlations from the second window on; lost particles are rescued from the third window on.
 FIRST_DENSE, FIRST_RESCUE = 0.02, 0.04
 #: (end of window, share): the share of the gradient noise that limits the step until then; long steps first, to travel.
-ANNEALING = ((0.3, 0.0), (0.4, 0.03), (0.6, 0.2))
+ANNEALING = ((0.3, 0.05), (0.4, 0.1), (0.6, 0.3))
 
 FREEZE = ADAPTATION_ENDS[-1]
 ARRIVED = ARRIVAL_ENDS[-1]

@@ -1,0 +1,107 @@
+"""The mean curvature of the potential energy over the cloud, from differences of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+from jax.scipy.linalg import cholesky
+
+from numpyro_repulsion.noise import normal
+
+__all__ = ["mean_diagonal", "mean_hessian", "num_minibatches", "whitening"]
+
+#: Rows for each parameter, which estimate a curvature to about a tenth in any direction, ...
+ROWS_PER_PARAMETER = 100
+#: ... unless this needs more than so many gradients of the cloud.
+MAX_GRADIENTS = 4000
+#: How many random directions of each particle give the diagonal of the curvature.
+NUM_PROBES = 20
+#: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
+SMALLEST = 1e-3
+
+Gradient = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def num_minibatches(dimension: int, rows: int, dense: bool) -> int:
+    """Return on how many minibatches of each particle to measure the curvature.
+
+    :param rows: the number of rows in one minibatch of each particle.
+    :param dense: whether with correlations, which take two gradients for each parameter.
+    """
+    if not dense:
+        return NUM_PROBES
+    wanted = -(-ROWS_PER_PARAMETER * dimension // max(1, rows))
+    return max(1, min(wanted, MAX_GRADIENTS // (2 * dimension)))
+
+
+def mean_hessian(key: jax.Array, u: jax.Array, gradient: Gradient, width: float, number: int) -> jax.Array:
+    """Return the mean Hessian of U over particles ``(G, L, d)``, ``(d, d)``.
+
+    All columns use the same minibatches, because only then do the errors of small eigenvalues stay relative to them.
+
+    :param gradient: ``(key, u) -> ∇U`` on clouds.
+    :param width: half the distance over which gradients are compared.
+    :param number: the number of minibatches.
+    """
+    dimension = u.shape[-1]
+
+    def row(key, i):
+        offset = width * (jnp.arange(dimension) == i).astype(u.dtype)
+        return _mean(_difference(key, u, offset, gradient) / (2.0 * width))
+
+    def add_minibatch(i, total):
+        own = random.fold_in(key, i)
+        return total + lax.map(lambda j: row(own, j), jnp.arange(dimension))
+
+    total = lax.fori_loop(0, number, add_minibatch, jnp.zeros((dimension, dimension), u.dtype)) / number
+    return (total + total.T) / 2.0
+
+
+def mean_diagonal(key: jax.Array, u: jax.Array, gradient: Gradient, width: float, number: int) -> jax.Array:
+    """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, ``(d,)``, from products with random signs.
+
+    :param number: the number of products for each particle; see also :func:`mean_hessian`.
+    """
+
+    def add_probe(i, total):
+        own = random.fold_in(key, i)
+        signs = jnp.sign(normal(own, u.shape, u.dtype))
+        return total + _mean(signs * _difference(own, u, width * signs, gradient) / (2.0 * width))
+
+    return lax.fori_loop(0, number, add_probe, jnp.zeros(u.shape[-1], u.dtype)) / number
+
+
+def whitening(curvature: jax.Array) -> jax.Array:
+    """Return S, lower triangular or ``(d,)``, with ``S Sᵀ`` the inverse of a curvature made positive.
+
+    Negative eigenvalues count by their absolute value, as in a saddle, whose scale they give as well as positive ones.
+    """
+    diagonal = jnp.abs(curvature if curvature.ndim == 1 else jnp.diagonal(curvature))
+    unit = jnp.where(jnp.isfinite(diagonal) & (diagonal > 0), diagonal, 1.0) ** -0.5
+    if curvature.ndim == 1:
+        return unit
+    values, vectors = jnp.linalg.eigh(curvature * jnp.outer(unit, unit))
+    values = jnp.maximum(jnp.abs(values), SMALLEST)
+    covariance = jnp.outer(unit, unit) * ((vectors / values) @ vectors.T)
+    scale = cholesky((covariance + covariance.T) / 2.0, lower=True)
+    return jnp.where(jnp.isfinite(scale).all(), scale, jnp.diag(unit))
+
+
+def _difference(key, u, offset, gradient):
+    """Return the difference of gradients on the same minibatch at two points."""
+
+    def add(side, total):
+        sign = jnp.where(side == 0, 1.0, -1.0).astype(u.dtype)
+        return total + sign * gradient(key, u + sign * offset)
+
+    # A loop over the two sides, so that the gradient is compiled once.
+    return lax.fori_loop(0, 2, add, jnp.zeros_like(u))
+
+
+def _mean(x):
+    """Return the mean over the particles with finite values."""
+    usable = jnp.isfinite(x).all(-1, keepdims=True)
+    return jnp.where(usable, x, 0.0).sum((0, 1)) / jnp.maximum(usable.sum(), 1)
