@@ -54,8 +54,8 @@ __all__ = ["ALL_LEARNERS", "Iteration"]
 
 #: Gradients longer than this many times their expected length in whitened coordinates are clipped.
 GRADIENT_LIMIT = 20.0
-#: While scales are adapted from minibatches, so are coordinates longer than this many times their expected size.
-COORDINATE_LIMIT = 4.0
+#: With minibatches, so is each coordinate longer than this many times its expected size.
+COORDINATE_LIMIT = 6.0
 #: Jumps that switch themselves on if warmup finds several basins.
 BASINS = Basins()
 
@@ -156,7 +156,7 @@ class Iteration:
 
         def travel():
             now, basins = self._jump_between_basins(keys.basins, start, warmup)
-            now = self._repeat(keys.updates, num_updates, now, lambda key, now: self._update(key, stage, now, warmup))
+            now = self._repeat(keys.updates, num_updates, now, lambda key, now: self._update(key, now, warmup))
             in_use = jnp.broadcast_to(self.step_size(warmup, now.num_updates - 1), now.flagged.shape)
             return now, basins, in_use
 
@@ -207,7 +207,7 @@ class Iteration:
         cloud = Cloud(*position, now.cloud.memory)
         return now._replace(cloud=cloud, arrival=arrival, num_updates=now.num_updates + 1)
 
-    def _update(self, key, stage, now, warmup):
+    def _update(self, key, now, warmup):
         """Make one update by the dynamics, or by a jump if ``moves`` are on and the update is odd."""
         if self._renews_within:
             due = now.reference.in_use & (now.reference.age >= self.plan.epoch)
@@ -222,7 +222,7 @@ class Iteration:
         energy_and_grad = self.energy_and_grad(warmup)
 
         def step(now):
-            cloud, is_clipped = self._clip_gradient(now.cloud, stage, warmup)
+            cloud, is_clipped = self._clip_gradient(now.cloud, warmup)
             proposal = self.dynamics.step(
                 noise_key,
                 cloud,
@@ -321,7 +321,7 @@ class Iteration:
         warmup, cloud = warmup_update(keys.learners, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 
-    def _clip_gradient(self, cloud, stage, warmup):
+    def _clip_gradient(self, cloud, warmup):
         """Clip gradients far longer than any in the bulk of the posterior; also return which ones were clipped."""
         if self.plan.scale is None or not self.plan.measures or warmup.step.measurements is None:
             return cloud, jnp.zeros(cloud.potential_energy.shape, bool)
@@ -334,9 +334,9 @@ class Iteration:
         factor = jnp.where(is_clipped, limit / length, 1.0)[..., None]
         gradient = factor * cloud.gradient
         if self.plan.noise:
-            # While warmup takes long steps, one coordinate with a long gradient, as in the neck of a funnel, would
-            # send a particle off.
-            bound = jnp.where(stage.is_settling | ~stage.is_warmup, jnp.inf, COORDINATE_LIMIT * jnp.sqrt(expected))
+            # One long coordinate, as in the neck of a funnel, would send a particle off.
+            bound = COORDINATE_LIMIT * jnp.sqrt(expected)
+            is_clipped |= (jnp.abs(gradient) > bound).any(-1)
             gradient = jnp.clip(gradient, -bound, bound)
         return cloud._replace(gradient=gradient), is_clipped
 

@@ -22,6 +22,8 @@ __all__ = ["arrive", "left_behind", "rescue", "update_arrival"]
 
 #: Bounds on the step sizes of arriving particles, once the scales have been learned.
 ARRIVAL_STEPS = (math.exp(-12.0), 1.0)
+#: How far from another particle a lost one continues after the arrival, in units of the scales.
+JITTER = 0.1
 
 Position = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -107,9 +109,17 @@ def update_arrival(
 
     momenta = () if adam is None else (adam.mean, adam.square, adam.growth)
     particles = cloud[:3], steps, momenta
-    position, steps, momenta = lax.cond(
-        stage.window_ends & stage.may_rescue, lambda: rescue(key, particles, lost()), lambda: particles
-    )
+
+    def rescued():
+        is_lost = lost()
+        position, *others = rescue(key, particles, is_lost)
+        # Copies that coincide would not repel each other.
+        jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * normal(key, cloud.z.shape, cloud.z.dtype)
+        is_copy = (is_lost & ~is_lost.all())[..., None]
+        return (position[0] + jnp.where(is_copy, jitter, 0.0), *position[1:]), *others
+
+    due = stage.window_ends & stage.may_rescue & (stage.is_arriving | sampler.plan.noise)
+    position, steps, momenta = lax.cond(due, rescued, lambda: particles)
     if adam is not None:
         adam = Adam(adam.count, *momenta, adam.unit)
     elif sampler.plan.scale is not None:

@@ -11,7 +11,15 @@ from jax.scipy.linalg import cholesky
 
 from numpyro_repulsion.noise import normal
 
-__all__ = ["mean_diagonal", "mean_hessian", "num_minibatches", "whitening"]
+__all__ = [
+    "calming",
+    "mean_diagonal",
+    "mean_hessian",
+    "noise_covariance",
+    "num_minibatches",
+    "num_noise_minibatches",
+    "whitening",
+]
 
 #: Rows for each parameter, which estimate a curvature to about a tenth in any direction, ...
 ROWS_PER_PARAMETER = 100
@@ -19,6 +27,8 @@ ROWS_PER_PARAMETER = 100
 MAX_GRADIENTS = 4000
 #: How many random directions of each particle give the diagonal of the curvature.
 NUM_PROBES = 20
+#: Draws for each parameter, which estimate the covariance of the noise, but not from more gradients of the cloud.
+NOISE_DRAWS_PER_PARAMETER, MAX_NOISE_GRADIENTS = 3, 200
 #: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
 SMALLEST = 1e-3
 
@@ -74,6 +84,29 @@ def mean_diagonal(key: jax.Array, u: jax.Array, gradient: Gradient, width: float
     return lax.fori_loop(0, number, add_probe, jnp.zeros(u.shape[-1], u.dtype)) / number
 
 
+def noise_covariance(key: jax.Array, u: jax.Array, gradient: Gradient, number: int) -> jax.Array:
+    """Return the covariance of the minibatch noise of gradients, pooled over particles; ``(d, d)``.
+
+    :param gradient: ``(key, u) -> ∇U`` on clouds.
+    :param number: the number of minibatches, 2 or more.
+    """
+
+    def add_minibatch(i, total):
+        # Differences of two minibatches, because a mean over all of them would have to be known first.
+        pair = lax.map(lambda key: gradient(key, u), random.split(random.fold_in(key, i)))
+        noise = (pair[0] - pair[1]).reshape(-1, u.shape[-1])
+        noise = jnp.where(jnp.isfinite(noise).all(-1, keepdims=True), noise, 0.0)
+        return total + noise.T @ noise / (2.0 * len(noise))
+
+    dimension = u.shape[-1]
+    return lax.fori_loop(0, number // 2, add_minibatch, jnp.zeros((dimension, dimension), u.dtype)) / (number // 2)
+
+
+def num_noise_minibatches(dimension: int, particles: int) -> int:
+    """Return on how many minibatches of each particle to measure the covariance of the noise."""
+    return 2 * max(1, min(-(-NOISE_DRAWS_PER_PARAMETER * dimension // particles), MAX_NOISE_GRADIENTS // 2))
+
+
 def whitening(curvature: jax.Array) -> jax.Array:
     """Return S, lower triangular or ``(d,)``, with ``S Sᵀ`` the inverse of a curvature made positive.
 
@@ -85,9 +118,28 @@ def whitening(curvature: jax.Array) -> jax.Array:
         return unit
     values, vectors = jnp.linalg.eigh(curvature * jnp.outer(unit, unit))
     values = jnp.maximum(jnp.abs(values), SMALLEST)
-    covariance = jnp.outer(unit, unit) * ((vectors / values) @ vectors.T)
-    scale = cholesky((covariance + covariance.T) / 2.0, lower=True)
-    return jnp.where(jnp.isfinite(scale).all(), scale, jnp.diag(unit))
+    return _root(jnp.outer(unit, unit) * ((vectors / values) @ vectors.T), unit)
+
+
+def calming(covariance: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Return S, lower triangular, that shrinks the noisy directions until their gradient noise is the allowed one.
+
+    The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
+    ratios of the directions matter, so the least noisy one keeps its scale.
+
+    :param covariance: that of the gradient noise in whitened coordinates, ``(d, d)``.
+    :param allowed: the largest variance that the longest stable step bears.
+    """
+    values, vectors = jnp.linalg.eigh(covariance)
+    factor = jnp.maximum(values / allowed, 1.0)
+    factor = factor / factor.min()
+    return _root((vectors / factor) @ vectors.T, jnp.ones_like(values))
+
+
+def _root(matrix, otherwise):
+    """Return the lower Cholesky factor of a matrix, or a diagonal where it is not finite."""
+    scale = cholesky((matrix + matrix.T) / 2.0, lower=True)
+    return jnp.where(jnp.isfinite(scale).all(), scale, jnp.diag(otherwise))
 
 
 def _difference(key, u, offset, gradient):

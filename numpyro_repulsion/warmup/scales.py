@@ -6,8 +6,16 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.warmup.hessian import mean_diagonal, mean_hessian, num_minibatches, whitening
+from numpyro_repulsion.dynamics import Cloud, CurvatureStats
+from numpyro_repulsion.warmup.hessian import (
+    calming,
+    mean_diagonal,
+    mean_hessian,
+    noise_covariance,
+    num_minibatches,
+    num_noise_minibatches,
+    whitening,
+)
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import ScalesState, WarmupState
@@ -53,17 +61,42 @@ def _rescale_by_curvature(key, stage, warmup, cloud, sampler):
     warmup, cloud = lax.cond(
         stage.done == stage.at(ARRIVED), lambda: _changed(warmup, cloud, change), lambda: (warmup, cloud)
     )
-    energy_and_grad = sampler.energy_and_grad(warmup)
-
-    def gradient(key, u):
-        # Control variates cancel in differences.
-        return energy_and_grad(key, u, jnp.zeros((), bool))[1]
+    def gradient_of(warmup, corrected):
+        energy_and_grad = sampler.energy_and_grad(warmup)
+        return lambda key, u: energy_and_grad(key, u, corrected)[1]
 
     groups, particles, dimension = cloud.z.shape
     rows = sampler.minibatch_size * groups * (1 if sampler.shares_minibatches else particles)
     measure = mean_hessian if is_dense else mean_diagonal
+    # Control variates cancel in differences.
+    gradient = gradient_of(warmup, jnp.zeros((), bool))
     curvature = measure(key, cloud.z, gradient, WIDTH, num_minibatches(dimension, rows, is_dense))
-    return _changed(warmup, cloud, Preconditioner(whitening(curvature), warmup.moments.position))
+    warmup, cloud = _changed(warmup, cloud, Preconditioner(whitening(curvature), warmup.moments.position))
+    if not is_dense or sampler.plan.step_size is None:
+        return warmup, cloud
+
+    def calm():
+        in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
+        number = num_noise_minibatches(dimension, groups * particles)
+        covariance = noise_covariance(key, cloud.z, gradient_of(warmup, in_use), number)
+        change = Preconditioner(calming(covariance, _allowed_noise(warmup, cloud, sampler)), warmup.moments.position)
+        return _changed(warmup, cloud, change)
+
+    # The reference points of control variates, which decide the noise, follow the first scales.
+    return lax.cond(stage.done > stage.at(ARRIVED), calm, lambda: (warmup, cloud))
+
+
+def _allowed_noise(warmup, cloud, sampler):
+    """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
+    error = sampler.dynamics.step_error(sampler.interaction.couple(cloud.z, warmup.bandwidth))
+    one, nothing = jnp.ones((), cloud.z.dtype), jnp.zeros((), cloud.z.dtype)
+    curvature = jnp.maximum(warmup.measurements.typical_curvature, one)
+
+    def longest(curvature, noise):
+        return error.max_step_for_bias(sampler.plan.step_size.tolerance, CurvatureStats(curvature, curvature, noise))
+
+    tiny = jnp.finfo(cloud.z.dtype).eps
+    return longest(tiny * one, one) / longest(curvature, nothing)
 
 
 def _changed(warmup, cloud, change):

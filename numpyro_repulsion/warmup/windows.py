@@ -51,7 +51,7 @@ class Stage(NamedTuple):
     - **until_end** - how many iterations, including this one, complete the window; after the last, a huge number.
     - **has_arrived** - whether particles have arrived after this iteration.
     - **may_rescue** - whether lost particles may move to others after this iteration. Not at the end of the last
-      window of the arrival, because copies must separate before particles repel each other.
+      window of the arrival, because copies must separate before particles repel each other, nor at the end of warmup.
     - **is_adapting** - whether a window that ends with this iteration changes the scales.
     - **uses_correlations** - whether it also changes correlations.
     - **references_move** - whether a window ends with this iteration and moves reference points.
@@ -98,7 +98,7 @@ class Stage(NamedTuple):
             window_ends=window_ends,
             until_end=until_end,
             has_arrived=done >= arrived,
-            may_rescue=(done > at(FIRST_RESCUE)) & (done < arrived),
+            may_rescue=(done > at(FIRST_RESCUE)) & (done != arrived) & (done < num_warmup),
             is_adapting=done <= frozen,
             uses_correlations=done > at(FIRST_DENSE),
             references_move=window_ends & ((done == arrived) | (done == frozen)),
