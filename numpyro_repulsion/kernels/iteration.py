@@ -10,7 +10,7 @@
 4. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
    hot updates if a cycle begins. With ``moves`` switched on, every second update is a jump. Every other update
 
-   a. clips gradients that are far too long, and flags their particles,
+   a. flags particles whose gradient had to be clipped because it was far too long,
    b. steps by the dynamics, with a new minibatch,
    c. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
 
@@ -56,6 +56,8 @@ __all__ = ["ALL_LEARNERS", "Iteration"]
 GRADIENT_LIMIT = 20.0
 #: With minibatches, so is each coordinate longer than this many times its expected size.
 COORDINATE_LIMIT = 6.0
+#: A clipped gradient is recognized by reaching the limit, but for rounding.
+AT_LIMIT = 1.0 - 1e-4
 #: Jumps that switch themselves on if warmup finds several basins.
 BASINS = Basins()
 
@@ -222,11 +224,18 @@ class Iteration:
         energy_and_grad = self.energy_and_grad(warmup)
 
         def step(now):
-            cloud, is_clipped = self._clip_gradient(now.cloud, warmup)
+            # Once more, because scales and other data change the limits.
+            gradient, is_clipped = self._clipped(now.cloud.gradient, warmup)
+            cloud = now.cloud._replace(gradient=gradient)
+
+            def clipped(u):
+                energy, gradient = energy_and_grad(gradient_key, u)
+                return energy, self._clipped(gradient, warmup)[0]
+
             proposal = self.dynamics.step(
                 noise_key,
                 cloud,
-                lambda u: energy_and_grad(gradient_key, u),
+                clipped,
                 lambda u: interaction.couple(u, warmup.bandwidth),
                 self.step_size(warmup, now.num_updates),
             )
@@ -321,24 +330,23 @@ class Iteration:
         warmup, cloud = warmup_update(keys.learners, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 
-    def _clip_gradient(self, cloud, warmup):
-        """Clip gradients far longer than any in the bulk of the posterior; also return which ones were clipped."""
+    def _clipped(self, gradient, warmup):
+        """Clip gradients far longer than any in the bulk of the posterior; also return which ones reach the limit."""
         if self.plan.scale is None or not self.plan.measures or warmup.step.measurements is None:
-            return cloud, jnp.zeros(cloud.potential_energy.shape, bool)
+            return gradient, jnp.zeros(gradient.shape[:-1], bool)
         # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
         expected = jnp.fmax(warmup.scales.moments.variances(), 1.0) + warmup.noise
-        expected = jnp.broadcast_to(expected, cloud.z.shape[-1:])
+        expected = jnp.broadcast_to(expected, gradient.shape[-1:])
         limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(expected))
-        length = jnp.linalg.norm(cloud.gradient, axis=-1)
-        is_clipped = length > limit
-        factor = jnp.where(is_clipped, limit / length, 1.0)[..., None]
-        gradient = factor * cloud.gradient
+        length = jnp.linalg.norm(gradient, axis=-1)
+        is_clipped = length > AT_LIMIT * limit
+        gradient = gradient * jnp.minimum(limit / jnp.where(length > 0, length, 1.0), 1.0)[..., None]
         if self.plan.noise:
             # One long coordinate, as in the neck of a funnel, would send a particle off.
             bound = COORDINATE_LIMIT * jnp.sqrt(expected)
-            is_clipped |= (jnp.abs(gradient) > bound).any(-1)
+            is_clipped |= (jnp.abs(gradient) > AT_LIMIT * bound).any(-1)
             gradient = jnp.clip(gradient, -bound, bound)
-        return cloud._replace(gradient=gradient), is_clipped
+        return gradient, is_clipped
 
 
 def _counted(tally, jumped):

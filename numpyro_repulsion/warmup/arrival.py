@@ -108,20 +108,19 @@ def update_arrival(
         return left_behind(sampler.energy_on_common_rows(warmup, cloud.z), cloud.z.shape[-1])
 
     momenta = () if adam is None else (adam.mean, adam.square, adam.growth)
-    particles = cloud[:3], steps, momenta
+    particles = cloud, steps, momenta
 
     def rescued():
         is_lost = lost()
-        position, *others = rescue(key, particles, is_lost)
+        moved, *others = rescue(key, particles, is_lost)
         # Copies that coincide would not repel each other.
         jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * normal(key, cloud.z.shape, cloud.z.dtype)
-        is_copy = (is_lost & ~is_lost.all())[..., None]
-        return (position[0] + jnp.where(is_copy, jitter, 0.0), *position[1:]), *others
+        return moved._replace(z=moved.z + jnp.where((moved.z != cloud.z).any(-1, keepdims=True), jitter, 0.0)), *others
 
     due = stage.window_ends & stage.may_rescue & (stage.is_arriving | sampler.plan.noise)
-    position, steps, momenta = lax.cond(due, rescued, lambda: particles)
+    cloud, steps, momenta = lax.cond(due, rescued, lambda: particles)
     if adam is not None:
         adam = Adam(adam.count, *momenta, adam.unit)
     elif sampler.plan.scale is not None:
         steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
-    return warmup._replace(arrival=ArrivalState(steps, surroundings, adam)), Cloud(*position, cloud.memory)
+    return warmup._replace(arrival=ArrivalState(steps, surroundings, adam)), cloud
