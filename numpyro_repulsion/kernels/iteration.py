@@ -55,7 +55,7 @@ __all__ = ["ALL_LEARNERS", "Iteration"]
 #: Gradients longer than this many times their expected length in whitened coordinates are clipped.
 GRADIENT_LIMIT = 20.0
 #: With minibatches, so is each coordinate longer than this many times its expected size.
-COORDINATE_LIMIT = 6.0
+COORDINATE_LIMIT = 10.0
 #: A clipped gradient is recognized by reaching the limit, but for rounding.
 AT_LIMIT = 1.0 - 1e-4
 #: Jumps that switch themselves on if warmup finds several basins.
@@ -153,7 +153,9 @@ class Iteration:
         )
 
         def approach():
-            now = self._repeat(keys.updates, num_updates, start, lambda key, now: self._approach(key, stage, now, warmup))
+            now = self._repeat(
+                keys.updates, num_updates, start, lambda key, now: self._approach(key, stage, now, warmup)
+            )
             return now, warmup.basins, now.arrival.step_size
 
         def travel():

@@ -106,12 +106,13 @@ __all__ = [
     "warmup_update",
 ]
 
-#: In calling order: new scales come before what is measured in them.
+#: In calling order: new scales come after the reference, whose noise they take into account, and before what is measured
+#: in them.
 LEARNERS: tuple[Learner, ...] = (
     update_symptoms,
     update_arrival,
-    update_scales,
     update_reference,
+    update_scales,
     update_bandwidth,
     update_step_size,
 )

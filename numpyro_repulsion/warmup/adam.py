@@ -13,8 +13,9 @@ from numpyro_repulsion.noise import normal
 
 __all__ = ["Adam", "descend", "first_rates"]
 
-#: Decay rates of the means of gradients and of their squares.
-DECAYS = (0.9, 0.999)
+#: Decay rates of the means of gradients and of their squares. The latter forgets the gradients at the starts, which may
+#: be thousands of times longer, within the arrival.
+DECAYS = (0.9, 0.995)
 #: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the fastest
 #: that do not overshoot lead, and the others are moved to them.
 RATES = (0.01, 0.1)
@@ -22,7 +23,7 @@ RATES = (0.01, 0.1)
 #: and its step grows by this factor per update; otherwise the growth recedes by this share per update. Minibatch noise
 #: alone gives a share of 0.23, so 0.8 is out of its reach.
 FAR, GROWTH, RECESSION = 0.8, 0.1, 0.1
-#: The last steps are this share of the first.
+#: The last rate is this share of the first.
 LAST_RATE = 1e-3
 
 Position = tuple[jax.Array, jax.Array, jax.Array]

@@ -32,6 +32,8 @@ MAX_DEPENDENCE = 0.5
 MIN_ACCEPTANCE = 0.02
 #: Above this ratio to the curvature, the gradient noise limits the step, not the posterior.
 MAX_NOISE_RATIO = 5.0
+#: How many windows of the settling have symptoms of their own with minibatches; the last one has the rest.
+NUM_SHORT_WINDOWS = 4
 REPARAMETERIZE = "Reparameterize, for example with numpyro.infer.reparam.LocScaleReparam."
 
 
@@ -171,7 +173,11 @@ def update_symptoms(
         u, gradient = (x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient))
         found = known.add(u, gradient, warmup.scales.preconditioner)
         temperature = sampler.dynamics.temperature or 1.0
-        return lax.cond(stage.window_ends, lambda: found.next_window(temperature), lambda: found)
+        ends = stage.window_ends
+        if sampler.plan.noise:
+            # Short steps need a longer last window, or slow particles look like particles in different basins.
+            ends &= (stage.num_settled <= NUM_SHORT_WINDOWS) | (stage.done == stage.num_warmup)
+        return lax.cond(ends, lambda: found.next_window(temperature), lambda: found)
 
     return warmup._replace(symptoms=lax.cond(stage.is_settling, examine, lambda: known)), cloud
 
@@ -223,7 +229,9 @@ def diagnose_warmup(
         effective_draws=jnp.where(is_known, share * warmup.step.effective_draws, jnp.nan),
         bias=jnp.where(is_sampler & (warmup.step.bias > 1.01 * rule.tolerance), warmup.step.bias, jnp.nan),
         # Curvature and spread vary harmlessly between basins.
-        condition=jnp.where(has_basins, jnp.nan, curvature * spread) if has_no_moves and is_dense else unknown,
+        condition=jnp.where(has_basins, jnp.nan, curvature * spread / warmup.scales.calming)
+        if has_no_moves and is_dense
+        else unknown,
         curvature_ratio=jnp.where(has_basins, jnp.nan, warmup.measurements.largest_curvature / curvature),
         dependence=dependence,
         has_heavy_tails=has_heavy_tails,

@@ -121,7 +121,7 @@ def whitening(curvature: jax.Array) -> jax.Array:
     return _root(jnp.outer(unit, unit) * ((vectors / values) @ vectors.T), unit)
 
 
-def calming(covariance: jax.Array, allowed: jax.Array) -> jax.Array:
+def calming(covariance: jax.Array, allowed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return S, lower triangular, that shrinks the noisy directions until their gradient noise is the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
@@ -129,11 +129,13 @@ def calming(covariance: jax.Array, allowed: jax.Array) -> jax.Array:
 
     :param covariance: that of the gradient noise in whitened coordinates, ``(d, d)``.
     :param allowed: the largest variance that the longest stable step bears.
+    :return: S, and the largest factor by which a variance grows in the new coordinates.
     """
     values, vectors = jnp.linalg.eigh(covariance)
     factor = jnp.maximum(values / allowed, 1.0)
     factor = factor / factor.min()
-    return _root((vectors / factor) @ vectors.T, jnp.ones_like(values))
+    scale = _root((vectors / factor) @ vectors.T, jnp.ones_like(values))
+    return scale, factor.max()
 
 
 def _root(matrix, otherwise):

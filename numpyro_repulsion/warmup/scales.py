@@ -19,7 +19,7 @@ from numpyro_repulsion.warmup.hessian import (
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import ScalesState, WarmupState
-from numpyro_repulsion.warmup.windows import ARRIVED, Stage
+from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, Stage
 
 __all__ = ["update_scales"]
 
@@ -61,6 +61,7 @@ def _rescale_by_curvature(key, stage, warmup, cloud, sampler):
     warmup, cloud = lax.cond(
         stage.done == stage.at(ARRIVED), lambda: _changed(warmup, cloud, change), lambda: (warmup, cloud)
     )
+
     def gradient_of(warmup, corrected):
         energy_and_grad = sampler.energy_and_grad(warmup)
         return lambda key, u: energy_and_grad(key, u, corrected)[1]
@@ -71,6 +72,9 @@ def _rescale_by_curvature(key, stage, warmup, cloud, sampler):
     # Control variates cancel in differences.
     gradient = gradient_of(warmup, jnp.zeros((), bool))
     curvature = measure(key, cloud.z, gradient, WIDTH, num_minibatches(dimension, rows, is_dense))
+    # In the scales so far, the mean of the earlier curvatures is one.
+    weight = stage.curvature_weight.astype(curvature.dtype)
+    curvature = weight * curvature + (1.0 - weight) * (jnp.eye(dimension, dtype=curvature.dtype) if is_dense else 1.0)
     warmup, cloud = _changed(warmup, cloud, Preconditioner(whitening(curvature), warmup.moments.position))
     if not is_dense or sampler.plan.step_size is None:
         return warmup, cloud
@@ -79,11 +83,11 @@ def _rescale_by_curvature(key, stage, warmup, cloud, sampler):
         in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
         number = num_noise_minibatches(dimension, groups * particles)
         covariance = noise_covariance(key, cloud.z, gradient_of(warmup, in_use), number)
-        change = Preconditioner(calming(covariance, _allowed_noise(warmup, cloud, sampler)), warmup.moments.position)
-        return _changed(warmup, cloud, change)
+        scale, factor = calming(covariance, _allowed_noise(warmup, cloud, sampler))
+        calmed, moved = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
+        return calmed._replace(scales=calmed.scales._replace(calming=factor)), moved
 
-    # The reference points of control variates, which decide the noise, follow the first scales.
-    return lax.cond(stage.done > stage.at(ARRIVED), calm, lambda: (warmup, cloud))
+    return lax.cond(stage.done == stage.at(FREEZE), calm, lambda: (warmup, cloud))
 
 
 def _allowed_noise(warmup, cloud, sampler):
@@ -104,5 +108,5 @@ def _changed(warmup, cloud, change):
     # The memory stays as it is, because carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
     preconditioner, moments = warmup.scales.preconditioner.compose(change), warmup.scales.moments.compose(change)
-    return warmup._replace(scales=ScalesState(preconditioner, moments)), cloud
-
+    scales = ScalesState(preconditioner, moments, jnp.ones_like(warmup.scales.calming))
+    return warmup._replace(scales=scales), cloud

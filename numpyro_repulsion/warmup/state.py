@@ -79,10 +79,12 @@ class ScalesState(NamedTuple):
 
     - **preconditioner** - the linear change of variables.
     - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
+    - **calming** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened coordinates.
     """
 
     preconditioner: Preconditioner
     moments: Moments | None
+    calming: jax.Array
 
 
 class StepState(NamedTuple):
@@ -198,7 +200,9 @@ class WarmupState(NamedTuple):
             num_warmup=jnp.asarray(num_warmup, jnp.int32),
             arrival=ArrivalState.start(cloud.z, learns and plan.arrives, plan.noise),
             scales=ScalesState(
-                preconditioner, Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None
+                preconditioner,
+                Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
+                jnp.ones((), dtype),
             ),
             step=StepState.start(step_size, particles, dtype, learns),
             bandwidth=bandwidth,

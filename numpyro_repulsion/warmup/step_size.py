@@ -79,20 +79,23 @@ def _with_step_size(stage, warmup, cloud, sampler):
     # Not in integers, which overflow for many particles.
     num_updates = warmup.arrival.step_size.size * sampler.num_steps * stage.num_warmup.astype(cloud.z.dtype)
     draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
-    # Only jumps move particles between basins, so a longer step gains no draws there. A cloud that has just arrived from
-    # minibatches is wider than the posterior, which would make the run look short.
+    # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
+    # must gain draws in most coordinates, because its bias is in all of them, and a cloud that has just arrived is still
+    # wider than the posterior, which would make the run look short.
     gains_none = warmup.has_basins | (stage.is_adapting & plan.noise)
+    gained = draws_per_step
+    if plan.noise and plan.scale is not None:
+        typical = jnp.median(warmup.moments.variances()) / (dynamics.temperature or 1.0)
+        gained = num_updates * error.relaxation_rate(typical) / 2.0
     step_size = rule.step_size(
         max_step_for_bias=error.max_step_for_bias(rule.tolerance, stats),
         # Half the limit of stability at typical particles.
         max_step_for_short_run=jnp.minimum(
             error.stability_limit(stats._replace(largest=stats.curvature)) / 2.0,
-            error.max_step_for_short_run(stats, draws_per_step),
+            error.max_step_for_short_run(stats, gained),
         ),
         stability_limit=error.stability_limit(stats),
-        draws_per_step=jnp.where(gains_none, jnp.inf, draws_per_step)
-        if dynamics.is_sampler and not plan.jumps
-        else jnp.inf,
+        draws_per_step=jnp.where(gains_none, jnp.inf, gained) if dynamics.is_sampler and not plan.jumps else jnp.inf,
     )
     usable = jnp.isfinite(step_size) & (step_size > 0)
     # If nothing could be measured, as for particles that do not move, stay well below the steps of the arrival.

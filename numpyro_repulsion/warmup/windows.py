@@ -25,6 +25,9 @@ SETTLING_ENDS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 FIRST_DENSE, FIRST_RESCUE = 0.02, 0.04
 #: (end of window, share): the share of the gradient noise that limits the step until then; long steps first, to travel.
 ANNEALING = ((0.3, 0.05), (0.4, 0.1), (0.6, 0.3))
+#: (end of window, weight): the weight of the curvature measured there in the mean of all; the first are of a cloud that
+#: has hardly arrived.
+CURVATURE_WEIGHTS = ((0.25, 1.0), (0.3, 1.0), (0.4, 2 / 3), (0.6, 0.5))
 
 FREEZE = ADAPTATION_ENDS[-1]
 ARRIVED = ARRIVAL_ENDS[-1]
@@ -56,6 +59,7 @@ class Stage(NamedTuple):
     - **uses_correlations** - whether it also changes correlations.
     - **references_move** - whether a window ends with this iteration and moves reference points.
     - **num_settled** - how many windows have ended since the scales were frozen.
+    - **curvature_weight** - the weight of the curvature measured at the end of this window in the mean of all.
     - **noise_share** - the share of the gradient noise that limits the step.
     """
 
@@ -73,6 +77,7 @@ class Stage(NamedTuple):
     uses_correlations: jax.Array
     references_move: jax.Array
     num_settled: jax.Array
+    curvature_weight: jax.Array
     noise_share: jax.Array
 
     @staticmethod
@@ -88,6 +93,7 @@ class Stage(NamedTuple):
         until_end = jnp.min(jnp.where(left > 0, left, jnp.iinfo(left.dtype).max))
         is_warmup, window_ends = iteration < num_warmup, until_end == 1
         noise_ends, shares = (np.array(column) for column in zip(*ANNEALING, strict=True))
+        curvature_ends, weights = (np.array(column) for column in zip(*CURVATURE_WEIGHTS, strict=True))
         return Stage(
             done=done,
             num_warmup=num_warmup,
@@ -101,8 +107,9 @@ class Stage(NamedTuple):
             may_rescue=(done > at(FIRST_RESCUE)) & (done != arrived) & (done < num_warmup),
             is_adapting=done <= frozen,
             uses_correlations=done > at(FIRST_DENSE),
-            references_move=window_ends & ((done == arrived) | (done == frozen)),
+            references_move=window_ends & (done >= arrived) & (done <= frozen),
             num_settled=jnp.sum(done >= at(np.array(SETTLING_ENDS))),
+            curvature_weight=jnp.asarray([*weights, 0.0])[jnp.searchsorted(at(curvature_ends), done)],
             noise_share=jnp.asarray([*shares, 1.0])[jnp.searchsorted(at(noise_ends), done, side="right")],
         )
 

