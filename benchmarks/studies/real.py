@@ -69,13 +69,10 @@ def sampled(name, kernel, seed):
         seconds = time.perf_counter() - began
         verdict = diagnose(mcmc)
     found = scalars(draws, problem.quantities)
+    each = [(f"{site}[{i}]", x) for site, xs in found.items() for i, x in enumerate(xs)]
     with np.errstate(all="ignore"):
-        rhat = max(
-            (float(split_gelman_rubin(x)), f"{site}[{i}]") for site, xs in found.items() for i, x in enumerate(xs)
-        )
-        ess = min(
-            (float(effective_sample_size(x)), f"{site}[{i}]") for site, xs in found.items() for i, x in enumerate(xs)
-        )
+        rhat = max((float(split_gelman_rubin(x)), label) for label, x in each)
+        ess = min((float(effective_sample_size(x)), label) for label, x in each)
     return {
         "problem": name,
         "kernel": kernel,

@@ -106,8 +106,8 @@ __all__ = [
     "warmup_update",
 ]
 
-#: In calling order: new scales come after the reference, whose noise they take into account, and before what is measured
-#: in them.
+#: In calling order: new scales come after the reference, whose noise they account for, and before what is measured in
+#: them.
 LEARNERS: tuple[Learner, ...] = (
     update_symptoms,
     update_arrival,

@@ -225,6 +225,8 @@ def diagnose_warmup(
     has_basins = warmup.has_basins & travels & ~(dependence > MAX_DEPENDENCE) & ~has_heavy_tails
     is_known = travels & ~has_basins & (warmup.step.effective_draws >= 0)
     jumps_well = jnp.zeros((), bool) if warmup.basins is None else warmup.basins.acceptance > MIN_ACCEPTANCE
+    # Noisy directions are wide in whitened coordinates by intent.
+    condition = curvature * spread / warmup.scales.calming
     return found._replace(
         effective_draws=jnp.where(is_known, share * warmup.step.effective_draws, jnp.nan),
         bias=jnp.where(is_sampler & (warmup.step.bias > 1.01 * rule.tolerance), warmup.step.bias, jnp.nan),
