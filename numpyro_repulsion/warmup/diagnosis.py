@@ -231,9 +231,7 @@ def diagnose_warmup(
         effective_draws=jnp.where(is_known, share * warmup.step.effective_draws, jnp.nan),
         bias=jnp.where(is_sampler & (warmup.step.bias > 1.01 * rule.tolerance), warmup.step.bias, jnp.nan),
         # Curvature and spread vary harmlessly between basins.
-        condition=jnp.where(has_basins, jnp.nan, curvature * spread / warmup.scales.calming)
-        if has_no_moves and is_dense
-        else unknown,
+        condition=jnp.where(has_basins, jnp.nan, condition) if has_no_moves and is_dense else unknown,
         curvature_ratio=jnp.where(has_basins, jnp.nan, warmup.measurements.largest_curvature / curvature),
         dependence=dependence,
         has_heavy_tails=has_heavy_tails,

@@ -80,8 +80,8 @@ def _with_step_size(stage, warmup, cloud, sampler):
     num_updates = warmup.arrival.step_size.size * sampler.num_steps * stage.num_warmup.astype(cloud.z.dtype)
     draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
-    # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is wider
-    # than the posterior, which would make the run look short.
+    # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too
+    # wide, which would make the run look short.
     gains_none = warmup.has_basins | (stage.is_adapting & plan.noise)
     gained = draws_per_step
     if plan.noise and plan.scale is not None:
