@@ -30,8 +30,8 @@ class ControlVariates(Subsampled):
     with the minibatch estimate :math:`U_B` of the potential energy U, and a reference point ẑ that warmup finds
     (the mean of the particles) and freezes. The estimate is unbiased for any ẑ. Its noise falls as z approaches ẑ, in
     proportion to the distance divided by the width of the *prior*, so a posterior much narrower than its prior is
-    explored almost without gradient noise. An update costs two gradients on its minibatch, and warmup two passes over
-    all rows. The plain minibatch gradient is used before the reference is found, and if the correction adds noise
+    explored almost without gradient noise. An update costs two gradients on its minibatch, and warmup four passes
+    over all rows. The plain minibatch gradient is used before the reference is found, and if the correction adds noise
     (distant modes have no common reference; :class:`~numpyro_repulsion.SVRG` has one for each particle). Warmup
     measures both and reports it. A run that continues with other data than its warmup recomputes the gradient at the
     reference. A random likelihood (``numpyro.prng_key()``) has no full gradient: the default is then

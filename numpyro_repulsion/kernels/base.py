@@ -199,7 +199,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         state, cloud, eigenvalue = self._initializer(bound, rng_key, num_warmup, init_params, model_args, model_kwargs)
         if not_jax_tracer(cloud.z):
             self._initializer.check(bound.target, cloud, eigenvalue, init_params is not None)
-        if bound.plan(False).arrives:
+        if bound.plan("diagonal").arrives:
             warn_of_short_warmup(num_warmup)
         return map_particles(lambda x: x[0], state) if is_single else state
 
@@ -239,7 +239,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         if jnp.ndim(state.potential_energy) == 0:
             state = map_particles(lambda x: x[None], state)
         bound = self.bind(args, kwargs)
-        plan = bound.plan(state.warmup.scales.preconditioner.is_dense)
+        plan = bound.plan(state.warmup.scales.preconditioner.kind)
         check_state(self, state, bound.target, plan, bound.gradient)
         flat, unravel = ravel_cloud(state.z)
         z = state.warmup.scales.preconditioner.whiten(flat)

@@ -55,14 +55,14 @@ class BoundSampler:
         """Bind a kernel to a target; raise ``ValueError`` if the kernel's gradient does not fit the target."""
         return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
 
-    def plan(self, is_dense: bool) -> WarmupPlan:
-        """Return what a warmup would learn; ``is_dense`` decides whether ``preconditioner="auto"`` is dense."""
+    def plan(self, automatic: str) -> WarmupPlan:
+        """Return what a warmup would learn; ``automatic`` is the kind of scales of ``preconditioner="auto"``."""
         kernel, is_noisy = self.kernel, self.gradient.is_noisy(self.target)
         rule = kernel.step_size if isinstance(kernel.step_size, BiasBudget) else None
         scale = kernel.scale if isinstance(kernel.scale, str) else None
         if scale == "auto":
             # A given step is that of plain SGLD.
-            scale = None if rule is None else "dense" if is_dense else "diagonal"
+            scale = None if rule is None else automatic
         return WarmupPlan(
             step_size=rule,
             scale=scale,

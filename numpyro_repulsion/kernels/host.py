@@ -87,7 +87,7 @@ def share_flagged(mcmc: MCMC) -> float:
     """Return the share of rejected or clipped updates among those that `num_divergences` covers."""
     kernel, state = mcmc.sampler, mcmc.last_state
     # If particles arrive in warmup, updates of warmup are not counted.
-    waits = bound_of(mcmc).plan(False).arrives
+    waits = bound_of(mcmc).plan("diagonal").arrives
     counted = int(np.max(state.warmup.iteration)) - waits * int(np.max(state.warmup.num_warmup))
     return float(np.sum(state.num_divergences) / max(1, counted * kernel.num_steps * mcmc.num_chains))
 

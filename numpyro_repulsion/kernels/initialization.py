@@ -117,7 +117,8 @@ class Initializer:
             if isinstance(target, ModelTarget):
                 z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
             flat, energy, gradient = evaluate(gradient_key, z)
-        plan = bound.plan(flat.shape[1] <= dense_limit(size, num_warmup))
+        limit = dense_limit(size, num_warmup, kernel.num_steps, bound.gradient.is_noisy(target))
+        plan = bound.plan("dense" if flat.shape[1] <= limit else "low_rank")
         change = first_preconditioner(kernel.scale, plan if num_warmup > 0 else None, flat, gradient)
         u, whitened_energy, gradient = map(grouped, (change.whiten(flat), energy, change.whiten_gradient(gradient)))
         if kernel.interaction.learns_bandwidth:

@@ -15,7 +15,7 @@ from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarge
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
-from numpyro_repulsion.warmup import LAST_ADAPTED, Preconditioner, WarmupPlan, first_scale
+from numpyro_repulsion.warmup import LAST_ADAPTED, NUM_HESSIANS, Preconditioner, WarmupPlan, first_scale
 
 __all__ = [
     "Fixed",
@@ -79,8 +79,10 @@ def preconditioner_scale(value: Any) -> str | np.ndarray | None:
     if value is None:
         return None
     if isinstance(value, str):
-        if value not in ("auto", "diagonal", "dense"):
-            raise ValueError(f"`preconditioner` must be 'auto', 'diagonal', 'dense', None or an array; got {value!r}.")
+        if value not in ("auto", "diagonal", "dense", "low_rank"):
+            raise ValueError(
+                f"`preconditioner` must be 'auto', 'diagonal', 'dense', 'low_rank', None or an array; got {value!r}."
+            )
         return value
     matrix = np.asarray(value)
     if matrix.dtype.kind not in "fiu" or matrix.ndim not in (1, 2) or not np.isfinite(matrix).all():
@@ -105,13 +107,15 @@ def preconditioner_scale(value: Any) -> str | np.ndarray | None:
         ) from error
 
 
-def dense_limit(size: int, num_warmup: int) -> int:
+def dense_limit(size: int, num_warmup: int, num_steps: int, is_noisy: bool) -> int:
     """Return up to how many parameters ``preconditioner="auto"`` learns correlations.
 
-    This is the number of positions of ``size`` particles in the last window that adapts scales, because as many
-    gradients and positions together give the covariance of a Gaussian exactly.
+    With exact gradients, this is the number of positions of ``size`` particles in the last window that adapts scales,
+    because as many gradients and positions together give the covariance of a Gaussian exactly. With minibatches, it is
+    the number at which measuring the curvature takes as many gradients as warmup takes updates.
     """
-    return int(np.clip(round(size * num_warmup * LAST_ADAPTED), *DENSE_LIMITS))
+    learned = num_warmup * num_steps / NUM_HESSIANS / 2 if is_noisy else size * num_warmup * LAST_ADAPTED
+    return int(np.clip(round(learned), *DENSE_LIMITS))
 
 
 def first_preconditioner(
@@ -123,7 +127,7 @@ def first_preconditioner(
     :param plan: what the warmup will learn, or ``None`` without a warmup.
     """
     if plan is not None and plan.scale is not None:
-        return first_scale(flat, gradient, plan.scale == "dense")
+        return first_scale(flat, gradient, plan.scale)
     if scale is None or isinstance(scale, str):
         return Preconditioner()
     if scale.shape[0] != flat.shape[1]:

@@ -2,9 +2,10 @@
 
 Warmup has three parts, each divided into windows (``windows.py``):
 
-1. *Arrival.* Each particle moves by itself, by Metropolis-adjusted Langevin updates with a step size of its own. It
-   reaches the posterior whatever its scale; lost particles move to others. A run skips the arrival if neither the step
-   size nor the scales are learned (``WarmupPlan.arrives``).
+1. *Arrival.* Each particle moves by itself: with exact gradients by Metropolis-adjusted Langevin updates with a step
+   size of its own, with minibatches by Adam with Langevin noise, at a rate of its own. It reaches the posterior
+   whatever its scale; lost particles move to others. A run skips the arrival if neither the step size nor the scales
+   are learned (``WarmupPlan.arrives``).
 2. *Adaptation.* The sampler itself runs. At the end of each window, scales are estimated anew, and the step size is
    measured in the new coordinates.
 3. *Settling.* The scales are frozen. The step size and the bandwidth average over all windows of this part.
@@ -20,19 +21,21 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     moments reset at |    5   17   37   75  125  200 |  262  325  450 |       700           |
     -----------------+-------------------------------+----------------+---------------------+---------
     update_symptoms  |                               |                |   D    D   ...   D  |
-    update_arrival   |              R    R    R      |                |                     |
+    update_arrival   |              R    R    R      |  (R)  (R)  (R) |  (R)  (R)  ...      |
+    update_reference |                            X  |   X    X    X  |                     |
     update_scales    |   S    C    C    C    C    C  |   C    C    C  |                     |
-    update_reference |                            X  |             X  |                     |
+       minibatches   |                            B  |   B    B    B  |                     |
     update_bandwidth |                            H  | HHHHHHHHHHHHHH |   A    A   ...   A  |
     update_step_size |                            E  |   E    E    E  |   M    M   ...   M  |
 
     D  updates the direction of largest variance (sums grow in every iteration of settling)
-    R  moves lost particles to others
-    S  new diagonal scales; C also new correlations, if the scales are dense
+    R  moves lost particles to others; with minibatches also after the arrival
     X  moves the common reference to the mean of the window; each particle's own reference moves at 250 only
+    S  new diagonal scales; C also new correlations, if the scales are dense
+    B  with minibatches, new scales from the mean curvature of U over the cloud; at 600 also from the gradient noise
     H  the bandwidth by the interaction's rule, in every iteration from 250 to 600 (from 1 without an arrival)
     A  the geometric mean of the best bandwidths since 600, or the rule again if the interaction does not tune it
-    E  the step size from one measurement; only 0, 3 and 20 % of the gradient noise limit it at 250, 300 and 400
+    E  the step size from one measurement; only 5, 10 and 30 % of the gradient noise limit it at 250, 300 and 400
     M  the step size from all measurements since 600; also whether control variates reduce the noise, as at E
 
 A learner is a function of the state and the cloud, called in every iteration; it does nothing if the run does not need
@@ -43,8 +46,9 @@ learner           file          reads                                       writ
 ================  ============  ==========================================  ========================================
 update_symptoms   diagnosis.py  positions, gradients, scales                symptoms
 update_arrival    arrival.py    energies, gradients                         arrival; positions of lost particles
-update_scales     scales.py     positions, gradients                        scales; the cloud in the new coordinates
 update_reference  reference.py  moments of the scales, or positions         reference
+update_scales     scales.py     positions, gradients; with minibatches      scales; the cloud in the new coordinates
+                                curvature and noise (hessian.py)
 update_bandwidth  bandwidth.py  positions, bias of the step                 bandwidth
 update_step_size  step_size.py  curvature and noise (curvature.py), and     step; whether the reference is in use
                                 what the other learners wrote
@@ -66,7 +70,7 @@ from numpyro_repulsion.warmup.state import ArrivalState, ScalesState, StepState,
 from numpyro_repulsion.warmup.step_size import update_step_size
 from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
-from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, Stage
+from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Stage
 
 __all__ = [
     "Adam",
@@ -76,6 +80,7 @@ __all__ = [
     "ARRIVED",
     "FREEZE",
     "LAST_ADAPTED",
+    "NUM_HESSIANS",
     "LEARNERS",
     "WarmupPlan",
     "Learner",

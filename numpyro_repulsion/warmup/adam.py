@@ -32,14 +32,14 @@ Position = tuple[jax.Array, jax.Array, jax.Array]
 class Adam(NamedTuple):
     """The state of Adam for each particle.
 
-    - **count** - how many updates it has made.
+    - **number** - how many updates it has made.
     - **mean** - the mean of recent gradients, ``(G, L, d)``.
     - **square** - the mean of their squares, ``(G, L, d)``.
     - **growth** - the logarithm of the factor by which the step of a far coordinate has grown, ``(G, L, d)``.
     - **unit** - the spread of the starts, ``(d,)``.
     """
 
-    count: jax.Array
+    number: jax.Array
     mean: jax.Array
     square: jax.Array
     growth: jax.Array
@@ -85,7 +85,7 @@ def descend(
     :return: the new position, state and rates.
     """
     u, _, gradient = position
-    count = state.count + 1
+    count = state.number + 1
     mean, square = (
         decay * old + (1.0 - decay) * new
         for decay, old, new in zip(DECAYS, (state.mean, state.square), (gradient, gradient**2), strict=True)

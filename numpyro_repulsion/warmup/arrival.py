@@ -13,7 +13,6 @@ from jax.scipy.special import ndtr
 
 from numpyro_repulsion.dynamics import Cloud, acceptance, select
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.warmup.adam import Adam
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
@@ -107,7 +106,8 @@ def update_arrival(
         # Energies on different minibatches are not comparable, and minibatch noise hides curvature.
         return left_behind(sampler.energy_on_common_rows(warmup, cloud.z), cloud.z.shape[-1])
 
-    momenta = () if adam is None else (adam.mean, adam.square, adam.growth)
+    # The count and the unit of Adam belong to all particles.
+    momenta = None if adam is None else (adam.mean, adam.square, adam.growth)
     particles = cloud, steps, momenta
 
     def rescued():
@@ -120,7 +120,8 @@ def update_arrival(
     due = stage.window_ends & stage.may_rescue & (stage.is_arriving | sampler.plan.noise)
     cloud, steps, momenta = lax.cond(due, rescued, lambda: particles)
     if adam is not None:
-        adam = Adam(adam.count, *momenta, adam.unit)
+        mean, square, growth = momenta
+        adam = adam._replace(mean=mean, square=square, growth=growth)
     elif sampler.plan.scale is not None:
         steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
     return warmup._replace(arrival=ArrivalState(steps, surroundings, adam)), cloud

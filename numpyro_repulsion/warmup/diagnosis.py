@@ -236,6 +236,6 @@ def diagnose_warmup(
         dependence=dependence,
         has_heavy_tails=has_heavy_tails,
         has_basins=has_basins & ~jumps_well,
-        is_diagonal=jnp.asarray(not warmup.scales.preconditioner.is_dense),
+        is_diagonal=jnp.asarray(warmup.scales.preconditioner.kind == "diagonal"),
         noise_ratio=warmup.noise / curvature,
     )

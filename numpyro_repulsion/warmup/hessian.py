@@ -12,9 +12,12 @@ from jax.scipy.linalg import cholesky
 from numpyro_repulsion.noise import normal
 
 __all__ = [
+    "NUM_PROBES",
     "calming",
+    "extremes",
     "mean_diagonal",
     "mean_hessian",
+    "mean_product",
     "noise_covariance",
     "num_minibatches",
     "num_noise_minibatches",
@@ -24,27 +27,34 @@ __all__ = [
 #: Rows for each parameter, which estimate a curvature to about a tenth in any direction, ...
 ROWS_PER_PARAMETER = 100
 #: ... unless this needs more than so many gradients of the cloud.
-MAX_GRADIENTS = 4000
+MAX_GRADIENTS = 2000
+#: Fewer suffice for a few eigenvectors.
+ROWS_FOR_LOW_RANK = 10
 #: How many random directions of each particle give the diagonal of the curvature.
 NUM_PROBES = 20
 #: Draws for each parameter, which estimate the covariance of the noise, but not from more gradients of the cloud.
 NOISE_DRAWS_PER_PARAMETER, MAX_NOISE_GRADIENTS = 3, 200
 #: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
 SMALLEST = 1e-3
+#: The smallest curvature along a coordinate in the scales so far, which are wider than the posterior at worst; smaller
+#: ones are errors of the estimate.
+SMALLEST_DIAGONAL = 0.1
+#: An eigenvector's residual, relative to what scaling by its eigenvalue bears.
+CONVERGED = 0.3
 
 Gradient = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def num_minibatches(dimension: int, rows: int, dense: bool) -> int:
+def num_minibatches(dimension: int, rows: int, rank: int | None = None) -> int:
     """Return on how many minibatches of each particle to measure the curvature.
 
-    :param rows: the number of rows in one minibatch of each particle.
-    :param dense: whether with correlations, which take two gradients for each parameter.
+    :param rows: the number of rows in one minibatch of all particles, 0 if all rows are used.
+    :param rank: how many eigenvectors are wanted; ``None`` for all.
     """
-    if not dense:
-        return NUM_PROBES
-    wanted = -(-ROWS_PER_PARAMETER * dimension // max(1, rows))
-    return max(1, min(wanted, MAX_GRADIENTS // (2 * dimension)))
+    if rows == 0:
+        return 1
+    wanted = -(-(ROWS_PER_PARAMETER if rank is None else ROWS_FOR_LOW_RANK) * dimension // rows)
+    return max(1, min(wanted, MAX_GRADIENTS // (2 * (dimension if rank is None else 2 * rank))))
 
 
 def mean_hessian(key: jax.Array, u: jax.Array, gradient: Gradient, width: float, number: int) -> jax.Array:
@@ -107,15 +117,64 @@ def num_noise_minibatches(dimension: int, particles: int) -> int:
     return 2 * max(1, min(-(-NOISE_DRAWS_PER_PARAMETER * dimension // particles), MAX_NOISE_GRADIENTS // 2))
 
 
+def mean_product(
+    key: jax.Array, u: jax.Array, direction: jax.Array, gradient: Gradient, width: float, number: int
+) -> jax.Array:
+    """Return the product of the mean Hessian over particles ``(G, L, d)`` with a unit vector, ``(d,)``.
+
+    The same key gives the same minibatches, and so one symmetric matrix for all directions.
+    """
+
+    def add_minibatch(i, total):
+        return total + _mean(_difference(random.fold_in(key, i), u, width * direction, gradient) / (2.0 * width))
+
+    return lax.fori_loop(0, number, add_minibatch, jnp.zeros_like(direction)) / number
+
+
+def extremes(start: jax.Array, product: Callable[[jax.Array], jax.Array], rank: int) -> tuple[jax.Array, jax.Array]:
+    """Return the eigenvectors, ``(d, rank)``, and absolute eigenvalues, ``(rank,)``, that differ most from 1.
+
+    They come from Lanczos's method with full reorthogonalization. A pair that has not converged is replaced by a zero
+    vector and 1, because scaling by it would couple its direction to others.
+
+    :param start: a random vector, ``(d,)``.
+    :param product: the product of a symmetric matrix with a unit vector.
+    """
+    steps, dtype = min(2 * rank, len(start)), start.dtype
+
+    def step(i, carry):
+        basis, diagonal, beside, v = carry
+        basis = basis.at[i].set(v)
+        image = product(v)
+        diagonal = diagonal.at[i].set(v @ image)
+        for _ in range(2):
+            image = image - jnp.matmul(jnp.matmul(basis, image, precision="highest"), basis, precision="highest")
+        size = jnp.linalg.norm(image)
+        return basis, diagonal, beside.at[i].set(size), image / jnp.where(size > 0, size, 1.0)
+
+    nothing = jnp.zeros(steps, dtype)
+    first = jnp.zeros((steps, len(start)), dtype), nothing, nothing, start / jnp.linalg.norm(start)
+    basis, diagonal, beside, _ = lax.fori_loop(0, steps, step, first)
+    values, weights = jnp.linalg.eigh(jnp.diag(diagonal) + jnp.diag(beside[:-1], 1) + jnp.diag(beside[:-1], -1))
+    absolute = jnp.maximum(jnp.abs(values), SMALLEST)
+    residual = jnp.abs(beside[-1] * weights[-1])
+    converged = (residual < CONVERGED * jnp.minimum(jnp.sqrt(absolute), absolute)) & jnp.isfinite(absolute)
+    extremity = jnp.where(converged, jnp.abs(jnp.log(absolute)), 0.0)
+    chosen = jnp.argsort(-extremity)[:rank]
+    vectors = (weights.T @ basis)[chosen].T
+    usable = converged[chosen]
+    return jnp.where(usable, vectors, 0.0), jnp.where(usable, absolute[chosen], 1.0)
+
+
 def whitening(curvature: jax.Array) -> jax.Array:
     """Return S, lower triangular or ``(d,)``, with ``S Sᵀ`` the inverse of a curvature made positive.
 
     Negative eigenvalues count by their absolute value, as in a saddle, whose scale they give as well as positive ones.
     """
     diagonal = jnp.abs(curvature if curvature.ndim == 1 else jnp.diagonal(curvature))
-    unit = jnp.where(jnp.isfinite(diagonal) & (diagonal > 0), diagonal, 1.0) ** -0.5
     if curvature.ndim == 1:
-        return unit
+        return jnp.maximum(jnp.where(jnp.isfinite(diagonal), diagonal, 1.0), SMALLEST_DIAGONAL) ** -0.5
+    unit = jnp.where(jnp.isfinite(diagonal) & (diagonal > 0), diagonal, 1.0) ** -0.5
     values, vectors = jnp.linalg.eigh(curvature * jnp.outer(unit, unit))
     values = jnp.maximum(jnp.abs(values), SMALLEST)
     return _root(jnp.outer(unit, unit) * ((vectors / values) @ vectors.T), unit)

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 
-__all__ = ["Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
+__all__ = ["RANK", "Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
 
 #: Bounds on the first scales, because a few gradients far from the posterior may give any value.
 FIRST_SCALES = (1e-4, 1e2)
+#: The number of directions with scales of their own, beside those of the coordinates.
+RANK = 40
 
 
 class Preconditioner(NamedTuple):
-    """The change of variables ``z = c + S u``, with S diagonal, ``(d,)``, or lower triangular, ``(d, d)``.
+    """The change of variables ``z = c + S u``.
 
-    The dynamics runs in u, where K is also evaluated, so its diffusion in z is ``K ⊗ S Sᵀ``. Because S is constant, Γ
-    needs no extra term. ``None`` means the identity for S and the origin for c; c changes no dynamics, but keeps u of
-    order one, as single precision needs.
+    S is diagonal, ``(d,)``; or lower triangular, ``(d, d)``; or low rank plus diagonal, ``D (I + V F Vᵀ)`` with D and F
+    diagonal and k orthonormal columns V. The dynamics runs in u, where K is also evaluated, so its diffusion in z is
+    ``K ⊗ S Sᵀ``. Because S is constant, Γ needs no extra term. ``None`` means the identity for S and the origin for c;
+    c changes no dynamics, but keeps u of order one, as single precision needs.
+
+    - **scale** - S or D.
+    - **centre** - c, ``(d,)``.
+    - **vectors** - V, ``(d, k)``; ``None`` unless S is of low rank plus diagonal.
+    - **stretch** - the diagonal of F, ``(k,)``, above -1.
     """
 
     scale: jax.Array | None = None
     centre: jax.Array | None = None
+    vectors: jax.Array | None = None
+    stretch: jax.Array | None = None
 
     @property
-    def is_dense(self) -> bool:
-        """Whether S is a matrix with correlations."""
-        return self.scale is not None and self.scale.ndim == 2
+    def kind(self) -> str:
+        """``"dense"``, ``"low_rank"`` or ``"diagonal"``."""
+        if self.vectors is not None:
+            return "low_rank"
+        return "dense" if self.scale is not None and self.scale.ndim == 2 else "diagonal"
 
     def whiten(self, z: jax.Array) -> jax.Array:
         """Return u for positions z, ``(..., d)``."""
@@ -36,26 +48,28 @@ class Preconditioner(NamedTuple):
             z = z - self.centre
         if self.scale is None:
             return z
-        return self._unscale(self.scale, z)
+        if self.scale.ndim == 1:
+            return self._stretch(z / self.scale, inverse=True)
+        return solve_triangular(self.scale, z.reshape(-1, z.shape[-1]).T, lower=True).T.reshape(z.shape)
 
     def to_positions(self, u: jax.Array) -> jax.Array:
         """Return z for whitened positions u, ``(..., d)``."""
         if self.scale is not None:
-            u = u * self.scale if self.scale.ndim == 1 else _product(u, self.scale.T)
+            u = self._stretch(u) * self.scale if self.scale.ndim == 1 else _product(u, self.scale.T)
         return u if self.centre is None else self.centre + u
 
     def whiten_gradient(self, gradient: jax.Array) -> jax.Array:
         """Return the gradient with respect to u, ``Sᵀ ∇_z U``, from gradients ``(..., d)`` with respect to z."""
         if self.scale is None:
             return gradient
-        return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale)
+        return self._stretch(gradient * self.scale) if self.scale.ndim == 1 else _product(gradient, self.scale)
 
     def unwhiten_gradient(self, gradient: jax.Array) -> jax.Array:
         """Return the gradient with respect to z from gradients ``(..., d)`` with respect to u."""
         if self.scale is None:
             return gradient
         if self.scale.ndim == 1:
-            return gradient / self.scale
+            return self._stretch(gradient, inverse=True) / self.scale
         flat = gradient.reshape(-1, gradient.shape[-1])
         return solve_triangular(self.scale, flat.T, lower=True, trans=1).T.reshape(gradient.shape)
 
@@ -65,23 +79,35 @@ class Preconditioner(NamedTuple):
         :param u: whitened positions.
         :param gradient: gradients with respect to them.
         """
-        if self.scale is None or not self.is_dense:
+        if self.scale is None or self.kind == "diagonal":
             return u, gradient
-        unit = jnp.linalg.norm(self.scale, axis=1)
-        return _product(u, self.scale.T) / unit, self.unwhiten_gradient(gradient) * unit
+        unit = self._lengths()
+        positions = self._replace(centre=None).to_positions(u)
+        return positions / unit, self.unwhiten_gradient(gradient) * unit
 
     def compose(self, change: Preconditioner) -> Preconditioner:
-        """Return this change composed with ``u = c' + S' u'``, which is applied first; both must have scales."""
+        """Return this change composed with ``u = c' + S' u'``, which is applied first; both must have scales.
+
+        Of low rank plus diagonal, S must have no stretch yet, and S' is diagonal.
+        """
         if self.scale is None or change.scale is None or change.centre is None:
             raise ValueError("Both changes of variables need a `scale`, and the second a `centre`; got None.")
         scale = self.scale * change.scale if self.scale.ndim == 1 else self.scale @ change.scale
-        return Preconditioner(scale, self.to_positions(change.centre))
+        return self._replace(scale=scale, centre=self.to_positions(change.centre))
 
-    @staticmethod
-    def _unscale(scale, x):
-        if scale.ndim == 1:
-            return x / scale
-        return solve_triangular(scale, x.reshape(-1, x.shape[-1]).T, lower=True).T.reshape(x.shape)
+    def _stretch(self, x, inverse=False):
+        """Multiply by ``I + V F Vᵀ`` or its inverse, which has the same form."""
+        if self.vectors is None or self.stretch is None:
+            return x
+        factor = 1.0 / (1.0 + self.stretch) - 1.0 if inverse else self.stretch
+        return x + _product(_product(x, self.vectors) * factor, self.vectors.T)
+
+    def _lengths(self):
+        """Return the lengths of the rows of S."""
+        scale: Any = self.scale
+        if self.vectors is None or self.stretch is None:
+            return jnp.linalg.norm(scale, axis=1)
+        return scale * jnp.sqrt(1.0 + self.vectors**2 @ ((1.0 + self.stretch) ** 2 - 1.0))
 
 
 def _product(x, matrix):
@@ -89,13 +115,13 @@ def _product(x, matrix):
     return jnp.matmul(x, matrix, precision="highest")
 
 
-def first_scale(z: jax.Array, gradient: jax.Array, dense: bool) -> Preconditioner:
+def first_scale(z: jax.Array, gradient: jax.Array, kind: str) -> Preconditioner:
     """Estimate diagonal scales at the starts: for a Gaussian, spread over gradient is the variance.
 
     :param z: starts, ``(L, d)``.
     :param gradient: ∇U there; non-finite values are ignored. A single particle has no spread, so its scale is one over
         its gradient.
-    :param dense: whether to return the scales as a matrix.
+    :param kind: that of the scales, ``"dense"``, ``"low_rank"`` or ``"diagonal"``.
     """
     centre = jnp.nanmedian(z, 0)
     spread = jnp.nanmedian(jnp.abs(z - centre), 0)
@@ -103,7 +129,10 @@ def first_scale(z: jax.Array, gradient: jax.Array, dense: bool) -> Preconditione
     scale = jnp.where(spread > 0, jnp.sqrt(spread / slope), 1.0 / slope)
     scale = jnp.where(jnp.isfinite(scale), scale, 1.0)
     scale = jnp.clip(scale, *FIRST_SCALES).astype(z.dtype)
-    return Preconditioner(jnp.diag(scale) if dense else scale, centre)
+    if kind == "low_rank":
+        nothing = jnp.zeros((len(scale), min(RANK, len(scale))), z.dtype)
+        return Preconditioner(scale, centre, nothing, nothing[0])
+    return Preconditioner(jnp.diag(scale) if kind == "dense" else scale, centre)
 
 
 def inverse_root(covariance: jax.Array) -> jax.Array:

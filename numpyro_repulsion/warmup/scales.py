@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import jax
-from jax import lax
+from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
+from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup.hessian import (
+    NUM_PROBES,
     calming,
+    extremes,
     mean_diagonal,
     mean_hessian,
+    mean_product,
     noise_covariance,
     num_minibatches,
     num_noise_minibatches,
     whitening,
 )
 from numpyro_repulsion.warmup.learning import Sampler
-from numpyro_repulsion.warmup.preconditioner import Preconditioner
+from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.state import ScalesState, WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, Stage
 
@@ -39,55 +43,119 @@ def update_scales(
 
     moments = lax.cond(stage.is_warmup, observe, lambda: known)
     warmup = warmup._replace(scales=warmup.scales._replace(moments=moments))
-    if sampler.plan.scale is None:
+    plan = sampler.plan
+    if plan.scale is None:
         return warmup, cloud
-    if sampler.plan.noise:
-        due, rescaled = stage.has_arrived, lambda: _rescale_by_curvature(key, stage, warmup, cloud, sampler)
-    else:
-        due, rescaled = True, lambda: _rescale(stage, warmup, cloud)
-    return lax.cond(stage.window_ends & stage.is_adapting & due, rescaled, lambda: (warmup, cloud))
+
+    def by_moments():
+        return _changed(warmup, cloud, warmup.moments.to_preconditioner(stage.uses_correlations))
+
+    def by_curvature():
+        adapt = _low_rank if plan.scale == "low_rank" else _whitened
+        return adapt(key, stage, warmup, cloud, sampler)
+
+    due = stage.window_ends & stage.is_adapting
+    if plan.noise:
+        return lax.cond(due & stage.has_arrived, by_curvature, lambda: (warmup, cloud))
+    if plan.scale != "low_rank":
+        return lax.cond(due, by_moments, lambda: (warmup, cloud))
+    which = jnp.where(due, jnp.where(stage.has_arrived, 2, 1), 0)
+    return lax.switch(which, (lambda: (warmup, cloud), by_moments, by_curvature))
 
 
-def _rescale(stage, warmup, cloud):
-    return _changed(warmup, cloud, warmup.moments.to_preconditioner(stage.uses_correlations))
-
-
-def _rescale_by_curvature(key, stage, warmup, cloud, sampler):
-    """Whiten by the mean curvature over the cloud, because minibatch noise hides that of gradients' covariances."""
+def _whitened(key, stage, warmup, cloud, sampler):
+    """Whiten by the mean curvature over the cloud, because minibatch noise hides it in the gradients' covariance."""
     is_dense = sampler.plan.scale == "dense"
-    spread = jnp.sqrt(warmup.moments.variances())
-    spread = jnp.where(jnp.isfinite(spread) & (spread > 0), spread, 1.0)
-    change = Preconditioner(jnp.diag(spread) if is_dense else spread, warmup.moments.position)
-    warmup, cloud = lax.cond(
-        stage.done == stage.at(ARRIVED), lambda: _changed(warmup, cloud, change), lambda: (warmup, cloud)
-    )
-
-    def gradient_of(warmup, corrected):
-        energy_and_grad = sampler.energy_and_grad(warmup)
-        return lambda key, u: energy_and_grad(key, u, corrected)[1]
-
-    groups, particles, dimension = cloud.z.shape
-    rows = sampler.minibatch_size * groups * (1 if sampler.shares_minibatches else particles)
-    measure = mean_hessian if is_dense else mean_diagonal
-    # Control variates cancel in differences.
-    gradient = gradient_of(warmup, jnp.zeros((), bool))
-    curvature = measure(key, cloud.z, gradient, WIDTH, num_minibatches(dimension, rows, is_dense))
+    spread = _spread(stage, warmup)
+    first = Preconditioner(jnp.diag(spread) if is_dense else spread, warmup.moments.position)
+    warmup, cloud = _changed(warmup, cloud, first)
+    gradient = _gradient(warmup, sampler)
+    dimension, weight = cloud.z.shape[-1], stage.curvature_weight.astype(cloud.z.dtype)
     # In the scales so far, the mean of the earlier curvatures is one.
-    weight = stage.curvature_weight.astype(curvature.dtype)
-    curvature = weight * curvature + (1.0 - weight) * (jnp.eye(dimension, dtype=curvature.dtype) if is_dense else 1.0)
-    warmup, cloud = _changed(warmup, cloud, Preconditioner(whitening(curvature), warmup.moments.position))
-    if not is_dense or sampler.plan.step_size is None:
+    if not is_dense:
+        found = mean_diagonal(key, cloud.z, gradient, WIDTH, NUM_PROBES)
+        scale = whitening(weight * found + (1.0 - weight))
+        return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
+    number = num_minibatches(dimension, _num_rows(cloud, sampler))
+    found = mean_hessian(key, cloud.z, gradient, WIDTH, number)
+    scale = whitening(weight * found + (1.0 - weight) * jnp.eye(dimension, dtype=weight.dtype))
+    warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
+    if sampler.plan.step_size is None:
         return warmup, cloud
 
     def calm():
         in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
-        number = num_noise_minibatches(dimension, groups * particles)
-        covariance = noise_covariance(key, cloud.z, gradient_of(warmup, in_use), number)
+        number = num_noise_minibatches(dimension, cloud.potential_energy.size)
+        covariance = noise_covariance(key, cloud.z, _gradient(warmup, sampler, in_use), number)
         scale, factor = calming(covariance, _allowed_noise(warmup, cloud, sampler))
         calmed, moved = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
         return calmed._replace(scales=calmed.scales._replace(calming=factor)), moved
 
     return lax.cond(stage.done == stage.at(FREEZE), calm, lambda: (warmup, cloud))
+
+
+def _low_rank(key, stage, warmup, cloud, sampler):
+    """Scale the coordinates by the diagonal of the mean curvature, and then the directions of its extreme eigenvalues.
+
+    Other than products of matrices, such scales cannot be multiplied, so they are found anew from those of the
+    coordinates alone.
+    """
+    old, weight = warmup.scales.preconditioner, stage.curvature_weight.astype(cloud.z.dtype)
+    positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
+    excess = 1.0 / (1.0 + old.stretch) ** 2 - 1.0  # of the earlier curvatures along V
+    diagonal_key, start_key, key = random.split(key, 3)
+
+    def along_coordinates(scale):
+        change = old._replace(scale=scale, stretch=jnp.zeros_like(old.stretch))
+        plain = warmup._replace(scales=warmup.scales._replace(preconditioner=change))
+        return change.whiten(positions), _gradient(plain, sampler)
+
+    scale = old.scale * _spread(stage, warmup)
+    y, gradient = along_coordinates(scale)
+    found = mean_diagonal(diagonal_key, y, gradient, WIDTH, NUM_PROBES)
+    unit = whitening(weight * found + (1.0 - weight) * (1.0 + old.vectors**2 @ excess))
+    scale = scale * unit
+    y, gradient = along_coordinates(scale)
+    rank = old.vectors.shape[1]
+    number = num_minibatches(y.shape[-1], _num_rows(cloud, sampler), rank)
+
+    def product(v):
+        new = mean_product(key, y, v, gradient, WIDTH, number)
+        known = unit * v
+        known = unit * (known + old.vectors @ (excess * (old.vectors.T @ known)))
+        return weight * new + (1.0 - weight) * known
+
+    vectors, values = extremes(normal(start_key, y.shape[-1:], y.dtype), product, rank)
+    centre = old.to_positions(warmup.moments.position)
+    change = Preconditioner(scale, centre, vectors, values**-0.5 - 1.0)
+    cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
+    # Variances along coordinates do not determine those along the new directions, which are about one.
+    known = warmup.moments
+    scatter, mean = jnp.full_like(known.position_scatter, known.number), jnp.zeros_like(known.position)
+    moments = Moments(known.number, mean, mean, scatter, scatter)
+    return warmup._replace(scales=ScalesState(change, moments, warmup.scales.calming)), cloud
+
+
+def _gradient(warmup, sampler, corrected=None):
+    """Return ``(key, u) -> ∇U``; without control variates, which cancel in differences, unless ``corrected``."""
+    energy_and_grad = sampler.energy_and_grad(warmup)
+    corrected = jnp.zeros((), bool) if corrected is None else corrected
+    return lambda key, u: energy_and_grad(key, u, corrected)[1]
+
+
+def _spread(stage, warmup):
+    """Return the standard deviations of the coordinates when particles have just arrived, later ones."""
+    spread = jnp.sqrt(warmup.moments.variances())
+    usable = jnp.isfinite(spread) & (spread > 0) & (stage.done == stage.at(ARRIVED))
+    return jnp.where(usable, spread, 1.0)
+
+
+def _num_rows(cloud, sampler):
+    """Return the number of rows in one minibatch of every particle; 0 if all rows are used."""
+    if not sampler.plan.noise:
+        return 0
+    groups, particles = cloud.potential_energy.shape
+    return sampler.minibatch_size * groups * (1 if sampler.shares_minibatches else particles)
 
 
 def _allowed_noise(warmup, cloud, sampler):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ARRIVED", "BEGINNINGS", "ENDS", "FREEZE", "LAST_ADAPTED", "SETTLING_ENDS", "Stage"]
+__all__ = ["ARRIVED", "BEGINNINGS", "ENDS", "FREEZE", "LAST_ADAPTED", "NUM_HESSIANS", "SETTLING_ENDS", "Stage"]
 
 #: Fractions of warmup at which windows end: windows in which particles arrive, ...
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
@@ -28,6 +28,9 @@ ANNEALING = ((0.3, 0.05), (0.4, 0.1), (0.6, 0.3))
 #: (end of window, weight): the weight of the curvature measured there in the mean of all; the first are of a cloud that
 #: has hardly arrived.
 CURVATURE_WEIGHTS = ((0.25, 1.0), (0.3, 1.0), (0.4, 2 / 3), (0.6, 0.5))
+
+#: How often the curvature is measured.
+NUM_HESSIANS = len(CURVATURE_WEIGHTS)
 
 FREEZE = ADAPTATION_ENDS[-1]
 ARRIVED = ARRIVAL_ENDS[-1]
