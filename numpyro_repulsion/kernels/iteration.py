@@ -35,13 +35,12 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select
 from numpyro_repulsion.gradients import Reference, evaluate_reference, fingerprint
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
+from numpyro_repulsion.kernels.learners import ALL_LEARNERS, BASINS, counted
 from numpyro_repulsion.kernels.progress import Keys, Progress
-from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.schedules import Cyclical
 from numpyro_repulsion.warmup import (
     ARRIVED,
-    LEARNERS,
-    Learner,
     Stage,
     WarmupPlan,
     WarmupState,
@@ -50,16 +49,7 @@ from numpyro_repulsion.warmup import (
     warmup_update,
 )
 
-__all__ = ["ALL_LEARNERS", "Iteration"]
-
-#: Gradients longer than this many times their expected length in whitened coordinates are clipped.
-GRADIENT_LIMIT = 20.0
-#: With minibatches, so is each coordinate longer than this many times its expected size.
-COORDINATE_LIMIT = 10.0
-#: A clipped gradient is recognized by reaching the limit, but for rounding.
-AT_LIMIT = 1.0 - 1e-4
-#: Jumps that switch themselves on if warmup finds several basins.
-BASINS = Basins()
+__all__ = ["Iteration"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +239,7 @@ class Iteration:
         def jump(now):
             jumped = self._jump(moves, noise_key, gradient_key, now.cloud, warmup.jumps, warmup)
             return now._replace(
-                cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted), tally=_counted(now.tally, jumped)
+                cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted), tally=counted(now.tally, jumped)
             )
 
         if now.tally is None:
@@ -268,7 +258,7 @@ class Iteration:
         def jump():
             # Particles jump only by gradients of all rows, which need no key.
             jumped = self._jump(BASINS, key, key, now.cloud, state, warmup)
-            basins = state._replace(tally=_counted(state.tally, jumped))
+            basins = state._replace(tally=counted(state.tally, jumped))
             return now._replace(cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted)), basins
 
         return lax.cond(BASINS.is_on(state), jump, lambda: (now, state))
@@ -333,52 +323,11 @@ class Iteration:
         return cloud, warmup
 
     def _clipped(self, gradient, warmup):
-        """Clip gradients far longer than any in the bulk of the posterior; also return which ones reach the limit."""
+        """Clip gradients that are far too long, if their expected length is known; also return which ones."""
         if self.plan.scale is None or not self.plan.measures or warmup.step.measurements is None:
             return gradient, jnp.zeros(gradient.shape[:-1], bool)
-        # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
-        expected = jnp.fmax(warmup.scales.moments.variances(), 1.0) + warmup.noise
-        expected = jnp.broadcast_to(expected, gradient.shape[-1:])
-        limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(expected))
-        length = jnp.linalg.norm(gradient, axis=-1)
-        is_clipped = length > AT_LIMIT * limit
-        gradient = gradient * jnp.minimum(limit / jnp.where(length > 0, length, 1.0), 1.0)[..., None]
         if self.plan.noise:
-            # One long coordinate, as in the neck of a funnel, would send a particle off.
-            bound = COORDINATE_LIMIT * jnp.sqrt(expected)
-            is_clipped |= (jnp.abs(gradient) > AT_LIMIT * bound).any(-1)
-            gradient = jnp.clip(gradient, -bound, bound)
-        return gradient, is_clipped
-
-
-def _counted(tally, jumped):
-    """Return the tally with one more jump: the number of jumps and the sum of their acceptance probabilities."""
-    number, total = tally
-    return number + 1, total + jumped.probability.mean()
-
-
-def _update_jumps(key, stage, warmup, cloud, sampler):
-    """Update what the kernel's ``moves`` have learned."""
-    del key
-    if (moves := sampler.bound.kernel.moves) is None:
-        return warmup, cloud
-    state = warmup.jumps
-    jumps = lax.cond(
-        stage.is_warmup,
-        lambda: moves.learn(stage, state, warmup, cloud, sampler.dynamics.temperature),
-        lambda: state,
-    )
-    return warmup._replace(jumps=jumps), cloud
-
-
-def _update_basins(key, stage, warmup, cloud, sampler):
-    """Update what the jumps between basins have learned."""
-    del key
-    if warmup.basins is None or not sampler.plan.basins:
-        return warmup, cloud
-    basins = BASINS.learn(stage, warmup.basins, warmup, cloud, sampler.dynamics.temperature)
-    return warmup._replace(basins=basins), cloud
-
-
-#: In calling order.
-ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
+            # Whitened by the curvature, exact gradients have a variance of 1 at most.
+            return clip_coordinates(gradient, 1.0 + warmup.noise, warmup.iteration < warmup.num_warmup)
+        # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
+        return clip(gradient, jnp.fmax(warmup.scales.moments.variances(), 1.0))

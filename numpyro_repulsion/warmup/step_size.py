@@ -73,7 +73,9 @@ def _with_step_size(stage, warmup, cloud, sampler):
     coupling = sampler.interaction.couple(cloud.z, warmup.bandwidth)
     spread = warmup.spread(dynamics)
     noise = stage.noise_share.astype(warmup.noise.dtype) * warmup.noise
-    stats = summarize_curvature(warmup.step.measurements, noise, spread, coupling, dynamics, sampler.shares_minibatches)
+    # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the spread huge.
+    widest = jnp.minimum(spread, 1.0) if plan.noise and plan.scale is not None else spread
+    stats = summarize_curvature(warmup.step.measurements, noise, widest, coupling, dynamics, sampler.shares_minibatches)
     rule = plan.step_size
     error = dynamics.step_error(coupling)
     # Not in integers, which overflow for many particles.

@@ -272,15 +272,15 @@ def test_each_quantity_freezes_in_its_turn(data):
         x = np.nan_to_num(np.asarray(x).reshape(110, -1))
         return (np.flatnonzero((x[1:] != x[:-1]).any(1)) + 2).tolist()
 
-    scales = [2, 5, 10, 15, 25, 30, 40, 60]
+    scales = [25, 30, 40, 60]
     assert set(changes(warmup.scales.preconditioner.scale)) == set(scales)
     assert set(changes(warmup.scales.preconditioner.centre)) == set(scales)
-    assert changes(warmup.reference.position) == [25, 60]
+    assert changes(warmup.reference.position) == scales
     settling = [25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
     assert changes(warmup.step.measurements.curvature) == settling
     assert set(changes(warmup.step.size)) <= set(settling)
     assert set(changes(warmup.bandwidth)) <= {*range(61), *settling}
-    assert changes(warmup.arrival.step_size)[-1] == 25
+    assert set(changes(warmup.arrival.step_size)) <= {*range(26), *settling}
     # Nothing at all after the warmup, but the count of iterations and what is watched.
     for name in set(warmup._fields) - {"iteration"}:
         for leaf in jax.tree.leaves(getattr(warmup, name)):

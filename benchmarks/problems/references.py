@@ -5,7 +5,7 @@ NUTS runs in double precision from two seeds on the cheapest model with the same
 are those of the mean, ``ess``, and of the squared distance from it, ``ess_square``, on which the standard deviation
 depends. A stored reference is left alone unless asked for again.
 
-    python -m benchmarks.studies.references NAME... [--again]
+    python -m benchmarks.problems.references NAME... [--again]
 """
 
 import argparse

@@ -1,0 +1,40 @@
+"""Bounds on gradients that are far longer than any in the bulk of the posterior."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["clip", "clip_coordinates"]
+
+#: Gradients longer than this many times their expected length in whitened coordinates are clipped.
+GRADIENT_LIMIT = 20.0
+#: With minibatches, so is each coordinate longer than this many times its expected size: in warmup, whose steps are
+#: longer, and after it.
+COORDINATE_LIMITS = (6.0, 10.0)
+#: A clipped gradient is recognized by reaching the limit, but for rounding.
+AT_LIMIT = 1.0 - 1e-4
+
+
+def clip(gradient: jax.Array, variances: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return gradients clipped by their length, and which of them reach the limit.
+
+    :param gradient: in whitened coordinates, ``(G, L, d)``.
+    :param variances: those expected of the gradient, ``(d,)``.
+    :return: gradients, and flags ``(G, L)``.
+    """
+    limit = GRADIENT_LIMIT * jnp.sqrt(jnp.sum(jnp.broadcast_to(variances, gradient.shape[-1:])))
+    length = jnp.linalg.norm(gradient, axis=-1)
+    is_clipped = length > AT_LIMIT * limit
+    return gradient * jnp.minimum(limit / jnp.where(length > 0, length, 1.0), 1.0)[..., None], is_clipped
+
+
+def clip_coordinates(gradient: jax.Array, variance: jax.Array, is_warmup: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return gradients clipped by coordinate, and which of them reach the limit.
+
+    One long coordinate, as in the neck of a funnel, would send a particle off.
+
+    :param variance: that expected of a coordinate, a scalar; see also :func:`clip`.
+    """
+    limit = jnp.where(is_warmup, *COORDINATE_LIMITS) * jnp.sqrt(variance)
+    return jnp.clip(gradient, -limit, limit), (jnp.abs(gradient) > AT_LIMIT * limit).any(-1)

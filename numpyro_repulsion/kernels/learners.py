@@ -1,0 +1,46 @@
+"""All learners of a run: those of warmup, and those of the jumps."""
+
+from __future__ import annotations
+
+from jax import lax
+
+from numpyro_repulsion.moves import Basins
+from numpyro_repulsion.warmup import LEARNERS, Learner
+
+__all__ = ["ALL_LEARNERS", "BASINS", "counted"]
+
+#: Jumps that switch themselves on if warmup finds several basins.
+BASINS = Basins()
+
+
+def counted(tally, jumped):
+    """Return the tally with one more jump: the number of jumps and the sum of their acceptance probabilities."""
+    number, total = tally
+    return number + 1, total + jumped.probability.mean()
+
+
+def _update_jumps(key, stage, warmup, cloud, sampler):
+    """Update what the kernel's ``moves`` have learned."""
+    del key
+    if (moves := sampler.bound.kernel.moves) is None:
+        return warmup, cloud
+    state = warmup.jumps
+    jumps = lax.cond(
+        stage.is_warmup,
+        lambda: moves.learn(stage, state, warmup, cloud, sampler.dynamics.temperature),
+        lambda: state,
+    )
+    return warmup._replace(jumps=jumps), cloud
+
+
+def _update_basins(key, stage, warmup, cloud, sampler):
+    """Update what the jumps between basins have learned."""
+    del key
+    if warmup.basins is None or not sampler.plan.basins:
+        return warmup, cloud
+    basins = BASINS.learn(stage, warmup.basins, warmup, cloud, sampler.dynamics.temperature)
+    return warmup._replace(basins=basins), cloud
+
+
+#: In calling order.
+ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
