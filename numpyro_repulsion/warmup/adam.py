@@ -75,9 +75,10 @@ def descend(
     .. math::
         u \leftarrow u - \eta\, \hat m / \sqrt{\hat v} + \sqrt{2 \eta / \sqrt{\hat v}}\; \xi
 
-    This is Langevin dynamics with the diagonal preconditioner :math:`1 / \sqrt{\hat v}`, which is exact up to gradient
-    noise as η falls to zero (by half a cosine). Without the noise, particles would collect where a density is high but
-    holds no mass, as in the neck of a funnel. A particle whose new position is not finite stays, with half its rate.
+    Where minibatch noise is larger than gradients, :math:`\hat v` hardly depends on the position, so this is Langevin
+    dynamics with a constant diagonal preconditioner, exact as η falls to zero (by half a cosine). Without the noise,
+    particles would collect where a density is high but holds no mass, as in the neck of a funnel. A particle whose new
+    position is not finite stays, with half its rate.
 
     :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
     :param rate: η at the start, in units of the spread of the starts, ``(G, L)``.

@@ -1,0 +1,110 @@
+"""Arrival with minibatches, by noisy Adam."""
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_repulsion.warmup import Adam, adam, descend
+from numpyro_repulsion.warmup.adam import RATES, first_rates
+
+
+def travel(energy_and_grad, u, length=2500, seed=0, rate=None):
+    """The particles and rates after a whole arrival of so many updates."""
+    u = jnp.asarray(u, jnp.float32)
+
+    @jax.jit
+    def run(u):
+        def update(carry, key):
+            position, state, rate = carry
+            move_key, gradient_key = random.split(key)
+            share_done = state.number / length
+            return descend(move_key, *carry, share_done, lambda u: energy_and_grad(gradient_key, u)), None
+
+        rates = first_rates(u.shape, u.dtype) if rate is None else jnp.full(u.shape[:2], rate)
+        carry = (u, *energy_and_grad(random.key(9), u)), Adam.start(u), rates
+        return lax.scan(update, carry, random.split(random.key(seed), length))[0]
+
+    position, _, rates = run(u)
+    return np.asarray(position[0], float), np.asarray(rates)
+
+
+def noisy_gaussian(mean, sd, noise):
+    """A Gaussian with gradient noise of so many times the standard deviation of its own gradients."""
+
+    def energy_and_grad(key, u):
+        x = (u - mean) / sd
+        return 0.5 * jnp.sum(x**2, -1), (x + noise * random.normal(key, u.shape)) / sd
+
+    return energy_and_grad
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_particles_arrive_through_noise(seed):
+    # Coordinates whose posteriors are a hundredth to all of the spread of the starts, and noise of 600 rows for one.
+    sd = jnp.array([0.01, 0.1, 1.0])
+    starts = random.normal(random.key(seed), (1, 200, 3))
+    u, _ = travel(noisy_gaussian(0.5 * jnp.ones(3), sd, 25.0), starts, seed=seed)
+    z = (u[0] - 0.5) / np.asarray(sd)
+    assert (np.abs(np.median(z, 0)) < 4.5 * 1.25 * z.std(0) / 200**0.5).all()
+    assert (np.abs(z) < 15).all()
+
+
+def test_steps_grow_towards_a_distant_posterior(monkeypatch):
+    far = noisy_gaussian(jnp.array([1e4, 0.0]), 1.0, 1.0)
+    starts = random.normal(random.key(0), (1, 20, 2))
+    u, _ = travel(far, starts)
+    # All but a tenth of the way, which the sampler travels by itself.
+    assert (u[0, :, 0] > 9e3).all() and (np.abs(u[0, :, 1]) < 10).all()
+    monkeypatch.setattr(adam, "GROWTH", 0.0)
+    assert (travel(far, starts)[0][0, :, 0] < 1e3).all()
+
+
+def test_noise_gives_the_cloud_a_spread(monkeypatch):
+    # Where minibatch noise is larger than gradients, the mean square of these is that of the noise.
+    gaussian = noisy_gaussian(0.0, 1.0, 5.0)
+    starts = random.normal(random.key(0), (1, 4000, 1))
+    u, _ = travel(gaussian, starts, rate=0.03)
+    assert abs(u.var() - 1) < 4.5 * (2 / u.size) ** 0.5
+    monkeypatch.setattr(adam, "normal", lambda key, shape, dtype: jnp.zeros(shape, dtype))
+    assert travel(gaussian, starts, rate=0.03)[0].var() < 0.1
+
+
+def test_necks_do_not_attract():
+    """In Neal's funnel the density is highest in the neck, and most of the mass is outside."""
+
+    def funnel(key, u):
+        def energy(u):
+            v, x = u[0], u[1:]
+            return v**2 / 18 + 0.5 * jnp.sum(x**2) * jnp.exp(-v) + 0.5 * len(x) * v
+
+        return jax.vmap(jax.vmap(jax.value_and_grad(energy)))(u)
+
+    starts = random.normal(random.key(0), (1, 100, 6))
+    u, _ = travel(funnel, starts)
+    # v ~ N(0, 9).
+    assert np.mean(u[0, :, 0] < -9) < 0.02
+
+
+def test_a_particle_stays_where_the_next_position_is_not_finite():
+    def walled(key, u):
+        inside = u[..., 0] < 1.0
+        return jnp.where(inside, 0.0, jnp.nan), jnp.where(inside[..., None], -jnp.ones_like(u), jnp.nan)
+
+    u, rates = travel(walled, 0.1 * random.normal(random.key(0), (1, 20, 1)), length=300)
+    assert np.isfinite(u).all() and (u < 1).all() and (rates < RATES[0]).all()
+
+
+def test_first_rates_are_spread():
+    rates = np.asarray(first_rates((2, 10), jnp.float32))
+    assert (rates[0] == rates[1]).all() and (np.diff(rates[0]) > 0).all()
+    assert RATES[0] < rates[0, 0] < rates[0, -1] < RATES[1]
+    np.testing.assert_allclose(first_rates((1, 1), jnp.float32), [[np.sqrt(RATES[0] * RATES[1])]], rtol=1e-5)
+
+
+def test_units_are_the_spread_of_the_starts():
+    starts = random.normal(random.key(0), (1, 4000, 2)) * jnp.array([1.0, 1000.0])
+    np.testing.assert_allclose(Adam.start(starts).unit, [1, 1000], rtol=0.1)
+    # Without a spread, the unit of the coordinate.
+    np.testing.assert_array_equal(Adam.start(jnp.ones((1, 5, 2))).unit, [1, 1])
