@@ -16,6 +16,8 @@ SEVERITIES = ("note", "warning", "error")
 MAX_FLAGGED = 1e-3
 #: Findings of equal severity are listed in this order: causes before their symptoms.
 _ORDER = (
+    "noncentred",
+    "few_levels",
     "funnel",
     "other_data",
     "jumps_off",
@@ -35,6 +37,19 @@ _ORDER = (
 )
 #: Each finding makes the listed ones superfluous: it names their cause or states the same more precisely.
 _COVERS = {
+    "noncentred": {
+        "funnel",
+        "heavy_tails",
+        "varying_curvature",
+        "slow_directions",
+        "step_bias",
+        "short_run",
+        "separate_modes",
+        "several_basins",
+        "gradient_noise",
+        "control_variates_off",
+    },
+    "few_levels": {"funnel", "heavy_tails", "varying_curvature", "slow_directions", "several_basins"},
     "funnel": {"heavy_tails", "varying_curvature", "slow_directions", "step_bias", "short_run"},
     "heavy_tails": {"varying_curvature", "slow_directions", "step_bias", "short_run"},
     "varying_curvature": {"slow_directions", "step_bias", "short_run"},
@@ -45,6 +60,8 @@ _COVERS = {
 }
 #: Each finding probably causes the listed ones. These stay in the list, and their remedy refers to the cause.
 _CAUSES = {
+    "noncentred": {"not_mixed", "flagged_updates"},
+    "few_levels": {"not_mixed", "flagged_updates", "separate_modes"},
     "funnel": {"not_mixed", "flagged_updates"},
     "heavy_tails": {"not_mixed", "flagged_updates"},
     "varying_curvature": {"not_mixed", "flagged_updates"},

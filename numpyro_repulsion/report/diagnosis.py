@@ -13,6 +13,7 @@ from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, why_unknown
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
 from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.kernels import kernel_of
+from numpyro_repulsion.report.groups import group_findings
 
 __all__ = ["data_of", "diagnose", "diagnosis_of"]
 
@@ -201,6 +202,7 @@ def _of_draws(posterior):
             ),
             "Raise `num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model.",
         )
+    findings += group_findings(posterior, _by_name(posterior, apart | ~mixed))
     if short := int(((reasons == SHORT) & mixed).sum()):
         add(
             "short_run",
@@ -211,6 +213,13 @@ def _of_draws(posterior):
             "Raise `num_samples` or `num_steps`.",
         )
     return findings
+
+
+def _by_name(posterior, flags):
+    """Return by quantity whether any of its entries is flagged."""
+    ends = np.cumsum([draws.isel(chain=0, draw=0).size for draws in posterior.values()])
+    parts = np.split(flags, ends[:-1])
+    return {name: bool(part.any()) for name, part in zip(posterior, parts, strict=True)}
 
 
 def _label(posterior, place):

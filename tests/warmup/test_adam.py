@@ -17,9 +17,8 @@ def travel(energy_and_grad, u, length=2500, seed=0, rate=None):
     @jax.jit
     def run(u):
         def update(carry, key):
-            position, state, rate = carry
             move_key, gradient_key = random.split(key)
-            share_done = state.number / length
+            share_done = carry[1].number / length
             return descend(move_key, *carry, share_done, lambda u: energy_and_grad(gradient_key, u)), None
 
         rates = first_rates(u.shape, u.dtype) if rate is None else jnp.full(u.shape[:2], rate)
