@@ -158,7 +158,7 @@ def extremes(start: jax.Array, product: Callable[[jax.Array], jax.Array], rank: 
     values, weights = jnp.linalg.eigh(jnp.diag(diagonal) + jnp.diag(beside[:-1], 1) + jnp.diag(beside[:-1], -1))
     absolute = jnp.maximum(jnp.abs(values), SMALLEST)
     residual = jnp.abs(beside[-1] * weights[-1])
-    converged = (residual < CONVERGED * jnp.minimum(jnp.sqrt(absolute), absolute)) & jnp.isfinite(absolute)
+    converged = (residual < CONVERGED * jnp.sqrt(absolute)) & jnp.isfinite(absolute)
     extremity = jnp.where(converged, jnp.abs(jnp.log(absolute)), 0.0)
     chosen = jnp.argsort(-extremity)[:rank]
     vectors = (weights.T @ basis)[chosen].T

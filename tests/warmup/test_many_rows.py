@@ -1,0 +1,120 @@
+"""Warmup where rows are many and minibatches small, against posteriors known exactly."""
+
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGHMC, SGLD, diagnose
+from numpyro_repulsion.warmup import Preconditioner
+
+ROWS, DIMENSION, SIGMA = 50_000, 40, 0.5
+
+
+def regression(X, y, subsample_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ beta, SIGMA), obs=y[i])
+
+
+def correlated_rows():
+    """Rows whose covariates have a condition of 10,000, and the exact posterior."""
+    rng = np.random.default_rng(0)
+    mixing = np.linalg.qr(rng.standard_normal((DIMENSION, DIMENSION)))[0] * np.geomspace(1, 0.01, DIMENSION)
+    X = rng.standard_normal((ROWS, DIMENSION)) @ mixing.T
+    y = X @ rng.standard_normal(DIMENSION) + SIGMA * rng.standard_normal(ROWS)
+    covariance = np.linalg.inv(X.T @ X / SIGMA**2 + np.eye(DIMENSION))
+    return X, y, covariance @ X.T @ y / SIGMA**2, covariance
+
+
+def run(kernel, num=400, seed=0):
+    X, y, mean, covariance = correlated_rows()
+    mcmc = MCMC(kernel, num_warmup=num, num_samples=num, num_chains=20, chain_method="vectorized", progress_bar=False)
+    mcmc.run(random.key(seed), jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32), subsample_size=50)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], float)
+    # In the coordinates in which the posterior is standard normal.
+    return mcmc, (draws - mean) @ np.linalg.inv(np.linalg.cholesky(covariance)).T
+
+
+@pytest.mark.parametrize("kernel", [SGLD, pytest.param(SGHMC, marks=pytest.mark.slow)])
+def test_nothing_set_is_exact_for_many_correlated_rows(kernel):
+    mcmc, standard = run(kernel(regression))
+    means = standard.mean((0, 1))
+    assert np.sqrt(np.mean(means**2)) < 0.1
+    # The budget of the step is 5 % of a variance.
+    assert np.abs(standard.var((0, 1)).mean() - 1) < 0.1
+    assert not {"not_mixed", "funnel", "several_basins"} & {finding.name for finding in diagnose(mcmc)}
+
+
+@pytest.mark.slow
+def test_diagonal_scales_are_too_slow_for_them():
+    _, standard = run(SGLD(regression, preconditioner="diagonal"))
+    assert np.abs(standard.var((0, 1)).mean() - 1) > 0.5
+
+
+def stretched(dimension, seed=0):
+    """A change of variables of low rank plus diagonal, and its matrix."""
+    rng = np.random.default_rng(seed)
+    vectors = np.linalg.qr(rng.standard_normal((dimension, 2)))[0]
+    stretch, scale = np.array([4.0, -0.8]), np.exp(rng.standard_normal(dimension))
+    matrix = scale[:, None] * (np.eye(dimension) + (vectors * stretch) @ vectors.T)
+    change = Preconditioner(
+        *map(partial(jnp.asarray, dtype=jnp.float32), (scale, np.ones(dimension), vectors, stretch))
+    )
+    return change, matrix
+
+
+def test_low_rank_scales_are_a_change_of_variables():
+    change, matrix = stretched(7)
+    u = random.normal(random.key(0), (3, 5, 7))
+    z = change.to_positions(u)
+    np.testing.assert_allclose(z, 1 + u @ matrix.T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(change.whiten(z), u, rtol=1e-3, atol=1e-4)
+    gradient = random.normal(random.key(1), u.shape)
+    np.testing.assert_allclose(change.whiten_gradient(gradient), gradient @ matrix, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        change.unwhiten_gradient(change.whiten_gradient(gradient)), gradient, rtol=1e-3, atol=1e-4
+    )
+    unit = np.linalg.norm(matrix, axis=1)
+    position, slope = change.by_coordinate(u, change.whiten_gradient(gradient))
+    np.testing.assert_allclose(position, (z - 1) / unit, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(slope, gradient * unit, rtol=1e-3, atol=1e-3)
+    assert change.kind == "low_rank"
+
+
+DIRECTIONS, CURVATURE = 300, np.array([1e-3, 1e-2, 30.0, 300.0, 3000.0])
+
+
+def gaussian(kernel, **settings):
+    """Draws from a Gaussian with five directions of unusual curvature, along these, in units of their spread."""
+    rng = np.random.default_rng(1)
+    vectors = np.linalg.qr(rng.standard_normal((DIRECTIONS, 5)))[0]
+    excess, along = jnp.asarray(CURVATURE - 1, jnp.float32), jnp.asarray(vectors, jnp.float32)
+    mcmc = MCMC(
+        kernel(potential_fn=lambda z: jnp.sum(z**2) / 2 + jnp.sum(excess * (z @ along) ** 2) / 2, **settings),
+        num_warmup=400,
+        num_samples=400,
+        num_chains=20,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (20, DIRECTIONS)))
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
+    return draws @ vectors * np.sqrt(CURVATURE)
+
+
+@pytest.mark.parametrize("kernel", [SGLD, pytest.param(SGHMC, marks=pytest.mark.slow)])
+def test_low_rank_scales_suit_few_stiff_directions(kernel):
+    variances = gaussian(kernel, preconditioner="low_rank").var((0, 1))
+    # Of 8,000 draws, at least 800 count.
+    assert (np.abs(variances - 1) < 4.5 * (2 / 800) ** 0.5).all()
+
+
+@pytest.mark.slow
+def test_diagonal_scales_do_not():
+    variances = gaussian(SGLD, preconditioner="diagonal").var((0, 1))
+    assert (np.abs(variances - 1) > 4.5 * (2 / 800) ** 0.5).any()
