@@ -62,10 +62,8 @@ def stretched(dimension, seed=0):
     vectors = np.linalg.qr(rng.standard_normal((dimension, 2)))[0]
     stretch, scale = np.array([4.0, -0.8]), np.exp(rng.standard_normal(dimension))
     matrix = scale[:, None] * (np.eye(dimension) + (vectors * stretch) @ vectors.T)
-    change = Preconditioner(
-        *map(partial(jnp.asarray, dtype=jnp.float32), (scale, np.ones(dimension), vectors, stretch))
-    )
-    return change, matrix
+    parts = (jnp.asarray(x, jnp.float32) for x in (scale, np.ones(dimension), vectors, stretch))
+    return Preconditioner(*parts), matrix
 
 
 def test_low_rank_scales_are_a_change_of_variables():
