@@ -27,6 +27,7 @@ from numpyro_repulsion.plots import animate_particles, plot_gram, plot_particles
 from numpyro_repulsion.report import diagnose, summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.scores import scores
+from numpyro_repulsion.starts import init_around, init_from_guide, init_from_idata
 from numpyro_repulsion.version import __version__ as __version__
 
 __all__ = [
@@ -74,6 +75,9 @@ __all__ = [
     "enable_live_warnings",
     "ensemble_ess",
     "ensemble_mcse",
+    "init_around",
+    "init_from_guide",
+    "init_from_idata",
     "ksd",
     "load_draws",
     "nested_rhat",

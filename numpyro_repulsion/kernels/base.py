@@ -80,7 +80,9 @@ class ParticleKernel(Fixed, MCMCKernel):
         basins, by proposals from a mixture of Gaussians fitted in warmup, if warmup measures the step and finds several
         basins, and each update uses all rows. This does not apply to noise that is averaged over two updates and
         correlated by K, the default of ``SGLDR`` with a measured step. ``False`` switches these jumps off.
-    :param init_strategy: where particles start; by default, each starts at a draw from the prior.
+    :param init_strategy: where particles start; by default, each starts at a draw from the prior. See also
+        :func:`~numpyro_repulsion.init_from_guide`, :func:`~numpyro_repulsion.init_from_idata` and
+        :func:`~numpyro_repulsion.init_around`.
     :raises ValueError: if a setting is out of range; see also :meth:`init`.
     :raises TypeError: if a setting has a wrong type.
     """

@@ -23,6 +23,7 @@ from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, per_particle
 from numpyro_repulsion.moves import Basins
+from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import WarmupState
 
 __all__ = ["MAX_DRAWS", "Initializer"]
@@ -164,17 +165,22 @@ class Initializer:
     def _draw(self, key, keys, target, evaluate):
         """Draw starts by the ``init_strategy``, each again until it is finite, at most ``MAX_DRAWS`` times."""
 
+        strategy, size = self._kernel.init_strategy, keys.shape[0]
+
+        def draw(key, number):
+            is_joint = isinstance(strategy, JointStrategy)
+            return target.draw(key, strategy.one(key, number, target.latent) if is_joint else strategy)
+
         def attempt(carry):
             count, key, keys, valid, old = carry
             key, gradient_key = random.split(key)
             keys, draw_keys = jnp.moveaxis(jax.vmap(random.split)(keys), 1, 0)
-            z = jax.vmap(lambda key: target.draw(key, self._kernel.init_strategy))(draw_keys)
+            z = jax.vmap(draw)(draw_keys, jnp.arange(size))
 
             new = select(valid, old, (z, *evaluate(gradient_key, z)))
             valid = jnp.isfinite(new[2]) & jnp.isfinite(new[3]).all(-1)
             return count + 1, key, keys, valid, new
 
-        size = keys.shape[0]
         z = {name: jnp.zeros((size, *site.shape), site.dtype) for name, site in target.prototype.items()}
         u, _ = ravel_cloud(z)
         start = (0, key, keys, jnp.zeros(size, bool), (z, u, jnp.zeros(size, u.dtype), u))
@@ -218,7 +224,8 @@ class Initializer:
         if interaction.interacts and any(len({row.tobytes() for row in group}) < len(group) for group in groups):
             raise ValueError(
                 f"{name}: some particles start at the same point and would never repel each other. "
-                "Use an init_strategy that draws, such as init_to_sample or init_to_uniform, or distinct init_params."
+                "Use an init_strategy that draws, such as init_to_sample or init_around(values), or give distinct "
+                "init_params."
             )
         self._kernel.dynamics.check(jax.tree.map(np.asarray, cloud))
         if np.isnan(eigenvalue):

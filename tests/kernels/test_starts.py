@@ -1,0 +1,120 @@
+"""Starts at draws of a guide or an earlier run, and around given values."""
+
+import arviz
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta, AutoLaplaceApproximation, AutoMultivariateNormal, AutoNormal
+
+from numpyro_repulsion import SGLD, SGLDR, init_around, init_from_guide, init_from_idata, to_inference_data
+from numpyro_repulsion.starts import JointStrategy
+
+Y = np.random.default_rng(0).normal(3.0, 2.0, 100).astype(np.float32)
+
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(5))
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
+    numpyro.sample("y", dist.Normal(mu + 0 * weights.sum(), sigma), obs=y)
+
+
+def starts(strategy, size=20, model=model):
+    kernel = SGLDR(model, init_strategy=strategy)
+    state = kernel.init(random.split(random.key(0), size), 50, None, (Y,), {})
+    target = kernel.bind((Y,)).target
+    return {name: np.asarray(x) for name, x in state.z.items()}, target
+
+
+@pytest.fixture(scope="module", params=[AutoNormal, AutoMultivariateNormal, AutoLaplaceApproximation])
+def fitted(request):
+    guide = request.param(model)
+    found = SVI(model, guide, numpyro.optim.Adam(0.05), Trace_ELBO()).run(random.key(1), 1500, Y, progress_bar=False)
+    return guide, found.params
+
+
+def test_starts_are_draws_of_the_guide(fitted):
+    guide, params = fitted
+    z, _ = starts(init_from_guide(guide, params), 200)
+    draws = guide.sample_posterior(random.key(2), params, sample_shape=(4000,))
+    error = 4.5 * draws["mu"].std() * (1 / 200 + 1 / 4000) ** 0.5
+    assert abs(z["mu"].mean() - draws["mu"].mean()) < error
+    assert abs(z["mu"].std() / draws["mu"].std() - 1) < 4.5 * (1 / 400) ** 0.5
+    assert len(np.unique(z["mu"])) == 200
+
+
+def test_values_of_a_start_belong_together():
+    def draw(key, number):
+        mu = random.normal(key)
+        return {"mu": mu, "sigma": jnp.exp(mu), "weights": jnp.full(3, 1 / 3)}
+
+    z, _ = starts(JointStrategy(draw))
+    np.testing.assert_allclose(z["sigma"], z["mu"], rtol=1e-5, atol=1e-6)
+
+
+def test_starts_are_draws_of_an_earlier_run():
+    mcmc = MCMC(NUTS(model), num_warmup=100, num_samples=50, num_chains=1, progress_bar=False)
+    mcmc.run(random.key(0), Y)
+    z, _ = starts(init_from_idata(arviz.from_numpyro(mcmc)))
+    draws = np.asarray(mcmc.get_samples()["mu"])
+    assert all(np.isclose(value, draws, rtol=1e-5).any() for value in z["mu"])
+    ours = MCMC(SGLD(model), num_warmup=50, num_samples=20, num_chains=4, chain_method="vectorized", progress_bar=False)
+    ours.run(random.key(0), Y)
+    z, _ = starts(init_from_idata(to_inference_data(ours)))
+    assert all(np.isclose(value, np.ravel(ours.get_samples()["mu"]), rtol=1e-5).any() for value in z["mu"])
+
+
+def test_starts_are_around_values():
+    z, _ = starts(init_around({"mu": 3.0, "sigma": 2.0, "weights": jnp.array([0.2, 0.3, 0.5])}, scale=0.05), 400)
+    for name, centre in (("mu", 3.0), ("sigma", np.log(2.0))):
+        assert abs(z[name].mean() - centre) < 4.5 * 0.05 / 20
+        assert abs(z[name].std() / 0.05 - 1) < 4.5 / 800**0.5
+    assert z["weights"].std(0).max() < 0.08
+    # Scalars serve all entries of a site, and sites without values start as by init_to_uniform.
+    z, _ = starts(init_around({"mu": 3.0}, scale=0.05))
+    assert np.ptp(z["sigma"]) > 0.5
+
+
+def test_a_run_from_a_guide_is_right(fitted):
+    guide, params = fitted
+    mcmc = MCMC(
+        SGLD(model, init_strategy=init_from_guide(guide, params)),
+        num_warmup=200,
+        num_samples=200,
+        num_chains=10,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(3), Y)
+    mu = np.asarray(mcmc.get_samples()["mu"], float)
+    sd = Y.std() / len(Y) ** 0.5
+    assert abs(mu.mean() - Y.mean()) < 0.25 * sd and abs(mu.std() / sd - 1) < 0.25
+
+
+def test_other_kernels_take_them(fitted):
+    guide, params = fitted
+    for strategy in (init_from_guide(guide, params), init_around({"mu": 3.0, "sigma": 2.0})):
+        MCMC(NUTS(model, init_strategy=strategy), num_warmup=5, num_samples=5, progress_bar=False).run(random.key(0), Y)
+
+
+def test_what_cannot_work_is_refused(fitted):
+    with pytest.raises(ValueError, match="particles must start apart.*init_around"):
+        init_from_guide(AutoDelta(model), {})
+    with pytest.raises(TypeError, match="must be an automatic guide"):
+        init_from_guide(model, {})
+    with pytest.raises(ValueError, match="a group 'posterior'"):
+        init_from_idata({})
+    with pytest.raises(ValueError, match="a positive, finite number"):
+        init_around({}, scale=0.0)
+
+    def other(y):
+        numpyro.sample("other", dist.Normal(0, 1))
+        model(y)
+
+    with pytest.raises(ValueError, match="no values for the latent sites \\['other'\\]"):
+        starts(init_from_guide(*fitted), model=other)
