@@ -15,12 +15,11 @@ __all__ = [
     "NUM_PROBES",
     "calming",
     "extremes",
+    "hessian_and_noise",
     "mean_diagonal",
-    "mean_hessian",
     "mean_product",
-    "noise_covariance",
     "num_minibatches",
-    "num_noise_minibatches",
+    "num_noise_pairs",
     "whitening",
 ]
 
@@ -33,7 +32,7 @@ ROWS_FOR_LOW_RANK = 10
 #: How many random directions of each particle give the diagonal of the curvature.
 NUM_PROBES = 20
 #: Draws for each parameter, which estimate the covariance of the noise, but not from more gradients of the cloud.
-NOISE_DRAWS_PER_PARAMETER, MAX_NOISE_GRADIENTS = 3, 200
+NOISE_DRAWS_PER_PARAMETER, MAX_NOISE_PAIRS = 3, 100
 #: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
 SMALLEST = 1e-3
 #: The smallest curvature along a coordinate in the scales so far, which are wider than the posterior at worst; smaller
@@ -57,33 +56,61 @@ def num_minibatches(dimension: int, rows: int, rank: int | None = None) -> int:
     return max(1, min(wanted, MAX_GRADIENTS // (2 * (dimension if rank is None else 2 * rank))))
 
 
-def mean_hessian(key: jax.Array, u: jax.Array, gradient: Gradient, width: float, number: int) -> jax.Array:
-    """Return the mean Hessian of U over particles ``(G, L, d)``, ``(d, d)``.
+def hessian_and_noise(
+    key: jax.Array,
+    u: jax.Array,
+    gradient: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    width: float,
+    number: int,
+    noise_number: jax.Array | int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the mean Hessian of U and the covariance of the minibatch noise over particles ``(G, L, d)``.
 
-    All columns use the same minibatches, because only then do the errors of small eigenvalues stay relative to them.
+    All columns of the Hessian use the same minibatches, because only then do the errors of small eigenvalues stay
+    relative to them. The noise comes from differences of gradients on two minibatches.
 
-    :param gradient: ``(key, u) -> ∇U`` on clouds.
+    :param gradient: ``(key, u, is_noise) -> ∇U`` on clouds.
     :param width: half the distance over which gradients are compared.
-    :param number: the number of minibatches.
+    :param number: the number of minibatches for the Hessian.
+    :param noise_number: the number of pairs of minibatches for the noise, 0 or more.
+    :return: two arrays ``(d, d)``; zeros for the noise without pairs.
     """
     dimension = u.shape[-1]
+    num_columns = number * dimension
 
-    def row(key, i):
-        offset = width * (jnp.arange(dimension) == i).astype(u.dtype)
-        return _mean(_difference(key, u, offset, gradient) / (2.0 * width))
+    def add_pair(i, totals):
+        hessian, covariance = totals
+        is_noise, column = i >= num_columns, i % dimension
+        own = random.fold_in(key, jnp.where(is_noise, number + i, i // dimension))
+        offset = jnp.where(is_noise, 0.0, width) * (jnp.arange(dimension) == column).astype(u.dtype)
 
-    def add_minibatch(i, total):
-        own = random.fold_in(key, i)
-        return total + lax.map(lambda j: row(own, j), jnp.arange(dimension))
+        def add_side(side, total):
+            sign = jnp.where(side == 0, 1.0, -1.0).astype(u.dtype)
+            side_key = random.fold_in(own, jnp.where(is_noise, side, 0))
+            return total + sign * gradient(side_key, u + sign * offset, is_noise)
 
-    total = lax.fori_loop(0, number, add_minibatch, jnp.zeros((dimension, dimension), u.dtype)) / number
-    return (total + total.T) / 2.0
+        # Loops over pairs and sides, so that the gradient is compiled once.
+        difference = lax.fori_loop(0, 2, add_side, jnp.zeros_like(u))
+
+        def add_noise():
+            noise = difference.reshape(-1, dimension)
+            noise = jnp.where(jnp.isfinite(noise).all(-1, keepdims=True), noise, 0.0)
+            return hessian, covariance + noise.T @ noise / (2.0 * len(noise))
+
+        def add_column():
+            return hessian.at[column].add(_mean(difference) / (2.0 * width)), covariance
+
+        return lax.cond(is_noise, add_noise, add_column)
+
+    nothing = jnp.zeros((dimension, dimension), u.dtype)
+    hessian, covariance = lax.fori_loop(0, num_columns + noise_number, add_pair, (nothing, nothing))
+    return (hessian + hessian.T) / (2.0 * number), covariance / jnp.maximum(noise_number, 1)
 
 
 def mean_diagonal(key: jax.Array, u: jax.Array, gradient: Gradient, width: float, number: int) -> jax.Array:
     """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, ``(d,)``, from products with random signs.
 
-    :param number: the number of products for each particle; see also :func:`mean_hessian`.
+    :param number: the number of products for each particle.
     """
 
     def add_probe(i, total):
@@ -94,27 +121,9 @@ def mean_diagonal(key: jax.Array, u: jax.Array, gradient: Gradient, width: float
     return lax.fori_loop(0, number, add_probe, jnp.zeros(u.shape[-1], u.dtype)) / number
 
 
-def noise_covariance(key: jax.Array, u: jax.Array, gradient: Gradient, number: int) -> jax.Array:
-    """Return the covariance of the minibatch noise of gradients, pooled over particles; ``(d, d)``.
-
-    :param gradient: ``(key, u) -> ∇U`` on clouds.
-    :param number: the number of minibatches, 2 or more.
-    """
-
-    def add_minibatch(i, total):
-        # Differences of two minibatches, because a mean over all of them would have to be known first.
-        pair = lax.map(lambda key: gradient(key, u), random.split(random.fold_in(key, i)))
-        noise = (pair[0] - pair[1]).reshape(-1, u.shape[-1])
-        noise = jnp.where(jnp.isfinite(noise).all(-1, keepdims=True), noise, 0.0)
-        return total + noise.T @ noise / (2.0 * len(noise))
-
-    dimension = u.shape[-1]
-    return lax.fori_loop(0, number // 2, add_minibatch, jnp.zeros((dimension, dimension), u.dtype)) / (number // 2)
-
-
-def num_noise_minibatches(dimension: int, particles: int) -> int:
-    """Return on how many minibatches of each particle to measure the covariance of the noise."""
-    return 2 * max(1, min(-(-NOISE_DRAWS_PER_PARAMETER * dimension // particles), MAX_NOISE_GRADIENTS // 2))
+def num_noise_pairs(dimension: int, particles: int) -> int:
+    """Return on how many pairs of minibatches of each particle to measure the covariance of the noise."""
+    return max(1, min(-(-NOISE_DRAWS_PER_PARAMETER * dimension // particles), MAX_NOISE_PAIRS))
 
 
 def mean_product(

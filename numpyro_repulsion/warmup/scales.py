@@ -12,12 +12,11 @@ from numpyro_repulsion.warmup.hessian import (
     NUM_PROBES,
     calming,
     extremes,
+    hessian_and_noise,
     mean_diagonal,
-    mean_hessian,
     mean_product,
-    noise_covariance,
     num_minibatches,
-    num_noise_minibatches,
+    num_noise_pairs,
     whitening,
 )
 from numpyro_repulsion.warmup.learning import Sampler
@@ -69,29 +68,30 @@ def _whitened(key, stage, warmup, cloud, sampler):
     spread = _spread(stage, warmup)
     first = Preconditioner(jnp.diag(spread) if is_dense else spread, warmup.moments.position)
     warmup, cloud = _changed(warmup, cloud, first)
-    gradient = _gradient(warmup, sampler)
     dimension, weight = cloud.z.shape[-1], stage.curvature_weight.astype(cloud.z.dtype)
     # In the scales so far, the mean of the earlier curvatures is one.
     if not is_dense:
-        found = mean_diagonal(key, cloud.z, gradient, WIDTH, NUM_PROBES)
+        found = mean_diagonal(key, cloud.z, _gradient(warmup, sampler), WIDTH, NUM_PROBES)
         scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
-    number = num_minibatches(dimension, _num_rows(cloud, sampler))
-    found = mean_hessian(key, cloud.z, gradient, WIDTH, number)
-    scale = whitening(weight * found + (1.0 - weight) * jnp.eye(dimension, dtype=weight.dtype))
+    # The noise limits the step, and matters for the last scales only.
+    is_last = (stage.done == stage.at(FREEZE)) if sampler.plan.step_size is not None else jnp.zeros((), bool)
+    in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
+    hessian, covariance = hessian_and_noise(
+        key,
+        cloud.z,
+        lambda key, u, is_noise: sampler.energy_and_grad(warmup)(key, u, is_noise & in_use)[1],
+        WIDTH,
+        num_minibatches(dimension, _num_rows(cloud, sampler)),
+        jnp.where(is_last, num_noise_pairs(dimension, cloud.potential_energy.size), 0),
+    )
+    scale = whitening(weight * hessian + (1.0 - weight) * jnp.eye(dimension, dtype=weight.dtype))
+    factor = jnp.ones_like(warmup.scales.calming)
+    if sampler.plan.step_size is not None:
+        further, factor = calming(scale.T @ covariance @ scale, _allowed_noise(warmup, cloud, sampler))
+        scale = scale @ further
     warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
-    if sampler.plan.step_size is None:
-        return warmup, cloud
-
-    def calm():
-        in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
-        number = num_noise_minibatches(dimension, cloud.potential_energy.size)
-        covariance = noise_covariance(key, cloud.z, _gradient(warmup, sampler, in_use), number)
-        scale, factor = calming(covariance, _allowed_noise(warmup, cloud, sampler))
-        calmed, moved = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
-        return calmed._replace(scales=calmed.scales._replace(calming=factor)), moved
-
-    return lax.cond(stage.done == stage.at(FREEZE), calm, lambda: (warmup, cloud))
+    return warmup._replace(scales=warmup.scales._replace(calming=factor)), cloud
 
 
 def _low_rank(key, stage, warmup, cloud, sampler):
@@ -136,11 +136,10 @@ def _low_rank(key, stage, warmup, cloud, sampler):
     return warmup._replace(scales=ScalesState(change, moments, warmup.scales.calming)), cloud
 
 
-def _gradient(warmup, sampler, corrected=None):
-    """Return ``(key, u) -> ∇U``; without control variates, which cancel in differences, unless ``corrected``."""
+def _gradient(warmup, sampler):
+    """Return ``(key, u) -> ∇U`` without control variates, which cancel in differences."""
     energy_and_grad = sampler.energy_and_grad(warmup)
-    corrected = jnp.zeros((), bool) if corrected is None else corrected
-    return lambda key, u: energy_and_grad(key, u, corrected)[1]
+    return lambda key, u: energy_and_grad(key, u, jnp.zeros((), bool))[1]
 
 
 def _spread(stage, warmup):

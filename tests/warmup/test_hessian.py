@@ -10,16 +10,27 @@ from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.hessian import (
     calming,
     extremes,
+    hessian_and_noise,
     mean_diagonal,
-    mean_hessian,
     mean_product,
-    noise_covariance,
     num_minibatches,
-    num_noise_minibatches,
+    num_noise_pairs,
     whitening,
 )
 
 DIMENSION = 6
+
+
+def mean_hessian(key, u, gradient, width, number):
+    """The Hessian without the noise."""
+    hessian, noise = hessian_and_noise(key, u, lambda key, u, is_noise: gradient(key, u), width, number, 0)
+    assert (noise == 0).all()
+    return hessian
+
+
+def noise_covariance(key, u, gradient, number):
+    """The noise from so many pairs of minibatches."""
+    return hessian_and_noise(key, u, lambda key, u, is_noise: gradient(key, u), 0.2, 1, number)[1]
 
 
 def matrix(seed, dimension=DIMENSION, condition=100.0):
@@ -116,12 +127,11 @@ def test_the_noise_is_measured():
     def gradient(key, u):
         return u**2 + random.normal(key, u.shape) @ root.T
 
-    number, size = 200, 20
+    number, size = 100, 20
     found = np.asarray(noise_covariance(random.key(0), cloud(size=size), gradient, number), float)
     whitened = np.linalg.solve(np.linalg.cholesky(covariance), found)
     whitened = np.linalg.solve(np.linalg.cholesky(covariance), whitened.T)
-    # Differences of two minibatches are half as many draws.
-    error = (2 / (number * size / 2)) ** 0.5
+    error = (2 / (number * size)) ** 0.5
     assert np.abs(whitened - np.eye(DIMENSION)).max() < 4.5 * error
     np.testing.assert_allclose(noise_covariance(random.key(0), cloud(), exact_gradient, 4), 0.0, atol=1e-12)
 
@@ -178,5 +188,5 @@ def test_what_has_not_converged_is_left_out():
 def test_how_much_is_measured():
     assert num_minibatches(167, 10_000) == 2 and num_minibatches(5, 1) == 200 and num_minibatches(900, 10) == 1
     assert num_minibatches(4000, 10_000, rank=40) == 4 and num_minibatches(100, 0) == 1
-    assert num_noise_minibatches(100, 20) == 30 and num_noise_minibatches(1, 20) == 2
-    assert num_noise_minibatches(10_000, 2) == 200
+    assert num_noise_pairs(100, 20) == 15 and num_noise_pairs(1, 20) == 1
+    assert num_noise_pairs(10_000, 2) == 100
