@@ -35,7 +35,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     B  with minibatches, new scales from the mean curvature of U over the cloud; at 600 also from the gradient noise
     H  the bandwidth by the interaction's rule, in every iteration from 250 to 600 (from 1 without an arrival)
     A  the geometric mean of the best bandwidths since 600, or the rule again if the interaction does not tune it
-    E  the step size from one measurement; only 5, 10 and 30 % of the gradient noise limit it at 250, 300 and 400
+    E  the step size from one measurement; only 10, 15 and 30 % of the noise limit it at 250, 300 and 400
     M  the step size from all measurements since 600; also whether control variates reduce the noise, as at E
 
 A learner is a function of the state and the cloud, called in every iteration; it does nothing if the run does not need

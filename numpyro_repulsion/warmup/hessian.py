@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 #: Rows for each parameter, which estimate a curvature to about a tenth in any direction, ...
-ROWS_PER_PARAMETER = 100
+ROWS_PER_PARAMETER = 200
 #: ... unless this needs more than so many gradients of the cloud.
 MAX_GRADIENTS = 2000
 #: Fewer suffice for a few eigenvectors.
-ROWS_FOR_LOW_RANK = 10
+ROWS_FOR_LOW_RANK = 20
 #: How many random directions of each particle give the diagonal of the curvature.
 NUM_PROBES = 20
 #: Draws for each parameter, which estimate the covariance of the noise, but not from more gradients of the cloud.

@@ -24,7 +24,7 @@ SETTLING_ENDS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 #: Scales use correlations from the second window on; lost particles are rescued from the third window on.
 FIRST_DENSE, FIRST_RESCUE = 0.02, 0.04
 #: (end of window, share): the share of the gradient noise that limits the step until then; long steps first, to travel.
-ANNEALING = ((0.3, 0.05), (0.4, 0.1), (0.6, 0.3))
+ANNEALING = ((0.3, 0.1), (0.4, 0.15), (0.6, 0.3))
 #: (end of window, weight): the weight of the curvature measured there in the mean of all; the first are of a cloud that
 #: has hardly arrived.
 CURVATURE_WEIGHTS = ((0.25, 1.0), (0.3, 1.0), (0.4, 2 / 3), (0.6, 0.5))

@@ -520,7 +520,7 @@ def test_windows_of_warmup():
 
 def test_noise_counts_by_and_by():
     shares = [float(at(n - 1).noise_share) for n in (25, 29, 30, 39, 40, 59, 60, 100)]
-    np.testing.assert_allclose(shares, [0.05, 0.05, 0.1, 0.1, 0.3, 0.3, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(shares, [0.1, 0.1, 0.15, 0.15, 0.3, 0.3, 1, 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_warmup", [*range(1, 12), 50, 51, 99, 1000, 100_000, 600_000, 2_000_000_000])
