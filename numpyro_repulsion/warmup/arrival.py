@@ -64,13 +64,17 @@ def arrive(
     return select(fresh, moved, position), step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
-def left_behind(energy: jax.Array, dimension: int) -> jax.Array:
-    """Return which particles, ``(G, L)``, have an energy over ``10 + 5 √d`` above the median; exact draws rarely do.
+def left_behind(energy: jax.Array, dimension: int, noise: jax.Array | float = 0.0) -> jax.Array:
+    """Return which particles, ``(G, L)``, have an energy far above the median; exact draws rarely do.
+
+    The limit is ``10 + 5 sqrt(d (1 + V))`` above it: exact energies of draws differ by about ``sqrt(d)``, and those
+    from minibatches by ``sqrt(V d)`` more.
 
     :param energy: comparable potential energies, ``(G, L)``.
+    :param noise: V, the variance of the gradient noise in whitened coordinates.
     """
     # Negated, so that NaN counts as left behind too.
-    return ~(energy <= jnp.nanmedian(energy) + 10.0 + 5.0 * dimension**0.5)
+    return ~(energy <= jnp.nanmedian(energy) + 10.0 + 5.0 * jnp.sqrt(dimension * (1.0 + noise)))
 
 
 def rescue(key: jax.Array, particles: Any, lost: jax.Array) -> Any:
@@ -103,8 +107,12 @@ def update_arrival(
     def lost():
         if surroundings is not None:
             return surroundings.is_lost()
-        # Energies on different minibatches are not comparable, and minibatch noise hides curvature.
-        return left_behind(sampler.energy_on_common_rows(warmup, cloud.z), cloud.z.shape[-1])
+        # Minibatch noise hides curvature, and energies on different minibatches are not comparable unless control
+        # variates correct them.
+        energy = sampler.energy_on_common_rows(warmup, cloud.z)
+        if warmup.reference is not None:
+            energy = jnp.where(warmup.reference.in_use, cloud.potential_energy, energy)
+        return left_behind(energy, cloud.z.shape[-1], warmup.noise)
 
     # The count and the unit of Adam belong to all particles.
     momenta = None if adam is None else (adam.mean, adam.square, adam.growth)
@@ -117,7 +125,9 @@ def update_arrival(
         jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * normal(key, cloud.z.shape, cloud.z.dtype)
         return moved._replace(z=moved.z + jnp.where((moved.z != cloud.z).any(-1, keepdims=True), jitter, 0.0)), *others
 
-    due = stage.window_ends & stage.may_rescue & (stage.is_arriving | sampler.plan.noise)
+    # After the arrival, only a known noise tells lost particles from others.
+    knows_noise = sampler.plan.noise and sampler.plan.measures
+    due = stage.window_ends & stage.may_rescue & (stage.is_arriving | knows_noise)
     cloud, steps, momenta = lax.cond(due, rescued, lambda: particles)
     if adam is not None:
         mean, square, growth = momenta

@@ -582,6 +582,17 @@ def test_lost_particles_are_rescued_and_others_left_alone():
     np.testing.assert_array_equal(moved, u)
 
 
+def test_noisy_energies_have_a_wider_limit():
+    # Linear noise of variance V, the same for all particles: energies of exact draws differ by sqrt(V d).
+    d, noise = 100, 400.0
+    u = random.normal(random.key(0), (50, 20, d))
+    slopes = noise**0.5 * random.normal(random.key(1), (50, 1, d))
+    energy = 0.5 * jnp.sum(u**2, -1) + jnp.sum(slopes * u, -1)
+    assert left_behind(energy[0][None], d).mean() > 0.2
+    assert not any(left_behind(one[None], d, noise).any() for one in energy)
+    assert left_behind(energy[0][None].at[0, 3].add(1e4), d, noise)[0, 3]
+
+
 def test_what_is_not_finite_is_left_behind():
     assert np.argwhere(left_behind(jnp.zeros((1, 40)).at[0, 7].set(1e5).at[0, 9].set(jnp.nan), 3)).tolist() == [
         [0, 7],
