@@ -46,12 +46,15 @@ class Adam(NamedTuple):
     unit: jax.Array
 
     @staticmethod
-    def start(u: jax.Array) -> Adam:
-        """Return the state for particles ``(G, L, d)`` at their starts."""
+    def start(u: jax.Array, unit: jax.Array | float = 1.0) -> Adam:
+        """Return the state for particles ``(G, L, d)`` at their starts.
+
+        :param unit: the unit of coordinates in which starts do not differ, as for a single particle.
+        """
         flat = u.reshape(-1, u.shape[-1])
         spread = jnp.median(jnp.abs(flat - jnp.median(flat, 0)), 0) / 0.6745
         nothing = jnp.zeros_like(u)
-        unit = jnp.where(spread > 0, spread, 1.0)
+        unit = jnp.where(spread > 0, spread, unit)
         return Adam(jnp.zeros((), jnp.int32), nothing, nothing, nothing, unit.astype(u.dtype))
 
 

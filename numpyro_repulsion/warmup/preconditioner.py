@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ class Preconditioner(NamedTuple):
         """
         if self.scale is None or self.kind == "diagonal":
             return u, gradient
-        unit = self._lengths()
+        unit = self.lengths()
         positions = self._replace(centre=None).to_positions(u)
         return positions / unit, self.unwhiten_gradient(gradient) * unit
 
@@ -102,12 +102,13 @@ class Preconditioner(NamedTuple):
         factor = 1.0 / (1.0 + self.stretch) - 1.0 if inverse else self.stretch
         return x + _product(_product(x, self.vectors) * factor, self.vectors.T)
 
-    def _lengths(self):
-        """Return the lengths of the rows of S."""
-        scale: Any = self.scale
-        if self.vectors is None or self.stretch is None:
-            return jnp.linalg.norm(scale, axis=1)
-        return scale * jnp.sqrt(1.0 + self.vectors**2 @ ((1.0 + self.stretch) ** 2 - 1.0))
+    def lengths(self) -> jax.Array:
+        """Return the lengths of the rows of S, the scales of the coordinates of z; a scalar 1 without scales."""
+        if self.scale is None:
+            return jnp.ones(())
+        if self.vectors is not None and self.stretch is not None:
+            return self.scale * jnp.sqrt(1.0 + self.vectors**2 @ ((1.0 + self.stretch) ** 2 - 1.0))
+        return self.scale if self.scale.ndim == 1 else jnp.linalg.norm(self.scale, axis=1)
 
 
 def _product(x, matrix):

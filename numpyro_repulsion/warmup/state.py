@@ -66,10 +66,11 @@ class ArrivalState(NamedTuple):
     adam: Adam | None = None
 
     @staticmethod
-    def start(u: jax.Array, arrives: bool, is_noisy: bool) -> ArrivalState:
+    def start(u: jax.Array, preconditioner: Preconditioner, arrives: bool, is_noisy: bool) -> ArrivalState:
         """Return the state for particles ``(G, L, d)`` at their starts."""
         if arrives and is_noisy:
-            return ArrivalState(first_rates(u.shape, u.dtype), None, Adam.start(u))
+            # A single particle has no spread, and first scales from its gradient, which may be anything.
+            return ArrivalState(first_rates(u.shape, u.dtype), None, Adam.start(u, 1.0 / preconditioner.lengths()))
         surroundings = Surroundings.empty(u.shape, u.dtype) if arrives else None
         return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), surroundings)
 
@@ -198,7 +199,7 @@ class WarmupState(NamedTuple):
         return WarmupState(
             iteration=jnp.zeros((), jnp.int32),
             num_warmup=jnp.asarray(num_warmup, jnp.int32),
-            arrival=ArrivalState.start(cloud.z, learns and plan.arrives, plan.noise),
+            arrival=ArrivalState.start(cloud.z, preconditioner, learns and plan.arrives, plan.noise),
             scales=ScalesState(
                 preconditioner,
                 Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,

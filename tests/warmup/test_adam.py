@@ -6,6 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGLD
 from numpyro_repulsion.warmup import Adam, adam, descend
 from numpyro_repulsion.warmup.adam import RATES, first_rates
 
@@ -105,5 +110,24 @@ def test_first_rates_are_spread():
 def test_units_are_the_spread_of_the_starts():
     starts = random.normal(random.key(0), (1, 4000, 2)) * jnp.array([1.0, 1000.0])
     np.testing.assert_allclose(Adam.start(starts).unit, [1, 1000], rtol=0.1)
-    # Without a spread, the unit of the coordinate.
-    np.testing.assert_array_equal(Adam.start(jnp.ones((1, 5, 2))).unit, [1, 1])
+    # Without a spread, the given unit.
+    np.testing.assert_array_equal(Adam.start(jnp.ones((1, 5, 2)), jnp.array([2.0, 3.0])).unit, [2, 3])
+
+
+def test_a_single_chain_arrives_on_minibatches():
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((20_000, 3)).astype(np.float32)
+    y = (X @ np.array([1.0, -2.0, 0.5]) + 0.5 * rng.standard_normal(20_000)).astype(np.float32)
+
+    def model(X, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 10).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(X[i] @ beta, 0.5), obs=y[i])
+
+    mcmc = MCMC(SGLD(model), num_warmup=300, num_samples=300, num_chains=1, progress_bar=False)
+    mcmc.run(random.key(0), X, y)
+    exact = np.linalg.lstsq(X, y)[0]
+    draws = np.asarray(mcmc.get_samples()["beta"], float)
+    sd = 0.5 / 20_000**0.5
+    assert (np.abs(draws.mean(0) - exact) < sd).all()
+    assert (np.abs(draws.std(0) / sd - 1) < 0.4).all()
