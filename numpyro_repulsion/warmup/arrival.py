@@ -122,7 +122,9 @@ def update_arrival(
         is_lost = lost()
         moved, *others = rescue(key, particles, is_lost)
         # Copies that coincide would not repel each other.
-        jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * normal(key, cloud.z.shape, cloud.z.dtype)
+        jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * normal(
+            random.fold_in(key, 1), cloud.z.shape, cloud.z.dtype
+        )
         return moved._replace(z=moved.z + jnp.where((moved.z != cloud.z).any(-1, keepdims=True), jitter, 0.0)), *others
 
     # After the arrival, only a known noise tells lost particles from others.
