@@ -28,12 +28,13 @@ ARROWS = {
     "schedules": (MATHEMATICS, {"checks"}),
     "dynamics": (MATHEMATICS, {"checks", "noise", "interactions"}),
     "gradients": (HOST, {"checks", "noise"}),
+    "starts": (HOST, {"checks"}),
     "targets": (HOST, set()),
     "warmup": (MATHEMATICS, {"findings", "noise", "interactions", "schedules", "dynamics", "gradients"}),
     "moves": (MATHEMATICS, {"checks", "noise", "dynamics", "warmup"}),
     "kernels": (
         HOST,
-        {"checks", "findings", "interactions", "schedules", "dynamics", "gradients", "moves", "warmup"},
+        {"checks", "findings", "interactions", "schedules", "dynamics", "gradients", "moves", "starts", "warmup"},
     ),
     # NumPyro has the effective sample size of one series, SciPy ranks.
     "diagnostics": (HOST | {"scipy"}, set()),
