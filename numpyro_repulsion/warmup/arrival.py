@@ -49,19 +49,14 @@ def arrive(
     white = normal(key, (u.size + step_size.size,), u.dtype)
     noise = jnp.sqrt(2.0 * step) * white[: u.size].reshape(u.shape)
     threshold = ndtr(white[u.size :]).reshape(step_size.shape)
-
-    ahead = energy_and_grad(u - step * position[2] + noise)
-    energies, gradients = zip(position[1:], ahead, strict=True)
-    proposal = u - step * gradients[0] + noise
+    proposal = u - step * position[2] + noise
+    energy, gradient = energy_and_grad(proposal)
     forward = jnp.sum(noise**2, -1)
-    backward = jnp.sum((u - proposal + step * gradients[1]) ** 2, -1)
-    log_ratio = energies[0] - energies[1] + (forward - backward) / (4.0 * step_size)
-    probability = acceptance(log_ratio, jnp.isfinite(gradients[1]).all(-1))
-    accepted = threshold < probability
-    moved = select(accepted, (proposal, energies[1], gradients[1]), (u, energies[0], gradients[0]))
-    # A rejected particle keeps its last finite gradient if the new minibatch gives a non-finite one.
-    fresh = (jnp.isfinite(energies[0]) & jnp.isfinite(gradients[0]).all(-1)) | accepted
-    return select(fresh, moved, position), step_size * jnp.exp(0.5 * (probability - 0.6))
+    backward = jnp.sum((u - proposal + step * gradient) ** 2, -1)
+    log_ratio = position[1] - energy + (forward - backward) / (4.0 * step_size)
+    probability = acceptance(log_ratio, jnp.isfinite(gradient).all(-1))
+    moved = select(threshold < probability, (proposal, energy, gradient), position)
+    return moved, step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
 def left_behind(energy: jax.Array, dimension: int, noise: jax.Array | float = 0.0) -> jax.Array:

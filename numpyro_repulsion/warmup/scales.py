@@ -1,4 +1,4 @@
-"""The learner of scales, which estimates them from the moments of the cloud over a window."""
+"""The learner of scales, from the moments of the cloud over a window, or with minibatches from its mean curvature."""
 
 from __future__ import annotations
 
