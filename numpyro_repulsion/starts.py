@@ -95,7 +95,7 @@ def init_from_guide(guide: Any, params: Mapping[str, Any]) -> JointStrategy:
         )
     if not callable(getattr(guide, "sample_posterior", None)):
         raise TypeError(f"`guide` must be an automatic guide, such as AutoNormal(model); got {guide!r}.")
-    return JointStrategy(lambda key, number: guide.sample_posterior(key, params))
+    return JointStrategy(partial(_draw_of_guide, guide, dict(params)))
 
 
 def init_from_idata(data: Any, group: str = "posterior") -> JointStrategy:
@@ -135,12 +135,7 @@ def init_from_idata(data: Any, group: str = "posterior") -> JointStrategy:
     different = np.unique(table, axis=0, return_index=True)[1]
     order = np.random.default_rng(0).permutation(different)
 
-    def draw(key, particle):
-        del key
-        place = jnp.asarray(order)[particle % len(order)]
-        return {name: jnp.asarray(x)[place] for name, x in values.items()}
-
-    return JointStrategy(draw)
+    return JointStrategy(partial(_draw_of_table, values, order))
 
 
 def init_around(values: Mapping[str, Any], scale: float = 0.1) -> Callable:
@@ -163,16 +158,31 @@ def init_around(values: Mapping[str, Any], scale: float = 0.1) -> Callable:
     """
     scale = positive("init_around: `scale`", scale)
 
-    def strategy(site=None):
-        if site is None:
-            return partial(strategy)
-        if site["type"] != "sample" or site["is_observed"]:
-            return None
-        if site["name"] not in values:
-            return init_to_uniform(site)
-        transform = biject_to(site["fn"].support)
-        shape = site["fn"].shape(site["kwargs"]["sample_shape"])
-        z = transform.inv(jnp.broadcast_to(jnp.asarray(values[site["name"]], float), shape))
-        return transform(z + scale * random.normal(site["kwargs"]["rng_key"], jnp.shape(z), z.dtype))
+    return partial(_around, values=dict(values), scale=scale)
 
-    return strategy
+
+# Functions of the module, because local ones could not be pickled with their kernel.
+
+
+def _draw_of_guide(guide, params, key, number):
+    del number
+    return guide.sample_posterior(key, params)
+
+
+def _draw_of_table(values, order, key, number):
+    del key
+    place = jnp.asarray(order)[number % len(order)]
+    return {name: jnp.asarray(x)[place] for name, x in values.items()}
+
+
+def _around(site=None, values=None, scale=0.1):
+    if site is None:
+        return partial(_around, values=values, scale=scale)
+    if site["type"] != "sample" or site["is_observed"]:
+        return None
+    if site["name"] not in values:
+        return init_to_uniform(site)
+    transform = biject_to(site["fn"].support)
+    shape = site["fn"].shape(site["kwargs"]["sample_shape"])
+    z = transform.inv(jnp.broadcast_to(jnp.asarray(values[site["name"]], float), shape))
+    return transform(z + scale * random.normal(site["kwargs"]["rng_key"], jnp.shape(z), z.dtype))

@@ -1,10 +1,13 @@
 """Starts at draws of a guide or an earlier run, and around given values."""
 
+import pickle
+
 import arviz
 from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xarray
 
 import numpyro
 import numpyro.distributions as dist
@@ -118,3 +121,12 @@ def test_what_cannot_work_is_refused(fitted):
 
     with pytest.raises(ValueError, match="no values for the latent sites \\['other'\\]"):
         starts(init_from_guide(*fitted), model=other)
+
+
+def test_strategies_can_be_pickled():
+    draws = {"mu": np.zeros((2, 30)) + np.arange(30), "sigma": np.ones((2, 30)), "weights": np.full((2, 30, 3), 1 / 3)}
+    earlier = {"posterior": xarray.Dataset({name: (["chain", "draw", "k"][: x.ndim], x) for name, x in draws.items()})}
+    for strategy in (init_around({"mu": 3.0}), init_from_idata(earlier)):
+        first, _ = starts(strategy)
+        again, _ = starts(pickle.loads(pickle.dumps(strategy)))
+        np.testing.assert_array_equal(first["mu"], again["mu"])
