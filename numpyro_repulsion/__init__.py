@@ -5,7 +5,7 @@ from numpyro_repulsion.checkpointing import load_draws, run_in_pieces
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
 from numpyro_repulsion.dynamics import Descent, Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.findings import Diagnosis, Finding
-from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled
+from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled, Sweeps
 from numpyro_repulsion.inference_data import all_rows, to_inference_data
 from numpyro_repulsion.interactions import (
     IMQ,
@@ -67,6 +67,7 @@ __all__ = [
     "Scheduled",
     "StepBias",
     "Subsampled",
+    "Sweeps",
     "Thermostat",
     "Underdamped",
     "all_rows",

@@ -228,10 +228,10 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
         warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
     spread = jnp.inf if is_other or warmup.scales.moments is None else warmup.spread(dynamics)
     stats = summarize_curvature(
-        warmup.step.measurements, warmup.noise, spread, coupling, dynamics, iteration.shares_minibatches
+        warmup.step.measurements, warmup.noise, spread, coupling, dynamics, iteration.shares_minibatches, plan.sweep
     )
-    calm = CurvatureStats(jnp.zeros(()), jnp.zeros(()), stats.noise)
     error = dynamics.step_error(coupling)
+    calm = CurvatureStats(jnp.zeros(()), jnp.zeros(()), error.remaining_noise(step_size, stats))
     return error.bias(step_size, stats), error.bias(step_size, calm)
 
 

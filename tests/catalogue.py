@@ -43,6 +43,7 @@ from numpyro_repulsion import (
     Relativistic,
     Scheduled,
     Subsampled,
+    Sweeps,
     Thermostat,
     Underdamped,
 )
@@ -180,7 +181,7 @@ DYNAMICS = {
 }
 
 #: Flags: ``rows``, if it looks at some of the rows; ``shared`` by all particles of an ensemble; ``reference``, if it
-#: keeps one; ``own``, if one for each particle.
+#: keeps one; ``own``, if one for each particle; ``sweeps``, if its minibatches depend on each other.
 GRADIENTS = {
     "all rows": entry(FullData()),
     "minibatches": entry(Subsampled(), "rows"),
@@ -188,6 +189,9 @@ GRADIENTS = {
     "minibatches in blocks": entry(Subsampled(block_size=2), "rows"),
     "control variates": entry(ControlVariates(), "rows", "reference"),
     "shared control variates": entry(ControlVariates(shared=True), "rows", "shared", "reference"),
+    "sweeps": entry(Sweeps(control_variates=False), "rows", "sweeps"),
+    "sweeps with control variates": entry(Sweeps(), "rows", "reference", "sweeps"),
+    "shared sweeps in blocks": entry(Sweeps(True, block_size=2), "rows", "shared", "reference", "sweeps"),
     "references of one's own": entry(SVRG(), "rows", "reference", "own"),
     "shared, with references of one's own": entry(SVRG(shared=True), "rows", "shared", "reference", "own"),
 }

@@ -92,6 +92,7 @@ def test_flags_of_dynamics_gradients_and_presets_are_right():
     assert {name for name, found in DYNAMICS.items() if found.part.is_sampler} == set(having(DYNAMICS, "sampler"))
     for name, gradient in having(GRADIENTS, "rows").items():
         assert gradient.shared == ("shared" in GRADIENTS[name].flags)
+        assert gradient.has_reference == ("reference" in GRADIENTS[name].flags)
     for name, found in PRESETS.items():
         assert found.part.__name__ == name
         assert found.part._default_interaction.interacts == ("repels" in found.flags)
@@ -114,7 +115,7 @@ def test_names_of_flags_are_known():
     known = {
         "INTERACTIONS": "interacts learns identity pairs redrawn many plane ensembles user law setting",
         "DYNAMICS": "sampler memory alone optimizer",
-        "GRADIENTS": "rows shared reference own",
+        "GRADIENTS": "rows shared reference own sweeps",
         "SCHEDULES": "measured cycle falls",
         "MOVES": "",
         "PRESETS": "repels momenta sampler",

@@ -65,6 +65,8 @@ class Dynamics:
     temperature: float = 1.0
     #: Whether D and Q couple the particles without an interaction.
     interacts: ClassVar[bool] = False
+    #: Whether the noise of successive gradients may be correlated, as in :class:`~numpyro_repulsion.Sweeps`.
+    bears_sweeps: ClassVar[bool] = True
 
     @property
     def is_sampler(self) -> bool:

@@ -21,24 +21,34 @@ class CurvatureStats(NamedTuple):
     - **noise** - V, the largest variance of the minibatch gradient in any direction.
     - **steepness** - s, how fast Γ changes with the particles, as the root mean square over directions; 0 if K is
       constant.
+    - **sweep** - M, the number of minibatches that pass through all rows; ``None`` if minibatches are independent.
     """
 
     curvature: jax.Array
     largest: jax.Array
     noise: jax.Array
     steepness: jax.Array | float = 0.0
+    sweep: int | None = None
 
 
 class StepError:
     """Base class: how much a step ε distorts the stationary distribution, given an interaction.
 
-    Warmup measures the step size through these six methods. A dynamics returns an instance from
-    :meth:`Dynamics.step_error <numpyro_repulsion.Dynamics.step_error>`; a subclass defines all six methods.
+    Warmup measures the step size through these methods. A dynamics returns an instance from
+    :meth:`Dynamics.step_error <numpyro_repulsion.Dynamics.step_error>`; a subclass defines all but `remaining_noise`.
     """
 
     def bias(self, step_size: jax.Array, stats: CurvatureStats) -> jax.Array:
         """Return the expected relative inflation of variances by a step; NaN if unknown."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `bias`.")
+
+    def remaining_noise(self, step_size: jax.Array, stats: CurvatureStats) -> jax.Array:
+        """Return the variance of independent minibatches with the same bias; V by default.
+
+        The noise of successive minibatches of a sweep partly cancels.
+        """
+        del step_size
+        return stats.noise
 
     def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> jax.Array:
         """Return the step that inflates variances by the relative ``tolerance`` δ."""
@@ -98,8 +108,15 @@ class EulerError(StepError):
     def bias(self, step_size, stats):
         half = step_size * jnp.mean(self.coupling.diagonal) / 2.0
         # Euler's chain on a Gaussian: noise adds this much variance, and curvature amplifies it.
-        curved = half * (stats.curvature + stats.noise) / jnp.maximum(1.0 - half * stats.curvature, 1e-3)
+        noise = self.remaining_noise(step_size, stats)
+        curved = half * (stats.curvature + noise) / jnp.maximum(1.0 - half * stats.curvature, 1e-3)
         return jnp.maximum(curved, (step_size * stats.steepness) ** 2 / 10.0)
+
+    def remaining_noise(self, step_size, stats):
+        if stats.sweep is None:
+            return stats.noise
+        passed = step_size * jnp.mean(self.coupling.diagonal) * stats.curvature * (stats.sweep + 1.0)
+        return stats.noise * jnp.minimum(1.0, passed / 3.0)
 
     def max_step_for_bias(self, tolerance, stats):
         """Return the step that inflates variances by the relative ``tolerance`` δ.
@@ -110,8 +127,13 @@ class EulerError(StepError):
         """
         coupling = self.coupling
         limit = jnp.minimum(2.0 * tolerance / (1.0 + tolerance) / jnp.mean(coupling.diagonal), 0.5 / coupling.bound)
-        limit = limit / (stats.curvature + stats.noise)
-        return jnp.minimum(limit, jnp.sqrt(10.0 * tolerance) / stats.steepness)
+        longest = limit / (stats.curvature + stats.noise)
+        if stats.sweep is not None:
+            # The noise that remains grows with the step, so the inflation is quadratic in it.
+            square = stats.noise * jnp.mean(coupling.diagonal) * stats.curvature * (stats.sweep + 1.0) / 3.0
+            swept = 2.0 * limit / (stats.curvature + jnp.sqrt(stats.curvature**2 + 4.0 * limit * square))
+            longest = jnp.maximum(longest, swept)
+        return jnp.minimum(longest, jnp.sqrt(10.0 * tolerance) / stats.steepness)
 
     def max_step_for_short_run(self, stats, draws_per_step):
         """Return the longest step that still helps a run with few draws, if particles are dense.
@@ -141,11 +163,15 @@ class AveragedError(EulerError):
     def bias(self, step_size, stats):
         # The larger of the two sources. The largest bias measured in one dimension was (ελ)²/100; this is twenty times
         # as much, because curvature has a direction.
-        return jnp.maximum(step_size * stats.noise / 2.0, (step_size * stats.curvature) ** 2 / 5.0)
+        noise = self.remaining_noise(step_size, stats)
+        return jnp.maximum(step_size * noise / 2.0, (step_size * stats.curvature) ** 2 / 5.0)
 
     def max_step_for_bias(self, tolerance, stats):
         limit = min((5.0 * tolerance) ** 0.5, 0.5)
-        return jnp.minimum(limit / stats.curvature, 2.0 * tolerance / (1.0 + tolerance) / stats.noise)
+        heat = 2.0 * tolerance / (1.0 + tolerance) / stats.noise
+        if stats.sweep is not None:
+            heat = jnp.maximum(heat, jnp.sqrt(3.0 * heat / (stats.curvature * (stats.sweep + 1.0))))
+        return jnp.minimum(limit / stats.curvature, heat)
 
 
 @dataclass(frozen=True)
@@ -166,7 +192,13 @@ class MomentumError(EulerError):
         change = step_size * stats.steepness
         # Above the stability limit, measured variances were several times too large.
         dense = jnp.where(change > 1.0, 1e3, change**2 / 10.0)
-        return jnp.maximum(jnp.maximum(step_size * self._heat(stats), curved), dense)
+        heat = self._heat(stats._replace(noise=self.remaining_noise(step_size, stats)))
+        return jnp.maximum(jnp.maximum(step_size * heat, curved), dense)
+
+    def remaining_noise(self, step_size, stats):
+        if stats.sweep is None:
+            return stats.noise
+        return stats.noise * jnp.minimum(1.0, step_size**2 * self._passed(stats) / 12.0)
 
     def max_step_for_bias(self, tolerance, stats):
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature. The
@@ -175,7 +207,10 @@ class MomentumError(EulerError):
         curved = self.from_overdamped_step(limit / stats.curvature) / self.coupling.bound
         # An empirical value, the same as for overdamped dynamics although the step is one of time.
         dense = jnp.sqrt(10.0 * tolerance) / stats.steepness
-        return jnp.minimum(jnp.minimum(curved, dense), tolerance / self._heat(stats))
+        heat = tolerance / self._heat(stats)
+        if stats.sweep is not None:
+            heat = jnp.maximum(heat, (12.0 * heat / self._passed(stats)) ** (1 / 3))
+        return jnp.minimum(jnp.minimum(curved, dense), heat)
 
     def stability_limit(self, stats):
         # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
@@ -190,6 +225,10 @@ class MomentumError(EulerError):
 
     def from_overdamped_step(self, step_size):
         return jnp.sqrt(2.0 * step_size)
+
+    def _passed(self, stats):
+        """Return the square of the phase that the fastest direction passes through in a sweep, for a step of 1."""
+        return self.coupling.bound**2 * stats.curvature * (stats.sweep + 1.0) ** 2
 
     def _heat(self, stats):
         """Return how much gradient noise heats the momenta, for a step of 1.

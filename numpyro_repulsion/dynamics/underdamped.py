@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 from jax import random
@@ -258,6 +259,9 @@ class Thermostat(_Momenta):
         >>> momenta.shape, friction.shape
         ((6, 2), (6, 1))
     """
+
+    #: Noise that cancels within a sweep heats no position, but ζ would rise and cool the momenta.
+    bears_sweeps: ClassVar[bool] = False
 
     friction: float = 1.0
     temperature: float = 1.0

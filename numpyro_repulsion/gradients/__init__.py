@@ -8,6 +8,7 @@ from numpyro_repulsion.gradients.control import SVRG, ControlVariates, evaluate_
 from numpyro_repulsion.gradients.dependence import influenced
 from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import ModelTarget
+from numpyro_repulsion.gradients.sweeps import Sweeps
 from numpyro_repulsion.gradients.target import FunctionTarget, Target
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Gradient",
     "ModelTarget",
     "Subsampled",
+    "Sweeps",
     "Target",
     "evaluate_reference",
     "draw_indices",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 import itertools
 import math
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -61,8 +61,14 @@ class ControlVariates(Subsampled):
         ControlVariates(shared=False, block_size=1)
     """
 
-    #: The reference uses all rows, in pieces that fit into memory.
-    keeps_subsample_size: ClassVar[bool] = False
+    @property
+    def keeps_subsample_size(self):
+        # The reference uses all rows, in pieces that fit into memory.
+        return False
+
+    @property
+    def has_reference(self):
+        return True
 
     def energy_and_grad(self, key, target, unravel, z, reference=None):
         if reference is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 import math
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax, random
@@ -55,13 +55,36 @@ class Gradient:
 
     #: Whether the particles of a group share their rows: where `rows` returns fewer than 2 axes.
     shared: bool = False
-    #: Whether all its minibatches have exactly ``subsample_size`` rows.
-    keeps_subsample_size: ClassVar[bool] = False
 
     def is_noisy(self, target: Target) -> bool:
         """Whether U and ∇U are estimates that differ from update to update; true unless a subclass knows better."""
         del target
         return True
+
+    @property
+    def keeps_subsample_size(self) -> bool:
+        """Whether all its minibatches have exactly ``subsample_size`` rows."""
+        return False
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it corrects gradients at reference points, with gradients over all rows there."""
+        return False
+
+    def at(self, num_updates: jax.Array, seed: jax.Array) -> Gradient:
+        """Return the gradient to use in one update; the same unless successive minibatches depend on each other.
+
+        :param num_updates: how many updates were done before.
+        :param seed: an unsigned integer that the run drew once.
+        """
+        del num_updates, seed
+        return self
+
+    def sweep_length(self, target: Target) -> int | None:
+        """Return the number of updates that pass through all rows once; ``None`` if their minibatches are
+        independent."""
+        del target
+        return None
 
     def check_rows(self, target: Target) -> None:
         """Raise ``ValueError`` for models of which this gradient would sample another posterior.
@@ -191,14 +214,16 @@ class Subsampled(Gradient):
         Subsampled(shared=True, block_size=1)
     """
 
-    keeps_subsample_size: ClassVar[bool] = True
-
     shared: bool = False
     block_size: int = field(default=1, kw_only=True)
 
     def __post_init__(self):
         keep(self, "shared", boolean)
         keep(self, "block_size", integer, expected="a number of rows, an integer of 1 or more")
+
+    @property
+    def keeps_subsample_size(self):
+        return True
 
     def rows(self, key, target, shape):
         shape = shape[:1] if self.shared else shape

@@ -16,10 +16,7 @@ from numpyro.util import identity, is_prng_key, not_jax_tracer
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import Finding
-from numpyro_repulsion.gradients import (
-    Gradient,
-    ravel_cloud,
-)
+from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence
@@ -37,6 +34,7 @@ from numpyro_repulsion.kernels.settings import (
     check_init_params,
     check_jumps,
     check_moves,
+    check_sweeps,
     preconditioner_scale,
     require_instance,
     step_schedule,
@@ -130,6 +128,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
         if moves is not None and moves is not False:
             check_moves(moves, interaction, dynamics)
+        check_sweeps(gradient, dynamics)
         if not callable(init_strategy):
             raise TypeError(f"`init_strategy` must be callable, such as init_to_sample; got {init_strategy!r}.")
         self._model = model
@@ -235,6 +234,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             num_updates=progress.num_updates,
             num_divergences=troubles.astype(jnp.int32),
             rng_key=rng_key,
+            row_seed=state.row_seed,
             origin=state.origin,
         )
         return map_particles(lambda x: x[0], state) if is_single else state
@@ -249,7 +249,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         flat, unravel = ravel_cloud(state.z)
         z = state.warmup.scales.preconditioner.whiten(flat)
         cloud = Cloud(z, state.potential_energy, state.gradient, state.memory)
-        iteration = Iteration(bound, plan, unravel, self.schedule)
+        iteration = Iteration(bound, plan, unravel, self.schedule, state.row_seed)
         return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
 
     def postprocess_fn(self, args, kwargs):
@@ -270,7 +270,8 @@ class ParticleKernel(Fixed, MCMCKernel):
     def _diagnose_warmup(self, warmup):
         with jax.debug_nans(False):  # In a diagnosis, NaN marks unknown numbers.
             is_jumping = None if self.moves is None or warmup.jumps is None else self.moves.is_on(warmup.jumps)
-            return diagnose_warmup(warmup, self._rule, self.dynamics, is_jumping)
+            needs_reference = not isinstance(self.gradient, Sweeps)
+            return diagnose_warmup(warmup, self._rule, self.dynamics, is_jumping, needs_reference)
 
     @property
     def remedy(self) -> str:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.dynamics import Dynamics
-from numpyro_repulsion.gradients import ControlVariates, FunctionTarget, Gradient, ModelTarget, Target
+from numpyro_repulsion.gradients import FunctionTarget, Gradient, ModelTarget, Target
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.settings import choose_gradient
 from numpyro_repulsion.moves import Move
@@ -67,8 +67,9 @@ class BoundSampler:
             step_size=rule,
             scale=scale,
             bandwidth=kernel.interaction.learns_bandwidth,
-            reference=isinstance(self.gradient, ControlVariates),
+            reference=self.gradient.has_reference,
             epoch=self.gradient.epoch_length(self.target, kernel.num_steps),
+            sweep=self.gradient.sweep_length(self.target),
             noise=is_noisy,
             jumps=kernel.moves is not None,
             basins=kernel.looks_for_basins and rule is not None and not is_noisy,

@@ -147,6 +147,7 @@ class Initializer:
             num_updates=jnp.zeros((), jnp.int32),
             num_divergences=jnp.zeros((), jnp.int32),
             rng_key=state_key,
+            row_seed=random.key_data(memory_key).ravel()[-1],
             origin=Origin.of(kernel, plan, bound.gradient, cloud, num_warmup),
         )
         return state, cloud, self._smallest_eigenvalue(u, bandwidth)

@@ -60,12 +60,14 @@ class Iteration:
     - **plan** - what its warmup learns.
     - **unravel** - the function from flat positions to those of the sites.
     - **schedule** - the schedule of step sizes, or ``None`` if the step size is measured.
+    - **row_seed** - the seed of the orders of rows, for gradients that depend on the number of the update.
     """
 
     bound: BoundSampler
     plan: WarmupPlan
     unravel: Callable
     schedule: Callable | None
+    row_seed: jax.Array
 
     @property
     def dynamics(self) -> Dynamics:
@@ -88,17 +90,21 @@ class Iteration:
         """The number of rows in a minibatch, of the plate with the fewest."""
         return min((batch for _, batch in self.bound.target.plates.values()), default=1)
 
-    def energy_and_grad(self, warmup: WarmupState) -> Callable:
-        """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates."""
+    def energy_and_grad(self, warmup: WarmupState, num_updates: jax.Array | None = None) -> Callable:
+        """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.
+
+        :param num_updates: how many updates were done before; ``None`` for rows that no update depends on.
+        """
+        gradient = self.bound.gradient
+        if num_updates is not None:
+            gradient = gradient.at(num_updates, self.row_seed)
         change, reference = warmup.scales.preconditioner, warmup.reference
         if reference is not None:
             reference = reference._replace(in_use=reference.in_use & ~reference.is_stale)
 
         def energy_and_grad(key, u, corrected=None):
             used = reference if reference is None or corrected is None else reference._replace(in_use=corrected)
-            energy, slope = self.bound.gradient.energy_and_grad(
-                key, self.bound.target, self.unravel, change.to_positions(u), used
-            )
+            energy, slope = gradient.energy_and_grad(key, self.bound.target, self.unravel, change.to_positions(u), used)
             return energy, change.whiten_gradient(slope)
 
         return energy_and_grad
@@ -213,7 +219,7 @@ class Iteration:
             key, interaction_key = random.split(key)
         interaction = self.interaction.at(interaction_key, now.num_updates)
         noise_key, gradient_key = self._noise_and_gradient_keys(key)
-        energy_and_grad = self.energy_and_grad(warmup)
+        energy_and_grad = self.energy_and_grad(warmup, now.num_updates)
 
         def step(now):
             # Once more, because scales and other data change the limits.

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.dynamics import Dynamics
-from numpyro_repulsion.gradients import ControlVariates, FullData, FunctionTarget, Gradient, Subsampled, Target
+from numpyro_repulsion.gradients import (
+    ControlVariates,
+    FullData,
+    FunctionTarget,
+    Gradient,
+    Subsampled,
+    Sweeps,
+    Target,
+)
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
@@ -25,6 +33,7 @@ __all__ = [
     "check_init_params",
     "check_jumps",
     "check_moves",
+    "check_sweeps",
     "choose_gradient",
     "dense_limit",
     "first_preconditioner",
@@ -150,7 +159,7 @@ def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
             f"gradient={gradient!r} needs a model with a subsampled plate, `numpyro.plate(name, size, "
             "subsample_size=...)` with subsample_size < size; this one has none. Drop `gradient`."
         )
-    if isinstance(gradient, ControlVariates) and target.is_random:
+    if gradient.has_reference and target.is_random:
         raise ValueError(
             "Control variates need a full gradient as a reference, and the likelihood of this model is random "
             "(numpyro.prng_key): use gradient=Subsampled(), its default."
@@ -206,6 +215,16 @@ def check_moves(moves: Any, interaction: Interaction, dynamics: Dynamics) -> Non
         raise ValueError(
             "`moves` cannot be combined with noise that is averaged over two updates and correlated by K: use "
             "dynamics=Overdamped('euler'), or an interaction with K = I, such as Balanced()."
+        )
+
+
+def check_sweeps(gradient: Gradient | None, dynamics: Dynamics) -> None:
+    """Raise ``ValueError`` for sweeps with dynamics that take their correlated noise for heat."""
+    if isinstance(gradient, Sweeps) and not dynamics.bears_sweeps:
+        raise ValueError(
+            f"gradient={gradient!r} has noise that cancels over a sweep, and {type(dynamics).__name__} would take it "
+            "for heat and make the draws too narrow: use SGLD, SGHMC or their kernels with repulsion, or "
+            "gradient=ControlVariates() or Subsampled()."
         )
 
 

@@ -34,6 +34,7 @@ class ParticleState(NamedTuple):
     - **num_divergences** - how many updates of single particles were rejected or had a clipped gradient: since the end
       of warmup, or since the start if step and scales were given.
     - **rng_key** - the PRNG key of the next iteration.
+    - **row_seed** - the seed of the orders in which particles pass through rows, with ``Sweeps``.
     - **origin** - what the state was made for, static; a kernel that would misread the memory raises ``ValueError``.
     """
 
@@ -48,6 +49,7 @@ class ParticleState(NamedTuple):
     num_updates: jax.Array
     num_divergences: jax.Array
     rng_key: jax.Array
+    row_seed: jax.Array
     origin: Origin
 
 

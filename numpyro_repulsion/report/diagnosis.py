@@ -148,7 +148,8 @@ def _of_bias(bias, share, attributes):
     remedy = attributes.get("remedy", "") if measured or is_large else "halve `step_size`"
     by_noise = noise > inflation / 2
     if by_noise and attributes.get("other_data") != "true":
-        corrected = str(attributes.get("gradient")).startswith(("ControlVariates", "SVRG"))
+        gradient = str(attributes.get("gradient"))
+        corrected = gradient.startswith(("ControlVariates", "SVRG")) or "control_variates=True" in gradient
         instead = "" if corrected else "set gradient=ControlVariates(), "
         remedy = f"raise `subsample_size`, {instead}or {remedy}"
     # Near the limit of stability the size means nothing.

@@ -138,12 +138,14 @@ def summarize_curvature(
     coupling: Coupling,
     dynamics: Dynamics,
     shared: bool,
+    sweep: int | None,
 ) -> CurvatureStats:
     """Return the statistics that bound the step size.
 
     :param noise: the largest variance of the gradient in use, in any direction.
     :param spread: the largest variance of the positions in any direction, in units of the temperature.
     :param shared: whether the particles of a group share their minibatch.
+    :param sweep: the number of minibatches that pass through all rows; ``None`` if minibatches are independent.
     """
     temperature = dynamics.temperature or 1.0
     # K amplifies noise that all particles share by its largest eigenvalue Λ, and each particle's own noise by K_ii.
@@ -151,7 +153,7 @@ def summarize_curvature(
     # The mean curvature in a direction is at least 1 / variance, even if the measurements missed it.
     curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
     largest = jnp.maximum(measurements.largest_curvature, curvature)
-    return CurvatureStats(curvature, largest, noise / temperature, temperature * measurements.typical_steepness)
+    return CurvatureStats(curvature, largest, noise / temperature, temperature * measurements.typical_steepness, sweep)
 
 
 def measure_steepness(

@@ -147,7 +147,7 @@ class WarmupDiagnosis(NamedTuple):
                 None,
                 "Control variates add noise here, as with several modes or a distant reference, so warmup switched "
                 "them off.",
-                "Set gradient=Subsampled() to leave them out from the start.",
+                "Set gradient=Sweeps(), whose noise nearly cancels in long runs, or gradient=Subsampled().",
             )
         if self.jumps_off:
             add(
@@ -183,7 +183,11 @@ def update_symptoms(
 
 
 def diagnose_warmup(
-    warmup: WarmupState, rule: BiasBudget | None, dynamics: Dynamics, is_jumping: jax.Array | None = None
+    warmup: WarmupState,
+    rule: BiasBudget | None,
+    dynamics: Dynamics,
+    is_jumping: jax.Array | None = None,
+    needs_reference: bool = True,
 ) -> WarmupDiagnosis:
     """Diagnose the run at the end of warmup.
 
@@ -191,6 +195,7 @@ def diagnose_warmup(
         diagnosed.
     :param dynamics: how the particles move.
     :param is_jumping: whether jumps by ``moves`` are in use; ``None`` without ``moves``.
+    :param needs_reference: whether a gradient with control variates has none of the other ways to reduce noise.
     """
     curvature = warmup.measurements.typical_curvature
     unknown, no = jnp.full_like(curvature, jnp.nan), jnp.asarray(False)
@@ -204,7 +209,7 @@ def diagnose_warmup(
         has_basins=no,
         is_diagonal=no,
         noise_ratio=unknown,
-        control_variates_off=no if warmup.reference is None else ~warmup.reference.in_use,
+        control_variates_off=~warmup.reference.in_use if warmup.reference is not None and needs_reference else no,
         jumps_off=no if is_jumping is None else ~is_jumping,
     )
     symptoms = warmup.symptoms
@@ -237,5 +242,5 @@ def diagnose_warmup(
         has_heavy_tails=has_heavy_tails,
         has_basins=has_basins & ~jumps_well,
         is_diagonal=jnp.asarray(warmup.scales.preconditioner.kind == "diagonal"),
-        noise_ratio=warmup.noise / curvature,
+        noise_ratio=warmup.step.noise_share * warmup.noise / curvature,
     )

@@ -189,17 +189,24 @@ def whitening(curvature: jax.Array) -> jax.Array:
     return _root(jnp.outer(unit, unit) * ((vectors / values) @ vectors.T), unit)
 
 
-def calming(covariance: jax.Array, allowed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def calming(covariance: jax.Array, num_draws: int, allowed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return S, lower triangular, that shrinks the noisy directions until their gradient noise is the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
-    ratios of the directions matter, so the least noisy one keeps its scale.
+    ratios of the directions matter, so the least noisy one keeps its scale. The eigenvalues move towards their mean by
+    the oracle approximating shrinkage (Chen, Wiesel, Eldar and Hero, 2010), because an estimate from few draws spreads
+    those of equal noise by a factor of ten.
 
     :param covariance: that of the gradient noise in whitened coordinates, ``(d, d)``.
+    :param num_draws: the number of draws that it was estimated from.
     :param allowed: the largest variance that the longest stable step bears.
     :return: S, and the largest factor by which a variance grows in the new coordinates.
     """
     values, vectors = jnp.linalg.eigh(covariance)
+    dimension, total, square = len(values), values.sum(), jnp.sum(values**2)
+    spread = (num_draws + 1 - 2 / dimension) * (square - total**2 / dimension)
+    share = jnp.minimum(1.0, ((1 - 2 / dimension) * square + total**2) / jnp.where(spread > 0, spread, 1.0))
+    values = (1.0 - share) * values + share * total / dimension
     factor = jnp.maximum(values / allowed, 1.0)
     factor = factor / factor.min()
     scale = _root((vectors / factor) @ vectors.T, jnp.ones_like(values))

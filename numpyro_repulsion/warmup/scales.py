@@ -77,18 +77,23 @@ def _whitened(key, stage, warmup, cloud, sampler):
     # The noise limits the step, and matters for the last scales only.
     is_last = (stage.done == stage.at(FREEZE)) if sampler.plan.step_size is not None else jnp.zeros((), bool)
     in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
+    num_pairs = num_noise_pairs(dimension, cloud.potential_energy.size)
     hessian, covariance = hessian_and_noise(
         key,
         cloud.z,
         lambda key, u, is_noise: sampler.energy_and_grad(warmup)(key, u, is_noise & in_use)[1],
         WIDTH,
         num_minibatches(dimension, _num_rows(cloud, sampler)),
-        jnp.where(is_last, num_noise_pairs(dimension, cloud.potential_energy.size), 0),
+        jnp.where(is_last, num_pairs, 0),
     )
     scale = whitening(weight * hessian + (1.0 - weight) * jnp.eye(dimension, dtype=weight.dtype))
     factor = jnp.ones_like(warmup.scales.calming)
     if sampler.plan.step_size is not None:
-        further, factor = calming(scale.T @ covariance @ scale, _allowed_noise(warmup, cloud, sampler))
+        further, factor = calming(
+            scale.T @ covariance @ scale,
+            num_pairs * cloud.potential_energy.size,
+            _allowed_noise(warmup, cloud, sampler),
+        )
         scale = scale @ further
     warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     return warmup._replace(scales=warmup.scales._replace(calming=factor)), cloud

@@ -31,6 +31,7 @@ class WarmupPlan(NamedTuple):
     - **jumps** - whether the kernel has ``moves``.
     - **basins** - whether particles may jump between basins that warmup finds.
     - **epoch** - after how many updates each particle's own reference is renewed; ``None`` without such references.
+    - **sweep** - how many updates pass through all rows once; ``None`` if minibatches are independent.
     """
 
     step_size: BiasBudget | None
@@ -41,6 +42,7 @@ class WarmupPlan(NamedTuple):
     jumps: bool = False
     basins: bool = False
     epoch: int | None = None
+    sweep: int | None = None
 
     @property
     def arrives(self) -> bool:
@@ -95,12 +97,15 @@ class StepState(NamedTuple):
     - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
     - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
       direction that moves slowest; negative if the step is not measured.
+    - **noise_share** - the share of the gradient noise that successive minibatches do not cancel: 1 unless they depend
+      on each other.
     - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
     """
 
     size: jax.Array
     bias: jax.Array
     effective_draws: jax.Array
+    noise_share: jax.Array
     measurements: Measurements | None
 
     @staticmethod
@@ -110,6 +115,7 @@ class StepState(NamedTuple):
             size=jnp.asarray(size, dtype),
             bias=jnp.asarray(UNKNOWN, dtype),
             effective_draws=jnp.asarray(UNKNOWN, dtype),
+            noise_share=jnp.ones((), dtype),
             measurements=Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype) if learns else None,
         )
 

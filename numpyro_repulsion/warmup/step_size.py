@@ -62,9 +62,36 @@ def _measured(key, stage, warmup, cloud, sampler):
     measurements = measurements.add(curvature, noise, steepness)
     warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
     if plan.reference:
-        plain, corrected = warmup.step.measurements.mean_noise
-        warmup = warmup._replace(reference=warmup.reference._replace(in_use=corrected <= plain))
+        in_use = _prefers_reference(warmup, cloud, sampler)
+        warmup = warmup._replace(reference=warmup.reference._replace(in_use=in_use))
     return warmup
+
+
+def _prefers_reference(warmup, cloud, sampler):
+    """Return whether control variates help: by their noise; in sweeps by the step, because they cost two gradients."""
+    plan, dynamics = sampler.plan, sampler.dynamics
+    plain, corrected = warmup.step.measurements.mean_noise
+    if plan.sweep is None or plan.step_size is None:
+        return corrected <= plain
+    coupling, spread = sampler.interaction.couple(cloud.z, warmup.bandwidth), warmup.spread(dynamics)
+    error = dynamics.step_error(coupling)
+    with_reference, without = (
+        error.max_step_for_bias(plan.step_size.tolerance, _stats(warmup, noise, spread, coupling, sampler))
+        for noise in (corrected, plain)
+    )
+    return with_reference >= 2.0 * without
+
+
+def _stats(warmup, noise, spread, coupling, sampler):
+    return summarize_curvature(
+        warmup.step.measurements,
+        noise,
+        spread,
+        coupling,
+        sampler.dynamics,
+        sampler.shares_minibatches,
+        sampler.plan.sweep,
+    )
 
 
 def _with_step_size(stage, warmup, cloud, sampler):
@@ -75,7 +102,7 @@ def _with_step_size(stage, warmup, cloud, sampler):
     noise = stage.noise_share.astype(warmup.noise.dtype) * warmup.noise
     # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the spread huge.
     widest = jnp.minimum(spread, 1.0) if plan.noise and plan.scale is not None else spread
-    stats = summarize_curvature(warmup.step.measurements, noise, widest, coupling, dynamics, sampler.shares_minibatches)
+    stats = _stats(warmup, noise, widest, coupling, sampler)
     rule = plan.step_size
     error = dynamics.step_error(coupling)
     # Not in integers, which overflow for many particles.
@@ -104,10 +131,12 @@ def _with_step_size(stage, warmup, cloud, sampler):
     accepted = jnp.exp(jnp.log(warmup.arrival.step_size).mean())
     step_size = jnp.where(usable, step_size, error.from_overdamped_step(0.1 * accepted))
     bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step
+    remaining = error.remaining_noise(step_size, stats._replace(noise=jnp.ones_like(noise)))
     found = {
         "size": step_size,
         "bias": jnp.where(jnp.isnan(bias), UNKNOWN, bias),
         "effective_draws": jnp.where(jnp.isnan(effective_draws), UNKNOWN, effective_draws),
+        "noise_share": remaining,
     }
     found = {name: value.astype(cloud.z.dtype) for name, value in found.items()}
     return warmup._replace(step=warmup.step._replace(**found))

@@ -21,6 +21,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_repulsion import (
+    SGHMC,
     SGHMCR,
     SGLD,
     SGLDR,
@@ -32,6 +33,7 @@ from numpyro_repulsion import (
     FullData,
     Polynomial,
     Subsampled,
+    Sweeps,
     load_draws,
     run_in_pieces,
     summary,
@@ -125,6 +127,7 @@ def test_pieces_of_old_keys_thinned_in_ensembles():
         (lambda: SVGD(regression, gradient=FullData()), {}),
         (lambda: SGHMCR(regression), {"thinning": 3}),
         (lambda: SGNHT(regression, gradient=SVRG()), {}),
+        (lambda: SGHMC(regression, gradient=Sweeps()), {}),
         (lambda: SGLD(regression, gradient=FullData(), moves=Archive()), {}),
         (lambda: SGLD(regression, step_size=1e-3), {"num_chains": 1, "chain_method": "parallel"}),
         (lambda: SGLD(regression, step_size=1e-3), {"num_chains": 3, "chain_method": "sequential"}),

@@ -138,13 +138,26 @@ def test_the_noise_is_measured():
 
 def test_only_noisy_directions_are_shrunk():
     covariance = jnp.diag(jnp.array([0.1, 0.5, 2.0, 8.0]))
-    scale, factor = calming(covariance, jnp.asarray(0.5))
+    many = 10**7
+    scale, factor = calming(covariance, many, jnp.asarray(0.5))
     np.testing.assert_allclose(np.diag(scale.T @ covariance @ scale), [0.1, 0.5, 0.5, 0.5], rtol=1e-5)
     np.testing.assert_allclose(factor, 16.0, rtol=1e-5)
     # Noise that is the same everywhere limits all directions alike.
-    scale, factor = calming(100.0 * jnp.eye(3), jnp.asarray(0.5))
+    scale, factor = calming(100.0 * jnp.eye(3), many, jnp.asarray(0.5))
     np.testing.assert_allclose(scale, np.eye(3), rtol=1e-5)
     np.testing.assert_allclose(factor, 1.0, rtol=1e-5)
+
+
+def test_equal_noise_known_from_few_draws_is_not_shrunk():
+    dimension, number = 50, 160
+    draws = 10.0 * random.normal(random.key(0), (number, dimension))
+    covariance = draws.T @ draws / number
+    assert calming(covariance, 10**7, jnp.asarray(0.5))[1] > 5.0  # taken at its word
+    assert calming(covariance, number, jnp.asarray(0.5))[1] < 1.3
+    # What stands out from it still is.
+    draws = draws.at[:, 0].multiply(10.0)
+    scale, factor = calming(draws.T @ draws / number, number, jnp.asarray(0.5))
+    assert scale[0, 0] < 0.2 * jnp.diag(scale)[1:].min() and factor > 30.0
 
 
 def outliers(dimension=200):

@@ -1,0 +1,347 @@
+"""Sweeps: every row once, in an order of each particle's own, there and back, and the bias that is left."""
+
+import itertools
+import math
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import (
+    RBF,
+    SGLD,
+    SGNHT,
+    SGNHTR,
+    Independent,
+    Overdamped,
+    Subsampled,
+    Sweeps,
+    Underdamped,
+)
+from numpyro_repulsion.dynamics import CurvatureStats
+from numpyro_repulsion.gradients import FunctionTarget, sweeps
+
+SEED = jnp.uint32(5)
+
+
+class Rows(FunctionTarget):
+    """Rows with gradients ``z + v``, in minibatches."""
+
+    def __init__(self, plates, values=None):
+        self.plates, self.values = plates, values
+
+    def potential_energy(self, z, indices, key):
+        return jnp.sum(z**2) / 2 + jnp.mean(self.values[indices["rows"]]) * jnp.sum(z)
+
+
+def orders(size, batch, block=1, shape=(2, 3), shared=False, seed=SEED, sweeps=4):
+    """The rows that each particle passes through from the first turn on where it begins a new order."""
+    gradient, target = Sweeps(shared, block_size=block), Rows({"rows": (size, batch)})
+
+    @jax.vmap
+    def rows(number):
+        return gradient.at(number, seed).rows(None, target, shape)[0]["rows"]
+
+    number = -(-(sweeps + 2) * size // batch)
+    seen = np.moveaxis(np.asarray(rows(jnp.arange(number))), 0, -2)
+    seen = seen.reshape(-1, number * batch)
+    starts = [-(i * 2 * size // len(seen)) % (2 * size) for i in range(len(seen))]
+    return np.stack([rows[start:][: sweeps * size] for rows, start in zip(seen, starts, strict=True)])
+
+
+SIZES = [(277, 100, 1), (7, 3, 1), (5, 1, 1), (2, 1, 1), (1003, 20, 4), (10, 10, 1), (64, 8, 8), (9, 4, 4), (1, 1, 1)]
+
+
+@pytest.mark.parametrize(("size", "batch", "block"), SIZES)
+def test_a_sweep_has_every_row_once_and_goes_back(size, batch, block):
+    found = orders(size, batch, block)
+    for particle in found:
+        there, back, again = particle[:size], particle[size : 2 * size], particle[2 * size : 3 * size]
+        assert sorted(there) == list(range(size)) == sorted(again)
+        assert (back == there[::-1]).all()
+        if size > 10:
+            assert (there != again).any()
+
+
+def test_particles_and_runs_have_orders_of_their_own():
+    found = orders(277, 100)
+    assert len({tuple(order[:277]) for order in found}) == 6
+    other = orders(277, 100, seed=jnp.uint32(6))
+    assert not {tuple(order[:277]) for order in found} & {tuple(order[:277]) for order in other}
+    assert len(orders(277, 100, shared=True)) == 2  # one for each group
+
+
+def test_blocks_stay_together():
+    order, *_ = orders(64, 8, 4)
+    assert (np.diff(order[:64].reshape(-1, 4), axis=1) % 64 == 1).all()
+
+
+def all_orders(size, number):
+    tags = random.bits(random.key(size), (number, 1), jnp.uint32)
+    places = jnp.arange(size, dtype=jnp.uint32)
+    return np.asarray(sweeps.in_order(*jnp.broadcast_arrays(places, tags), size)).astype(int)
+
+
+def order_p_value(size, number=24_000):
+    place = {order: i for i, order in enumerate(itertools.permutations(range(size)))}
+    counts = np.bincount([place[tuple(order)] for order in all_orders(size, number)], minlength=math.factorial(size))
+    return stats.chisquare(counts).pvalue
+
+
+def test_all_orders_of_few_rows_occur(monkeypatch):
+    assert all(len(set(map(tuple, all_orders(size, 24_000)))) == math.factorial(size) for size in (2, 3, 4, 5))
+    assert all(order_p_value(size) > 1e-6 for size in (2, 3))
+    monkeypatch.setattr(sweeps, "ROUNDS", 1)
+    assert order_p_value(3) < 1e-6
+
+
+@pytest.mark.parametrize("size", [20, 1000])
+def test_sums_over_parts_of_an_order_have_the_right_variance(size, monkeypatch):
+    number = 4000
+    values = np.linspace(-1.0, 1.0, size)  # sorted data, the hardest
+
+    def errors():
+        """Of the variances of the sums over the first rows, in standard errors."""
+        found = all_orders(size, number)
+        for part in (size // 10, size // 2):
+            squares = values[found[:, :part]].sum(1) ** 2
+            expected = values.var() * size / (size - 1) * part * (1 - part / size)
+            yield (squares.mean() - expected) / (squares.std() / number**0.5)
+
+    assert max(map(abs, errors())) < 4.5
+    monkeypatch.setattr(sweeps, "ROUNDS", 1)
+    assert max(map(abs, errors())) > 4.5
+
+
+def test_products_are_divided_beyond_32_bits():
+    rng = np.random.default_rng(0)
+    limit = 2**31 - 1
+    for divisor, factor in (
+        (2 * limit, 1000),
+        (2 * 327_346, 500),
+        (2 * 10**5, 500),
+        (2 * 277, 277),
+        (2**32 - 2, 2**20),
+    ):
+        counts = np.append(rng.integers(0, limit, 20), [0, 1, limit]).astype(np.uint32)
+        quotient, remainder = sweeps.divide_product(jnp.asarray(counts), limit, factor, divisor)
+        expected = [divmod(int(count) * factor, divisor) for count in counts]
+        assert remainder.tolist() == [r for _, r in expected]
+        assert quotient.tolist() == [q % 2**32 for q, _ in expected]
+
+
+def test_huge_plates_and_late_updates():
+    size, batch = 2**31 - 1, 1000
+    for number in (0, 10**9, 2**31 - 1):
+        rows = Sweeps().at(jnp.asarray(number), SEED).rows(None, Rows({"rows": (size, batch)}), (1, 2))[0]["rows"]
+        assert rows.dtype == jnp.int32 and (rows >= 0).all()
+        assert all(len(set(particle)) == batch for particle in rows.reshape(2, batch).tolist())
+
+
+MINIBATCHES = 50
+
+
+def inflation(gradient, dynamics, steps, num_particles=400):
+    """The variance that minibatches cause at a curvature of 1, with noise of variance 1, and its standard errors."""
+    values = np.random.default_rng(1).standard_normal(MINIBATCHES)
+    values = jnp.asarray((values - values.mean()) / values.std())
+    target, couple = Rows({"rows": (MINIBATCHES, 1)}, values), Independent().couple
+
+    @jax.jit
+    def variances(step_size, key, number):
+        def energy_and_grad(key, count):
+            one = gradient.at(count, SEED)
+            return lambda z: one.energy_and_grad(key, target, lambda flat: flat, z)
+
+        def update(count, carry):
+            cloud, total = carry
+            own = random.fold_in(key, count)
+            cloud = dynamics.step(own, cloud, energy_and_grad(own, count), couple, step_size)
+            return cloud, total + jnp.where(count >= number - 4 * MINIBATCHES, jnp.mean(cloud.z**2, (0, 2)), 0.0)
+
+        z = jnp.zeros((1, num_particles, 1))
+        cloud = dynamics.init(key, z, energy_and_grad(key, 0), couple)
+        cloud = cloud._replace(memory=tuple(jnp.zeros_like(x) for x in cloud.memory))
+        return lax.fori_loop(0, number, update, (cloud, jnp.zeros(num_particles)))[1] / (4 * MINIBATCHES)
+
+    found = []
+    for step in steps:
+        each = variances(jnp.asarray(step), random.key(2), int(8 / step) + 4 * MINIBATCHES)
+        found.append((each.mean(), each.std() / num_particles**0.5))
+    return np.array(found).T
+
+
+def order(steps, found):
+    """The exponent of the step, and its standard error."""
+    mean, error = found
+    x = np.log(steps) - np.log(steps).mean()
+    return x @ np.log(mean) / (x @ x), np.sqrt((x**2 * (error / mean) ** 2).sum()) / (x @ x)
+
+
+#: Dynamics whose only noise is that of minibatches, and the order of the bias with sweeps.
+QUIET = {"overdamped": (Overdamped(noise=False), 2), "momenta": (Underdamped(temperature=1e-14), 4)}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_the_order_of_the_bias(name):
+    dynamics, expected = QUIET[name]
+    steps = np.array([0.1, 0.2, 0.3]) / MINIBATCHES
+    with jax.enable_x64():
+        swept, independent = (inflation(gradient, dynamics, steps) for gradient in (Sweeps(), Subsampled()))
+    exponent, error = order(steps, swept)
+    # Short of its limit by the next order, which is a fortieth of the sweep's length.
+    assert abs(exponent - expected) < 0.1 + 4 * error and error < 0.1
+    exponent, error = order(steps, independent)
+    assert abs(exponent - 1) < 0.05 + 4 * error < 0.5
+    one = jnp.ones(())
+    rule = (Overdamped("lm") if name == "overdamped" else Underdamped()).step_error(
+        Independent().couple(jnp.zeros((1, 2, 1)))
+    )
+    for step, inflated, error, plain, plain_error in zip(steps, *swept, *independent, strict=True):
+        stats = CurvatureStats(1e-9 * one, one, one, 0.0)
+        np.testing.assert_allclose(rule.bias(step * one, stats), plain, atol=4.5 * plain_error, rtol=0.01)
+        bound = float(rule.remaining_noise(step * one, CurvatureStats(one, one, one, 0.0, MINIBATCHES)))
+        assert inflated < bound * plain + 4 * error
+
+
+@pytest.mark.parametrize("name", ["overdamped", "momenta", "repulsion"])
+def test_the_longest_step_has_the_tolerated_bias(name):
+    interaction = RBF(1.0) if name == "repulsion" else Independent()
+    dynamics = Underdamped() if name == "momenta" else Overdamped()
+    rule = dynamics.step_error(interaction.couple(jnp.linspace(0.0, 4.0, 6)[:, None]))
+    one, tolerance = jnp.ones(()), 0.05
+    plain = CurvatureStats(one, one, 1000.0 * one, 0.0)
+    swept = plain._replace(sweep=1000)
+    steps = [rule.max_step_for_bias(tolerance, stats) for stats in (plain, swept)]
+    assert steps[1] > 3 * steps[0]
+    np.testing.assert_allclose(
+        [rule.bias(*pair) for pair in zip(steps, (plain, swept), strict=True)], tolerance, rtol=0.06
+    )
+    # A sweep that takes longer than particles need to move cancels nothing.
+    np.testing.assert_allclose(rule.max_step_for_bias(tolerance, plain._replace(sweep=10**9)), steps[0], rtol=1e-6)
+
+
+SIZE, BATCH = 2000, 100
+Y = jnp.asarray(np.random.default_rng(0).standard_normal(SIZE), jnp.float32)
+
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 10.0))
+    with numpyro.plate("rows", SIZE, subsample_size=BATCH) as i:
+        numpyro.sample("y", dist.Normal(mu, 1.0), obs=y[i])
+
+
+def run(kernel, y=Y, seed=0, num_warmup=0, num_samples=100, num_chains=20, init_params=None, **settings):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=False,
+        **settings,
+    )
+    mcmc.run(random.key(seed), y, init_params=init_params)
+    return mcmc
+
+
+def test_the_posterior_is_stationary_to_second_order():
+    sd, number = SIZE**-0.5, 100
+    step = 0.5 / (SIZE // BATCH) * sd**2
+    starts = {"mu": Y.mean() + sd * random.normal(random.key(1), (number,))}
+
+    def variance(gradient):
+        kernel = SGLD(model, step_size=step, gradient=gradient)
+        mcmc = run(kernel, num_warmup=20, num_samples=200, num_chains=number, init_params=starts)
+        mu = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float)
+        squares = ((mu - float(Y.mean())) ** 2).mean(1) / sd**2
+        return squares.mean(), squares.std() / number**0.5
+
+    mean, error = variance(Sweeps(control_variates=False))
+    assert abs(mean - 1.04) < 4.5 * error < 0.15
+    mean, error = variance(Subsampled())
+    assert abs(mean - 1.04) > 4.5 * error  # 1.24
+
+
+def test_orders_go_on_where_a_run_is_continued():
+    # Without noise, runs differ by their minibatches alone.
+    kernel = SGLD(model, step_size=1e-5, gradient=Sweeps(), num_steps=3, dynamics=Overdamped(noise=False))
+    whole = run(kernel, num_samples=10)
+    part = run(kernel, num_samples=4)
+    part.post_warmup_state = part.last_state
+    part.num_samples = 6
+    part.run(part.last_state.rng_key, Y)
+    assert (whole.last_state.z["mu"] == part.last_state.z["mu"]).all()
+    assert whole.last_state.row_seed == part.last_state.row_seed != run(kernel, seed=1).last_state.row_seed
+
+
+@pytest.mark.parametrize("method", ["sequential", "vectorized"])
+def test_chains_have_orders_of_their_own(method):
+    # Without noise, chains from the same place differ by their minibatches alone.
+    kernel = SGLD(model, step_size=1e-5, gradient=Sweeps(), num_steps=1, dynamics=Overdamped(noise=False))
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=2, num_chains=2, chain_method=method, progress_bar=False)
+    mcmc.run(random.key(0), Y, init_params={"mu": jnp.zeros(2)})
+    first, second = mcmc.get_samples(group_by_chain=True)["mu"]
+    assert first[-1] != second[-1]
+
+
+@pytest.mark.slow
+def test_warmup_chooses_between_sweeps_and_control_variates():
+    # A normal mean has the same noise everywhere, so control variates remove all of it.
+    mcmc = run(SGLD(model, gradient=Sweeps()), num_warmup=200)
+    assert mcmc.last_state.warmup.reference.in_use
+
+    def two_modes(y):
+        theta = numpyro.sample("theta", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", SIZE, subsample_size=BATCH) as i:
+            numpyro.sample("y", dist.Normal(theta**2, 1.0), obs=y[i])
+
+    mcmc = run(SGLD(two_modes, gradient=Sweeps()), y=1.0 + Y, num_warmup=200)
+    assert not mcmc.last_state.warmup.reference.in_use
+    plain = run(SGLD(two_modes, gradient=Subsampled()), y=1.0 + Y, num_warmup=200)
+    assert mcmc.last_state.warmup.step.size > 2 * plain.last_state.warmup.step.size
+    without = run(SGLD(model, gradient=Sweeps(control_variates=False)), num_warmup=200)
+    assert without.last_state.warmup.reference is None
+
+
+def test_thermostats_are_refused():
+    for kernel in (SGNHT, SGNHTR):
+        with pytest.raises(ValueError, match="Thermostat would take it for heat"):
+            kernel(model, gradient=Sweeps())
+
+
+def test_plates_that_meet_are_refused():
+    def crossed(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+        with numpyro.plate("a", 6, subsample_size=2, dim=-2) as i, numpyro.plate("b", 4, subsample_size=2) as j:
+            numpyro.sample("y", dist.Normal(mu, 1.0), obs=y[i[:, None], j])
+
+    with pytest.raises(ValueError, match=r"plates \['a', 'b'\] meet in a site"):
+        run(SGLD(crossed, step_size=0.01, gradient=Sweeps()), y=jnp.ones((6, 4)))
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match="`control_variates` must be True or False"):
+        Sweeps(control_variates="no")
+    with pytest.raises(ValueError, match="needs a model with a subsampled plate"):
+        run(SGLD(lambda y: numpyro.sample("z", dist.Normal(0, 1)), step_size=0.1, gradient=Sweeps()))
+
+
+def test_rows_outside_their_plate_need_sweeps_without_references():
+    def outside(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 10.0))
+        with numpyro.plate("rows", SIZE, subsample_size=BATCH) as i:
+            batch = y[i]
+        numpyro.factor("y", SIZE / BATCH * dist.Normal(mu, 1.0).log_prob(batch).sum())
+
+    with pytest.raises(ValueError, match="also uses other numbers of rows"):
+        run(SGLD(outside, step_size=1e-5, gradient=Sweeps()))
+    mcmc = run(SGLD(outside, step_size=1e-5, gradient=Sweeps(control_variates=False)), num_samples=2)
+    assert np.isfinite(mcmc.get_samples()["mu"]).all()
