@@ -13,6 +13,7 @@ from numpyro_repulsion.dynamics.base import (
     acceptance,
     reject_nonfinite,
     select,
+    turn_back,
 )
 from numpyro_repulsion.dynamics.descent import Descent
 from numpyro_repulsion.dynamics.overdamped import Overdamped
@@ -47,4 +48,5 @@ __all__ = [
     "acceptance",
     "reject_nonfinite",
     "select",
+    "turn_back",
 ]

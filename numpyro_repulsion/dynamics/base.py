@@ -11,10 +11,14 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics.step_error import StepError, UnknownError
 from numpyro_repulsion.interactions import Coupling
 
-__all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "acceptance", "reject_nonfinite", "select"]
+__all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "acceptance", "reject_nonfinite", "select", "turn_back"]
 
 EnergyAndGrad = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Couple = Callable[[jax.Array], Coupling]
+
+#: The most energy that an update may add to a particle of d parameters, in units of T: the first number, and the second
+#: times the square root of d, for noise alone adds energy with a standard deviation of up to that root.
+ENERGY_LIMIT, SPREAD_LIMIT = 20.0, 5.0
 
 
 class Cloud(NamedTuple):
@@ -101,6 +105,15 @@ class Dynamics:
         del which
         return cloud
 
+    def hamiltonian(self, cloud: Cloud) -> jax.Array | None:
+        """Return H, the potential energy with that of the momenta, ``(..., L)``; ``None`` without momenta."""
+        del cloud
+        return None
+
+    def turned(self, cloud: Cloud) -> Cloud:
+        """Return the cloud with all momenta reversed."""
+        return cloud
+
     def init(self, key: jax.Array, z: jax.Array, energy_and_grad: EnergyAndGrad, couple: Couple) -> Cloud:
         """Return a new cloud at positions ``z`` of shape ``(..., L, d)``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")
@@ -121,6 +134,23 @@ def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
     for array in (proposal.z, proposal.gradient, *proposal.memory):
         finite &= jnp.isfinite(array).all(-1)
     return select(finite, proposal, cloud), ~finite
+
+
+def turn_back(cloud: Cloud, proposal: Cloud, dynamics: Dynamics) -> tuple[Cloud, jax.Array]:
+    """Return the proposal, except for particles that gain far more energy than friction and noise give them.
+
+    In a place that is too stiff for the step, momenta grow without bound. Such a particle stays, with its momentum
+    reversed, and goes back the way it came. At temperature T, H exceeds its mean by so much with a probability of
+    ``exp(−ENERGY_LIMIT)`` or less, so the stationary distribution is the same to within that.
+
+    :return: the new cloud, and which particles were turned back, ``(..., L)``.
+    """
+    before, after = dynamics.hamiltonian(cloud), dynamics.hamiltonian(proposal)
+    if before is None or after is None:
+        return proposal, jnp.zeros(proposal.potential_energy.shape, bool)
+    limit = ENERGY_LIMIT + SPREAD_LIMIT * cloud.z.shape[-1] ** 0.5
+    gains = after - before > limit * (dynamics.temperature or 1.0)
+    return select(gains, dynamics.turned(cloud), proposal), gains
 
 
 def acceptance(log_ratio: jax.Array, is_usable: jax.Array) -> jax.Array:

@@ -71,6 +71,12 @@ class _Momenta(Dynamics):
 
     friction: float
 
+    def hamiltonian(self, cloud):
+        return cloud.potential_energy + jnp.sum(cloud.memory[0] ** 2, -1) / 2
+
+    def turned(self, cloud):
+        return cloud._replace(memory=(-cloud.memory[0], *cloud.memory[1:]))
+
     def _splits(self, coupling):
         """Whether an update is symmetric and so second order."""
         return coupling.is_identity
@@ -165,6 +171,11 @@ class Underdamped(_Momenta):
     @property
     def carries(self):
         return "momenta"
+
+    def hamiltonian(self, cloud):
+        if self.kinetic is None:
+            return super().hamiltonian(cloud)
+        return cloud.potential_energy + self.kinetic.energy(cloud.memory[0])
 
     def init(self, key, z, energy_and_grad, couple):
         white = self._white(key, z, couple(z))

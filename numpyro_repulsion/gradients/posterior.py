@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
-import warnings
+from functools import partial
 
 import jax
 from jax import random
@@ -18,8 +18,9 @@ from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
 from numpyro.util import not_jax_tracer
 
+from numpyro_repulsion.gradients.centring import centred_energy, location_scale_sites, recovered
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
-from numpyro_repulsion.gradients.structure import Watch, check_kinds, find_nan
+from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, find_nan
 from numpyro_repulsion.gradients.target import Indices, Target
 from numpyro_repulsion.gradients.usage import check_bounds, check_latent, check_sites, read_usage, rows_outside
 
@@ -76,12 +77,15 @@ class ModelTarget(Target):
         deterministic = [name for name in deterministic if name not in self.summed_out]
         self.minibatched = [name for name in deterministic if self._looks_at_rows(name)]
         self.deterministic = [name for name in deterministic if name not in self.minibatched]
+        self.location_scale = location_scale_sites(self, sites)
 
     def _share_traces(self):
         """Compile functions so that the model runs only once for each shape of their arguments."""
         self._energy = jax.jit(self._potential_energy)
         self._evaluate = jax.jit(self._evaluation)
         self._constrained = jax.jit(self._constrained_values)
+        self.centred_energy = jax.jit(partial(centred_energy, self))
+        self.recovered = jax.jit(partial(recovered, self))
 
     @property
     def structure(self):
@@ -133,8 +137,8 @@ class ModelTarget(Target):
         return self._energy(z, indices, key)
 
     def _potential_energy(self, z, indices, key):
-        model = self._bind(indices, key)
-        with _any_number_of_rows():
+        model = self.bind(indices, key)
+        with any_number_of_rows():
             if not self.discrete:
                 return potential_energy(model, self.args, self.kwargs, z)
             values = self._constrain(z, indices) if self._groups else {}
@@ -207,8 +211,8 @@ class ModelTarget(Target):
                     return biject_to(site["fn"].support)(z[site["name"]])
             return None
 
-        model = substitute(self._bind(rows, random.key(0)), substitute_fn=to_support)
-        with _any_number_of_rows():
+        model = substitute(self.bind(rows, random.key(0)), substitute_fn=to_support)
+        with any_number_of_rows():
             densities, sites = compute_log_probs(model, self.args, self.kwargs, discrete, sum_log_prob=False)
         deterministic = {name: site["value"] for name, site in sites.items() if site["type"] == "deterministic"}
         return densities, {name: sites[name]["value"] for name in self.latent}, deterministic
@@ -319,27 +323,20 @@ class ModelTarget(Target):
         self._subsampled = {name: subsampled(site, self.plates) for name, site in sampled.items()}
         self._groups = frozenset(self._subsampled.values()) - {frozenset()}
 
-    def _bind(self, indices, key):
+    def bind(self, indices: Indices, key: jax.Array):
+        """Return the model with the rows of its subsampled plates, and a key for random likelihoods."""
         return seed(substitute(self.model, data={**self._params, **indices}), key)
 
     def _trace(self, indices, key=None, init_strategy=init_to_uniform, observed=True):
-        model = self._bind(indices, random.key(0) if key is None else key)
+        model = self.bind(indices, random.key(0) if key is None else key)
         model = model if observed else uncondition(model)
-        with _any_number_of_rows():
+        with any_number_of_rows():
             return trace(substitute(model, substitute_fn=init_strategy)).get_trace(*self.args, **self.kwargs)
 
     def _constrain(self, z, indices):
-        model = self._bind(indices, random.key(0))
-        with _any_number_of_rows():
+        model = self.bind(indices, random.key(0))
+        with any_number_of_rows():
             return constrain_fn(model, self.args, self.kwargs, z, return_deterministic=True)
-
-
-@contextmanager
-def _any_number_of_rows():
-    """Allow more rows from outside than the plate's subsample has."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "subsample_size does not match")
-        yield
 
 
 def _factor(site):

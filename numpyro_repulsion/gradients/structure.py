@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import contextmanager
 import operator
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from numpyro.distributions import constraints
 from numpyro.primitives import Messenger
 from numpyro.util import not_jax_tracer
 
-__all__ = ["Watch", "check_kinds", "find_nan"]
+__all__ = ["Watch", "any_number_of_rows", "check_kinds", "find_nan"]
 
 #: The largest 32-bit integer, which numbers rows.
 MAX_ROWS = 2**31 - 1
@@ -156,3 +158,11 @@ def _count_nan(array):
 
 def _is_concrete(leaf):
     return isinstance(leaf, np.ndarray | jax.Array) and not_jax_tracer(leaf)
+
+
+@contextmanager
+def any_number_of_rows():
+    """Allow more rows from outside than the plate's subsample has."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "subsample_size does not match")
+        yield

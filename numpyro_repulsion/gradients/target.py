@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,11 +22,13 @@ class Target:
     - **rows_outside** - the observed sites and factors that use rows of subsampled plates from outside, with these
       plates. Their scale factors fit minibatches of exactly ``subsample_size`` rows.
     - **is_random** - whether U is an estimate that differs from key to key even for given rows.
+    - **location_scale** - the sites of which the prior's scale depends on other sites, and which can be centred partly.
     """
 
     plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
     rows_outside: Mapping[str, list[str]] = MappingProxyType({})
     is_random: bool = False
+    location_scale: Sequence[str] = ()
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
         """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""

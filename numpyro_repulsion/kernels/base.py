@@ -16,7 +16,7 @@ from numpyro.util import identity, is_prng_key, not_jax_tracer
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import Finding
-from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
+from numpyro_repulsion.gradients import Gradient, Sweeps, log_volume, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence
@@ -34,6 +34,7 @@ from numpyro_repulsion.kernels.settings import (
     check_init_params,
     check_jumps,
     check_moves,
+    check_reparam,
     check_sweeps,
     preconditioner_scale,
     require_instance,
@@ -78,6 +79,11 @@ class ParticleKernel(Fixed, MCMCKernel):
         basins, by proposals from a mixture of Gaussians fitted in warmup, if warmup measures the step and finds several
         basins, and each update uses all rows. This does not apply to noise that is averaged over two updates and
         correlated by K, the default of ``SGLDR`` with a measured step. ``False`` switches these jumps off.
+    :param reparam: ``"auto"`` centres hierarchical sites (a normal, Student-t, Cauchy, Laplace, logistic or Gumbel
+        prior with a scale that depends on other sites) by a share that warmup learns for each of their entries:
+        centred as in the model where the data determine it, non-centred where they do not, or between. The posterior
+        and the draws are those of the model. It applies to four or more particles of a sampler that learns its step,
+        without ``moves``, ``SVRG`` and discrete sites. ``None`` keeps the coordinates of the model.
     :param init_strategy: where particles start; by default, each starts at a draw from the prior. See also
         :func:`~numpyro_repulsion.init_from_guide`, :func:`~numpyro_repulsion.init_from_idata` and
         :func:`~numpyro_repulsion.init_around`.
@@ -108,6 +114,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         gradient: Gradient | None = None,
         dynamics: Dynamics | None = None,
         moves: Move | bool | None = None,
+        reparam: str | None = "auto",
         init_strategy: Callable = init_to_sample,
     ):
         if (model is None) == (potential_fn is None):
@@ -138,6 +145,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
         self.looks_for_basins = moves is None and can_jump(interaction, dynamics)
+        self.reparam = check_reparam(reparam)
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)
         self.init_strategy = init_strategy
@@ -226,9 +234,16 @@ class ParticleKernel(Fixed, MCMCKernel):
         cloud, warmup = iteration.learn(keys, stage, progress.cloud, warmup)
         if warmup.step.measurements is not None and (plan.measures or plan.jumps):
             warn_after_warmup(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
+        found = iteration.recover(warmup, cloud.z)
+        coordinates, share = None, warmup.scales.centring
+        if share is not None:
+            y = warmup.scales.preconditioner.to_positions(cloud.z)
+            coordinates = y.reshape(size, -1), cloud.potential_energy.reshape(size)
+            cloud = cloud._replace(potential_energy=cloud.potential_energy + log_volume(found, share))
         state = ParticleState(
-            z=jax.vmap(iteration.unravel)(warmup.scales.preconditioner.to_positions(cloud.z).reshape(size, -1)),
+            z=jax.vmap(iteration.unravel)(found.z.reshape(size, -1)),
             **per_particle(cloud, warmup, in_use),
+            coordinates=coordinates,
             diverging=(num_flagged > 0).reshape(size),
             warmup=warmup,
             num_updates=progress.num_updates,
@@ -247,9 +262,10 @@ class ParticleKernel(Fixed, MCMCKernel):
         plan = bound.plan(state.warmup.scales.preconditioner.kind)
         check_state(self, state, bound.target, plan, bound.gradient)
         flat, unravel = ravel_cloud(state.z)
+        flat, energy = (flat, state.potential_energy) if state.coordinates is None else state.coordinates
         z = state.warmup.scales.preconditioner.whiten(flat)
-        cloud = Cloud(z, state.potential_energy, state.gradient, state.memory)
-        iteration = Iteration(bound, plan, unravel, self.schedule, state.row_seed)
+        cloud = Cloud(z, energy, state.gradient, state.memory)
+        iteration = Iteration(bound, plan, unravel, state.row_seed, self.schedule)
         return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
 
     def postprocess_fn(self, args, kwargs):

@@ -31,6 +31,7 @@ class Settings(Protocol):
     moves: Move | None
     step_size: Any
     scale: Any
+    reparam: str | None
     num_steps: int
     num_ensembles: int
     looks_for_basins: bool
@@ -54,6 +55,14 @@ class BoundSampler:
     def of(kernel: Settings, target: Target) -> BoundSampler:
         """Bind a kernel to a target; raise ``ValueError`` if the kernel's gradient does not fit the target."""
         return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
+
+    @property
+    def centres_partly(self) -> bool:
+        """Whether a warmup learns how to centre the hierarchical sites of the model."""
+        kernel, plan = self.kernel, self.plan("diagonal")
+        learns = kernel.reparam is not None and plan.step_size is not None and plan.scale is not None
+        suits = kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
+        return learns and suits and bool(self.target.location_scale)
 
     def plan(self, automatic: str) -> WarmupPlan:
         """Return what a warmup would learn; ``automatic`` is the kind of scales of ``preconditioner="auto"``."""

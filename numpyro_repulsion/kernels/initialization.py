@@ -24,7 +24,7 @@ from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, per_particle
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.starts import JointStrategy
-from numpyro_repulsion.warmup import WarmupState
+from numpyro_repulsion.warmup import MIN_PARTICLES, WarmupState
 
 __all__ = ["MAX_DRAWS", "Initializer"]
 
@@ -134,7 +134,8 @@ class Initializer:
         if num_warmup > 0 and plan.basins and size >= Basins.min_particles:
             basins = Basins().start(cloud, num_warmup, plan.scale == "dense")
         first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
-        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins)
+        reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centres_partly
+        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, reparametrizes)
         if num_warmup > 0:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
             position = flat[jnp.argmax(jnp.abs(energy))]
@@ -147,6 +148,7 @@ class Initializer:
             num_updates=jnp.zeros((), jnp.int32),
             num_divergences=jnp.zeros((), jnp.int32),
             rng_key=state_key,
+            coordinates=(flat, energy) if reparametrizes else None,
             row_seed=random.key_data(memory_key).ravel()[-1],
             origin=Origin.of(kernel, plan, bound.gradient, cloud, num_warmup),
         )

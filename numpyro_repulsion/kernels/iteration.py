@@ -31,21 +31,20 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 
-from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select
-from numpyro_repulsion.gradients import Reference, evaluate_reference, fingerprint
-from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.dynamics import Cloud, reject_nonfinite, select, turn_back
+from numpyro_repulsion.gradients import fingerprint
 from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
+from numpyro_repulsion.kernels.evaluation import Evaluation
 from numpyro_repulsion.kernels.learners import ALL_LEARNERS, BASINS, counted
 from numpyro_repulsion.kernels.progress import Keys, Progress
 from numpyro_repulsion.schedules import Cyclical
 from numpyro_repulsion.warmup import (
     ARRIVED,
     Stage,
-    WarmupPlan,
     WarmupState,
     arrive,
     descend,
+    update_centring,
     warmup_update,
 )
 
@@ -53,70 +52,13 @@ __all__ = ["Iteration"]
 
 
 @dataclass(frozen=True, eq=False)
-class Iteration:
+class Iteration(Evaluation):
     """A bound sampler that moves a cloud ``(G, L, d)`` in whitened coordinates.
 
-    - **bound** - the kernel and the posterior.
-    - **plan** - what its warmup learns.
-    - **unravel** - the function from flat positions to those of the sites.
     - **schedule** - the schedule of step sizes, or ``None`` if the step size is measured.
-    - **row_seed** - the seed of the orders of rows, for gradients that depend on the number of the update.
     """
 
-    bound: BoundSampler
-    plan: WarmupPlan
-    unravel: Callable
     schedule: Callable | None
-    row_seed: jax.Array
-
-    @property
-    def dynamics(self) -> Dynamics:
-        return self.bound.kernel.dynamics
-
-    @property
-    def interaction(self) -> Interaction:
-        return self.bound.kernel.interaction
-
-    @property
-    def num_steps(self) -> int:
-        return self.bound.kernel.num_steps
-
-    @property
-    def shares_minibatches(self) -> bool:
-        return self.bound.gradient.shared
-
-    @property
-    def minibatch_size(self) -> int:
-        """The number of rows in a minibatch, of the plate with the fewest."""
-        return min((batch for _, batch in self.bound.target.plates.values()), default=1)
-
-    def energy_and_grad(self, warmup: WarmupState, num_updates: jax.Array | None = None) -> Callable:
-        """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.
-
-        :param num_updates: how many updates were done before; ``None`` for rows that no update depends on.
-        """
-        gradient = self.bound.gradient
-        if num_updates is not None:
-            gradient = gradient.at(num_updates, self.row_seed)
-        change, reference = warmup.scales.preconditioner, warmup.reference
-        if reference is not None:
-            reference = reference._replace(in_use=reference.in_use & ~reference.is_stale)
-
-        def energy_and_grad(key, u, corrected=None):
-            used = reference if reference is None or corrected is None else reference._replace(in_use=corrected)
-            energy, slope = gradient.energy_and_grad(key, self.bound.target, self.unravel, change.to_positions(u), used)
-            return energy, change.whiten_gradient(slope)
-
-        return energy_and_grad
-
-    def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
-        """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
-        one = jnp.vectorize(lambda z: fingerprint(self.bound.target, self.unravel, z), signature="(d)->()")
-        return one(warmup.scales.preconditioner.to_positions(u))
-
-    def evaluate_reference(self, key: jax.Array, reference: Reference, cloud: Cloud) -> Reference:
-        """Return the reference with U and ∇U over all rows at its position."""
-        return evaluate_reference(key, self.bound.target, self.unravel, reference, cloud.potential_energy.size)
 
     def step_size(self, warmup: WarmupState, num_updates: jax.Array) -> jax.Array:
         """Return ε of the next update."""
@@ -237,8 +179,11 @@ class Iteration:
                 lambda u: interaction.couple(u, warmup.bandwidth),
                 self.step_size(warmup, now.num_updates),
             )
+            turns = jnp.zeros_like(is_clipped)
+            if not self.plan.noise:
+                proposal, turns = turn_back(cloud, proposal, self.dynamics)
             cloud, is_rejected = reject_nonfinite(cloud, proposal)
-            return now._replace(cloud=cloud, flagged=now.flagged + (is_rejected | is_clipped))
+            return now._replace(cloud=cloud, flagged=now.flagged + (is_rejected | turns | is_clipped))
 
         moves: Any = self.bound.kernel.moves
 
@@ -285,7 +230,7 @@ class Iteration:
         reference = warmup.reference
         if reference is None:
             return warmup
-        found = fingerprint(self.bound.target, self.unravel, reference.position.reshape(-1, cloud.z.shape[-1])[0])
+        found = fingerprint(self.target(warmup), self.unravel, reference.position.reshape(-1, cloud.z.shape[-1])[0])
         # Another program may round differently.
         tolerance = 100 * jnp.finfo(found.dtype).eps * (1.0 + jnp.abs(found))
         is_new = jnp.isinf(reference.fingerprint)
@@ -310,7 +255,7 @@ class Iteration:
         def renew():
             here = reference._replace(position=warmup.scales.preconditioner.to_positions(cloud.z))
             # Only random likelihoods would use the key, and `choose_gradient` rejects them.
-            new = self.evaluate_reference(random.key(0), here, cloud)
+            new = self.evaluate_reference(random.key(0), warmup, here, cloud)
             # An old reference is as valid as a new one, and with a non-finite one all updates would be rejected.
             usable = (jnp.isfinite(new.potential_energy) & jnp.isfinite(new.gradient).all(-1)) | is_stale
             data_fingerprint = jnp.where(usable[0, 0], new.fingerprint, reference.fingerprint)
@@ -325,6 +270,9 @@ class Iteration:
         """Count the iteration, and update the warmup state and the cloud by all learners."""
         if warmup.scales.moments is None:
             return cloud, warmup._replace(iteration=stage.done)
+        # First, because the learners work in its coordinates. The learner of symptoms has no use for its key.
+        centring_key = random.fold_in(keys.learners[0], 1)
+        warmup, cloud = update_centring(centring_key, stage, warmup, cloud, self)
         warmup, cloud = warmup_update(keys.learners, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 

@@ -33,6 +33,7 @@ __all__ = [
     "check_init_params",
     "check_jumps",
     "check_moves",
+    "check_reparam",
     "check_sweeps",
     "choose_gradient",
     "dense_limit",
@@ -216,6 +217,16 @@ def check_moves(moves: Any, interaction: Interaction, dynamics: Dynamics) -> Non
             "`moves` cannot be combined with noise that is averaged over two updates and correlated by K: use "
             "dynamics=Overdamped('euler'), or an interaction with K = I, such as Balanced()."
         )
+
+
+def check_reparam(value: Any) -> str | None:
+    """Return how to reparametrize hierarchical sites; raise ``ValueError`` for anything but ``"auto"`` and ``None``."""
+    if value is None or value == "auto":
+        return value
+    raise ValueError(
+        f"`reparam` must be 'auto' or None; got {value!r}. To choose the form of a site yourself, wrap the model: "
+        "numpyro.handlers.reparam(model, config={'site': LocScaleReparam(0)})."
+    )
 
 
 def check_sweeps(gradient: Gradient | None, dynamics: Dynamics) -> None:

@@ -13,7 +13,7 @@ from numpyro_repulsion.warmup import WarmupState
 
 __all__ = ["ParticleState", "map_particles", "per_particle"]
 
-_PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "diverging", "gradient", "memory")
+_PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "diverging", "gradient", "memory", "coordinates")
 
 
 class ParticleState(NamedTuple):
@@ -34,6 +34,8 @@ class ParticleState(NamedTuple):
     - **num_divergences** - how many updates of single particles were rejected or had a clipped gradient: since the end
       of warmup, or since the start if step and scales were given.
     - **rng_key** - the PRNG key of the next iteration.
+    - **coordinates** - where hierarchical sites are centred partly, the positions in the coordinates of the sampler,
+      ``(L, d)``, and U there, ``(L,)``; else ``None``.
     - **row_seed** - the seed of the orders in which particles pass through rows, with ``Sweeps``.
     - **origin** - what the state was made for, static; a kernel that would misread the memory raises ``ValueError``.
     """
@@ -50,6 +52,7 @@ class ParticleState(NamedTuple):
     num_divergences: jax.Array
     rng_key: jax.Array
     row_seed: jax.Array
+    coordinates: tuple[jax.Array, jax.Array] | None
     origin: Origin
 
 

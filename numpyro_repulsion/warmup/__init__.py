@@ -21,6 +21,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     moments reset at |    5   17   37   75  125  200 |  262  325  450 |       700           |
     -----------------+-------------------------------+----------------+---------------------+---------
     update_symptoms  |                               |                |   D    D   ...   D  |
+    update_centring  |                            Y  |   Y    Y       |                     |
     update_arrival   |              R    R    R      |  (R)  (R)  (R) |  (R)  (R)  ...      |
     update_reference |                            X  |   X    X    X  |                     |
     update_scales    |   S    C    C    C    C    C  |   C    C    C  |                     |
@@ -30,6 +31,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
 
     D  updates the direction of largest variance (sums grow in every iteration of settling)
     R  moves lost particles to others; with minibatches also after the arrival
+    Y  other shares by which hierarchical sites are centred, if they differ much, with new diagonal scales
     X  moves the common reference to the mean of the window; each particle's own reference moves at 250 only
     S  new diagonal scales; C also new correlations, if the scales are dense
     B  with minibatches, new scales from the mean curvature of U over the cloud; at 600 also from the gradient noise
@@ -45,6 +47,7 @@ what it learns (``WarmupPlan``). Each writes its own part of ``WarmupState``:
 learner           file          reads                                       writes
 ================  ============  ==========================================  ========================================
 update_symptoms   diagnosis.py  positions, gradients, scales                symptoms
+update_centring   centring.py   curvature of hierarchical sites             scales; the cloud in the new coordinates
 update_arrival    arrival.py    energies, gradients                         arrival; positions of lost particles
 update_reference  reference.py  moments of the scales, or positions         reference
 update_scales     scales.py     positions, gradients; with minibatches      scales; the cloud in the new coordinates
@@ -60,6 +63,7 @@ The kernels add learners of jumps (``kernels/iteration.py``). The last state giv
 from numpyro_repulsion.warmup.adam import Adam, descend
 from numpyro_repulsion.warmup.arrival import arrive, left_behind, rescue, update_arrival
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
+from numpyro_repulsion.warmup.centring import MIN_PARTICLES, update_centring
 from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis, diagnose_warmup, update_symptoms
 from numpyro_repulsion.warmup.learning import Learner, Sampler, warmup_update
@@ -82,6 +86,7 @@ __all__ = [
     "LAST_ADAPTED",
     "NUM_HESSIANS",
     "LEARNERS",
+    "MIN_PARTICLES",
     "WarmupPlan",
     "Learner",
     "Measurements",
@@ -108,6 +113,7 @@ __all__ = [
     "next_bandwidth",
     "shrink",
     "summarize_curvature",
+    "update_centring",
     "warmup_update",
 ]
 

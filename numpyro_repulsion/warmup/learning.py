@@ -8,7 +8,7 @@ from typing import Protocol
 import jax
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.gradients import Reference
+from numpyro_repulsion.gradients import Recovered, Reference
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.warmup.curvature import CorrectableEnergyAndGrad
 from numpyro_repulsion.warmup.state import WarmupPlan, WarmupState
@@ -48,7 +48,10 @@ class Sampler(Protocol):
     def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""
 
-    def evaluate_reference(self, key: jax.Array, reference: Reference, cloud: Cloud) -> Reference:
+    def recover(self, warmup: WarmupState, u: jax.Array) -> Recovered:
+        """Return the particles in the coordinates of the model."""
+
+    def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""
 
 

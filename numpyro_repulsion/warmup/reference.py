@@ -30,5 +30,7 @@ def update_reference(
         moves = stage.references_move & stage.is_arriving
         position = warmup.scales.preconditioner.to_positions(cloud.z)
     moved = known._replace(position=jnp.where(moves, position, known.position), in_use=known.in_use | moves)
-    reference = lax.cond(moves | known.is_stale, lambda: sampler.evaluate_reference(key, moved, cloud), lambda: moved)
+    reference = lax.cond(
+        moves | known.is_stale, lambda: sampler.evaluate_reference(key, warmup, moved, cloud), lambda: moved
+    )
     return warmup._replace(reference=reference), cloud

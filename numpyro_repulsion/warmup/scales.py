@@ -21,7 +21,7 @@ from numpyro_repulsion.warmup.hessian import (
 )
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.state import ScalesState, WarmupState
+from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, Stage
 
 __all__ = ["update_scales"]
@@ -138,7 +138,7 @@ def _low_rank(key, stage, warmup, cloud, sampler):
     known = warmup.moments
     scatter, mean = jnp.full_like(known.position_scatter, known.number), jnp.zeros_like(known.position)
     moments = Moments(known.number, mean, mean, scatter, scatter)
-    return warmup._replace(scales=ScalesState(change, moments, warmup.scales.calming)), cloud
+    return warmup._replace(scales=warmup.scales._replace(preconditioner=change, moments=moments)), cloud
 
 
 def _gradient(warmup, sampler):
@@ -180,5 +180,6 @@ def _changed(warmup, cloud, change):
     # The memory stays as it is, because carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
     preconditioner, moments = warmup.scales.preconditioner.compose(change), warmup.scales.moments.compose(change)
-    scales = ScalesState(preconditioner, moments, jnp.ones_like(warmup.scales.calming))
+    one = jnp.ones_like(warmup.scales.calming)
+    scales = warmup.scales._replace(preconditioner=preconditioner, moments=moments, calming=one)
     return warmup._replace(scales=scales), cloud

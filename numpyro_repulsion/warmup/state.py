@@ -83,11 +83,14 @@ class ScalesState(NamedTuple):
     - **preconditioner** - the linear change of variables.
     - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
     - **calming** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened coordinates.
+    - **centring** - the share by which each entry of a particle is centred, ``(d,)``; ``None`` if all are centred as
+      the model has them. The change of variables comes before the linear one.
     """
 
     preconditioner: Preconditioner
     moments: Moments | None
     calming: jax.Array
+    centring: jax.Array | None = None
 
 
 class StepState(NamedTuple):
@@ -192,6 +195,7 @@ class WarmupState(NamedTuple):
         plan: WarmupPlan,
         jumps: Any = None,
         basins: Any = None,
+        is_centred_partly: bool = False,
     ) -> WarmupState:
         """Return the state before the first iteration."""
         shape, dtype = cloud.z.shape, cloud.z.dtype
@@ -210,6 +214,7 @@ class WarmupState(NamedTuple):
                 preconditioner,
                 Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
                 jnp.ones((), dtype),
+                jnp.ones(dimension, dtype) if is_centred_partly else None,
             ),
             step=StepState.start(step_size, particles, dtype, learns),
             bandwidth=bandwidth,

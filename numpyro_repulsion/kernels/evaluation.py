@@ -1,0 +1,96 @@
+"""The posterior in the coordinates in which the sampler moves, as the learners of warmup see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_repulsion.dynamics import Cloud, Dynamics
+from numpyro_repulsion.gradients import CentredTarget, Recovered, Reference, Target, evaluate_reference, fingerprint
+from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.warmup import WarmupPlan, WarmupState
+
+__all__ = ["Evaluation"]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """A bound sampler that evaluates the posterior for a cloud ``(G, L, d)`` in whitened coordinates.
+
+    - **bound** - the kernel and the posterior.
+    - **plan** - what its warmup learns.
+    - **unravel** - the function from flat positions to those of the sites.
+    - **row_seed** - the seed of the orders of rows, for gradients that depend on the number of the update.
+    """
+
+    bound: BoundSampler
+    plan: WarmupPlan
+    unravel: Callable
+    row_seed: jax.Array
+
+    @property
+    def dynamics(self) -> Dynamics:
+        return self.bound.kernel.dynamics
+
+    @property
+    def interaction(self) -> Interaction:
+        return self.bound.kernel.interaction
+
+    @property
+    def num_steps(self) -> int:
+        return self.bound.kernel.num_steps
+
+    @property
+    def shares_minibatches(self) -> bool:
+        return self.bound.gradient.shared
+
+    @property
+    def minibatch_size(self) -> int:
+        """The number of rows in a minibatch, of the plate with the fewest."""
+        return min((batch for _, batch in self.bound.target.plates.values()), default=1)
+
+    def target(self, warmup: WarmupState) -> Target:
+        """Return the posterior in the coordinates that the preconditioner whitens."""
+        share, target = warmup.scales.centring, self.bound.target
+        return target if share is None else CentredTarget(target, share, self.unravel)
+
+    def recover(self, warmup: WarmupState, u: jax.Array) -> Recovered:
+        """Return the particles ``(..., d)`` in the coordinates of the model."""
+        y = warmup.scales.preconditioner.to_positions(u)
+        target = self.target(warmup)
+        if not isinstance(target, CentredTarget):
+            return Recovered(y, jnp.zeros_like(y), jnp.ones_like(y))
+        return jax.tree.map(lambda x: x.reshape(y.shape), jax.vmap(target.recover)(y.reshape(-1, y.shape[-1])))
+
+    def energy_and_grad(self, warmup: WarmupState, num_updates: jax.Array | None = None) -> Callable:
+        """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.
+
+        :param num_updates: how many updates were done before; ``None`` for rows that no update depends on.
+        """
+        gradient, target = self.bound.gradient, self.target(warmup)
+        if num_updates is not None:
+            gradient = gradient.at(num_updates, self.row_seed)
+        change, reference = warmup.scales.preconditioner, warmup.reference
+        if reference is not None:
+            reference = reference._replace(in_use=reference.in_use & ~reference.is_stale)
+
+        def energy_and_grad(key, u, corrected=None):
+            used = reference if reference is None or corrected is None else reference._replace(in_use=corrected)
+            energy, slope = gradient.energy_and_grad(key, target, self.unravel, change.to_positions(u), used)
+            return energy, change.whiten_gradient(slope)
+
+        return energy_and_grad
+
+    def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
+        """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
+        target = self.target(warmup)
+        one = jnp.vectorize(lambda z: fingerprint(target, self.unravel, z), signature="(d)->()")
+        return one(warmup.scales.preconditioner.to_positions(u))
+
+    def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
+        """Return the reference with U and ∇U over all rows at its position."""
+        return evaluate_reference(key, self.target(warmup), self.unravel, reference, cloud.potential_energy.size)

@@ -1,0 +1,86 @@
+"""The learner of partial centring, from the curvature that the data add to each entry of a hierarchical site."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+
+from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.gradients import to_coordinates
+from numpyro_repulsion.warmup.hessian import NUM_PROBES, mean_diagonal
+from numpyro_repulsion.warmup.learning import Sampler
+from numpyro_repulsion.warmup.preconditioner import Preconditioner
+from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.windows import FREEZE, Stage
+
+__all__ = ["MIN_PARTICLES", "update_centring"]
+
+#: With fewer particles, the scales of new coordinates are unknown.
+MIN_PARTICLES = 4
+#: Half the distance over which gradients are compared, in standard deviations of the particles.
+WIDTH = 0.2
+#: Smaller changes are not worth scales that must be learned anew.
+MIN_CHANGE = 0.1
+
+
+def update_centring(
+    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+) -> tuple[WarmupState, Cloud]:
+    """At the ends of windows, until the last one that adapts scales begins, centre each entry by what the data say.
+
+    An entry x with prior location m and scale s has the curvature ``1 + h s²`` in its non-centred form ``(x − m) / s``,
+    if the likelihood has the curvature h. It is centred by ``h s² / (1 + h s²)``, the share of what is known of x that
+    the data say: the correlation of x with m and s is then least for a Gaussian.
+    """
+    if warmup.scales.centring is None:
+        return warmup, cloud
+    due = stage.references_move & (stage.done < stage.at(FREEZE))
+    return lax.cond(due, lambda: _learned(key, warmup, cloud, sampler), lambda: (warmup, cloud))
+
+
+def _learned(key, warmup, cloud, sampler):
+    known = warmup.scales.centring
+    found = sampler.recover(warmup, cloud.z)
+    can_change = jnp.any(found.scale != 1.0, (0, 1))
+    plain = jnp.where(can_change, 0.0, 1.0).astype(known.dtype)
+    y = to_coordinates(found, plain)
+    trial, change = _rescaled(warmup, y, plain)
+    probe_key, gradient_key = random.split(key)
+    energy_and_grad = sampler.energy_and_grad(trial)
+    no = jnp.zeros((), bool)
+    curvature = mean_diagonal(
+        probe_key, change.whiten(y), lambda key, u: energy_and_grad(key, u, no)[1], WIDTH, NUM_PROBES
+    )
+    curvature = curvature / change.lengths() ** 2
+    share = jnp.where(can_change, 1.0 - 1.0 / jnp.maximum(curvature, 1.0), 1.0)
+    share = jnp.where(jnp.isfinite(share), share, known)
+
+    def adopted():
+        y = to_coordinates(found, share)
+        new, change = _rescaled(warmup, y, share)
+        u = change.whiten(y)
+        energy, gradient = sampler.energy_and_grad(new)(gradient_key, u)
+        moments = jax.tree.map(jnp.zeros_like, warmup.moments)
+        moments = moments.add(*(x.reshape(-1, x.shape[-1]) for x in (u, gradient)))
+        new = new._replace(scales=new.scales._replace(moments=moments))
+        usable = jnp.isfinite(energy).all() & jnp.isfinite(gradient).all() & jnp.isfinite(u).all()
+        return jax.tree.map(
+            lambda new, old: jnp.where(usable, new, old),
+            (new, cloud._replace(z=u, potential_energy=energy, gradient=gradient)),
+            (warmup, cloud),
+        )
+
+    return lax.cond(jnp.abs(share - known).max() > MIN_CHANGE, adopted, lambda: (warmup, cloud))
+
+
+def _rescaled(warmup, y, share):
+    """Return the state with other coordinates, scaled by the spread of the particles along each of them."""
+    flat = y.reshape(-1, y.shape[-1])
+    spread = jnp.std(flat, 0)
+    spread = jnp.where(jnp.isfinite(spread) & (spread > 0), spread, 1.0)
+    old = warmup.scales.preconditioner
+    scale = jnp.diag(spread) if old.kind == "dense" else spread
+    stretch = None if old.stretch is None else jnp.zeros_like(old.stretch)
+    change = Preconditioner(scale, jnp.mean(flat, 0), old.vectors, stretch)
+    return warmup._replace(scales=warmup.scales._replace(preconditioner=change, centring=share)), change
