@@ -36,7 +36,12 @@ energy_and_grad = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(
 
 
 def kronecker(interaction, x):
-    return jnp.kron(interaction.gram(x[:, :d], None)[0], jnp.eye(d))
+    return jnp.kron(gram(interaction, x[:, :d]), jnp.eye(d))
+
+
+def gram(interaction, z):
+    """K, also of balanced noise, which keeps no matrix of its own."""
+    return jnp.eye(L) if interaction.couple(z).is_identity else interaction.gram(z, None)[0]
 
 
 def blocks(rows, extra):
@@ -104,9 +109,8 @@ def steps(dynamics, interaction, cloud):
     @jax.jit
     def step(ε, white):
         def couple(u):
-            coupling = interaction.couple(u)
-            gram = jnp.eye(L) if coupling.is_identity else interaction.gram(u, None)[0]
-            return coupling._replace(draw=lambda key: jnp.linalg.cholesky(gram) @ white, white=lambda key: white)
+            root = jnp.linalg.cholesky(gram(interaction, u))
+            return interaction.couple(u)._replace(draw=lambda key: root @ white, white=lambda key: white)
 
         return ensemble(dynamics.step(random.key(0), cloud, energy_and_grad, couple, ε))
 

@@ -1,0 +1,165 @@
+"""How warmup centres hierarchical sites, and that the draws stay those of the model."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGHMC, SGLD, SVGD, SVRG, Archive, diagnose, run_in_pieces, to_inference_data
+from numpyro_repulsion.gradients import ModelTarget
+
+EFFECTS = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+ERRORS = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+
+
+def schools(effects, unit=1.0):
+    """Eight schools (Rubin, 1981), written centred."""
+    mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5.0))
+    with numpyro.plate("schools", 8):
+        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(theta, unit * ERRORS), obs=effects)
+
+
+def funnel():
+    v = numpyro.sample("v", dist.Normal(0.0, 3.0))
+    numpyro.sample("x", dist.Normal(0.0, jnp.exp(v / 2)).expand([9]).to_event(1))
+
+
+def run(kernel, *args, seed=0, num_warmup=1000, num_samples=1000, num_chains=20, **settings):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(seed), *args, **settings)
+    return mcmc
+
+
+def centring(mcmc):
+    return np.asarray(mcmc.last_state.warmup.scales.centring)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGHMC])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_funnel_is_drawn_from(kernel, seed):
+    mcmc = run(kernel(funnel), seed=seed)
+    np.testing.assert_allclose(centring(mcmc), [1.0] + 9 * [0.0], atol=0.02)
+    v, x = (np.asarray(mcmc.get_samples(group_by_chain=True)[name], float) for name in "vx")
+    # Draws of one particle are correlated, so errors come from means of particles.
+    for values, expected in ((v, 0.0), (v**2, 9.0), (x / np.exp(v / 2)[..., None], 0.0), ((v < -3), 0.1587)):
+        means = values.reshape(20, -1).mean(1)
+        assert abs(means.mean() - expected) < 4.5 * means.std(ddof=1) / 20**0.5 + 0.03 * abs(expected)
+    assert not [finding for finding in diagnose(mcmc) if finding.severity == "error"]
+
+
+@pytest.mark.slow
+def test_without_it_the_neck_is_missed():
+    mcmc = run(SGLD(funnel, reparam=None))
+    assert mcmc.last_state.warmup.scales.centring is None
+    assert mcmc.get_samples()["v"].std() < 2.7
+    assert "funnel" in [finding.name for finding in diagnose(mcmc)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGHMC])
+def test_eight_schools(kernel):
+    mcmc = run(kernel(schools), EFFECTS)
+    draws = mcmc.get_samples()
+    assert (centring(mcmc)[:2] == 1).all() and (centring(mcmc)[2:] < 0.4).all()
+    # posteriordb, eight_schools-eight_schools_noncentered: 4.41 and 3.31, 3.60 and 3.20
+    assert abs(draws["mu"].mean() - 4.41) < 0.1 and abs(draws["mu"].std() - 3.31) < 0.15
+    assert abs(draws["tau"].mean() - 3.60) < 0.15 and abs(draws["tau"].std() - 3.20) < 0.3
+
+
+@pytest.mark.slow
+def test_sites_that_the_data_determine_stay_centred():
+    mcmc = run(SGLD(schools), EFFECTS, 0.05)
+    assert (centring(mcmc) > 0.9).all()
+
+
+def test_states_hold_the_sites_of_the_model():
+    with jax.enable_x64():  # in the neck, single precision does not hold the deviation of an effect from its mean
+        check_states()
+
+
+def check_states():
+    effects = jnp.asarray(EFFECTS, float)
+    mcmc = run(SGLD(schools, num_steps=2), effects, num_warmup=60, num_samples=3, extra_fields=("potential_energy",))
+    state = mcmc.last_state
+    assert set(mcmc.get_samples()) == set(state.z) == {"mu", "tau", "theta"}
+    target = ModelTarget(schools, (effects,))
+    energies = jax.vmap(lambda z: target.potential_energy(z, {}, random.key(0)))(state.z)
+    np.testing.assert_allclose(state.potential_energy, energies, rtol=1e-4)
+    assert centring(mcmc).min() < 0.9
+    assert abs(state.potential_energy - state.coordinates[1]).max() > 0.1
+    data = to_inference_data(mcmc)
+    np.testing.assert_allclose(data["sample_stats"]["lp"][:, -1], -energies, rtol=1e-4)
+
+
+def test_runs_go_on_in_their_coordinates(tmp_path):
+    with jax.enable_x64():
+        check_pieces(jnp.asarray(EFFECTS, float), tmp_path)
+
+
+def check_pieces(effects, directory):
+    whole, parts = (
+        MCMC(
+            SGLD(schools, num_steps=2),
+            num_warmup=60,
+            num_samples=10,
+            num_chains=6,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
+        for _ in range(2)
+    )
+    whole.run(random.key(0), effects)
+    run_in_pieces(parts, random.key(0), effects, piece_size=4, directory=directory)
+    # Programs without optimization may round differently.
+    for name, values in whole.get_samples().items():
+        np.testing.assert_allclose(values, parts.get_samples()[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reparam": None},
+        {"step_size": 0.01},
+        {"preconditioner": None},
+        {"moves": Archive()},
+    ],
+)
+def test_kernels_that_keep_the_coordinates_of_the_model(settings):
+    state = SGLD(schools, **settings).init(random.split(random.key(0), 6), 100, None, (EFFECTS,), {})
+    assert state.coordinates is None and state.warmup.scales.centring is None
+
+
+def test_optimizers_few_particles_and_own_references_keep_them_too():
+    keys = random.split(random.key(0), 6)
+    assert SVGD(schools).init(keys, 100, None, (EFFECTS,), {}).coordinates is None
+    assert SGLD(schools).init(keys[:3], 100, None, (EFFECTS,), {}).coordinates is None
+
+    def rows(y):
+        tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+        theta = numpyro.sample("theta", dist.Normal(0.0, tau))
+        with numpyro.plate("rows", 8, subsample_size=2) as i:
+            numpyro.sample("y", dist.Normal(theta, 1.0), obs=y[i])
+
+    assert SGLD(rows, gradient=SVRG()).init(keys, 100, None, (EFFECTS,), {}).coordinates is None
+    assert SGLD(rows).init(keys, 100, None, (EFFECTS,), {}).coordinates is not None
+
+
+def test_wrong_settings_are_refused():
+    for bad in ("none", True, {"theta": 0.0}):
+        with pytest.raises(ValueError, match="`reparam` must be 'auto' or None"):
+            SGLD(schools, reparam=bad)
