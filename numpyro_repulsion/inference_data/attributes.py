@@ -11,7 +11,7 @@ import numpyro
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.findings import Finding, to_json
-from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
 from numpyro_repulsion.kernels import (
     ParticleKernel,
     bound_of,
@@ -69,6 +69,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "moves": repr(kernel.moves),
         "gradient": repr(bound_of(mcmc).gradient),
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
+        "centring": _centring(state),
         "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
         "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
         "step_size": float(np.ravel(state.step_size)[0]),
@@ -88,3 +89,13 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "num_divergences": int(np.sum(state.num_divergences)),
         "share_flagged": share_flagged(mcmc),
     }
+
+
+def _centring(state):
+    """Return by how much hierarchical sites are centred, in words; empty if all sites are as in the model."""
+    share = state.warmup.scales.centring
+    if share is None:
+        return ""
+    shares = ravel_cloud(state.z)[1](share)
+    ranges = {name: (float(x.min()), float(x.max())) for name, x in shares.items() if x.size and (x != 1.0).any()}
+    return ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in ranges.items())

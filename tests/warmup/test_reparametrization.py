@@ -103,6 +103,7 @@ def check_states():
     assert centring(mcmc).min() < 0.9
     assert abs(state.potential_energy - state.coordinates[1]).max() > 0.1
     data = to_inference_data(mcmc)
+    assert data["posterior"].attrs["centring"].startswith("theta 0.")
     np.testing.assert_allclose(data["sample_stats"]["lp"][:, -1], -energies, rtol=1e-4)
 
 
