@@ -21,7 +21,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     moments reset at |    5   17   37   75  125  200 |  262  325  450 |       700           |
     -----------------+-------------------------------+----------------+---------------------+---------
     update_symptoms  |                               |                |   D    D   ...   D  |
-    update_centring  |                            Y  |   Y    Y       |                     |
+    update_centring  |                            Y  |   Y            |                     |
     update_arrival   |              R    R    R      |  (R)  (R)  (R) |  (R)  (R)  ...      |
     update_reference |                            X  |   X    X    X  |                     |
     update_scales    |   S    C    C    C    C    C  |   C    C    C  |                     |

@@ -12,7 +12,7 @@ from numpyro_repulsion.warmup.hessian import NUM_PROBES, mean_diagonal
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import WarmupState
-from numpyro_repulsion.warmup.windows import FREEZE, Stage
+from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["MIN_PARTICLES", "update_centring"]
 
@@ -20,6 +20,8 @@ __all__ = ["MIN_PARTICLES", "update_centring"]
 MIN_PARTICLES = 4
 #: Half the distance over which gradients are compared, in standard deviations of the particles.
 WIDTH = 0.2
+#: The smallest standard deviation of log s for which centring matters: below it, the change of variables is linear.
+MIN_SPREAD = 0.3
 #: Smaller changes are not worth scales that must be learned anew.
 MIN_CHANGE = 0.1
 
@@ -27,22 +29,24 @@ MIN_CHANGE = 0.1
 def update_centring(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """At the ends of windows, until the last one that adapts scales begins, centre each entry by what the data say.
+    """At the ends of the first windows after the arrival, centre each entry by what the data say.
 
     An entry x with prior location m and scale s has the curvature ``1 + h s²`` in its non-centred form ``(x − m) / s``,
     if the likelihood has the curvature h. It is centred by ``h s² / (1 + h s²)``, the share of what is known of x that
-    the data say: the correlation of x with m and s is then least for a Gaussian.
+    the data say: the correlation of x with m and s is then least for a Gaussian. Where s is known well, x stays as it
+    is, because its likelihood does not depend on s, and minibatches add no noise to the gradient with respect to s.
     """
     if warmup.scales.centring is None:
         return warmup, cloud
-    due = stage.references_move & (stage.done < stage.at(FREEZE))
+    # Later, scales are averages over windows, which need the same coordinates.
+    due = stage.references_move & (stage.curvature_weight == 1.0)
     return lax.cond(due, lambda: _learned(key, warmup, cloud, sampler), lambda: (warmup, cloud))
 
 
 def _learned(key, warmup, cloud, sampler):
     known = warmup.scales.centring
     found = sampler.recover(warmup, cloud.z)
-    can_change = jnp.any(found.scale != 1.0, (0, 1))
+    can_change = jnp.std(jnp.log(found.scale), (0, 1)) > MIN_SPREAD
     plain = jnp.where(can_change, 0.0, 1.0).astype(known.dtype)
     y = to_coordinates(found, plain)
     trial, change = _rescaled(warmup, y, plain)
