@@ -16,6 +16,7 @@ SEVERITIES = ("note", "warning", "error")
 MAX_FLAGGED = 1e-3
 #: Findings of equal severity are listed in this order: causes before their symptoms.
 _ORDER = (
+    "strayed",
     "noncentred",
     "few_levels",
     "funnel",
@@ -60,6 +61,7 @@ _COVERS = {
 }
 #: Each finding probably causes the listed ones. These stay in the list, and their remedy refers to the cause.
 _CAUSES = {
+    "strayed": {"not_mixed", "separate_modes", "flagged_updates", "several_basins"},
     "noncentred": {"not_mixed", "flagged_updates"},
     "few_levels": {"not_mixed", "flagged_updates", "separate_modes"},
     "funnel": {"not_mixed", "flagged_updates"},

@@ -17,6 +17,7 @@ from numpyro_repulsion.inference_data.labels import Labels, named_draws, safe_na
 from numpyro_repulsion.inference_data.likelihood import pointwise
 from numpyro_repulsion.inference_data.observations import observe
 from numpyro_repulsion.inference_data.predictive import by_draw, from_posterior, from_prior, is_key
+from numpyro_repulsion.inference_data.stray import stray_particles
 from numpyro_repulsion.kernels import bound_of, is_warmup
 
 __all__ = ["to_inference_data"]
@@ -47,10 +48,11 @@ def to_inference_data(
     ``prior_predictive``, and the groups that are passed in. Everything computed from the model covers all rows of
     subsampled plates, each once. The model keeps its data; predictions draw the observed sites nevertheless.
 
-    Dimensions are named after plates, and after ``infer={"event_dims": [...]}`` of a site. Chains have the coordinate
-    ``ensemble``. The attributes name the algorithm, its settings, and the ensemble of each chain. In site names "."
-    replaces "/". If a mask hides a part of an observed site, for all draws alike, the site is flattened to its visible
-    entries along ``<site>_entry``, whose coordinates are positions in the flattened site.
+    Dimensions are named after plates, and after ``infer={"event_dims": [...]}`` of a site. Chains have the coordinates
+    ``ensemble``, and ``strayed``: whether a particle has left the others or stands still. The attributes name the
+    algorithm, its settings, and the ensemble of each chain. In site names "." replaces "/". If a mask hides a part of
+    an observed site, for all draws alike, the site is flattened to its visible entries along ``<site>_entry``, whose
+    coordinates are positions in the flattened site.
 
     For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) only the last cloud is a result: it becomes one
     chain whose draws are the particles.
@@ -163,11 +165,16 @@ def to_inference_data(
     names = safe_names(variables, target.plate_sizes if target is not None else ())
     labels = Labels(target, observations, names, coords, dims)
     facts = attributes(mcmc, kernel, target)
+    of_chains = {"ensemble": facts["ensemble"]}
+    if all_count:
+        dimension = mcmc.last_state.gradient.shape[-1]
+        temperature = kernel.dynamics.temperature or 1.0
+        of_chains["strayed"] = stray_particles(posterior, -statistics["lp"] / temperature, dimension)
     datasets = {}
     for name, group in groups.items():
         if group:
             per_particle = all_count and name in ("posterior", "sample_stats")
-            dataset = labels.dataset(name, group, facts["ensemble"] if per_particle else None)
+            dataset = labels.dataset(name, group, of_chains if per_particle else {})
             dataset.attrs.update(facts)
             datasets[f"warmup_{name}" if of_warmup and name in ("posterior", "sample_stats") else name] = dataset
     if warmup is not None:

@@ -47,12 +47,12 @@ class Labels:
         self.coords = {names.get(name, name): values for name, values in (coords or {}).items()}
         self.dims = {names.get(name, name): list(listed) for name, listed in (dims or {}).items()}
 
-    def dataset(self, group: str, arrays: Mapping[str, Any], ensemble: np.ndarray | None = None):
+    def dataset(self, group: str, arrays: Mapping[str, Any], of_chains: Mapping[str, np.ndarray]):
         """Return an ``xarray.Dataset`` in which every axis has a name and coordinates.
 
         :param group: the name of the group, which determines the leading axes.
         :param arrays: arrays by name.
-        :param ensemble: the ensemble of each chain, stored as a coordinate.
+        :param of_chains: further coordinates of the chains, by name.
         :raises ValueError: if names or coordinates from the user do not fit.
         """
         import xarray
@@ -78,8 +78,8 @@ class Labels:
                 coords.setdefault(axis, self._coordinate(name, axis, size, group))
             coords |= {axis: np.arange(size) for axis, size in zip(leading, value.shape, strict=False)}
             variables[self.names[name]] = ([*leading, *axes], value)
-        if ensemble is not None and "ensemble" not in {*variables, *coords}:
-            coords["ensemble"] = ("chain", ensemble)
+        taken = {*variables, *coords}
+        coords |= {name: ("chain", values) for name, values in of_chains.items() if name not in taken}
         return xarray.Dataset(variables, coords)
 
     def _axes(self, name, shape, group):

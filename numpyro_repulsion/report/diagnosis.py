@@ -95,6 +95,7 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     share = float(attributes.get("share_flagged", 0.0))
     if flagged:
         findings.append(flagged_updates(flagged, share, attributes.get("remedy", "shorten the step")))
+    findings += _of_strays(posterior)
     known = None
     if attributes.get("is_sampler", "true") == "true":
         known, found = _of_bias(_bias(run, attributes), share, attributes)
@@ -158,6 +159,20 @@ def _of_bias(bias, share, attributes):
     message = f"The step size makes posterior sds {size}, mostly through {'minibatches' if by_noise else 'curvature'}."
     remedy = f"{remedy[:1].upper()}{remedy[1:]}."
     return None, [Finding("step_bias", "error" if is_large else "warning", figure, message, remedy)]
+
+
+def _of_strays(posterior):
+    """Return a finding about particles that have left the others or stand still."""
+    if "strayed" not in posterior.coords or not (strayed := np.atleast_1d(posterior["strayed"].values)).any():
+        return []
+    names = np.atleast_1d(posterior["chain"].values)[strayed]
+    some = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
+    message = (
+        f"{len(names)} of {strayed.size} particles (chain {some}) have left the others for places of far higher "
+        "energy, or stand still; all figures include them."
+    )
+    remedy = "Leave them out by summary(..., exclude_diverged=True), and run again with a shorter step."
+    return [Finding("strayed", "error", float(len(names)), message, remedy)]
 
 
 def _of_draws(posterior):

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from numpyro_repulsion.checks import boolean
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, nested_rhat
 from numpyro_repulsion.report.diagnosis import data_of, diagnosis_of
 
@@ -21,7 +22,7 @@ _OF_ENSEMBLES: dict[str, Callable] = {
 }
 
 
-def summary(run, **kwargs):
+def summary(run, *, exclude_diverged: bool = False, **kwargs):
     """Return ArviZ's summary of a run; prints what was run, and the problems found, worst first.
 
     Effective sample sizes and standard errors are those for interacting particles,
@@ -33,10 +34,13 @@ def summary(run, **kwargs):
     columns that need draws of a sampler.
 
     :param run: an ``MCMC`` that has run with a kernel of this package, or its result from :func:`to_inference_data`.
+    :param exclude_diverged: whether to leave out particles that have left the others or stand still, the chains with
+        the coordinate ``strayed`` of :func:`to_inference_data`.
     :param kwargs: passed to ``arviz.summary``.
     :return: a pandas DataFrame.
     :raises TypeError: for any other ``run``.
-    :raises ValueError: before the run, if there are only draws of warmup, and for a ``fmt`` other than ``"wide"``.
+    :raises ValueError: before the run, if there are only draws of warmup, for a ``fmt`` other than ``"wide"``, and if
+        ``exclude_diverged`` leaves no particle.
 
     **Example**
 
@@ -66,6 +70,8 @@ def summary(run, **kwargs):
     data = data_of(run, "summary")
     posterior = data["posterior"]
     posterior = getattr(posterior, "dataset", posterior)
+    if boolean("`exclude_diverged`", exclude_diverged):
+        kwargs["coords"] = _kept(posterior, kwargs.get("coords") or {})
     is_sampler = posterior.attrs.get("is_sampler", "true") == "true"
     table = arviz.summary(data, **({"kind": "all" if is_sampler else "stats"} | kwargs))
     if is_sampler and kwargs.get("group", "posterior") == "posterior":
@@ -74,6 +80,21 @@ def summary(run, **kwargs):
         _put_ensembles_in(table, variables, posterior, kwargs.get("round_to", 3))
     print(diagnosis_of(run, posterior))
     return table
+
+
+def _kept(posterior, coords):
+    """Return the coordinates to select, without the chains of particles that have left or stand still."""
+    strayed = posterior["strayed"].values if "strayed" in posterior.coords else np.zeros(posterior.sizes["chain"], bool)
+    if not strayed.any():
+        return coords
+    kept = set(posterior["chain"].values[~strayed].tolist())
+    chosen = [chain for chain in np.atleast_1d(coords.get("chain", sorted(kept))).tolist() if chain in kept]
+    if not chosen:
+        raise ValueError(
+            "exclude_diverged=True leaves no particle: all of them have left or stand still. Run again with a shorter "
+            "step."
+        )
+    return {**coords, "chain": chosen}
 
 
 def _part(posterior, variables, coords):

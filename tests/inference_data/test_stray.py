@@ -1,0 +1,118 @@
+"""Particles that have left the others or stand still: found, named, and left out on request."""
+
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGLD, diagnose, summary, to_inference_data
+from numpyro_repulsion.inference_data.stray import stray_particles
+
+SIZE, NUMBER, DIMENSION = 20, 200, 8
+
+
+def normal(seed=0, size=SIZE, dimension=DIMENSION):
+    """Exact draws of a standard normal distribution, and their energies."""
+    z = np.random.default_rng(seed).standard_normal((size, NUMBER, dimension))
+    return z, (z**2).sum(-1) / 2
+
+
+def strayed(z, energy, dimension=DIMENSION):
+    return np.flatnonzero(stray_particles({"z": z}, energy, dimension)).tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("dimension", [1, 8, 300])
+def test_particles_of_the_posterior_are_not_called_stray(seed, dimension):
+    z, energy = normal(seed, dimension=dimension)
+    assert strayed(z, energy, dimension) == []
+    # Estimates of energies have noise that is far larger than what they estimate.
+    noise = 1e4 * np.random.default_rng(seed).standard_normal(energy.shape)
+    assert strayed(z, energy + noise, dimension) == []
+
+
+def test_a_particle_that_left():
+    z, energy = normal()
+    z[3] += 10.0
+    assert strayed(z, (z**2).sum(-1) / 2) == [3]
+    assert strayed(z, energy) == []  # in another mode, as deep as this one
+
+
+def test_particles_that_stand_still_or_are_not_finite():
+    z, energy = normal()
+    z[5] = z[5, :1] + 1e-3 * z[5]
+    z[7, 100:, 2] = np.nan
+    energy[9, 3] = np.inf
+    assert strayed(z, energy) == [5, 7, 9]
+
+
+def test_slow_particles_are_not_called_still():
+    steps = 0.01 * np.random.default_rng(0).standard_normal((SIZE, NUMBER, DIMENSION))
+    walks = np.random.default_rng(1).standard_normal((SIZE, 1, DIMENSION)) + steps.cumsum(1)
+    assert strayed(walks, (walks**2).sum(-1) / 2) == []
+
+
+def test_few_particles_and_short_runs_show_nothing():
+    z, energy = normal()
+    z[1] += 10.0
+    energy = (z**2).sum(-1) / 2
+    assert strayed(z[:3], energy[:3]) == [] == strayed(z[:, :5], energy[:, :5])
+    z[2, 1] = np.nan
+    assert strayed(z[:3], energy[:3]) == [2]
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A run with one particle in a place from which it cannot return: a ledge far above the others."""
+
+    def potential(z):
+        ledge = 500.0 + 50.0 * jnp.sum((z - 100.0) ** 2)
+        return -jnp.logaddexp(-jnp.sum(z**2) / 2, -ledge)
+
+    mcmc = MCMC(
+        SGLD(potential_fn=potential, step_size=0.01),
+        num_warmup=0,
+        num_samples=500,
+        num_chains=6,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    starts = random.normal(random.key(1), (6, 2)).at[4].set(100.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc.run(random.key(0), init_params=starts)
+        jax.effects_barrier()
+    return mcmc
+
+
+def test_inference_data_mark_them(run, tmp_path):
+    data = to_inference_data(run)
+    for group in ("posterior", "sample_stats"):
+        assert data[group]["strayed"].values.tolist() == [False, False, False, False, True, False]
+        assert data[group]["strayed"].dims == ("chain",)
+    data.to_netcdf(str(tmp_path / "run.nc"))
+
+
+def test_the_diagnosis_names_them_first(run):
+    found = diagnose(run)
+    assert found[0].name == "strayed" and found[0].severity == "error" and found[0].figure == 1.0
+    assert "1 of 6 particles (chain 4)" in found[0].message
+
+
+def test_a_summary_leaves_them_out_on_request(run, capsys):
+    with_it = summary(run, round_to=6)
+    assert "strayed" in capsys.readouterr().out
+    without = summary(run, exclude_diverged=True, round_to=6)
+    assert "strayed" not in capsys.readouterr().out
+    assert float(with_it["mean"].iloc[0]) > 10 > 1 > abs(float(without["mean"].iloc[0]))
+    chosen = summary(run, exclude_diverged=True, coords={"chain": [1, 4]}, round_to=6)
+    assert abs(float(chosen["mean"].iloc[0])) < 2
+    with pytest.raises(ValueError, match="leaves no particle"):
+        summary(run, exclude_diverged=True, coords={"chain": [4]})
+    with pytest.raises(ValueError, match="must be True or False"):
+        summary(run, exclude_diverged="yes")
