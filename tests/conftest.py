@@ -104,7 +104,7 @@ def x64():
         yield
 
 
-#: A look at what the process holds after so many tests.
+#: A look at what the process holds after so many quick tests, and after each slow one.
 TESTS = 10
 #: The compiler dies beyond 65,530 memory maps, of which a program takes several.
 MOST_MAPS = 25_000
@@ -135,10 +135,11 @@ def room():
 
 
 @pytest.fixture(autouse=True)
-def forgotten_programs(room):
+def forgotten_programs(room, request):
     """Drops compiled programs before they fill the process."""
     yield
-    if next(COUNT) % TESTS == 0 and is_crowded(min(room[0], 2**40)):
+    is_slow = request.node.get_closest_marker("slow") is not None
+    if (is_slow or next(COUNT) % TESTS == 0) and is_crowded(min(room[0], 2**40)):
         jax.clear_caches()
         gc.collect()
         room[0] = resident()

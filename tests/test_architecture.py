@@ -41,7 +41,7 @@ ARROWS = {
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels"}),
-    "report": (HOST | {"arviz"}, {"bias", "diagnostics", "findings", "inference_data", "kernels"}),
+    "report": (HOST | {"arviz"}, {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels"}),
     "plots": (
         HOST | {"matplotlib"},
         {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data"},
