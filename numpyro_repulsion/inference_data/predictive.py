@@ -77,7 +77,7 @@ def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tupl
     try:
         found = map_draws(draw, numbers, (1, NUM_PRIOR), "Draws from the prior of", "Leave prior=None")
     except NotImplementedError as error:
-        reason = error or "a site has no sampler"
+        reason = str(error) or "a site has no sampler"
         raise ValueError(f"The prior of this model cannot be drawn from: {reason}. Leave prior=None.") from error
     return (
         {name: found[name] for name in names if name not in statistics},

@@ -187,7 +187,7 @@ def test_warmup():
         summary(mcmc)
     warmup = to_inference_data(mcmc)
     assert groups(warmup) == {"warmup_posterior", "warmup_sample_stats"}
-    with pytest.raises(ValueError, match="of another run.*6 chains"):
+    with pytest.raises(ValueError, match="must come from this run, with 6 chains"):
         to_inference_data(run(SGLD(model, step_size=0.1)), warmup=warmup)
     mcmc.run(random.key(1))
     assert groups(to_inference_data(mcmc)) == {"posterior", "sample_stats"}

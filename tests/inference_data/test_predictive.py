@@ -256,7 +256,7 @@ def test_priors_without_draws_and_factors(run):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match="prior of this model has no draws"):
+        with pytest.raises(ValueError, match="cannot be drawn from: a site has no sampler"):
             to_inference_data(run(improper, jnp.asarray(Y)), prior=random.key(0))
         everything = to_inference_data(
             run(improper, jnp.asarray(Y)), log_likelihood=True, posterior_predictive=random.key(0)

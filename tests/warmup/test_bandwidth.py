@@ -213,9 +213,12 @@ def test_bandwidth_is_learned_and_frozen():
 def test_draws_are_those_of_the_frozen_bandwidth_if_given(x64):
     states = course(SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT), 100, 20)
     last = jax.tree.map(lambda x: x[-1], states)
-    h = float(last.bandwidth[0])
+    # A kernel of another interaction needs the step to be given.
+    h, step_size = float(last.bandwidth[0]), float(last.step_size[0])
     plan, same, other = (
-        SGLDR(potential_fn=quadratic, interaction=interaction, step_size=STRICT).sample(last, (), {}).z
+        SGLDR(potential_fn=quadratic, interaction=interaction, step_size=step_size, dynamics=Overdamped("lm"))
+        .sample(last, (), {})
+        .z
         for interaction in (LEARNED, RBF(h), RBF(h / 2))
     )
     np.testing.assert_allclose(plan, same, rtol=1e-9)
