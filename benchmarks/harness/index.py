@@ -33,6 +33,7 @@ PAGES = {
         "bandwidth": "A learned bandwidth",
         "first_run": "A first run",
         "real": "Real data",
+        "sweeps": "Minibatches without replacement",
     },
 }
 

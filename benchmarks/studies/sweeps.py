@@ -1,0 +1,111 @@
+"""Minibatches without replacement: `Sweeps()` beside independent ones, on the logistic regression with many rows.
+
+Through ``MCMC`` with nothing else set, control variates off: twice 2,000 iterations of 10 updates, that is 100 sweeps
+of 200 minibatches each. Errors are root mean squares over runs and coefficients, against the reference; a gain is the
+ratio of inverse squared errors of the means, at equal time.
+
+    python -m benchmarks.studies.sweeps [--short] [--again]
+"""
+
+import time
+import warnings
+
+import jax
+from jax import random
+import numpy as np
+
+from benchmarks.harness.runs import vectorized
+from benchmarks.harness.store import pm, run, table
+from benchmarks.problems import logistic_100k as large
+from benchmarks.problems.logistic_100k import BATCH, PARTICLES, data, reference, scores
+from numpyro_repulsion import SGHMC, SGLD, ControlVariates, Subsampled, Sweeps, enable_live_warnings
+from numpyro_repulsion.targets import logistic_regression
+
+KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
+GRADIENTS = {
+    "independent": Subsampled(),
+    "sweeps": Sweeps(control_variates=False),
+    "control variates": ControlVariates(),
+}
+
+
+def sampled(kernel, gradient, length, seed, X, y, exact):
+    """Errors of one whole run."""
+    mean, sd = exact
+    jax.clear_caches()
+    mcmc = vectorized(KERNELS[kernel](logistic_regression, gradient=GRADIENTS[gradient]), length, length, PARTICLES)
+    began = time.perf_counter()
+    mcmc.run(random.key(seed), X, y, subsample_size=BATCH)
+    draws = np.asarray(mcmc.get_samples()["beta"], float)
+    seconds = time.perf_counter() - began
+    step = mcmc.last_state.warmup.step
+    return {
+        "kernel": kernel,
+        "gradient": gradient,
+        "seed": seed,
+        "seconds": seconds,
+        "step": float(step.size),
+        "predicted": float(step.bias),
+        "means": ((draws.mean(0) - mean) / sd).tolist(),
+        "deviations": (draws.std(0) / sd - 1.0).tolist(),
+    }
+
+
+def measure(record):
+    length, repeats = (300, 2) if record.short else (2000, 3)
+    plain = data()
+    exact, (X, y) = reference(*plain), large.as_jax(*plain)
+    for seed in range(repeats):
+        for kernel in KERNELS:
+            for gradient in GRADIENTS:
+                key = f"{kernel}, {gradient}, {seed}"
+                row = record.row(key, lambda k=kernel, g=gradient, s=seed: sampled(k, g, length, s, X, y, exact))
+                print(key, {name: row[name] for name in ("seconds", "step", "predicted")}, flush=True)
+
+
+def tables(record):
+    lines = []
+    for kernel in KERNELS:
+        found = {}
+        for gradient in GRADIENTS:
+            rows = record.select(kernel=kernel, gradient=gradient)
+            if len(rows) > 1:
+                seconds = float(np.mean([row["seconds"] for row in rows]))
+                errors = scores([row["means"] for row in rows], [row["deviations"] for row in rows])
+                bias = np.mean([row["deviations"] for row in rows], 1)
+                found[gradient] = rows, seconds, errors, bias
+        for gradient, (rows, seconds, errors, bias) in found.items():
+            gain = relative = None
+            if "independent" in found and gradient != "independent":
+                _, base_seconds, base, _ = found["independent"]
+                gain = (base["mean_rms"] / errors["mean_rms"]) ** 2 * base_seconds / seconds
+                relative = 2 * np.hypot(*(e["mean_rms_se"] / e["mean_rms"] for e in (base, errors)))
+            lines.append(
+                (
+                    f"`{kernel}`, {gradient}",
+                    str(len(rows)),
+                    f"{seconds:.0f}",
+                    f"{np.mean([row['step'] for row in rows]):.2g}",
+                    f"{100 * (np.mean([(1 + row['predicted']) ** 0.5 for row in rows]) - 1):.1f} %",
+                    pm(100 * bias.mean(), 100 * bias.std(ddof=1) / len(rows) ** 0.5, 1) + " %",
+                    pm(errors["mean_rms"], errors["mean_rms_se"], 4),
+                    "" if gain is None else pm(gain, gain * relative, 0),
+                )
+            )
+    head = (
+        "",
+        "runs",
+        "seconds",
+        "step",
+        "bias of sd, predicted",
+        "measured",
+        "error of means, sd",
+        "gain in draws a second",
+    )
+    return table(head, lines)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    enable_live_warnings(False)
+    run(__doc__, "sweeps", measure, tables, None)
