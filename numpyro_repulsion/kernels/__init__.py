@@ -13,7 +13,7 @@ from numpyro_repulsion.kernels.host import (
 )
 from numpyro_repulsion.kernels.mcmc import arguments
 from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
-from numpyro_repulsion.kernels.state import ParticleState
+from numpyro_repulsion.kernels.state import ParticleState, sampler_positions
 
 __all__ = [
     "SGHMC",
@@ -33,5 +33,6 @@ __all__ = [
     "is_warmup",
     "kernel_of",
     "require_draws",
+    "sampler_positions",
     "share_flagged",
 ]

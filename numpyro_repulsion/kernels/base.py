@@ -41,7 +41,7 @@ from numpyro_repulsion.kernels.settings import (
     step_schedule,
     warn_of_short_warmup,
 )
-from numpyro_repulsion.kernels.state import ParticleState, map_particles, per_particle
+from numpyro_repulsion.kernels.state import ParticleState, map_particles, per_particle, sampler_positions
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup import Stage, diagnose_warmup
@@ -261,8 +261,8 @@ class ParticleKernel(Fixed, MCMCKernel):
         bound = self.bind(args, kwargs)
         plan = bound.plan(state.warmup.scales.preconditioner.kind)
         check_state(self, state, bound.target, plan, bound.gradient)
-        flat, unravel = ravel_cloud(state.z)
-        flat, energy = (flat, state.potential_energy) if state.coordinates is None else state.coordinates
+        _, unravel = ravel_cloud(state.z)
+        flat, energy = sampler_positions(state)
         z = state.warmup.scales.preconditioner.whiten(flat)
         cloud = Cloud(z, energy, state.gradient, state.memory)
         iteration = Iteration(bound, plan, unravel, state.row_seed, self.schedule)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.warmup import WarmupState
 
-__all__ = ["ParticleState", "map_particles", "per_particle"]
+__all__ = ["ParticleState", "map_particles", "per_particle", "sampler_positions"]
 
 _PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "diverging", "gradient", "memory", "coordinates")
 
@@ -66,6 +67,11 @@ def per_particle(cloud: Cloud, warmup: WarmupState, step_size: jax.Array) -> dic
         "gradient": cloud.gradient.reshape(size, -1),
         "memory": tuple(x.reshape(size, -1) for x in cloud.memory),
     }
+
+
+def sampler_positions(state: ParticleState) -> tuple[jax.Array, jax.Array]:
+    """Return the positions in the coordinates of the sampler, before whitening, ``(L, d)``, and U there, ``(L,)``."""
+    return (ravel_cloud(state.z)[0], state.potential_energy) if state.coordinates is None else state.coordinates
 
 
 def map_particles(fn, state: ParticleState) -> ParticleState:

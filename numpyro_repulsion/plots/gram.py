@@ -10,9 +10,8 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.interactions import Interaction, Sum
-from numpyro_repulsion.kernels import ParticleKernel
+from numpyro_repulsion.kernels import ParticleKernel, sampler_positions
 from numpyro_repulsion.plots.style import check_axes, new_axes, require_pyplot
 
 __all__ = ["plot_gram"]
@@ -104,7 +103,7 @@ def _of_run(mcmc):
             'Chains that ran one by one share no matrix; run them with chain_method="vectorized", as the particles of '
             "an ensemble."
         )
-    flat, _ = ravel_cloud(state.z)
+    flat, _ = sampler_positions(state)
     u = state.warmup.scales.preconditioner.whiten(flat)
     u = u.reshape(kernel.num_ensembles, -1, u.shape[-1])
     return kernel.interaction.at(None, state.num_updates), u, state.warmup.bandwidth
