@@ -66,7 +66,7 @@ def flow():
 
 def timeline(num_warmup=1000):
     """Which part of warmup does what, and where windows end."""
-    figure, axes = plt.subplots(figsize=(10, 3.9))
+    figure, axes = plt.subplots(figsize=(10, 4.3))
     arrived, frozen = windows.ARRIVED * num_warmup, windows.FREEZE * num_warmup
     parts = (
         (0, arrived, "arrival", "#f7ecdc"),
@@ -75,26 +75,27 @@ def timeline(num_warmup=1000):
     )
     for start, end, name, colour in parts:
         axes.axvspan(start, end, color=colour, lw=0)
-        axes.text((start + end) / 2, 7.75, name, ha="center", fontsize=10, weight="bold", color=INK)
+        axes.text((start + end) / 2, 8.75, name, ha="center", fontsize=10, weight="bold", color=INK)
     ends = windows.ENDS * num_warmup
-    axes.vlines(ends, 0, 7.4, color=INK, lw=0.7, ls=":")
+    axes.vlines(ends, 0, 8.4, color=INK, lw=0.7, ls=":")
     rescued = [x for x in ends if windows.FIRST_RESCUE * num_warmup < x < arrived]
     rows = (
         ("arrival: each particle's own step", [(0, arrived)], rescued),
         ("scales: from moments of the window", [(0, frozen)], [x for x in ends if x <= frozen]),
-        ("reference of control variates", [], [arrived, frozen]),
+        ("centring of hierarchical sites", [], [x for x in ends if arrived <= x <= 0.3 * num_warmup]),
+        ("reference of control variates", [], [x for x in ends if arrived <= x <= frozen]),
         ("bandwidth", [(arrived, frozen)], [x for x in ends if x > frozen]),
         ("step size: curvature and noise", [], [x for x in ends if x >= arrived]),
         ("symptoms: funnels, tails, modes", [(frozen, num_warmup)], []),
         ("jumps, where several modes are found", [(0.7 * num_warmup, num_warmup)], []),
     )
     for i, (name, spans, moments) in enumerate(rows):
-        y = 6.9 - i
+        y = 7.9 - i
         for start, end in spans:
             axes.plot((start, end), (y, y), color=ACCENT, lw=5, solid_capstyle="butt", alpha=0.45)
         axes.plot(moments, [y] * len(moments), "o", color=ACCENT, ms=5)
         axes.text(-12, y, name, ha="right", va="center", fontsize=8.5, color=INK)
-    axes.set(xlim=(0, num_warmup), ylim=(0, 8.3), yticks=[], xlabel=f"iteration, for num_warmup={num_warmup}")
+    axes.set(xlim=(0, num_warmup), ylim=(0, 9.3), yticks=[], xlabel=f"iteration, for num_warmup={num_warmup}")
     axes.spines[["top", "left", "right"]].set_visible(False)
     figure.savefig(OUTPUT / "house-warmup.png", dpi=150, bbox_inches="tight")
 
