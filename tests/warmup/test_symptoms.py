@@ -182,7 +182,14 @@ def funnel(dimension):
 @pytest.mark.slow
 @pytest.mark.parametrize("dimension", [10, 100, 500])
 def test_centred_funnels_are_flagged(dimension):
-    assert all("as in a funnel" in words for words in warmed_up(funnel, dimension, seeds=range(20)))
+    found = warmed_up(funnel, dimension, seeds=range(20), reparam=None)
+    assert all("as in a funnel" in words for words in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dimension", [10, 100, 500])
+def test_funnels_that_warmup_straightens_are_not_flagged(dimension):
+    assert not any("funnel" in words for words in warmed_up(funnel, dimension, seeds=range(5)))
 
 
 @pytest.mark.slow
