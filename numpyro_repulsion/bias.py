@@ -43,8 +43,9 @@ class StepBias(NamedTuple):
     - **observed_error** - its standard error; NaN if the segment is too short to estimate it, as for
       :func:`~numpyro_repulsion.ensemble_mcse`.
     - **observed_by_parameter** - ``E[(z − E z) ∂U/∂z] / T − 1`` for each unconstrained parameter, in the structure of
-      one particle. It is 0 for the posterior; for a Gaussian it is the relative inflation of the variance. It is
-      negative for a cloud that is too narrow.
+      one particle; for sites that warmup centred partly, in the coordinates in which they move. It is 0 for the
+      posterior; for a Gaussian it is the relative inflation of the variance. It is negative for a cloud that is too
+      narrow.
     - **observed_error_by_parameter** - standard errors of ``observed_by_parameter``.
     - **halving_by_parameter** - the relative fall of each variance when the step is halved: about half the bias if that
       is of first order in ε, three quarters if it is of second order.
@@ -143,7 +144,8 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     # As many coordinates as fit, evenly spread.
     most = max(1, MAX_ENTRIES // (num_samples * len(flat)))
     followed = np.unique(np.linspace(0, flat.shape[1] - 1, min(most, flat.shape[1])).round().astype(int))
-    program = jax.jit(partial(_segment, kernel, args, kwargs, followed, int(num_samples), flat.mean(0)))
+    centre = (flat if state.coordinates is None else state.coordinates[0]).mean(0)
+    program = jax.jit(partial(_segment, kernel, args, kwargs, followed, int(num_samples), centre))
     # Plain chains that measured their steps have one step each.
     steps = jnp.ravel(state.step_size) if np.ndim(state.num_updates) and not callable(kernel.step_size) else step_size
     _, same = program(state, steps)

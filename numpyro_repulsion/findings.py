@@ -206,7 +206,8 @@ def flagged_updates(count: int, share: float, remedy: str) -> Finding:
     """
     is_many = share > MAX_FLAGGED
     updates = f"{count} updates were" if count > 1 else "1 update was"
-    message = f"{updates} rejected (not finite) or had a clipped gradient (far too long)"
+    message = f"{updates} rejected (not finite), turned back (far too much energy) or had a clipped gradient"
+    message += " (far too long)"
     message += f", {100 * share:.2g} % of all updates, so the step-size bias is unknown." if is_many else "."
     severity = "error" if is_many else "warning"
     return Finding("flagged_updates", severity, float(count), message, f"{_capital(remedy)}, or reparameterize.")

@@ -55,7 +55,7 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
     weight = getattr(kernel.interaction, "weight", None)
     if callable(weight):
         identity["weight of the interaction"] = _schedule(weight)
-    for name in ("num_steps", "num_ensembles"):
+    for name in ("num_steps", "num_ensembles", "reparam"):
         identity[name] = getattr(kernel, name)
     for name in ("num_warmup", "num_samples", "thinning", "num_chains", "chain_method"):
         identity[name] = getattr(mcmc, name)

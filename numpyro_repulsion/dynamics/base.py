@@ -136,20 +136,22 @@ def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
     return select(finite, proposal, cloud), ~finite
 
 
-def turn_back(cloud: Cloud, proposal: Cloud, dynamics: Dynamics) -> tuple[Cloud, jax.Array]:
+def turn_back(cloud: Cloud, proposal: Cloud, dynamics: Dynamics, has_turned: jax.Array) -> tuple[Cloud, jax.Array]:
     """Return the proposal, except for particles that gain far more energy than friction and noise give them.
 
     In a place that is too stiff for the step, momenta grow without bound. Such a particle stays, with its momentum
-    reversed, and goes back the way it came. At temperature T, H exceeds its mean by so much with a probability of
+    reversed, and goes back about the way it came. At temperature T, H exceeds its mean by so much with a probability of
     ``exp(−ENERGY_LIMIT)`` or less, so the stationary distribution is the same to within that.
 
+    :param has_turned: which particles were turned back in the update before, ``(..., L)``. They go on now: where every
+        update gains energy they could never leave, and the energy stored with a particle may be that of other data.
     :return: the new cloud, and which particles were turned back, ``(..., L)``.
     """
     before, after = dynamics.hamiltonian(cloud), dynamics.hamiltonian(proposal)
     if before is None or after is None:
         return proposal, jnp.zeros(proposal.potential_energy.shape, bool)
     limit = ENERGY_LIMIT + SPREAD_LIMIT * cloud.z.shape[-1] ** 0.5
-    gains = after - before > limit * (dynamics.temperature or 1.0)
+    gains = (after - before > limit * (dynamics.temperature or 1.0)) & ~has_turned
     return select(gains, dynamics.turned(cloud), proposal), gains
 
 

@@ -111,10 +111,15 @@ def log_volume(found: Recovered, share: jax.Array) -> jax.Array:
 
 
 def candidates(sites: Mapping[str, dict], latent: list[str]) -> list[str]:
-    """Return the latent sites with a location and a scale, of which the scale may depend on others."""
+    """Return the latent sites with a location and a scale, of which the scale may depend on others.
+
+    A site with a weight, by ``numpyro.handlers.scale``, is left out: the volume of its coordinates has none.
+    """
     found = []
     for name in latent:
         fn = sites[name]["fn"]
+        if sites[name]["scale"] is not None:
+            continue
         while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
             fn = fn.base_dist
         if type(fn) in FAMILIES and fn.support is constraints.real and isinstance(fn.scale, jax.core.Tracer):

@@ -169,7 +169,7 @@ def to_inference_data(
     if all_count:
         dimension = mcmc.last_state.gradient.shape[-1]
         temperature = kernel.dynamics.temperature or 1.0
-        of_chains["strayed"] = stray_particles(posterior, -statistics["lp"] / temperature, dimension)
+        of_chains["strayed"] = stray_particles(latent or posterior, -statistics["lp"] / temperature, dimension)
     datasets = {}
     for name, group in groups.items():
         if group:

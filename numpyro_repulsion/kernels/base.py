@@ -41,7 +41,14 @@ from numpyro_repulsion.kernels.settings import (
     step_schedule,
     warn_of_short_warmup,
 )
-from numpyro_repulsion.kernels.state import ParticleState, map_particles, per_particle, sampler_positions
+from numpyro_repulsion.kernels.state import (
+    ParticleState,
+    last_word,
+    map_particles,
+    per_particle,
+    row_seed,
+    sampler_positions,
+)
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup import Stage, diagnose_warmup
@@ -249,7 +256,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             num_updates=progress.num_updates,
             num_divergences=troubles.astype(jnp.int32),
             rng_key=rng_key,
-            row_seed=state.row_seed,
+            row_seed=jnp.stack([iteration.row_seed, last_word(rng_key)]),
             origin=state.origin,
         )
         return map_particles(lambda x: x[0], state) if is_single else state
@@ -265,7 +272,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         flat, energy = sampler_positions(state)
         z = state.warmup.scales.preconditioner.whiten(flat)
         cloud = Cloud(z, energy, state.gradient, state.memory)
-        iteration = Iteration(bound, plan, unravel, state.row_seed, self.schedule)
+        iteration = Iteration(bound, plan, unravel, row_seed(state), self.schedule)
         return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
 
     def postprocess_fn(self, args, kwargs):

@@ -21,7 +21,7 @@ from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
-from numpyro_repulsion.kernels.state import ParticleState, per_particle
+from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import MIN_PARTICLES, WarmupState
@@ -149,7 +149,7 @@ class Initializer:
             num_divergences=jnp.zeros((), jnp.int32),
             rng_key=state_key,
             coordinates=(flat, energy) if reparametrizes else None,
-            row_seed=random.key_data(memory_key).ravel()[-1],
+            row_seed=jnp.stack([last_word(memory_key), last_word(state_key)]),
             origin=Origin.of(kernel, plan, bound.gradient, cloud, num_warmup),
         )
         return state, cloud, self._smallest_eigenvalue(u, bandwidth)

@@ -12,7 +12,8 @@
 
    a. flags particles whose gradient had to be clipped because it was far too long,
    b. steps by the dynamics, with a new minibatch,
-   c. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
+   c. turns particles back that gain far too much energy, if they have momenta and exact gradients, and flags them,
+   d. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
 
 5. Count the flagged updates (not those of a warmup that has an arrival), and warn at the first one.
 6. `learn`: every learner of warmup sees the new cloud, and the count of iterations grows. After warmup the learners
@@ -44,7 +45,6 @@ from numpyro_repulsion.warmup import (
     WarmupState,
     arrive,
     descend,
-    update_centring,
     warmup_update,
 )
 
@@ -85,6 +85,7 @@ class Iteration(Evaluation):
             cloud,
             num_updates,
             jnp.zeros(warmup.arrival.step_size.shape, int),
+            jnp.zeros(warmup.arrival.step_size.shape, bool),
             warmup.arrival,
             warmup.reference if self._renews_within else None,
             warmup.jumps.tally if self.bound.kernel.moves is not None else None,
@@ -181,9 +182,10 @@ class Iteration(Evaluation):
             )
             turns = jnp.zeros_like(is_clipped)
             if not self.plan.noise:
-                proposal, turns = turn_back(cloud, proposal, self.dynamics)
+                proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned)
             cloud, is_rejected = reject_nonfinite(cloud, proposal)
-            return now._replace(cloud=cloud, flagged=now.flagged + (is_rejected | turns | is_clipped))
+            flagged = now.flagged + (is_rejected | turns | is_clipped)
+            return now._replace(cloud=cloud, flagged=flagged, has_turned=turns)
 
         moves: Any = self.bound.kernel.moves
 
@@ -270,9 +272,6 @@ class Iteration(Evaluation):
         """Count the iteration, and update the warmup state and the cloud by all learners."""
         if warmup.scales.moments is None:
             return cloud, warmup._replace(iteration=stage.done)
-        # First, because the learners work in its coordinates. The learner of symptoms has no use for its key.
-        centring_key = random.fold_in(keys.learners[0], 1)
-        warmup, cloud = update_centring(centring_key, stage, warmup, cloud, self)
         warmup, cloud = warmup_update(keys.learners, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 

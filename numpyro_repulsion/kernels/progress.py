@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 from jax import random
+import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import Reference
@@ -30,9 +31,11 @@ class Keys(NamedTuple):
     @staticmethod
     def of(key: jax.Array, num_steps: int, num_learners: int) -> tuple[jax.Array, Keys]:
         """Return the key of the next iteration, and the keys of this one."""
-        number = 2 + num_learners
+        # The first learner, of symptoms, uses no random numbers, and the third, of centring, takes its key.
+        number = 1 + num_learners
         keys = random.split(key, number + num_steps)
-        return keys[0], Keys(keys[1], keys[2:number], keys[number:])
+        learners = jnp.concatenate((keys[2:4], keys[2:3], keys[4:number]))
+        return keys[0], Keys(keys[1], learners, keys[number:])
 
 
 class Progress(NamedTuple):
@@ -40,7 +43,8 @@ class Progress(NamedTuple):
 
     - **cloud** - the particles.
     - **num_updates** - how many updates are done.
-    - **flagged** - how many updates of the iteration were rejected or had a clipped gradient, ``(G, L)``.
+    - **flagged** - how many updates of the iteration were rejected, turned back or had a clipped gradient, ``(G, L)``.
+    - **has_turned** - which particles were turned back in the last update, ``(G, L)``.
     - **arrival** - how particles arrive.
     - **reference** - the references of control variates, if they are renewed between updates, or ``None``.
     - **tally** - the number of jumps and the sum of their acceptance probabilities, or ``None``.
@@ -49,6 +53,7 @@ class Progress(NamedTuple):
     cloud: Cloud
     num_updates: jax.Array
     flagged: jax.Array
+    has_turned: jax.Array
     arrival: ArrivalState
     reference: Reference | None
     tally: tuple[jax.Array, jax.Array] | None

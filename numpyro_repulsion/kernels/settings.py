@@ -163,7 +163,7 @@ def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
     if gradient.has_reference and target.is_random:
         raise ValueError(
             "Control variates need a full gradient as a reference, and the likelihood of this model is random "
-            "(numpyro.prng_key): use gradient=Subsampled(), its default."
+            "(numpyro.prng_key): use gradient=Subsampled(), its default, or Sweeps(control_variates=False)."
         )
     return gradient
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+from jax import random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
@@ -12,7 +13,7 @@ from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.warmup import WarmupState
 
-__all__ = ["ParticleState", "map_particles", "per_particle", "sampler_positions"]
+__all__ = ["ParticleState", "map_particles", "last_word", "per_particle", "row_seed", "sampler_positions"]
 
 _PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "diverging", "gradient", "memory", "coordinates")
 
@@ -28,16 +29,17 @@ class ParticleState(NamedTuple):
     - **bandwidth** - h in use, ``(L,)``; 0 if the interaction has none.
     - **diverging** - whether, in the last iteration, an update of the particle was rejected as non-finite or its
       gradient was clipped because it was too long, ``(L,)``.
-    - **gradient** - the (preconditioned) gradient at z, ``(L, d)``.
+    - **gradient** - the gradient in the whitened coordinates of the sampler, ``(L, d)``.
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
     - **warmup** - the state of warmup, see :class:`~numpyro_repulsion.warmup.WarmupState`.
     - **num_updates** - how many updates are done, including warmup; schedules count these.
-    - **num_divergences** - how many updates of single particles were rejected or had a clipped gradient: since the end
-      of warmup, or since the start if step and scales were given.
+    - **num_divergences** - how many updates of single particles were rejected, turned back or had a clipped
+      gradient: since the end of warmup, or since the start if step and scales were given.
     - **rng_key** - the PRNG key of the next iteration.
     - **coordinates** - where hierarchical sites are centred partly, the positions in the coordinates of the sampler,
       ``(L, d)``, and U there, ``(L,)``; else ``None``.
-    - **row_seed** - the seed of the orders in which particles pass through rows, with ``Sweeps``.
+    - **row_seed** - the seed of the orders in which particles pass through rows, with ``Sweeps``; and the last word of
+      ``rng_key``, by which a run with another key is told, which takes other orders, ``(2,)``.
     - **origin** - what the state was made for, static; a kernel that would misread the memory raises ``ValueError``.
     """
 
@@ -67,6 +69,18 @@ def per_particle(cloud: Cloud, warmup: WarmupState, step_size: jax.Array) -> dic
         "gradient": cloud.gradient.reshape(size, -1),
         "memory": tuple(x.reshape(size, -1) for x in cloud.memory),
     }
+
+
+def last_word(key: jax.Array) -> jax.Array:
+    """Return the last 32 bits of a PRNG key."""
+    return random.key_data(key).ravel()[-1]
+
+
+def row_seed(state: ParticleState) -> jax.Array:
+    """Return the seed of the orders of rows: that of the state, or a new one if the run has a key of its own."""
+    seed, known = state.row_seed
+    word = last_word(state.rng_key)
+    return jnp.where(word == known, seed, word)
 
 
 def sampler_positions(state: ParticleState) -> tuple[jax.Array, jax.Array]:

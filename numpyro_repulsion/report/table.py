@@ -87,8 +87,9 @@ def _kept(posterior, coords):
     strayed = posterior["strayed"].values if "strayed" in posterior.coords else np.zeros(posterior.sizes["chain"], bool)
     if not strayed.any():
         return coords
+    asked = posterior["chain"].sel(chain=coords["chain"]) if "chain" in coords else posterior["chain"]
     kept = set(posterior["chain"].values[~strayed].tolist())
-    chosen = [chain for chain in np.atleast_1d(coords.get("chain", sorted(kept))).tolist() if chain in kept]
+    chosen = [chain for chain in np.atleast_1d(asked.values).tolist() if chain in kept]
     if not chosen:
         raise ValueError(
             "exclude_diverged=True leaves no particle: all of them have left or stand still. Run again with a shorter "

@@ -21,8 +21,8 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     moments reset at |    5   17   37   75  125  200 |  262  325  450 |       700           |
     -----------------+-------------------------------+----------------+---------------------+---------
     update_symptoms  |                               |                |   D    D   ...   D  |
-    update_centring  |                            Y  |   Y            |                     |
     update_arrival   |              R    R    R      |  (R)  (R)  (R) |  (R)  (R)  ...      |
+    update_centring  |                            Y  |   Y            |                     |
     update_reference |                            X  |   X    X    X  |                     |
     update_scales    |   S    C    C    C    C    C  |   C    C    C  |                     |
        minibatches   |                            B  |   B    B    B  |                     |
@@ -47,8 +47,8 @@ what it learns (``WarmupPlan``). Each writes its own part of ``WarmupState``:
 learner           file          reads                                       writes
 ================  ============  ==========================================  ========================================
 update_symptoms   diagnosis.py  positions, gradients, scales                symptoms
-update_centring   centring.py   curvature of hierarchical sites             scales; the cloud in the new coordinates
 update_arrival    arrival.py    energies, gradients                         arrival; positions of lost particles
+update_centring   centring.py   curvature of hierarchical sites             scales; the cloud in the new coordinates
 update_reference  reference.py  moments of the scales, or positions         reference
 update_scales     scales.py     positions, gradients; with minibatches      scales; the cloud in the new coordinates
                                 curvature and noise (hessian.py)
@@ -117,11 +117,13 @@ __all__ = [
     "warmup_update",
 ]
 
-#: In calling order: new scales come after the reference, whose noise they account for, and before what is measured in
-#: them.
+#: In calling order: lost particles return by energies in the old coordinates, so other coordinates come after that, and
+#: before a reference in them. New scales come after the reference, whose noise they account for, and before what is
+#: measured in them.
 LEARNERS: tuple[Learner, ...] = (
     update_symptoms,
     update_arrival,
+    update_centring,
     update_reference,
     update_scales,
     update_bandwidth,

@@ -86,5 +86,8 @@ def _rescaled(warmup, y, share):
     old = warmup.scales.preconditioner
     scale = jnp.diag(spread) if old.kind == "dense" else spread
     stretch = None if old.stretch is None else jnp.zeros_like(old.stretch)
+    if warmup.reference is not None:
+        # It is in the old coordinates until it moves, at the end of the same window.
+        warmup = warmup._replace(reference=warmup.reference._replace(in_use=jnp.zeros((), bool)))
     change = Preconditioner(scale, jnp.mean(flat, 0), old.vectors, stretch)
     return warmup._replace(scales=warmup.scales._replace(preconditioner=change, centring=share)), change

@@ -77,7 +77,9 @@ def _whitened(key, stage, warmup, cloud, sampler):
     # The noise limits the step, and matters for the last scales only.
     is_last = (stage.done == stage.at(FREEZE)) if sampler.plan.step_size is not None else jnp.zeros((), bool)
     in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
-    num_pairs = num_noise_pairs(dimension, cloud.potential_energy.size)
+    groups, particles = cloud.potential_energy.shape
+    num_independent = groups if sampler.shares_minibatches else groups * particles
+    num_pairs = num_noise_pairs(dimension, num_independent)
     hessian, covariance = hessian_and_noise(
         key,
         cloud.z,
@@ -91,7 +93,7 @@ def _whitened(key, stage, warmup, cloud, sampler):
     if sampler.plan.step_size is not None:
         further, factor = calming(
             scale.T @ covariance @ scale,
-            num_pairs * cloud.potential_energy.size,
+            num_pairs * num_independent,
             _allowed_noise(warmup, cloud, sampler),
         )
         scale = scale @ further
@@ -171,8 +173,10 @@ def _allowed_noise(warmup, cloud, sampler):
     def longest(curvature, noise):
         return error.max_step_for_bias(sampler.plan.step_size.tolerance, CurvatureStats(curvature, curvature, noise))
 
+    step_size = longest(curvature, nothing)
+    remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, one, 0.0, sampler.plan.sweep))
     tiny = jnp.finfo(cloud.z.dtype).eps
-    return longest(tiny * one, one) / longest(curvature, nothing)
+    return longest(tiny * one, one) / step_size / remaining
 
 
 def _changed(warmup, cloud, change):

@@ -27,6 +27,8 @@ def model(y):
     numpyro.sample("wide", dist.Normal(jnp.zeros(3), 2 * jnp.ones(3)).to_event(1))
     numpyro.sample("shifted", dist.Normal(mu, 1.0))
     numpyro.sample("positive", dist.LogNormal(0.0, tau))
+    with numpyro.handlers.scale(scale=0.25):
+        numpyro.sample("weighted", dist.Normal(0.0, tau))
     numpyro.sample("masked", dist.Normal(0.0, tau).mask(jnp.array(True)))
 
     def step(before, _):

@@ -275,11 +275,22 @@ def test_orders_go_on_where_a_run_is_continued():
     kernel = SGLD(model, step_size=1e-5, gradient=Sweeps(), num_steps=3, dynamics=Overdamped(noise=False))
     whole = run(kernel, num_samples=10)
     part = run(kernel, num_samples=4)
-    part.post_warmup_state = part.last_state
-    part.num_samples = 6
-    part.run(part.last_state.rng_key, Y)
-    assert (whole.last_state.z["mu"] == part.last_state.z["mu"]).all()
-    assert whole.last_state.row_seed == part.last_state.row_seed != run(kernel, seed=1).last_state.row_seed
+    state = part.last_state
+    for _ in range(6):
+        state = jax.jit(lambda state: kernel.sample(state, (Y,), {}))(state)
+    np.testing.assert_allclose(whole.last_state.z["mu"], state.z["mu"], rtol=1e-6)
+    assert whole.last_state.row_seed[0] == part.last_state.row_seed[0]
+
+
+def test_runs_from_one_state_with_keys_of_their_own_have_other_orders():
+    kernel = SGLD(model, step_size=1e-5, gradient=Sweeps(), num_steps=3, dynamics=Overdamped(noise=False))
+    mcmc = run(kernel, num_samples=4)
+    state, ends = mcmc.last_state, []
+    for seed in (1, 2, 2):
+        mcmc.post_warmup_state = state
+        mcmc.run(random.key(seed), Y)
+        ends.append(mcmc.last_state.z["mu"])
+    assert (ends[0] != ends[1]).all() and (ends[1] == ends[2]).all()
 
 
 @pytest.mark.parametrize("method", ["sequential", "vectorized"])

@@ -45,10 +45,19 @@ def test_a_particle_that_left():
 
 def test_particles_that_stand_still_or_are_not_finite():
     z, energy = normal()
-    z[5] = z[5, :1] + 1e-3 * z[5]
+    z[5] = z[5, :1]
     z[7, 100:, 2] = np.nan
     energy[9, 3] = np.inf
     assert strayed(z, energy) == [5, 7, 9]
+
+
+def test_particles_of_a_narrow_mode_and_padding_are_not_called_stray():
+    z, _ = normal()
+    energy = (z**2).sum(-1) / 2
+    z[:5] *= 0.01
+    assert strayed(z, energy) == []
+    z[..., 3] = np.nan
+    assert strayed(z, energy) == []
 
 
 def test_slow_particles_are_not_called_still():

@@ -126,7 +126,7 @@ def test_summary_counts_divergences(capsys):
     flagged = data["posterior"].attrs["num_divergences"]
     assert flagged == int(mcmc.last_state.num_divergences) > 0
     said = capsys.readouterr().out
-    assert f"[error] flagged_updates: {flagged} updates were rejected (not finite) or had a clipped gradient" in said
+    assert f"[error] flagged_updates: {flagged} updates were rejected (not finite), turned back" in said
     # Of a step that is too long nothing is said twice.
     assert said.count("Divide `step_size`") == 1 and 'The likely cause is "step_bias"' in said
 
@@ -566,4 +566,4 @@ def test_warnings_and_the_summary_have_the_same_findings():
         jax.effects_barrier()
     warned = str(record[0].message).splitlines()[1]
     assert warned.startswith("- [warning] flagged_updates: ")
-    assert "rejected (not finite) or had a clipped gradient (far too long). Divide `step_size` by 2" in warned
+    assert "had a clipped gradient (far too long). Divide `step_size` by 2" in warned
