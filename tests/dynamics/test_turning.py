@@ -1,0 +1,74 @@
+"""Particles with momenta that gain far too much energy turn back."""
+
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGHMC, SGNHT, Independent, Overdamped, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.dynamics import Cloud, turn_back
+
+MOMENTA = [Underdamped(), Underdamped(kinetic=Relativistic(2.0)), Thermostat()]
+
+
+def clouds(dynamics, rise, size=6, dimension=3):
+    """A cloud, and a proposal with the same momenta and energies that are higher by ``rise``."""
+    z = random.normal(random.key(0), (1, size, dimension))
+    cloud = dynamics.init(random.key(1), z, lambda z: (jnp.sum(z**2, -1) / 2, z), Independent().couple)
+    return cloud, cloud._replace(z=z + 1.0, potential_energy=cloud.potential_energy + rise)
+
+
+@pytest.mark.parametrize("dynamics", MOMENTA, ids=repr)
+def test_only_large_gains_turn_back(dynamics):
+    rise = jnp.array([[0.0, -1e6, 10.0, 1e3, jnp.inf, 20.0]])
+    cloud, proposal = clouds(dynamics, rise)
+    found, turned = turn_back(cloud, proposal, dynamics, jnp.zeros((1, 6), bool))
+    assert turned.tolist() == [[False, False, False, True, True, False]]
+    np.testing.assert_array_equal(found.z[turned], cloud.z[turned])
+    np.testing.assert_array_equal(found.memory[0][turned], -cloud.memory[0][turned])
+    np.testing.assert_array_equal(found.z[~turned], proposal.z[~turned])
+    # Never twice: the energy before may be that of other data.
+    found, turned = turn_back(cloud, proposal, dynamics, jnp.ones((1, 6), bool))
+    assert not turned.any() and (found.z == proposal.z).all()
+
+
+def test_dynamics_without_momenta_do_not_turn():
+    cloud, proposal = clouds(Overdamped(), 1e9)
+    found, turned = turn_back(cloud, proposal, Overdamped(), jnp.zeros((1, 6), bool))
+    assert not turned.any() and isinstance(found, Cloud) and (found.z == proposal.z).all()
+
+
+def run(kernel, *args, mcmc=None, seed=0, **settings):
+    settings = {"num_warmup": 300, "num_samples": 200, "num_chains": 8} | settings
+    if mcmc is None:
+        mcmc = MCMC(kernel, chain_method="vectorized", progress_bar=False, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc.run(random.key(seed), *args)
+        jax.effects_barrier()
+    return mcmc
+
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 10.0))
+    numpyro.sample("y", dist.Normal(mu, 1.0).expand([len(y)]).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("kernel", [SGHMC, pytest.param(SGNHT, marks=pytest.mark.slow)])
+def test_a_run_goes_on_on_other_data(kernel):
+    y = random.normal(random.key(3), (100,))
+    mcmc = run(kernel(model), y)
+    assert mcmc.last_state.num_divergences == 0  # ordinary updates never gain as much
+    mcmc.post_warmup_state = mcmc.last_state
+    other = 1.8 * y + 0.3
+    draws = np.asarray(run(None, other, mcmc=mcmc, seed=1).get_samples(group_by_chain=True)["mu"], float)
+    assert all(len(np.unique(particle)) > 150 for particle in draws)
+    expected = float(other.sum() / (100 + 0.01))
+    assert abs(draws[:, 50:].mean() - expected) < 0.05  # half of a posterior standard deviation
