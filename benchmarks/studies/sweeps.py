@@ -1,7 +1,7 @@
 """Minibatches without replacement: `Sweeps()` beside independent ones, on the logistic regression with many rows.
 
-Through ``MCMC`` with nothing else set, control variates off: twice 2,000 iterations of 10 updates, that is 100 sweeps
-of 200 minibatches each. Errors are root mean squares over runs and coefficients, against the reference; a gain is the
+Through ``MCMC`` with nothing else set, control variates off but in the rows of that name: twice 2,000 iterations of 10
+updates, that is 100 sweeps of 200 minibatches each. Errors are root mean squares over runs and coefficients, against the reference; a gain is the
 ratio of inverse squared errors of the means, at equal time.
 
     python -m benchmarks.studies.sweeps [--short] [--again]
@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import pm, run, table
 from benchmarks.problems import logistic_100k as large
-from benchmarks.problems.logistic_100k import BATCH, PARTICLES, data, reference, scores
+from benchmarks.problems.logistic_100k import BATCH, PARTICLES, data, reference
 from numpyro_repulsion import SGHMC, SGLD, ControlVariates, Subsampled, Sweeps, enable_live_warnings
 from numpyro_repulsion.targets import logistic_regression
 
@@ -63,46 +63,48 @@ def measure(record):
                 print(key, {name: row[name] for name in ("seconds", "step", "predicted")}, flush=True)
 
 
+def root_mean_square(rows, name):
+    """The root mean square over coefficients and runs, and its standard error over runs, NaN for a single run."""
+    squares = np.mean(np.square([row[name] for row in rows]), 1)
+    error = squares.std(ddof=1) / len(squares) ** 0.5 if len(squares) > 1 else np.nan
+    return squares.mean() ** 0.5, error / (2 * squares.mean() ** 0.5)
+
+
+def cell(value, error, digits):
+    """A mean with its standard error, or alone if that is unknown."""
+    return pm(value, error, digits) if np.isfinite(error) else f"{value:,.{digits}f}"
+
+
 def tables(record):
     lines = []
     for kernel in KERNELS:
-        found = {}
+        base = None
         for gradient in GRADIENTS:
             rows = record.select(kernel=kernel, gradient=gradient)
-            if len(rows) > 1:
-                seconds = float(np.mean([row["seconds"] for row in rows]))
-                errors = scores([row["means"] for row in rows], [row["deviations"] for row in rows])
-                bias = np.mean([row["deviations"] for row in rows], 1)
-                found[gradient] = rows, seconds, errors, bias
-        for gradient, (rows, seconds, errors, bias) in found.items():
-            gain = relative = None
-            if "independent" in found and gradient != "independent":
-                _, base_seconds, base, _ = found["independent"]
-                gain = (base["mean_rms"] / errors["mean_rms"]) ** 2 * base_seconds / seconds
-                relative = 2 * np.hypot(*(e["mean_rms_se"] / e["mean_rms"] for e in (base, errors)))
+            if not rows:
+                continue
+            seconds = float(np.mean([row["seconds"] for row in rows]))
+            error, spread = root_mean_square(rows, "means")
+            bias = np.mean([row["deviations"] for row in rows], 1)
+            bias_error = bias.std(ddof=1) / len(bias) ** 0.5 if len(bias) > 1 else np.nan
+            base = base or (error, spread, seconds)
+            gain = (base[0] / error) ** 2 * base[2] / seconds
+            relative = 2 * np.hypot(base[1] / base[0], spread / error)
+            predicted = np.mean([(1 + row["predicted"]) ** 0.5 for row in rows]) - 1
             lines.append(
                 (
                     f"`{kernel}`, {gradient}",
                     str(len(rows)),
                     f"{seconds:.0f}",
                     f"{np.mean([row['step'] for row in rows]):.2g}",
-                    f"{100 * (np.mean([(1 + row['predicted']) ** 0.5 for row in rows]) - 1):.1f} %",
-                    pm(100 * bias.mean(), 100 * bias.std(ddof=1) / len(rows) ** 0.5, 1) + " %",
-                    pm(errors["mean_rms"], errors["mean_rms_se"], 4),
-                    "" if gain is None else pm(gain, gain * relative, 0),
+                    f"{100 * predicted:.1f} %",
+                    cell(100 * bias.mean(), 100 * bias_error, 1) + " %",
+                    cell(error, spread, 4),
+                    cell(gain, gain * relative, 0) if error != base[0] else "",
                 )
             )
-    head = (
-        "",
-        "runs",
-        "seconds",
-        "step",
-        "bias of sd, predicted",
-        "measured",
-        "error of means, sd",
-        "gain in draws a second",
-    )
-    return table(head, lines)
+    head = ("", "runs", "seconds", "step", "bias of sd, predicted", "measured", "error of means, sd")
+    return table((*head, "gain in draws a second"), lines)
 
 
 if __name__ == "__main__":
