@@ -1,8 +1,8 @@
 """Minibatches without replacement: `Sweeps()` beside independent ones, on the logistic regression with many rows.
 
 Through ``MCMC`` with nothing else set, control variates off but in the rows of that name: twice 2,000 iterations of 10
-updates, that is 100 sweeps of 200 minibatches each. Errors are root mean squares over runs and coefficients, against the reference; a gain is the
-ratio of inverse squared errors of the means, at equal time.
+updates, that is 100 sweeps of 200 minibatches each. Errors are root mean squares over runs and coefficients, against
+the reference; a gain is the ratio of inverse squared errors of the means, at equal time.
 
     python -m benchmarks.studies.sweeps [--short] [--again]
 """
