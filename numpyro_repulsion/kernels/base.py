@@ -22,7 +22,7 @@ from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
-from numpyro_repulsion.kernels.learners import ALL_LEARNERS
+from numpyro_repulsion.kernels.learners import NUM_KEYS
 from numpyro_repulsion.kernels.mcmc import calling_mcmc
 from numpyro_repulsion.kernels.origin import check_chains, check_state
 from numpyro_repulsion.kernels.progress import Keys
@@ -230,7 +230,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         warmup, size = state.warmup, state.potential_energy.shape[0]
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         plan = iteration.plan
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, len(ALL_LEARNERS))
+        rng_key, keys = Keys.of(state.rng_key, self.num_steps, NUM_KEYS)
         stage = Stage.of(warmup.iteration, warmup.num_warmup)
         warmup = iteration.recognize_data(stage, cloud, warmup)
         progress, warmup, in_use = iteration.move(keys, stage, cloud, warmup, state.num_updates)

@@ -272,7 +272,10 @@ class Iteration(Evaluation):
         """Count the iteration, and update the warmup state and the cloud by all learners."""
         if warmup.scales.moments is None:
             return cloud, warmup._replace(iteration=stage.done)
-        warmup, cloud = warmup_update(keys.learners, stage, warmup, cloud, self, ALL_LEARNERS)
+        own = list(keys.learners)
+        # The first learner, of symptoms, uses no random numbers; few models need the third, of centring.
+        own.insert(2, random.fold_in(own[0], 1) if warmup.scales.centring is not None else own[0])
+        warmup, cloud = warmup_update(own, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 
     def _clipped(self, gradient, warmup):

@@ -7,7 +7,7 @@ from jax import lax
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.warmup import LEARNERS, Learner
 
-__all__ = ["ALL_LEARNERS", "BASINS", "counted"]
+__all__ = ["ALL_LEARNERS", "BASINS", "NUM_KEYS", "counted"]
 
 #: Jumps that switch themselves on if warmup finds several basins.
 BASINS = Basins()
@@ -44,3 +44,6 @@ def _update_basins(key, stage, warmup, cloud, sampler):
 
 #: In calling order.
 ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
+
+#: How many of them have a key of their own. That of centring derives from another one, for the models that need it.
+NUM_KEYS = len(ALL_LEARNERS) - 1

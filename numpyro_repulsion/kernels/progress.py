@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 from jax import random
-import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import Reference
@@ -19,7 +18,7 @@ class Keys(NamedTuple):
     """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile.
 
     - **basins** - the key for jumps that switch themselves on.
-    - **learners** - one key for each learner, ``(n,)``.
+    - **learners** - one key for each learner but that of centring, ``(n,)``.
     - **updates** - one key for each update, ``(num_steps,)``; in cycles, whose updates are more, all derive from the
       first.
     """
@@ -31,11 +30,9 @@ class Keys(NamedTuple):
     @staticmethod
     def of(key: jax.Array, num_steps: int, num_learners: int) -> tuple[jax.Array, Keys]:
         """Return the key of the next iteration, and the keys of this one."""
-        # The first learner, of symptoms, uses no random numbers, and the third, of centring, takes its key.
-        number = 1 + num_learners
+        number = 2 + num_learners
         keys = random.split(key, number + num_steps)
-        learners = jnp.concatenate((keys[2:4], keys[2:3], keys[4:number]))
-        return keys[0], Keys(keys[1], learners, keys[number:])
+        return keys[0], Keys(keys[1], keys[2:number], keys[number:])
 
 
 class Progress(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -60,7 +60,12 @@ Learner = Callable[[jax.Array, Stage, WarmupState, Cloud, Sampler], tuple[Warmup
 
 
 def warmup_update(
-    keys: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler, learners: tuple[Learner, ...]
+    keys: Sequence[jax.Array],
+    stage: Stage,
+    warmup: WarmupState,
+    cloud: Cloud,
+    sampler: Sampler,
+    learners: tuple[Learner, ...],
 ) -> tuple[WarmupState, Cloud]:
     """Count the iteration and run every learner in order.
 
