@@ -140,8 +140,8 @@ def turn_back(cloud: Cloud, proposal: Cloud, dynamics: Dynamics, has_turned: jax
     """Return the proposal, except for particles that gain far more energy than friction and noise give them.
 
     In a place that is too stiff for the step, momenta grow without bound. Such a particle stays, with its momentum
-    reversed, and goes back about the way it came. At temperature T, H exceeds its mean by so much with a probability of
-    ``exp(−ENERGY_LIMIT)`` or less, so the stationary distribution is the same to within that.
+    reversed, and goes back about the way it came. In equilibrium one update gains so much energy with a probability
+    of about one in a million or less, so the stationary distribution is the same to within that.
 
     :param has_turned: which particles were turned back in the update before, ``(..., L)``. They go on now: where every
         update gains energy they could never leave, and the energy stored with a particle may be that of other data.

@@ -35,8 +35,9 @@ class Sweeps(ControlVariates):
     these deviations sum to zero over a sweep, so they hardly move a particle that is slower than a sweep. In a sweep
     of M updates with steps ε, along a direction of curvature λ, the bias of variances from noise of variance V is
     ``(εV/2) min(1, ελ(M+1)/3)`` for overdamped dynamics (of second order in ε, where independent minibatches have
-    ``εV/2``) and ``(εV/2C) min(1, ε²λ(M+1)²/12)`` with momenta and friction C. For a model that fits its data the
-    measured step is 5 times as long for ``SGLD`` and 10 times for ``SGHMC``. With balanced noise, means gain most.
+    ``εV/2``) and ``(εV/2C) min(1, ε²λ(M+1)²/12)`` with momenta and friction C. By these formulas the step for a bias
+    of 5 % is about 5 times as long for ``SGLD`` and 10 times for ``SGHMC`` where a model fits its data. With balanced
+    noise, means gain most.
 
     *Stationary distribution.* D, Q and Γ are those of the dynamics. Over a whole double sweep the particles are a
     homogeneous Markov chain, because each order is new and independent of the past. Given the past, single gradients
@@ -57,9 +58,8 @@ class Sweeps(ControlVariates):
         minibatches, still precise for means.
     :param block_size: the number of consecutive rows kept together in every order; the rows must be shuffled once, as
         for :class:`~numpyro_repulsion.Subsampled`. Orders are of blocks, so a large file is read in long pieces.
-    :param control_variates: whether warmup may correct the gradients at a reference point. Without them no update or
-        warmup ever uses more than ``subsample_size`` rows at once, as random likelihoods and sites that use rows from
-        outside their plate require.
+    :param control_variates: whether warmup may correct the gradients at a reference point. Without them every gradient
+        is of ``subsample_size`` rows, as random likelihoods and sites that use rows from outside their plate require.
     :raises ValueError: for a thermostat, or a model in which subsampled plates meet in a site: minibatches of each of
         them would pass through their rows, but not through all pairs.
 

@@ -52,10 +52,7 @@ def _learned(key, warmup, cloud, sampler):
     trial, change = _rescaled(warmup, y, plain)
     probe_key, gradient_key = random.split(key)
     energy_and_grad = sampler.energy_and_grad(trial)
-    no = jnp.zeros((), bool)
-    curvature = mean_diagonal(
-        probe_key, change.whiten(y), lambda key, u: energy_and_grad(key, u, no)[1], WIDTH, NUM_PROBES
-    )
+    curvature = mean_diagonal(probe_key, change.whiten(y), lambda key, u: energy_and_grad(key, u)[1], WIDTH, NUM_PROBES)
     curvature = curvature / change.lengths() ** 2
     share = jnp.where(can_change, 1.0 - 1.0 / jnp.maximum(curvature, 1.0), 1.0)
     share = jnp.where(jnp.isfinite(share), share, known)
