@@ -45,15 +45,24 @@ FAMILIES: dict[type, tuple[str, ...]] = {
 
 
 class Recovered(NamedTuple):
-    """A particle in the coordinates of the model, and the location and scale of each of its entries.
+    """A particle in the coordinates of the model, and the location and scale of each of its entries; all ``(d,)``.
 
-    - **z** - the unconstrained position, flat, ``(d,)``.
-    - **location**, **scale** - those of the prior; 0 and 1 for sites that cannot be centred partly, ``(d,)``.
+    - **z** - the unconstrained position, flat.
+    - **centred** - x, the same in centred form: ``s z`` for effects that the model multiplies by s, else z.
+    - **location**, **scale** - m and s of x; 0 and 1 for sites that cannot be centred partly.
+    - **log_volume** - ``log dx/dz``.
     """
 
     z: jax.Array
+    centred: jax.Array
     location: jax.Array
     scale: jax.Array
+    log_volume: jax.Array
+
+    @staticmethod
+    def of(z: jax.Array, location: jax.Array, scale: jax.Array, log_volume: jax.Array) -> Recovered:
+        """Return the particle z with its centred form."""
+        return Recovered(z, z * jnp.exp(log_volume), location, scale, log_volume)
 
 
 class CentredTarget(Target):
@@ -62,11 +71,13 @@ class CentredTarget(Target):
     .. math::
         x = m + s^{1-c} (y - c\,m)
 
-    With c = 1 this is the site as the model has it, and with c = 0 its standardized, non-centred form. The change of
+    With c = 1 this is the site in centred form, and with c = 0 its standardized, non-centred form. The change of
     variables is that of :class:`numpyro.infer.reparam.LocScaleReparam`, so the posterior of x is the same for any c.
+    It also holds for a site z of the model if ``x = s z``, with m = 0: then ``z = s^{-c} y``.
 
     :param target: the posterior of a model, a ``ModelTarget``.
     :param share: c for each entry of a particle, flat, ``(d,)``; 1 for all sites that cannot be centred partly.
+    :param powers: for each product of the model, the power of its scale in s.
     :param unravel: the function from flat particles to those of the sites.
 
     **References:**
@@ -77,8 +88,8 @@ class CentredTarget(Target):
        https://arxiv.org/abs/1906.03028
     """
 
-    def __init__(self, target: Any, share: jax.Array, unravel: Callable):
-        self._target, self._share, self._unravel = target, share, unravel
+    def __init__(self, target: Any, share: jax.Array, powers: jax.Array, unravel: Callable):
+        self._target, self._share, self._powers, self._unravel = target, share, powers, unravel
         self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
 
     def _shares(self):
@@ -86,28 +97,62 @@ class CentredTarget(Target):
         return {name: shares[name] for name in self._target.location_scale}
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
-        return self._target.centred_energy(z, indices, key, self._shares())
+        z, volume = self._standardized(z)
+        if not self._target.location_scale:
+            return self._target.potential_energy(z, indices, key) - volume
+        return self._target.centred_energy(z, indices, key, self._shares()) - volume
+
+    def _standardized(self, y):
+        """Return a particle with the effects of products as the model has them, and the log volume of the change."""
+        shares, volume, z = self._unravel(self._share), jnp.zeros(()), dict(y)
+        for name, log_scale in self._target.products.log_scales(y, self._powers).items():
+            z[name] = y[name] * jnp.exp(-shares[name] * log_scale)
+            volume -= jnp.sum(shares[name] * log_scale)
+        return z, volume
 
     def crossed_plates(self):
         return self._target.crossed_plates()
 
     def recover(self, y: jax.Array) -> Recovered:
         """Return a flat particle y, ``(d,)``, in the coordinates of the model."""
-        z, priors = self._target.recovered(self._unravel(y), self._shares())
-        other = {name: (jnp.zeros_like(value), jnp.ones_like(value)) for name, value in z.items()} | priors
-        flat = (z, *({name: pair[i] for name, pair in other.items()} for i in (0, 1)))
-        return Recovered(*(ravel_pytree(x)[0].astype(y.dtype) for x in flat))
+        z, _ = self._standardized(self._unravel(y))
+        priors: dict = {}
+        if self._target.location_scale:
+            z, priors = self._target.recovered(z, self._shares())
+        nothing = jax.tree.map(jnp.zeros_like, z)
+        log_scales = self._target.products.log_scales(z, self._powers)
+        location = nothing | {name: prior[0] for name, prior in priors.items()}
+        scale = jax.tree.map(jnp.exp, nothing | log_scales) | {name: prior[1] for name, prior in priors.items()}
+        flat = (ravel_pytree(x)[0].astype(y.dtype) for x in (z, location, scale, nothing | log_scales))
+        return Recovered.of(*flat)
+
+    def powers(self, z: jax.Array) -> jax.Array:
+        """Return the power of each product that the gradients at particles z, ``(n, d)``, tell; see `Products`."""
+        return self._target.products.powers(self._target, jax.vmap(self._unravel)(z)).astype(z.dtype)
+
+    def with_powers(self, powers: jax.Array, found: Recovered) -> Recovered:
+        """Return particles, ``(..., d)``, with the scales of products by these powers."""
+
+        def log_scale(z):
+            z = self._unravel(z)
+            found = jax.tree.map(jnp.zeros_like, z) | self._target.products.log_scales(z, powers)
+            return ravel_pytree(found)[0]
+
+        flat = found.z.reshape(-1, found.z.shape[-1])
+        volume = jax.vmap(log_scale)(flat).reshape(found.z.shape).astype(found.z.dtype)
+        scale = jnp.where(volume == 0, found.scale, jnp.exp(volume))
+        return Recovered.of(found.z, found.location, scale, volume)
 
 
 def to_coordinates(found: Recovered, share: jax.Array) -> jax.Array:
     """Return y for particles recovered in the coordinates of the model, in which entries are centred by ``share``."""
-    deviation = found.z - found.location
+    deviation = found.centred - found.location
     return share * found.location + deviation * found.scale ** (share - 1.0)
 
 
 def log_volume(found: Recovered, share: jax.Array) -> jax.Array:
     """Return the logarithm of the determinant of dz/dy, which is the difference of U in the two coordinates."""
-    return jnp.sum((1.0 - share) * jnp.log(found.scale), -1)
+    return jnp.sum((1.0 - share) * jnp.log(found.scale) - found.log_volume, -1)
 
 
 def candidates(sites: Mapping[str, dict], latent: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from numpyro_repulsion.gradients.folding import evaluate
 
-__all__ = ["EQUAL", "OTHER", "POSITION", "Fact", "Overrun", "Reader", "influenced"]
+__all__ = ["CALLS", "EQUAL", "OTHER", "POSITION", "Fact", "Overrun", "Reader", "influenced"]
 
 #: What makes an array vary along an axis, as a set: nothing; an unknown cause; or position alone, as in data that were
 #: not indexed by rows. Inputs may have other labels.
@@ -22,7 +22,7 @@ POSITION: Kind = frozenset(["position"])
 #: The largest constant, in entries, of which the entries are compared with each other.
 MAX_CONSTANT = 4096
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 _ENTRYWISE_NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
@@ -98,7 +98,7 @@ class Reader:
 
     def _equation(self, equation, inputs):
         name, params = equation.primitive.name, equation.params
-        if name in _CALLS:
+        if name in CALLS:
             program = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
             if program is not None and len(getattr(program, "jaxpr", program).invars) == len(inputs):
                 return self._program(program, inputs)

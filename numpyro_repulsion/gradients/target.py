@@ -23,12 +23,14 @@ class Target:
       plates. Their scale factors fit minibatches of exactly ``subsample_size`` rows.
     - **is_random** - whether U is an estimate that differs from key to key even for given rows.
     - **location_scale** - the sites of which the prior's scale depends on other sites, and which can be centred partly.
+    - **num_products** - how many products of an effect and a scale there may be, which can be centred partly too.
     """
 
     plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
     rows_outside: Mapping[str, list[str]] = MappingProxyType({})
     is_random: bool = False
     location_scale: Sequence[str] = ()
+    num_products: int = 0
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
         """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""

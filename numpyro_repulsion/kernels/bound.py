@@ -62,7 +62,7 @@ class BoundSampler:
         kernel, plan = self.kernel, self.plan("diagonal")
         learns = kernel.reparam is not None and plan.step_size is not None and plan.scale is not None
         suits = kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
-        return learns and suits and bool(self.target.location_scale)
+        return learns and suits and bool(self.target.location_scale or self.target.num_products)
 
     def plan(self, automatic: str) -> WarmupPlan:
         """Return what a warmup would learn; ``automatic`` is the kind of scales of ``preconditioner="auto"``."""

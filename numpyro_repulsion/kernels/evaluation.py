@@ -55,16 +55,29 @@ class Evaluation:
 
     def target(self, warmup: WarmupState) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
-        share, target = warmup.scales.centring, self.bound.target
-        return target if share is None else CentredTarget(target, share, self.unravel)
+        scales, target = warmup.scales, self.bound.target
+        if scales.centring is None or scales.powers is None:
+            return target
+        return CentredTarget(target, scales.centring, scales.powers, self.unravel)
 
     def recover(self, warmup: WarmupState, u: jax.Array) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = warmup.scales.preconditioner.to_positions(u)
         target = self.target(warmup)
         if not isinstance(target, CentredTarget):
-            return Recovered(y, jnp.zeros_like(y), jnp.ones_like(y))
+            return Recovered.of(y, jnp.zeros_like(y), jnp.ones_like(y), jnp.zeros_like(y))
         return jax.tree.map(lambda x: x.reshape(y.shape), jax.vmap(target.recover)(y.reshape(-1, y.shape[-1])))
+
+    def find_products(self, warmup: WarmupState, found: Recovered) -> tuple[jax.Array | None, Recovered]:
+        """Return the powers of the scales that the model multiplies its effects by, and the particles with these.
+
+        :param found: the particles ``(..., d)`` in the coordinates of the model. Powers that are known stay.
+        """
+        known, target = warmup.scales.powers, self.target(warmup)
+        if not isinstance(target, CentredTarget) or known is None or not known.size:
+            return known, found
+        powers = jnp.where(known == 0, target.powers(found.z.reshape(-1, found.z.shape[-1])), known)
+        return powers, target.with_powers(powers, found)
 
     def energy_and_grad(self, warmup: WarmupState, num_updates: jax.Array | None = None) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.

@@ -135,7 +135,8 @@ class Initializer:
             basins = Basins().start(cloud, num_warmup, plan.scale == "dense")
         first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
         reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centres_partly
-        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, reparametrizes)
+        num_products = target.num_products if reparametrizes else None
+        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, num_products)
         if num_warmup > 0:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
             position = flat[jnp.argmax(jnp.abs(energy))]

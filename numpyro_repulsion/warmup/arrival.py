@@ -7,12 +7,13 @@ import math
 from typing import Any
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 from jax.scipy.special import ndtr
+import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, acceptance, select
-from numpyro_repulsion.noise import normal
+from numpyro_repulsion.noise import hashed, normal, signs
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
@@ -79,8 +80,8 @@ def rescue(key: jax.Array, particles: Any, lost: jax.Array) -> Any:
     :param lost: ``(G, L)``; if all are lost, none moves.
     """
     lost = lost.ravel() & ~lost.all()
-    logits = jnp.where(lost, -jnp.inf, 0.0)
-    chosen = jnp.where(lost, random.categorical(key, logits, shape=lost.shape), jnp.arange(lost.size))
+    places = hashed(key, (lost.size, lost.size)) | np.uint32(1)
+    chosen = jnp.where(lost, jnp.argmax(jnp.where(lost, np.uint32(0), places), 1), jnp.arange(lost.size))
     return jax.tree.map(lambda x: x.reshape(lost.size, *x.shape[2:])[chosen].reshape(x.shape), particles)
 
 
@@ -117,9 +118,7 @@ def update_arrival(
         is_lost = lost()
         moved, *others = rescue(key, particles, is_lost)
         # Copies that coincide would not repel each other.
-        jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * normal(
-            random.fold_in(key, 1), cloud.z.shape, cloud.z.dtype
-        )
+        jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * signs(key, cloud.z.shape, cloud.z.dtype, 1)
         return moved._replace(z=moved.z + jnp.where((moved.z != cloud.z).any(-1, keepdims=True), jitter, 0.0)), *others
 
     # After the arrival, only a known noise tells lost particles from others.

@@ -35,6 +35,7 @@ def update_centring(
     if the likelihood has the curvature h. It is centred by ``h s² / (1 + h s²)``, the share of what is known of x that
     the data say: the correlation of x with m and s is then least for a Gaussian. Where s is known well, x stays as it
     is, because its likelihood does not depend on s, and minibatches add no noise to the gradient with respect to s.
+    An effect that the model itself multiplies by s is treated likewise, once gradients have told the power of s.
     """
     if warmup.scales.centring is None:
         return warmup, cloud
@@ -46,6 +47,8 @@ def update_centring(
 def _learned(key, warmup, cloud, sampler):
     known = warmup.scales.centring
     found = sampler.recover(warmup, cloud.z)
+    old, (powers, found) = warmup, sampler.find_products(warmup, found)
+    warmup = warmup._replace(scales=warmup.scales._replace(powers=powers))
     can_change = jnp.std(jnp.log(found.scale), (0, 1)) > MIN_SPREAD
     plain = jnp.where(can_change, 0.0, 1.0).astype(known.dtype)
     y = to_coordinates(found, plain)
@@ -66,13 +69,11 @@ def _learned(key, warmup, cloud, sampler):
         moments = moments.add(*(x.reshape(-1, x.shape[-1]) for x in (u, gradient)))
         new = new._replace(scales=new.scales._replace(moments=moments))
         usable = jnp.isfinite(energy).all() & jnp.isfinite(gradient).all() & jnp.isfinite(u).all()
-        return jax.tree.map(
-            lambda new, old: jnp.where(usable, new, old),
-            (new, cloud._replace(z=u, potential_energy=energy, gradient=gradient)),
-            (warmup, cloud),
-        )
+        moved = cloud._replace(z=u, potential_energy=energy, gradient=gradient)
+        return lax.cond(usable, lambda: (new, moved), lambda: (old, cloud))
 
-    return lax.cond(jnp.abs(share - known).max() > MIN_CHANGE, adopted, lambda: (warmup, cloud))
+    is_other = (jnp.abs(share - known).max() > MIN_CHANGE) | (powers != old.scales.powers).any()
+    return lax.cond(is_other, adopted, lambda: (old, cloud))
 
 
 def _rescaled(warmup, y, share):

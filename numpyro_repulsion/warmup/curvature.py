@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import CurvatureStats, Dynamics
 from numpyro_repulsion.interactions import Coupling, Interaction
-from numpyro_repulsion.noise import normal
+from numpyro_repulsion.noise import signs
 
 __all__ = [
     "UNKNOWN",
@@ -119,12 +119,11 @@ def estimate_curvature(
         return jnp.where(usable, product / jnp.where(usable, size, 1.0), direction), (size[..., 0], seen)
 
     dimension = u.shape[-1]
-    keys = random.split(key, 1 + POWER_ITERATIONS)
-    # One draw, because each generator takes a tenth of a second to compile.
-    white = normal(keys[0], (u.size // dimension + 2, dimension), u.dtype)
+    keys = random.split(key, POWER_ITERATIONS)
+    white = signs(key, (u.size // dimension + 2, dimension), u.dtype)
     direction, start = white[:-2].reshape(u.shape), white[-2:]
     direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
-    _, (sizes, seen) = lax.scan(iterate, direction, keys[1:])
+    _, (sizes, seen) = lax.scan(iterate, direction, keys)
     curvature = jnp.where(jnp.isfinite(sizes[-1]), sizes[-1], UNKNOWN).ravel()
     seen = jnp.moveaxis(seen, 1, 0)
     used, other = _largest_variance(start, seen[0]), _largest_variance(start, seen[-1])
@@ -165,7 +164,7 @@ def measure_steepness(
     """
     if not interaction.interacts:
         return jnp.zeros((), u.dtype)
-    direction = normal(key, u.shape, u.dtype)
+    direction = signs(key, u.shape, u.dtype)
     change = jax.jvp(lambda u: interaction.couple(u, bandwidth).repulsion + jnp.zeros_like(u), (u,), (direction,))[1]
     return jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(change), change, 0.0) ** 2))
 

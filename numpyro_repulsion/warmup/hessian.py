@@ -9,7 +9,7 @@ from jax import lax, random
 import jax.numpy as jnp
 from jax.scipy.linalg import cholesky
 
-from numpyro_repulsion.noise import normal
+from numpyro_repulsion.noise import signs
 
 __all__ = [
     "NUM_PROBES",
@@ -114,9 +114,8 @@ def mean_diagonal(key: jax.Array, u: jax.Array, gradient: Gradient, width: float
     """
 
     def add_probe(i, total):
-        own = random.fold_in(key, i)
-        signs = jnp.sign(normal(own, u.shape, u.dtype))
-        return total + _mean(signs * _difference(own, u, width * signs, gradient) / (2.0 * width))
+        probe = signs(key, u.shape, u.dtype, i)
+        return total + _mean(probe * _difference(random.fold_in(key, i), u, width * probe, gradient) / (2.0 * width))
 
     return lax.fori_loop(0, number, add_probe, jnp.zeros(u.shape[-1], u.dtype)) / number
 

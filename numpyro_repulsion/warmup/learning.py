@@ -51,6 +51,9 @@ class Sampler(Protocol):
     def recover(self, warmup: WarmupState, u: jax.Array) -> Recovered:
         """Return the particles in the coordinates of the model."""
 
+    def find_products(self, warmup: WarmupState, found: Recovered) -> tuple[jax.Array | None, Recovered]:
+        """Return the powers of the scales that the model multiplies its effects by, and the particles with these."""
+
     def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""
 

@@ -7,7 +7,7 @@ from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
-from numpyro_repulsion.noise import normal
+from numpyro_repulsion.noise import signs
 from numpyro_repulsion.warmup.hessian import (
     NUM_PROBES,
     calming,
@@ -110,7 +110,7 @@ def _low_rank(key, stage, warmup, cloud, sampler):
     old, weight = warmup.scales.preconditioner, stage.curvature_weight.astype(cloud.z.dtype)
     positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
     excess = 1.0 / (1.0 + old.stretch) ** 2 - 1.0  # of the earlier curvatures along V
-    diagonal_key, start_key, key = random.split(key, 3)
+    diagonal_key, key = random.split(key)
 
     def along_coordinates(scale):
         change = old._replace(scale=scale, stretch=jnp.zeros_like(old.stretch))
@@ -132,7 +132,7 @@ def _low_rank(key, stage, warmup, cloud, sampler):
         known = unit * (known + old.vectors @ (excess * (old.vectors.T @ known)))
         return weight * new + (1.0 - weight) * known
 
-    vectors, values = extremes(normal(start_key, y.shape[-1:], y.dtype), product, rank)
+    vectors, values = extremes(signs(diagonal_key, y.shape[-1:], y.dtype), product, rank)
     centre = old.to_positions(warmup.moments.position)
     change = Preconditioner(scale, centre, vectors, values**-0.5 - 1.0)
     cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))

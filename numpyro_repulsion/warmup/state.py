@@ -83,14 +83,17 @@ class ScalesState(NamedTuple):
     - **preconditioner** - the linear change of variables.
     - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
     - **calming** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened coordinates.
-    - **centring** - the share by which each entry of a particle is centred, ``(d,)``; ``None`` if all are centred as
-      the model has them. The change of variables comes before the linear one.
+    - **centring** - the share by which each entry of a particle is centred, ``(d,)``; ``None`` if all are as the model
+      has them. The change of variables comes before the linear one.
+    - **powers** - for each product of an effect and a scale in the model, the power of the scale; 0 before it is known.
+      ``None`` without ``centring``.
     """
 
     preconditioner: Preconditioner
     moments: Moments | None
     calming: jax.Array
     centring: jax.Array | None = None
+    powers: jax.Array | None = None
 
 
 class StepState(NamedTuple):
@@ -195,9 +198,12 @@ class WarmupState(NamedTuple):
         plan: WarmupPlan,
         jumps: Any = None,
         basins: Any = None,
-        is_centred_partly: bool = False,
+        num_products: int | None = None,
     ) -> WarmupState:
-        """Return the state before the first iteration."""
+        """Return the state before the first iteration.
+
+        :param num_products: how many products the model may have; ``None`` if sites stay as they are in the model.
+        """
         shape, dtype = cloud.z.shape, cloud.z.dtype
         particles, dimension = shape[0] * shape[1], shape[2]
         learns = num_warmup > 0
@@ -214,7 +220,8 @@ class WarmupState(NamedTuple):
                 preconditioner,
                 Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
                 jnp.ones((), dtype),
-                jnp.ones(dimension, dtype) if is_centred_partly else None,
+                None if num_products is None else jnp.ones(dimension, dtype),
+                None if num_products is None else jnp.zeros(num_products, dtype),
             ),
             step=StepState.start(step_size, particles, dtype, learns),
             bandwidth=bandwidth,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
@@ -40,9 +40,6 @@ def update_step_size(
 
 def _measured(key, stage, warmup, cloud, sampler):
     """Add a measurement, and use control variates only if they do not add noise."""
-    steepness_key = key
-    if sampler.interaction.interacts:
-        key, steepness_key = random.split(key)
     plan = sampler.plan
     in_use = warmup.reference.in_use if plan.reference else jnp.zeros((), bool)
     width = WIDTH if plan.scale else WIDTH * jnp.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
@@ -58,7 +55,7 @@ def _measured(key, stage, warmup, cloud, sampler):
             for name in ("curvature", "noise", "steepness")
         },
     )
-    steepness = measure_steepness(steepness_key, sampler.interaction, cloud.z, warmup.bandwidth)
+    steepness = measure_steepness(key, sampler.interaction, cloud.z, warmup.bandwidth)
     measurements = measurements.add(curvature, noise, steepness)
     warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
     if plan.reference:

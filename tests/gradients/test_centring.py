@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 from numpyro_repulsion.gradients import CentredTarget, ModelTarget, log_volume, ravel_cloud, to_coordinates
 
 Y = jnp.linspace(-1.0, 2.0, 8)
+NO_POWERS = jnp.zeros(0)
 
 
 def model(y):
@@ -81,8 +82,8 @@ def test_models_without_such_sites():
 def test_it_is_a_change_of_variables(target, value):
     z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
     z, share = z[0], share_of(target, value)
-    y = to_coordinates(CentredTarget(target, jnp.ones_like(share), unravel).recover(z), share)
-    centred = CentredTarget(target, share, unravel)
+    y = to_coordinates(CentredTarget(target, jnp.ones_like(share), NO_POWERS, unravel).recover(z), share)
+    centred = CentredTarget(target, share, NO_POWERS, unravel)
     found = centred.recover(y)
     np.testing.assert_allclose(found.z, z, rtol=1e-5, atol=1e-5)
     volume = log_volume(found, share)
@@ -97,7 +98,7 @@ def test_it_is_a_change_of_variables(target, value):
 def test_an_entry_that_is_not_centred_is_standardized(target):
     z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
     share = share_of(target, 0.0)
-    found = CentredTarget(target, jnp.ones_like(share), unravel).recover(z[0])
+    found = CentredTarget(target, jnp.ones_like(share), NO_POWERS, unravel).recover(z[0])
     values, y = unravel(found.z), unravel(to_coordinates(found, share))
     np.testing.assert_allclose(y["theta"], (values["theta"] - values["mu"]) / jnp.exp(values["tau"]), rtol=1e-4)
     assert (y["shifted"] == values["shifted"]).all() and (y["walk"] == values["walk"]).all()
@@ -113,9 +114,9 @@ def test_minibatches_are_those_of_the_model():
     target = ModelTarget(rows, (Y,))
     z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
     share = share_of(target, 0.5)
-    centred = CentredTarget(target, share, unravel)
+    centred = CentredTarget(target, share, NO_POWERS, unravel)
     assert centred.plates == target.plates and centred.crossed_plates() == target.crossed_plates()
-    y = to_coordinates(CentredTarget(target, jnp.ones_like(share), unravel).recover(z[0]), share)
+    y = to_coordinates(CentredTarget(target, jnp.ones_like(share), NO_POWERS, unravel).recover(z[0]), share)
     volume = log_volume(centred.recover(y), share)
     for indices in (jnp.array([0, 3]), jnp.array([6, 1]), jnp.arange(8)):
         found = centred.potential_energy(unravel(y), {"rows": indices}, random.key(0))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import numpyro
+from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
@@ -90,6 +91,50 @@ def test_eight_schools(kernel):
     # posteriordb, eight_schools-eight_schools_noncentered: 4.41 and 3.31, 3.60 and 3.20
     assert abs(draws["mu"].mean() - 4.41) < 0.1 and abs(draws["mu"].std() - 3.31) < 0.15
     assert abs(draws["tau"].mean() - 3.60) < 0.15 and abs(draws["tau"].std() - 3.20) < 0.3
+
+
+def schools_by_hand(effects, unit=1.0):
+    """Eight schools, written non-centred."""
+    mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5.0))
+    with numpyro.plate("schools", 8):
+        eta = numpyro.sample("eta", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(mu + tau * eta, unit * ERRORS), obs=effects)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGHMC])
+def test_products_by_hand_are_centred_as_far_as_the_data_say(kernel):
+    for unit, low, high in ((1.0, 0.0, 0.4), (0.05, 0.9, 1.0)):
+        mcmc = run(kernel(schools_by_hand), EFFECTS, unit)
+        found = mcmc.last_state.warmup.scales
+        assert found.powers.tolist() == [1.0] and (found.centring[:8] >= low).all() and (found.centring[:8] <= high).all()
+        draws = mcmc.get_samples()
+        assert abs(draws["eta"] ** 2).mean() < 2.0  # draws are those of the site that the model has
+        if unit == 1.0:
+            assert abs(draws["mu"].mean() - 4.41) < 0.1 and abs(draws["tau"].mean() - 3.60) < 0.15
+            assert abs(draws["tau"].std() - 3.20) < 0.3
+
+
+@pytest.mark.slow
+def test_minibatches_of_products_by_hand_need_it():
+    """A ridge of scale times effects, which rows determine: without other coordinates particles crawl along it."""
+    group, x = jnp.arange(20_000) % 40, random.normal(random.key(1), (20_000,))
+    true = 0.7 * random.normal(random.key(2), (40,))
+    y = 1.0 + 0.5 * x + true[group] + random.normal(random.key(3), (20_000,))
+
+    def rows(x, group, y):
+        mu, b = (numpyro.sample(name, dist.Normal(0.0, 5.0)) for name in ("mu", "b"))
+        tau = numpyro.sample("tau", dist.HalfNormal(2.0))
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([40]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=200) as i:
+            numpyro.sample("y", dist.Normal(mu + b * x[i] + tau * z[group[i]], 1.0), obs=y[i])
+
+    def slowest(kernel):
+        draws = run(kernel, x, group, y).get_samples(group_by_chain=True)
+        return min(float(effective_sample_size(np.asarray(draws[name], float))) for name in ("mu", "tau"))
+
+    assert slowest(SGLD(rows)) > 5.0 * slowest(SGLD(rows, reparam=None))
 
 
 @pytest.mark.slow
