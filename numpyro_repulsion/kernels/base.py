@@ -89,8 +89,9 @@ class ParticleKernel(Fixed, MCMCKernel):
     :param reparam: ``"auto"`` centres hierarchical sites (a normal, Student-t, Cauchy, Laplace, logistic or Gumbel
         prior with a scale that depends on other sites; or a site that the model multiplies by its scale) by a share
         that warmup learns for each of their entries: centred where the data determine it, non-centred where they do
-        not, or between. The posterior and the draws are those of the model. It applies to four or more particles of a sampler that learns its step,
-        without ``moves``, ``SVRG`` and discrete sites. ``None`` keeps the coordinates of the model.
+        not, or between. The posterior and the draws are those of the model. It applies to four or more particles of a
+        sampler that learns its step, without ``moves``, ``SVRG`` and discrete sites. ``None`` keeps the coordinates of
+        the model.
     :param init_strategy: where particles start; by default, each starts at a draw from the prior. See also
         :func:`~numpyro_repulsion.init_from_guide`, :func:`~numpyro_repulsion.init_from_idata` and
         :func:`~numpyro_repulsion.init_around`.
