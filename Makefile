@@ -65,7 +65,7 @@ test-full: lint mypy
 docs: $(VENV)/.with-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
-notebooks: $(VENV)/.with-docs
+notebooks: $(VENV)/.with-docs $(VENV)/.with-bench
 	for notebook in notebooks/*.ipynb; do $(BIN)/jupyter-execute "$$notebook" || exit 1; done
 
 figures: $(VENV)/.with-demo
