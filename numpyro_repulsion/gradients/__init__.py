@@ -4,7 +4,7 @@ A :class:`Target` is the posterior in the form that samplers use, one unconstrai
 :class:`Gradient` chooses the rows of the subsampled plates that each particle uses in each update.
 """
 
-from numpyro_repulsion.gradients.centring import CentredTarget, Recovered, log_volume, to_coordinates
+from numpyro_repulsion.gradients.centring import CentredTarget, Centring, Recovered
 from numpyro_repulsion.gradients.control import SVRG, ControlVariates, evaluate_reference, fingerprint, full_gradient
 from numpyro_repulsion.gradients.dependence import influenced
 from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
@@ -15,6 +15,7 @@ from numpyro_repulsion.gradients.target import FunctionTarget, Target
 __all__ = [
     "SVRG",
     "CentredTarget",
+    "Centring",
     "Recovered",
     "Reference",
     "ControlVariates",
@@ -30,7 +31,5 @@ __all__ = [
     "fingerprint",
     "full_gradient",
     "influenced",
-    "log_volume",
     "ravel_cloud",
-    "to_coordinates",
 ]

@@ -18,11 +18,12 @@ from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
 from numpyro.util import not_jax_tracer
 
-from numpyro_repulsion.gradients.centring import centred_energy, location_scale_sites, recovered
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
+from numpyro_repulsion.gradients.location_scale import centred_energy, location_scale_sites, recovered
 from numpyro_repulsion.gradients.products import Products
 from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, find_nan
 from numpyro_repulsion.gradients.target import Indices, Target
+from numpyro_repulsion.gradients.translations import Translations
 from numpyro_repulsion.gradients.usage import check_bounds, check_latent, check_sites, read_usage, rows_outside
 
 __all__ = ["ModelTarget"]
@@ -80,7 +81,8 @@ class ModelTarget(Target):
         self.deterministic = [name for name in deterministic if name not in self.minibatched]
         self.location_scale = location_scale_sites(self, sites)
         self.products = Products(self, sites, self.location_scale)
-        self.num_products = len(self.products.pairs)
+        self.translations = Translations(self, sites, self.products.pairs)
+        self.num_products, self.num_groups = len(self.products.pairs), len(self.translations.groups)
 
     def _share_traces(self):
         """Compile functions so that the model runs only once for each shape of their arguments."""

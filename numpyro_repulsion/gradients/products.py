@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +12,11 @@ import numpy as np
 
 from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.transforms import ExpTransform, IndependentTransform
-from numpyro.infer.util import potential_energy
-from numpyro.primitives import Messenger
 
 from numpyro_repulsion.gradients.dependence import CALLS
-from numpyro_repulsion.gradients.structure import any_number_of_rows
 from numpyro_repulsion.gradients.target import Particle
 
-__all__ = ["Products", "multiplied"]
+__all__ = ["Products", "base_support", "multiplied"]
 
 #: Scales may enter as standard deviations, variances or precisions, so powers are multiples of 1/2 up to this.
 MAX_POWER = 1.0
@@ -52,7 +49,7 @@ class Products:
     :param others: sites that are in coordinates of their own already.
     """
 
-    def __init__(self, target: Any, sites: Mapping[str, dict], others: list[str]):
+    def __init__(self, target: Any, sites: Mapping[str, dict], others: Collection[str]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
         self._logarithms = {
             name: logarithm
@@ -62,7 +59,7 @@ class Products:
         effects = {
             name
             for name in set(target.latent) - set(others)
-            if _base(sites[name]["fn"].support) is constraints.real and sites[name]["scale"] is None
+            if base_support(sites[name]["fn"].support) is constraints.real and sites[name]["scale"] is None
         }
         found = set()
         if effects and self._logarithms and not target.discrete:
@@ -85,9 +82,17 @@ class Products:
             found[effect] = jnp.broadcast_to(part + found.get(effect, 0.0), z[effect].shape)
         return found
 
-    def powers(self, target: Any, particles: Particle) -> jax.Array:
-        """Return the power of each pair, from the gradients of the likelihood at some particles, each ``(n, ...)``."""
-        gradients = jax.vmap(jax.grad(lambda z: self._likelihood(target, z)))(particles)
+    @property
+    def sites(self) -> set[str]:
+        """The names of all effects and scales of products."""
+        return {name for pair in self.pairs for name in pair}
+
+    def powers(self, particles: Particle, gradients: Particle) -> jax.Array:
+        """Return the power of each pair.
+
+        :param particles: some particles, with leaves ``(n, ...)``.
+        :param gradients: ∇U without the priors of `sites` there.
+        """
         found = [jnp.zeros(())] * len(self.pairs)
         for scale in dict.fromkeys(scale for _, scale in self.pairs):
             numbers = [i for i, pair in enumerate(self.pairs) if pair[1] == scale]
@@ -101,25 +106,6 @@ class Products:
             for i, power in zip(numbers, _fitted(jnp.stack(columns, 1), (slope / speed).ravel()), strict=True):
                 found[i] = power
         return jnp.stack(found)
-
-    def _likelihood(self, target, z):
-        """Return U without the priors of effects and scales."""
-        names = {name for pair in self.pairs for name in pair}
-        model = _Without(target.bind(target.first_rows, random.key(0)), names)
-        with any_number_of_rows():
-            return potential_energy(model, target.args, target.kwargs, z)
-
-
-class _Without(Messenger):
-    """Drop the log densities of some sites, and the volumes of their transforms."""
-
-    def __init__(self, fn, names):
-        super().__init__(fn)
-        self._names = names | {f"_{name}_log_det" for name in names}
-
-    def process_message(self, msg):
-        if msg["type"] == "sample" and msg["name"] in self._names:
-            msg["scale"] = 0.0
 
 
 def multiplied(function: Callable, argument: Mapping[str, Any]) -> set[tuple[str, str]]:
@@ -202,7 +188,8 @@ def _fits(small, large):
     return len(small) <= len(large) and all(a in (1, b) for a, b in zip(padded, large, strict=True))
 
 
-def _base(support):
+def base_support(support: Any) -> Any:
+    """Return the support of one number."""
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     return support
@@ -213,7 +200,7 @@ def _logarithm(support, shape):
 
     A single real number may be a logarithm itself.
     """
-    if (base := _base(support)) is constraints.real:
+    if (base := base_support(support)) is constraints.real:
         return (lambda u: u) if np.prod(shape) == 1 else None
     # A bound may depend on other sites, and the transform with it.
     bounds = [getattr(base, name, default) for name, default in (("lower_bound", -1.0), ("upper_bound", 1.0))]

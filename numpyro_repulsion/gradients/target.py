@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -24,13 +24,15 @@ class Target:
     - **is_random** - whether U is an estimate that differs from key to key even for given rows.
     - **location_scale** - the sites of which the prior's scale depends on other sites, and which can be centred partly.
     - **num_products** - how many products of an effect and a scale there may be, which can be centred partly too.
+    - **num_groups** - how many groups of such effects may be added to another coefficient, which can take their mean.
     """
 
     plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
     rows_outside: Mapping[str, list[str]] = MappingProxyType({})
     is_random: bool = False
-    location_scale: Sequence[str] = ()
+    location_scale: Mapping[str, Any] = MappingProxyType({})
     num_products: int = 0
+    num_groups: int = 0
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
         """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""

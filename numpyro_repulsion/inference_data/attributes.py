@@ -93,9 +93,9 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
 
 def _centring(state):
     """Return by how much hierarchical sites are centred, in words; empty if all sites are as in the model."""
-    share = state.warmup.scales.centring
-    if share is None:
+    centring = state.warmup.scales.centring
+    if centring is None:
         return ""
-    shares = ravel_cloud(state.z)[1](share)
+    shares = ravel_cloud(state.z)[1](centring.share)
     ranges = {name: (float(x.min()), float(x.max())) for name, x in shares.items() if x.size and (x != 1.0).any()}
     return ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in ranges.items())

@@ -16,7 +16,7 @@ from numpyro.util import identity, is_prng_key, not_jax_tracer
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import Finding
-from numpyro_repulsion.gradients import Gradient, Sweeps, log_volume, ravel_cloud
+from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence
@@ -243,11 +243,12 @@ class ParticleKernel(Fixed, MCMCKernel):
         if warmup.step.measurements is not None and (plan.measures or plan.jumps):
             warn_after_warmup(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
         found = iteration.recover(warmup, cloud.z)
-        coordinates, share = None, warmup.scales.centring
-        if share is not None:
+        coordinates, centring = None, warmup.scales.centring
+        if centring is not None:
             y = warmup.scales.preconditioner.to_positions(cloud.z)
             coordinates = y.reshape(size, -1), cloud.potential_energy.reshape(size)
-            cloud = cloud._replace(potential_energy=cloud.potential_energy + log_volume(found, share))
+            volume = iteration.centred(centring).log_volume(found)
+            cloud = cloud._replace(potential_energy=cloud.potential_energy + volume)
         state = ParticleState(
             z=jax.vmap(iteration.unravel)(found.z.reshape(size, -1)),
             **per_particle(cloud, warmup, in_use),

@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.gradients import CentredTarget, Recovered, Reference, Target, evaluate_reference, fingerprint
+from numpyro_repulsion.gradients import (
+    CentredTarget,
+    Centring,
+    Recovered,
+    Reference,
+    Target,
+    evaluate_reference,
+    fingerprint,
+)
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.warmup import WarmupPlan, WarmupState
@@ -55,10 +63,8 @@ class Evaluation:
 
     def target(self, warmup: WarmupState) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
-        scales, target = warmup.scales, self.bound.target
-        if scales.centring is None or scales.powers is None:
-            return target
-        return CentredTarget(target, scales.centring, scales.powers, self.unravel)
+        centring, target = warmup.scales.centring, self.bound.target
+        return target if centring is None else CentredTarget(target, centring, self.unravel)
 
     def recover(self, warmup: WarmupState, u: jax.Array) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
@@ -68,16 +74,9 @@ class Evaluation:
             return Recovered.of(y, jnp.zeros_like(y), jnp.ones_like(y), jnp.zeros_like(y))
         return jax.tree.map(lambda x: x.reshape(y.shape), jax.vmap(target.recover)(y.reshape(-1, y.shape[-1])))
 
-    def find_products(self, warmup: WarmupState, found: Recovered) -> tuple[jax.Array | None, Recovered]:
-        """Return the powers of the scales that the model multiplies its effects by, and the particles with these.
-
-        :param found: the particles ``(..., d)`` in the coordinates of the model. Powers that are known stay.
-        """
-        known, target = warmup.scales.powers, self.target(warmup)
-        if not isinstance(target, CentredTarget) or known is None or not known.size:
-            return known, found
-        powers = jnp.where(known == 0, target.powers(found.z.reshape(-1, found.z.shape[-1])), known)
-        return powers, target.with_powers(powers, found)
+    def centred(self, centring: Centring) -> CentredTarget:
+        """Return the posterior in coordinates of another centring."""
+        return CentredTarget(self.bound.target, centring, self.unravel)
 
     def energy_and_grad(self, warmup: WarmupState, num_updates: jax.Array | None = None) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.

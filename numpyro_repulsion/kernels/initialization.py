@@ -16,7 +16,7 @@ import numpy as np
 from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.dynamics import select
-from numpyro_repulsion.gradients import Gradient, ModelTarget, Target, fingerprint, ravel_cloud
+from numpyro_repulsion.gradients import Centring, Gradient, ModelTarget, Target, fingerprint, ravel_cloud
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.origin import Origin
@@ -135,8 +135,8 @@ class Initializer:
             basins = Basins().start(cloud, num_warmup, plan.scale == "dense")
         first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
         reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centres_partly
-        num_products = target.num_products if reparametrizes else None
-        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, num_products)
+        centring = Centring.none(target, u.shape[2], u.dtype) if reparametrizes else None
+        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, centring)
         if num_warmup > 0:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
             position = flat[jnp.argmax(jnp.abs(energy))]

@@ -7,7 +7,6 @@ from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.gradients import to_coordinates
 from numpyro_repulsion.warmup.hessian import NUM_PROBES, mean_diagonal
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
@@ -45,24 +44,25 @@ def update_centring(
 
 
 def _learned(key, warmup, cloud, sampler):
-    known = warmup.scales.centring
     found = sampler.recover(warmup, cloud.z)
-    old, (powers, found) = warmup, sampler.find_products(warmup, found)
-    warmup = warmup._replace(scales=warmup.scales._replace(powers=powers))
-    can_change = jnp.std(jnp.log(found.scale), (0, 1)) > MIN_SPREAD
-    plain = jnp.where(can_change, 0.0, 1.0).astype(known.dtype)
-    y = to_coordinates(found, plain)
+    known, shape = warmup.scales.centring, cloud.z.shape
+    flat = jax.tree.map(lambda x: x.reshape(-1, shape[-1]), found)
+    learned, flat = sampler.centred(known).structure_at(flat, MIN_SPREAD)
+    found = jax.tree.map(lambda x: x.reshape(shape), flat)
+    can_change = jnp.std(jnp.log(flat.scale), 0) > MIN_SPREAD
+    plain = learned._replace(share=jnp.where(can_change, 0.0, 1.0).astype(known.share.dtype))
+    y = sampler.centred(plain).to_coordinates(found)
     trial, change = _rescaled(warmup, y, plain)
     probe_key, gradient_key = random.split(key)
     energy_and_grad = sampler.energy_and_grad(trial)
     curvature = mean_diagonal(probe_key, change.whiten(y), lambda key, u: energy_and_grad(key, u)[1], WIDTH, NUM_PROBES)
     curvature = curvature / change.lengths() ** 2
     share = jnp.where(can_change, 1.0 - 1.0 / jnp.maximum(curvature, 1.0), 1.0)
-    share = jnp.where(jnp.isfinite(share), share, known)
+    learned = learned._replace(share=jnp.where(jnp.isfinite(share), share, known.share))
 
     def adopted():
-        y = to_coordinates(found, share)
-        new, change = _rescaled(warmup, y, share)
+        y = sampler.centred(learned).to_coordinates(found)
+        new, change = _rescaled(warmup, y, learned)
         u = change.whiten(y)
         energy, gradient = sampler.energy_and_grad(new)(gradient_key, u)
         moments = jax.tree.map(jnp.zeros_like, warmup.moments)
@@ -70,13 +70,15 @@ def _learned(key, warmup, cloud, sampler):
         new = new._replace(scales=new.scales._replace(moments=moments))
         usable = jnp.isfinite(energy).all() & jnp.isfinite(gradient).all() & jnp.isfinite(u).all()
         moved = cloud._replace(z=u, potential_energy=energy, gradient=gradient)
-        return lax.cond(usable, lambda: (new, moved), lambda: (old, cloud))
+        return lax.cond(usable, lambda: (new, moved), lambda: (warmup, cloud))
 
-    is_other = (jnp.abs(share - known).max() > MIN_CHANGE) | (powers != old.scales.powers).any()
-    return lax.cond(is_other, adopted, lambda: (old, cloud))
+    is_other = jnp.abs(learned.share - known.share).max() > MIN_CHANGE
+    for one, other in ((learned.powers, known.powers), (learned.bases, known.bases)):
+        is_other |= (one != other).any()
+    return lax.cond(is_other, adopted, lambda: (warmup, cloud))
 
 
-def _rescaled(warmup, y, share):
+def _rescaled(warmup, y, centring):
     """Return the state with other coordinates, scaled by the spread of the particles along each of them."""
     flat = y.reshape(-1, y.shape[-1])
     spread = jnp.std(flat, 0)
@@ -88,4 +90,4 @@ def _rescaled(warmup, y, share):
         # It is in the old coordinates until it moves, at the end of the same window.
         warmup = warmup._replace(reference=warmup.reference._replace(in_use=jnp.zeros((), bool)))
     change = Preconditioner(scale, jnp.mean(flat, 0), old.vectors, stretch)
-    return warmup._replace(scales=warmup.scales._replace(preconditioner=change, centring=share)), change
+    return warmup._replace(scales=warmup.scales._replace(preconditioner=change, centring=centring)), change

@@ -8,7 +8,7 @@ from typing import Protocol
 import jax
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.gradients import Recovered, Reference
+from numpyro_repulsion.gradients import CentredTarget, Centring, Recovered, Reference
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.warmup.curvature import CorrectableEnergyAndGrad
 from numpyro_repulsion.warmup.state import WarmupPlan, WarmupState
@@ -51,8 +51,8 @@ class Sampler(Protocol):
     def recover(self, warmup: WarmupState, u: jax.Array) -> Recovered:
         """Return the particles in the coordinates of the model."""
 
-    def find_products(self, warmup: WarmupState, found: Recovered) -> tuple[jax.Array | None, Recovered]:
-        """Return the powers of the scales that the model multiplies its effects by, and the particles with these."""
+    def centred(self, centring: Centring) -> CentredTarget:
+        """Return the posterior in coordinates of another centring."""
 
     def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""

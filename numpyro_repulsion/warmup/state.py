@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.gradients import Reference
+from numpyro_repulsion.gradients import Centring, Reference
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.adam import Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
@@ -83,17 +83,14 @@ class ScalesState(NamedTuple):
     - **preconditioner** - the linear change of variables.
     - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
     - **calming** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened coordinates.
-    - **centring** - the share by which each entry of a particle is centred, ``(d,)``; ``None`` if all are as the model
-      has them. The change of variables comes before the linear one.
-    - **powers** - for each product of an effect and a scale in the model, the power of the scale; 0 before it is known.
-      ``None`` without ``centring``.
+    - **centring** - how the entries of a particle are centred; ``None`` if all are as the model has them. This change
+      of variables comes before the linear one.
     """
 
     preconditioner: Preconditioner
     moments: Moments | None
     calming: jax.Array
-    centring: jax.Array | None = None
-    powers: jax.Array | None = None
+    centring: Centring | None = None
 
 
 class StepState(NamedTuple):
@@ -198,11 +195,11 @@ class WarmupState(NamedTuple):
         plan: WarmupPlan,
         jumps: Any = None,
         basins: Any = None,
-        num_products: int | None = None,
+        centring: Centring | None = None,
     ) -> WarmupState:
         """Return the state before the first iteration.
 
-        :param num_products: how many products the model may have; ``None`` if sites stay as they are in the model.
+        :param centring: that of the model's own coordinates; ``None`` if they stay.
         """
         shape, dtype = cloud.z.shape, cloud.z.dtype
         particles, dimension = shape[0] * shape[1], shape[2]
@@ -220,8 +217,7 @@ class WarmupState(NamedTuple):
                 preconditioner,
                 Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
                 jnp.ones((), dtype),
-                None if num_products is None else jnp.ones(dimension, dtype),
-                None if num_products is None else jnp.zeros(num_products, dtype),
+                centring,
             ),
             step=StepState.start(step_size, particles, dtype, learns),
             bandwidth=bandwidth,

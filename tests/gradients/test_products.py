@@ -11,7 +11,8 @@ from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
-from numpyro_repulsion.gradients import CentredTarget, ModelTarget, log_volume, ravel_cloud, to_coordinates
+from numpyro_repulsion.gradients import CentredTarget, Centring, ModelTarget, ravel_cloud
+from numpyro_repulsion.gradients.likelihood import likelihood_gradients
 from numpyro_repulsion.gradients.products import multiplied
 
 X = random.normal(random.key(1), (50, 5))
@@ -44,6 +45,11 @@ def particles(target, number=12, seed=2):
     return jax.vmap(lambda key: target.draw(key, init_to_uniform))(random.split(random.key(seed), number))
 
 
+def powers(target, **settings):
+    at = particles(target, **settings)
+    return target.products.powers(at, likelihood_gradients(target, at, [target.products.sites])[0])
+
+
 @pytest.fixture(scope="module")
 def target():
     return ModelTarget(model, (X, Y))
@@ -52,7 +58,7 @@ def target():
 @pytest.mark.parametrize("seed", [2, 3])
 def test_gradients_tell_powers(target, seed):
     assert set(target.products.pairs) == set(POWERS) and target.num_products == 6
-    found = target.products.powers(target, particles(target, seed=seed))
+    found = powers(target, seed=seed)
     np.testing.assert_array_equal(found, [POWERS[pair] for pair in target.products.pairs])
 
 
@@ -68,7 +74,7 @@ def test_a_scale_that_the_likelihood_also_uses_otherwise_has_none():
     for one in (mixed, twice):
         target = ModelTarget(one, (X, Y))
         assert target.products.pairs == [("z", "tau")]
-        assert target.products.powers(target, particles(target)).tolist() == [0.0]
+        assert powers(target).tolist() == [0.0]
 
 
 def test_models_without_products_have_no_pairs():
@@ -115,7 +121,7 @@ def test_products_within_loops_and_calls_are_read():
 
     target = ModelTarget(series, (X, Y))
     assert target.products.pairs == [("e", "sigma")]
-    assert target.products.powers(target, particles(target)).tolist() == [1.0]
+    assert powers(target).tolist() == [1.0]
 
     def latent(x, y):
         def step(before, _):
@@ -138,19 +144,23 @@ def test_only_what_is_linear_is_an_effect():
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_it_is_a_change_of_variables(target, share):
-    z, unravel = ravel_cloud(jax.tree.map(lambda x: x[:1], particles(target)))
+    at = particles(target)
+    z, unravel = ravel_cloud(at)
     z = z[0]
-    powers = jnp.array([POWERS[pair] for pair in target.products.pairs])
+    found_powers = jnp.array([POWERS[pair] for pair in target.products.pairs])
     effects = {effect for effect, _ in POWERS}
-    shares = {name: jnp.full(site.shape, share if name in effects else 1.0) for name, site in target.prototype.items()}
-    flat = ravel_cloud(jax.tree.map(lambda x: x[None], shares))[0][0]
-    plain = CentredTarget(target, jnp.ones_like(flat), jnp.zeros_like(powers), unravel)
-    np.testing.assert_array_equal(plain.recover(z).z, z)
-    found = plain.with_powers(powers, plain.recover(z))
-    y = to_coordinates(found, flat)
-    centred = CentredTarget(target, flat, powers, unravel)
+    flat, plain_share = (
+        jnp.concatenate([jnp.full(x[0].size, c if name in effects else 1.0) for name, x in sorted(at.items())])
+        for c in (share, 0.0)
+    )
+    plain = Centring.none(target, len(flat), flat.dtype)
+    np.testing.assert_array_equal(CentredTarget(target, plain, unravel).recover(z).z, z)
+    # Without any share, the coordinates of products are the effects of the model.
+    found = CentredTarget(target, Centring(plain_share, found_powers, plain.bases), unravel).recover(z)
+    centred = CentredTarget(target, Centring(flat, found_powers, plain.bases), unravel)
+    y = centred.to_coordinates(found)
     np.testing.assert_allclose(centred.recover(y).z, z, rtol=1e-5, atol=1e-5)
-    volume = log_volume(found, flat)
+    volume = centred.log_volume(found)
     jacobian = jax.jacobian(lambda y: centred.recover(y).z)(y)
     np.testing.assert_allclose(jnp.linalg.slogdet(jacobian)[1], volume, rtol=1e-4, atol=1e-5)
     energies = [one.potential_energy(unravel(x), {}, random.key(0)) for one, x in ((centred, y), (target, z))]
