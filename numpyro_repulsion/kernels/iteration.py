@@ -142,7 +142,7 @@ class Iteration(Evaluation):
             position, steps = arrive(move_key, position, arrival.step_size, energy_and_grad)
             arrival = arrival._replace(step_size=steps)
         else:
-            share_done = arrival.adam.number / (stage.at(ARRIVED) * self.num_steps).astype(position[0].dtype)
+            share_done = stage.share_of_approach.astype(position[0].dtype)
             position, adam, rates = descend(
                 move_key, position, arrival.adam, arrival.step_size, share_done, energy_and_grad
             )

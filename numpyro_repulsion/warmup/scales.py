@@ -51,11 +51,12 @@ def update_scales(
 
     def by_curvature():
         adapt = _low_rank if plan.scale == "low_rank" else _whitened
-        return adapt(key, stage, warmup, cloud, sampler)
+        found, moved = adapt(key, stage, warmup, cloud, sampler)
+        return found._replace(arrival=found.arrival.restarted(moved.z)), moved
 
     due = stage.window_ends & stage.is_adapting
     if plan.noise:
-        return lax.cond(due & stage.has_arrived, by_curvature, lambda: (warmup, cloud))
+        return lax.cond(due & stage.whitens, by_curvature, lambda: (warmup, cloud))
     if plan.scale != "low_rank":
         return lax.cond(due, by_moments, lambda: (warmup, cloud))
     which = jnp.where(due, jnp.where(stage.has_arrived, 2, 1), 0)
@@ -152,7 +153,7 @@ def _gradient(warmup, sampler):
 def _spread(stage, warmup):
     """Return the standard deviations of the coordinates when particles have just arrived, later ones."""
     spread = jnp.sqrt(warmup.moments.variances())
-    usable = jnp.isfinite(spread) & (spread > 0) & (stage.done == stage.at(ARRIVED))
+    usable = jnp.isfinite(spread) & (spread > 0) & (stage.done <= stage.at(ARRIVED))
     return jnp.where(usable, spread, 1.0)
 
 

@@ -76,6 +76,10 @@ class ArrivalState(NamedTuple):
         surroundings = Surroundings.empty(u.shape, u.dtype) if arrives else None
         return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), surroundings)
 
+    def restarted(self, u: jax.Array) -> ArrivalState:
+        """Return the state for particles in other coordinates."""
+        return self if self.adam is None else self._replace(adam=Adam.start(u, self.adam.unit))
+
 
 class ScalesState(NamedTuple):
     """The scales in use, and the moments that they are learned from.

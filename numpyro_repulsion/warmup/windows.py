@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ARRIVED", "BEGINNINGS", "ENDS", "FREEZE", "LAST_ADAPTED", "NUM_HESSIANS", "SETTLING_ENDS", "Stage"]
+__all__ = ["ARRIVED", "BEGINNINGS", "ENDS", "FIRST_WHITENED", "FREEZE", "LAST_ADAPTED", "NUM_HESSIANS", "SETTLING_ENDS", "Stage"]
 
 #: Fractions of warmup at which windows end: windows in which particles arrive, ...
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
+#: With minibatches, the coordinates are first whitened by the curvature there, in the middle of the arrival.
+FIRST_WHITENED = 0.15
 #: ... in which the sampler runs and its scales are adapted, ...
 ADAPTATION_ENDS = (0.3, 0.4, 0.6)
 #: ... and in which the scales are frozen, and the step size and the bandwidth settle.
@@ -59,6 +61,7 @@ class Stage(NamedTuple):
     - **may_rescue** - whether lost particles may move to others after this iteration. Not at the end of the last
       window of the arrival, because copies must separate before particles repel each other, nor at the end of warmup.
     - **is_adapting** - whether a window that ends with this iteration changes the scales.
+    - **whitens** - whether it changes them by the curvature, if gradients are noisy.
     - **uses_correlations** - whether it also changes correlations.
     - **references_move** - whether a window ends with this iteration and moves reference points.
     - **num_settled** - how many windows have ended since the scales were frozen.
@@ -77,6 +80,7 @@ class Stage(NamedTuple):
     has_arrived: jax.Array
     may_rescue: jax.Array
     is_adapting: jax.Array
+    whitens: jax.Array
     uses_correlations: jax.Array
     references_move: jax.Array
     num_settled: jax.Array
@@ -109,12 +113,20 @@ class Stage(NamedTuple):
             has_arrived=done >= arrived,
             may_rescue=(done > at(FIRST_RESCUE)) & (done != arrived) & (done < num_warmup),
             is_adapting=done <= frozen,
+            whitens=(done >= arrived) | (done == at(FIRST_WHITENED)),
             uses_correlations=done > at(FIRST_DENSE),
             references_move=window_ends & (done >= arrived) & (done <= frozen),
             num_settled=jnp.sum(done >= at(np.array(SETTLING_ENDS))),
             curvature_weight=jnp.asarray([*weights, 0.0])[jnp.searchsorted(at(curvature_ends), done)],
             noise_share=jnp.asarray([*shares, 1.0])[jnp.searchsorted(at(noise_ends), done, side="right")],
         )
+
+    @property
+    def share_of_approach(self) -> jax.Array:
+        """How much of the present half of the arrival is done, before and after the coordinates are whitened."""
+        middle, end, done = self.at(FIRST_WHITENED), self.at(ARRIVED), self.done - 1
+        is_first = done < middle
+        return jnp.where(is_first, done / middle, (done - middle) / jnp.maximum(end - middle, 1))
 
     def at(self, fraction: Any) -> jax.Array:
         """Return how many iterations a fraction of warmup has, at least one."""
