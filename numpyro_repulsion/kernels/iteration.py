@@ -40,7 +40,6 @@ from numpyro_repulsion.kernels.learners import ALL_LEARNERS, BASINS, counted
 from numpyro_repulsion.kernels.progress import Keys, Progress
 from numpyro_repulsion.schedules import Cyclical
 from numpyro_repulsion.warmup import (
-    ARRIVED,
     Stage,
     WarmupState,
     arrive,

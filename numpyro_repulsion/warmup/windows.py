@@ -13,7 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ARRIVED", "BEGINNINGS", "ENDS", "FIRST_WHITENED", "FREEZE", "LAST_ADAPTED", "NUM_HESSIANS", "SETTLING_ENDS", "Stage"]
+__all__ = [
+    "ARRIVED",
+    "BEGINNINGS",
+    "ENDS",
+    "FIRST_WHITENED",
+    "FREEZE",
+    "LAST_ADAPTED",
+    "NUM_HESSIANS",
+    "SETTLING_ENDS",
+    "Stage",
+]
 
 #: Fractions of warmup at which windows end: windows in which particles arrive, ...
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)

@@ -31,7 +31,8 @@ def model(y, prior=5.0, batch=None):
     alone = levels("alone", 3, tau)
     with numpyro.plate("rows", ROWS, subsample_size=batch) as i:
         x = X[i]
-        mean = intercept + x @ beta + group[GROUP[i]] + other[OTHER[i]] + slope[GROUP[i]] * x[:, 1] + alone[GROUP[i]] * x[:, 0] ** 2
+        mean = intercept + x @ beta + group[GROUP[i]] + other[OTHER[i]]
+        mean += slope[GROUP[i]] * x[:, 1] + alone[GROUP[i]] * x[:, 0] ** 2
         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y[i])
 
 
