@@ -97,16 +97,9 @@ class ModelTarget(Target):
         shapes = tuple((name, site.shape, site.dtype) for name, site in self.prototype.items())
         plates = tuple(self.plates.items())
         kind = self.is_random, bool(self.rows_outside), tuple(map(tuple, self.crossed_plates()))
+        parts = shapes, plates, tuple(self.discrete), self._groups, self._enumeration_dim, kind
         # Initial values of `param` sites are constants of the compiled program.
-        return (
-            shapes,
-            plates,
-            tuple(self.discrete),
-            self._groups,
-            self._enumeration_dim,
-            kind,
-            *map(id, self._params.values()),
-        )
+        return (*parts, *map(id, self._params.values()))
 
     def with_arguments(self, args, kwargs):
         other = copy(self)
