@@ -9,10 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from numpyro_repulsion.shapes import RowNumbers, Scalar
+
 __all__ = ["FunctionTarget", "Indices", "Particle", "Target"]
 
 Particle = Any
-Indices = dict[str, jax.Array]
+#: ``{plate: rows}``
+Indices = dict[str, RowNumbers]
 
 
 class Target:
@@ -34,7 +37,7 @@ class Target:
     num_products: int = 0
     num_groups: int = 0
 
-    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
+    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> Scalar:
         """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
 

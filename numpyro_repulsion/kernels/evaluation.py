@@ -20,6 +20,7 @@ from numpyro_repulsion.gradients import (
 )
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.shapes import Count, Numbers, Vectors
 from numpyro_repulsion.warmup import WarmupPlan, WarmupState
 
 __all__ = ["Evaluation"]
@@ -38,7 +39,7 @@ class Evaluation:
     bound: BoundSampler
     plan: WarmupPlan
     unravel: Callable
-    row_seed: jax.Array
+    row_seed: Count
 
     @property
     def dynamics(self) -> Dynamics:
@@ -66,7 +67,7 @@ class Evaluation:
         centring, target = warmup.scales.centring, self.bound.target
         return target if centring is None else CentredTarget(target, centring, self.unravel)
 
-    def recover(self, warmup: WarmupState, u: jax.Array) -> Recovered:
+    def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = warmup.scales.preconditioner.to_positions(u)
         target = self.target(warmup)
@@ -78,7 +79,7 @@ class Evaluation:
         """Return the posterior in coordinates of another centring."""
         return CentredTarget(self.bound.target, centring, self.unravel)
 
-    def energy_and_grad(self, warmup: WarmupState, num_updates: jax.Array | None = None) -> Callable:
+    def energy_and_grad(self, warmup: WarmupState, num_updates: Count | None = None) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.
 
         :param num_updates: how many updates were done before; ``None`` for rows that no update depends on.
@@ -97,7 +98,7 @@ class Evaluation:
 
         return energy_and_grad
 
-    def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
+    def energy_on_common_rows(self, warmup: WarmupState, u: Vectors) -> Numbers:
         """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
         target = self.target(warmup)
         one = jnp.vectorize(lambda z: fingerprint(target, self.unravel, z), signature="(d)->()")

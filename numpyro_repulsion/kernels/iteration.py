@@ -87,7 +87,7 @@ class Iteration(Evaluation):
             jnp.zeros(warmup.arrival.step_size.shape, bool),
             warmup.arrival,
             warmup.reference if self._renews_within else None,
-            warmup.jumps.tally if self.bound.kernel.moves is not None else None,
+            warmup.jumps.tally if self.bound.kernel.moves is not None and warmup.jumps is not None else None,
         )
 
         def approach():
@@ -107,7 +107,7 @@ class Iteration(Evaluation):
         else:
             now, basins, in_use = travel()
         warmup = warmup._replace(arrival=now.arrival, basins=basins)
-        if now.tally is not None:
+        if now.tally is not None and warmup.jumps is not None:
             warmup = warmup._replace(jumps=warmup.jumps._replace(tally=now.tally))
         if now.reference is not None:
             warmup = warmup._replace(reference=now.reference)
