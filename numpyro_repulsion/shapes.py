@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 
 __all__ = [
+    "Columns",
     "Count",
     "Counts",
     "Directions",
@@ -53,6 +54,8 @@ else:
 
 #: A vector for each particle: positions, gradients, momenta, noise.
 Vectors = Float[jax.Array, "*particles d"]
+#: The same with any number of entries.
+Columns = Float[jax.Array, "*particles k"]
 #: A number for each particle: energies, step sizes.
 Numbers = Float[jax.Array, "*particles"]
 #: A yes or no for each particle.

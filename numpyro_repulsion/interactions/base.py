@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.checks import positive
 from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.shapes import Count, Group, Number, Numbers, Pairs, Scalar, Vector, Vectors
+from numpyro_repulsion.shapes import Columns, Count, Group, Number, Numbers, Pairs, Scalar, Vector, Vectors
 
 __all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping"]
 
@@ -21,7 +21,7 @@ __all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping"]
 class Coupling(NamedTuple):
     """The operations that the matrix K of one cloud supports.
 
-    - **apply** - ``x -> K x`` for ``x`` of the cloud's shape.
+    - **apply** - ``x -> K x`` for any numbers of each particle, ``(..., L, k)``.
     - **repulsion** - Γ, with ``Γ_i = Σ_j ∇_{u_j} K_ij``, of the cloud's shape (0 where K is constant).
     - **draw** - ``key -> ξ``, Gaussian noise of the cloud's shape, with covariance ``K ⊗ I_d`` for each group.
     - **bound** - scalar, at least the largest eigenvalue of K.
@@ -31,7 +31,7 @@ class Coupling(NamedTuple):
       ``(..., L)``. The stationary bias of a step grows with its mean, and warmup takes that into account.
     """
 
-    apply: Callable[[Vectors], Vectors]
+    apply: Callable[[Columns], Columns]
     repulsion: Vectors | float
     draw: Callable[[jax.Array], Vectors]
     bound: Number

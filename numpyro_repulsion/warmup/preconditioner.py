@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_repulsion.shapes import Directions, Flag, List, Matrix, OtherVector, Scalar, Scale, Vector, Vectors
+from numpyro_repulsion.shapes import Count, Directions, Flag, List, Matrix, OtherVector, Scalar, Scale, Vector, Vectors
 
 __all__ = ["RANK", "Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
 
@@ -150,7 +150,7 @@ def inverse_root(covariance: Scale) -> Scale:
     return jnp.where(jnp.isfinite(scale).all(), scale, identity)
 
 
-def shrink(covariance: Matrix, number: Scalar) -> Matrix:
+def shrink(covariance: Matrix, number: Scalar | Count) -> Matrix:
     """Shrink the correlations of a covariance ``(d, d)`` from ``number`` particles of successive clouds."""
     # Successive clouds are similar, so one in ten counts. Few draws cannot distinguish correlation from chance.
     draws = number / 10.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Centring, Reference
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.shapes import Count, Flag, Numbers, Scalar, Vector, Vectors
+from numpyro_repulsion.shapes import Count, Flag, Number, Numbers, Scalar, Vector, Vectors
 from numpyro_repulsion.warmup.adam import Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
@@ -62,7 +62,7 @@ class JumpsState(Protocol):
     def tally(self) -> tuple[Scalar, Scalar]:
         """The number of jumps, and the sum of their acceptance probabilities."""
 
-    def _replace(self, *, tally: tuple[Scalar, Scalar]) -> Self: ...
+    def _replace(self, *, tally: tuple[Scalar, Scalar]) -> JumpsState: ...
 
 
 class SwitchedState(JumpsState, Protocol):
@@ -138,7 +138,7 @@ class StepState(NamedTuple):
     measurements: Measurements | None
 
     @staticmethod
-    def start(size: float, particles: int, dtype, learns: bool) -> StepState:
+    def start(size: Number, particles: int, dtype, learns: bool) -> StepState:
         """Return the state before the first measurement."""
         return StepState(
             size=jnp.asarray(size, dtype),
@@ -215,7 +215,7 @@ class WarmupState(NamedTuple):
     def start(
         num_warmup: int,
         preconditioner: Preconditioner,
-        step_size: float,
+        step_size: Number,
         bandwidth: Scalar,
         cloud: Cloud,
         plan: WarmupPlan,
