@@ -20,6 +20,8 @@ import numpy as np
 PACKAGE = "numpyro_repulsion"
 #: An integer is a float, as for other type checkers.
 RULES = BeartypeConf(is_pep484_tower=True)
+#: The functions with arrays in their annotations that were called, by their modules and names.
+CHECKED = set()
 
 
 def install():
@@ -31,16 +33,29 @@ def typechecker(function):
     """Return the function with checks by beartype, and of the fields of named tuples in its arguments and result."""
     for hint in function.__annotations__.values():
         make_checkable(hint)
+    mentions_arrays = any("jaxtyping." in repr(expand(hint)) for hint in function.__annotations__.values())
     checked = beartype(function, conf=RULES)
+    signature = inspect.signature(function)
+    annotated = {
+        name for name, hint in function.__annotations__.items() if hint not in (typing.Any, inspect.Parameter.empty)
+    }
 
     @functools.wraps(function)
     def check(*args, **kwargs):
         result = checked(*args, **kwargs)
-        for value in (*args, *kwargs.values()):
-            check_fields(value)
+        if mentions_arrays:
+            CHECKED.add(f"{function.__module__}.{function.__qualname__}")
+        for name, value in (*signature.bind(*args, **kwargs).arguments.items(), ("return", result)):
+            if name in annotated:
+                check_fields(value)
         return result
 
     return check
+
+
+def expand(hint):
+    """Return the types of the fields of a named tuple, or any other annotation as it is."""
+    return hints_of(hint) if inspect.isclass(hint) and hasattr(hint, "_fields") else hint
 
 
 def make_checkable(hint):
@@ -97,10 +112,10 @@ def inherit(cls):
 
 
 def inherit_all(*bases):
-    """The same for all classes of the package that derive from these, in the order of their derivation."""
+    """The same for these classes and all that derive from them."""
     for base in bases:
         inherit(base)
-        inherit_all(*(cls for cls in base.__subclasses__() if cls.__module__.startswith(PACKAGE)))
+        inherit_all(*base.__subclasses__())
 
 
 def guarding(function, hints):
