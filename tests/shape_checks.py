@@ -61,7 +61,7 @@ def expand(hint):
 def make_checkable(hint):
     """Let beartype look whether a value has the methods of a protocol."""
     for part in (hint, getattr(hint, "__bound__", None), *typing.get_args(hint)):
-        if getattr(part, "_is_protocol", False):
+        if inspect.isclass(part) and getattr(part, "_is_protocol", False):
             typing.runtime_checkable(part)
         elif part is not hint:
             make_checkable(part)

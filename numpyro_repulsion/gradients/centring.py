@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_repulsion.gradients.likelihood import likelihood_gradients
+from numpyro_repulsion.gradients.posterior import ModelTarget
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.shapes import Counts, Numbers, OtherVector, Scalar, Vector, Vectors
 
@@ -30,7 +31,7 @@ class Centring(NamedTuple):
     bases: Counts
 
     @staticmethod
-    def none(target: Target, dimension: int, dtype: Any) -> Centring:
+    def none(target: Target, dimension: int, dtype: jnp.dtype) -> Centring:
         """Return that of a model's own coordinates."""
         bases = jnp.full(target.num_groups, -1, jnp.int32)
         return Centring(jnp.ones(dimension, dtype), jnp.zeros(target.num_products, dtype), bases)
@@ -80,7 +81,7 @@ class CentredTarget(Target):
        https://arxiv.org/abs/1906.03028
     """
 
-    def __init__(self, target: Any, centring: Centring, unravel: Callable):
+    def __init__(self, target: ModelTarget, centring: Centring, unravel: Callable):
         self._target, self._centring, self._unravel = target, centring, unravel
         self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
 

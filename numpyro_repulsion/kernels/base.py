@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
@@ -116,7 +117,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         *,
         step_size: float | Callable | BiasBudget | None = None,
         interaction: Interaction | None = None,
-        preconditioner: Any = "auto",
+        preconditioner: ArrayLike | None = "auto",
         num_steps: int = 10,
         num_ensembles: int = 1,
         gradient: Gradient | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import (
     CentredTarget,
     Centring,
+    ModelTarget,
     Recovered,
     Reference,
     Target,
@@ -65,7 +67,7 @@ class Evaluation:
     def target(self, warmup: WarmupState) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
         centring, target = warmup.scales.centring, self.bound.target
-        return target if centring is None else CentredTarget(target, centring, self.unravel)
+        return target if centring is None else self.centred(centring)
 
     def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
@@ -77,7 +79,8 @@ class Evaluation:
 
     def centred(self, centring: Centring) -> CentredTarget:
         """Return the posterior in coordinates of another centring."""
-        return CentredTarget(self.bound.target, centring, self.unravel)
+        # Only models have sites that can be centred.
+        return CentredTarget(cast(ModelTarget, self.bound.target), centring, self.unravel)
 
     def energy_and_grad(self, warmup: WarmupState, num_updates: Count | None = None) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax import lax, random
@@ -186,7 +185,7 @@ class Iteration(Evaluation):
             flagged = now.flagged + (is_rejected | turns | is_clipped)
             return now._replace(cloud=cloud, flagged=flagged, has_turned=turns)
 
-        moves: Any = self.bound.kernel.moves
+        moves = self.bound.kernel.moves
 
         def jump(now):
             jumped = self._jump(moves, noise_key, gradient_key, now.cloud, warmup.jumps, warmup)
@@ -194,7 +193,7 @@ class Iteration(Evaluation):
                 cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted), tally=counted(now.tally, jumped)
             )
 
-        if now.tally is None:
+        if now.tally is None or moves is None:
             now = step(now)
         else:
             now = lax.cond(moves.is_on(warmup.jumps) & (now.num_updates % 2 == 1), jump, step, now)
