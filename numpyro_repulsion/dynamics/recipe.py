@@ -14,7 +14,7 @@ from numpyro_repulsion.checks import integer, keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import UnknownError
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.shapes import List, Matrix, Memory, Numbers, Vectors
+from numpyro_repulsion.shapes import List, Memory, Numbers, Table, Vectors
 
 __all__ = ["Recipe"]
 
@@ -85,8 +85,8 @@ class Recipe(Dynamics):
         (400, 2)
     """
 
-    D: Callable[[List], Matrix]
-    Q: Callable[[List], Matrix] | None = None
+    D: Callable[[List], Table]
+    Q: Callable[[List], Table] | None = None
     extra: int = 0
     energy: Callable[[Vectors], Numbers] = _squares
     temperature: float = 1.0
