@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_repulsion.gradients.likelihood import likelihood_gradients
+from numpyro_repulsion.gradients.posterior import ModelTarget
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
+from numpyro_repulsion.shapes import Counts, Numbers, OtherVector, Scalar, Vector, Vectors
 
 __all__ = ["CentredTarget", "Centring", "Recovered"]
 
@@ -24,19 +26,19 @@ class Centring(NamedTuple):
     - **bases** - for each group of effects, the entry that their mean is added to, ``(g,)``; -1 for none.
     """
 
-    share: jax.Array
-    powers: jax.Array
-    bases: jax.Array
+    share: Vector
+    powers: OtherVector
+    bases: Counts
 
     @staticmethod
-    def none(target: Target, dimension: int, dtype: Any) -> Centring:
+    def none(target: Target, dimension: int, dtype: jnp.dtype) -> Centring:
         """Return that of a model's own coordinates."""
         bases = jnp.full(target.num_groups, -1, jnp.int32)
         return Centring(jnp.ones(dimension, dtype), jnp.zeros(target.num_products, dtype), bases)
 
 
 class Recovered(NamedTuple):
-    """A particle in the coordinates of the model, and the location and scale of each of its entries; all ``(d,)``.
+    """Particles in the coordinates of the model, and the location and scale of each of its entries; all ``(..., d)``.
 
     - **z** - the unconstrained position, flat.
     - **centred** - x, the same in centred form: ``s z`` for effects that the model multiplies by s, else z.
@@ -44,14 +46,14 @@ class Recovered(NamedTuple):
     - **log_volume** - ``log dx/dz``.
     """
 
-    z: jax.Array
-    centred: jax.Array
-    location: jax.Array
-    scale: jax.Array
-    log_volume: jax.Array
+    z: Vectors
+    centred: Vectors
+    location: Vectors
+    scale: Vectors
+    log_volume: Vectors
 
     @staticmethod
-    def of(z: jax.Array, location: jax.Array, scale: jax.Array, log_volume: jax.Array) -> Recovered:
+    def of(z: Vectors, location: Vectors, scale: Vectors, log_volume: Vectors) -> Recovered:
         """Return the particle z with its centred form."""
         return Recovered(z, z * jnp.exp(log_volume), location, scale, log_volume)
 
@@ -79,7 +81,7 @@ class CentredTarget(Target):
        https://arxiv.org/abs/1906.03028
     """
 
-    def __init__(self, target: Any, centring: Centring, unravel: Callable):
+    def __init__(self, target: ModelTarget, centring: Centring, unravel: Callable):
         self._target, self._centring, self._unravel = target, centring, unravel
         self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
 
@@ -87,7 +89,7 @@ class CentredTarget(Target):
         shares = self._unravel(self._centring.share)
         return {name: shares[name] for name in self._target.location_scale}
 
-    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
+    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> Scalar:
         z, volume = self._standardized(z)
         if not self._target.location_scale:
             return self._target.potential_energy(z, indices, key) - volume
@@ -140,7 +142,7 @@ class CentredTarget(Target):
     def crossed_plates(self):
         return self._target.crossed_plates()
 
-    def recover(self, y: jax.Array) -> Recovered:
+    def recover(self, y: Vector) -> Recovered:
         """Return a flat particle y, ``(d,)``, in the coordinates of the model."""
         z, _ = self._standardized(self._unravel(y))
         products = self._target.products.log_scales(z, self._centring.powers)
@@ -154,7 +156,7 @@ class CentredTarget(Target):
         location, log_scale = (flat({name: prior[i] for name, prior in priors.items()}) for i in (0, 1))
         return Recovered.of(flat(z), location, jnp.exp(log_scale), flat(products))
 
-    def to_coordinates(self, found: Recovered) -> jax.Array:
+    def to_coordinates(self, found: Recovered) -> Vectors:
         """Return y for particles ``(..., d)`` recovered in the coordinates of the model."""
         share, _, bases = self._centring
         deviation = found.centred - found.location
@@ -168,7 +170,7 @@ class CentredTarget(Target):
             y = y.at[..., bases].add(mean)
         return y
 
-    def log_volume(self, found: Recovered) -> jax.Array:
+    def log_volume(self, found: Recovered) -> Numbers:
         """Return the logarithm of the determinant of dz/dy, which is the difference of U in the two coordinates."""
         share, _, bases = self._centring
         log_weights = (1.0 - share) * jnp.log(found.scale)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import numpy as np
 from numpyro.distributions import constraints
 
 from numpyro_repulsion.gradients.products import base_support
+from numpyro_repulsion.gradients.target import SitesTarget
 
 __all__ = ["Translations"]
 
@@ -50,7 +50,7 @@ class Translations:
        Biometrika 82 (1995)
     """
 
-    def __init__(self, target: Any, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
+    def __init__(self, target: SitesTarget, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
         scales = {name: causes.scale for name, causes in target.location_scale.items() if not causes.location}
         for effect, scale in pairs:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
@@ -117,7 +118,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         *,
         step_size: float | Callable | BiasBudget | None = None,
         interaction: Interaction | None = None,
-        preconditioner: Any = "auto",
+        preconditioner: ArrayLike | None = "auto",
         num_steps: int = 10,
         num_ensembles: int = 1,
         gradient: Gradient | None = None,
@@ -148,8 +149,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         if not callable(init_strategy):
             raise TypeError(f"`init_strategy` must be callable, such as init_to_sample; got {init_strategy!r}.")
         self._model, self._potential_fn = model, potential_fn
-        self.interaction = interaction
-        self.dynamics = dynamics
+        self.interaction, self.dynamics = interaction, dynamics
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
         self.looks_for_basins = moves is None and can_jump(interaction, dynamics)

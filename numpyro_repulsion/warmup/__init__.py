@@ -71,7 +71,7 @@ from numpyro_repulsion.warmup.learning import Learner, Sampler, warmup_update
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
 from numpyro_repulsion.warmup.reference import update_reference
 from numpyro_repulsion.warmup.scales import update_scales
-from numpyro_repulsion.warmup.state import ArrivalState, ScalesState, StepState, WarmupPlan, WarmupState
+from numpyro_repulsion.warmup.state import ArrivalState, JumpsState, ScalesState, StepState, WarmupPlan, WarmupState
 from numpyro_repulsion.warmup.step_size import update_step_size
 from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
@@ -80,6 +80,7 @@ from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, NUM_
 __all__ = [
     "Adam",
     "ArrivalState",
+    "JumpsState",
     "ScalesState",
     "StepState",
     "ARRIVED",
