@@ -33,6 +33,7 @@ PAGES = {
         "bandwidth": "A learned bandwidth",
         "first_run": "A first run",
         "real": "Real data",
+        "run_aways": "Particles that leave or stand still",
         "sweeps": "Minibatches without replacement",
     },
 }
