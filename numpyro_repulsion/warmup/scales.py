@@ -28,6 +28,8 @@ __all__ = ["update_scales"]
 
 #: Half the distance over which gradients are compared, in units of the scales.
 WIDTH = 0.2
+#: How many power iterations find the widest direction of the cloud.
+NUM_POWER_ITERATIONS = 10
 
 
 def update_scales(
@@ -133,7 +135,7 @@ def _low_rank(key, stage, warmup, cloud, sampler):
         known = unit * (known + old.vectors @ (excess * (old.vectors.T @ known)))
         return weight * new + (1.0 - weight) * known
 
-    vectors, values = extremes(signs(diagonal_key, y.shape[-1:], y.dtype), product, rank)
+    vectors, values = extremes(_wide_direction(diagonal_key, y), product, rank)
     centre = old.to_positions(warmup.moments.position)
     change = Preconditioner(scale, centre, vectors, values**-0.5 - 1.0)
     cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
@@ -142,6 +144,23 @@ def _low_rank(key, stage, warmup, cloud, sampler):
     scatter, mean = jnp.full_like(known.position_scatter, known.number), jnp.zeros_like(known.position)
     moments = Moments(known.number, mean, mean, scatter, scatter)
     return warmup._replace(scales=warmup.scales._replace(preconditioner=change, moments=moments)), cloud
+
+
+def _wide_direction(key, y):
+    """Return a direction with components along all others, and a large one along the widest of the cloud.
+
+    Lanczos's method is slow to find flat directions among many, unless it starts near them.
+    """
+    flat = (y - y.mean((0, 1))).reshape(-1, y.shape[-1])
+    flat = jnp.where(jnp.isfinite(flat), flat, 0.0)
+    random_direction = signs(key, y.shape[-1:], y.dtype) / jnp.sqrt(y.shape[-1])
+
+    def iterate(_, direction):
+        product = (flat @ direction) @ flat
+        size = jnp.linalg.norm(product)
+        return jnp.where(size > 0, product / jnp.where(size > 0, size, 1.0), direction)
+
+    return random_direction + lax.fori_loop(0, NUM_POWER_ITERATIONS, iterate, random_direction)
 
 
 def _gradient(warmup, sampler):
