@@ -24,7 +24,7 @@ from scipy.optimize import minimize
 
 import numpyro
 from numpyro import handlers
-from numpyro.infer import HMCECS, NUTS, SVI, Trace_ELBO, init_to_median
+from numpyro.infer import HMCECS, NUTS, SVI, Trace_ELBO, init_to_median, init_to_value
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.util import initialize_model, potential_energy, unconstrain_fn
 from numpyro.optim import optax_to_numpyro
@@ -43,8 +43,8 @@ PIECE = 10
 FEWEST = 40
 #: Of the search for a point to expand about: steps of Adam, whose rate falls from the first to the second.
 SEARCH, RATES = 3000, (0.05, 0.0005)
-#: Powers of ten; half a power on both sides of the best is tried too.
-GRID = (-8.0, -7.0, -6.0, -5.0, -4.0)
+#: The first two steps that are tried, as powers of ten; others follow where the better one is, until one is worse.
+GRID = (-6.0, -5.0)
 UPDATES, THINNING = 20_000, 10
 INDEPENDENT = 4000
 
@@ -100,7 +100,8 @@ def in_pieces(kernel, kwargs, key, warmup, draws, until, steps):
 
         return lax.scan(iteration, state, length=PIECE)
 
-    kept, used, accepted = [], [], []
+    # Without a first piece, nothing.
+    kept, used, accepted = [], [np.zeros((0,))], [np.zeros((0,))]
     for _ in range((warmup + draws) // PIECE):
         if time.perf_counter() > until:
             break
@@ -108,7 +109,7 @@ def in_pieces(kernel, kwargs, key, warmup, draws, until, steps):
         z, num_steps, accept = jax.device_get(found)
         used.append(num_steps)
         accepted.append(accept)
-        if len(used) > warmup // PIECE:
+        if len(used) - 1 > warmup // PIECE:
             kept.append(z)
     z = jax.tree.map(lambda *x: np.concatenate(x), *kept) if kept else None
     return z, np.concatenate(used), np.concatenate(accepted)
@@ -172,13 +173,14 @@ def near_the_mode(problem):
 
 
 def hmcecs(name, limit):
-    """One chain of 1000 + 1000, with the Taylor proxy of second order about a point that Adam finds."""
+    """One chain of 1000 + 1000, from a point that Adam finds, with the Taylor proxy of second order about it."""
     problem = load(name)
     parameters = size_of(problem)
     jax.clear_caches()
     began = time.perf_counter()
     centre, searched = near_the_mode(problem)
-    kernel = HMCECS(NUTS(problem.model), num_blocks=10, proxy=HMCECS.taylor_proxy(centre))
+    inner = NUTS(problem.model, init_strategy=init_to_value(values=centre))
+    kernel = HMCECS(inner, num_blocks=10, proxy=HMCECS.taylor_proxy(centre))
     warmup = draws = 1000
     found, used, accepted, more = numpyro_run(
         problem, kernel, problem.kwargs, 1, warmup, draws, began, limit, lambda state: state.hmc_state.num_steps
@@ -200,13 +202,16 @@ def sites_of(problem, flat, constrain):
 
 
 def sgld_control_variates(name, limit):
-    """Twenty chains of 20,000 updates from a point that Adam finds; the best step of a grid, by the reference."""
+    """Twenty chains of 20,000 updates from a point that Adam finds; the best step of a grid, by the reference.
+
+    The limit is three times as long, for there are many runs.
+    """
     problem = load(name)
     jax.clear_caches()
     rows = number_of_rows(problem)
     began = time.perf_counter()
     centre, searched = near_the_mode(problem)
-    centre = unconstrain_fn(problem.model, (), problem.kwargs, centre)
+    centre = unconstrain_fn(problem.model, (), problem.data, centre)
 
     def log_density(z, indices):
         model = handlers.substitute(problem.model, data={"rows": indices})
@@ -250,25 +255,25 @@ def sgld_control_variates(name, limit):
             error = max(gaps[kind][0] for kind in ("mean", "few mean") if kind in gaps)
         tried[power] = (error, time.perf_counter() - start, found)
         print(f"{name}: step 10^{power}, worst mean {error:.3g}, {tried[power][1]:.0f} s", flush=True)
-        for other in [p for p in tried if p != min(tried, key=lambda p: tried[p][0])]:
-            tried[other] = (*tried[other][:2], {})
+        for other in tried:
+            if other != best():
+                tried[other] = (*tried[other][:2], {})
+
+    def best():
+        return min(tried, key=lambda power: tried[power][0])
 
     more = {}
     for power in GRID:
-        if time.perf_counter() - began > limit:
-            more["unfinished"] = f"steps up to 10^{max(tried):.0f} in {limit:.0f} s"
-            break
         attempt(power)
-        # Still longer steps leave at once, too.
-        if not np.isfinite(tried[power][0]):
-            break
-    best = min(tried, key=lambda p: tried[p][0])
-    for power in (best - 0.5, best + 0.5):
-        if time.perf_counter() - began < limit:
+    while best() in (min(tried), max(tried)) and "unfinished" not in more:
+        attempt(best() - 1 if best() == min(tried) else best() + 1)
+        if time.perf_counter() - began > 3 * limit:
+            more["unfinished"] = f"steps from 10^{min(tried):.0f} to 10^{max(tried):.0f} in {3 * limit:.0f} s"
+    for power in (best() - 0.5, best() + 0.5):
+        if "unfinished" not in more:
             attempt(power)
-    best = min(tried, key=lambda p: tried[p][0])
-    error, spent, found = tried[best]
-    more |= {"step": 10**best, "searched_seconds": time.perf_counter() - began}
+    error, spent, found = tried[best()]
+    more |= {"step": 10 ** best(), "searched_seconds": time.perf_counter() - began}
     if not np.isfinite(error):
         found, more["failed"] = {}, "no step of the grid leaves finite draws"
     gradients = 2 * PARTICLES * BATCH / rows * UPDATES

@@ -28,7 +28,7 @@ from benchmarks.methods.real_peers import ours_used
 from benchmarks.problems import real
 
 LIMIT = {"gp_classification": 1800}
-#: A run of ours cannot be stopped; it is ended when this many limits are over.
+#: A process that has not stopped by itself, and runs of ours cannot, is ended when this many limits are over.
 PATIENCE = 5
 
 NUTS = ("NumPyro NUTS", "nuts", {}, "nothing")
@@ -77,8 +77,8 @@ PEERS = {
         DIAGONAL,
         LOW_RANK,
         NUTS,
-        ours("SGLD", iterations=500),
-        ours("SGHMC", iterations=500),
+        ours("SGLD", iterations=250),
+        ours("SGHMC", iterations=250),
     ),
 }
 SHORT = ("survival", "wine")
@@ -98,7 +98,7 @@ def measured(name, sampler, told, function, **arguments):
     found = apart(
         "benchmarks.methods.real_peers",
         function,
-        PATIENCE * limit if function == "ours" else 1.5 * limit + 300,
+        PATIENCE * limit,
         name=name,
         limit=limit,
         **arguments,
