@@ -189,7 +189,8 @@ def hmcecs(name, limit):
     # A refreshed gradient in each iteration; the Hessian over all rows is as many gradients as there are parameters.
     each = (used + 1) * BATCH / number_of_rows(problem)
     in_all = each.sum() + searched + parameters
-    more["accepted"] = float(accepted[-draws:].mean())
+    if len(accepted) > warmup:
+        more["accepted"] = float(accepted[warmup:].mean())
     return row(problem, found, parameters, seconds, each[warmup:].sum(), in_all, **more)
 
 
@@ -354,16 +355,16 @@ def nutpie(name, limit, low_rank):
     z = trace["posterior"]["z"].values
     # Of a run that was stopped, chains that have about as many draws as the longest.
     lengths = np.isfinite(z).all(-1).sum(1)
-    used = {group: float(x.sum()) for group, x in steps.items()}
-    gradients = used["sample_stats"]
+    chains = np.full(len(z), True)
     if not finished:
         more["unfinished"] = f"{int(lengths.sum())} of {4 * 1000} draws in {limit:.0f} s"
         chains = lengths >= max(1, lengths.max() / 2)
-        shortest = int(lengths[chains].min()) if chains.any() else 0
-        z, gradients = z[chains, :shortest], steps["sample_stats"][chains, :shortest].sum()
+    shortest = int(lengths[chains].min()) if chains.any() else 0
+    z, gradients = z[chains, :shortest], steps["sample_stats"][chains, :shortest].sum()
+    tuning = steps["warmup_sample_stats"][chains if chains.any() else slice(None)].sum()
     found = sites(z) if z.size else {}
     seconds = time.perf_counter() - began
-    return row(problem, found, len(start), seconds, gradients, sum(used.values()), **more)
+    return row(problem, found, len(start), seconds, gradients, gradients + tuning, **more)
 
 
 def laplace(name, limit):

@@ -2,8 +2,8 @@
 
 Errors are against long NUTS runs, in posterior standard deviations: the worst error of a mean, the worst relative error
 of a standard deviation, the largest R-hat and the fewest effective draws of any scalar, and what `diagnose` says.
-Seconds are those of the whole run, compilation included. NUTS's seconds are of the same model on all rows, as a user
-writes it, for 100 effective draws of its slowest scalar; the reference models, which need far less, are made by hand.
+Seconds are those of the whole run, compilation included. What others make of these models is a study of its own:
+[peers on real data](#peers-on-real-data). The references took models of the same posteriors that are made by hand.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.real [--short] [--again]
 """

@@ -199,7 +199,9 @@ def full_data_table(record):
             if is_ours:
                 kinds = {"`ensemble_ess`": ("ensemble", "ensemble_square"), "`effective_sample_size`": ESS}
             for by, (mean, square) in kinds.items():
-                least = slowest(row, (mean, square))
+                unknown = max(row.get(f"{what}_unknown", 0) for what in (mean, square))
+                # The slowest are among the unknown ones.
+                least = None if unknown else slowest(row, (mean, square))
                 cells = [name, row["sampler"], by, str(row.get("parameters", ""))]
                 cells += [cell(row.get(key), 2) for key in ("mean", "sd", "rhat")]
                 cells += [cell(row.get(key), 0) for key in (mean, square)]
@@ -207,7 +209,7 @@ def full_data_table(record):
                     known = least and row.get(used)
                     cells += [cell(row.get(used), 0), cell(1000 * least / row[used] if known else None, 1)]
                 what = [row[key] for key in ("failed", "unfinished") if key in row]
-                if by == "`ensemble_ess`" and (unknown := max(row["ensemble_unknown"], row["ensemble_square_unknown"])):
+                if unknown:
                     what.append(f"not determined for {unknown} scalars, which are left out")
                 lines.append([*cells, "; ".join(what)])
     head = ["posterior, all rows", "sampler", "effective draws by", "d", "mean", "sd", "R-hat", "effective draws"]
