@@ -1,10 +1,12 @@
 """Other samplers on the posteriors of real data: what NUTS, HMCECS, BlackJAX's SGLD, nutpie and Laplace make of them.
 
 Each has the model as its user writes it, and a run of its own, in a process of its own that may take ten minutes (half
-an hour for `gp_classification`); what is not finished then is scored by the draws it has. Seconds include compilation.
+an hour for `gp_classification`, and three times as long for SGLD's grid); what is not finished then is scored by the
+draws it has. Two thousand iterations of ours on `gp_classification` take hours: there they are 250 + 250. Seconds
+include compilation.
 Errors are those of [real data](#real-data), and effective draws those of the slowest mean and of the slowest squared
 distance from the reference's mean, on which the standard deviation depends. A gradient is one of all rows for one
-chain: of minibatches, the rows looked at over all rows; warmup, tuning and searches count in the last two columns.
+chain: of minibatches, the rows looked at over all rows. "In all" are those of warmup, tuning and searches too.
 HMCECS and SGLD are for minibatches: they do not apply to models without. HMCECS expands about a point that 3,000 steps
 of Adam on minibatches find (`AutoDelta`), and SGLD's control variates too. SGLD's step is the best of a grid of powers
 of ten and of the half powers beside the best, the one with the smallest worst error of a mean: only the reference knows
