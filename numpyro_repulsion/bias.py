@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax, random
@@ -16,7 +16,7 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import CurvatureStats
-from numpyro_repulsion.gradients import ravel_cloud
+from numpyro_repulsion.gradients import Particle, ravel_cloud
 from numpyro_repulsion.kernels import arguments, has_other_data, kernel_of, require_draws
 from numpyro_repulsion.warmup import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 
@@ -65,10 +65,10 @@ class StepBias(NamedTuple):
     predicted_noise: float
     observed: float | None = None
     observed_error: float | None = None
-    observed_by_parameter: Any = None
-    observed_error_by_parameter: Any = None
-    halving_by_parameter: Any = None
-    halving_error_by_parameter: Any = None
+    observed_by_parameter: Particle | None = None
+    observed_error_by_parameter: Particle | None = None
+    halving_by_parameter: Particle | None = None
+    halving_error_by_parameter: Particle | None = None
 
     def __str__(self):
         text = f"Step size {self.step_size:.3g}: variances "

@@ -7,13 +7,14 @@ simulated data; given these data, the parameters are one exact draw from the pos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import itertools
 from typing import Any
 
 import jax
 from jax import random
 import jax.numpy as jnp
+from numpy.typing import ArrayLike
 
 import numpyro
 import numpyro.distributions as dist
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 
-def gaussian(mean: Any = (0.0, 0.0), covariance: Any = None) -> None:
+def gaussian(mean: ArrayLike = (0.0, 0.0), covariance: ArrayLike | None = None) -> None:
     r"""A Gaussian, :math:`z \sim N(\mu, \Sigma)`; by default N(0, I₂), from the paper's Section 3.1.
 
     :param mean: μ, of shape ``(d,)``.
@@ -58,7 +59,7 @@ def gaussian(mean: Any = (0.0, 0.0), covariance: Any = None) -> None:
         numpyro.sample("z", dist.MultivariateNormal(mean, jnp.asarray(covariance)))
 
 
-def exponential_mixture(rates: Any = (1.5, 0.5), weights: Any = (1 / 3, 2 / 3)) -> None:
+def exponential_mixture(rates: ArrayLike = (1.5, 0.5), weights: ArrayLike = (1 / 3, 2 / 3)) -> None:
     r"""The paper's mixture of exponentials, :math:`\pi(z) = \sum_k w_k \lambda_k e^{-\lambda_k z}` on ``z > 0``.
 
     Particles move in ``log z``; NumPyro supplies the transform and its Jacobian. By default ``E z = 14/9`` and
@@ -85,7 +86,7 @@ def exponential_mixture(rates: Any = (1.5, 0.5), weights: Any = (1 / 3, 2 / 3)) 
     numpyro.sample("z", dist.MixtureSameFamily(component, dist.Exponential(jnp.asarray(rates))))
 
 
-def gaussian_mixture(ticks: Any = (-2.0, 0.0, 2.0), variance: float = 0.1) -> None:
+def gaussian_mixture(ticks: Iterable[float] = (-2.0, 0.0, 2.0), variance: float = 0.1) -> None:
     r"""The paper's 3 × 3 grid of equally likely Gaussians in the plane, each :math:`N(c, 0.1\, I_2)`.
 
     :param ticks: the centres are all pairs of these values.
@@ -110,7 +111,9 @@ def gaussian_mixture(ticks: Any = (-2.0, 0.0, 2.0), variance: float = 0.1) -> No
     numpyro.sample("z", dist.MixtureSameFamily(component, dist.Normal(centres, variance**0.5).to_event(1)))
 
 
-def logistic_regression(X: Any, y: Any = None, subsample_size: int | None = None, scale: float = 1.0) -> None:
+def logistic_regression(
+    X: ArrayLike, y: ArrayLike | None = None, subsample_size: int | None = None, scale: float = 1.0
+) -> None:
     r"""Bayesian logistic regression: :math:`\beta \sim N(0, s^2 I)`, ``y`` Bernoulli with logits ``X β``.
 
     For an intercept, add a column of ones to ``X``.
@@ -141,7 +144,9 @@ def logistic_regression(X: Any, y: Any = None, subsample_size: int | None = None
         numpyro.sample("y", dist.Bernoulli(logits=X[i] @ beta), obs=None if y is None else jnp.asarray(y)[i])
 
 
-def bayesian_neural_network(X: Any, y: Any = None, subsample_size: int | None = None, hidden: int = 50) -> None:
+def bayesian_neural_network(
+    X: ArrayLike, y: ArrayLike | None = None, subsample_size: int | None = None, hidden: int = 50
+) -> None:
     r"""Regression with a network of one hidden ReLU layer and unknown precisions.
 
     All weights and biases are :math:`N(0, 1/\lambda)`, ``y`` is :math:`N(f(x), 1/\gamma)`, and the precisions λ and γ

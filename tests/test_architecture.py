@@ -23,18 +23,31 @@ ARROWS = {
     "checks": (MATHEMATICS, set()),
     "findings": (set(), set()),
     "noise": (MATHEMATICS, set()),
+    # Which imports jaxtyping where it is installed.
+    "shapes": ({"jax", "jaxtyping"}, set()),
     "version": (set(), set()),
-    "interactions": (MATHEMATICS, {"checks", "noise"}),
+    "interactions": (MATHEMATICS, {"checks", "noise", "shapes"}),
     "schedules": (MATHEMATICS, {"checks"}),
-    "dynamics": (MATHEMATICS, {"checks", "noise", "interactions"}),
-    "gradients": (HOST, {"checks", "noise"}),
+    "dynamics": (MATHEMATICS, {"checks", "noise", "shapes", "interactions"}),
+    "gradients": (HOST, {"checks", "noise", "shapes"}),
     "starts": (HOST, {"checks"}),
     "targets": (HOST, set()),
-    "warmup": (MATHEMATICS, {"findings", "noise", "interactions", "schedules", "dynamics", "gradients"}),
-    "moves": (MATHEMATICS, {"checks", "noise", "dynamics", "warmup"}),
+    "warmup": (MATHEMATICS, {"findings", "noise", "shapes", "interactions", "schedules", "dynamics", "gradients"}),
+    "moves": (MATHEMATICS, {"checks", "noise", "shapes", "dynamics", "warmup"}),
     "kernels": (
         HOST,
-        {"checks", "findings", "interactions", "schedules", "dynamics", "gradients", "moves", "starts", "warmup"},
+        {
+            "checks",
+            "findings",
+            "shapes",
+            "interactions",
+            "schedules",
+            "dynamics",
+            "gradients",
+            "moves",
+            "starts",
+            "warmup",
+        },
     ),
     # NumPyro has the effective sample size of one series, SciPy ranks.
     "diagnostics": (HOST | {"scipy"}, set()),
@@ -48,7 +61,7 @@ ARROWS = {
     ),
     # The progress bar is NumPyro's.
     "checkpointing": (HOST | {"tqdm"}, {"checks", "version", "gradients", "kernels"}),
-    "__init__": (set(), {name.split(".")[0] for name in FILES} - {"checks", "noise", "targets"}),
+    "__init__": (set(), {name.split(".")[0] for name in FILES} - {"checks", "noise", "shapes", "targets"}),
 }
 
 

@@ -34,6 +34,7 @@ PAGES = {
         "jumps": "Several modes",
         "bandwidth": "A learned bandwidth",
         "first_run": "A first run",
+        "run_aways": "Particles that leave or stand still",
         "sweeps": "Minibatches without replacement",
     },
 }

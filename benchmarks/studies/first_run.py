@@ -2,8 +2,9 @@
 
 Six models; each run has 100 + 100 iterations, of 20 particles or of 4 vectorized chains of NUTS, which sees all rows.
 Each kernel runs in a process of its own, without any cache of compiled programs, with a progress bar, so that NumPyro
-compiles once for all runs. Seconds are medians over the processes. Traces are calls of the model's function; lines are
-those of StableHLO of the program of one iteration.
+compiles once for all runs. Seconds are medians over the processes. A stored first run is that of a process that finds
+the programs of an earlier one in JAX's persistent compilation cache. Traces are calls of the model's function; lines
+are those of StableHLO of the program of one iteration.
 
     python -m benchmarks.studies.first_run [--short] [--again]
 """
@@ -14,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 
@@ -163,28 +165,34 @@ def measure_here(problem: str, name: str) -> dict:
     return row
 
 
+def in_process(problem: str, name: str, **environment: str) -> dict:
+    """Measures one kernel on one model, in a process of its own."""
+    child = subprocess.run(
+        [sys.executable, "-m", "benchmarks.studies.first_run"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONWARNINGS": "ignore", TASK: json.dumps([problem, name])} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=True,
+        text=True,
+    )
+    return json.loads(child.stdout.strip().splitlines()[-1])
+
+
+def timed(problem: str, name: str, repeats: int) -> dict:
+    """A row: medians over processes without a cache, and a first run with the programs of an earlier process."""
+    rows = [in_process(problem, name, JAX_ENABLE_COMPILATION_CACHE="false") for _ in range(repeats)]
+    with tempfile.TemporaryDirectory() as folder:
+        cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        stored = [in_process(problem, name, **cache)["first"] for _ in range(2)][1]
+    found = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    return {"model": problem, "kernel": name, "stored": stored} | found
+
+
 def measure(record: Record) -> None:
-    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONWARNINGS": "ignore"}
     for problem in list(problems())[: 2 if record.short else None]:
         for name in KERNELS:
-
-            def timed(problem=problem, name=name):
-                rows = []
-                for _ in range(1 if record.short else 3):
-                    child = subprocess.run(
-                        [sys.executable, "-m", "benchmarks.studies.first_run"],
-                        cwd=ROOT,
-                        env=environment | {TASK: json.dumps([problem, name])},
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.DEVNULL,
-                        check=True,
-                        text=True,
-                    )
-                    rows.append(json.loads(child.stdout.strip().splitlines()[-1]))
-                found = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-                return {"model": problem, "kernel": name} | found
-
-            record.row(f"{problem} {name}", timed)
+            record.row(f"{problem} {name}", lambda p=problem, n=name: timed(p, n, 1 if record.short else 3))
 
 
 def tables(record: Record) -> str:
@@ -193,12 +201,12 @@ def tables(record: Record) -> str:
         nuts = record.rows.get(f"{row['model']} NUTS")
         target = TARGETS.get(row["kernel"])
         ratio = f"{row['first'] / nuts['first']:.2f} (at most {target})" if nuts and target else ""
-        seconds = (f"{row[key]:.1f}" for key in ("init", "tracing", "xla", "first", "second"))
+        seconds = (f"{row[key]:.1f}" for key in ("init", "tracing", "xla", "first", "second", "stored"))
         counts = (f"{row[key]:,.0f}" if key in row else "" for key in ("traces", "second traces", "lines"))
         lines.append([row["model"], f"`{row['kernel']}`", *seconds, ratio, *counts])
     head = [
-        "", "", "`init`, s", "tracing, s", "XLA, s", "first run, s", "second run, s", "first run over NUTS's",
-        "traces, first run", "traces, second run", "lines of StableHLO",
+        "", "", "`init`, s", "tracing, s", "XLA, s", "first run, s", "second run, s",
+        "stored first run, s", "first run over NUTS's", "traces, first run", "traces, second run", "lines of StableHLO",
     ]  # fmt: skip
     return table(head, lines)
 

@@ -14,6 +14,7 @@ from numpyro.infer import MCMC
 from numpyro.util import cached_by, nested_attrgetter
 
 from numpyro_repulsion.checkpointing.program import Program, trace
+from numpyro_repulsion.kernels.callbacks import silenced
 from numpyro_repulsion.kernels.mcmc import arguments, collected_fields, compiled_functions, jits_arguments
 from numpyro_repulsion.kernels.origin import check_chains
 
@@ -58,7 +59,11 @@ class Loop:
         :param collected: of :meth:`empty`, or of the previous call; its buffer is donated.
         """
         scalars = map(np.int32, (first, stop, self.rows(begin), self.offset, self.thinning))
-        value, collected = self._program(*scalars, self._value(state), collected)
+        before = int(state.num_divergences)
+        # The host warns instead of the program, which JAX can then store in its persistent cache.
+        with silenced():
+            value, collected = self._program(*scalars, self._value(state), collected)
+        self.mcmc.sampler.warn(value[0], stop - first, before)
         return value[0], collected
 
     def trace(self, state) -> Program:

@@ -106,8 +106,6 @@ def run_in_pieces(
         _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup)
     finally:
         store.close()
-        # The program gives the kernel's warnings asynchronously.
-        jax.effects_barrier()
 
 
 def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
@@ -217,7 +215,7 @@ class _Bar:
     def move(self, at, to, state):
         if self._bar is None:
             return
-        text = self._kernel.get_diagnostics_str(state)  # waits for the state
+        text = self._kernel.progress(state)  # waits for the state
         now = time.perf_counter()
         if self._since is not None:  # The first time includes compilation.
             spent = now - self._since

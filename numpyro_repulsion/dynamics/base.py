@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics.step_error import StepError, UnknownError
 from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.shapes import Flags, Memory, Number, Numbers, Vectors
 
 __all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "acceptance", "reject_nonfinite", "select", "turn_back"]
 
-EnergyAndGrad = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-Couple = Callable[[jax.Array], Coupling]
+EnergyAndGrad = Callable[[Vectors], tuple[Numbers, Vectors]]
+Couple = Callable[[Vectors], Coupling]
+
+#: A pytree of arrays.
+Tree = TypeVar("Tree")
 
 #: The most energy that an update may add to a particle of d parameters, in units of T: the first number, and the second
 #: times the square root of d, for noise alone adds energy with a standard deviation of up to that root.
@@ -27,13 +31,13 @@ class Cloud(NamedTuple):
     - **z** - positions, ``(..., L, d)``.
     - **potential_energy** - U at the positions, ``(..., L)``.
     - **gradient** - ∇U at the positions, ``(..., L, d)``.
-    - **memory** - further variables of the dynamics: a tuple of arrays ``(..., L, d)``.
+    - **memory** - further variables of the dynamics: a tuple of arrays ``(..., L, m)``, with any m.
     """
 
-    z: jax.Array
-    potential_energy: jax.Array
-    gradient: jax.Array
-    memory: tuple[jax.Array, ...] = ()
+    z: Vectors
+    potential_energy: Numbers
+    gradient: Vectors
+    memory: tuple[Memory, ...] = ()
 
 
 class Dynamics:
@@ -100,12 +104,12 @@ class Dynamics:
         del interacts
         return self.is_sampler
 
-    def jumped(self, cloud: Cloud, which: jax.Array) -> Cloud:
+    def jumped(self, cloud: Cloud, which: Flags) -> Cloud:
         """Return the cloud with its memory adapted to jumps of the particles ``which``; unchanged by default."""
         del which
         return cloud
 
-    def hamiltonian(self, cloud: Cloud) -> jax.Array | None:
+    def hamiltonian(self, cloud: Cloud) -> Numbers | None:
         """Return H, the potential energy with that of the momenta, ``(..., L)``; ``None`` without momenta."""
         del cloud
         return None
@@ -114,18 +118,18 @@ class Dynamics:
         """Return the cloud with all momenta reversed."""
         return cloud
 
-    def init(self, key: jax.Array, z: jax.Array, energy_and_grad: EnergyAndGrad, couple: Couple) -> Cloud:
+    def init(self, key: jax.Array, z: Vectors, energy_and_grad: EnergyAndGrad, couple: Couple) -> Cloud:
         """Return a new cloud at positions ``z`` of shape ``(..., L, d)``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")
 
     def step(
-        self, key: jax.Array, cloud: Cloud, energy_and_grad: EnergyAndGrad, couple: Couple, step_size: jax.Array | float
+        self, key: jax.Array, cloud: Cloud, energy_and_grad: EnergyAndGrad, couple: Couple, step_size: Number
     ) -> Cloud:
         """Update all particles at once; the last operation is one gradient evaluation at the new positions."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `step`.")
 
 
-def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
+def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, Flags]:
     """Return the proposal, except for particles with a value in it that is not finite: these keep their old values.
 
     :return: the new cloud, and which particles were rejected, ``(..., L)``.
@@ -136,7 +140,7 @@ def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, jax.Array]:
     return select(finite, proposal, cloud), ~finite
 
 
-def turn_back(cloud: Cloud, proposal: Cloud, dynamics: Dynamics, has_turned: jax.Array) -> tuple[Cloud, jax.Array]:
+def turn_back(cloud: Cloud, proposal: Cloud, dynamics: Dynamics, has_turned: Flags) -> tuple[Cloud, Flags]:
     """Return the proposal, except for particles that gain far more energy than friction and noise give them.
 
     In a place that is too stiff for the step, momenta grow without bound. Such a particle stays, with its momentum
@@ -155,13 +159,13 @@ def turn_back(cloud: Cloud, proposal: Cloud, dynamics: Dynamics, has_turned: jax
     return select(gains, dynamics.turned(cloud), proposal), gains
 
 
-def acceptance(log_ratio: jax.Array, is_usable: jax.Array) -> jax.Array:
+def acceptance(log_ratio: Numbers, is_usable: Flags) -> Numbers:
     """Return the probability to accept a proposal with this log Metropolis-Hastings ratio: 0 where it is not usable."""
     is_usable = is_usable & jnp.isfinite(log_ratio)
     return jnp.where(is_usable, jnp.exp(jnp.minimum(jnp.where(is_usable, log_ratio, 0.0), 0.0)), 0.0)
 
 
-def select(which: jax.Array, new: Any, old: Any) -> Any:
+def select(which: Flags, new: Tree, old: Tree) -> Tree:
     """Return ``new`` where ``which``, ``(..., L)``, is true, else ``old``: pytrees of arrays with these first axes."""
 
     def choose(a, b):

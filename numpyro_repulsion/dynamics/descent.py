@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -12,6 +12,14 @@ from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import UnknownError
 
 __all__ = ["Descent"]
+
+
+class Optimizer(Protocol):
+    """A gradient transformation, such as those of optax: functions of pytrees."""
+
+    def init(self, params): ...
+
+    def update(self, updates, state, params=None): ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class Descent(Dynamics):
         (5, 2)
     """
 
-    optimizer: Any
+    optimizer: Optimizer
 
     @property
     def is_sampler(self):

@@ -14,6 +14,7 @@ from numpyro_repulsion.checks import integer, keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import UnknownError
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.shapes import List, Memory, Numbers, Table, Vectors
 
 __all__ = ["Recipe"]
 
@@ -27,7 +28,7 @@ def _unless(is_wrong: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.where(is_wrong, jnp.nan, matrix)
 
 
-def _squares(extra: jax.Array) -> jax.Array:
+def _squares(extra: Vectors) -> Numbers:
     return 0.5 * jnp.sum(extra**2, -1)
 
 
@@ -84,10 +85,10 @@ class Recipe(Dynamics):
         (400, 2)
     """
 
-    D: Callable[[jax.Array], jax.Array]
-    Q: Callable[[jax.Array], jax.Array] | None = None
+    D: Callable[[List], Table]
+    Q: Callable[[List], Table] | None = None
     extra: int = 0
-    energy: Callable[[jax.Array], jax.Array] = _squares
+    energy: Callable[[Vectors], Numbers] = _squares
     temperature: float = 1.0
 
     interacts: ClassVar[bool] = True
@@ -112,7 +113,7 @@ class Recipe(Dynamics):
 
     def init(self, key, z, energy_and_grad, couple):
         self._require_identity(couple(z))
-        memory: tuple[jax.Array, ...] = ()
+        memory: tuple[Memory, ...] = ()
         if self.extra:
             memory = (self.temperature**0.5 * normal(key, (*z.shape[:-1], self.extra), z.dtype),)
         energy, gradient = energy_and_grad(z)
@@ -133,7 +134,7 @@ class Recipe(Dynamics):
         energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (extra,) if self.extra else ())
 
-    def drift(self, x: jax.Array, slope: jax.Array) -> jax.Array:
+    def drift(self, x: List, slope: List) -> List:
         """Return ``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ``slope``, ∇H there, of the same shape."""
 
         def matrix(flat):

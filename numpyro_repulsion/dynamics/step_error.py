@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.shapes import Number, Scalar
 
 __all__ = ["AveragedError", "CurvatureStats", "EulerError", "MomentumError", "StepError", "UnknownError"]
 
@@ -24,10 +24,10 @@ class CurvatureStats(NamedTuple):
     - **sweep** - M, the number of minibatches that pass through all rows; ``None`` if minibatches are independent.
     """
 
-    curvature: jax.Array
-    largest: jax.Array
-    noise: jax.Array
-    steepness: jax.Array | float = 0.0
+    curvature: Scalar
+    largest: Scalar
+    noise: Scalar
+    steepness: Number = 0.0
     sweep: int | None = None
 
 
@@ -38,11 +38,11 @@ class StepError:
     :meth:`Dynamics.step_error <numpyro_repulsion.Dynamics.step_error>`; a subclass defines all but `remaining_noise`.
     """
 
-    def bias(self, step_size: jax.Array, stats: CurvatureStats) -> jax.Array:
+    def bias(self, step_size: Scalar, stats: CurvatureStats) -> Scalar:
         """Return the expected relative inflation of variances by a step; NaN if unknown."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `bias`.")
 
-    def remaining_noise(self, step_size: jax.Array, stats: CurvatureStats) -> jax.Array:
+    def remaining_noise(self, step_size: Scalar, stats: CurvatureStats) -> Scalar:
         """Return the variance of independent minibatches with the same bias; V by default.
 
         The noise of successive minibatches of a sweep partly cancels.
@@ -50,23 +50,23 @@ class StepError:
         del step_size
         return stats.noise
 
-    def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> jax.Array:
+    def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> Scalar:
         """Return the step that inflates variances by the relative ``tolerance`` δ."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `max_step_for_bias`.")
 
-    def max_step_for_short_run(self, stats: CurvatureStats, draws_per_step: jax.Array | float) -> jax.Array:
+    def max_step_for_short_run(self, stats: CurvatureStats, draws_per_step: Number) -> Scalar:
         """Return the longest step that still helps a run with few draws, ``draws_per_step`` times ε."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `max_step_for_short_run`.")
 
-    def stability_limit(self, stats: CurvatureStats) -> jax.Array:
+    def stability_limit(self, stats: CurvatureStats) -> Scalar:
         """Return the step above which particles diverge."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `stability_limit`.")
 
-    def relaxation_rate(self, variance: jax.Array) -> jax.Array:
+    def relaxation_rate(self, variance: Scalar) -> Scalar:
         """Return the relaxation rate of a direction with this variance, per unit of time (updates times step size)."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `relaxation_rate`.")
 
-    def from_overdamped_step(self, step_size: jax.Array) -> jax.Array:
+    def from_overdamped_step(self, step_size: Scalar) -> Scalar:
         """Return the step that moves a particle about as far as this step of overdamped dynamics."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `from_overdamped_step`.")
 

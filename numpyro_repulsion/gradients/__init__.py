@@ -10,7 +10,7 @@ from numpyro_repulsion.gradients.dependence import influenced
 from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import ModelTarget
 from numpyro_repulsion.gradients.sweeps import Sweeps
-from numpyro_repulsion.gradients.target import FunctionTarget, Target
+from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target
 
 __all__ = [
     "SVRG",
@@ -23,6 +23,7 @@ __all__ = [
     "FunctionTarget",
     "Gradient",
     "ModelTarget",
+    "Particle",
     "Subsampled",
     "Sweeps",
     "Target",

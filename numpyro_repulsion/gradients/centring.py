@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_repulsion.gradients.likelihood import likelihood_gradients
+from numpyro_repulsion.gradients.posterior import ModelTarget
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
+from numpyro_repulsion.shapes import Counts, Numbers, OtherVector, Scalar, Vector, Vectors
 
 __all__ = ["CentredTarget", "Centring", "Recovered"]
 
@@ -24,19 +26,19 @@ class Centring(NamedTuple):
     - **bases** - for each group of effects, the entry that their mean is added to, ``(g,)``; -1 for none.
     """
 
-    share: jax.Array
-    powers: jax.Array
-    bases: jax.Array
+    share: Vector
+    powers: OtherVector
+    bases: Counts
 
     @staticmethod
-    def none(target: Target, dimension: int, dtype: Any) -> Centring:
+    def none(target: Target, dimension: int, dtype: jnp.dtype) -> Centring:
         """Return that of a model's own coordinates."""
         bases = jnp.full(target.num_groups, -1, jnp.int32)
         return Centring(jnp.ones(dimension, dtype), jnp.zeros(target.num_products, dtype), bases)
 
 
 class Recovered(NamedTuple):
-    """A particle in the coordinates of the model, and the location and scale of each of its entries; all ``(d,)``.
+    """Particles in the coordinates of the model, and the location and scale of each of its entries; all ``(..., d)``.
 
     - **z** - the unconstrained position, flat.
     - **centred** - x, the same in centred form: ``s z`` for effects that the model multiplies by s, else z.
@@ -44,14 +46,14 @@ class Recovered(NamedTuple):
     - **log_volume** - ``log dx/dz``.
     """
 
-    z: jax.Array
-    centred: jax.Array
-    location: jax.Array
-    scale: jax.Array
-    log_volume: jax.Array
+    z: Vectors
+    centred: Vectors
+    location: Vectors
+    scale: Vectors
+    log_volume: Vectors
 
     @staticmethod
-    def of(z: jax.Array, location: jax.Array, scale: jax.Array, log_volume: jax.Array) -> Recovered:
+    def of(z: Vectors, location: Vectors, scale: Vectors, log_volume: Vectors) -> Recovered:
         """Return the particle z with its centred form."""
         return Recovered(z, z * jnp.exp(log_volume), location, scale, log_volume)
 
@@ -79,7 +81,7 @@ class CentredTarget(Target):
        https://arxiv.org/abs/1906.03028
     """
 
-    def __init__(self, target: Any, centring: Centring, unravel: Callable):
+    def __init__(self, target: ModelTarget, centring: Centring, unravel: Callable):
         self._target, self._centring, self._unravel = target, centring, unravel
         self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
 
@@ -87,7 +89,7 @@ class CentredTarget(Target):
         shares = self._unravel(self._centring.share)
         return {name: shares[name] for name in self._target.location_scale}
 
-    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
+    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> Scalar:
         z, volume = self._standardized(z)
         if not self._target.location_scale:
             return self._target.potential_energy(z, indices, key) - volume
@@ -95,55 +97,66 @@ class CentredTarget(Target):
 
     def _standardized(self, y):
         """Return a particle with the effects of products as the model has them, and the log volume of the change."""
-        y, volume = self._translated(y)
+        products = self._target.products.log_scales(y, self._centring.powers)
+        y, volume = self._translated(y, products)
         shares, z = self._unravel(self._centring.share), dict(y)
-        for name, log_scale in self._target.products.log_scales(y, self._centring.powers).items():
+        for name, log_scale in products.items():
             z[name] = y[name] * jnp.exp(-shares[name] * log_scale)
             volume -= jnp.sum(shares[name] * log_scale)
         return z, volume
 
-    def _translated(self, y):
-        """Return a particle with the means of its groups as the bases of the model need them, and the log volume."""
-        if not self._target.num_groups:
-            return y, jnp.zeros(())
-        translations, (share, _, bases) = self._target.translations, self._centring
-        location, scale, _ = self._priors(y)
-        flat = ravel_pytree(y)[0]
-        deviation, log_scale = flat - share * location, jnp.log(scale)
-        weights = jnp.exp((1.0 - share) * log_scale)
-        total, log_mean_scale = translations.sums(weights), translations.means(log_scale)
-        mean = translations.sums(weights * deviation) / total
-        shift = jnp.where(bases >= 0, jnp.exp(log_mean_scale) * mean, 0.0)
-        moved = flat - translations.spread(jnp.where(bases >= 0, mean, 0.0)) + translations.spread(shift) / weights
-        log_volume = log_mean_scale - jnp.log(total / translations.sizes)
-        y = self._unravel(moved.at[bases].add(-shift))
-        return y, jnp.sum(jnp.where(bases >= 0, log_volume, 0.0))
+    def _translated(self, y, products):
+        """Return a particle with the means of its groups as the bases of the model need them, and the log volume.
 
-    def _priors(self, y):
-        """Return the flat location, scale and log volume of the centred form at a particle y."""
-        priors: dict = {}
-        products = self._target.products.log_scales(y, self._centring.powers)
+        It is computed site by site, because flat particles are slow to compile.
+        """
+        volume = jnp.zeros(())
+        if not self._target.num_groups:
+            return y, volume
+        translations, bases, y = self._target.translations, self._centring.bases, dict(y)
+        priors, shares, shifts = self._priors(y, products), self._unravel(self._centring.share), []
+        for name, base in zip(translations.groups, bases, strict=True):
+            location, log_scale = priors[name]
+            log_weights = (1.0 - shares[name]) * log_scale
+            weights, log_mean_scale = jnp.exp(log_weights), jnp.mean(log_scale)
+            total = jnp.sum(weights)
+            mean = jnp.sum(weights * (y[name] - shares[name] * location)) / total
+            mean = jnp.where(base >= 0, mean, 0.0)
+            shift = jnp.exp(log_mean_scale) * mean
+            y[name] = y[name] - mean + shift / weights
+            volume += jnp.where(base >= 0, log_mean_scale - jnp.log(total / weights.size), 0.0)
+            shifts.append(shift)
+        for name, place in translations.places.items():
+            for shift, base in zip(shifts, bases, strict=True):
+                y[name] = y[name] - jnp.where(place == base, shift, 0.0)
+        return y, volume
+
+    def _priors(self, y, products):
+        """Return the location and log scale of each site that can be centred partly, at a particle y."""
+        priors = {name: (jnp.zeros_like(log_scale), log_scale) for name, log_scale in products.items()}
         if self._target.location_scale:
-            priors = self._target.recovered(y, self._shares())[1]
-        nothing = jax.tree.map(jnp.zeros_like, y)
-        location = nothing | {name: prior[0] for name, prior in priors.items()}
-        scale = jax.tree.map(jnp.exp, nothing | products) | {name: prior[1] for name, prior in priors.items()}
-        dtype = ravel_pytree(y)[0].dtype
-        location, scale, volume = (ravel_pytree(x)[0].astype(dtype) for x in (location, scale, nothing | products))
-        return location, scale, volume
+            own = self._target.recovered(y, self._shares())[1]
+            priors |= {name: (location, jnp.log(scale)) for name, (location, scale) in own.items()}
+        return priors
 
     def crossed_plates(self):
         return self._target.crossed_plates()
 
-    def recover(self, y: jax.Array) -> Recovered:
+    def recover(self, y: Vector) -> Recovered:
         """Return a flat particle y, ``(d,)``, in the coordinates of the model."""
         z, _ = self._standardized(self._unravel(y))
-        location, scale, volume = self._priors(z)
+        products = self._target.products.log_scales(z, self._centring.powers)
+        priors, nothing = self._priors(z, products), jax.tree.map(jnp.zeros_like, z)
         if self._target.location_scale:
             z = self._target.recovered(z, self._shares())[0]
-        return Recovered.of(ravel_pytree(z)[0].astype(y.dtype), location, scale, volume)
 
-    def to_coordinates(self, found: Recovered) -> jax.Array:
+        def flat(values):
+            return ravel_pytree(nothing | values)[0].astype(y.dtype)
+
+        location, log_scale = (flat({name: prior[i] for name, prior in priors.items()}) for i in (0, 1))
+        return Recovered.of(flat(z), location, jnp.exp(log_scale), flat(products))
+
+    def to_coordinates(self, found: Recovered) -> Vectors:
         """Return y for particles ``(..., d)`` recovered in the coordinates of the model."""
         share, _, bases = self._centring
         deviation = found.centred - found.location
@@ -157,7 +170,7 @@ class CentredTarget(Target):
             y = y.at[..., bases].add(mean)
         return y
 
-    def log_volume(self, found: Recovered) -> jax.Array:
+    def log_volume(self, found: Recovered) -> Numbers:
         """Return the logarithm of the determinant of dz/dy, which is the difference of U in the two coordinates."""
         share, _, bases = self._centring
         log_weights = (1.0 - share) * jnp.log(found.scale)

@@ -16,6 +16,7 @@ import numpy as np
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
 from numpyro_repulsion.gradients.target import Target
+from numpyro_repulsion.shapes import Scalar, Vector
 
 __all__ = ["SVRG", "ControlVariates", "evaluate_reference", "chunks", "fingerprint", "full_gradient"]
 
@@ -189,8 +190,8 @@ def evaluate_reference(key: jax.Array, target: Target, unravel: Callable, refere
 
 
 def full_gradient(
-    key: jax.Array, target: Target, unravel: Callable, position: jax.Array, size: int
-) -> tuple[jax.Array, jax.Array]:
+    key: jax.Array, target: Target, unravel: Callable, position: Vector, size: int
+) -> tuple[Scalar, Vector]:
     """Return U and ∇U at one flat particle over all rows of all subsampled plates, in chunks.
 
     :param size: the number of minibatches that fit into memory at once.
@@ -218,7 +219,7 @@ def full_gradient(
     return total
 
 
-def fingerprint(target: Target, unravel: Callable, position: jax.Array) -> jax.Array:
+def fingerprint(target: Target, unravel: Callable, position: Vector) -> Scalar:
     """Return U at one flat particle, on rows of minibatch size spread evenly over each plate, to compare data."""
     rows = {name: jnp.asarray(np.arange(batch) * size // batch) for name, (size, batch) in target.plates.items()}
     return target.potential_energy(unravel(position), rows, jax.random.key(0)).astype(position.dtype)

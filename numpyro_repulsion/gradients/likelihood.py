@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import random
@@ -14,7 +13,7 @@ from numpyro.infer.util import potential_energy
 from numpyro.primitives import Messenger
 
 from numpyro_repulsion.gradients.structure import any_number_of_rows
-from numpyro_repulsion.gradients.target import Particle
+from numpyro_repulsion.gradients.target import Particle, SitesTarget
 
 __all__ = ["likelihood_gradients"]
 
@@ -31,7 +30,7 @@ class _Weighted(Messenger):
             msg["scale"] = weight if msg["scale"] is None else weight * msg["scale"]
 
 
-def likelihood_gradients(target: Any, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
+def likelihood_gradients(target: SitesTarget, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
     """Return the gradients of U without the priors of some sites, at particles with leaves ``(n, ...)``.
 
     :param target: the posterior of a model. Minibatches consist of rows at equal distances.

@@ -18,7 +18,7 @@ from numpyro.infer.reparam import LocScaleReparam
 from numpyro.infer.util import constrain_fn, potential_energy
 
 from numpyro_repulsion.gradients.structure import any_number_of_rows
-from numpyro_repulsion.gradients.target import Indices, Particle
+from numpyro_repulsion.gradients.target import Indices, Particle, SitesTarget
 
 __all__ = ["Causes", "candidates", "centred_energy", "depend", "location_scale_sites", "recovered"]
 
@@ -73,7 +73,7 @@ class _Partly(LocScaleReparam):
         return super().__call__(name, fn, obs)
 
 
-def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, Causes]:
+def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict[str, Causes]:
     """Return the latent sites of a model with a location, and a scale that depends on other latent sites.
 
     :param target: the posterior of the model, without discrete sites.
@@ -93,14 +93,14 @@ def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, Ca
     return {}
 
 
-def centred_energy(target: Any, y: Particle, indices: Indices, key: jax.Array, shares: Mapping[str, jax.Array]):
+def centred_energy(target: SitesTarget, y: Particle, indices: Indices, key: jax.Array, shares: Mapping[str, jax.Array]):
     """Return U in coordinates in which some sites are partly centred, by the given share for each of their entries."""
     model = reparam(target.bind(indices, key), config={name: _Partly(share, {}) for name, share in shares.items()})
     with any_number_of_rows():
         return potential_energy(model, target.args, target.kwargs, _renamed(y, shares))
 
 
-def recovered(target: Any, y: Particle, shares: Mapping[str, jax.Array]) -> tuple[Particle, dict[str, tuple]]:
+def recovered(target: SitesTarget, y: Particle, shares: Mapping[str, jax.Array]) -> tuple[Particle, dict[str, tuple]]:
     """Return a particle in the coordinates of the model, and the location and scale of each partly centred site."""
     priors: dict = {}
     model = target.bind(target.first_rows, random.key(0))

@@ -16,6 +16,7 @@ import numpy as np
 from numpyro_repulsion.checks import boolean, integer, keep
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.noise import integers_below
+from numpyro_repulsion.shapes import Count, Flag, Group, Numbers, ReferenceNumbers, ReferenceVectors, Scalar, Vectors
 
 __all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
 
@@ -33,13 +34,13 @@ class Reference(NamedTuple):
     - **is_stale** - whether it was computed from other data than the current ones.
     """
 
-    position: jax.Array
-    potential_energy: jax.Array
-    gradient: jax.Array
-    in_use: jax.Array
-    fingerprint: jax.Array
-    age: jax.Array
-    is_stale: jax.Array
+    position: ReferenceVectors
+    potential_energy: ReferenceNumbers
+    gradient: ReferenceVectors
+    in_use: Flag
+    fingerprint: Scalar
+    age: Count
+    is_stale: Flag
 
     @staticmethod
     def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Reference:
@@ -71,7 +72,7 @@ class Gradient:
         """Whether it corrects gradients at reference points, with gradients over all rows there."""
         return False
 
-    def at(self, num_updates: jax.Array, seed: jax.Array) -> Gradient:
+    def at(self, num_updates: Count, seed: Count) -> Gradient:
         """Return the gradient to use in one update; the same unless successive minibatches depend on each other.
 
         :param num_updates: how many updates were done before.
@@ -116,8 +117,8 @@ class Gradient:
         raise NotImplementedError(f"{type(self).__name__} does not implement `rows`.")
 
     def energy_and_grad(
-        self, key: jax.Array, target: Target, unravel: Callable, z: jax.Array, reference: Reference | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, key: jax.Array, target: Target, unravel: Callable, z: Vectors, reference: Reference | None = None
+    ) -> tuple[Numbers, Vectors]:
         """Return ``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``.
 
         :param reference: the reference points, for gradients with control variates.
@@ -271,7 +272,7 @@ def draw_indices(
     return indices
 
 
-def ravel_cloud(z: Particle) -> tuple[jax.Array, Callable]:
+def ravel_cloud(z: Particle) -> tuple[Group, Callable]:
     """Return a pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the inverse for one particle ``(d,)``."""
     _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], z))
     return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel

@@ -22,14 +22,14 @@ from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerate
 from numpyro_repulsion.gradients.location_scale import centred_energy, location_scale_sites, recovered
 from numpyro_repulsion.gradients.products import Products
 from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, find_nan
-from numpyro_repulsion.gradients.target import Indices, Target
+from numpyro_repulsion.gradients.target import Indices, SitesTarget
 from numpyro_repulsion.gradients.translations import Translations
 from numpyro_repulsion.gradients.usage import check_bounds, check_latent, check_sites, read_usage, rows_outside
 
 __all__ = ["ModelTarget"]
 
 
-class ModelTarget(Target):
+class ModelTarget(SitesTarget):
     """The posterior of a NumPyro model given its arguments.
 
     The model is traced abstractly, without computation on the data, and checked here.
@@ -97,16 +97,9 @@ class ModelTarget(Target):
         shapes = tuple((name, site.shape, site.dtype) for name, site in self.prototype.items())
         plates = tuple(self.plates.items())
         kind = self.is_random, bool(self.rows_outside), tuple(map(tuple, self.crossed_plates()))
+        parts = shapes, plates, tuple(self.discrete), self._groups, self._enumeration_dim, kind
         # Initial values of `param` sites are constants of the compiled program.
-        return (
-            shapes,
-            plates,
-            tuple(self.discrete),
-            self._groups,
-            self._enumeration_dim,
-            kind,
-            *map(id, self._params.values()),
-        )
+        return (*parts, *map(id, self._params.values()))
 
     def with_arguments(self, args, kwargs):
         other = copy(self)

@@ -14,7 +14,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.transforms import ExpTransform, IndependentTransform
 
 from numpyro_repulsion.gradients.dependence import CALLS
-from numpyro_repulsion.gradients.target import Particle
+from numpyro_repulsion.gradients.target import Particle, SitesTarget
 
 __all__ = ["Products", "base_support", "multiplied"]
 
@@ -49,7 +49,7 @@ class Products:
     :param others: sites that are in coordinates of their own already.
     """
 
-    def __init__(self, target: Any, sites: Mapping[str, dict], others: Collection[str]):
+    def __init__(self, target: SitesTarget, sites: Mapping[str, dict], others: Collection[str]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
         self._logarithms = {
             name: logarithm

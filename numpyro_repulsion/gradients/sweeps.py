@@ -13,6 +13,7 @@ import numpy as np
 
 from numpyro_repulsion.checks import boolean, keep
 from numpyro_repulsion.gradients.control import ControlVariates
+from numpyro_repulsion.shapes import Count
 
 __all__ = ["Sweeps"]
 
@@ -121,8 +122,8 @@ class Sweeps(ControlVariates):
 class _Update(Sweeps):
     """The minibatches of one update, by its number and the seed of the run."""
 
-    num_updates: jax.Array = field(kw_only=True)
-    seed: jax.Array = field(kw_only=True)
+    num_updates: Count = field(kw_only=True)
+    seed: Count = field(kw_only=True)
 
     def rows(self, key, target, shape):
         del key

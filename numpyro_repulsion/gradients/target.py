@@ -9,10 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["FunctionTarget", "Indices", "Particle", "Target"]
+from numpyro_repulsion.shapes import RowNumbers, Scalar
+
+__all__ = ["FunctionTarget", "Indices", "Particle", "SitesTarget", "Target"]
 
 Particle = Any
-Indices = dict[str, jax.Array]
+#: ``{plate: rows}``
+Indices = dict[str, RowNumbers]
 
 
 class Target:
@@ -34,7 +37,7 @@ class Target:
     num_products: int = 0
     num_groups: int = 0
 
-    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> jax.Array:
+    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> Scalar:
         """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
 
@@ -67,6 +70,30 @@ class Target:
     def crossed_plates(self) -> list[list[str]]:
         """Return the subsampled plates in groups such that no term of U uses rows of two groups."""
         return [[name] for name in self.plates]
+
+
+class SitesTarget(Target):
+    """The posterior of a model with named sites, as those see it who analyse the model.
+
+    - **args**, **kwargs** - the arguments of the model.
+    - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
+    - **prototype** - the shapes of the continuous latent sites, unconstrained.
+    """
+
+    args: tuple
+    kwargs: dict
+    latent: list[str]
+    discrete: list[str]
+    prototype: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def first_rows(self) -> Indices:
+        """A minibatch of the first rows of each plate."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `first_rows`.")
+
+    def bind(self, indices: Indices, key: jax.Array) -> Callable:
+        """Return the model with these rows."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `bind`.")
 
 
 class FunctionTarget(Target):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 from numpyro.distributions import constraints
 
 from numpyro_repulsion.gradients.products import base_support
+from numpyro_repulsion.gradients.target import SitesTarget
 
 __all__ = ["Translations"]
 
@@ -41,6 +42,7 @@ class Translations:
     - **groups** - the names of the sites of effects, which have one axis.
     - **members** - which entries of a flat particle belong to each group, ``(g, d)``; 1 or 0.
     - **sizes** - the number of effects in each group, ``(g,)``.
+    - **places** - for each site that can be a base, the places of its entries in a flat particle.
 
     **References:**
 
@@ -48,7 +50,7 @@ class Translations:
        Biometrika 82 (1995)
     """
 
-    def __init__(self, target: Any, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
+    def __init__(self, target: SitesTarget, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
         scales = {name: causes.scale for name, causes in target.location_scale.items() if not causes.location}
         for effect, scale in pairs:
@@ -66,6 +68,12 @@ class Translations:
 
         self.members = np.stack([flat({name: 1.0}) for name in groups]) if self.groups else np.zeros((0, 0))
         self.sizes = self.members.sum(1)
+        ends = np.cumsum([math.prod(shapes[name]) for name in sorted(shapes)])
+        starts = dict(zip(sorted(shapes), [0, *ends[:-1]], strict=True))
+        self.places = {
+            name: starts[name] + np.arange(math.prod(shapes[name]), dtype=np.int32).reshape(shapes[name])
+            for name in sorted(bases)
+        }
         self._variance = flat({name: _variance(sites[name]["fn"]) for name in bases}) if self.groups else np.zeros(0)
 
     def bases(self, gradient: jax.Array, scale: jax.Array, min_spread: float) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 
 __all__ = ["stray_particles"]
@@ -21,7 +22,9 @@ MIN_PARTICLES, MIN_DRAWS = 4, 10
 MAX_ENTRIES = 500
 
 
-def stray_particles(draws: Mapping[str, np.ndarray], energy: np.ndarray, dimension: int) -> np.ndarray:
+def stray_particles(
+    draws: Mapping[str, jax.Array | np.ndarray], energy: jax.Array | np.ndarray, dimension: int
+) -> np.ndarray:
     """Return which particles have left the others or stand still, ``(chain,)``.
 
     A particle has left if its mean energy is far above the median of all particles, or not finite. Particles in other

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 import math
 
-import jax
 from jax import lax
 import jax.numpy as jnp
+
+from numpyro_repulsion.shapes import Scalar, Vectors
 
 __all__ = ["bisect_bandwidth"]
 
@@ -15,7 +16,7 @@ __all__ = ["bisect_bandwidth"]
 NARROWEST = 0.1
 
 
-def bisect_bandwidth(mean_similarity: Callable[[jax.Array], jax.Array], u: jax.Array, target: float) -> jax.Array:
+def bisect_bandwidth(mean_similarity: Callable[[Scalar], Scalar], u: Vectors, target: float) -> Scalar:
     """Return the bandwidth at which the mean similarity of ``u``, ``(G, L, d)``, is ``target`` times its largest value.
 
     It is at least :data:`NARROWEST` times the variance of a coordinate. With many particles on a line, repulsion would

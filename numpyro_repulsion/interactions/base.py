@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 from jax import lax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.checks import positive
 from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.shapes import Columns, Count, Group, Number, Numbers, Pairs, Scalar, Vector, Vectors
 
 __all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping"]
 
@@ -20,27 +21,26 @@ __all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping"]
 class Coupling(NamedTuple):
     """The operations that the matrix K of one cloud supports.
 
-    - **apply** - ``x -> K x`` for ``x`` of the cloud's shape.
+    - **apply** - ``x -> K x`` for any numbers of each particle, ``(..., L, k)``.
     - **repulsion** - Γ, with ``Γ_i = Σ_j ∇_{u_j} K_ij``, of the cloud's shape (0 where K is constant).
     - **draw** - ``key -> ξ``, Gaussian noise of the cloud's shape, with covariance ``K ⊗ I_d`` for each group.
     - **bound** - scalar, at least the largest eigenvalue of K.
     - **is_identity** - whether K is the identity, which allows second-order integrators.
-    - **white** - ``key -> η``, noise of the cloud's shape, with covariance ``I ⊗ I_d`` for each group; ``None`` is
-      independent standard normal noise.
+    - **white** - ``key -> η``, the same with covariance ``I ⊗ I_d``; ``None`` is independent standard normal noise.
     - **diagonal** - ``K_ii``: a scalar if it is the same for all particles at all positions, otherwise of shape
       ``(..., L)``. The stationary bias of a step grows with its mean, and warmup takes that into account.
     """
 
-    apply: Callable[[jax.Array], jax.Array]
-    repulsion: jax.Array | float
-    draw: Callable[[jax.Array], jax.Array]
-    bound: jax.Array | float
+    apply: Callable[[Columns], Columns]
+    repulsion: Vectors | float
+    draw: Callable[[jax.Array], Vectors]
+    bound: Number
     is_identity: bool = False
-    white: Callable[[jax.Array], jax.Array] | None = None
-    diagonal: jax.Array | float = 1.0
+    white: Callable[[jax.Array], Vectors] | None = None
+    diagonal: Numbers | Number = 1.0
 
     @staticmethod
-    def identity(white: Callable[[jax.Array], jax.Array]) -> Coupling:
+    def identity(white: Callable[[jax.Array], Vectors]) -> Coupling:
         """Return the coupling ``K = I`` with this noise."""
         return Coupling(lambda x: x, 0.0, white, 1.0, is_identity=True, white=white)
 
@@ -69,7 +69,7 @@ class Interaction:
     #: So that NumPy leaves ``np.float64(0.5) * RBF()`` to `__rmul__` and does not make an array of objects.
     __array_ufunc__ = None
 
-    def at(self, key: jax.Array | None, count: jax.Array | int) -> Interaction:
+    def at(self, key: jax.Array | None, count: Count | int) -> Interaction:
         """Return the interaction of one update: itself, unless it is redrawn or changes with time.
 
         :param key: a PRNG key if the interaction is redrawn, otherwise ``None``.
@@ -103,11 +103,11 @@ class Interaction:
         """Whether warmup chooses it by its measured gain, not by the rule of `learn_bandwidth` alone."""
         return False
 
-    def learn_bandwidth(self, u: jax.Array) -> jax.Array:
+    def learn_bandwidth(self, u: Vectors) -> Scalar:
         """Return the bandwidth for particles ``(G, L, d)``; NaN if the interaction has none to learn."""
         return jnp.asarray(jnp.nan, u.dtype)
 
-    def couple(self, u: jax.Array, bandwidth: jax.Array | float | None = None) -> Coupling:
+    def couple(self, u: Vectors, bandwidth: Number | None = None) -> Coupling:
         """Return the coupling of the cloud.
 
         :param u: particles, ``(L, d)`` or ``(G, L, d)``.
@@ -154,7 +154,7 @@ class Independent(Interaction):
 class Wrapping(Interaction):
     """Base class of interactions that wrap another one, ``interaction``, and use its bandwidth."""
 
-    interaction: Any
+    interaction: Interaction | None
 
     @property
     def _inner(self):
@@ -212,7 +212,7 @@ class Gram(Interaction):
     diagonal_varies: bool = True
     nugget: float = 1e-3
 
-    def evaluate(self, x: jax.Array, y: jax.Array, bandwidth: jax.Array | float | None) -> jax.Array:
+    def evaluate(self, x: Vector, y: Vector, bandwidth: Number | None) -> Scalar:
         """Return the kernel k for a pair of points of shape ``(d,)``: symmetric, and differentiable also at ``x = y``.
 
         ``bandwidth`` is meaningless unless ``learns_bandwidth`` is true. A kernel that uses it otherwise raises
@@ -220,7 +220,7 @@ class Gram(Interaction):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `evaluate`.")
 
-    def gram(self, u: jax.Array, bandwidth: jax.Array | float | None) -> tuple[jax.Array, jax.Array]:
+    def gram(self, u: Group, bandwidth: Number | None) -> tuple[Pairs, Group]:
         """Return K of shape ``(L, L)`` and Γ of shape ``(L, d)`` for one group ``u`` of shape ``(L, d)``."""
 
         def k(x, y):
@@ -235,7 +235,7 @@ class Gram(Interaction):
         gram = jax.vmap(jax.vmap(k, (None, 0)), (0, None))(u, u)
         return gram + self.nugget * jnp.eye(len(u), dtype=u.dtype), lax.map(repulsion, u)
 
-    def similarity(self, u: jax.Array, bandwidth: jax.Array | float | None) -> jax.Array:
+    def similarity(self, u: Group, bandwidth: Number | None) -> Pairs:
         """Return the similarity matrix ``(L, L)`` from which the bandwidth is learned; K by default."""
         return self.gram(u, bandwidth)[0]
 

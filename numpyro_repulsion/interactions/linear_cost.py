@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 from jax import random
@@ -59,7 +59,7 @@ class RandomFeatures(Interaction):
     num_features: int = 64
     weight: float | None = None
     #: The key of the frequencies; every update sets a new one.
-    key: Any = field(default=None, repr=False, compare=False)
+    key: jax.Array | None = field(default=None, repr=False, compare=False)
 
     interacts: ClassVar[bool] = True
     is_redrawn: ClassVar[bool] = True
@@ -153,7 +153,7 @@ class RandomGroups(Wrapping):
     interaction: Gram
     size: int = 20
     #: The key of the groups; every update sets a new one.
-    key: Any = field(default=None, repr=False, compare=False)
+    key: jax.Array | None = field(default=None, repr=False, compare=False)
 
     interacts: ClassVar[bool] = True
     is_redrawn: ClassVar[bool] = True

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.checks import keep, positive
 from numpyro_repulsion.interactions.base import Gram
+from numpyro_repulsion.shapes import Group, Pairs, Scalar, Vectors
 
 __all__ = ["IMQ", "RBF", "Radial", "median_bandwidth", "squared_distances"]
 
@@ -155,13 +156,13 @@ class IMQ(Radial):
         return lax.rsqrt(1.0 + s)
 
 
-def squared_distances(u: jax.Array) -> jax.Array:
+def squared_distances(u: Group) -> Pairs:
     """Return squared distances ``(L, L)`` of points ``(L, d)``, by one matrix product; infinite for diverged points."""
     _, squared, together = _centred(u)
     return jnp.where(together, squared, jnp.inf)
 
 
-def median_bandwidth(u: jax.Array) -> jax.Array:
+def median_bandwidth(u: Vectors) -> Scalar:
     """Return the median rule ``h = median ‖u_i − u_j‖² / log L`` over the pairs ``i ≠ j`` of each group.
 
     :param u: particles, ``(L, d)`` or ``(G, L, d)`` with ``L > 1``.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import jax
 from jax import random
 import jax.numpy as jnp
 
 from numpyro_repulsion.interactions.base import Interaction, Wrapping
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.shapes import Number
 
 __all__ = ["Scheduled"]
 
@@ -57,10 +57,10 @@ class Scheduled(Wrapping):
         ['0.61', '0.00']
     """
 
-    interaction: Any
-    weight: Callable[..., jax.Array | float]
+    interaction: Interaction
+    weight: Callable[..., Number]
     #: The weight of the current update. It is 1 if not set, as when warmup measures.
-    now: Any = field(default=None, repr=False, compare=False)
+    now: Number | None = field(default=None, repr=False, compare=False)
 
     interacts: ClassVar[bool] = True
 
@@ -126,6 +126,6 @@ class Scheduled(Wrapping):
 
     def gram(self, u, bandwidth):
         """Return K and Γ of one group ``(L, d)``, if the interaction or its redrawn groups have a Gram matrix."""
-        gram, repulsion = self.interaction.gram(u, bandwidth)
+        gram, repulsion = self.interaction.gram(u, bandwidth)  # type: ignore[attr-defined]
         w = 1.0 if self.now is None else jnp.asarray(self.now, u.dtype)
         return w * gram + (1.0 - w) * jnp.eye(gram.shape[-1], dtype=u.dtype), w * repulsion

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
@@ -19,7 +20,7 @@ from numpyro_repulsion.findings import Finding
 from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
-from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence
+from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence, warn_on_host
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.learners import NUM_KEYS
@@ -100,6 +101,7 @@ class ParticleKernel(Fixed, MCMCKernel):
     """
 
     sample_field = "z"
+    _num_shown: int
     #: Tells NumPyro that `sample` can continue from a stored state without `init`.
     _sample_fn = True
     default_fields = ("z", "potential_energy", "step_size", "bandwidth", "diverging")
@@ -116,7 +118,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         *,
         step_size: float | Callable | BiasBudget | None = None,
         interaction: Interaction | None = None,
-        preconditioner: Any = "auto",
+        preconditioner: ArrayLike | None = "auto",
         num_steps: int = 10,
         num_ensembles: int = 1,
         gradient: Gradient | None = None,
@@ -146,10 +148,8 @@ class ParticleKernel(Fixed, MCMCKernel):
         check_sweeps(gradient, dynamics)
         if not callable(init_strategy):
             raise TypeError(f"`init_strategy` must be callable, such as init_to_sample; got {init_strategy!r}.")
-        self._model = model
-        self._potential_fn = potential_fn
-        self.interaction = interaction
-        self.dynamics = dynamics
+        self._model, self._potential_fn = model, potential_fn
+        self.interaction, self.dynamics = interaction, dynamics
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
         self.looks_for_basins = moves is None and can_jump(interaction, dynamics)
@@ -162,7 +162,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.preconditioner = preconditioner
         self.scale = preconditioner_scale(preconditioner)
         check_ensembles(interaction, self.num_ensembles)
-        self._initializer, self._binder = Initializer(self), Binder(self)
+        self._prepare()
 
     @property
     def model(self):
@@ -183,10 +183,29 @@ class ParticleKernel(Fixed, MCMCKernel):
         return check_chains(state, mcmc) if isinstance(state, ParticleState) else True
 
     def get_diagnostics_str(self, state):
-        """Return the step size in use and the number of divergences, for the progress bar."""
+        """Return the text of the progress bar; warn of problems in the last iteration."""
+        # NumPyro offers no other place between two iterations.
+        self._num_shown = self.warn(state, 1, self._num_shown)
+        return self.progress(state)
+
+    def progress(self, state: ParticleState) -> str:
+        """Return the step size in use and the number of divergences, in words."""
         text = f"{self.num_steps} updates of size {float(jnp.ravel(state.step_size)[0]):.2e}"
         diverged = int(state.num_divergences)
         return f"{text}. {diverged} diverged" if diverged else text
+
+    def warn(self, state: ParticleState, iterations: int, num_divergences: int) -> int:
+        """Warn of what the last iterations revealed, on the host; return the number of divergences.
+
+        :param iterations: how many iterations were made since the last call.
+        :param num_divergences: the number of divergences before them.
+        """
+        warmup, count = state.warmup, int(state.num_divergences)
+        done, num_warmup = int(warmup.iteration), int(warmup.num_warmup)
+        warn_on_host(
+            num_divergences, count, self.remedy, done - iterations < num_warmup <= done, lambda: self.findings(state)
+        )
+        return count
 
     def init(self, rng_key, num_warmup, init_params=None, model_args=(), model_kwargs=None):
         """Return the first state: at ``init_params``, or at draws of ``init_strategy`` with finite U and ∇U.
@@ -207,7 +226,7 @@ class ParticleKernel(Fixed, MCMCKernel):
                 )
             rng_key = rng_key[None]
             init_params = jax.tree.map(lambda x: jnp.asarray(x)[None], init_params)
-        size = rng_key.shape[0]
+        size, self._num_shown = rng_key.shape[0], 0
         check_groups(size, self.num_ensembles, self.interaction.interacts)
         if num_warmup == 0 and self.schedule is None:
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
@@ -290,7 +309,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         warmup = state.warmup
         if warmup.step.measurements is None or (warmup.step.measurements.number == 0 and warmup.jumps is None):
             return []
-        return jax.tree.map(np.asarray, self._diagnose_warmup(warmup)).findings()
+        return jax.tree.map(np.asarray, self._diagnosis(warmup)).findings()
 
     def _diagnose_warmup(self, warmup):
         with jax.debug_nans(False):  # In a diagnosis, NaN marks unknown numbers.
@@ -306,14 +325,20 @@ class ParticleKernel(Fixed, MCMCKernel):
             return "divide `step_size` by 2 to 10"
         return f"set step_size=BiasBudget({rule.tolerance / 5:g}, min_draws=0)"
 
+    def _prepare(self):
+        """Make what caches compiled programs, and can be made again."""
+        self._initializer, self._binder = Initializer(self), Binder(self)
+        self._diagnosis = jax.jit(self._diagnose_warmup)
+        self._num_shown = 0
+
     def __getstate__(self):
         state = self.__dict__.copy()
-        del state["_initializer"], state["_binder"]  # Compiled programs cannot be pickled.
+        del state["_initializer"], state["_binder"], state["_diagnosis"]
         return state
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self._initializer, self._binder = Initializer(self), Binder(self)
+        self._prepare()
 
     def bind(self, args, kwargs=None) -> BoundSampler:
         """Return this kernel bound to the model's arguments; the model is analysed once for equal arguments."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 import hashlib
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import FunctionTarget, Gradient, ModelTarget, Target
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.settings import choose_gradient
 from numpyro_repulsion.moves import Move
-from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.schedules import BiasBudget, Schedule
 from numpyro_repulsion.warmup import WarmupPlan
 
 __all__ = ["Binder", "BoundSampler", "Settings"]
@@ -29,8 +30,10 @@ class Settings(Protocol):
     dynamics: Dynamics
     gradient: Gradient | None
     moves: Move | None
-    step_size: Any
-    scale: Any
+    step_size: float | Callable | BiasBudget
+    schedule: Schedule | None
+    preconditioner: ArrayLike | None
+    scale: str | np.ndarray | None
     reparam: str | None
     num_steps: int
     num_ensembles: int
@@ -93,7 +96,7 @@ class Binder:
 
     def __init__(self, kernel: Settings):
         self._kernel = kernel
-        self._last: tuple[Any, list, BoundSampler] | None = None
+        self._last: tuple[tuple, list, BoundSampler] | None = None
 
     def __call__(self, args: tuple, kwargs: dict | None) -> BoundSampler:
         kernel, kwargs = self._kernel, kwargs or {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+
+from numpyro_repulsion.shapes import Flag, Flags, Scalar, Vector, Vectors
 
 __all__ = ["clip", "clip_coordinates"]
 
@@ -16,7 +17,7 @@ COORDINATE_LIMITS = (6.0, 10.0)
 AT_LIMIT = 1.0 - 1e-4
 
 
-def clip(gradient: jax.Array, variances: jax.Array) -> tuple[jax.Array, jax.Array]:
+def clip(gradient: Vectors, variances: Vector | Scalar) -> tuple[Vectors, Flags]:
     """Return gradients clipped by their length, and which of them reach the limit.
 
     :param gradient: in whitened coordinates, ``(G, L, d)``.
@@ -29,7 +30,7 @@ def clip(gradient: jax.Array, variances: jax.Array) -> tuple[jax.Array, jax.Arra
     return gradient * jnp.minimum(limit / jnp.where(length > 0, length, 1.0), 1.0)[..., None], is_clipped
 
 
-def clip_coordinates(gradient: jax.Array, variance: jax.Array, is_warmup: jax.Array) -> tuple[jax.Array, jax.Array]:
+def clip_coordinates(gradient: Vectors, variance: Scalar, is_warmup: Flag) -> tuple[Vectors, Flags]:
     """Return gradients clipped by coordinate, and which of them reach the limit.
 
     One long coordinate, as in the neck of a funnel, would send a particle off.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import (
     CentredTarget,
     Centring,
+    ModelTarget,
     Recovered,
     Reference,
     Target,
@@ -20,6 +22,7 @@ from numpyro_repulsion.gradients import (
 )
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.shapes import Count, Numbers, Vectors
 from numpyro_repulsion.warmup import WarmupPlan, WarmupState
 
 __all__ = ["Evaluation"]
@@ -38,7 +41,7 @@ class Evaluation:
     bound: BoundSampler
     plan: WarmupPlan
     unravel: Callable
-    row_seed: jax.Array
+    row_seed: Count
 
     @property
     def dynamics(self) -> Dynamics:
@@ -64,9 +67,9 @@ class Evaluation:
     def target(self, warmup: WarmupState) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
         centring, target = warmup.scales.centring, self.bound.target
-        return target if centring is None else CentredTarget(target, centring, self.unravel)
+        return target if centring is None else self.centred(centring)
 
-    def recover(self, warmup: WarmupState, u: jax.Array) -> Recovered:
+    def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = warmup.scales.preconditioner.to_positions(u)
         target = self.target(warmup)
@@ -76,9 +79,10 @@ class Evaluation:
 
     def centred(self, centring: Centring) -> CentredTarget:
         """Return the posterior in coordinates of another centring."""
-        return CentredTarget(self.bound.target, centring, self.unravel)
+        # Only models have sites that can be centred.
+        return CentredTarget(cast(ModelTarget, self.bound.target), centring, self.unravel)
 
-    def energy_and_grad(self, warmup: WarmupState, num_updates: jax.Array | None = None) -> Callable:
+    def energy_and_grad(self, warmup: WarmupState, num_updates: Count | None = None) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.
 
         :param num_updates: how many updates were done before; ``None`` for rows that no update depends on.
@@ -97,7 +101,7 @@ class Evaluation:
 
         return energy_and_grad
 
-    def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
+    def energy_on_common_rows(self, warmup: WarmupState, u: Vectors) -> Numbers:
         """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
         target = self.target(warmup)
         one = jnp.vectorize(lambda z: fingerprint(target, self.unravel, z), signature="(d)->()")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +21,7 @@ __all__ = ["bound_of", "coupling_of", "has_other_data", "is_warmup", "kernel_of"
 TOLERANCE = 1e-4
 
 
-def kernel_of(mcmc: Any, who: str, instead: str = "") -> ParticleKernel:
+def kernel_of(mcmc: object, who: str, instead: str = "") -> ParticleKernel:
     """Return the kernel of an ``MCMC``.
 
     :param who: what was called with it, for the message.

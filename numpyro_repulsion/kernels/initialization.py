@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 import warnings
 
 import jax
@@ -40,7 +39,7 @@ class _Static:
     """
 
     num_warmup: int
-    treedef: Any
+    treedef: jax.tree_util.PyTreeDef
     is_array: tuple[bool, ...]
     others: tuple
     structure: Hashable

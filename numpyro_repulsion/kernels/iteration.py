@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax import lax, random
@@ -87,7 +86,7 @@ class Iteration(Evaluation):
             jnp.zeros(warmup.arrival.step_size.shape, bool),
             warmup.arrival,
             warmup.reference if self._renews_within else None,
-            warmup.jumps.tally if self.bound.kernel.moves is not None else None,
+            warmup.jumps.tally if self.bound.kernel.moves is not None and warmup.jumps is not None else None,
         )
 
         def approach():
@@ -107,7 +106,7 @@ class Iteration(Evaluation):
         else:
             now, basins, in_use = travel()
         warmup = warmup._replace(arrival=now.arrival, basins=basins)
-        if now.tally is not None:
+        if now.tally is not None and warmup.jumps is not None:
             warmup = warmup._replace(jumps=warmup.jumps._replace(tally=now.tally))
         if now.reference is not None:
             warmup = warmup._replace(reference=now.reference)
@@ -186,7 +185,7 @@ class Iteration(Evaluation):
             flagged = now.flagged + (is_rejected | turns | is_clipped)
             return now._replace(cloud=cloud, flagged=flagged, has_turned=turns)
 
-        moves: Any = self.bound.kernel.moves
+        moves = self.bound.kernel.moves
 
         def jump(now):
             jumped = self._jump(moves, noise_key, gradient_key, now.cloud, warmup.jumps, warmup)
@@ -194,7 +193,7 @@ class Iteration(Evaluation):
                 cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted), tally=counted(now.tally, jumped)
             )
 
-        if now.tally is None:
+        if now.tally is None or moves is None:
             now = step(now)
         else:
             now = lax.cond(moves.is_on(warmup.jumps) & (now.num_updates % 2 == 1), jump, step, now)

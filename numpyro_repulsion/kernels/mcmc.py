@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import sys
+from types import FrameType
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ __all__ = [
     "jits_arguments",
     "set_arguments",
     "set_results",
+    "shows_states",
 ]
 
 
@@ -64,3 +66,15 @@ def calling_mcmc() -> MCMC | None:
     """Return the ``MCMC`` whose method called the caller of this function; NumPyro offers kernels no other way."""
     mcmc = sys._getframe(2).f_locals.get("self")
     return mcmc if isinstance(mcmc, MCMC) else None
+
+
+def shows_states() -> bool:
+    """Return whether a calling ``MCMC.run`` shows the kernel each state, as it does for its progress bar."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        mcmc = frame.f_locals.get("self") if frame.f_code.co_name == "_single_chain_mcmc" else None
+        if isinstance(mcmc, MCMC):
+            is_joint = mcmc.num_chains == 1 or mcmc.chain_method in ("vectorized", "sequential")
+            return mcmc.progress_bar and is_joint
+        frame = frame.f_back
+    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 import hashlib
 import re
-from typing import Any
+from typing import Protocol
 
 import jax
 from jax import random
@@ -15,9 +15,10 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.gradients import Gradient, ModelTarget
+from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Target
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.warmup import WarmupPlan
+from numpyro_repulsion.kernels.bound import Settings
+from numpyro_repulsion.warmup import WarmupPlan, WarmupState
 
 __all__ = ["Origin", "check_chains", "check_state", "words"]
 
@@ -46,7 +47,7 @@ class Origin:
     measured_for: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def of(kernel: Any, plan: WarmupPlan, gradient: Gradient, cloud: Cloud, num_warmup: int) -> Origin:
+    def of(kernel: Settings, plan: WarmupPlan, gradient: Gradient, cloud: Cloud, num_warmup: int) -> Origin:
         """Return the origin of a state that a kernel starts.
 
         :param plan: what the warmup will learn.
@@ -63,7 +64,32 @@ class Origin:
         )
 
 
-def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient: Gradient) -> None:
+class State(Protocol):
+    """What the checks look at: a :class:`~numpyro_repulsion.kernels.ParticleState`."""
+
+    @property
+    def z(self) -> Particle: ...
+
+    @property
+    def potential_energy(self) -> jax.Array: ...
+
+    @property
+    def gradient(self) -> jax.Array: ...
+
+    @property
+    def memory(self) -> tuple[jax.Array, ...]: ...
+
+    @property
+    def num_updates(self) -> jax.Array: ...
+
+    @property
+    def warmup(self) -> WarmupState: ...
+
+    @property
+    def origin(self) -> Origin: ...
+
+
+def check_state(kernel: Settings, state: State, target: Target, plan: WarmupPlan, gradient: Gradient) -> None:
     """Raise ``ValueError`` if a kernel would misread a state. It looks only at shapes, types and static settings.
 
     :param state: a state with the axis of particles.
@@ -125,7 +151,7 @@ def check_state(kernel: Any, state: Any, target: Any, plan: WarmupPlan, gradient
         )
 
 
-def check_chains(state: Any, mcmc: MCMC) -> bool:
+def check_chains(state: State, mcmc: MCMC) -> bool:
     """Return whether a stored state holds all chains; raise ``ValueError`` if the run has other chains."""
     is_stacked = np.ndim(state.num_updates) > 0
     number = len(state.num_updates) if is_stacked else int(np.size(state.potential_energy))
@@ -150,7 +176,7 @@ def check_chains(state: Any, mcmc: MCMC) -> bool:
     return number > 1 and not is_stacked
 
 
-def words(part: Any) -> str:
+def words(part: object) -> str:
     """Return the ``repr`` of a part without addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
 

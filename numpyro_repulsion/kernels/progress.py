@@ -9,6 +9,7 @@ from jax import random
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import Reference
+from numpyro_repulsion.shapes import Count, Counts, Flags, Scalar
 from numpyro_repulsion.warmup import ArrivalState
 
 __all__ = ["Keys", "Progress"]
@@ -48,9 +49,9 @@ class Progress(NamedTuple):
     """
 
     cloud: Cloud
-    num_updates: jax.Array
-    flagged: jax.Array
-    has_turned: jax.Array
+    num_updates: Count
+    flagged: Counts
+    has_turned: Flags
     arrival: ArrivalState
     reference: Reference | None
-    tally: tuple[jax.Array, jax.Array] | None
+    tally: tuple[Scalar, Scalar] | None

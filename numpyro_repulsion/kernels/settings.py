@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import (
     ControlVariates,
     FullData,
-    FunctionTarget,
     Gradient,
+    ModelTarget,
+    Particle,
     Subsampled,
     Sweeps,
     Target,
@@ -57,7 +58,7 @@ class Fixed:
     Compiled programs contain the settings, and would ignore a change.
     """
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_") and name in self.__dict__:
             kind = type(self).__name__
             raise AttributeError(
@@ -67,7 +68,7 @@ class Fixed:
         super().__setattr__(name, value)
 
 
-def require_instance(name: str, value: Any, kind: type, example: str) -> None:
+def require_instance(name: str, value: object, kind: type, example: str) -> None:
     """Raise ``TypeError`` if a value is not an instance of a kind of part."""
     if not isinstance(value, kind):
         called = f"; call it, `{value.__name__}()`" if isinstance(value, type) else ""
@@ -84,7 +85,7 @@ def step_schedule(step_size: float | Callable | BiasBudget, num_steps: int) -> S
     return schedule
 
 
-def preconditioner_scale(value: Any) -> str | np.ndarray | None:
+def preconditioner_scale(value: ArrayLike | None) -> str | np.ndarray | None:
     """Return how to learn the scales, or S with ``P = S Sᵀ`` for a given P, or ``None`` for the identity."""
     if value is None:
         return None
@@ -207,7 +208,7 @@ def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
     return dynamics.bears_jumps(interaction.interacts)
 
 
-def check_moves(moves: Any, interaction: Interaction, dynamics: Dynamics) -> None:
+def check_moves(moves: object, interaction: Interaction, dynamics: Dynamics) -> None:
     """Raise ``ValueError`` if jumps do not preserve the stationary distribution of the dynamics."""
     require_instance("moves", moves, Move, "Archive()")
     if not dynamics.is_sampler:
@@ -219,7 +220,7 @@ def check_moves(moves: Any, interaction: Interaction, dynamics: Dynamics) -> Non
         )
 
 
-def check_reparam(value: Any) -> str | None:
+def check_reparam(value: str | None) -> str | None:
     """Return how to reparametrize hierarchical sites; raise ``ValueError`` for anything but ``"auto"`` and ``None``."""
     if value is None or value == "auto":
         return value
@@ -266,10 +267,10 @@ def check_jumps(moves: Move, gradient: Gradient, target: Target, num_warmup: int
         )
 
 
-def check_init_params(init_params: Any, target: Any, size: int) -> None:
+def check_init_params(init_params: Particle | None, target: Target, size: int) -> None:
     """Raise ``ValueError`` or ``TypeError`` unless there is one start for each of ``size`` chains and latent site."""
     if init_params is None:
-        if isinstance(target, FunctionTarget):
+        if not isinstance(target, ModelTarget):
             raise ValueError(
                 "A kernel made from a `potential_fn` needs `init_params`, one start per chain: "
                 f"mcmc.run(key, init_params=...) with a leading axis of {size}."
@@ -281,7 +282,7 @@ def check_init_params(init_params: Any, target: Any, size: int) -> None:
             raise ValueError(
                 f"`init_params` must have one start for each chain, a leading axis of {size}; got shapes {shapes}."
             )
-    if isinstance(target, FunctionTarget):
+    if not isinstance(target, ModelTarget):
         if not all(jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in jax.tree.leaves(init_params)):
             raise TypeError(f"`init_params` must be floating point; got {jax.tree.map(jnp.result_type, init_params)}.")
         return

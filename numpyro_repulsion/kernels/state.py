@@ -9,7 +9,7 @@ from jax import random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.gradients import ravel_cloud
+from numpyro_repulsion.gradients import Particle, ravel_cloud
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.warmup import WarmupState
 
@@ -43,7 +43,7 @@ class ParticleState(NamedTuple):
     - **origin** - what the state was made for, static; a kernel that would misread the memory raises ``ValueError``.
     """
 
-    z: Any
+    z: Particle
     potential_energy: jax.Array
     step_size: jax.Array
     bandwidth: jax.Array

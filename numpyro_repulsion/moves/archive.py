@@ -63,7 +63,7 @@ class ArchiveState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Archive(Move):
+class Archive(Move[ArchiveState]):
     r"""Jumps to all regions that warmup visited, for posteriors with several modes.
 
     Warmup records the positions of particles. Afterwards every second update is a Metropolis-Hastings step, exact for

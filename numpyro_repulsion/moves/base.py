@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 from jax import random
@@ -10,9 +10,14 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import uniform
-from numpyro_repulsion.warmup import Stage, WarmupState
+from numpyro_repulsion.shapes import Flag, Flags, Numbers, Vectors
+from numpyro_repulsion.warmup import JumpsState, Stage, WarmupState
 
 __all__ = ["Jumped", "Move", "Proposal"]
+
+
+#: The type of the state of a move.
+State = TypeVar("State", bound=JumpsState)
 
 
 class Proposal(NamedTuple):
@@ -24,11 +29,11 @@ class Proposal(NamedTuple):
       ``None`` if the base class draws them.
     """
 
-    position: jax.Array
-    potential_energy: jax.Array
-    gradient: jax.Array
-    log_ratio: jax.Array
-    threshold: jax.Array | None = None
+    position: Vectors
+    potential_energy: Numbers
+    gradient: Vectors
+    log_ratio: Numbers
+    threshold: Numbers | None = None
 
 
 class Jumped(NamedTuple):
@@ -40,11 +45,11 @@ class Jumped(NamedTuple):
     """
 
     cloud: Cloud
-    accepted: jax.Array
-    probability: jax.Array
+    accepted: Flags
+    probability: Numbers
 
 
-class Move:
+class Move(Generic[State]):
     """Base class: Metropolis-Hastings steps of single particles, between updates of the dynamics.
 
     A subclass defines `start`, `learn` and `propose`. Its state is a ``NamedTuple`` of arrays with a field ``tally``,
@@ -92,7 +97,7 @@ class Move:
     #: Whether the base class draws the thresholds of acceptance; if not, `propose` returns them.
     draws_threshold: ClassVar[bool] = True
 
-    def start(self, cloud: Cloud, iterations: int, dense: bool) -> Any:
+    def start(self, cloud: Cloud, iterations: int, dense: bool) -> State:
         """Return the state before warmup.
 
         :param iterations: the number of warmup iterations.
@@ -100,14 +105,14 @@ class Move:
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `start`.")
 
-    def learn(self, stage: Stage, state: Any, warmup: WarmupState, cloud: Cloud, temperature: float) -> Any:
+    def learn(self, stage: Stage, state: State, warmup: WarmupState, cloud: Cloud, temperature: float) -> State:
         """Return the state after one more iteration; after warmup only the tally changes."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `learn`.")
 
     def propose(
         self,
         key: jax.Array,
-        state: Any,
+        state: State,
         cloud: Cloud,
         energy_and_grad: EnergyAndGrad,
         temperature: float,
@@ -121,7 +126,7 @@ class Move:
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `propose`.")
 
-    def is_on(self, state: Any) -> jax.Array:
+    def is_on(self, state: State) -> Flag:
         """Return whether particles jump; a scalar, always true by default."""
         del state
         return jnp.ones((), bool)
@@ -130,7 +135,7 @@ class Move:
         self,
         key: jax.Array,
         cloud: Cloud,
-        state: Any,
+        state: State,
         energy_and_grad: EnergyAndGrad,
         temperature: float,
         stratified: bool,

@@ -51,7 +51,7 @@ class BasinsState(NamedTuple):
         return self.tally[1] / jnp.maximum(self.tally[0], 1.0)
 
 
-class Basins(Move):
+class Basins(Move[BasinsState]):
     r"""Metropolis-Hastings steps with proposals from a mixture of one Gaussian for each of C particles.
 
     Coordinates are :math:`w = S^{-1} u`, with :math:`S S^\top` the inverse of the gradients' covariance over T: the

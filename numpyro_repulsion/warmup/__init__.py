@@ -25,7 +25,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     update_centring  |                            Y  |   Y            |                     |
     update_reference |                            X  |   X    X    X  |                     |
     update_scales    |   S    C    C    C    C    C  |   C    C    C  |                     |
-       minibatches   |                            B  |   B    B    B  |                     |
+       minibatches   |                       B    B  |   B    B    B  |                     |
     update_bandwidth |                            H  | HHHHHHHHHHHHHH |   A    A   ...   A  |
     update_step_size |                            E  |   E    E    E  |   M    M   ...   M  |
 
@@ -34,7 +34,8 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     Y  other shares by which hierarchical sites are centred, if they differ much, with new diagonal scales
     X  moves the common reference to the mean of the window; each particle's own reference moves at 250 only
     S  new diagonal scales; C also new correlations, if the scales are dense
-    B  with minibatches, new scales from the mean curvature of U over the cloud; at 600 also from the gradient noise
+    B  with minibatches, new scales from the mean curvature of U over the cloud (at 150 noisy Adam begins anew in them);
+       at 600 also from the gradient noise
     H  the bandwidth by the interaction's rule, in every iteration from 250 to 600 (from 1 without an arrival)
     A  the geometric mean of the best bandwidths since 600, or the rule again if the interaction does not tune it
     E  the step size from one measurement; only 10, 15 and 30 % of the noise limit it at 250, 300 and 400
@@ -70,7 +71,7 @@ from numpyro_repulsion.warmup.learning import Learner, Sampler, warmup_update
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
 from numpyro_repulsion.warmup.reference import update_reference
 from numpyro_repulsion.warmup.scales import update_scales
-from numpyro_repulsion.warmup.state import ArrivalState, ScalesState, StepState, WarmupPlan, WarmupState
+from numpyro_repulsion.warmup.state import ArrivalState, JumpsState, ScalesState, StepState, WarmupPlan, WarmupState
 from numpyro_repulsion.warmup.step_size import update_step_size
 from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
@@ -79,6 +80,7 @@ from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, NUM_
 __all__ = [
     "Adam",
     "ArrivalState",
+    "JumpsState",
     "ScalesState",
     "StepState",
     "ARRIVED",

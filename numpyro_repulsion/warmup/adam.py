@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from numpyro_repulsion.dynamics import select
+from numpyro_repulsion.dynamics import EnergyAndGrad, select
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.shapes import Count, Number, Numbers, Vector, Vectors
 
 __all__ = ["Adam", "descend", "first_rates"]
 
@@ -26,7 +26,8 @@ FAR, GROWTH, RECESSION = 0.8, 0.1, 0.1
 #: The last rate is this share of the first.
 LAST_RATE = 1e-3
 
-Position = tuple[jax.Array, jax.Array, jax.Array]
+#: ``(u, U, ∇U)``
+Position = tuple[Vectors, Numbers, Vectors]
 
 
 class Adam(NamedTuple):
@@ -39,14 +40,14 @@ class Adam(NamedTuple):
     - **unit** - the spread of the starts, ``(d,)``.
     """
 
-    number: jax.Array
-    mean: jax.Array
-    square: jax.Array
-    growth: jax.Array
-    unit: jax.Array
+    number: Count
+    mean: Vectors
+    square: Vectors
+    growth: Vectors
+    unit: Vector
 
     @staticmethod
-    def start(u: jax.Array, unit: jax.Array | float = 1.0) -> Adam:
+    def start(u: Vectors, unit: Vector | Number = 1.0) -> Adam:
         """Return the state for particles ``(G, L, d)`` at their starts.
 
         :param unit: the unit of coordinates in which starts do not differ, as for a single particle.
@@ -58,7 +59,7 @@ class Adam(NamedTuple):
         return Adam(jnp.zeros((), jnp.int32), nothing, nothing, nothing, unit.astype(u.dtype))
 
 
-def first_rates(shape: tuple[int, ...], dtype) -> jax.Array:
+def first_rates(shape: tuple[int, ...], dtype) -> Numbers:
     """Return the rates of particles ``(G, L)``, spread evenly in logarithm."""
     low, high = RATES
     share = (jnp.arange(shape[1], dtype=dtype) + 0.5) / shape[1]
@@ -69,10 +70,10 @@ def descend(
     key: jax.Array,
     position: Position,
     state: Adam,
-    rate: jax.Array,
-    share_done: jax.Array,
-    energy_and_grad: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-) -> tuple[Position, Adam, jax.Array]:
+    rate: Numbers,
+    share_done: Number,
+    energy_and_grad: EnergyAndGrad,
+) -> tuple[Position, Adam, Numbers]:
     r"""Move each particle by one update of Adam with Langevin noise.
 
     .. math::

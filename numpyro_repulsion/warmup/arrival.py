@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import math
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -12,8 +11,10 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtr
 import numpy as np
 
-from numpyro_repulsion.dynamics import Cloud, acceptance, select
+from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import hashed, normal, signs
+from numpyro_repulsion.shapes import Flags, Number, Numbers
+from numpyro_repulsion.warmup.adam import Position
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
@@ -25,15 +26,16 @@ ARRIVAL_STEPS = (math.exp(-12.0), 1.0)
 #: How far from another particle a lost one continues after the arrival, in units of the scales.
 JITTER = 0.1
 
-Position = tuple[jax.Array, jax.Array, jax.Array]
+#: A pytree of arrays.
+Tree = TypeVar("Tree")
 
 
 def arrive(
     key: jax.Array,
     position: Position,
-    step_size: jax.Array,
-    energy_and_grad: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-) -> tuple[Position, jax.Array]:
+    step_size: Numbers,
+    energy_and_grad: EnergyAndGrad,
+) -> tuple[Position, Numbers]:
     """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to an acceptance of 0.6.
 
     The update need not be exact; it only brings the particles to the posterior, whatever its scale. It needs exact
@@ -60,7 +62,7 @@ def arrive(
     return moved, step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
-def left_behind(energy: jax.Array, dimension: int, noise: jax.Array | float = 0.0) -> jax.Array:
+def left_behind(energy: Numbers, dimension: int, noise: Number = 0.0) -> Flags:
     """Return which particles, ``(G, L)``, have an energy far above the median; exact draws rarely do.
 
     The limit is ``10 + 5 sqrt(d (1 + V))`` above it: exact energies of draws differ by about ``sqrt(d)``, and those
@@ -73,7 +75,7 @@ def left_behind(energy: jax.Array, dimension: int, noise: jax.Array | float = 0.
     return ~(energy <= jnp.nanmedian(energy) + 10.0 + 5.0 * jnp.sqrt(dimension * (1.0 + noise)))
 
 
-def rescue(key: jax.Array, particles: Any, lost: jax.Array) -> Any:
+def rescue(key: jax.Array, particles: Tree, lost: Flags) -> Tree:
     """Move each lost particle to the position of a random other one, with all that belongs to it.
 
     :param particles: a pytree of arrays ``(G, L, ...)``.

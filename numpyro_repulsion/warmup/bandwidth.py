@@ -12,6 +12,7 @@ import numpy as np
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, EulerError
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.shapes import Count, Number, Scalar, Vectors
 from numpyro_repulsion.warmup.curvature import measure_steepness
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import WarmupState
@@ -32,17 +33,17 @@ class Gains(NamedTuple):
     - **step** - the longest step whose bias is within the budget, in units of 1 / curvature.
     """
 
-    mean: jax.Array
-    square: jax.Array
-    step: jax.Array
+    mean: Scalar
+    square: Scalar
+    step: Scalar
 
     @property
-    def score(self) -> jax.Array:
+    def score(self) -> Scalar:
         """Return the log of the product of both numbers of effective draws per gradient, up to a constant."""
         return jnp.log(self.mean) + jnp.log(self.square) + 2.0 * jnp.log(self.step)
 
 
-def gains(interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float, tolerance: float) -> Gains:
+def gains(interaction: Interaction, u: Vectors, bandwidth: Number, tolerance: float) -> Gains:
     """Estimate from one cloud what the interaction gains at a bandwidth.
 
     Overdamped dynamics is reversible, so the rate of a function f is at most its Dirichlet form,
@@ -85,7 +86,7 @@ def _largest_eigenvalue(apply, start):
     return sizes[-1].max()
 
 
-def best_bandwidth(interaction: Interaction, u: jax.Array, rule: jax.Array, tolerance: float) -> jax.Array:
+def best_bandwidth(interaction: Interaction, u: Vectors, rule: Scalar, tolerance: float) -> Scalar:
     """Return the multiple of the rule's bandwidth with the best score on a cloud ``(G, L, d)``, or the rule's."""
     candidates = rule * jnp.asarray(MULTIPLES, u.dtype)
     scores = lax.map(lambda h: gains(interaction, u, h, tolerance).score, candidates)
@@ -95,12 +96,12 @@ def best_bandwidth(interaction: Interaction, u: jax.Array, rule: jax.Array, tole
 
 def next_bandwidth(
     interaction: Interaction,
-    u: jax.Array,
-    previous: jax.Array,
-    number: jax.Array,
+    u: Vectors,
+    previous: Scalar,
+    number: Count,
     tolerance: float,
-    bias: jax.Array | float,
-) -> jax.Array:
+    bias: Number,
+) -> Scalar:
     """Return the next bandwidth: the rule's, or, once the scales are frozen, the average of the best ones so far.
 
     :param u: particles, ``(G, L, d)``.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import CurvatureStats, Dynamics
 from numpyro_repulsion.interactions import Coupling, Interaction
 from numpyro_repulsion.noise import signs
+from numpyro_repulsion.shapes import Count, Flag, Number, Numbers, OtherVector, Pair, Scalar, Table, Vectors
 
 __all__ = [
     "UNKNOWN",
@@ -29,7 +30,7 @@ POWER_ITERATIONS = 8
 QUANTILE = 0.9
 
 #: ``(key, u, corrected) -> (U, ∇U)`` on clouds; ``corrected`` says whether control variates correct the gradient.
-CorrectableEnergyAndGrad = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+CorrectableEnergyAndGrad = Callable[[jax.Array, Vectors, Flag], tuple[Numbers, Vectors]]
 
 
 class Measurements(NamedTuple):
@@ -44,10 +45,10 @@ class Measurements(NamedTuple):
     Unknown or non-finite numbers are negative.
     """
 
-    number: jax.Array
-    curvature: jax.Array
-    noise: jax.Array
-    steepness: jax.Array
+    number: Count
+    curvature: Table
+    noise: Table
+    steepness: OtherVector
 
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
@@ -55,41 +56,41 @@ class Measurements(NamedTuple):
         rows_of = (jnp.full((rows, *shape), UNKNOWN, dtype) for shape in ((particles,), (2,), ()))
         return Measurements(jnp.zeros((), jnp.int32), *rows_of)
 
-    def add(self, curvature: jax.Array, noise: jax.Array, steepness: jax.Array) -> Measurements:
+    def add(self, curvature: OtherVector, noise: Pair, steepness: Scalar) -> Measurements:
         """Return the measurements with one more cloud."""
         row = jnp.minimum(self.number, len(self.curvature) - 1)
         found = zip(self[1:], (curvature, noise, steepness), strict=True)
         return Measurements(row + 1, *(known.at[row].set(new) for known, new in found))
 
     @property
-    def typical_curvature(self) -> jax.Array:
+    def typical_curvature(self) -> Scalar:
         """The curvature that one particle in ten exceeds; 0 if unknown."""
         return jnp.nan_to_num(jnp.nanquantile(_known(self.curvature), QUANTILE))
 
     @property
-    def largest_curvature(self) -> jax.Array:
+    def largest_curvature(self) -> Scalar:
         """The largest curvature; 0 if unknown."""
         return jnp.nan_to_num(jnp.nanmax(_known(self.curvature)))
 
     @property
-    def mean_noise(self) -> jax.Array:
+    def mean_noise(self) -> Pair:
         """The mean gradient noise without control variates and with them, ``(2,)``."""
         return jnp.nan_to_num(jnp.nanmean(_known(self.noise), 0))
 
     @property
-    def typical_steepness(self) -> jax.Array:
+    def typical_steepness(self) -> Scalar:
         """The root mean square of the steepness; 0 if unknown."""
         return jnp.nan_to_num(jnp.sqrt(jnp.nanmean(_known(self.steepness) ** 2)))
 
 
 def estimate_curvature(
     key: jax.Array,
-    u: jax.Array,
-    width: jax.Array | float,
+    u: Vectors,
+    width: Numbers | Number,
     energy_and_grad: CorrectableEnergyAndGrad,
-    corrected: jax.Array,
+    corrected: Flag,
     compare: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[OtherVector, Pair]:
     """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
     Both sides of a difference use the same minibatch, and each iteration uses another one. So midpoints differ between
@@ -132,8 +133,8 @@ def estimate_curvature(
 
 def summarize_curvature(
     measurements: Measurements,
-    noise: jax.Array,
-    spread: jax.Array | float,
+    noise: Scalar,
+    spread: Number,
     coupling: Coupling,
     dynamics: Dynamics,
     shared: bool,
@@ -155,9 +156,7 @@ def summarize_curvature(
     return CurvatureStats(curvature, largest, noise / temperature, temperature * measurements.typical_steepness, sweep)
 
 
-def measure_steepness(
-    key: jax.Array, interaction: Interaction, u: jax.Array, bandwidth: jax.Array | float
-) -> jax.Array:
+def measure_steepness(key: jax.Array, interaction: Interaction, u: Vectors, bandwidth: Number) -> Scalar:
     """Return how fast Γ changes along a random direction of all particles at once, as a root mean square.
 
     :param u: particles, ``(G, L, d)``.

@@ -12,6 +12,7 @@ import numpy as np
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.findings import Finding
 from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.shapes import Flag, Scalar
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import Stage
@@ -54,17 +55,17 @@ class WarmupDiagnosis(NamedTuple):
     - **jumps_off** - whether warmup switched jumps off.
     """
 
-    effective_draws: jax.Array
-    bias: jax.Array
-    condition: jax.Array
-    curvature_ratio: jax.Array
-    dependence: jax.Array
-    has_heavy_tails: jax.Array
-    has_basins: jax.Array
-    is_diagonal: jax.Array
-    noise_ratio: jax.Array
-    control_variates_off: jax.Array
-    jumps_off: jax.Array
+    effective_draws: Scalar
+    bias: Scalar
+    condition: Scalar
+    curvature_ratio: Scalar
+    dependence: Scalar
+    has_heavy_tails: Flag
+    has_basins: Flag
+    is_diagonal: Flag
+    noise_ratio: Scalar
+    control_variates_off: Flag
+    jumps_off: Flag
 
     def findings(self) -> list[Finding]:
         """Return the problems, each with its remedy."""
@@ -186,7 +187,7 @@ def diagnose_warmup(
     warmup: WarmupState,
     rule: BiasBudget | None,
     dynamics: Dynamics,
-    is_jumping: jax.Array | None = None,
+    is_jumping: Flag | None = None,
     needs_reference: bool = True,
 ) -> WarmupDiagnosis:
     """Diagnose the run at the end of warmup.

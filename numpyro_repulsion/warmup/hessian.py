@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.scipy.linalg import cholesky
 
 from numpyro_repulsion.noise import signs
+from numpyro_repulsion.shapes import Count, Directions, Flag, Matrix, OtherVector, Scalar, Scale, Vector, Vectors
 
 __all__ = [
     "NUM_PROBES",
@@ -41,7 +42,8 @@ SMALLEST_DIAGONAL = 0.1
 #: An eigenvector's residual, relative to what scaling by its eigenvalue bears.
 CONVERGED = 0.3
 
-Gradient = Callable[[jax.Array, jax.Array], jax.Array]
+#: ``(key, u) -> ∇U``
+Gradient = Callable[[jax.Array, Vectors], Vectors]
 
 
 def num_minibatches(dimension: int, rows: int, rank: int | None = None) -> int:
@@ -58,12 +60,12 @@ def num_minibatches(dimension: int, rows: int, rank: int | None = None) -> int:
 
 def hessian_and_noise(
     key: jax.Array,
-    u: jax.Array,
-    gradient: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    u: Vectors,
+    gradient: Callable[[jax.Array, Vectors, Flag], Vectors],
     width: float,
     number: int,
-    noise_number: jax.Array | int,
-) -> tuple[jax.Array, jax.Array]:
+    noise_number: Count | int,
+) -> tuple[Matrix, Matrix]:
     """Return the mean Hessian of U and the covariance of the minibatch noise over particles ``(G, L, d)``.
 
     All columns of the Hessian use the same minibatches, because only then do the errors of small eigenvalues stay
@@ -107,7 +109,7 @@ def hessian_and_noise(
     return (hessian + hessian.T) / (2.0 * number), covariance / jnp.maximum(noise_number, 1)
 
 
-def mean_diagonal(key: jax.Array, u: jax.Array, gradient: Gradient, width: float, number: int) -> jax.Array:
+def mean_diagonal(key: jax.Array, u: Vectors, gradient: Gradient, width: float, number: int) -> Vector:
     """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, ``(d,)``, from products with random signs.
 
     :param number: the number of products for each particle.
@@ -126,8 +128,8 @@ def num_noise_pairs(dimension: int, particles: int) -> int:
 
 
 def mean_product(
-    key: jax.Array, u: jax.Array, direction: jax.Array, gradient: Gradient, width: float, number: int
-) -> jax.Array:
+    key: jax.Array, u: Vectors, direction: Vector, gradient: Gradient, width: float, number: int
+) -> Vector:
     """Return the product of the mean Hessian over particles ``(G, L, d)`` with a unit vector, ``(d,)``.
 
     The same key gives the same minibatches, and so one symmetric matrix for all directions.
@@ -139,7 +141,7 @@ def mean_product(
     return lax.fori_loop(0, number, add_minibatch, jnp.zeros_like(direction)) / number
 
 
-def extremes(start: jax.Array, product: Callable[[jax.Array], jax.Array], rank: int) -> tuple[jax.Array, jax.Array]:
+def extremes(start: Vector, product: Callable[[Vector], Vector], rank: int) -> tuple[Directions, OtherVector]:
     """Return the eigenvectors, ``(d, rank)``, and absolute eigenvalues, ``(rank,)``, that differ most from 1.
 
     They come from Lanczos's method with full reorthogonalization. A pair that has not converged is replaced by a zero
@@ -174,7 +176,7 @@ def extremes(start: jax.Array, product: Callable[[jax.Array], jax.Array], rank: 
     return jnp.where(usable, vectors, 0.0), jnp.where(usable, absolute[chosen], 1.0)
 
 
-def whitening(curvature: jax.Array) -> jax.Array:
+def whitening(curvature: Scale) -> Scale:
     """Return S, lower triangular or ``(d,)``, with ``S Sᵀ`` the inverse of a curvature made positive.
 
     Negative eigenvalues count by their absolute value, as in a saddle, whose scale they give as well as positive ones.
@@ -188,7 +190,7 @@ def whitening(curvature: jax.Array) -> jax.Array:
     return _root(jnp.outer(unit, unit) * ((vectors / values) @ vectors.T), unit)
 
 
-def calming(covariance: jax.Array, num_draws: int, allowed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def calming(covariance: Matrix, num_draws: int, allowed: Scalar) -> tuple[Matrix, Scalar]:
     """Return S, lower triangular, that shrinks the noisy directions until their gradient noise is the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the

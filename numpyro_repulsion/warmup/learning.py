@@ -10,6 +10,7 @@ import jax
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import CentredTarget, Centring, Recovered, Reference
 from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.shapes import Numbers, Vectors
 from numpyro_repulsion.warmup.curvature import CorrectableEnergyAndGrad
 from numpyro_repulsion.warmup.state import WarmupPlan, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
@@ -45,10 +46,10 @@ class Sampler(Protocol):
     def energy_and_grad(self, warmup: WarmupState) -> CorrectableEnergyAndGrad:
         """Return the function for U and ∇U in whitened coordinates."""
 
-    def energy_on_common_rows(self, warmup: WarmupState, u: jax.Array) -> jax.Array:
+    def energy_on_common_rows(self, warmup: WarmupState, u: Vectors) -> Numbers:
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""
 
-    def recover(self, warmup: WarmupState, u: jax.Array) -> Recovered:
+    def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
         """Return the particles in the coordinates of the model."""
 
     def centred(self, centring: Centring) -> CentredTarget:

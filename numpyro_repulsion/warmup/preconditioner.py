@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
+
+from numpyro_repulsion.shapes import Count, Directions, Flag, List, Matrix, OtherVector, Scalar, Scale, Vector, Vectors
 
 __all__ = ["RANK", "Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
 
@@ -30,10 +31,10 @@ class Preconditioner(NamedTuple):
     - **stretch** - the diagonal of F, ``(k,)``, above -1.
     """
 
-    scale: jax.Array | None = None
-    centre: jax.Array | None = None
-    vectors: jax.Array | None = None
-    stretch: jax.Array | None = None
+    scale: Scale | None = None
+    centre: Vector | None = None
+    vectors: Directions | None = None
+    stretch: OtherVector | None = None
 
     @property
     def kind(self) -> str:
@@ -42,7 +43,7 @@ class Preconditioner(NamedTuple):
             return "low_rank"
         return "dense" if self.scale is not None and self.scale.ndim == 2 else "diagonal"
 
-    def whiten(self, z: jax.Array) -> jax.Array:
+    def whiten(self, z: Vectors) -> Vectors:
         """Return u for positions z, ``(..., d)``."""
         if self.centre is not None:
             z = z - self.centre
@@ -52,19 +53,19 @@ class Preconditioner(NamedTuple):
             return self._stretch(z / self.scale, inverse=True)
         return solve_triangular(self.scale, z.reshape(-1, z.shape[-1]).T, lower=True).T.reshape(z.shape)
 
-    def to_positions(self, u: jax.Array) -> jax.Array:
+    def to_positions(self, u: Vectors) -> Vectors:
         """Return z for whitened positions u, ``(..., d)``."""
         if self.scale is not None:
             u = self._stretch(u) * self.scale if self.scale.ndim == 1 else _product(u, self.scale.T)
         return u if self.centre is None else self.centre + u
 
-    def whiten_gradient(self, gradient: jax.Array) -> jax.Array:
+    def whiten_gradient(self, gradient: Vectors) -> Vectors:
         """Return the gradient with respect to u, ``Sᵀ ∇_z U``, from gradients ``(..., d)`` with respect to z."""
         if self.scale is None:
             return gradient
         return self._stretch(gradient * self.scale) if self.scale.ndim == 1 else _product(gradient, self.scale)
 
-    def unwhiten_gradient(self, gradient: jax.Array) -> jax.Array:
+    def unwhiten_gradient(self, gradient: Vectors) -> Vectors:
         """Return the gradient with respect to z from gradients ``(..., d)`` with respect to u."""
         if self.scale is None:
             return gradient
@@ -73,7 +74,7 @@ class Preconditioner(NamedTuple):
         flat = gradient.reshape(-1, gradient.shape[-1])
         return solve_triangular(self.scale, flat.T, lower=True, trans=1).T.reshape(gradient.shape)
 
-    def by_coordinate(self, u: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_coordinate(self, u: Vectors, gradient: Vectors) -> tuple[Vectors, Vectors]:
         """Return positions and gradients, ``(..., d)``, along the coordinates of z, each in units of its scale.
 
         :param u: whitened positions.
@@ -102,7 +103,7 @@ class Preconditioner(NamedTuple):
         factor = 1.0 / (1.0 + self.stretch) - 1.0 if inverse else self.stretch
         return x + _product(_product(x, self.vectors) * factor, self.vectors.T)
 
-    def lengths(self) -> jax.Array:
+    def lengths(self) -> Vector | Scalar:
         """Return the lengths of the rows of S, the scales of the coordinates of z; a scalar 1 without scales."""
         if self.scale is None:
             return jnp.ones(())
@@ -116,7 +117,7 @@ def _product(x, matrix):
     return jnp.matmul(x, matrix, precision="highest")
 
 
-def first_scale(z: jax.Array, gradient: jax.Array, kind: str) -> Preconditioner:
+def first_scale(z: List, gradient: List, kind: str) -> Preconditioner:
     """Estimate diagonal scales at the starts: for a Gaussian, spread over gradient is the variance.
 
     :param z: starts, ``(L, d)``.
@@ -136,7 +137,7 @@ def first_scale(z: jax.Array, gradient: jax.Array, kind: str) -> Preconditioner:
     return Preconditioner(jnp.diag(scale) if kind == "dense" else scale, centre)
 
 
-def inverse_root(covariance: jax.Array) -> jax.Array:
+def inverse_root(covariance: Scale) -> Scale:
     """Return S with ``S Sᵀ`` the inverse of a covariance, lower triangular or ``(d,)``; identity where not finite."""
     if covariance.ndim == 1:
         scale = covariance**-0.5
@@ -149,7 +150,7 @@ def inverse_root(covariance: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(scale).all(), scale, identity)
 
 
-def shrink(covariance: jax.Array, number: jax.Array) -> jax.Array:
+def shrink(covariance: Matrix, number: Scalar | Count) -> Matrix:
     """Shrink the correlations of a covariance ``(d, d)`` from ``number`` particles of successive clouds."""
     # Successive clouds are similar, so one in ten counts. Few draws cannot distinguish correlation from chance.
     draws = number / 10.0
@@ -165,11 +166,11 @@ class Moments(NamedTuple):
       their squares, ``(d,)``.
     """
 
-    number: jax.Array
-    position: jax.Array
-    gradient: jax.Array
-    position_scatter: jax.Array
-    gradient_scatter: jax.Array
+    number: Scalar
+    position: Vector
+    gradient: Vector
+    position_scatter: Scale
+    gradient_scatter: Scale
 
     @staticmethod
     def empty(size: int, dtype, dense: bool) -> Moments:
@@ -177,7 +178,7 @@ class Moments(NamedTuple):
         mean, scatter = jnp.zeros(size, dtype), jnp.zeros((size, size) if dense else size, dtype)
         return Moments(jnp.zeros((), dtype), mean, mean, scatter, scatter)
 
-    def add(self, u: jax.Array, gradient: jax.Array) -> Moments:
+    def add(self, u: List, gradient: List) -> Moments:
         """Return the moments with the particles ``(L, d)`` of one more iteration."""
         added = jnp.asarray(len(u), u.dtype)
         count = self.number + added
@@ -195,7 +196,7 @@ class Moments(NamedTuple):
         slope, gradient_scatter = merge(self.gradient, self.gradient_scatter, gradient)
         return Moments(count, position, slope, position_scatter, gradient_scatter)
 
-    def to_preconditioner(self, dense: jax.Array | bool) -> Preconditioner:
+    def to_preconditioner(self, dense: Flag | bool) -> Preconditioner:
         """Return the change of variables after which positions and gradients have the same covariance.
 
         For a Gaussian with exact gradients this whitens: the covariance of the gradients is the inverse of that of the
@@ -237,12 +238,12 @@ class Moments(NamedTuple):
             self.number, change.whiten(self.position), change.whiten_gradient(self.gradient), position, gradient
         )
 
-    def variances(self) -> jax.Array:
+    def variances(self) -> Vector:
         """Return the variance of each coordinate, ``(d,)``."""
         scatter = self.position_scatter
         return (scatter if scatter.ndim == 1 else jnp.diagonal(scatter)) / jnp.maximum(self.number, 1.0)
 
-    def spread(self) -> jax.Array:
+    def spread(self) -> Scalar:
         """Return the largest variance of the positions in any direction."""
         covariance = self.position_scatter / jnp.maximum(self.number, 1.0)
         return covariance.max() if covariance.ndim == 1 else jnp.linalg.eigvalsh(covariance)[-1]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Centring, Reference
 from numpyro_repulsion.schedules import BiasBudget
+from numpyro_repulsion.shapes import Count, Flag, Number, Numbers, Scalar, Vector, Vectors
 from numpyro_repulsion.warmup.adam import Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
@@ -17,7 +17,7 @@ from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import Symptoms
 from numpyro_repulsion.warmup.windows import SETTLING_ENDS
 
-__all__ = ["ArrivalState", "ScalesState", "StepState", "WarmupPlan", "WarmupState"]
+__all__ = ["ArrivalState", "JumpsState", "ScalesState", "StepState", "WarmupPlan", "WarmupState"]
 
 
 class WarmupPlan(NamedTuple):
@@ -55,6 +55,28 @@ class WarmupPlan(NamedTuple):
         return self.step_size is not None or self.reference
 
 
+class JumpsState(Protocol):
+    """The state of a move; it is a ``NamedTuple``."""
+
+    @property
+    def tally(self) -> tuple[Scalar, Scalar]:
+        """The number of jumps, and the sum of their acceptance probabilities."""
+
+    def _replace(self, *, tally: tuple[Scalar, Scalar]) -> JumpsState: ...
+
+
+class SwitchedState(JumpsState, Protocol):
+    """The state of a move that switches itself on."""
+
+    @property
+    def is_on(self) -> Flag:
+        """Whether particles jump."""
+
+    @property
+    def acceptance(self) -> Scalar:
+        """The mean acceptance probability."""
+
+
 class ArrivalState(NamedTuple):
     """The state of the arrival.
 
@@ -63,12 +85,12 @@ class ArrivalState(NamedTuple):
     - **adam** - the state of Adam; ``None`` if gradients are exact.
     """
 
-    step_size: jax.Array
+    step_size: Numbers
     surroundings: Surroundings | None
     adam: Adam | None = None
 
     @staticmethod
-    def start(u: jax.Array, preconditioner: Preconditioner, arrives: bool, is_noisy: bool) -> ArrivalState:
+    def start(u: Vectors, preconditioner: Preconditioner, arrives: bool, is_noisy: bool) -> ArrivalState:
         """Return the state for particles ``(G, L, d)`` at their starts."""
         if arrives and is_noisy:
             # A single particle has no spread, and first scales from its gradient, which may be anything.
@@ -76,7 +98,7 @@ class ArrivalState(NamedTuple):
         surroundings = Surroundings.empty(u.shape, u.dtype) if arrives else None
         return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), surroundings)
 
-    def restarted(self, u: jax.Array) -> ArrivalState:
+    def restarted(self, u: Vectors) -> ArrivalState:
         """Return the state for particles in other coordinates."""
         return self if self.adam is None else self._replace(adam=Adam.start(u, self.adam.unit))
 
@@ -93,7 +115,7 @@ class ScalesState(NamedTuple):
 
     preconditioner: Preconditioner
     moments: Moments | None
-    calming: jax.Array
+    calming: Scalar
     centring: Centring | None = None
 
 
@@ -109,14 +131,14 @@ class StepState(NamedTuple):
     - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
     """
 
-    size: jax.Array
-    bias: jax.Array
-    effective_draws: jax.Array
-    noise_share: jax.Array
+    size: Scalar
+    bias: Scalar
+    effective_draws: Scalar
+    noise_share: Scalar
     measurements: Measurements | None
 
     @staticmethod
-    def start(size: float, particles: int, dtype, learns: bool) -> StepState:
+    def start(size: Number, particles: int, dtype, learns: bool) -> StepState:
         """Return the state before the first measurement."""
         return StepState(
             size=jnp.asarray(size, dtype),
@@ -146,20 +168,20 @@ class WarmupState(NamedTuple):
       other data than its warmup; ``None`` without a warmup.
     """
 
-    iteration: jax.Array
-    num_warmup: jax.Array
+    iteration: Count
+    num_warmup: Count
     arrival: ArrivalState
     scales: ScalesState
     step: StepState
-    bandwidth: jax.Array
+    bandwidth: Scalar
     reference: Reference | None
     symptoms: Symptoms | None
-    jumps: Any
-    basins: Any
-    data_fingerprint: tuple[jax.Array, jax.Array] | None = None
+    jumps: JumpsState | None
+    basins: SwitchedState | None
+    data_fingerprint: tuple[Vector, Scalar] | None = None
 
     @property
-    def has_basins(self) -> jax.Array:
+    def has_basins(self) -> Flag:
         """Whether warmup found several basins, between which updates do not move."""
         found = jnp.zeros((), bool) if self.symptoms is None else self.symptoms.widest.has_basins
         # Once particles jump between basins, the symptoms disappear.
@@ -180,12 +202,12 @@ class WarmupState(NamedTuple):
         return self.step.measurements
 
     @property
-    def noise(self) -> jax.Array:
+    def noise(self) -> Scalar:
         """The largest variance of the gradient in use, in any direction."""
         plain, corrected = self.measurements.mean_noise
         return plain if self.reference is None else jnp.where(self.reference.in_use, corrected, plain)
 
-    def spread(self, dynamics: Dynamics) -> jax.Array:
+    def spread(self, dynamics: Dynamics) -> Scalar:
         """Return the largest variance of the positions in any direction, in units of the temperature."""
         return self.moments.spread() / (dynamics.temperature or 1.0)
 
@@ -193,12 +215,12 @@ class WarmupState(NamedTuple):
     def start(
         num_warmup: int,
         preconditioner: Preconditioner,
-        step_size: float,
-        bandwidth: jax.Array,
+        step_size: Number,
+        bandwidth: Scalar,
         cloud: Cloud,
         plan: WarmupPlan,
-        jumps: Any = None,
-        basins: Any = None,
+        jumps: JumpsState | None = None,
+        basins: SwitchedState | None = None,
         centring: Centring | None = None,
     ) -> WarmupState:
         """Return the state before the first iteration.

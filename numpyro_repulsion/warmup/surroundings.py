@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+
+from numpyro_repulsion.shapes import Flags, Numbers, Scalar, Vectors
 
 __all__ = ["Surroundings"]
 
@@ -18,20 +19,20 @@ class Surroundings(NamedTuple):
     - **square** - the sum of the squared whitened gradient, ``(G, L, d)``.
     """
 
-    number: jax.Array
-    energy: jax.Array
-    square: jax.Array
+    number: Scalar
+    energy: Numbers
+    square: Vectors
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype) -> Surroundings:
         """Return empty sums for particles ``(G, L, d)``."""
         return Surroundings(jnp.zeros((), dtype), jnp.zeros(shape[:2], dtype), jnp.zeros(shape, dtype))
 
-    def add(self, energy: jax.Array, gradient: jax.Array) -> Surroundings:
+    def add(self, energy: Numbers, gradient: Vectors) -> Surroundings:
         """Return the sums with one more iteration."""
         return Surroundings(self.number + 1.0, self.energy + energy, self.square + gradient**2)
 
-    def is_lost(self) -> jax.Array:
+    def is_lost(self) -> Flags:
         """Return which particles, ``(G, L)``, have almost no posterior mass around them compared with the best one.
 
         In a basin of curvature H, the mean of U is its minimum plus ``d/2`` and the mean of ``g gᵀ`` is H. So the basin

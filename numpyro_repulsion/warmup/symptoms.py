@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.shapes import Flag, List, Scalar, Table, Vector
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 
 __all__ = ["Symptoms", "Widest"]
@@ -36,13 +36,13 @@ class Widest(NamedTuple):
       one particle over time.
     """
 
-    variance: jax.Array
-    share: jax.Array
-    condition: jax.Array
-    gap: jax.Array
+    variance: Scalar
+    share: Scalar
+    condition: Scalar
+    gap: Scalar
 
     @property
-    def has_basins(self) -> jax.Array:
+    def has_basins(self) -> Flag:
         """Whether the particles are in several basins, between which they do not move; false if unknown."""
         explored = (1.0 - self.share) * self.condition > BASINS_OWN_CONDITION
         apart = (self.share > BASINS_SHARE) & (self.gap > BASINS_GAP)
@@ -70,15 +70,15 @@ class Symptoms(NamedTuple):
     - **widest** - statistics along the direction of the last complete window.
     """
 
-    number: jax.Array
-    origin: jax.Array
-    powers: jax.Array
-    logs: jax.Array
-    products: jax.Array
-    direction: jax.Array
-    images: jax.Array
-    along: jax.Array
-    length: jax.Array
+    number: Scalar
+    origin: Vector
+    powers: Table
+    logs: Table
+    products: Table
+    direction: Vector
+    images: Table
+    along: Table
+    length: Scalar
     widest: Widest
 
     @staticmethod
@@ -100,7 +100,7 @@ class Symptoms(NamedTuple):
             widest=Widest(nothing, nothing, nothing, nothing),
         )
 
-    def add(self, u: jax.Array, gradient: jax.Array, change: Preconditioner) -> Symptoms:
+    def add(self, u: List, gradient: List, change: Preconditioner) -> Symptoms:
         """Return the sums with the particles of one more iteration.
 
         :param u: whitened positions, ``(P, d)``.
@@ -153,7 +153,7 @@ class Symptoms(NamedTuple):
         )
 
     @property
-    def dependence(self) -> jax.Array:
+    def dependence(self) -> Scalar:
         """How strongly the logarithm of squared gradients depends on a coordinate, as in a funnel.
 
         This is ``|β ρ|``, with β the change of s per standard deviation of x and ρ their correlation: the largest value
@@ -169,21 +169,21 @@ class Symptoms(NamedTuple):
         return jnp.max(jnp.where(jnp.isfinite(found) & ~own, found, 0.0))
 
     @property
-    def kurtosis(self) -> jax.Array:
+    def kurtosis(self) -> Vector:
         """``E x⁴ / (E x²)²`` of each coordinate, ``(d,)``: 3 for a Gaussian, 0 if unknown."""
         _, square, fourth, *_ = self._means
         found = fourth / square**2
         return jnp.where(jnp.isfinite(found), found, 0.0)
 
     @property
-    def tail_gradient(self) -> jax.Array:
+    def tail_gradient(self) -> Vector:
         """``E x² g² / (E x² E g²)`` of each coordinate, ``(d,)``: 3 for a Gaussian, infinite if unknown."""
         _, square, _, slope, both = self._means
         found = both / (square * slope)
         return jnp.where(jnp.isfinite(found), found, jnp.inf)
 
     @property
-    def has_heavy_tails(self) -> jax.Array:
+    def has_heavy_tails(self) -> Flag:
         """Whether a coordinate has heavy tails: some particles are far away, where the gradient is smaller."""
         return jnp.any((self.kurtosis > MAX_KURTOSIS) & (self.tail_gradient < MIN_TAIL_GRADIENT))
 

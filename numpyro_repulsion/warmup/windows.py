@@ -7,11 +7,12 @@ particles arrive                  | scales are adapted   | step size and bandwid
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+
+from numpyro_repulsion.shapes import Count, Flag, Scalar
 
 __all__ = [
     "ARRIVED",
@@ -79,26 +80,26 @@ class Stage(NamedTuple):
     - **noise_share** - the share of the gradient noise that limits the step.
     """
 
-    done: jax.Array
-    num_warmup: jax.Array
-    is_warmup: jax.Array
-    is_arriving: jax.Array
-    is_settling: jax.Array
-    window_starts: jax.Array
-    window_ends: jax.Array
-    until_end: jax.Array
-    has_arrived: jax.Array
-    may_rescue: jax.Array
-    is_adapting: jax.Array
-    whitens: jax.Array
-    uses_correlations: jax.Array
-    references_move: jax.Array
-    num_settled: jax.Array
-    curvature_weight: jax.Array
-    noise_share: jax.Array
+    done: Count
+    num_warmup: Count
+    is_warmup: Flag
+    is_arriving: Flag
+    is_settling: Flag
+    window_starts: Flag
+    window_ends: Flag
+    until_end: Count
+    has_arrived: Flag
+    may_rescue: Flag
+    is_adapting: Flag
+    whitens: Flag
+    uses_correlations: Flag
+    references_move: Flag
+    num_settled: Count
+    curvature_weight: Scalar
+    noise_share: Scalar
 
     @staticmethod
-    def of(iteration: jax.Array, num_warmup: jax.Array) -> Stage:
+    def of(iteration: Count, num_warmup: Count) -> Stage:
         """Return the stage of the iteration that follows ``iteration`` others."""
         done = iteration + 1
 
@@ -132,13 +133,13 @@ class Stage(NamedTuple):
         )
 
     @property
-    def share_of_approach(self) -> jax.Array:
+    def share_of_approach(self) -> Scalar:
         """How much of the present half of the arrival is done, before and after the coordinates are whitened."""
         middle, end, done = self.at(FIRST_WHITENED), self.at(ARRIVED), self.done - 1
         is_first = done < middle
         return jnp.where(is_first, done / middle, (done - middle) / jnp.maximum(end - middle, 1))
 
-    def at(self, fraction: Any) -> jax.Array:
+    def at(self, fraction: float) -> Count:
         """Return how many iterations a fraction of warmup has, at least one."""
         return _iteration_at(fraction, self.num_warmup)
 

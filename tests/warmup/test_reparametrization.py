@@ -57,7 +57,7 @@ def run(kernel, *args, seed=0, num_warmup=1000, num_samples=1000, num_chains=20,
 
 
 def centring(mcmc):
-    return np.asarray(mcmc.last_state.warmup.scales.centring)
+    return np.asarray(mcmc.last_state.warmup.scales.centring.share)
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_energies_go_on_where_coordinates_change():
     shares, energies = {}, {}
     for iteration in range(1, 31):
         state = step(state)
-        shares[iteration] = np.asarray(state.warmup.scales.centring)
+        shares[iteration] = np.asarray(state.warmup.scales.centring.share)
         energies[iteration] = float(state.potential_energy.mean())
     assert (shares[30] != shares[29]).any() and state.warmup.reference.in_use
     # Evaluated by the reference of the old coordinates, they would be eight times as high.

@@ -1,0 +1,96 @@
+"""Warnings while a run goes on: from the host if it sees each state, otherwise from the compiled program."""
+
+import warnings
+
+import jax
+from jax import random
+from jax.experimental.compilation_cache import compilation_cache
+import jax.numpy as jnp
+import pytest
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGLD, SGLDR, run_in_pieces
+
+pytestmark = pytest.mark.live_warnings
+SIX = random.normal(random.key(1), (6, 2))
+
+
+def quartic(z):
+    return jnp.sum(z**4)
+
+
+def make(kernel, progress_bar, num_warmup=0, num_samples=20):
+    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=6, chain_method="vectorized")
+    mcmc.progress_bar = progress_bar  # NumPyro switches it off in tests.
+    return mcmc
+
+
+def said(run):
+    """The warnings of a function, and nothing that is said late."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+        jax.effects_barrier()
+    return [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+
+
+def in_pieces(mcmc, **settings):
+    run_in_pieces(mcmc, random.key(0), piece_size=7, **settings)
+
+
+def at_once(mcmc, **settings):
+    mcmc.run(random.key(0), **settings)
+
+
+@pytest.mark.parametrize("run", [at_once, in_pieces])
+@pytest.mark.parametrize("progress_bar", [False, True])
+def test_the_first_divergence_is_said_once(run, progress_bar):
+    mcmc = make(SGLDR(potential_fn=quartic, step_size=10.0), progress_bar)
+    found = said(lambda: run(mcmc, init_params=SIX))
+    assert len(found) == 1 and "flagged `diverging`" in found[0]
+    # A second run of the same kernel says it again.
+    assert len(said(lambda: run(mcmc, init_params=SIX))) == 1
+    assert not said(lambda: run(make(SGLDR(potential_fn=quartic, step_size=1e-3), progress_bar), init_params=SIX))
+
+
+@pytest.mark.parametrize("run", [at_once, in_pieces])
+@pytest.mark.parametrize("progress_bar", [False, True])
+def test_problems_of_the_warmup_are_said_at_its_end(run, progress_bar):
+    def problems(num_steps, num_warmup):
+        kernel = SGLD(potential_fn=lambda z: z @ z, num_steps=num_steps)
+        mcmc = make(kernel, progress_bar, num_warmup=num_warmup, num_samples=10)
+        return said(lambda: run(mcmc, init_params=SIX))
+
+    found = problems(1, 60)  # a run that hardly moves
+    assert len(found) == 1 and "Warmup found problems" in found[0] and "independent draws" in found[0]
+    assert not problems(20, 200)
+
+
+def test_a_run_from_a_state_says_nothing_of_its_warmup():
+    kernel = SGLD(potential_fn=lambda z: jnp.array([1.0, 1e-4]) @ z**2, num_steps=1)
+    mcmc = make(kernel, True, num_warmup=60, num_samples=10)
+    assert len(said(lambda: mcmc.warmup(random.key(0), init_params=SIX))) == 1
+    mcmc.post_warmup_state = mcmc.last_state
+    assert not said(lambda: mcmc.run(random.key(2)))
+
+
+@pytest.fixture
+def cache(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(
+    ("run", "progress_bar", "is_stored"),
+    [(at_once, True, True), (in_pieces, True, True), (in_pieces, False, True), (at_once, False, False)],
+)
+def test_programs_that_the_host_watches_are_kept_by_jax(run, progress_bar, is_stored, cache):
+    run(make(SGLDR(potential_fn=quartic, step_size=1e-3), progress_bar), init_params=SIX)
+    programs = {path.name.split("-")[0] for path in cache.glob("jit_*-cache")}
+    loops = {"jit__body_fn", "jit__fori_collect_loop", "jit_advance"}
+    assert programs and bool(programs & loops) == is_stored
