@@ -24,6 +24,8 @@ PAGES = {
         "older_peers": "Peers that need an older JAX",
         "minibatches": "Whose minibatch, and how drawn",
         "growth": "How cost grows",
+        "real": "Real data",
+        "real_peers": "Peers on real data",
     },
     "benchmarks/details.md": {
         "overhead": "Overhead",
@@ -32,7 +34,6 @@ PAGES = {
         "jumps": "Several modes",
         "bandwidth": "A learned bandwidth",
         "first_run": "A first run",
-        "real": "Real data",
         "run_aways": "Particles that leave or stand still",
         "sweeps": "Minibatches without replacement",
     },

@@ -24,7 +24,7 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS, init_to_uniform
 
 from benchmarks.harness.store import cores, provenance
-from benchmarks.problems.real import NAMES, RESULTS, Problem, load
+from benchmarks.problems.real import FULL_DATA, NAMES, RESULTS, Problem, load
 
 SEEDS = (0, 1)
 
@@ -46,6 +46,7 @@ SETTINGS = {
     "protein": Settings(warmup=600, draws=1500),
     "gp_classification": Settings(warmup=500, draws=1500, dense=False),
     "volatility": Settings(dense=False),
+    "volatility_500": Settings(draws=4000, accept=0.95, dense=False),
     # Standard normals but for two scales.
     "kin8nm": Settings(draws=5000, dense=False),
 }
@@ -142,7 +143,8 @@ def write(name: str, row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    names = (*NAMES, *FULL_DATA)
+    parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--again", action="store_true", help="run also those that are stored")
     arguments = parser.parse_args()
     numpyro.enable_x64()

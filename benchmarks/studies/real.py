@@ -2,8 +2,8 @@
 
 Errors are against long NUTS runs, in posterior standard deviations: the worst error of a mean, the worst relative error
 of a standard deviation, the largest R-hat and the fewest effective draws of any scalar, and what `diagnose` says.
-Seconds are those of the whole run, compilation included. NUTS's seconds are of the same model on all rows, as a user
-writes it, for 100 effective draws of its slowest scalar; the reference models, which need far less, are made by hand.
+Seconds are those of the whole run, compilation included. What others make of these models is a study of its own:
+[peers on real data](#peers-on-real-data). The references took models of the same posteriors that are made by hand.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.real [--short] [--again]
 """
@@ -13,47 +13,17 @@ import warnings
 
 import jax
 from jax import random
-import numpy as np
 
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems import real
+from benchmarks.problems.real_scores import errors, extreme, scalars
 from numpyro_repulsion import SGHMC, SGLD, diagnose
 
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
 SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20}
-#: Scalars of a group of three, whose scale the data hardly know, have wider targets.
-FEW_LEVELS = {"flights": ("origin", "s_origin"), "flights_noncentred": ("origin", "s_origin")}
-
-
-def scalars(draws, quantities):
-    """Draws ``(particle, draw)`` of each scalar, by site."""
-    return {
-        name: np.moveaxis(np.asarray(draws[name], float).reshape(*draws[name].shape[:2], -1), -1, 0)
-        for name in quantities
-    }
-
-
-def errors(name, found):
-    """The worst errors against the reference, of the usual scalars and of those of few levels."""
-    stored = real.reference(name)
-    if stored is None:
-        return {}
-    few = FEW_LEVELS.get(name, ())
-    row = {}
-    for kind, sites in (("", [s for s in found if s not in few]), ("few ", [s for s in found if s in few])):
-        worst = {"mean": (0.0, ""), "sd": (0.0, "")}
-        for site in sites:
-            known, x = stored["sites"][site], found[site]
-            mean, sd = np.ravel(known["mean"]), np.ravel(known["sd"])
-            gaps = {"mean": np.abs(x.mean((1, 2)) - mean) / sd, "sd": np.abs(x.std((1, 2)) / sd - 1.0)}
-            for what, gap in gaps.items():
-                worst[what] = max(worst[what], (float(gap.max()), f"{site}[{int(gap.argmax())}]"))
-        if sites:
-            row |= {f"{kind}{what}": value for what, value in worst.items()}
-    return row
 
 
 def sampled(name, kernel, seed):
@@ -69,18 +39,14 @@ def sampled(name, kernel, seed):
         seconds = time.perf_counter() - began
         verdict = diagnose(mcmc)
     found = scalars(draws, problem.quantities)
-    each = [(f"{site}[{i}]", x) for site, xs in found.items() for i, x in enumerate(xs)]
-    with np.errstate(all="ignore"):
-        rhat = max((float(split_gelman_rubin(x)), label) for label, x in each)
-        ess = min((float(effective_sample_size(x)), label) for label, x in each)
     return {
         "problem": name,
         "kernel": kernel,
         "seed": seed,
         "parameters": int(sum(x[0].size for x in mcmc.last_state.z.values())),
         "seconds": seconds,
-        "rhat": rhat,
-        "ess": ess,
+        "rhat": extreme(found, split_gelman_rubin, max),
+        "ess": extreme(found, effective_sample_size),
         "findings": [finding.name for finding in verdict if finding.severity != "note"],
         "step": float(mcmc.last_state.warmup.step.size),
     } | errors(name, found)
