@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
 from numpyro_repulsion.noise import signs
+from numpyro_repulsion.shapes import Vector, Vectors
 from numpyro_repulsion.warmup.hessian import (
     NUM_PROBES,
     calming,
@@ -24,7 +25,7 @@ from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, Stage
 
-__all__ = ["update_scales"]
+__all__ = ["update_scales", "wide_direction"]
 
 #: Half the distance over which gradients are compared, in units of the scales.
 WIDTH = 0.2
@@ -135,7 +136,7 @@ def _low_rank(key, stage, warmup, cloud, sampler):
         known = unit * (known + old.vectors @ (excess * (old.vectors.T @ known)))
         return weight * new + (1.0 - weight) * known
 
-    vectors, values = extremes(_wide_direction(diagonal_key, y), product, rank)
+    vectors, values = extremes(wide_direction(diagonal_key, y), product, rank)
     centre = old.to_positions(warmup.moments.position)
     change = Preconditioner(scale, centre, vectors, values**-0.5 - 1.0)
     cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
@@ -146,10 +147,10 @@ def _low_rank(key, stage, warmup, cloud, sampler):
     return warmup._replace(scales=warmup.scales._replace(preconditioner=change, moments=moments)), cloud
 
 
-def _wide_direction(key, y):
-    """Return a direction with components along all others, and a large one along the widest of the cloud.
+def wide_direction(key: jax.Array, y: Vectors) -> Vector:
+    """Return a start for Lanczos's method: a random direction plus the widest of the cloud ``(G, L, d)``.
 
-    Lanczos's method is slow to find flat directions among many, unless it starts near them.
+    From a random direction alone, the method is slow to find a flat direction among thousands.
     """
     flat = (y - y.mean((0, 1))).reshape(-1, y.shape[-1])
     flat = jnp.where(jnp.isfinite(flat), flat, 0.0)

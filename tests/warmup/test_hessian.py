@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from numpyro_repulsion.noise import signs
 from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.hessian import (
     calming,
@@ -17,6 +18,7 @@ from numpyro_repulsion.warmup.hessian import (
     num_noise_pairs,
     whitening,
 )
+from numpyro_repulsion.warmup.scales import wide_direction
 
 DIMENSION = 6
 
@@ -203,3 +205,27 @@ def test_how_much_is_measured():
     assert num_minibatches(4000, 10_000, rank=40) == 8 and num_minibatches(100, 0) == 1
     assert num_noise_pairs(100, 20) == 15 and num_noise_pairs(1, 20) == 1
     assert num_noise_pairs(10_000, 2) == 100
+
+
+def test_a_flat_direction_among_thousands_is_found():
+    """Curvatures of 0.3 to 3, and one of 1/300, along which the cloud is as wide as the posterior."""
+    size = 3000
+    flat = signs(random.key(3), (size,)) / size**0.5
+    bulk = jnp.geomspace(0.3, 3.0, size)
+
+    def product(v):
+        beside = v - flat * (flat @ v)
+        image = bulk * beside
+        return image - flat * (flat @ image) + flat * (flat @ v) / 300.0
+
+    def flattest(start):
+        vectors, values = extremes(start, product, 5)
+        found = jnp.argmin(values)
+        return float(values[found]), float(abs(vectors[:, found] @ flat))
+
+    y = random.normal(random.key(0), (1, 20, size)) / bulk**0.5
+    y = y + 300.0**0.5 * random.normal(random.key(1), (1, 20, 1)) * flat
+    value, alignment = flattest(wide_direction(random.key(2), y))
+    assert abs(300.0 * value - 1.0) < 0.5 and alignment > 0.99
+    # From a random direction, the same number of steps does not find it.
+    assert flattest(signs(random.key(2), (size,)))[0] > 2.0 / 300.0
