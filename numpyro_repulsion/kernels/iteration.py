@@ -130,7 +130,8 @@ class Iteration(Evaluation):
     def _approach(self, key, stage, now, warmup):
         """Make one update of arriving particles, each by itself."""
         move_key, gradient_key = self._noise_and_gradient_keys(key)
-        evaluate = self.energy_and_grad(warmup)
+        # Until particles have arrived, the sampler keeps the coordinates of the model, whose gradient compiles faster.
+        evaluate = self.energy_and_grad(warmup._replace(scales=warmup.scales._replace(centring=None)))
         arrival, position = now.arrival, now.cloud[:3]
 
         def energy_and_grad(u):

@@ -6,8 +6,9 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 
-from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.warmup.hessian import NUM_PROBES, mean_diagonal
+from numpyro_repulsion.dynamics import Cloud, select
+from numpyro_repulsion.noise import signs
+from numpyro_repulsion.warmup.hessian import NUM_PROBES, particle_mean
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import WarmupState
@@ -53,29 +54,43 @@ def _learned(key, warmup, cloud, sampler):
     plain = learned._replace(share=jnp.where(can_change, 0.0, 1.0).astype(known.share.dtype))
     y = sampler.centred(plain).to_coordinates(found)
     trial, change = _rescaled(warmup, y, plain)
-    probe_key, gradient_key = random.split(key)
-    energy_and_grad = sampler.energy_and_grad(trial)
-    curvature = mean_diagonal(probe_key, change.whiten(y), lambda key, u: energy_and_grad(key, u)[1], WIDTH, NUM_PROBES)
-    curvature = curvature / change.lengths() ** 2
-    share = jnp.where(can_change, 1.0 - 1.0 / jnp.maximum(curvature, 1.0), 1.0)
-    learned = learned._replace(share=jnp.where(jnp.isfinite(share), share, known.share))
+    u, (probe_key, gradient_key) = change.whiten(y), random.split(key)
 
-    def adopted():
-        y = sampler.centred(learned).to_coordinates(found)
-        new, change = _rescaled(warmup, y, learned)
-        u = change.whiten(y)
-        energy, gradient = sampler.energy_and_grad(new)(gradient_key, u)
-        moments = jax.tree.map(jnp.zeros_like, warmup.moments)
-        moments = moments.add(*(x.reshape(-1, x.shape[-1]) for x in (u, gradient)))
-        new = new._replace(scales=new.scales._replace(moments=moments))
-        usable = jnp.isfinite(energy).all() & jnp.isfinite(gradient).all() & jnp.isfinite(u).all()
-        moved = cloud._replace(z=u, potential_energy=energy, gradient=gradient)
-        return lax.cond(usable, lambda: (new, moved), lambda: (warmup, cloud))
+    def adopted(curvature):
+        """Return the centring by a curvature of U in the coordinates u, and the state and particles with it."""
+        curvature = curvature / change.lengths() ** 2
+        share = jnp.where(can_change, 1.0 - 1.0 / jnp.maximum(curvature, 1.0), 1.0)
+        centring = learned._replace(share=jnp.where(jnp.isfinite(share), share, known.share))
+        y = sampler.centred(centring).to_coordinates(found)
+        new, own_change = _rescaled(warmup, y, centring)
+        return centring, new, own_change.whiten(y)
 
-    is_other = jnp.abs(learned.share - known.share).max() > MIN_CHANGE
-    for one, other in ((learned.powers, known.powers), (learned.bases, known.bases)):
+    def evaluate(i, carry):
+        curvature, _, before = carry
+        _, new, moved = adopted(curvature)
+        is_last, number, side = i == 2 * NUM_PROBES, i // 2, 1.0 - 2.0 * (i % 2)
+        probe = signs(probe_key, u.shape, u.dtype, number)
+        scales, point = select(is_last, (new.scales, moved), (trial.scales, u + WIDTH * side * probe))
+        energy_and_grad = sampler.energy_and_grad(trial._replace(scales=scales))
+        energy, gradient = energy_and_grad(random.fold_in(gradient_key, number), point)
+        product = probe * (before - gradient) / (2.0 * WIDTH)
+        added = jnp.where(is_last | (side > 0), 0.0, particle_mean(product) / NUM_PROBES)
+        return curvature + added, energy, gradient
+
+    # A loop over the two sides of each probe, and the particles in the new coordinates at last, so that the gradient is
+    # compiled once.
+    nothing = jnp.zeros(shape[-1], u.dtype), jnp.zeros_like(cloud.potential_energy), jnp.zeros_like(u)
+    curvature, energy, gradient = lax.fori_loop(0, 2 * NUM_PROBES + 1, evaluate, nothing)
+    centring, new, moved = adopted(curvature)
+    moments = jax.tree.map(jnp.zeros_like, warmup.moments)
+    moments = moments.add(*(x.reshape(-1, x.shape[-1]) for x in (moved, gradient)))
+    new = new._replace(scales=new.scales._replace(moments=moments))
+    is_other = jnp.abs(centring.share - known.share).max() > MIN_CHANGE
+    for one, other in ((centring.powers, known.powers), (centring.bases, known.bases)):
         is_other |= (one != other).any()
-    return lax.cond(is_other, adopted, lambda: (warmup, cloud))
+    usable = jnp.isfinite(energy).all() & jnp.isfinite(gradient).all() & jnp.isfinite(moved).all()
+    new_cloud = cloud._replace(z=moved, potential_energy=energy, gradient=gradient)
+    return lax.cond(is_other & usable, lambda: (new, new_cloud), lambda: (warmup, cloud))
 
 
 def _rescaled(warmup, y, centring):

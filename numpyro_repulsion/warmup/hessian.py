@@ -18,6 +18,7 @@ __all__ = [
     "extremes",
     "hessian_and_noise",
     "mean_diagonal",
+    "particle_mean",
     "mean_product",
     "num_minibatches",
     "num_noise_pairs",
@@ -100,7 +101,7 @@ def hessian_and_noise(
             return hessian, covariance + noise.T @ noise / (2.0 * len(noise))
 
         def add_column():
-            return hessian.at[column].add(_mean(difference) / (2.0 * width)), covariance
+            return hessian.at[column].add(particle_mean(difference) / (2.0 * width)), covariance
 
         return lax.cond(is_noise, add_noise, add_column)
 
@@ -117,7 +118,9 @@ def mean_diagonal(key: jax.Array, u: Vectors, gradient: Gradient, width: float, 
 
     def add_probe(i, total):
         probe = signs(key, u.shape, u.dtype, i)
-        return total + _mean(probe * _difference(random.fold_in(key, i), u, width * probe, gradient) / (2.0 * width))
+        return total + particle_mean(
+            probe * _difference(random.fold_in(key, i), u, width * probe, gradient) / (2.0 * width)
+        )
 
     return lax.fori_loop(0, number, add_probe, jnp.zeros(u.shape[-1], u.dtype)) / number
 
@@ -136,7 +139,9 @@ def mean_product(
     """
 
     def add_minibatch(i, total):
-        return total + _mean(_difference(random.fold_in(key, i), u, width * direction, gradient) / (2.0 * width))
+        return total + particle_mean(
+            _difference(random.fold_in(key, i), u, width * direction, gradient) / (2.0 * width)
+        )
 
     return lax.fori_loop(0, number, add_minibatch, jnp.zeros_like(direction)) / number
 
@@ -231,7 +236,7 @@ def _difference(key, u, offset, gradient):
     return lax.fori_loop(0, 2, add, jnp.zeros_like(u))
 
 
-def _mean(x):
-    """Return the mean over the particles with finite values."""
+def particle_mean(x: Vectors) -> Vector:
+    """Return the mean over the particles ``(G, L, d)`` with finite values, ``(d,)``."""
     usable = jnp.isfinite(x).all(-1, keepdims=True)
     return jnp.where(usable, x, 0.0).sum((0, 1)) / jnp.maximum(usable.sum(), 1)
