@@ -192,14 +192,14 @@ class CentredTarget(Target):
         target, centring = self._target, self._centring
         if not (target.num_products or target.num_groups):
             return centring, found
-        without = [target.products.sites, set(target.latent)][: 1 + bool(target.num_groups)]
+        without = [target.products.sites] * bool(target.num_products) + [set(target.latent)] * bool(target.num_groups)
         slopes = likelihood_gradients(target, jax.vmap(self._unravel)(found.z), without)
         if target.num_products:
             powers = target.products.powers(jax.vmap(self._unravel)(found.z), slopes[0]).astype(found.z.dtype)
             centring = centring._replace(powers=jnp.where(centring.powers == 0, powers, centring.powers))
             found = self._with_powers(centring.powers, found)
         if target.num_groups:
-            slope = jax.vmap(lambda x: ravel_pytree(x)[0])(slopes[1]) / jnp.exp(found.log_volume)
+            slope = jax.vmap(lambda x: ravel_pytree(x)[0])(slopes[-1]) / jnp.exp(found.log_volume)
             bases = target.translations.bases(slope, found.scale, min_spread)
             centring = centring._replace(bases=jnp.where(centring.bases < 0, bases, centring.bases))
         return centring, found

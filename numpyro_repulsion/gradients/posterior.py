@@ -98,8 +98,9 @@ class ModelTarget(SitesTarget):
         plates = tuple(self.plates.items())
         kind = self.is_random, bool(self.rows_outside), tuple(map(tuple, self.crossed_plates()))
         parts = shapes, plates, tuple(self.discrete), self._groups, self._enumeration_dim, kind
+        effects = tuple(self.location_scale), tuple(self.products.pairs), tuple(self.translations.groups)
         # Initial values of `param` sites are constants of the compiled program.
-        return (*parts, *map(id, self._params.values()))
+        return (*parts, *effects, *map(id, self._params.values()))
 
     def with_arguments(self, args, kwargs):
         other = copy(self)

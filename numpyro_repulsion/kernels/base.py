@@ -24,7 +24,7 @@ from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.learners import NUM_KEYS
-from numpyro_repulsion.kernels.mcmc import calling_mcmc
+from numpyro_repulsion.kernels.mcmc import entering_mcmc
 from numpyro_repulsion.kernels.origin import check_chains, check_state
 from numpyro_repulsion.kernels.progress import Keys
 from numpyro_repulsion.kernels.settings import (
@@ -178,21 +178,22 @@ class ParticleKernel(Fixed, MCMCKernel):
     def is_ensemble_kernel(self):
         """Whether one state holds all chains; raises ``ValueError`` if a stored state has other chains than the run."""
         # NumPyro reads this property before it continues from a stored state.
-        mcmc = calling_mcmc()
+        mcmc = entering_mcmc()
         state = None if mcmc is None else mcmc.post_warmup_state
-        return check_chains(state, mcmc) if isinstance(state, ParticleState) else True
+        if not isinstance(state, ParticleState):
+            return True
+        self._num_shown = int(np.max(state.num_divergences))
+        return check_chains(state, mcmc)
 
     def get_diagnostics_str(self, state):
         """Return the text of the progress bar; warn of problems in the last iteration."""
-        # NumPyro offers no other place between two iterations.
         self._num_shown = self.warn(state, 1, self._num_shown)
         return self.progress(state)
 
     def progress(self, state: ParticleState) -> str:
         """Return the step size in use and the number of divergences, in words."""
-        text = f"{self.num_steps} updates of size {float(jnp.ravel(state.step_size)[0]):.2e}"
-        diverged = int(state.num_divergences)
-        return f"{text}. {diverged} diverged" if diverged else text
+        count, step_size = int(state.num_divergences), float(jnp.ravel(state.step_size)[0])
+        return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} diverged" if count else "")
 
     def warn(self, state: ParticleState, iterations: int, num_divergences: int) -> int:
         """Warn of what the last iterations revealed, on the host; return the number of divergences.
@@ -200,11 +201,9 @@ class ParticleKernel(Fixed, MCMCKernel):
         :param iterations: how many iterations were made since the last call.
         :param num_divergences: the number of divergences before them.
         """
-        warmup, count = state.warmup, int(state.num_divergences)
-        done, num_warmup = int(warmup.iteration), int(warmup.num_warmup)
-        warn_on_host(
-            num_divergences, count, self.remedy, done - iterations < num_warmup <= done, lambda: self.findings(state)
-        )
+        count, since_warmup = int(state.num_divergences), int(state.warmup.iteration - state.warmup.num_warmup)
+        is_final = 0 <= since_warmup < iterations
+        warn_on_host(num_divergences, count, self.remedy, is_final, lambda: self.findings(state))
         return count
 
     def init(self, rng_key, num_warmup, init_params=None, model_args=(), model_kwargs=None):
@@ -216,6 +215,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
             not fit, a model that cannot be sampled, or data with NaN.
         """
+        entering_mcmc()
         is_single = is_prng_key(rng_key)
         if is_single:
             if self.interaction.interacts or self.num_ensembles > 1:

@@ -96,22 +96,32 @@ class Binder:
 
     def __init__(self, kernel: Settings):
         self._kernel = kernel
-        self._last: tuple[tuple, list, BoundSampler] | None = None
+        self._last: tuple[tuple, list, BoundSampler, list] | None = None
 
     def __call__(self, args: tuple, kwargs: dict | None) -> BoundSampler:
         kernel, kwargs = self._kernel, kwargs or {}
         if kernel.model is None:
             return BoundSampler.of(kernel, FunctionTarget(kernel.potential_fn))
         leaves, structure = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
         # The analysis also depends on the precision in use.
         key = (structure, jnp.result_type(float))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            known = self._last
+            if known is None or known[0] != key or not _same(*([_kind(x) for x in xs] for xs in (known[3], leaves))):
+                return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
+            # What the first state was made for: an analysis of traced values may find less.
+            return BoundSampler(kernel, known[2].target.with_arguments(args, kwargs), known[2].gradient)
         marks = [_mark(leaf) for leaf in leaves]
         if self._last is None or self._last[0] != key or not _same(self._last[1], marks):
             bound = BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
-            self._last = key, marks, bound
+            self._last = key, marks, bound, leaves
         return self._last[2]
+
+
+def _kind(leaf):
+    """Return the shape and type that a leaf has as an input of a compiled program; another object as it is."""
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+    return (jnp.shape(leaf), str(jnp.result_type(leaf))) if is_array else leaf
 
 
 def _mark(leaf):

@@ -35,7 +35,7 @@ from numpyro_repulsion.dynamics import Cloud, reject_nonfinite, select, turn_bac
 from numpyro_repulsion.gradients import fingerprint
 from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
 from numpyro_repulsion.kernels.evaluation import Evaluation
-from numpyro_repulsion.kernels.learners import ALL_LEARNERS, BASINS, counted
+from numpyro_repulsion.kernels.learners import ALL_LEARNERS, BASINS, counted, keys_of_learners
 from numpyro_repulsion.kernels.progress import Keys, Progress
 from numpyro_repulsion.schedules import Cyclical
 from numpyro_repulsion.warmup import (
@@ -271,9 +271,7 @@ class Iteration(Evaluation):
         """Count the iteration, and update the warmup state and the cloud by all learners."""
         if warmup.scales.moments is None:
             return cloud, warmup._replace(iteration=stage.done)
-        own = list(keys.learners)
-        # The first learner, of symptoms, uses no random numbers; few models need the third, of centring.
-        own.insert(2, random.fold_in(own[0], 1) if warmup.scales.centring is not None else own[0])
+        own = keys_of_learners(keys.learners, warmup.scales.centring is not None)
         warmup, cloud = warmup_update(own, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 

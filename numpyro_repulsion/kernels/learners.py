@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from jax import lax
+import jax
+from jax import lax, random
 
 from numpyro_repulsion.moves import Basins
-from numpyro_repulsion.warmup import LEARNERS, Learner
+from numpyro_repulsion.warmup import LEARNERS, Learner, update_centring
 
-__all__ = ["ALL_LEARNERS", "BASINS", "NUM_KEYS", "counted"]
+__all__ = ["ALL_LEARNERS", "BASINS", "NUM_KEYS", "counted", "keys_of_learners"]
 
 #: Jumps that switch themselves on if warmup finds several basins.
 BASINS = Basins()
@@ -47,3 +48,13 @@ ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
 
 #: How many of them have a key of their own. That of centring derives from another one, for the models that need it.
 NUM_KEYS = len(ALL_LEARNERS) - 1
+
+
+def keys_of_learners(keys: jax.Array, centres: bool) -> list[jax.Array]:
+    """Return a key for each learner, from ``NUM_KEYS`` keys.
+
+    :param centres: whether the learner of centring needs one.
+    """
+    own = iter(keys)
+    derived = random.fold_in(keys[0], 1) if centres else keys[0]
+    return [derived if learner is update_centring else next(own) for learner in ALL_LEARNERS]

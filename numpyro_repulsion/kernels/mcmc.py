@@ -13,10 +13,10 @@ from numpyro.infer import MCMC
 
 __all__ = [
     "arguments",
-    "calling_mcmc",
     "collected_fields",
     "compiled_functions",
     "draws",
+    "entering_mcmc",
     "jits_arguments",
     "set_arguments",
     "set_results",
@@ -62,10 +62,19 @@ def jits_arguments(mcmc: MCMC) -> bool:
     return mcmc._jit_model_args
 
 
-def calling_mcmc() -> MCMC | None:
-    """Return the ``MCMC`` whose method called the caller of this function; NumPyro offers kernels no other way."""
+def entering_mcmc() -> MCMC | None:
+    """Return the ``MCMC`` whose method called the caller of this function; NumPyro offers kernels no other way.
+
+    Programs warn by themselves exactly if there is no progress bar, so NumPyro's cached ones are dropped if the last
+    run had a progress bar and this one has none, or vice versa.
+    """
     mcmc = sys._getframe(2).f_locals.get("self")
-    return mcmc if isinstance(mcmc, MCMC) else None
+    if not isinstance(mcmc, MCMC):
+        return None
+    if getattr(mcmc, "_had_bar", mcmc.progress_bar) != mcmc.progress_bar:
+        mcmc._cache.clear()
+    mcmc._had_bar = mcmc.progress_bar
+    return mcmc
 
 
 def shows_states() -> bool:

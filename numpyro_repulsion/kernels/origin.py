@@ -105,6 +105,13 @@ def check_state(kernel: Settings, state: State, target: Target, plan: WarmupPlan
                 f"The state has the sites {found}, and this model has {expected}. Run the model of the state, or set "
                 "mcmc.post_warmup_state = None and start anew."
             )
+    if (centring := warmup.scales.centring) is not None:
+        found = len(centring.powers), len(centring.bases)
+        if not isinstance(target, ModelTarget) or found != (target.num_products, target.num_groups):
+            raise ValueError(
+                "The state centres hierarchical sites of the model that made it, and this kernel's model has others. "
+                f"Run the model of the state; or, {_ANEW}."
+            )
     groups = warmup.arrival.step_size.shape[0]
     if groups != kernel.num_ensembles:
         raise ValueError(

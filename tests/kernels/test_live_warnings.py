@@ -75,6 +75,23 @@ def test_a_run_from_a_state_says_nothing_of_its_warmup():
     assert not said(lambda: mcmc.run(random.key(2)))
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_bar_that_comes_or_goes_changes_who_warns(first):
+    mcmc = make(SGLDR(potential_fn=quartic, step_size=10.0), first)
+    assert len(said(lambda: at_once(mcmc, init_params=SIX))) == 1
+    mcmc.progress_bar = not first
+    assert len(said(lambda: at_once(mcmc, init_params=SIX))) == 1
+
+
+@pytest.mark.parametrize("progress_bar", [False, True])
+def test_another_kernel_does_not_repeat_old_divergences(progress_bar):
+    mcmc = make(SGLDR(potential_fn=quartic, step_size=10.0), progress_bar)
+    assert len(said(lambda: at_once(mcmc, init_params=SIX))) == 1
+    other = make(SGLDR(potential_fn=quartic, step_size=10.0), progress_bar)
+    other.post_warmup_state = mcmc.last_state
+    assert not said(lambda: other.run(random.key(2)))
+
+
 @pytest.fixture
 def cache(tmp_path):
     before = jax.config.jax_compilation_cache_dir

@@ -24,6 +24,7 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.kernels.learners import ALL_LEARNERS, NUM_KEYS, keys_of_learners
 
 EFFECTS = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 ERRORS = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
@@ -248,6 +249,55 @@ def test_energies_go_on_where_coordinates_change():
     assert (shares[30] != shares[29]).any() and state.warmup.reference.in_use
     # Evaluated by the reference of the old coordinates, they would be eight times as high.
     assert energies[30] < 1.5 * energies[29]
+
+
+def bounded(y, upper):
+    """The transform of tau depends on an argument of the model."""
+    mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = numpyro.sample("tau", dist.Uniform(0.0, upper))
+    with numpyro.plate("school", len(y)):
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(mu + tau * z, 10.0), obs=y)
+
+
+def test_arguments_may_be_inputs_of_the_program():
+    draws = []
+    for jit_model_args in (False, True):
+        mcmc = MCMC(
+            SGLD(bounded, num_steps=2),
+            num_warmup=60,
+            num_samples=3,
+            num_chains=6,
+            chain_method="vectorized",
+            progress_bar=False,
+            jit_model_args=jit_model_args,
+        )
+        mcmc.run(random.key(0), EFFECTS, 20.0)
+        draws.append(mcmc.get_samples()["tau"])
+        assert len(mcmc.last_state.warmup.scales.centring.powers) == 1
+    np.testing.assert_allclose(*draws, rtol=1e-3)
+
+
+def test_states_with_other_products_are_told():
+    keys = random.split(random.key(0), 6)
+    kernel = SGLD(bounded)
+    state = kernel.init(keys, 60, None, (EFFECTS, 20.0), {})
+
+    def other(y, upper):
+        mu, tau = numpyro.sample("mu", dist.Normal(0.0, 5.0)), numpyro.sample("tau", dist.Uniform(0.0, upper))
+        with numpyro.plate("school", len(y)):
+            z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+            numpyro.sample("y", dist.Normal(mu + tau + z, 10.0), obs=y)
+
+    with pytest.raises(ValueError, match="this kernel's model has others"):
+        SGLD(other).sample(state, (EFFECTS, 20.0), {})
+
+
+def test_learners_have_keys_of_their_own():
+    keys = random.split(random.key(0), NUM_KEYS)
+    found = keys_of_learners(keys, True)
+    assert len(found) == len(ALL_LEARNERS)
+    assert len({tuple(random.key_data(key).tolist()) for key in found}) == len(ALL_LEARNERS)
 
 
 def test_wrong_settings_are_refused():
