@@ -198,7 +198,7 @@ class Diagnosis(Sequence[Finding]):
 
 
 def flagged_updates(count: int, share: float, remedy: str) -> Finding:
-    """Return the finding about updates with a clipped gradient, or that were rejected because they were not finite.
+    """Return the finding about updates that were rejected, turned back, or had a clipped gradient.
 
     :param count: number of such updates.
     :param share: their share of all updates; 0 where it is unknown.

@@ -1,4 +1,4 @@
-"""Names of the shapes of arrays, for annotations; tests check them by jaxtyping, which running does not need.
+"""Names of array shapes for annotations. Only the tests need jaxtyping, which checks them.
 
 Within one call, an axis of the same name has the same length wherever it occurs, and ``*particles`` stands for the
 axes of a cloud: ``(G, L)`` in the kernels, ``(L,)`` or any others where a part is called by itself. Numbers are of
@@ -60,7 +60,7 @@ Columns = Float[jax.Array, "*particles k"]
 Numbers = Float[jax.Array, "*particles"]
 #: A yes or no for each particle.
 Flags = Bool[jax.Array, "*particles"]
-#: What a dynamics remembers of each particle: so many numbers of any type.
+#: The memory of each particle: any number of values of any type.
 Memory = Shaped[jax.Array, "*particles _"]
 #: The vectors of all particles in one list.
 List = Float[jax.Array, "n d"]
@@ -81,7 +81,7 @@ ReferenceNumbers = Float[jax.Array, "*references"]
 RowNumbers = Integer[jax.Array, "... _"]
 #: Some directions, one in each column.
 Directions = Float[jax.Array, "d k"]
-#: A number for each of something else than coordinates or particles, ...
+#: One number per item that is neither a coordinate nor a particle, ...
 OtherVector = Float[jax.Array, "_"]
 #: ... or for each of two cases.
 Pair = Float[jax.Array, "2"]

@@ -182,7 +182,7 @@ class CentredTarget(Target):
         return volume
 
     def structure_at(self, found: Recovered, min_spread: float) -> tuple[Centring, Recovered]:
-        """Return the centring with the powers and bases that gradients tell, and the particles with these powers.
+        """Return the centring with powers and bases estimated from gradients, and the particles with these powers.
 
         What is known stays.
 

@@ -1,4 +1,4 @@
-"""Sites with a location and a scale, which a model writes in centred form, in coordinates between this and another."""
+"""Location-scale sites in coordinates between their centred and non-centred forms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Causes(NamedTuple):
 
 
 def candidates(sites: Mapping[str, dict], latent: list[str]) -> list[str]:
-    """Return the latent sites with a location and a scale, of which the scale may depend on others.
+    """Return the latent location-scale sites whose scale may depend on other sites.
 
     A site with a weight, by ``numpyro.handlers.scale``, is left out: the volume of its coordinates has none.
     """

@@ -60,7 +60,7 @@ class ModelTarget(SitesTarget):
                 values = self._trace(self.first_rows)
             self._params = {k: v["value"] for k, v in values.items() if v["type"] in ("param", "mutable")}
         if not any(np.prod(site.shape) for site in self.prototype.values()):
-            raise ValueError(f"The latent sites {self.latent} have no elements, so there is nothing to sample.")
+            raise ValueError(f"The latent sites {self.latent} have no elements. Give one a shape without 0.")
         deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
         self._usage = usage = self._read(watch)
         check_bounds(usage, self.plate_sizes)

@@ -37,12 +37,13 @@ class _Use(NamedTuple):
 
 
 class Products:
-    """The effects z of a model that it multiplies by other sites, and the scales s of these products.
+    """Products of latent effects z and scales s in a model, as in non-centred models written by hand.
 
     A model may be written with ``x = s z`` and a prior of z that does not depend on s. Where the likelihood depends on
     z and s through x alone, it satisfies ``∂L/∂log s = z·∂L/∂z``, and likewise with ``p z`` for ``x = s^p z``. So
-    gradients at some particles tell p, which is 0 where the model has no such product. As x is then centred by a share
-    c, its coordinate is ``y = s^c z``. This is a change of variables for any p, so the posterior never depends on it.
+    p can be estimated from gradients at some particles; it is 0 where the model has no such product. As x is then
+    centred by a share c, its coordinate is ``y = s^c z``. This is a change of variables for any p, so the posterior
+    never depends on it.
 
     :param target: the posterior of the model.
     :param sites: its sites.
@@ -109,8 +110,9 @@ class Products:
 
 
 def multiplied(function: Callable, argument: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """Return the pairs (z, s) of arguments such that a program multiplies or divides what is linear in z by what
-    depends on s and not on z. It is read equation by equation, without running it.
+    """Return the pairs (z, s) such that a program multiplies or divides a term linear in z by one in s.
+
+    It reads the jaxpr equation by equation, without running it.
     """
     pairs: set = set()
     program = jax.make_jaxpr(lambda leaves: function(dict(zip(argument, leaves, strict=True))))(list(argument.values()))

@@ -61,7 +61,7 @@ class Watch(Messenger):
         except TypeError:
             return  # NumPyro reports these.
         if batch == 0:
-            raise ValueError(f"The plate '{name}' has subsample_size=0; a minibatch needs one row or more.")
+            raise ValueError(f"The plate '{name}' has subsample_size=0. Write subsample_size=min(100, {size}).")
         if batch > size:
             raise ValueError(
                 f"The plate '{name}' has subsample_size={batch}, more than its {size} rows. Use "

@@ -17,7 +17,7 @@ from numpyro_repulsion.shapes import Count
 
 __all__ = ["Sweeps"]
 
-#: Of the Feistel cipher that orders the rows. Half-sums over its orders have the variance of those over true ones.
+#: Rounds of the Feistel cipher that orders the rows. With so many, half-sums vary as in truly random orders.
 ROUNDS = 6
 #: The number of an update is a signed 32-bit integer.
 _MAX_UPDATES = 2**31 - 1
@@ -49,7 +49,7 @@ class Sweeps(ControlVariates):
     *When to use it.* In long runs without a useful reference point: likelihoods for which control variates add noise.
     Networks in short runs gain nothing, because their step is limited by curvature. Warmup also measures control
     variates, and uses them if a step can then be more than twice as long, because they cost two gradients.
-    A thermostat (``SGNHT``) would take the noise within a sweep for heat, so it is refused.
+    A thermostat (``SGNHT``) would treat the noise within a sweep as heat, so `Sweeps` raises ``ValueError`` for it.
 
     *Cost.* As for :class:`~numpyro_repulsion.Subsampled`. The row of each place in an order is computed from the
     number of the update by a small cipher, so nothing of size N is stored, and stored runs continue in their order.
@@ -157,7 +157,7 @@ def divide_product(count: jax.Array, limit: int, factor: int, divisor: int) -> t
     if limit * factor < 2**32:
         product = count * np.uint32(factor)
         return product // np.uint32(divisor), product % np.uint32(divisor)
-    # So many times the factor are the divisor but for a rest, which is smaller than the factor.
+    # period · factor = divisor − remainder, with a remainder smaller than the factor.
     period = divisor // factor
     whole, left = count // np.uint32(period), count % np.uint32(period)
     excess, rest = divide_product(whole, limit // period, divisor - period * factor, divisor)
@@ -187,7 +187,7 @@ def in_order(place: jax.Array, tag: jax.Array, size: int, block: int = 1) -> jax
 
 
 def _advance(place, steps, period):
-    """Return places so many steps further in a cycle, and which of them passed its end, in 32 bits."""
+    """Return places advanced by some steps in a cycle, and which of them passed its end; in 32 bits."""
     left = np.uint32(period) - steps
     passes = place >= left
     return jnp.where(passes, place - left, place + steps), passes.astype(jnp.uint32)

@@ -25,7 +25,7 @@ class Target:
     - **rows_outside** - the observed sites and factors that use rows of subsampled plates from outside, with these
       plates. Their scale factors fit minibatches of exactly ``subsample_size`` rows.
     - **is_random** - whether U is an estimate that differs from key to key even for given rows.
-    - **location_scale** - the sites of which the prior's scale depends on other sites, and which can be centred partly.
+    - **location_scale** - the sites whose prior scale depends on other sites; they can be centred partly.
     - **num_products** - how many products of an effect and a scale there may be, which can be centred partly too.
     - **num_groups** - how many groups of such effects may be added to another coefficient, which can take their mean.
     """
@@ -73,7 +73,7 @@ class Target:
 
 
 class SitesTarget(Target):
-    """The posterior of a model with named sites, as those see it who analyse the model.
+    """The posterior of a model with named sites, as the analysis of the model sees it.
 
     - **args**, **kwargs** - the arguments of the model.
     - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
@@ -105,5 +105,8 @@ class FunctionTarget(Target):
     def potential_energy(self, z, indices, key):
         energy = jnp.asarray(self.potential_fn(z))
         if energy.shape != ():
-            raise ValueError(f"`potential_fn` must return a scalar; got shape {energy.shape} for one particle.")
+            raise ValueError(
+                f"`potential_fn` must return a scalar; got shape {energy.shape} for one particle. "
+                "Return a sum, such as jnp.sum(...)."
+            )
         return energy

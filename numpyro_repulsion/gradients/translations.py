@@ -1,4 +1,4 @@
-"""Translations: effects whose common level the likelihood cannot tell from another coefficient."""
+"""Translations: groups of effects whose mean the data cannot separate from another coefficient."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_RESIDUAL = 0.01
 
 
 class Translations:
-    r"""Groups of effects that a model adds to another coefficient, their base: those of origins to an intercept.
+    r"""Groups of effects that a model adds to another coefficient, their base, such as random effects and an intercept.
 
     If the likelihood depends on the base a and on the effects x of a group through ``a + x_j`` alone, then
-    ``∂L/∂a = Σ_j ∂L/∂x_j``, so gradients at some particles tell the base of each group. The data then say nothing on
-    the mean of x, which varies as much as the scale s of the effects allows. So the mean is left non-centred, and
-    ``a + mean(x)``, which the data do determine, takes the place of a:
+    ``∂L/∂a = Σ_j ∂L/∂x_j``, so the base of each group can be found from gradients at some particles. The data then say
+    nothing about the mean of x, which varies as much as the scale s of the effects allows. So the mean is left
+    non-centred, and ``a + mean(x)``, which the data do determine, takes the place of a:
 
     .. math::
         x_j = s_j^{1-c_j} (y_j - \bar y) + \bar s\, \bar y, \qquad a = y_a - \bar s\, \bar y,

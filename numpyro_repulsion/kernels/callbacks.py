@@ -58,7 +58,7 @@ def _in_program() -> bool:
 
 
 def warn_at_first_divergence(before: jax.Array, after: jax.Array, remedy: str) -> None:
-    """Warn once, when the count of flagged updates leaves 0, from the compiled program."""
+    """Warn, from the compiled program, when the count of flagged updates first exceeds 0."""
 
     def warn(before, after):
         # A batched `cond` runs both branches, so check again. Use NumPy, because a JAX computation in a callback
@@ -84,7 +84,7 @@ def warn_after_warmup(is_final: jax.Array, diagnose_warmup: Callable[[], WarmupD
 def warn_on_host(
     before: int, after: int, remedy: str, has_warmed_up: bool, findings: Callable[[], list[Finding]]
 ) -> None:
-    """Warn of the same as the compiled program would, between two of its calls.
+    """Give the same warnings as the compiled program, from the host between two calls.
 
     :param before: the count of flagged updates before the last call.
     :param after: the count after it.
@@ -103,7 +103,7 @@ def warn_on_host(
 def _warn_of_divergences(count, remedy):
     if count > 0:
         warnings.warn(
-            "A particle's update was flagged `diverging` (warned once; `diagnose` has the final count):\n"
+            "A particle's update was flagged `diverging` (this warning comes once; `diagnose` has the final count):\n"
             f"{Diagnosis([flagged_updates(count, 0.0, remedy)])}\n"
             "If the data changed since warmup, warm up again on the new data.",
             RuntimeWarning,

@@ -82,7 +82,7 @@ def has_other_data(mcmc: MCMC) -> bool:
 
 
 def share_flagged(mcmc: MCMC) -> float:
-    """Return the share of rejected or clipped updates among those that `num_divergences` covers."""
+    """Return the share of flagged updates among those that `num_divergences` covers."""
     kernel, state = mcmc.sampler, mcmc.last_state
     # If particles arrive in warmup, updates of warmup are not counted.
     waits = bound_of(mcmc).plan("diagonal").arrives

@@ -8,7 +8,7 @@
 3. `move`, while particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam
    with minibatches.
 4. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
-   hot updates if a cycle begins. With ``moves`` switched on, every second update is a jump. Every other update
+   hot updates if a cycle begins. With ``moves`` switched on, every second update is a jump. Each remaining update
 
    a. flags particles whose gradient had to be clipped because it was far too long,
    b. steps by the dynamics, with a new minibatch,

@@ -23,7 +23,7 @@ from numpyro_repulsion.warmup import WarmupPlan, WarmupState
 __all__ = ["Origin", "check_chains", "check_state", "words"]
 
 _CALL = "set mcmc.post_warmup_state = None and call mcmc.run(key, ..., init_params=state.z)"
-_ANEW = f"to start anew from its positions, {_CALL}"
+_ANEW = f"to start again from its positions, {_CALL}"
 
 
 @jax.tree_util.register_static
@@ -34,7 +34,7 @@ class Origin:
     - **memory** - what its memory holds, in words.
     - **dynamics** - the dynamics of the kernel that made it.
     - **has_bandwidth** - whether it has a bandwidth that an interaction can use.
-    - **scale** - its scales: learned ``"diagonal"`` or ``"dense"`` ones, a digest of given ones, or ``None``.
+    - **scale** - learned scales (``"diagonal"``, ``"dense"`` or ``"low_rank"``), a digest of given ones, or ``None``.
     - **moves** - the class of the kernel's moves; empty without them.
     - **measured_for** - the settings for which its step size was measured, by name; empty if the step was given.
     """
@@ -103,7 +103,7 @@ def check_state(kernel: Settings, state: State, target: Target, plan: WarmupPlan
         if found != expected:
             raise ValueError(
                 f"The state has the sites {found}, and this model has {expected}. Run the model of the state, or set "
-                "mcmc.post_warmup_state = None and start anew."
+                "mcmc.post_warmup_state = None and start again."
             )
     if (centring := warmup.scales.centring) is not None:
         found = len(centring.powers), len(centring.bases)
@@ -166,7 +166,7 @@ def check_chains(state: State, mcmc: MCMC) -> bool:
     if number != mcmc.num_chains:
         raise ValueError(
             f"`post_warmup_state` is a state of {chains}, and this MCMC has num_chains={mcmc.num_chains}. Use "
-            f"MCMC(..., num_chains={number}), or set mcmc.post_warmup_state = None and start anew."
+            f"MCMC(..., num_chains={number}), or set mcmc.post_warmup_state = None and start again."
         )
     if number > 1 and is_stacked == (mcmc.chain_method == "vectorized"):
         method = "of chains that ran one by one" if is_stacked else "of particles that moved together"
@@ -178,7 +178,7 @@ def check_chains(state: State, mcmc: MCMC) -> bool:
     if done < num_warmup:
         raise ValueError(
             f"`post_warmup_state` is a state after {done} of {num_warmup} iterations of warmup, so the next draws "
-            "would be draws of warmup. Set mcmc.post_warmup_state = None and start anew."
+            "would be draws of warmup. Set mcmc.post_warmup_state = None and start again."
         )
     return number > 1 and not is_stacked
 
@@ -212,7 +212,7 @@ def _check_memory(kernel, state):
     if carried != origin.memory or shapes[0] != shapes[1]:
         raise ValueError(
             f"The state carries {origin.memory} from one update to the next, because it was made with "
-            f"dynamics={origin.dynamics}, and this kernel, with dynamics={words(dynamics)}, would take it for "
+            f"dynamics={origin.dynamics}, and this kernel, with dynamics={words(dynamics)}, would read it as "
             f"{carried}. Use a kernel with the dynamics and the interaction that made the state; or, {_ANEW}."
         )
 

@@ -231,11 +231,11 @@ def check_reparam(value: str | None) -> str | None:
 
 
 def check_sweeps(gradient: Gradient | None, dynamics: Dynamics) -> None:
-    """Raise ``ValueError`` for sweeps with dynamics that take their correlated noise for heat."""
+    """Raise ``ValueError`` for sweeps with dynamics that would count their correlated noise as heat."""
     if isinstance(gradient, Sweeps) and not dynamics.bears_sweeps:
         raise ValueError(
-            f"gradient={gradient!r} has noise that cancels over a sweep, and {type(dynamics).__name__} would take it "
-            "for heat and make the draws too narrow: use SGLD, SGHMC or their kernels with repulsion, or "
+            f"gradient={gradient!r} has noise that cancels over a sweep, and {type(dynamics).__name__} would count "
+            "it as heat and make the draws too narrow: use SGLD, SGHMC or their kernels with repulsion, or "
             "gradient=ControlVariates() or Subsampled()."
         )
 

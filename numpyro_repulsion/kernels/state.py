@@ -27,8 +27,8 @@ class ParticleState(NamedTuple):
     - **potential_energy** - U at z, ``(L,)``; a minibatch estimate if the gradient is one.
     - **step_size** - ε of the last update, ``(L,)``.
     - **bandwidth** - h in use, ``(L,)``; 0 if the interaction has none.
-    - **diverging** - whether, in the last iteration, an update of the particle was rejected as non-finite or its
-      gradient was clipped because it was too long, ``(L,)``.
+    - **diverging** - whether, in the last iteration, an update of the particle was rejected as non-finite, turned back,
+      or had its gradient clipped, ``(L,)``.
     - **gradient** - the gradient in the whitened coordinates of the sampler, ``(L, d)``.
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
     - **warmup** - the state of warmup, see :class:`~numpyro_repulsion.warmup.WarmupState`.
@@ -39,7 +39,7 @@ class ParticleState(NamedTuple):
     - **coordinates** - where hierarchical sites are centred partly, the positions in the coordinates of the sampler,
       ``(L, d)``, and U there, ``(L,)``; else ``None``.
     - **row_seed** - the seed of the orders in which particles pass through rows, with ``Sweeps``; and the last word of
-      ``rng_key``, by which a run with another key is told, which takes other orders, ``(2,)``.
+      ``rng_key``, which shows whether the run has a new key and needs other orders, ``(2,)``.
     - **origin** - what the state was made for, static; a kernel that would misread the memory raises ``ValueError``.
     """
 

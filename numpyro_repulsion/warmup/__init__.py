@@ -6,7 +6,7 @@ Warmup has three parts, each divided into windows (``windows.py``):
    size of its own, with minibatches by Adam with Langevin noise, at a rate of its own. It reaches the posterior
    whatever its scale; lost particles move to others. A run skips the arrival if neither the step size nor the scales
    are learned (``WarmupPlan.arrives``).
-2. *Adaptation.* The sampler itself runs. At the end of each window, scales are estimated anew, and the step size is
+2. *Adaptation.* The sampler itself runs. At the end of each window, scales are estimated again, and the step size is
    measured in the new coordinates.
 3. *Settling.* The scales are frozen. The step size and the bandwidth average over all windows of this part.
 
@@ -25,17 +25,18 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     update_centring  |                            Y  |   Y            |                     |
     update_reference |                            X  |   X    X    X  |                     |
     update_scales    |   S    C    C    C    C    C  |   C    C    C  |                     |
-       minibatches   |                       B    B  |   B    B    B  |                     |
+       by curvature  |                       B    B  |   B    B    B  |                     |
     update_bandwidth |                            H  | HHHHHHHHHHHHHH |   A    A   ...   A  |
     update_step_size |                            E  |   E    E    E  |   M    M   ...   M  |
 
-    D  updates the direction of largest variance (sums grow in every iteration of settling)
+    D  updates the direction of largest variance (sums grow in every iteration of settling; with minibatches only at 650
+       to 800 and at 1000)
     R  moves lost particles to others; with minibatches also after the arrival
     Y  other shares by which hierarchical sites are centred, if they differ much, with new diagonal scales
     X  moves the common reference to the mean of the window; each particle's own reference moves at 250 only
     S  new diagonal scales; C also new correlations, if the scales are dense
-    B  with minibatches, new scales from the mean curvature of U over the cloud (at 150 noisy Adam begins anew in them);
-       at 600 also from the gradient noise
+    B  with minibatches, and for scales of low rank from 250 on: new scales from the mean curvature of U over the cloud
+       (with minibatches also at 150, where Adam starts again in them); at 600 dense scales also from the gradient noise
     H  the bandwidth by the interaction's rule, in every iteration from 250 to 600 (from 1 without an arrival)
     A  the geometric mean of the best bandwidths since 600, or the rule again if the interaction does not tune it
     E  the step size from one measurement; only 10, 15 and 30 % of the noise limit it at 250, 300 and 400
@@ -51,14 +52,14 @@ update_symptoms   diagnosis.py  positions, gradients, scales                symp
 update_arrival    arrival.py    energies, gradients                         arrival; positions of lost particles
 update_centring   centring.py   curvature of hierarchical sites             scales; the cloud in the new coordinates
 update_reference  reference.py  moments of the scales, or positions         reference
-update_scales     scales.py     positions, gradients; with minibatches      scales; the cloud in the new coordinates
-                                curvature and noise (hessian.py)
+update_scales     scales.py     positions, gradients; or curvature and      scales; the cloud in the new coordinates
+                                noise (hessian.py)
 update_bandwidth  bandwidth.py  positions, bias of the step                 bandwidth
 update_step_size  step_size.py  curvature and noise (curvature.py), and     step; whether the reference is in use
                                 what the other learners wrote
 ================  ============  ==========================================  ========================================
 
-The kernels add learners of jumps (``kernels/iteration.py``). The last state gives the diagnosis (``diagnosis.py``).
+The kernels add learners of jumps (``kernels/learners.py``). The last state gives the diagnosis (``diagnosis.py``).
 """
 
 from numpyro_repulsion.warmup.adam import Adam, descend

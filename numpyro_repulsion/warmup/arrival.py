@@ -123,7 +123,7 @@ def update_arrival(
         jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * signs(key, cloud.z.shape, cloud.z.dtype, 1)
         return moved._replace(z=moved.z + jnp.where((moved.z != cloud.z).any(-1, keepdims=True), jitter, 0.0)), *others
 
-    # After the arrival, only a known noise tells lost particles from others.
+    # After the arrival, particles can be recognized as lost only if the gradient noise has been measured.
     knows_noise = sampler.plan.noise and sampler.plan.measures
     due = stage.window_ends & stage.may_rescue & (stage.is_arriving | knows_noise)
     cloud, steps, momenta = lax.cond(due, rescued, lambda: particles)

@@ -22,7 +22,7 @@ MIN_PARTICLES = 4
 WIDTH = 0.2
 #: The smallest standard deviation of log s for which centring matters: below it, the change of variables is linear.
 MIN_SPREAD = 0.3
-#: Smaller changes are not worth scales that must be learned anew.
+#: Smaller changes are not worth scales that must be learned again.
 MIN_CHANGE = 0.1
 
 

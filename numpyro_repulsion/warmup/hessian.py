@@ -27,7 +27,7 @@ __all__ = [
 
 #: Rows for each parameter, which estimate a curvature to about a tenth in any direction, ...
 ROWS_PER_PARAMETER = 200
-#: ... unless this needs more than so many gradients of the cloud.
+#: ... unless that needs more than this many gradients of the cloud.
 MAX_GRADIENTS = 2000
 #: Fewer suffice for a few eigenvectors.
 ROWS_FOR_LOW_RANK = 20
@@ -40,7 +40,7 @@ SMALLEST = 1e-3
 #: The smallest curvature along a coordinate in the scales so far, which are wider than the posterior at worst; smaller
 #: ones are errors of the estimate.
 SMALLEST_DIAGONAL = 0.1
-#: An eigenvector's residual, relative to what scaling by its eigenvalue bears.
+#: The largest residual of an eigenvector, relative to what scaling by its eigenvalue tolerates.
 CONVERGED = 0.3
 
 #: ``(key, u) -> ∇U``
@@ -196,7 +196,7 @@ def whitening(curvature: Scale) -> Scale:
 
 
 def calming(covariance: Matrix, num_draws: int, allowed: Scalar) -> tuple[Matrix, Scalar]:
-    """Return S, lower triangular, that shrinks the noisy directions until their gradient noise is the allowed one.
+    """Return S, lower triangular, that rescales noisy directions until their gradient noise is at most the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
     ratios of the directions matter, so the least noisy one keeps its scale. The eigenvalues move towards their mean by
@@ -205,7 +205,7 @@ def calming(covariance: Matrix, num_draws: int, allowed: Scalar) -> tuple[Matrix
 
     :param covariance: that of the gradient noise in whitened coordinates, ``(d, d)``.
     :param num_draws: the number of draws that it was estimated from.
-    :param allowed: the largest variance that the longest stable step bears.
+    :param allowed: the largest variance tolerated at the longest stable step.
     :return: S, and the largest factor by which a variance grows in the new coordinates.
     """
     values, vectors = jnp.linalg.eigh(covariance)

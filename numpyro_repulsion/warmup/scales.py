@@ -1,4 +1,4 @@
-"""The learner of scales, from the moments of the cloud over a window, or with minibatches from its mean curvature."""
+"""The learner of scales: from the moments of the cloud, or from its mean curvature (minibatches, low rank)."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _whitened(key, stage, warmup, cloud, sampler):
 def _low_rank(key, stage, warmup, cloud, sampler):
     """Scale the coordinates by the diagonal of the mean curvature, and then the directions of its extreme eigenvalues.
 
-    Other than products of matrices, such scales cannot be multiplied, so they are found anew from those of the
+    Other than products of matrices, such scales cannot be multiplied, so they are found again from those of the
     coordinates alone.
     """
     old, weight = warmup.scales.preconditioner, stage.curvature_weight.astype(cloud.z.dtype)

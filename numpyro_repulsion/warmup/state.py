@@ -24,7 +24,7 @@ class WarmupPlan(NamedTuple):
     """What a warmup learns; static.
 
     - **step_size** - the rule that measures the step size; ``None`` if the user gave a step size.
-    - **scale** - ``"diagonal"`` or ``"dense"``; ``None`` if scales are not learned.
+    - **scale** - ``"diagonal"``, ``"dense"`` or ``"low_rank"``; ``None`` if scales are not learned.
     - **bandwidth** - whether the interaction learns a bandwidth.
     - **reference** - whether the gradient has control variates.
     - **noise** - whether gradients are noisy.
@@ -157,7 +157,7 @@ class WarmupState(NamedTuple):
     - **iteration** - how many MCMC iterations are done.
     - **num_warmup** - how many iterations are warmup.
     - **arrival** - how particles arrive.
-    - **scales** - the linear change of variables.
+    - **scales** - the change of variables: the centring and the linear scales, with the moments they come from.
     - **step** - the step size and its measurements.
     - **bandwidth** - the bandwidth h in use; 0 if the interaction has none.
     - **reference** - the reference points of control variates, or ``None``.

@@ -324,7 +324,7 @@ def test_warmup_chooses_between_sweeps_and_control_variates():
 
 def test_thermostats_are_refused():
     for kernel in (SGNHT, SGNHTR):
-        with pytest.raises(ValueError, match="Thermostat would take it for heat"):
+        with pytest.raises(ValueError, match="Thermostat would count it as heat"):
             kernel(model, gradient=Sweeps())
 
 

@@ -155,7 +155,7 @@ def test_a_minibatch_of_all_rows_is_no_minibatch():
             numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
 
     assert ModelTarget(model, (Y, len(Y))).plates == {}
-    with raises("The plate 'rows' has subsample_size=0; a minibatch needs one row or more"):
+    with raises("The plate 'rows' has subsample_size=0. Write subsample_size=min"):
         ModelTarget(model, (Y, 0))
     # An empty plate NumPyro itself refuses.
     with pytest.raises((AssertionError, ValueError), match="positive"):

@@ -89,15 +89,15 @@ def abstractly(kernel, state, *args):
 @pytest.mark.parametrize(
     ("name", "kernel", "words"),
     [
-        ("euler", sgld(), "carries nothing .*integrator='euler'.* would take it for noise"),
-        ("lm", sgld(dynamics=Overdamped("euler")), "carries noise .*would take it for nothing"),
-        ("rbf", sgld(), "carries nothing.*would take it for noise"),
-        ("momenta", sgld(), "carries momenta.* would take it for noise"),  # of the same shapes
-        ("lm", sgld(kernel=SGHMC), "carries noise .* would take it for momenta"),
-        ("momenta", sgld(kernel=SGNHT), "carries momenta .* would take it for momenta and a friction"),
-        ("recipe", sgld(kernel=SGHMC), "carries extra coordinates .* would take it for momenta"),
+        ("euler", sgld(), "carries nothing .*integrator='euler'.* would read it as noise"),
+        ("lm", sgld(dynamics=Overdamped("euler")), "carries noise .*would read it as nothing"),
+        ("rbf", sgld(), "carries nothing.*would read it as noise"),
+        ("momenta", sgld(), "carries momenta.* would read it as noise"),  # of the same shapes
+        ("lm", sgld(kernel=SGHMC), "carries noise .* would read it as momenta"),
+        ("momenta", sgld(kernel=SGNHT), "carries momenta .* would read it as momenta and a friction"),
+        ("recipe", sgld(kernel=SGHMC), "carries extra coordinates .* would read it as momenta"),
         ("recipe", sgld(dynamics=Recipe(lambda x: jnp.eye(x.size), extra=1)), "carries extra coordinates"),
-        ("lm", sgld(kernel=SVGD), "would take it for nothing"),
+        ("lm", sgld(kernel=SVGD), "would read it as nothing"),
         ("euler", sgld(kernel=SGLDR), "needs a bandwidth that warmup learns, and the state has none"),
         ("lm", sgld(num_ensembles=2), "The state has num_ensembles=1, and this kernel has num_ensembles=2"),
         ("lm", sgld(preconditioner=np.ones(2)), "The state has no preconditioner, which stays in use"),
@@ -173,7 +173,7 @@ def test_the_advice_is_right():
     state = run.last_state
     run = make(sgld(1.0, num_steps=5), num_samples=300, num_chains=20)
     run.post_warmup_state = state
-    with pytest.raises(ValueError, match="to start anew from its positions, set mcmc.post_warmup_state = None"):
+    with pytest.raises(ValueError, match="to start again from its positions, set mcmc.post_warmup_state = None"):
         run.run(random.key(2))
     run.post_warmup_state = None
     run.run(random.key(2), init_params=state.z)
