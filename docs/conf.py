@@ -25,7 +25,7 @@ autodoc_typehints = "none"
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(jax|numpyro|collections|Exception|ValueError|TypeError)(\..*)?"),
-    ("py:obj", r".*\.T"),
+    ("py:obj", r".*\.(T|State)"),
     # Bases that only share code.
     ("py:class", r"numpyro_repulsion\..*\.(_\w+|Fixed|Wrapping)"),
 ]

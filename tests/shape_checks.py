@@ -162,6 +162,7 @@ def guarded(value, hint, known):
         result = value(*args)
         with jaxtyping.jaxtyped("context"):
             for other, of in (*known, *zip(args, parameters, strict=True)):
+                # Only to bind the lengths of axes in this context; the values were checked above.
                 is_bearable(other, of, conf=RULES)
                 check_fields(other)
             check_value(result, returned, "the result of a function")

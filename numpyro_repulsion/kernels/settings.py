@@ -62,8 +62,8 @@ class Fixed:
         if not name.startswith("_") and name in self.__dict__:
             kind = type(self).__name__
             raise AttributeError(
-                f"The settings of a kernel are fixed, because its programs are compiled with them: make another one, "
-                f"{kind}(..., {name}={value!r}); set mcmc.post_warmup_state = state to continue, if it fits."
+                "The settings of a kernel cannot change, because compiled programs contain them. Make a new kernel, "
+                f"{kind}(..., {name}={value!r}); to continue a run with it, set mcmc.post_warmup_state = state."
             )
         super().__setattr__(name, value)
 

@@ -316,6 +316,6 @@ def test_precision_of_states():
 def test_settings_of_a_kernel_are_fixed(name):
     """Programs are compiled with them: a run after a change would go on as before, without a word."""
     kernel = sgld()
-    with pytest.raises(AttributeError, match=rf"fixed, .* make another one, SGLD\(..., {name}=3\)"):
+    with pytest.raises(AttributeError, match=rf"cannot change, .* Make a new kernel, SGLD\(..., {name}=3\)"):
         setattr(kernel, name, 3)
     assert pickle.loads(pickle.dumps(kernel)).num_steps == copy.copy(kernel).num_steps == 10
