@@ -107,7 +107,7 @@ class Binder:
         key = (structure, jnp.result_type(float))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             known = self._last
-            if known is None or known[0] != key or not _same(*([_kind(x) for x in xs] for xs in (known[3], leaves))):
+            if known is None or known[0] != key or not _fits(known[3], leaves):
                 return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
             # What the first state was made for: an analysis of traced values may find less.
             return BoundSampler(kernel, known[2].target.with_arguments(args, kwargs), known[2].gradient)
@@ -118,10 +118,17 @@ class Binder:
         return self._last[2]
 
 
-def _kind(leaf):
-    """Return the shape and type that a leaf has as an input of a compiled program; another object as it is."""
-    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-    return (jnp.shape(leaf), str(jnp.result_type(leaf))) if is_array else leaf
+def _fits(known, leaves):
+    """Return whether traced leaves have the shapes and types of known ones, and all others are the same."""
+    numbers = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+
+    def fits(one, leaf):
+        if not isinstance(leaf, jax.core.Tracer):
+            return _same([_mark(one)], [_mark(leaf)])
+        same_shape = isinstance(one, numbers) and jnp.shape(one) == leaf.shape
+        return same_shape and jnp.result_type(one) == leaf.dtype
+
+    return len(known) == len(leaves) and all(map(fits, known, leaves))
 
 
 def _mark(leaf):

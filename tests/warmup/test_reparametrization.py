@@ -278,6 +278,22 @@ def test_arguments_may_be_inputs_of_the_program():
     np.testing.assert_allclose(*draws, rtol=1e-3)
 
 
+def test_a_traced_argument_does_not_hide_that_another_changed():
+    """The number of rows in a minibatch is a plain number beside traced data."""
+
+    def rows(y, batch):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
+        with numpyro.plate("rows", 40, subsample_size=batch) as i:
+            numpyro.sample("y", dist.Normal(mu, 1.0), obs=y[i])
+
+    kernel, found = SGLD(rows), {}
+    y = jnp.arange(40.0)
+    for batch in (4, 8):
+        kernel.bind((y, 4))
+        jax.eval_shape(lambda y, batch=batch: found.update({batch: kernel.bind((y, batch)).target.plates}) or y, y)
+    assert found == {4: {"rows": (40, 4)}, 8: {"rows": (40, 8)}}
+
+
 def test_states_with_other_products_are_told():
     keys = random.split(random.key(0), 6)
     kernel = SGLD(bounded)
