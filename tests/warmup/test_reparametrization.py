@@ -316,6 +316,21 @@ def test_learners_have_keys_of_their_own():
     assert len({tuple(random.key_data(key).tolist()) for key in found}) == len(ALL_LEARNERS)
 
 
+def test_energies_are_those_of_the_new_coordinates_at_once():
+    effects, keys = jnp.asarray(EFFECTS, float), random.split(random.key(0), 20)
+    kernel = SGLD(schools, num_steps=2)
+    state = kernel.init(keys, 100, None, (effects,), {})
+    step = jax.jit(lambda state: kernel.sample(state, (effects,), {}))
+    before = state
+    for _ in range(25):
+        before, state = state, step(state)
+    shares = [np.asarray(each.warmup.scales.centring.share) for each in (before, state)]
+    assert (shares[0] == 1.0).all() and shares[1].min() < 0.9
+    target = ModelTarget(schools, (effects,))
+    energies = jax.vmap(lambda z: target.potential_energy(z, {}, random.key(0)))(state.z)
+    np.testing.assert_allclose(state.potential_energy, energies, rtol=1e-4)
+
+
 def test_wrong_settings_are_refused():
     for bad in ("none", True, {"theta": 0.0}):
         with pytest.raises(ValueError, match="`reparam` must be 'auto' or None"):
