@@ -309,13 +309,13 @@ class ParticleKernel(Fixed, MCMCKernel):
         warmup = state.warmup
         if warmup.step.measurements is None or (warmup.step.measurements.number == 0 and warmup.jumps is None):
             return []
-        return jax.tree.map(np.asarray, self._diagnosis(warmup)).findings()
+        with jax.debug_nans(False):  # In a diagnosis, NaN marks unknown numbers.
+            return jax.tree.map(np.asarray, self._diagnosis(warmup)).findings()
 
     def _diagnose_warmup(self, warmup):
-        with jax.debug_nans(False):  # In a diagnosis, NaN marks unknown numbers.
-            is_jumping = None if self.moves is None or warmup.jumps is None else self.moves.is_on(warmup.jumps)
-            needs_reference = not isinstance(self.gradient, Sweeps)
-            return diagnose_warmup(warmup, self._rule, self.dynamics, is_jumping, needs_reference)
+        is_jumping = None if self.moves is None or warmup.jumps is None else self.moves.is_on(warmup.jumps)
+        needs_reference = not isinstance(self.gradient, Sweeps)
+        return diagnose_warmup(warmup, self._rule, self.dynamics, is_jumping, needs_reference)
 
     @property
     def remedy(self) -> str:

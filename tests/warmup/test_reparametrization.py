@@ -108,7 +108,7 @@ def schools_by_hand(effects, unit=1.0):
 def test_products_by_hand_are_centred_as_far_as_the_data_say(kernel):
     for unit, low, high in ((1.0, 0.0, 0.4), (0.05, 0.9, 1.0)):
         mcmc = run(kernel(schools_by_hand), EFFECTS, unit)
-        assert mcmc.last_state.warmup.scales.powers.tolist() == [1.0]
+        assert mcmc.last_state.warmup.scales.centring.powers.tolist() == [1.0]
         shares = centring(mcmc)[:8]
         assert low <= shares.min() and shares.max() <= high
         draws = mcmc.get_samples()
