@@ -5,6 +5,7 @@ Writes them to ``docs/_static``.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from jax import random
@@ -16,6 +17,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image, ImageSequence
 
+import numpyro
+import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.util import log_density
 
@@ -26,9 +29,11 @@ from numpyro_repulsion import (
     Independent,
     Overdamped,
     animate_particles,
+    plot_calibration,
     plot_gram,
     plot_particles,
     plot_running_estimates,
+    predict,
 )
 from numpyro_repulsion.targets import exponential_mixture, gaussian, gaussian_mixture
 
@@ -116,6 +121,27 @@ def gram():
     return figure
 
 
+def calibration():
+    key, noise_key = random.split(random.key(0))
+    x = random.uniform(key, (2000,), minval=-1.0)
+    y = 1.0 + 2.0 * x + 0.5 * random.t(noise_key, 2.0, (2000,))
+
+    def line(noise, x, y=None):
+        a, b = (numpyro.sample(name, dist.Normal(0, 5)) for name in "ab")
+        scale = numpyro.sample("scale", dist.HalfNormal(5))
+        with numpyro.plate("rows", len(x), subsample_size=100) as i:
+            numpyro.sample("y", noise(a + b * x[i], scale), obs=None if y is None else y[i])
+
+    figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
+    for name, noise in {"normal": dist.Normal, "Student-t": lambda loc, scale: dist.StudentT(2.0, loc, scale)}.items():
+        mcmc = prepare(SGLD(partial(line, noise)), num_samples=500, num_chains=10, num_warmup=500)
+        mcmc.run(random.key(1), x[:1000], y[:1000])
+        predictions = predict(mcmc, x[1000:], y[1000:])
+        plot_calibration(predictions, label=name, ax=axes[0])
+        plot_calibration(predictions, "pit", label=name, ax=axes[1])
+    return figure
+
+
 def shrink(path):
     """Writes the picture again with few colours, which takes about half the space."""
     with Image.open(path) as image:
@@ -135,7 +161,7 @@ def shrink(path):
 
 def main():
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    for draw in (trajectories, modes, estimates, one_estimate, gram, motion):
+    for draw in (trajectories, modes, estimates, one_estimate, gram, calibration, motion):
         path = OUTPUT / f"pictures-{draw.__name__.replace('_', '-')}.{'gif' if draw is motion else 'png'}"
         drawn = draw()
         if draw is motion:

@@ -23,7 +23,14 @@ from numpyro_repulsion.interactions import (
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
 from numpyro_repulsion.moves import Archive, Move
-from numpyro_repulsion.plots import animate_particles, plot_gram, plot_particles, plot_running_estimates
+from numpyro_repulsion.plots import (
+    animate_particles,
+    plot_calibration,
+    plot_gram,
+    plot_particles,
+    plot_running_estimates,
+)
+from numpyro_repulsion.predictions import Predictions, predict
 from numpyro_repulsion.report import diagnose, summary
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.scores import scores
@@ -59,6 +66,7 @@ __all__ = [
     "Move",
     "Overdamped",
     "Polynomial",
+    "Predictions",
     "Radial",
     "RandomFeatures",
     "RandomGroups",
@@ -82,9 +90,11 @@ __all__ = [
     "ksd",
     "load_draws",
     "nested_rhat",
+    "plot_calibration",
     "plot_gram",
     "plot_particles",
     "plot_running_estimates",
+    "predict",
     "run_in_pieces",
     "scores",
     "step_bias",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import jax
 from jax import lax, random
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.gradients import FullData, Gradient, ModelTarget, ravel_cloud
-from numpyro_repulsion.kernels import bound_of, kernel_of, require_draws
+from numpyro_repulsion.gradients import FullData, Gradient, ravel_cloud
+from numpyro_repulsion.kernels import bound_of, chosen_draws, kernel_of, require_draws
 
 __all__ = ["scores"]
 
@@ -48,7 +47,7 @@ def scores(
         >>> bool(ksd(*scores(mcmc)) < 0.3)
         True
     """
-    kernel = kernel_of(mcmc, "scores")
+    kernel_of(mcmc, "scores")
     require_draws(mcmc)
     num_draws = integer("`num_draws`", num_draws)
     gradient = FullData() if gradient is None else gradient
@@ -56,20 +55,7 @@ def scores(
         raise TypeError(f"`gradient` must be a gradient such as FullData() or Subsampled(); got {gradient!r}.")
     target = bound_of(mcmc).target
     gradient.check_rows(target)
-    if kernel.dynamics.is_sampler:
-        kept = mcmc.get_samples()
-    else:
-        kept = jax.tree.map(lambda x: x[:, -1], mcmc.get_samples(group_by_chain=True))
-    if isinstance(target, ModelTarget):
-        if missing := [name for name in target.latent if name not in kept]:
-            raise ValueError(
-                f"Scores need the draws of all latent sites, and {missing} are missing; run without "
-                "extra_fields=('~z.site',)."
-            )
-        kept = {name: kept[name] for name in target.latent}
-    total = len(jax.tree.leaves(kept)[0])
-    chosen = np.unique(np.linspace(0, total - 1, min(num_draws, total)).round().astype(int))
-    kept = jax.tree.map(lambda x: jnp.asarray(x[chosen]), kept)
+    kept = chosen_draws(mcmc, num_draws, "Scores need")
 
     def score(point):
         key, z = point

@@ -54,10 +54,11 @@ ARROWS = {
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels"}),
+    "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels"}),
     "report": (HOST | {"arviz"}, {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels"}),
     "plots": (
         HOST | {"matplotlib"},
-        {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data"},
+        {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data", "predictions"},
     ),
     # The progress bar is NumPyro's.
     "checkpointing": (HOST | {"tqdm"}, {"checks", "version", "gradients", "kernels"}),

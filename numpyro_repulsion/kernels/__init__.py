@@ -4,6 +4,7 @@ from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.callbacks import enable_live_warnings
 from numpyro_repulsion.kernels.host import (
     bound_of,
+    chosen_draws,
     coupling_of,
     has_other_data,
     is_warmup,
@@ -27,6 +28,7 @@ __all__ = [
     "ParticleState",
     "arguments",
     "bound_of",
+    "chosen_draws",
     "coupling_of",
     "enable_live_warnings",
     "has_other_data",

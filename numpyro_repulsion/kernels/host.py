@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.gradients import fingerprint, ravel_cloud
+from numpyro_repulsion.gradients import ModelTarget, fingerprint, ravel_cloud
 from numpyro_repulsion.interactions import Independent
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.mcmc import arguments, draws
 
-__all__ = ["bound_of", "coupling_of", "has_other_data", "is_warmup", "kernel_of", "require_draws", "share_flagged"]
+__all__ = [
+    "bound_of",
+    "chosen_draws",
+    "coupling_of",
+    "has_other_data",
+    "is_warmup",
+    "kernel_of",
+    "require_draws",
+    "share_flagged",
+]
 
 
 #: Data count as the same up to this relative difference of potential energies.
@@ -53,6 +64,31 @@ def require_draws(mcmc: MCMC) -> None:
             "This MCMC has only warmed up and kept no draws; call mcmc.run(key, ...), or mcmc.warmup(..., "
             "collect_warmup=True) to keep the draws of warmup."
         )
+
+
+def chosen_draws(mcmc: MCMC, most: int, who: str) -> Any:
+    """Return at most so many draws of a run, evenly spread over particles and iterations, with a leading axis.
+
+    Of an optimizer of the cloud, they come from its last cloud; of a model, they are those of its latent sites.
+
+    :param who: what needs them, for the message, such as "Scores need".
+    :raises ValueError: if the run left out latent sites.
+    """
+    if mcmc.sampler.dynamics.is_sampler:
+        kept = mcmc.get_samples()
+    else:
+        kept = jax.tree.map(lambda x: x[:, -1], mcmc.get_samples(group_by_chain=True))
+    target = bound_of(mcmc).target
+    if isinstance(target, ModelTarget):
+        if missing := [name for name in target.latent if name not in kept]:
+            raise ValueError(
+                f"{who} the draws of all latent sites, and {missing} are missing; run without "
+                "extra_fields=('~z.site',)."
+            )
+        kept = {name: kept[name] for name in target.latent}
+    total = len(jax.tree.leaves(kept)[0])
+    chosen = np.unique(np.linspace(0, total - 1, min(most, total)).round().astype(int))
+    return jax.tree.map(lambda x: jnp.asarray(x[chosen]), kept)
 
 
 def is_warmup(mcmc: MCMC) -> bool:

@@ -1,0 +1,265 @@
+"""Prediction of a site for new data from the draws of a run, in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import inspect
+from typing import Any
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+
+import numpyro.distributions as dist
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer import MCMC
+from numpyro.util import is_prng_key
+
+from numpyro_repulsion.checks import integer
+from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.inference_data import all_rows
+from numpyro_repulsion.kernels import bound_of, chosen_draws, is_warmup, kernel_of, require_draws
+from numpyro_repulsion.predictions.mixture import Predictions
+
+__all__ = ["predict"]
+
+#: Results of the draws computed at once take about as many bytes, or those of a single draw.
+CHUNK_BYTES = 2**27
+#: Most draws computed at once.
+CHUNK_SIZE = 100
+#: Replicates of more bytes raise `ValueError`.
+MAX_BYTES = 2**31
+_CLASSES = (dist.CategoricalProbs, dist.CategoricalLogits)
+
+
+def predict(
+    mcmc: MCMC,
+    *args: Any,
+    site: str | None = None,
+    num_draws: int = 1000,
+    rng_key: jax.Array | None = None,
+    **kwargs: Any,
+) -> Predictions:
+    """Return predictions of a site of the model for the given data.
+
+    The draws are computed in chunks, and only the replicates of all draws are kept, so networks and thousands of rows
+    fit into memory.
+
+    :param mcmc: an ``MCMC`` that has run with a kernel of this package.
+    :param args: the arguments of the model, such as new covariates. Where they have observations of the site, the
+        result has their log likelihood.
+    :param site: the name of an observed site, or of a deterministic one. ``None`` if the model observes a single site.
+    :param num_draws: most draws to use, evenly spread over particles and iterations. For an optimizer of the cloud
+        (:class:`~numpyro_repulsion.SVGD`) all come from its last cloud.
+    :param rng_key: the key for the replicates; ``None`` is ``random.key(0)``.
+    :param kwargs: the keyword arguments of the model.
+    :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package, if ``rng_key`` is not a key, and
+        for arguments that the model does not take.
+    :raises ValueError: before the run; for a kernel without a model; for a site that does not exist or is not chosen;
+        if the run left out latent sites; for enumerated models; if a latent site has another shape with these data, as
+        an effect for each row has; and if replicates exceed 2 GiB.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLD, predict
+
+        >>> def model(x, y=None):
+        ...     slope = numpyro.sample("slope", dist.Normal(0, 1))
+        ...     with numpyro.plate("rows", len(x), subsample_size=min(len(x), 20)) as i:
+        ...         numpyro.sample("y", dist.Normal(slope * x[i], 0.5), obs=None if y is None else y[i])
+
+        >>> x = jnp.linspace(-1.0, 1.0, 200)
+        >>> y = 0.7 * x + 0.5 * random.normal(random.key(0), (200,))
+        >>> mcmc = MCMC(SGLD(model), num_warmup=200, num_samples=200, num_chains=6, chain_method="vectorized",
+        ...             progress_bar=False)
+        >>> mcmc.run(random.key(1), x, y)
+        >>> found = predict(mcmc, jnp.array([-1.0, 0.0, 2.0]))
+        >>> found.mean.shape, found.quantile([0.05, 0.95]).shape
+        ((3,), (2, 3))
+        >>> bool(0.8 < predict(mcmc, x, y).coverage(0.9) < 1.0)
+        True
+    """
+    kernel = kernel_of(mcmc, "predict")
+    require_draws(mcmc)
+    if kernel.model is None:
+        raise ValueError("A kernel made from a `potential_fn` has no model to predict from; make it from a model.")
+    if is_warmup(mcmc):
+        raise ValueError("These are draws of warmup; call predict after mcmc.run(key, ...).")
+    num_draws = integer("`num_draws`", num_draws)
+    if rng_key is not None and not (hasattr(rng_key, "dtype") and is_prng_key(rng_key)):
+        raise TypeError(f"`rng_key` must be a PRNG key such as random.key(1); got {rng_key!r}.")
+    key = random.key(0) if rng_key is None else rng_key
+    target = bound_of(mcmc).target
+    site = _site(target, site)
+    draws = chosen_draws(mcmc, num_draws, "Predictions need")
+    model = all_rows(_with_arguments(kernel.model, args, kwargs))
+    kept = _Sums(site, _observed(model, site, jax.tree.map(lambda x: x[0], draws)))
+
+    def of_draw(number, draw):
+        return _of_draw(_traced(model, draw, random.fold_in(key, number))[site], random.fold_in(key, number))
+
+    for found in _in_chunks(of_draw, draws):
+        kept.add(found)
+    return kept.predictions()
+
+
+class _Sums:
+    """What accumulates over chunks of draws, in double precision."""
+
+    def __init__(self, site, observed):
+        self.site, self.observed = site, observed
+        self.number = 0
+        self.sums: dict[str, np.ndarray] = {}
+        self.log_likelihood: np.ndarray | None = None
+        self.replicates: list[np.ndarray] = []
+
+    def add(self, found):
+        self.number += len(found["replicate"])
+        self.replicates.append(found.pop("replicate"))
+        if "log_prob" in found:
+            log_prob = found.pop("log_prob").astype(float)
+            total = np.logaddexp.reduce(log_prob, 0)
+            known = self.log_likelihood
+            self.log_likelihood = total if known is None else np.logaddexp(known, total)
+        if "mean" in found:
+            # The first draw is subtracted, so that the variance of means does not cancel.
+            mean = found["mean"].astype(float) - self.sums.setdefault("origin", found["mean"][0].astype(float))
+            found = {"mean": mean, "square": mean**2, "variance": found["variance"]}
+        for name, value in found.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value.sum(0, dtype=float)
+
+    def predictions(self):
+        mean = sd = probabilities = None
+        if "mean" in self.sums:
+            shift = self.sums["mean"] / self.number
+            mean = self.sums["origin"] + shift
+            between = np.maximum(self.sums["square"] / self.number - shift**2, 0.0)
+            sd = np.sqrt(self.sums["variance"] / self.number + between)
+        elif "probabilities" in self.sums:
+            probabilities = self.sums["probabilities"] / self.number
+        log_likelihood = None if self.log_likelihood is None else self.log_likelihood - np.log(self.number)
+        replicates = np.concatenate(self.replicates)
+        if mean is None and probabilities is None:  # a distribution that does not know its moments
+            mean, sd = replicates.mean(0, dtype=float), replicates.std(0, dtype=float)
+        return Predictions(self.site, replicates, self.observed, mean, sd, probabilities, log_likelihood)
+
+
+def _of_draw(msg, key):
+    """Return the moments, the log density and a random value of a traced site, as far as it has them."""
+    if msg["type"] == "deterministic":
+        value = jnp.asarray(msg["value"])
+        return {"mean": value, "variance": jnp.zeros_like(value, float), "replicate": value}
+    fn = msg["fn"]
+    found = {"replicate": fn.sample(random.fold_in(key, 1))}
+    if msg["is_observed"]:
+        found["log_prob"] = fn.log_prob(msg["value"])
+    base = fn
+    while isinstance(base, dist.Independent | dist.MaskedDistribution | dist.ExpandedDistribution):
+        base = base.base_dist
+    if isinstance(base, _CLASSES):
+        shape = fn.batch_shape + fn.event_shape
+        return found | {"probabilities": jnp.broadcast_to(base.probs, (*shape, base.probs.shape[-1]))}
+    try:
+        shape = fn.batch_shape + fn.event_shape
+        moments = {"mean": jnp.broadcast_to(fn.mean, shape), "variance": jnp.broadcast_to(fn.variance, shape)}
+    except (NotImplementedError, AttributeError):
+        return found
+    return found | moments
+
+
+def _in_chunks(of_draw: Callable, draws: dict):
+    """Yield what ``of_draw`` returns for chunks of the draws, computed by one compiled program."""
+    total = len(next(iter(draws.values())))
+    numbered = jnp.arange(total), draws
+    results = jax.eval_shape(of_draw, *jax.tree.map(lambda x: x[0], numbered))
+    bytes_of = {name: int(np.prod(x.shape)) * x.dtype.itemsize for name, x in results.items()}
+    if (size := total * bytes_of["replicate"]) > MAX_BYTES:
+        raise ValueError(
+            f"Replicates of {results['replicate'].shape} for {total} draws would take {size / 2**30:.1f} GiB. Lower "
+            "`num_draws`, or pass the rows in parts."
+        )
+    chunk = min(CHUNK_SIZE, total, max(1, CHUNK_BYTES // max(1, sum(bytes_of.values()))))
+    program = jax.jit(jax.vmap(of_draw))
+    for start in range(0, total, chunk):
+        # The last chunk ends at the last draw, and the draws that it repeats are dropped.
+        first = min(start, total - chunk)
+        found = program(*jax.tree.map(lambda x, first=first: x[first : first + chunk], numbered))
+        yield {name: np.asarray(value)[start - first :] for name, value in found.items()}
+
+
+def _traced(model, draw, key):
+    """Return the sites of the model with its latent ones at a draw.
+
+    :raises ValueError: if a latent site has another shape than its draw.
+    """
+
+    def value(msg):
+        name, known = msg["name"], draw.get(msg["name"])
+        if known is not None and (shape := msg["fn"].shape()) != known.shape:
+            raise ValueError(
+                f"With these data the latent site '{name}' has the shape {shape}, and its draws have {known.shape}: "
+                "effects of single rows cannot be predicted for other rows. Pass the same rows, or a model of new ones "
+                "to numpyro.infer.Predictive."
+            )
+        return known
+
+    return trace(seed(substitute(model, substitute_fn=value), key)).get_trace()
+
+
+def _with_arguments(model, args, kwargs):
+    """Return the model as a function without arguments.
+
+    :raises TypeError: for arguments that it does not take.
+    """
+    try:
+        inspect.signature(model).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"The model does not take these arguments: {error}. Pass predict(mcmc, ...) what the model needs for the "
+            "new data."
+        ) from None
+    except ValueError:  # no signature is known
+        pass
+    return lambda: model(*args, **kwargs)
+
+
+def _site(target, site):
+    """Return the name of the site to predict."""
+    if not isinstance(target, ModelTarget):
+        raise ValueError("Predictions need a kernel that was made from a model.")
+    if target.discrete:
+        raise ValueError(
+            f"The discrete latent sites {target.discrete} are summed over, and predictions need their values. Use "
+            "numpyro.infer.Predictive(model, samples, infer_discrete=True)."
+        )
+    known = [*target.observed, *target.deterministic, *target.minibatched]
+    if site is None and len(target.observed) == 1:
+        return target.observed[0]
+    if site not in known:
+        got = "None, and the model observes several" if site is None and target.observed else repr(site)
+        raise ValueError(f"`site` must be an observed or deterministic site of the model, one of {known}; got {got}.")
+    return site
+
+
+def _observed(model, site, draw):
+    """Return the observations of the site, or ``None``, after a look at the model with these data.
+
+    :raises ValueError: if the site does not exist.
+    """
+
+    def values():
+        found = _traced(model, draw, random.key(0))
+        if site not in found:
+            raise ValueError(f"With these data the model has no site '{site}'; it has {sorted(found)}.")
+        return found[site]["value"] if found[site].get("is_observed") else None
+
+    found = jax.jit(values)()
+    return None if found is None else np.asarray(found)

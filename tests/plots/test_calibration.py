@@ -1,0 +1,86 @@
+"""The data that plots of calibration show."""
+
+import numpy as np
+import pytest
+
+from numpyro_repulsion import Predictions, plot_calibration
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def gaussian(spread, rows=2000):
+    rng = np.random.default_rng(0)
+    return Predictions("y", replicates=spread * rng.normal(size=(500, rows)), observed=rng.normal(size=rows))
+
+
+def categorical(power, rows=4000):
+    """Classes drawn from probabilities, and predictions with these probabilities sharpened by a power."""
+    rng = np.random.default_rng(1)
+    true = rng.dirichlet(np.ones(3), size=rows)
+    observed = (rng.uniform(size=(rows, 1)) > true.cumsum(1)).sum(1)
+    told = true**power / (true**power).sum(1, keepdims=True)
+    return Predictions("y", replicates=observed[None], observed=observed, probabilities=told)
+
+
+def test_coverage_is_that_of_the_predictions():
+    ax = plot_calibration(gaussian(1.0), label="right")
+    plot_calibration(gaussian(3.0), ax=ax, label="wide")
+    plot_calibration(gaussian(0.3), ax=ax, label="narrow")
+    lines = {line.get_label(): line for line in ax.lines if line.get_gid()}
+    assert len({line.get_color() for line in lines.values()}) == 3
+    for name, found in (("right", gaussian(1.0)), ("wide", gaussian(3.0)), ("narrow", gaussian(0.3))):
+        x, y = lines[name].get_data()
+        for prob in (0.3, 0.9):
+            assert y[np.argmin(abs(x - prob))] == pytest.approx(found.coverage(prob), abs=1e-9)
+    _, right = lines["right"].get_data()
+    inside = np.linspace(0, 1, 101)
+    assert (abs(right - inside) < 4.5 * np.sqrt(inside * (1 - inside) / 2000) + 1 / 500).all()
+    assert lines["wide"].get_ydata()[50] > 0.7 and lines["narrow"].get_ydata()[50] < 0.3
+    assert len(ax.collections) == 1  # one band for all
+
+
+def test_histograms_of_transforms_bend_as_said():
+    for spread, check in (
+        (1.0, lambda d: abs(d - 1).max() < 0.3),
+        (3.0, lambda d: d[5] > 2),
+        (0.3, lambda d: d[0] > 2),
+    ):
+        ax = plot_calibration(gaussian(spread), "pit")
+        (steps,) = (patch for patch in ax.patches if patch.get_gid())
+        density = steps.get_data().values
+        assert density.mean() == pytest.approx(1.0)
+        assert check(density)
+
+
+def test_reliability_is_a_diagonal_or_the_error_says_so():
+    (points,) = (line for line in plot_calibration(categorical(1.0)).lines if line.get_gid())
+    confidence, right = points.get_data()
+    assert (abs(confidence - right) < 4.5 * np.sqrt(confidence * (1 - confidence) / 400)).all()
+    ax = plot_calibration(categorical(3.0), label="sharp")
+    text = ax.get_legend().get_texts()[0].get_text()
+    assert text.startswith("sharp: calibration error") and float(text.split()[-1]) > 0.08
+    assert float(plot_calibration(categorical(1.0)).get_legend().get_texts()[0].get_text().split()[-1]) < 0.03
+
+
+def test_wrong_calls_say_what_to_write():
+    with pytest.raises(TypeError, match="predict"):
+        plot_calibration(np.zeros(3))
+    with pytest.raises(ValueError, match="one of"):
+        plot_calibration(gaussian(1.0), "roc")
+    with pytest.raises(ValueError, match="is without classes: set kind='coverage' or 'pit'"):
+        plot_calibration(gaussian(1.0), "reliability")
+    with pytest.raises(ValueError, match="has classes: set kind='reliability'"):
+        plot_calibration(categorical(1.0), "pit")
+    with pytest.raises(ValueError, match="no observations"):
+        plot_calibration(Predictions("y", replicates=np.zeros((3, 2))))
+    with pytest.raises(ValueError, match="bins"):
+        plot_calibration(gaussian(1.0), bins=0)
+    assert not plt.get_fignums()
