@@ -233,8 +233,8 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
         warmup.step.measurements, warmup.noise, spread, coupling, dynamics, iteration.shares_minibatches, plan.sweep
     )
     error = dynamics.step_error(coupling)
-    calm = CurvatureStats(jnp.zeros(()), jnp.zeros(()), error.remaining_noise(step_size, stats))
-    return error.bias(step_size, stats), error.bias(step_size, calm)
+    without_curvature = CurvatureStats(jnp.zeros(()), jnp.zeros(()), error.remaining_noise(step_size, stats))
+    return error.bias(step_size, stats), error.bias(step_size, without_curvature)
 
 
 def _segment(kernel, args, kwargs, followed, num_samples, centre, state, step_size):

@@ -53,7 +53,7 @@ ROOMS = [
     "warmup.hessian.hessian_and_noise",
     "warmup.hessian.extremes",
     "warmup.hessian.mean_diagonal",
-    "warmup.hessian.calming",
+    "warmup.hessian.shrink_noisy_directions",
     "warmup.bandwidth.update_bandwidth",
     "warmup.bandwidth.gains",
     "warmup.step_size.update_step_size",

@@ -74,7 +74,7 @@ class Dynamics:
     #: Whether D and Q couple the particles without an interaction.
     interacts: ClassVar[bool] = False
     #: Whether the noise of successive gradients may be correlated, as in :class:`~numpyro_repulsion.Sweeps`.
-    bears_sweeps: ClassVar[bool] = True
+    allows_sweeps: ClassVar[bool] = True
 
     @property
     def is_sampler(self) -> bool:
@@ -96,7 +96,7 @@ class Dynamics:
     def check(self, cloud: Cloud) -> None:
         """Raise ``ValueError`` for starts ``(G, L, d)`` that this dynamics cannot move."""
 
-    def bears_jumps(self, interacts: bool) -> bool:
+    def allows_jumps(self, interacts: bool) -> bool:
         """Whether jumps of single particles between updates leave the stationary distribution as it is.
 
         :param interacts: whether K depends on the particles.

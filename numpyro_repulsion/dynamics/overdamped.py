@@ -103,8 +103,8 @@ class Overdamped(Dynamics):
         is_second_order = coupling.is_identity and self.averages_noise(True)
         return AveragedError(coupling) if is_second_order else EulerError(coupling)
 
-    def bears_jumps(self, interacts):
-        return super().bears_jumps(interacts) and not (interacts and self.averages_noise(False))
+    def allows_jumps(self, interacts):
+        return super().allows_jumps(interacts) and not (interacts and self.averages_noise(False))
 
     def init(self, key, z, energy_and_grad, couple):
         coupling = couple(z)

@@ -273,7 +273,7 @@ class Thermostat(_Momenta):
     """
 
     #: Noise that cancels within a sweep heats no position, but ζ would rise and cool the momenta.
-    bears_sweeps: ClassVar[bool] = False
+    allows_sweeps: ClassVar[bool] = False
 
     friction: float = 1.0
     temperature: float = 1.0

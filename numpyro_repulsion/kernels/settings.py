@@ -205,7 +205,7 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
 
 def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
     """Return whether jumps preserve the stationary distribution."""
-    return dynamics.bears_jumps(interaction.interacts)
+    return dynamics.allows_jumps(interaction.interacts)
 
 
 def check_moves(moves: object, interaction: Interaction, dynamics: Dynamics) -> None:
@@ -232,7 +232,7 @@ def check_reparam(value: str | None) -> str | None:
 
 def check_sweeps(gradient: Gradient | None, dynamics: Dynamics) -> None:
     """Raise ``ValueError`` for sweeps with dynamics that would count their correlated noise as heat."""
-    if isinstance(gradient, Sweeps) and not dynamics.bears_sweeps:
+    if isinstance(gradient, Sweeps) and not dynamics.allows_sweeps:
         raise ValueError(
             f"gradient={gradient!r} has noise that cancels over a sweep, and {type(dynamics).__name__} would count "
             "it as heat and make the draws too narrow: use SGLD, SGHMC or their kernels with repulsion, or "

@@ -232,7 +232,7 @@ def diagnose_warmup(
     is_known = travels & ~has_basins & (warmup.step.effective_draws >= 0)
     jumps_well = jnp.zeros((), bool) if warmup.basins is None else warmup.basins.acceptance > MIN_ACCEPTANCE
     # Noisy directions are wide in whitened coordinates by intent.
-    condition = curvature * spread / warmup.scales.calming
+    condition = curvature * spread / warmup.scales.noise_shrinkage
     return found._replace(
         effective_draws=jnp.where(is_known, share * warmup.step.effective_draws, jnp.nan),
         bias=jnp.where(is_sampler & (warmup.step.bias > 1.01 * rule.tolerance), warmup.step.bias, jnp.nan),

@@ -14,7 +14,7 @@ from numpyro_repulsion.shapes import Count, Directions, Flag, Matrix, OtherVecto
 
 __all__ = [
     "NUM_PROBES",
-    "calming",
+    "shrink_noisy_directions",
     "extremes",
     "hessian_and_noise",
     "mean_diagonal",
@@ -195,7 +195,7 @@ def whitening(curvature: Scale) -> Scale:
     return _root(jnp.outer(unit, unit) * ((vectors / values) @ vectors.T), unit)
 
 
-def calming(covariance: Matrix, num_draws: int, allowed: Scalar) -> tuple[Matrix, Scalar]:
+def shrink_noisy_directions(covariance: Matrix, num_draws: int, allowed: Scalar) -> tuple[Matrix, Scalar]:
     """Return S, lower triangular, that rescales noisy directions until their gradient noise is at most the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the

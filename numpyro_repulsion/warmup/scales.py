@@ -11,13 +11,13 @@ from numpyro_repulsion.noise import signs
 from numpyro_repulsion.shapes import Vector, Vectors
 from numpyro_repulsion.warmup.hessian import (
     NUM_PROBES,
-    calming,
     extremes,
     hessian_and_noise,
     mean_diagonal,
     mean_product,
     num_minibatches,
     num_noise_pairs,
+    shrink_noisy_directions,
     whitening,
 )
 from numpyro_repulsion.warmup.learning import Sampler
@@ -93,16 +93,16 @@ def _whitened(key, stage, warmup, cloud, sampler):
         jnp.where(is_last, num_pairs, 0),
     )
     scale = whitening(weight * hessian + (1.0 - weight) * jnp.eye(dimension, dtype=weight.dtype))
-    factor = jnp.ones_like(warmup.scales.calming)
+    factor = jnp.ones_like(warmup.scales.noise_shrinkage)
     if sampler.plan.step_size is not None:
-        further, factor = calming(
+        further, factor = shrink_noisy_directions(
             scale.T @ covariance @ scale,
             num_pairs * num_independent,
             _allowed_noise(warmup, cloud, sampler),
         )
         scale = scale @ further
     warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
-    return warmup._replace(scales=warmup.scales._replace(calming=factor)), cloud
+    return warmup._replace(scales=warmup.scales._replace(noise_shrinkage=factor)), cloud
 
 
 def _low_rank(key, stage, warmup, cloud, sampler):
@@ -205,6 +205,6 @@ def _changed(warmup, cloud, change):
     # The memory stays as it is, because carried noise is white in any coordinates.
     cloud = cloud._replace(z=change.whiten(cloud.z), gradient=change.whiten_gradient(cloud.gradient))
     preconditioner, moments = warmup.scales.preconditioner.compose(change), warmup.scales.moments.compose(change)
-    one = jnp.ones_like(warmup.scales.calming)
-    scales = warmup.scales._replace(preconditioner=preconditioner, moments=moments, calming=one)
+    one = jnp.ones_like(warmup.scales.noise_shrinkage)
+    scales = warmup.scales._replace(preconditioner=preconditioner, moments=moments, noise_shrinkage=one)
     return warmup._replace(scales=scales), cloud

@@ -108,14 +108,15 @@ class ScalesState(NamedTuple):
 
     - **preconditioner** - the linear change of variables.
     - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
-    - **calming** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened coordinates.
+    - **noise_shrinkage** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened
+      coordinates.
     - **centring** - how the entries of a particle are centred; ``None`` if all are as the model has them. This change
       of variables comes before the linear one.
     """
 
     preconditioner: Preconditioner
     moments: Moments | None
-    calming: Scalar
+    noise_shrinkage: Scalar
     centring: Centring | None = None
 
 

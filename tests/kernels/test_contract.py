@@ -79,7 +79,7 @@ def combinations():
     """Every kernel with every interaction and every kind of gradient."""
     gradients = (None, *having(catalogue.GRADIENTS, but={"shared"}).values())
     for kernel, interaction, gradient in itertools.product(KERNELS + MOMENTA, INTERACTIONS, gradients):
-        if isinstance(gradient, Sweeps) and not kernel._default_dynamics.bears_sweeps:
+        if isinstance(gradient, Sweeps) and not kernel._default_dynamics.allows_sweeps:
             continue  # refused
         yield combine(kernel, interaction, gradient=gradient, step_size=0.01)
 

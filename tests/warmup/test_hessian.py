@@ -9,13 +9,13 @@ import pytest
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.hessian import (
-    calming,
     extremes,
     hessian_and_noise,
     mean_diagonal,
     mean_product,
     num_minibatches,
     num_noise_pairs,
+    shrink_noisy_directions,
     whitening,
 )
 from numpyro_repulsion.warmup.scales import wide_direction
@@ -141,11 +141,11 @@ def test_the_noise_is_measured():
 def test_only_noisy_directions_are_shrunk():
     covariance = jnp.diag(jnp.array([0.1, 0.5, 2.0, 8.0]))
     many = 10**7
-    scale, factor = calming(covariance, many, jnp.asarray(0.5))
+    scale, factor = shrink_noisy_directions(covariance, many, jnp.asarray(0.5))
     np.testing.assert_allclose(np.diag(scale.T @ covariance @ scale), [0.1, 0.5, 0.5, 0.5], rtol=1e-5)
     np.testing.assert_allclose(factor, 16.0, rtol=1e-5)
     # Noise that is the same everywhere limits all directions alike.
-    scale, factor = calming(100.0 * jnp.eye(3), many, jnp.asarray(0.5))
+    scale, factor = shrink_noisy_directions(100.0 * jnp.eye(3), many, jnp.asarray(0.5))
     np.testing.assert_allclose(scale, np.eye(3), rtol=1e-5)
     np.testing.assert_allclose(factor, 1.0, rtol=1e-5)
 
@@ -154,11 +154,11 @@ def test_equal_noise_known_from_few_draws_is_not_shrunk():
     dimension, number = 50, 160
     draws = 10.0 * random.normal(random.key(0), (number, dimension))
     covariance = draws.T @ draws / number
-    assert calming(covariance, 10**7, jnp.asarray(0.5))[1] > 5.0  # taken at its word
-    assert calming(covariance, number, jnp.asarray(0.5))[1] < 1.3
+    assert shrink_noisy_directions(covariance, 10**7, jnp.asarray(0.5))[1] > 5.0  # taken at its word
+    assert shrink_noisy_directions(covariance, number, jnp.asarray(0.5))[1] < 1.3
     # What stands out from it still is.
     draws = draws.at[:, 0].multiply(10.0)
-    scale, factor = calming(draws.T @ draws / number, number, jnp.asarray(0.5))
+    scale, factor = shrink_noisy_directions(draws.T @ draws / number, number, jnp.asarray(0.5))
     assert scale[0, 0] < 0.2 * jnp.diag(scale)[1:].min() and factor > 30.0
 
 
