@@ -19,13 +19,16 @@ from numpyro_repulsion.warmup.curvature import POWER_ITERATIONS
 from numpyro_repulsion.warmup.windows import ARRIVED, ENDS
 
 
-def vectorized(kernel: Any, num_warmup: int, num_samples: int, num_chains: int, progress_bar: bool = False) -> MCMC:
+def vectorized(
+    kernel: Any, num_warmup: int, num_samples: int, num_chains: int, progress_bar: bool = False, thinning: int = 1
+) -> MCMC:
     """An ``MCMC`` of vectorized chains; with its progress bar one compilation serves all runs."""
     return MCMC(
         kernel,
         num_warmup=num_warmup,
         num_samples=num_samples,
         num_chains=num_chains,
+        thinning=thinning,
         chain_method="vectorized",
         progress_bar=progress_bar,
     )

@@ -100,8 +100,7 @@ def in_pieces(kernel, kwargs, key, warmup, draws, until, steps):
 
         return lax.scan(iteration, state, length=PIECE)
 
-    # Without a first piece, nothing.
-    kept, used, accepted = [], [np.zeros((0,))], [np.zeros((0,))]
+    kept, used, accepted = [], [], []
     for _ in range((warmup + draws) // PIECE):
         if time.perf_counter() > until:
             break
@@ -109,10 +108,12 @@ def in_pieces(kernel, kwargs, key, warmup, draws, until, steps):
         z, num_steps, accept = jax.device_get(found)
         used.append(num_steps)
         accepted.append(accept)
-        if len(used) - 1 > warmup // PIECE:
+        if len(used) > warmup // PIECE:
             kept.append(z)
     z = jax.tree.map(lambda *x: np.concatenate(x), *kept) if kept else None
-    return z, np.concatenate(used), np.concatenate(accepted)
+    # Where there was no time for a first piece, nothing.
+    nothing = [np.zeros((0,))]
+    return z, np.concatenate(used or nothing), np.concatenate(accepted or nothing)
 
 
 def constrained(kernel, kwargs, z):
