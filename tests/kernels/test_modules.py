@@ -74,7 +74,6 @@ def nnx(outputs):
         def __call__(self, x):
             return self.last(jnp.tanh(self.first(x)))
 
-    # NumPyro makes a module of a class inside the model, from the key of its handlers.
     return lambda: module.random_nnx_module("net", Net(nnx.Rngs(0)), PRIOR)
 
 
@@ -123,7 +122,6 @@ def test_networks_run_and_predict(net):
     make = NETS[net](2)
     mcmc = run(SGLD(regression), make, X, Y)
     assert all(np.isfinite(value).all() for value in mcmc.get_samples().values())
-    # A function of the user's own cannot be an array of constant data.
     found = predict(mcmc, make, X[:7], Y[:7])
     assert found.mean.shape == found.log_likelihood.shape == (7,)
     assert np.isfinite(found.log_likelihood).all() and (found.sd > 0).all()
