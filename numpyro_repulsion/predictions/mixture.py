@@ -23,7 +23,8 @@ class Predictions:
       disagreement of the draws. For a deterministic site it is the disagreement alone. ``None`` for classes.
     - **probabilities** - of each class, in a last axis, for a categorical site; otherwise ``None``.
     - **log_likelihood** - the log density of each observation under the mixture, if the data for which predictions
-      were made have observations; otherwise ``None``. Its mean is the usual test log likelihood.
+      were made have observations; otherwise ``None``. Its mean is the usual test log likelihood. 0 where a mask
+      hides the observation.
 
     :func:`~numpyro_repulsion.predict` makes it.
 

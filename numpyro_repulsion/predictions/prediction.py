@@ -14,6 +14,7 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import MCMC
+from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_repulsion.checks import integer
@@ -58,7 +59,7 @@ def predict(
         for arguments that the model does not take.
     :raises ValueError: before the run; for a kernel without a model; for a site that does not exist or is not chosen;
         if the run left out latent sites; for enumerated models; if a latent site has another shape with these data, as
-        an effect for each row has; and if replicates exceed 2 GiB.
+        an effect for each row has; for sites inside ``scan``; and if replicates exceed 2 GiB.
 
     **Example**
 
@@ -104,7 +105,9 @@ def predict(
     kept = _Sums(site, _observed(model, site, jax.tree.map(lambda x: x[0], draws)))
 
     def of_draw(number, draw):
-        return _of_draw(_traced(model, draw, random.fold_in(key, number))[site], random.fold_in(key, number))
+        # The model takes keys from its own by splitting, so replicates need another.
+        of_model, of_replicate = random.split(random.fold_in(key, number))
+        return _of_draw(_traced(model, draw, of_model)[site], of_replicate)
 
     for found in _in_chunks(of_draw, draws):
         kept.add(found)
@@ -158,7 +161,7 @@ def _of_draw(msg, key):
         value = jnp.asarray(msg["value"])
         return {"mean": value, "variance": jnp.zeros_like(value, float), "replicate": value}
     fn = msg["fn"]
-    found = {"replicate": fn.sample(random.fold_in(key, 1))}
+    found = {"replicate": fn.sample(key)}
     if msg["is_observed"]:
         found["log_prob"] = fn.log_prob(msg["value"])
     base = fn
@@ -195,23 +198,32 @@ def _in_chunks(of_draw: Callable, draws: dict):
         yield {name: np.asarray(value)[start - first :] for name, value in found.items()}
 
 
+class _same_shapes(Messenger):
+    """Refuse latent sites of another shape than their draws, before NumPyro broadcasts them."""
+
+    def __init__(self, fn, draw):
+        super().__init__(fn)
+        self.draw = draw
+
+    def process_message(self, msg):
+        known = self.draw.get(msg.get("name"))
+        # Sites of a scan come with an axis that their distribution does not know.
+        if msg["type"] != "sample" or known is None or msg.get("_control_flow_done"):
+            return
+        if (shape := msg["fn"].shape()) != known.shape:
+            raise ValueError(
+                f"With these data the latent site '{msg['name']}' has the shape {shape}, and its draws have "
+                f"{known.shape}: effects of single rows cannot be predicted for other rows. Pass the same rows, or a "
+                "model of new ones to numpyro.infer.Predictive."
+            )
+
+
 def _traced(model, draw, key):
     """Return the sites of the model with its latent ones at a draw.
 
     :raises ValueError: if a latent site has another shape than its draw.
     """
-
-    def value(msg):
-        name, known = msg["name"], draw.get(msg["name"])
-        if known is not None and (shape := msg["fn"].shape()) != known.shape:
-            raise ValueError(
-                f"With these data the latent site '{name}' has the shape {shape}, and its draws have {known.shape}: "
-                "effects of single rows cannot be predicted for other rows. Pass the same rows, or a model of new ones "
-                "to numpyro.infer.Predictive."
-            )
-        return known
-
-    return trace(seed(substitute(model, substitute_fn=value), key)).get_trace()
+    return trace(seed(substitute(_same_shapes(model, draw), draw), key)).get_trace()
 
 
 def _with_arguments(model, args, kwargs):
@@ -252,13 +264,18 @@ def _site(target, site):
 def _observed(model, site, draw):
     """Return the observations of the site, or ``None``, after a look at the model with these data.
 
-    :raises ValueError: if the site does not exist.
+    :raises ValueError: if the site does not exist, or is inside a ``scan``.
     """
 
     def values():
         found = _traced(model, draw, random.key(0))
         if site not in found:
             raise ValueError(f"With these data the model has no site '{site}'; it has {sorted(found)}.")
+        if found[site]["type"] == "sample" and found[site].get("_control_flow_done"):
+            raise ValueError(
+                f"The site '{site}' is inside a `scan` or `cond`, where its distribution cannot be told apart by rows. "
+                "Use numpyro.infer.Predictive on the model without observations."
+            )
         return found[site]["value"] if found[site].get("is_observed") else None
 
     found = jax.jit(values)()

@@ -14,7 +14,6 @@ from numpyro_repulsion.shapes import Count, Directions, Flag, Matrix, OtherVecto
 
 __all__ = [
     "NUM_PROBES",
-    "shrink_noisy_directions",
     "extremes",
     "hessian_and_noise",
     "mean_diagonal",
@@ -22,6 +21,7 @@ __all__ = [
     "mean_product",
     "num_minibatches",
     "num_noise_pairs",
+    "shrink_noisy_directions",
     "whitening",
 ]
 

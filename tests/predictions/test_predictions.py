@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import numpyro
+from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS, Predictive, log_likelihood
 
@@ -220,3 +221,49 @@ def test_too_many_replicates_are_refused(fitted, monkeypatch):
     monkeypatch.setattr("numpyro_repulsion.predictions.prediction.MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="Lower `num_draws`"):
         predict(fitted, NEW)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_replicates_have_keys_of_their_own(count):
+    """Effects of new groups come from their prior, independent of the noise of the observations."""
+
+    def groups(count=0, y=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 0.01))
+        effects = [numpyro.sample(f"new {group}", dist.Normal(0, 1)) for group in range(count)]
+        numpyro.sample("y", dist.Normal(mu + sum(effects), 1), obs=y)
+
+    mcmc = run(SGLD(groups, gradient=FullData()), y=0.0, num_samples=200)
+    found = predict(mcmc, count, 0.0).replicates  # observed, so that the model draws no noise itself
+    # Were an effect the noise again, the variance would be count + 3 in place of count + 1.
+    expected = count + 1.0
+    assert abs(found.var() - expected) < 4.5 * expected * (2.0 / len(found)) ** 0.5
+
+
+def test_latent_sites_inside_a_scan():
+    def walk(y=None):
+        def step(x, _):
+            x = numpyro.sample("x", dist.Normal(0.9 * x, 0.1))
+            return x, x
+
+        _, xs = scan(step, 0.0, None, length=4)
+        with numpyro.plate("times", 4):
+            numpyro.sample("y", dist.Normal(xs, 0.5), obs=y)
+
+    mcmc = run(SGLD(walk, gradient=FullData()), jnp.ones(4), num_samples=20)
+    found = predict(mcmc)
+    np.testing.assert_allclose(found.mean, np.asarray(mcmc.get_samples()["x"], float).mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_sites_observed_inside_a_scan_are_refused():
+    def observed(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+
+        def step(carry, value):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=value)
+            return carry, None
+
+        scan(step, 0.0, y)
+
+    mcmc = run(SGLD(observed, gradient=FullData()), jnp.ones(4), num_samples=10)
+    with pytest.raises(ValueError, match="inside a `scan`"):
+        predict(mcmc, jnp.ones(4))
