@@ -18,6 +18,7 @@ from numpyro_repulsion import (
     Independent,
     Interaction,
     Move,
+    Predictions,
     Radial,
     StepBias,
     all_rows,
@@ -28,7 +29,7 @@ from numpyro_repulsion.moves import Basins
 
 #: Bases, which users write subclasses of; jumps that switch themselves on; what a function returns; a handler.
 NO_PARTS = {Dynamics, Gradient, Gram, Interaction, Move, ParticleKernel, Radial}
-NO_PARTS |= {Basins, Diagnosis, Finding, StepBias, all_rows}
+NO_PARTS |= {Basins, Diagnosis, Finding, Predictions, StepBias, all_rows}
 
 
 def subclasses(base):
