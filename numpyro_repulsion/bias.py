@@ -220,20 +220,26 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
         one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
         width = WIDTH * jnp.sqrt(step_size)
         in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
-        curvature, noise = estimate_curvature(
+        curvature, noise, isotropic_noise = estimate_curvature(
             random.key(0), cloud.z, width, iteration.energy_and_grad(warmup), in_use, False
         )
         if not plan.noise:
-            noise = jnp.zeros_like(noise)
+            noise = isotropic_noise = jnp.zeros_like(noise)
         steepness = measure_steepness(random.key(0), interaction, cloud.z, warmup.bandwidth)
-        measurements = one.add(curvature, noise, steepness)
+        measurements = one.add(curvature, noise, isotropic_noise, steepness)
         warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
     spread = jnp.inf if is_other or warmup.scales.moments is None else warmup.spread(dynamics)
+    noise = warmup.noise, warmup.isotropic_noise
     stats = summarize_curvature(
-        warmup.step.measurements, warmup.noise, spread, coupling, dynamics, iteration.shares_minibatches, plan.sweep
+        warmup.step.measurements, noise, spread, coupling, dynamics, iteration.shares_minibatches, plan.sweep
     )
     error = dynamics.step_error(coupling)
-    without_curvature = CurvatureStats(jnp.zeros(()), jnp.zeros(()), error.remaining_noise(step_size, stats))
+    without_curvature = CurvatureStats(
+        jnp.zeros(()),
+        jnp.zeros(()),
+        error.remaining_noise(step_size, stats),
+        isotropic_noise=stats.isotropic_noise,
+    )
     return error.bias(step_size, stats), error.bias(step_size, without_curvature)
 
 

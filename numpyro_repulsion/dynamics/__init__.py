@@ -24,6 +24,7 @@ from numpyro_repulsion.dynamics.step_error import (
     EulerError,
     MomentumError,
     StepError,
+    ThermostatError,
     UnknownError,
 )
 from numpyro_repulsion.dynamics.underdamped import Relativistic, Thermostat, Underdamped
@@ -33,6 +34,7 @@ __all__ = [
     "EulerError",
     "MomentumError",
     "StepError",
+    "ThermostatError",
     "UnknownError",
     "Cloud",
     "Couple",

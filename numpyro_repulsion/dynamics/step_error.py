@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.shapes import Number, Scalar
 
-__all__ = ["AveragedError", "CurvatureStats", "EulerError", "MomentumError", "StepError", "UnknownError"]
+__all__ = [
+    "AveragedError",
+    "CurvatureStats",
+    "EulerError",
+    "MomentumError",
+    "StepError",
+    "ThermostatError",
+    "UnknownError",
+]
 
 
 class CurvatureStats(NamedTuple):
@@ -22,6 +30,7 @@ class CurvatureStats(NamedTuple):
     - **steepness** - s, how fast Γ changes with the particles, as the root mean square over directions; 0 if K is
       constant.
     - **sweep** - M, the number of minibatches that pass through all rows; ``None`` if minibatches are independent.
+    - **isotropic_noise** - V̄, the mean of that variance over all directions.
     """
 
     curvature: Scalar
@@ -29,6 +38,7 @@ class CurvatureStats(NamedTuple):
     noise: Scalar
     steepness: Number = 0.0
     sweep: int | None = None
+    isotropic_noise: Number = 0.0
 
 
 class StepError:
@@ -192,8 +202,7 @@ class MomentumError(EulerError):
         change = step_size * stats.steepness
         # Above the stability limit, measured variances were several times too large.
         dense = jnp.where(change > 1.0, 1e3, change**2 / 10.0)
-        heat = self._heat(stats._replace(noise=self.remaining_noise(step_size, stats)))
-        return jnp.maximum(jnp.maximum(step_size * heat, curved), dense)
+        return jnp.maximum(jnp.maximum(self._warming(step_size, stats), curved), dense)
 
     def remaining_noise(self, step_size, stats):
         if stats.sweep is None:
@@ -207,10 +216,7 @@ class MomentumError(EulerError):
         curved = self.from_overdamped_step(limit / stats.curvature) / self.coupling.bound
         # An empirical value, the same as for overdamped dynamics although the step is one of time.
         dense = jnp.sqrt(10.0 * tolerance) / stats.steepness
-        heat = tolerance / self._heat(stats)
-        if stats.sweep is not None:
-            heat = jnp.maximum(heat, (12.0 * heat / self._passed(stats)) ** (1 / 3))
-        return jnp.minimum(jnp.minimum(curved, dense), heat)
+        return jnp.minimum(jnp.minimum(curved, dense), self._max_step_for_warming(tolerance, stats))
 
     def stability_limit(self, stats):
         # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
@@ -230,10 +236,42 @@ class MomentumError(EulerError):
         """Return the square of the phase that the fastest direction passes through in a sweep, for a step of 1."""
         return self.coupling.bound**2 * stats.curvature * (stats.sweep + 1.0) ** 2
 
+    def _warming(self, step_size, stats):
+        """Return by what share gradient noise raises the temperature of the momenta."""
+        return step_size * self._heat(stats._replace(noise=self.remaining_noise(step_size, stats)))
+
+    def _max_step_for_warming(self, tolerance, stats):
+        """Return the step that raises the temperature of the momenta by the share ``tolerance``."""
+        longest = tolerance / self._heat(stats)
+        if stats.sweep is None:
+            return longest
+        return jnp.maximum(longest, (12.0 * longest / self._passed(stats)) ** (1 / 3))
+
     def _heat(self, stats):
         """Return how much gradient noise heats the momenta, for a step of 1.
 
-        The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters. A
-        thermostat removes the heat that is the same in all directions, but not the rest.
+        The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters.
         """
         return self.coupling.bound * jnp.mean(self.coupling.diagonal) * stats.noise / (2.0 * self.friction)
+
+
+@dataclass(frozen=True)
+class ThermostatError(MomentumError):
+    """Dynamics with a thermostat and ``K = I``: the friction rises by the mean heat of gradient noise, which so cools.
+
+    In a direction with noise of variance V, where the mean variance is V̄, the temperature becomes
+    ``(C + εV/2) / (C + εV̄/2)``. For any other K, or noise of a sweep, a thermostat removes only a part of that heat,
+    which is not counted on.
+    """
+
+    #: The largest rise of the friction, in units of C: above, the positions of all directions slow down.
+    MAX_RISE: ClassVar[float] = 2.0
+
+    def _warming(self, step_size, stats):
+        excess = jnp.maximum(stats.noise - stats.isotropic_noise, 0.0)
+        return step_size * excess / (2.0 * self.friction + step_size * stats.isotropic_noise)
+
+    def _max_step_for_warming(self, tolerance, stats):
+        excess = jnp.maximum(stats.noise - (1.0 + tolerance) * stats.isotropic_noise, 0.0)
+        rise = 2.0 * self.MAX_RISE * self.friction / jnp.asarray(stats.isotropic_noise)
+        return jnp.minimum(2.0 * self.friction * tolerance / excess, rise)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.checks import keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
-from numpyro_repulsion.dynamics.step_error import MomentumError, UnknownError
+from numpyro_repulsion.dynamics.step_error import MomentumError, ThermostatError, UnknownError
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.shapes import Numbers, Vectors
 
@@ -289,6 +289,12 @@ class Thermostat(_Momenta):
     @property
     def carries(self):
         return "momenta and a friction for each particle"
+
+    def step_error(self, coupling):
+        error = super().step_error(coupling)
+        if not (coupling.is_identity and isinstance(error, MomentumError)):
+            return error
+        return ThermostatError(coupling, self.friction, self._splits(coupling))
 
     def init(self, key, z, energy_and_grad, couple):
         momentum_key, friction_key = random.split(key)

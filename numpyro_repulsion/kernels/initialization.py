@@ -47,6 +47,10 @@ class _Static:
     target: Target = field(compare=False)
 
 
+#: How XLA compiles the program that makes the first state: it runs once, and optimizing it takes longer than running it.
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
 class Initializer:
     """Make the first state of a kernel, by a program that is compiled once for all data of the same shapes.
 
@@ -56,7 +60,8 @@ class Initializer:
 
     def __init__(self, kernel):
         self._kernel = kernel
-        self._program = jax.jit(self._start, static_argnums=0)
+        self._program = jax.jit(self._start, static_argnums=0, compiler_options=QUICKLY)
+        self._nested_program = jax.jit(self._start, static_argnums=0)
         self._concrete_program = None
         self._checked = None
 
@@ -77,7 +82,13 @@ class Initializer:
         static = _Static(num_warmup, treedef, is_array, others, target.structure, bound.gradient, target)
         if _is_hashable(static):
             try:
-                return self._program(static, arrays, rng_key, init_params)
+                try:
+                    return self._program(static, arrays, rng_key, init_params)
+                except ValueError as error:
+                    # JAX allows compiler options only outside of other programs.
+                    if "compiler_options" not in str(error):
+                        raise
+                return self._nested_program(static, arrays, rng_key, init_params)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 pass  # The model needs the values of its arguments, not only their shapes.
         known = self._concrete_program

@@ -40,6 +40,7 @@ class Measurements(NamedTuple):
     - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``.
     - **noise** - the largest variance of the gradient in any direction, without control variates and with,
       ``(rows, 2)``.
+    - **isotropic_noise** - the mean of that variance over all directions, ``(rows, 2)``.
     - **steepness** - how fast Γ changes, ``(rows,)``.
 
     Unknown or non-finite numbers are negative.
@@ -48,18 +49,19 @@ class Measurements(NamedTuple):
     number: Count
     curvature: Table
     noise: Table
+    isotropic_noise: Table
     steepness: OtherVector
 
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
         """Return no measurements, with room for ``rows`` clouds."""
-        rows_of = (jnp.full((rows, *shape), UNKNOWN, dtype) for shape in ((particles,), (2,), ()))
+        rows_of = (jnp.full((rows, *shape), UNKNOWN, dtype) for shape in ((particles,), (2,), (2,), ()))
         return Measurements(jnp.zeros((), jnp.int32), *rows_of)
 
-    def add(self, curvature: OtherVector, noise: Pair, steepness: Scalar) -> Measurements:
+    def add(self, curvature: OtherVector, noise: Pair, isotropic_noise: Pair, steepness: Scalar) -> Measurements:
         """Return the measurements with one more cloud."""
         row = jnp.minimum(self.number, len(self.curvature) - 1)
-        found = zip(self[1:], (curvature, noise, steepness), strict=True)
+        found = zip(self[1:], (curvature, noise, isotropic_noise, steepness), strict=True)
         return Measurements(row + 1, *(known.at[row].set(new) for known, new in found))
 
     @property
@@ -78,6 +80,11 @@ class Measurements(NamedTuple):
         return jnp.nan_to_num(jnp.nanmean(_known(self.noise), 0))
 
     @property
+    def mean_isotropic_noise(self) -> Pair:
+        """The mean of the isotropic gradient noise without control variates and with them, ``(2,)``."""
+        return jnp.nan_to_num(jnp.nanmean(_known(self.isotropic_noise), 0))
+
+    @property
     def typical_steepness(self) -> Scalar:
         """The root mean square of the steepness; 0 if unknown."""
         return jnp.nan_to_num(jnp.sqrt(jnp.nanmean(_known(self.steepness) ** 2)))
@@ -90,7 +97,7 @@ def estimate_curvature(
     energy_and_grad: CorrectableEnergyAndGrad,
     corrected: Flag,
     compare: bool,
-) -> tuple[OtherVector, Pair]:
+) -> tuple[OtherVector, Pair, Pair]:
     """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
     Both sides of a difference use the same minibatch, and each iteration uses another one. So midpoints differ between
@@ -102,7 +109,7 @@ def estimate_curvature(
     :param compare: whether to measure the noise both without and with control variates.
     :return: the largest absolute curvature at each particle, ``(G L,)``, negative where it is not finite; and the
         largest variance of the gradient in any direction, pooled over the particles, without control variates and with
-        them, ``(2,)``.
+        them, ``(2,)``; and the mean of that variance over all directions, ``(2,)``.
     """
     distance = jnp.broadcast_to(width, u.shape[:-1])[..., None].astype(u.dtype)
 
@@ -127,13 +134,14 @@ def estimate_curvature(
     _, (sizes, seen) = lax.scan(iterate, direction, keys)
     curvature = jnp.where(jnp.isfinite(sizes[-1]), sizes[-1], UNKNOWN).ravel()
     seen = jnp.moveaxis(seen, 1, 0)
-    used, other = _largest_variance(start, seen[0]), _largest_variance(start, seen[-1])
-    return curvature, jnp.where(corrected, jnp.stack([other, used]), jnp.stack([used, other]))
+    used, other = (jnp.stack(_variances(start, x)) for x in (seen[0], seen[-1]))
+    largest, mean = jnp.where(corrected, jnp.stack([other, used]), jnp.stack([used, other])).T
+    return curvature, largest, mean
 
 
 def summarize_curvature(
     measurements: Measurements,
-    noise: Scalar,
+    noise: tuple[Scalar, Scalar],
     spread: Number,
     coupling: Coupling,
     dynamics: Dynamics,
@@ -142,18 +150,21 @@ def summarize_curvature(
 ) -> CurvatureStats:
     """Return the statistics that bound the step size.
 
-    :param noise: the largest variance of the gradient in use, in any direction.
+    :param noise: the largest variance of the gradient in use, in any direction, and the mean over all directions.
     :param spread: the largest variance of the positions in any direction, in units of the temperature.
     :param shared: whether the particles of a group share their minibatch.
     :param sweep: the number of minibatches that pass through all rows; ``None`` if minibatches are independent.
     """
     temperature = dynamics.temperature or 1.0
     # K amplifies noise that all particles share by its largest eigenvalue Λ, and each particle's own noise by K_ii.
-    noise = noise * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0)
+    largest_noise, isotropic_noise = (
+        x * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0) / temperature for x in noise
+    )
     # The mean curvature in a direction is at least 1 / variance, even if the measurements missed it.
     curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
     largest = jnp.maximum(measurements.largest_curvature, curvature)
-    return CurvatureStats(curvature, largest, noise / temperature, temperature * measurements.typical_steepness, sweep)
+    steepness = temperature * measurements.typical_steepness
+    return CurvatureStats(curvature, largest, largest_noise, steepness, sweep, isotropic_noise)
 
 
 def measure_steepness(key: jax.Array, interaction: Interaction, u: Vectors, bandwidth: Number) -> Scalar:
@@ -173,10 +184,10 @@ def _known(x):
     return jnp.where(x < 0, jnp.nan, x)
 
 
-def _largest_variance(start, gradients):
-    """Return the largest variance in any direction of gradients ``(times, G, L, d)`` about each particle's mean.
+def _variances(start, gradients):
+    """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, and the mean.
 
-    One half of the times gives the direction and the other half the variance along it, and vice versa, because the
+    The largest is over directions, and so is the mean. One half of the times gives the direction and the other half the variance along it, and vice versa, because the
     largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large.
     """
     times = gradients.shape[0] // 2
@@ -193,4 +204,5 @@ def _largest_variance(start, gradients):
         return jnp.where(size > 0, product / jnp.where(size > 0, size, 1.0), directions), None
 
     directions, _ = lax.scan(iterate, start / jnp.linalg.norm(start, axis=-1, keepdims=True), length=POWER_ITERATIONS)
-    return jnp.mean(jnp.sum(jnp.einsum("hnd,hd->hn", halves, directions[::-1]) ** 2, -1)) / rows
+    largest = jnp.mean(jnp.sum(jnp.einsum("hnd,hd->hn", halves, directions[::-1]) ** 2, -1)) / rows
+    return largest, jnp.mean(jnp.sum(halves**2, 1)) / rows

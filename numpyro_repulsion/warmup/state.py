@@ -205,7 +205,15 @@ class WarmupState(NamedTuple):
     @property
     def noise(self) -> Scalar:
         """The largest variance of the gradient in use, in any direction."""
-        plain, corrected = self.measurements.mean_noise
+        return self._in_use(self.measurements.mean_noise)
+
+    @property
+    def isotropic_noise(self) -> Scalar:
+        """The mean variance of the gradient in use, over all directions."""
+        return self._in_use(self.measurements.mean_isotropic_noise)
+
+    def _in_use(self, noise):
+        plain, corrected = noise
         return plain if self.reference is None else jnp.where(self.reference.in_use, corrected, plain)
 
     def spread(self, dynamics: Dynamics) -> Scalar:

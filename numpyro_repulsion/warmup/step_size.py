@@ -43,20 +43,20 @@ def _measured(key, stage, warmup, cloud, sampler):
     plan = sampler.plan
     in_use = warmup.reference.in_use if plan.reference else jnp.zeros((), bool)
     width = WIDTH if plan.scale else WIDTH * jnp.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
-    curvature, noise = estimate_curvature(key, cloud.z, width, sampler.energy_and_grad(warmup), in_use, plan.reference)
+    curvature, noise, isotropic = estimate_curvature(key, cloud.z, width, sampler.energy_and_grad(warmup), in_use, plan.reference)
     if not plan.noise:
         # Without minibatches, midpoints differ only by the third derivatives of U.
-        noise = jnp.zeros_like(noise)
+        noise = isotropic = jnp.zeros_like(noise)
     known = warmup.step.measurements
     measurements = known._replace(
         number=jnp.where(stage.is_adapting, 0, known.number),
         **{
             name: jnp.where(stage.is_adapting, UNKNOWN, getattr(known, name))
-            for name in ("curvature", "noise", "steepness")
+            for name in ("curvature", "noise", "isotropic_noise", "steepness")
         },
     )
     steepness = measure_steepness(key, sampler.interaction, cloud.z, warmup.bandwidth)
-    measurements = measurements.add(curvature, noise, steepness)
+    measurements = measurements.add(curvature, noise, isotropic, steepness)
     warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
     if plan.reference:
         in_use = _prefers_reference(warmup, cloud, sampler)
@@ -67,11 +67,13 @@ def _measured(key, stage, warmup, cloud, sampler):
 def _prefers_reference(warmup, cloud, sampler):
     """Return whether control variates help: by their noise; in sweeps by the step, because they cost two gradients."""
     plan, dynamics = sampler.plan, sampler.dynamics
-    plain, corrected = warmup.step.measurements.mean_noise
+    known = warmup.step.measurements
+    plain, corrected = known.mean_noise
     if plan.sweep is None or plan.step_size is None:
         return corrected <= plain
     coupling, spread = sampler.interaction.couple(cloud.z, warmup.bandwidth), warmup.spread(dynamics)
     error = dynamics.step_error(coupling)
+    plain, corrected = zip(known.mean_noise, known.mean_isotropic_noise, strict=True)
     with_reference, without = (
         error.max_step_for_bias(plan.step_size.tolerance, _stats(warmup, noise, spread, coupling, sampler))
         for noise in (corrected, plain)
@@ -96,7 +98,8 @@ def _with_step_size(stage, warmup, cloud, sampler):
     plan, dynamics = sampler.plan, sampler.dynamics
     coupling = sampler.interaction.couple(cloud.z, warmup.bandwidth)
     spread = warmup.spread(dynamics)
-    noise = stage.noise_share.astype(warmup.noise.dtype) * warmup.noise
+    share = stage.noise_share.astype(warmup.noise.dtype)
+    noise = share * warmup.noise, share * warmup.isotropic_noise
     # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the spread huge.
     widest = jnp.minimum(spread, 1.0) if plan.noise and plan.scale is not None else spread
     stats = _stats(warmup, noise, widest, coupling, sampler)
@@ -128,7 +131,7 @@ def _with_step_size(stage, warmup, cloud, sampler):
     accepted = jnp.exp(jnp.log(warmup.arrival.step_size).mean())
     step_size = jnp.where(usable, step_size, error.from_overdamped_step(0.1 * accepted))
     bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step
-    remaining = error.remaining_noise(step_size, stats._replace(noise=jnp.ones_like(noise)))
+    remaining = error.remaining_noise(step_size, stats._replace(noise=jnp.ones_like(stats.noise)))
     found = {
         "size": step_size,
         "bias": jnp.where(jnp.isnan(bias), UNKNOWN, bias),

@@ -384,6 +384,35 @@ def test_thermostat_absorbs_noise_that_heats_others():
     assert mean[0] - 1.0 == pytest.approx(float(expected), rel=0.15)
 
 
+def test_the_step_of_a_thermostat_counts_on_it_for_isotropic_noise_only():
+    identity, tolerance = Independent().couple(jnp.zeros((2, 2))), 0.1
+    functions = (lambda c: c.z[..., 0] ** 2, lambda c: c.z[..., 1] ** 2)
+
+    def stats(variances):
+        # Curvature, which would limit the step, is left out.
+        return CurvatureStats(1e-9, 1e-9, jnp.max(variances), isotropic_noise=jnp.mean(variances))
+
+    isotropic, uneven = jnp.array([30.0, 30.0]), jnp.array([4.0, 2.0])
+    error = Thermostat(inertia=10.0).step_error(identity)
+    # The friction triples.
+    assert error.max_step_for_bias(tolerance, stats(isotropic)) == pytest.approx(4.0 / 30.0)
+    step = float(error.max_step_for_bias(tolerance, stats(uneven)))
+    assert step == pytest.approx(2 * tolerance / (4.0 - 1.1 * 3.0))
+    assert float(error.bias(step, stats(uneven))) == pytest.approx(tolerance)
+    assert step > 3 * float(Underdamped().step_error(identity).max_step_for_bias(tolerance, stats(uneven)))
+    for dynamics, variances, step_size, holds in (
+        (Thermostat(inertia=10.0), isotropic, 4.0 / 30.0, True),
+        (Underdamped(), isotropic, 4.0 / 30.0, False),
+        (Thermostat(inertia=10.0), uneven, step, True),
+        (Underdamped(), uneven, step, False),
+    ):
+        setting = {"step_size": step_size, "noise": variances**0.5}
+        mean, spread = long_means(dynamics, Independent(), gaussian_force, functions, **setting)
+        expected = float(dynamics.step_error(identity).bias(step_size, stats(variances)))
+        # Noise heats positions by less than momenta, by up to the share that curvature has in the friction.
+        assert (mean.max() - 1.0 < tolerance + 4.5 * spread.max()) == holds, (dynamics, mean, spread, expected)
+
+
 def test_relativistic_momenta_start_in_their_own_law():
     kinetic = Relativistic(speed=0.7)
     white = random.normal(random.key(0), (200_000,))

@@ -78,7 +78,7 @@ def quadratic(precision):
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_curvature_is_the_largest_eigenvalue(scale):
     u = random.normal(random.key(0), (2, 5, 3)) / scale**0.5
-    found, noise = estimate_curvature(random.key(1), u, 0.2 / scale**0.5, quadratic(scale * PRECISION), NO, False)
+    found, noise, _ = estimate_curvature(random.key(1), u, 0.2 / scale**0.5, quadratic(scale * PRECISION), NO, False)
     # Eight iterations from a random direction, the best of ten: (4.2 / 9.7)^8 is well below 1 %.
     assert found.shape == (10,)
     np.testing.assert_allclose(found.max(), scale * LARGEST, rtol=0.02)
@@ -95,7 +95,7 @@ def test_curvature_is_absolute_and_leaves_out_what_is_not_finite():
         energy, gradient = quadratic(PRECISION)(key, u)
         return energy, gradient.at[:, 2].set(jnp.nan)
 
-    found, noise = estimate_curvature(random.key(1), u, 0.2, broken, NO, False)
+    found, noise, _ = estimate_curvature(random.key(1), u, 0.2, broken, NO, False)
     assert (found < 0).tolist() == [False, False, True, False, False, False]
     assert found.max() == exact and np.isfinite(noise).all()
 
@@ -110,10 +110,13 @@ def test_noise_is_the_largest_variance_of_the_gradient(corrected):
         return energy, gradient + jnp.where(corrected, 0.5, 1.0) * random.normal(key, u.shape) @ root.T
 
     u = random.normal(random.key(0), (2, 20, 3))
-    _, found = estimate_curvature(random.key(1), u, 0.2, noisy, jnp.asarray(corrected), True)
+    _, found, mean = estimate_curvature(random.key(1), u, 0.2, noisy, jnp.asarray(corrected), True)
     exact = np.linalg.eigvalsh(root @ root.T)[-1] * np.array([1.0, 0.25])
     # Seven degrees of freedom for each of 40 particles; finding the direction from half of them loses a little.
     assert (np.abs(found / exact - 1) < 4.5 * (2 / 280) ** 0.5).all()
+    exact_mean = np.trace(root @ root.T) / 3 * np.array([1.0, 0.25])
+    assert (np.abs(mean / exact_mean - 1) < 4.5 * (2 / 240) ** 0.5).all()
+    assert not (np.abs(found / exact_mean - 1) < 4.5 * (2 / 240) ** 0.5).any()
 
 
 def test_noise_is_not_overestimated_in_many_dimensions():
@@ -121,20 +124,22 @@ def test_noise_is_not_overestimated_in_many_dimensions():
     def noisy(key, u, corrected):
         return jnp.zeros(u.shape[:-1]), random.normal(key, u.shape)
 
-    _, found = estimate_curvature(random.key(1), jnp.zeros((1, 20, 200)), 0.2, noisy, NO, False)
+    _, found, mean = estimate_curvature(random.key(1), jnp.zeros((1, 20, 200)), 0.2, noisy, NO, False)
     # Three degrees of freedom for each particle in each half, along a direction from the other half.
     assert abs(found[0] - 1) < 4.5 * (2 / 120) ** 0.5
+    assert abs(mean[0] - 1) < 4.5 * (2 / (120 * 200)) ** 0.5
 
 
 def test_measurements_pool_clouds():
     pool = Measurements.empty(3, 10, jnp.float32)
     assert pool.typical_curvature == 0.0 and pool.largest_curvature == 0.0
-    pool = pool.add(jnp.arange(10.0), jnp.array([4.0, 1.0]), 3.0)
-    pool = pool.add(jnp.arange(10.0, 20.0).at[0].set(jnp.nan), jnp.array([2.0, 3.0]), 4.0)
+    pool = pool.add(jnp.arange(10.0), jnp.array([4.0, 1.0]), jnp.array([2.0, 0.5]), 3.0)
+    pool = pool.add(jnp.arange(10.0, 20.0).at[0].set(jnp.nan), jnp.array([2.0, 3.0]), jnp.array([1.0, 0.5]), 4.0)
     values = [*range(10), *range(11, 20)]
     assert pool.typical_curvature == pytest.approx(np.quantile(values, 0.9))
     assert pool.largest_curvature == 19.0
     assert pool.mean_noise.tolist() == [3.0, 2.0]
+    assert pool.mean_isotropic_noise.tolist() == [1.5, 0.5]
     assert pool.typical_steepness == pytest.approx(12.5**0.5)
 
 
