@@ -229,9 +229,9 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
         measurements = one.add(curvature, noise, isotropic_noise, steepness)
         warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
     spread = jnp.inf if is_other or warmup.scales.moments is None else warmup.spread(dynamics)
-    noise = warmup.noise, warmup.isotropic_noise
+    both = warmup.noise, warmup.isotropic_noise
     stats = summarize_curvature(
-        warmup.step.measurements, noise, spread, coupling, dynamics, iteration.shares_minibatches, plan.sweep
+        warmup.step.measurements, both, spread, coupling, dynamics, iteration.shares_minibatches, plan.sweep
     )
     error = dynamics.step_error(coupling)
     without_curvature = CurvatureStats(

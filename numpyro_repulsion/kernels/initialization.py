@@ -47,7 +47,7 @@ class _Static:
     target: Target = field(compare=False)
 
 
-#: How XLA compiles the program that makes the first state: it runs once, and optimizing it takes longer than running it.
+#: How XLA compiles the program of the first state, which runs once: optimizing it takes longer than running it.
 QUICKLY = {"xla_backend_optimization_level": 0}
 
 

@@ -187,8 +187,9 @@ def _known(x):
 def _variances(start, gradients):
     """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, and the mean.
 
-    The largest is over directions, and so is the mean. One half of the times gives the direction and the other half the variance along it, and vice versa, because the
-    largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large.
+    Both are over directions. One half of the times gives the direction of the largest and the other half the variance
+    along it, and vice versa, because the largest eigenvalue of a covariance estimated from fewer rows than dimensions
+    would be far too large.
     """
     times = gradients.shape[0] // 2
     # Subtract the mean of each half: a common mean would correlate the halves negatively.

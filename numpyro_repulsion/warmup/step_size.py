@@ -43,7 +43,9 @@ def _measured(key, stage, warmup, cloud, sampler):
     plan = sampler.plan
     in_use = warmup.reference.in_use if plan.reference else jnp.zeros((), bool)
     width = WIDTH if plan.scale else WIDTH * jnp.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
-    curvature, noise, isotropic = estimate_curvature(key, cloud.z, width, sampler.energy_and_grad(warmup), in_use, plan.reference)
+    curvature, noise, isotropic = estimate_curvature(
+        key, cloud.z, width, sampler.energy_and_grad(warmup), in_use, plan.reference
+    )
     if not plan.noise:
         # Without minibatches, midpoints differ only by the third derivatives of U.
         noise = isotropic = jnp.zeros_like(noise)
