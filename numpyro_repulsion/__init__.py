@@ -22,6 +22,8 @@ from numpyro_repulsion.interactions import (
     Scheduled,
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
+from numpyro_repulsion.learning_coefficient import LearningCoefficient, llc
+from numpyro_repulsion.localized import Localized
 from numpyro_repulsion.moves import Archive, Move
 from numpyro_repulsion.plots import (
     animate_particles,
@@ -63,6 +65,8 @@ __all__ = [
     "Independent",
     "Interaction",
     "Laplacian",
+    "LearningCoefficient",
+    "Localized",
     "Move",
     "Overdamped",
     "Polynomial",
@@ -88,6 +92,7 @@ __all__ = [
     "init_from_guide",
     "init_from_idata",
     "ksd",
+    "llc",
     "load_draws",
     "nested_rhat",
     "plot_calibration",

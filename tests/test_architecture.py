@@ -30,6 +30,7 @@ ARROWS = {
     "schedules": (MATHEMATICS, {"checks"}),
     "dynamics": (MATHEMATICS, {"checks", "noise", "shapes", "interactions"}),
     "gradients": (HOST, {"checks", "noise", "shapes"}),
+    "localized": (HOST, {"checks", "gradients"}),
     "starts": (HOST, {"checks"}),
     "targets": (HOST, set()),
     "warmup": (MATHEMATICS, {"findings", "noise", "shapes", "interactions", "schedules", "dynamics", "gradients"}),
@@ -54,6 +55,10 @@ ARROWS = {
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels"}),
+    "learning_coefficient": (
+        HOST,
+        {"checks", "diagnostics", "gradients", "inference_data", "kernels", "localized"},
+    ),
     "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels"}),
     "report": (HOST | {"arviz"}, {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels"}),
     "plots": (

@@ -17,6 +17,8 @@ from numpyro_repulsion import (
     Gram,
     Independent,
     Interaction,
+    LearningCoefficient,
+    Localized,
     Move,
     Predictions,
     Radial,
@@ -27,9 +29,9 @@ from numpyro_repulsion.gradients import Gradient
 from numpyro_repulsion.kernels import ParticleKernel
 from numpyro_repulsion.moves import Basins
 
-#: Bases, which users write subclasses of; jumps that switch themselves on; what a function returns; a handler.
+#: Bases, which users write subclasses of; jumps that switch themselves on; what functions return; handlers.
 NO_PARTS = {Dynamics, Gradient, Gram, Interaction, Move, ParticleKernel, Radial}
-NO_PARTS |= {Basins, Diagnosis, Finding, Predictions, StepBias, all_rows}
+NO_PARTS |= {Basins, Diagnosis, Finding, LearningCoefficient, Localized, Predictions, StepBias, all_rows}
 
 
 def subclasses(base):

@@ -23,6 +23,7 @@ from numpyro_repulsion.gradients.location_scale import centred_energy, location_
 from numpyro_repulsion.gradients.products import Products
 from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, find_nan
 from numpyro_repulsion.gradients.target import Indices, SitesTarget
+from numpyro_repulsion.gradients.tempering import untempered
 from numpyro_repulsion.gradients.translations import Translations
 from numpyro_repulsion.gradients.usage import check_bounds, check_latent, check_sites, read_usage, rows_outside
 
@@ -68,7 +69,7 @@ class ModelTarget(SitesTarget):
         check_latent(usage, self.latent, self.plates)
         sampled = [name for name, site in sites.items() if site["type"] == "sample"]
         check_sites(usage, sampled, self._subsampled, self.dims, self.plates)
-        scales = {name: sites[name]["scale"] for name in (*self.observed, *self.factors)}
+        scales = {name: untempered(sites[name]) for name in (*self.observed, *self.factors)}
         self.rows_outside = rows_outside(
             usage, scales, self._scales_over_all_rows, self.factors, self._subsampled, self.plates
         )
@@ -115,7 +116,7 @@ class ModelTarget(SitesTarget):
             jax.eval_shape(lambda: sites.update(self._trace(self.all_rows)) or 0)
         except (TypeError, ValueError):
             return {}
-        return {name: site["scale"] for name, site in sites.items() if site["type"] == "sample"}
+        return {name: untempered(site) for name, site in sites.items() if site["type"] == "sample"}
 
     def _looks_at_rows(self, name):
         """Whether a deterministic site has a different value for each minibatch."""

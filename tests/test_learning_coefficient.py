@@ -1,0 +1,333 @@
+"""Local learning coefficients against those that are known, and what is refused."""
+
+import itertools
+import math
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    SVGD,
+    LearningCoefficient,
+    Localized,
+    Overdamped,
+    init_around,
+    llc,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Warmup found problems"),
+    pytest.mark.filterwarnings("ignore:num_warmup"),
+]
+
+#: A z-score beyond which a test fails.
+LIMIT = 4.5
+#: By so much a step may widen variances, and with them the mean loss.
+BUDGET = 0.05
+N, D = 400, 4
+X = random.normal(random.key(0), (N, D))
+W = jnp.array([1.0, -0.5, 0.3, 0.0])
+Y = X @ W + random.normal(random.key(1), (N,))
+#: The maximum of the likelihood.
+BEST = np.linalg.lstsq(np.asarray(X, float), np.asarray(Y, float))[0]
+BETA = 1 / math.log(N)
+
+
+def regular(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 10).expand([D]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=40) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+
+def run(kernel, *args, key=2, num_warmup=300, num_samples=400, num_chains=8, **settings):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=False,
+        **settings,
+    )
+    mcmc.run(random.key(key), *args)
+    return mcmc
+
+
+def localized(model, center, strength=1.0, beta=BETA, kernel=SGLD, scale=0.05):
+    local = Localized(model, center=center, strength=strength, inverse_temperature=beta)
+    return kernel(local, init_strategy=init_around(center, scale=scale))
+
+
+def exact(strength=1.0, beta=BETA, center=BEST):
+    """β (E[n L] − n L(w*)) of `regular`, by the mean and covariance of its local posterior."""
+    x, y = np.asarray(X, float), np.asarray(Y, float)
+    precision = (0.01 + strength) * np.eye(D) + beta * x.T @ x
+    mean = np.linalg.solve(precision, strength * center + beta * x.T @ y)
+    gram, covariance = x.T @ x, np.linalg.inv(precision)
+
+    def loss(w):
+        return ((y - x @ w) ** 2).sum() / 2
+
+    return beta * (loss(mean) + np.trace(gram @ covariance) / 2 - loss(center))
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return run(localized(regular, {"w": BEST}), X, Y)
+
+
+@pytest.mark.parametrize("kernel", [SGLD, SGHMC, SGNHT])
+def test_a_regular_model_has_half_its_parameters(kernel, fitted):
+    mcmc = fitted if kernel is SGLD else run(localized(regular, {"w": BEST}, kernel=kernel), X, Y)
+    found = llc(mcmc)
+    assert abs(exact() - D / 2) < 0.1  # the finite sample, the tether and the prior
+    assert -LIMIT * found.mcse < found.value - exact() < BUDGET * D / 2 + LIMIT * found.mcse
+    assert found.mcse < 0.05 * D / 2 and found.n == N and found.inverse_temperature == BETA
+    # The control: the run of a tether as strong as the likelihood has another.
+    assert abs(exact(strength=60.0) - found.value) > BUDGET * D / 2 + LIMIT * found.mcse
+
+
+def test_losses_are_those_of_all_rows(fitted):
+    found = llc(fitted, num_draws=100)
+    draws = np.asarray(fitted.get_samples(group_by_chain=True)["w"], float)
+    draws = draws[:, np.linspace(0, 399, 12).round().astype(int)].reshape(-1, D)
+    density = dist.Normal(np.asarray(X, float) @ draws.T, 1).log_prob(np.asarray(Y, float)[:, None])
+    assert found.num_draws == 96
+    np.testing.assert_allclose(found.loss, -np.asarray(density, float).sum(0).mean(), rtol=1e-5)
+    at_center = dist.Normal(np.asarray(X, float) @ BEST, 1).log_prob(np.asarray(Y, float))
+    np.testing.assert_allclose(found.loss_at_center, -np.asarray(at_center, float).sum(), rtol=1e-5)
+    np.testing.assert_allclose(found.value, BETA * (found.loss - found.loss_at_center), rtol=1e-5)
+    assert repr(found).startswith("LearningCoefficient(") and "n = 400, β = 0.167" in repr(found)
+
+
+def test_an_unknown_error_is_said():
+    text = repr(LearningCoefficient(2.0, math.nan, math.nan, 10, 0.5, 1.0, 2.0, 40))
+    assert text == "LearningCoefficient(2 ± an unknown error; n = 10, β = 0.5, 40 draws)"
+
+
+@pytest.mark.slow
+def test_errors_are_those_of_repeated_runs():
+    """Over seeds, deviations divided by the standard error have about unit variance."""
+    kernel = localized(regular, {"w": BEST})
+    found = [llc(run(kernel, X, Y, key=key, num_warmup=150, num_samples=150)) for key in range(12)]
+    values, errors = np.array([(x.value, x.mcse) for x in found]).T
+    ratio = values.var(ddof=1) / np.mean(errors**2)
+    # Chi-square with 11 degrees of freedom, over 11, is in these bounds but for once in a thousand.
+    assert 0.14 < ratio < 2.9
+
+
+def test_a_center_that_is_no_minimum():
+    mcmc = run(localized(regular, {"w": BEST + 1.0}, strength=0.1), X, Y, num_warmup=150, num_samples=100)
+    with pytest.warns(UserWarning, match="center is no minimum of the loss.*Train on"):
+        assert llc(mcmc).value < -1.0
+
+
+def test_weights_of_sites_count(fitted):
+    """A weight by `handlers.scale` belongs to the loss, the temperature does not; a factor named as likelihood does."""
+
+    def weighted(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 10).expand([D]).to_event(1))
+        with numpyro.plate("rows", N, subsample_size=40) as i, numpyro.handlers.scale(scale=2.0):
+            numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+    def factored(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 10).expand([D]).to_event(1))
+        numpyro.factor("f", dist.Normal(x @ w, 1).log_prob(y))
+
+    plain = llc(fitted, num_draws=40)
+    for model, factors, times in ((weighted, None, 2.0), (factored, ["f"], 1.0)):
+        local = Localized(model, center={"w": BEST}, strength=1.0, inverse_temperature=BETA, factors=factors)
+        mcmc = run(SGLD(local, step_size=1e-3), X, Y, num_warmup=0, num_samples=5)
+        found = llc(mcmc)
+        np.testing.assert_allclose(found.loss_at_center, times * plain.loss_at_center, rtol=1e-5)
+        assert found.n == N
+
+
+# Deep linear networks.
+
+
+def two_layers(inputs, hidden, outputs, rank):
+    """λ of reduced-rank regression, Aoyagi and Watanabe (2005), Neural Networks 18, theorem 1."""
+    m, h, n, r = inputs, hidden, outputs, rank
+    if n + r <= m + h and m + r <= n + h and h + r <= m + n:
+        odd = (m + h + n + r) % 2
+        return (odd - ((h + r) ** 2) - m**2 - n**2 + 2 * (h + r) * m + 2 * (h + r) * n + 2 * m * n) / 8
+    if m + h < n + r:
+        return (h * m - h * r + n * r) / 2
+    if n + h < m + r:
+        return (h * n - h * r + m * r) / 2
+    return m * n / 2
+
+
+def deep(widths, rank):
+    """λ of a deep linear network, Aoyagi (2024), Neural Networks 172; theorem 1 in appendix J of Lau et al. (2023)."""
+    excess = [width - rank for width in widths]
+    for size in range(2, len(widths) + 1):
+        for chosen in itertools.combinations(range(len(widths)), size):
+            some = [excess[i] for i in chosen]
+            others = [excess[i] for i in range(len(widths)) if i not in chosen]
+            last = size - 1
+            inside = sum(some) >= last * max(some)
+            if inside and (not others or (max(some) < min(others) and sum(some) < last * min(others))):
+                top = math.ceil(sum(some) / last)
+                a = sum(some) - (top - 1) * last
+                pairs = sum(x * y for x, y in itertools.combinations(some, 2))
+                first = (-(rank**2) + rank * (widths[0] + widths[-1])) / 2
+                return first + a * (last - a) / (4 * last) - (last - 1) / (4 * last) * sum(some) ** 2 + pairs / 2
+    raise AssertionError("the theorem has such a set")
+
+
+def test_formulas_agree():
+    for widths in itertools.product((2, 3, 4, 5, 7), repeat=3):
+        for rank in range(min(widths)):
+            assert deep(widths, rank) == pytest.approx(two_layers(*widths, rank)), (widths, rank)
+    # A wide network of full rank has as many as its matrix, and one layer is regular.
+    assert two_layers(3, 8, 4, 3) == 6.0 and deep((3, 8, 9, 4), 3) == 6.0
+
+
+def teacher(widths, rank):
+    """Weights of a network whose layers have the rank of the whole, the most singular ones with that product."""
+    return {
+        f"w{i}": np.eye(a, b) * (np.arange(a) < rank)[:, None] for i, (a, b) in enumerate(itertools.pairwise(widths))
+    }
+
+
+def network(widths, x, y):
+    h, batch = x, min(200, len(x))
+    weights = [
+        numpyro.sample(f"w{i}", dist.Normal(0, 10).expand(pair).to_event(2))
+        for i, pair in enumerate(itertools.pairwise(widths))
+    ]
+    with numpyro.plate("rows", len(x), subsample_size=batch) as i:
+        h = x[i]
+        for w in weights:
+            h = h @ w
+        numpyro.sample("y", dist.Normal(h, 1).to_event(1), obs=y[i])
+
+
+def data(widths, rank, n):
+    """Data of the teacher without noise, whose loss it minimizes exactly."""
+    x = random.uniform(random.key(0), (n, widths[0]), minval=-10, maxval=10)
+    y = x
+    for w in teacher(widths, rank).values():
+        y = y @ w
+    return x, y
+
+
+def estimate(widths, rank, kernel=SGLD, n=20_000, strength=1.0, num_warmup=500, num_samples=500, num_chains=10):
+    x, y = data(widths, rank, n)
+    made = localized(network, teacher(widths, rank), strength, 1 / math.log(n), kernel)
+    return llc(run(made, widths, x, y, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains))
+
+
+def test_a_linear_network_has_the_coefficient_of_the_theorem():
+    """Reduced-rank regression with 18 parameters: 5 of rank 1, where a regular model would have 9."""
+    widths, rank = (3, 2, 6), 1
+    found = estimate(widths, rank, n=5000, num_warmup=200, num_samples=200)
+    assert deep(widths, rank) == 5.0
+    assert abs(found.value - 5.0) < 0.1 * 5.0 + 2 * found.mcse
+    # The controls: that of rank 2, and that of a regular model.
+    for wrong in (deep(widths, 2), 9.0):
+        assert abs(found.value - wrong) > 0.1 * wrong + 2 * found.mcse
+
+
+# What is refused.
+
+
+def test_what_is_no_local_posterior_is_refused(pretended):
+    with pytest.raises(TypeError, match="llc takes a numpyro.infer.MCMC"):
+        llc(None)
+    with pytest.raises(ValueError, match="no draws yet"):
+        llc(MCMC(localized(regular, {"w": BEST}), num_warmup=1, num_samples=1))
+    with pytest.raises(ValueError, match="llc needs a run of the local posterior: SGLD\\(Localized"):
+        llc(pretended(regular, X, Y))
+    with pytest.raises(ValueError, match="at its own temperature.*inverse_temperature=1 / math.log"):
+        llc(pretended(Localized(regular, center={"w": BEST}, strength=1.0), X, Y))
+    local = Localized(regular, center={"w": BEST}, strength=1.0, inverse_temperature=BETA)
+    with pytest.raises(ValueError, match="SVGD is an optimizer of the cloud"):
+        mcmc = pretended(local, X, Y)
+        mcmc.sampler = SVGD(local, step_size=0.1)
+        llc(mcmc)
+    with pytest.raises(ValueError, match="temperature=2.0"):
+        mcmc = pretended(local, X, Y)
+        mcmc.sampler = SGLD(local, step_size=0.1, dynamics=Overdamped(temperature=2.0))
+        llc(mcmc)
+    with pytest.raises(ValueError, match="`num_draws` must be an integer"):
+        llc(pretended(local, X, Y), num_draws=0)
+
+
+def test_centers_of_some_sites_are_refused(pretended):
+    def two(y):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(a + b, 1), obs=y)
+
+    local = Localized(two, center={"a": 0.0}, strength=1.0, inverse_temperature=0.5)
+    with pytest.raises(ValueError, match="none for \\['b'\\]"):
+        llc(pretended(local, Y))
+
+
+def test_unknown_likelihoods_are_refused(pretended):
+    def local(model, **settings):
+        return Localized(model, center={"mu": 0.0}, strength=1.0, inverse_temperature=0.5, **settings)
+
+    def noisy(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        shift = random.normal(numpyro.prng_key())
+        numpyro.sample("y", dist.Normal(mu + shift, 1), obs=y)
+
+    def by_hand(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", N, subsample_size=40) as i:
+            pass
+        with numpyro.handlers.scale(scale=10.0):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+    def nothing(y):
+        numpyro.sample("mu", dist.Normal(0, 1))
+
+    for model, match in ((noisy, "random"), (by_hand, "scaled by hand"), (nothing, "observes nothing")):
+        with pytest.raises(ValueError, match=match):
+            llc(pretended(local(model), Y))
+
+
+def test_losses_that_are_not_finite_are_refused(pretended):
+    def positive(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Exponential(jnp.where(mu > -3, 1.0, jnp.nan)), obs=y)
+
+    local = Localized(positive, center={"mu": 0.0}, strength=1.0, inverse_temperature=0.5)
+    mcmc = pretended(local, jnp.abs(Y))
+    mcmc._states["z"] = {"mu": mcmc._states["z"]["mu"].at[2, 1].set(-5.0)}
+    with pytest.raises(ValueError, match="not finite for draws of the particles \\[2\\]"):
+        llc(mcmc)
+    far = Localized(positive, center={"mu": -4.0}, strength=1.0, inverse_temperature=0.5)
+    with pytest.raises(ValueError, match="loss at the center is nan"):
+        llc(pretended(far, jnp.abs(Y)))
+
+
+def test_draws_of_warmup_are_refused(pretended):
+    local = Localized(regular, center={"w": BEST}, strength=1.0, inverse_temperature=BETA)
+    mcmc = pretended(local, X, Y)
+    state = mcmc.last_state
+    mcmc._last_state = state._replace(warmup=state.warmup._replace(num_warmup=state.warmup.iteration))
+    with pytest.raises(ValueError, match="draws of warmup"):
+        llc(mcmc)
+
+
+def test_nothing_is_warned_of_a_good_run(fitted):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(llc(fitted, num_draws=200), LearningCoefficient)
+    assert jax.tree.leaves(llc(fitted, num_draws=200))[0] > 0
