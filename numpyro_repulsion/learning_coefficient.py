@@ -7,6 +7,7 @@ from typing import NamedTuple
 import warnings
 
 import jax
+from jax import random
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +15,7 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse
-from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.gradients import ModelTarget, influenced
 from numpyro_repulsion.gradients.tempering import TEMPERED, untempered
 from numpyro_repulsion.inference_data.chunks import map_draws
 from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, require_draws
@@ -146,8 +147,11 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
     center = {name: jnp.asarray(x, target.prototype[name].dtype) for name, x in local.center.items()}
     try:
         at_center = jax.jit(partial(_densities, target))(center)
+        is_random = target.is_random and any(influenced(partial(_listed, target, center), random.key(0)))
     except (TypeError, ValueError) as failure:
         raise ValueError(f"The likelihood over all rows is unknown: {failure}") from failure
+    if is_random:
+        raise ValueError("The likelihood is random (numpyro.prng_key), so the loss of a draw is unknown.")
     base = {name: np.asarray(x, np.float64) for name, x in at_center.items()}
     loss_at_center = -sum(x.sum() for x in base.values())
     if not np.isfinite(loss_at_center):
@@ -209,8 +213,6 @@ def _localized(model, target):
             f"The loss at the center needs a value of each latent site, and `center` of Localized has none for "
             f"{missing}."
         )
-    if target.is_random:
-        raise ValueError("The likelihood is random (numpyro.prng_key): the loss of a draw is unknown.")
     if target.rows_outside:
         raise ValueError(
             f"The sites {sorted(target.rows_outside)} use rows of subsampled plates outside of these plates, scaled by "
@@ -220,19 +222,24 @@ def _localized(model, target):
     return model, target
 
 
-def _densities(target, values):
+def _densities(target, values, key=None):
     """Return the log likelihood of each entry of the tempered sites over all rows, without the temperature.
 
+    :param key: what random likelihoods use, and modules that draw initial values, which have no effect.
     :raises ValueError: if there are no such sites.
     """
     found = {}
-    for name, site in target.sites(values).items():
+    for name, site in target.sites(values, key).items():
         if site["type"] == "sample" and TEMPERED in site["infer"]:
             weight = untempered(site)
             found[name] = weight * jnp.asarray(site["fn"].log_prob(site["value"]))
     if not found:
         raise ValueError("the model observes nothing.")
     return found
+
+
+def _listed(target, values, key):
+    return list(_densities(target, values, key).values())
 
 
 def _draws(mcmc, target, most):

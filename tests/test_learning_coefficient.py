@@ -231,14 +231,26 @@ def estimate(widths, rank, kernel=SGLD, n=20_000, strength=1.0, num_warmup=500, 
     return llc(run(made, widths, x, y, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains))
 
 
-def test_a_linear_network_has_the_coefficient_of_the_theorem():
-    """Reduced-rank regression with 18 parameters: 5 of rank 1, where a regular model would have 9."""
-    widths, rank = (3, 2, 6), 1
+def test_a_wide_linear_network_has_the_coefficient_of_its_matrix():
+    """Of 20 parameters, as many count as its matrix has entries."""
+    widths, rank = (2, 5, 2), 2
     found = estimate(widths, rank, n=5000, num_warmup=200, num_samples=200)
-    assert deep(widths, rank) == 5.0
-    assert abs(found.value - 5.0) < 0.1 * 5.0 + 2 * found.mcse
-    # The controls: that of rank 2, and that of a regular model.
-    for wrong in (deep(widths, 2), 9.0):
+    assert deep(widths, rank) == 2.0
+    assert abs(found.value - 2.0) < 0.1 * 2.0 + 2 * found.mcse
+    # The control: that of a regular model.
+    assert abs(found.value - 10.0) > 0.1 * 10.0 + 2 * found.mcse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGNHT])
+@pytest.mark.parametrize(("widths", "rank", "other"), [((3, 2, 6), 1, 2), ((4, 4, 4, 4), 2, 3)])
+def test_linear_networks_have_the_coefficient_of_the_theorem(kernel, widths, rank, other):
+    """With nothing set: reduced-rank regression where no singular value is shared, and four layers."""
+    found = estimate(widths, rank, kernel, num_warmup=1000, num_samples=1000)
+    known = deep(widths, rank)
+    assert abs(found.value - known) < 0.1 * known + 2 * found.mcse
+    # The controls: the coefficient of another rank, and that of a regular model.
+    for wrong in (deep(widths, other), sum(a * b for a, b in itertools.pairwise(widths)) / 2):
         assert abs(found.value - wrong) > 0.1 * wrong + 2 * found.mcse
 
 

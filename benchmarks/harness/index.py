@@ -36,6 +36,7 @@ PAGES = {
         "first_run": "A first run",
         "run_aways": "Particles that leave or stand still",
         "sweeps": "Minibatches without replacement",
+        "learning_coefficients": "Local learning coefficients",
     },
 }
 

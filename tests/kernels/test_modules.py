@@ -11,9 +11,20 @@ import pytest
 import numpyro
 from numpyro.contrib import module
 import numpyro.distributions as dist
+from numpyro.handlers import block, substitute
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLD, SGLDR, SGNHT, FullData, predict, to_inference_data
+from numpyro_repulsion import (
+    SGLD,
+    SGLDR,
+    SGNHT,
+    FullData,
+    Localized,
+    init_around,
+    llc,
+    predict,
+    to_inference_data,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Warmup found problems"),
@@ -151,3 +162,43 @@ def test_gradients_are_those_of_the_network():
     for value in vars(draws).values():
         log_joint += PRIOR.log_prob(value[-1]).sum()
     np.testing.assert_allclose(-log_joint, state.potential_energy[-1], rtol=1e-4)
+
+
+FLAX = {"net": {"Dense_0": {"kernel": np.zeros((HIDDEN, 2)), "bias": np.zeros(2)}}}
+FIRST = {"net/Dense_1.kernel": np.ones((2, HIDDEN)), "net/Dense_1.bias": np.zeros(HIDDEN)}
+
+
+def test_the_last_layer_alone():
+    """Other layers are fixed by `substitute`, and hidden by `block`, so that they are no sites of the posterior."""
+    make = NETS["linen"](2)
+    last = block(substitute(regression, data=FIRST), hide=list(FIRST))
+    mcmc = run(SGLD(last), make, X, Y)
+    draws = mcmc.get_samples()
+    assert set(draws) == {"net/Dense_0.kernel", "net/Dense_0.bias"}
+    found = predict(mcmc, make, X[:7])
+    hidden = jnp.tanh(X[:7] @ FIRST["net/Dense_1.kernel"])
+    means = (hidden @ draws["net/Dense_0.kernel"])[..., 0] + draws["net/Dense_0.bias"][:, :1]
+    np.testing.assert_allclose(found.mean, means.mean(0), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The center is no minimum")
+def test_the_local_posterior_of_the_last_layer():
+    """The values of a Flax module may be nested, as its own parameters are."""
+    make = NETS["linen"](2)
+    last = block(substitute(regression, data=FIRST), hide=list(FIRST))
+    local = Localized(last, center=FLAX, strength=1e6, inverse_temperature=0.3)
+    mcmc = run(SGLD(local, init_strategy=init_around(local.center, scale=1e-3)), make, X, Y, num_samples=40)
+    for value in mcmc.get_samples().values():
+        # The data move it by little, and the tether alone has this standard deviation.
+        assert np.abs(value).max() < 0.02 and 0.5e-3 < np.std(value - value.mean(0)) < 1.5e-3
+    assert np.isfinite(llc(mcmc, num_draws=40).value)
+    with pytest.raises(ValueError, match="Dense_9.*no latent sites of the model. It has.*net/Dense_0.bias"):
+        run(SGLD(Localized(last, center={"net": {"Dense_9": {"bias": np.zeros(2)}}}, strength=1.0)), make, X, Y)
+
+
+def test_substitute_alone_does_not_fix_a_layer():
+    """As in NumPyro, whose own kernels sample such sites too; the page on networks says so."""
+    make = NETS["linen"](2)
+    with pytest.warns(UserWarning, match="already stores a value"):
+        bound = SGLD(substitute(regression, data=FIRST)).bind((make, X, Y))
+    assert set(FIRST) < set(bound.target.latent)
