@@ -243,9 +243,9 @@ def test_a_wide_linear_network_has_the_coefficient_of_its_matrix():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [SGLD, SGNHT])
-@pytest.mark.parametrize(("widths", "rank", "other"), [((3, 2, 6), 1, 2), ((4, 4, 4, 4), 2, 3)])
+@pytest.mark.parametrize(("widths", "rank", "other"), [((3, 2, 6), 1, 2), ((4, 4, 4, 4), 2, 0)])
 def test_linear_networks_have_the_coefficient_of_the_theorem(kernel, widths, rank, other):
-    """With nothing set: reduced-rank regression where no singular value is shared, and four layers."""
+    """With nothing set: reduced-rank regression, and three layers of weights."""
     found = estimate(widths, rank, kernel, num_warmup=1000, num_samples=1000)
     known = deep(widths, rank)
     assert abs(found.value - known) < 0.1 * known + 2 * found.mcse
