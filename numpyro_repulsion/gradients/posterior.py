@@ -289,11 +289,7 @@ class ModelTarget(SitesTarget):
         with watch:
             self.prototype, self._discrete_shapes = jax.eval_shape(unconstrained)
         self.is_random = watch.asks_for_keys
-        if watch.hidden_plates:
-            raise ValueError(
-                f"The subsampled plate {watch.hidden_plates} lies inside `scan` or `cond`, where its rows cannot be "
-                "chosen. Put the plate around the sites outside, or drop its `subsample_size`."
-            )
+        watch.check()
         return sites, watch
 
     def _classify(self, sites):

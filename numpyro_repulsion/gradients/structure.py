@@ -37,6 +37,7 @@ class Watch(Messenger):
         self.unclear_plates: set[str] = set()
         self._plates: dict[str, tuple[int, int]] = {}
         self._names: set[str] = set()
+        self._fixed: dict[str, bool] = {}
         self._depth = 0
 
     def process_message(self, msg):
@@ -51,8 +52,28 @@ class Watch(Messenger):
                     self.hidden_plates.append(msg["name"])
         elif msg["type"] in ("sample", "deterministic", "param"):
             self._names.add(msg["name"])
+            # What NumPyro shows once more after a `scan` has its value from inside.
+            if msg["type"] == "sample" and not msg["is_observed"]:
+                self._fixed.setdefault(msg["name"], not self._depth and msg["kwargs"]["rng_key"] is None)
         elif msg["type"] == "control_flow":
             msg["args"] = tuple(self._watched(arg) if callable(arg) else arg for arg in msg["args"])
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for latent sites with fixed values, and subsampled plates whose rows cannot be chosen.
+
+        NumPyro gives a key to each latent site that no handler has given a value.
+        """
+        if fixed := [name for name, is_fixed in self._fixed.items() if is_fixed]:
+            raise ValueError(
+                f"A handler inside the model gives the latent sites {fixed} values, so the posterior would not depend "
+                "on their draws. To hold them there, write block(substitute(model, data=values), "
+                f"hide={fixed}) with both from numpyro.handlers; to start there, init_strategy=init_around(values)."
+            )
+        if self.hidden_plates:
+            raise ValueError(
+                f"The subsampled plate {self.hidden_plates} lies inside `scan` or `cond`, where its rows cannot be "
+                "chosen. Put the plate around the sites outside, or drop its `subsample_size`."
+            )
 
     def _check_plate(self, name, size, batch):
         """Raise ``ValueError`` for plates that NumPyro turns into a wrong posterior or a misleading error."""

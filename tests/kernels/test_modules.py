@@ -197,8 +197,9 @@ def test_the_local_posterior_of_the_last_layer():
 
 
 def test_substitute_alone_does_not_fix_a_layer():
-    """As in NumPyro, whose own kernels sample such sites too; the page on networks says so."""
     make = NETS["linen"](2)
-    with pytest.warns(UserWarning, match="already stores a value"):
-        bound = SGLD(substitute(regression, data=FIRST)).bind((make, X, Y))
-    assert set(FIRST) < set(bound.target.latent)
+    with (
+        pytest.warns(UserWarning, match="already stores a value"),
+        pytest.raises(ValueError, match=r"latent sites .*'net/Dense_..kernel'.*write block\(substitute"),
+    ):
+        SGLD(substitute(regression, data=FIRST)).bind((make, X, Y))
