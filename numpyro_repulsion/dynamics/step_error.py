@@ -264,14 +264,20 @@ class ThermostatError(MomentumError):
     which is not counted on.
     """
 
-    #: The largest rise of the friction, in units of C: above, the positions of all directions slow down.
+    #: The largest rise of the friction, in units of C: above it, positions move more slowly for longer steps.
     MAX_RISE: ClassVar[float] = 2.0
 
     def _warming(self, step_size, stats):
         excess = jnp.maximum(stats.noise - stats.isotropic_noise, 0.0)
         return step_size * excess / (2.0 * self.friction + step_size * stats.isotropic_noise)
 
+    def max_step_for_short_run(self, stats, draws_per_step):
+        # A longer step would gain no draws.
+        return jnp.minimum(super().max_step_for_short_run(stats, draws_per_step), self._max_step_for_friction(stats))
+
     def _max_step_for_warming(self, tolerance, stats):
         excess = jnp.maximum(stats.noise - (1.0 + tolerance) * stats.isotropic_noise, 0.0)
-        rise = 2.0 * self.MAX_RISE * self.friction / jnp.asarray(stats.isotropic_noise)
-        return jnp.minimum(2.0 * self.friction * tolerance / excess, rise)
+        return jnp.minimum(2.0 * self.friction * tolerance / excess, self._max_step_for_friction(stats))
+
+    def _max_step_for_friction(self, stats):
+        return 2.0 * self.MAX_RISE * self.friction / jnp.asarray(stats.isotropic_noise)

@@ -7,9 +7,10 @@ import math
 import warnings
 
 import jax
+from jax import random
 import numpy as np
 
-from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.gradients import ModelTarget, influenced
 from numpyro_repulsion.gradients.tempering import TETHER
 from numpyro_repulsion.inference_data.chunks import map_draws
 
@@ -36,11 +37,6 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
             "likelihood of single observations. Leave log_likelihood=False, or marginalize by hand "
             "(numpyro.distributions.MixtureSameFamily)."
         )
-    if target.is_random:
-        raise ValueError(
-            "The likelihood is random (numpyro.prng_key): the log likelihood of a draw is only an estimate, and "
-            "importance weights from estimates are wrong. Leave log_likelihood=False."
-        )
     if outside := [name for name in names if name in target.factors and name in target.rows_outside]:
         raise ValueError(
             f"The factors {outside} use rows of subsampled plates outside of these plates, scaled by hand for "
@@ -55,11 +51,18 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
         )
     scaled: list[str] = []
 
-    def likelihoods(values):
-        sites = target.sites(values)
+    def likelihoods(values, key=None):
+        sites = target.sites(values, key)
         scaled[:] = [name for name in names if not _is_one(_scale(target, name, sites[name]["scale"]))]
         return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in names}
 
+    # Modules ask for a key too, for initial values that the draws replace.
+    first = {name: x[0, 0] for name, x in draws.items()}
+    if target.is_random and any(influenced(lambda key: likelihoods(first, key), random.key(0))):
+        raise ValueError(
+            "The likelihood is random (numpyro.prng_key): the log likelihood of a draw is only an estimate, and "
+            "importance weights from estimates are wrong. Leave log_likelihood=False."
+        )
     shape = next(iter(draws.values())).shape[:2]
     found = map_draws(likelihoods, draws, shape, "The log likelihood of", "Pass log_likelihood=False or fewer names")
     if scaled:

@@ -390,12 +390,15 @@ def test_the_step_of_a_thermostat_counts_on_it_for_isotropic_noise_only():
 
     def stats(variances):
         # Curvature, which would limit the step, is left out.
-        return CurvatureStats(1e-9, 1e-9, jnp.max(variances), isotropic_noise=jnp.mean(variances))
+        return CurvatureStats(1e-9, 1e-9, jnp.max(variances), jnp.zeros(()), isotropic_noise=jnp.mean(variances))
 
     isotropic, uneven = jnp.array([30.0, 30.0]), jnp.array([4.0, 2.0])
     error = Thermostat(inertia=10.0).step_error(identity)
     # The friction triples.
     assert error.max_step_for_bias(tolerance, stats(isotropic)) == pytest.approx(4.0 / 30.0)
+    # Nor do short runs gain by longer steps.
+    assert error.max_step_for_short_run(stats(isotropic), 1e-9) == pytest.approx(4.0 / 30.0)
+    assert error.max_step_for_short_run(stats(0.0 * isotropic), 1e-9) > 100.0
     step = float(error.max_step_for_bias(tolerance, stats(uneven)))
     assert step == pytest.approx(2 * tolerance / (4.0 - 1.1 * 3.0))
     assert float(error.bias(step, stats(uneven))) == pytest.approx(tolerance)

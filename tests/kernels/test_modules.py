@@ -136,7 +136,10 @@ def test_networks_run_and_predict(net):
     found = predict(mcmc, make, X[:7], Y[:7])
     assert found.mean.shape == found.log_likelihood.shape == (7,)
     assert np.isfinite(found.log_likelihood).all() and (found.sd > 0).all()
-    assert to_inference_data(mcmc)["posterior"].sizes["chain"] == 4
+    data = to_inference_data(mcmc, log_likelihood=True)
+    assert data["posterior"].sizes["chain"] == 4
+    # The key that a module asks for does not make the likelihood random.
+    assert data["log_likelihood"]["y"].shape == (4, 10, 48)
 
 
 @pytest.mark.parametrize("net", ["linen", "equinox"])
