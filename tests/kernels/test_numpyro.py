@@ -168,6 +168,8 @@ def check(draws, mean, sd, repels):
         error, error_of_sd = ensemble_mcse(draws_of)["f"], ensemble_mcse(draws_of, method="sd")["f"]
     else:
         error, error_of_sd = ensemble_mcse(draws), ensemble_mcse(draws, method="sd")
+    # An unknown error allows nothing.
+    error, error_of_sd = np.nan_to_num(error), np.nan_to_num(error_of_sd)
     # The budget is of variances; of means it has been seen to bound the bias in standard deviations.
     off = np.abs(draws.mean((0, 1)) - mean) - tolerance * sd
     assert (off < 4.5 * error).all()
