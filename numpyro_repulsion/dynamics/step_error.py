@@ -257,7 +257,7 @@ class MomentumError(EulerError):
 
 @dataclass(frozen=True)
 class ThermostatError(MomentumError):
-    """Dynamics with a thermostat and ``K = I``: the friction rises by the mean heat of gradient noise, which so cools.
+    """Dynamics with a thermostat and ``K = I``: the friction rises until it removes the mean heat of gradient noise.
 
     In a direction with noise of variance V, where the mean variance is V̄, the temperature becomes
     ``(C + εV/2) / (C + εV̄/2)``. For any other K, or noise of a sweep, a thermostat removes only a part of that heat,
