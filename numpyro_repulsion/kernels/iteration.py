@@ -130,8 +130,10 @@ class Iteration(Evaluation):
     def _approach(self, key, stage, now, warmup):
         """Make one update of arriving particles, each by itself."""
         move_key, gradient_key = self._noise_and_gradient_keys(key)
-        # Until particles have arrived, the sampler keeps the coordinates of the model, whose gradient compiles faster.
-        evaluate = self.energy_and_grad(warmup._replace(scales=warmup.scales._replace(centring=None)))
+        if warmup.arrival.is_prolonged is None:
+            # Until particles have arrived, they are in the coordinates of the model, whose gradient compiles faster.
+            warmup = warmup._replace(scales=warmup.scales._replace(centring=None))
+        evaluate = self.energy_and_grad(warmup)
         arrival, position = now.arrival, now.cloud[:3]
 
         def energy_and_grad(u):
@@ -143,7 +145,7 @@ class Iteration(Evaluation):
         else:
             share_done = stage.share_of_approach.astype(position[0].dtype)
             position, adam, rates = descend(
-                move_key, position, arrival.adam, arrival.step_size, share_done, energy_and_grad
+                move_key, position, arrival.adam, arrival.step_size, share_done, arrival.temperature, energy_and_grad
             )
             arrival = arrival._replace(step_size=rates, adam=adam)
         cloud = Cloud(*position, now.cloud.memory)

@@ -70,6 +70,7 @@ from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature,
 from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis, diagnose_warmup, update_symptoms
 from numpyro_repulsion.warmup.learning import Learner, Sampler, warmup_update
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
+from numpyro_repulsion.warmup.prolongation import update_prolongation
 from numpyro_repulsion.warmup.reference import update_reference
 from numpyro_repulsion.warmup.scales import update_scales
 from numpyro_repulsion.warmup.state import ArrivalState, JumpsState, ScalesState, StepState, WarmupPlan, WarmupState
@@ -117,6 +118,7 @@ __all__ = [
     "shrink",
     "summarize_curvature",
     "update_centring",
+    "update_prolongation",
     "warmup_update",
 ]
 
@@ -131,4 +133,5 @@ LEARNERS: tuple[Learner, ...] = (
     update_scales,
     update_bandwidth,
     update_step_size,
+    update_prolongation,
 )

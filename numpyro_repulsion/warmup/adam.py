@@ -19,6 +19,11 @@ DECAYS = (0.9, 0.995)
 #: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the fastest
 #: that do not overshoot lead, and the others are moved to them.
 RATES = (0.01, 0.1)
+#: The same if the arrival is prolonged, which leaves more time to cool, ...
+LATE_RATES = (0.02, 0.2)
+#: ... and the temperature of the noise then. Sites are standardized there, so that densities have no necks, and noise
+#: would only delay the particles.
+LATE_TEMPERATURE = 0.0
 #: A coordinate whose mean gradient exceeds this share of the root mean square gradient is far from where it belongs,
 #: and its step grows by this factor per update; otherwise the growth recedes by this share per update. Minibatch noise
 #: alone gives a share of 0.23, so 0.8 is out of its reach.
@@ -59,9 +64,9 @@ class Adam(NamedTuple):
         return Adam(jnp.zeros((), jnp.int32), nothing, nothing, nothing, unit.astype(u.dtype))
 
 
-def first_rates(shape: tuple[int, ...], dtype) -> Numbers:
-    """Return the rates of particles ``(G, L)``, spread evenly in logarithm."""
-    low, high = RATES
+def first_rates(shape: tuple[int, ...], dtype, limits: tuple[float, float] = RATES) -> Numbers:
+    """Return the rates of particles ``(G, L)``, spread evenly in logarithm between the limits."""
+    low, high = limits
     share = (jnp.arange(shape[1], dtype=dtype) + 0.5) / shape[1]
     return jnp.broadcast_to(low * (high / low) ** share, shape[:2])
 
@@ -72,21 +77,23 @@ def descend(
     state: Adam,
     rate: Numbers,
     share_done: Number,
+    temperature: Number,
     energy_and_grad: EnergyAndGrad,
 ) -> tuple[Position, Adam, Numbers]:
     r"""Move each particle by one update of Adam with Langevin noise.
 
     .. math::
-        u \leftarrow u - \eta\, \hat m / \sqrt{\hat v} + \sqrt{2 \eta / \sqrt{\hat v}}\; \xi
+        u \leftarrow u - \eta\, \hat m / \sqrt{\hat v} + \sqrt{2 T \eta / \sqrt{\hat v}}\; \xi
 
     Where minibatch noise is larger than gradients, :math:`\hat v` hardly depends on the position, so this is Langevin
-    dynamics with a constant diagonal preconditioner, exact as η falls to zero (by half a cosine). Without the noise,
+    dynamics with a constant diagonal preconditioner, exact for T = 1 as η falls to zero (by half a cosine). With T = 0
     particles would collect where a density is high but holds no mass, as in the neck of a funnel. A particle whose new
     position is not finite stays, with half its rate.
 
     :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
     :param rate: η at the start, in units of the spread of the starts, ``(G, L)``.
     :param share_done: the share of the arrival that is done, in [0, 1].
+    :param temperature: the factor of the variance of the noise.
     :return: the new position, state and rates.
     """
     u, _, gradient = position
@@ -106,7 +113,7 @@ def descend(
     cooling = LAST_RATE + (1.0 - LAST_RATE) * 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(share_done, 0.0, 1.0)))
     step = rate[..., None] * cooling * jnp.exp(growth) * state.unit
     # Not wider than for a posterior as wide as the starts.
-    variance = 2.0 * step / jnp.maximum(size, 1.0 / state.unit)
+    variance = 2.0 * temperature * step / jnp.maximum(size, 1.0 / state.unit)
     proposal = u - step * direction + jnp.sqrt(variance) * normal(key, u.shape, u.dtype)
     energy, slope = energy_and_grad(proposal)
     usable = jnp.isfinite(energy) & jnp.isfinite(slope).all(-1)

@@ -16,7 +16,7 @@ from numpyro_repulsion.noise import hashed, normal, signs
 from numpyro_repulsion.shapes import Flags, Number, Numbers
 from numpyro_repulsion.warmup.adam import Position
 from numpyro_repulsion.warmup.learning import Sampler
-from numpyro_repulsion.warmup.state import ArrivalState, WarmupState
+from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["arrive", "left_behind", "rescue", "update_arrival"]
@@ -93,14 +93,15 @@ def update_arrival(
     """Adapt the arrival: sum up surroundings and, at the ends of windows, move lost particles to others."""
     if not sampler.plan.arrives:
         return warmup, cloud
-    steps, surroundings, adam = warmup.arrival
+    arrival = warmup.arrival
+    steps, surroundings, adam = arrival.step_size, arrival.surroundings, arrival.adam
     if surroundings is not None:
 
         def look_around():
-            fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), warmup.arrival.surroundings)
+            fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), arrival.surroundings)
             return fresh.add(cloud.potential_energy, cloud.gradient)
 
-        surroundings = lax.cond(stage.is_arriving, look_around, lambda: warmup.arrival.surroundings)
+        surroundings = lax.cond(stage.is_arriving, look_around, lambda: arrival.surroundings)
 
     def lost():
         if surroundings is not None:
@@ -132,4 +133,5 @@ def update_arrival(
         adam = adam._replace(mean=mean, square=square, growth=growth)
     elif sampler.plan.scale is not None:
         steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
-    return warmup._replace(arrival=ArrivalState(steps, surroundings, adam)), cloud
+    arrival = arrival._replace(step_size=steps, surroundings=surroundings, adam=adam)
+    return warmup._replace(arrival=arrival), cloud

@@ -66,6 +66,7 @@ def hessian_and_noise(
     width: float,
     number: int,
     noise_number: Count | int,
+    only_diagonal: Flag | bool = False,
 ) -> tuple[Matrix, Matrix]:
     """Return the mean Hessian of U and the covariance of the minibatch noise over particles ``(G, L, d)``.
 
@@ -76,16 +77,21 @@ def hessian_and_noise(
     :param width: half the distance over which gradients are compared.
     :param number: the number of minibatches for the Hessian.
     :param noise_number: the number of pairs of minibatches for the noise, 0 or more.
+    :param only_diagonal: whether to estimate only the diagonal of the Hessian, as `mean_diagonal` does.
     :return: two arrays ``(d, d)``; zeros for the noise without pairs.
     """
     dimension = u.shape[-1]
-    num_columns = number * dimension
+    # Not by `mean_diagonal`, so that the gradient is compiled once.
+    num_columns = jnp.where(only_diagonal, NUM_PROBES, number * dimension)
 
     def add_pair(i, totals):
         hessian, covariance = totals
         is_noise, column = i >= num_columns, i % dimension
-        own = random.fold_in(key, jnp.where(is_noise, number + i, i // dimension))
-        offset = jnp.where(is_noise, 0.0, width) * (jnp.arange(dimension) == column).astype(u.dtype)
+        minibatch = jnp.where(only_diagonal, i, i // dimension)
+        own = random.fold_in(key, jnp.where(is_noise, number + i, minibatch))
+        column_probe = jnp.broadcast_to((jnp.arange(dimension) == column).astype(u.dtype), u.shape)
+        probe = jnp.where(only_diagonal, signs(key, u.shape, u.dtype, i), column_probe)
+        offset = jnp.where(is_noise, 0.0, width) * probe
 
         def add_side(side, total):
             sign = jnp.where(side == 0, 1.0, -1.0).astype(u.dtype)
@@ -101,13 +107,16 @@ def hessian_and_noise(
             return hessian, covariance + noise.T @ noise / (2.0 * len(noise))
 
         def add_column():
-            return hessian.at[column].add(particle_mean(difference) / (2.0 * width)), covariance
+            found = particle_mean(difference * jnp.where(only_diagonal, probe, 1.0)) / (2.0 * width)
+            place = jnp.where(only_diagonal, jnp.arange(dimension), column)
+            return hessian.at[place, jnp.arange(dimension)].add(found), covariance
 
         return lax.cond(is_noise, add_noise, add_column)
 
     nothing = jnp.zeros((dimension, dimension), u.dtype)
     hessian, covariance = lax.fori_loop(0, num_columns + noise_number, add_pair, (nothing, nothing))
-    return (hessian + hessian.T) / (2.0 * number), covariance / jnp.maximum(noise_number, 1)
+    repetitions = jnp.where(only_diagonal, NUM_PROBES, number)
+    return (hessian + hessian.T) / (2.0 * repetitions), covariance / jnp.maximum(noise_number, 1)
 
 
 def mean_diagonal(key: jax.Array, u: Vectors, gradient: Gradient, width: float, number: int) -> Vector:

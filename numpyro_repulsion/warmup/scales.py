@@ -84,13 +84,15 @@ def _whitened(key, stage, warmup, cloud, sampler):
     groups, particles = cloud.potential_energy.shape
     num_independent = groups if sampler.shares_minibatches else groups * particles
     num_pairs = num_noise_pairs(dimension, num_independent)
+    only_diagonal = False if warmup.arrival.is_prolonged is None else warmup.arrival.is_prolonged
     hessian, covariance = hessian_and_noise(
         key,
         cloud.z,
         lambda key, u, is_noise: sampler.energy_and_grad(warmup)(key, u, is_noise & in_use)[1],
         WIDTH,
         num_minibatches(dimension, _num_rows(cloud, sampler)),
-        jnp.where(is_last, num_pairs, 0),
+        jnp.where(is_last & jnp.logical_not(only_diagonal), num_pairs, 0),
+        only_diagonal,
     )
     scale = whitening(weight * hessian + (1.0 - weight) * jnp.eye(dimension, dtype=weight.dtype))
     factor = jnp.ones_like(warmup.scales.noise_shrinkage)
@@ -136,7 +138,16 @@ def _low_rank(key, stage, warmup, cloud, sampler):
         known = unit * (known + old.vectors @ (excess * (old.vectors.T @ known)))
         return weight * new + (1.0 - weight) * known
 
-    vectors, values = extremes(wide_direction(diagonal_key, y), product, rank)
+    def along_directions():
+        return extremes(wide_direction(diagonal_key, y), product, rank)
+
+    is_prolonged = warmup.arrival.is_prolonged
+    if is_prolonged is None:
+        vectors, values = along_directions()
+    else:
+        # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
+        nothing = jnp.zeros_like(old.vectors), jnp.ones_like(old.stretch)
+        vectors, values = lax.cond(is_prolonged, lambda: nothing, along_directions)
     centre = old.to_positions(warmup.moments.position)
     change = Preconditioner(scale, centre, vectors, values**-0.5 - 1.0)
     cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))

@@ -10,7 +10,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Centring, Reference
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Count, Flag, Number, Numbers, Scalar, Vector, Vectors
-from numpyro_repulsion.warmup.adam import Adam, first_rates
+from numpyro_repulsion.warmup.adam import LATE_RATES, LATE_TEMPERATURE, Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.surroundings import Surroundings
@@ -77,32 +77,6 @@ class SwitchedState(JumpsState, Protocol):
         """The mean acceptance probability."""
 
 
-class ArrivalState(NamedTuple):
-    """The state of the arrival.
-
-    - **step_size** - ε of each particle, ``(G, L)``; the rate of Adam if gradients are noisy.
-    - **surroundings** - sums over the current window; ``None`` if gradients are noisy.
-    - **adam** - the state of Adam; ``None`` if gradients are exact.
-    """
-
-    step_size: Numbers
-    surroundings: Surroundings | None
-    adam: Adam | None = None
-
-    @staticmethod
-    def start(u: Vectors, preconditioner: Preconditioner, arrives: bool, is_noisy: bool) -> ArrivalState:
-        """Return the state for particles ``(G, L, d)`` at their starts."""
-        if arrives and is_noisy:
-            # A single particle has no spread, and first scales from its gradient, which may be anything.
-            return ArrivalState(first_rates(u.shape, u.dtype), None, Adam.start(u, 1.0 / preconditioner.lengths()))
-        surroundings = Surroundings.empty(u.shape, u.dtype) if arrives else None
-        return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), surroundings)
-
-    def restarted(self, u: Vectors) -> ArrivalState:
-        """Return the state for particles in other coordinates."""
-        return self if self.adam is None else self._replace(adam=Adam.start(u, self.adam.unit))
-
-
 class ScalesState(NamedTuple):
     """The scales in use, and the moments that they are learned from.
 
@@ -118,6 +92,57 @@ class ScalesState(NamedTuple):
     moments: Moments | None
     noise_shrinkage: Scalar
     centring: Centring | None = None
+
+
+class ArrivalState(NamedTuple):
+    """The state of the arrival.
+
+    - **step_size** - ε of each particle, ``(G, L)``; the rate of Adam if gradients are noisy.
+    - **surroundings** - sums over the current window; ``None`` if gradients are noisy.
+    - **adam** - the state of Adam; ``None`` if gradients are exact.
+    - **spread** - the standard deviation of the starts in each coordinate of the model, ``(d,)``; ``None`` if the arrival
+      cannot be prolonged.
+    - **is_prolonged** - whether the arrival is prolonged; ``None`` if it cannot be.
+    """
+
+    step_size: Numbers
+    surroundings: Surroundings | None
+    adam: Adam | None = None
+    spread: Vector | None = None
+    is_prolonged: Flag | None = None
+
+    @staticmethod
+    def start(u: Vectors, scales: ScalesState, plan: WarmupPlan | None) -> ArrivalState:
+        """Return the state for particles ``(G, L, d)`` at their starts.
+
+        :param plan: what the warmup learns; ``None`` without a warmup.
+        """
+        if plan is None or not plan.arrives or not plan.noise:
+            surroundings = None if plan is None or not plan.arrives else Surroundings.empty(u.shape, u.dtype)
+            return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), surroundings)
+        # A single particle has no spread, and first scales from its gradient, which may be anything.
+        adam = Adam.start(u, 1.0 / scales.preconditioner.lengths())
+        state = ArrivalState(first_rates(u.shape, u.dtype), None, adam)
+        # Control variates tell whether to prolong it; where each particle has its own, they remove noise anywhere.
+        if not (plan.measures and plan.reference and plan.scale is not None and plan.epoch is None):
+            return state
+        spread = adam.unit * scales.preconditioner.lengths()
+        return state._replace(spread=spread, is_prolonged=jnp.zeros((), bool))
+
+    @property
+    def temperature(self) -> Number:
+        """The variance of Adam's noise, in units of that of Langevin dynamics."""
+        return 1.0 if self.is_prolonged is None else jnp.where(self.is_prolonged, LATE_TEMPERATURE, 1.0)
+
+    def restarted(self, u: Vectors) -> ArrivalState:
+        """Return the state for particles in other coordinates."""
+        return self if self.adam is None else self._replace(adam=Adam.start(u, self.adam.unit))
+
+    def prolonged(self, u: Vectors) -> ArrivalState:
+        """Return the state for particles in units of the spread of the starts, where the second half begins again."""
+        rates = first_rates(u.shape, u.dtype, LATE_RATES)
+        adam = Adam.start(u)._replace(unit=jnp.ones_like(self.adam.unit))
+        return self._replace(adam=adam, step_size=rates, is_prolonged=jnp.ones((), bool))
 
 
 class StepState(NamedTuple):
@@ -244,16 +269,17 @@ class WarmupState(NamedTuple):
             reference = Reference.none(shape, dtype, in_use=not (learns and plan.arrives))
         elif learns and plan.reference:
             reference = Reference.none(dimension, dtype)
+        scales = ScalesState(
+            preconditioner,
+            Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
+            jnp.ones((), dtype),
+            centring,
+        )
         return WarmupState(
             iteration=jnp.zeros((), jnp.int32),
             num_warmup=jnp.asarray(num_warmup, jnp.int32),
-            arrival=ArrivalState.start(cloud.z, preconditioner, learns and plan.arrives, plan.noise),
-            scales=ScalesState(
-                preconditioner,
-                Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
-                jnp.ones((), dtype),
-                centring,
-            ),
+            arrival=ArrivalState.start(cloud.z, scales, plan if learns else None),
+            scales=scales,
             step=StepState.start(step_size, particles, dtype, learns),
             bandwidth=bandwidth,
             reference=reference,

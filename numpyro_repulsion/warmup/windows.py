@@ -3,6 +3,9 @@
 0      1 % 2.5 % 5 % 10 % 15 %   25 % 30 %   40 %       60 % 65 % 70 % ...                  100 %
 |  ·   |   |     |   |    |       |    |      |          |    |    |                          |
 particles arrive                  | scales are adapted   | step size and bandwidth settle     | sampling
+
+If the arrival is prolonged (``arrival.py``), the second half of it begins again at 25 % and ends at 80 %; the windows
+that follow share what is left in the same proportions.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ __all__ = [
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
 #: With minibatches, the coordinates are first whitened by the curvature there, in the middle of the arrival.
 FIRST_WHITENED = 0.15
+#: Of a prolonged arrival: where its second half begins and ends.
+PROLONGED = (ARRIVAL_ENDS[-1], 0.8)
 #: ... in which the sampler runs and its scales are adapted, ...
 ADAPTATION_ENDS = (0.3, 0.4, 0.6)
 #: ... and in which the scales are frozen, and the step size and the bandwidth settle.
@@ -53,6 +58,8 @@ ENDS = np.array(ARRIVAL_ENDS + ADAPTATION_ENDS + SETTLING_ENDS)
 _STARTS = np.array((0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS))
 _LAST = np.array((*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0))
 BEGINNINGS = _STARTS + np.where(_LAST <= ARRIVED, 0.5, 0.25) * (_LAST - _STARTS)
+#: Where the second half of the arrival and all of warmup begin and end, usually and if the arrival is prolonged.
+_USUAL, _WHEN_PROLONGED = (0.0, FIRST_WHITENED, ARRIVED, 1.0), (0.0, *PROLONGED, 1.0)
 #: The share of warmup whose iterations give the final scales.
 LAST_ADAPTED = float(FREEZE - BEGINNINGS[-2])
 
@@ -62,6 +69,7 @@ class Stage(NamedTuple):
 
     - **done** - how many iterations are done, including this one.
     - **num_warmup** - how many iterations are warmup.
+    - **is_prolonged** - whether the arrival is prolonged; ``None`` if it cannot be.
     - **is_warmup** - whether this iteration is warmup.
     - **is_arriving** - whether particles still arrive.
     - **is_settling** - whether this is warmup with frozen scales.
@@ -82,6 +90,7 @@ class Stage(NamedTuple):
 
     done: Count
     num_warmup: Count
+    is_prolonged: Flag | None
     is_warmup: Flag
     is_arriving: Flag
     is_settling: Flag
@@ -99,12 +108,12 @@ class Stage(NamedTuple):
     noise_share: Scalar
 
     @staticmethod
-    def of(iteration: Count, num_warmup: Count) -> Stage:
+    def of(iteration: Count, num_warmup: Count, is_prolonged: Flag | None = None) -> Stage:
         """Return the stage of the iteration that follows ``iteration`` others."""
         done = iteration + 1
 
         def at(fraction):
-            return _iteration_at(fraction, num_warmup)
+            return _iteration_at(fraction, num_warmup, is_prolonged)
 
         arrived, frozen = at(ARRIVED), at(FREEZE)
         left = at(ENDS) - iteration
@@ -115,6 +124,7 @@ class Stage(NamedTuple):
         return Stage(
             done=done,
             num_warmup=num_warmup,
+            is_prolonged=is_prolonged,
             is_warmup=is_warmup,
             is_arriving=iteration < arrived,
             is_settling=(iteration >= frozen) & is_warmup,
@@ -141,11 +151,17 @@ class Stage(NamedTuple):
 
     def at(self, fraction: float) -> Count:
         """Return how many iterations a fraction of warmup has, at least one."""
-        return _iteration_at(fraction, self.num_warmup)
+        return _iteration_at(fraction, self.num_warmup, self.is_prolonged)
 
 
-def _iteration_at(fraction, num_warmup):
+def _iteration_at(fraction, num_warmup, is_prolonged):
     # In integers, because 0.3 · 50 is not 15 in single precision; in two parts, so that the product does not overflow.
-    parts = np.round(np.asarray(fraction) * 4000).astype(np.int32)
+    parts = _parts(fraction)
+    if is_prolonged is not None:
+        parts = jnp.where(is_prolonged, _parts(np.interp(fraction, _USUAL, _WHEN_PROLONGED)), parts)
     whole, rest = num_warmup // 4000, num_warmup % 4000
     return jnp.clip(parts * whole + parts * rest // 4000, 1, num_warmup)
+
+
+def _parts(fraction):
+    return np.round(np.asarray(fraction) * 4000).astype(np.int32)
