@@ -19,7 +19,7 @@ class Keys(NamedTuple):
     """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile.
 
     - **basins** - the key for jumps that switch themselves on.
-    - **learners** - one key for each learner but that of centring, ``(n,)``.
+    - **learners** - one key for each learner but those of centring and of the prolongation, ``(n,)``.
     - **updates** - one key for each update, ``(num_steps,)``; in cycles, whose updates are more, all derive from the
       first.
     """

@@ -5,7 +5,7 @@ Warmup has three parts, each divided into windows (``windows.py``):
 1. *Arrival.* Each particle moves by itself: with exact gradients by Metropolis-adjusted Langevin updates with a step
    size of its own, with minibatches by Adam with Langevin noise, at a rate of its own. It reaches the posterior
    whatever its scale; lost particles move to others. A run skips the arrival if neither the step size nor the scales
-   are learned (``WarmupPlan.arrives``).
+   are learned (``WarmupPlan.arrives``), and prolongs it if gradients stay noisy, as those of networks.
 2. *Adaptation.* The sampler itself runs. At the end of each window, scales are estimated again, and the step size is
    measured in the new coordinates.
 3. *Settling.* The scales are frozen. The step size and the bandwidth average over all windows of this part.
@@ -28,6 +28,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
        by curvature  |                       B    B  |   B    B    B  |                     |
     update_bandwidth |                            H  | HHHHHHHHHHHHHH |   A    A   ...   A  |
     update_step_size |                            E  |   E    E    E  |   M    M   ...   M  |
+    prolongation     |                            P  |                |                     |
 
     D  updates the direction of largest variance (sums grow in every iteration of settling; with minibatches only at 650
        to 800 and at 1000)
@@ -41,23 +42,27 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     A  the geometric mean of the best bandwidths since 600, or the rule again if the interaction does not tune it
     E  the step size from one measurement; only 10, 15 and 30 % of the noise limit it at 250, 300 and 400
     M  the step size from all measurements since 600; also whether control variates reduce the noise, as at E
+    P  whether the arrival is prolonged; then 150 to 250 begins again and ends at 800, where all marks of 250 but P are
+       due again, the last 200 iterations take the place of the last 750, and scales are diagonal
 
 A learner is a function of the state and the cloud, called in every iteration; it does nothing if the run does not need
 what it learns (``WarmupPlan``). Each writes its own part of ``WarmupState``:
 
-================  ============  ==========================================  ========================================
-learner           file          reads                                       writes
-================  ============  ==========================================  ========================================
-update_symptoms   diagnosis.py  positions, gradients, scales                symptoms
-update_arrival    arrival.py    energies, gradients                         arrival; positions of lost particles
-update_centring   centring.py   curvature of hierarchical sites             scales; the cloud in the new coordinates
-update_reference  reference.py  moments of the scales, or positions         reference
-update_scales     scales.py     positions, gradients; or curvature and      scales; the cloud in the new coordinates
-                                noise (hessian.py)
-update_bandwidth  bandwidth.py  positions, bias of the step                 bandwidth
-update_step_size  step_size.py  curvature and noise (curvature.py), and     step; whether the reference is in use
-                                what the other learners wrote
-================  ============  ==========================================  ========================================
+===================  ===============  ========================================  ========================================
+learner              file             reads                                     writes
+===================  ===============  ========================================  ========================================
+update_symptoms      diagnosis.py     positions, gradients, scales              symptoms
+update_arrival       arrival.py       energies, gradients                       arrival; positions of lost particles
+update_centring      centring.py      curvature of hierarchical sites           scales; the cloud in the new coordinates
+update_reference     reference.py     moments of the scales, or positions       reference
+update_scales        scales.py        positions, gradients; or curvature and    scales; the cloud in the new coordinates
+                                      noise (hessian.py)
+update_bandwidth     bandwidth.py     positions, bias of the step               bandwidth
+update_step_size     step_size.py     curvature and noise (curvature.py), and   step; whether the reference is in use
+                                      what the other learners wrote
+update_prolongation  prolongation.py  the noise with and without control        arrival, scales, reference; the cloud in
+                                      variates                                  the new coordinates
+===================  ===============  ========================================  ========================================
 
 The kernels add learners of jumps (``kernels/learners.py``). The last state gives the diagnosis (``diagnosis.py``).
 """

@@ -16,6 +16,8 @@ __all__ = ["update_prolongation"]
 
 #: The share of the variance of minibatch gradients that control variates leave where particles still have to arrive.
 STAYS_NOISY = 0.5
+#: The share by which hierarchical sites are centred meanwhile: not at all.
+SHARE = 0.0
 
 
 def update_prolongation(
@@ -24,22 +26,27 @@ def update_prolongation(
     """At the end of the arrival, begin its second half again if gradients of particles and of their mean differ much.
 
     Near a posterior that the data determine, gradients on the same rows hardly differ between particles, and control
-    variates remove their noise. Networks stay far from that: their particles are different functions, each of which an
-    optimizer can still improve. There an update by Adam is worth more than one by the sampler, so the arrival takes
-    70 % of warmup in place of 25 %, in the coordinates of the start, whose unit is the spread of the prior.
+    variates remove their noise. The particles of a network are different functions instead, each of which can still
+    improve, and an update by Adam improves it more than one by the sampler. So the arrival takes 80 % of warmup in
+    place of 25 %.
+
+    Meanwhile particles move without noise and in units of the spread of the starts. Hierarchical sites are standardized
+    then, because the density of weights ``N(0, 1/λ)`` and of λ is highest where all weights are 0 and λ is in the
+    thousands; that of the standardized weights is not.
     """
     del key
     arrival, reference = warmup.arrival, warmup.reference
-    if arrival.spread is None or reference is None:
+    spread, is_prolonged = arrival.spread, arrival.is_prolonged
+    if spread is None or is_prolonged is None or reference is None:
         return warmup, cloud
     plain, corrected = warmup.measurements.mean_isotropic_noise
-    due = stage.window_ends & (stage.done == stage.at(ARRIVED)) & ~arrival.is_prolonged
+    due = stage.window_ends & (stage.done == stage.at(ARRIVED)) & ~is_prolonged
 
     def prolong():
-        found, centring, unit = sampler.recover(warmup, cloud.z), warmup.scales.centring, arrival.spread
+        found, centring, unit = sampler.recover(warmup, cloud.z), warmup.scales.centring, spread
         y = found.z
         if centring is not None:
-            centring = centring._replace(share=jnp.zeros_like(centring.share))
+            centring = centring._replace(share=jnp.full_like(centring.share, SHARE))
             y = sampler.centred(centring).to_coordinates(found)
             # Standardized sites have a prior of unit scale.
             is_standardized = ((found.scale != 1.0) | (found.location != 0.0)).any((0, 1))

@@ -100,8 +100,8 @@ class ArrivalState(NamedTuple):
     - **step_size** - ε of each particle, ``(G, L)``; the rate of Adam if gradients are noisy.
     - **surroundings** - sums over the current window; ``None`` if gradients are noisy.
     - **adam** - the state of Adam; ``None`` if gradients are exact.
-    - **spread** - the standard deviation of the starts in each coordinate of the model, ``(d,)``; ``None`` if the arrival
-      cannot be prolonged.
+    - **spread** - the standard deviation of the starts in each coordinate of the model, ``(d,)``; ``None`` if the
+      arrival cannot be prolonged.
     - **is_prolonged** - whether the arrival is prolonged; ``None`` if it cannot be.
     """
 
@@ -141,7 +141,7 @@ class ArrivalState(NamedTuple):
     def prolonged(self, u: Vectors) -> ArrivalState:
         """Return the state for particles in units of the spread of the starts, where the second half begins again."""
         rates = first_rates(u.shape, u.dtype, LATE_RATES)
-        adam = Adam.start(u)._replace(unit=jnp.ones_like(self.adam.unit))
+        adam = Adam.start(u)._replace(unit=jnp.ones(u.shape[-1:], u.dtype))
         return self._replace(adam=adam, step_size=rates, is_prolonged=jnp.ones((), bool))
 
 

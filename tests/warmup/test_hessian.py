@@ -9,6 +9,7 @@ import pytest
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.hessian import (
+    NUM_PROBES,
     extremes,
     hessian_and_noise,
     mean_diagonal,
@@ -56,6 +57,18 @@ def noisy_gradient(key, u):
 
 def exact_gradient(key, u):
     return u @ jnp.asarray(HESSIAN, u.dtype)
+
+
+def test_the_diagonal_alone_is_that_of_products_with_signs():
+    u, key = random.normal(random.key(0), (2, 20, DIMENSION)), random.key(1)
+
+    def gradient(key, u, is_noise):
+        return exact_gradient(key, u)
+
+    found, noise = hessian_and_noise(key, u, gradient, 0.2, 3, 0, only_diagonal=True)
+    expected = mean_diagonal(key, u, exact_gradient, 0.2, NUM_PROBES)
+    np.testing.assert_allclose(found, np.diag(expected), rtol=1e-3)
+    assert (noise == 0).all()
 
 
 def cloud(seed=1, size=5):

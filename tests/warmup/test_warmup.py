@@ -523,6 +523,26 @@ def test_windows_of_warmup():
     assert not any(s.window_ends or s.is_arriving or s.is_settling or s.is_warmup for s in nothing)
 
 
+def test_windows_of_a_prolonged_arrival():
+    def prolonged(iteration):
+        return Stage.of(jnp.asarray(iteration), jnp.asarray(1000), jnp.ones((), bool))
+
+    after = range(250, 1010)
+    assert [n for n in after if prolonged(n).is_arriving] == list(range(250, 800))
+    ends = [n for n in range(251, 1010) if prolonged(n - 1).window_ends]
+    assert ends == [800, 813, 840, 893, 906, 920, 933, 946, 960, 973, 986, 1000]
+    assert [n for n in range(251, 1010) if prolonged(n - 1).references_move] == [800, 813, 840, 893]
+    assert [n for n in after if prolonged(n).is_settling] == list(range(893, 1000))
+    shares = np.array([prolonged(n).share_of_approach for n in range(250, 801)], float)
+    np.testing.assert_allclose(shares, np.arange(551) / 550, rtol=1e-5)
+    # The mean of the positions, for the reference, is over the second half.
+    assert next(n for n in after if prolonged(n).window_starts) == 525
+    # All is as it was if the arrival may be prolonged and is not.
+    for n in range(0, 1010, 7):
+        possible = Stage.of(jnp.asarray(n), jnp.asarray(1000), jnp.zeros((), bool))
+        jax.tree.map(np.testing.assert_array_equal, possible._replace(is_prolonged=None), at(n, 1000))
+
+
 def test_noise_counts_by_and_by():
     shares = [float(at(n - 1).noise_share) for n in (25, 29, 30, 39, 40, 59, 60, 100)]
     np.testing.assert_allclose(shares, [0.1, 0.1, 0.15, 0.15, 0.3, 0.3, 1, 1], rtol=1e-6)

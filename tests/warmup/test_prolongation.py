@@ -1,0 +1,105 @@
+"""The arrival of models whose gradients stay noisy: when it is prolonged, and where particles are then."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, Subsampled
+from numpyro_repulsion.targets import bayesian_neural_network as network
+from numpyro_repulsion.warmup import ARRIVED, prolongation
+
+N, BATCH, PARTICLES = 200, 20, 8
+X = random.normal(random.key(0), (N, 4))
+Y = jnp.sin(2 * X[:, 0]) * X[:, 1] + 0.1 * random.normal(random.key(1), (N,))
+
+
+def regression(X, y, subsample_size):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([4]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ w, 0.3), obs=y[i])
+
+
+def warmed(kernel, iterations, num_warmup=100, seed=2, hidden=None, num_particles=PARTICLES):
+    """The kernel, its state after so many iterations of a warmup, and the arguments of the model."""
+    kwargs = {"subsample_size": BATCH} | ({} if hidden is None else {"hidden": hidden})
+    keys = random.split(random.key(seed), num_particles)
+    state = kernel.init(keys, num_warmup, None, (X, Y), kwargs)
+    sample = jax.jit(lambda state: kernel.sample(state, (X, Y), kwargs))
+    for _ in range(iterations):
+        state = sample(state)
+    return state, kwargs
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scale"),
+    [
+        (SGNHT, "dense"),
+        pytest.param(SGLDR, "low_rank", marks=pytest.mark.slow),
+        pytest.param(SGLD, "diagonal", marks=pytest.mark.slow),
+    ],
+)
+def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, monkeypatch):
+    sampler = kernel(network, preconditioner=scale)
+    before, kwargs = warmed(sampler, int(100 * ARRIVED), hidden=10)
+    warmup = before.warmup
+    assert warmup.arrival.is_prolonged and not warmup.reference.in_use
+    assert (warmup.scales.centring.share == 0).all() and (warmup.arrival.adam.unit == 1).all()
+    # In units of the prior's scale for weights, and of the spread of the starts for their precision.
+    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.z))
+    lengths = unravel(warmup.scales.preconditioner.lengths())
+    np.testing.assert_allclose(lengths["w1"], 1.0)
+    assert (lengths["weight_precision"] == unravel(warmup.arrival.spread)["weight_precision"]).all()
+    # Particles are where they were without it.
+    monkeypatch.setattr(prolongation, "STAYS_NOISY", np.inf)
+    usual, _ = warmed(kernel(network, preconditioner=scale), int(100 * ARRIVED), hidden=10)
+    assert not usual.warmup.arrival.is_prolonged
+    for name in before.z:
+        np.testing.assert_allclose(before.z[name], usual.z[name], rtol=2e-4, atol=1e-5)
+    after = before
+    sample = jax.jit(lambda state: sampler.sample(state, (X, Y), kwargs))
+    for _ in range(80):
+        after = sample(after)
+    assert after.warmup.arrival.is_prolonged and after.warmup.step.size > 0
+    assert after.warmup.step.measurements.number > 1
+    scales = after.warmup.scales.preconditioner
+    assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), (after.z, scales)))
+    if scale == "dense":
+        np.testing.assert_array_equal(scales.scale, np.diag(np.diag(scales.scale)))
+    if scale == "low_rank":
+        assert (scales.stretch == 0).all()
+
+
+def test_posteriors_that_the_data_determine_arrive_as_usual():
+    state, _ = warmed(SGLD(regression), 30)
+    assert not state.warmup.arrival.is_prolonged and state.warmup.reference.in_use
+
+
+@pytest.mark.parametrize("settings", [{"gradient": Subsampled()}, {"gradient": SVRG()}, {"step_size": 1e-5}])
+def test_without_a_common_reference_nothing_can_be_told(settings):
+    state, _ = warmed(SGLD(network, **settings), 1, hidden=5)
+    assert state.warmup.arrival.is_prolonged is None
+
+
+def test_standardized_weights_have_no_neck(monkeypatch):
+    """Where noise is large, the density of the weights themselves is highest at 0, and λ is in the thousands there."""
+    noise = random.normal(random.key(5), (N,))
+
+    def precision(seed):
+        kernel = SGNHT(network, num_steps=10, preconditioner="diagonal")
+        keys = random.split(random.key(seed), PARTICLES)
+        kwargs = {"subsample_size": BATCH, "hidden": 50}
+        state = kernel.init(keys, 160, None, (X, noise), kwargs)
+        sample = jax.jit(lambda state: kernel.sample(state, (X, noise), kwargs))
+        for _ in range(128):
+            state = sample(state)
+        assert state.warmup.arrival.is_prolonged
+        return np.exp(np.asarray(state.z["weight_precision"]))
+
+    assert np.median(precision(0)) < 200
+    monkeypatch.setattr(prolongation, "SHARE", 1.0)
+    assert np.median(precision(0)) > 1000
