@@ -53,6 +53,7 @@ class WarmupDiagnosis(NamedTuple):
     - **noise_ratio** - the variance of the gradient noise over the typical curvature.
     - **control_variates_off** - whether warmup switched control variates off.
     - **jumps_off** - whether warmup switched jumps off.
+    - **is_prolonged** - whether the arrival was prolonged, as for networks.
     """
 
     effective_draws: Scalar
@@ -66,6 +67,7 @@ class WarmupDiagnosis(NamedTuple):
     noise_ratio: Scalar
     control_variates_off: Flag
     jumps_off: Flag
+    is_prolonged: Flag
 
     def findings(self) -> list[Finding]:
         """Return the problems, each with its remedy."""
@@ -82,7 +84,9 @@ class WarmupDiagnosis(NamedTuple):
                 None,
                 "The particles are in several modes, or label permutations, and do not move between them, so the "
                 "weights of the modes are unknown.",
-                "Set moves=Archive() with gradient=FullData(), or order the labels.",
+                "Judge networks by their predictions, with predict(mcmc, ...), and not by their weights."
+                if self.is_prolonged
+                else "Set moves=Archive() with gradient=FullData(), or order the labels.",
             )
         # The step may have been raised until the run is worth just this many draws, which is no problem.
         if self.effective_draws < 0.99 * MIN_EFFECTIVE_DRAWS:
@@ -141,7 +145,8 @@ class WarmupDiagnosis(NamedTuple):
                 f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, forces a short step.",
                 "Raise `subsample_size`, or estimate a random likelihood (numpyro.prng_key) more precisely.",
             )
-        if self.control_variates_off:
+        # Those of networks always add noise, and warmup needs them to tell.
+        if self.control_variates_off and not self.is_prolonged:
             add(
                 "control_variates_off",
                 "warning",
@@ -212,6 +217,7 @@ def diagnose_warmup(
         noise_ratio=unknown,
         control_variates_off=~warmup.reference.in_use if warmup.reference is not None and needs_reference else no,
         jumps_off=no if is_jumping is None else ~is_jumping,
+        is_prolonged=no if warmup.arrival.is_prolonged is None else warmup.arrival.is_prolonged,
     )
     symptoms = warmup.symptoms
     if rule is None or symptoms is None:

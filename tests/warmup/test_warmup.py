@@ -887,6 +887,7 @@ FINE = WarmupDiagnosis(
     noise_ratio=jnp.asarray(0.1),
     control_variates_off=jnp.asarray(False),
     jumps_off=jnp.asarray(False),
+    is_prolonged=jnp.asarray(False),
 )
 
 
@@ -913,6 +914,10 @@ def test_verdict_names_what_is_wrong():
         assert finding.figure == (None if figure is None else pytest.approx(figure))
     slow = FINE._replace(effective_draws=jnp.asarray(50.0), is_diagonal=jnp.asarray(True))
     assert 'Set preconditioner="dense"' in slow.findings()[0].remedy
+    # Networks keep to their basins, and their control variates always add noise.
+    yes = jnp.asarray(True)
+    (finding,) = FINE._replace(has_basins=yes, control_variates_off=yes, is_prolonged=yes).findings()
+    assert finding.name == "several_basins" and "predict(mcmc, ...)" in finding.remedy
 
 
 def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, seed=0, **kwargs):
