@@ -182,9 +182,12 @@ def _gradient(warmup, sampler):
 
 
 def _spread(stage, warmup):
-    """Return the standard deviations of the coordinates when particles have just arrived, later ones."""
+    """Return the standard deviations of the coordinates when particles have just arrived with noise, otherwise ones."""
     spread = jnp.sqrt(warmup.moments.variances())
     usable = jnp.isfinite(spread) & (spread > 0) & (stage.done <= stage.at(ARRIVED))
+    if stage.is_prolonged is not None:
+        # Without noise, particles in the same basin come together, and only its curvature tells the scales.
+        usable &= ~stage.is_prolonged
     return jnp.where(usable, spread, 1.0)
 
 
