@@ -16,6 +16,8 @@ __all__ = ["update_prolongation"]
 
 #: The share of the variance of minibatch gradients that control variates leave where particles still have to arrive.
 STAYS_NOISY = 0.5
+#: The smallest noise that matters: the variance of exact gradients over the posterior, in whitened coordinates.
+MIN_NOISE = 1.0
 #: The share by which hierarchical sites are centred meanwhile: not at all.
 SHARE = 0.0
 
@@ -66,4 +68,5 @@ def update_prolongation(
         unknown = type(reference).none(reference.position.shape, reference.position.dtype)
         return warmup._replace(arrival=arrival.prolonged(moved.z), scales=scales, reference=unknown), moved
 
-    return lax.cond(due & (corrected > STAYS_NOISY * plain), prolong, lambda: (warmup, cloud))
+    stays_noisy = (plain > MIN_NOISE) & (corrected > STAYS_NOISY * plain)
+    return lax.cond(due & stays_noisy, prolong, lambda: (warmup, cloud))

@@ -79,6 +79,15 @@ def test_posteriors_that_the_data_determine_arrive_as_usual():
     assert not state.warmup.arrival.is_prolonged and state.warmup.reference.in_use
 
 
+def test_noise_that_hardly_matters_prolongs_nothing(monkeypatch):
+    """As in a tempered posterior, however different the particles are."""
+    monkeypatch.setattr(prolongation, "MIN_NOISE", 1e3)
+    state, _ = warmed(SGLD(network, preconditioner="diagonal"), 25, hidden=5)
+    assert not state.warmup.arrival.is_prolonged
+    plain, corrected = state.warmup.measurements.mean_isotropic_noise
+    assert 1.0 < plain < 1e3 and corrected > 0.5 * plain
+
+
 @pytest.mark.parametrize("settings", [{"gradient": Subsampled()}, {"gradient": SVRG()}, {"step_size": 1e-5}])
 def test_without_a_common_reference_nothing_can_be_told(settings):
     state, _ = warmed(SGLD(network, **settings), 1, hidden=5)
