@@ -524,23 +524,30 @@ def test_windows_of_warmup():
 
 
 def test_windows_of_a_prolonged_arrival():
-    def prolonged(iteration):
-        return Stage.of(jnp.asarray(iteration), jnp.asarray(1000), jnp.ones((), bool))
+    num_warmup, iterations = jnp.asarray(1000), jnp.arange(1010)
 
-    after = range(250, 1010)
-    assert [n for n in after if prolonged(n).is_arriving] == list(range(250, 800))
-    ends = [n for n in range(251, 1010) if prolonged(n - 1).window_ends]
-    assert ends == [800, 813, 840, 893, 906, 920, 933, 946, 960, 973, 986, 1000]
-    assert [n for n in range(251, 1010) if prolonged(n - 1).references_move] == [800, 813, 840, 893]
-    assert [n for n in after if prolonged(n).is_settling] == list(range(893, 1000))
-    shares = np.array([prolonged(n).share_of_approach for n in range(250, 801)], float)
-    np.testing.assert_allclose(shares, np.arange(551) / 550, rtol=1e-5)
+    @jax.jit
+    @jax.vmap
+    def stages(iteration):
+        usual = Stage.of(iteration, num_warmup)
+        possible, prolonged = (Stage.of(iteration, num_warmup, jnp.asarray(flag)) for flag in (False, True))
+        return usual, possible._replace(is_prolonged=None), prolonged, prolonged.share_of_approach
+
+    usual, possible, prolonged, share = stages(iterations)
+    # Nothing else changes where it may be prolonged and is not.
+    jax.tree.map(np.testing.assert_array_equal, possible, usual)
+
+    def when(flags, first=250):
+        return [n for n in np.flatnonzero(flags).tolist() if n >= first]
+
+    assert when(prolonged.is_arriving) == list(range(250, 800))
+    ends = [800, 813, 840, 893, 906, 920, 933, 946, 960, 973, 986, 1000]
+    assert [n + 1 for n in when(prolonged.window_ends)] == ends
+    assert [n + 1 for n in when(prolonged.references_move)] == [800, 813, 840, 893]
+    assert when(prolonged.is_settling) == list(range(893, 1000))
+    np.testing.assert_allclose(share[250:801], np.arange(551) / 550, rtol=1e-5)
     # The mean of the positions, for the reference, is over the second half.
-    assert next(n for n in after if prolonged(n).window_starts) == 525
-    # All is as it was if the arrival may be prolonged and is not.
-    for n in range(0, 1010, 7):
-        possible = Stage.of(jnp.asarray(n), jnp.asarray(1000), jnp.zeros((), bool))
-        jax.tree.map(np.testing.assert_array_equal, possible._replace(is_prolonged=None), at(n, 1000))
+    assert when(prolonged.window_starts)[0] == 525
 
 
 def test_noise_counts_by_and_by():
