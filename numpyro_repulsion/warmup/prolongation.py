@@ -16,8 +16,8 @@ __all__ = ["update_prolongation"]
 
 #: The share of the variance of minibatch gradients that control variates leave where particles still have to arrive.
 STAYS_NOISY = 0.5
-#: The smallest noise that matters, in whitened coordinates, where the variance of exact gradients is 1. Networks on a few
-#: hundred rows have about 1; local posteriors at a low inverse temperature have 0.01, and control variates gain nothing.
+#: The smallest noise that matters, in whitened coordinates, where the variance of exact gradients is 1. Networks on a
+#: few hundred rows have about 1; a local posterior at a low inverse temperature has 0.01.
 MIN_NOISE = 0.1
 #: The share by which hierarchical sites are centred meanwhile: not at all.
 SHARE = 0.0
