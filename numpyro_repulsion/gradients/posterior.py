@@ -18,6 +18,7 @@ from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
 from numpyro.util import not_jax_tracer
 
+from numpyro_repulsion.gradients.dependence import influenced
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
 from numpyro_repulsion.gradients.location_scale import centred_energy, location_scale_sites, recovered
 from numpyro_repulsion.gradients.products import Products
@@ -75,6 +76,7 @@ class ModelTarget(SitesTarget):
         )
         if self.discrete:
             self._try_to_sum()
+        self.is_random = watch.asks_for_keys and self._depends_on_key()
         causes = {name: {kind for kind, _ in usage.deterministic[name].causes} for name in deterministic}
         self.summed_out = [name for name in deterministic if "site" in causes[name]]
         deterministic = [name for name in deterministic if name not in self.summed_out]
@@ -217,6 +219,11 @@ class ModelTarget(SitesTarget):
         deterministic = {name: site["value"] for name, site in sites.items() if site["type"] == "deterministic"}
         return densities, {name: sites[name]["value"] for name in self.latent}, deterministic
 
+    def _depends_on_key(self):
+        """Whether U depends on keys; modules of networks ask for one too, for initial values that sites replace."""
+        z = {name: jnp.zeros(site.shape, site.dtype) for name, site in self.prototype.items()}
+        return any(influenced(lambda key, z: self._potential_energy(z, self.first_rows, key), random.key(0), z))
+
     def _read(self, watch):
         """Return how the sites of the model depend on rows and discrete sites."""
         taken = {name: self.plates.get(name, (size, size)) for name, size in self.plate_sizes.items()}
@@ -288,7 +295,6 @@ class ModelTarget(SitesTarget):
 
         with watch:
             self.prototype, self._discrete_shapes = jax.eval_shape(unconstrained)
-        self.is_random = watch.asks_for_keys
         watch.check()
         return sites, watch
 

@@ -117,6 +117,9 @@ def _with_step_size(stage, warmup, cloud, sampler):
     gained = draws_per_step
     if plan.noise and plan.scale is not None:
         typical = jnp.median(warmup.moments.variances()) / (dynamics.temperature or 1.0)
+        if stage.is_prolonged is not None:
+            # Most of the spread of networks is between modes, which no step crosses.
+            typical = jnp.where(stage.is_prolonged, jnp.minimum(typical, 1.0), typical)
         gained = num_updates * error.relaxation_rate(typical) / 2.0
     step_size = rule.step_size(
         max_step_for_bias=error.max_step_for_bias(rule.tolerance, stats),

@@ -25,6 +25,7 @@ from numpyro_repulsion import (
     predict,
     to_inference_data,
 )
+from numpyro_repulsion.gradients import ModelTarget
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Warmup found problems"),
@@ -165,6 +166,35 @@ def test_gradients_are_those_of_the_network():
     for value in vars(draws).values():
         log_joint += PRIOR.log_prob(value[-1]).sum()
     np.testing.assert_allclose(-log_joint, state.potential_energy[-1], rtol=1e-4)
+
+
+def dropout():
+    """A layer that drops units at random in the likelihood."""
+    flax = pytest.importorskip("flax.linen")
+
+    class Net(flax.Module):
+        @flax.compact
+        def __call__(self, x):
+            return flax.Dense(2)(flax.Dropout(0.5, deterministic=False)(flax.Dense(HIDDEN)(x)))
+
+    def make():
+        net = module.random_flax_module("net", Net(), PRIOR, input_shape=(1, 2), apply_rng=["dropout"])
+        return lambda x: net(x, rngs={"dropout": numpyro.prng_key()})
+
+    return make
+
+
+@pytest.mark.parametrize("net", [*NETS.values(), dropout])
+def test_only_layers_that_use_a_key_make_the_likelihood_random(net):
+    """All modules ask for a key, most for initial weights that the latent sites replace."""
+    make = dropout() if net is dropout else net(2)
+    target = ModelTarget(regression, (make, X, Y))
+    assert target.is_random == (net is dropout)
+
+
+def test_networks_of_modules_have_control_variates():
+    mcmc = run(SGNHT(regression), NETS["linen"](2), X, Y)
+    assert mcmc.last_state.warmup.reference is not None
 
 
 FLAX = {"net": {"Dense_0": {"kernel": np.zeros((HIDDEN, 2)), "bias": np.zeros(2)}}}

@@ -68,6 +68,10 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
     assert after.warmup.step.measurements.number > 1
     scales = after.warmup.scales.preconditioner
     assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), (after.z, scales)))
+    # Gradients of a unit's weights depend on its other weights, which is no funnel.
+    assert after.warmup.symptoms.dependence > 0.5
+    (finding,) = [f for f in sampler.findings(after) if f.severity == "error"]
+    assert finding.name == "several_basins" and "predict(mcmc, ...)" in finding.remedy
     if scale == "dense":
         np.testing.assert_array_equal(scales.scale, np.diag(np.diag(scales.scale)))
     if scale == "low_rank":
