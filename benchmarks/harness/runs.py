@@ -15,8 +15,7 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.warmup.curvature import POWER_ITERATIONS
-from numpyro_repulsion.warmup.windows import ARRIVED, ENDS
+from numpyro_repulsion.gradients.minibatch import Gradient
 
 
 def vectorized(
@@ -99,14 +98,30 @@ def middle(values: Any) -> tuple[float, float]:
     return float(median), float(0.93 * (high - low) / len(values) ** 0.5)
 
 
-def gradients_of(num_warmup, num_steps, minibatch):
-    """How many gradients for each particle a warmup takes: ``(in its updates, to arrive, in measurements)``."""
-    arriving = int(ARRIVED * num_warmup)
-    measurements = int((ENDS >= ARRIVED).sum())
-    # With control variates in use an update takes two gradients, and arriving on minibatches two without.
-    running = (2 if minibatch else 1) * num_steps * (num_warmup - arriving)
-    return (
-        running,
-        (2 if minibatch else 1) * num_steps * arriving,
-        (5 if minibatch else 2) * POWER_ITERATIONS * measurements,
-    )
+def warmup_gradients(kernel: Any, args: tuple, kwargs: dict, num_warmup: int, num_chains: int) -> int:
+    """How many gradients a warmup takes for each particle, counted as it runs; on a minibatch where there are any.
+
+    Updates, measurements of curvature and noise, and both gradients of a control variate count; the passes over all
+    rows that control variates need do not.
+    """
+    plain, count = Gradient.energy_and_grad, 0
+
+    def counted(*arguments, **settings):
+        def add():
+            nonlocal count
+            count += 1
+
+        jax.debug.callback(add)
+        return plain(*arguments, **settings)
+
+    Gradient.energy_and_grad = counted
+    try:
+        jax.clear_caches()
+        mcmc = vectorized(kernel, num_warmup, 1, num_chains)
+        mcmc.warmup(random.key(0), *args, **kwargs)
+        jax.block_until_ready(mcmc.last_state)
+        jax.effects_barrier()
+    finally:
+        Gradient.energy_and_grad = plain
+        jax.clear_caches()
+    return count

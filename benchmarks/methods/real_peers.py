@@ -29,7 +29,7 @@ from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.util import initialize_model, potential_energy, unconstrain_fn
 from numpyro.optim import optax_to_numpyro
 
-from benchmarks.harness.runs import gradients_of, vectorized
+from benchmarks.harness.runs import vectorized, warmup_gradients
 from benchmarks.problems import real
 from benchmarks.problems.real import BATCH
 from benchmarks.problems.real_scores import errors, mixing, scalars
@@ -428,20 +428,24 @@ def laplace(name, limit):
 # --- Ours ----------------------------------------------------------------------------------------------------------
 
 
-def ours_used(problem, iterations=1000):
-    """Gradients of twenty particles in a run with as much warmup: ``(of sampling, in all)``."""
+OURS = {"SGLD": SGLD, "SGHMC": SGHMC}
+
+
+def gradients_used(name, kernel, iterations=1000):
+    """Gradients of twenty particles in a run with as much warmup."""
+    problem = load(name)
     minibatch = problem.subsample_size is not None
     share = BATCH / number_of_rows(problem) if minibatch else 1
     sampling = (2 if minibatch else 1) * NUM_STEPS * iterations
-    warmup = sum(gradients_of(iterations, NUM_STEPS, minibatch))
-    return PARTICLES * share * sampling, PARTICLES * share * (sampling + warmup)
+    warmup = warmup_gradients(OURS[kernel](problem.model), (), problem.kwargs, iterations, PARTICLES)
+    return {"gradients": PARTICLES * share * sampling, "in_all": PARTICLES * share * (sampling + warmup)}
 
 
 def ours(name, limit, kernel, iterations=1000):
     """Twenty particles, nothing set."""
     del limit  # A run cannot be stopped.
     problem = load(name)
-    mcmc = vectorized({"SGLD": SGLD, "SGHMC": SGHMC}[kernel](problem.model), iterations, iterations, PARTICLES)
+    mcmc = vectorized(OURS[kernel](problem.model), iterations, iterations, PARTICLES)
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -456,4 +460,5 @@ def ours(name, limit, kernel, iterations=1000):
         flat = [(float(x), f"{site}[{i}]") for site, xs in worth.items() for i, x in enumerate(xs)]
         known = [pair for pair in flat if np.isfinite(pair[0])]
         more |= {what: min(known) if known else None, f"{what}_unknown": len(flat) - len(known)}
-    return row(problem, draws, parameters, seconds, *ours_used(problem, iterations), **more)
+    used = gradients_used(name, kernel, iterations)
+    return row(problem, draws, parameters, seconds, used["gradients"], used["in_all"], **more)

@@ -26,9 +26,9 @@ import statistics
 
 from benchmarks.harness.apart import apart
 from benchmarks.harness.store import Record, run, table
-from benchmarks.methods.real_peers import ours_used
 from benchmarks.problems import real
 
+METHODS = "benchmarks.methods.real_peers"
 LIMIT = {"gp_classification": 1800}
 #: A process that has not stopped by itself, and runs of ours cannot, is ended when this many limits are over.
 PATIENCE = 5
@@ -98,7 +98,7 @@ def measured(name, sampler, told, function, **arguments):
     """A row in a process of its own; the peer stops at its limit, and the process later."""
     limit = LIMIT.get(name, 600)
     found = apart(
-        "benchmarks.methods.real_peers",
+        METHODS,
         function,
         PATIENCE * limit,
         name=name,
@@ -108,8 +108,16 @@ def measured(name, sampler, told, function, **arguments):
     return {"problem": name, "sampler": sampler, "told": told} | found
 
 
+def counted(name, kernel):
+    """The name of the row with the gradients that ours took."""
+    return f"{name} / gradients of `{kernel}`"
+
+
 def measure(record: Record) -> None:
     for name in SHORT if record.short else PEERS:
+        for kernel in KERNELS:
+            if Record("real", short=False).select(problem=name, kernel=kernel):
+                record.row(counted(name, kernel), partial(apart, METHODS, "gradients_used", name=name, kernel=kernel))
         for sampler, function, arguments, told in PEERS[name]:
             key = f"{name} / {sampler}"
             row = record.row(key, partial(measured, name, sampler, told, function, **arguments))
@@ -131,7 +139,7 @@ def slowest(row, whats=("ess", "ess_square")):
     return min(value[0] for value in found) if all(found) else None
 
 
-def stored(name):
+def stored(record, name):
     """Rows of ours that the study of real data has: the worst of its seeds, and the median of seconds."""
     rows = []
     for kernel in KERNELS:
@@ -144,11 +152,10 @@ def stored(name):
         for what in ("mean", "sd", "few mean", "few sd", "rhat", "ess"):
             if found := [seed[what] for seed in seeds if what in seed]:
                 row[what] = (min if what == "ess" else max)(found)
-        problem = real.load(name)
-        if problem.subsample_size:
+        if real.load(name).subsample_size:
             row["told"] = "rows of a minibatch"
-        row["gradients"], row["in_all"] = ours_used(problem)
-        rows.append(row)
+        used = record.rows.get(counted(name, kernel), {})
+        rows.append(row | {key: used[key] for key in ("gradients", "in_all") if key in used})
     return rows
 
 
@@ -180,7 +187,7 @@ HEAD = (
 def peers_table(record):
     lines = []
     for name in SHORT if record.short else real.NAMES:
-        rows = stored(name)
+        rows = stored(record, name)
         mine = {row["sampler"].split(",")[0] for row in rows}
         for row in record.select(problem=name):
             if row["sampler"].split(",")[0] not in mine:

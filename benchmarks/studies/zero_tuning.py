@@ -24,7 +24,7 @@ import numpy as np
 from numpyro.infer import NUTS
 
 from benchmarks.harness import store
-from benchmarks.harness.runs import gradients_of, vectorized
+from benchmarks.harness.runs import vectorized, warmup_gradients
 from benchmarks.harness.store import Record, plt, table
 from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, ask_nuts, data_folder, posteriordb
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, BiasBudget
@@ -204,6 +204,9 @@ def cost(name, kernel, rounds=5):
     # Compiled once, as the bar has it; warmup and sampling in turns.
     mcmc = vectorized(kernel_of(posterior.model), **SETTINGS, progress_bar=True)
     run(mcmc, random.key(0), *posterior.args, **posterior.kwargs)
+    in_warmup = warmup_gradients(
+        kernel_of(posterior.model), posterior.args, posterior.kwargs, SETTINGS["num_warmup"], SETTINGS["num_chains"]
+    )
     ratios = []
     for seed in range(rounds):
         began = time.perf_counter()
@@ -214,7 +217,6 @@ def cost(name, kernel, rounds=5):
         mcmc.run(random.key(seed), *posterior.args, **posterior.kwargs)
         jax.block_until_ready(mcmc.last_state)
         sampling = time.perf_counter() - began
-        in_warmup = sum(gradients_of(1000, 10, minibatch))
         in_sampling = (2 if minibatch else 1) * 10_000
         ratios.append((warmup / in_warmup) / (sampling / in_sampling))
         mcmc.post_warmup_state = None

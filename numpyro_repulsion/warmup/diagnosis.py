@@ -33,6 +33,8 @@ MAX_DEPENDENCE = 0.5
 MIN_ACCEPTANCE = 0.02
 #: Above this ratio to the curvature, the gradient noise limits the step, not the posterior.
 MAX_NOISE_RATIO = 5.0
+#: Above this ratio, half the noise allows a longer step.
+LIMITING_NOISE_RATIO = 1.0
 #: How many windows of the settling have symptoms of their own with minibatches; the last one has the rest.
 NUM_SHORT_WINDOWS = 4
 REPARAMETERIZE = "Reparameterize, for example with numpyro.infer.reparam.LocScaleReparam."
@@ -84,22 +86,23 @@ class WarmupDiagnosis(NamedTuple):
                 None,
                 "The particles are in several modes, or label permutations, and do not move between them, so the "
                 "weights of the modes are unknown.",
-                "Judge networks by their predictions, with predict(mcmc, ...), and not by their weights."
+                "Judge networks and factors by predictions, with predict(mcmc, ...), and not by single weights."
                 if self.is_prolonged
                 else "Set moves=Archive() with gradient=FullData(), or order the labels.",
             )
         # The step may have been raised until the run is worth just this many draws, which is no problem.
         if self.effective_draws < 0.99 * MIN_EFFECTIVE_DRAWS:
             correlated = self.is_diagonal and not self.dependence > MAX_DEPENDENCE
+            more = "Raise `num_steps`, `num_warmup` and `num_samples`"
+            if self.noise_ratio > LIMITING_NOISE_RATIO:
+                more = "Raise `subsample_size`, because gradient noise limits the step, or `num_steps`"
             add(
                 "slow_directions",
                 "warning",
                 self.effective_draws,
                 f"{'Correlated parameters move' if correlated else 'The slowest direction moves'} so slowly that a "
                 f"run as long as warmup is worth only about {float(self.effective_draws):.0f} independent draws.",
-                'Set preconditioner="dense".'
-                if correlated
-                else "Raise `num_steps`, `num_warmup` and `num_samples`, or reparameterize.",
+                'Set preconditioner="dense".' if correlated else f"{more}, or reparameterize.",
             )
         if self.bias > 0:
             add(

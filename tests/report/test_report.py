@@ -476,6 +476,9 @@ def test_causes_stand_for_what_they_explain():
         ("not_mixed", "error"),
     ]
     assert Diagnosis(found, found.headline) == found
+    # Slow particles stay apart as in separate modes.
+    found = diagnosis_of(None, pretend(SIDE + NOISE, findings=of_warmup("slow_directions")))
+    assert names_of(found) == ["slow_directions", "separate_modes"] and '"slow_directions"' in found[1].remedy
 
 
 @pytest.mark.parametrize("cause", _COVERS)

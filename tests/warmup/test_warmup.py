@@ -921,6 +921,8 @@ def test_verdict_names_what_is_wrong():
         assert finding.figure == (None if figure is None else pytest.approx(figure))
     slow = FINE._replace(effective_draws=jnp.asarray(50.0), is_diagonal=jnp.asarray(True))
     assert 'Set preconditioner="dense"' in slow.findings()[0].remedy
+    noisy = FINE._replace(effective_draws=jnp.asarray(50.0), noise_ratio=jnp.asarray(2.0))
+    assert "Raise `subsample_size`" in noisy.findings()[0].remedy
     # Networks keep to their basins, and their control variates always add noise.
     yes = jnp.asarray(True)
     (finding,) = FINE._replace(has_basins=yes, control_variates_off=yes, is_prolonged=yes).findings()
