@@ -21,6 +21,7 @@ from numpyro_repulsion import (
     SGLDR,
     SGNHT,
     SVGD,
+    SVRG,
     Descent,
     Independent,
     Overdamped,
@@ -79,12 +80,12 @@ def by_hand(kernel, *, last: bool = False, **settings):
     return fit
 
 
-def nothing_set(kernel):
-    """A kernel with its defaults, its own start among them."""
+def nothing_set(kernel, **settings):
+    """A kernel with its defaults, its own start among them, but for the settings given."""
 
     def fit(step, key, X, y):
         del step
-        return sampled(kernel, key, X, y, num_warmup=WARMUP)
+        return sampled(partial(kernel, **settings), key, X, y, num_warmup=WARMUP)
 
     return fit
 
@@ -158,4 +159,5 @@ METHODS = {
     "`SGHMC(model)`": Method(nothing_set(SGHMC)),
     "`SGHMCR(model)`": Method(nothing_set(SGHMCR)),
     "`SGNHT(model)`": Method(nothing_set(SGNHT)),
+    "`SGNHT(model, gradient=SVRG())`": Method(nothing_set(SGNHT, gradient=SVRG())),
 }

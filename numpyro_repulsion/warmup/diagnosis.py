@@ -86,7 +86,8 @@ class WarmupDiagnosis(NamedTuple):
                 None,
                 "The particles are in several modes, or label permutations, and do not move between them, so the "
                 "weights of the modes are unknown.",
-                "Judge networks and factors by predictions, with predict(mcmc, ...), and not by single weights."
+                "Order the labels of a mixture; judge a network by its predictions, with predict(mcmc, ...), and not by "
+                "its weights."
                 if self.is_prolonged
                 else "Set moves=Archive() with gradient=FullData(), or order the labels.",
             )
@@ -146,7 +147,9 @@ class WarmupDiagnosis(NamedTuple):
                 "warning",
                 self.noise_ratio,
                 f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, forces a short step.",
-                "Raise `subsample_size`, or estimate a random likelihood (numpyro.prng_key) more precisely.",
+                "Set gradient=SVRG(), with references for each particle, or raise `subsample_size`."
+                if self.is_prolonged
+                else "Raise `subsample_size`, or estimate a random likelihood (numpyro.prng_key) more precisely.",
             )
         # Those of networks always add noise, and warmup needs them to tell.
         if self.control_variates_off and not self.is_prolonged:
@@ -156,7 +159,8 @@ class WarmupDiagnosis(NamedTuple):
                 None,
                 "Control variates add noise here, as with several modes or a distant reference, so warmup switched "
                 "them off.",
-                "Set gradient=Sweeps(), whose noise nearly cancels in long runs, or gradient=Subsampled().",
+                "Set gradient=SVRG(), with references for each particle, or gradient=Sweeps(), whose noise nearly "
+                "cancels in long runs.",
             )
         if self.jumps_off:
             add(

@@ -1,0 +1,68 @@
+"""Bounds on gradients: which are clipped, which are flagged, and that rare rows alone reach no bound."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGLD
+from numpyro_repulsion.kernels import clipping
+from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
+
+
+def test_lengths_and_flags():
+    gradient = jnp.array([[[3.0, 4.0], [300.0, 400.0]]])
+    clipped, flags = clip(gradient, jnp.array([1.0, 1.0]))
+    limit = 20.0 * 2**0.5
+    np.testing.assert_allclose(clipped, [[[3.0, 4.0], [0.6 * limit, 0.8 * limit]]], rtol=1e-6)
+    assert flags.tolist() == [[False, True]]
+    # What was clipped is still recognized.
+    assert clip(clipped, jnp.array([1.0, 1.0]))[1].tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize(("dimension", "limit"), [(2, 7.4), (64, 14.4), (2048, 21.4)])
+def test_coordinates_of_many_parameters_may_be_longer(dimension, limit):
+    variance = 4.0
+    sizes = 2.0 * limit * jnp.array([0.99, 1.01])
+    gradient = jnp.zeros((1, 2, dimension)).at[0, :, 0].set(-sizes)
+    clipped, flags = clip_coordinates(gradient, variance, jnp.array(False))
+    np.testing.assert_allclose(clipped[0, :, 0], [-0.99 * 2 * limit, -2 * limit], rtol=1e-6)
+    assert flags.tolist() == [[False, True]] and (clipped[..., 1:] == 0).all()
+    in_warmup, flags = clip_coordinates(gradient, variance, jnp.array(True))
+    np.testing.assert_allclose(in_warmup[0, :, 0], -12.0, rtol=1e-6)
+    assert flags.all()
+
+
+@pytest.mark.slow
+def test_rare_rows_reach_no_bound(monkeypatch):
+    """Random intercepts of 500 groups, most of which no row of a minibatch of 50 belongs to."""
+    groups, rows = 500, 20_000
+    keys = random.split(random.key(0), 3)
+    group = random.randint(keys[0], (rows,), 0, groups)
+    effects = 0.5 + 0.7 * random.normal(keys[1], (groups,))
+    late = random.bernoulli(keys[2], jax.nn.sigmoid(effects[group])).astype(float)
+
+    def model(group, late):
+        mean, scale = numpyro.sample("mean", dist.Normal(0, 1)), numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("groups", groups):
+            effect = numpyro.sample("effect", dist.Normal(mean, scale))
+        with numpyro.plate("rows", rows, subsample_size=50) as i:
+            numpyro.sample("late", dist.Bernoulli(logits=effect[group[i]]), obs=late[i])
+
+    def share_flagged():
+        kernel = SGLD(model)
+        mcmc = MCMC(
+            kernel, num_warmup=300, num_samples=100, num_chains=10, chain_method="vectorized", progress_bar=False
+        )
+        mcmc.run(random.key(1), group, late)
+        return mcmc.last_state.num_divergences / (10 * 100 * kernel.num_steps)
+
+    assert share_flagged() < 1e-3
+    # One limit for any number of parameters.
+    monkeypatch.setattr(clipping, "LIMIT_PER_DOUBLING", 0.0)
+    assert share_flagged() > 1e-2
