@@ -40,6 +40,6 @@ def clip_coordinates(gradient: Vectors, variance: Scalar, is_warmup: Flag) -> tu
 
     :param variance: that expected of a coordinate, a scalar; see also :func:`clip`.
     """
-    limit = COORDINATE_LIMIT + LIMIT_PER_DOUBLING * math.log2(gradient.shape[-1])
-    limit = jnp.where(is_warmup, WARMUP_LIMIT, limit) * jnp.sqrt(variance)
+    usual = COORDINATE_LIMIT + LIMIT_PER_DOUBLING * math.log2(gradient.shape[-1])
+    limit = jnp.where(is_warmup, WARMUP_LIMIT, usual) * jnp.sqrt(variance)
     return jnp.clip(gradient, -limit, limit), (jnp.abs(gradient) > AT_LIMIT * limit).any(-1)
