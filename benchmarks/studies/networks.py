@@ -97,6 +97,8 @@ PAIRS = (
     ("SVGD, Adagrad", "20 networks, Adagrad"),
     *(("SVGD, Adagrad", peer) for peer in ("20 MAP networks", SLOW)),
     *((CHOSEN, peer) for peer in ("SGLD", "20 MAP networks", SLOW)),
+    ("`SGLDR(model)`", "`SGLD(model)`"),
+    ("`SGHMCR(model)`", "`SGHMC(model)`"),
     *((WITH_REFERENCES, peer) for peer in (CHOSEN, "20 MAP networks", "SVGD, Adagrad")),
 )
 
