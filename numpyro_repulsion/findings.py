@@ -209,7 +209,11 @@ def flagged_updates(count: int, share: float, remedy: str) -> Finding:
     updates = f"{count} updates were" if count > 1 else "1 update was"
     message = f"{updates} rejected (not finite), turned back (far too much energy) or had a clipped gradient"
     message += " (far too long)"
-    message += f", {100 * share:.2g} % of all updates, so the step-size bias is unknown." if is_many else "."
+    message += (
+        f", {100 * share:.{3 if share > 0.095 else 2}g} % of all updates, so the step-size bias is unknown."
+        if is_many
+        else "."
+    )
     severity = "error" if is_many else "warning"
     return Finding("flagged_updates", severity, float(count), message, f"{_capital(remedy)}, or reparameterize.")
 

@@ -172,6 +172,14 @@ def _of_strays(posterior):
         "energy, or stand still; all figures include them."
     )
     remedy = "Leave them out by summary(..., exclude_diverged=True), and run again with a shorter step."
+    if strayed.all():
+        message = (
+            f"All {strayed.size} particles stand still or are not finite, so the draws are no sample of the posterior."
+        )
+        remedy = (
+            "Start nearer to the posterior, for example with init_strategy=numpyro.infer.init_to_uniform(radius=0.1) "
+            "or init_around(values); and check that its density is smooth and proper."
+        )
     return [Finding("strayed", "error", float(len(names)), message, remedy)]
 
 

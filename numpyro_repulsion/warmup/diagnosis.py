@@ -86,8 +86,8 @@ class WarmupDiagnosis(NamedTuple):
                 None,
                 "The particles are in several modes, or label permutations, and do not move between them, so the "
                 "weights of the modes are unknown.",
-                "Order the labels of a mixture; judge a network by its predictions, with predict(mcmc, ...), and not by "
-                "its weights."
+                "Order the labels of a mixture; judge a network by its predictions, with predict(mcmc, ...), and not "
+                "by its weights."
                 if self.is_prolonged
                 else "Set moves=Archive() with gradient=FullData(), or order the labels.",
             )

@@ -113,6 +113,14 @@ def test_the_diagnosis_names_them_first(run):
     assert "1 of 6 particles (chain 4)" in found[0].message
 
 
+def test_if_all_stand_still_other_starts_are_the_remedy(run):
+    data = to_inference_data(run)
+    data["posterior"]["strayed"][:] = True
+    (found, *_) = diagnose(data)
+    assert found.name == "strayed" and found.message.startswith("All 6 particles stand still")
+    assert "init_strategy=" in found.remedy and "exclude_diverged" not in found.remedy
+
+
 def test_a_summary_leaves_them_out_on_request(run, capsys):
     with_it = summary(run, round_to=6)
     assert "strayed" in capsys.readouterr().out
