@@ -93,8 +93,8 @@ class ParticleKernel(Fixed, MCMCKernel):
         not, or between. The posterior and the draws are those of the model. It applies to four or more particles of a
         sampler that learns its step, without ``moves``, ``SVRG`` and discrete sites. ``None`` keeps the coordinates of
         the model.
-    :param init_strategy: where particles start; by default, each starts at a draw from the prior. See also
-        :func:`~numpyro_repulsion.init_from_guide`, :func:`~numpyro_repulsion.init_from_idata` and
+    :param init_strategy: where particles start; by default, each at a draw from the prior, nearer if U explodes. See
+        also :func:`~numpyro_repulsion.init_from_guide`, :func:`~numpyro_repulsion.init_from_idata` and
         :func:`~numpyro_repulsion.init_around`.
     :raises ValueError: if a setting is out of range; see also :meth:`init`.
     :raises TypeError: if a setting has a wrong type.
