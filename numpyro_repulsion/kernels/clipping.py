@@ -13,9 +13,10 @@ __all__ = ["clip", "clip_coordinates"]
 #: Gradients longer than this many times their expected length in whitened coordinates are clipped.
 GRADIENT_LIMIT = 20.0
 #: With minibatches, so is each coordinate longer than this many times its expected size: in warmup, whose steps are
-#: longer; and after it, for one coordinate and for each doubling of their number. Noise of parameters that few rows
-#: inform has exponential tails: of 2,000 random intercepts, one exceeds 10 in every third update, but 20 hardly ever.
-WARMUP_LIMIT, COORDINATE_LIMIT, LIMIT_PER_DOUBLING = 6.0, 6.0, 1.4
+#: longer; and after it, for up to eight coordinates and for each further doubling of their number. Noise of parameters
+#: that few rows inform has exponential tails: of 2,000 random intercepts, one exceeds 10 in every third update, but 20
+#: hardly ever.
+WARMUP_LIMIT, COORDINATE_LIMIT, LIMIT_PER_DOUBLING = 6.0, 10.0, 1.4
 #: A clipped gradient is recognized by reaching the limit, but for rounding.
 AT_LIMIT = 1.0 - 1e-4
 
@@ -40,6 +41,6 @@ def clip_coordinates(gradient: Vectors, variance: Scalar, is_warmup: Flag) -> tu
 
     :param variance: that expected of a coordinate, a scalar; see also :func:`clip`.
     """
-    usual = COORDINATE_LIMIT + LIMIT_PER_DOUBLING * math.log2(gradient.shape[-1])
+    usual = COORDINATE_LIMIT + LIMIT_PER_DOUBLING * max(0.0, math.log2(gradient.shape[-1] / 8))
     limit = jnp.where(is_warmup, WARMUP_LIMIT, usual) * jnp.sqrt(variance)
     return jnp.clip(gradient, -limit, limit), (jnp.abs(gradient) > AT_LIMIT * limit).any(-1)

@@ -25,7 +25,7 @@ def test_lengths_and_flags():
     assert clip(clipped, jnp.array([1.0, 1.0]))[1].tolist() == [[False, True]]
 
 
-@pytest.mark.parametrize(("dimension", "limit"), [(2, 7.4), (64, 14.4), (2048, 21.4)])
+@pytest.mark.parametrize(("dimension", "limit"), [(2, 10.0), (64, 14.2), (2048, 21.2)])
 def test_coordinates_of_many_parameters_may_be_longer(dimension, limit):
     variance = 4.0
     sizes = 2.0 * limit * jnp.array([0.99, 1.01])
