@@ -265,7 +265,7 @@ def test_particles_on_a_line_keep_the_budget(is_measured, monkeypatch):
     if not is_measured:
         monkeypatch.setattr(step_sizes, "measure_steepness", lambda *_: jnp.zeros(()))
     starts = random.normal(random.key(1), (20, 1))
-    mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2), num_warmup=1000, num_samples=2000, num_chains=20,
+    mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2), num_warmup=1000, num_samples=8000, num_chains=20,
                 chain_method="vectorized", progress_bar=False)  # fmt: skip
     mcmc.run(random.key(0), init_params=starts)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
