@@ -34,6 +34,7 @@ from numpyro_repulsion.plots import (
 )
 from numpyro_repulsion.predictions import Predictions, predict
 from numpyro_repulsion.report import diagnose, summary
+from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.scores import scores
 from numpyro_repulsion.starts import init_around, init_from_guide, init_from_idata
@@ -76,6 +77,7 @@ __all__ = [
     "RandomGroups",
     "Recipe",
     "Relativistic",
+    "Rows",
     "Scheduled",
     "StepBias",
     "Subsampled",

@@ -26,10 +26,12 @@ ARROWS = {
     # Which imports jaxtyping where it is installed.
     "shapes": ({"jax", "jaxtyping"}, set()),
     "version": (set(), set()),
+    # The progress bar is NumPyro's.
+    "rows": (MATHEMATICS | {"tqdm"}, set()),
     "interactions": (MATHEMATICS, {"checks", "noise", "shapes"}),
     "schedules": (MATHEMATICS, {"checks"}),
     "dynamics": (MATHEMATICS, {"checks", "noise", "shapes", "interactions"}),
-    "gradients": (HOST, {"checks", "noise", "shapes"}),
+    "gradients": (HOST, {"checks", "noise", "rows", "shapes"}),
     "localized": (HOST, {"checks", "gradients"}),
     "starts": (HOST, {"checks"}),
     "targets": (HOST, set()),
@@ -65,8 +67,7 @@ ARROWS = {
         HOST | {"matplotlib"},
         {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data", "predictions"},
     ),
-    # The progress bar is NumPyro's.
-    "checkpointing": (HOST | {"tqdm"}, {"checks", "version", "gradients", "kernels"}),
+    "checkpointing": (HOST | {"tqdm"}, {"checks", "rows", "version", "gradients", "kernels"}),
     "__init__": (set(), {name.split(".")[0] for name in FILES} - {"checks", "noise", "shapes", "targets"}),
 }
 

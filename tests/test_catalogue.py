@@ -22,6 +22,7 @@ from numpyro_repulsion import (
     Move,
     Predictions,
     Radial,
+    Rows,
     StepBias,
     all_rows,
 )
@@ -31,7 +32,7 @@ from numpyro_repulsion.moves import Basins
 
 #: Bases, which users write subclasses of; jumps that switch themselves on; what functions return; handlers.
 NO_PARTS = {Dynamics, Gradient, Gram, Interaction, Move, ParticleKernel, Radial}
-NO_PARTS |= {Basins, Diagnosis, Finding, LearningCoefficient, Localized, Predictions, StepBias, all_rows}
+NO_PARTS |= {Basins, Diagnosis, Finding, LearningCoefficient, Localized, Predictions, Rows, StepBias, all_rows}
 
 
 def subclasses(base):

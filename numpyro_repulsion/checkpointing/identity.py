@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import numpyro
-from numpyro.handlers import seed, substitute
 from numpyro.infer import MCMC
 from numpyro.infer.util import compute_log_probs
 
@@ -20,6 +19,7 @@ from numpyro_repulsion.checkpointing.program import Program
 from numpyro_repulsion.gradients import ModelTarget, fingerprint
 from numpyro_repulsion.kernels import arguments, bound_of
 from numpyro_repulsion.kernels.origin import words
+from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.version import __version__
 
 __all__ = ["PROGRAMS", "compare_densities", "densities", "differences", "digest", "identify", "makers"]
@@ -61,8 +61,10 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
         identity[name] = getattr(mcmc, name)
     if mcmc.num_chains == 1:
         del identity["chain_method"]
-    for path, leaf in jax.tree.leaves_with_path(dict(zip(("args", "kwargs"), arguments(mcmc), strict=True))):
-        identity[f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}"] = digest(leaf)
+    given = dict(zip(("args", "kwargs"), arguments(mcmc), strict=True))
+    for path, leaf in jax.tree.leaves_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows)):
+        found = f"digest {leaf.digest()}" if isinstance(leaf, Rows) else digest(leaf)
+        identity[f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}"] = found
     return identity | {name: program.digest for name, program in zip(PROGRAMS, programs, strict=True)}
 
 
@@ -98,7 +100,7 @@ def densities(mcmc: MCMC, state) -> dict[str, list]:
         found = {"the potential energy": fingerprint(target, unravel, position)}
         if isinstance(target, ModelTarget) and not target.discrete:
             rows = {name: jnp.asarray(np.arange(b) * n // b) for name, (n, b) in target.plates.items()}
-            model = seed(substitute(target.model, data=rows), jax.random.key(0))
+            model = target.bind(rows, jax.random.key(0))
             values = target.constrain(unravel(position))
             latent = {name: values[name] for name in target.latent}
             sites, _ = compute_log_probs(model, target.args, target.kwargs, latent)

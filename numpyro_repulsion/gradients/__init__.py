@@ -5,10 +5,18 @@ A :class:`Target` is the posterior in the form that samplers use, one unconstrai
 """
 
 from numpyro_repulsion.gradients.centring import CentredTarget, Centring, Recovered
-from numpyro_repulsion.gradients.control import SVRG, ControlVariates, evaluate_reference, fingerprint, full_gradient
+from numpyro_repulsion.gradients.control import (
+    SVRG,
+    ControlVariates,
+    evaluate_reference,
+    fingerprint,
+    full_gradient,
+    is_finite_on_all_rows,
+)
 from numpyro_repulsion.gradients.dependence import influenced
 from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import ModelTarget
+from numpyro_repulsion.gradients.subsampling import check_rows
 from numpyro_repulsion.gradients.sweeps import Sweeps
 from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target
 
@@ -27,10 +35,12 @@ __all__ = [
     "Subsampled",
     "Sweeps",
     "Target",
+    "check_rows",
     "evaluate_reference",
     "draw_indices",
     "fingerprint",
     "full_gradient",
     "influenced",
+    "is_finite_on_all_rows",
     "ravel_cloud",
 ]

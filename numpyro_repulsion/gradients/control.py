@@ -10,15 +10,30 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
+
+from numpyro.infer import init_to_uniform
+from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
 from numpyro_repulsion.gradients.target import Target
 from numpyro_repulsion.shapes import Scalar, Vector
 
-__all__ = ["SVRG", "ControlVariates", "evaluate_reference", "chunks", "fingerprint", "full_gradient"]
+__all__ = [
+    "SVRG",
+    "ControlVariates",
+    "chunks",
+    "evaluate_reference",
+    "fingerprint",
+    "full_gradient",
+    "is_finite_on_all_rows",
+]
+
+#: The number of minibatches in a chunk where all rows are looked at without particles.
+CHECKED_AT_ONCE = 20
 
 
 @dataclass(frozen=True)
@@ -217,6 +232,14 @@ def full_gradient(
     terms = (jnp.asarray(table.weight), jnp.asarray(table.start), jnp.asarray(table.num_rows))
     total, _ = lax.scan(accumulate, (jnp.zeros((), position.dtype), jnp.zeros_like(position)), terms)
     return total
+
+
+def is_finite_on_all_rows(target: Target) -> bool:
+    """Whether U is finite at an arbitrary particle, over all rows; true where values are unknown."""
+    # Compiled, because NumPyro checks the parameters of distributions if their values are known.
+    position, unravel = ravel_pytree(jax.jit(lambda: target.draw(jax.random.key(0), init_to_uniform))())
+    energy = jax.jit(lambda z: full_gradient(jax.random.key(0), target, unravel, z, CHECKED_AT_ONCE)[0])(position)
+    return bool(np.isfinite(energy)) if not_jax_tracer(energy) else True
 
 
 def fingerprint(target: Target, unravel: Callable, position: Vector) -> Scalar:

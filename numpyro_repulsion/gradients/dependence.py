@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.gradients.folding import evaluate
+from numpyro_repulsion.rows import TAKE_ROWS
 
 __all__ = ["CALLS", "EQUAL", "OTHER", "POSITION", "Fact", "Overrun", "Reader", "influenced"]
 
@@ -171,6 +172,9 @@ class Reader:
         elif name == "dynamic_slice":
             shape, sizes = equation.invars[0].aval.shape, params["slice_sizes"]
             found = [(dim, fact, fact.value) for dim, fact in enumerate(inputs[1:]) if fact.value is not None]
+        elif name == TAKE_ROWS.name:
+            shape, sizes = params["source"].shape, (1,)
+            found = [] if inputs[0].value is None else [(0, inputs[0], inputs[0].value)]
         else:
             return
         for dim, fact, value in found:
@@ -247,6 +251,8 @@ def _axes(equation, inputs, shape, depends):
         return tuple(POSITION if axis == params["dimension"] else EQUAL for axis in range(len(shape)))
     if name == "gather":
         return _gathered(equation, inputs, shape, depends)
+    if name == TAKE_ROWS.name:
+        return [_taken(kind, depends) for kind in inputs[0].axes] + [POSITION] * (len(shape) - len(inputs[0].axes))
     if not inputs:
         return None
     axes, old = inputs[0].axes, equation.invars[0].aval.shape
@@ -294,10 +300,14 @@ def _gathered(equation, inputs, shape, depends):
             dim = next(kept)
             found.append(operand[dim] if sizes[dim] == full[dim] else OTHER)
         else:
-            kind = next(along)
-            # Entries taken at positions may be rows, as in `logits[arange(n), label[i]]`.
-            found.append((kind - POSITION) | OTHER if depends else kind)
+            found.append(_taken(next(along), depends))
     return found
+
+
+def _taken(kind, depends):
+    """Return how entries vary that are taken at indices of a kind."""
+    # Entries taken at positions may be rows, as in `logits[arange(n), label[i]]`.
+    return (kind - POSITION) | OTHER if depends else kind
 
 
 def _reshaped(axes, old, new):

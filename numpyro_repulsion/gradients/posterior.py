@@ -16,17 +16,18 @@ from numpyro.handlers import seed, substitute, trace, uncondition
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
-from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.gradients.dependence import influenced
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
 from numpyro_repulsion.gradients.location_scale import centred_energy, location_scale_sites, recovered
 from numpyro_repulsion.gradients.products import Products
 from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, find_nan
+from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
 from numpyro_repulsion.gradients.target import Indices, SitesTarget
 from numpyro_repulsion.gradients.tempering import untempered
 from numpyro_repulsion.gradients.translations import Translations
 from numpyro_repulsion.gradients.usage import check_bounds, check_latent, check_sites, read_usage, rows_outside
+from numpyro_repulsion.rows import host_rows
 
 __all__ = ["ModelTarget"]
 
@@ -42,12 +43,14 @@ class ModelTarget(SitesTarget):
     :raises ValueError: for a model that cannot be sampled correctly: without a continuous latent site, or with such a
         site inside a subsampled plate or with a prior that depends on its rows; with a discrete site that cannot be
         summed over; with a site in a subsampled plate that does not use its rows, or one outside that uses them without
-        scaling; with more rows than the data have; or with two plates of the same name.
+        scaling; with more rows than the data have; or with two plates of the same name. Also for an array on disk that
+        would take a quarter of the memory of the device.
     """
 
     def __init__(self, model, args=(), kwargs=None):
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self._params: dict = {}
+        check_sizes(args, self.kwargs)
         self._share_traces()
         try:
             sites, watch = self._inspect()
@@ -254,21 +257,12 @@ class ModelTarget(SitesTarget):
         return jax.tree.leaves((self.args, self.kwargs))
 
     def find_nan(self):
-        try:
-            observations = jax.jit(self.observations)()
-        except (TypeError, ValueError):
-            observations = {}  # A model that works for its own number of rows only.
+        observations = {}
+        # All rows of `Rows` may exceed memory.
+        if not host_rows((self.args, self.kwargs)):
+            with suppress(TypeError, ValueError):  # A model that works for its own number of rows only.
+                observations = jax.jit(self.observations)()
         return find_nan(self.args, self.kwargs, observations)
-
-    def is_finite_on_all_rows(self) -> bool:
-        """Whether the potential energy is finite at an arbitrary particle, over all rows; true if unknown."""
-        try:
-            # Compiled, because NumPyro checks the parameters of distributions if their values are known.
-            z = jax.jit(lambda: self.draw(random.key(0), init_to_uniform))()
-            energy = jax.jit(self.potential_energy)(z, self.all_rows, random.key(0))
-        except (TypeError, ValueError):
-            return True  # A model that works for its own number of rows only.
-        return bool(np.isfinite(energy)) if not_jax_tracer(energy) else True
 
     def unconstrain(self, x):
         return self._unconstrained(self._trace(self.first_rows, init_strategy=lambda site=None: x.get(site["name"])))
@@ -327,7 +321,7 @@ class ModelTarget(SitesTarget):
 
     def bind(self, indices: Indices, key: jax.Array):
         """Return the model with the rows of its subsampled plates, and a key for random likelihoods."""
-        return seed(substitute(self.model, data={**self._params, **indices}), key)
+        return TakesRows(seed(substitute(self.model, data={**self._params, **indices}), key))
 
     def _trace(self, indices, key=None, init_strategy=init_to_uniform, observed=True):
         model = self.bind(indices, random.key(0) if key is None else key)

@@ -8,13 +8,14 @@ import operator
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.primitives import Messenger
 from numpyro.util import not_jax_tracer
+
+from numpyro_repulsion.rows import Rows, count_nan
 
 __all__ = ["Watch", "any_number_of_rows", "check_kinds", "find_nan"]
 
@@ -163,22 +164,21 @@ def _may_be_empty(distribution) -> bool:
 def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, jax.Array]) -> list[str]:
     """Return, in words, where the arguments and observed sites of a model contain NaN."""
     found = []
-    for path, leaf in jax.tree.leaves_with_path({"args": args, "kwargs": dict(kwargs)}):
-        # NumPy, because a JAX operation on known data has no value inside a user's `jit`.
-        if _is_concrete(leaf) and (count := _count_nan(leaf)):
+    for path, leaf in jax.tree.leaves_with_path({"args": args, "kwargs": dict(kwargs)}, is_leaf=_is_rows):
+        if _is_concrete(leaf) and (count := count_nan(leaf)):
             found.append(f"{count} in the model's {path[0].key}{jax.tree_util.keystr(path[1:])}")
     for name, value in observations.items():
-        if _is_concrete(value) and (count := _count_nan(value)):
+        if _is_concrete(value) and (count := count_nan(value)):
             found.append(f"{count} in the observed site '{name}'")
     return found
 
 
-def _count_nan(array):
-    return int(np.isnan(np.asarray(array)).sum()) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
+def _is_rows(leaf):
+    return isinstance(leaf, Rows)
 
 
 def _is_concrete(leaf):
-    return isinstance(leaf, np.ndarray | jax.Array) and not_jax_tracer(leaf)
+    return isinstance(leaf, np.ndarray | jax.Array | Rows) and not_jax_tracer(getattr(leaf, "source", leaf))
 
 
 @contextmanager

@@ -16,7 +16,16 @@ from numpyro.infer import init_to_sample
 from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.dynamics import select
-from numpyro_repulsion.gradients import Centring, Gradient, ModelTarget, Target, fingerprint, ravel_cloud
+from numpyro_repulsion.gradients import (
+    Centring,
+    Gradient,
+    ModelTarget,
+    Target,
+    check_rows,
+    fingerprint,
+    is_finite_on_all_rows,
+    ravel_cloud,
+)
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.origin import Origin
@@ -222,16 +231,19 @@ class Initializer:
         return carry[4]
 
     def check_data(self, target):
-        """Raise ``ValueError`` for NaN in rows that minibatches would meet later; `check` finds NaN in full data."""
+        """Raise ``ValueError`` for NaN in rows that minibatches would meet later (`check` finds NaN in full data), and
+        for `Rows` that each update would read whole."""
         if isinstance(target, ModelTarget) and target.summed_out:
             warnings.warn(
                 f"The deterministic sites {target.summed_out} depend on discrete sites that are summed over, so the "
                 "draws leave them out; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
                 stacklevel=4,
             )
+        if not target.plates and isinstance(target, ModelTarget):
+            check_rows(target.args, target.kwargs)
         if not target.plates or self._checked is target:
             return
-        if (found := target.find_nan()) and not target.is_finite_on_all_rows():
+        if (found := target.find_nan()) and not is_finite_on_all_rows(target):
             raise ValueError(f"The data contain NaN: {'; '.join(found)}. Remove these rows, or mask them.")
         self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
 

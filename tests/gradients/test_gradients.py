@@ -33,6 +33,7 @@ from numpyro_repulsion.gradients import (
     ModelTarget,
     Subsampled,
     draw_indices,
+    is_finite_on_all_rows,
     ravel_cloud,
 )
 
@@ -801,7 +802,7 @@ def test_nan_is_found_and_named():
     assert site == "2 in the observed site 'y'"
     (argument, _) = ModelTarget(with_holes, (), {"y": y}).find_nan()
     assert "'y'" in argument and "kwargs" in argument
-    assert not target.is_finite_on_all_rows()
+    assert not is_finite_on_all_rows(target)
 
 
 def test_nan_is_found_in_captured_data():
@@ -811,12 +812,12 @@ def test_nan_is_found_in_captured_data():
 
 def test_masked_nan_is_no_harm():
     y = jnp.asarray(Y).at[6].set(jnp.nan)
-    assert ModelTarget(with_holes, (y,), {"mask": True}).is_finite_on_all_rows()
+    assert is_finite_on_all_rows(ModelTarget(with_holes, (y,), {"mask": True}))
 
 
 def test_clean_data_have_no_nan():
     target = ModelTarget(with_holes, (jnp.asarray(Y),))
-    assert target.find_nan() == [] and target.is_finite_on_all_rows()
+    assert target.find_nan() == [] and is_finite_on_all_rows(target)
     assert ModelTarget(positive).find_nan() == []  # integers
 
 
@@ -825,7 +826,7 @@ def test_full_data_of_a_minibatched_model_raise_no_warning():
         warnings.simplefilter("error")
         target = ModelTarget(rich)
         FullData().energy_and_grad(KEY, target, lambda flat: {"z": flat}, jnp.ones((1, 2, 2)))
-        target.observations(), target.is_finite_on_all_rows(), target.minibatched_values(target.constrain({"z": X[0]}))
+        target.observations(), is_finite_on_all_rows(target), target.minibatched_values(target.constrain({"z": X[0]}))
 
 
 class Every(Gradient):

@@ -1,0 +1,73 @@
+"""Data on disk as arguments of a model: ``numpyro.subsample`` of `Rows`, and checks of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import numpyro
+from numpyro.primitives import _PYRO_STACK, Messenger
+
+from numpyro_repulsion.rows import Rows, host_rows
+
+__all__ = ["TakesRows", "check_rows", "check_sizes"]
+
+
+class TakesRows(Messenger):
+    """Let ``numpyro.subsample`` take rows of the plates around it from `Rows`, which NumPyro itself cannot index."""
+
+    def postprocess_message(self, msg):
+        # The outermost handler sees a message last on its way out, but first on its way back, before the plates do.
+        if msg["type"] != "subsample" or not isinstance(msg["value"], Rows):
+            return
+        value, event_dim = msg["value"], msg["kwargs"]["event_dim"]
+        plates = [plate for plate in _PYRO_STACK if isinstance(plate, numpyro.plate)]
+        axes = {value.ndim + plate.dim - event_dim: plate for plate in plates}
+        if 0 not in axes:
+            return
+        for axis, plate in axes.items():
+            if axis >= 0 and value.shape[axis] not in (1, plate.size):
+                raise ValueError(
+                    f"The plate '{plate.name}' has {plate.size} rows, and axis {axis} of {value!r} has "
+                    f"{value.shape[axis]} in numpyro.subsample(..., event_dim={event_dim})."
+                )
+        found = value[axes.pop(0)._indices]
+        for axis, plate in axes.items():
+            if axis > 0 and value.shape[axis] > 1:
+                found = jnp.take(found, plate._indices, axis)
+        # Without `event_dim` the plates leave it as it is.
+        msg["value"], msg["kwargs"] = found, {}
+
+
+def check_sizes(args: tuple, kwargs: Mapping) -> None:
+    """Raise ``ValueError`` for an array on disk that would be copied to the device and take a quarter of its memory."""
+    for leaf in jax.tree.leaves((args, dict(kwargs))):
+        if isinstance(leaf, np.memmap) and leaf.nbytes > (memory := _memory()) / 4:
+            raise ValueError(
+                f"An argument of the model is an array on disk of {_gigabytes(leaf)}, and would be copied to a device "
+                f"with {memory / 2**30:.1f} GiB. Pass numpyro_repulsion.Rows(array) to leave it on disk."
+            )
+
+
+def check_rows(args: tuple, kwargs: Mapping) -> None:
+    """Raise ``ValueError`` for `Rows` that a model without subsampled plates would read whole in every update."""
+    for rows in host_rows((args, dict(kwargs))):
+        if rows.nbytes > (memory := _memory()) / 4:
+            raise ValueError(
+                f"The model has no subsampled plate, so each update would read all of {rows!r}, {_gigabytes(rows)}, to "
+                f"a device with {memory / 2**30:.1f} GiB. Give the plate a `subsample_size`, such as 500."
+            )
+
+
+def _memory() -> int:
+    """Return the bytes of memory of the first device."""
+    statistics = jax.devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gigabytes(array):
+    return f"{array.nbytes / 2**30:.1f} GiB"

@@ -1,0 +1,276 @@
+"""`Rows`, and the primitive by which a compiled program takes some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from os import PathLike
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.rows.conversion import convert, opened
+
+__all__ = ["TAKE_ROWS", "Rows", "count_nan", "host_rows"]
+
+#: Passes over all rows read about this many bytes at once.
+BLOCK_BYTES = 1 << 26
+#: A digest of more bytes than this is one of rows spread evenly, about as many bytes.
+DIGEST_BYTES = 1 << 28
+
+
+@jax.tree_util.register_pytree_node_class
+class Rows:
+    """Data that a model takes by rows, and that need not fit into memory.
+
+    A model uses it like an array in a plate, and only so: ``x.shape``, ``len(x)``, ``x[i]`` with the rows ``i`` of the
+    plate, and ``numpyro.subsample(x, event_dim)``. An update then reads its minibatch, and nothing else. Draws are
+    those of a run on arrays in memory, up to rounding.
+
+    .. code-block:: python
+
+        x, y = Rows(np.load("x.npy", mmap_mode="r")), Rows(np.load("y.npy", mmap_mode="r"))
+        mcmc.run(random.key(0), x, y)
+
+    A run reads all rows when it starts, to look for NaN, and in warmup, for control variates. Single rows at random
+    places of a disk are slow, about a hundred times slower than blocks of a hundred. If the data exceed memory, shuffle
+    them once, as :meth:`convert` does, and read blocks: ``gradient=ControlVariates(block_size=100)``.
+
+    A program that reads rows of the host is not kept in JAX's persistent compilation cache.
+
+    :param source: an array on disk (``np.load(..., mmap_mode="r")``, HDF5, Zarr), or in memory (NumPy or JAX; the
+        latter stays on its device). It needs ``shape``, ``dtype`` and rows by an array of integers. It must not change
+        while in use.
+    :raises TypeError: for anything else, and for data that are not numbers.
+    :raises ValueError: for data without axes or without rows.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import numpy as np
+        >>> from numpyro_repulsion import Rows
+        >>> x = Rows(np.arange(12.0).reshape(4, 3))
+        >>> x
+        Rows(shape=(4, 3), dtype=float32)
+        >>> x[np.array([0, 2])]
+        Array([[0., 1., 2.],
+               [6., 7., 8.]], dtype=float32)
+    """
+
+    def __init__(self, source: Any):
+        source = getattr(source, "to_numpy", lambda: source)()  # A column of pandas is indexed by labels.
+        needed = ("shape", "dtype", "__getitem__")
+        if isinstance(source, Rows) or not all(hasattr(source, name) for name in needed):
+            raise TypeError(
+                f"Rows takes an array or a file that is indexed like one; got {type(source).__name__}. Lists need "
+                "np.asarray(...); for tables, data sets and streams, Rows.convert writes arrays once."
+            )
+        if np.dtype(source.dtype).kind not in "biufc":
+            raise TypeError(f"Rows takes numbers; got dtype {source.dtype}. Encode categories as integers.")
+        if not source.shape or not source.shape[0]:
+            raise ValueError(f"Rows takes an array with rows; got shape {tuple(source.shape)}.")
+        self.source = source
+        self._is_on_device = isinstance(source, jax.Array)
+        self._last: tuple[np.ndarray, np.ndarray] | None = None
+        self._num_nan: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(int, self.source.shape))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.source.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type that the model sees, of 32 bits unless JAX has 64 enabled."""
+        return jax.dtypes.canonicalize_dtype(np.dtype(self.source.dtype).newbyteorder("="))
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all rows."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.source.dtype).itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"Rows(shape={self.shape}, dtype={self.dtype})"
+
+    def __getitem__(self, index) -> jax.Array:
+        """Return rows by an integer or an array of integers, which may be traced, as an array.
+
+        :raises TypeError: for slices and masks.
+        :raises IndexError: for rows that do not exist, where that is known.
+        """
+        rows, *rest = index if isinstance(index, tuple) else (index,)
+        if not jnp.issubdtype(getattr(rows, "dtype", np.result_type(type(rows))), np.integer):
+            raise TypeError(f"Rows are taken by integers, as in x[i] with the rows i of a plate; got {index!r}.")
+        rows = jnp.asarray(rows)
+        found = self.source[rows] if self._is_on_device else TAKE_ROWS.bind(rows, source=self)
+        return found[(*(slice(None),) * rows.ndim, *rest)] if rest else found
+
+    __iter__ = None
+
+    def _refuse(self, *_, **__):
+        raise TypeError(
+            f"{self!r} is not in memory, so whole it is no array. Take rows inside the plate, `x[i]` or "
+            "`numpyro.subsample(x, ...)`; outside of a model, `rows.source` is what was given."
+        )
+
+    # What JAX and NumPy call to make an array.
+    __array__ = __jax_array__ = _refuse
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Return rows by an array of integers, on the host.
+
+        :raises IndexError: for rows that do not exist.
+        """
+        last = self._last
+        # The two gradients of control variates take the same rows.
+        if last is not None and last[0].shape == rows.shape and (last[0] == rows).all():
+            return last[1].astype(self.dtype, copy=False)
+        if isinstance(self.source, np.ndarray):
+            found = np.take(self.source, rows, 0)
+        else:
+            # Files of HDF5 want each row once, in order.
+            unique, places = np.unique(rows, return_inverse=True)
+            found = np.asarray(self.source[unique])[places.reshape(rows.shape)]
+        found = np.asarray(found, self.dtype)
+        self._last = rows, found
+        return found
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield all rows in order, as consecutive blocks."""
+        step = max(1, BLOCK_BYTES * len(self) // max(1, self.nbytes))
+        for first in range(0, len(self), step):
+            yield np.asarray(self.source[first : first + step])
+
+    def count_nan(self) -> int:
+        """Return how many numbers are NaN, by reading all rows once."""
+        if self._num_nan is None:
+            is_float = np.dtype(self.source.dtype).kind in "fc"
+            self._num_nan = sum(int(np.isnan(block).sum()) for block in self.blocks()) if is_float else 0
+        return self._num_nan
+
+    def digest(self) -> str:
+        """Return a digest of shape, type and values, of more than 256 MB those of evenly spread rows."""
+        found = hashlib.blake2b(f"{self.shape} {np.dtype(self.source.dtype).str}".encode(), digest_size=16)
+        every = max(1, self.nbytes // DIGEST_BYTES)
+        if every == 1:
+            for block in self.blocks():
+                found.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+        else:
+            for first in range(0, len(self), every * 1000):
+                block = np.asarray(self.source[first : first + 1000])
+                found.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+        return found.hexdigest()
+
+    # Programs are compiled for the source itself, so the same array may be wrapped again.
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Rows) and self.source is other.source
+
+    def __hash__(self) -> int:
+        return id(self.source)
+
+    def tree_flatten(self):
+        return ((self.source,), None) if self._is_on_device else ((), self)
+
+    @classmethod
+    def tree_unflatten(cls, whole, children):
+        if whole is not None:
+            return whole
+        found = object.__new__(cls)
+        found.source, found._is_on_device, found._last, found._num_nan = children[0], True, None, None
+        return found
+
+    @classmethod
+    def convert(
+        cls,
+        batches: Iterable[Mapping[str, Any]],
+        directory: str | PathLike,
+        *,
+        seed: int = 0,
+        progress_bar: bool = True,
+    ) -> dict[str, Rows]:
+        """Write the columns of a stream of batches as shuffled arrays, once, and open them.
+
+        Memory holds a part of the data at a time, so they may exceed it. The order of the rows is random, the same in
+        all columns: blocks of rows are then as good as single rows.
+
+        .. code-block:: python
+
+            file = pyarrow.parquet.ParquetFile("flights.parquet")
+            rows = Rows.convert((batch.to_pydict() for batch in file.iter_batches()), "flights")
+            dataset = datasets.load_dataset(..., streaming=True).with_format("numpy")  # Hugging Face
+            rows = Rows.convert(dataset.iter(batch_size=10_000), "images")
+
+        :param batches: anything that yields ``{column: array}``, each with the rows of the batch as its first axis. All
+            batches must have the same columns, types and shapes of a row.
+        :param directory: where to write ``COLUMN.npy``. It must not exist; after an interruption it does not.
+        :param seed: of the random order.
+        :param progress_bar: whether to show a progress bar.
+        :return: ``{column: Rows}``, as :meth:`open` returns it.
+        :raises ValueError: if the directory exists, or batches have no rows, differ, or have columns of other lengths.
+        :raises TypeError: for columns that are not numbers.
+
+        **Example**
+
+        .. doctest::
+
+            >>> import tempfile, numpy as np
+            >>> from numpyro_repulsion import Rows
+            >>> batches = ({"x": np.arange(3.0) + 3 * k, "y": np.arange(3) % 2} for k in range(4))
+            >>> Rows.convert(batches, tempfile.mkdtemp() + "/data", progress_bar=False)
+            {'x': Rows(shape=(12,), dtype=float32), 'y': Rows(shape=(12,), dtype=int32)}
+        """
+        convert(batches, directory, seed, progress_bar)
+        return cls.open(directory)
+
+    @classmethod
+    def open(cls, directory: str | PathLike) -> dict[str, Rows]:
+        """Return ``{column: Rows}`` of a directory that :meth:`convert` wrote.
+
+        :raises ValueError: if there is none.
+        """
+        return {name: cls(array) for name, array in opened(directory).items()}
+
+
+def host_rows(tree) -> list[Rows]:
+    """Return the `Rows` in a pytree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Rows))
+    return [leaf for leaf in leaves if isinstance(leaf, Rows)]
+
+
+def count_nan(array: Any) -> int:
+    """Return how many numbers of an array or of `Rows` are NaN."""
+    if isinstance(array, Rows):
+        return array.count_nan()
+    return int(np.isnan(np.asarray(array)).sum()) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
+
+
+def _taken(rows, source: Rows):
+    return jax.core.ShapedArray((*rows.shape, *source.shape[1:]), source.dtype)
+
+
+def _from_host(rows, source: Rows):
+    output = jax.ShapeDtypeStruct((*rows.shape, *source.shape[1:]), source.dtype)
+    return jax.pure_callback(lambda rows: source.read(np.asarray(rows)), output, rows)
+
+
+def _batched(arguments, axes, source: Rows):
+    return TAKE_ROWS.bind(jnp.moveaxis(arguments[0], axes[0], 0), source=source), 0
+
+
+#: ``rows -> source[rows]``: to the analysis of models it is what `gather` is for arrays.
+TAKE_ROWS = Primitive("take_rows")
+TAKE_ROWS.def_impl(lambda rows, source: jnp.asarray(source.read(np.asarray(rows))))
+TAKE_ROWS.def_abstract_eval(_taken)
+batching.primitive_batchers[TAKE_ROWS] = _batched
+mlir.register_lowering(TAKE_ROWS, mlir.lower_fun(_from_host, multiple_results=False))
