@@ -83,7 +83,11 @@ class CentredTarget(Target):
 
     def __init__(self, target: ModelTarget, centring: Centring, unravel: Callable):
         self._target, self._centring, self._unravel = target, centring, unravel
+        self.args, self.kwargs = target.args, target.kwargs
         self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
+
+    def with_arguments(self, args, kwargs):
+        return CentredTarget(self._target.with_arguments(args, kwargs), self._centring, self._unravel)
 
     def _shares(self):
         shares = self._unravel(self._centring.share)

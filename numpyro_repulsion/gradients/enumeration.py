@@ -17,7 +17,7 @@ __all__ = ["check_enumeration", "enumerated_energy", "subsampled"]
 def enumerated_energy(
     model: Callable,
     args: tuple,
-    kwargs: dict,
+    kwargs: Mapping,
     z: dict[str, jax.Array],
     values: dict[str, jax.Array],
     weights: Mapping[str, float],

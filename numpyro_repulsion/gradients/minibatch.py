@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 import math
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.checks import boolean, integer, keep
+from numpyro_repulsion.gradients.sharding import on_shares, share, shares_rows
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.noise import integers_below
 from numpyro_repulsion.shapes import Count, Flag, Group, Numbers, ReferenceNumbers, ReferenceVectors, Scalar, Vectors
@@ -56,6 +58,10 @@ class Gradient:
 
     #: Whether the particles of a group share their rows: where `rows` returns fewer than 2 axes.
     shared: bool = False
+    #: Whether equal parts of a minibatch come from equal parts of the plate, so that devices can share its rows.
+    splits: bool = False
+    #: How many consecutive rows are drawn together.
+    block_size: int = 1
 
     def is_noisy(self, target: Target) -> bool:
         """Whether U and ∇U are estimates that differ from update to update; true unless a subclass knows better."""
@@ -102,6 +108,18 @@ class Gradient:
                 "scale=N / len(i)): ...`, or use gradient=Subsampled(), the default for such models."
             )
 
+    def batches(self, target: Target) -> dict[str, int]:
+        """Return the number of rows in a minibatch of each plate."""
+        return {name: batch for name, (_, batch) in target.plates.items()}
+
+    def share(self, target: Target) -> None:
+        """Put rows of the model on the devices for rows of the mesh of ``jax.set_mesh``, if it has any.
+
+        :raises ValueError: for minibatches that these devices cannot share.
+        """
+        if shares_rows():
+            share(target, self.batches(target) if self.splits else None, self.block_size)
+
     def epoch_length(self, target: Target, num_steps: int) -> int | None:
         """Return the number of updates, in whole iterations of ``num_steps``, after which each particle renews its
         reference; ``None`` if particles have no references."""
@@ -133,27 +151,31 @@ class Gradient:
                 "False: set shared = True in the class, or return rows for each particle, with 2 axes."
             )
 
+        keys = random.split(model_key, z.shape[:2]) if target.is_random else model_key
+        if self.splits and target.plates and shares_rows():
+            evaluate = partial(self._evaluate, unravel=unravel, axes=axes)
+            return on_shares(evaluate, target, z, indices, axes, keys)
+        return self._evaluate(target, z, indices, keys, unravel, axes)
+
+    @staticmethod
+    def _evaluate(target, z, indices, keys, unravel, axes):
+        """Return ``(U, ∇U)`` on given rows, with a key for each particle where likelihoods are random."""
+
         def energy(flat, rows, key):
             return target.potential_energy(unravel(flat), rows, key).astype(flat.dtype)
 
-        energy_and_grad = jax.value_and_grad(energy)
+        energy_and_grad, over = jax.value_and_grad(energy), 0 if target.is_random else None
         if axes == 1 and z.shape[0] > 1:
-            keys, over = self._model_keys(model_key, target, z.shape[:2])
             return jax.vmap(jax.vmap(energy_and_grad, (0, None, over)), (0, 0, over))(z, indices, keys)
         # One flat axis of particles if the rows allow it, because an axis of length one slows matrix products down.
         count = z.shape[0] * z.shape[1]
         indices = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[axes:]) if axes else rows, indices)
         if axes == 1:
             indices = jax.tree.map(lambda rows: rows[0], indices)
-        keys, over = self._model_keys(model_key, target, (count,))
+        keys = keys.reshape(count, *keys.shape[2:]) if target.is_random else keys
         batched = jax.vmap(energy_and_grad, (0, 0 if axes == 2 else None, over))
         value, gradient = batched(z.reshape(count, -1), indices, keys)
         return value.reshape(z.shape[:2]), gradient.reshape(z.shape)
-
-    @staticmethod
-    def _model_keys(key, target, shape):
-        """A key for each particle where likelihoods are random, and the axis to map over; else one that none uses."""
-        return (random.split(key, shape), 0) if target.is_random else (key, None)
 
 
 @dataclass(frozen=True)
@@ -167,6 +189,11 @@ class FullData(Gradient):
         >>> from numpyro_repulsion import FullData, SGLDR
         >>> kernel = SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1, gradient=FullData())
     """
+
+    splits = True
+
+    def batches(self, target):
+        return {name: size for name, (size, _) in target.plates.items()}
 
     def is_noisy(self, target):
         return target.is_random
@@ -217,6 +244,7 @@ class Subsampled(Gradient):
 
     shared: bool = False
     block_size: int = field(default=1, kw_only=True)
+    splits = True
 
     def __post_init__(self):
         keep(self, "shared", boolean)

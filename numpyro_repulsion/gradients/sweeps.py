@@ -87,6 +87,7 @@ class Sweeps(ControlVariates):
     """
 
     control_variates: bool = field(default=True, kw_only=True)
+    splits = False  # The rows of a minibatch come from anywhere.
 
     def __post_init__(self):
         super().__post_init__()

@@ -21,6 +21,7 @@ Indices = dict[str, RowNumbers]
 class Target:
     """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
 
+    - **args**, **kwargs** - the arguments of the model.
     - **plates** - ``{name: (size, subsample_size)}`` of the subsampled plates.
     - **rows_outside** - the observed sites and factors that use rows of subsampled plates from outside, with these
       plates. Their scale factors fit minibatches of exactly ``subsample_size`` rows.
@@ -30,6 +31,8 @@ class Target:
     - **num_groups** - how many groups of such effects may be added to another coefficient, which can take their mean.
     """
 
+    args: tuple = ()
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
     rows_outside: Mapping[str, list[str]] = MappingProxyType({})
     is_random: bool = False
@@ -75,13 +78,10 @@ class Target:
 class SitesTarget(Target):
     """The posterior of a model with named sites, as the analysis of the model sees it.
 
-    - **args**, **kwargs** - the arguments of the model.
     - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
     - **prototype** - the shapes of the continuous latent sites, unconstrained.
     """
 
-    args: tuple
-    kwargs: dict
     latent: list[str]
     discrete: list[str]
     prototype: dict[str, jax.ShapeDtypeStruct]

@@ -50,6 +50,7 @@ from numpyro_repulsion.kernels.state import (
     row_seed,
     sampler_positions,
 )
+from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup import Stage, diagnose_warmup
@@ -231,15 +232,14 @@ class ParticleKernel(Fixed, MCMCKernel):
         if num_warmup == 0 and self.schedule is None:
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         bound = self.bind(model_args, model_kwargs)
-        self._initializer.check_data(bound.target)
+        self._initializer.check_data(bound)
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
         state, cloud, eigenvalue = self._initializer(bound, rng_key, num_warmup, init_params, model_args, model_kwargs)
         if not_jax_tracer(cloud.z):
             self._initializer.check(bound.target, cloud, eigenvalue, init_params is not None)
-        if bound.plan("diagonal").arrives:
-            warn_of_short_warmup(num_warmup)
+        warn_of_short_warmup(num_warmup if bound.plan("diagonal").arrives else 0)
         return map_particles(lambda x: x[0], state) if is_single else state
 
     def sample(self, state, model_args, model_kwargs):
@@ -269,7 +269,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             volume = iteration.centred(centring).log_volume(found)
             cloud = cloud._replace(potential_energy=cloud.potential_energy + volume)
         state = ParticleState(
-            z=jax.vmap(iteration.unravel)(found.z.reshape(size, -1)),
+            z=place_particles(jax.vmap(iteration.unravel)(found.z.reshape(size, -1))),
             **per_particle(cloud, warmup, in_use),
             coordinates=coordinates,
             diverging=(num_flagged > 0).reshape(size),
@@ -291,10 +291,10 @@ class ParticleKernel(Fixed, MCMCKernel):
         check_state(self, state, bound.target, plan, bound.gradient)
         _, unravel = ravel_cloud(state.z)
         flat, energy = sampler_positions(state)
-        z = state.warmup.scales.preconditioner.whiten(flat)
-        cloud = Cloud(z, energy, state.gradient, state.memory)
+        cloud = Cloud(state.warmup.scales.preconditioner.whiten(flat), energy, state.gradient, state.memory)
         iteration = Iteration(bound, plan, unravel, row_seed(state), self.schedule)
-        return iteration, jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
+        cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
+        return iteration, iteration.layout(cloud.z).place(cloud)
 
     def postprocess_fn(self, args, kwargs):
         """Return a function from one unconstrained particle to its constrained and deterministic sites."""

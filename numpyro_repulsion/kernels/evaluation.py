@@ -22,6 +22,7 @@ from numpyro_repulsion.gradients import (
 )
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.layout import Layout
 from numpyro_repulsion.shapes import Count, Numbers, Vectors
 from numpyro_repulsion.warmup import WarmupPlan, WarmupState
 
@@ -69,6 +70,11 @@ class Evaluation:
         centring, target = warmup.scales.centring, self.bound.target
         return target if centring is None else self.centred(centring)
 
+    def layout(self, u: Vectors) -> Layout:
+        """Return how a cloud lies on the devices."""
+        shape = u.shape[0], u.shape[1], u.shape[2]
+        return Layout.of(shape, self.interaction.interacts or self.dynamics.interacts)
+
     def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = warmup.scales.preconditioner.to_positions(u)
@@ -96,7 +102,10 @@ class Evaluation:
 
         def energy_and_grad(key, u, corrected=None):
             used = reference if reference is None or corrected is None else reference._replace(in_use=corrected)
-            energy, slope = gradient.energy_and_grad(key, target, self.unravel, change.to_positions(u), used)
+            layout = self.layout(u)
+            z = layout.place_particles(change.to_positions(u))
+            found = layout.place_particles(gradient.energy_and_grad(key, target, self.unravel, z, used))
+            energy, slope = layout.place(found)
             return energy, change.whiten_gradient(slope)
 
         return energy_and_grad

@@ -31,6 +31,7 @@ from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
+from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import MIN_PARTICLES, WarmupState
@@ -122,6 +123,7 @@ class Initializer:
     def _state(self, bound, num_warmup, rng_key, init_params):
         kernel, target = self._kernel, bound.target
         size = rng_key.shape[0]
+        rng_key = place_particles(rng_key)
         # Keys of a resumed run are copies of one key, so fold in the particle's index.
         keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
         state_key, gradient_key, memory_key = random.split(keys[0, 1], 3)
@@ -230,9 +232,11 @@ class Initializer:
         carry = lax.while_loop(lambda carry: ~carry[5] & (carry[0] < MAX_DRAWS), attempt, start)
         return carry[4]
 
-    def check_data(self, target):
+    def check_data(self, bound):
         """Raise ``ValueError`` for NaN in rows that minibatches would meet later (`check` finds NaN in full data), and
-        for `Rows` that each update would read whole."""
+        for `Rows` that each update would read whole. Put rows on the devices of a mesh."""
+        target = bound.target
+        bound.gradient.share(target)
         if isinstance(target, ModelTarget) and target.summed_out:
             warnings.warn(
                 f"The deterministic sites {target.summed_out} depend on discrete sites that are summed over, so the "

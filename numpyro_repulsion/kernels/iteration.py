@@ -184,7 +184,7 @@ class Iteration(Evaluation):
             turns = jnp.zeros_like(is_clipped)
             if not self.plan.noise:
                 proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned)
-            cloud, is_rejected = reject_nonfinite(cloud, proposal)
+            cloud, is_rejected = reject_nonfinite(cloud, self.layout(cloud.z).place(proposal))
             flagged = now.flagged + (is_rejected | turns | is_clipped)
             return now._replace(cloud=cloud, flagged=flagged, has_turned=turns)
 

@@ -22,6 +22,7 @@ from numpyro_repulsion.gradients import (
     Target,
 )
 from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.layout import check_mesh
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
 from numpyro_repulsion.warmup import LAST_ADAPTED, NUM_HESSIANS, Preconditioner, WarmupPlan, first_scale
@@ -189,7 +190,7 @@ def check_ensembles(interaction: Interaction, num_ensembles: int) -> None:
 
 
 def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
-    """Raise ``ValueError`` if the chains do not make equal groups of two or more."""
+    """Raise ``ValueError`` if the chains do not make equal groups of two or more, or equal parts for devices."""
     if size % num_ensembles:
         multiple = num_ensembles * (size // num_ensembles + 1)
         raise ValueError(
@@ -201,6 +202,7 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
             f"num_chains={size} with num_ensembles={num_ensembles} leaves one particle in each ensemble; "
             f"use num_chains={2 * num_ensembles} or more, or fewer ensembles."
         )
+    check_mesh(size, num_ensembles)
 
 
 def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:

@@ -13,9 +13,11 @@ from jax.interpreters import batching, mlir
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.layout import ROWS, num_devices
 from numpyro_repulsion.rows.conversion import convert, opened
+from numpyro_repulsion.rows.shards import Shards
 
-__all__ = ["TAKE_ROWS", "Rows", "count_nan", "host_rows"]
+__all__ = ["TAKE_ROWS", "Rows", "count_nan", "host_rows", "share_rows"]
 
 #: Passes over all rows read about this many bytes at once.
 BLOCK_BYTES = 1 << 26
@@ -78,6 +80,7 @@ class Rows:
         self._is_on_device = isinstance(source, jax.Array)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
         self._num_nan: int | None = None
+        self._shards: Shards | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,8 +116,13 @@ class Rows:
         if not jnp.issubdtype(getattr(rows, "dtype", np.result_type(type(rows))), np.integer):
             raise TypeError(f"Rows are taken by integers, as in x[i] with the rows i of a plate; got {index!r}.")
         rows = jnp.asarray(rows)
-        found = self.source[rows] if self._is_on_device else TAKE_ROWS.bind(rows, source=self)
+        found = self._take(rows)
         return found[(*(slice(None),) * rows.ndim, *rest)] if rest else found
+
+    def _take(self, rows):
+        if (shards := self.shards()) is not None:
+            return shards.take(rows)
+        return self.source[rows] if self._is_on_device else TAKE_ROWS.bind(rows, source=self)
 
     __iter__ = None
 
@@ -152,6 +160,25 @@ class Rows:
         for first in range(0, len(self), step):
             yield np.asarray(self.source[first : first + step])
 
+    def share(self, mesh: jax.sharding.Mesh, block_size: int) -> None:
+        """Put the rows on the devices of a mesh, each its share.
+
+        :raises ValueError: for an array that is on a device already.
+        """
+        if self._is_on_device:
+            raise ValueError(
+                f"{self!r} is an array of JAX, which lies on its device; to share its rows among the devices of the "
+                "mesh, write Rows(numpy.asarray(array))."
+            )
+        known = self._shards
+        if known is None or known.mesh != mesh or known.block_size < block_size:
+            self._shards = Shards(self.read, self.shape, mesh, block_size)
+
+    def shards(self) -> Shards | None:
+        """Return the shares on the devices of the mesh in use, if there are any."""
+        known = self._shards
+        return None if known is None or known.mesh.abstract_mesh != _mesh_in_use() else known
+
     def count_nan(self) -> int:
         """Return how many numbers are NaN, by reading all rows once."""
         if self._num_nan is None:
@@ -187,7 +214,8 @@ class Rows:
         if whole is not None:
             return whole
         found = object.__new__(cls)
-        found.source, found._is_on_device, found._last, found._num_nan = children[0], True, None, None
+        found.source, found._is_on_device = children[0], True
+        found._last = found._num_nan = found._shards = None
         return found
 
     @classmethod
@@ -248,11 +276,23 @@ def host_rows(tree) -> list[Rows]:
     return [leaf for leaf in leaves if isinstance(leaf, Rows)]
 
 
+def share_rows(rows: list[Rows], block_size: int) -> None:
+    """Put `Rows` on the devices of the mesh of ``jax.set_mesh``, each its share, if the mesh has an axis of rows."""
+    if rows and num_devices(ROWS) > 1:
+        mesh = jax.sharding.get_mesh()
+        for one in rows:
+            one.share(mesh, block_size)
+
+
 def count_nan(array: Any) -> int:
     """Return how many numbers of an array or of `Rows` are NaN."""
     if isinstance(array, Rows):
         return array.count_nan()
     return int(np.isnan(np.asarray(array)).sum()) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
+
+
+def _mesh_in_use():
+    return jax.sharding.get_abstract_mesh()
 
 
 def _taken(rows, source: Rows):

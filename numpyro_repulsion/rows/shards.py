@@ -1,0 +1,76 @@
+"""Rows in equal shares on the devices of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+from numpyro_repulsion.layout import ROWS
+
+__all__ = ["Shards"]
+
+
+class Shards:
+    """The shares of the devices, each of consecutive rows, and some more of the next share for blocks of rows.
+
+    Of R devices, device k owns the rows from ``floor(k N / R)`` to ``floor((k + 1) N / R)``. If R divides B, these are
+    exactly ``B / R`` rows of a minibatch with one row from each of B strata.
+
+    :param read: ``rows -> array``, on the host.
+    :param shape: that of all rows.
+
+    - **mesh** - the mesh on whose devices they lie.
+    - **block_size** - how long blocks may be.
+    - **array** - all shares, ``(R * length, ...)``, each on its device.
+    """
+
+    def __init__(self, read: Callable, shape: tuple[int, ...], mesh: jax.sharding.Mesh, block_size: int):
+        count, total = mesh.shape[ROWS], shape[0]
+        self.mesh, self.block_size = mesh, block_size
+        self._first = np.array([k * total // count for k in range(count)])
+        self._end = np.append(self._first[1:], total)
+        # The last stratum of a share reaches into the next share, where R does not divide N, and so does a block.
+        self._length = length = -(-total // count) + block_size
+
+        def share(index):
+            start = self._first[(index[0].start or 0) // length]
+            return read((start + np.arange(length)) % total)
+
+        self.array = jax.make_array_from_callback(
+            (count * length, *shape[1:]), NamedSharding(mesh, PartitionSpec(ROWS)), share
+        )
+        self._total = total
+
+    def local(self, array: Any, rows: Any) -> jax.Array:
+        """Return rows that the device has, by their numbers among all rows; inside of ``shard_map``.
+
+        :param array: the share of the device.
+        """
+        start = jnp.asarray(self._first, jnp.int32)[lax.axis_index(ROWS)]
+        place = jnp.asarray(rows, jnp.int32) - start
+        return array[jnp.where(place < 0, place + self._total, place)]
+
+    def take(self, rows: jax.Array) -> jax.Array:
+        """Return rows by their numbers; the devices that own them send them to the others."""
+
+        def own(rows, array):
+            device = lax.axis_index(ROWS)
+            first, end = jnp.asarray(self._first, jnp.int32)[device], jnp.asarray(self._end, jnp.int32)[device]
+            found = self.local(array, jnp.clip(rows, first, end - 1))
+            is_own = ((rows >= first) & (rows < end)).reshape(*rows.shape, *(1,) * (found.ndim - rows.ndim))
+            # A sum of one number and zeros.
+            sent = jnp.where(is_own, found, jnp.zeros_like(found))
+            if sent.dtype == bool:
+                return lax.psum(sent.astype(jnp.int32), ROWS).astype(bool)
+            return lax.psum(sent, ROWS)
+
+        specs = PartitionSpec(), PartitionSpec(ROWS)
+        return jax.shard_map(own, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
+            jnp.asarray(rows, jnp.int32), self.array
+        )

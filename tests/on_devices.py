@@ -1,0 +1,257 @@
+"""Runs on four virtual devices, in a process of its own: what `test_layout.py` looks at."""
+
+import contextlib
+import functools
+import json
+import math
+import re
+import sys
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+from jax.sharding import AxisType
+import numpy as np
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import (
+    RBF,
+    SGHMC,
+    SGHMCR,
+    SGLD,
+    SGLDR,
+    SGNHT,
+    SVGD,
+    SVRG,
+    FullData,
+    Rows,
+    Subsampled,
+    Sweeps,
+    layout,
+)
+from numpyro_repulsion.rows import shards
+
+RNG = np.random.default_rng(0)
+N, D = 803, 6
+X = RNG.standard_normal((N, D)).astype(np.float32)
+Y = (RNG.random(N) < 1 / (1 + np.exp(-X[:, 0]))).astype(np.int32)
+WIDE = RNG.standard_normal((N, 1200)).astype(np.float32) / 30
+MESHES = {"particles": ((4,), ("particles",)), "both": ((2, 2), ("particles", "rows")), "rows": ((4,), ("rows",))}
+
+
+def regression(x, y, batch=40):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(x), subsample_size=batch) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
+
+
+def subsampled(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(x), subsample_size=40):
+        logits = numpyro.subsample(x, 1) @ beta
+        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=numpyro.subsample(y, 0))
+
+
+def with_dropout(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(x), subsample_size=40) as i:
+        kept = random.bernoulli(numpyro.prng_key(), 0.5, beta.shape)
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ (kept * beta)), obs=y[i])
+
+
+def hierarchical(x, y):
+    """Which warmup centres partly."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("features", x.shape[1]):
+        beta = numpyro.sample("beta", dist.Normal(0, scale))
+    with numpyro.plate("rows", len(x), subsample_size=40) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
+
+
+def small(kernel, **settings):
+    """A run without warmup, with a step that moves particles by about their spread."""
+    return functools.partial(kernel, regression, step_size=1e-3, **settings), 0
+
+
+#: By name: how to make the kernel, and the iterations of warmup.
+CASES = {
+    "SGLD": small(SGLD, gradient=Subsampled()),
+    "SGLDR": small(SGLDR, gradient=Subsampled(shared=True)),
+    "SGHMC": small(SGHMC, gradient=Subsampled(block_size=10)),
+    "SGNHT": small(SGNHT, gradient=SVRG()),
+    "SVGD": small(SVGD, gradient=FullData()),
+    "sweeps": small(SGLD, gradient=Sweeps()),
+    "groups": small(SGLDR, num_ensembles=4, interaction=RBF(), gradient=Subsampled()),
+    "half groups": small(SGLDR, num_ensembles=2, interaction=RBF(), gradient=Subsampled(shared=True)),
+    "subsample": (lambda: SGLD(subsampled, step_size=1e-3), 0),
+    "dropout": (lambda: SGLD(with_dropout, step_size=1e-3), 0),
+    "warmup": (lambda: SGLD(hierarchical), 60),
+}
+#: Those that `make test` runs.
+QUICK = ["SGLD", "SGLDR", "SGHMC", "groups", "subsample"]
+#: Cases of many parameters that interact, of which each device has some.
+WIDE_CASES = {"SGLDR": SGLDR, "SGHMCR": SGHMCR}
+
+
+def mesh_of(name, kind=AxisType.Auto):
+    sizes, names = MESHES[name]
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
+
+
+def draws(make, num_warmup, x, y, num_chains=8):
+    mcmc = MCMC(
+        make(), num_warmup=num_warmup, num_samples=4, num_chains=num_chains, chain_method="vectorized",
+        progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(random.key(0), x, y)
+    return mcmc.get_samples()["beta"]
+
+
+def on(mesh, make, num_warmup, x=X, y=Y):
+    """Draws on a mesh, with its own `Rows`, as shares stay with their objects."""
+    with jax.set_mesh(mesh):
+        found = draws(make, num_warmup, Rows(x), Rows(y))
+    return np.asarray(found), str(found.sharding.spec)
+
+
+def loop_bytes(mesh, make, x, y):
+    """The bytes that one device gets from others in one update."""
+    with jax.set_mesh(mesh):
+        x, y = (Rows(x), Rows(y)) if "rows" in mesh.axis_names else (jnp.asarray(x), jnp.asarray(y))
+        kernel = make()
+        state = kernel.init(random.split(random.key(0), 8), 0, None, (x, y), {})
+        text = jax.jit(lambda state: kernel.sample(state, (x, y), {})).lower(state).compile().as_text()
+    operations = r"= (.*?) (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+    sizes = {"pred": 1, "s32": 4, "u32": 4, "f32": 4}
+    total = 0
+    for line in text.splitlines():
+        if "while/body" in line and (found := re.search(operations, line)):
+            for kind, shape in re.findall(r"(\w+)\[([\d,]*)\]", found[1]):
+                total += sizes[kind] * math.prod(int(k) for k in shape.split(",") if k)
+    return total
+
+
+def message(call):
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def fault(owner, attribute, wrong):
+    known = getattr(owner, attribute)
+    setattr(owner, attribute, wrong)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, known)
+
+
+def share_without_blocks(self, read, shape, mesh, block_size):
+    """Shares that end with the last row of their last stratum, where blocks still begin."""
+    INIT(self, read, shape, mesh, 1)
+
+
+def row_of_any_share(self, array, rows):
+    return array[jnp.asarray(rows, jnp.int32) % len(array)]
+
+
+INIT = shards.Shards.__init__
+#: What is broken, each of which must show.
+FAULTS = {
+    "sum in place of the mean": (lax, "pmean", lax.psum),
+    "no offset of a share": (shards.Shards, "local", row_of_any_share),
+    "blocks beyond a share": (shards.Shards, "__init__", share_without_blocks),
+}
+
+
+def refusals():
+    x, y = Rows(X), Rows(Y)
+
+    def run(mesh, kernel=None, x=x, y=y, num_chains=8):
+        kernel = kernel or SGLD(regression, step_size=1e-3)
+        with jax.set_mesh(mesh):
+            return message(lambda: draws(lambda: kernel, 0, x, y, num_chains))
+
+    def crossed(x, y):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        with numpyro.plate("a", 40, 4, dim=-2) as i, numpyro.plate("b", 12, 4, dim=-1) as j:
+            numpyro.sample("x", dist.Normal(z, 1), obs=x[i][:, j])
+
+    def outside(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([D]).to_event(1))
+        with numpyro.plate("rows", N, subsample_size=40) as i:
+            pass
+        numpyro.factor("y", N / 40 * dist.Bernoulli(logits=x[i] @ beta).log_prob(y[i]).sum())
+
+    plain, rows = mesh_of("particles"), mesh_of("rows")
+    square = jnp.asarray(RNG.standard_normal((40, 12)))
+    other = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    grouped = SGLD(regression, step_size=1e-3, num_ensembles=2)
+    odd = SGLD(functools.partial(regression, batch=42), step_size=1e-3)
+    by_blocks = SGLD(regression, step_size=1e-3, gradient=Subsampled(block_size=20))
+    whole = SGLD(regression, step_size=1e-3, gradient=FullData())
+    return {
+        "explicit axes": run(mesh_of("particles", AxisType.Explicit)),
+        "other axes": run(other),
+        "odd number of particles": run(plain, num_chains=6),
+        "odd number of particles in groups": run(plain, grouped, num_chains=12),
+        "odd minibatch": run(rows, odd),
+        "odd number of blocks": run(rows, by_blocks),
+        "odd number of rows": run(rows, whole),
+        "crossed plates": run(rows, SGLD(crossed, step_size=1e-3), square),
+        "rows outside of the plate": run(rows, SGLD(outside, step_size=1e-3)),
+        "rows on a device": run(rows, x=Rows(jnp.asarray(X))),
+        "nothing wrong": run(rows) + run(plain),
+    }
+
+
+def compare(names, arrays, facts):
+    """Make the runs of these cases, on one device and on meshes that can make them."""
+    for name in names:
+        make, num_warmup = CASES[name]
+        arrays[f"{name}/one"] = np.asarray(draws(make, num_warmup, Rows(X), Rows(Y)))
+        for where in meshes(name):
+            found, spec = on(mesh_of(where), make, num_warmup)
+            arrays[f"{name}/{where}"], facts["sharding"][f"{name}/{where}"] = found, spec
+
+
+def meshes(name):
+    """The meshes of a case; devices cannot share all of 803 rows, and over particles alone all gradients are alike."""
+    if name == "SVGD":
+        return ["particles"]
+    return list(MESHES) if name in ("SGLDR", "groups", "warmup") else ["both", "rows"]
+
+
+def quick(arrays, facts):
+    facts["refused"] = refusals()
+    compare(QUICK, arrays, facts)
+    make, num_warmup = CASES["SGHMC"]
+    for name, broken in FAULTS.items():
+        with fault(*broken):
+            arrays[f"SGHMC/{name}"], _ = on(mesh_of("rows"), make, num_warmup)
+    for name in ("SGLD", "groups"):
+        facts["bytes"][name] = loop_bytes(mesh_of("particles"), CASES[name][0], X, Y)
+    facts["bytes"]["SGLD, rows"] = loop_bytes(mesh_of("rows"), CASES["SGLD"][0], X, Y)
+
+
+def slow(arrays, facts):
+    compare([name for name in CASES if name not in QUICK], arrays, facts)
+    for name, kind in WIDE_CASES.items():
+        make = functools.partial(kind, regression, step_size=1e-4)
+        arrays[f"wide {name}/one"] = np.asarray(draws(make, 0, WIDE, Y))
+        arrays[f"wide {name}/particles"], _ = on(mesh_of("particles"), make, 0, WIDE)
+        facts["bytes"][f"wide {name}"] = loop_bytes(mesh_of("particles"), make, WIDE, Y)
+        with fault(layout, "MIN_PARAMETERS", 10**9):
+            facts["bytes"][f"wide {name} by particles"] = loop_bytes(mesh_of("particles"), make, WIDE, Y)
+
+
+if __name__ == "__main__":
+    arrays, facts = {}, {"sharding": {}, "bytes": {}}
+    {"quick": quick, "slow": slow}[sys.argv[1]](arrays, facts)
+    np.savez(sys.argv[2], facts=json.dumps(facts), **arrays)
