@@ -21,11 +21,18 @@ Tree = TypeVar("Tree")
 
 
 def check_mesh(num_particles: int, num_groups: int) -> None:
-    """Raise ``ValueError`` if particles cannot lie on the devices of the mesh of ``jax.set_mesh``.
+    """Raise ``ValueError`` if particles cannot lie on the devices of the mesh of ``jax.set_mesh``, or for several
+    processes.
 
     :param num_particles: the number of all particles.
     :param num_groups: the number of groups that do not interact.
     """
+    if (processes := jax.process_count()) > 1:
+        raise ValueError(
+            f"JAX has {processes} processes here, and each of them would make the same run by itself. A run uses the "
+            "devices of one process: leave out jax.distributed.initialize(), or start each process with another key "
+            "and without it."
+        )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import re
 import sys
+import tempfile
 
 import jax
 from jax import lax, random
@@ -31,6 +33,7 @@ from numpyro_repulsion import (
     Subsampled,
     Sweeps,
     layout,
+    run_in_pieces,
 )
 from numpyro_repulsion.rows import shards
 
@@ -228,6 +231,37 @@ def meshes(name):
     return list(MESHES) if name in ("SGLDR", "groups", "warmup") else ["both", "rows"]
 
 
+class Stopped(Exception):
+    """What ends a run after its second piece."""
+
+
+def pieces(arrays):
+    """A run on devices, the same in pieces, and after an interruption."""
+
+    def run(how, stops=False, **settings):
+        kernel, count = SGLD(regression), itertools.count()
+        warn = kernel.warn
+
+        def stop(*args):
+            if next(count) == 1:
+                raise Stopped
+            return warn(*args)
+
+        if stops:
+            kernel.warn = stop
+        mcmc = MCMC(kernel, num_warmup=60, num_samples=20, num_chains=8, chain_method="vectorized", progress_bar=False)
+        with jax.set_mesh(mesh_of("both")):
+            how(mcmc, random.key(0), Rows(X), Rows(Y), **settings)
+        return np.asarray(mcmc.get_samples()["beta"])
+
+    arrays["pieces/one"] = run(MCMC.run)
+    with tempfile.TemporaryDirectory() as directory:
+        arrays["pieces/whole"] = run(run_in_pieces, piece_size=20, directory=f"{directory}/whole")
+        with contextlib.suppress(Stopped):
+            run(run_in_pieces, stops=True, piece_size=20, directory=f"{directory}/resumed")
+        arrays["pieces/resumed"] = run(run_in_pieces, piece_size=20, directory=f"{directory}/resumed")
+
+
 def quick(arrays, facts):
     facts["refused"] = refusals()
     compare(QUICK, arrays, facts)
@@ -241,6 +275,7 @@ def quick(arrays, facts):
 
 
 def slow(arrays, facts):
+    pieces(arrays)
     compare([name for name in CASES if name not in QUICK], arrays, facts)
     for name, kind in WIDE_CASES.items():
         make = functools.partial(kind, regression, step_size=1e-4)

@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 
+import jax
+from jax import random
 import numpy as np
-from on_devices import CASES, FAULTS, QUICK, WIDE_CASES, N, meshes
+from on_devices import CASES, FAULTS, QUICK, WIDE_CASES, N, X, Y, meshes, regression
 import pytest
 
+from numpyro_repulsion import SGLD
 from numpyro_repulsion.layout import Layout, num_devices
 
 #: Sums in another order round differently; draws have a spread of about 0.3.
@@ -105,6 +108,18 @@ def test_what_devices_cannot_share_is_refused(quick, case, words):
 
 def test_nothing_else_is_refused(quick):
     assert quick["refused"]["nothing wrong"] == ""
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="2 processes here"):
+        SGLD(regression, step_size=1e-3).init(random.split(random.key(0), 4), 0, None, (X, Y), {})
+
+
+@pytest.mark.slow
+def test_pieces_of_a_run_on_devices(slow):
+    assert differs(slow, "pieces/whole") < ROUNDING
+    np.testing.assert_array_equal(slow["pieces/resumed"], slow["pieces/whole"])
 
 
 def test_without_a_mesh_nothing_is_placed():

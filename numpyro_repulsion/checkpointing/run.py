@@ -20,7 +20,7 @@ from numpyro_repulsion.checkpointing.identity import densities, identify
 from numpyro_repulsion.checkpointing.loop import Loop, starts, unweakened
 from numpyro_repulsion.checkpointing.program import trace
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.kernels import kernel_of
+from numpyro_repulsion.kernels import bound_of, kernel_of
 from numpyro_repulsion.kernels.mcmc import arguments, set_arguments, set_results
 
 __all__ = ["run_in_pieces"]
@@ -99,6 +99,7 @@ def run_in_pieces(
                 f"`init_params` must have one start for each chain, a leading axis of {mcmc.num_chains}; got "
                 f"shapes {shapes}."
             )
+    bound_of(mcmc).share_data()
     keys = random.split(rng_key, mcmc.num_chains) if mcmc.num_chains > 1 and is_prng_key(rng_key) else rng_key
     num_warmup = 0 if mcmc.post_warmup_state is not None else mcmc.num_warmup
     store = _Memory() if directory is None else Directory(directory, num_warmup + mcmc.num_samples)

@@ -84,6 +84,11 @@ def on_shares(
     where = PartitionSpec(group, particle)
     of_rows = PartitionSpec(*(group, particle)[:axes], ROWS)
     leaves, structure = jax.tree.flatten((target.args, target.kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
+    if any(isinstance(leaf, Rows) and leaf.is_on_host and leaf.shards() is None for leaf in leaves):
+        raise ValueError(
+            "Rows of the data are not on the devices of this mesh. Start the run, or go on with a stored state, by "
+            "mcmc.run or run_in_pieces inside of `with jax.set_mesh(mesh):`."
+        )
     shards = {i: found for i, leaf in enumerate(leaves) if isinstance(leaf, Rows) and (found := leaf.shards())}
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
     arrays |= {i: found.array for i, found in shards.items()}

@@ -24,7 +24,7 @@ from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.learners import NUM_KEYS
-from numpyro_repulsion.kernels.mcmc import entering_mcmc
+from numpyro_repulsion.kernels.mcmc import arguments, entering_mcmc
 from numpyro_repulsion.kernels.origin import check_chains, check_state
 from numpyro_repulsion.kernels.progress import Keys
 from numpyro_repulsion.kernels.settings import (
@@ -48,7 +48,7 @@ from numpyro_repulsion.kernels.state import (
     map_particles,
     per_particle,
     row_seed,
-    sampler_positions,
+    whitened_cloud,
 )
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.moves import Move
@@ -184,6 +184,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         if not isinstance(state, ParticleState):
             return True
         self._num_shown = int(np.max(state.num_divergences))
+        self.bind(*arguments(mcmc)).share_data()
         return check_chains(state, mcmc)
 
     def get_diagnostics_str(self, state):
@@ -290,10 +291,8 @@ class ParticleKernel(Fixed, MCMCKernel):
         plan = bound.plan(state.warmup.scales.preconditioner.kind)
         check_state(self, state, bound.target, plan, bound.gradient)
         _, unravel = ravel_cloud(state.z)
-        flat, energy = sampler_positions(state)
-        cloud = Cloud(state.warmup.scales.preconditioner.whiten(flat), energy, state.gradient, state.memory)
+        cloud = whitened_cloud(state, self.num_ensembles)
         iteration = Iteration(bound, plan, unravel, row_seed(state), self.schedule)
-        cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
         return iteration, iteration.layout(cloud.z).place(cloud)
 
     def postprocess_fn(self, args, kwargs):

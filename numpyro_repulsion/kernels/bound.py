@@ -67,6 +67,13 @@ class BoundSampler:
         suits = kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
         return learns and suits and bool(self.target.location_scale or self.target.num_products)
 
+    def share_data(self) -> None:
+        """Put rows of the data on the devices for rows of a mesh, if there are any.
+
+        :raises ValueError: for minibatches that these devices cannot share.
+        """
+        self.gradient.share(self.target)
+
     def plan(self, automatic: str) -> WarmupPlan:
         """Return what a warmup would learn; ``automatic`` is the kind of scales of ``preconditioner="auto"``."""
         kernel, is_noisy = self.kernel, self.gradient.is_noisy(self.target)

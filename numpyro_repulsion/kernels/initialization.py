@@ -236,7 +236,7 @@ class Initializer:
         """Raise ``ValueError`` for NaN in rows that minibatches would meet later (`check` finds NaN in full data), and
         for `Rows` that each update would read whole. Put rows on the devices of a mesh."""
         target = bound.target
-        bound.gradient.share(target)
+        bound.share_data()
         if isinstance(target, ModelTarget) and target.summed_out:
             warnings.warn(
                 f"The deterministic sites {target.summed_out} depend on discrete sites that are summed over, so the "

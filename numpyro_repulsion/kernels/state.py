@@ -13,7 +13,15 @@ from numpyro_repulsion.gradients import Particle, ravel_cloud
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.warmup import WarmupState
 
-__all__ = ["ParticleState", "map_particles", "last_word", "per_particle", "row_seed", "sampler_positions"]
+__all__ = [
+    "ParticleState",
+    "map_particles",
+    "last_word",
+    "per_particle",
+    "row_seed",
+    "sampler_positions",
+    "whitened_cloud",
+]
 
 _PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "diverging", "gradient", "memory", "coordinates")
 
@@ -86,6 +94,13 @@ def row_seed(state: ParticleState) -> jax.Array:
 def sampler_positions(state: ParticleState) -> tuple[jax.Array, jax.Array]:
     """Return the positions in the coordinates of the sampler, before whitening, ``(L, d)``, and U there, ``(L,)``."""
     return (ravel_cloud(state.z)[0], state.potential_energy) if state.coordinates is None else state.coordinates
+
+
+def whitened_cloud(state: ParticleState, num_groups: int) -> Cloud:
+    """Return the particles in whitened coordinates, ``(G, L, d)``."""
+    flat, energy = sampler_positions(state)
+    cloud = Cloud(state.warmup.scales.preconditioner.whiten(flat), energy, state.gradient, state.memory)
+    return jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), cloud)
 
 
 def map_particles(fn, state: ParticleState) -> ParticleState:

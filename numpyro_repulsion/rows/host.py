@@ -77,7 +77,7 @@ class Rows:
         if not source.shape or not source.shape[0]:
             raise ValueError(f"Rows takes an array with rows; got shape {tuple(source.shape)}.")
         self.source = source
-        self._is_on_device = isinstance(source, jax.Array)
+        self.is_on_host = not isinstance(source, jax.Array)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
         self._num_nan: int | None = None
         self._shards: Shards | None = None
@@ -122,7 +122,7 @@ class Rows:
     def _take(self, rows):
         if (shards := self.shards()) is not None:
             return shards.take(rows)
-        return self.source[rows] if self._is_on_device else TAKE_ROWS.bind(rows, source=self)
+        return TAKE_ROWS.bind(rows, source=self) if self.is_on_host else self.source[rows]
 
     __iter__ = None
 
@@ -165,7 +165,7 @@ class Rows:
 
         :raises ValueError: for an array that is on a device already.
         """
-        if self._is_on_device:
+        if not self.is_on_host:
             raise ValueError(
                 f"{self!r} is an array of JAX, which lies on its device; to share its rows among the devices of the "
                 "mesh, write Rows(numpy.asarray(array))."
@@ -207,14 +207,14 @@ class Rows:
         return id(self.source)
 
     def tree_flatten(self):
-        return ((self.source,), None) if self._is_on_device else ((), self)
+        return ((), self) if self.is_on_host else ((self.source,), None)
 
     @classmethod
     def tree_unflatten(cls, whole, children):
         if whole is not None:
             return whole
         found = object.__new__(cls)
-        found.source, found._is_on_device = children[0], True
+        found.source, found.is_on_host = children[0], False
         found._last = found._num_nan = found._shards = None
         return found
 
@@ -278,10 +278,14 @@ def host_rows(tree) -> list[Rows]:
 
 def share_rows(rows: list[Rows], block_size: int) -> None:
     """Put `Rows` on the devices of the mesh of ``jax.set_mesh``, each its share, if the mesh has an axis of rows."""
-    if rows and num_devices(ROWS) > 1:
+    if not rows or num_devices(ROWS) == 1:
+        return
+    try:
         mesh = jax.sharding.get_mesh()
-        for one in rows:
-            one.share(mesh, block_size)
+    except ValueError:
+        return  # While a program is traced, they are there already.
+    for one in rows:
+        one.share(mesh, block_size)
 
 
 def count_nan(array: Any) -> int:
