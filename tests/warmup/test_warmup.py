@@ -50,6 +50,7 @@ from numpyro_repulsion.warmup import (
     WarmupPlan,
     WarmupState,
     arrive,
+    curvature as curvatures,
     estimate_curvature,
     first_scale,
     left_behind,
@@ -119,15 +120,42 @@ def test_noise_is_the_largest_variance_of_the_gradient(corrected):
     assert not (np.abs(found / exact_mean - 1) < 4.5 * (2 / 240) ** 0.5).any()
 
 
-def test_noise_is_not_overestimated_in_many_dimensions():
+@pytest.mark.parametrize("is_large", [False, True])
+def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
+    if is_large:
+        monkeypatch.setattr(curvatures, "LARGE", 0)
+
     # The largest eigenvalue of the sample covariance of 140 rows in 200 dimensions would be near (1 + √1.4)² = 4.8.
     def noisy(key, u, corrected):
         return jnp.zeros(u.shape[:-1]), random.normal(key, u.shape)
 
     _, found, mean = estimate_curvature(random.key(1), jnp.zeros((1, 20, 200)), 0.2, noisy, NO, False)
     # Three degrees of freedom for each particle in each half, along a direction from the other half.
-    assert abs(found[0] - 1) < 4.5 * (2 / 120) ** 0.5
-    assert abs(mean[0] - 1) < 4.5 * (2 / (120 * 200)) ** 0.5
+    degrees = 2 * 3 * (curvatures.NUM_KEPT if is_large else 20)
+    assert abs(found[0] - 1) < 4.5 * (2 / degrees) ** 0.5
+    assert abs(mean[0] - 1) < 4.5 * (2 / (degrees * 200)) ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_large", [True, False])
+def test_memory_of_large_clouds(is_large, monkeypatch):
+    """Beside the state, about twenty clouds; the control keeps the gradients of all particles."""
+    if not is_large:
+        monkeypatch.setattr(curvatures, "LARGE", 10**9)
+    width = 290
+    x, y = jnp.zeros((2000, 50)), jnp.zeros(2000)
+
+    def network(x, y):
+        first = numpyro.sample("first", dist.Normal(0, 1).expand([50, width]).to_event(2))
+        second = numpyro.sample("second", dist.Normal(0, 1).expand([width, width]).to_event(2))
+        with numpyro.plate("rows", 2000, subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal((jnp.tanh(jnp.tanh(x[i] @ first) @ second)).sum(-1), 1), obs=y[i])
+
+    kernel = SGLD(network)
+    state = jax.eval_shape(lambda: kernel.init(random.split(random.key(0), 20), 100, None, (x, y), {}))
+    program = jax.jit(lambda state: kernel.sample(state, (x, y), {}), donate_argnums=0).lower(state).compile()
+    clouds = program.memory_analysis().temp_size_in_bytes / (4 * 20 * (50 + width) * width)
+    assert (clouds < 21) == is_large, clouds
 
 
 def test_measurements_pool_clouds():
