@@ -37,6 +37,7 @@ PAGES = {
         "run_aways": "Particles that leave or stand still",
         "sweeps": "Minibatches without replacement",
         "learning_coefficients": "Local learning coefficients",
+        "scale": "Large data and many devices",
     },
 }
 

@@ -21,6 +21,8 @@ __all__ = ["TAKE_ROWS", "Rows", "count_nan", "host_rows", "share_rows"]
 
 #: Passes over all rows read about this many bytes at once.
 BLOCK_BYTES = 1 << 26
+#: Of files, blocks of so many rows on average are read one by one, and single rows all at once.
+MIN_BLOCK = 4
 #: A digest of more bytes than this is one of rows spread evenly, about as many bytes.
 DIGEST_BYTES = 1 << 28
 
@@ -146,6 +148,9 @@ class Rows:
             return last[1].astype(self.dtype, copy=False)
         if isinstance(self.source, np.ndarray):
             found = np.take(self.source, rows, 0)
+        elif (blocks := _blocks(rows)) is not None:
+            found = np.concatenate([self.source[first:end] for first, end in blocks])
+            found = found.reshape(*rows.shape, *self.shape[1:])
         else:
             # Files of HDF5 want each row once, in order.
             unique, places = np.unique(rows, return_inverse=True)
@@ -293,6 +298,16 @@ def count_nan(array: Any) -> int:
     if isinstance(array, Rows):
         return array.count_nan()
     return int(np.isnan(np.asarray(array)).sum()) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
+
+
+def _blocks(rows: np.ndarray) -> list[tuple[int, int]] | None:
+    """Return the first row of each of the consecutive blocks, and the one after its last; ``None`` for short ones."""
+    flat = rows.reshape(-1)
+    ends = np.append(np.flatnonzero(np.diff(flat) != 1) + 1, len(flat))
+    if len(flat) < MIN_BLOCK * len(ends) or (flat < 0).any():
+        return None
+    first = flat[np.append(0, ends[:-1])]
+    return list(zip(first.tolist(), (flat[ends - 1] + 1).tolist(), strict=True))
 
 
 def _mesh_in_use():

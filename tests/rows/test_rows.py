@@ -133,6 +133,22 @@ def test_rows_are_those_of_any_source(wrap):
     np.testing.assert_array_equal(np.concatenate(list(rows.blocks())), X)
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[5, 6, 7, 8, 9], [298, 299, 0, 1, 2]],
+        [[0, 1, 2, 3, 4, 5, 6, 7]],
+        [[7, 8, 9, 10], [3, 3, 3, 3]],
+        [[4], [9]],
+        [[]],
+        [[-2, -1, 0, 1, 2, 3]],
+    ],
+)
+def test_blocks_are_read_from_files(rows):
+    rows = np.array(rows, np.int32)
+    np.testing.assert_array_equal(Rows(File(X)).read(rows), X[rows])
+
+
 def test_rows_are_taken_inside_loops_and_gradients():
     rows = Rows(X)
 

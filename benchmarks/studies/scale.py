@@ -1,0 +1,221 @@
+"""What data on disk and several devices cost: rates of updates, bytes sent, and a file larger than the memory allowed.
+
+- *Rates.* Logistic regression, 200,000 rows of 50 covariates (40 MB), 20 particles with minibatches of 500 rows each:
+  arrays, and the same as `Rows` in memory and on disk (in the page cache). Programs run in turns in one process, after
+  compilation; a ratio is the median of the rounds' ratios.
+- *Bytes.* What one of four devices gets from the others in one update, read off the compiled program; 16 particles,
+  2,100 parameters, so that a cloud has 134 kB. Devices are virtual: their time would say nothing.
+- *A large file.* 14 million rows of 36 covariates, 2.0 GB, converted from a stream and fitted with nothing set, with
+  1.9 GB for everything but mapped files (``RLIMIT_DATA``). The run is killed in its middle and started again.
+
+    python -m benchmarks.studies.scale [--short] [--again]
+"""
+
+import functools
+import math
+import os
+from pathlib import Path
+import re
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+
+import numpyro
+import numpyro.distributions as dist
+
+from benchmarks.harness.apart import apart
+from benchmarks.harness.runs import in_turns, through_mcmc, vectorized
+from benchmarks.harness.store import ROOT, Record, run, table
+from numpyro_repulsion import (
+    RBF,
+    SGHMCR,
+    SGLD,
+    SGLDR,
+    SVGD,
+    ControlVariates,
+    RandomFeatures,
+    Rows,
+    Subsampled,
+    run_in_pieces,
+)
+
+STEP_SIZE, NUM_PARTICLES = 1e-6, 20
+SINGLE, BLOCKS = "single rows", "blocks of 100"
+SOURCES = {"arrays": None, "`Rows`, a JAX array": 1.02, "`Rows`, in memory": None, "`Rows`, on disk": 0.9}
+#: Of the large file: rows, covariates, bytes for everything but mapped files.
+LARGE = 14_000_000, 36, 1_900_000_000
+
+
+def logistic(x, y, batch=500):
+    """Logistic regression."""
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(x), subsample_size=batch) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
+
+
+def stream(num_rows, num_covariates, size=100_000):
+    """Batches of covariates and labels."""
+    rng = np.random.default_rng(0)
+    beta = rng.standard_normal(num_covariates) / num_covariates**0.5
+    for first in range(0, num_rows, size):
+        x = rng.standard_normal((min(size, num_rows - first), num_covariates), np.float32)
+        yield {"x": x, "y": rng.random(len(x)) < 1 / (1 + np.exp(-x @ beta))}
+
+
+def rates(short: bool) -> dict:
+    """Milliseconds for an update by source, and the ratio of its rate to that of arrays."""
+    num_rows, num_updates, rounds = (20_000, 50, 3) if short else (200_000, 200, 9)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        on_disk = Rows.convert(stream(num_rows, 50), f"{folder}/data", progress_bar=False)
+        host = {name: np.asarray(rows.source) for name, rows in on_disk.items()}
+        device = {name: jnp.asarray(array) for name, array in host.items()}
+        given = {
+            "arrays": device,
+            "`Rows`, a JAX array": {name: Rows(array) for name, array in device.items()},
+            "`Rows`, in memory": {name: Rows(array) for name, array in host.items()},
+            "`Rows`, on disk": on_disk,
+        }
+        for label, block in ((SINGLE, 1), (BLOCKS, 100)):
+            kernel = SGLD(logistic, step_size=STEP_SIZE, gradient=Subsampled(block_size=block))
+
+            program = through_mcmc(kernel, num_updates, NUM_PARTICLES)
+            seconds = in_turns(
+                {name: functools.partial(_on, program, **data) for name, data in given.items()}, (), rounds
+            )
+            found[label] = {
+                name: {
+                    "milliseconds": 1e3 * statistics.median(times) / num_updates,
+                    "ratio": statistics.median(a / b for a, b in zip(seconds["arrays"], times, strict=True)),
+                }
+                for name, times in seconds.items()
+            }
+    return found
+
+
+def _on(program, key, x, y):
+    return program(key, x, y)
+
+
+def sent(name: str) -> dict:
+    """Kilobytes that one of four devices gets from the others in an update; in a process of its own."""
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    model = functools.partial(logistic, batch=200)
+    kind, axes, settings = {
+        "SGLD": (SGLD, ("particles",), {}),
+        "SGLDR": (SGLDR, ("particles",), {}),
+        "SGHMCR": (SGHMCR, ("particles",), {}),
+        "SVGD": (SVGD, ("particles",), {}),
+        "SGLDR, RandomFeatures": (SGLDR, ("particles",), {"interaction": RandomFeatures()}),
+        "SGLDR, 4 ensembles": (SGLDR, ("particles",), {"interaction": RBF(), "num_ensembles": 4}),
+        "SGLD, rows": (SGLD, ("rows",), {}),
+        "SGLDR, rows": (SGLDR, ("rows",), {}),
+    }[name]
+    kernel = kind(model, step_size=STEP_SIZE, **settings)
+    (batch,) = stream(8000, 2100, 8000)
+    with jax.set_mesh(jax.make_mesh((4,), axes, axis_types=(jax.sharding.AxisType.Auto,))):
+        x, y = Rows(batch["x"]), Rows(batch["y"])
+        if axes == ("particles",):
+            x, y = jnp.asarray(batch["x"]), jnp.asarray(batch["y"])
+        state = kernel.init(random.split(random.key(0), 16), 0, None, (x, y), {})
+        text = jax.jit(lambda state: kernel.sample(state, (x, y), {})).lower(state).compile().as_text()
+    operation = r"= (.*?) (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+    sizes = {"pred": 1, "s32": 4, "u32": 4, "f32": 4}
+    total = 0
+    for line in text.splitlines():
+        if "while/body" in line and (match := re.search(operation, line)):
+            for kind, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
+                total += sizes[kind] * math.prod(int(k) for k in shape.split(",") if k)
+    return {"kilobytes": total / 1e3}
+
+
+def fit_large(folder: str, num_samples: int) -> dict:
+    """Fit the large file; in a process of its own, with its memory limited."""
+    resource.setrlimit(resource.RLIMIT_DATA, (LARGE[2], LARGE[2]))
+    rows = Rows.open(f"{folder}/data")
+    kernel = SGLD(functools.partial(logistic, batch=1000), gradient=ControlVariates(block_size=100))
+    mcmc = vectorized(kernel, 500, num_samples, NUM_PARTICLES)
+    began = time.perf_counter()
+    run_in_pieces(mcmc, random.key(0), rows["x"], rows["y"], piece_size=100, directory=f"{folder}/run")
+    seconds = time.perf_counter() - began
+    beta = np.asarray(mcmc.get_samples()["beta"])
+    rng = np.random.default_rng(0)
+    truth = rng.standard_normal(beta.shape[1]) / beta.shape[1] ** 0.5
+    return {
+        "seconds": seconds,
+        "worst_z": float(np.abs((beta.mean(0) - truth) / beta.std(0)).max()),
+        "digest": float(np.float64(beta.sum())),
+        "gigabytes": rows["x"].nbytes / 1e9,
+    }
+
+
+def large(short: bool) -> dict:
+    """Convert, fit, kill, go on."""
+    num_rows, num_samples = (200_000, 200) if short else (LARGE[0], 500)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("NUMPYRO_REPULSION_SCRATCH")) as folder:
+        began = time.perf_counter()
+        Rows.convert(stream(num_rows, LARGE[1]), f"{folder}/data", progress_bar=False)
+        converted = time.perf_counter() - began
+        call = f"from benchmarks.studies.scale import fit_large; fit_large({folder!r}, {num_samples})"
+        with subprocess.Popen([sys.executable, "-c", call], cwd=ROOT) as child:
+            # Two states are saved: the run is past its second piece.
+            while child.poll() is None and not (Path(folder) / "run" / "state-1.npz").exists():
+                time.sleep(0.2)
+            child.send_signal(signal.SIGKILL)
+        resumed = apart("benchmarks.studies.scale", "fit_large", 7200, folder=folder, num_samples=num_samples)
+        (Path(folder) / "run").rename(Path(folder) / "killed")
+        whole = apart("benchmarks.studies.scale", "fit_large", 7200, folder=folder, num_samples=num_samples)
+    if "failed" in resumed or "failed" in whole:
+        return {"failed": resumed.get("failed") or whole["failed"]}
+    return whole | {"converted": converted, "rows": num_rows, "is_same": resumed["digest"] == whole["digest"]}
+
+
+SENT = ("SGLD", "SGLDR", "SGHMCR", "SVGD", "SGLDR, RandomFeatures", "SGLDR, 4 ensembles", "SGLD, rows", "SGLDR, rows")
+
+
+def measure(record: Record) -> None:
+    record.row("rates", lambda: rates(record.short))
+    for name in SENT:
+        record.row(f"sent {name}", lambda name=name: apart("benchmarks.studies.scale", "sent", 600, name=name))
+    record.row("large", lambda: large(record.short))
+
+
+def tables(record: Record) -> str:
+    parts = []
+    if (found := record.rows.get("rates")) is not None:
+        lines = [
+            [name, *(f"{found[label][name][of]:.2f}" for label in (SINGLE, BLOCKS) for of in ("milliseconds", "ratio"))]
+            for name in SOURCES
+        ]
+        head = ["", f"{SINGLE}: ms per update", "rate of arrays", f"{BLOCKS}: ms per update", "rate of arrays"]
+        parts.append(table(head, lines))
+    lines = [
+        [name, f"{row['kilobytes']:.1f}" if "kilobytes" in row else row["failed"]]
+        for name in SENT
+        if (row := record.rows.get(f"sent {name}")) is not None
+    ]
+    if lines:
+        parts.append(table(["over four devices", "kB sent to each in an update"], lines))
+    if (row := record.rows.get("large")) is not None:
+        if "failed" in row:
+            parts.append(f"The large file: {row['failed']}.")
+        else:
+            head = ["rows", "GB", "GB allowed", "s to convert", "s to fit", "worst error of a mean, sd", "after a kill"]
+            same = "the same draws" if row["is_same"] else "**other draws**"
+            cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}"]
+            seconds = [f"{row['converted']:.0f}", f"{row['seconds']:.0f}"]
+            parts.append(table(head, [[*cells, *seconds, f"{row['worst_z']:.2f}", same]]))
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    run(__doc__, "scale", measure, tables, None)
