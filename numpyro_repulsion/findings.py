@@ -83,7 +83,7 @@ _COLOURS = {"note": "#33659c", "warning": "#b7791f", "error": "#b3261e"}
 class Finding(NamedTuple):
     """One problem of a run.
 
-    - **name** - a stable identifier, such as ``"funnel"``; :doc:`/diagnostics` lists all of them.
+    - **name** - a stable identifier, such as ``"funnel"``; :doc:`/findings` lists all of them.
     - **severity** - ``"note"``, ``"warning"`` or ``"error"``.
     - **figure** - the number behind it, or ``None``.
     - **message** - what is wrong, in one sentence.

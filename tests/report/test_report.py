@@ -419,7 +419,7 @@ def test_all_names_have_a_place_in_the_order_and_in_the_documentation():
     assert set(_COVERS) | set().union(*_COVERS.values()) <= set(_ORDER)
     assert set(_CAUSES) | set().union(*_CAUSES.values()) <= set(_ORDER)
     assert all(_ORDER.index(cause) < _ORDER.index(name) for cause, names in _CAUSES.items() for name in names)
-    page = (Path(__file__).parents[2] / "docs" / "diagnostics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "findings.md").read_text()
     assert [name for name in _ORDER if f"`{name}`" not in page] == []
 
 
