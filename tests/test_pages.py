@@ -22,3 +22,41 @@ def test_large_data_runs_from_top_to_bottom(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "'x': Rows(shape=(20000, 4), dtype=float32)" in done.stdout and "P('particles',)" in done.stdout
+
+
+SETTING = """
+import jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro.contrib.einstein
+from jax import random
+from numpyro.contrib.einstein import RBFKernel
+from numpyro.infer import MCMC
+from numpyro.optim import Adagrad
+from numpyro_repulsion import SGLD, SGLDR
+
+key = random.key(0)
+x = random.normal(random.key(1), (1000, 3))
+y = random.bernoulli(random.key(2), 1 / (1 + jnp.exp(-x[:, 0]))).astype(int)
+
+def model(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=500) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
+
+starts = random.normal(random.key(3), (20, 3))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_pairs_of_migrating_run():
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "migrating.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        there, here = block.split("# here\n")
+        scope: dict = {}
+        exec(SETTING, scope)
+        if there.startswith("# NumPyro"):
+            exec(there, scope)
+            assert scope["particles"]
+        exec(here, scope)
+        mean = scope["mcmc"].get_samples()["beta"].mean(0)
+        assert abs(mean[0] - 1) < 0.5 and abs(mean[1]) < 0.5
