@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Real
+import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["boolean", "integer", "keep", "number", "plain", "positive"]
+__all__ = ["boolean", "device_memory", "integer", "keep", "number", "plain", "positive"]
 
 
 def integer(what: str, value: Any, least: int = 1, expected: str | None = None) -> int:
@@ -67,3 +68,9 @@ def plain(value: Any) -> Any:
     if is_array and value.ndim == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return np.asarray(value).item()
     return value
+
+
+def device_memory() -> int:
+    """Return the bytes of memory of the first device; on a CPU those of the machine."""
+    statistics = jax.devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import os
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 import numpyro
 from numpyro.primitives import _PYRO_STACK, Messenger
 
+from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.rows import Rows, host_rows
 
 __all__ = ["TakesRows", "check_rows", "check_sizes"]
@@ -46,7 +46,7 @@ class TakesRows(Messenger):
 def check_sizes(args: tuple, kwargs: Mapping) -> None:
     """Raise ``ValueError`` for an array on disk that would be copied to the device and take a quarter of its memory."""
     for leaf in jax.tree.leaves((args, dict(kwargs))):
-        if isinstance(leaf, np.memmap) and leaf.nbytes > (memory := _memory()) / 4:
+        if isinstance(leaf, np.memmap) and leaf.nbytes > (memory := device_memory()) / 4:
             raise ValueError(
                 f"An argument of the model is an array on disk of {_gigabytes(leaf)}, and would be copied to a device "
                 f"with {memory / 2**30:.1f} GiB. Pass numpyro_repulsion.Rows(array) to leave it on disk."
@@ -56,17 +56,11 @@ def check_sizes(args: tuple, kwargs: Mapping) -> None:
 def check_rows(args: tuple, kwargs: Mapping) -> None:
     """Raise ``ValueError`` for `Rows` that a model without subsampled plates would read whole in every update."""
     for rows in host_rows((args, dict(kwargs))):
-        if rows.nbytes > (memory := _memory()) / 4:
+        if rows.nbytes > (memory := device_memory()) / 4:
             raise ValueError(
                 f"The model has no subsampled plate, so each update would read all of {rows!r}, {_gigabytes(rows)}, to "
                 f"a device with {memory / 2**30:.1f} GiB. Give the plate a `subsample_size`, such as 500."
             )
-
-
-def _memory() -> int:
-    """Return the bytes of memory of the first device."""
-    statistics = jax.devices()[0].memory_stats() or {}
-    return statistics.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _gigabytes(array):

@@ -217,7 +217,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
             not fit, a model that cannot be sampled, or data with NaN.
         """
-        entering_mcmc()
+        mcmc = entering_mcmc()
         is_single = is_prng_key(rng_key)
         if is_single:
             if self.interaction.interacts or self.num_ensembles > 1:
@@ -233,7 +233,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         if num_warmup == 0 and self.schedule is None:
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         bound = self.bind(model_args, model_kwargs)
-        self._initializer.check_data(bound)
+        self._initializer.check_data(bound, mcmc, size)
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)

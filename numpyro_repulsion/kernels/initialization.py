@@ -29,7 +29,7 @@ from numpyro_repulsion.gradients import (
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.origin import Origin
-from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
+from numpyro_repulsion.kernels.settings import check_room, dense_limit, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.moves import Basins
@@ -232,9 +232,10 @@ class Initializer:
         carry = lax.while_loop(lambda carry: ~carry[5] & (carry[0] < MAX_DRAWS), attempt, start)
         return carry[4]
 
-    def check_data(self, bound):
+    def check_data(self, bound, mcmc, size):
         """Raise ``ValueError`` for NaN in rows that minibatches would meet later (`check` finds NaN in full data), and
-        for `Rows` that each update would read whole. Put rows on the devices of a mesh."""
+        for `Rows` that each update would read whole, and for draws that exceed memory. Put rows on the devices of a
+        mesh."""
         target = bound.target
         bound.share_data()
         if isinstance(target, ModelTarget) and target.summed_out:
@@ -243,8 +244,10 @@ class Initializer:
                 "draws leave them out; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
                 stacklevel=4,
             )
-        if not target.plates and isinstance(target, ModelTarget):
-            check_rows(target.args, target.kwargs)
+        if isinstance(target, ModelTarget):
+            check_room(target, mcmc, size)
+            if not target.plates:
+                check_rows(target.args, target.kwargs)
         if not target.plates or self._checked is target:
             return
         if (found := target.find_nan()) and not is_finite_on_all_rows(target):

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import (
     ControlVariates,
@@ -36,6 +39,7 @@ __all__ = [
     "check_jumps",
     "check_moves",
     "check_reparam",
+    "check_room",
     "check_sweeps",
     "choose_gradient",
     "dense_limit",
@@ -203,6 +207,24 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
             f"use num_chains={2 * num_ensembles} or more, or fewer ensembles."
         )
     check_mesh(size, num_ensembles)
+
+
+def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
+    """Raise ``ValueError`` for draws that exceed the memory of the device, where ``MCMC.run`` keeps all of them.
+
+    :param size: the number of particles.
+    """
+    if mcmc is None:
+        return
+    kept = jax.eval_shape(target.constrain, target.prototype)
+    each = sum(site.size * site.dtype.itemsize for site in jax.tree.leaves(kept))
+    count = mcmc.num_samples // mcmc.thinning
+    if each * size * count > (memory := device_memory()):
+        raise ValueError(
+            f"{count} draws of {size} particles would take {each * size * count / 2**30:.1f} GiB, and the device has "
+            f"{memory / 2**30:.1f} GiB. Use run_in_pieces(mcmc, ..., directory=...), which keeps them on disk, or a "
+            "larger `thinning`."
+        )
 
 
 def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:

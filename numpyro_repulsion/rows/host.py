@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 import hashlib
+import mmap
 from os import PathLike
 from typing import Any
 
@@ -211,6 +212,13 @@ class Rows:
     def __hash__(self) -> int:
         return id(self.source)
 
+    def __reduce__(self):
+        # A mapped file is opened again by its name, and not stored. A part of it knows no offset of its own.
+        source = self.source
+        if isinstance(source, np.memmap) and isinstance(source.base, mmap.mmap) and source.flags.c_contiguous:
+            return _reopened, (str(source.filename), source.dtype.str, source.shape, source.offset)
+        return Rows, (source,)
+
     def tree_flatten(self):
         return ((), self) if self.is_on_host else ((self.source,), None)
 
@@ -298,6 +306,10 @@ def count_nan(array: Any) -> int:
     if isinstance(array, Rows):
         return array.count_nan()
     return int(np.isnan(np.asarray(array)).sum()) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
+
+
+def _reopened(path, dtype, shape, offset):
+    return Rows(np.memmap(path, dtype, "r", offset, shape))
 
 
 def _blocks(rows: np.ndarray) -> list[tuple[int, int]] | None:

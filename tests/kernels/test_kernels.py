@@ -36,6 +36,7 @@ from numpyro_repulsion import (
     Subsampled,
     enable_live_warnings,
 )
+from numpyro_repulsion.kernels import settings
 
 
 def regression(X, y=None, subsample_size=None):
@@ -363,6 +364,19 @@ def test_an_optax_schedule_is_a_step_size():
     mcmc = make(kernel, num_warmup=0, num_samples=10)
     mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
     np.testing.assert_allclose(mcmc.last_state.step_size, 0.1 * 0.5**0.99, rtol=1e-4)
+
+
+def test_draws_that_exceed_memory_are_refused(monkeypatch):
+    each = 4 * 3 * 6  # x and s of six particles
+
+    def of(memory, **kwargs):
+        monkeypatch.setattr(settings, "device_memory", lambda: memory)
+        make(SGLD(simple, step_size=0.1), **kwargs).run(random.key(0))
+
+    with pytest.raises(ValueError, match="30 draws of 6 particles.*run_in_pieces"):
+        of(30 * each - 1)
+    of(30 * each)
+    of(15 * each, thinning=2)
 
 
 def test_num_steps_are_updates_between_draws():
