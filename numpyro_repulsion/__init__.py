@@ -2,6 +2,7 @@
 
 from numpyro_repulsion.bias import StepBias, step_bias
 from numpyro_repulsion.checkpointing import load_draws, run_in_pieces
+from numpyro_repulsion.control_variates import ControlledMeans, control_variates
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
 from numpyro_repulsion.dynamics import Descent, Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.findings import Diagnosis, Finding
@@ -56,6 +57,7 @@ __all__ = [
     "Balanced",
     "BiasBudget",
     "ControlVariates",
+    "ControlledMeans",
     "Cyclical",
     "Descent",
     "Diagnosis",
@@ -86,6 +88,7 @@ __all__ = [
     "Underdamped",
     "all_rows",
     "animate_particles",
+    "control_variates",
     "diagnose",
     "enable_live_warnings",
     "ensemble_ess",

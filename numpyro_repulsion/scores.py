@@ -9,10 +9,10 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.gradients import FullData, Gradient, ravel_cloud
+from numpyro_repulsion.gradients import FullData, Gradient, Particle, Target, ravel_cloud
 from numpyro_repulsion.kernels import bound_of, chosen_draws, kernel_of, require_draws
 
-__all__ = ["scores"]
+__all__ = ["score_at", "scores"]
 
 
 def scores(
@@ -55,15 +55,24 @@ def scores(
         raise TypeError(f"`gradient` must be a gradient such as FullData() or Subsampled(); got {gradient!r}.")
     target = bound_of(mcmc).target
     gradient.check_rows(target)
-    kept = chosen_draws(mcmc, num_draws, "Scores need")
+    flat, found = score_at(chosen_draws(mcmc, num_draws, "Scores need"), target, gradient, rng_key)
+    usable = np.isfinite(np.asarray(flat)).all(1) & np.isfinite(np.asarray(found)).all(1)
+    return flat[usable], found[usable]
+
+
+def score_at(
+    draws: Particle, target: Target, gradient: Gradient, rng_key: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return draws in unconstrained space and the score at each, both ``(n, d)``.
+
+    :param draws: in the form of ``get_samples``, with a leading axis.
+    """
 
     def score(point):
         key, z = point
         return -gradient.energy_and_grad(key, target, unravel, z[None, None])[1][0, 0]
 
-    z = jax.jit(jax.vmap(target.unconstrain))(kept)
+    z = jax.jit(jax.vmap(target.unconstrain))(draws)
     flat, unravel = ravel_cloud(z)
     keys = random.split(random.key(0) if rng_key is None else rng_key, len(flat))
-    found = jax.jit(lambda points: lax.map(score, points))((keys, flat))
-    usable = np.isfinite(np.asarray(flat)).all(1) & np.isfinite(np.asarray(found)).all(1)
-    return flat[usable], found[usable]
+    return flat, jax.jit(lambda points: lax.map(score, points))((keys, flat))

@@ -58,6 +58,7 @@ ARROWS = {
     "diagnostics": (HOST | {"scipy"}, set()),
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
+    "control_variates": (HOST, {"checks", "diagnostics", "gradients", "kernels", "scores"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels"}),
     "learning_coefficient": (
         HOST,

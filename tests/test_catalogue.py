@@ -11,6 +11,7 @@ import pytest
 import numpyro_repulsion
 from numpyro_repulsion import (
     RBF,
+    ControlledMeans,
     Diagnosis,
     Dynamics,
     Finding,
@@ -32,7 +33,18 @@ from numpyro_repulsion.moves import Basins
 
 #: Bases, which users write subclasses of; jumps that switch themselves on; what functions return; handlers.
 NO_PARTS = {Dynamics, Gradient, Gram, Interaction, Move, ParticleKernel, Radial}
-NO_PARTS |= {Basins, Diagnosis, Finding, LearningCoefficient, Localized, Predictions, Rows, StepBias, all_rows}
+NO_PARTS |= {
+    Basins,
+    ControlledMeans,
+    Diagnosis,
+    Finding,
+    LearningCoefficient,
+    Localized,
+    Predictions,
+    Rows,
+    StepBias,
+    all_rows,
+}
 
 
 def subclasses(base):
