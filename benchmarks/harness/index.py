@@ -38,6 +38,7 @@ PAGES = {
         "sweeps": "Minibatches without replacement",
         "learning_coefficients": "Local learning coefficients",
         "scale": "Large data and many devices",
+        "controlled": "Means with control variates",
     },
 }
 
