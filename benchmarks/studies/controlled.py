@@ -20,11 +20,12 @@ import numpy as np
 
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
-from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, data_folder
-from benchmarks.studies.zero_tuning import SETTINGS, SHORT, errors, known, nuts_reference
+from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, data_folder, errors, known, nuts_reference
 from numpyro_repulsion import SGLD, control_variates
 
+SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20}
 NUM_SEEDS, NUM_DRAWS = 3, 2000
+SHORT = ("eight_schools_noncentered", "gaussian, d = 100, condition 1e6")
 
 
 def measured(name: str, seed: int) -> dict:

@@ -12,7 +12,7 @@ Without the data folder the posteriors of posteriordb are left out, and it says 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.zero_tuning [--short] [--again]
 """
 
-from functools import cache, partial
+from functools import partial
 import statistics
 import time
 import warnings
@@ -26,7 +26,7 @@ from numpyro.infer import NUTS
 from benchmarks.harness import store
 from benchmarks.harness.runs import vectorized, warmup_gradients
 from benchmarks.harness.store import Record, plt, table
-from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, ask_nuts, data_folder, posteriordb
+from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, data_folder, errors, known, nuts_reference
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, BiasBudget
 from numpyro_repulsion.warmup import diagnose_warmup
 
@@ -53,25 +53,6 @@ def run(mcmc, key, *args, **kwargs):
     seconds = time.perf_counter() - began
     said = {str(w.message) for w in caught if "expects trouble" in str(w.message) or "not finite" in str(w.message)}
     return sorted(said), seconds
-
-
-def errors(draws, reference):
-    """The worst error of a mean in standard deviations, and the worst relative error of a standard deviation."""
-    means, deviations = [], []
-    for site, (mean, sd) in reference.items():
-        x = np.asarray(draws[site], float)
-        means.append(np.max(np.abs(x.mean(0) - mean) / sd))
-        deviations.append(np.max(np.abs(x.std(0) / sd - 1)))
-    return float(max(means)), float(max(deviations))
-
-
-def known(name):
-    return posteriordb(name) if name in POSTERIORDB else MADE_HERE[name]()
-
-
-@cache
-def nuts_reference(name):
-    return ask_nuts(known(name))
 
 
 class Moments:
