@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 from numbers import Real
 import os
 from typing import Any
@@ -70,7 +71,10 @@ def plain(value: Any) -> Any:
     return value
 
 
-def device_memory() -> int:
-    """Return the bytes of memory of the first device; on a CPU those of the machine."""
+def device_memory() -> float:
+    """Return the bytes of memory of the first device; on a CPU those of the machine; infinite if unknown."""
     statistics = jax.devices()[0].memory_stats() or {}
-    return statistics.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if limit := statistics.get("bytes_limit"):
+        return limit
+    ask = getattr(os, "sysconf", None)  # Windows has none.
+    return math.inf if ask is None else ask("SC_PAGE_SIZE") * ask("SC_PHYS_PAGES")

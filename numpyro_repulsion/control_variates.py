@@ -31,6 +31,15 @@ class ControlledMeans(NamedTuple):
     - **plain_mean**, **plain_mcse** - the same of the same draws without control variates.
     - **degree** - the control variates that were used.
     - **num_draws** - the number of draws.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion import ControlledMeans
+        >>> found = ControlledMeans(1.02, 0.001, 0.97, 0.04, "quadratic", 2000)
+        >>> round((found.plain_mcse / found.mcse) ** 2)  # as many draws as one was worth
+        1600
     """
 
     mean: Any
@@ -69,7 +78,8 @@ def control_variates(
     :param degree: ``"linear"``, with a coefficient for each of d parameters; ``"squares"``, with 2 d;
         ``"quadratic"``, with d (d + 3) / 2. ``None`` is the richest of these for which there are 8 draws per
         coefficient.
-    :param num_draws: the most draws to use, evenly spread over the iterations; each costs one gradient.
+    :param num_draws: the most draws to use, evenly spread over the iterations, but at least 4 of each particle; each
+        costs one gradient.
     :param gradient: ``None`` is ``FullData()``. ``Subsampled()`` is cheaper; its noise leaves less to gain.
     :param rng_key: the key for minibatches and random likelihoods.
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package, or ``gradient`` not a gradient.

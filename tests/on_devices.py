@@ -1,6 +1,7 @@
 """Runs on four virtual devices, in a process of its own: what `test_layout.py` looks at."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -33,7 +34,10 @@ from numpyro_repulsion import (
     Subsampled,
     Sweeps,
     layout,
+    predict,
     run_in_pieces,
+    summary,
+    to_inference_data,
 )
 from numpyro_repulsion.rows import shards
 
@@ -41,6 +45,7 @@ RNG = np.random.default_rng(0)
 N, D = 803, 6
 X = RNG.standard_normal((N, D)).astype(np.float32)
 Y = (RNG.random(N) < 1 / (1 + np.exp(-X[:, 0]))).astype(np.int32)
+GROUP = RNG.integers(0, N, N).astype(np.int32)
 WIDE = RNG.standard_normal((N, 1200)).astype(np.float32) / 30
 MESHES = {"particles": ((4,), ("particles",)), "both": ((2, 2), ("particles", "rows")), "rows": ((4,), ("rows",))}
 
@@ -56,6 +61,14 @@ def subsampled(x, y):
     with numpyro.plate("rows", len(x), subsample_size=40):
         logits = numpyro.subsample(x, 1) @ beta
         numpyro.sample("y", dist.Bernoulli(logits=logits), obs=numpyro.subsample(y, 0))
+
+
+def awkward(x, y):
+    """A plate shorter than the data, a table indexed by a column, and rows in another order."""
+    table, group = x
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([D]).to_event(1))
+    with numpyro.plate("rows", N - 200, subsample_size=40) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=table[group[i]] @ beta + table[N - 1 - i] @ beta), obs=y[i])
 
 
 def with_dropout(x, y):
@@ -74,6 +87,14 @@ def hierarchical(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
 
 
+@dataclasses.dataclass(frozen=True)
+class Own(Subsampled):
+    """Rows drawn with replacement, which lie anywhere."""
+
+    def rows(self, key, target, shape):
+        return {name: random.randint(key, (*shape, batch), 0, size) for name, (size, batch) in target.plates.items()}, 2
+
+
 def small(kernel, **settings):
     """A run without warmup, with a step that moves particles by about their spread."""
     return functools.partial(kernel, regression, step_size=1e-3, **settings), 0
@@ -90,11 +111,13 @@ CASES = {
     "groups": small(SGLDR, num_ensembles=4, interaction=RBF(), gradient=Subsampled()),
     "half groups": small(SGLDR, num_ensembles=2, interaction=RBF(), gradient=Subsampled(shared=True)),
     "subsample": (lambda: SGLD(subsampled, step_size=1e-3), 0),
+    "awkward": (lambda: SGLD(awkward, step_size=1e-3), 0),
+    "own rows": (lambda: SGLD(regression, step_size=1e-3, gradient=Own()), 0),
     "dropout": (lambda: SGLD(with_dropout, step_size=1e-3), 0),
     "warmup": (lambda: SGLD(hierarchical), 60),
 }
 #: Those that `make test` runs.
-QUICK = ["SGLD", "SGLDR", "SGHMC", "groups", "subsample"]
+QUICK = ["SGLD", "SGLDR", "SGHMC", "groups", "subsample", "awkward", "own rows"]
 #: Cases of many parameters that interact, of which each device has some.
 WIDE_CASES = {"SGLDR": SGLDR, "SGHMCR": SGHMCR}
 
@@ -116,7 +139,7 @@ def draws(make, num_warmup, x, y, num_chains=8):
 def on(mesh, make, num_warmup, x=X, y=Y):
     """Draws on a mesh, with its own `Rows`, as shares stay with their objects."""
     with jax.set_mesh(mesh):
-        found = draws(make, num_warmup, Rows(x), Rows(y))
+        found = draws(make, num_warmup, jax.tree.map(Rows, x), Rows(y))
     return np.asarray(found), str(found.sharding.spec)
 
 
@@ -140,7 +163,7 @@ def loop_bytes(mesh, make, x, y):
 def message(call):
     try:
         call()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, IndexError) as error:
         return str(error)
     return ""
 
@@ -218,9 +241,10 @@ def compare(names, arrays, facts):
     """Make the runs of these cases, on one device and on meshes that can make them."""
     for name in names:
         make, num_warmup = CASES[name]
-        arrays[f"{name}/one"] = np.asarray(draws(make, num_warmup, Rows(X), Rows(Y)))
+        x = (X, GROUP) if name == "awkward" else X
+        arrays[f"{name}/one"] = np.asarray(draws(make, num_warmup, jax.tree.map(Rows, x), Rows(Y)))
         for where in meshes(name):
-            found, spec = on(mesh_of(where), make, num_warmup)
+            found, spec = on(mesh_of(where), make, num_warmup, x)
             arrays[f"{name}/{where}"], facts["sharding"][f"{name}/{where}"] = found, spec
 
 
@@ -262,7 +286,24 @@ def pieces(arrays):
         arrays["pieces/resumed"] = run(run_in_pieces, piece_size=20, directory=f"{directory}/resumed")
 
 
+def results(facts):
+    """What follows a run, inside of the mesh."""
+    for where in ("particles", "both"):
+        with jax.set_mesh(mesh_of(where)):
+            mcmc = MCMC(
+                SGLD(regression, step_size=1e-3), num_warmup=0, num_samples=4, num_chains=8,
+                chain_method="vectorized", progress_bar=False,
+            )  # fmt: skip
+            x, y = Rows(X), Rows(Y)
+            mcmc.run(random.key(0), x, y)
+            summary(mcmc)
+            to_inference_data(mcmc, log_likelihood=True)
+            predict(mcmc, Rows(X[:8]), Rows(Y[:8]))
+            facts[f"last row {where}"] = [np.asarray(x[-1]).tolist(), X[-1].tolist(), message(lambda x=x: x[N])]
+
+
 def quick(arrays, facts):
+    results(facts)
     facts["refused"] = refusals()
     compare(QUICK, arrays, facts)
     make, num_warmup = CASES["SGHMC"]

@@ -64,6 +64,13 @@ def test_draws_of_other_runs_are_those_of_one_device(slow, name):
     check(slow, name)
 
 
+@pytest.mark.parametrize("where", ["particles", "both"])
+def test_results_inside_of_a_mesh(quick, where):
+    """Which the program made without an error."""
+    found, last, words = quick[f"last row {where}"]
+    assert found == last and "no row 803" in words
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_show(quick, name):
     assert not differs(quick, f"SGHMC/{name}") < 30 * ROUNDING

@@ -58,8 +58,6 @@ class Gradient:
 
     #: Whether the particles of a group share their rows: where `rows` returns fewer than 2 axes.
     shared: bool = False
-    #: Whether equal parts of a minibatch come from equal parts of the plate, so that devices can share its rows.
-    splits: bool = False
     #: How many consecutive rows are drawn together.
     block_size: int = 1
 
@@ -67,6 +65,11 @@ class Gradient:
         """Whether U and ∇U are estimates that differ from update to update; true unless a subclass knows better."""
         del target
         return True
+
+    @property
+    def splits(self) -> bool:
+        """Whether equal parts of a minibatch come from equal parts of the plate, so that devices can share its rows."""
+        return False
 
     @property
     def keeps_subsample_size(self) -> bool:
@@ -190,7 +193,9 @@ class FullData(Gradient):
         >>> kernel = SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1, gradient=FullData())
     """
 
-    splits = True
+    @property
+    def splits(self):
+        return type(self).rows is FullData.rows
 
     def batches(self, target):
         return {name: size for name, (size, _) in target.plates.items()}
@@ -244,7 +249,6 @@ class Subsampled(Gradient):
 
     shared: bool = False
     block_size: int = field(default=1, kw_only=True)
-    splits = True
 
     def __post_init__(self):
         keep(self, "shared", boolean)
@@ -253,6 +257,11 @@ class Subsampled(Gradient):
     @property
     def keeps_subsample_size(self):
         return True
+
+    @property
+    def splits(self):
+        # Rows that a subclass draws may come from anywhere.
+        return type(self).rows is Subsampled.rows
 
     def rows(self, key, target, shape):
         shape = shape[:1] if self.shared else shape

@@ -321,7 +321,8 @@ class ModelTarget(SitesTarget):
 
     def bind(self, indices: Indices, key: jax.Array):
         """Return the model with the rows of its subsampled plates, and a key for random likelihoods."""
-        return TakesRows(seed(substitute(self.model, data={**self._params, **indices}), key))
+        sizes = {name: size for name, (size, _) in self.plates.items()} if indices else {}
+        return TakesRows(seed(substitute(self.model, data={**self._params, **indices}), key), indices, sizes)
 
     def _trace(self, indices, key=None, init_strategy=init_to_uniform, observed=True):
         model = self.bind(indices, random.key(0) if key is None else key)

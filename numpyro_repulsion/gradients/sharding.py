@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from numpyro_repulsion.gradients.subsampling import are_of_a_plate
 from numpyro_repulsion.gradients.target import Indices, Target
 from numpyro_repulsion.layout import ROWS, Layout, num_devices
 from numpyro_repulsion.rows import Rows, Shards, host_rows, share_rows
@@ -16,14 +17,28 @@ from numpyro_repulsion.shapes import Numbers, Vectors
 __all__ = ["on_shares", "share", "shares_rows"]
 
 
+@jax.tree_util.register_pytree_node_class
 class Share(Rows):
     """The rows of one device, which to the model are all rows."""
 
     def __init__(self, rows: Rows, shards: Shards, array: jax.Array):
-        self.source, self._of_device, self._array = rows.source, shards, array
+        self.source, self.is_on_host = rows.source, False
+        self._whole, self._of_device, self._array = rows, shards, array
 
     def _take(self, rows):
-        return self._of_device.local(self._array, rows)
+        # Only parts of minibatches lie in the share of the device; all else that a model takes, such as a table that is
+        # indexed by a column, may be anywhere.
+        if are_of_a_plate(rows, len(self)):
+            return self._of_device.local(self._array, rows)
+        return self._of_device.gathered(self._array, rows)
+
+    def tree_flatten(self):
+        return (self._array,), (self._whole, self._of_device)
+
+    @classmethod
+    def tree_unflatten(cls, whole, children):
+        rows, shards = whole
+        return cls(rows, shards, children[0])
 
 
 def shares_rows() -> bool:

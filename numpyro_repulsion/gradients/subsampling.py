@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,25 @@ from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.rows import Rows, host_rows
 
-__all__ = ["TakesRows", "check_rows", "check_sizes"]
+__all__ = ["TakesRows", "are_of_a_plate", "check_rows", "check_sizes"]
+
+
+def are_of_a_plate(rows: jax.Array, size: int) -> bool:
+    """Whether these are the rows of a plate of this size as the running model got them, and not computed from them."""
+    handlers = [handler for handler in _PYRO_STACK if isinstance(handler, TakesRows)]
+    return any(rows is own and at.sizes[name] == size for at in handlers for name, own in at.rows.items())
 
 
 class TakesRows(Messenger):
-    """Let ``numpyro.subsample`` take rows of the plates around it from `Rows`, which NumPyro itself cannot index."""
+    """Let ``numpyro.subsample`` take rows of the plates around it from `Rows`, which NumPyro itself cannot index.
+
+    :param rows: the rows of the subsampled plates.
+    :param sizes: the sizes of the plates.
+    """
+
+    def __init__(self, fn: Callable, rows: Mapping[str, jax.Array], sizes: Mapping[str, int]):
+        super().__init__(fn)
+        self.rows, self.sizes = rows, sizes
 
     def postprocess_message(self, msg):
         # The outermost handler sees a message last on its way out, but first on its way back, before the plates do.
@@ -54,12 +68,12 @@ def check_sizes(args: tuple, kwargs: Mapping) -> None:
 
 
 def check_rows(args: tuple, kwargs: Mapping) -> None:
-    """Raise ``ValueError`` for `Rows` that a model without subsampled plates would read whole in every update."""
+    """Raise ``ValueError`` for `Rows` that each update would read whole and that take a quarter of the device."""
     for rows in host_rows((args, dict(kwargs))):
         if rows.nbytes > (memory := device_memory()) / 4:
             raise ValueError(
-                f"The model has no subsampled plate, so each update would read all of {rows!r}, {_gigabytes(rows)}, to "
-                f"a device with {memory / 2**30:.1f} GiB. Give the plate a `subsample_size`, such as 500."
+                f"Each update would read all of {rows!r}, {_gigabytes(rows)}, to a device with {memory / 2**30:.1f} "
+                "GiB. Give the plate a `subsample_size`, such as 500, and do not use gradient=FullData()."
             )
 
 

@@ -87,11 +87,14 @@ class Sweeps(ControlVariates):
     """
 
     control_variates: bool = field(default=True, kw_only=True)
-    splits = False  # The rows of a minibatch come from anywhere.
 
     def __post_init__(self):
         super().__post_init__()
         keep(self, "control_variates", boolean)
+
+    @property
+    def splits(self):
+        return False  # The rows of a minibatch come from anywhere.
 
     @property
     def has_reference(self):

@@ -246,7 +246,8 @@ class Initializer:
             )
         if isinstance(target, ModelTarget):
             check_room(target, mcmc, size)
-            if not target.plates:
+            batches = bound.gradient.batches(target)
+            if all(batches[name] == size for name, (size, _) in target.plates.items()):
                 check_rows(target.args, target.kwargs)
         if not target.plates or self._checked is target:
             return

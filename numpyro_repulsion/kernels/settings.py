@@ -25,7 +25,7 @@ from numpyro_repulsion.gradients import (
     Target,
 )
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.layout import check_mesh
+from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
 from numpyro_repulsion.warmup import LAST_ADAPTED, NUM_HESSIANS, Preconditioner, WarmupPlan, first_scale
@@ -219,7 +219,9 @@ def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
     kept = jax.eval_shape(target.constrain, target.prototype)
     each = sum(site.size * site.dtype.itemsize for site in jax.tree.leaves(kept))
     count = mcmc.num_samples // mcmc.thinning
-    if each * size * count > (memory := device_memory()):
+    # Each device of a mesh has the draws of its particles; those of a CPU share their memory.
+    memory = device_memory() * (1 if jax.default_backend() == "cpu" else num_devices(PARTICLES))
+    if each * size * count > memory:
         raise ValueError(
             f"{count} draws of {size} particles would take {each * size * count / 2**30:.1f} GiB, and the device has "
             f"{memory / 2**30:.1f} GiB. Use run_in_pieces(mcmc, ..., directory=...), which keeps them on disk, or a "

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 __all__ = ["convert", "opened"]
 
-#: Rows are dealt to this many files at random, and each is shuffled in memory: data of 64 GB need 1 GB.
+#: Rows are dealt to this many files at random, and each is shuffled in memory: data of 64 GB need 2 GB.
 NUM_PARTS = 64
 #: The file that says which columns a directory has.
 COLUMNS = "columns.txt"
@@ -111,7 +111,13 @@ def _columns(batch) -> dict[str, np.ndarray]:
         raise ValueError("Rows.convert: a batch has no columns.")
     columns = {}
     for name, values in batch.items():
-        if not isinstance(name, str) or not name or name != os.path.basename(name) or name.startswith("part-"):
+        if (
+            not isinstance(name, str)
+            or not name
+            or name != os.path.basename(name)
+            or name.startswith("part-")
+            or "\n" in name
+        ):
             raise ValueError(f"Rows.convert: columns are names of files; got {name!r}. Give it another name.")
         try:
             columns[name] = column = np.asarray(values)

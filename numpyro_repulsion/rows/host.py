@@ -1,4 +1,4 @@
-"""`Rows`, and the primitive by which a compiled program takes some of them."""
+"""`Rows`: data that a model takes by rows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from os import PathLike
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.layout import ROWS, num_devices
 from numpyro_repulsion.rows.conversion import convert, opened
+from numpyro_repulsion.rows.primitive import TAKE_ROWS
 from numpyro_repulsion.rows.shards import Shards
 
-__all__ = ["TAKE_ROWS", "Rows", "count_nan", "host_rows", "share_rows"]
+__all__ = ["Rows", "count_nan", "host_rows", "share_rows"]
 
 #: Passes over all rows read about this many bytes at once.
 BLOCK_BYTES = 1 << 26
+#: ... in this many blocks.
+NUM_BLOCKS = 1000
 #: Of files, blocks of so many rows on average are read one by one, and single rows all at once.
 MIN_BLOCK = 4
 #: A digest of more bytes than this is one of rows spread evenly, about as many bytes.
@@ -68,14 +69,15 @@ class Rows:
     """
 
     def __init__(self, source: Any):
-        source = getattr(source, "to_numpy", lambda: source)()  # A column of pandas is indexed by labels.
+        if type(source).__module__.split(".")[0] in ("pandas", "polars"):
+            source = source.to_numpy()  # These are indexed by labels.
         needed = ("shape", "dtype", "__getitem__")
         if isinstance(source, Rows) or not all(hasattr(source, name) for name in needed):
             raise TypeError(
                 f"Rows takes an array or a file that is indexed like one; got {type(source).__name__}. Lists need "
                 "np.asarray(...); for tables, data sets and streams, Rows.convert writes arrays once."
             )
-        if np.dtype(source.dtype).kind not in "biufc":
+        if not (jnp.issubdtype(source.dtype, jnp.number) or source.dtype == bool):
             raise TypeError(f"Rows takes numbers; got dtype {source.dtype}. Encode categories as integers.")
         if not source.shape or not source.shape[0]:
             raise ValueError(f"Rows takes an array with rows; got shape {tuple(source.shape)}.")
@@ -118,7 +120,10 @@ class Rows:
         rows, *rest = index if isinstance(index, tuple) else (index,)
         if not jnp.issubdtype(getattr(rows, "dtype", np.result_type(type(rows))), np.integer):
             raise TypeError(f"Rows are taken by integers, as in x[i] with the rows i of a plate; got {index!r}.")
-        rows = jnp.asarray(rows)
+        # The rows of a plate themselves: the devices that share rows know them by identity.
+        rows = rows if isinstance(rows, jax.Array) else jnp.asarray(rows)
+        if not isinstance(rows, jax.core.Tracer):
+            self._check(np.asarray(rows))
         found = self._take(rows)
         return found[(*(slice(None),) * rows.ndim, *rest)] if rest else found
 
@@ -147,6 +152,14 @@ class Rows:
         # The two gradients of control variates take the same rows.
         if last is not None and last[0].shape == rows.shape and (last[0] == rows).all():
             return last[1].astype(self.dtype, copy=False)
+        found = self.fetch(rows)
+        # A copy, because what a program hands over may be its own memory.
+        self._last = (np.array(rows), found) if found.nbytes <= BLOCK_BYTES else None
+        return found
+
+    def fetch(self, rows: np.ndarray) -> np.ndarray:
+        """Return rows by an array of integers, on the host, without a memory of those read last."""
+        self._check(rows)
         if isinstance(self.source, np.ndarray):
             found = np.take(self.source, rows, 0)
         elif (blocks := _blocks(rows)) is not None:
@@ -156,9 +169,11 @@ class Rows:
             # Files of HDF5 want each row once, in order.
             unique, places = np.unique(rows, return_inverse=True)
             found = np.asarray(self.source[unique])[places.reshape(rows.shape)]
-        found = np.asarray(found, self.dtype)
-        self._last = rows, found
-        return found
+        return np.asarray(found, self.dtype)
+
+    def _check(self, rows):
+        if rows.size and not -len(self) <= rows.min() <= rows.max() < len(self):
+            raise IndexError(f"{self!r} has no row {rows.max() if rows.max() >= len(self) else rows.min()}.")
 
     def blocks(self) -> Iterator[np.ndarray]:
         """Yield all rows in order, as consecutive blocks."""
@@ -178,39 +193,42 @@ class Rows:
             )
         known = self._shards
         if known is None or known.mesh != mesh or known.block_size < block_size:
-            self._shards = Shards(self.read, self.shape, mesh, block_size)
+            self._shards = Shards(self.fetch, self.shape, mesh, block_size)
 
     def shards(self) -> Shards | None:
         """Return the shares on the devices of the mesh in use, if there are any."""
         known = self._shards
-        return None if known is None or known.mesh.abstract_mesh != _mesh_in_use() else known
+        return None if known is None or known.mesh.abstract_mesh != jax.sharding.get_abstract_mesh() else known
 
     def count_nan(self) -> int:
         """Return how many numbers are NaN, by reading all rows once."""
         if self._num_nan is None:
-            is_float = np.dtype(self.source.dtype).kind in "fc"
+            is_float = jnp.issubdtype(self.source.dtype, jnp.inexact)
             self._num_nan = sum(int(np.isnan(block).sum()) for block in self.blocks()) if is_float else 0
         return self._num_nan
 
     def digest(self) -> str:
-        """Return a digest of shape, type and values, of more than 256 MB those of evenly spread rows."""
-        found = hashlib.blake2b(f"{self.shape} {np.dtype(self.source.dtype).str}".encode(), digest_size=16)
-        every = max(1, self.nbytes // DIGEST_BYTES)
-        if every == 1:
-            for block in self.blocks():
-                found.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
-        else:
-            for first in range(0, len(self), every * 1000):
-                block = np.asarray(self.source[first : first + 1000])
-                found.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+        """Return a digest of shape, type and values, of more than 256 MB those of evenly spread blocks of rows."""
+        found = hashlib.blake2b(f"{self.shape} {self.source.dtype}".encode(), digest_size=16)
+        blocks = self.blocks()
+        if self.nbytes > DIGEST_BYTES:
+            count = min(NUM_BLOCKS, len(self))
+            size = max(1, DIGEST_BYTES * len(self) // (self.nbytes * count))
+            starts = np.linspace(0, len(self) - size, count).astype(int)
+            blocks = (np.asarray(self.source[first : first + size]) for first in starts)
+        for block in blocks:
+            found.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
         return found.hexdigest()
 
     # Programs are compiled for the source itself, so the same array may be wrapped again.
     def __eq__(self, other) -> bool:
-        return isinstance(other, Rows) and self.source is other.source
+        if not isinstance(other, Rows):
+            return False
+        # NumPyro compares arrays of a run by their bytes, which it puts in place of a source.
+        return self.source is other.source or (isinstance(self.source, bytes) and self.source == other.source)
 
     def __hash__(self) -> int:
-        return id(self.source)
+        return hash(self.source) if isinstance(self.source, bytes) else id(self.source)
 
     def __reduce__(self):
         # A mapped file is opened again by its name, and not stored. A part of it knows no offset of its own.
@@ -320,28 +338,3 @@ def _blocks(rows: np.ndarray) -> list[tuple[int, int]] | None:
         return None
     first = flat[np.append(0, ends[:-1])]
     return list(zip(first.tolist(), (flat[ends - 1] + 1).tolist(), strict=True))
-
-
-def _mesh_in_use():
-    return jax.sharding.get_abstract_mesh()
-
-
-def _taken(rows, source: Rows):
-    return jax.core.ShapedArray((*rows.shape, *source.shape[1:]), source.dtype)
-
-
-def _from_host(rows, source: Rows):
-    output = jax.ShapeDtypeStruct((*rows.shape, *source.shape[1:]), source.dtype)
-    return jax.pure_callback(lambda rows: source.read(np.asarray(rows)), output, rows)
-
-
-def _batched(arguments, axes, source: Rows):
-    return TAKE_ROWS.bind(jnp.moveaxis(arguments[0], axes[0], 0), source=source), 0
-
-
-#: ``rows -> source[rows]``: to the analysis of models it is what `gather` is for arrays.
-TAKE_ROWS = Primitive("take_rows")
-TAKE_ROWS.def_impl(lambda rows, source: jnp.asarray(source.read(np.asarray(rows))))
-TAKE_ROWS.def_abstract_eval(_taken)
-batching.primitive_batchers[TAKE_ROWS] = _batched
-mlir.register_lowering(TAKE_ROWS, mlir.lower_fun(_from_host, multiple_results=False))

@@ -38,9 +38,13 @@ class Shards:
         # The last stratum of a share reaches into the next share, where R does not divide N, and so does a block.
         self._length = length = -(-total // count) + block_size
 
+        shares: dict[int, np.ndarray] = {}
+
         def share(index):
-            start = self._first[(index[0].start or 0) // length]
-            return read((start + np.arange(length)) % total)
+            start = int(self._first[(index[0].start or 0) // length])
+            if start not in shares:  # Devices for other particles have the same.
+                shares[start] = read((start + np.arange(length)) % total)
+            return shares[start]
 
         self.array = jax.make_array_from_callback(
             (count * length, *shape[1:]), NamedSharding(mesh, PartitionSpec(ROWS)), share
@@ -48,7 +52,7 @@ class Shards:
         self._total = total
 
     def local(self, array: Any, rows: Any) -> jax.Array:
-        """Return rows that the device has, by their numbers among all rows; inside of ``shard_map``.
+        """Return rows of the part of a minibatch that lies in the share of the device; inside of ``shard_map``.
 
         :param array: the share of the device.
         """
@@ -56,21 +60,30 @@ class Shards:
         place = jnp.asarray(rows, jnp.int32) - start
         return array[jnp.where(place < 0, place + self._total, place)]
 
+    def gathered(self, array: Any, rows: Any) -> jax.Array:
+        """Return any rows by their numbers, other ones on each device; inside of ``shard_map``.
+
+        :param array: the share of the device.
+        """
+        device = lax.axis_index(ROWS)
+        return self._summed(array, lax.all_gather(jnp.asarray(rows, jnp.int32), ROWS))[device]
+
     def take(self, rows: jax.Array) -> jax.Array:
-        """Return rows by their numbers; the devices that own them send them to the others."""
+        """Return any rows by their numbers; outside of ``shard_map``."""
+        specs = PartitionSpec(ROWS), PartitionSpec()
+        summed = jax.shard_map(self._summed, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        return summed(self.array, jnp.asarray(rows, jnp.int32))
 
-        def own(rows, array):
-            device = lax.axis_index(ROWS)
-            first, end = jnp.asarray(self._first, jnp.int32)[device], jnp.asarray(self._end, jnp.int32)[device]
-            found = self.local(array, jnp.clip(rows, first, end - 1))
-            is_own = ((rows >= first) & (rows < end)).reshape(*rows.shape, *(1,) * (found.ndim - rows.ndim))
-            # A sum of one number and zeros.
-            sent = jnp.where(is_own, found, jnp.zeros_like(found))
-            if sent.dtype == bool:
-                return lax.psum(sent.astype(jnp.int32), ROWS).astype(bool)
-            return lax.psum(sent, ROWS)
-
-        specs = PartitionSpec(), PartitionSpec(ROWS)
-        return jax.shard_map(own, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
-            jnp.asarray(rows, jnp.int32), self.array
-        )
+    def _summed(self, array, rows):
+        """Return rows, the same on all devices; those that own them send them to the others."""
+        # As in arrays on a device, negative numbers count from the end, and too large ones mean the last row.
+        rows = jnp.clip(jnp.where(rows < 0, rows + self._total, rows), 0, self._total - 1)
+        device = lax.axis_index(ROWS)
+        first, end = jnp.asarray(self._first, jnp.int32)[device], jnp.asarray(self._end, jnp.int32)[device]
+        found = self.local(array, jnp.clip(rows, first, end - 1))
+        is_own = ((rows >= first) & (rows < end)).reshape(*rows.shape, *(1,) * (found.ndim - rows.ndim))
+        # A sum of one number and zeros.
+        sent = jnp.where(is_own, found, jnp.zeros_like(found))
+        if sent.dtype == bool:
+            return lax.psum(sent.astype(jnp.int32), ROWS).astype(bool)
+        return lax.psum(sent, ROWS)
