@@ -222,6 +222,9 @@ def test_arguments_of_the_program():
         np.testing.assert_allclose(found, expected, atol=ROUNDING)
     rows = Rows(jnp.asarray(X))
     assert isinstance(jax.tree.map(np.asarray, rows).source, np.ndarray)
+    # As NumPyro compares the arguments of runs.
+    one, other = (jax.tree.map(lambda x: np.asarray(x).tobytes(), Rows(jnp.asarray(x))) for x in (X, X.copy()))
+    assert one == other and hash(one) == hash(other)
 
 
 def test_results_of_a_run(capsys):
@@ -294,8 +297,12 @@ def test_columns_of_tables_are_taken_by_place():
 
 
 def test_rows_that_do_not_exist():
-    with pytest.raises(IndexError):
-        Rows(X)[N]
+    for rows in (Rows(X), Rows(jnp.asarray(X)), Rows(File(X))):
+        with pytest.raises(IndexError, match=f"no row {N}"):
+            rows[N]
+        np.testing.assert_array_equal(rows[-1], X[-1])
+    with pytest.raises(IndexError, match=f"no row {N + 5}"):
+        Rows(File(X)).read(np.arange(N - 3, N + 6))
 
     def longer(x, y):
         beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
@@ -386,6 +393,8 @@ def test_data_that_a_device_does_not_hold(tmp_path, monkeypatch):
         ModelTarget(by_index, (on_disk(X, tmp_path), Y))
     with pytest.raises(ValueError, match="subsample_size"):
         draws(SGLD(lambda x, y: by_index(x, y, None), step_size=1e-3), Rows(X), Rows(Y))
+    with pytest.raises(ValueError, match="FullData"):
+        draws(SGLD(by_index, step_size=1e-3, gradient=FullData()), Rows(X), Rows(Y))
     draws(SGLD(by_index, step_size=1e-3), Rows(X), Rows(Y))
     monkeypatch.setattr(subsampling, "device_memory", lambda: 4 * X.nbytes)
     ModelTarget(by_index, (on_disk(X, tmp_path), Y))
@@ -401,9 +410,11 @@ def test_digests_are_those_of_values(monkeypatch):
     # Of more than so many bytes, some rows speak for all.
     monkeypatch.setattr(host, "DIGEST_BYTES", 10)
     long = np.arange(5000)
-    other = long.copy()
-    other[0] += 1
-    assert Rows(long).digest() != Rows(other).digest()
+    for changed in (0, 4999):
+        other = long.copy()
+        other[changed] += 1
+        assert Rows(long).digest() != Rows(other).digest()
+    assert Rows(long).digest() != Rows(np.where(long < 1000, long, -1)).digest()
 
 
 PIECES = """
