@@ -13,8 +13,8 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
-from numpyro_repulsion.gradients import FullData, Gradient, ModelTarget
-from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, require_draws
+from numpyro_repulsion.gradients import FullData, Gradient
+from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, latent_draws, require_draws
 from numpyro_repulsion.scores import score_at
 
 __all__ = ["ControlledMeans", "control_variates"]
@@ -124,14 +124,7 @@ def control_variates(
     target = bound_of(mcmc).target
     gradient.check_rows(target)
     kept, shape = _every_other(mcmc.get_samples(group_by_chain=True), integer("`num_draws`", num_draws))
-    latent = kept
-    if isinstance(target, ModelTarget):
-        if missing := [name for name in target.latent if name not in kept]:
-            raise ValueError(
-                f"Control variates need the draws of all latent sites, and {missing} are missing; run without "
-                "extra_fields=('~z.site',)."
-            )
-        latent = {name: kept[name] for name in target.latent}
+    latent = latent_draws(target, kept, "Control variates need")
     z, score = (np.asarray(x, float) for x in score_at(latent, target, gradient, rng_key))
     if not (np.isfinite(z).all() and np.isfinite(score).all()):
         raise ValueError(

@@ -9,6 +9,7 @@ from numpyro_repulsion.kernels.host import (
     has_other_data,
     is_warmup,
     kernel_of,
+    latent_draws,
     require_draws,
     share_flagged,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "has_other_data",
     "is_warmup",
     "kernel_of",
+    "latent_draws",
     "require_draws",
     "sampler_positions",
     "share_flagged",

@@ -10,7 +10,7 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.gradients import ModelTarget, fingerprint, ravel_cloud
+from numpyro_repulsion.gradients import ModelTarget, Target, fingerprint, ravel_cloud
 from numpyro_repulsion.interactions import Independent
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.bound import BoundSampler
@@ -23,6 +23,7 @@ __all__ = [
     "has_other_data",
     "is_warmup",
     "kernel_of",
+    "latent_draws",
     "require_draws",
     "share_flagged",
 ]
@@ -78,17 +79,25 @@ def chosen_draws(mcmc: MCMC, most: int, who: str) -> Any:
         kept = mcmc.get_samples()
     else:
         kept = jax.tree.map(lambda x: x[:, -1], mcmc.get_samples(group_by_chain=True))
-    target = bound_of(mcmc).target
-    if isinstance(target, ModelTarget):
-        if missing := [name for name in target.latent if name not in kept]:
-            raise ValueError(
-                f"{who} the draws of all latent sites, and {missing} are missing; run without "
-                "extra_fields=('~z.site',)."
-            )
-        kept = {name: kept[name] for name in target.latent}
+    kept = latent_draws(bound_of(mcmc).target, kept, who)
     total = len(jax.tree.leaves(kept)[0])
     chosen = np.unique(np.linspace(0, total - 1, min(most, total)).round().astype(int))
     return jax.tree.map(lambda x: jnp.asarray(x[chosen]), kept)
+
+
+def latent_draws(target: Target, draws: Any, who: str) -> Any:
+    """Return the draws of the latent sites of a model; those of a function are all of them.
+
+    :param who: what needs them, for the message, such as "Scores need".
+    :raises ValueError: if a latent site is missing.
+    """
+    if not isinstance(target, ModelTarget):
+        return draws
+    if missing := [name for name in target.latent if name not in draws]:
+        raise ValueError(
+            f"{who} the draws of all latent sites, and {missing} are missing; run without extra_fields=('~z.site',)."
+        )
+    return {name: draws[name] for name in target.latent}
 
 
 def is_warmup(mcmc: MCMC) -> bool:
