@@ -21,12 +21,12 @@ __all__ = ["Rows", "count_nan", "host_rows", "share_rows"]
 
 #: Passes over all rows read about this many bytes at once.
 BLOCK_BYTES = 1 << 26
-#: ... in this many blocks.
-NUM_BLOCKS = 1000
 #: Of files, blocks of so many rows on average are read one by one, and single rows all at once.
 MIN_BLOCK = 4
-#: A digest of more bytes than this is one of rows spread evenly, about as many bytes.
+#: Of more bytes than this, a digest covers about as many, in evenly spread blocks of rows ...
 DIGEST_BYTES = 1 << 28
+#: ... of which there are this many.
+NUM_BLOCKS = 1000
 
 
 @jax.tree_util.register_pytree_node_class

@@ -32,11 +32,11 @@ class Shards:
 
     def __init__(self, read: Callable, shape: tuple[int, ...], mesh: jax.sharding.Mesh, block_size: int):
         count, total = mesh.shape[ROWS], shape[0]
-        self.mesh, self.block_size = mesh, block_size
+        self.mesh, self.block_size, self._total = mesh, block_size, total
         self._first = np.array([k * total // count for k in range(count)])
         self._end = np.append(self._first[1:], total)
         # The last stratum of a share reaches into the next share, where R does not divide N, and so does a block.
-        self._length = length = -(-total // count) + block_size
+        length = -(-total // count) + block_size
 
         shares: dict[int, np.ndarray] = {}
 
@@ -49,7 +49,6 @@ class Shards:
         self.array = jax.make_array_from_callback(
             (count * length, *shape[1:]), NamedSharding(mesh, PartitionSpec(ROWS)), share
         )
-        self._total = total
 
     def local(self, array: Any, rows: Any) -> jax.Array:
         """Return rows of the part of a minibatch that lies in the share of the device; inside of ``shard_map``.
