@@ -1,4 +1,7 @@
-"""Prints the tables of ``mathematics.md``, and some of docstrings: two minutes on two cores (``make measured``)."""
+"""Prints tables of the explanations (recipe, exactness, minibatch noise, repulsion) and of docstrings.
+
+``make measured`` takes two minutes on two cores.
+"""
 
 from __future__ import annotations
 
