@@ -19,7 +19,7 @@ help:
 	@echo "make docs            build docs/_build/html; warnings are errors"
 	@echo "make notebooks       execute the notebooks, leaving them as they are"
 	@echo "make figures         draw the figures of README and docs again"
-	@echo "make measured        print the tables of docs/mathematics.md again"
+	@echo "make measured        print the tables of the docs again"
 	@echo "make bench           measure docs/results-short.md again: a quarter of an hour on two cores"
 	@echo "make bench-full      measure docs/results.md; hours, goes on where it was ended; AGAIN=--again begins anew"
 	@echo "make bench-NAME      one study, the whole of it: benchmarks/studies/NAME.py"

@@ -117,7 +117,8 @@ def measure(record: Record) -> None:
     for name in SHORT if record.short else PEERS:
         for kernel in KERNELS:
             if Record("real", short=False).select(problem=name, kernel=kernel):
-                record.row(counted(name, kernel), partial(apart, METHODS, "gradients_used", name=name, kernel=kernel))
+                found = partial(apart, METHODS, "gradients_used", 1800, name=name, kernel=kernel)
+                record.row(counted(name, kernel), found)
         for sampler, function, arguments, told in PEERS[name]:
             key = f"{name} / {sampler}"
             row = record.row(key, partial(measured, name, sampler, told, function, **arguments))

@@ -36,6 +36,10 @@ class Centring(NamedTuple):
         bases = jnp.full(target.num_groups, -1, jnp.int32)
         return Centring(jnp.ones(dimension, dtype), jnp.zeros(target.num_products, dtype), bases)
 
+    def undone(self) -> Centring:
+        """Return that of the model's own coordinates."""
+        return Centring(jnp.ones_like(self.share), jnp.zeros_like(self.powers), jnp.full_like(self.bases, -1))
+
 
 class Recovered(NamedTuple):
     """Particles in the coordinates of the model, and the location and scale of each of its entries; all ``(..., d)``.

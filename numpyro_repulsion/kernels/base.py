@@ -252,7 +252,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         plan = iteration.plan
         rng_key, keys = Keys.of(state.rng_key, self.num_steps, NUM_KEYS)
-        stage = Stage.of(warmup.iteration, warmup.num_warmup, warmup.arrival.is_prolonged)
+        stage = Stage.of(warmup.iteration, warmup.num_warmup, warmup.arrival.is_prolonged, plan.late)
         warmup = iteration.recognize_data(stage, cloud, warmup)
         progress, warmup, in_use = iteration.move(keys, stage, cloud, warmup, state.num_updates)
         num_flagged = progress.flagged

@@ -18,7 +18,7 @@ from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.settings import choose_gradient
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget, Schedule
-from numpyro_repulsion.warmup import WarmupPlan
+from numpyro_repulsion.warmup import WarmupPlan, most_late_iterations
 
 __all__ = ["Binder", "BoundSampler", "Settings"]
 
@@ -89,6 +89,7 @@ class BoundSampler:
             reference=self.gradient.has_reference,
             epoch=self.gradient.epoch_length(self.target, kernel.num_steps),
             sweep=self.gradient.sweep_length(self.target),
+            late=most_late_iterations(self.target.plates, kernel.num_steps),
             noise=is_noisy,
             jumps=kernel.moves is not None,
             basins=kernel.looks_for_basins and rule is not None and not is_noisy,

@@ -42,8 +42,9 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     A  the geometric mean of the best bandwidths since 600, or the rule again if the interaction does not tune it
     E  the step size from one measurement; only 10, 15 and 30 % of the noise limit it at 250, 300 and 400
     M  the step size from all measurements since 600; also whether control variates reduce the noise, as at E
-    P  whether the arrival is prolonged; then 150 to 250 begins again and ends at 800, where all marks of 250 but P are
-       due again, the last 200 iterations take the place of the last 750, and scales are diagonal
+    P  whether the arrival is prolonged; then 150 to 250 begins again and ends at 800, or after 500 passes through the
+       rows, where all marks of 250 but P are due again, the windows that follow share what is left, and scales are
+       diagonal
 
 A learner is a function of the state and the cloud, called in every iteration; it does nothing if the run does not need
 what it learns (``WarmupPlan``). Each writes its own part of ``WarmupState``:
@@ -75,14 +76,14 @@ from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature,
 from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis, diagnose_warmup, update_symptoms
 from numpyro_repulsion.warmup.learning import Learner, Sampler, warmup_update
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
-from numpyro_repulsion.warmup.prolongation import update_prolongation
+from numpyro_repulsion.warmup.prolongation import most_late_iterations, update_prolongation
 from numpyro_repulsion.warmup.reference import update_reference
 from numpyro_repulsion.warmup.scales import update_scales
 from numpyro_repulsion.warmup.state import ArrivalState, JumpsState, ScalesState, StepState, WarmupPlan, WarmupState
 from numpyro_repulsion.warmup.step_size import update_step_size
 from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
-from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Stage
+from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Stage
 
 __all__ = [
     "Adam",
@@ -91,6 +92,7 @@ __all__ = [
     "ScalesState",
     "StepState",
     "ARRIVED",
+    "FIRST_WHITENED",
     "FREEZE",
     "LAST_ADAPTED",
     "NUM_HESSIANS",
@@ -118,6 +120,7 @@ __all__ = [
     "left_behind",
     "estimate_curvature",
     "measure_steepness",
+    "most_late_iterations",
     "rescue",
     "next_bandwidth",
     "shrink",

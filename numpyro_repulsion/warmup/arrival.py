@@ -13,11 +13,11 @@ import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import hashed, normal, signs
-from numpyro_repulsion.shapes import Flags, Number, Numbers
+from numpyro_repulsion.shapes import Flag, Flags, Number, Numbers
 from numpyro_repulsion.warmup.adam import Position
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import WarmupState
-from numpyro_repulsion.warmup.windows import Stage
+from numpyro_repulsion.warmup.windows import FIRST_WHITENED, Stage
 
 __all__ = ["arrive", "left_behind", "rescue", "update_arrival"]
 
@@ -25,6 +25,8 @@ __all__ = ["arrive", "left_behind", "rescue", "update_arrival"]
 ARRIVAL_STEPS = (math.exp(-12.0), 1.0)
 #: How far from another particle a lost one continues after the arrival, in units of the scales.
 JITTER = 0.1
+#: How many median absolute deviations above the median a network is lost.
+NUM_DEVIATIONS = 10.0
 
 #: A pytree of arrays.
 Tree = TypeVar("Tree")
@@ -62,17 +64,24 @@ def arrive(
     return moved, step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
-def left_behind(energy: Numbers, dimension: int, noise: Number = 0.0) -> Flags:
+def left_behind(energy: Numbers, dimension: int, noise: Number = 0.0, in_basins: Flag | bool = False) -> Flags:
     """Return which particles, ``(G, L)``, have an energy far above the median; exact draws rarely do.
 
     The limit is ``10 + 5 sqrt(d (1 + V))`` above it: exact energies of draws differ by about ``sqrt(d)``, and those
-    from minibatches by ``sqrt(V d)`` more.
+    from minibatches by ``sqrt(V d)`` more. It is also ``NUM_DEVIATIONS`` median absolute deviations if particles are
+    in basins of different depth, as networks are.
 
     :param energy: comparable potential energies, ``(G, L)``.
     :param noise: V, the variance of the gradient noise in whitened coordinates.
+    :param in_basins: whether particles are in basins of different depth.
     """
+    middle = jnp.nanmedian(energy)
+    limit = 10.0 + 5.0 * jnp.sqrt(dimension * (1.0 + noise))
+    if in_basins is not False:
+        apart = NUM_DEVIATIONS * jnp.nanmedian(jnp.abs(energy - middle))
+        limit = jnp.where(in_basins & (apart > limit), apart, limit)
     # Negated, so that NaN counts as left behind too.
-    return ~(energy <= jnp.nanmedian(energy) + 10.0 + 5.0 * jnp.sqrt(dimension * (1.0 + noise)))
+    return ~(energy <= middle + limit)
 
 
 def rescue(key: jax.Array, particles: Tree, lost: Flags) -> Tree:
@@ -111,7 +120,8 @@ def update_arrival(
         energy = sampler.energy_on_common_rows(warmup, cloud.z)
         if warmup.reference is not None:
             energy = jnp.where(warmup.reference.in_use, cloud.potential_energy, energy)
-        return left_behind(energy, cloud.z.shape[-1], warmup.noise)
+        in_basins = False if arrival.is_prolonged is None else arrival.is_prolonged
+        return left_behind(energy, cloud.z.shape[-1], warmup.noise, in_basins)
 
     # The count and the unit of Adam belong to all particles.
     momenta = None if adam is None else (adam.mean, adam.square, adam.growth)
@@ -119,19 +129,25 @@ def update_arrival(
 
     def rescued():
         is_lost = lost()
-        moved, *others = rescue(key, particles, is_lost)
+        moved, *others = rescue(key, particles, is_lost & stage.may_rescue)
         # Copies that coincide would not repel each other.
         jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * signs(key, cloud.z.shape, cloud.z.dtype, 1)
-        return moved._replace(z=moved.z + jnp.where((moved.z != cloud.z).any(-1, keepdims=True), jitter, 0.0)), *others
+        jitter = jnp.where((moved.z != cloud.z).any(-1, keepdims=True), jitter, 0.0)
+        return (moved._replace(z=moved.z + jitter), *others), is_lost & ~stage.may_rescue
 
     # After the arrival, particles can be recognized as lost only if the gradient noise has been measured.
     knows_noise = sampler.plan.noise and sampler.plan.measures
-    due = stage.window_ends & stage.may_rescue & (stage.is_arriving | knows_noise)
-    cloud, steps, momenta = lax.cond(due, rescued, lambda: particles)
+    due = stage.window_ends & stage.finds_lost & (stage.is_arriving | knows_noise)
+    (cloud, steps, momenta), is_lost = lax.cond(due, rescued, lambda: (particles, arrival.lost))
     if adam is not None:
         mean, square, growth = momenta
         adam = adam._replace(mean=mean, square=square, growth=growth)
     elif sampler.plan.scale is not None:
         steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
-    arrival = arrival._replace(step_size=steps, surroundings=surroundings, adam=adam)
+    if arrival.halfway is not None:
+        # Before the hierarchical sites are centred otherwise, coordinates are those of the model.
+        is_halfway = stage.done == stage.at(FIRST_WHITENED)
+        z = warmup.scales.preconditioner.to_positions(cloud.z)
+        arrival = arrival._replace(halfway=jnp.where(is_halfway & ~stage.is_prolonged, z, arrival.halfway))
+    arrival = arrival._replace(step_size=steps, lost=is_lost, surroundings=surroundings, adam=adam)
     return warmup._replace(arrival=arrival), cloud

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+import math
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -12,15 +15,27 @@ from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, Stage
 
-__all__ = ["update_prolongation"]
+__all__ = ["most_late_iterations", "update_prolongation"]
 
 #: The share of the variance of minibatch gradients that control variates leave where particles still have to arrive.
 STAYS_NOISY = 0.5
 #: The smallest noise that matters, in whitened coordinates, where the variance of exact gradients is 1. Networks on a
 #: few hundred rows have about 1; a local posterior at a low inverse temperature has 0.01.
 MIN_NOISE = 0.1
+#: How many times the second half of a prolonged arrival passes through the rows, at most. After thousands of passes a
+#: network with a learned variance is certain of single rows, where the curvature is a million times that elsewhere.
+MAX_PASSES = 500
 #: The share by which hierarchical sites are centred meanwhile: not at all.
 SHARE = 0.0
+
+
+def most_late_iterations(plates: Mapping[str, tuple[int, int]], num_steps: int) -> int | None:
+    """Return how many iterations the second half of a prolonged arrival has at most.
+
+    :param plates: the number of rows and of those in a minibatch, for each subsampled plate.
+    """
+    passes = max((size / batch for size, batch in plates.values()), default=None)
+    return None if passes is None else math.ceil(MAX_PASSES * passes / num_steps)
 
 
 def update_prolongation(
@@ -30,8 +45,11 @@ def update_prolongation(
 
     Near a posterior that the data determine, gradients on the same rows hardly differ between particles, and control
     variates remove their noise. The particles of a network are different functions instead, each of which can still
-    improve, and an update by Adam improves it more than one by the sampler. So the arrival takes 80 % of warmup in
-    place of 25 %.
+    improve, and an update by Adam improves it more than one by the sampler. So the arrival takes up to 80 % of warmup
+    instead of 25 %.
+
+    Particles return to where that half began: the mean curvature over different networks, in whose scales they moved,
+    suits none of them, and may have sent all of them far away.
 
     Meanwhile particles move without noise and in units of the spread of the starts. Hierarchical sites are standardized
     then, because the density of weights ``N(0, 1/λ)`` and of λ is highest where all weights are 0 and λ is in the
@@ -40,13 +58,17 @@ def update_prolongation(
     del key
     arrival, reference = warmup.arrival, warmup.reference
     spread, is_prolonged = arrival.spread, arrival.is_prolonged
-    if spread is None or is_prolonged is None or reference is None:
+    if spread is None or is_prolonged is None or arrival.halfway is None or reference is None:
         return warmup, cloud
     plain, corrected = warmup.measurements.mean_isotropic_noise
     due = stage.window_ends & (stage.done == stage.at(ARRIVED)) & ~is_prolonged
 
     def prolong():
-        found, centring, unit = sampler.recover(warmup, cloud.z), warmup.scales.centring, spread
+        centring, unit = warmup.scales.centring, spread
+        scales = warmup.scales._replace(preconditioner=Preconditioner())
+        if centring is not None:
+            scales = scales._replace(centring=centring.undone())
+        found = sampler.recover(warmup._replace(scales=scales), arrival.halfway)
         y = found.z
         if centring is not None:
             centring = centring._replace(share=jnp.full_like(centring.share, SHARE))

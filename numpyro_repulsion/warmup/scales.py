@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.shapes import Vector, Vectors
+from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.hessian import (
     NUM_PROBES,
     extremes,
@@ -67,15 +68,19 @@ def update_scales(
 
 
 def _whitened(key, stage, warmup, cloud, sampler):
-    """Whiten by the mean curvature over the cloud, because minibatch noise hides it in the gradients' covariance."""
+    """Whiten by the mean curvature over the cloud, because minibatch noise hides it in the gradients' covariance.
+
+    Lost particles do not count: the curvature around one that has run away may be a million times that of the others.
+    """
     is_dense = sampler.plan.scale == "dense"
     spread = _spread(stage, warmup)
     first = Preconditioner(jnp.diag(spread) if is_dense else spread, warmup.moments.position)
     warmup, cloud = _changed(warmup, cloud, first)
+    measured = rescue(key, cloud.z, warmup.arrival.lost)
     dimension, weight = cloud.z.shape[-1], stage.curvature_weight.astype(cloud.z.dtype)
     # In the scales so far, the mean of the earlier curvatures is one.
     if not is_dense:
-        found = mean_diagonal(key, cloud.z, _gradient(warmup, sampler), WIDTH, NUM_PROBES)
+        found = mean_diagonal(key, measured, _gradient(warmup, sampler), WIDTH, NUM_PROBES)
         scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     # The noise limits the step, and matters for the last scales only.
@@ -87,7 +92,7 @@ def _whitened(key, stage, warmup, cloud, sampler):
     only_diagonal = False if warmup.arrival.is_prolonged is None else warmup.arrival.is_prolonged
     hessian, covariance = hessian_and_noise(
         key,
-        cloud.z,
+        measured,
         lambda key, u, is_noise: sampler.energy_and_grad(warmup)(key, u, is_noise & in_use)[1],
         WIDTH,
         num_minibatches(dimension, _num_rows(cloud, sampler)),
@@ -116,12 +121,13 @@ def _low_rank(key, stage, warmup, cloud, sampler):
     old, weight = warmup.scales.preconditioner, stage.curvature_weight.astype(cloud.z.dtype)
     positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
     excess = 1.0 / (1.0 + old.stretch) ** 2 - 1.0  # of the earlier curvatures along V
+    measured = rescue(key, positions, warmup.arrival.lost)
     diagonal_key, key = random.split(key)
 
     def along_coordinates(scale):
         change = old._replace(scale=scale, stretch=jnp.zeros_like(old.stretch))
         plain = warmup._replace(scales=warmup.scales._replace(preconditioner=change))
-        return change.whiten(positions), _gradient(plain, sampler)
+        return change.whiten(measured), _gradient(plain, sampler)
 
     scale = old.scale * _spread(stage, warmup)
     y, gradient = along_coordinates(scale)

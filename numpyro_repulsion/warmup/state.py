@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Centring, Reference
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.shapes import Count, Flag, Number, Numbers, Scalar, Vector, Vectors
+from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors
 from numpyro_repulsion.warmup.adam import LATE_RATES, LATE_TEMPERATURE, Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
@@ -32,6 +32,7 @@ class WarmupPlan(NamedTuple):
     - **basins** - whether particles may jump between basins that warmup finds.
     - **epoch** - after how many updates each particle's own reference is renewed; ``None`` without such references.
     - **sweep** - how many updates pass through all rows once; ``None`` if minibatches are independent.
+    - **late** - how many iterations the second half of a prolonged arrival has at most.
     """
 
     step_size: BiasBudget | None
@@ -43,6 +44,7 @@ class WarmupPlan(NamedTuple):
     basins: bool = False
     epoch: int | None = None
     sweep: int | None = None
+    late: int | None = None
 
     @property
     def arrives(self) -> bool:
@@ -98,17 +100,22 @@ class ArrivalState(NamedTuple):
     """The state of the arrival.
 
     - **step_size** - ε of each particle, ``(G, L)``; the rate of Adam if gradients are noisy.
+    - **lost** - which particles are far behind the others and have not moved to one of them, ``(G, L)``.
     - **surroundings** - sums over the current window; ``None`` if gradients are noisy.
     - **adam** - the state of Adam; ``None`` if gradients are exact.
     - **spread** - the standard deviation of the starts in each coordinate of the model, ``(d,)``; ``None`` if the
       arrival cannot be prolonged.
+    - **halfway** - the positions in the coordinates of the model where the first half of the arrival ended,
+      ``(G, L, d)``; ``None`` if the arrival cannot be prolonged.
     - **is_prolonged** - whether the arrival is prolonged; ``None`` if it cannot be.
     """
 
     step_size: Numbers
+    lost: Flags
     surroundings: Surroundings | None
     adam: Adam | None = None
     spread: Vector | None = None
+    halfway: Vectors | None = None
     is_prolonged: Flag | None = None
 
     @staticmethod
@@ -117,17 +124,18 @@ class ArrivalState(NamedTuple):
 
         :param plan: what the warmup learns; ``None`` without a warmup.
         """
+        lost = jnp.zeros(u.shape[:2], bool)
         if plan is None or not plan.arrives or not plan.noise:
             surroundings = None if plan is None or not plan.arrives else Surroundings.empty(u.shape, u.dtype)
-            return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), surroundings)
+            return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), lost, surroundings)
         # A single particle has no spread, and first scales from its gradient, which may be anything.
         adam = Adam.start(u, 1.0 / scales.preconditioner.lengths())
-        state = ArrivalState(first_rates(u.shape, u.dtype), None, adam)
+        state = ArrivalState(first_rates(u.shape, u.dtype), lost, None, adam)
         # Control variates tell whether to prolong it; where each particle has its own, they remove noise anywhere.
         if not (plan.measures and plan.reference and plan.scale is not None and plan.epoch is None):
             return state
         spread = adam.unit * scales.preconditioner.lengths()
-        return state._replace(spread=spread, is_prolonged=jnp.zeros((), bool))
+        return state._replace(spread=spread, halfway=u, is_prolonged=jnp.zeros((), bool))
 
     @property
     def temperature(self) -> Number:
@@ -142,7 +150,8 @@ class ArrivalState(NamedTuple):
         """Return the state for particles in units of the spread of the starts, where the second half begins again."""
         rates = first_rates(u.shape, u.dtype, LATE_RATES)
         adam = Adam.start(u)._replace(unit=jnp.ones(u.shape[-1:], u.dtype))
-        return self._replace(adam=adam, step_size=rates, is_prolonged=jnp.ones((), bool))
+        lost = jnp.zeros_like(self.lost)
+        return self._replace(adam=adam, step_size=rates, lost=lost, is_prolonged=jnp.ones((), bool))
 
 
 class StepState(NamedTuple):

@@ -4,8 +4,8 @@
 |  ·   |   |     |   |    |       |    |      |          |    |    |                          |
 particles arrive                  | scales are adapted   | step size and bandwidth settle     | sampling
 
-If the arrival is prolonged (``prolongation.py``), its second half begins again at 25 % and ends at 80 %; the windows
-that follow share what is left in the same proportions.
+If the arrival is prolonged (``prolongation.py``), its second half begins again at 25 % and ends at 80 %, or after
+``WarmupPlan.late`` iterations; the windows that follow share what is left in the same proportions.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
 #: With minibatches, the coordinates are first whitened by the curvature there, in the middle of the arrival.
 FIRST_WHITENED = 0.15
-#: Of a prolonged arrival: where its second half begins and ends.
-PROLONGED = (ARRIVAL_ENDS[-1], 0.8)
+#: Where the second half of a prolonged arrival ends at the latest.
+LATEST = 0.8
 #: ... in which the sampler runs and its scales are adapted, ...
 ADAPTATION_ENDS = (0.3, 0.4, 0.6)
 #: ... and in which the scales are frozen, and the step size and the bandwidth settle.
@@ -58,8 +58,10 @@ ENDS = np.array(ARRIVAL_ENDS + ADAPTATION_ENDS + SETTLING_ENDS)
 _STARTS = np.array((0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS))
 _LAST = np.array((*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0))
 BEGINNINGS = _STARTS + np.where(_LAST <= ARRIVED, 0.5, 0.25) * (_LAST - _STARTS)
-#: Where the second half of the arrival and all of warmup begin and end, usually and if the arrival is prolonged.
-_USUAL, _WHEN_PROLONGED = (0.0, FIRST_WHITENED, ARRIVED, 1.0), (0.0, *PROLONGED, 1.0)
+#: Windows end at multiples of one part in so many of warmup.
+_PARTS = 4000
+#: More iterations than this never shorten a prolonged arrival, and would overflow.
+_MANY = 500_000
 #: The share of warmup whose iterations give the final scales.
 LAST_ADAPTED = float(FREEZE - BEGINNINGS[-2])
 
@@ -70,6 +72,7 @@ class Stage(NamedTuple):
     - **done** - how many iterations are done, including this one.
     - **num_warmup** - how many iterations are warmup.
     - **is_prolonged** - whether the arrival is prolonged; ``None`` if it cannot be.
+    - **latest** - after how many parts of warmup a prolonged arrival ends; ``None`` if it cannot be prolonged.
     - **is_warmup** - whether this iteration is warmup.
     - **is_arriving** - whether particles still arrive.
     - **is_settling** - whether this is warmup with frozen scales.
@@ -77,8 +80,9 @@ class Stage(NamedTuple):
     - **window_ends** - whether a window ends with this iteration.
     - **until_end** - how many iterations, including this one, complete the window; after the last, a huge number.
     - **has_arrived** - whether particles have arrived after this iteration.
-    - **may_rescue** - whether lost particles may move to others after this iteration. Not at the end of the last
-      window of the arrival, because copies must separate before particles repel each other, nor at the end of warmup.
+    - **finds_lost** - whether lost particles are looked for after this iteration, if a window ends.
+    - **may_rescue** - whether they may then move to others. Not at the end of the last window of the arrival, because
+      copies must separate before particles repel each other.
     - **is_adapting** - whether a window that ends with this iteration changes the scales.
     - **whitens** - whether it changes them by the curvature, if gradients are noisy.
     - **uses_correlations** - whether it also changes correlations.
@@ -91,6 +95,7 @@ class Stage(NamedTuple):
     done: Count
     num_warmup: Count
     is_prolonged: Flag | None
+    latest: Count | None
     is_warmup: Flag
     is_arriving: Flag
     is_settling: Flag
@@ -98,6 +103,7 @@ class Stage(NamedTuple):
     window_ends: Flag
     until_end: Count
     has_arrived: Flag
+    finds_lost: Flag
     may_rescue: Flag
     is_adapting: Flag
     whitens: Flag
@@ -108,12 +114,16 @@ class Stage(NamedTuple):
     noise_share: Scalar
 
     @staticmethod
-    def of(iteration: Count, num_warmup: Count, is_prolonged: Flag | None = None) -> Stage:
-        """Return the stage of the iteration that follows ``iteration`` others."""
+    def of(iteration: Count, num_warmup: Count, is_prolonged: Flag | None = None, late: int | None = None) -> Stage:
+        """Return the stage of the iteration that follows ``iteration`` others.
+
+        :param late: how many iterations the second half of a prolonged arrival has at most; ``None`` for no limit.
+        """
         done = iteration + 1
+        latest = None if is_prolonged is None else _latest(num_warmup, late)
 
         def at(fraction):
-            return _iteration_at(fraction, num_warmup, is_prolonged)
+            return _iteration_at(fraction, num_warmup, is_prolonged, latest)
 
         arrived, frozen = at(ARRIVED), at(FREEZE)
         left = at(ENDS) - iteration
@@ -125,6 +135,7 @@ class Stage(NamedTuple):
             done=done,
             num_warmup=num_warmup,
             is_prolonged=is_prolonged,
+            latest=latest,
             is_warmup=is_warmup,
             is_arriving=iteration < arrived,
             is_settling=(iteration >= frozen) & is_warmup,
@@ -132,7 +143,8 @@ class Stage(NamedTuple):
             window_ends=window_ends,
             until_end=until_end,
             has_arrived=done >= arrived,
-            may_rescue=(done > at(FIRST_RESCUE)) & (done != arrived) & (done < num_warmup),
+            finds_lost=(done > at(FIRST_RESCUE)) & (done < num_warmup),
+            may_rescue=done != arrived,
             is_adapting=done <= frozen,
             whitens=(done >= arrived) | (done == at(FIRST_WHITENED)),
             uses_correlations=done > at(FIRST_DENSE),
@@ -151,17 +163,36 @@ class Stage(NamedTuple):
 
     def at(self, fraction: float) -> Count:
         """Return how many iterations a fraction of warmup has, at least one."""
-        return _iteration_at(fraction, self.num_warmup, self.is_prolonged)
+        return _iteration_at(fraction, self.num_warmup, self.is_prolonged, self.latest)
 
 
-def _iteration_at(fraction, num_warmup, is_prolonged):
+def _iteration_at(fraction, num_warmup, is_prolonged, latest):
     # In integers, because 0.3 · 50 is not 15 in single precision; in two parts, so that the product does not overflow.
-    parts = _parts(fraction)
+    parts = np.round(np.asarray(fraction) * _PARTS).astype(np.int32)
     if is_prolonged is not None:
-        parts = jnp.where(is_prolonged, _parts(np.interp(fraction, _USUAL, _WHEN_PROLONGED)), parts)
-    whole, rest = num_warmup // 4000, num_warmup % 4000
-    return jnp.clip(parts * whole + parts * rest // 4000, 1, num_warmup)
+        parts = jnp.where(is_prolonged, _when_prolonged(parts, latest), parts)
+    whole, rest = num_warmup // _PARTS, num_warmup % _PARTS
+    return jnp.clip(parts * whole + parts * rest // _PARTS, 1, num_warmup)
 
 
-def _parts(fraction):
-    return np.round(np.asarray(fraction) * 4000).astype(np.int32)
+def _latest(num_warmup, late):
+    """Return after how many parts of warmup a prolonged arrival ends."""
+    arrived, latest = round(ARRIVED * _PARTS), jnp.full((), round(LATEST * _PARTS), jnp.int32)
+    if late is None:
+        return latest
+    added = -(-_PARTS * min(late, _MANY) // jnp.maximum(num_warmup, 1))
+    return jnp.minimum(latest, arrived + added).astype(jnp.int32)
+
+
+def _when_prolonged(parts, latest):
+    """Return where the parts of warmup are if the arrival is prolonged, whose second half begins where it ended."""
+    middle, arrived = round(FIRST_WHITENED * _PARTS), round(ARRIVED * _PARTS)
+
+    def between(start, end, new_start, new_end):
+        length = end - start
+        return new_start + ((parts - start) * (new_end - new_start) + length // 2) // length
+
+    later = jnp.where(
+        parts < arrived, between(middle, arrived, arrived, latest), between(arrived, _PARTS, latest, _PARTS)
+    )
+    return jnp.where(parts < middle, between(0, middle, 0, arrived), later)

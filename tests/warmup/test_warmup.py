@@ -55,6 +55,7 @@ from numpyro_repulsion.warmup import (
     first_scale,
     left_behind,
     measure_steepness,
+    most_late_iterations,
     rescue,
     step_size as step_sizes,
     warmup_update,
@@ -508,7 +509,11 @@ def test_where_no_curvature_is_met_the_step_follows_from_the_spread():
     spread = np.asarray(u).var(1).max()
     np.testing.assert_allclose(tune(cone, u).step.size, 0.5 * spread, rtol=1e-5)
     # Particles that do not move have no spread.
-    found = tune(cone, jnp.ones((1, 6, 3)), arrival=ArrivalState(jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]), None))
+    found = tune(
+        cone,
+        jnp.ones((1, 6, 3)),
+        arrival=ArrivalState(jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]), jnp.zeros((1, 6), bool), None),
+    )
     np.testing.assert_allclose(found.step.size, 0.02, rtol=1e-5)
 
 
@@ -559,10 +564,11 @@ def test_windows_of_a_prolonged_arrival():
     def stages(iteration):
         usual = Stage.of(iteration, num_warmup)
         possible, prolonged = (Stage.of(iteration, num_warmup, jnp.asarray(flag)) for flag in (False, True))
-        return usual, possible._replace(is_prolonged=None), prolonged, prolonged.share_of_approach
+        return usual, possible, prolonged, prolonged.share_of_approach
 
     usual, possible, prolonged, share = stages(iterations)
     # Nothing else changes where it may be prolonged and is not.
+    possible = possible._replace(is_prolonged=None, latest=None)
     jax.tree.map(np.testing.assert_array_equal, possible, usual)
 
     def when(flags, first=250):
@@ -576,6 +582,26 @@ def test_windows_of_a_prolonged_arrival():
     np.testing.assert_allclose(share[250:801], np.arange(551) / 550, rtol=1e-5)
     # The mean of the positions, for the reference, is over the second half.
     assert when(prolonged.window_starts)[0] == 525
+
+
+@pytest.mark.parametrize(
+    ("late", "ends"),
+    [
+        (150, [400, 440, 520, 680, 720, 760, 800, 840, 880, 920, 960, 1000]),
+        (10**7, [800, 813, 840, 893, 906, 920, 933, 946, 960, 973, 986, 1000]),
+    ],
+)
+def test_a_prolonged_arrival_of_few_iterations(late, ends):
+    stage = jax.vmap(lambda n: Stage.of(n, jnp.asarray(1000), jnp.asarray(True), late))(jnp.arange(1010))
+    assert (np.flatnonzero(stage.window_ends) + 1).tolist()[-12:] == ends
+    assert np.flatnonzero(stage.is_arriving).tolist() == list(range(ends[0]))
+    assert np.flatnonzero(stage.is_settling).tolist() == list(range(ends[3], 1000))
+
+
+def test_a_prolonged_arrival_passes_through_the_rows_at_most_500_times():
+    assert most_late_iterations({"rows": (1000, 100)}, num_steps=10) == 500
+    assert most_late_iterations({"rows": (1000, 100), "others": (999, 10)}, num_steps=1) == 49950
+    assert most_late_iterations({}, num_steps=10) is None
 
 
 def test_noise_counts_by_and_by():
@@ -651,6 +677,18 @@ def test_noisy_energies_have_a_wider_limit():
     assert left_behind(energy[0][None], d).mean() > 0.2
     assert not any(left_behind(one[None], d, noise).any() for one in energy)
     assert left_behind(energy[0][None].at[0, 3].add(1e4), d, noise)[0, 3]
+
+
+def test_networks_in_basins_of_different_depth_are_not_lost():
+    depth = 1000.0 * random.normal(random.key(0), (1, 20))
+    energy = depth.at[0, 4].set(1e5)
+    lost = left_behind(energy, 100, 0.0, True)
+    assert np.argwhere(lost).tolist() == [[0, 4]]
+    # Without basins all would be, but the deepest.
+    assert left_behind(energy, 100).sum() > 5
+    # Particles in one basin are lost as usual.
+    near = random.normal(random.key(1), (1, 20)).at[0, 7].set(100.0)
+    np.testing.assert_array_equal(left_behind(near, 100, 0.0, jnp.asarray(True)), left_behind(near, 100))
 
 
 def test_what_is_not_finite_is_left_behind():
