@@ -72,6 +72,7 @@ figures: $(VENV)/.with-demo
 	$(BIN)/python examples/particles.py
 	$(BIN)/python examples/pictures.py
 	$(BIN)/python examples/house.py
+	$(BIN)/python examples/windows.py
 	$(BIN)/python examples/diagnostics.py
 
 measured: $(VENV)/.with-demo

@@ -1,6 +1,6 @@
-"""The figures of ``docs/contributing.md``: how data flow through one iteration, and the windows of warmup.
+"""The figure of ``docs/contributing.md``: how data flow through one iteration.
 
-Writes them to ``docs/_static``; the windows are drawn from the package's own constants.
+Writes it to ``docs/_static``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 import matplotlib.pyplot as plt
-
-from numpyro_repulsion.warmup import windows
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "_static"
 INK, PALE, ACCENT = "#333333", "#eef2f7", "#3b6ea5"
@@ -64,42 +62,5 @@ def flow():
     figure.savefig(OUTPUT / "house-iteration.png", dpi=150, bbox_inches="tight")
 
 
-def timeline(num_warmup=1000):
-    """Which part of warmup does what, and where windows end."""
-    figure, axes = plt.subplots(figsize=(10, 4.3))
-    arrived, frozen = windows.ARRIVED * num_warmup, windows.FREEZE * num_warmup
-    parts = (
-        (0, arrived, "arrival", "#f7ecdc"),
-        (arrived, frozen, "adaptation", "#e3eef8"),
-        (frozen, num_warmup, "settling", "#e6f3e6"),
-    )
-    for start, end, name, colour in parts:
-        axes.axvspan(start, end, color=colour, lw=0)
-        axes.text((start + end) / 2, 8.75, name, ha="center", fontsize=10, weight="bold", color=INK)
-    ends = windows.ENDS * num_warmup
-    axes.vlines(ends, 0, 8.4, color=INK, lw=0.7, ls=":")
-    rescued = [x for x in ends if windows.FIRST_RESCUE * num_warmup < x < arrived]
-    rows = (
-        ("arrival: each particle's own step", [(0, arrived)], rescued),
-        ("scales: from moments of the window", [(0, frozen)], [x for x in ends if x <= frozen]),
-        ("centring of hierarchical sites", [], [x for x in ends if arrived <= x <= 0.3 * num_warmup]),
-        ("reference of control variates", [], [x for x in ends if arrived <= x <= frozen]),
-        ("bandwidth", [(arrived, frozen)], [x for x in ends if x > frozen]),
-        ("step size: curvature and noise", [], [x for x in ends if x >= arrived]),
-        ("symptoms: funnels, tails, modes", [(frozen, num_warmup)], []),
-        ("jumps, where several modes are found", [(0.7 * num_warmup, num_warmup)], []),
-    )
-    for i, (name, spans, moments) in enumerate(rows):
-        y = 7.9 - i
-        for start, end in spans:
-            axes.plot((start, end), (y, y), color=ACCENT, lw=5, solid_capstyle="butt", alpha=0.45)
-        axes.plot(moments, [y] * len(moments), "o", color=ACCENT, ms=5)
-        axes.text(-12, y, name, ha="right", va="center", fontsize=8.5, color=INK)
-    axes.set(xlim=(0, num_warmup), ylim=(0, 9.3), yticks=[], xlabel=f"iteration, for num_warmup={num_warmup}")
-    axes.spines[["top", "left", "right"]].set_visible(False)
-    figure.savefig(OUTPUT / "house-warmup.png", dpi=150, bbox_inches="tight")
-
-
 if __name__ == "__main__":
     flow()
-    timeline()

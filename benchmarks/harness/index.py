@@ -39,6 +39,7 @@ PAGES = {
         "learning_coefficients": "Local learning coefficients",
         "scale": "Large data and many devices",
         "controlled": "Means with control variates",
+        "tabular": "Networks on tabular sets",
     },
 }
 

@@ -47,7 +47,7 @@ ANNEALING = ((0.3, 0.1), (0.4, 0.15), (0.6, 0.3))
 #: has hardly arrived.
 CURVATURE_WEIGHTS = ((0.25, 1.0), (0.3, 1.0), (0.4, 2 / 3), (0.6, 0.5))
 
-#: How often the curvature is measured.
+#: How many measurements of the curvature count; another one, halfway through the arrival, is for the arrival only.
 NUM_HESSIANS = len(CURVATURE_WEIGHTS)
 
 FREEZE = ADAPTATION_ENDS[-1]
