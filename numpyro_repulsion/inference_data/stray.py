@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from numpyro_repulsion.warmup import NUM_DEVIATIONS
+
 __all__ = ["stray_particles"]
 
 #: A particle stands still if more than this share of its draws repeat the draw before.
@@ -23,7 +25,10 @@ MAX_ENTRIES = 500
 
 
 def stray_particles(
-    draws: Mapping[str, jax.Array | np.ndarray], energy: jax.Array | np.ndarray, dimension: int
+    draws: Mapping[str, jax.Array | np.ndarray],
+    energy: jax.Array | np.ndarray,
+    dimension: int,
+    in_basins: bool = False,
 ) -> np.ndarray:
     """Return which particles have left the others or stand still, ``(chain,)``.
 
@@ -34,6 +39,8 @@ def stray_particles(
     :param draws: those of latent sites, ``(chain, draw, ...)`` by variable.
     :param energy: potential energies in units of the temperature, ``(chain, draw)``; estimates on minibatches may do.
     :param dimension: the number of parameters.
+    :param in_basins: whether particles are in basins of different depth, as networks are. Then a particle has left only
+        if its mean energy is ``NUM_DEVIATIONS`` median absolute deviations above the median too.
     """
     size, number = energy.shape
     parts = [np.asarray(x).reshape(size, number, -1) for x in draws.values()]
@@ -50,5 +57,6 @@ def stray_particles(
     means = np.stack([part.mean(1) for part in np.array_split(energy, MIN_DRAWS, axis=1)])
     error = np.median(means.std(0, ddof=1)) / len(means) ** 0.5
     above = energy.mean(1) - np.median(energy.mean(1))
-    strayed[usable] |= above > FIRST + PER_ROOT * dimension**0.5 + ERRORS * error
+    limit = FIRST + PER_ROOT * dimension**0.5 + ERRORS * error
+    strayed[usable] |= above > (max(limit, NUM_DEVIATIONS * np.median(np.abs(above))) if in_basins else limit)
     return strayed

@@ -69,7 +69,7 @@ The kernels add learners of jumps (``kernels/learners.py``). The last state give
 """
 
 from numpyro_repulsion.warmup.adam import Adam, descend
-from numpyro_repulsion.warmup.arrival import arrive, left_behind, rescue, update_arrival
+from numpyro_repulsion.warmup.arrival import NUM_DEVIATIONS, arrive, left_behind, rescue, update_arrival
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
 from numpyro_repulsion.warmup.centring import MIN_PARTICLES, update_centring
 from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature, measure_steepness, summarize_curvature
@@ -95,6 +95,7 @@ __all__ = [
     "FIRST_WHITENED",
     "FREEZE",
     "LAST_ADAPTED",
+    "NUM_DEVIATIONS",
     "NUM_HESSIANS",
     "LEARNERS",
     "MIN_PARTICLES",

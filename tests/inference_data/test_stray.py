@@ -43,6 +43,17 @@ def test_a_particle_that_left():
     assert strayed(z, energy) == []  # in another mode, as deep as this one
 
 
+def test_networks_in_basins_of_different_depth_have_not_left():
+    z, energy = normal()
+    energy += 1000.0 * np.random.default_rng(1).standard_normal((SIZE, 1))
+    energy[3] += 1e5
+    assert len(strayed(z, energy)) > 5
+    assert np.flatnonzero(stray_particles({"z": z}, energy, DIMENSION, in_basins=True)).tolist() == [3]
+    z, energy = normal()
+    energy[3] += 100.0
+    assert np.flatnonzero(stray_particles({"z": z}, energy, DIMENSION, in_basins=True)).tolist() == [3]
+
+
 def test_particles_that_stand_still_or_are_not_finite():
     z, energy = normal()
     z[5] = z[5, :1]
