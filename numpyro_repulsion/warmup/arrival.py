@@ -144,10 +144,10 @@ def update_arrival(
         adam = adam._replace(mean=mean, square=square, growth=growth)
     elif sampler.plan.scale is not None:
         steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
-    if arrival.halfway is not None:
+    if arrival.halfway is not None and arrival.is_prolonged is not None:
         # Before the hierarchical sites are centred otherwise, coordinates are those of the model.
         is_halfway = stage.done == stage.at(FIRST_WHITENED)
         z = warmup.scales.preconditioner.to_positions(cloud.z)
-        arrival = arrival._replace(halfway=jnp.where(is_halfway & ~stage.is_prolonged, z, arrival.halfway))
+        arrival = arrival._replace(halfway=jnp.where(is_halfway & ~arrival.is_prolonged, z, arrival.halfway))
     arrival = arrival._replace(step_size=steps, lost=is_lost, surroundings=surroundings, adam=adam)
     return warmup._replace(arrival=arrival), cloud

@@ -57,8 +57,8 @@ def update_prolongation(
     """
     del key
     arrival, reference = warmup.arrival, warmup.reference
-    spread, is_prolonged = arrival.spread, arrival.is_prolonged
-    if spread is None or is_prolonged is None or arrival.halfway is None or reference is None:
+    spread, halfway, is_prolonged = arrival.spread, arrival.halfway, arrival.is_prolonged
+    if spread is None or halfway is None or is_prolonged is None or reference is None:
         return warmup, cloud
     plain, corrected = warmup.measurements.mean_isotropic_noise
     due = stage.window_ends & (stage.done == stage.at(ARRIVED)) & ~is_prolonged
@@ -68,7 +68,7 @@ def update_prolongation(
         scales = warmup.scales._replace(preconditioner=Preconditioner())
         if centring is not None:
             scales = scales._replace(centring=centring.undone())
-        found = sampler.recover(warmup._replace(scales=scales), arrival.halfway)
+        found = sampler.recover(warmup._replace(scales=scales), halfway)
         y = found.z
         if centring is not None:
             centring = centring._replace(share=jnp.full_like(centring.share, SHARE))

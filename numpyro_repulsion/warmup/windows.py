@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -168,7 +169,7 @@ class Stage(NamedTuple):
 
 def _iteration_at(fraction, num_warmup, is_prolonged, latest):
     # In integers, because 0.3 · 50 is not 15 in single precision; in two parts, so that the product does not overflow.
-    parts = np.round(np.asarray(fraction) * _PARTS).astype(np.int32)
+    parts: np.ndarray | jax.Array = np.round(np.asarray(fraction) * _PARTS).astype(np.int32)
     if is_prolonged is not None:
         parts = jnp.where(is_prolonged, _when_prolonged(parts, latest), parts)
     whole, rest = num_warmup // _PARTS, num_warmup % _PARTS
