@@ -28,7 +28,7 @@ from numpyro_repulsion import SGHMC, SGLD, SGNHT, diagnose, enable_live_warnings
 KERNELS = {"SGHMC": SGHMC, "SGNHT": SGNHT, "SGLD": SGLD}
 PARTICLES, BATCH, NUM_STEPS, NUM_DRAWS = 10, 100, 25, 2000
 #: (warmup, draws) in iterations.
-LENGTHS = {"airfoil": ((2000, 1000), (8000, 4000)), "bikesharing": ((2000, 1000),)}
+LENGTHS = {"airfoil": ((2000, 1000), (8000, 4000)), "bikesharing": ((2000, 1000), (8000, 4000))}
 SHORT = {"airfoil": ((200, 100),)}
 
 
