@@ -76,6 +76,14 @@ class Dynamics:
     #: Whether the noise of successive gradients may be correlated, as in :class:`~numpyro_repulsion.Sweeps`.
     allows_sweeps: ClassVar[bool] = True
 
+    #: Whether the step is the rate of an optimizer, which warmup chooses by a tournament unless it is given.
+    chooses_rate: ClassVar[bool] = False
+
+    @property
+    def held_out(self) -> int | None:
+        """One row in so many is held out in that tournament, to compare particles on it; ``None`` for no row."""
+        return None
+
     @property
     def is_sampler(self) -> bool:
         """Whether successive clouds are draws. If not, the result of a run is its last cloud."""

@@ -14,6 +14,8 @@ from numpyro_repulsion.gradients.control import (
     is_finite_on_all_rows,
 )
 from numpyro_repulsion.gradients.dependence import influenced
+from numpyro_repulsion.gradients.held_out import HoldingOut, rows_to_compare
+from numpyro_repulsion.gradients.likelihood import likelihood_energies
 from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import ModelTarget
 from numpyro_repulsion.gradients.subsampling import check_rows
@@ -30,6 +32,7 @@ __all__ = [
     "FullData",
     "FunctionTarget",
     "Gradient",
+    "HoldingOut",
     "ModelTarget",
     "Particle",
     "Subsampled",
@@ -42,5 +45,7 @@ __all__ = [
     "full_gradient",
     "influenced",
     "is_finite_on_all_rows",
+    "likelihood_energies",
     "ravel_cloud",
+    "rows_to_compare",
 ]

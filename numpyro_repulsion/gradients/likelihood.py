@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,9 +13,9 @@ from numpyro.infer.util import potential_energy
 from numpyro.primitives import Messenger
 
 from numpyro_repulsion.gradients.structure import any_number_of_rows
-from numpyro_repulsion.gradients.target import Particle, SitesTarget
+from numpyro_repulsion.gradients.target import Indices, Particle, SitesTarget, Target
 
-__all__ = ["likelihood_gradients"]
+__all__ = ["likelihood_energies", "likelihood_gradients"]
 
 
 class _Weighted(Messenger):
@@ -30,6 +30,34 @@ class _Weighted(Messenger):
             msg["scale"] = weight if msg["scale"] is None else weight * msg["scale"]
 
 
+def _weighted_energy(target, z, rows, weights):
+    model = _Weighted(target.bind(rows, random.key(0)), weights)
+    with any_number_of_rows():
+        return potential_energy(model, target.args, target.kwargs, z)
+
+
+def likelihood_energies(target: Target, particles: Particle, rows: Indices) -> jax.Array:
+    """Return U without the priors, estimated from some rows, at particles with leaves ``(n, ...)``; ``(n,)``.
+
+    If discrete sites are summed out, the priors count too.
+
+    :param rows: minibatches of each plate, ``(m, B)``, that are evaluated one after another.
+    """
+
+    def energy(z, rows):
+        if not isinstance(target, SitesTarget) or target.discrete:
+            return target.potential_energy(z, rows, random.key(0))
+        return _weighted_energy(target, z, rows, dict.fromkeys(target.latent, jnp.zeros(())))
+
+    def total(sums, rows):
+        return sums + jax.vmap(energy, (0, None))(particles, rows), None
+
+    (number,) = {len(found) for found in rows.values()}
+    count = len(jax.tree.leaves(particles)[0])
+    first = jnp.zeros(count, jnp.result_type(float))
+    return lax.scan(total, first, rows)[0] / number
+
+
 def likelihood_gradients(target: SitesTarget, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
     """Return the gradients of U without the priors of some sites, at particles with leaves ``(n, ...)``.
 
@@ -41,9 +69,7 @@ def likelihood_gradients(target: SitesTarget, particles: Particle, without: Sequ
     weights = jnp.asarray(np.array([[float(name not in left_out) for name in names] for left_out in without]))
 
     def energy(z, weights):
-        model = _Weighted(target.bind(rows, random.key(0)), dict(zip(names, weights, strict=True)))
-        with any_number_of_rows():
-            return potential_energy(model, target.args, target.kwargs, z)
+        return _weighted_energy(target, z, rows, dict(zip(names, weights, strict=True)))
 
     at_particles = jax.vmap(jax.grad(energy), (0, None))
     found = jax.vmap(at_particles, (None, 0))(particles, weights)

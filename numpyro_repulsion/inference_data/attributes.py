@@ -71,7 +71,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
         "centring": _centring(state),
         "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
-        "step_size_rule": repr(kernel.step_size) if not callable(kernel.step_size) else "schedule",
+        "step_size_rule": _step_size_rule(kernel.step_size),
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
         "step_size_bias": np.nan if bias < 0.0 or is_other else bias,
@@ -89,6 +89,13 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "num_divergences": int(np.sum(state.num_divergences)),
         "share_flagged": share_flagged(mcmc),
     }
+
+
+def _step_size_rule(step_size):
+    """Return how the step size is found, in words."""
+    if step_size is None:
+        return "tournament"
+    return "schedule" if callable(step_size) else repr(step_size)
 
 
 def _centring(state):

@@ -18,6 +18,9 @@ STILL = 0.5
 FIRST, PER_ROOT = 10.0, 5.0
 #: How many standard errors of a mean energy count as chance.
 ERRORS = 5.0
+#: If the middle half of the particles differs by more than that, they are compared with this quantile instead of the
+#: median: the others have not arrived yet.
+LOW = 0.1
 #: Fewer particles or draws show no majority, and no motion.
 MIN_PARTICLES, MIN_DRAWS = 4, 10
 #: Entries of the draws that are looked at.
@@ -32,9 +35,10 @@ def stray_particles(
 ) -> np.ndarray:
     """Return which particles have left the others or stand still, ``(chain,)``.
 
-    A particle has left if its mean energy is far above the median of all particles, or not finite. Particles in other
-    modes of a posterior have similar energies and do not count. Entries that are not finite for most particles are
-    those of the model, such as padding.
+    A particle has left if its mean energy is far above the median of all particles, or not finite. If most particles
+    differ that much, the lowest energies take the place of the median. Particles in other modes of a posterior have
+    similar energies and do not count. Entries that are not finite for most particles are those of the model, such as
+    padding.
 
     :param draws: those of latent sites, ``(chain, draw, ...)`` by variable.
     :param energy: potential energies in units of the temperature, ``(chain, draw)``; estimates on minibatches may do.
@@ -56,7 +60,12 @@ def stray_particles(
     energy = np.asarray(energy, float)[usable]
     means = np.stack([part.mean(1) for part in np.array_split(energy, MIN_DRAWS, axis=1)])
     error = np.median(means.std(0, ddof=1)) / len(means) ** 0.5
-    above = energy.mean(1) - np.median(energy.mean(1))
-    limit = FIRST + PER_ROOT * dimension**0.5 + ERRORS * error
-    strayed[usable] |= above > (max(limit, NUM_DEVIATIONS * np.median(np.abs(above))) if in_basins else limit)
+    means, limit = energy.mean(1), FIRST + PER_ROOT * dimension**0.5 + ERRORS * error
+    reference = np.median(means)
+    if in_basins:
+        limit = max(limit, NUM_DEVIATIONS * np.median(np.abs(means - reference)))
+    elif np.subtract(*np.quantile(means, (0.75, 0.25))) > limit:
+        # No majority has arrived.
+        reference = np.quantile(means, LOW)
+    strayed[usable] |= means > reference + limit
     return strayed

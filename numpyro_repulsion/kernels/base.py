@@ -27,8 +27,7 @@ from numpyro_repulsion.kernels.learners import NUM_KEYS
 from numpyro_repulsion.kernels.mcmc import arguments, entering_mcmc
 from numpyro_repulsion.kernels.origin import check_chains, check_state
 from numpyro_repulsion.kernels.progress import Keys
-from numpyro_repulsion.kernels.settings import (
-    Fixed,
+from numpyro_repulsion.kernels.requirements import (
     can_jump,
     check_ensembles,
     check_groups,
@@ -37,11 +36,10 @@ from numpyro_repulsion.kernels.settings import (
     check_moves,
     check_reparam,
     check_sweeps,
-    preconditioner_scale,
     require_instance,
-    step_schedule,
     warn_of_short_warmup,
 )
+from numpyro_repulsion.kernels.settings import Fixed, preconditioner_scale, step_rule, step_schedule
 from numpyro_repulsion.kernels.state import (
     ParticleState,
     last_word,
@@ -65,9 +63,9 @@ class ParticleKernel(Fixed, MCMCKernel):
     :param potential_fn: instead of a model, a function that returns the potential energy of one particle, a pytree of
         floats. ``mcmc.run`` then needs ``init_params``.
     :param step_size: ε. ``None`` is ``BiasBudget()``, which measures ε in warmup, from the curvature that nine
-        particles in ten stay below and the minibatch noise. A float is constant; a callable of the update count
-        (including warmup) is a schedule: :class:`~numpyro_repulsion.Polynomial`, :class:`~numpyro_repulsion.Cyclical`,
-        or one of optax.
+        particles in ten stay below and the minibatch noise; with :class:`~numpyro_repulsion.Descent` a tournament
+        chooses it. A float is constant; a callable of the update count (including warmup) is a schedule:
+        :class:`~numpyro_repulsion.Polynomial`, :class:`~numpyro_repulsion.Cyclical`, or one of optax.
     :param interaction: how particles interact; ``None`` is the kernel's default.
     :param preconditioner: a constant matrix P that makes the diffusion ``K ⊗ P``: an array of shape ``(d,)`` for a
         diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
@@ -158,7 +156,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)
         self.init_strategy = init_strategy
-        self.step_size = BiasBudget() if step_size is None else step_size
+        self.step_size = step_rule(step_size, dynamics)
         self.schedule = step_schedule(self.step_size, self.num_steps)
         self.preconditioner = preconditioner
         self.scale = preconditioner_scale(preconditioner)

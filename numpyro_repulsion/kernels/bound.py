@@ -30,7 +30,7 @@ class Settings(Protocol):
     dynamics: Dynamics
     gradient: Gradient | None
     moves: Move | None
-    step_size: float | Callable | BiasBudget
+    step_size: float | Callable | BiasBudget | None
     schedule: Schedule | None
     preconditioner: ArrayLike | None
     scale: str | np.ndarray | None
@@ -92,6 +92,7 @@ class BoundSampler:
             late=most_late_iterations(self.target.plates, kernel.num_steps),
             noise=is_noisy,
             jumps=kernel.moves is not None,
+            competes=kernel.step_size is None,
             basins=kernel.looks_for_basins and rule is not None and not is_noisy,
         )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,15 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import (
     CentredTarget,
     Centring,
+    HoldingOut,
     ModelTarget,
     Recovered,
     Reference,
     Target,
     evaluate_reference,
     fingerprint,
+    likelihood_energies,
+    rows_to_compare,
 )
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
@@ -115,6 +118,22 @@ class Evaluation:
         target = self.target(warmup)
         one = jnp.vectorize(lambda z: fingerprint(target, self.unravel, z), signature="(d)->()")
         return one(warmup.scales.preconditioner.to_positions(u))
+
+    def competing(self) -> Self:
+        """Return the same, with minibatches without the rows on which a tournament compares particles."""
+        if (every := self.dynamics.held_out) is None:
+            return self
+        return replace(self, bound=replace(self.bound, gradient=HoldingOut(self.bound.gradient, every)))
+
+    def energy_to_compare(self, warmup: WarmupState, cloud: Cloud) -> Numbers:
+        """Return the likelihood's energies on the rows of a tournament, or U if it does not come from minibatches."""
+        target = self.target(warmup)
+        if not target.plates:
+            return cloud.potential_energy
+        shape = cloud.potential_energy.shape
+        z = warmup.scales.preconditioner.to_positions(cloud.z).reshape(-1, cloud.z.shape[-1])
+        rows = rows_to_compare(target, self.dynamics.held_out)
+        return likelihood_energies(target, jax.vmap(self.unravel)(z), rows).reshape(shape).astype(cloud.z.dtype)
 
     def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""

@@ -29,7 +29,8 @@ from numpyro_repulsion.gradients import (
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.origin import Origin
-from numpyro_repulsion.kernels.settings import check_room, dense_limit, first_preconditioner
+from numpyro_repulsion.kernels.requirements import check_room, check_tournament
+from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.moves import Basins
@@ -237,6 +238,8 @@ class Initializer:
         for `Rows` that each update would read whole, and for draws that exceed memory. Put rows on the devices of a
         mesh."""
         target = bound.target
+        if bound.kernel.step_size is None:
+            check_tournament(bound.kernel.dynamics, target, size)
         bound.share_data()
         if isinstance(target, ModelTarget) and target.summed_out:
             warnings.warn(

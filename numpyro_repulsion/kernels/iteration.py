@@ -5,9 +5,10 @@
 1. Check the state, whiten the positions, split the random key, and compute the stage of warmup.
 2. `recognize_data`: compare the data with those of the reference point, so that a reference on other data is evaluated
    again. Each particle's own reference (``SVRG``) is renewed here if its epoch is over.
-3. `move`, while particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam
+3. `move`, while a tournament chooses the rate of an optimizer: ``num_steps`` updates of each particle by itself.
+4. `move`, while particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam
    with minibatches.
-4. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
+5. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
    hot updates if a cycle begins. With ``moves`` switched on, every second update is a jump. Each remaining update
 
    a. flags particles whose gradient had to be clipped because it was far too long,
@@ -15,17 +16,18 @@
    c. turns particles back that gain far too much energy, if they have momenta and exact gradients, and flags them,
    d. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
 
-5. Count the flagged updates (not those of a warmup that has an arrival), and warn at the first one.
-6. `learn`: every learner of warmup sees the new cloud, and the count of iterations grows. After warmup the learners
+6. Count the flagged updates (not those of a warmup that has an arrival), and warn at the first one.
+7. `learn`: every learner of warmup sees the new cloud, and the count of iterations grows. After warmup the learners
    change nothing, except a common reference that has to be evaluated on other data.
-7. At the end of warmup, warn of the problems that the diagnosis found.
-8. Return the new state, with positions in the coordinates of the model.
+8. At the end of warmup, warn of the problems that the diagnosis found.
+9. Return the new state, with positions in the coordinates of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 from jax import lax, random
@@ -33,6 +35,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, reject_nonfinite, select, turn_back
 from numpyro_repulsion.gradients import fingerprint
+from numpyro_repulsion.interactions import Independent
 from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
 from numpyro_repulsion.kernels.evaluation import Evaluation
 from numpyro_repulsion.kernels.learners import ALL_LEARNERS, BASINS, counted, keys_of_learners
@@ -43,6 +46,7 @@ from numpyro_repulsion.warmup import (
     WarmupState,
     arrive,
     descend,
+    is_competing,
     warmup_update,
 )
 
@@ -101,7 +105,16 @@ class Iteration(Evaluation):
             in_use = jnp.broadcast_to(self.step_size(warmup, now.num_updates - 1), now.flagged.shape)
             return now, basins, in_use
 
-        if self.plan.arrives and warmup.scales.moments is not None:
+        def compete(rates):
+            alone = self.competing()
+            now = self._repeat(
+                keys.updates, num_updates, start, lambda key, now: alone.descend_alone(key, now, warmup, rates)
+            )
+            return now, warmup.basins, rates
+
+        if (tournament := warmup.tournament) is not None:
+            now, basins, in_use = lax.cond(is_competing(stage), compete, lambda _: travel(), tournament.rates)
+        elif self.plan.arrives and warmup.scales.moments is not None:
             now, basins, in_use = lax.cond(stage.is_arriving, approach, travel)
         else:
             now, basins, in_use = travel()
@@ -150,6 +163,15 @@ class Iteration(Evaluation):
             arrival = arrival._replace(step_size=rates, adam=adam)
         cloud = Cloud(*position, now.cloud.memory)
         return now._replace(cloud=cloud, arrival=arrival, num_updates=now.num_updates + 1)
+
+    def descend_alone(self, key, now, warmup, rates):
+        """Make one update of each particle by itself, with a rate of its own, ``(G, L)``."""
+        noise_key, gradient_key = self._noise_and_gradient_keys(key)
+        evaluate = partial(self.energy_and_grad(warmup, now.num_updates), gradient_key)
+        proposal = self.dynamics.step(noise_key, now.cloud, evaluate, Independent().couple, rates[..., None])
+        # The fastest are meant to run away, so what is rejected here is not flagged.
+        cloud, _ = reject_nonfinite(now.cloud, self.layout(now.cloud.z).place(proposal))
+        return now._replace(cloud=cloud, num_updates=now.num_updates + 1)
 
     def _update(self, key, now, warmup):
         """Make one update by the dynamics, or by a jump if ``moves`` are on and the update is odd."""

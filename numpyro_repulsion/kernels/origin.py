@@ -60,7 +60,7 @@ class Origin:
             has_bandwidth=interaction.learns_bandwidth or getattr(interaction, "bandwidth", None) is not None,
             scale=_digest(kernel.scale) if scale is None else scale,
             moves="" if kernel.moves is None else type(kernel.moves).__name__,
-            measured_for=_measured_for(kernel, gradient) if num_warmup and plan.step_size is not None else (),
+            measured_for=_measured_for(kernel, gradient) if num_warmup and kernel.schedule is None else (),
         )
 
 

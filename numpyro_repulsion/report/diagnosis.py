@@ -172,6 +172,14 @@ def _of_strays(posterior):
         "energy, or stand still; all figures include them."
     )
     remedy = "Leave them out by summary(..., exclude_diverged=True), and run again with a shorter step."
+    if strayed.mean() > 0.25:
+        message = (
+            f"{len(names)} of {strayed.size} particles (chain {some}) have far higher energies than the others: they "
+            "have not arrived at the posterior, or have left it; all figures include them."
+        )
+        remedy = (
+            "Raise `num_warmup`, or start nearer to the posterior, for example with init_from_guide(guide, params)."
+        )
     if strayed.all():
         message = (
             f"All {strayed.size} particles stand still or are not finite, so the draws are no sample of the posterior."

@@ -6,6 +6,7 @@ Warmup has three parts, each divided into windows (``windows.py``):
    size of its own, with minibatches by Adam with Langevin noise, at a rate of its own. It reaches the posterior
    whatever its scale; lost particles move to others. A run skips the arrival if neither the step size nor the scales
    are learned (``WarmupPlan.arrives``), and prolongs it if gradients stay noisy, as those of networks.
+   If the dynamics are those of an optimizer, its rate is chosen in a tournament instead (``tournament.py``).
 2. *Adaptation.* The sampler itself runs. At the end of each window, scales are estimated again, and the step size is
    measured in the new coordinates.
 3. *Settling.* The scales are frozen. The step size and the bandwidth average over all windows of this part.
@@ -20,6 +21,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     window ends at   |   10   25   50  100  150  250 |  300  400  600 |  650  700  ... 1000 |
     moments reset at |    5   17   37   75  125  200 |  262  325  450 |       700           |
     -----------------+-------------------------------+----------------+---------------------+---------
+    tournament       |                       T       |                |                     |
     update_symptoms  |                               |                |   D    D   ...   D  |
     update_arrival   |              R    R    R      |  (R)  (R)  (R) |  (R)  (R)  ...      |
     update_centring  |                            Y  |   Y            |                     |
@@ -30,6 +32,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     update_step_size |                            E  |   E    E    E  |   M    M   ...   M  |
     prolongation     |                            P  |                |                     |
 
+    T  chooses the rate of an optimizer, and moves all particles back to their starts
     D  updates the direction of largest variance (sums grow in every iteration of settling; with minibatches only at 650
        to 800 and at 1000)
     R  moves lost particles to others; with minibatches also after the arrival
@@ -79,10 +82,19 @@ from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, fir
 from numpyro_repulsion.warmup.prolongation import most_late_iterations, update_prolongation
 from numpyro_repulsion.warmup.reference import update_reference
 from numpyro_repulsion.warmup.scales import update_scales
-from numpyro_repulsion.warmup.state import ArrivalState, JumpsState, ScalesState, StepState, WarmupPlan, WarmupState
+from numpyro_repulsion.warmup.state import (
+    ArrivalState,
+    JumpsState,
+    ScalesState,
+    StepState,
+    TournamentState,
+    WarmupPlan,
+    WarmupState,
+)
 from numpyro_repulsion.warmup.step_size import update_step_size
 from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
+from numpyro_repulsion.warmup.tournament import is_competing, update_tournament
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Stage
 
 __all__ = [
@@ -108,6 +120,7 @@ __all__ = [
     "Stage",
     "Surroundings",
     "Symptoms",
+    "TournamentState",
     "WarmupState",
     "WarmupDiagnosis",
     "Widest",
@@ -120,6 +133,7 @@ __all__ = [
     "diagnose_warmup",
     "left_behind",
     "estimate_curvature",
+    "is_competing",
     "measure_steepness",
     "most_late_iterations",
     "rescue",
@@ -128,6 +142,7 @@ __all__ = [
     "summarize_curvature",
     "update_centring",
     "update_prolongation",
+    "update_tournament",
     "warmup_update",
 ]
 
@@ -135,6 +150,7 @@ __all__ = [
 #: before a reference in them. New scales come after the reference, whose noise they account for, and before what is
 #: measured in them.
 LEARNERS: tuple[Learner, ...] = (
+    update_tournament,
     update_symptoms,
     update_arrival,
     update_centring,

@@ -49,6 +49,9 @@ class Sampler(Protocol):
     def energy_on_common_rows(self, warmup: WarmupState, u: Vectors) -> Numbers:
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""
 
+    def energy_to_compare(self, warmup: WarmupState, cloud: Cloud) -> Numbers:
+        """Return energies by which a tournament compares particles, ``(G, L)``."""
+
     def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
         """Return the particles in the coordinates of the model."""
 

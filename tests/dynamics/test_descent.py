@@ -9,7 +9,18 @@ import pytest
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import RBF, SGLD, SVGD, Archive, Descent, Independent, Overdamped, Subsampled, run_in_pieces
+from numpyro_repulsion import (
+    RBF,
+    SGLD,
+    SVGD,
+    Archive,
+    BiasBudget,
+    Descent,
+    Independent,
+    Overdamped,
+    Subsampled,
+    run_in_pieces,
+)
 from numpyro_repulsion.dynamics import reject_nonfinite
 from numpyro_repulsion.targets import logistic_regression
 
@@ -153,7 +164,19 @@ def test_minibatches_of_a_model_whose_parameters_differ_in_scale():
         (
             lambda: run(ADAGRAD, jnp.eye(3), step_size=None, num_warmup=100),
             ValueError,
-            "give the learning rate as `step_size`",
+            "needs num_chains=4 or more; got 3. Give `step_size`",
+        ),
+        (lambda: run(ADAGRAD, jnp.eye(3), step_size=BiasBudget()), ValueError, "have no bias that could be measured"),
+        (lambda: Descent(ADAGRAD, validation=0.6), ValueError, "above 0 and at most 0.5, such as 0.1; got 0.6"),
+        (
+            lambda: SVGD(potential_fn=potential, dynamics=Descent(ADAGRAD, validation=0.1), step_size=0.1),
+            ValueError,
+            "which step_size=0.1 gives: drop `validation`",
+        ),
+        (
+            lambda: run(None, jnp.eye(4, 3), step_size=None, num_warmup=100, dynamics=Descent(ADAGRAD, validation=0.1)),
+            ValueError,
+            "a model with exactly one; this one has 0",
         ),
     ],
 )

@@ -54,6 +54,17 @@ def test_networks_in_basins_of_different_depth_have_not_left():
     assert np.flatnonzero(stray_particles({"z": z}, energy, DIMENSION, in_basins=True)).tolist() == [3]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_if_most_have_not_arrived_all_but_the_lowest_are_marked(seed):
+    rng = np.random.default_rng(seed)
+    z, energy = normal(seed)
+    heights = np.concatenate([np.zeros(4), rng.uniform(300.0, 1000.0, SIZE - 4)])
+    assert strayed(z, energy + heights[:, None]) == list(range(4, SIZE))
+    # Energies of particles that do not mix at all differ no more than exact draws.
+    still = rng.standard_normal((SIZE, 1, DIMENSION)) + 0.01 * z
+    assert strayed(still, (still**2).sum(-1) / 2) == []
+
+
 def test_particles_that_stand_still_or_are_not_finite():
     z, energy = normal()
     z[5] = z[5, :1]
@@ -122,6 +133,14 @@ def test_the_diagnosis_names_them_first(run):
     found = diagnose(run)
     assert found[0].name == "strayed" and found[0].severity == "error" and found[0].figure == 1.0
     assert "1 of 6 particles (chain 4)" in found[0].message
+
+
+def test_if_many_have_not_arrived_a_longer_warmup_is_the_remedy(run):
+    data = to_inference_data(run)
+    data["posterior"]["strayed"][:3] = True
+    (found, *_) = diagnose(data)
+    assert found.name == "strayed" and "4 of 6 particles" in found.message and "have not arrived" in found.message
+    assert "`num_warmup`" in found.remedy and "exclude_diverged" not in found.remedy
 
 
 def test_if_all_stand_still_other_starts_are_the_remedy(run):

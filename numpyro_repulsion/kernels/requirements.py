@@ -1,0 +1,216 @@
+"""Requirements: what a run must fulfil, checked before it starts."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.checks import device_memory
+from numpyro_repulsion.dynamics import Dynamics
+from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target
+from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
+from numpyro_repulsion.moves import Move
+
+__all__ = [
+    "can_jump",
+    "check_ensembles",
+    "check_groups",
+    "check_init_params",
+    "check_jumps",
+    "check_moves",
+    "check_reparam",
+    "check_room",
+    "check_sweeps",
+    "check_tournament",
+    "require_instance",
+    "warn_of_short_warmup",
+]
+
+#: How many learning rates a tournament compares, at least: with fewer, neighbours are factors of more than ten apart.
+MIN_RATES = 4
+
+#: With fewer iterations, warmup has too few draws to learn from.
+MIN_WARMUP = 50
+
+
+def require_instance(name: str, value: object, kind: type, example: str) -> None:
+    """Raise ``TypeError`` if a value is not an instance of a kind of part."""
+    if not isinstance(value, kind):
+        called = f"; call it, `{value.__name__}()`" if isinstance(value, type) else ""
+        raise TypeError(f"`{name}` must be an instance such as {example}; got {value!r}{called}.")
+
+
+def check_tournament(dynamics: Dynamics, target: Target, size: int) -> None:
+    """Raise ``ValueError`` if a tournament cannot choose a learning rate."""
+    if size < MIN_RATES:
+        raise ValueError(
+            f"A tournament chooses the learning rate, which needs num_chains={MIN_RATES} or more; got {size}. Give "
+            "`step_size`, such as 0.01, or more chains."
+        )
+    if (every := dynamics.held_out) is None:
+        return
+    if len(target.plates) != 1:
+        raise ValueError(
+            f"Descent(validation={1 / every:.2g}) holds out rows of a subsampled plate and needs a model with exactly "
+            f"one; this one has {len(target.plates)}. Drop `validation`, or give `step_size`."
+        )
+    ((name, (count, _)),) = target.plates.items()
+    if count < every:
+        raise ValueError(
+            f"Descent(validation={1 / every:.2g}) holds out one row in {every}, and plate {name!r} has {count}; use "
+            "validation=0.5 or more rows."
+        )
+
+
+def warn_of_short_warmup(num_warmup: int) -> None:
+    """Warn of a warmup that is too short to learn from."""
+    if 0 < num_warmup < MIN_WARMUP:
+        warnings.warn(
+            f"num_warmup={num_warmup} is too short to learn step size and scales well; use num_warmup=1000, and at "
+            f"least {MIN_WARMUP}.",
+            stacklevel=3,
+        )
+
+
+def check_ensembles(interaction: Interaction, num_ensembles: int) -> None:
+    """Raise ``ValueError`` for a single ensemble with an interaction that balances ensembles."""
+    if interaction.balances_ensembles and num_ensembles == 1:
+        raise ValueError(
+            f"{interaction!r} balances ensembles against each other; set num_ensembles=2 or more, or drop "
+            "`Balanced` for a single ensemble."
+        )
+
+
+def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
+    """Raise ``ValueError`` if the chains do not make equal groups of two or more, or equal parts for devices."""
+    if size % num_ensembles:
+        multiple = num_ensembles * (size // num_ensembles + 1)
+        raise ValueError(
+            f"num_chains must be a multiple of num_ensembles; got num_chains={size} and "
+            f"num_ensembles={num_ensembles}. Use num_chains={multiple}."
+        )
+    if size == num_ensembles and (num_ensembles > 1 or interacts):
+        raise ValueError(
+            f"num_chains={size} with num_ensembles={num_ensembles} leaves one particle in each ensemble; "
+            f"use num_chains={2 * num_ensembles} or more, or fewer ensembles."
+        )
+    check_mesh(size, num_ensembles)
+
+
+def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
+    """Raise ``ValueError`` for draws that exceed the memory of the device, where ``MCMC.run`` keeps all of them.
+
+    :param size: the number of particles.
+    """
+    if mcmc is None:
+        return
+    kept = jax.eval_shape(target.constrain, target.prototype)
+    each = sum(site.size * site.dtype.itemsize for site in jax.tree.leaves(kept))
+    count = mcmc.num_samples // mcmc.thinning
+    # Each device of a mesh has the draws of its particles; those of a CPU share their memory.
+    memory = device_memory() * (1 if jax.default_backend() == "cpu" else num_devices(PARTICLES))
+    if each * size * count > memory:
+        raise ValueError(
+            f"{count} draws of {size} particles would take {each * size * count / 2**30:.1f} GiB, and the device has "
+            f"{memory / 2**30:.1f} GiB. Use run_in_pieces(mcmc, ..., directory=...), which keeps them on disk, or a "
+            "larger `thinning`."
+        )
+
+
+def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
+    """Return whether jumps preserve the stationary distribution."""
+    return dynamics.allows_jumps(interaction.interacts)
+
+
+def check_moves(moves: object, interaction: Interaction, dynamics: Dynamics) -> None:
+    """Raise ``ValueError`` if jumps do not preserve the stationary distribution of the dynamics."""
+    require_instance("moves", moves, Move, "Archive()")
+    if not dynamics.is_sampler:
+        raise ValueError(f"`moves` need a sampler, and {dynamics!r} is not one: drop `moves`.")
+    if not can_jump(interaction, dynamics):
+        raise ValueError(
+            "`moves` cannot be combined with noise that is averaged over two updates and correlated by K: use "
+            "dynamics=Overdamped('euler'), or an interaction with K = I, such as Balanced()."
+        )
+
+
+def check_reparam(value: str | None) -> str | None:
+    """Return how to reparametrize hierarchical sites; raise ``ValueError`` for anything but ``"auto"`` and ``None``."""
+    if value is None or value == "auto":
+        return value
+    raise ValueError(
+        f"`reparam` must be 'auto' or None; got {value!r}. To choose the form of a site yourself, wrap the model: "
+        "numpyro.handlers.reparam(model, config={'site': LocScaleReparam(0)})."
+    )
+
+
+def check_sweeps(gradient: Gradient | None, dynamics: Dynamics) -> None:
+    """Raise ``ValueError`` for sweeps with dynamics that would count their correlated noise as heat."""
+    if isinstance(gradient, Sweeps) and not dynamics.allows_sweeps:
+        raise ValueError(
+            f"gradient={gradient!r} has noise that cancels over a sweep, and {type(dynamics).__name__} would count "
+            "it as heat and make the draws too narrow: use SGLD, SGHMC or their kernels with repulsion, or "
+            "gradient=ControlVariates() or Subsampled()."
+        )
+
+
+def check_jumps(moves: Move, gradient: Gradient, target: Target, num_warmup: int, size: int) -> None:
+    """Raise ``ValueError`` for runs in which jumps could not learn or would not be exact."""
+    if target.is_random:
+        raise ValueError(
+            f"moves={moves!r} accepts jumps by the exact potential energy, and the likelihood of this model is random "
+            "(numpyro.prng_key): drop `moves`."
+        )
+    if target.rows_outside:
+        raise ValueError(
+            f"moves={moves!r} accepts jumps by the potential energy of all data, and the sites "
+            f"{sorted(target.rows_outside)} use rows of subsampled plates outside of these plates, scaled by hand "
+            "for minibatches: put them into the plates, or drop `moves`."
+        )
+    if gradient.is_noisy(target):
+        raise ValueError(
+            f"moves={moves!r} accepts jumps by the potential energy of all data, and gradient={gradient!r} estimates "
+            "it from the rows of subsampled plates: use gradient=FullData(), or drop `moves`."
+        )
+    if num_warmup == 0:
+        raise ValueError(f"moves={moves!r} learns in warmup; set num_warmup, 100 or more.")
+    if size < moves.min_particles:
+        raise ValueError(
+            f"moves={moves!r} needs {moves.min_particles} particles or more: "
+            'MCMC(kernel, num_chains=20, chain_method="vectorized", ...).'
+        )
+
+
+def check_init_params(init_params: Particle | None, target: Target, size: int) -> None:
+    """Raise ``ValueError`` or ``TypeError`` unless there is one start for each of ``size`` chains and latent site."""
+    if init_params is None:
+        if not isinstance(target, ModelTarget):
+            raise ValueError(
+                "A kernel made from a `potential_fn` needs `init_params`, one start per chain: "
+                f"mcmc.run(key, init_params=...) with a leading axis of {size}."
+            )
+        return
+    shapes = jax.tree.map(jnp.shape, init_params)
+    for leaf in jax.tree.leaves(init_params):
+        if jnp.shape(leaf)[:1] != (size,):
+            raise ValueError(
+                f"`init_params` must have one start for each chain, a leading axis of {size}; got shapes {shapes}."
+            )
+    if not isinstance(target, ModelTarget):
+        if not all(jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in jax.tree.leaves(init_params)):
+            raise TypeError(f"`init_params` must be floating point; got {jax.tree.map(jnp.result_type, init_params)}.")
+        return
+    expected = {name: (size, *site.shape) for name, site in target.prototype.items()}
+    if not isinstance(init_params, dict) or set(init_params) != set(expected):
+        got = sorted(init_params) if isinstance(init_params, dict) else type(init_params).__name__
+        raise ValueError(
+            f"`init_params` must be a dictionary with the latent sites {sorted(expected)} (unconstrained values); got "
+            f"{got}."
+        )
+    if shapes != expected:
+        raise ValueError(f"`init_params` are unconstrained values of shapes {expected}, chains first; got {shapes}.")
