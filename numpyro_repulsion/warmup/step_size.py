@@ -7,6 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import (
     UNKNOWN,
     estimate_curvature,
@@ -43,8 +44,10 @@ def _measured(key, stage, warmup, cloud, sampler):
     plan = sampler.plan
     in_use = warmup.reference.in_use if plan.reference else jnp.zeros((), bool)
     width = WIDTH if plan.scale else WIDTH * jnp.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
+    # Curvature and noise around a particle that has run away may be a million times those around the others.
+    measured = rescue(key, cloud.z, warmup.arrival.lost)
     curvature, noise, isotropic = estimate_curvature(
-        key, cloud.z, width, sampler.energy_and_grad(warmup), in_use, plan.reference
+        key, measured, width, sampler.energy_and_grad(warmup), in_use, plan.reference
     )
     if not plan.noise:
         # Without minibatches, midpoints differ only by the third derivatives of U.

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, Subsampled
 from numpyro_repulsion.targets import bayesian_neural_network as network
-from numpyro_repulsion.warmup import ARRIVED, FIRST_WHITENED, prolongation
+from numpyro_repulsion.warmup import ARRIVED, FIRST_WHITENED, prolongation, scales, step_size
 
 N, BATCH, PARTICLES = 200, 20, 8
 X = random.normal(random.key(0), (N, 4))
@@ -118,3 +118,71 @@ def test_standardized_weights_have_no_neck(monkeypatch):
     assert np.median(precision(0)) < 200
     monkeypatch.setattr(prolongation, "SHARE", 1.0)
     assert np.median(precision(0)) > 1000
+
+
+def test_a_long_second_half_ends_after_a_number_of_passes(monkeypatch):
+    """With 200 rows and minibatches of 20, one pass takes one iteration of ten updates."""
+
+    def arriving(iterations):
+        state, _ = warmed(SGNHT(network, preconditioner="diagonal"), iterations, hidden=5)
+        assert state.warmup.arrival.is_prolonged
+        return np.ptp(state.step_size) > 0  # Each particle has a rate of its own.
+
+    assert arriving(30)
+    monkeypatch.setattr(prolongation, "MAX_PASSES", 2)
+    assert arriving(27) and not arriving(30)
+
+
+def counts(X, y, subsample_size):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([4]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
+        numpyro.sample("y", dist.Poisson(jnp.exp(X[i] @ w)), obs=y[i])
+
+
+@pytest.fixture(scope="module")
+def before_arrival():
+    """Just before the end of the arrival of a regression of counts: a usual state, and one with a lost particle."""
+    y = random.poisson(random.key(3), jnp.exp(X @ jnp.array([0.5, -0.5, 0.2, 0.0]))).astype(jnp.float32)
+    kwargs = {"subsample_size": BATCH}
+
+    def states(scale):
+        kernel = SGLD(counts, preconditioner=scale)
+        state = kernel.init(random.split(random.key(2), PARTICLES), 100, None, (X, y), kwargs)
+        sample = jax.jit(lambda state: kernel.sample(state, (X, y), kwargs))
+        for _ in range(int(100 * ARRIVED) - 1):
+            state = sample(state)
+        # Its expected counts are thousands, and so is the curvature there.
+        lost = state._replace(z={"w": state.z["w"].at[3, 0].add(3.0)})
+
+        # Compiled anew after a change of the package.
+        return state, lost, lambda state: jax.jit(lambda state: kernel.sample(state, (X, y), kwargs))(state)
+
+    return states
+
+
+SCALES = ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("low_rank", "diagonal"))]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_lost_particle_does_not_set_the_scales_of_all(before_arrival, scale, monkeypatch):
+    state, lost, sample = before_arrival(scale)
+    usual, found = sample(state), sample(lost)
+    assert np.flatnonzero(found.warmup.arrival.lost).tolist() == [3] and not found.warmup.arrival.is_prolonged
+
+    def drift(state):
+        """How much the scales differ from the usual ones."""
+        there, here = (x.warmup.scales.preconditioner.lengths() for x in (state, usual))
+        return float(jnp.abs(jnp.log(there / here)).max())
+
+    without = drift(found)
+    monkeypatch.setattr(scales, "rescue", lambda key, particles, lost: particles)
+    assert without < drift(sample(lost)) / 2
+
+
+def test_a_lost_particle_neither_shortens_the_step_nor_prolongs_the_arrival(before_arrival, monkeypatch):
+    state, lost, sample = before_arrival("dense")
+    usual, found = sample(state).warmup, sample(lost).warmup
+    np.testing.assert_allclose(found.step.size, usual.step.size, rtol=0.5)
+    assert found.reference.in_use
+    monkeypatch.setattr(step_size, "rescue", lambda key, particles, lost: particles)
+    assert sample(lost).warmup.arrival.is_prolonged
