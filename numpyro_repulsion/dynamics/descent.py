@@ -36,7 +36,7 @@ class Descent(Dynamics):
     plain :class:`~numpyro_repulsion.SVGD`. With ``interaction=Independent()`` each particle is optimized alone: an
     ensemble of modes.
 
-    With ``step_size=None`` a *tournament* chooses the rate. In the first 15 % of warmup each particle descends by
+    With ``step_size=None`` a *tournament* chooses the rate. In the first 30 % of warmup each particle descends by
     itself at a rate of its own, from 0.001 to 3 times the median spread of the starts. Then all begin again at their
     starts, with the rate whose particle and its two neighbours have the largest mean log-likelihood on the same rows,
     up to 1,000 of them. In a model without subsampled plates the smallest U counts instead. Starts are first moved
@@ -48,9 +48,10 @@ class Descent(Dynamics):
     steps of NumPyro's Adagrad. Every particle has separate accumulators, which do not change in an update that is
     rejected because a value is not finite.
 
-    A short tournament suits optimizers whose steps become shorter, such as Adagrad; the constant steps of Adam are then
-    somewhat too long at the end of a long run. On a few hundred rows networks become certain of these rows, so choose
-    the rate with ``validation``.
+    A tournament shorter than the run suits optimizers whose steps become shorter, such as Adagrad; the constant steps
+    of Adam are then somewhat too long at the end of a long run. On a few hundred rows a network that descends for long
+    becomes certain of these rows, or useless, where the density of weights near 0 is highest. A rate chosen with
+    ``validation`` delays that, but nothing stops the run.
 
     :param optimizer: an object with the optax interface: ``init(params)`` and ``update(gradient, state, params)`` for
         one particle ``(d,)``.

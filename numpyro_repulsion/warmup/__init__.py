@@ -21,7 +21,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     window ends at   |   10   25   50  100  150  250 |  300  400  600 |  650  700  ... 1000 |
     moments reset at |    5   17   37   75  125  200 |  262  325  450 |       700           |
     -----------------+-------------------------------+----------------+---------------------+---------
-    tournament       |                       T       |                |                     |
+    tournament       |                               |   T            |                     |
     update_symptoms  |                               |                |   D    D   ...   D  |
     update_arrival   |              R    R    R      |  (R)  (R)  (R) |  (R)  (R)  ...      |
     update_centring  |                            Y  |   Y            |                     |

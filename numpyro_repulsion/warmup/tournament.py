@@ -17,7 +17,7 @@ from numpyro_repulsion.warmup.windows import Stage
 __all__ = ["best_rate", "is_competing", "update_tournament"]
 
 #: The share of warmup that the tournament takes.
-SHARE = 0.15
+SHARE = 0.3
 #: The energies of so many of the slowest particles, which have hardly moved, limit those of particles that ran away.
 NUM_SLOWEST = 5
 #: A start far above the others is contracted to this share of its distance from their median, at most so many times.

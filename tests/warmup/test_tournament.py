@@ -81,7 +81,7 @@ def states(kernel, iterations, num_warmup=100):
 
 def test_all_begin_again_at_their_starts_with_the_best_rate():
     kernel = SVGD(regression, dynamics=Descent(optax.scale_by_adam()))
-    during, after = states(kernel, int(100 * SHARE))
+    during, after = states(kernel, round(100 * SHARE))
     starts = after.warmup.tournament.starts[0]
     assert np.array_equal(after.z["w"], starts)
     # While it goes on, each particle has a rate of its own, and some have moved.
@@ -161,6 +161,7 @@ def test_rows_held_out_choose_a_slower_rate_where_fitting_all_rows_is_overfittin
         float(
             run(
                 Descent(ADAGRAD, validation=v),
+                num_chains=20,
                 data=noisy,
                 seed=seed,
                 settings={"interaction": Independent()},
