@@ -140,7 +140,7 @@ FEW_TIMES = (3e-4, 1e-3, 3e-3)
 #: NumPyro's Adagrad, which averages its directions.
 ADAGRAD = Descent(optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9, debias=False)))
 #: The same at a rate that a tournament chooses by a tenth of the rows.
-CHOSEN = Descent(ADAGRAD.optimizer, validation=0.1)
+RATE_CHOSEN = Descent(ADAGRAD.optimizer, validation=0.1)
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 METHODS = {
@@ -163,5 +163,5 @@ METHODS = {
     "`SGHMCR(model)`": Method(nothing_set(SGHMCR)),
     "`SGNHT(model)`": Method(nothing_set(SGNHT)),
     "`SGNHT(model, gradient=SVRG())`": Method(nothing_set(SGNHT, gradient=SVRG())),
-    "`SVGD(model)`, Adagrad": Method(nothing_set(SVGD, dynamics=CHOSEN, last=True)),
+    "`SVGD(model)`, Adagrad": Method(nothing_set(SVGD, dynamics=RATE_CHOSEN, last=True)),
 }

@@ -54,6 +54,22 @@ def split(name: str, number: int, validation: bool = False) -> Split:
         # The sets lie sorted in part, and the last rows of such a one would be another law.
         train = np.random.default_rng(number).permutation(train)
         train, test = np.split(train, [len(train) * 4 // 5])
+    return _standardized(X, y, train, test)
+
+
+def gap(name: str, number: int) -> Split:
+    """The rows of a set without the middle third of one input, which are scored."""
+    X, y, _ = load(name, 0)
+    order = np.argsort(X[:, number], kind="stable")
+    first, middle, last = np.array_split(order, 3)
+    return _standardized(X, y, np.sort(np.concatenate([first, last])), np.sort(middle))
+
+
+def num_inputs(name: str) -> int:
+    return load(name, 0)[0].shape[1]
+
+
+def _standardized(X, y, train, test):
     spread = X[train].std(0)
     X = (X - X[train].mean(0)) / np.where(spread > 0, spread, 1.0)
     unit = y[train].std()
