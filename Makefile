@@ -9,8 +9,8 @@ WORKERS ?= 2
 OF_ERRORS := mixtures networks zero_tuning gaussian
 OF_TIME := peers minibatches growth
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-full bench-pages bench-index hooks \
-	clean
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-full bench-pages bench-index release \
+	hooks clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-full      measure docs/results.md; hours, goes on where it was ended; AGAIN=--again begins anew"
 	@echo "make bench-NAME      one study, the whole of it: benchmarks/studies/NAME.py"
 	@echo "make bench-pages     write the pages of results, and the index of benchmarks/README.md, from what is stored"
+	@echo "make release         build dist/, and try the wheel in fresh environments, with the oldest versions and the newest"
 	@echo "make hooks           install the pre-commit hooks"
 
 $(BIN)/python:
@@ -103,6 +104,11 @@ bench-index: $(BIN)/python
 
 bench-%: $(VENV)/.with-bench
 	$(call STUDY,$*) $(AGAIN)
+
+release: $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	rm -rf dist && $(BIN)/python -m build --outdir dist .
+	.ci/release dist/*.whl
 
 hooks: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit
