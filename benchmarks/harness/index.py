@@ -40,6 +40,7 @@ PAGES = {
         "scale": "Large data and many devices",
         "controlled": "Means with control variates",
         "tabular": "Networks on tabular sets",
+        "digits": "Digits",
         "gaps": "Networks in gaps of the data",
     },
 }

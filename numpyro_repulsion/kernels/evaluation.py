@@ -126,11 +126,11 @@ class Evaluation:
         return replace(self, bound=replace(self.bound, gradient=HoldingOut(self.bound.gradient, every)))
 
     def energy_to_compare(self, warmup: WarmupState, cloud: Cloud) -> Numbers:
-        """Return the likelihood's energies on the rows of a tournament, or U if it does not come from minibatches."""
+        """Return energies of the likelihood alone, on the same rows for all; or U, where all rows are used."""
         target = self.target(warmup)
         if not target.plates:
             return cloud.potential_energy
-        shape = cloud.potential_energy.shape
+        shape = cloud.z.shape[:-1]
         z = warmup.scales.preconditioner.to_positions(cloud.z).reshape(-1, cloud.z.shape[-1])
         rows = rows_to_compare(target, self.dynamics.held_out)
         return likelihood_energies(target, jax.vmap(self.unravel)(z), rows).reshape(shape).astype(cloud.z.dtype)

@@ -50,7 +50,7 @@ class Sampler(Protocol):
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""
 
     def energy_to_compare(self, warmup: WarmupState, cloud: Cloud) -> Numbers:
-        """Return energies by which a tournament compares particles, ``(G, L)``."""
+        """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)``."""
 
     def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
         """Return the particles in the coordinates of the model."""

@@ -22,6 +22,9 @@ STAYS_NOISY = 0.5
 #: The smallest noise that matters, in whitened coordinates, where the variance of exact gradients is 1. Networks on a
 #: few hundred rows have about 1; a local posterior at a low inverse temperature has 0.01.
 MIN_NOISE = 0.1
+#: The share of pairs of particles between which U is convex if they are on their way to one mode: all of them in a
+#: regression with heavy tails, at most half in networks.
+CONVEX = 0.75
 #: How many times the second half of a prolonged arrival passes through the rows, at most. After 4,000 passes a network
 #: with a learned variance predicted rows of one set with far too much certainty; its validation rows gave this limit.
 MAX_PASSES = 500
@@ -46,7 +49,8 @@ def update_prolongation(
     Near a posterior that the data determine, gradients on the same rows hardly differ between particles, and control
     variates remove their noise. The particles of a network are different functions instead, each of which can still
     improve, and an update by Adam improves it more than one by the sampler. So the arrival takes up to 80 % of warmup
-    instead of 25 %.
+    instead of 25 %. Halfway between two networks is no good one. If it is in most pairs, particles are on their way to
+    one mode, and warmup goes on as usual.
 
     Particles return to where that half began: the mean curvature over different networks, in whose scales they moved,
     suits none of them, and may have sent all of them far away.
@@ -91,5 +95,14 @@ def update_prolongation(
         unknown = type(reference).none(reference.position.shape, reference.position.dtype)
         return warmup._replace(arrival=arrival.prolonged(moved.z), scales=scales, reference=unknown), moved
 
+    def differ():
+        """Whether particles are different functions: what lies between two of them fits worse than they do."""
+        z = cloud.z.reshape(1, -1, cloud.z.shape[-1])
+        fits, between = (
+            sampler.energy_to_compare(warmup, cloud._replace(z=z)) for z in (z, (z + jnp.roll(z, 1, 1)) / 2.0)
+        )
+        return jnp.mean(between < (fits + jnp.roll(fits, 1, 1)) / 2.0) < CONVEX
+
     stays_noisy = (plain > MIN_NOISE) & (corrected > STAYS_NOISY * plain)
-    return lax.cond(due & stays_noisy, prolong, lambda: (warmup, cloud))
+    is_needed = lax.cond(due & stays_noisy, differ, lambda: jnp.zeros((), bool))
+    return lax.cond(is_needed, prolong, lambda: (warmup, cloud))

@@ -24,12 +24,12 @@ def regression(X, y, subsample_size):
         numpyro.sample("y", dist.Normal(X[i] @ w, 0.3), obs=y[i])
 
 
-def warmed(kernel, iterations, num_warmup=100, seed=2, hidden=None, num_particles=PARTICLES):
+def warmed(kernel, iterations, num_warmup=100, seed=2, hidden=None, num_particles=PARTICLES, y=Y, **others):
     """The kernel, its state after so many iterations of a warmup, and the arguments of the model."""
-    kwargs = {"subsample_size": BATCH} | ({} if hidden is None else {"hidden": hidden})
+    kwargs = {"subsample_size": BATCH} | others | ({} if hidden is None else {"hidden": hidden})
     keys = random.split(random.key(seed), num_particles)
-    state = kernel.init(keys, num_warmup, None, (X, Y), kwargs)
-    sample = jax.jit(lambda state: kernel.sample(state, (X, Y), kwargs))
+    state = kernel.init(keys, num_warmup, None, (X, y), kwargs)
+    sample = jax.jit(lambda state: kernel.sample(state, (X, y), kwargs))
     for _ in range(iterations):
         state = sample(state)
     return state, kwargs
@@ -103,6 +103,8 @@ def test_without_a_common_reference_nothing_can_be_told(settings):
 def test_standardized_weights_have_no_neck(monkeypatch):
     """Where noise is large, the density of the weights themselves is highest at 0, and λ is in the thousands there."""
     noise = random.normal(random.key(5), (N,))
+    # Networks fit noise worse than what lies between them, so the arrival would end as usual.
+    monkeypatch.setattr(prolongation, "CONVEX", 1.1)
 
     def precision(seed):
         kernel = SGNHT(network, num_steps=10, preconditioner="diagonal")
@@ -133,10 +135,25 @@ def test_a_long_second_half_ends_after_a_number_of_passes(monkeypatch):
     assert arriving(27) and not arriving(30)
 
 
-def counts(X, y, subsample_size):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([4]).to_event(1))
+def counts(X, y, subsample_size, prior=1.0):
+    w = numpyro.sample("w", dist.Normal(0, prior).expand([4]).to_event(1))
     with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.Poisson(jnp.exp(X[i] @ w)), obs=y[i])
+
+
+@pytest.mark.filterwarnings("ignore:num_warmup=20 is too short")
+@pytest.mark.parametrize("seed", [4, 5])
+def test_particles_on_their_way_to_one_mode_arrive_as_usual(seed, monkeypatch):
+    """Their gradients differ far more than at the mode, but U is convex between them."""
+    y = random.poisson(random.key(3), jnp.exp(X @ jnp.array([0.5, -0.5, 0.2, 0.0]))).astype(jnp.float32)
+
+    def arrived():
+        state, _ = warmed(SGLD(counts), round(20 * ARRIVED), 20, seed, y=y, prior=2.0)
+        return bool(state.warmup.arrival.is_prolonged)
+
+    assert not arrived()
+    monkeypatch.setattr(prolongation, "CONVEX", 1.1)
+    assert arrived()
 
 
 @pytest.fixture(scope="module")
@@ -184,5 +201,7 @@ def test_a_lost_particle_neither_shortens_the_step_nor_prolongs_the_arrival(befo
     usual, found = sample(state).warmup, sample(lost).warmup
     np.testing.assert_allclose(found.step.size, usual.step.size, rtol=0.5)
     assert found.reference.in_use
+    monkeypatch.setattr(prolongation, "CONVEX", 1.1)
+    assert not sample(lost).warmup.arrival.is_prolonged
     monkeypatch.setattr(step_size, "rescue", lambda key, particles, lost: particles)
     assert sample(lost).warmup.arrival.is_prolonged
