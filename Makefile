@@ -59,7 +59,7 @@ UNOPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS) $$(XLA_
 test: lint mypy
 	$(UNOPTIMIZED) $(BIN)/python -m pytest $(DISTRIBUTED) -m "not slow" --durations 10
 
-test-full: lint mypy
+test-full: lint mypy $(VENV)/.with-seats
 	$(BIN)/python -m pytest $(DISTRIBUTED) --ignore tests/kernels/test_fuzz.py
 	$(UNOPTIMIZED) $(BIN)/python -m pytest $(DISTRIBUTED) tests/kernels/test_fuzz.py
 
@@ -67,7 +67,7 @@ docs: $(VENV)/.with-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
 notebooks: $(VENV)/.with-docs $(VENV)/.with-bench
-	for notebook in notebooks/*.ipynb; do $(BIN)/jupyter-execute "$$notebook" || exit 1; done
+	for notebook in docs/*.ipynb docs/tutorials/*.ipynb; do $(BIN)/jupyter-execute "$$notebook" || exit 1; done
 
 figures: $(VENV)/.with-demo
 	$(BIN)/python examples/particles.py

@@ -17,6 +17,8 @@ myst_heading_anchors = 3
 # Every build runs the notebooks, so that what they show is what the code does.
 nb_execution_mode = "force"
 nb_execution_timeout = 600
+# Its data are in a package that nothing else needs; `make notebooks` runs it.
+nb_execution_excludepatterns = ["tutorials/flights.ipynb"]
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
