@@ -1,6 +1,7 @@
 """Sphinx configuration. ``make docs`` builds with warnings as errors."""
 
 import importlib
+import os
 
 from sphinx.errors import ExtensionError
 
@@ -14,6 +15,8 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
 myst_heading_anchors = 3
+# Notebooks show their figures whatever backend the shell chose.
+os.environ.pop("MPLBACKEND", None)
 # Every build runs the notebooks, so that what they show is what the code does.
 nb_execution_mode = "force"
 nb_execution_timeout = 600

@@ -94,9 +94,13 @@ def tables(record: Record) -> str:
                 continue
             likelihoods = [row["log_likelihood"] for row in rows]
             covered = np.mean([row["coverage_90"] for row in rows])
-            cells.append(f"{pm(*mean_and_error(likelihoods), 2)} · {np.median(likelihoods):.2f} · {covered:.2f}")
+            fitted = np.mean([row["fitted"] for row in rows])
+            cells.append(
+                f"{pm(*mean_and_error(likelihoods), 2)} · {np.median(likelihoods):.2f} · {covered:.2f} · {fitted:.2f}"
+            )
         lines.append([label, *cells])
-    head = ["log-likelihood: mean · median · share of rows in 90 % intervals", *(SETS[name] for name in sets)]
+    what = "log-likelihood: mean · median · share of rows in 90 % intervals · mean on the rows of the fit"
+    head = [what, *(SETS[name] for name in sets)]
     pairs = []
     for pair in PAIRS:
         cells = []

@@ -216,7 +216,7 @@ def _of_draws(posterior):
             stay,
             f"For {stay} of {len(reasons)} quantities particles move but stay apart from each other, as in separate "
             "modes or label permutations, so effective sample sizes and standard errors are unknown.",
-            "Order the labels, or set moves=Archive() with gradient=FullData().",
+            "Order the labels, or set moves=Archive(), with gradient=FullData() if rows are subsampled.",
         )
     if (slow := ~apart & ~mixed).any():
         worst = int(np.argmax(np.where(slow, r_hat, -np.inf)))

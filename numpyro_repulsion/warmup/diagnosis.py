@@ -89,7 +89,7 @@ class WarmupDiagnosis(NamedTuple):
                 "Order the labels of a mixture; judge a network by its predictions, with predict(mcmc, ...), and not "
                 "by its weights."
                 if self.is_prolonged
-                else "Set moves=Archive() with gradient=FullData(), or order the labels.",
+                else "Set moves=Archive(), with gradient=FullData() if rows are subsampled, or order the labels.",
             )
         # The step may have been raised until the run is worth just this many draws, which is no problem.
         if self.effective_draws < 0.99 * MIN_EFFECTIVE_DRAWS:
