@@ -27,7 +27,7 @@ from numpyro_repulsion import (
     StepBias,
     all_rows,
 )
-from numpyro_repulsion.gradients import Gradient
+from numpyro_repulsion.gradients import Gradient, HoldingOut
 from numpyro_repulsion.kernels import ParticleKernel
 from numpyro_repulsion.moves import Basins
 
@@ -38,6 +38,7 @@ NO_PARTS |= {
     ControlledMeans,
     Diagnosis,
     Finding,
+    HoldingOut,
     LearningCoefficient,
     Localized,
     Predictions,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Self, cast
+from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import (
     CentredTarget,
     Centring,
-    HoldingOut,
     ModelTarget,
     Recovered,
     Reference,
@@ -118,12 +117,6 @@ class Evaluation:
         target = self.target(warmup)
         one = jnp.vectorize(lambda z: fingerprint(target, self.unravel, z), signature="(d)->()")
         return one(warmup.scales.preconditioner.to_positions(u))
-
-    def competing(self) -> Self:
-        """Return the same, with minibatches without the rows on which a tournament compares particles."""
-        if (every := self.dynamics.held_out) is None:
-            return self
-        return replace(self, bound=replace(self.bound, gradient=HoldingOut(self.bound.gradient, every)))
 
     def energy_to_compare(self, warmup: WarmupState, cloud: Cloud) -> Numbers:
         """Return energies of the likelihood alone, on the same rows for all; or U, where all rows are used."""

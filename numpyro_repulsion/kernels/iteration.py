@@ -26,7 +26,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -34,7 +34,7 @@ from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, reject_nonfinite, select, turn_back
-from numpyro_repulsion.gradients import fingerprint
+from numpyro_repulsion.gradients import HoldingOut, fingerprint
 from numpyro_repulsion.interactions import Independent
 from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
 from numpyro_repulsion.kernels.evaluation import Evaluation
@@ -106,9 +106,9 @@ class Iteration(Evaluation):
             return now, basins, in_use
 
         def compete(rates):
-            alone = self.competing()
+            alone = self._competing()
             now = self._repeat(
-                keys.updates, num_updates, start, lambda key, now: alone.descend_alone(key, now, warmup, rates)
+                keys.updates, num_updates, start, lambda key, now: alone._descend_alone(key, now, warmup, rates)
             )
             return now, warmup.basins, rates
 
@@ -164,7 +164,13 @@ class Iteration(Evaluation):
         cloud = Cloud(*position, now.cloud.memory)
         return now._replace(cloud=cloud, arrival=arrival, num_updates=now.num_updates + 1)
 
-    def descend_alone(self, key, now, warmup, rates):
+    def _competing(self) -> Iteration:
+        """Return the same, with minibatches without the rows on which a tournament compares particles."""
+        if (every := self.dynamics.held_out) is None:
+            return self
+        return replace(self, bound=replace(self.bound, gradient=HoldingOut(self.bound.gradient, every)))
+
+    def _descend_alone(self, key, now, warmup, rates):
         """Make one update of each particle by itself, with a rate of its own, ``(G, L)``."""
         noise_key, gradient_key = self._noise_and_gradient_keys(key)
         evaluate = partial(self.energy_and_grad(warmup, now.num_updates), gradient_key)

@@ -36,7 +36,7 @@ from numpyro_repulsion import (
     Subsampled,
     enable_live_warnings,
 )
-from numpyro_repulsion.kernels import settings
+from numpyro_repulsion.kernels import requirements
 
 
 def regression(X, y=None, subsample_size=None):
@@ -370,7 +370,7 @@ def test_draws_that_exceed_memory_are_refused(monkeypatch):
     each = 4 * 3 * 6  # x and s of six particles
 
     def of(memory, **kwargs):
-        monkeypatch.setattr(settings, "device_memory", lambda: memory)
+        monkeypatch.setattr(requirements, "device_memory", lambda: memory)
         make(SGLD(simple, step_size=0.1), **kwargs).run(random.key(0))
 
     with pytest.raises(ValueError, match="30 draws of 6 particles.*run_in_pieces"):
