@@ -81,7 +81,7 @@ def _contracted(starts, energy_of):
         count, starts, energy, _ = carry
         nearer = middle + CONTRACTION * (starts - middle)
         lower = energy_of(nearer)
-        gains = ~(lower > energy - least)
+        gains = lower < energy - least  # False where either is not a number
         starts, energy = select(gains, (nearer, lower), (starts, energy))
         return count + 1, starts, energy, gains.any()
 

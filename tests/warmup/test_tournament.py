@@ -107,6 +107,18 @@ def test_wild_starts_come_nearer_and_good_ones_stay():
     assert 0 < np.abs(wild[2]).max() < 30
 
 
+def test_no_start_moves_to_where_the_energy_is_not_finite():
+    def energy(z):
+        return jnp.where(jnp.abs(z[0]) < 1.5, jnp.nan, 1e3 * jnp.sum(z**2))
+
+    kernel = SVGD(potential_fn=energy, dynamics=Descent(ADAGRAD))
+    starts = 2.0 * jnp.array([[1.0], [1.05], [1.1], [-1.0], [-1.05], [-1.1]])
+    state = kernel.init(random.split(random.key(0), 6), 100, starts)
+    after = kernel.sample(state, (), {})
+    assert np.array_equal(after.warmup.tournament.starts[0], starts)
+    assert np.isfinite(after.potential_energy).all()
+
+
 def test_the_best_rate_is_that_of_a_particle_and_its_neighbours():
     rates = jnp.geomspace(0.01, 1.0, 9).reshape(1, 9)
     assert best_rate(rates, jnp.array([[9, 9, 8, 5, 3, 5, 9, 0, 9.0]])) == rates[0, 4]
