@@ -14,10 +14,10 @@ OF_TIME := peers minibatches growth
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
-	@echo "make test            ruff, mypy, and the tests but the slow ones"
+	@echo "make test            ruff, codespell, mypy, and the tests but the slow ones"
 	@echo "make test-full       the slow tests too"
-	@echo "make docs            build docs/_build/html; warnings are errors"
-	@echo "make notebooks       execute the notebooks, leaving them as they are"
+	@echo "make docs            run the notebooks, and build docs/_build/html; warnings are errors"
+	@echo "make notebooks       run the notebooks, leaving them as they are"
 	@echo "make figures         draw the figures of README and docs again"
 	@echo "make measured        print the tables of the docs again"
 	@echo "make bench           measure docs/results-short.md again: a quarter of an hour on two cores"
@@ -41,6 +41,7 @@ demo: $(VENV)/.with-demo
 lint: $(VENV)/.with-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
 mypy: $(VENV)/.with-test
 	$(BIN)/mypy
@@ -63,11 +64,11 @@ test-full: lint mypy $(VENV)/.with-seats
 	$(BIN)/python -m pytest $(DISTRIBUTED) --ignore tests/kernels/test_fuzz.py
 	$(UNOPTIMIZED) $(BIN)/python -m pytest $(DISTRIBUTED) tests/kernels/test_fuzz.py
 
-docs: $(VENV)/.with-docs
+docs: notebooks
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
-notebooks: $(VENV)/.with-docs $(VENV)/.with-bench
-	for notebook in docs/*.ipynb docs/tutorials/*.ipynb; do $(BIN)/jupyter-execute "$$notebook" || exit 1; done
+notebooks: $(VENV)/.with-docs
+	$(BIN)/python docs/execute.py
 
 figures: $(VENV)/.with-demo
 	$(BIN)/python examples/particles.py

@@ -17,14 +17,10 @@ myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
 myst_heading_anchors = 3
 # Notebooks show their figures whatever backend the shell chose.
 os.environ.pop("MPLBACKEND", None)
-# Every build runs the notebooks, so that what they show is what the code does.
-nb_execution_mode = "force"
+# docs/execute.py has run the notebooks, several at a time; one that it has not run is run here.
+nb_execution_mode = "cache"
+nb_execution_cache_path = os.path.join(os.path.dirname(__file__), "_build", ".jupyter_cache")
 nb_execution_timeout = 600
-# `make notebooks` runs these: the flights are in a package of their own, and the others would take minutes here.
-nb_execution_excludepatterns = [
-    f"tutorials/{name}.ipynb"
-    for name in ("flights", "particle_filter", "regression_bands", "trained_weights", "digits")
-]
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 

@@ -80,7 +80,7 @@ def stationary_variance():
 
 
 def noisy_gaussian(pulls, batch_size):
-    """N(0, I₂) with rows that pull it to and fro, and not at all when summed: gradient noise and nothing else."""
+    """N(0, I₂) with rows that pull it back and forth, and not at all when summed: gradient noise and nothing else."""
     z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
     with numpyro.plate("row", len(pulls), subsample_size=batch_size) as i:
         numpyro.factor("pull", pulls[i] @ z)

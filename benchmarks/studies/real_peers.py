@@ -134,9 +134,9 @@ def cell(value, digits):
     return f"{number:,.{digits}f}" + (f" ({site})" if site else "")
 
 
-def slowest(row, whats=("ess", "ess_square")):
+def slowest(row, which=("ess", "ess_square")):
     """The fewest effective draws, where all of them are known."""
-    found = [row.get(what) for what in whats]
+    found = [row.get(what) for what in which]
     return min(value[0] for value in found) if all(found) else None
 
 
