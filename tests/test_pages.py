@@ -1,4 +1,4 @@
-"""The code of a documentation page that is no notebook."""
+"""The code of documentation pages that are no notebooks, and links of pages that Sphinx does not see."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
 @pytest.mark.slow
@@ -60,3 +61,22 @@ def test_pairs_of_migrating_run():
         exec(here, scope)
         mean = scope["mcmc"].get_samples()["beta"].mean(0)
         assert abs(mean[0] - 1) < 0.5 and abs(mean[1]) < 0.5
+
+
+def anchors(page):
+    """The names that headings of a Markdown page get from GitHub."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/details.md"])
+def test_links_lead_somewhere(page):
+    # Sphinx checks those of docs/.
+    page = ROOT / page
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for link in (link for link in links if "://" not in link):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} leads to {link}, and no such file is there."
+        if anchor:
+            assert anchor in anchors(target), f"{page.name} leads to {link}, and no such heading is there."
