@@ -73,7 +73,7 @@ def plain(value: Any) -> Any:
 
 def device_memory() -> float:
     """Return the bytes of memory of the first device; on a CPU those of the machine; infinite if unknown."""
-    statistics = jax.devices()[0].memory_stats() or {}
+    statistics = jax.local_devices()[0].memory_stats() or {}
     if limit := statistics.get("bytes_limit"):
         return limit
     ask = getattr(os, "sysconf", None)  # Windows has none.

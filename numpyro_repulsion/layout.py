@@ -9,7 +9,9 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-__all__ = ["PARTICLES", "ROWS", "Layout", "check_mesh", "num_devices", "place_particles"]
+from numpyro_repulsion.processes import are_several
+
+__all__ = ["PARTICLES", "ROWS", "Layout", "check_mesh", "num_devices", "place_everywhere", "place_particles"]
 
 #: The axes of a mesh over which particles and rows of data lie.
 PARTICLES, ROWS = "particles", "rows"
@@ -21,19 +23,20 @@ Tree = TypeVar("Tree")
 
 
 def check_mesh(num_particles: int, num_groups: int) -> None:
-    """Raise ``ValueError`` if particles cannot lie on the devices of the mesh of ``jax.set_mesh``, or for several
-    processes.
+    """Raise ``ValueError`` if particles cannot lie on the devices of the mesh of ``jax.set_mesh``, or if it does not
+    have the devices of all processes.
 
     :param num_particles: the number of all particles.
     :param num_groups: the number of groups that do not interact.
     """
-    if (processes := jax.process_count()) > 1:
-        raise ValueError(
-            f"JAX has {processes} processes here, and each of them would make the same run by itself. A run uses the "
-            "devices of one process: leave out jax.distributed.initialize(), or start each process with another key "
-            "and without it."
-        )
     mesh = jax.sharding.get_abstract_mesh()
+    if are_several() and mesh.size < jax.device_count():
+        raise ValueError(
+            f"JAX has {jax.process_count()} processes here, and each of them would make the same run by itself. Share "
+            f'the run by `with jax.set_mesh(jax.make_mesh(({jax.device_count()},), ("{PARTICLES}",), '
+            "axis_types=(jax.sharding.AxisType.Auto,))):` around it, or start the processes without "
+            "jax.distributed.initialize(), each with a key of its own."
+        )
     if mesh.empty or mesh.size == 1:
         return
     names = mesh.axis_names
@@ -60,6 +63,11 @@ def check_mesh(num_particles: int, num_groups: int) -> None:
 def place_particles(tree: Tree) -> Tree:
     """Put arrays ``(L, ...)`` on the devices of the mesh, each with its particles."""
     return tree if num_devices(PARTICLES) == 1 else _placed(tree, PartitionSpec(PARTICLES))
+
+
+def place_everywhere(tree: Tree) -> Tree:
+    """Put whole arrays on all devices if these belong to several processes, so that each process can read them."""
+    return _placed(tree, PartitionSpec()) if are_several() else tree
 
 
 @dataclass(frozen=True)

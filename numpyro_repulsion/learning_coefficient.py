@@ -6,7 +6,6 @@ from functools import partial
 from typing import NamedTuple
 import warnings
 
-import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,7 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse
-from numpyro_repulsion.gradients import ModelTarget, influenced
+from numpyro_repulsion.gradients import ModelTarget, compiled, influenced
 from numpyro_repulsion.gradients.tempering import TEMPERED, untempered
 from numpyro_repulsion.inference_data.chunks import map_draws
 from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, require_draws
@@ -146,7 +145,7 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
         )
     center = {name: jnp.asarray(x, target.prototype[name].dtype) for name, x in local.center.items()}
     try:
-        at_center = jax.jit(partial(_densities, target))(center)
+        at_center = compiled(_densities, target)(center)
         is_random = target.is_random and any(influenced(partial(_listed, target, center), random.key(0)))
     except (TypeError, ValueError) as failure:
         raise ValueError(f"The likelihood over all rows is unknown: {failure}") from failure

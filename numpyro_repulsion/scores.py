@@ -9,7 +9,7 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.gradients import FullData, Gradient, Particle, Target, ravel_cloud
+from numpyro_repulsion.gradients import FullData, Gradient, Particle, Target, compiled, ravel_cloud
 from numpyro_repulsion.kernels import bound_of, chosen_draws, kernel_of, require_draws
 
 __all__ = ["score_at", "scores"]
@@ -68,11 +68,14 @@ def score_at(
     :param draws: in the form of ``get_samples``, with a leading axis.
     """
 
-    def score(point):
-        key, z = point
-        return -gradient.energy_and_grad(key, target, unravel, z[None, None])[1][0, 0]
+    def scores(target, points):
+        def score(point):
+            key, z = point
+            return -gradient.energy_and_grad(key, target, unravel, z[None, None])[1][0, 0]
 
-    z = jax.jit(jax.vmap(target.unconstrain))(draws)
+        return lax.map(score, points)
+
+    z = compiled(lambda target, draws: jax.vmap(target.unconstrain)(draws), target)(draws)
     flat, unravel = ravel_cloud(z)
     keys = random.split(random.key(0) if rng_key is None else rng_key, len(flat))
-    return flat, jax.jit(lambda points: lax.map(score, points))((keys, flat))
+    return flat, compiled(scores, target)((keys, flat))

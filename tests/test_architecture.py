@@ -27,12 +27,14 @@ ARROWS = {
     "shapes": ({"jax", "jaxtyping"}, set()),
     "version": (set(), set()),
     # The progress bar is NumPyro's.
-    "rows": (MATHEMATICS | {"tqdm"}, {"layout"}),
-    "layout": (MATHEMATICS, set()),
+    "rows": (MATHEMATICS | {"tqdm"}, {"digests", "layout", "processes"}),
+    "processes": (MATHEMATICS, set()),
+    "digests": (MATHEMATICS, set()),
+    "layout": (MATHEMATICS, {"processes"}),
     "interactions": (MATHEMATICS, {"checks", "noise", "shapes"}),
     "schedules": (MATHEMATICS, {"checks"}),
     "dynamics": (MATHEMATICS, {"checks", "noise", "shapes", "interactions"}),
-    "gradients": (HOST, {"checks", "layout", "noise", "rows", "shapes"}),
+    "gradients": (HOST, {"checks", "layout", "noise", "processes", "rows", "shapes"}),
     "localized": (HOST, {"checks", "gradients"}),
     "starts": (HOST, {"checks"}),
     "targets": (HOST, set()),
@@ -42,7 +44,10 @@ ARROWS = {
         HOST,
         {
             "checks",
+            "digests",
             "findings",
+            "processes",
+            "rows",
             "shapes",
             "interactions",
             "schedules",
@@ -70,8 +75,11 @@ ARROWS = {
         HOST | {"matplotlib"},
         {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data", "predictions"},
     ),
-    "checkpointing": (HOST | {"tqdm"}, {"checks", "rows", "version", "gradients", "kernels"}),
-    "__init__": (set(), {name.split(".")[0] for name in FILES} - {"checks", "noise", "shapes", "targets"}),
+    "checkpointing": (HOST | {"tqdm"}, {"checks", "digests", "layout", "processes", "version", "gradients", "kernels"}),
+    "__init__": (
+        set(),
+        {name.split(".")[0] for name in FILES} - {"checks", "digests", "noise", "processes", "shapes", "targets"},
+    ),
 }
 
 

@@ -17,10 +17,10 @@ from numpyro_repulsion.checkpointing.draws import DrawFile, checksum, make_room
 from numpyro_repulsion.checkpointing.identity import PROGRAMS, compare_densities, differences, makers
 from numpyro_repulsion.checkpointing.stored import Torn, pack, replace, unpack
 
-__all__ = ["Directory", "Draws", "load_draws"]
+__all__ = ["DRAWS", "Directory", "Draws", "load_draws"]
 
 _NOTHING: dict[str, Any] = {"iteration": 0, "rows": [0, 0]}
-_RUN, _DRAWS, _STATES = "run.json", "draws", ("state-0.npz", "state-1.npz")
+_RUN, DRAWS, _STATES = "run.json", "draws", ("state-0.npz", "state-1.npz")
 
 
 class Draws(NamedTuple):
@@ -74,7 +74,7 @@ def load_draws(directory: str | os.PathLike) -> Draws:
     extra_fields: dict[str, np.ndarray] = {}
     for file in itertools.starmap(DrawFile, run["files"]):
         group = samples if file.is_sample else extra_fields
-        group[file.name] = file.map(path / _DRAWS)[:, : note["rows"][1]]
+        group[file.name] = file.map(path / DRAWS)[:, : note["rows"][1]]
     return Draws(samples, extra_fields, note["iteration"], note["iteration"] == run["num_iterations"])
 
 
@@ -133,14 +133,14 @@ class Directory:
                     stacklevel=4,
                 )
         else:
-            strange = {x.name for x in self.path.iterdir() if not x.name.startswith(".")} - {_DRAWS, f"{_RUN}.part"}
+            strange = {x.name for x in self.path.iterdir() if not x.name.startswith(".")} - {DRAWS, f"{_RUN}.part"}
             if strange:
                 raise ValueError(
                     f"{self.path} contains other files ({', '.join(sorted(strange)[:3])}) and no run; give a new or "
                     "empty directory."
                 )
             size = sum(file.num_bytes for file in files) / 2**20
-            self._saving(lambda: make_room(self.path / _DRAWS, files), f"there is no room for {size:.1f} MiB of draws")
+            self._saving(lambda: make_room(self.path / DRAWS, files), f"there is no room for {size:.1f} MiB of draws")
             self._run = {
                 "identity": identity,
                 "densities": densities(),
@@ -151,14 +151,14 @@ class Directory:
             self._saving(lambda: replace(path, json.dumps(self._run, indent=1).encode()), "the run cannot be begun")
         self._draws = [DrawFile(*file) for file in self._run["files"]]
         for file in self._draws:
-            name = self.path / _DRAWS / file.file
+            name = self.path / DRAWS / file.file
             size = name.stat().st_size if name.exists() else 0
             if size != file.file_size:
                 raise ValueError(
                     f"{name} has {size} bytes, not {file.file_size}: draws were lost. Delete {self.path} to begin "
                     "again."
                 )
-            self._files.append(file.open(self.path / _DRAWS))
+            self._files.append(file.open(self.path / DRAWS))
 
     def _require_same(self, identity, densities, has_other_makers, is_opaque):
         saved = self._run["identity"]
@@ -222,7 +222,7 @@ class Directory:
 
     def draws(self) -> list[np.ndarray]:
         """Return all draws, ``(chains, draws, ...)``, mapped from disk, in the order of the files."""
-        return [file.map(self.path / _DRAWS) for file in self._draws]
+        return [file.map(self.path / DRAWS) for file in self._draws]
 
     def close(self) -> None:
         """Close the files and releases the lock on the directory."""

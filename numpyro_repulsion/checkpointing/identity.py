@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-import hashlib
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,16 +15,14 @@ from numpyro.infer import MCMC
 from numpyro.infer.util import compute_log_probs
 
 from numpyro_repulsion.checkpointing.program import Program
-from numpyro_repulsion.gradients import ModelTarget, fingerprint
+from numpyro_repulsion.digests import digest
+from numpyro_repulsion.gradients import ModelTarget, compiled, fingerprint
 from numpyro_repulsion.kernels import arguments, bound_of
-from numpyro_repulsion.kernels.origin import words
-from numpyro_repulsion.rows import Rows
+from numpyro_repulsion.kernels.agreement import described
 from numpyro_repulsion.version import __version__
 
-__all__ = ["PROGRAMS", "compare_densities", "densities", "differences", "digest", "identify", "makers"]
+__all__ = ["PROGRAMS", "compare_densities", "densities", "differences", "identify", "makers"]
 
-#: Counts of updates at which schedules are evaluated.
-_COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)
 #: Entries that are programs: other versions of JAX make other programs from the same functions.
 PROGRAMS = ("what an iteration computes", "how particles start")
 #: Relative to one plus its size, a density may differ by this much if another program rounds it.
@@ -39,32 +36,18 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
     :param collected: shapes of one draw, by field.
     :param programs: the programs of an iteration and of the start.
     """
-    kernel = mcmc.sampler
     identity = {
-        "kernel": type(kernel).__name__,
         "key": digest(rng_key),
         "init_params": digest(init_params),
         "post_warmup_state": digest(mcmc.post_warmup_state),
-        "step_size": _schedule(kernel.step_size),
-        "preconditioner": kernel.preconditioner if _is_word(kernel.preconditioner) else digest(kernel.preconditioner),
     }
     identity |= {f"unconstrained site {name}": kind for name, kind in _shapes(state.z).items()}
     identity |= {f"field {name}": kind for name, kind in _shapes(collected).items()}
-    for name in ("interaction", "dynamics", "gradient", "moves", "init_strategy"):
-        identity[name] = words(getattr(kernel, name))
-    weight = getattr(kernel.interaction, "weight", None)
-    if callable(weight):
-        identity["weight of the interaction"] = _schedule(weight)
-    for name in ("num_steps", "num_ensembles", "reparam"):
-        identity[name] = getattr(kernel, name)
     for name in ("num_warmup", "num_samples", "thinning", "num_chains", "chain_method"):
         identity[name] = getattr(mcmc, name)
     if mcmc.num_chains == 1:
         del identity["chain_method"]
-    given = dict(zip(("args", "kwargs"), arguments(mcmc), strict=True))
-    for path, leaf in jax.tree.leaves_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows)):
-        found = f"digest {leaf.digest()}" if isinstance(leaf, Rows) else digest(leaf)
-        identity[f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}"] = found
+    identity |= described(mcmc.sampler, *arguments(mcmc))
     return identity | {name: program.digest for name, program in zip(PROGRAMS, programs, strict=True)}
 
 
@@ -96,7 +79,7 @@ def densities(mcmc: MCMC, state) -> dict[str, list]:
     target = bound_of(mcmc).target
     names: list[str] = []
 
-    def log_densities(position):
+    def log_densities(target, position):
         found = {"the potential energy": fingerprint(target, unravel, position)}
         if isinstance(target, ModelTarget) and not target.discrete:
             rows = {name: jnp.asarray(np.arange(b) * n // b) for name, (n, b) in target.plates.items()}
@@ -110,14 +93,14 @@ def densities(mcmc: MCMC, state) -> dict[str, list]:
 
     direction = jnp.cos(1.0 + jnp.arange(flat.size, dtype=flat.dtype))
 
-    @jax.jit
-    def look(position):
-        slopes = jax.jacrev(log_densities)(position)
-        return jnp.stack([log_densities(position), jnp.linalg.norm(slopes, axis=-1), slopes @ direction], -1)
+    def look(target, position):
+        slopes = jax.jacrev(partial(log_densities, target))(position)
+        return jnp.stack([log_densities(target, position), jnp.linalg.norm(slopes, axis=-1), slopes @ direction], -1)
 
     line = jnp.linspace(-0.5, 0.5, flat.size, dtype=flat.dtype)
     with jax.debug_nans(False):
-        points = [np.asarray(look(position), float) for position in (line + 0.1, 0.2 * line, 1.0 - line, -1.0 + line)]
+        see = compiled(look, target)
+        points = [np.asarray(see(position), float) for position in (line + 0.1, 0.2 * line, 1.0 - line, -1.0 + line)]
     return {
         name: [[float(x) for x in point[i]] if np.isfinite(point[i]).all() else None for point in points]
         for i, name in enumerate(names)
@@ -140,46 +123,15 @@ def compare_densities(saved: dict[str, list], now: dict[str, list]) -> list[str]
 
 
 def makers() -> dict[str, str]:
-    """Return the versions and the device that compute; others may round differently."""
-    device = jax.devices()[0]
+    """Return the versions and the devices that compute; others may round differently."""
+    device, mesh = jax.devices()[0], jax.sharding.get_abstract_mesh()
+    shared = "" if mesh.empty else f", {dict(mesh.shape)} by {jax.process_count()} processes"
     return {
         "jax": jax.__version__,
         "numpyro": numpyro.__version__,
         "numpyro-repulsion": __version__,
-        "device": f"{device.platform} {device.device_kind}",
+        "device": f"{device.platform} {device.device_kind}{shared}",
     }
-
-
-def digest(tree) -> str | None:
-    """Return a digest of a pytree: values, shapes and types of arrays, and other leaves in words."""
-    if tree is None:
-        return None
-    found = hashlib.blake2b(digest_size=16)
-    leaves = jax.tree.leaves_with_path(tree)
-    for path, leaf in leaves:
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            found.update(str(leaf.dtype).encode())
-            leaf = jax.random.key_data(leaf)
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic) and leaf.dtype.kind != "O":
-            leaf = np.asarray(leaf)
-            found.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-            found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
-        else:
-            found.update(f"{jax.tree_util.keystr(path)} {words(leaf)}".encode())
-    if len(leaves) == 1 and isinstance(leaves[0][1], bool | int | float | str):
-        return repr(leaves[0][1])
-    return f"digest {found.hexdigest()}"
-
-
-def _is_word(value):
-    return value is None or isinstance(value, str)
-
-
-def _schedule(schedule: Callable | Any) -> str:
-    if not callable(schedule):
-        return words(schedule)
-    # Schedules of optax are functions, which do not show their settings.
-    return f"{words(schedule)}: {[float(schedule(jnp.asarray(n))) for n in _COUNTS]}"
 
 
 def _shapes(tree) -> dict[str, str]:

@@ -17,6 +17,7 @@ from numpyro_repulsion.checkpointing.program import Program, trace
 from numpyro_repulsion.kernels.callbacks import silenced
 from numpyro_repulsion.kernels.mcmc import arguments, collected_fields, compiled_functions, jits_arguments
 from numpyro_repulsion.kernels.origin import check_chains
+from numpyro_repulsion.layout import place_everywhere
 
 __all__ = ["Loop", "starts", "unweakened"]
 
@@ -122,7 +123,8 @@ class Loop:
 
                 return value, jax.tree.map(put, collected, collect(value))
 
-            return lax.fori_loop(first, stop, iterate, (value, collected))
+            (state, *given), collected = lax.fori_loop(first, stop, iterate, (value, collected))
+            return (place_everywhere(state), *given), place_everywhere(collected)
 
         return jax.jit(advance, donate_argnums=6)
 

@@ -11,8 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.digests import words
 from numpyro_repulsion.kernels.callbacks import silenced
-from numpyro_repulsion.kernels.origin import words
 
 __all__ = ["Program", "trace"]
 

@@ -19,9 +19,12 @@ from numpyro_repulsion.checkpointing.draws import plan
 from numpyro_repulsion.checkpointing.identity import densities, identify
 from numpyro_repulsion.checkpointing.loop import Loop, starts, unweakened
 from numpyro_repulsion.checkpointing.program import trace
+from numpyro_repulsion.checkpointing.shared import SharedDirectory
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.kernels import bound_of, kernel_of
-from numpyro_repulsion.kernels.mcmc import arguments, set_arguments, set_results
+from numpyro_repulsion.kernels.agreement import require_agreement
+from numpyro_repulsion.kernels.mcmc import arguments, jit_spread_arguments, set_arguments, set_results
+from numpyro_repulsion.processes import are_several, here, must_stop
 
 __all__ = ["run_in_pieces"]
 
@@ -99,10 +102,13 @@ def run_in_pieces(
                 f"`init_params` must have one start for each chain, a leading axis of {mcmc.num_chains}; got "
                 f"shapes {shapes}."
             )
-    bound_of(mcmc).share_data()
+    jit_spread_arguments(mcmc)
     keys = random.split(rng_key, mcmc.num_chains) if mcmc.num_chains > 1 and is_prng_key(rng_key) else rng_key
+    require_agreement(mcmc.sampler, keys, mcmc.num_warmup, init_params or mcmc.post_warmup_state, args, kwargs)
+    bound_of(mcmc).share_data()
     num_warmup = 0 if mcmc.post_warmup_state is not None else mcmc.num_warmup
-    store = _Memory() if directory is None else Directory(directory, num_warmup + mcmc.num_samples)
+    kind = SharedDirectory if are_several() else Directory
+    store = _Memory() if directory is None else kind(directory, num_warmup + mcmc.num_samples)
     try:
         _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup)
     finally:
@@ -132,14 +138,17 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
     elif states is None:
         states = begin()
     with _Bar(mcmc, num_warmup, loop, done) as bar:
-        while done < loop.num_iterations:
+        for number in range(-(-(loop.num_iterations - done) // piece_size)):
             stop = min(done + piece_size, loop.num_iterations)
             states, draws = _piece(loop, states, done, stop, piece_size, bar)
             store.save(stop, states, loop.rows(done), draws)
             done = stop
+            if must_stop(number):
+                kept = "The same call continues from there." if store.is_lasting else "Nothing is kept."
+                raise SystemExit(f"A signal stopped the run after {done} of {loop.num_iterations} iterations. {kept}")
     found = jax.tree.unflatten(jax.tree.structure(loop.prototype), store.draws())
     last_state = states[0] if loop.is_joint else jax.tree.map(lambda *x: jnp.stack(x), *states)
-    set_results(mcmc, {name: found[name] for name in loop.fields}, last_state)
+    set_results(mcmc, {name: found[name] for name in loop.fields}, here(last_state))
 
 
 def _piece(loop, states, first, stop, piece_size, bar):
@@ -199,7 +208,7 @@ class _Bar:
         self._kernel, self._num_warmup = mcmc.sampler, num_warmup
         copies = 1 if loop.is_joint else mcmc.num_chains
         self._bar = None
-        if mcmc.progress_bar and done < loop.num_iterations:
+        if mcmc.progress_bar and done < loop.num_iterations and jax.process_index() == 0:
             self._bar = tqdm.tqdm(total=copies * loop.num_iterations, initial=copies * done)
         self._rate, self._stride, self._since = mcmc.progress_rate, 1, None
 
@@ -211,6 +220,8 @@ class _Bar:
             self._bar.close()
 
     def stride(self, piece_size):
+        if are_several():  # They must make the same calls, whatever their clocks say.
+            return self._rate or piece_size
         return piece_size if self._bar is None else self._rate or self._stride
 
     def move(self, at, to, state):

@@ -20,7 +20,7 @@ from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference,
 from numpyro_repulsion.gradients.posterior import ModelTarget
 from numpyro_repulsion.gradients.subsampling import check_rows
 from numpyro_repulsion.gradients.sweeps import Sweeps
-from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target
+from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled
 
 __all__ = [
     "SVRG",
@@ -39,6 +39,7 @@ __all__ = [
     "Sweeps",
     "Target",
     "check_rows",
+    "compiled",
     "evaluate_reference",
     "draw_indices",
     "fingerprint",

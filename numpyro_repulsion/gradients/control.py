@@ -19,7 +19,7 @@ from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
-from numpyro_repulsion.gradients.target import Target
+from numpyro_repulsion.gradients.target import Target, compiled
 from numpyro_repulsion.shapes import Scalar, Vector
 
 __all__ = [
@@ -235,11 +235,17 @@ def full_gradient(
 
 
 def is_finite_on_all_rows(target: Target) -> bool:
-    """Whether U is finite at an arbitrary particle, over all rows; true where values are unknown."""
+    """Whether U and ∇U are finite at an arbitrary particle, over all rows; true where values are unknown."""
     # Compiled, because NumPyro checks the parameters of distributions if their values are known.
-    position, unravel = ravel_pytree(jax.jit(lambda: target.draw(jax.random.key(0), init_to_uniform))())
-    energy = jax.jit(lambda z: full_gradient(jax.random.key(0), target, unravel, z, CHECKED_AT_ONCE)[0])(position)
-    return bool(np.isfinite(energy)) if not_jax_tracer(energy) else True
+    position, unravel = ravel_pytree(compiled(lambda target: target.draw(jax.random.key(0), init_to_uniform), target)())
+
+    def look(target, z):
+        # U alone would not do: to NumPyro's Bernoulli distribution, a NaN among its logits is a likelihood of 1 or 0.
+        energy, gradient = full_gradient(jax.random.key(0), target, unravel, z, CHECKED_AT_ONCE)
+        return jnp.isfinite(energy) & jnp.isfinite(gradient).all()
+
+    is_finite = compiled(look, target)(position)
+    return bool(is_finite) if not_jax_tracer(is_finite) else True
 
 
 def fingerprint(target: Target, unravel: Callable, position: Vector) -> Scalar:

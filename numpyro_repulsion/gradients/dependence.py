@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.gradients.folding import evaluate
+from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rows import TAKE_ROWS
 
 __all__ = ["CALLS", "EQUAL", "OTHER", "POSITION", "Fact", "Overrun", "Reader", "influenced"]
@@ -207,7 +208,8 @@ def _scan_parts(params, inputs):
 
 def _constant(value):
     shape = tuple(jnp.shape(value))
-    is_known = not isinstance(value, jax.core.Tracer) and np.prod(shape) <= MAX_CONSTANT
+    is_here = not isinstance(value, jax.core.Tracer) and not is_spread(value)
+    is_known = is_here and np.prod(shape) <= MAX_CONSTANT
     if not (is_known and getattr(getattr(value, "dtype", np.result_type(type(value))), "kind", "V") in "biuf"):
         return Fact.of(shape)
     value = np.asarray(value)

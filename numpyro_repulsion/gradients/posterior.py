@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import copy
-from functools import partial
 
 import jax
 from jax import random
@@ -23,7 +22,7 @@ from numpyro_repulsion.gradients.location_scale import centred_energy, location_
 from numpyro_repulsion.gradients.products import Products
 from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, find_nan
 from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
-from numpyro_repulsion.gradients.target import Indices, SitesTarget
+from numpyro_repulsion.gradients.target import Indices, SitesTarget, compiled
 from numpyro_repulsion.gradients.tempering import untempered
 from numpyro_repulsion.gradients.translations import Translations
 from numpyro_repulsion.gradients.usage import check_bounds, check_latent, check_sites, read_usage, rows_outside
@@ -92,11 +91,11 @@ class ModelTarget(SitesTarget):
 
     def _share_traces(self):
         """Compile functions so that the model runs only once for each shape of their arguments."""
-        self._energy = jax.jit(self._potential_energy)
-        self._evaluate = jax.jit(self._evaluation)
-        self._constrained = jax.jit(self._constrained_values)
-        self.centred_energy = jax.jit(partial(centred_energy, self))
-        self.recovered = jax.jit(partial(recovered, self))
+        self._energy = compiled(ModelTarget._potential_energy, self)
+        self._evaluate = compiled(ModelTarget._evaluation, self)
+        self._constrained = compiled(ModelTarget._constrained_values, self)
+        self.centred_energy = compiled(centred_energy, self)
+        self.recovered = compiled(recovered, self)
 
     @property
     def structure(self):
@@ -261,7 +260,7 @@ class ModelTarget(SitesTarget):
         # All rows of `Rows` may exceed memory.
         if not host_rows((self.args, self.kwargs)):
             with suppress(TypeError, ValueError):  # A model that works for its own number of rows only.
-                observations = jax.jit(self.observations)()
+                observations = compiled(ModelTarget.observations, self)()
         return find_nan(self.args, self.kwargs, observations)
 
     def unconstrain(self, x):

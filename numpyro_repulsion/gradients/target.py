@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.shapes import RowNumbers, Scalar
 
-__all__ = ["FunctionTarget", "Indices", "Particle", "SitesTarget", "Target"]
+__all__ = ["FunctionTarget", "Indices", "Particle", "SitesTarget", "Target", "compiled"]
 
 Particle = Any
 #: ``{plate: rows}``
@@ -110,3 +112,20 @@ class FunctionTarget(Target):
                 "Return a sum, such as jnp.sum(...)."
             )
         return energy
+
+
+def compiled(function: Callable, target: Target) -> Callable:
+    """Return the compiled function ``(*given) -> function(target, *given)``.
+
+    The arguments of the model are constants of the program, but for arrays of which no process has the whole.
+    """
+    leaves, structure = jax.tree.flatten((target.args, target.kwargs))
+    spread = {number: leaf for number, leaf in enumerate(leaves) if is_spread(leaf)}
+    if not spread:
+        return jax.jit(partial(function, target))
+
+    def program(spread, *given):
+        args, kwargs = jax.tree.unflatten(structure, [spread.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return function(target.with_arguments(args, kwargs), *given)
+
+    return partial(jax.jit(program), spread)

@@ -11,7 +11,7 @@ import numpy as np
 
 from numpyro.distributions import ExpandedDistribution, Independent, MaskedDistribution
 
-from numpyro_repulsion.gradients import ModelTarget, influenced
+from numpyro_repulsion.gradients import ModelTarget, compiled, influenced
 
 __all__ = ["Observations", "observe"]
 
@@ -50,7 +50,7 @@ def observe(target: ModelTarget | None) -> Observations:
     if target is None or not target.observed:
         return Observations({}, {})
     try:
-        values, masks = jax.jit(lambda: _observed(target.sites({}), target.observed))()
+        values, masks = compiled(lambda target: _observed(target.sites({}), target.observed), target)()
         moved = _moved(target)
     except (TypeError, ValueError) as error:
         if not target.plates:

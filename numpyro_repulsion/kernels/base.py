@@ -19,6 +19,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import Finding
 from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
+from numpyro_repulsion.kernels.agreement import require_agreement
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence, warn_on_host
 from numpyro_repulsion.kernels.initialization import Initializer
@@ -48,7 +49,7 @@ from numpyro_repulsion.kernels.state import (
     row_seed,
     whitened_cloud,
 )
-from numpyro_repulsion.layout import place_particles
+from numpyro_repulsion.layout import place_everywhere, place_particles
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup import Stage, diagnose_warmup
@@ -182,6 +183,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         if not isinstance(state, ParticleState):
             return True
         self._num_shown = int(np.max(state.num_divergences))
+        require_agreement(self, None, 0, state, *arguments(mcmc))
         self.bind(*arguments(mcmc)).share_data()
         return check_chains(state, mcmc)
 
@@ -230,6 +232,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         check_groups(size, self.num_ensembles, self.interaction.interacts)
         if num_warmup == 0 and self.schedule is None:
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
+        require_agreement(self, rng_key, num_warmup, init_params, model_args, model_kwargs)
         bound = self.bind(model_args, model_kwargs)
         self._initializer.check_data(bound, mcmc, size)
         check_init_params(init_params, bound.target, size)
@@ -244,8 +247,8 @@ class ParticleKernel(Fixed, MCMCKernel):
     def sample(self, state, model_args, model_kwargs):
         """Make one MCMC iteration: ``num_steps`` updates of all particles."""
         is_single = jnp.ndim(state.potential_energy) == 0
-        if is_single:
-            state = map_particles(lambda x: x[None], state)
+        # At both ends, so that the loops of callers leave the state there.
+        state = place_everywhere(map_particles(lambda x: x[None], state) if is_single else state)
         warmup, size = state.warmup, state.potential_energy.shape[0]
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         plan = iteration.plan
@@ -279,7 +282,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             row_seed=jnp.stack([iteration.row_seed, last_word(rng_key)]),
             origin=state.origin,
         )
-        return map_particles(lambda x: x[0], state) if is_single else state
+        return place_everywhere(map_particles(lambda x: x[0], state) if is_single else state)
 
     def parts(self, state: ParticleState, args, kwargs) -> tuple[Iteration, Cloud]:
         """Return the iteration for a state, and its particles in whitened coordinates, ``(G, L, d)``."""

@@ -10,11 +10,11 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.gradients import ModelTarget, Target, fingerprint, ravel_cloud
+from numpyro_repulsion.gradients import ModelTarget, Target, compiled, fingerprint, ravel_cloud
 from numpyro_repulsion.interactions import Independent
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.mcmc import arguments, draws
+from numpyro_repulsion.kernels.mcmc import arguments, bring_here, draws
 
 __all__ = [
     "bound_of",
@@ -46,6 +46,7 @@ def kernel_of(mcmc: object, who: str, instead: str = "") -> ParticleKernel:
             f"{who} takes a numpyro.infer.MCMC with a kernel of this package, such as SGLDR(model); got "
             f"{type(mcmc).__name__}{f' with {type(kernel).__name__}' if kernel is not None else ''}.{instead}"
         )
+    bring_here(mcmc)
     return kernel
 
 
@@ -120,7 +121,7 @@ def has_other_data(mcmc: MCMC) -> bool:
     target = bound_of(mcmc).target
     is_single = np.ndim(state.potential_energy) == 0
     _, unravel = ravel_cloud(jax.tree.map(lambda x: jnp.asarray(x)[None], state.z) if is_single else state.z)
-    found = float(jax.jit(lambda z: fingerprint(target, unravel, z))(position))
+    found = float(compiled(lambda target, z: fingerprint(target, unravel, z), target)(position))
     known = float(known)
     # Another program may round differently, especially where terms cancel.
     return np.isfinite(known) and not abs(found - known) <= TOLERANCE * (1.0 + abs(known))

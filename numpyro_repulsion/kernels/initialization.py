@@ -32,7 +32,7 @@ from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.kernels.requirements import check_room, check_tournament
 from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
-from numpyro_repulsion.layout import place_particles
+from numpyro_repulsion.layout import place_everywhere, place_particles
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import MIN_PARTICLES, WarmupState
@@ -179,7 +179,7 @@ class Initializer:
             row_seed=jnp.stack([last_word(memory_key), last_word(state_key)]),
             origin=Origin.of(kernel, plan, bound.gradient, cloud, num_warmup),
         )
-        return state, cloud, self._smallest_eigenvalue(u, bandwidth)
+        return place_everywhere((state, cloud, self._smallest_eigenvalue(u, bandwidth)))
 
     def _smallest_eigenvalue(self, u, bandwidth):
         """Return the smallest eigenvalue of K: 1 if K is always positive definite, NaN if K is not finite."""
@@ -255,7 +255,10 @@ class Initializer:
         if not target.plates or self._checked is target:
             return
         if (found := target.find_nan()) and not is_finite_on_all_rows(target):
-            raise ValueError(f"The data contain NaN: {'; '.join(found)}. Remove these rows, or mask them.")
+            raise ValueError(
+                f"The data contain NaN: {'; '.join(found)}. Remove these rows. To mask them, replace NaN by numbers as "
+                "well: the gradient of a masked NaN is NaN."
+            )
         self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
 
     def check(self, target, cloud, eigenvalue, given):

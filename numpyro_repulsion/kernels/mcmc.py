@@ -11,12 +11,17 @@ import jax
 
 from numpyro.infer import MCMC
 
+from numpyro_repulsion.processes import are_several, here, is_spread
+from numpyro_repulsion.rows import Rows
+
 __all__ = [
     "arguments",
+    "bring_here",
     "collected_fields",
     "compiled_functions",
     "draws",
     "entering_mcmc",
+    "jit_spread_arguments",
     "jits_arguments",
     "set_arguments",
     "set_results",
@@ -37,6 +42,12 @@ def set_arguments(mcmc: MCMC, args: tuple, kwargs: dict) -> None:
 def draws(mcmc: MCMC) -> dict[str, Any] | None:
     """Return the collected fields, ``(chains, draws, ...)``, or ``None`` before a run."""
     return mcmc._states
+
+
+def bring_here(mcmc: MCMC) -> None:
+    """Replace results that lie on the devices of several processes by those of this process."""
+    if are_several() and mcmc._states is not None:
+        set_results(mcmc, here(mcmc._states), here(mcmc._last_state))
 
 
 def set_results(mcmc: MCMC, states: dict[str, Any], last_state: Any) -> None:
@@ -62,6 +73,16 @@ def jits_arguments(mcmc: MCMC) -> bool:
     return mcmc._jit_model_args
 
 
+def jit_spread_arguments(mcmc: MCMC) -> None:
+    """Make the model's arguments inputs of the compiled program if no process has the whole of some of them: JAX allows
+    such arrays nowhere else."""
+    if not are_several():
+        return
+    leaves = jax.tree.leaves((mcmc._args, mcmc._kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
+    if any(is_spread(leaf) or isinstance(leaf, Rows) for leaf in leaves):
+        mcmc._jit_model_args = True
+
+
 def entering_mcmc() -> MCMC | None:
     """Return the ``MCMC`` whose method called the caller of this function; NumPyro offers kernels no other way.
 
@@ -74,6 +95,7 @@ def entering_mcmc() -> MCMC | None:
     if getattr(mcmc, "_had_bar", mcmc.progress_bar) != mcmc.progress_bar:
         mcmc._cache.clear()
     mcmc._had_bar = mcmc.progress_bar
+    jit_spread_arguments(mcmc)
     return mcmc
 
 

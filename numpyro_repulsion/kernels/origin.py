@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 import hashlib
-import re
 from typing import Protocol
 
 import jax
@@ -14,13 +13,14 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
+from numpyro_repulsion.digests import words
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Target
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import Settings
 from numpyro_repulsion.warmup import WarmupPlan, WarmupState
 
-__all__ = ["Origin", "check_chains", "check_state", "words"]
+__all__ = ["Origin", "check_chains", "check_state"]
 
 _CALL = "set mcmc.post_warmup_state = None and call mcmc.run(key, ..., init_params=state.z)"
 _ANEW = f"to start again from its positions, {_CALL}"
@@ -181,11 +181,6 @@ def check_chains(state: State, mcmc: MCMC) -> bool:
             "would be draws of warmup. Set mcmc.post_warmup_state = None and start again."
         )
     return number > 1 and not is_stacked
-
-
-def words(part: object) -> str:
-    """Return the ``repr`` of a part without addresses, which differ between processes."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
 
 
 def _check_precision(state, target):

@@ -15,6 +15,7 @@ from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps,
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
+from numpyro_repulsion.processes import are_several
 
 __all__ = [
     "can_jump",
@@ -112,8 +113,13 @@ def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
     kept = jax.eval_shape(target.constrain, target.prototype)
     each = sum(site.size * site.dtype.itemsize for site in jax.tree.leaves(kept))
     count = mcmc.num_samples // mcmc.thinning
-    # Each device of a mesh has the draws of its particles; those of a CPU share their memory.
-    memory = device_memory() * (1 if jax.default_backend() == "cpu" else num_devices(PARTICLES))
+    # Each device of a mesh has the draws of its particles, or all draws if processes are several; those of a CPU share
+    # their memory.
+    memory, is_cpu = device_memory(), jax.default_backend() == "cpu"
+    if are_several():
+        memory /= jax.local_device_count() if is_cpu else 1
+    else:
+        memory *= 1 if is_cpu else num_devices(PARTICLES)
     if each * size * count > memory:
         raise ValueError(
             f"{count} draws of {size} particles would take {each * size * count / 2**30:.1f} GiB, and the device has "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 import hashlib
 import mmap
 from os import PathLike
@@ -12,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.layout import ROWS, num_devices
+from numpyro_repulsion.digests import digest, has_parts
+from numpyro_repulsion.processes import are_several, is_spread
 from numpyro_repulsion.rows.conversion import convert, opened
 from numpyro_repulsion.rows.primitive import TAKE_ROWS
 from numpyro_repulsion.rows.shards import Shards
 
-__all__ = ["Rows", "count_nan", "host_rows", "share_rows"]
+__all__ = ["Rows"]
 
 #: Passes over all rows read about this many bytes at once.
 BLOCK_BYTES = 1 << 26
@@ -186,14 +188,17 @@ class Rows:
 
         :raises ValueError: for an array that is on a device already.
         """
-        if not self.is_on_host:
+        if not self.is_on_host and len(self.source.sharding.device_set) == 1:
             raise ValueError(
                 f"{self!r} is an array of JAX, which lies on its device; to share its rows among the devices of the "
                 "mesh, write Rows(numpy.asarray(array))."
             )
         known = self._shards
         if known is None or known.mesh != mesh or known.block_size < block_size:
-            self._shards = Shards(self.fetch, self.shape, mesh, block_size)
+            if self.is_on_host:
+                self._shards = Shards.read(self.fetch, self.shape, mesh, block_size)
+            else:
+                self._shards = Shards.of_array(self.source, self.shape, mesh, block_size)
 
     def shards(self) -> Shards | None:
         """Return the shares on the devices of the mesh in use, if there are any."""
@@ -204,11 +209,17 @@ class Rows:
         """Return how many numbers are NaN, by reading all rows once."""
         if self._num_nan is None:
             is_float = jnp.issubdtype(self.source.dtype, jnp.inexact)
-            self._num_nan = sum(int(np.isnan(block).sum()) for block in self.blocks()) if is_float else 0
+            if is_float and is_spread(self.source):
+                with jax.ensure_compile_time_eval():
+                    self._num_nan = int(jnp.isnan(self.source).sum())
+            else:
+                self._num_nan = sum(int(np.isnan(block).sum()) for block in self.blocks()) if is_float else 0
         return self._num_nan
 
     def digest(self) -> str:
         """Return a digest of shape, type and values, of more than 256 MB those of evenly spread blocks of rows."""
+        if has_parts(self.source):
+            return digest(self.source) or ""
         found = hashlib.blake2b(f"{self.shape} {self.source.dtype}".encode(), digest_size=16)
         blocks = self.blocks()
         if self.nbytes > DIGEST_BYTES:
@@ -238,10 +249,18 @@ class Rows:
         return Rows, (source,)
 
     def tree_flatten(self):
+        if self._shards is not None and (are_several() or not self.is_on_host):
+            # No process has all shares, so they must be inputs of a program; and they stand for an array of JAX.
+            return (self._shards.array,), self
         return ((), self) if self.is_on_host else ((self.source,), None)
 
     @classmethod
     def tree_unflatten(cls, whole, children):
+        if whole is not None and children:
+            found = copy(whole)
+            found._shards = copy(whole._shards)
+            found._shards.array = children[0]
+            return found
         if whole is not None:
             return whole
         found = object.__new__(cls)
@@ -299,31 +318,6 @@ class Rows:
         :raises ValueError: if there is none.
         """
         return {name: cls(array) for name, array in opened(directory).items()}
-
-
-def host_rows(tree) -> list[Rows]:
-    """Return the `Rows` in a pytree."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Rows))
-    return [leaf for leaf in leaves if isinstance(leaf, Rows)]
-
-
-def share_rows(rows: list[Rows], block_size: int) -> None:
-    """Put `Rows` on the devices of the mesh of ``jax.set_mesh``, each its share, if the mesh has an axis of rows."""
-    if not rows or num_devices(ROWS) == 1:
-        return
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:
-        return  # While a program is traced, they are there already.
-    for one in rows:
-        one.share(mesh, block_size)
-
-
-def count_nan(array: Any) -> int:
-    """Return how many numbers of an array or of `Rows` are NaN."""
-    if isinstance(array, Rows):
-        return array.count_nan()
-    return int(np.isnan(np.asarray(array)).sum()) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
 
 
 def _reopened(path, dtype, shape, offset):

@@ -22,33 +22,65 @@ class Shards:
     Of R devices, device k owns the rows from ``floor(k N / R)`` to ``floor((k + 1) N / R)``. If R divides B, these are
     exactly ``B / R`` rows of a minibatch with one row from each of B strata.
 
-    :param read: ``rows -> array``, on the host.
-    :param shape: that of all rows.
+    :param total: the number of all rows.
+    :param mesh: the mesh on whose devices they lie.
+    :param block_size: how long blocks may be.
 
-    - **mesh** - the mesh on whose devices they lie.
-    - **block_size** - how long blocks may be.
     - **array** - all shares, ``(R * length, ...)``, each on its device.
     """
 
-    def __init__(self, read: Callable, shape: tuple[int, ...], mesh: jax.sharding.Mesh, block_size: int):
-        count, total = mesh.shape[ROWS], shape[0]
+    array: Any
+
+    def __init__(self, total: int, mesh: jax.sharding.Mesh, block_size: int):
+        count = mesh.shape[ROWS]
         self.mesh, self.block_size, self._total = mesh, block_size, total
         self._first = np.array([k * total // count for k in range(count)])
         self._end = np.append(self._first[1:], total)
         # The last stratum of a share reaches into the next share, where R does not divide N, and so does a block.
-        length = -(-total // count) + block_size
+        self._length = -(-total // count) + block_size
 
-        shares: dict[int, np.ndarray] = {}
+    @staticmethod
+    def read(read: Callable, shape: tuple[int, ...], mesh: jax.sharding.Mesh, block_size: int) -> Shards:
+        """Return the shares of rows on the host.
+
+        :param read: ``rows -> array``.
+        :param shape: that of all rows.
+        """
+        found = Shards(shape[0], mesh, block_size)
+        length, shares = found._length, {}
 
         def share(index):
-            start = int(self._first[(index[0].start or 0) // length])
+            start = int(found._first[(index[0].start or 0) // length])
             if start not in shares:  # Devices for other particles have the same.
-                shares[start] = read((start + np.arange(length)) % total)
+                shares[start] = read((start + np.arange(length)) % shape[0])
             return shares[start]
 
-        self.array = jax.make_array_from_callback(
-            (count * length, *shape[1:]), NamedSharding(mesh, PartitionSpec(ROWS)), share
-        )
+        whole = mesh.shape[ROWS] * length, *shape[1:]
+        found.array = jax.make_array_from_callback(whole, NamedSharding(mesh, PartitionSpec(ROWS)), share)
+        return found
+
+    @staticmethod
+    def of_array(array: jax.Array, shape: tuple[int, ...], mesh: jax.sharding.Mesh, block_size: int) -> Shards:
+        """Return the shares of an array whose rows lie on the devices of several processes.
+
+        :raises ValueError: if the devices cannot have equally many rows each.
+        """
+        count, found = mesh.shape[ROWS], Shards(shape[0], mesh, block_size)
+        if shape[0] % count:
+            raise ValueError(
+                f"The {shape[0]} rows of an array cannot be shared equally by {count} devices. Give a multiple of "
+                f"{count} rows, or Rows of a file that all processes read."
+            )
+
+        def extended(own):
+            # The first rows of the next share.
+            places = [((k + 1) % count, k) for k in range(count)]
+            return jnp.concatenate([own, lax.ppermute(own[:block_size], ROWS, places)])
+
+        specs = PartitionSpec(ROWS)
+        extend = jax.shard_map(extended, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+        found.array = jax.jit(extend)(array)
+        return found
 
     def local(self, array: Any, rows: Any) -> jax.Array:
         """Return rows of the part of a minibatch that lies in the share of the device; inside of ``shard_map``.

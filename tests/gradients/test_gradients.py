@@ -815,6 +815,24 @@ def test_masked_nan_is_no_harm():
     assert is_finite_on_all_rows(ModelTarget(with_holes, (y,), {"mask": True}))
 
 
+def with_missing_covariates(x, mask):
+    slope = numpyro.sample("slope", dist.Normal(0, 1))
+    with numpyro.plate("rows", 7, subsample_size=2) as i, handlers.mask(mask=~jnp.isnan(x[i]) if mask else True):
+        numpyro.sample("y", dist.Bernoulli(logits=slope * x[i]), obs=jnp.zeros(7)[i])
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_nan_is_found_behind_a_likelihood_that_hides_it(mask):
+    x = jnp.ones(7).at[3].set(jnp.nan)
+    target = ModelTarget(with_missing_covariates, (x, mask))
+    energy, gradient = jax.jit(
+        jax.value_and_grad(lambda z: target.potential_energy({"slope": z}, {"rows": jnp.array([3])}, KEY))
+    )(0.5)
+    assert jnp.isfinite(energy) and jnp.isnan(gradient)
+    assert not is_finite_on_all_rows(target)
+    assert is_finite_on_all_rows(ModelTarget(with_missing_covariates, (jnp.ones(7), mask)))
+
+
 def test_clean_data_have_no_nan():
     target = ModelTarget(with_holes, (jnp.asarray(Y),))
     assert target.find_nan() == [] and is_finite_on_all_rows(target)

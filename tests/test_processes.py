@@ -1,0 +1,131 @@
+"""Runs of several processes: the draws of one, what they must agree on, and what happens when one of them ends."""
+
+import json
+import os
+from pathlib import Path
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_repulsion.processes import agree, broadcast, by_the_first, here, is_spread, must_stop
+
+#: Sums in another order round differently; draws have a spread of about 0.3.
+ROUNDING = 1e-4
+PROGRAM = Path(__file__).with_name("on_processes.py")
+
+
+def started(part, directory, processes=2):
+    """The processes of a run, which have four devices together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // processes}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    found = []
+    for number in range(processes):
+        command = [sys.executable, "-W", "ignore", PROGRAM, part, directory, str(number), str(processes), str(port)]
+        found.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    return found
+
+
+def found_by(part, directory, processes=2):
+    """What each process found, as arrays and facts."""
+    running = started(part, directory, processes)
+    for process in running:
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+    found = []
+    for number in range(processes):
+        with np.load(directory / f"{part}-{processes}-{number}.npz") as arrays:
+            found.append(dict(arrays) | json.loads(str(arrays["facts"])))
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("quick")
+    return found_by("quick", directory), *found_by("quick", directory, processes=1)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("slow")
+    return found_by("slow", directory), *found_by("slow", directory, processes=1)
+
+
+def check(found, name):
+    both, one = found
+    assert np.abs(np.diff(one[name], axis=0)).mean() > 100 * ROUNDING, "equal draws would say nothing"
+    np.testing.assert_array_equal(both[0][name], both[1][name])
+    assert np.abs(both[0][name] - one[name]).max() < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["particles", "rows of a file", "rows of an array"])
+def test_draws_are_those_of_one_process(quick, name):
+    check(quick, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["warmup", "plain array", "whole"])
+def test_draws_of_other_runs_are_those_of_one_process(slow, name):
+    check(slow, name)
+
+
+def test_one_process_reads_the_results_alone(quick):
+    both, one = quick
+    assert both[0]["alone"] == one["alone"] and "alone" not in both[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other data", r"Of process 1, the model's args\[0\] differs.*make_array_from_process_local_data"),
+        ("another step", "Of process 1, step_size differs"),
+        ("no mesh", r"2 processes here.*jax.set_mesh\(jax.make_mesh\(\(4,\)"),
+        ("missing numbers", r"1 in the model's args\[0\]"),
+        ("odd number of rows", "798 rows of an array cannot be shared equally by 4 devices"),
+    ],
+)
+def test_wrong_uses_are_refused_in_all_processes(quick, case, words):
+    both, _ = quick
+    assert re.search(words, both[0]["refused"][case], re.DOTALL), both[0]["refused"][case]
+    assert both[0]["refused"][case] == both[1]["refused"][case]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_for_bit(slow, tmp_path):
+    first, second = started("killed", tmp_path)
+    second.communicate(timeout=600)
+    assert second.returncode == -signal.SIGKILL
+    first.kill()  # JAX ends it by itself, but in a minute or two.
+    first.communicate()
+    shutil.copytree(tmp_path, tmp_path / "other")
+    for found in found_by("after killed", tmp_path):
+        np.testing.assert_array_equal(found["resumed"], slow[0][0]["whole"])
+    # By one process the run goes on too, and rounds differently.
+    (found,) = found_by("after killed", tmp_path / "other", processes=1)
+    assert np.abs(found["resumed"] - slow[0][0]["whole"]).max() < ROUNDING
+
+
+@pytest.mark.slow
+def test_a_stopped_run_saves_and_leaves_and_goes_on_bit_for_bit(slow, tmp_path):
+    for process in started("stopped", tmp_path):
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 1
+        assert re.search(r"A signal stopped the run after \d+ of 64 iterations. The same call continues", errors)
+    for found in found_by("after stopped", tmp_path):
+        np.testing.assert_array_equal(found["resumed"], slow[0][0]["whole"])
+
+
+def test_one_process_agrees_with_itself():
+    agree({"a value": "1"})
+    assert broadcast(b"bytes") == b"bytes" and by_the_first(lambda: 3) == 3 and not must_stop(0)
+    tree = {"x": jnp.ones(2)}
+    assert here(tree)["x"] is tree["x"] and not is_spread(tree["x"]) and not is_spread(2.0)
