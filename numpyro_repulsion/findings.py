@@ -198,24 +198,27 @@ class Diagnosis(Sequence[Finding]):
         return f"{text}<table><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def flagged_updates(count: int, share: float, remedy: str) -> Finding:
+def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = False) -> Finding:
     """Return the finding about updates that were rejected, turned back, or had a clipped gradient.
 
     :param count: number of such updates.
     :param share: their share of all updates; 0 where it is unknown.
     :param remedy: what makes steps shorter, as a clause.
+    :param is_measured: whether warmup measured the step. A few flagged updates then are those of minibatches with
+        unusual rows: a clipped gradient is ten times as long as others, and one in a thousand hardly moves a mean.
     """
-    is_many = share > MAX_FLAGGED
-    updates = f"{count} updates were" if count > 1 else "1 update was"
-    message = f"{updates} rejected (not finite), turned back (far too much energy) or had a clipped gradient"
-    message += " (far too long)"
-    message += (
-        f", {100 * share:.{3 if share > 0.095 else 2}g} % of all updates, so the step-size bias is unknown."
-        if is_many
-        else "."
-    )
-    severity = "error" if is_many else "warning"
-    return Finding("flagged_updates", severity, float(count), message, f"{_capital(remedy)}, or reparameterize.")
+    message = f"{f'{count} updates were' if count > 1 else '1 update was'} rejected (not finite), turned back (far "
+    message += "too much energy) or had a clipped gradient (far too long)"
+    if share > 0:
+        message += f", {100 * share:.{3 if share > 0.095 else 2}g} % of all updates"
+    remedy = f"{_capital(remedy)}, or reparameterize."
+    if share > MAX_FLAGGED:
+        return Finding(
+            "flagged_updates", "error", float(count), f"{message}, so the step-size bias is unknown.", remedy
+        )
+    if is_measured and share > 0:
+        return Finding("flagged_updates", "note", float(count), f"{message}: too few to matter.", "")
+    return Finding("flagged_updates", "warning", float(count), f"{message}.", remedy)
 
 
 def to_json(findings: Iterable[Finding]) -> str:

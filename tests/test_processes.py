@@ -21,7 +21,7 @@ ROUNDING = 1e-4
 PROGRAM = Path(__file__).with_name("on_processes.py")
 
 
-def started(part, directory, processes=2):
+def started(part, directory, processes=2, program=PROGRAM):
     """The processes of a run, which have four devices together."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -30,8 +30,10 @@ def started(part, directory, processes=2):
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     found = []
     for number in range(processes):
-        command = [sys.executable, "-W", "ignore", PROGRAM, part, directory, str(number), str(processes), str(port)]
-        found.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        command = [sys.executable, "-W", "ignore", program, part, directory, str(number), str(processes), str(port)]
+        found.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
     return found
 
 
@@ -122,6 +124,28 @@ def test_a_stopped_run_saves_and_leaves_and_goes_on_bit_for_bit(slow, tmp_path):
         assert re.search(r"A signal stopped the run after \d+ of 64 iterations. The same call continues", errors)
     for found in found_by("after stopped", tmp_path):
         np.testing.assert_array_equal(found["resumed"], slow[0][0]["whole"])
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_runs(tmp_path):
+    page = (PROGRAM.parents[1] / "docs" / "several-processes.md").read_text()
+    script = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    for was, now in {
+        "import jax\n": 'import sys, jax\njax.config.update("jax_cpu_collectives_implementation", "gloo")\n',
+        "initialize()": 'initialize(f"127.0.0.1:{sys.argv[5]}", num_processes=2, process_id=int(sys.argv[3]))',
+        "/shared/run": str(tmp_path / "run"),
+        "num_warmup=1000, num_samples=1000": "num_warmup=50, num_samples=50",
+        '"x.npy"': repr(str(tmp_path / "x.npy")),
+        '"y.npy"': repr(str(tmp_path / "y.npy")),
+    }.items():
+        assert was in script, was
+        script = script.replace(was, now, 1)
+    x = np.random.default_rng(0).standard_normal((2000, 3))
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", (x[:, 0] > 0).astype(int))
+    (tmp_path / "fit.py").write_text(script)
+    found = [process.communicate(timeout=600) for process in started("", tmp_path, program=tmp_path / "fit.py")]
+    assert "beta[2]" in found[0][0] and "beta[2]" not in found[1][0], found
 
 
 def test_one_process_agrees_with_itself():

@@ -77,8 +77,9 @@ def check_enumeration(
     """
     if discrete and importlib.util.find_spec("funsor") is None:
         raise ImportError(
-            f"Summing over the discrete latent sites {sorted(discrete)} needs funsor: pip install funsor; or "
-            "marginalize them by hand (numpyro.distributions.MixtureSameFamily)."
+            f"The sites {sorted(discrete)} are discrete and have no observations (obs is None); to observe them, pass "
+            "the data to the model. Summing over them needs funsor: pip install funsor; or marginalize them by hand "
+            "(numpyro.distributions.MixtureSameFamily)."
         )
     for name, site in discrete.items():
         distribution = site["fn"]

@@ -167,6 +167,10 @@ class ModelTarget(SitesTarget):
         _, latent, deterministic = self._evaluate(self.first_rows, nothing, z)
         return latent | {name: deterministic[name] for name in self.deterministic}
 
+    def log_densities(self, z: dict) -> dict[str, jax.Array]:
+        """Return the log density of each site at one particle, on the first rows of each plate."""
+        return self._evaluate(self.first_rows, {}, z)[0]
+
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the deterministic sites that use subsampled rows, over all rows, given latent values in supports."""
         sites = self.sites({name: values[name] for name in self.latent})

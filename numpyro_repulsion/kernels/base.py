@@ -21,7 +21,7 @@ from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.agreement import require_agreement
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
-from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_at_first_divergence, warn_on_host
+from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_of_divergences, warn_on_host
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.learners import NUM_KEYS
@@ -204,8 +204,9 @@ class ParticleKernel(Fixed, MCMCKernel):
         :param num_divergences: the number of divergences before them.
         """
         count, since_warmup = int(state.num_divergences), int(state.warmup.iteration - state.warmup.num_warmup)
-        is_final = 0 <= since_warmup < iterations
-        warn_on_host(num_divergences, count, self.remedy, is_final, lambda: self.findings(state))
+        planned = int(state.warmup.num_warmup) * self.num_steps * np.size(state.potential_energy)
+        findings = (lambda: self.findings(state)) if 0 <= since_warmup < iterations else None
+        warn_on_host(num_divergences, count, planned, self.remedy, findings)
         return count
 
     def init(self, rng_key, num_warmup, init_params=None, model_args=(), model_kwargs=None):
@@ -223,8 +224,8 @@ class ParticleKernel(Fixed, MCMCKernel):
             if self.interaction.interacts or self.num_ensembles > 1:
                 raise ValueError(
                     f"{type(self).__name__} moves all particles of an ensemble together and needs "
-                    '`MCMC(kernel, num_chains=20, chain_method="vectorized", ...)`, with two or more chains; got a '
-                    "single chain, so num_chains=1 or another chain_method."
+                    '`MCMC(kernel, num_chains=20, chain_method="vectorized", ...)`, with two or more chains; got '
+                    f"num_chains={getattr(mcmc, 'num_chains', 1)} by {getattr(mcmc, 'chain_method', 'init')!r}."
                 )
             rng_key = rng_key[None]
             init_params = jax.tree.map(lambda x: jnp.asarray(x)[None], init_params)
@@ -240,7 +241,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
         state, cloud, eigenvalue = self._initializer(bound, rng_key, num_warmup, init_params, model_args, model_kwargs)
         if not_jax_tracer(cloud.z):
-            self._initializer.check(bound.target, cloud, eigenvalue, init_params is not None)
+            self._initializer.check(bound.target, state.z, cloud, eigenvalue, init_params is not None)
         warn_of_short_warmup(num_warmup if bound.plan("diagonal").arrives else 0)
         return map_particles(lambda x: x[0], state) if is_single else state
 
@@ -256,10 +257,9 @@ class ParticleKernel(Fixed, MCMCKernel):
         stage = Stage.of(warmup.iteration, warmup.num_warmup, warmup.arrival.is_prolonged, plan.late)
         warmup = iteration.recognize_data(stage, cloud, warmup)
         progress, warmup, in_use = iteration.move(keys, stage, cloud, warmup, state.num_updates)
-        num_flagged = progress.flagged
         kept_after = warmup.num_warmup if plan.arrives else 0
-        troubles = state.num_divergences + jnp.where(warmup.iteration >= kept_after, num_flagged.sum(), 0)
-        warn_at_first_divergence(state.num_divergences, troubles, self.remedy)
+        count = state.num_divergences + jnp.where(warmup.iteration >= kept_after, progress.flagged.sum(), 0)
+        warn_of_divergences(state.num_divergences, count, warmup.num_warmup * float(self.num_steps * size), self.remedy)
         cloud, warmup = iteration.learn(keys, stage, progress.cloud, warmup)
         if warmup.step.measurements is not None and (plan.measures or plan.jumps):
             warn_after_warmup(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
@@ -274,10 +274,10 @@ class ParticleKernel(Fixed, MCMCKernel):
             z=place_particles(jax.vmap(iteration.unravel)(found.z.reshape(size, -1))),
             **per_particle(cloud, warmup, in_use),
             coordinates=coordinates,
-            diverging=(num_flagged > 0).reshape(size),
+            diverging=(progress.flagged > 0).reshape(size),
             warmup=warmup,
             num_updates=progress.num_updates,
-            num_divergences=troubles.astype(jnp.int32),
+            num_divergences=count.astype(jnp.int32),
             rng_key=rng_key,
             row_seed=jnp.stack([iteration.row_seed, last_word(rng_key)]),
             origin=state.origin,

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import FunctionTarget, Gradient, ModelTarget, Target
 from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.kernels.hints import hinting
 from numpyro_repulsion.kernels.settings import choose_gradient
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget, Schedule
@@ -117,14 +118,19 @@ class Binder:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             known = self._last
             if known is None or known[0] != key or not _fits(known[3], leaves):
-                return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
+                return self._analysed(args, kwargs)
             # What the first state was made for: an analysis of traced values may find less.
             return BoundSampler(kernel, known[2].target.with_arguments(args, kwargs), known[2].gradient)
         marks = [_mark(leaf) for leaf in leaves]
         if self._last is None or self._last[0] != key or not _same(self._last[1], marks):
-            bound = BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
+            bound = self._analysed(args, kwargs)
             self._last = key, marks, bound, leaves
         return self._last[2]
+
+    def _analysed(self, args, kwargs):
+        kernel = self._kernel
+        with hinting(kernel.model, args, kwargs):
+            return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
 
 
 def _fits(known, leaves):

@@ -10,11 +10,11 @@ import jax
 from jax import lax
 import numpy as np
 
-from numpyro_repulsion.findings import Diagnosis, Finding, flagged_updates
+from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.kernels.mcmc import shows_states
 from numpyro_repulsion.warmup import WarmupDiagnosis
 
-__all__ = ["enable_live_warnings", "silenced", "warn_at_first_divergence", "warn_after_warmup", "warn_on_host"]
+__all__ = ["enable_live_warnings", "silenced", "warn_after_warmup", "warn_of_divergences", "warn_on_host"]
 
 _live_warnings = True
 
@@ -22,10 +22,10 @@ _live_warnings = True
 def enable_live_warnings(enabled: bool = True) -> None:
     """Switch on or off the warnings that kernels give while they run; they are on by default.
 
-    A kernel warns at the end of warmup and at its first divergence. With a progress bar, and in ``run_in_pieces``, the
-    host warns between iterations. Otherwise the compiled program calls back into Python, and JAX does not store such a
-    program in its persistent compilation cache: if that matters, keep the progress bar, or switch the warnings off
-    before ``MCMC.run``. The counts stay in the results.
+    A kernel warns at the end of warmup, and when more than one in a thousand updates diverge. With a progress bar, and
+    in ``run_in_pieces``, the host warns between iterations. Otherwise the compiled program calls back into Python, and
+    JAX does not store such a program in its persistent compilation cache: if that matters, keep the progress bar, or
+    switch the warnings off before ``MCMC.run``. The counts stay in the results.
 
     :param enabled: ``False`` switches them off.
 
@@ -57,17 +57,29 @@ def _in_program() -> bool:
     return _live_warnings and not shows_states()
 
 
-def warn_at_first_divergence(before: jax.Array, after: jax.Array, remedy: str) -> None:
-    """Warn, from the compiled program, when the count of flagged updates first exceeds 0."""
+def warn_of_divergences(before: jax.Array, after: jax.Array, num_planned: jax.Array, remedy: str) -> None:
+    """Warn, from the compiled program, when the count of flagged updates first is large.
 
-    def warn(before, after):
+    :param before: the count before this iteration.
+    :param after: the count after it.
+    :param num_planned: how many updates a run as long as its warmup makes.
+    """
+
+    def warn(before, after, num_planned):
         # A batched `cond` runs both branches, so check again. Use NumPy, because a JAX computation in a callback
         # would wait for the program that called it.
-        if np.asarray(before) == 0:
+        if _become_many(*map(np.asarray, (before, after, num_planned))):
             _warn_of_divergences(int(np.asarray(after)), remedy)
 
     if _in_program():
-        lax.cond((before == 0) & (after > 0), lambda: jax.debug.callback(warn, before, after), lambda: None)
+        values = before, after, num_planned
+        lax.cond(_become_many(*values), lambda: jax.debug.callback(warn, *values), lambda: None)
+
+
+def _become_many(before, after, num_planned):
+    """Return whether flagged updates become more than one in a thousand of a run, or the first without a warmup."""
+    many = MAX_FLAGGED * num_planned
+    return (after > many) & (before <= many)
 
 
 def warn_after_warmup(is_final: jax.Array, diagnose_warmup: Callable[[], WarmupDiagnosis]) -> None:
@@ -82,33 +94,31 @@ def warn_after_warmup(is_final: jax.Array, diagnose_warmup: Callable[[], WarmupD
 
 
 def warn_on_host(
-    before: int, after: int, remedy: str, has_warmed_up: bool, findings: Callable[[], list[Finding]]
+    before: int, after: int, num_planned: int, remedy: str, findings: Callable[[], list[Finding]] | None
 ) -> None:
     """Give the same warnings as the compiled program, from the host between two calls.
 
     :param before: the count of flagged updates before the last call.
     :param after: the count after it.
+    :param num_planned: how many updates a run as long as its warmup makes.
     :param remedy: what makes steps shorter.
-    :param has_warmed_up: whether the last call completed the warmup.
-    :param findings: returns the problems found at the end of warmup.
+    :param findings: returns the problems found at the end of warmup, if the last call completed it.
     """
     if not _live_warnings:
         return
-    if before == 0:
+    if _become_many(before, after, num_planned):
         _warn_of_divergences(after, remedy)
-    if has_warmed_up:
+    if findings is not None:
         _warn_of_warmup(findings())
 
 
 def _warn_of_divergences(count, remedy):
-    if count > 0:
-        warnings.warn(
-            "A particle's update was flagged `diverging` (this warning comes once; `diagnose` has the final count):\n"
-            f"{Diagnosis([flagged_updates(count, 0.0, remedy)])}\n"
-            "If the data changed since warmup, warm up again on the new data.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    warnings.warn(
+        "Updates were flagged `diverging` (this warning comes once; `diagnose` has the final count):\n"
+        f"{Diagnosis([flagged_updates(count, 0.0, remedy)])}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _warn_of_warmup(findings):

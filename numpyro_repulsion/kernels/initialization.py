@@ -28,6 +28,7 @@ from numpyro_repulsion.gradients import (
 )
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.kernels.hints import sites_not_finite
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.kernels.requirements import check_room, check_tournament
 from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
@@ -261,22 +262,27 @@ class Initializer:
             )
         self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
 
-    def check(self, target, cloud, eigenvalue, given):
+    def check(self, target, z, cloud, eigenvalue, given):
         """Raise ``ValueError`` if starts are not finite or coincide, or if K is not positive definite there."""
         name, interaction = type(self._kernel).__name__, self._kernel.interaction
         flat = np.asarray(cloud.z).reshape(-1, cloud.z.shape[-1])
         finite = np.isfinite(np.asarray(cloud.potential_energy)).ravel()
         finite &= np.isfinite(np.asarray(cloud.gradient).reshape(flat.shape)).all(1)
         if not finite.all():
-            where = f"particles {np.flatnonzero(~finite).tolist()}"
-            cause = "; ".join(target.find_nan())
+            where, cause = np.flatnonzero(~finite), "; ".join(target.find_nan())
+            first = jax.tree.map(lambda x: x[where[0]], z)
+            sites = [f"'{name}'" for name in sites_not_finite(target, first)]
             raise ValueError(
                 (f"The data contain NaN: {cause}. Remove or mask these rows. " if cause else "")
-                + f"The potential energy or its gradient is not finite at the start of {where}"
+                + f"The potential energy or its gradient is not finite at the start of particles {where.tolist()}"
+                + ("" if given else f", after {MAX_DRAWS} draws from init_strategy")
+                + (f"; nor is the log density of {', '.join(sites)}" if sites else "")
+                + ". Look for data outside the support, parameters that are not allowed, such as a negative scale, and "
+                + "covariates that are not standardized"
                 + (
-                    ": change their `init_params`."
+                    ", or change these `init_params`."
                     if given
-                    else f", after {MAX_DRAWS} draws from init_strategy; try init_to_uniform or init_params."
+                    else ", or try init_to_uniform(radius=0.1) or init_params."
                 )
             )
         self._warn_of_flat_directions(target, flat, np.asarray(cloud.gradient).reshape(flat.shape))

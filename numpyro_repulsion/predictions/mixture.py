@@ -12,7 +12,7 @@ from numpyro_repulsion.checks import number
 __all__ = ["Predictions"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Predictions:
     r"""Predictions of a site, :math:`p(y^*) = \frac1n \sum_s p(y^* \mid \theta_s)` over n draws, as NumPy arrays.
 
@@ -49,6 +49,13 @@ class Predictions:
     sd: np.ndarray | None = None
     probabilities: np.ndarray | None = None
     log_likelihood: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        count, *shape = self.replicates.shape
+        parts = [f"{self.site!r}", f"{count} draws", f"shape {tuple(shape)}"]
+        if self.log_likelihood is not None:
+            parts.append(f"mean log likelihood {np.mean(self.log_likelihood):.4g}")
+        return f"Predictions({', '.join(parts)})"
 
     def quantile(self, q: Any) -> np.ndarray:
         """Return quantiles of the mixture, estimated from the replicates.

@@ -21,6 +21,7 @@ from numpyro_repulsion.checks import integer
 from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.inference_data import all_rows
 from numpyro_repulsion.kernels import bound_of, chosen_draws, is_warmup, kernel_of, require_draws
+from numpyro_repulsion.kernels.hints import hinting
 from numpyro_repulsion.predictions.mixture import Predictions
 
 __all__ = ["predict"]
@@ -59,7 +60,8 @@ def predict(
         for arguments that the model does not take.
     :raises ValueError: before the run; for a kernel without a model; for a site that does not exist or is not chosen;
         if the run left out latent sites; for enumerated models; if a latent site has another shape with these data, as
-        an effect for each row has; for sites inside ``scan``; and if replicates exceed 2 GiB.
+        an effect for each row has; for observations of another shape than their site; for sites inside ``scan``; and
+        if replicates exceed 2 GiB.
 
     **Example**
 
@@ -102,7 +104,8 @@ def predict(
     site = _site(target, site)
     draws = chosen_draws(mcmc, num_draws, "Predictions need")
     model = all_rows(_with_arguments(kernel.model, args, kwargs))
-    kept = _Sums(site, _observed(model, site, jax.tree.map(lambda x: x[0], draws)))
+    with hinting(kernel.model, args, kwargs):
+        kept = _Sums(site, _observed(model, site, jax.tree.map(lambda x: x[0], draws)))
 
     def of_draw(number, draw):
         # The model takes keys from its own by splitting, so replicates need another.
@@ -276,7 +279,14 @@ def _observed(model, site, draw):
                 f"The site '{site}' is inside a `scan` or `cond`, where its distribution cannot be told apart by rows. "
                 "Use numpyro.infer.Predictive on the model without observations."
             )
-        return found[site]["value"] if found[site].get("is_observed") else None
+        if not found[site].get("is_observed"):
+            return None
+        if (shape := found[site]["fn"].shape()) != jnp.shape(found[site]["value"]):
+            raise ValueError(
+                f"The observations of '{site}' have shape {jnp.shape(found[site]['value'])}, and the site has {shape}: "
+                "each would be compared with all predictions. Drop an axis of length one, as in y[:, 0]."
+            )
+        return found[site]["value"]
 
     found = jax.jit(values)()
     return None if found is None else np.asarray(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+import warnings
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def diagnose(run) -> Diagnosis:
         >>> found = diagnose(mcmc)
         >>> for finding in found:
         ...     print(finding.name, finding.severity, finding.remedy)
-        not_mixed error Raise `num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model.
+        not_mixed error Take the kernel SGHMC, or raise `num_steps`, `num_warmup` or `num_samples`, or ...
         >>> bool(found), "funnel" in found
         (True, False)
     """
@@ -71,7 +72,10 @@ def data_of(run: Any, who: str) -> Any:
     """
     if isinstance(run, MCMC):
         kernel_of(run, who, " For other kernels use arviz.summary." if who == "summary" else "")
-    data = to_inference_data(run) if isinstance(run, MCMC) else run
+    with warnings.catch_warnings():
+        # About groups of inference data that a table does not show.
+        warnings.filterwarnings("ignore", ".*depend on latent sites, so they are not data")
+        data = to_inference_data(run) if isinstance(run, MCMC) else run
     if isinstance(run, MCMC) and "warmup_posterior" in data:
         raise ValueError("This MCMC holds only the draws of warmup; call mcmc.run(key, ...) first.")
     try:
@@ -94,7 +98,8 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     flagged = int(attributes.get("num_divergences", 0))
     share = float(attributes.get("share_flagged", 0.0))
     if flagged:
-        findings.append(flagged_updates(flagged, share, attributes.get("remedy", "shorten the step")))
+        is_measured = attributes.get("step_size_measured") == "true"
+        findings.append(flagged_updates(flagged, share, attributes.get("remedy", "shorten the step"), is_measured))
     findings += _of_strays(posterior)
     known = None
     if attributes.get("is_sampler", "true") == "true":
@@ -222,6 +227,7 @@ def _of_draws(posterior):
         worst = int(np.argmax(np.where(slow, r_hat, -np.inf)))
         # Particles that repel each other may keep their order on a line while their average goes everywhere.
         is_known = bool((reasons[slow] == KNOWN).all())
+        is_plain = posterior.attrs.get("algorithm") in ("SGLD", "SGLDR")
         add(
             "not_mixed",
             "warning" if is_known else "error",
@@ -232,7 +238,9 @@ def _of_draws(posterior):
                 if is_known
                 else "the particles have not mixed."
             ),
-            "Raise `num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model.",
+            # Against the exact gradients of all rows, momenta cost nothing, and they go straight for longer.
+            ("Take the kernel SGHMC, or raise " if is_plain and not posterior.attrs.get("minibatches") else "Raise ")
+            + "`num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model.",
         )
     findings += group_findings(posterior, _by_name(posterior, apart | ~mixed))
     if short := int(((reasons == SHORT) & mixed).sum()):

@@ -257,7 +257,9 @@ class Rows:
     @classmethod
     def tree_unflatten(cls, whole, children):
         if whole is not None and children:
-            found = copy(whole)
+            # Not by `copy`, which would open a file again.
+            found = object.__new__(cls)
+            found.__dict__.update(whole.__dict__)
             found._shards = copy(whole._shards)
             found._shards.array = children[0]
             return found

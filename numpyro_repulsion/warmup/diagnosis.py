@@ -149,7 +149,7 @@ class WarmupDiagnosis(NamedTuple):
                 f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, forces a short step.",
                 "Set gradient=SVRG(), with references for each particle, or raise `subsample_size`."
                 if self.is_prolonged
-                else "Raise `subsample_size`, or estimate a random likelihood (numpyro.prng_key) more precisely.",
+                else "Raise `subsample_size`; estimate a random likelihood more precisely.",
             )
         # Those of networks always add noise, and warmup needs them to tell.
         if self.control_variates_off and not self.is_prolonged:

@@ -148,8 +148,8 @@ class ArrivalState(NamedTuple):
         return 1.0 if self.is_prolonged is None else jnp.where(self.is_prolonged, LATE_TEMPERATURE, 1.0)
 
     def restarted(self, u: Vectors) -> ArrivalState:
-        """Return the state for particles in other coordinates."""
-        return self if self.adam is None else self._replace(adam=Adam.start(u, self.adam.unit))
+        """Return the state for particles in whitened coordinates, whose unit is a standard deviation."""
+        return self if self.adam is None else self._replace(adam=Adam.start(u))
 
     def prolonged(self, u: Vectors) -> ArrivalState:
         """Return the state for particles in units of the spread of the starts, where the second half begins again."""
