@@ -217,7 +217,7 @@ def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = F
             "flagged_updates", "error", float(count), f"{message}, so the step-size bias is unknown.", remedy
         )
     if is_measured and share > 0:
-        return Finding("flagged_updates", "note", float(count), f"{message}: too few to matter.", "")
+        return Finding("flagged_updates", "note", float(count), f"{message}.", "So few hardly matter.")
     return Finding("flagged_updates", "warning", float(count), f"{message}.", remedy)
 
 

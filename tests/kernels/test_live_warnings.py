@@ -54,6 +54,22 @@ def test_the_first_divergence_is_said_once(run, progress_bar):
     assert not said(lambda: run(make(SGLDR(potential_fn=quartic, step_size=1e-3), progress_bar), init_params=SIX))
 
 
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("run", [at_once, in_pieces])
+def test_rare_divergences_of_a_run_with_a_warmup_are_not_said(run, many):
+    """As many as one in a thousand of a run as long as its warmup: 6 of these."""
+
+    def spike(z):
+        return jnp.sum(z**2) / 2 + jnp.where(jnp.abs(z).max() > (1.0 if many else 3.6), jnp.inf, 0.0)
+
+    kernel = SGLD(potential_fn=spike, step_size=0.1)
+    mcmc = make(kernel, False, num_warmup=100, num_samples=50)
+    found = [one for one in said(lambda: run(mcmc, init_params=SIX / 10)) if "flagged" in one]
+    count = int(mcmc.last_state.num_divergences)
+    assert count > 6 if many else 0 < count <= 6
+    assert len(found) == many
+
+
 @pytest.mark.parametrize("run", [at_once, in_pieces])
 @pytest.mark.parametrize("progress_bar", [False, True])
 def test_problems_of_the_warmup_are_said_at_its_end(run, progress_bar):

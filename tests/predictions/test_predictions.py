@@ -267,3 +267,16 @@ def test_sites_observed_inside_a_scan_are_refused():
     mcmc = run(SGLD(observed, gradient=FullData()), jnp.ones(4), num_samples=10)
     with pytest.raises(ValueError, match="inside a `scan`"):
         predict(mcmc, jnp.ones(4))
+
+
+def test_observations_of_another_shape_are_refused():
+    y = X * 0.5 + 0.1 * NOISE
+    mcmc = run(SGLD(line), X, y)
+    with pytest.raises(ValueError, match=r"'y' have shape \(60, 1\), and the site has \(60,\).*y\[:, 0\]"):
+        predict(mcmc, X, y[:, None])
+    found = predict(mcmc, X, y)
+    assert (
+        repr(found)
+        == f"Predictions('y', 200 draws, shape (60,), mean log likelihood {found.log_likelihood.mean():.4g})"
+    )
+    assert repr(predict(mcmc, X)) == "Predictions('y', 200 draws, shape (60,))"

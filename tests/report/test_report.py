@@ -148,7 +148,9 @@ def test_summary_says_when_particles_have_not_mixed(capsys):
 
     assert "R-hat" not in say(0.2)
     text = say(1e-6)
-    assert "[error] not_mixed: R-hat is" in text and "have not mixed. Raise `num_steps`" in text
+    assert (
+        "[error] not_mixed: R-hat is" in text and "have not mixed. Take the kernel SGHMC, or raise `num_steps`" in text
+    )
     assert "short_run" not in text
 
 
@@ -305,7 +307,8 @@ def test_no_bias_is_promised_where_many_updates_are_flagged(mcmc, capsys):
 
     before = dict(data["posterior"].attrs)
     text = say({"num_divergences": 1, "share_flagged": 1e-4})
-    assert "at most 1.5 %" in text and "[warning] flagged_updates: 1 update was rejected" in text
+    assert "at most 1.5 %" in text and "[note] flagged_updates: 1 update was rejected" in text
+    assert "0.01 % of all updates. So few hardly matter.\n" in text
     text = say({"num_divergences": 100, "share_flagged": 0.01})
     assert "(far too long), 1 % of all updates, so the step-size bias is unknown." in text and "at most" not in text
     del before["share_flagged"]
@@ -379,7 +382,14 @@ def test_a_run_without_problems_has_no_findings():
         ("not_mixed", "warning", None, np.sort(NOISE, 0), {"coupling": "interaction"}),
         ("separate_modes", "error", 2.0, SIDE + NOISE, {}),
         ("short_run", "warning", 2.0, NOISE[:, :20], {}),
-        ("flagged_updates", "warning", 3.0, NOISE, {"num_divergences": 3, "share_flagged": 1e-4}),
+        ("flagged_updates", "note", 3.0, NOISE, {"num_divergences": 3, "share_flagged": 1e-4}),
+        (
+            "flagged_updates",
+            "warning",
+            3.0,
+            NOISE,
+            {"num_divergences": 3, "share_flagged": 1e-4, "step_size_measured": "false"},
+        ),
         ("flagged_updates", "error", 300.0, NOISE, {"num_divergences": 300, "share_flagged": 0.01}),
         ("other_data", "warning", None, NOISE, {"findings": of_warmup("other_data"), "other_data": "true"}),
         ("optimizer", "note", None, NOISE, {"is_sampler": "false"}),
@@ -563,7 +573,7 @@ def test_of_an_optimizer_only_its_nature_is_noted(capsys):
 @pytest.mark.live_warnings
 def test_warnings_and_the_summary_have_the_same_findings():
     kernel = SGLD(potential_fn=lambda z: jnp.sum(z**4), step_size=3.0)
-    with pytest.warns(RuntimeWarning, match="A particle's update was flagged") as record:
+    with pytest.warns(RuntimeWarning, match="Updates were flagged") as record:
         mcmc = MCMC(kernel, num_warmup=0, num_samples=1, num_chains=6, chain_method="vectorized", progress_bar=False)
         mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
         jax.effects_barrier()

@@ -13,6 +13,7 @@ from numpyro.infer import MCMC
 from numpyro_repulsion import SGLD
 from numpyro_repulsion.warmup import Adam, adam, descend
 from numpyro_repulsion.warmup.adam import LATE_RATES, RATES, first_rates
+from numpyro_repulsion.warmup.state import ArrivalState
 
 
 def travel(energy_and_grad, u, length=2500, seed=0, rate=None, temperature=1.0):
@@ -132,3 +133,45 @@ def test_a_single_chain_arrives_on_minibatches():
     sd = 0.5 / 20_000**0.5
     assert (np.abs(draws.mean(0) - exact) < sd).all()
     assert (np.abs(draws.std(0) / sd - 1) < 0.4).all()
+
+
+def counts(x, y):
+    intercept = numpyro.sample("intercept", dist.Normal(0, 1))
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("row", len(x), subsample_size=200) as i:
+        numpyro.sample("y", dist.Poisson(jnp.exp(intercept + x[i] @ beta)), obs=y[i])
+
+
+def chains_of_counts(seeds):
+    """Single chains of a Poisson regression of 5,000 rows, whose start may have a slope of a thousand times others."""
+    rng, truth = np.random.default_rng(0), np.array([0.5, -0.5, 0.25])
+    x = rng.normal(size=(5000, 3)).astype(np.float32)
+    y = rng.poisson(np.exp(0.3 + x @ truth)).astype(np.int32)
+    # The likelihood determines the slopes, so the inverse of its information is their covariance but for a per cent.
+    design = np.column_stack([np.ones(5000), x])
+    weights = np.exp(design @ np.append(0.3, truth))
+    sd = np.sqrt(np.diag(np.linalg.inv(design.T * weights @ design)))[1:]
+    mcmc = MCMC(SGLD(counts), num_warmup=400, num_samples=400, progress_bar=False)
+    for seed in seeds:
+        mcmc.run(random.key(seed), jnp.asarray(x), jnp.asarray(y))
+        yield (np.asarray(mcmc.get_samples()["beta"]) - truth) / sd
+
+
+@pytest.mark.slow
+def test_single_chains_stay_where_they_have_arrived(monkeypatch):
+    for standard in chains_of_counts((0, 3, 5, 7)):
+        # The mean of the posterior is itself drawn with a standard deviation of 1 about the truth.
+        assert np.abs(standard.mean(0)).max() < 4.5 and np.abs(standard.std(0) - 1).max() < 0.3
+
+    # With the unit of the starts in whitened coordinates, as it was, some leave when scales change.
+    def restarted(self, u):
+        return self if self.adam is None else self._replace(adam=Adam.start(u, self.adam.unit))
+
+    monkeypatch.setattr(ArrivalState, "restarted", restarted)
+    assert max(np.abs(standard.mean(0)).max() for standard in chains_of_counts((0, 3, 5, 7))) > 20
+
+
+def test_a_single_chain_restarts_in_units_of_whitened_coordinates():
+    state = ArrivalState(jnp.ones((1, 1)), jnp.zeros((1, 1), bool), None, Adam.start(jnp.ones((1, 1, 2)), 1e4))
+    np.testing.assert_array_equal(state.adam.unit, 1e4)
+    np.testing.assert_array_equal(state.restarted(jnp.ones((1, 1, 2))).adam.unit, 1.0)

@@ -1,0 +1,71 @@
+"""Notes below errors of a model, and the sites that a message about starts names."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_repulsion import SGLD
+from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.kernels.hints import hinting, sites_not_finite
+
+X, Y = np.ones((40, 2), np.float32), np.ones(40, np.float32)
+
+
+def model(x, y, takes="both"):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("row", 40, subsample_size=10) as i:
+        x, y = x if takes == "y" else x[i], y if takes == "x" else y[i]
+        numpyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+
+
+def notes(*args, **kwargs):
+    with pytest.raises(Exception) as caught:
+        SGLD(model, step_size=0.1).init(random.split(random.key(0), 4), 0, None, args, kwargs)
+    return " ".join(getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((pd.DataFrame(X), Y), r"args[0] is a DataFrame of pandas. Pass arrays: x.to_numpy()"),
+        ((X, Y.tolist()), "args[1] is a list. Pass an array: np.asarray(x)"),
+        ((X.astype(str), Y), "args[0] is an array of dtype <U"),
+        ((X, Y, "x"), "x[i] and y[i]"),
+        ((X, Y, "y"), "The plate 'row' draws 10 of 40 rows"),
+    ],
+)
+def test_errors_of_a_model_come_with_a_note(args, words):
+    assert words in notes(*args)
+
+
+def test_keyword_arguments_are_named():
+    assert "y= is a Series of pandas" in notes(x=X, y=pd.Series(Y))
+
+
+def test_other_errors_have_no_notes():
+    def broken():
+        raise RuntimeError("shapes of another kind")
+
+    with pytest.raises(RuntimeError) as caught, hinting(broken, (), {}):
+        broken()
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_sites_that_are_not_finite_are_named():
+    def counts(y):
+        rate = numpyro.sample("rate", dist.LogNormal(0, 1))
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+        numpyro.factor("fine", -(rate**2))
+
+    target = ModelTarget(counts, (jnp.array([1, -1]),))
+    assert sites_not_finite(target, {"rate": jnp.zeros(())}) == ["y"]
+    assert sites_not_finite(ModelTarget(counts, (jnp.array([1, 1]),)), {"rate": jnp.zeros(())}) == []
+    with pytest.raises(ValueError, match="nor is the log density of 'y'. Look for data outside the support"):
+        SGLD(counts, step_size=0.1).init(random.split(random.key(0), 4), 0, None, (jnp.array([1, -1]),), {})
+    assert jax.config.jax_debug_nans is False
