@@ -134,7 +134,7 @@ def test_the_script_of_the_page_runs(tmp_path):
         "import jax\n": 'import sys, jax\njax.config.update("jax_cpu_collectives_implementation", "gloo")\n',
         "initialize()": 'initialize(f"127.0.0.1:{sys.argv[5]}", num_processes=2, process_id=int(sys.argv[3]))',
         "/shared/run": str(tmp_path / "run"),
-        "num_warmup=1000, num_samples=1000": "num_warmup=50, num_samples=50",
+        '"num_warmup": 1000, "num_samples": 1000': '"num_warmup": 50, "num_samples": 50',
         '"x.npy"': repr(str(tmp_path / "x.npy")),
         '"y.npy"': repr(str(tmp_path / "y.npy")),
     }.items():
