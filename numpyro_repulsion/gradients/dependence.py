@@ -111,7 +111,7 @@ class Reader:
         if name == "cond" and "branches" in params:
             return self._cond(params["branches"], inputs[0], inputs[1:])
         self._check_indices(equation, inputs)
-        causes = frozenset().union(*(fact.causes for fact in inputs))
+        causes = frozenset().union(*(fact.causes for fact in inputs), _mixed(equation, inputs))
         values: list[Any] = [None] * len(equation.outvars)
         if len(values) == 1 and all(fact.value is not None for fact in inputs):
             values = [evaluate(equation, [fact.value for fact in inputs])]
@@ -288,6 +288,18 @@ def _axes(equation, inputs, shape, depends):
         found += [kind for axis, kind in enumerate(axes) if axis not in (*summed, *batch)]
         return found + [kind for axis, kind in enumerate(other) if axis not in (*other_summed, *other_batch)]
     return None
+
+
+def _mixed(equation, inputs):
+    """Return labels ``("mixed", plate)`` if a primitive makes one number of several rows of a minibatch."""
+    name, params, summed = equation.primitive.name, equation.params, []
+    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
+        summed = [inputs[0].axes[axis] for axis in params["axes"]]
+    elif name.startswith("cum"):
+        summed = [inputs[0].axes[params["axis"]]]
+    elif name == "dot_general":
+        summed = [fact.axes[k] for fact, axes in zip(inputs, params["dimension_numbers"][0], strict=True) for k in axes]
+    return [("mixed", label[1]) for label in EQUAL.union(*summed) if isinstance(label, tuple) and label[0] == "rows"]
 
 
 def _gathered(equation, inputs, shape, depends):

@@ -142,6 +142,12 @@ def check_sites(
                     "rows, no `.to_event` over them), or move it out of the plate and scale it: `with "
                     f"numpyro.handlers.scale(scale={size} / len(i)): ...`."
                 )
+            elif ("mixed", plate) in usage.densities[name].causes:
+                raise ValueError(
+                    f"At the site '{name}' the density of a row depends on the other rows that the subsampled plate "
+                    f"'{plate}' draws, as after `x[i] - x[i].mean(0)` or batch normalization: no average over "
+                    "minibatches is the posterior. Compute what several rows share from all rows, outside of the plate."
+                )
 
 
 def rows_outside(

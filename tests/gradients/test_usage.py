@@ -760,3 +760,43 @@ def test_the_longest_plate_has_all_its_rows(block):
     found = np.asarray(draw_indices(KEY, {"rows": (size, 8)}, (50_000,), block)["rows"], np.int64)
     assert found.min() >= 0 and found.max() < size
     assert found.mean() / size == pytest.approx(0.5, abs=0.01)
+
+
+def sharing(share, y=Y):
+    """A model in which rows of a minibatch share something."""
+
+    def model():
+        b, s = parameters()
+        with rows() as i:
+            observe("y", share(X[i]) @ b, y[i], s)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda x: (x - x.mean(0)) / x.std(0),
+        lambda x: x / jnp.abs(x).max(),
+        lambda x: jnp.cumsum(x, 0),
+        lambda x: jax.nn.softmax(x @ x.T) @ x,
+        jax.jit(lambda x: x - jnp.median(x, 1, keepdims=True) + x.sum()),
+    ],
+)
+def test_rows_that_depend_on_each_other_are_refused(share):
+    with pytest.raises(ValueError, match="depends on the other rows that the subsampled plate 'rows' draws"):
+        ModelTarget(sharing(share))
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda x: x - x.mean(1, keepdims=True),
+        lambda x: (x - X.mean(0)) / X.std(0),
+        lambda x: jnp.cumsum(x, 1) / len(x),
+        lambda x: jax.nn.softmax(x) * jax.vmap(jnp.sum)(x)[:, None],
+        lambda x: jnp.einsum("ij,ij,ik->ik", x, x, x),
+    ],
+)
+def test_rows_that_do_not_are_fine(share):
+    assert ModelTarget(sharing(share)).plates
