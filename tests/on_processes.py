@@ -19,7 +19,9 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SGLDR, Rows, diagnose, predict, run_in_pieces, summary, to_inference_data
 
-PART, DIRECTORY, PROCESS, PROCESSES = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+# pytest looks for examples in this file.
+PART, DIRECTORY, PROCESS, PROCESSES = sys.argv[1:5] if __name__ == "__main__" else ("", "", 0, 1)
+PROCESS, PROCESSES = int(PROCESS), int(PROCESSES)
 #: Which four devices share equally.
 X, Y = X[:800], Y[:800]
 SETTINGS = {"num_chains": 8, "chain_method": "vectorized", "progress_bar": False}
