@@ -27,7 +27,12 @@ def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        for note in (*_of_arguments(args, kwargs), *_of_rows(model, args, kwargs, error)):
+        notes = [*_of_arguments(args, kwargs), *_of_rows(model, args, kwargs, error)]
+        if not notes and isinstance(error, jax.errors.TracerArrayConversionError):
+            notes = [
+                "NumPy arrays from outside of the model cannot be taken by rows. Pass them as arguments of the model."
+            ]
+        for note in notes:
             error.add_note(note)
         raise
 

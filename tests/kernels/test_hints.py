@@ -48,6 +48,17 @@ def test_keyword_arguments_are_named():
     assert "y= is a Series of pandas" in notes(x=X, y=pd.Series(Y))
 
 
+def test_arrays_from_outside_are_named():
+    def outside():
+        slope = numpyro.sample("slope", dist.Normal(0, 1))
+        with numpyro.plate("row", 40, subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(slope * X[i, 0], 1.0), obs=Y[i])
+
+    with pytest.raises(jax.errors.TracerArrayConversionError) as caught:
+        SGLD(outside, step_size=0.1).init(random.split(random.key(0), 4), 0, None, (), {})
+    assert "Pass them as arguments of the model." in caught.value.__notes__[0]
+
+
 def test_other_errors_have_no_notes():
     def broken():
         raise RuntimeError("shapes of another kind")
