@@ -27,12 +27,12 @@ def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        notes = [*_of_arguments(args, kwargs), *_of_rows(model, args, kwargs, error)]
+        notes = list(_of_arguments(args, kwargs))
         if not notes and isinstance(error, jax.errors.TracerArrayConversionError):
             notes = [
-                "NumPy arrays from outside of the model cannot be taken by rows. Pass them as arguments of the model."
+                "NumPy arrays from outside of a model cannot be taken by rows. Pass them as arguments of the model."
             ]
-        for note in notes:
+        for note in notes or _of_rows(model, args, kwargs, error):
             error.add_note(note)
         raise
 

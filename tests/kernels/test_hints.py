@@ -56,7 +56,7 @@ def test_arrays_from_outside_are_named():
 
     with pytest.raises(jax.errors.TracerArrayConversionError) as caught:
         SGLD(outside, step_size=0.1).init(random.split(random.key(0), 4), 0, None, (), {})
-    assert "Pass them as arguments of the model." in caught.value.__notes__[0]
+    assert "Pass them as arguments of the model." in " ".join(caught.value.__notes__)
 
 
 def test_other_errors_have_no_notes():
