@@ -49,10 +49,15 @@ def has_parts(x: object) -> bool:
 @jax.jit
 def _checksums(x):
     """Return checksums of all values and their places, however they are spread over devices."""
-    bits = x.astype(jnp.uint32)
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize in (2, 4):
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], -1)
+    if x.dtype.itemsize == 8:
+        bits = lax.bitcast_convert_type(x, jnp.uint32)  # two words each
+    elif jnp.issubdtype(x.dtype, jnp.floating):
         bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    places = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+    else:
+        bits = x.astype(jnp.uint32)
+    places = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
     # Sums of words are exact in any order; the multiplier is odd, so that each place has a weight of its own.
     mixed = (bits ^ (bits >> 15)) * (2 * places + 1)
     return jnp.stack([bits.sum(), mixed.sum(), (mixed ^ (mixed >> 13)).sum()])

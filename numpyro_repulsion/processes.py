@@ -12,7 +12,10 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["agree", "are_several", "broadcast", "by_the_first", "here", "is_spread", "must_stop"]
+__all__ = ["IN_ALL", "agree", "are_several", "broadcast", "by_the_first", "here", "is_spread", "must_stop"]
+
+#: What to do where no process has all data.
+IN_ALL = "Call this in all processes, inside of `with jax.set_mesh(mesh):` as the run."
 
 #: A pytree of arrays.
 Tree = TypeVar("Tree")
@@ -53,7 +56,7 @@ def agree(values: Mapping[str, str]) -> None:
     """
     if not are_several():
         return
-    digests = [hashlib.blake2b(value.encode(), digest_size=8).digest() for value in values.values()]
+    digests = [hashlib.blake2b(f"{name}: {value}".encode(), digest_size=8).digest() for name, value in values.items()]
     found = multihost_utils.process_allgather(np.stack([np.frombuffer(one, np.uint8) for one in digests]))
     different = (found != found[0]).any((0, 2))
     if different.any():

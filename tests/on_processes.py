@@ -27,9 +27,10 @@ X, Y = X[:800], Y[:800]
 SETTINGS = {"num_chains": 8, "chain_method": "vectorized", "progress_bar": False}
 
 
-def ran(kernel, where, *args, num_warmup=0, how=MCMC.run, **settings):
+def ran(kernel, where, *args, num_warmup=0, num_samples=4, bar=False, how=MCMC.run, **settings):
     """The run of a kernel on a mesh over the devices of all processes."""
-    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=4, **SETTINGS)
+    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, **SETTINGS)
+    mcmc.progress_bar = bar
     with jax.set_mesh(mesh_of(where)):
         how(mcmc, random.key(0), *args, **settings)
     return mcmc
@@ -69,13 +70,23 @@ def quick(arrays, facts):
         "another step": message(lambda: drawn(SGLD(regression, step_size=1e-3 * (1 + PROCESS)), "particles", X, Y)),
         "no mesh": message(lambda: MCMC(kernel(), num_warmup=0, num_samples=4, **SETTINGS).run(random.key(0), X, Y)),
         "missing numbers": message(lambda: drawn(kernel(), "rows", Rows(spread(missing)), Rows(spread(Y)))),
+        "more samples": message(lambda: ran(kernel(), "particles", X, Y, num_samples=4 + PROCESS)),
+        "a bar in one process": message(lambda: ran(kernel(), "particles", X, Y, bar=PROCESS == 0)),
+        "more arguments": message(lambda: ran(kernel(), "particles", X, Y, *[20] * PROCESS)),
+        "alone with parts": message(lambda: summary(ran(kernel(), "rows", Rows(spread(X)), Rows(spread(Y))))),
         "odd number of rows": message(lambda: drawn(kernel(), "rows", *map(Rows, odd))),
     }
 
 
 def slow(arrays, facts):
     arrays["warmup"] = drawn(SGLD(hierarchical), "both", Rows(X), Rows(Y), num_warmup=60)
-    arrays["plain array"] = drawn(kernel(), "rows", spread(X), spread(Y))
+    mcmc = ran(kernel(), "rows", spread(X), spread(Y))
+    arrays["plain array"] = np.asarray(mcmc.get_samples()["beta"])
+    with jax.set_mesh(mesh_of("rows")):
+        facts["together"] = list(summary(mcmc).index)
+    mcmc = ran(kernel(), "rows", Rows(spread(X)), Rows(spread(Y)))
+    with jax.set_mesh(mesh_of("rows")):
+        facts["together"] += list(summary(mcmc).index)
     arrays["whole"] = pieces(f"whole-{PROCESSES}")
 
 

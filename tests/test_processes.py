@@ -80,6 +80,12 @@ def test_draws_of_other_runs_are_those_of_one_process(slow, name):
     check(slow, name)
 
 
+@pytest.mark.slow
+def test_all_processes_read_results_of_data_in_parts(slow):
+    both, one = slow
+    assert both[0]["together"] == both[1]["together"] == one["together"] == 2 * [f"beta[{k}]" for k in range(6)]
+
+
 def test_one_process_reads_the_results_alone(quick):
     both, one = quick
     assert both[0]["alone"] == one["alone"] and "alone" not in both[1]
@@ -92,6 +98,10 @@ def test_one_process_reads_the_results_alone(quick):
         ("another step", "Of process 1, step_size differs"),
         ("no mesh", r"2 processes here.*jax.set_mesh\(jax.make_mesh\(\(4,\)"),
         ("missing numbers", r"1 in the model's args\[0\]"),
+        ("more samples", "Of process 1, num_samples differs"),
+        ("a bar in one process", "Of process 1, progress_bar differs"),
+        ("more arguments", "Of process 1, the kernel or the names of the arguments differ"),
+        ("alone with parts", "in parts in several processes. Call this in all processes, inside"),
         ("odd number of rows", "798 rows of an array cannot be shared equally by 4 devices"),
     ],
 )

@@ -105,7 +105,8 @@ def run_in_pieces(
     jit_spread_arguments(mcmc)
     keys = random.split(rng_key, mcmc.num_chains) if mcmc.num_chains > 1 and is_prng_key(rng_key) else rng_key
     start = mcmc.post_warmup_state if init_params is None else init_params
-    require_agreement(mcmc.sampler, keys, mcmc.num_warmup, start, args, kwargs)
+    pieces = {"piece_size": piece_size, "extra_fields": tuple(extra_fields), "directory": str(directory)}
+    require_agreement(mcmc.sampler, mcmc, keys, mcmc.num_warmup, start, args, kwargs, **pieces)
     bound_of(mcmc).share_data()
     num_warmup = 0 if mcmc.post_warmup_state is not None else mcmc.num_warmup
     kind = SharedDirectory if are_several() else Directory

@@ -150,7 +150,9 @@ class Reader:
         of_cond, of_body, carry = inputs[:first], inputs[first:second], inputs[second:]
         carry, _ = self._settle(lambda carry: self._program(params["body_jaxpr"], [*of_body, *carry]), carry)
         (test,) = self._program(params["cond_jaxpr"], [*of_cond, *carry])
-        return [_joined([fact], test.causes) for fact in carry]
+        # Solvers share tolerances and lengths of steps, which hardly matter.
+        causes = [frozenset(label for label in fact.causes | test.causes if label[0] != "mixed") for fact in carry]
+        return [Fact(own, fact.axes) for own, fact in zip(causes, carry, strict=True)]
 
     def _settle(self, body, carry):
         """Return the facts of the loop carry, joined over its turns, and those of the body's outputs."""
@@ -293,10 +295,8 @@ def _axes(equation, inputs, shape, depends):
 def _mixed(equation, inputs):
     """Return labels ``("mixed", plate)`` if a primitive makes one number of several rows of a minibatch."""
     name, params, summed = equation.primitive.name, equation.params, []
-    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
-        summed = [inputs[0].axes[axis] for axis in params["axes"]]
-    elif name.startswith("cum"):
-        summed = [inputs[0].axes[params["axis"]]]
+    if name in ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp"):
+        summed = [inputs[0].axes[axis] for axis in params.get("axes", [params.get("axis")])]
     elif name == "dot_general":
         summed = [fact.axes[k] for fact, axes in zip(inputs, params["dimension_numbers"][0], strict=True) for k in axes]
     return [("mixed", label[1]) for label in EQUAL.union(*summed) if isinstance(label, tuple) and label[0] == "rows"]

@@ -146,7 +146,8 @@ def check_sites(
                 raise ValueError(
                     f"At the site '{name}' the density of a row depends on the other rows that the subsampled plate "
                     f"'{plate}' draws, as after `x[i] - x[i].mean(0)` or batch normalization: no average over "
-                    "minibatches is the posterior. Compute what several rows share from all rows, outside of the plate."
+                    "minibatches is the posterior. Compute what rows share from all rows, outside of the plate; write "
+                    "what is of one row with jax.vmap."
                 )
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from numpyro.infer import MCMC
+
 from numpyro_repulsion.digests import digest, words
 from numpyro_repulsion.kernels.bound import Settings
-from numpyro_repulsion.processes import agree, are_several
+from numpyro_repulsion.processes import agree, are_several, is_spread
 from numpyro_repulsion.rows import Rows
 
 __all__ = ["described", "require_agreement"]
@@ -41,17 +43,32 @@ def described(kernel: Settings, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def require_agreement(
-    kernel: Settings, rng_key: jax.Array | None, num_warmup: int, start: Any, args: tuple, kwargs: dict | None
+    kernel: Settings,
+    mcmc: MCMC | None,
+    rng_key: jax.Array | None,
+    num_warmup: int,
+    start: Any,
+    args: tuple,
+    kwargs: dict | None,
+    **more: Any,
 ) -> None:
     """Raise ``ValueError``, in all processes of a run, if one of them was given something else.
 
     :param start: the positions of particles, or a state.
+    :param more: what else decides which programs run; without it, the progress bar does.
     """
     # While a program is traced, all values are; run_in_pieces then has asked before.
     if not are_several() or isinstance(jnp.zeros(()), jax.core.Tracer):
         return
+    # First what decides which values are compared, and how: a checksum of parts needs all processes.
+    leaves = jax.tree.leaves_with_path((args, kwargs or {}), is_leaf=lambda leaf: isinstance(leaf, Rows))
+    names = [(jax.tree_util.keystr(path), is_spread(getattr(leaf, "source", leaf))) for path, leaf in leaves]
+    agree({"the kernel or the names of the arguments": f"{type(kernel).__name__} {words(kernel.interaction)} {names}"})
     given = described(kernel, args, kwargs or {})
     given |= {"the key": digest(rng_key), "num_warmup": num_warmup, "the starts": digest(start)}
+    given["the mesh"] = dict(jax.sharding.get_abstract_mesh().shape)
+    settings = ("num_samples", "thinning", "num_chains", "chain_method", *(() if more else ("progress_bar",)))
+    given |= {name: words(getattr(mcmc, name, None)) for name in settings} | more
     agree({name: str(value) for name, value in given.items()})
 
 

@@ -183,7 +183,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         if not isinstance(state, ParticleState):
             return True
         self._num_shown = int(np.max(state.num_divergences))
-        require_agreement(self, None, 0, state, *arguments(mcmc))
+        require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
         self.bind(*arguments(mcmc)).share_data()
         return check_chains(state, mcmc)
 
@@ -233,7 +233,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         check_groups(size, self.num_ensembles, self.interaction.interacts)
         if num_warmup == 0 and self.schedule is None:
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
-        require_agreement(self, rng_key, num_warmup, init_params, model_args, model_kwargs)
+        require_agreement(self, mcmc, rng_key, num_warmup, init_params, model_args, model_kwargs)
         bound = self.bind(model_args, model_kwargs)
         self._initializer.check_data(bound, mcmc, size)
         check_init_params(init_params, bound.target, size)

@@ -22,10 +22,10 @@ _live_warnings = True
 def enable_live_warnings(enabled: bool = True) -> None:
     """Switch on or off the warnings that kernels give while they run; they are on by default.
 
-    A kernel warns at the end of warmup, and when more than one in a thousand updates diverge. With a progress bar, and
-    in ``run_in_pieces``, the host warns between iterations. Otherwise the compiled program calls back into Python, and
-    JAX does not store such a program in its persistent compilation cache: if that matters, keep the progress bar, or
-    switch the warnings off before ``MCMC.run``. The counts stay in the results.
+    A kernel warns at the end of warmup, and when more updates diverge than one in a thousand of those of warmup. With a
+    progress bar, and in ``run_in_pieces``, the host warns between iterations. Otherwise the compiled program calls back
+    into Python, and JAX does not store such a program in its persistent compilation cache: if that matters, keep the
+    progress bar, or switch the warnings off before ``MCMC.run``. The counts stay in the results.
 
     :param enabled: ``False`` switches them off.
 

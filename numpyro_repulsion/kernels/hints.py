@@ -27,7 +27,7 @@ def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        notes = list(_of_arguments(args, kwargs))
+        notes = list(_of_arguments(args, kwargs, error))
         if not notes and isinstance(error, jax.errors.TracerArrayConversionError):
             notes = [
                 "NumPy arrays from outside of a model cannot be taken by rows. Pass them as arguments of the model."
@@ -46,13 +46,16 @@ def sites_not_finite(target: Any, z: dict) -> list[str]:
     return [name for name, value in densities.items() if not np.isfinite(np.asarray(value)).all()]
 
 
-def _of_arguments(args, kwargs):
+def _of_arguments(args, kwargs, error):
+    is_of_index = isinstance(error, TypeError) and "ind" in str(error)  # index, indices
     named = [(f"args[{i}]", value) for i, value in enumerate(args)] + [(f"{k}=", v) for k, v in kwargs.items()]
     for name, value in named:
         package = type(value).__module__.split(".")[0]
         if package in _TABLES:
             yield f"The model's {name} is a {type(value).__name__} of {package}. Pass arrays: x.to_numpy()."
-        elif isinstance(value, list) and value and all(isinstance(x, bool | int | float) for x in value):
+        elif (
+            is_of_index and isinstance(value, list) and value and all(isinstance(x, bool | int | float) for x in value)
+        ):
             yield f"The model's {name} is a list. Pass an array: np.asarray(x)."
         elif isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
             yield f"The model's {name} is an array of dtype {value.dtype}. Encode its values as numbers."

@@ -11,7 +11,7 @@ import jax
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.processes import are_several, here, is_spread
+from numpyro_repulsion.processes import IN_ALL, are_several, here, is_spread
 from numpyro_repulsion.rows import Rows
 
 __all__ = [
@@ -45,9 +45,21 @@ def draws(mcmc: MCMC) -> dict[str, Any] | None:
 
 
 def bring_here(mcmc: MCMC) -> None:
-    """Replace results that lie on the devices of several processes by those of this process."""
-    if are_several() and mcmc._states is not None:
-        set_results(mcmc, here(mcmc._states), here(mcmc._last_state))
+    """Replace results that lie on the devices of several processes by those of this process.
+
+    :raises ValueError: outside of the mesh, if results depend on data of which each process has a part.
+    """
+    if not are_several() or mcmc._states is None:
+        return
+    if _has_spread(mcmc) and jax.sharding.get_abstract_mesh().empty:
+        raise ValueError(f"The data of this run lie in parts in several processes. {IN_ALL}")
+    set_results(mcmc, here(mcmc._states), here(mcmc._last_state))
+
+
+def _has_spread(mcmc):
+    """Return whether no process has the whole of some argument of the model."""
+    leaves = jax.tree.leaves((mcmc._args, mcmc._kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
+    return any(is_spread(leaf.source if isinstance(leaf, Rows) else leaf) for leaf in leaves)
 
 
 def set_results(mcmc: MCMC, states: dict[str, Any], last_state: Any) -> None:

@@ -281,9 +281,10 @@ def _observed(model, site, draw):
             )
         if not found[site].get("is_observed"):
             return None
-        if (shape := found[site]["fn"].shape()) != jnp.shape(found[site]["value"]):
+        shape, given = found[site]["fn"].shape(), jnp.shape(found[site]["value"])
+        if jnp.broadcast_shapes(shape, given) != given:
             raise ValueError(
-                f"The observations of '{site}' have shape {jnp.shape(found[site]['value'])}, and the site has {shape}: "
+                f"The observations of '{site}' have shape {given}, and the site has {shape}: "
                 "each would be compared with all predictions. Drop an axis of length one, as in y[:, 0]."
             )
         return found[site]["value"]

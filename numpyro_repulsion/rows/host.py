@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.digests import digest, has_parts
-from numpyro_repulsion.processes import are_several, is_spread
+from numpyro_repulsion.processes import IN_ALL, are_several, is_spread
 from numpyro_repulsion.rows.conversion import convert, opened
 from numpyro_repulsion.rows.primitive import TAKE_ROWS
 from numpyro_repulsion.rows.shards import Shards
@@ -132,6 +132,8 @@ class Rows:
     def _take(self, rows):
         if (shards := self.shards()) is not None:
             return shards.take(rows)
+        if is_spread(self.source) and jax.sharding.get_abstract_mesh().empty:
+            raise ValueError(f"{self!r} lies in parts in several processes. {IN_ALL}")
         return TAKE_ROWS.bind(rows, source=self) if self.is_on_host else self.source[rows]
 
     __iter__ = None

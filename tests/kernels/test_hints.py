@@ -59,6 +59,15 @@ def test_arrays_from_outside_are_named():
     assert "Pass them as arguments of the model." in " ".join(caught.value.__notes__)
 
 
+def test_lists_that_are_settings_are_not_blamed():
+    def sized(x, hidden):
+        raise ValueError(f"{len(hidden)} layers")
+
+    with pytest.raises(ValueError, match="2 layers") as caught, hinting(sized, (X,), {"hidden": [32, 32]}):
+        sized(X, [32, 32])
+    assert not getattr(caught.value, "__notes__", [])
+
+
 def test_other_errors_have_no_notes():
     def broken():
         raise RuntimeError("shapes of another kind")

@@ -280,3 +280,10 @@ def test_observations_of_another_shape_are_refused():
         == f"Predictions('y', 200 draws, shape (60,), mean log likelihood {found.log_likelihood.mean():.4g})"
     )
     assert repr(predict(mcmc, X)) == "Predictions('y', 200 draws, shape (60,))"
+
+
+def test_observations_may_share_one_distribution():
+    def same(y):
+        numpyro.sample("y", dist.Normal(numpyro.sample("mu", dist.Normal(0, 1)), 1.0), obs=y)
+
+    assert predict(run(SGLD(same), NOISE), NOISE).log_likelihood.shape == (60,)
