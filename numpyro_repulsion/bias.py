@@ -16,8 +16,9 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import CurvatureStats
-from numpyro_repulsion.gradients import Particle, ravel_cloud
-from numpyro_repulsion.kernels import arguments, has_other_data, kernel_of, require_draws
+from numpyro_repulsion.gradients import Particle, compiled, ravel_cloud
+from numpyro_repulsion.kernels import arguments, bound_of, has_other_data, kernel_of, require_draws
+from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.warmup import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 
 __all__ = ["StepBias", "predict_bias", "step_bias"]
@@ -188,7 +189,11 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
     if np.ndim(state.num_updates):
         state = jax.tree.map(lambda x: x[0], state)
     step_size = jnp.asarray(_step_size(mcmc), state.step_size.dtype)
-    program = jax.jit(partial(_predict, mcmc.sampler, *arguments(mcmc), is_other))
+    kernel, target = mcmc.sampler, bound_of(mcmc).target
+    if any(map(is_spread, jax.tree.leaves((target.args, target.kwargs)))):
+        program = compiled(lambda own, *given: _predict(kernel, own.args, own.kwargs, is_other, *given), target)
+    else:
+        program = jax.jit(partial(_predict, kernel, *arguments(mcmc), is_other))
     predicted, noise = program(state, step_size)
     return float(predicted), float(noise)
 
