@@ -37,7 +37,8 @@ def check_mesh(num_particles: int, num_groups: int) -> None:
             "axis_types=(jax.sharding.AxisType.Auto,))):` around it, or start the processes without "
             "jax.distributed.initialize(), each with a key of its own."
         )
-    if mesh.empty or mesh.size == 1:
+    # Inside of a pmap, as that of ``chain_method="parallel"``, each device makes a run of its own.
+    if mesh.empty or mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}:
         return
     names = mesh.axis_names
     auto = f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)}"
