@@ -47,6 +47,7 @@ from numpyro_repulsion.warmup import (
     arrive,
     descend,
     is_competing,
+    svgd_direction,
     warmup_update,
 )
 
@@ -157,8 +158,18 @@ class Iteration(Evaluation):
             arrival = arrival._replace(step_size=steps)
         else:
             share_done = stage.share_of_approach.astype(position[0].dtype)
+            u, _, slope = position
+            if arrival.is_prolonged is not None:
+                slope = lax.cond(arrival.is_prolonged, svgd_direction, lambda u, gradient: gradient, u, slope)
             position, adam, rates = descend(
-                move_key, position, arrival.adam, arrival.step_size, share_done, arrival.temperature, energy_and_grad
+                move_key,
+                position,
+                slope,
+                arrival.adam,
+                arrival.step_size,
+                share_done,
+                arrival.temperature,
+                energy_and_grad,
             )
             arrival = arrival._replace(step_size=rates, adam=adam)
         cloud = Cloud(*position, now.cloud.memory)

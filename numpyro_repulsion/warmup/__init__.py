@@ -71,7 +71,7 @@ update_prolongation  prolongation.py  the noise with and without control        
 The kernels add learners of jumps (``kernels/learners.py``). The last state gives the diagnosis (``diagnosis.py``).
 """
 
-from numpyro_repulsion.warmup.adam import Adam, descend
+from numpyro_repulsion.warmup.adam import Adam, descend, svgd_direction
 from numpyro_repulsion.warmup.arrival import NUM_DEVIATIONS, arrive, left_behind, rescue, update_arrival
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
 from numpyro_repulsion.warmup.centring import MIN_PARTICLES, update_centring
@@ -140,6 +140,7 @@ __all__ = [
     "next_bandwidth",
     "shrink",
     "summarize_curvature",
+    "svgd_direction",
     "update_centring",
     "update_prolongation",
     "update_tournament",

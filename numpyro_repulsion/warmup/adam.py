@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import EnergyAndGrad, select
+from numpyro_repulsion.interactions import RBF, median_bandwidth
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.shapes import Count, Number, Numbers, Vector, Vectors
 
-__all__ = ["Adam", "descend", "first_rates"]
+__all__ = ["Adam", "descend", "first_rates", "svgd_direction"]
 
 #: Decay rates of the means of gradients and of their squares. The latter forgets the gradients at the starts, which may
 #: be thousands of times longer, within the arrival.
@@ -19,11 +21,13 @@ DECAYS = (0.9, 0.995)
 #: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the fastest
 #: that do not overshoot lead, and the others are moved to them.
 RATES = (0.01, 0.1)
-#: The same if the arrival is prolonged, which leaves more time to cool, ...
-LATE_RATES = (0.02, 0.2)
+#: The rate of all particles if the arrival is prolonged, because those that share gradients must keep pace, ...
+LATE_RATE = 0.07
 #: ... and the temperature of the noise then. Sites are standardized there, so that densities have no necks, and noise
 #: would only delay the particles.
 LATE_TEMPERATURE = 0.0
+#: The median distance is that of so many particles of a group, because there are that many squared distances.
+MOST_COMPARED = 100
 #: A coordinate whose mean gradient exceeds this share of the root mean square gradient is far from where it belongs,
 #: and its step grows by this factor per update; otherwise the growth recedes by this share per update. Minibatch noise
 #: alone gives a share of 0.23, so 0.8 is out of its reach.
@@ -64,16 +68,32 @@ class Adam(NamedTuple):
         return Adam(jnp.zeros((), jnp.int32), nothing, nothing, nothing, unit.astype(u.dtype))
 
 
-def first_rates(shape: tuple[int, ...], dtype, limits: tuple[float, float] = RATES) -> Numbers:
-    """Return the rates of particles ``(G, L)``, spread evenly in logarithm between the limits."""
-    low, high = limits
+def first_rates(shape: tuple[int, ...], dtype) -> Numbers:
+    """Return the rates of particles ``(G, L)``, spread evenly in logarithm."""
+    low, high = RATES
     share = (jnp.arange(shape[1], dtype=dtype) + 0.5) / shape[1]
     return jnp.broadcast_to(low * (high / low) ** share, shape[:2])
+
+
+def svgd_direction(u: Vectors, gradient: Vectors) -> Vectors:
+    r"""Return :math:`K \nabla U - \Gamma` with a Gaussian kernel of the median bandwidth; of one particle, ∇U.
+
+    :param u: ``(G, L, d)``.
+    :param gradient: ∇U there.
+    """
+    size = u.shape[-2]
+    if size == 1:
+        return gradient
+    some = u[:, :MOST_COMPARED]
+    bandwidth = median_bandwidth(some) * (math.log(some.shape[-2]) / math.log(size))
+    coupling = RBF().couple(u, bandwidth)
+    return coupling.apply(gradient) - coupling.repulsion
 
 
 def descend(
     key: jax.Array,
     position: Position,
+    slope: Vectors,
     state: Adam,
     rate: Numbers,
     share_done: Number,
@@ -85,22 +105,25 @@ def descend(
     .. math::
         u \leftarrow u - \eta\, \hat m / \sqrt{\hat v} + \sqrt{2 T \eta / \sqrt{\hat v}}\; \xi
 
+    where :math:`\hat m` and :math:`\hat v` are means of slopes and of their squares.
+
     Where minibatch noise is larger than gradients, :math:`\hat v` hardly depends on the position, so this is Langevin
     dynamics with a constant diagonal preconditioner, exact for T = 1 as η falls to zero (by half a cosine). With T = 0
     particles would collect where a density is high but holds no mass, as in the neck of a funnel. A particle whose new
     position is not finite stays, with half its rate.
 
     :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
+    :param slope: what the particles descend, ``(G, L, d)``: ∇U or :func:`svgd_direction`.
     :param rate: η at the start, in units of the spread of the starts, ``(G, L)``.
     :param share_done: the share of the arrival that is done, in [0, 1].
     :param temperature: the factor of the variance of the noise.
     :return: the new position, state and rates.
     """
-    u, _, gradient = position
+    u = position[0]
     count = state.number + 1
     mean, square = (
         decay * old + (1.0 - decay) * new
-        for decay, old, new in zip(DECAYS, (state.mean, state.square), (gradient, gradient**2), strict=True)
+        for decay, old, new in zip(DECAYS, (state.mean, state.square), (slope, slope**2), strict=True)
     )
     unbiased_mean, unbiased_square = (
         x / (1.0 - decay ** count.astype(u.dtype)) for decay, x in zip(DECAYS, (mean, square), strict=True)
@@ -115,9 +138,9 @@ def descend(
     # Not wider than for a posterior as wide as the starts.
     variance = 2.0 * temperature * step / jnp.maximum(size, 1.0 / state.unit)
     proposal = u - step * direction + jnp.sqrt(variance) * normal(key, u.shape, u.dtype)
-    energy, slope = energy_and_grad(proposal)
-    usable = jnp.isfinite(energy) & jnp.isfinite(slope).all(-1)
-    moved = select(usable, (proposal, energy, slope), position)
+    energy, gradient = energy_and_grad(proposal)
+    usable = jnp.isfinite(energy) & jnp.isfinite(gradient).all(-1)
+    moved = select(usable, (proposal, energy, gradient), position)
     # After a rejected update, the old momentum would propose the same position again.
     mean, growth = select(usable, (mean, growth), (jnp.zeros_like(mean), jnp.zeros_like(growth)))
     return moved, Adam(count, mean, square, growth, state.unit), jnp.where(usable, rate, rate / 2.0)

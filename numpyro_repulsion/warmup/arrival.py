@@ -19,7 +19,7 @@ from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import FIRST_WHITENED, Stage
 
-__all__ = ["arrive", "left_behind", "rescue", "update_arrival"]
+__all__ = ["arrive", "left_behind", "rescue", "spread_of_energies", "update_arrival"]
 
 #: Bounds on the step sizes of arriving particles, once the scales have been learned.
 ARRIVAL_STEPS = (math.exp(-12.0), 1.0)
@@ -64,19 +64,28 @@ def arrive(
     return moved, step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
+def spread_of_energies(dimension: int, noise: Number = 0.0) -> Number:
+    """Return by how much energies of exact draws rarely differ.
+
+    Exact energies differ by about ``sqrt(d)``, and those from minibatches by ``sqrt(V d)`` more.
+
+    :param noise: V, the variance of the gradient noise in whitened coordinates.
+    """
+    return 10.0 + 5.0 * jnp.sqrt(dimension * (1.0 + noise))
+
+
 def left_behind(energy: Numbers, dimension: int, noise: Number = 0.0, in_basins: Flag | bool = False) -> Flags:
     """Return which particles, ``(G, L)``, have an energy far above the median; exact draws rarely do.
 
-    The limit is ``10 + 5 sqrt(d (1 + V))`` above it: exact energies of draws differ by about ``sqrt(d)``, and those
-    from minibatches by ``sqrt(V d)`` more. It is also ``NUM_DEVIATIONS`` median absolute deviations if particles are
-    in basins of different depth, as networks are.
+    The limit is :func:`spread_of_energies` above it. It is also ``NUM_DEVIATIONS`` median absolute deviations if
+    particles are in basins of different depth, as networks are.
 
     :param energy: comparable potential energies, ``(G, L)``.
     :param noise: V, the variance of the gradient noise in whitened coordinates.
     :param in_basins: whether particles are in basins of different depth.
     """
     middle = jnp.nanmedian(energy)
-    limit = 10.0 + 5.0 * jnp.sqrt(dimension * (1.0 + noise))
+    limit = spread_of_energies(dimension, noise)
     if in_basins is not False:
         apart = NUM_DEVIATIONS * jnp.nanmedian(jnp.abs(energy - middle))
         limit = jnp.where(in_basins & (apart > limit), apart, limit)

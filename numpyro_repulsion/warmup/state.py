@@ -10,7 +10,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Centring, Reference
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors
-from numpyro_repulsion.warmup.adam import LATE_RATES, LATE_TEMPERATURE, Adam, first_rates
+from numpyro_repulsion.warmup.adam import LATE_RATE, LATE_TEMPERATURE, Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.surroundings import Surroundings
@@ -153,7 +153,7 @@ class ArrivalState(NamedTuple):
 
     def prolonged(self, u: Vectors) -> ArrivalState:
         """Return the state for particles in units of the spread of the starts, where the second half begins again."""
-        rates = first_rates(u.shape, u.dtype, LATE_RATES)
+        rates = jnp.full(u.shape[:2], LATE_RATE, u.dtype)
         adam = Adam.start(u)._replace(unit=jnp.ones(u.shape[-1:], u.dtype))
         lost = jnp.zeros_like(self.lost)
         return self._replace(adam=adam, step_size=rates, lost=lost, is_prolonged=jnp.ones((), bool))

@@ -10,9 +10,9 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLD
+from numpyro_repulsion import RBF, SGLD
 from numpyro_repulsion.warmup import Adam, adam, descend
-from numpyro_repulsion.warmup.adam import LATE_RATES, RATES, first_rates
+from numpyro_repulsion.warmup.adam import MOST_COMPARED, RATES, first_rates, svgd_direction
 from numpyro_repulsion.warmup.state import ArrivalState
 
 
@@ -24,8 +24,13 @@ def travel(energy_and_grad, u, length=2500, seed=0, rate=None, temperature=1.0):
     def run(u):
         def update(carry, key):
             move_key, gradient_key = random.split(key)
-            share_done = carry[1].number / length
-            return descend(move_key, *carry, share_done, temperature, lambda u: energy_and_grad(gradient_key, u)), None
+            position, state, rates = carry
+
+            def evaluate(u):
+                return energy_and_grad(gradient_key, u)
+
+            share_done = state.number / length
+            return descend(move_key, position, position[2], state, rates, share_done, temperature, evaluate), None
 
         rates = first_rates(u.shape, u.dtype) if rate is None else jnp.full(u.shape[:2], rate)
         carry = (u, *energy_and_grad(random.key(9), u)), Adam.start(u), rates
@@ -104,8 +109,6 @@ def test_first_rates_are_spread():
     rates = np.asarray(first_rates((2, 10), jnp.float32))
     assert (rates[0] == rates[1]).all() and (np.diff(rates[0]) > 0).all()
     assert RATES[0] < rates[0, 0] < rates[0, -1] < RATES[1]
-    late = np.asarray(first_rates((2, 10), jnp.float32, LATE_RATES))
-    assert LATE_RATES[0] < late[0, 0] < late[0, -1] < LATE_RATES[1]
     np.testing.assert_allclose(first_rates((1, 1), jnp.float32), [[np.sqrt(RATES[0] * RATES[1])]], rtol=1e-5)
 
 
@@ -175,3 +178,29 @@ def test_a_single_chain_restarts_in_units_of_whitened_coordinates():
     state = ArrivalState(jnp.ones((1, 1)), jnp.zeros((1, 1), bool), None, Adam.start(jnp.ones((1, 1, 2)), 1e4))
     np.testing.assert_array_equal(state.adam.unit, 1e4)
     np.testing.assert_array_equal(state.restarted(jnp.ones((1, 1, 2))).adam.unit, 1.0)
+
+
+@pytest.mark.parametrize("size", [2, 5, MOST_COMPARED + 20])
+def test_the_direction_of_svgd(size):
+    u = random.normal(random.key(0), (2, size, 3))
+    gradient = random.normal(random.key(1), u.shape)
+    found = svgd_direction(u, gradient)
+    some = u[:, :MOST_COMPARED]
+    squared = ((some[:, :, None] - some[:, None]) ** 2).sum(-1)
+    bandwidth = jnp.median(squared[:, *jnp.triu_indices(some.shape[1], 1)]) / np.log(size)
+
+    def k(x, y):
+        return jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth)
+
+    for group in range(2):
+        z, slope = u[group], gradient[group]
+        gram, push = (
+            jax.vmap(jax.vmap(function, (None, 0)), (0, None))(z, z) for function in (k, jax.grad(k, argnums=1))
+        )
+        gram += RBF().nugget * jnp.eye(size)
+        np.testing.assert_allclose(found[group], gram @ slope - push.sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_single_particle_descends_by_its_gradient():
+    gradient = random.normal(random.key(1), (1, 1, 3))
+    np.testing.assert_array_equal(svgd_direction(jnp.zeros((1, 1, 3)), gradient), gradient)
