@@ -5,7 +5,8 @@ Warmup has three parts, each divided into windows (``windows.py``):
 1. *Arrival.* Each particle moves by itself: with exact gradients by Metropolis-adjusted Langevin updates with a step
    size of its own, with minibatches by Adam with Langevin noise, at a rate of its own. It reaches the posterior
    whatever its scale; lost particles move to others. A run skips the arrival if neither the step size nor the scales
-   are learned (``WarmupPlan.arrives``), and prolongs it if gradients stay noisy, as those of networks.
+   are learned (``WarmupPlan.arrives``), and prolongs it if gradients stay noisy, as those of networks, whose
+   particles then follow the direction of SVGD.
    If the dynamics are those of an optimizer, its rate is chosen in a tournament instead (``tournament.py``).
 2. *Adaptation.* The sampler itself runs. At the end of each window, scales are estimated again, and the step size is
    measured in the new coordinates.

@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, Subsampled
+from numpyro_repulsion.kernels import iteration
 from numpyro_repulsion.targets import bayesian_neural_network as network
 from numpyro_repulsion.warmup import ARRIVED, FIRST_WHITENED, prolongation, scales, step_size
 from numpyro_repulsion.warmup.adam import LATE_RATE
@@ -140,6 +141,21 @@ def test_a_long_second_half_ends_after_a_number_of_passes(monkeypatch):
     assert arriving(30)
     monkeypatch.setattr(prolongation, "MAX_PASSES", 2)
     assert arriving(27) and not arriving(30)
+
+
+def test_particles_follow_the_direction_of_svgd_only_while_their_arrival_is_prolonged(monkeypatch):
+    def positions(kernel, **settings):
+        return warmed(kernel, 40, **settings)[0].z
+
+    def along_gradients():
+        monkeypatch.setattr(iteration, "svgd_direction", lambda u, gradient: gradient)
+
+    network_kernel = SGNHT(network, preconditioner="diagonal")
+    together, usual = positions(network_kernel, hidden=5), positions(SGLD(regression))
+    along_gradients()
+    alone = positions(network_kernel, hidden=5)
+    assert not np.allclose(together["w1"], alone["w1"], rtol=1e-2)
+    np.testing.assert_array_equal(positions(SGLD(regression))["w"], usual["w"])
 
 
 def counts(X, y, subsample_size, prior=1.0):
