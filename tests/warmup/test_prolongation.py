@@ -155,7 +155,8 @@ def test_particles_follow_the_direction_of_svgd_only_while_their_arrival_is_prol
     along_gradients()
     alone = positions(network_kernel, hidden=5)
     assert not np.allclose(together["w1"], alone["w1"], rtol=1e-2)
-    np.testing.assert_array_equal(positions(SGLD(regression))["w"], usual["w"])
+    # Another program rounds differently.
+    np.testing.assert_allclose(positions(SGLD(regression))["w"], usual["w"], rtol=1e-3, atol=1e-4)
 
 
 def counts(X, y, subsample_size, prior=1.0):
