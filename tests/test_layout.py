@@ -14,7 +14,7 @@ from on_devices import CASES, FAULTS, QUICK, WIDE_CASES, N, X, Y, meshes, regres
 import pytest
 
 from numpyro_repulsion import SGLD
-from numpyro_repulsion.layout import Layout, num_devices
+from numpyro_repulsion.layout import Layout, check_mesh, num_devices
 
 #: Sums in another order round differently; draws have a spread of about 0.3.
 ROUNDING = 1e-4
@@ -134,3 +134,15 @@ def test_without_a_mesh_nothing_is_placed():
     assert Layout.of((1, 4, 2000), interacts=True) == Layout(None)
     cloud = np.ones((1, 4, 2000))
     assert Layout(None).place(cloud) is cloud and Layout(None).place_particles(cloud) is cloud
+
+
+def test_the_mesh_of_a_pmap_is_none_of_the_users():
+    """NumPyro's chain_method="parallel" makes one, with an axis of its own name."""
+
+    def mesh(kind):
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("own",), axis_types=(kind,)))
+
+    with mesh(jax.sharding.AxisType.Manual):
+        check_mesh(num_particles=1, num_groups=1)
+    with mesh(jax.sharding.AxisType.Auto), pytest.raises(ValueError, match="may have the axes 'particles' and 'rows'"):
+        check_mesh(num_particles=1, num_groups=1)

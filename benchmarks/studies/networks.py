@@ -393,7 +393,7 @@ def draw(record: Record):
             axes[2].plot(means, [i] * len(means), "|", color=COLOURS[k], ms=9)
             axes[2].plot(np.nanmean(means), i, "o", color=COLOURS[k], label=f"{share} %" if i == 0 else None)
         axes[2].axvline(share / 100, color=COLOURS[k], lw=0.8, ls="--")
-    axes[2].set_yticks(range(len(labels)), [label.strip("`") for label in labels])
+    axes[2].set_yticks(range(len(labels)), [label.replace("`", "") for label in labels])
     axes[2].set_ylim(len(labels) - 0.5, -0.5)
     axes[2].set_xlabel("share of responses in predictive intervals (bars: sets, dots: their mean)")
     axes[2].legend(**ABOVE)

@@ -7,7 +7,7 @@
    again. Each particle's own reference (``SVRG``) is renewed here if its epoch is over.
 3. `move`, while a tournament chooses the rate of an optimizer: ``num_steps`` updates of each particle by itself.
 4. `move`, while particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam
-   with minibatches.
+   with minibatches. If the arrival is prolonged, particles descend together, along the direction of SVGD.
 5. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
    hot updates if a cycle begins. With ``moves`` switched on, every second update is a jump. Each remaining update
 
@@ -142,7 +142,7 @@ class Iteration(Evaluation):
         return random.split(key) if self.plan.noise else (key, key)
 
     def _approach(self, key, stage, now, warmup):
-        """Make one update of arriving particles, each by itself."""
+        """Make one update of arriving particles, each by itself unless their arrival is prolonged."""
         move_key, gradient_key = self._noise_and_gradient_keys(key)
         if warmup.arrival.is_prolonged is None:
             # Until particles have arrived, they are in the coordinates of the model, whose gradient compiles faster.
