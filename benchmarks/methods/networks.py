@@ -1,4 +1,7 @@
-"""Ways to fit the paper's network: samplers, SVGD and an ensemble, 2000 gradients of 100 rows for each of 20 points."""
+"""Ways to fit the paper's network by minibatches of 100 rows: samplers, SVGD and an ensemble, of 20 points each.
+
+All make 2000 updates, unless ``updates`` says how many.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +36,6 @@ from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.targets import bayesian_neural_network as network
 
 PARTICLES, BATCH, UPDATES, NUM_STEPS = 20, 100, 2000, 10
-#: Iterations of a sampler, half of them kept.
-HALF = UPDATES // NUM_STEPS // 2
 #: Nothing set: how many iterations of 200 are warmup.
 WARMUP = 160
 
@@ -61,9 +62,12 @@ def start(key: jax.Array, inputs: int, hidden: int = 50) -> dict[str, jax.Array]
     }
 
 
-def sampled(make: Callable, key, X, y, init_params=None, num_warmup: int = HALF):
-    """The draws of a kernel."""
-    mcmc = vectorized(make(network), num_warmup, UPDATES // NUM_STEPS - num_warmup, PARTICLES)
+def sampled(make: Callable, key, X, y, updates: int, warmup: float, init_params=None):
+    """The draws of a kernel after its ``warmup``, a share of the updates; of a longer run no more are kept."""
+    iterations = updates // NUM_STEPS
+    num_warmup = round(warmup * iterations)
+    thinning = max(1, updates // UPDATES)
+    mcmc = vectorized(make(network), num_warmup, iterations - num_warmup, PARTICLES, thinning=thinning)
     mcmc.run(key, X, y, subsample_size=BATCH, init_params=init_params)
     return mcmc.get_samples(group_by_chain=True)
 
@@ -71,10 +75,10 @@ def sampled(make: Callable, key, X, y, init_params=None, num_warmup: int = HALF)
 def by_hand(kernel, *, last: bool = False, **settings):
     """A kernel with a given step on plain minibatches; of an optimizer of the cloud the ``last`` one."""
 
-    def fit(step, key, X, y):
+    def fit(step, key, X, y, updates=UPDATES):
         start_key, key = random.split(key)
         make = partial(kernel, step_size=step, gradient=Subsampled(), num_steps=NUM_STEPS, **settings)
-        draws = sampled(make, key, X, y, start(start_key, X.shape[1]))
+        draws = sampled(make, key, X, y, updates, 0.5, start(start_key, X.shape[1]))
         return jax.tree.map(lambda x: x[:, -1:], draws) if last else draws
 
     return fit
@@ -83,15 +87,15 @@ def by_hand(kernel, *, last: bool = False, **settings):
 def nothing_set(kernel, *, last: bool = False, **settings):
     """A kernel with its defaults, its own start among them, but for the settings given."""
 
-    def fit(step, key, X, y):
+    def fit(step, key, X, y, updates=UPDATES):
         del step
-        draws = sampled(partial(kernel, **settings), key, X, y, num_warmup=WARMUP)
+        draws = sampled(partial(kernel, **settings), key, X, y, updates, WARMUP * NUM_STEPS / UPDATES)
         return jax.tree.map(lambda x: x[:, -1:], draws) if last else draws
 
     return fit
 
 
-def map_ensemble(step, key, X, y):
+def map_ensemble(step, key, X, y, updates=UPDATES):
     """Networks that Adam brings to modes of the posterior, each by minibatches of its own."""
     start_key, key = random.split(key)
     target = ModelTarget(network, (X, y), {"subsample_size": BATCH})
@@ -103,12 +107,12 @@ def map_ensemble(step, key, X, y):
         _, gradient = Subsampled().energy_and_grad(key, target, unravel, point[None])
         return optimizer.update(gradient[0], state), None
 
-    state, _ = lax.scan(update, optimizer.init(z), random.split(key, UPDATES))
+    state, _ = lax.scan(update, optimizer.init(z), random.split(key, updates))
     networks = jax.vmap(lambda z: target.constrain(unravel(z)))(optimizer.get_params(state))
     return jax.tree.map(lambda x: x[:, None], networks)
 
 
-def numpyro_svgd(step, key, X, y):
+def numpyro_svgd(step, key, X, y, updates=UPDATES):
     """NumPyro's SVGD by Adagrad, from the common start."""
     start_key, key = random.split(key)
     svgd = NumPyroSVGD(network, Adagrad(step), RBFKernel(), num_stein_particles=PARTICLES)
@@ -119,13 +123,13 @@ def numpyro_svgd(step, key, X, y):
     def update(state, _):
         return svgd.update(state, X, y, subsample_size=BATCH)[0], None
 
-    state, _ = lax.scan(update, state, length=UPDATES)
+    state, _ = lax.scan(update, state, length=updates)
     return {name.removesuffix("_auto_loc"): value[:, None] for name, value in svgd.get_params(state).items()}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A fit ``(step, key, X, y) -> draws``, the steps that it is tried with, and those of the short form."""
+    """A fit ``(step, key, X, y, updates=2000) -> draws``, the steps it is tried with, and those of the short form."""
 
     fit: Callable
     steps: tuple[float, ...] = ()

@@ -135,8 +135,8 @@ def plan(short: bool) -> list[tuple[str, int]]:
 class Fits:
     """Fits of one set by all steps at once, compiled once for all splits."""
 
-    def __init__(self):
-        self.programs = {}
+    def __init__(self, updates: int = UPDATES):
+        self.updates, self.programs = updates, {}
 
     def __call__(self, label, steps, key, data):
         """Scores for each step, in the responses' units, and the seconds of compiling and of running."""
@@ -145,7 +145,8 @@ class Fits:
         kind = (label, *(x.shape for x in arguments))
         began = time.perf_counter()
         if kind not in self.programs:
-            self.programs[kind] = jax.jit(partial(_fit_and_score, METHODS[label].fit)).lower(*arguments).compile()
+            fit = partial(METHODS[label].fit, updates=self.updates)
+            self.programs[kind] = jax.jit(partial(_fit_and_score, fit)).lower(*arguments).compile()
         ready = time.perf_counter()
         scores = jax.block_until_ready(self.programs[kind](*arguments))
         return in_units(scores, data.unit), ready - began, time.perf_counter() - ready
