@@ -56,7 +56,8 @@ def update_prolongation(
     one mode, and warmup goes on as usual.
 
     Particles return to where that half began: the mean curvature over different networks, in whose scales they moved,
-    suits none of them, and may have sent all of them far away.
+    suits none of them, and may have sent all of them far away. Where it has, U may well be convex between them, and the
+    arrival is prolonged without that test.
 
     Meanwhile particles move in the direction of SVGD, without noise and in units of the spread of the starts. Particles
     that repel each other and share their gradients predict better than as many alone, most of all in networks with many
@@ -71,16 +72,16 @@ def update_prolongation(
     plain, corrected = warmup.measurements.mean_isotropic_noise
     due = stage.window_ends & (stage.done == stage.at(ARRIVED)) & ~is_prolonged
 
+    # The coordinates of the model.
+    scales, centring = warmup.scales._replace(preconditioner=Preconditioner()), warmup.scales.centring
+    plainly = warmup._replace(scales=scales if centring is None else scales._replace(centring=centring.undone()))
+
     def prolong():
-        centring, unit = warmup.scales.centring, spread
-        scales = warmup.scales._replace(preconditioner=Preconditioner())
+        found, unit = sampler.recover(plainly, halfway), spread
+        y, recentred = found.z, centring
         if centring is not None:
-            scales = scales._replace(centring=centring.undone())
-        found = sampler.recover(warmup._replace(scales=scales), halfway)
-        y = found.z
-        if centring is not None:
-            centring = centring._replace(share=jnp.full_like(centring.share, SHARE))
-            y = sampler.centred(centring).to_coordinates(found)
+            recentred = centring._replace(share=jnp.full_like(centring.share, SHARE))
+            y = sampler.centred(recentred).to_coordinates(found)
             # Standardized sites have a prior of unit scale.
             is_standardized = ((found.scale != 1.0) | (found.location != 0.0)).any((0, 1))
             unit = jnp.where(is_standardized, 1.0, unit)
@@ -92,7 +93,7 @@ def update_prolongation(
             preconditioner=change,
             moments=jax.tree.map(jnp.zeros_like, warmup.moments),
             noise_shrinkage=jnp.ones_like(warmup.scales.noise_shrinkage),
-            centring=centring,
+            centring=recentred,
         )
         # With a gradient of 0, the first update only evaluates the gradient in the new coordinates.
         moved = cloud._replace(z=change.whiten(y), gradient=jnp.zeros_like(cloud.gradient))
@@ -100,15 +101,21 @@ def update_prolongation(
         return warmup._replace(arrival=arrival.prolonged(moved.z), scales=scales, reference=unknown), moved
 
     def differ():
-        """Whether particles are different functions: what lies between two of them fits worse than they do."""
-        z = cloud.z.reshape(1, -1, cloud.z.shape[-1])
-        fits, between = (
-            sampler.energy_to_compare(warmup, cloud._replace(z=z)) for z in (z, (z + jnp.roll(z, 1, 1)) / 2.0)
-        )
+        """Whether gradients stay noisy and particles are different functions, so that what lies between two of them fits
+        worse than they do; or whether the second half has sent them away."""
+        z = cloud.z.reshape(-1, cloud.z.shape[-1])
+        places = jnp.stack([z, (z + jnp.roll(z, 1, 0)) / 2.0])
+        fits, between = sampler.energy_to_compare(warmup, cloud._replace(z=places))
+        # Where they were is not expressed in the new scales, which single precision may not invert.
+        before = sampler.energy_to_compare(plainly, cloud._replace(z=halfway))
+        rarely = spread_of_energies(z.shape[-1])
         apart = jnp.nanmedian(jnp.abs(fits - jnp.nanmedian(fits)))
-        matters = (plain > MIN_NOISE) | (apart > spread_of_energies(z.shape[-1]))
-        return (jnp.mean(between < (fits + jnp.roll(fits, 1, 1)) / 2.0) < CONVEX) & matters
+        matters = (plain > MIN_NOISE) | (apart > rarely)
+        is_convex = jnp.mean(between < (fits + jnp.roll(fits, 1)) / 2.0) >= CONVEX
+        # Draws lie d / 2 above a mode on average. Negated, so that NaN of all counts as far away too; so far away, noise
+        # may be too large to be measured.
+        have_left = ~(jnp.nanmedian(fits) <= jnp.nanmedian(before) + rarely + z.shape[-1])
+        return ((corrected > STAYS_NOISY * plain) & matters & ~is_convex) | have_left
 
-    stays_noisy = corrected > STAYS_NOISY * plain
-    is_needed = lax.cond(due & stays_noisy, differ, lambda: jnp.zeros((), bool))
+    is_needed = lax.cond(due, differ, lambda: jnp.zeros((), bool))
     return lax.cond(is_needed, prolong, lambda: (warmup, cloud))

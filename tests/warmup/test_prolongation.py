@@ -180,6 +180,26 @@ def test_particles_on_their_way_to_one_mode_arrive_as_usual(seed, monkeypatch):
     assert arrived()
 
 
+@pytest.mark.parametrize(
+    "scale", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("low_rank", "diagonal"))]
+)
+def test_particles_that_the_scales_sent_away_return_and_arrive_longer(scale, monkeypatch):
+    """So far away U may be convex between networks, which says nothing of where they came from."""
+    monkeypatch.setattr(prolongation, "CONVEX", 0.0)
+    kernel = SGNHT(network, preconditioner=scale)
+    state, kwargs = warmed(kernel, int(100 * ARRIVED) - 1, hidden=5)
+    halfway = state.warmup.arrival.halfway
+    sample = jax.jit(lambda state: kernel.sample(state, (X, Y), kwargs))
+    positions, energy = state.coordinates
+    away = state._replace(coordinates=(30.0 * positions, energy))
+    assert not sample(state).warmup.arrival.is_prolonged
+    found = sample(away)
+    assert found.warmup.arrival.is_prolonged
+    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], state.z))
+    for name, back in jax.vmap(unravel)(halfway.reshape(PARTICLES, -1)).items():
+        np.testing.assert_allclose(found.z[name], back, rtol=2e-4, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def before_arrival():
     """Just before the end of the arrival of a regression of counts: a usual state, and one with a lost particle."""
