@@ -115,8 +115,8 @@ def half(count):
 
 #: Flags: ``interacts``, ``learns`` a bandwidth in warmup, ``identity`` (K is I); ``pairs``, if K is the sum over pairs
 #: that `test_interactions.py` writes out; ``redrawn`` in each update; ``many``, without a matrix of all pairs;
-#: ``plane``, if for one or two dimensions alone; ``ensembles``, if it needs two or more of them; ``user``, of a class
-#: of the tests; ``law``, with a bandwidth for the laws of `test_stationarity.py`; ``setting``, as users write them.
+#: ``ensembles``, if it needs two or more of them; ``user``, of a class of the tests; ``law``, with a bandwidth for the
+#: laws of `test_stationarity.py`; ``setting``, as users write them.
 INTERACTIONS = {
     "rbf": entry(RBF(1.3), "pairs", "interacts"),
     "rbf, wide": entry(RBF(2.0), "interacts", "law", "setting"),
@@ -162,7 +162,7 @@ INTERACTIONS = {
     "balanced": entry(Balanced(), "identity", "setting"),
     "balanced groups": entry(Balanced(RBF(1.0)), "interacts", "ensembles"),
     "balanced groups, learned": entry(Balanced(RBF()), "interacts", "learns", "ensembles", "setting"),
-    "antithetic": entry(Antithetic(), "identity", "plane"),
+    "antithetic": entry(Antithetic(), "identity", "setting"),
 }
 
 

@@ -1,7 +1,7 @@
 """Six models of 400 rows with priors from which parameters and responses are drawn: what coverage is measured on.
 
-Each is written as a user would write it: a plate of rows that is subsampled, effects of groups around their mean. Priors
-are narrow enough that what is drawn from them looks like data, and wide enough that some posteriors are hard.
+Each is written as a user would write it: a plate of rows that is subsampled, effects of groups around their mean.
+Priors are narrow enough that what is drawn from them looks like data, and wide enough that some posteriors are hard.
 """
 
 from collections.abc import Callable

@@ -101,8 +101,8 @@ def update_prolongation(
         return warmup._replace(arrival=arrival.prolonged(moved.z), scales=scales, reference=unknown), moved
 
     def differ():
-        """Whether gradients stay noisy and particles are different functions, so that what lies between two of them fits
-        worse than they do; or whether the second half has sent them away."""
+        """Whether gradients stay noisy and particles are different functions, so that what lies between two of them
+        fits worse than they do; or whether the second half has sent them away."""
         z = cloud.z.reshape(-1, cloud.z.shape[-1])
         places = jnp.stack([z, (z + jnp.roll(z, 1, 0)) / 2.0])
         fits, between = sampler.energy_to_compare(warmup, cloud._replace(z=places))
@@ -112,8 +112,8 @@ def update_prolongation(
         apart = jnp.nanmedian(jnp.abs(fits - jnp.nanmedian(fits)))
         matters = (plain > MIN_NOISE) | (apart > rarely)
         is_convex = jnp.mean(between < (fits + jnp.roll(fits, 1)) / 2.0) >= CONVEX
-        # Draws lie d / 2 above a mode on average. Negated, so that NaN of all counts as far away too; so far away, noise
-        # may be too large to be measured.
+        # Draws lie d / 2 above a mode on average. Negated, so that NaN of all counts as far away too; there, noise may
+        # be too large to be measured.
         have_left = ~(jnp.nanmedian(fits) <= jnp.nanmedian(before) + rarely + z.shape[-1])
         return ((corrected > STAYS_NOISY * plain) & matters & ~is_convex) | have_left
 

@@ -123,7 +123,7 @@ def limit(f, ε=1e-4):
 
 
 # The sum has its parts in it.
-INTERACTIONS = having(catalogue.INTERACTIONS, "law") | having(catalogue.INTERACTIONS, "identity", but={"plane"})
+INTERACTIONS = having(catalogue.INTERACTIONS, "law") | having(catalogue.INTERACTIONS, "identity")
 INTERACTIONS = [
     pytest.param(interaction, marks=() if name == "sum, wide" else pytest.mark.slow)
     for name, interaction in INTERACTIONS.items()

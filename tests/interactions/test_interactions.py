@@ -5,11 +5,12 @@ import pickle
 
 from catalogue import INTERACTIONS, Cosine, Laplace, having
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
+from scipy.stats import kstest, norm
 
 from numpyro_repulsion import (
     IMQ,
@@ -20,17 +21,18 @@ from numpyro_repulsion import (
     Independent,
     Interaction,
     Laplacian,
+    Overdamped,
     Radial,
     RandomGroups,
 )
-from numpyro_repulsion.interactions import Sum, median_bandwidth, squared_distances
+from numpyro_repulsion.interactions import Sum, balanced, median_bandwidth, squared_distances
 
 #: Beyond so many standard errors a deviation is none of chance: 6 in 10 million for one normal number.
 SIGMAS = 5.0
 
 
 GRAMS = having(INTERACTIONS, "pairs")
-ALL = GRAMS | having(INTERACTIONS, "identity", but={"plane"})
+ALL = GRAMS | having(INTERACTIONS, "identity")
 BANDWIDTH = 2.1
 
 grams = pytest.mark.parametrize("interaction", GRAMS.values(), ids=GRAMS)
@@ -443,37 +445,123 @@ def test_diagonal_is_that_of_the_matrix(x64, interaction):
     assert jnp.ndim(diagonal) == (2 if interaction.diagonal_varies else 0)
 
 
-@pytest.mark.parametrize("dim", [1, 2])
-@pytest.mark.parametrize("shape", [(8,), (3, 8), (2,), (30,)])
-def test_antithetic_noise_is_opposed_in_pairs(shape, dim):
-    u = random.normal(random.key(0), (*shape, dim))
-    noise = draws(Antithetic().couple(u), 20_000).reshape(20_000, -1, shape[-1], dim)
-    partners = (noise[:, :, :, None] == -noise[:, :, None]).all(-1)
-    assert (partners.sum(-1) == 1).all()
-    # Standard normal for each particle and coordinate.
-    values = noise.reshape(20_000, -1)
-    assert np.abs(values.mean(0)).max() < SIGMAS / 20_000**0.5
-    assert np.abs((values**2).mean(0) - 1).max() < SIGMAS * (2 / 20_000) ** 0.5
-    if dim == 1:
-        order = np.argsort(np.asarray(u)[..., 0], -1).reshape(-1, shape[-1])
-        for group in range(len(order)):
-            assert partners[:, group, order[group, ::2], order[group, 1::2]].all()
+SIZES = [(8,), (3, 8), (2,), (3,), (2, 7), (20,), (200,), (201,)]
 
 
-def test_antithetic_pairs_in_the_plane_are_near():
-    u = cloud(30, 2)
-    noise = draws(Antithetic().couple(u), 200)
-    partner = (noise[:, :, None] == -noise[:, None]).all(-1).argmax(-1)
-    apart = cdist(u, u)
-    assert apart[np.arange(30), partner].mean() < 0.5 * apart.mean()
-    assert len({tuple(row) for row in partner.tolist()}) > 20  # the direction is drawn anew
+def by_coordinate(noise, u):
+    """Noise of each group in the order of each coordinate, ``(draw, group, rank, coordinate)``."""
+    order = np.argsort(np.asarray(u).reshape(-1, *u.shape[-2:]), -2)
+    return np.take_along_axis(np.asarray(noise, float).reshape(len(noise), *order.shape), order[None], 2)
 
 
-def test_antithetic_noise_says_where_it_fits():
-    with pytest.raises(ValueError, match=r"one or two dimensions; got 3. Use Balanced\(\)"):
-        Antithetic().couple(cloud())
-    with pytest.raises(ValueError, match="an even number in each ensemble; got 5"):
-        Antithetic().couple(cloud(5, 1))
+@pytest.mark.parametrize("shape", SIZES)
+def test_antithetic_noise_is_opposed_in_pairs_of_neighbours(x64, shape):
+    u = random.normal(random.key(0), (*shape, 3))
+    found = by_coordinate(draws(Antithetic().couple(u), 200), u)
+    is_odd = shape[-1] % 2
+    # Of an odd number, the first three sum to zero.
+    np.testing.assert_allclose(found[:, :, : 3 * is_odd].sum(2), 0.0, atol=1e-6)
+    first, second = (found[:, :, 3 * is_odd + k :: 2] for k in (0, 1))
+    np.testing.assert_array_equal(first, -second)
+    if first.shape[2] > 1:
+        # The one that goes up changes from pair to pair, and from draw to draw.
+        assert (first[:, :, 1:] * first[:, :, :-1] < 0).all() and 0.3 < (first > 0).mean() < 0.7
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_magnitudes_of_antithetic_noise_are_stratified(x64, shape):
+    u = random.normal(random.key(0), (*shape, 3))
+    found = by_coordinate(draws(Antithetic().couple(u), 200), u)
+    size = shape[-1]
+    upper = 2.0 * norm.sf(np.abs(found[:, :, 3 * (size % 2) :: 2]))
+    if size % 2:
+        # R² of the first three is exponential, and the sum of their squares is 3 R² / 2.
+        radius = np.exp(-np.sum(found[:, :, :3] ** 2, 2, keepdims=True) / 3.0)
+        upper = np.concatenate([radius, upper], 2)
+    gaps = np.diff(np.sort(upper, 2), axis=2)
+    np.testing.assert_allclose(gaps, 1.0 / (size // 2), atol=1e-4)
+
+
+def assert_normal(found):
+    """Each entry of draws ``(draw, entry, coordinate)`` is N(0, I): its quantiles, and products of coordinates."""
+    count, number = len(found), found[0].size
+    worst = min(kstest(x, "norm").pvalue for x in found.reshape(count, -1).T)
+    assert worst > 1e-6 / number, worst
+    for f in (lambda x: x, lambda x: x**2 - 1.0, np.sign):
+        products = f(found) * f(np.roll(found, 1, -1))
+        error = products.std(0) / count**0.5
+        assert (np.abs(products.mean(0)) < SIGMAS * error).all()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2,), (7,), (3,)])
+def test_antithetic_noise_of_each_particle_is_standard_normal(x64, shape, seed):
+    u = random.normal(random.key(seed), (*shape, 3))
+    found = np.asarray(draws(Antithetic().couple(u), 20_000, seed)).reshape(20_000, -1, 3)
+    assert_normal(found)
+
+
+@pytest.mark.parametrize("broken", ["phase", "sign", "shared"])
+def test_antithetic_noise_of_another_law_is_told_apart(x64, broken, monkeypatch):
+    """The same phase always, the same sign always, or the same numbers for all coordinates."""
+    plain = balanced.uniform
+
+    def uniform(key, shape, dtype):
+        found = plain(key, shape, dtype)
+        if broken == "shared":
+            return jnp.broadcast_to(found[..., :1], shape)
+        return found.at[["phase", "sign"].index(broken)].set(0.3)
+
+    monkeypatch.setattr(balanced, "uniform", uniform)
+    u = random.normal(random.key(0), (8, 3))
+    found = np.asarray(draws(Antithetic().couple(u), 20_000))
+    with pytest.raises(AssertionError):
+        assert_normal(found)
+
+
+def test_antithetic_noise_of_one_particle_is_plain():
+    u = random.normal(random.key(0), (3, 1, 2))
+    assert_covariance(draws(Antithetic().couple(u))[:, :, 0], jnp.eye(3))
+
+
+@pytest.mark.parametrize("size", [6, 200])
+def test_particles_at_one_place_have_ranks_of_their_own(size):
+    """Where all start together or one has moved to another: equal ranks would not cancel."""
+    u = jnp.zeros((size, 2)).at[1, 0].set(-1.0)
+    ranks = balanced._ranks(u)
+    for column in ranks.T:
+        assert sorted(column.tolist()) == list(range(size))
+    assert ranks[1, 0] == 0
+    np.testing.assert_array_equal(draws(Antithetic().couple(u), 10).sum(1), 0.0)
+
+
+def test_comparing_and_sorting_give_the_same_ranks(monkeypatch):
+    u = jnp.round(2 * random.normal(random.key(0), (2, 50, 3)))
+    found = balanced._ranks(u)
+    monkeypatch.setattr(balanced, "_MANY", 10)
+    np.testing.assert_array_equal(balanced._ranks(u), found)
+
+
+def test_antithetic_noise_makes_averages_of_squares_precise():
+    """Twenty particles at N(0, I) in three dimensions: a fifth of the variance of independent noise, by theory less."""
+    dynamics, step_size = Overdamped("lm"), 0.05
+
+    def spread(interaction, seed):
+        def run(key):
+            def update(cloud, key):
+                cloud = dynamics.step(key, cloud, lambda z: (jnp.sum(z**2, -1) / 2, z), interaction.couple, step_size)
+                return cloud, jnp.mean(cloud.z**2, 0)
+
+            start = random.normal(random.fold_in(key, 1), (20, 3))
+            cloud = dynamics.init(key, start, lambda z: (jnp.sum(z**2, -1) / 2, z), interaction.couple)
+            return lax.scan(update, cloud, random.split(key, 400))[1].mean(0)
+
+        return np.asarray(jax.jit(jax.vmap(run))(random.split(random.key(seed), 100))).var()
+
+    independent, antithetic = spread(Independent(), 0), spread(Antithetic(), 1)
+    # Variances of 300 averages each have relative errors of 8 %.
+    assert antithetic < independent / 3
+    assert spread(Balanced(), 2) > independent / 2
 
 
 def test_algebra():

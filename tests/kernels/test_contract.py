@@ -27,7 +27,6 @@ from numpyro_repulsion import (
     SGNHTR,
     SVGD,
     SVRG,
-    Antithetic,
     Balanced,
     BiasBudget,
     Descent,
@@ -150,22 +149,6 @@ def test_iterations_move_all_particles_and_reproduce(interaction):
     assert (one.z["mu"] != state.z["mu"]).all() and (one.z["sigma"] != state.z["sigma"]).all()
     assert not np.array_equal(sample(one).z["mu"] - one.z["mu"], one.z["mu"] - state.z["mu"])
     assert int(one.num_updates) == 2 and int(sample(one).warmup.iteration) == 2
-
-
-@pytest.mark.parametrize("kernel", [SGLD, SGHMC, SGNHT])
-def test_antithetic_noise_in_two_dimensions(kernel):
-    kernel = kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, interaction=Antithetic(), num_ensembles=2)
-    starts = random.normal(random.key(1), (8, 2))
-
-    def iterate(keys):
-        state = kernel.init(keys, 50, starts, (), {})
-        return state, kernel.sample(state, (), {})
-
-    before, after = jax.eval_shape(iterate, random.split(random.key(0), 8))
-    assert describe(before) == describe(after)
-    for wrong, words in ((starts[:6], "an even number in each ensemble; got 3"), (jnp.ones((8, 3)), "got 3. Use Bal")):
-        with pytest.raises(ValueError, match=words):
-            kernel.init(random.split(random.key(0), len(wrong)), 50, wrong, (), {})
 
 
 def test_state_can_be_replaced_as_mcmc_does():

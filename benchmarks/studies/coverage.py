@@ -1,0 +1,171 @@
+"""Do intervals cover what they say? Six minibatched models, with parameters and data drawn from their priors.
+
+For each of 500 data sets of 400 rows (100 for `SGHMC`), parameters come from the prior and responses from the model;
+then `MCMC(kernel(model), 500, 500, num_chains=20)` with default settings and minibatches of 40 rows. If the posterior
+is right, the rank of the parameters among the draws is uniform (Talts and others, arXiv 1804.06788), and intervals of
+90 % hold them in 90 % of the data sets. ± is a standard error over data sets, of the mean over a model's parameters.
+
+z-scores compare a posterior mean with that of a long NUTS run on the first 30 data sets of each model, in units of
+`ensemble_mcse` and of NUTS' own error: their root mean square should be 1. Runs in which `diagnose` finds an error are
+counted apart.
+
+    python -m benchmarks.studies.coverage [--short] [--again]
+"""
+
+from functools import partial
+import warnings
+
+import jax
+from jax import random
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy.stats import kstest
+
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC, NUTS
+
+from benchmarks.harness.store import Record, pm, run, table
+from benchmarks.problems.simulated import problems
+from numpyro_repulsion import SGHMC, SGLDR, diagnose, enable_live_warnings, ensemble_mcse
+from numpyro_repulsion.plots.style import COLOURS
+
+KERNELS = {"SGLDR": SGLDR, "SGHMC": SGHMC}
+#: How many data sets there are, those of each kernel, of each row, and those with references.
+NUMBER, NUMBERS, AT_ONCE, REFERENCES = 500, {"SGLDR": 500, "SGHMC": 100}, 50, 30
+SETTINGS = {"num_warmup": 500, "num_samples": 500, "num_chains": 20, "chain_method": "vectorized"}
+LEVELS = (50, 90)
+SHORT = ("logistic", "mixture")
+
+
+def ranks(draws: dict, truth: dict, sites) -> list[float]:
+    """The share of draws below each true value."""
+    return [float(x) for site in sites for x in np.ravel(np.mean(np.asarray(draws[site]) < truth[site], 0))]
+
+
+def batch(name: str, kernel: str, first: int, number: int) -> dict:
+    """A row: some data sets of a model, one compiled program for all."""
+    problem = problems()[name]
+    truths, responses = problem.draw(random.key(1), NUMBER)
+    mcmc = MCMC(KERNELS[kernel](problem.model), **SETTINGS, progress_bar=True, jit_model_args=True)
+    row: dict = {"model": name, "kernel": kernel, "first": first, "ranks": [], "errors": [], "means": [], "mcse": []}
+    for k in range(first, first + number):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mcmc.run(random.key(k), **problem.covariates, y=responses[k])
+            found = mcmc.get_samples()
+            row["errors"].append([finding.name for finding in diagnose(mcmc) if finding.severity == "error"])
+        row["ranks"].append(ranks(found, jax.tree.map(lambda x, k=k: np.asarray(x[k]), truths), problem.sites))
+        if k < REFERENCES:
+            grouped = mcmc.get_samples(group_by_chain=True)
+            row["means"].append([float(x) for site in problem.sites for x in np.ravel(found[site].mean(0))])
+            errors = {site: ensemble_mcse(grouped[site]) for site in problem.sites}
+            row["mcse"].append([float(x) for site in problem.sites for x in np.ravel(errors[site])])
+    print(name, kernel, first, coverage([row], 90), flush=True)
+    return row
+
+
+def reference(name: str) -> dict:
+    """A row: posterior means of the first data sets by NUTS, and their errors."""
+    problem = problems()[name]
+    _, responses = problem.draw(random.key(1), NUMBER)
+    model = partial(problem.model, subsample_size=None)
+    settings = {"num_warmup": 1000, "num_samples": 2000, "num_chains": 4, "chain_method": "vectorized"}
+    nuts = MCMC(NUTS(model, target_accept_prob=0.95), **settings, progress_bar=False, jit_model_args=True)
+    row: dict = {"model": name, "means": [], "mcse": []}
+    for k in range(REFERENCES):
+        nuts.run(random.key(k), **problem.covariates, y=responses[k])
+        draws = {site: np.asarray(x, float) for site, x in nuts.get_samples(group_by_chain=True).items()}
+        chains = [draws[site].reshape(*draws[site].shape[:2], -1) for site in problem.sites]
+        row["means"].append([float(x) for x in np.concatenate([x.mean((0, 1)) for x in chains])])
+        errors = [x.std((0, 1)) / np.sqrt(effective_sample_size(x)) for x in chains]
+        row["mcse"].append([float(x) for x in np.concatenate(errors)])
+    return row
+
+
+def measure(record: Record) -> None:
+    enable_live_warnings(False)
+    number, at_once = (10, 10) if record.short else (NUMBER, AT_ONCE)
+    names = SHORT if record.short else tuple(problems())
+    kernels = list(KERNELS)[:1] if record.short else list(KERNELS)
+    for first in range(0, number, at_once):
+        for name in names:
+            for kernel in (kernel for kernel in kernels if first < NUMBERS[kernel]):
+                key = f"{name} / {kernel} / {first}"
+                record.row(key, partial(batch, name, kernel, first, at_once))
+                jax.clear_caches()
+            if first == 0 and not record.short:
+                record.row(f"{name} / NUTS", partial(reference, name))
+                jax.clear_caches()
+
+
+def coverage(rows: list[dict], level: float) -> tuple[float, float]:
+    """How often central intervals hold the parameters: the mean over data sets, and its standard error."""
+    found = np.abs(np.concatenate([row["ranks"] for row in rows]) - 0.5) <= level / 200
+    each = found.mean(1)
+    return float(each.mean()), float(each.std(ddof=1) / len(each) ** 0.5)
+
+
+def z_scores(record: Record, name: str, kernel: str) -> np.ndarray:
+    """Differences of means from NUTS', in standard errors, ``(data set, parameter)``."""
+    (row,) = [row for row in record.select(model=name, kernel=kernel) if row["first"] == 0]
+    (nuts,) = [row for row in record.select(model=name) if "kernel" not in row]
+    ours, theirs = (np.asarray(x["means"]) for x in (row, nuts))
+    errors = np.hypot(row["mcse"], nuts["mcse"])
+    return (ours - theirs) / errors
+
+
+def tables(record: Record) -> str:
+    lines = []
+    has_references = any("kernel" not in row for row in record.rows.values())
+    for name in problems():
+        for kernel in KERNELS:
+            rows = record.select(model=name, kernel=kernel)
+            if not rows:
+                continue
+            all_ranks = np.concatenate([row["ranks"] for row in rows])
+            # Of the parameter whose ranks are farthest from uniform, for as many parameters as there are.
+            worst = min(1.0, all_ranks.shape[1] * min(kstest(x, "uniform").pvalue for x in all_ranks.T))
+            errors = [names for row in rows for names in row["errors"]]
+            flagged = sum(map(bool, errors))
+            fine = [[r for r, names in zip(row["ranks"], row["errors"], strict=True) if not names] for row in rows]
+            unflagged = coverage([{"ranks": [x for part in fine for x in part]}], 90)
+            cells = [pm(*(100 * x for x in coverage(rows, level)), 1) for level in LEVELS]
+            cells += [pm(*(100 * x for x in unflagged), 1), f"{flagged} of {len(errors)}", f"{worst:.2g}"]
+            if has_references:
+                z = z_scores(record, name, kernel)
+                cells += [f"{np.sqrt(np.mean(z**2)):.2f}", f"{100 * np.mean(np.abs(z) > 3):.1f} %"]
+            lines.append([name, f"`{kernel}`", f"{len(errors)}", *cells])
+    head = ["model", "", "data sets", "in 50 % intervals, %", "in 90 %", "in 90 %, not flagged", "flagged"]
+    head += ["p, ranks uniform"] + (["z-scores, root mean square", "above 3"] if has_references else [])
+    return table(head, lines)
+
+
+def draw(record: Record):
+    """Ranks of all parameters, as differences from uniform ones."""
+    names = [name for name in problems() if record.select(model=name)]
+    figure, axes = plt.subplots(2, 3, figsize=(11, 5.4), layout="constrained", sharex=True, sharey=True)
+    grid = np.linspace(0, 1, 201)
+    for ax, name in zip(axes.ravel(), names, strict=False):
+        for colour, kernel in zip(COLOURS, KERNELS, strict=False):
+            rows = record.select(model=name, kernel=kernel)
+            if not rows:
+                continue
+            found = np.concatenate([row["ranks"] for row in rows])
+            for k, x in enumerate(found.T):
+                below = np.searchsorted(np.sort(x), grid, side="right") / len(x) - grid
+                ax.plot(grid, below, color=colour, lw=0.8, alpha=0.7, label=kernel if k == 0 else None)
+            # Where 95 % of the distances of uniform ranks from uniform lie, at each place by itself.
+            band = 1.96 * np.sqrt(grid * (1 - grid) / len(found))
+        ax.fill_between(grid, -band, band, color="grey", alpha=0.2, lw=0)
+        ax.set_title(name, fontsize=9)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("share of ranks below, minus uniform")
+    for ax in axes[-1]:
+        ax.set_xlabel("rank of the true parameter")
+    return figure
+
+
+if __name__ == "__main__":
+    run(__doc__, "coverage", measure, tables, draw)
