@@ -23,6 +23,7 @@ __all__ = [
     "entering_mcmc",
     "jit_spread_arguments",
     "jits_arguments",
+    "left_out",
     "set_arguments",
     "set_results",
     "shows_states",
@@ -111,13 +112,27 @@ def entering_mcmc() -> MCMC | None:
     return mcmc
 
 
-def shows_states() -> bool:
-    """Return whether a calling ``MCMC.run`` shows the kernel each state, as it does for its progress bar."""
+def _running() -> dict[str, Any] | None:
+    """Return the local variables of the part of ``MCMC.run`` that calls the kernel, or ``None`` outside of a run."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        mcmc = frame.f_locals.get("self") if frame.f_code.co_name == "_single_chain_mcmc" else None
-        if isinstance(mcmc, MCMC):
-            is_joint = mcmc.num_chains == 1 or mcmc.chain_method in ("vectorized", "sequential")
-            return mcmc.progress_bar and is_joint
+        if frame.f_code.co_name == "_single_chain_mcmc" and isinstance(frame.f_locals.get("self"), MCMC):
+            return frame.f_locals
         frame = frame.f_back
-    return False
+    return None
+
+
+def shows_states() -> bool:
+    """Return whether a calling ``MCMC.run`` shows the kernel each state, as it does for its progress bar."""
+    found = _running()
+    if found is None:
+        return False
+    mcmc = found["self"]
+    is_joint = mcmc.num_chains == 1 or mcmc.chain_method in ("vectorized", "sequential")
+    return mcmc.progress_bar and is_joint
+
+
+def left_out() -> tuple[str, ...]:
+    """Return the sites of which a calling ``MCMC.run`` keeps no draws, by ``extra_fields=("~z.site",)``."""
+    found = _running()
+    return () if found is None else tuple(found.get("remove_sites", ()))

@@ -13,6 +13,7 @@ from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target
 from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.kernels.mcmc import left_out
 from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.processes import are_several
@@ -111,6 +112,8 @@ def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
     if mcmc is None:
         return
     kept = jax.eval_shape(target.constrain, target.prototype)
+    if dropped := left_out():
+        kept = {name: site for name, site in kept.items() if name not in dropped}
     each = sum(site.size * site.dtype.itemsize for site in jax.tree.leaves(kept))
     count = mcmc.num_samples // mcmc.thinning
     # Each device of a mesh has the draws of its particles, or all draws if processes are several; those of a CPU share
@@ -123,8 +126,8 @@ def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
     if each * size * count > memory:
         raise ValueError(
             f"{count} draws of {size} particles would take {each * size * count / 2**30:.1f} GiB, and the device has "
-            f"{memory / 2**30:.1f} GiB. Use run_in_pieces(mcmc, ..., directory=...), which keeps them on disk, or a "
-            "larger `thinning`."
+            f"{memory / 2**30:.1f} GiB. Use run_in_pieces(mcmc, ..., directory=...), which keeps them on disk, a "
+            'larger `thinning`, or leave sites out, as by mcmc.run(..., extra_fields=("~z.weights",)).'
         )
 
 

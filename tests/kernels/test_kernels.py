@@ -369,14 +369,22 @@ def test_an_optax_schedule_is_a_step_size():
 def test_draws_that_exceed_memory_are_refused(monkeypatch):
     each = 4 * 3 * 6  # x and s of six particles
 
-    def of(memory, **kwargs):
+    def of(memory, extra_fields=(), **kwargs):
         monkeypatch.setattr(requirements, "device_memory", lambda: memory)
-        make(SGLD(simple, step_size=0.1), **kwargs).run(random.key(0))
+        mcmc = make(SGLD(simple, step_size=0.1), **kwargs)
+        mcmc.run(random.key(0), extra_fields=extra_fields)
+        return mcmc.get_samples()
 
-    with pytest.raises(ValueError, match="30 draws of 6 particles.*run_in_pieces"):
+    with pytest.raises(ValueError, match="30 draws of 6 particles.*run_in_pieces.*leave sites out"):
         of(30 * each - 1)
     of(30 * each)
     of(15 * each, thinning=2)
+    # Sites that are left out take no memory.
+    for progress_bar in (False, True):
+        left = of(4 * 30 * 6, extra_fields=("~z.x",), progress_bar=progress_bar)
+        assert set(left) == {"s"}
+    with pytest.raises(ValueError, match="30 draws"):
+        of(4 * 30 * 6, extra_fields=("~z.s",))
 
 
 def test_num_steps_are_updates_between_draws():
