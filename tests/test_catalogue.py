@@ -130,7 +130,7 @@ def test_what_dynamics_carry(name):
 
 def test_names_of_flags_are_known():
     known = {
-        "INTERACTIONS": "interacts learns identity pairs redrawn many plane ensembles user law setting",
+        "INTERACTIONS": "interacts learns identity pairs redrawn many ensembles user law setting",
         "DYNAMICS": "sampler memory alone optimizer",
         "GRADIENTS": "rows shared reference own sweeps",
         "SCHEDULES": "measured cycle falls",

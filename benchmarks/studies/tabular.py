@@ -5,12 +5,18 @@ minibatches of 100 rows, 25 updates an iteration, one seed. SiLU rather than
 ReLU, and N(0, 1) rather than smaller weights, were chosen on validation rows of `airfoil`. Scores are those of the
 published table: the negative log-likelihood of test rows under Normals with the mean and the standard deviation of the
 predictive mixture, standardized; beside it that of the mixture itself, by `predict` with 2,000 draws. Core-seconds
-include compilation and predictions. The published runs took 240 s (`airfoil`) and 2,550 s on ten cores.
+include compilation and predictions. The published runs took 240 s (`airfoil`) and 2,550 s on ten cores. With `BDE_PYTHON`,
+the interpreter of an environment that has `sklearn-contrib-bde` 1.0.2, that package is run here too, on `airfoil`.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.tabular [--short] [--again]
 """
 
 from functools import partial
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
 import time
 import warnings
 
@@ -20,7 +26,7 @@ import numpy as np
 from scipy.stats import norm
 
 from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import HERE, Record, run, table
 from benchmarks.problems.posteriordb import data_folder
 from benchmarks.problems.tabular import PUBLISHED, network, split
 from numpyro_repulsion import SGHMC, SGLD, SGNHT, diagnose, enable_live_warnings, predict
@@ -58,6 +64,16 @@ def fitted(name: str, kernel: str, length: tuple[int, int], seed: int) -> dict:
     }
 
 
+def peer(name: str, python: str) -> dict:
+    """Scores of sklearn-contrib-bde on the same rows, in the environment of that interpreter."""
+    data = split(name)
+    with tempfile.TemporaryDirectory() as folder:
+        arrays, row = (pathlib.Path(folder) / file for file in ("data.npz", "row.json"))
+        np.savez(arrays, **{key: np.asarray(value) for key, value in data._asdict().items()})
+        subprocess.run([python, str(HERE / "methods" / "bde_by_itself.py"), str(arrays), str(row)], check=True)
+        return {"problem": name, "peer": "sklearn-contrib-bde, run here"} | json.loads(row.read_text())
+
+
 def measure(record: Record) -> None:
     enable_live_warnings(False)
     if data_folder() is None:
@@ -70,13 +86,15 @@ def measure(record: Record) -> None:
                 row = record.row(key, partial(fitted, name, kernel, length, 0))
                 print(key, row, flush=True)
                 jax.clear_caches()
+    if (python := os.environ.get("BDE_PYTHON")) and not record.short:
+        print(record.row("airfoil / bde", partial(peer, "airfoil", python)), flush=True)
 
 
 def tables(record: Record) -> str:
     lines = []
     for name, published in PUBLISHED.items():
         rows = record.select(problem=name)
-        for row in rows:
+        for row in (row for row in rows if "kernel" in row):
             lines.append(
                 [
                     name,
@@ -85,6 +103,9 @@ def tables(record: Record) -> str:
                     f"{row['core_seconds']:.0f}",
                 ]
             )
+        for row in (row for row in rows if "peer" in row):
+            cells = (f"{row['nll']:.3f}", "", f"{row['rmse']:.3f}", "", f"{row['core_seconds']:.0f}")
+            lines.append([name, row["peer"], *cells])
         for source, (nll, rmse) in published.items() if rows else ():
             lines.append([name, f"*{source}*", f"{nll:.3f}", "", f"{rmse:.3f}", "", ""])
     head = ["", "", "NLL", "of the mixture", "RMSE", "in 90 % intervals", "core-seconds"]
