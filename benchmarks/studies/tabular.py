@@ -5,8 +5,8 @@ minibatches of 100 rows, 25 updates an iteration, one seed. SiLU rather than
 ReLU, and N(0, 1) rather than smaller weights, were chosen on validation rows of `airfoil`. Scores are those of the
 published table: the negative log-likelihood of test rows under Normals with the mean and the standard deviation of the
 predictive mixture, standardized; beside it that of the mixture itself, by `predict` with 2,000 draws. Core-seconds
-include compilation and predictions. The published runs took 240 s (`airfoil`) and 2,550 s on ten cores. With `BDE_PYTHON`,
-the interpreter of an environment that has `sklearn-contrib-bde` 1.0.2, that package is run here too, on `airfoil`.
+include compilation and predictions. The published runs took 240 s (`airfoil`) and 2,550 s on ten cores. With
+`BDE_PYTHON`, the interpreter of an environment that has sklearn-contrib-bde 1.0.2, that package runs here too.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.tabular [--short] [--again]
 """

@@ -1,6 +1,7 @@
 """K, Γ and the noise, against definitions written out here."""
 
 from dataclasses import FrozenInstanceError
+from itertools import pairwise
 import pickle
 
 from catalogue import INTERACTIONS, Cosine, Laplace, having
@@ -445,7 +446,7 @@ def test_diagonal_is_that_of_the_matrix(x64, interaction):
     assert jnp.ndim(diagonal) == (2 if interaction.diagonal_varies else 0)
 
 
-SIZES = [(8,), (3, 8), (2,), (3,), (2, 7), (20,), (200,), (201,)]
+SIZES = [(8,), (3, 8), (2,), (3,), (2, 7), (20,), (127,)]
 
 
 def by_coordinate(noise, u):
@@ -524,22 +525,30 @@ def test_antithetic_noise_of_one_particle_is_plain():
     assert_covariance(draws(Antithetic().couple(u))[:, :, 0], jnp.eye(3))
 
 
-@pytest.mark.parametrize("size", [6, 200])
-def test_particles_at_one_place_have_ranks_of_their_own(size):
+def test_particles_at_one_place_have_ranks_of_their_own():
     """Where all start together or one has moved to another: equal ranks would not cancel."""
-    u = jnp.zeros((size, 2)).at[1, 0].set(-1.0)
+    u = jnp.zeros((6, 2)).at[1, 0].set(-1.0)
     ranks = balanced._ranks(u)
     for column in ranks.T:
-        assert sorted(column.tolist()) == list(range(size))
+        assert sorted(column.tolist()) == list(range(6))
     assert ranks[1, 0] == 0
     np.testing.assert_array_equal(draws(Antithetic().couple(u), 10).sum(1), 0.0)
 
 
-def test_comparing_and_sorting_give_the_same_ranks(monkeypatch):
-    u = jnp.round(2 * random.normal(random.key(0), (2, 50, 3)))
-    found = balanced._ranks(u)
-    monkeypatch.setattr(balanced, "_MANY", 10)
-    np.testing.assert_array_equal(balanced._ranks(u), found)
+@pytest.mark.parametrize("size", [128, 201])
+def test_many_particles_are_paired_in_blocks(x64, size):
+    u = random.normal(random.key(0), (2, size, 3))
+    noise = np.asarray(draws(Antithetic().couple(u), 2000))
+    first = size // 64 - 1
+    ends = [*range(0, 64 * first + 1, 64), size]
+    for start, end in pairwise(ends):
+        block = noise[:, :, start:end]
+        np.testing.assert_allclose(block.sum(2), 0.0, atol=1e-6)
+        found = by_coordinate(block, u[:, start:end])
+        np.testing.assert_array_equal(found[:, :, -1], -found[:, :, -2])
+    # Blocks have numbers of their own.
+    assert np.abs(np.corrcoef(np.abs(noise[:, 0, 0, 0]), np.abs(noise[:, 0, -1, 0]))[0, 1]) < SIGMAS / 2000**0.5
+    assert_normal(noise.reshape(2000, -1, 3))
 
 
 def test_antithetic_noise_makes_averages_of_squares_precise():
