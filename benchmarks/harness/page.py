@@ -16,7 +16,7 @@ from benchmarks.harness.index import PAGES
 from benchmarks.harness.store import HERE, ROOT, Record
 
 #: Not in the short form.
-LONG = ("older_peers", "real", "real_peers")
+LONG = ("coverage", "older_peers", "real", "real_peers")
 SHORT_HEAD = (
     "# Results, short form\n\nWhat `make bench` measures in a quarter of an hour on two cores: fewer repeats, "
     "smaller grids, the first data sets. The first four run two at a time, so their seconds are rough. "

@@ -108,7 +108,9 @@ def coverage(rows: list[dict], level: float) -> tuple[float, float]:
 def z_scores(record: Record, name: str, kernel: str) -> np.ndarray:
     """Differences of means from NUTS', in standard errors, ``(data set, parameter)``."""
     (row,) = [row for row in record.select(model=name, kernel=kernel) if row["first"] == 0]
-    (nuts,) = [row for row in record.select(model=name) if "kernel" not in row]
+    nuts = next((row for row in record.select(model=name) if "kernel" not in row), None)
+    if nuts is None:
+        return np.empty(0)
     ours, theirs = (np.asarray(x["means"]) for x in (row, nuts))
     errors = np.hypot(row["mcse"], nuts["mcse"])
     return (ours - theirs) / errors
@@ -133,10 +135,17 @@ def tables(record: Record) -> str:
             cells += [pm(*(100 * x for x in unflagged), 1), f"{flagged} of {len(errors)}", f"{worst:.2g}"]
             if has_references:
                 z = z_scores(record, name, kernel)
-                cells += [f"{np.sqrt(np.mean(z**2)):.2f}", f"{100 * np.mean(np.abs(z) > 3):.1f} %"]
+                known = z[np.isfinite(z)]
+                if known.size:
+                    cells += [f"{np.sqrt(np.mean(known**2)):.2f}", f"{100 * np.mean(np.abs(known) > 3):.1f}"]
+                    cells.append(f"{100 * (1 - known.size / z.size):.1f}")
+                else:
+                    cells += ["not run"] * 3
             lines.append([name, f"`{kernel}`", f"{len(errors)}", *cells])
     head = ["model", "", "data sets", "in 50 % intervals, %", "in 90 %", "in 90 %, not flagged", "flagged"]
-    head += ["p, ranks uniform"] + (["z-scores, root mean square", "above 3"] if has_references else [])
+    head += ["p, ranks uniform"] + (
+        ["z-scores, root mean square", "above 3, %", "no error given, %"] if has_references else []
+    )
     return table(head, lines)
 
 
