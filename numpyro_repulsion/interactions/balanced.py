@@ -179,6 +179,8 @@ class Antithetic(_InTheNoise):
 #: Of more than twice as many particles, blocks of this size are paired within themselves: neighbours are close in them
 #: already, and comparing all pairs of a block is cheap.
 _BLOCK = 64
+#: XLA splits longer sums in two, with an array in between.
+_FUSED = 32
 #: Multiples of this share of a circle are spread evenly, however many they are.
 _GOLDEN = (3.0 - 5.0**0.5) / 2.0
 
@@ -186,10 +188,15 @@ _GOLDEN = (3.0 - 5.0**0.5) / 2.0
 def _ranks(u):
     """Return the rank of each particle in its group by each coordinate, ``(..., L, d)``; equal ones by their index."""
     index = jnp.arange(u.shape[-2])[:, None]
-    one, other = u[..., :, None, :], u[..., None, :, :]
-    # A fusion, which makes no array of this shape.
-    comes_before = (other < one) | ((other == one) & (index < index[:, None]))
-    return jnp.sum(comes_before, -2)
+    one = u[..., :, None, :]
+
+    def number_before(others):
+        other = u[..., None, others, :]
+        comes_before = (other < one) | ((other == one) & (index[others] < index[:, None]))
+        return jnp.sum(comes_before, -2)
+
+    # XLA fuses a sum of so many terms, and makes no array (L, L, d).
+    return sum(number_before(slice(start, start + _FUSED)) for start in range(0, u.shape[-2], _FUSED))
 
 
 def _opposed(key, u):

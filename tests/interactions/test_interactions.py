@@ -551,6 +551,14 @@ def test_many_particles_are_paired_in_blocks(x64, size):
     assert_normal(noise.reshape(2000, -1, 3))
 
 
+@pytest.mark.parametrize("size", [20, 100, 300])
+def test_antithetic_noise_makes_no_array_of_all_pairs(size):
+    u = jnp.zeros((size, 1000))
+    program = jax.jit(lambda u, key: Antithetic().couple(u).draw(key)).lower(u, random.key(0)).compile()
+    # Ranks and quantiles; an array of all pairs of a block has 20 times as many entries as the cloud, or more.
+    assert program.memory_analysis().temp_size_in_bytes < 8 * u.nbytes
+
+
 def test_antithetic_noise_makes_averages_of_squares_precise():
     """Twenty particles at N(0, I) in three dimensions: a fifth of the variance of independent noise, by theory less."""
     dynamics, step_size = Overdamped("lm"), 0.05
