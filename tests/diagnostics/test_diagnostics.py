@@ -108,7 +108,7 @@ def test_interacting_particles_are_worth_what_their_mean_says(noise, method):
 @cache
 def antithetic_draws():
     """Chains of SGLD on N(0, I₂) with antithetic noise, ``(run, particle, draw, coordinate)``."""
-    dynamics, couple, step_size = Overdamped("lm"), Antithetic().couple, 0.2
+    dynamics, couple, step_size = Overdamped("lm"), Antithetic().couple, 0.1
 
     def energy_and_grad(z):
         return jnp.sum(z**2, -1) / 2, z
@@ -116,13 +116,13 @@ def antithetic_draws():
     @jax.jit
     def run(key):
         start_key, init_key, key = random.split(key, 3)
-        cloud = dynamics.init(init_key, random.normal(start_key, (L, 2)), energy_and_grad, couple)
+        cloud = dynamics.init(init_key, random.normal(start_key, (2 * L, 2)), energy_and_grad, couple)
 
         def update(cloud, key):
             cloud = dynamics.step(key, cloud, energy_and_grad, couple, step_size)
             return cloud, cloud.z
 
-        return lax.scan(update, cloud, random.split(key, 600))[1][100:]
+        return lax.scan(update, cloud, random.split(key, 1200))[1][200::2]
 
     found = jax.vmap(run)(random.split(random.key(3), 100))
     return np.asarray(found, float).swapaxes(1, 2)
@@ -135,10 +135,11 @@ def test_errors_of_antithetic_noise_are_those_of_its_averages(method, estimate):
     errors = np.stack([ensemble_mcse(x, method=method) for x in runs])
     scores = (values - values.mean(0)) / errors
     # A tenth or two too large at this length; the root mean square of 200 scores has an error of 0.05.
-    assert 1 - LIMIT * 0.05 - 0.2 < np.sqrt(np.mean(scores**2)) < 1 + LIMIT * 0.05
+    assert np.isnan(scores).mean() < 0.05
+    assert 1 - LIMIT * 0.05 - 0.2 < np.sqrt(np.nanmean(scores**2)) < 1 + LIMIT * 0.05
     # The control: as if particles were independent chains.
-    alone = np.stack([ensemble_mcse(x, L, method=method) for x in runs])
-    assert np.sqrt(np.mean(((values - values.mean(0)) / alone) ** 2)) < 0.7
+    alone = np.stack([ensemble_mcse(x, 2 * L, method=method) for x in runs])
+    assert np.sqrt(np.nanmean(((values - values.mean(0)) / alone) ** 2)) < 1 - LIMIT * 0.05 - 0.2
 
 
 @pytest.mark.parametrize("noise", [balanced, shared])
