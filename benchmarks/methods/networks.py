@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import blackjax
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -95,8 +96,12 @@ def nothing_set(kernel, *, last: bool = False, **settings):
     return fit
 
 
-def map_ensemble(step, key, X, y, updates=UPDATES):
-    """Networks that Adam brings to modes of the posterior, each by minibatches of its own."""
+def adam_ensemble(step, key, X, y, updates, dropout=0.0):
+    """Networks that Adam brings to modes of the posterior, each by minibatches of its own.
+
+    :param dropout: the probability that a hidden unit is left out of an update.
+    :return: their sites, each with a leading axis for the networks.
+    """
     start_key, key = random.split(key)
     target = ModelTarget(network, (X, y), {"subsample_size": BATCH})
     z, unravel = ravel_cloud(start(start_key, X.shape[1]))
@@ -104,12 +109,74 @@ def map_ensemble(step, key, X, y, updates=UPDATES):
 
     def update(state, key):
         point = optimizer.get_params(state)
-        _, gradient = Subsampled().energy_and_grad(key, target, unravel, point[None])
-        return optimizer.update(gradient[0], state), None
+        mask = jnp.ones_like(point)
+        if dropout:
+            mask_key, key = random.split(key)
+            mask = ravel_cloud(masked(mask_key, jax.vmap(unravel)(mask), dropout))[0]
+        _, gradient = Subsampled().energy_and_grad(key, target, unravel, (mask * point)[None])
+        return optimizer.update(mask * gradient[0], state), None
 
     state, _ = lax.scan(update, optimizer.init(z), random.split(key, updates))
-    networks = jax.vmap(lambda z: target.constrain(unravel(z)))(optimizer.get_params(state))
-    return jax.tree.map(lambda x: x[:, None], networks)
+    return jax.vmap(lambda z: target.constrain(unravel(z)))(optimizer.get_params(state))
+
+
+def masked(key, networks: dict, dropout: float) -> dict:
+    """Networks without some of their hidden units, the others weighing more."""
+    kept = random.bernoulli(key, 1.0 - dropout, networks["w2"].shape)
+    return networks | {"w2": jnp.where(kept, networks["w2"] / (1.0 - dropout), 0.0)}
+
+
+def map_ensemble(step, key, X, y, updates=UPDATES):
+    return jax.tree.map(lambda x: x[:, None], adam_ensemble(step, key, X, y, updates))
+
+
+def mc_dropout(step, key, X, y, updates=UPDATES, dropout=0.05, masks=20):
+    """Networks fitted with dropout, and predictions with it (Gal and Ghahramani, 2016)."""
+    networks = adam_ensemble(step, key, X, y, updates, dropout)
+    found = [masked(random.fold_in(key, k), networks, dropout) for k in range(masks)]
+    return jax.tree.map(lambda *x: jnp.stack(x, 1), *found)
+
+
+def last_layer_laplace(step, key, X, y, updates=UPDATES, draws=20):
+    """MAP networks, each with the exact Gaussian posterior of its last layer, given the other layer and precisions."""
+    networks = adam_ensemble(step, key, X, y, updates)
+
+    def around(key, one):
+        units = jnp.maximum(X @ one["w1"] + one["b1"], 0.0)
+        design = jnp.concatenate([units, jnp.ones((len(X), 1))], 1)
+        size = design.shape[1]
+        precision = one["noise_precision"] * design.T @ design + one["weight_precision"] * jnp.eye(size)
+        root = jnp.linalg.cholesky(precision)
+        mean = jax.scipy.linalg.cho_solve((root, True), one["noise_precision"] * design.T @ y)
+        white = random.normal(key, (draws, size))
+        last = mean + jax.scipy.linalg.solve_triangular(root, white.T, lower=True, trans=1).T
+        rest = jax.tree.map(lambda x: jnp.broadcast_to(x, (draws, *x.shape)), one)
+        return rest | {"w2": last[:, :-1], "b2": last[:, -1]}
+
+    return jax.vmap(around)(random.split(random.fold_in(key, 1), PARTICLES), networks)
+
+
+def blackjax_sghmc(step, key, X, y, updates=UPDATES):
+    """BlackJAX's SGHMC, ten gradients of one minibatch in each step; the last half of the steps is kept."""
+    start_key, key = random.split(key)
+    target = ModelTarget(network, (X, y), {"subsample_size": BATCH})
+    z, unravel = ravel_cloud(start(start_key, X.shape[1]))
+
+    def gradient(point, key):
+        # BlackJAX goes up the log-density.
+        return -Subsampled().energy_and_grad(key, target, unravel, point[None, None])[1][0, 0]
+
+    inner = blackjax.sghmc(gradient, num_integration_steps=NUM_STEPS)
+
+    def iterate(z, key):
+        move_key, batch_key = random.split(key)
+        keys = random.split(move_key, PARTICLES), random.split(batch_key, PARTICLES)
+        z = jax.vmap(lambda z, move, batch: inner.step(move, z, batch, step))(z, *keys)
+        return z, z
+
+    iterations = updates // NUM_STEPS
+    _, draws = lax.scan(iterate, z, random.split(key, iterations))
+    return jax.vmap(jax.vmap(lambda z: target.constrain(unravel(z))))(draws[iterations // 2 :].swapaxes(0, 1))
 
 
 def numpyro_svgd(step, key, X, y, updates=UPDATES):
@@ -145,6 +212,7 @@ FEW_TIMES = (3e-4, 1e-3, 3e-3)
 ADAGRAD = Descent(optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9, debias=False)))
 #: The same at a rate that a tournament chooses by a tenth of the rows.
 RATE_CHOSEN = Descent(ADAGRAD.optimizer, validation=0.1)
+RATES_OF_ADAM = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 METHODS = {
@@ -160,7 +228,10 @@ METHODS = {
     "SVGD, Adagrad": Method(by_hand(SVGD, interaction=MedianRBF(), dynamics=ADAGRAD, last=True), RATES, RATES),
     "20 networks, Adagrad": Method(by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES, RATES),
     "NumPyro's SVGD": Method(numpyro_svgd, RATES),
-    "20 MAP networks": Method(map_ensemble, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)),
+    "20 MAP networks": Method(map_ensemble, RATES_OF_ADAM, (3e-3, 1e-2, 3e-2)),
+    "MC dropout, 20 networks": Method(mc_dropout, RATES_OF_ADAM),
+    "20 MAP networks, Laplace in the last layer": Method(last_layer_laplace, RATES_OF_ADAM),
+    "BlackJAX's SGHMC": Method(blackjax_sghmc, STEPS),
     "`SGLD(model)`": Method(nothing_set(SGLD)),
     "`SGLDR(model)`": Method(nothing_set(SGLDR)),
     "`SGHMC(model)`": Method(nothing_set(SGHMC)),

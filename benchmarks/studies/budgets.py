@@ -1,4 +1,4 @@
-"""How networks with nothing set compare with optimizers as the budget grows, from 2,000 updates to 200,000.
+"""How networks with nothing set compare with optimizers as the budget grows, from 2,000 updates to 20,000 and 200,000.
 
 Sets, splits and methods are those of [the networks study](../docs/results.md#neural-networks-on-real-data), whose rows
 are those of 2,000 updates here; 20,000 are made on the first three splits of each set, 200,000 on the first of the
