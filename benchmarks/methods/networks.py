@@ -130,7 +130,7 @@ def map_ensemble(step, key, X, y, updates=UPDATES):
     return jax.tree.map(lambda x: x[:, None], adam_ensemble(step, key, X, y, updates))
 
 
-def mc_dropout(step, key, X, y, updates=UPDATES, dropout=0.05, masks=20):
+def mc_dropout(step, key, X, y, updates=UPDATES, *, dropout, masks=20):
     """Networks fitted with dropout, and predictions with it (Gal and Ghahramani, 2016)."""
     networks = adam_ensemble(step, key, X, y, updates, dropout)
     found = [masked(random.fold_in(key, k), networks, dropout) for k in range(masks)]
@@ -229,7 +229,8 @@ METHODS = {
     "20 networks, Adagrad": Method(by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES, RATES),
     "NumPyro's SVGD": Method(numpyro_svgd, RATES),
     "20 MAP networks": Method(map_ensemble, RATES_OF_ADAM, (3e-3, 1e-2, 3e-2)),
-    "MC dropout, 20 networks": Method(mc_dropout, RATES_OF_ADAM),
+    "MC dropout of 1 %, 20 networks": Method(partial(mc_dropout, dropout=0.01), RATES_OF_ADAM),
+    "MC dropout of 5 %, 20 networks": Method(partial(mc_dropout, dropout=0.05), RATES_OF_ADAM),
     "20 MAP networks, Laplace in the last layer": Method(last_layer_laplace, RATES_OF_ADAM),
     "BlackJAX's SGHMC": Method(blackjax_sghmc, STEPS),
     "`SGLD(model)`": Method(nothing_set(SGLD)),
