@@ -12,6 +12,9 @@ __all__ = ["group_findings"]
 
 #: A scale and the size of its effects are called dependent above this correlation of their logarithms.
 MIN_CORRELATION = 0.7
+#: Their product, or their ratio, must vary by less than this share of how much the size varies, in logarithms. Others,
+#: such as the weight of a mixture and the places of its parts, may be correlated too.
+MAX_SPREAD = 0.8
 #: Groups of at most so many levels hardly determine their scale.
 FEW_LEVELS = 5
 #: Draws that are looked at.
@@ -69,7 +72,7 @@ def group_findings(posterior: Any, slow: dict[str, bool]) -> list[Finding]:
 
 
 def _pairs(posterior):
-    """Return for each group of effects the positive scalar that its size depends on most."""
+    """Return for each group of effects the positive scalar that its size depends on most, if it may be their scale."""
     draws = {name: np.asarray(x.values, float).reshape(-1, *x.shape[2:]) for name, x in posterior.items()}
     total = next(iter(draws.values())).shape[0] if draws else 0
     thin = slice(None, None, -(-total // MAX_DRAWS) or 1)
@@ -82,8 +85,13 @@ def _pairs(posterior):
         size = np.sqrt(np.mean(x**2, 1))
         if not (size > 0).all() or np.std(np.log(size)) == 0:
             continue
-        correlations = {scale: float(np.corrcoef(np.log(size), y)[0, 1]) for scale, y in scales.items()}
-        if correlations:
-            scale = max(correlations, key=lambda one: abs(correlations[one]))
+        size = np.log(size)
+        correlations = {scale: float(np.corrcoef(size, y)[0, 1]) for scale, y in scales.items()}
+        if not correlations:
+            continue
+        scale = max(correlations, key=lambda one: abs(correlations[one]))
+        # The logarithm of the product where one falls as the other grows, of the ratio otherwise.
+        determined = size - np.sign(correlations[scale]) * scales[scale]
+        if determined.std() < MAX_SPREAD * size.std():
             found.append(_Pair(scale, name, x.shape[1], correlations[scale]))
     return found

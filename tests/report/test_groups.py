@@ -52,6 +52,18 @@ def test_what_mixes_is_not_named():
     assert not group_findings(apart, SLOW)
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_what_is_correlated_but_no_scale_is_not_named(sign):
+    """As the weight of a mixture and the places of its parts: neither their product nor their ratio is determined."""
+    rng = np.random.default_rng(0)
+    common = rng.standard_normal(4000)
+    weight = np.exp(0.4 * common)
+    places = np.array([-1.0, -0.5]) * np.exp(sign * 0.1 * common)[:, None] + 0.01 * rng.standard_normal((4000, 2))
+    log_size = np.log(np.sqrt(np.mean(places**2, 1)))
+    assert abs(np.corrcoef(log_size, common)[0, 1]) > 0.9
+    assert not group_findings(posterior(s=weight, effects=places), SLOW)
+
+
 def test_the_scale_is_the_one_that_the_effects_depend_on():
     rng = np.random.default_rng(1)
     found = group_findings(posterior(other=np.exp(rng.standard_normal(4000)), **draws(0, 10, True)), SLOW)
