@@ -150,29 +150,23 @@ def tables(record: Record) -> str:
 
 
 def draw(record: Record):
-    """Ranks of all parameters, as differences from uniform ones."""
-    names = [name for name in problems() if record.select(model=name)]
+    """Ranks of all parameters by the first kernel, as differences from uniform ones."""
+    kernel = next(iter(KERNELS))
+    names = [name for name in problems() if record.select(model=name, kernel=kernel)]
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.4), layout="constrained", sharex=True, sharey=True)
     grid = np.linspace(0, 1, 201)
     for ax, name in zip(axes.ravel(), names, strict=False):
-        for colour, kernel in zip(COLOURS, KERNELS, strict=False):
-            rows = record.select(model=name, kernel=kernel)
-            if not rows:
-                continue
-            found = np.concatenate([row["ranks"] for row in rows])
-            for k, x in enumerate(found.T):
-                below = np.searchsorted(np.sort(x), grid, side="right") / len(x) - grid
-                ax.plot(grid, below, color=colour, lw=0.8, alpha=0.7, label=kernel if k == 0 else None)
-            # Where 95 % of the distances of uniform ranks from uniform lie, at each place by itself.
-            band = 1.96 * np.sqrt(grid * (1 - grid) / len(found))
+        found = np.concatenate([row["ranks"] for row in record.select(model=name, kernel=kernel)])
+        # Where 95 % of the distances of uniform ranks from uniform lie, at each place by itself.
+        band = 1.96 * np.sqrt(grid * (1 - grid) / len(found))
         ax.fill_between(grid, -band, band, color="grey", alpha=0.2, lw=0)
-        ax.set_title(name, fontsize=9)
+        for x in found.T:
+            below = np.searchsorted(np.sort(x), grid, side="right") / len(x) - grid
+            ax.plot(grid, below, color=COLOURS[0], lw=0.8, alpha=0.7)
+        ax.set_title(f"{name}, {len(found)} data sets", fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].legend(frameon=False, fontsize=8)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("share of ranks below, minus uniform")
-    for ax in axes[-1]:
-        ax.set_xlabel("rank of the true parameter")
+    figure.supxlabel("rank of the true parameter", fontsize=10)
+    figure.supylabel("share of lower ranks, minus uniform", fontsize=10)
     return figure
 
 
