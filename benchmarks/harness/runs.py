@@ -62,9 +62,11 @@ def repeats(make: Callable[[Any], Any], *, start: Callable | None = None, **sett
 
 
 def mean_and_error(values: Any) -> tuple[float, float]:
-    """The mean over repeats, and its standard error."""
-    values = np.asarray(values, float)
-    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
+    """The mean over repeats, and its standard error; NaN of none, and the error of one."""
+    values = np.asarray(list(values), float)
+    if not len(values):
+        return np.nan, np.nan
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else np.nan
 
 
 def through_mcmc(kernel: Any, num_updates: int, num_chains: int, **kwargs: Any) -> Callable:

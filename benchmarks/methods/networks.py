@@ -6,17 +6,20 @@ All make 2000 updates, unless ``updates`` says how many.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+import time
 
 import blackjax
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from numpyro.contrib.einstein import SVGD as NumPyroSVGD, RBFKernel
 from numpyro.optim import Adagrad, Adam
 
 from benchmarks.harness.runs import vectorized
+from benchmarks.problems.uci import in_units, score, split
 from numpyro_repulsion import (
     RBF,
     SGHMC,
@@ -241,3 +244,53 @@ METHODS = {
     "`SGNHT(model, gradient=SVRG())`": Method(nothing_set(SGNHT, gradient=SVRG())),
     "`SVGD(model)`, Adagrad": Method(nothing_set(SVGD, dynamics=RATE_CHOSEN, last=True)),
 }
+
+
+class Fits:
+    """Fits of one set by all steps at once, compiled once for all splits."""
+
+    def __init__(self, updates: int = UPDATES):
+        self.updates, self.programs = updates, {}
+
+    def __call__(self, label, steps, key, data):
+        """Scores for each step, in the responses' units, and the seconds of compiling and of running."""
+        arrays = [jnp.asarray(x, jnp.float32) for x in data[:4]]
+        arguments = (jnp.asarray(steps, jnp.float32), key, *arrays)
+        kind = (label, *(x.shape for x in arguments))
+        began = time.perf_counter()
+        if kind not in self.programs:
+            fit = partial(METHODS[label].fit, updates=self.updates)
+            self.programs[kind] = jax.jit(partial(_fit_and_score, fit)).lower(*arguments).compile()
+        ready = time.perf_counter()
+        scores = jax.block_until_ready(self.programs[kind](*arguments))
+        return in_units(scores, data.unit), ready - began, time.perf_counter() - ready
+
+
+def _fit_and_score(fit, steps, key, X, y, X_test, y_test):
+    return jax.vmap(lambda step: score(fit(step, key, X, y), X_test, y_test))(steps)
+
+
+def one(fits: Fits, name: str, number: int, label: str, short: bool) -> dict:
+    """A row: a method on a split, its step chosen on the training rows."""
+    method = METHODS[label]
+    key, tuning_key = random.split(random.key(number))
+    steps = method.few if short else method.steps
+    row = {"data": name, "split": number, "method": label, "step": None, "compile_seconds": 0.0}
+    if steps:
+        found, compiling, row["tuning_seconds"] = fits(label, steps, tuning_key, split(name, number, validation=True))
+        likelihoods = found["log_likelihood"]
+        best = int(np.argmax(np.where(np.isfinite(likelihoods), likelihoods, -np.inf)))
+        row |= {"step": steps[best], "at_edge": best in (0, len(steps) - 1), "compile_seconds": compiling}
+        row |= {"steps": list(steps), "validation": [_finite(x) for x in likelihoods]}
+    chosen = (steps[best],) if steps else (0.0,)
+    scores, compiling, row["seconds"] = fits(label, chosen, key, split(name, number))
+    row["compile_seconds"] += compiling
+    row |= {measure: _finite(value[0]) for measure, value in scores.items()}
+    step = "" if row["step"] is None else f", step {row['step']:g}{' at the edge' if row['at_edge'] else ''}"
+    print(f"{name} {number} {label}: {row['log_likelihood']} {row['rmse']}{step}, {row['seconds']:.1f} s", flush=True)
+    return row
+
+
+def _finite(x):
+    """A number for JSON, which has none for what diverged."""
+    return float(x) if np.isfinite(x) else None

@@ -24,6 +24,17 @@ UCI = {
 #: What there is without the data folder: scikit-learn's, with splits of our own.
 OWN = {"diabetes": 20}
 
+#: Short names.
+SHOWN = {
+    "yacht": "yacht",
+    "bostonHousing": "Boston",
+    "wine-quality-red": "wine",
+    "kin8nm": "kin8nm",
+    "naval-propulsion-plant": "naval",
+    "protein-tertiary-structure": "protein",
+    "diabetes": "diabetes",
+}
+
 
 class Split(NamedTuple):
     """Rows to fit and rows to score, standardized by the former, and the responses' standard deviation there."""

@@ -12,10 +12,11 @@ from functools import partial
 
 import jax
 
+from benchmarks.harness.runs import mean_and_error
 from benchmarks.harness.store import Record, pm, run, table
+from benchmarks.methods.networks import Fits, one
 from benchmarks.problems.posteriordb import data_folder
-from benchmarks.problems.uci import UCI
-from benchmarks.studies.networks import SHOWN, Fits, mean_and_error, one
+from benchmarks.problems.uci import SHOWN, UCI
 from numpyro_repulsion import enable_live_warnings
 
 NOTHING_SET = ("`SGNHT(model)`", "`SGHMC(model)`", "`SGHMCR(model)`")

@@ -13,7 +13,6 @@ scikit-learn's diabetes set, with splits of its own.
 """
 
 from functools import partial
-import time
 
 import jax
 from jax import random
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.harness.runs import warmup_gradients
+from benchmarks.harness.runs import mean_and_error, warmup_gradients
 from benchmarks.harness.store import Record, pm, run, table
 from benchmarks.methods.networks import (
     BATCH,
@@ -31,22 +30,15 @@ from benchmarks.methods.networks import (
     RATE_CHOSEN,
     UPDATES,
     WARMUP,
+    Fits,
     network,
+    one,
 )
 from benchmarks.problems.posteriordb import data_folder
-from benchmarks.problems.uci import OWN, UCI, in_units, score, split, widths
+from benchmarks.problems.uci import OWN, SHOWN, UCI, split, widths
 from numpyro_repulsion import SGNHT, SVGD, SVRG, enable_live_warnings
 from numpyro_repulsion.plots.style import COLOURS
 
-SHOWN = {
-    "yacht": "yacht",
-    "bostonHousing": "Boston",
-    "wine-quality-red": "wine",
-    "kin8nm": "kin8nm",
-    "naval-propulsion-plant": "naval",
-    "protein-tertiary-structure": "protein",
-    "diabetes": "diabetes",
-}
 #: Evaluates the model for each pair of points, so that a step is fitted in minutes.
 SLOW = "NumPyro's SVGD"
 SLOW_SPLITS = {"yacht": 8, **dict.fromkeys(set(UCI) - {"yacht"}, 3)}
@@ -135,51 +127,6 @@ def plan(short: bool) -> list[tuple[str, int]]:
     return [(name, k) for first, last in parts for name in UCI for k in range(first, min(last, UCI[name]))]
 
 
-class Fits:
-    """Fits of one set by all steps at once, compiled once for all splits."""
-
-    def __init__(self, updates: int = UPDATES):
-        self.updates, self.programs = updates, {}
-
-    def __call__(self, label, steps, key, data):
-        """Scores for each step, in the responses' units, and the seconds of compiling and of running."""
-        arrays = [jnp.asarray(x, jnp.float32) for x in data[:4]]
-        arguments = (jnp.asarray(steps, jnp.float32), key, *arrays)
-        kind = (label, *(x.shape for x in arguments))
-        began = time.perf_counter()
-        if kind not in self.programs:
-            fit = partial(METHODS[label].fit, updates=self.updates)
-            self.programs[kind] = jax.jit(partial(_fit_and_score, fit)).lower(*arguments).compile()
-        ready = time.perf_counter()
-        scores = jax.block_until_ready(self.programs[kind](*arguments))
-        return in_units(scores, data.unit), ready - began, time.perf_counter() - ready
-
-
-def _fit_and_score(fit, steps, key, X, y, X_test, y_test):
-    return jax.vmap(lambda step: score(fit(step, key, X, y), X_test, y_test))(steps)
-
-
-def one(fits: Fits, name: str, number: int, label: str, short: bool) -> dict:
-    """A row: a method on a split, its step chosen on the training rows."""
-    method = METHODS[label]
-    key, tuning_key = random.split(random.key(number))
-    steps = method.few if short else method.steps
-    row = {"data": name, "split": number, "method": label, "step": None, "compile_seconds": 0.0}
-    if steps:
-        found, compiling, row["tuning_seconds"] = fits(label, steps, tuning_key, split(name, number, validation=True))
-        likelihoods = found["log_likelihood"]
-        best = int(np.argmax(np.where(np.isfinite(likelihoods), likelihoods, -np.inf)))
-        row |= {"step": steps[best], "at_edge": best in (0, len(steps) - 1), "compile_seconds": compiling}
-        row |= {"steps": list(steps), "validation": [_finite(x) for x in likelihoods]}
-    chosen = (steps[best],) if steps else (0.0,)
-    scores, compiling, row["seconds"] = fits(label, chosen, key, split(name, number))
-    row["compile_seconds"] += compiling
-    row |= {measure: _finite(value[0]) for measure, value in scores.items()}
-    step = "" if row["step"] is None else f", step {row['step']:g}{' at the edge' if row['at_edge'] else ''}"
-    print(f"{name} {number} {label}: {row['log_likelihood']} {row['rmse']}{step}, {row['seconds']:.1f} s", flush=True)
-    return row
-
-
 def wide(name: str) -> dict:
     """A row: what makes intervals wide on a set's first split."""
     X, y, X_test, y_test, _ = (jnp.asarray(x, jnp.float32) for x in split(name, 0))
@@ -196,11 +143,6 @@ def gradients(name: str, label: str) -> dict:
     in_warmup = warmup_gradients(kernel, (X, y), {"subsample_size": BATCH}, WARMUP, PARTICLES)
     left = (UPDATES - NUM_STEPS * WARMUP) * afterwards
     return {"data": name, "split": 0, "counted": label, "gradients": in_warmup + left}
-
-
-def _finite(x):
-    """A number for JSON, which has none for what diverged."""
-    return float(x) if np.isfinite(x) else None
 
 
 def measure(record: Record) -> None:
@@ -228,13 +170,6 @@ def measure(record: Record) -> None:
 def values(record: Record, name: str, label: str, measure: str) -> dict[int, float | None]:
     """A measure of a method on a set, for each split."""
     return {row["split"]: row[measure] for row in record.select(data=name, method=label)}
-
-
-def mean_and_error(numbers) -> tuple[float, float]:
-    numbers = np.asarray(list(numbers), float)
-    if not len(numbers):
-        return np.nan, np.nan
-    return numbers.mean(), numbers.std(ddof=1) / len(numbers) ** 0.5 if len(numbers) > 1 else np.nan
 
 
 def differences(record: Record, name: str, pair: tuple[str, str], measure: str) -> list[float]:

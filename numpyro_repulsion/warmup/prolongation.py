@@ -103,18 +103,21 @@ def update_prolongation(
     def differ():
         """Whether gradients stay noisy and particles are different functions, so that what lies between two of them
         fits worse than they do; or whether the second half has sent them away."""
-        z = cloud.z.reshape(-1, cloud.z.shape[-1])
-        places = jnp.stack([z, (z + jnp.roll(z, 1, 0)) / 2.0])
-        fits, between = sampler.energy_to_compare(warmup, cloud._replace(z=places))
+        dimension = cloud.z.shape[-1]
+        z = cloud.z.reshape(-1, dimension)
+        middle = ((z + jnp.roll(z, 1, 0)) / 2.0).reshape(cloud.z.shape)
         # Where they were is not expressed in the new scales, which single precision may not invert.
-        before = sampler.energy_to_compare(plainly, cloud._replace(z=halfway))
-        rarely = spread_of_energies(z.shape[-1])
+        places = ((warmup, cloud.z), (warmup, middle), (plainly, halfway))
+        fits, between, before = (
+            sampler.energy_to_compare(state, cloud._replace(z=place)).ravel() for state, place in places
+        )
+        rarely = spread_of_energies(dimension)
         apart = jnp.nanmedian(jnp.abs(fits - jnp.nanmedian(fits)))
         matters = (plain > MIN_NOISE) | (apart > rarely)
         is_convex = jnp.mean(between < (fits + jnp.roll(fits, 1)) / 2.0) >= CONVEX
         # Draws lie d / 2 above a mode on average. Negated, so that NaN of all counts as far away too; there, noise may
         # be too large to be measured.
-        have_left = ~(jnp.nanmedian(fits) <= jnp.nanmedian(before) + rarely + z.shape[-1])
+        have_left = ~(jnp.nanmedian(fits) <= jnp.nanmedian(before) + rarely + dimension)
         return ((corrected > STAYS_NOISY * plain) & matters & ~is_convex) | have_left
 
     is_needed = lax.cond(due, differ, lambda: jnp.zeros((), bool))
