@@ -235,7 +235,7 @@ METHODS = {
     "MC dropout of 1 %, 20 networks": Method(partial(mc_dropout, dropout=0.01), RATES_OF_ADAM),
     "MC dropout of 5 %, 20 networks": Method(partial(mc_dropout, dropout=0.05), RATES_OF_ADAM),
     "20 MAP networks, Laplace in the last layer": Method(last_layer_laplace, RATES_OF_ADAM),
-    "BlackJAX's SGHMC": Method(blackjax_sghmc, STEPS),
+    "BlackJAX's SGHMC": Method(blackjax_sghmc, (*TIMES, 1e-1)),
     "`SGLD(model)`": Method(nothing_set(SGLD)),
     "`SGLDR(model)`": Method(nothing_set(SGLDR)),
     "`SGHMC(model)`": Method(nothing_set(SGHMC)),
