@@ -5,6 +5,7 @@ from numpyro_repulsion.checkpointing import load_draws, run_in_pieces
 from numpyro_repulsion.control_variates import ControlledMeans, control_variates
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
 from numpyro_repulsion.dynamics import Descent, Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.extrapolation import ExtrapolatedMeans, extrapolate
 from numpyro_repulsion.findings import Diagnosis, Finding
 from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled, Sweeps
 from numpyro_repulsion.inference_data import all_rows, to_inference_data
@@ -62,6 +63,7 @@ __all__ = [
     "Descent",
     "Diagnosis",
     "Dynamics",
+    "ExtrapolatedMeans",
     "Finding",
     "FullData",
     "Gram",
@@ -93,6 +95,7 @@ __all__ = [
     "enable_live_warnings",
     "ensemble_ess",
     "ensemble_mcse",
+    "extrapolate",
     "init_around",
     "init_from_guide",
     "init_from_idata",

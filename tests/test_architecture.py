@@ -46,6 +46,7 @@ ARROWS = {
             "checks",
             "digests",
             "findings",
+            "noise",
             "processes",
             "rows",
             "shapes",
@@ -62,6 +63,7 @@ ARROWS = {
     # NumPyro has the effective sample size of one series, SciPy ranks.
     "diagnostics": (HOST | {"scipy"}, set()),
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics", "processes"}),
+    "extrapolation": (HOST, {"bias", "checks", "diagnostics", "kernels"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
     "control_variates": (HOST, {"checks", "diagnostics", "gradients", "kernels", "scores"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels", "warmup"}),

@@ -2,6 +2,7 @@
 
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.callbacks import enable_live_warnings
+from numpyro_repulsion.kernels.halving import halved_series
 from numpyro_repulsion.kernels.host import (
     bound_of,
     chosen_draws,
@@ -32,6 +33,7 @@ __all__ = [
     "chosen_draws",
     "coupling_of",
     "enable_live_warnings",
+    "halved_series",
     "has_other_data",
     "is_warmup",
     "kernel_of",

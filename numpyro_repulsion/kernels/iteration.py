@@ -35,12 +35,13 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, reject_nonfinite, select, turn_back
 from numpyro_repulsion.gradients import HoldingOut, fingerprint
-from numpyro_repulsion.interactions import Independent
+from numpyro_repulsion.interactions import Independent, Interaction
 from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
 from numpyro_repulsion.kernels.evaluation import Evaluation
 from numpyro_repulsion.kernels.learners import ALL_LEARNERS, BASINS, counted, keys_of_learners
 from numpyro_repulsion.kernels.progress import Keys, Progress
 from numpyro_repulsion.schedules import Cyclical
+from numpyro_repulsion.shapes import Count
 from numpyro_repulsion.warmup import (
     Stage,
     WarmupState,
@@ -78,13 +79,9 @@ class Iteration(Evaluation):
         longer than an epoch."""
         return self._cycle is not None and self.plan.epoch is not None
 
-    def move(self, keys: Keys, stage: Stage, cloud: Cloud, warmup: WarmupState, num_updates: jax.Array):
-        """Make ``num_steps`` updates, after the hot part of a cycle if one begins.
-
-        :param num_updates: how many updates were done before.
-        :return: the progress, the new warmup state, and the step sizes last used, ``(G, L)``.
-        """
-        start = Progress(
+    def begin(self, cloud: Cloud, num_updates: Count, warmup: WarmupState) -> Progress:
+        """Return the quantities that updates change, before the first update of an iteration."""
+        return Progress(
             cloud,
             num_updates,
             jnp.zeros(warmup.arrival.step_size.shape, int),
@@ -94,6 +91,28 @@ class Iteration(Evaluation):
             warmup.jumps.tally if self.bound.kernel.moves is not None and warmup.jumps is not None else None,
         )
 
+    def ended(self, now: Progress, warmup: WarmupState, num_steps: int | None = None) -> WarmupState:
+        """Return the warmup state after the last update of an iteration.
+
+        :param num_steps: how many updates it made; ``None`` for those of the kernel.
+        """
+        if now.tally is not None and warmup.jumps is not None:
+            warmup = warmup._replace(jumps=warmup.jumps._replace(tally=now.tally))
+        if now.reference is not None:
+            return warmup._replace(reference=now.reference)
+        if warmup.reference is not None and self.plan.epoch is not None:
+            age = warmup.reference.age + (self.num_steps if num_steps is None else num_steps)
+            return warmup._replace(reference=warmup.reference._replace(age=age))
+        return warmup
+
+    def move(self, keys: Keys, stage: Stage, cloud: Cloud, warmup: WarmupState, num_updates: jax.Array):
+        """Make ``num_steps`` updates, after the hot part of a cycle if one begins.
+
+        :param num_updates: how many updates were done before.
+        :return: the progress, the new warmup state, and the step sizes last used, ``(G, L)``.
+        """
+        start = self.begin(cloud, num_updates, warmup)
+
         def approach():
             now = self._repeat(
                 keys.updates, num_updates, start, lambda key, now: self._approach(key, stage, now, warmup)
@@ -101,7 +120,7 @@ class Iteration(Evaluation):
             return now, warmup.basins, now.arrival.step_size
 
         def travel():
-            now, basins = self._jump_between_basins(keys.basins, start, warmup)
+            now, basins = self.jump_between_basins(keys.basins, start, warmup)
             now = self._repeat(keys.updates, num_updates, now, lambda key, now: self._update(key, now, warmup))
             in_use = jnp.broadcast_to(self.step_size(warmup, now.num_updates - 1), now.flagged.shape)
             return now, basins, in_use
@@ -119,14 +138,7 @@ class Iteration(Evaluation):
             now, basins, in_use = lax.cond(stage.is_arriving, approach, travel)
         else:
             now, basins, in_use = travel()
-        warmup = warmup._replace(arrival=now.arrival, basins=basins)
-        if now.tally is not None and warmup.jumps is not None:
-            warmup = warmup._replace(jumps=warmup.jumps._replace(tally=now.tally))
-        if now.reference is not None:
-            warmup = warmup._replace(reference=now.reference)
-        elif warmup.reference is not None and self.plan.epoch is not None:
-            warmup = warmup._replace(reference=warmup.reference._replace(age=warmup.reference.age + self.num_steps))
-        return now, warmup, in_use
+        return now, self.ended(now, warmup._replace(arrival=now.arrival, basins=basins)), in_use
 
     def _repeat(self, keys, num_updates, progress, update):
         """Make all updates of the iteration."""
@@ -202,6 +214,17 @@ class Iteration(Evaluation):
             key, interaction_key = random.split(key)
         interaction = self.interaction.at(interaction_key, now.num_updates)
         noise_key, gradient_key = self._noise_and_gradient_keys(key)
+        return self.advance(noise_key, gradient_key, interaction, now, warmup)
+
+    def advance(
+        self,
+        noise_key: jax.Array,
+        gradient_key: jax.Array,
+        interaction: Interaction,
+        now: Progress,
+        warmup: WarmupState,
+    ) -> Progress:
+        """Make one update with the interaction of this update, or a jump."""
         energy_and_grad = self.energy_and_grad(warmup, now.num_updates)
 
         def step(now):
@@ -241,7 +264,7 @@ class Iteration(Evaluation):
             now = lax.cond(moves.is_on(warmup.jumps) & (now.num_updates % 2 == 1), jump, step, now)
         return now._replace(num_updates=now.num_updates + 1)
 
-    def _jump_between_basins(self, key, now, warmup):
+    def jump_between_basins(self, key, now, warmup):
         """Jump between basins if warmup found several; return the progress and the state of these jumps."""
         state = warmup.basins
         # A state from another kernel may have basins, although this kernel's energies come from minibatches.

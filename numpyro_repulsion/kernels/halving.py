@@ -1,0 +1,137 @@
+"""Two clouds that the same noise moves, one of them with half the step, to see what the step size does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from numpyro.infer import MCMC
+
+from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.interactions import Antithetic, Balanced, Interaction
+from numpyro_repulsion.kernels.iteration import Iteration
+from numpyro_repulsion.kernels.mcmc import arguments
+from numpyro_repulsion.noise import normal
+from numpyro_repulsion.shapes import Columns, Count
+from numpyro_repulsion.warmup import Stage, WarmupState
+
+__all__ = ["halved_series"]
+
+#: Numbers ``(G, L, m)`` of the particles of a cloud.
+Observe = Callable[[Iteration, WarmupState, Cloud], Columns]
+#: A cloud, how many updates it made, and its state of warmup.
+Moved = tuple[Cloud, Count, WarmupState]
+
+
+@dataclass(frozen=True)
+class _Summed(Interaction):
+    """An interaction whose noise is that of two half steps, in the order of the keys of a split."""
+
+    interaction: Interaction
+
+    def couple(self, u, bandwidth=None):
+        coupling = self.interaction.couple(u, bandwidth)
+
+        def white(key):
+            return normal(key, u.shape, u.dtype) if coupling.white is None else coupling.white(key)
+
+        def summed(draw):
+            return lambda key: sum(map(draw, random.split(key))) / 2**0.5
+
+        return coupling._replace(draw=summed(coupling.draw), white=summed(white))
+
+
+def halved_series(
+    mcmc: MCMC, rng_key: jax.Array | None, num_samples: int, step_size: ArrayLike, observe: Observe
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Go on from the last state of a run with two clouds, one with steps of ε and one with steps of ε/2.
+
+    Both move for the same time. An update with ε has the noise of two with ε/2, their sum over :math:`\sqrt 2`, and the
+    minibatch of the first of them, so that the clouds stay close, and the means of their differences are precise. Each
+    by itself is the chain of its step: an update with ε has one standard normal ξ and one minibatch of the usual size.
+    The first third is not returned, because the cloud with ε/2 needs time to find its own distribution.
+
+    :param rng_key: ``None`` goes on with the key of the run.
+    :param num_samples: the number of iterations with ε that are returned; half as many go before.
+    :param step_size: ε, of several plain chains one for each.
+    :param observe: ``(iteration, warmup, cloud) -> numbers (G, L, m)``.
+    :return: the means over each group with ε, ``(groups, num_samples, m)``, and the differences with ε/2 from them.
+    """
+    kernel, state, (args, kwargs) = mcmc.sampler, mcmc.last_state, arguments(mcmc)
+    is_many = np.ndim(state.num_updates) > 0
+    if rng_key is not None:
+        state = state._replace(rng_key=random.split(rng_key, len(state.num_updates)) if is_many else rng_key)
+
+    def run(state, step_size):
+        iteration, cloud = kernel.parts(state, args, kwargs)
+        iteration = replace(iteration, schedule=None)
+        warmups = (_with_step(state.warmup, step) for step in (step_size, step_size / 2))
+        clouds = tuple((cloud, state.num_updates, warmup) for warmup in warmups)
+
+        def iterate(clouds, key):
+            clouds, (one, other) = _iterate(iteration, key, clouds, observe)
+            return clouds, (one, other - one)
+
+        return lax.scan(iterate, clouds, random.split(state.rng_key, num_samples + num_samples // 2))[1]
+
+    steps = jnp.broadcast_to(jnp.asarray(step_size), state.num_updates.shape)
+    series = jax.jit(jax.vmap(run) if is_many else run)(state, steps)
+    if is_many:
+        series = tuple(x[:, :, 0] for x in series)
+    else:
+        series = tuple(jnp.moveaxis(x, 0, 1) for x in series)
+        if kernel.interaction.balances_ensembles:
+            series = tuple(x.mean(0, keepdims=True) for x in series)
+    one, difference = (np.asarray(x[:, num_samples // 2 :], np.float64) for x in series)
+    return one, difference
+
+
+def _with_step(warmup, step_size):
+    size = jnp.asarray(step_size, warmup.step.size.dtype)
+    return warmup._replace(step=warmup.step._replace(size=size))
+
+
+def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], observe: Observe):
+    """Make one iteration with ε, and twice as many updates with ε/2.
+
+    :return: the clouds, and for both the means over particles and updates of what is observed, ``(G, m)``.
+    """
+    basins_key, updates_key = random.split(key)
+
+    def begun(cloud, count, warmup):
+        late = warmup.arrival.is_prolonged, iteration.plan.late
+        stage = Stage.of(warmup.iteration, warmup.num_warmup, *late)
+        warmup = iteration.recognize_data(stage, cloud, warmup)
+        now, basins = iteration.jump_between_basins(basins_key, iteration.begin(cloud, count, warmup), warmup)
+        return now, warmup._replace(basins=basins)
+
+    (now, warmup), (half, half_warmup) = (begun(*moved) for moved in clouds)
+    # Each particle by itself moves as with any noise with K = I; that of neighbours would part two particles whose
+    # clouds differ ever so little in their order.
+    interaction = iteration.interaction
+    interaction = Balanced() if isinstance(interaction, Antithetic) else interaction
+
+    def update(carry, key):
+        now, half = carry
+        interaction_key, noise_key, *gradient_keys = random.split(key, 4)
+        at = interaction.at(interaction_key, now.num_updates)
+        now = iteration.advance(noise_key, gradient_keys[0], _Summed(at), now, warmup)
+        keys = random.split(noise_key), jnp.stack(gradient_keys)
+        half, found = lax.scan(lambda half, keys: seen(iteration.advance(*keys, at, half, half_warmup)), half, keys)
+        return (now, half), (seen(now)[1], found.mean(0))
+
+    def seen(now):
+        return now, observe(iteration, warmup, now.cloud).mean(-2)
+
+    keys = random.split(updates_key, iteration.num_steps)
+    (now, half), found = lax.scan(update, (now, half), keys)
+    warmup = iteration.ended(now, warmup)
+    half_warmup = iteration.ended(half, half_warmup, 2 * iteration.num_steps)
+    clouds = (now.cloud, now.num_updates, warmup), (half.cloud, half.num_updates, half_warmup)
+    return clouds, jax.tree.map(lambda x: x.mean(0), found)

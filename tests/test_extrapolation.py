@@ -1,0 +1,196 @@
+"""Means extrapolated to a step of size zero, on chains with a stationary distribution in closed form."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import (
+    RBF,
+    SGHMC,
+    SGLD,
+    SVGD,
+    SVRG,
+    Antithetic,
+    Archive,
+    Balanced,
+    Cyclical,
+    Independent,
+    Overdamped,
+    RandomGroups,
+    Subsampled,
+    extrapolate,
+)
+from numpyro_repulsion.kernels.halving import _Summed
+
+CHAINS, SCALES = 20, jnp.array([1.0, 0.5])
+
+
+def gaussian(z):
+    return jnp.sum((z / SCALES) ** 2) / 2
+
+
+def square(z):
+    return (z / SCALES) ** 2
+
+
+def run(kernel, num_samples=300, num_warmup=0, chain_method="vectorized", starts=None, args=(), key=0, **kwargs):
+    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=CHAINS, chain_method=chain_method,
+                progress_bar=False)  # fmt: skip
+    if starts is None and kernel.model is None:
+        starts = SCALES * random.normal(random.key(1), (CHAINS, 2))
+    mcmc.run(random.key(key), *args, init_params=starts, **kwargs)
+    return mcmc
+
+
+def euler(step_size=0.2, **settings):
+    return SGLD(potential_fn=gaussian, step_size=step_size, dynamics=Overdamped("euler"), **settings)
+
+
+#: The stationary variance of Euler's chain, over that of the posterior, ``1 / (1 − ελ / 2)``.
+EULER = 1.0 / (1.0 - 0.2 / SCALES**2 / 2)
+
+
+@pytest.mark.parametrize("interaction", [Independent(), Balanced(), Antithetic()])
+def test_the_bias_of_eulers_chain_is_removed(interaction):
+    found = extrapolate(run(euler(interaction=interaction), num_samples=600), square, num_samples=200)
+    # By half the step, Euler's bias falls to a share of this in its stiffest direction, and by about half in others.
+    assert abs(found.fall - (1 / 0.8 - 1) / (1 / 0.6 - 1)) < 1e-3
+    halved = 1.0 / (1.0 - 0.1 / SCALES**2 / 2)
+    expected = (halved - EULER) / (1.0 - found.fall)
+    z = (found.shift - expected) / found.shift_mcse
+    assert np.abs(z).max() < 4, z
+    assert np.abs((found.mean - (EULER + expected)) / found.mcse).max() < 4
+    # The control: without extrapolation the means are far off, and the errors would show it.
+    assert ((found.plain_mean - 1) / found.plain_mcse > 5).all()
+    # The error is less than that of one variance by as many draws, though it is that of a difference, divided by 1 − r.
+    assert (found.shift_mcse < found.plain_mcse * (600 / 200) ** 0.5).all()
+
+
+def test_more_levels_remove_more():
+    mcmc = run(euler(0.3), num_samples=2000)
+    one, two = (extrapolate(mcmc, square, num_samples=150, levels=levels, rng_key=random.key(2)) for levels in (1, 2))
+    first, half, quarter = (1.0 / (1.0 - step / SCALES**2 / 2) for step in (0.3, 0.15, 0.075))
+    expected = half - first + (quarter - half) / (1 - two.fall)
+    assert np.abs((two.shift - expected) / two.shift_mcse).max() < 4
+    # The control: a single level removes less in the direction for which its r is not made.
+    assert ((one.shift - expected) / one.shift_mcse)[0] > 4
+
+
+Y = random.normal(random.key(3), (100,))
+
+
+def minibatched(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 0.1))
+    numpyro.deterministic("twice", 2 * mu)
+    with numpyro.plate("rows", 100, subsample_size=5) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+def test_the_bias_of_minibatches_is_removed():
+    mcmc = run(SGLD(minibatched, step_size=1e-3, gradient=Subsampled()), num_warmup=100, args=(Y,))
+    centre = Y.sum() / 200
+
+    def function(draw):
+        return {"mean": draw["mu"], "variance": 200 * (draw["twice"] / 2 - centre) ** 2}
+
+    found = extrapolate(mcmc, function, num_samples=400, levels=2)
+    assert found.fall == 0.5  # Averaged noise itself has no bias of first order.
+    assert abs(found.mean["mean"] - centre) < 4 * found.mcse["mean"]
+    # Noise of variance V adds ε V / (2 − ε λ), so a part of second order remains.
+    noise = 100**2 * Y.var() / 5
+    full, half, quarter = (step * noise / (2 - step * 200) for step in (1e-3, 5e-4, 2.5e-4))
+    expected = half - full + 2 * (quarter - half)
+    # This variance of the noise is that of rows drawn with replacement; strata have less.
+    assert abs(found.shift["variance"] / expected - 1) < 0.25 + 4 * found.shift_mcse["variance"] / abs(expected)
+    assert found.plain_mean["variance"] > 1 + 5 * found.plain_mcse["variance"]
+
+
+def test_standard_errors_are_right():
+    """Of many estimates, each in its standard error, the mean square is about 1; and not if errors are understated."""
+    mcmc = run(euler(), num_samples=20)
+    halved = 1.0 / (1.0 - 0.1 / SCALES**2 / 2)
+    estimates = [extrapolate(mcmc, square, num_samples=100, rng_key=random.key(seed)) for seed in range(12)]
+    z = np.array([(x.shift - (halved - EULER) / (1 - x.fall)) / x.shift_mcse for x in estimates])
+    mean_square = np.mean(z**2)
+    # 24 squares of about normal numbers, and of errors that are estimates themselves.
+    spread = 4 * (2 / z.size) ** 0.5
+    assert 1 - spread < mean_square < 1 + 1.5 * spread
+    assert np.mean((3 * z) ** 2) > 1 + 1.5 * spread
+
+
+@pytest.mark.parametrize("interaction", [Balanced(), RBF(bandwidth=1.0), RandomGroups(RBF(bandwidth=1.0), size=5)])
+def test_the_noise_of_two_half_steps_is_that_of_one(interaction):
+    u = random.normal(random.key(0), (10, 3))
+    interaction = interaction.at(random.key(9), 0)
+    plain, summed = interaction.couple(u), _Summed(interaction).couple(u)
+    key = random.key(1)
+    np.testing.assert_allclose(summed.draw(key), sum(plain.draw(k) for k in random.split(key)) / 2**0.5, atol=1e-6)
+    keys = random.split(random.key(2), 20_000)
+
+    def covariance(coupling):
+        return jnp.cov(jax.vmap(coupling.draw)(keys)[:, :, 0].T)
+
+    error = 4 * 2**0.5 / len(keys) ** 0.5 * float(jnp.max(jnp.diag(covariance(plain))))
+    assert jnp.abs(covariance(summed) - covariance(plain)).max() < 1.5 * error
+    # The control: noise that is added, and not divided.
+    assert jnp.abs(2 * covariance(summed) - covariance(plain)).max() > 1.5 * error
+
+
+def test_all_sites_by_default_and_only_those_of_the_run():
+    mcmc = run(SGLD(minibatched, step_size=1e-3), num_warmup=50, args=(Y,), num_samples=40)
+    found = extrapolate(mcmc)
+    assert set(found.mean) == {"mu", "twice"} and found.step_size == pytest.approx(1e-3)
+    np.testing.assert_allclose(found.shift["twice"], 2 * found.shift["mu"], rtol=1e-4, atol=1e-7)
+    mcmc = run(SGLD(minibatched, step_size=1e-3), num_warmup=50, args=(Y,), num_samples=40,
+               extra_fields=("~z.twice",))  # fmt: skip
+    assert set(extrapolate(mcmc, num_samples=8).mean) == set(mcmc.get_samples())
+
+
+@pytest.mark.parametrize(
+    "kernel, chain_method",
+    [
+        (SGHMC(potential_fn=gaussian, step_size=0.3), "vectorized"),
+        (SGLD(potential_fn=gaussian, step_size=0.1, interaction=RandomGroups(RBF(), size=4)), "vectorized"),
+        (SGLD(potential_fn=gaussian, step_size=0.1, interaction=Balanced(RBF()), num_ensembles=2), "vectorized"),
+        (SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent()), "sequential"),
+        (SGLD(minibatched, step_size=1e-3, gradient=SVRG()), "vectorized"),
+        (SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent(), moves=Archive()), "vectorized"),
+    ],
+)
+def test_every_kind_of_run_can_be_asked(kernel, chain_method):
+    given = (Y,) if kernel.model is not None else ()
+    num_warmup = 60 if given or kernel.moves is not None else 0
+    mcmc = run(kernel, num_warmup=num_warmup, num_samples=40, chain_method=chain_method, args=given)
+    before = jax.tree.leaves(mcmc.last_state)
+    found = extrapolate(mcmc, num_samples=16, levels=2)
+    # Of so few draws, standard errors may be unknown.
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((found.mean, found.shift)))
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(mcmc.last_state), strict=True))
+
+
+def test_misuse_is_refused():
+    with pytest.raises(TypeError, match="extrapolate takes a numpyro.infer.MCMC.*got int"):
+        extrapolate(3)
+    with pytest.raises(ValueError, match="call mcmc.run"):
+        extrapolate(MCMC(euler(), num_warmup=1, num_samples=1))
+    with pytest.raises(ValueError, match="optimizer of the cloud.*Use SGLDR"):
+        extrapolate(run(SVGD(potential_fn=gaussian, step_size=0.1), num_samples=1))
+    with pytest.raises(ValueError, match="that of no step size"):
+        extrapolate(run(SGLD(potential_fn=gaussian, step_size=Cyclical(0.4, length=100)), num_samples=1))
+    mcmc = run(euler(), num_samples=4)
+    for number in (0, 7, 1.5):
+        with pytest.raises(ValueError, match=f"`num_samples` must be .*8 or more; got {number}"):
+            extrapolate(mcmc, num_samples=number)
+    with pytest.raises(ValueError, match="`levels` must be"):
+        extrapolate(mcmc, levels=0)
+    only_warmup = MCMC(SGLD(minibatched), num_warmup=50, num_samples=1, num_chains=4, chain_method="vectorized",
+                       progress_bar=False)  # fmt: skip
+    only_warmup.warmup(random.key(0), Y, collect_warmup=True)
+    with pytest.raises(ValueError, match="draws of warmup"):
+        extrapolate(only_warmup)
