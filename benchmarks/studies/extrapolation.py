@@ -30,6 +30,7 @@ from numpyro_repulsion import SGHMC, SGLD, Subsampled, extrapolate
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
 LENGTH, SHORT_LENGTH, PARTICLES = 4000, 400, 20
 ROWS, FACTORS = "logistic, N = 20,000, batch 200", (1, 2, 4, 8)
+KEYS = ("plain_mean", "plain_mcse", "shift", "shift_mcse")
 SHORT = ("gaussian, d = 100, condition 1e6",)
 
 
@@ -101,9 +102,7 @@ def tables(record: Record) -> str:
     for kernel in KERNELS:
         lines = []
         for row in record.select(kernel=kernel):
-            mean, error, shift, own = (
-                np.array(row[key], float) for key in ("plain_mean", "plain_mcse", "shift", "shift_mcse")
-            )
+            mean, error, shift, own = (np.array(row[key], float) for key in KEYS)
             worst = np.argmax(np.abs(shift))
             rms = [np.sqrt(np.mean(x**2)) for x in (mean - 1, mean + shift - 1)]
             lines.append(

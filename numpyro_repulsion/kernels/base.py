@@ -73,9 +73,9 @@ class ParticleKernel(Fixed, MCMCKernel):
         :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"``, ``"dense"`` and ``"low_rank"`` (diagonal
         scales, and own ones for the 40 directions that need them most) learn P in warmup and freeze it. ``"auto"`` is
         dense up to the number of parameters whose correlations warmup can learn (0.15 L W with L particles and W
-        iterations of warmup, W ``num_steps`` / 8 with minibatches; at least 64 and at most 512), and of low rank above
-        it. With a given ``step_size``, ``"auto"`` is the identity, so that the step is that of plain SGLD. ``None`` is
-        the identity.
+        iterations of warmup, W ``num_steps`` / 8 with minibatches; at least 64, at most 512), above it of low rank,
+        and diagonal above a million. With a given ``step_size``, ``"auto"`` is the identity, so that the step is that
+        of plain SGLD. ``None`` is the identity.
     :param num_steps: updates per MCMC iteration, and so per draw; the hot updates of a cycle come in addition.
     :param num_ensembles: into how many equal groups to split the particles, in order of the chains; groups do not
         interact and share no minibatch.

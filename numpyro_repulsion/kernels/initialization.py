@@ -31,7 +31,7 @@ from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.hints import sites_not_finite
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.kernels.requirements import check_room, check_tournament
-from numpyro_repulsion.kernels.settings import dense_limit, first_preconditioner
+from numpyro_repulsion.kernels.settings import automatic_scale, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
 from numpyro_repulsion.layout import place_everywhere, place_particles
 from numpyro_repulsion.moves import Basins
@@ -145,8 +145,8 @@ class Initializer:
             if isinstance(target, ModelTarget):
                 z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
             flat, energy, gradient = evaluate(gradient_key, z)
-        limit = dense_limit(size, num_warmup, kernel.num_steps, bound.gradient.is_noisy(target))
-        plan = bound.plan("dense" if flat.shape[1] <= limit else "low_rank")
+        is_noisy = bound.gradient.is_noisy(target)
+        plan = bound.plan(automatic_scale(flat.shape[1], size, num_warmup, kernel.num_steps, is_noisy))
         change = first_preconditioner(kernel.scale, plan if num_warmup > 0 else None, flat, gradient)
         u, whitened_energy, gradient = map(grouped, (change.whiten(flat), energy, change.whiten_gradient(gradient)))
         if kernel.interaction.learns_bandwidth:

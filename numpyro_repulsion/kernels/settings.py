@@ -16,8 +16,8 @@ from numpyro_repulsion.warmup import LAST_ADAPTED, NUM_HESSIANS, Preconditioner,
 
 __all__ = [
     "Fixed",
+    "automatic_scale",
     "choose_gradient",
-    "dense_limit",
     "first_preconditioner",
     "preconditioner_scale",
     "step_rule",
@@ -26,6 +26,8 @@ __all__ = [
 
 #: Bounds on the default limit of dense scales: above it, products with them take longer than most gradients.
 DENSE_LIMITS = (64, 512)
+#: Of more parameters, the 40 directions of low-rank scales take more memory than several particles.
+LOW_RANK_LIMIT = 1_000_000
 
 
 class Fixed:
@@ -106,15 +108,18 @@ def preconditioner_scale(value: ArrayLike | None) -> str | np.ndarray | None:
         ) from error
 
 
-def dense_limit(size: int, num_warmup: int, num_steps: int, is_noisy: bool) -> int:
-    """Return up to how many parameters ``preconditioner="auto"`` learns correlations.
+def automatic_scale(dimension: int, size: int, num_warmup: int, num_steps: int, is_noisy: bool) -> str:
+    """Return the kind of scales that ``preconditioner="auto"`` learns.
 
-    With exact gradients, this is the number of positions of ``size`` particles in the last window that adapts scales,
-    because as many gradients and positions together give the covariance of a Gaussian exactly. With minibatches, it is
-    the number at which measuring the curvature takes as many gradients as warmup takes updates.
+    Correlations are learned of a limited number of parameters. With exact gradients, this is the number of positions of
+    ``size`` particles in the last window that adapts scales, because as many gradients and positions together give the
+    covariance of a Gaussian exactly. With minibatches, it is the number at which measuring the curvature takes as many
+    gradients as warmup takes updates.
     """
     learned = num_warmup * num_steps / NUM_HESSIANS / 2 if is_noisy else size * num_warmup * LAST_ADAPTED
-    return int(np.clip(round(learned), *DENSE_LIMITS))
+    if dimension <= int(np.clip(round(learned), *DENSE_LIMITS)):
+        return "dense"
+    return "low_rank" if dimension <= LOW_RANK_LIMIT else "diagonal"
 
 
 def first_preconditioner(

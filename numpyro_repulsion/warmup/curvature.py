@@ -26,8 +26,8 @@ __all__ = [
 #: Marks an unknown number in a state whose known values are 0 or more; not NaN, because `jax_debug_nans` stops at it.
 UNKNOWN = -1.0
 POWER_ITERATIONS = 8
-#: Clouds of more numbers than this are large: of each group, the noise is measured on this many particles at most,
-#: because the gradients of all power iterations are kept.
+#: Clouds of more numbers than this are large: of each group, the noise is measured on this many particles at most, and
+#: on fewer that have that many numbers, because the gradients of all power iterations are kept.
 LARGE, NUM_KEPT = 1_000_000, 4
 #: The step suits the curvature at nine particles in ten; `largest_curvature` keeps the others stable.
 QUANTILE = 0.9
@@ -131,7 +131,8 @@ def estimate_curvature(
         return jnp.where(usable, product / jnp.where(usable, size, 1.0), direction), (size[..., 0], seen)
 
     dimension = u.shape[-1]
-    every = -(-u.shape[1] // NUM_KEPT) if u.size > LARGE else 1
+    kept = min(NUM_KEPT, max(1, LARGE // dimension)) if u.size > LARGE else u.shape[1]
+    every = -(-u.shape[1] // kept)
     keys = random.split(key, POWER_ITERATIONS)
     white = signs(key, (u.size // dimension + 2, dimension), u.dtype)
     direction, start = white[:-2].reshape(u.shape), white[-2:]
@@ -139,7 +140,9 @@ def estimate_curvature(
     _, (sizes, seen) = lax.scan(iterate, direction, keys)
     curvature = jnp.where(jnp.isfinite(sizes[-1]), sizes[-1], UNKNOWN).ravel()
     seen = jnp.moveaxis(seen, 1, 0)
-    used, other = (jnp.stack(_variances(start, x)) for x in (seen[0], seen[-1]))
+    # One after the other, so that memory holds the deviations of one.
+    found = lax.map(lambda x: jnp.stack(_variances(start, x)), seen)
+    used, other = found[0], found[-1]
     largest, mean = jnp.where(corrected, jnp.stack([other, used]), jnp.stack([used, other])).T
     return curvature, largest, mean
 

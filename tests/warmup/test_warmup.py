@@ -1,6 +1,7 @@
 """What warmup learns, against known answers."""
 
 from collections.abc import Callable
+import math
 from typing import NamedTuple
 import warnings
 
@@ -38,6 +39,7 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, EulerError
 from numpyro_repulsion.interactions import Coupling, Interaction, bandwidth
+from numpyro_repulsion.kernels.settings import automatic_scale
 from numpyro_repulsion.warmup import (
     LEARNERS,
     ArrivalState,
@@ -138,12 +140,16 @@ def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "particles, width, most, state_most",
+    [(20, 290, 21, 11), (8, 980, 20, 10)],
+    ids=["20 particles", "8 particles, a million parameters"],
+)
 @pytest.mark.parametrize("is_large", [True, False])
-def test_memory_of_large_clouds(is_large, monkeypatch):
+def test_memory_of_large_clouds(particles, width, most, state_most, is_large, monkeypatch):
     """Beside the state, about twenty clouds; the control keeps the gradients of all particles."""
     if not is_large:
         monkeypatch.setattr(curvatures, "LARGE", 10**9)
-    width = 290
     x, y = jnp.zeros((2000, 50)), jnp.zeros(2000)
 
     def network(x, y):
@@ -153,10 +159,27 @@ def test_memory_of_large_clouds(is_large, monkeypatch):
             numpyro.sample("y", dist.Normal((jnp.tanh(jnp.tanh(x[i] @ first) @ second)).sum(-1), 1), obs=y[i])
 
     kernel = SGLD(network)
-    state = jax.eval_shape(lambda: kernel.init(random.split(random.key(0), 20), 100, None, (x, y), {}))
+    state = jax.eval_shape(lambda: kernel.init(random.split(random.key(0), particles), 100, None, (x, y), {}))
     program = jax.jit(lambda state: kernel.sample(state, (x, y), {}), donate_argnums=0).lower(state).compile()
-    clouds = program.memory_analysis().temp_size_in_bytes / (4 * 20 * (50 + width) * width)
-    assert (clouds < 21) == is_large, clouds
+    cloud = 4 * particles * (50 + width) * width
+    clouds = program.memory_analysis().temp_size_in_bytes / cloud
+    assert (clouds < most) == is_large, clouds
+    carried = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(state) if hasattr(x, "shape")) / cloud
+    assert carried < state_most
+
+
+@pytest.mark.parametrize(
+    "dimension, is_noisy, expected",
+    [
+        (512, False, "dense"),
+        (513, False, "low_rank"),
+        (200, True, "low_rank"),
+        (1_000_000, True, "low_rank"),
+        (1_000_001, True, "diagonal"),
+    ],
+)
+def test_scales_by_the_number_of_parameters(dimension, is_noisy, expected):
+    assert automatic_scale(dimension, 20, 1000, 1, is_noisy) == expected
 
 
 def test_measurements_pool_clouds():
