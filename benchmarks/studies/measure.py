@@ -1,0 +1,171 @@
+"""Current samplers of others by one measure: effective draws of the worst of means, squares and quantiles, bias included.
+
+Each sampler makes six runs from its own starts. For each parameter there are four averages over all draws of a run: of
+itself, of its square around the reference's mean, and the shares below the reference's 5 % quantile and above its 95 %
+quantile. The mean over parameters and runs of the squared error, in units of the variance of one draw, is 1 / n if the
+average is worth that of n independent draws: so many effective draws, bias included. Where the reference itself is a
+sample, its known variance is taken off; what is worth more than its draws cannot be told from it, and says "over".
+The least of the four counts.
+
+Gradients are those of all rows for one chain, with warmup and tuning. Seconds are process time on one core of the
+median run, compiled before; those to compile are beside them. nutpie calls a compiled gradient from Python for each
+step, so that its seconds are mostly those of Python, and its gradients say more.
+
+    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.measure [--short] [--again]
+"""
+
+from functools import cache, partial
+import time
+
+import jax
+from jax import random
+import numpy as np
+from scipy.stats import norm
+
+from numpyro.infer import NUTS
+
+from benchmarks.harness.runs import vectorized
+from benchmarks.harness.store import Record, run, table
+from benchmarks.methods.current_peers import METHODS, Problem, finished
+from benchmarks.problems.posteriordb import POSTERIORDB, data_folder, known
+
+RUNS = 6
+#: Posteriors, and how many rows there are for each in a minibatch.
+EXACT = ("gaussian, d = 100, condition 1e6", "gaussian, d = 50, correlated")
+NAMES = {
+    **dict.fromkeys(("eight_schools_noncentered", "garch11", "arK"), 1.0),
+    **dict.fromkeys(EXACT, 1.0),
+    "robust regression": 1.0,
+    "hierarchical logistic": 1.0,
+    "logistic, N = 20,000, batch 200": 100.0,
+}
+SHORT = EXACT[1:]
+QUANTITIES = ("mean", "square", "below 5 %", "above 95 %")
+#: The variance of one draw, for a normal marginal.
+VARIANCES = np.array([1.0, 2.0, 0.05 * 0.95, 0.05 * 0.95])
+#: Draws of NUTS for a reference, of 4 chains.
+REFERENCE = 20_000
+
+
+def problem(name: str) -> Problem:
+    posterior = known(name)
+    sites = posterior.reference if posterior.reference is not None else _asked(name)
+    return Problem(posterior, tuple(sites), NAMES[name])
+
+
+@cache
+def _asked(name):
+    posterior = known(name)
+    kwargs = {key: value for key, value in posterior.kwargs.items() if key != "subsample_size"}
+    mcmc = vectorized(NUTS(posterior.model, target_accept_prob=0.9), 1000, REFERENCE // 4, 4)
+    mcmc.run(random.key(99), *posterior.args, **kwargs)
+    return {site: np.asarray(x) for site, x in mcmc.get_samples().items()}
+
+
+@cache
+def reference(name: str) -> tuple[np.ndarray, float]:
+    """Mean, standard deviation and two quantiles of each scalar, ``(4, scalar)``; and of how many draws."""
+    posterior = known(name)
+    if name in EXACT:
+        mean, sd = (np.concatenate([np.ravel(pair[k]) for pair in posterior.reference.values()]) for k in range(2))
+        return np.stack([mean, sd, mean + norm.ppf(0.05) * sd, mean + norm.ppf(0.95) * sd]), np.inf
+    if name in POSTERIORDB:
+        stored = np.load(data_folder() / "posteriordb" / f"{name}.npz")
+        draws = stored["draws"].reshape(-1, stored["draws"].shape[-1]).astype(float)
+        names = [str(parameter).split("[")[0] for parameter in stored["parameters"]]
+        x = np.concatenate([draws[:, [n == site for n in names]] for site in posterior.reference], 1)
+    else:
+        x = problem(name).scalars(_asked(name))
+    return np.stack([x.mean(0), x.std(0), *np.quantile(x, (0.05, 0.95), axis=0)]), len(x)
+
+
+def squared_errors(x: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Of each quantity, the mean over scalars of its squared error in units of the variance of a draw."""
+    centre, sd, low, high = places
+    u = (x - centre) / sd
+    found = np.stack([u.mean(0), (u**2).mean(0) - 1, (x < low).mean(0) - 0.05, (x > high).mean(0) - 0.05])
+    return (found**2).mean(1) / VARIANCES
+
+
+def measured(name: str, label: str, runs: int) -> dict:
+    """A row: squared errors by run and quantity, gradients and seconds."""
+    places, _ = reference(name)
+    make, _ = METHODS[label]
+    row: dict = {"posterior": name, "method": label}
+    try:
+        began = time.process_time()
+        program = make(problem(name))
+        # The first run compiles; it counts as a run.
+        x, gradients = finished(program, 0)
+        first = time.process_time() - began
+        found, seconds = [squared_errors(x, places)], []
+        for seed in range(1, runs):
+            began = time.process_time()
+            x, gradients = finished(program, seed)
+            seconds.append(time.process_time() - began)
+            found.append(squared_errors(x, places))
+        errors = np.where(np.isfinite(found), found, np.inf)
+        row |= {"errors": [[min(float(e), 1e6) for e in run] for run in errors], "gradients": gradients}
+        row |= {"first": first, "seconds": float(np.median(seconds)), "draws": len(x)}
+    except Exception as error:  # What a library raises is a result too.
+        row["failed"] = f"{type(error).__name__}: {error}"[:200]
+    print(name, label, {k: v for k, v in row.items() if k not in ("posterior", "method")}, flush=True)
+    jax.clear_caches()
+    return row
+
+
+def measure(record: Record) -> None:
+    names = NAMES if data_folder() is not None else [name for name in NAMES if name not in POSTERIORDB]
+    names = [name for name in names if name in SHORT] if record.short else names
+    for name in names:
+        for label in list(METHODS)[:5] if record.short else METHODS:
+            record.row(f"{name} / {label}", partial(measured, name, label, 3 if record.short else RUNS))
+
+
+def worth(row: dict, number: float) -> tuple[int, float, float]:
+    """The quantity that is known least, of how many effective draws, and its relative standard error."""
+    errors = np.array(row["errors"])
+    mean = errors.mean(0)
+    worst = int(np.argmax(mean))
+    left = mean[worst] - 1 / number
+    spread = errors[:, worst].std(ddof=1) / len(errors) ** 0.5
+    return worst, 1 / left if left > 0 else np.inf, spread / max(left, 1e-30)
+
+
+def _number(row, number):
+    worst, value, error = worth(row, number)
+    # The spread of so few runs is small by chance; that of one parameter's square is not smaller than this.
+    if value > number or error > 1.0:
+        return worst, f"over {number:,.0f}" if value > number else f"about {value:,.0f}"
+    return worst, f"{value:,.0f} ± {value * error:,.0f}"
+
+
+def tables(record: Record) -> str:
+    parts = []
+    for name in NAMES:
+        rows = record.select(posterior=name)
+        if not rows:
+            continue
+        number = np.inf if name in EXACT else (10_000 if name in POSTERIORDB else REFERENCE)
+        lines = []
+        for row in rows:
+            told = METHODS[row["method"]][1]
+            if "failed" in row:
+                lines.append([row["method"], row["failed"], "", "", "", "", told])
+                continue
+            worst, cell = _number(row, number)
+            value = min(worth(row, number)[1], number)
+            each = " · ".join(f"{1 / e:,.0f}" for e in np.array(row["errors"]).mean(0))
+            gradients = row["gradients"]
+            per = f"{1000 * value / gradients:,.1f}" if np.isfinite(gradients) else "not counted"
+            taken = f"{gradients:,.0f}" if np.isfinite(gradients) else ""
+            seconds = f"{value / row['seconds']:,.0f}", f"{row['first'] - row['seconds']:.1f} · {row['seconds']:.1f}"
+            lines.append([row["method"], f"{cell} ({QUANTITIES[worst]})", each, per, taken, *seconds, told])
+        head = [name, "effective draws of the worst", "each, with the error of the reference"]
+        head += ["of 1,000 gradients", "gradients", "a second, compiled", "seconds: to compile · of a run"]
+        parts.append(table([*head, "has to be told"], [line + [""] * (8 - len(line)) for line in lines]))
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    run(__doc__, "measure", measure, tables, None)
