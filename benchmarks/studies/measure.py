@@ -1,4 +1,4 @@
-"""Current samplers of others by one measure: effective draws of the worst of means, squares and quantiles, bias included.
+"""Current samplers by one measure: effective draws of the worst of means, squares and quantiles, bias included.
 
 Each sampler makes six runs from its own starts. For each parameter there are four averages over all draws of a run: of
 itself, of its square around the reference's mean, and the shares below the reference's 5 % quantile and above its 95 %
