@@ -1,0 +1,156 @@
+"""Forty-eight posteriors that no setting was made for: which are right, which are wrong, and which say so?
+
+`MCMC(kernel(model), 1000, 1000, num_chains=20)`, nothing else set, on 36 posteriors of applied work with simulated
+data (`benchmarks/problems/collection.py`) and 12 of the zero-tuning study, against four chains of NUTS with 5,000
+draws each, or posteriordb's draws. Errors are the worst over all scalars of the latent sites: of a mean, in posterior
+standard deviations, and of a standard deviation, relative. z is the largest error of a mean in standard errors, of both
+runs together; the largest of so many normal numbers is below the figure beside it in 95 of 100 cases. *Right* is a mean
+within 0.1 sd and an sd within 10 %. What is wrong should be named by `diagnose` as an error, and nothing else should.
+
+Both kernels run in single precision, `SGLD` in double precision too. A reference of which NUTS itself has an R-hat
+above 1.01 or more than ten divergences is marked.
+
+    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.collection [--short] [--again]
+"""
+
+from functools import cache, partial
+import time
+import warnings
+
+import arviz
+import jax
+from jax import random
+import numpy as np
+from scipy.stats import norm
+
+from numpyro.infer import NUTS
+
+from benchmarks.harness.runs import vectorized
+from benchmarks.harness.store import Record, run, table
+from benchmarks.problems.collection import COLLECTION
+from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, data_folder, known
+from numpyro_repulsion import SGHMC, SGLD, diagnose, enable_live_warnings, ensemble_mcse
+
+KERNELS = {"SGLD": (SGLD, 32), "SGHMC": (SGHMC, 32), "SGLD, x64": (SGLD, 64)}
+SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20}
+#: A large mean error in standard deviations, and a large relative error of a standard deviation.
+RIGHT = 0.1, 0.1
+#: Of the zero-tuning study's thirteen all but the one that repeats another.
+OLDER = [name for name in (*POSTERIORDB, *MADE_HERE) if name != "gaussian, d = 50, correlated"]
+SHORT = ("probit regression", "varying intercepts few data")
+
+
+@cache
+def problem(name: str) -> tuple:
+    """The model and its arguments."""
+    if name in COLLECTION:
+        return *COLLECTION[name](), {}
+    posterior = known(name)
+    return posterior.model, posterior.args, posterior.kwargs
+
+
+def flat(draws: dict) -> np.ndarray:
+    """All scalars ``(chain, draw, scalar)``, by the names of sites."""
+    return np.concatenate([np.asarray(draws[s], float).reshape(*draws[s].shape[:2], -1) for s in sorted(draws)], 2)
+
+
+def latent(draws: dict, sites: list[str]) -> dict:
+    return {site: draws[site] for site in sites}
+
+
+def referred(name: str) -> dict:
+    """A row: moments of the reference, their standard errors, and how NUTS fared."""
+    model, args, kwargs = problem(name)
+    kwargs = {key: value for key, value in kwargs.items() if key != "subsample_size"}
+    mcmc = vectorized(NUTS(model, target_accept_prob=0.95), 1000, 5000, 4)
+    began = time.process_time()
+    mcmc.run(random.key(99), *args, **kwargs)
+    x = flat(mcmc.get_samples(group_by_chain=True))
+    row: dict = {"reference": name, "seconds": time.process_time() - began, "sites": sorted(mcmc.get_samples())}
+    # Entries of a triangular matrix, of a simplex of two or of given size, may be constant or repeated.
+    sd = x.std((0, 1))
+    errors = np.array([arviz.mcse(x[:, :, k]) if sd[k] > 0 else 0.0 for k in range(x.shape[2])], float)
+    r_hat = max(float(arviz.rhat(x[:, :, k])) for k in range(x.shape[2]) if sd[k] > 0)
+    divergences = int(mcmc.get_extra_fields()["diverging"].sum())
+    row |= {"mean": x.mean((0, 1)).tolist(), "sd": sd.tolist(), "errors": errors.tolist()}
+    jax.clear_caches()
+    return row | {"r_hat": r_hat, "divergences": divergences}
+
+
+def measured(record: Record, name: str, label: str) -> dict:
+    """A row: the worst errors of a run, and what `diagnose` says."""
+    kernel, bits = KERNELS[label]
+    model, args, kwargs = problem(name)
+    reference = record.rows[f"{name} / reference"]
+    mean, sd, known_error = (np.array(reference[key]) for key in ("mean", "sd", "errors"))
+    if bits == 64:
+        args = jax.tree.map(lambda x: np.asarray(x, np.float64) if np.asarray(x).dtype.kind == "f" else x, args)
+    row: dict = {"posterior": name, "kernel": label}
+    with warnings.catch_warnings(), jax.enable_x64(bits == 64):
+        warnings.simplefilter("ignore")
+        mcmc = vectorized(kernel(model), **SETTINGS, progress_bar=True)
+        began = time.process_time()
+        mcmc.run(random.key(0), *args, **kwargs)
+        draws = latent(mcmc.get_samples(group_by_chain=True), reference["sites"])
+        row["seconds"] = time.process_time() - began
+        found = diagnose(mcmc)
+        x = flat(draws)
+        error = np.asarray(ensemble_mcse(x, 1))
+    row["named"] = sorted({f.name for f in found if f.severity == "error"})
+    row["warned"] = sorted({f.name for f in found if f.severity == "warning"})
+    moves = sd > 0
+    off = (np.abs(x.mean((0, 1)) - mean))[moves]
+    row["mean"] = float((off / sd[moves]).max())
+    row["sd"] = float(np.abs(x.std((0, 1))[moves] / sd[moves] - 1).max())
+    z = off / np.hypot(np.nan_to_num(error[moves], nan=np.inf), known_error[moves])
+    row |= {"z": float(z.max()), "scalars": int(moves.sum()), "unknown": int(np.isnan(error[moves]).sum())}
+    print({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
+    jax.clear_caches()
+    return row
+
+
+def measure(record: Record) -> None:
+    enable_live_warnings(False)
+    older = OLDER if data_folder() is not None else [name for name in OLDER if name in MADE_HERE and "cent" not in name]
+    names = list(SHORT) if record.short else [*COLLECTION, *older]
+    for label in list(KERNELS)[: 1 if record.short else None]:
+        for name in names:
+            record.row(f"{name} / reference", partial(referred, name))
+            record.row(f"{name} / {label}", partial(measured, record, name, label))
+
+
+def is_right(row: dict) -> bool:
+    return row["mean"] <= RIGHT[0] and row["sd"] <= RIGHT[1]
+
+
+def tables(record: Record) -> str:
+    labels = [label for label in KERNELS if record.select(kernel=label)]
+    summary = []
+    for label in labels:
+        rows = record.select(kernel=label)
+        right = [row for row in rows if is_right(row)]
+        wrong = [row for row in rows if not is_right(row)]
+        named = [row for row in wrong if row["named"]]
+        false = [row for row in right if row["named"]]
+        silent = ", ".join(row["posterior"] for row in wrong if not row["named"])
+        cells = [len(rows), len(right), len(named), len(wrong) - len(named), len(false)]
+        summary.append([label, *map(str, cells), silent, ", ".join(row["posterior"] for row in false)])
+    head = ["kernel", "posteriors", "right", "wrong and named", "wrong and not named", "right and named"]
+    parts = [table([*head, "not named", "named though right"], summary)]
+    for label in labels:
+        lines = []
+        for row in record.select(kernel=label):
+            reference = record.rows[f"{row['posterior']} / reference"]
+            limit = norm.isf(0.025 / row["scalars"])
+            poor = " †" if reference["r_hat"] > 1.01 or reference["divergences"] > 10 else ""
+            cells = [f"{row['mean']:.3f}", f"{row['sd']:.3f}", f"{row['z']:.1f} ({limit:.1f})"]
+            named = ", ".join(row["named"]) + (f" ({', '.join(row['warned'])})" if row["warned"] else "")
+            mark = "" if is_right(row) else "**"
+            lines.append([f"{mark}{row['posterior']}{mark}{poor}", str(row["scalars"]), *cells, named])
+        head = [f"`{label}`", "scalars", "error of a mean, sd", "error of an sd", "z (95 % of the time below)"]
+        parts.append(table([*head, "errors that `diagnose` names (warnings)"], lines))
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    run(__doc__, "collection", measure, tables, None)
