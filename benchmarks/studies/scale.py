@@ -7,6 +7,9 @@
   2,100 parameters, so that a cloud has 134 kB. Devices are virtual: their time would say nothing.
 - *A large file.* 14 million rows of 36 covariates, 2.0 GB, converted from a stream and fitted with nothing set, with
   1.9 GB for everything but mapped files (``RLIMIT_DATA``). The run is killed in its middle and started again.
+- *On paper.* What an update would take on GPUs that were not at hand: a network of ten million parameters, eight
+  particles on each H200, minibatches of 128 rows of their own. Bytes in memory are those that XLA counts for the
+  compiled program, an upper bound; bytes sent follow the layouts above; rates are the makers' figures.
 
     python -m benchmarks.studies.scale [--short] [--again]
 """
@@ -179,6 +182,54 @@ def large(short: bool) -> dict:
     return whole | {"converted": converted, "rows": num_rows, "is_same": resumed["digest"] == whole["digest"]}
 
 
+#: Of an H200, by NVIDIA's data sheet: bytes of memory a second, and single-precision operations a second, of which half
+#: count; bytes a second that it sends to others of its host by NVLink, one way, and to other hosts by 400 Gb/s.
+MEMORY, OPERATIONS, NVLINK, NETWORK = 4.8e12, 67e12 / 2, 450e9, 50e9
+PARAMETERS, OF_DEVICE, BATCH = 10**7, 8, 128
+#: Devices, and bytes a second between them.
+MACHINES = {"one H200": (1, np.inf), "eight, one host": (8, NVLINK), "512, 64 hosts": (512, NETWORK)}
+
+
+def passes(name: str) -> dict:
+    """How often an update, with what surrounds an iteration, reads or writes a cloud: what XLA counts."""
+    kernel = {"SGLD": SGLD, "SGLDR": SGLDR}[name]
+    kernel = kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=STEP_SIZE)
+    starts = random.normal(random.key(1), (16, 20_000))
+    state = kernel.init(random.split(random.key(0), 16), 0, starts, (), {})
+    counted = jax.jit(lambda state: kernel.sample(state, (), {})).lower(state).compile().cost_analysis()
+    return {"passes": counted["bytes accessed"] / starts.nbytes}
+
+
+def on_paper(record: Record) -> str:
+    """Milliseconds of an update by what bounds it."""
+    lines = []
+    for name, (count, rate) in MACHINES.items():
+        size = count * OF_DEVICE
+        gradient = 6 * PARAMETERS * BATCH * OF_DEVICE / OPERATIONS
+        for label in ("SGLD", "SGLDR", "SGLDR, an ensemble on each"):
+            kind = label.split(",")[0]
+            memory = record.rows[f"passes {kind}"]["passes"] * 4 * OF_DEVICE * PARAMETERS / MEMORY
+            group = OF_DEVICE if "ensemble" in label else size
+            # K, its products with ∇U and with noise, and Γ: two operations each for a pair and a parameter.
+            pairs = 0.0 if kind == "SGLD" else 8 * group * PARAMETERS * OF_DEVICE / OPERATIONS
+            sent = {"SGLD": 4 * PARAMETERS, "SGLDR": 8 * OF_DEVICE * PARAMETERS}.get(label, 0) * (count > 1)
+            parts = [1e3 * x for x in (gradient, memory, pairs, sent / rate)]
+            total = sum(parts)
+            cells = [f"{x:.1f}" for x in (*parts[:3], sent / 1e6, parts[3], total)]
+            lines.append([name, label, f"{size:,}", *cells, f"{1e3 * size / total:,.0f}"])
+    head = [
+        "on paper",
+        "kernel",
+        "particles",
+        "gradient, ms",
+        "memory, ms",
+        "pairs, ms",
+        "MB sent by each",
+        "ms to send",
+    ]
+    return table([*head, "ms an update", "particle updates a second"], lines)
+
+
 SENT = ("SGLD", "SGLDR", "SGHMCR", "SVGD", "SGLDR, RandomFeatures", "SGLDR, 4 ensembles", "SGLD, rows", "SGLDR, rows")
 
 
@@ -187,6 +238,8 @@ def measure(record: Record) -> None:
     for name in SENT:
         record.row(f"sent {name}", lambda name=name: apart("benchmarks.studies.scale", "sent", 600, name=name))
     record.row("large", lambda: large(record.short))
+    for name in ("SGLD", "SGLDR"):
+        record.row(f"passes {name}", lambda name=name: passes(name))
 
 
 def tables(record: Record) -> str:
@@ -214,6 +267,8 @@ def tables(record: Record) -> str:
             cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}"]
             seconds = [f"{row['converted']:.0f}", f"{row['seconds']:.0f}"]
             parts.append(table(head, [[*cells, *seconds, f"{row['worst_z']:.2f}", same]]))
+    if "passes SGLD" in record.rows:
+        parts.append(on_paper(record))
     return "\n\n".join(parts)
 
 
