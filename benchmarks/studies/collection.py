@@ -1,8 +1,8 @@
 """Forty-eight posteriors that no setting was made for: which are right, which are wrong, and which say so?
 
 `MCMC(kernel(model), 1000, 1000, num_chains=20)`, nothing else set, on 36 posteriors of applied work with simulated
-data (`benchmarks/problems/collection.py`) and 12 of the zero-tuning study, against four chains of NUTS with 5,000
-draws each, or posteriordb's draws. Errors are the worst over all scalars of the latent sites: of a mean, in posterior
+data (`benchmarks/problems/collection.py`) and 12 of the zero-tuning study, against four chains of NUTS with 2,000 draws
+each or more. Errors are the worst over all scalars of the latent sites: of a mean, in posterior
 standard deviations, and of a standard deviation, relative. z is the largest error of a mean in standard errors, of both
 runs together; the largest of so many normal numbers is below the figure beside it in 95 of 100 cases. *Right* is a mean
 within 0.1 sd and an sd within 10 %. What is wrong should be named by `diagnose` as an error, and nothing else should.
@@ -37,6 +37,8 @@ SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20}
 RIGHT = 0.1, 0.1
 #: Of the zero-tuning study's thirteen all but the one that repeats another.
 OLDER = [name for name in (*POSTERIORDB, *MADE_HERE) if name != "gaussian, d = 50, correlated"]
+#: Of each of four chains of NUTS; the first fourteen references have 5,000.
+DRAWS = 2000
 SHORT = ("probit regression", "varying intercepts few data")
 
 
@@ -62,7 +64,7 @@ def referred(name: str) -> dict:
     """A row: moments of the reference, their standard errors, and how NUTS fared."""
     model, args, kwargs = problem(name)
     kwargs = {key: value for key, value in kwargs.items() if key != "subsample_size"}
-    mcmc = vectorized(NUTS(model, target_accept_prob=0.95), 1000, 5000, 4)
+    mcmc = vectorized(NUTS(model, target_accept_prob=0.9), 1000, DRAWS, 4)
     began = time.process_time()
     mcmc.run(random.key(99), *args, **kwargs)
     x = flat(mcmc.get_samples(group_by_chain=True))
