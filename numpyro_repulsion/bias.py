@@ -107,7 +107,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     - from Stein's identity, :math:`\mathbb E_\pi[(z_j - \mathbb E z_j)\, \partial_j U] = T`, on a segment that
       continues from the last state with the same step;
     - from the variances of another cloud, which the same noise moves with half the step. The two clouds stay close, so
-      that the difference of their variances is far more precise than each of them.
+      that the difference of their variances is far more precise than each of them, unless particles repel each other.
 
     Segments run only if ``num_samples`` is above 0. All estimates are relative to variances at the temperature T of the
     dynamics. For a schedule, all three are for the longest step that made a draw.
@@ -117,7 +117,8 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     :param num_samples: iterations in the segment with the same step. Half as many go before, in which the cloud with
         half the step finds its own distribution; it makes twice as many updates. In all, that costs as much as 4.5
         times as many iterations of the run. Standard errors of the observed bias are about ``sqrt(2 / ESS)`` of the
-        segment, and it is too low by about ``1 / ESS``; those of the fall by half the step are far smaller.
+        segment, and it is too low by about ``1 / ESS``; those of the fall by half the step are far smaller, but for
+        particles that repel each other.
     :return: see :class:`StepBias`.
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
     :raises ValueError: before the run, for an optimizer (SVGD), or if ``num_samples`` is neither 0 nor 8 or more.
@@ -190,33 +191,37 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
     :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
         ``None`` finds out.
     """
-    predicted, noise, _ = _predicted(mcmc, has_other_data(mcmc) if is_other is None else is_other)
-    return predicted, noise
+    return _predicted(mcmc, has_other_data(mcmc) if is_other is None else is_other, _step_size(mcmc))
 
 
-def predict_fall(mcmc: MCMC) -> float:
-    """Return the predicted bias with half the step as a share of that with the step in use.
+def predict_fall(mcmc: MCMC, times: int = 1) -> float:
+    """Return the predicted bias with half the step as a share of that with the step.
 
-    It is 1/2 for a bias of first order in ε, 1/4 for one of second order, in between if gradient noise adds one of
-    first order; and 1/2 where nothing is predicted.
+    It is 1/2 for a bias of first order in ε, as that of minibatches, and 1/4 for one of second order; 1/2 where nothing
+    is predicted.
+
+    :param times: after halving the step in use how many times; at least once.
     """
-    predicted, _, halved = _predicted(mcmc, has_other_data(mcmc))
-    ratio = halved / predicted if 0.0 < predicted < MAX_PREDICTED else 0.5
-    return min(max(ratio, 0.25), 0.5)
+    if bound_of(mcmc).plan("diagonal").noise:
+        return 0.5
+    is_other, step_size = has_other_data(mcmc), _step_size(mcmc)
+    before, after = (_predicted(mcmc, is_other, step_size / 2**k)[0] for k in (times - 1, times))
+    return min(max(after / before, 0.25), 0.5) if 0.0 < before < MAX_PREDICTED else 0.5
 
 
-def _predicted(mcmc, is_other):
-    """Return the predicted inflation, that from noise alone, and the whole with half the step."""
+def _predicted(mcmc, is_other, step_size):
+    """Return the predicted inflation, and that from noise alone."""
     state = mcmc.last_state
     if np.ndim(state.num_updates):
         state = jax.tree.map(lambda x: x[0], state)
-    step_size = jnp.asarray(_step_size(mcmc), state.step_size.dtype)
+    step_size = jnp.asarray(step_size, state.step_size.dtype)
     kernel, target = mcmc.sampler, bound_of(mcmc).target
     if any(map(is_spread, jax.tree.leaves((target.args, target.kwargs)))):
         program = compiled(lambda own, *given: _predict(kernel, own.args, own.kwargs, is_other, *given), target)
     else:
         program = jax.jit(partial(_predict, kernel, *arguments(mcmc), is_other))
-    return tuple(map(float, program(state, step_size)))
+    predicted, noise = program(state, step_size)
+    return float(predicted), float(noise)
 
 
 def _step_size(mcmc):
@@ -279,5 +284,4 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
         error.remaining_noise(step_size, stats),
         isotropic_noise=stats.isotropic_noise,
     )
-    bias = error.bias
-    return bias(step_size, stats), bias(step_size, without_curvature), bias(step_size / 2, stats)
+    return error.bias(step_size, stats), error.bias(step_size, without_curvature)

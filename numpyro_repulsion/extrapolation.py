@@ -13,8 +13,9 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.bias import predict_fall, sampler_of, steps_in_use
-from numpyro_repulsion.checks import integer
+from numpyro_repulsion.checks import device_memory, integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
+from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels import bound_of, coupling_of, halved_series, is_warmup
 
 __all__ = ["ExtrapolatedMeans", "extrapolate"]
@@ -24,13 +25,14 @@ class ExtrapolatedMeans(NamedTuple):
     """Posterior means extrapolated to ε = 0; :func:`~numpyro_repulsion.extrapolate` returns it.
 
     - **mean** - the means, as a pytree like the values of the function.
-    - **mcse** - their Monte Carlo standard errors, those of draws and of the shift together.
+    - **mcse** - their Monte Carlo standard errors, those of draws and of the shift together; NaN where one of them is
+      unknown, because there are too few iterations.
     - **plain_mean**, **plain_mcse** - the same of the run's draws alone.
     - **shift**, **shift_mcse** - what was added to ``plain_mean``, and its standard error: the estimated bias of the
       step size, with the opposite sign.
     - **step_size** - ε of the run; of several plain chains, that of the first.
-    - **fall** - the share of the bias that is left with half the step, by prediction: 1/2 for first order in ε, 1/4 for
-      second.
+    - **fall** - r, the share of the bias that halving the smaller step once more would leave: 1/2 for first order in ε,
+      1/4 for second.
 
     **Example**
 
@@ -69,11 +71,11 @@ def extrapolate(
     with k = ``levels``: Richardson's extrapolation. :math:`E_\epsilon f` is the mean of the run's draws. Each
     :math:`\Delta_l` comes from two clouds that start at the last state and move by the same noise and minibatches, one
     with half the step of the other. They stay close, so their difference has little noise. r is the share of the bias
-    that is left with half the step, 1/2 or less; it is predicted from curvature and gradient noise, and matters less
-    with more levels.
+    that is left with half the step: 1/2 with minibatches, whose bias is of first order in ε; without them, what the
+    order of the integrator and the curvature predict, 1/4 to 1/2. What remains with minibatches is of second order;
+    without, it is small where the prediction is good. More levels leave less.
 
-    With one level, the bias that remains is of the next order in ε. What no step size causes is not removed: particles
-    that have not converged, minibatches that share rows with the outside of their plates, or clipped gradients.
+    What no step size causes is not removed: particles that have not converged, or clipped gradients.
 
     Particles that repel each other do not stay close if the same noise moves them, so for them ``shift_mcse`` is large
     (for the same precision as without repulsion, ten to a hundred times as many iterations). Draws with half the step
@@ -83,13 +85,15 @@ def extrapolate(
     :param function: of one draw, ``{site: value}`` with the constrained and deterministic sites; returns a pytree of
         numbers. ``None`` is the draw itself: the means of all sites.
     :param num_samples: iterations with ε for :math:`\Delta_0`; half as many go before, in which clouds find their
-        distributions. They cost 4.5 times as much as iterations of the run. ``None`` is a ninth of the run's draws,
-        for half of its cost.
+        distributions. They cost 4.5 times as much as iterations of the run. ``None`` makes all levels together cost
+        half as much as the run, without its warmup: a ninth of its iterations for one level.
     :param levels: how many times the step is halved. Each level costs twice as much as the one before.
     :param rng_key: the key of the clouds; ``None`` goes on with the run's own.
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
     :raises ValueError: before the run; after a warmup; for an optimizer (:class:`~numpyro_repulsion.SVGD`); for a
-        schedule of step sizes; and for fewer than 8 iterations.
+        schedule of step sizes; with ``moves``, which are exact for any step and make r unknown; for fewer than 8
+        iterations; for a function without values, or of sites that the run left out; and for so many values that their
+        series would take a quarter of the memory.
 
     **References:**
 
@@ -124,49 +128,84 @@ def extrapolate(
             "The draws of a schedule come from steps of many sizes, and their mean is that of no step size. Run with a "
             "number as `step_size`, or without one."
         )
+    if kernel.moves is not None:
+        raise ValueError(
+            "Jumps by `moves` are exact for any step size, so the bias of draws does not fall in proportion to a power "
+            "of it. Compare with a run with half the `step_size`."
+        )
     levels = integer("`levels`", levels)
-    draws = mcmc.get_samples(group_by_chain=True)
+    draws, target = mcmc.get_samples(group_by_chain=True), bound_of(mcmc).target
+    shapes = _shapes(function, draws)
     shape = jax.tree.leaves(draws)[0].shape[:2]
-    num_samples = max(8, shape[1] // 9) if num_samples is None else num_samples
+    if num_samples is None:
+        num_samples = max(8, shape[1] * mcmc.thinning // (9 * (2**levels - 1)))
     if integer("`num_samples`", num_samples, 1, "8 or more") < 8:
         raise ValueError(f"`num_samples` must be 8 or more; got {num_samples!r}.")
-    _, parts = coupling_of(mcmc)
-    values = _values(function, draws)
-    leaves, structure = jax.tree.flatten(values)
-    plain = np.concatenate([np.asarray(x, np.float64).reshape(*shape, -1) for x in leaves], -1)
-    known, target = set(draws) if isinstance(draws, dict) else None, bound_of(mcmc).target
+    if shape[1] < 4:
+        raise ValueError(f"Standard errors need four draws of each particle or more; the run has {shape[1]}.")
+    leaves, structure = jax.tree.flatten(shapes)
+    number = sum(int(np.prod(x.shape)) for x in leaves)
+    # Of both clouds, with what goes before.
+    needed = 12 * number * kernel.num_ensembles * num_samples * 2 ** (levels - 1)
+    if needed > device_memory() / 4:
+        raise ValueError(
+            f"{number:,} values in {num_samples} iterations would take {needed / 2**30:.1f} GiB. Give a `function` "
+            "of a draw with fewer values."
+        )
+    values = draws if function is None else jax.jit(jax.vmap(jax.vmap(function)))(jax.tree.map(jnp.asarray, draws))
+    plain = np.concatenate([np.asarray(x, np.float64).reshape(*shape, -1) for x in jax.tree.leaves(values)], -1)
+    mean = plain.mean((0, 1))
 
     def observe(iteration, warmup, cloud):
         def one(z):
             draw = target.constrain(iteration.unravel(z))
-            draw = draw if known is None else {name: value for name, value in draw.items() if name in known}
+            draw = {name: draw[name] for name in draws} if isinstance(target, ModelTarget) else draw
             found = jax.tree.leaves(draw if function is None else function(draw))
             return jnp.concatenate([jnp.ravel(x).astype(z.dtype) for x in found])
 
-        return jax.vmap(jax.vmap(one))(iteration.recover(warmup, cloud.z).z)
+        found = jax.vmap(jax.vmap(one))(iteration.recover(warmup, cloud.z).z)
+        # Averages of large values would lose their digits in single precision.
+        return found - mean.astype(found.dtype)
 
-    fall, steps = predict_fall(mcmc), steps_in_use(mcmc)
+    fall, steps = predict_fall(mcmc, levels), steps_in_use(mcmc)
     shift, variance = np.zeros(plain.shape[-1]), np.zeros(plain.shape[-1])
     keys = [rng_key] if levels == 1 else list(random.split(_key(mcmc) if rng_key is None else rng_key, levels))
     for level, key in enumerate(keys):
         _, change = halved_series(mcmc, key, num_samples * 2**level, steps / 2**level, observe)
         weight = 1.0 / (1.0 - fall) if level == levels - 1 else 1.0
         shift += weight * change.mean((0, 1))
-        variance += (weight * np.asarray(ensemble_mcse(change, len(change)))) ** 2
-    mean, error = plain.mean((0, 1)), np.asarray(ensemble_mcse(plain, parts))
+        error = np.where(np.any(change, (0, 1)), ensemble_mcse(change, len(change)), 0.0)
+        variance += (weight * error) ** 2
+    error = np.asarray(ensemble_mcse(plain, coupling_of(mcmc)[1]))
 
     def shaped(flat):
-        ends = np.cumsum([int(np.prod(x.shape[2:])) for x in leaves])[:-1]
-        found = [part.reshape(x.shape[2:]) for part, x in zip(np.split(flat, ends), leaves, strict=True)]
+        ends = np.cumsum([int(np.prod(x.shape)) for x in leaves])[:-1]
+        found = [part.reshape(x.shape) for part, x in zip(np.split(flat, ends), leaves, strict=True)]
         return jax.tree.unflatten(structure, found)
 
     numbers = mean + shift, np.sqrt(error**2 + variance), mean, error, shift, np.sqrt(variance)
-    return ExtrapolatedMeans(*map(shaped, numbers), float(np.ravel(steps)[0]), fall)
+    found = dict(zip(ExtrapolatedMeans._fields, map(shaped, numbers), strict=False))
+    return ExtrapolatedMeans(**found, step_size=float(np.ravel(steps)[0]), fall=fall)
 
 
-def _values(function, draws):
-    """Return the values of a function at draws ``(chains, iterations, ...)``."""
-    return draws if function is None else jax.jit(jax.vmap(jax.vmap(function)))(jax.tree.map(jnp.asarray, draws))
+def _shapes(function, draws):
+    """Return the shapes of the values of a function of one draw.
+
+    :raises ValueError: for no values, for complex ones, and for sites that are not there.
+    """
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), draws)
+    try:
+        found = one if function is None else jax.eval_shape(function, one)
+    except KeyError as error:
+        raise ValueError(
+            f"The run has no site {error}; it kept {sorted(draws)}. Sites that extra_fields=('~z.site',) leaves out "
+            "cannot be used."
+        ) from error
+    if not sum(int(np.prod(x.shape)) for x in jax.tree.leaves(found)):
+        raise ValueError("There are no values to average: the run kept no site, or the function returns nothing.")
+    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in jax.tree.leaves(found)):
+        raise ValueError("The function must return real numbers; return real and imaginary parts by themselves.")
+    return found
 
 
 def _key(mcmc):

@@ -63,7 +63,7 @@ ARROWS = {
     # NumPyro has the effective sample size of one series, SciPy ranks.
     "diagnostics": (HOST | {"scipy"}, set()),
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics", "processes"}),
-    "extrapolation": (HOST, {"bias", "checks", "diagnostics", "kernels"}),
+    "extrapolation": (HOST, {"bias", "checks", "diagnostics", "gradients", "kernels"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
     "control_variates": (HOST, {"checks", "diagnostics", "gradients", "kernels", "scores"}),
     "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels", "warmup"}),

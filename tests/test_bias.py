@@ -16,6 +16,7 @@ from numpyro_repulsion import (
     SGLD,
     SGLDR,
     SVGD,
+    Archive,
     Balanced,
     Cyclical,
     Independent,
@@ -26,6 +27,7 @@ from numpyro_repulsion import (
     Subsampled,
     Underdamped,
     bias,
+    ensemble_mcse,
     step_bias,
     summary,
 )
@@ -204,6 +206,20 @@ def test_measured_step_is_judged_by_what_warmup_measured(capsys):
     table = summary(mcmc)
     assert len(table) == 3
     assert "step-size bias at most 2." in capsys.readouterr().out
+
+
+def test_draws_after_jumps_have_less_bias_than_what_is_between_them():
+    """Jumps are exact, and draws come after one, so that theirs is a part of Euler's bias."""
+    kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.4, dynamics=Overdamped("euler"),
+                  interaction=Independent(), moves=Archive())  # fmt: skip
+    mcmc = MCMC(kernel, num_warmup=100, num_samples=1000, num_chains=50, progress_bar=False, chain_method="vectorized")
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (50, 1)))
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
+    variance, error = draws.var(), float(ensemble_mcse(draws**2, 50).max())
+    found = step_bias(mcmc, random.key(2), num_samples=1000)
+    assert abs(found.observed - (variance - 1)) < 4 * np.hypot(error, found.observed_error)
+    # The control: Euler's own bias, a quarter.
+    assert found.observed + 4 * found.observed_error < 0.2
 
 
 @pytest.mark.slow

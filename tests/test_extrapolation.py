@@ -1,5 +1,7 @@
 """Means extrapolated to a step of size zero, on chains with a stationary distribution in closed form."""
 
+from collections import OrderedDict
+
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from numpyro_repulsion import (
     RandomGroups,
     Subsampled,
     extrapolate,
+    extrapolation,
 )
 from numpyro_repulsion.kernels.halving import _Summed
 
@@ -75,10 +78,15 @@ def test_the_bias_of_eulers_chain_is_removed(interaction):
 def test_more_levels_remove_more():
     mcmc = run(euler(0.3), num_samples=2000)
     one, two = (extrapolate(mcmc, square, num_samples=150, levels=levels, rng_key=random.key(2)) for levels in (1, 2))
+    # The share that halving for the last time leaves, in the stiffest direction.
     first, half, quarter = (1.0 / (1.0 - step / SCALES**2 / 2) for step in (0.3, 0.15, 0.075))
-    expected = half - first + (quarter - half) / (1 - two.fall)
+    for found, share in ((one, (half - 1) / (first - 1)), (two, (quarter - 1) / (half - 1))):
+        assert abs(found.fall - share[1]) < 1e-3
+    expected = half - first + (quarter - half) / (1 - (quarter - 1)[1] / (half - 1)[1])
     assert np.abs((two.shift - expected) / two.shift_mcse).max() < 4
-    # The control: a single level removes less in the direction for which its r is not made.
+    # In that direction the prediction is exact, so the posterior's variance is found.
+    assert abs(expected[1] + first[1] - 1) < 1e-3
+    # The control: a single level removes less in the direction for which its share is not made.
     assert ((one.shift - expected) / one.shift_mcse)[0] > 4
 
 
@@ -99,29 +107,74 @@ def test_the_bias_of_minibatches_is_removed():
     def function(draw):
         return {"mean": draw["mu"], "variance": 200 * (draw["twice"] / 2 - centre) ** 2}
 
-    found = extrapolate(mcmc, function, num_samples=400, levels=2)
+    found = extrapolate(mcmc, function, num_samples=1500, levels=2)
     assert found.fall == 0.5  # Averaged noise itself has no bias of first order.
     assert abs(found.mean["mean"] - centre) < 4 * found.mcse["mean"]
-    # Noise of variance V adds ε V / (2 − ε λ), so a part of second order remains.
-    noise = 100**2 * Y.var() / 5
+    # Noise of variance V adds ε V / (2 − ε λ), so a part of second order remains. One of 20 rows comes from each of 5
+    # strata, so V is the sum of the variances of their rows' gradients, 20 times as large as those of single rows.
+    noise = 20**2 * np.asarray(Y).reshape(5, 20).var(1).sum()
     full, half, quarter = (step * noise / (2 - step * 200) for step in (1e-3, 5e-4, 2.5e-4))
     expected = half - full + 2 * (quarter - half)
-    # This variance of the noise is that of rows drawn with replacement; strata have less.
-    assert abs(found.shift["variance"] / expected - 1) < 0.25 + 4 * found.shift_mcse["variance"] / abs(expected)
+    error = found.shift_mcse["variance"]
+    assert abs(found.shift["variance"] - expected) < 4 * error
+    # The controls: no extrapolation beyond the smallest step, and the plain mean.
+    assert abs(found.shift["variance"] - (quarter - full)) > 4 * error
     assert found.plain_mean["variance"] > 1 + 5 * found.plain_mcse["variance"]
 
 
 def test_standard_errors_are_right():
-    """Of many estimates, each in its standard error, the mean square is about 1; and not if errors are understated."""
-    mcmc = run(euler(), num_samples=20)
-    halved = 1.0 / (1.0 - 0.1 / SCALES**2 / 2)
-    estimates = [extrapolate(mcmc, square, num_samples=100, rng_key=random.key(seed)) for seed in range(12)]
-    z = np.array([(x.shift - (halved - EULER) / (1 - x.fall)) / x.shift_mcse for x in estimates])
-    mean_square = np.mean(z**2)
-    # 24 squares of about normal numbers, and of errors that are estimates themselves.
+    """Of many estimates, each in its standard error, the mean square is about 1."""
+    many = 12
+    kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.4, dynamics=Overdamped("euler"))
+    mcmc = run(kernel, num_samples=20, starts=random.normal(random.key(1), (CHAINS, many)))
+    expected = (1 / 0.9 - 1 / 0.8) / (1 - (1 / 0.9 - 1) / (1 / 0.8 - 1))
+    estimates = [extrapolate(mcmc, lambda z: z**2, num_samples=100, rng_key=random.key(seed)) for seed in range(6)]
+    z = np.array([(found.shift - expected) / found.shift_mcse for found in estimates])
+    # 72 squares of about normal numbers; their errors are estimates from about 20 independent parts: a tenth more.
     spread = 4 * (2 / z.size) ** 0.5
-    assert 1 - spread < mean_square < 1 + 1.5 * spread
-    assert np.mean((3 * z) ** 2) > 1 + 1.5 * spread
+    mean_square = np.mean(z**2)
+    assert 1 - spread < mean_square < 1.1 + spread, mean_square
+    # The controls: errors half as large, and twice as large.
+    assert np.mean((2 * z) ** 2) > 1.1 + spread
+    assert np.mean((z / 2) ** 2) < 1 - spread
+
+
+def test_large_values_do_not_round():
+    kernel = SGLD(potential_fn=lambda z: jnp.sum(((z - 1000.0) / 0.01) ** 2) / 2, step_size=2e-5,
+                  dynamics=Overdamped("euler"))  # fmt: skip
+    mcmc = run(kernel, starts=1000.0 + 0.01 * random.normal(random.key(1), (CHAINS, 2)))
+    found = extrapolate(mcmc, lambda z: {"z": z, "one": jnp.ones(())}, num_samples=200)
+    # Single precision knows positions near 1000 to 6e-5; no mean may be off by more than a part of that.
+    assert np.abs(found.shift["z"]).max() < 2e-5
+    assert found.shift["one"] == found.shift_mcse["one"] == 0.0
+
+
+def test_positions_in_an_order_of_their_own():
+    def energy(z):
+        return (z["b"] / 2) ** 2 / 2 + z["a"] ** 2 / 2
+
+    def started(kind):
+        keys = random.split(random.key(1))
+        return kind([("b", 2 * random.normal(keys[0], (CHAINS,))), ("a", random.normal(keys[1], (CHAINS,)))])
+
+    kernel = SGLD(potential_fn=energy, step_size=0.2, dynamics=Overdamped("euler"))
+    ordered, plain = (
+        extrapolate(run(kernel, starts=started(kind)), lambda z: {"a": z["a"] ** 2, "b": z["b"] ** 2}, num_samples=100)
+        for kind in (OrderedDict, dict)
+    )
+    itself = extrapolate(run(kernel, starts=started(OrderedDict)), num_samples=100)
+    assert list(itself.mean) == ["b", "a"]
+    for found in (ordered, plain):
+        assert abs(found.plain_mean["b"] / 4 - 1 / (1 - 0.1 / 4)) < 0.5
+        assert found.shift["a"] < 0 and found.shift_mcse["a"] < found.shift_mcse["b"]
+
+
+def test_thinned_draws_count_as_iterations():
+    mcmc = MCMC(euler(), num_warmup=0, num_samples=1800, num_chains=CHAINS, thinning=10, chain_method="vectorized",
+                progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), init_params=SCALES * random.normal(random.key(1), (CHAINS, 2)))
+    by_default, given = (extrapolate(mcmc, square, num_samples=number) for number in (None, 200))
+    np.testing.assert_array_equal(by_default.shift, given.shift)
 
 
 @pytest.mark.parametrize("interaction", [Balanced(), RBF(bandwidth=1.0), RandomGroups(RBF(bandwidth=1.0), size=5)])
@@ -160,21 +213,17 @@ def test_all_sites_by_default_and_only_those_of_the_run():
         (SGLD(potential_fn=gaussian, step_size=0.1, interaction=Balanced(RBF()), num_ensembles=2), "vectorized"),
         (SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent()), "sequential"),
         (SGLD(minibatched, step_size=1e-3, gradient=SVRG()), "vectorized"),
-        (SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent(), moves=Archive()), "vectorized"),
     ],
 )
 def test_every_kind_of_run_can_be_asked(kernel, chain_method):
     given = (Y,) if kernel.model is not None else ()
-    num_warmup = 60 if given or kernel.moves is not None else 0
-    mcmc = run(kernel, num_warmup=num_warmup, num_samples=40, chain_method=chain_method, args=given)
-    before = jax.tree.leaves(mcmc.last_state)
+    mcmc = run(kernel, num_warmup=60 if given else 0, num_samples=40, chain_method=chain_method, args=given)
     found = extrapolate(mcmc, num_samples=16, levels=2)
     # Of so few draws, standard errors may be unknown.
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((found.mean, found.shift)))
-    assert all(a is b for a, b in zip(before, jax.tree.leaves(mcmc.last_state), strict=True))
 
 
-def test_misuse_is_refused():
+def test_misuse_is_refused(monkeypatch):
     with pytest.raises(TypeError, match="extrapolate takes a numpyro.infer.MCMC.*got int"):
         extrapolate(3)
     with pytest.raises(ValueError, match="call mcmc.run"):
@@ -183,7 +232,24 @@ def test_misuse_is_refused():
         extrapolate(run(SVGD(potential_fn=gaussian, step_size=0.1), num_samples=1))
     with pytest.raises(ValueError, match="that of no step size"):
         extrapolate(run(SGLD(potential_fn=gaussian, step_size=Cyclical(0.4, length=100)), num_samples=1))
+    with pytest.raises(ValueError, match="four draws of each particle or more; the run has 3"):
+        extrapolate(run(euler(), num_samples=3))
+    jumping = run(SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent(), moves=Archive()), num_warmup=60)
+    with pytest.raises(ValueError, match="Jumps by `moves` are exact for any step size"):
+        extrapolate(jumping)
     mcmc = run(euler(), num_samples=4)
+    with pytest.raises(ValueError, match="the function returns nothing"):
+        extrapolate(mcmc, lambda z: {})
+    with pytest.raises(ValueError, match="must return real numbers"):
+        extrapolate(mcmc, lambda z: z + 1j)
+    modelled = run(SGLD(minibatched, step_size=1e-3), num_warmup=50, args=(Y,), num_samples=4,
+                   extra_fields=("~z.twice",))  # fmt: skip
+    with pytest.raises(ValueError, match=r"no site 'twice'; it kept \['mu'\]"):
+        extrapolate(modelled, lambda draw: draw["twice"])
+    monkeypatch.setattr(extrapolation, "device_memory", lambda: 100)
+    with pytest.raises(ValueError, match="2 values in 8 iterations would take.*Give a `function`"):
+        extrapolate(mcmc)
+    monkeypatch.undo()
     for number in (0, 7, 1.5):
         with pytest.raises(ValueError, match=f"`num_samples` must be .*8 or more; got {number}"):
             extrapolate(mcmc, num_samples=number)

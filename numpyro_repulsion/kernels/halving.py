@@ -53,15 +53,20 @@ def halved_series(
     r"""Go on from the last state of a run with two clouds, one with steps of ε and one with steps of ε/2.
 
     Both move for the same time. An update with ε has the noise of two with ε/2, their sum over :math:`\sqrt 2`, and the
-    minibatch of the first of them, so that the clouds stay close, and the means of their differences are precise. Each
-    by itself is the chain of its step: an update with ε has one standard normal ξ and one minibatch of the usual size.
-    The first third is not returned, because the cloud with ε/2 needs time to find its own distribution.
+    minibatch of the first of them, so that the clouds stay close, and the means of their differences are precise. (Not
+    so if particles repel each other; and minibatches without replacement, and dynamics that draw noise from the key
+    themselves, differ between the clouds.) By itself, each cloud is a chain with its step: an update with ε has one
+    standard normal ξ and one minibatch of the usual size. K is redrawn, references of particles are renewed, and basins
+    are jumped between at the same times in both. The first third is not returned, because the cloud with ε/2 needs time
+    to find its own distribution.
 
     :param rng_key: ``None`` goes on with the key of the run.
     :param num_samples: the number of iterations with ε that are returned; half as many go before.
     :param step_size: ε, of several plain chains one for each.
     :param observe: ``(iteration, warmup, cloud) -> numbers (G, L, m)``.
     :return: the means over each group with ε, ``(groups, num_samples, m)``, and the differences with ε/2 from them.
+        Means are over all updates of an iteration; with ``moves``, which change the distribution within an iteration,
+        those after the last one.
     """
     kernel, state, (args, kwargs) = mcmc.sampler, mcmc.last_state, arguments(mcmc)
     is_many = np.ndim(state.num_updates) > 0
@@ -124,14 +129,18 @@ def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], 
         now = iteration.advance(noise_key, gradient_keys[0], _Summed(at), now, warmup)
         keys = random.split(noise_key), jnp.stack(gradient_keys)
         half, found = lax.scan(lambda half, keys: seen(iteration.advance(*keys, at, half, half_warmup)), half, keys)
-        return (now, half), (seen(now)[1], found.mean(0))
+        return (now, half), (seen(now)[1], summarized(found))
 
     def seen(now):
         return now, observe(iteration, warmup, now.cloud).mean(-2)
+
+    def summarized(found):
+        # Draws are made at the end of an iteration. With jumps these differ from what is between updates.
+        return found.mean(0) if iteration.bound.kernel.moves is None else found[-1]
 
     keys = random.split(updates_key, iteration.num_steps)
     (now, half), found = lax.scan(update, (now, half), keys)
     warmup = iteration.ended(now, warmup)
     half_warmup = iteration.ended(half, half_warmup, 2 * iteration.num_steps)
     clouds = (now.cloud, now.num_updates, warmup), (half.cloud, half.num_updates, half_warmup)
-    return clouds, jax.tree.map(lambda x: x.mean(0), found)
+    return clouds, jax.tree.map(summarized, found)
