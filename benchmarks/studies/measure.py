@@ -155,7 +155,7 @@ def tables(record: Record) -> str:
                 continue
             worst, cell = _number(row, number)
             value = min(worth(row, number)[1], number)
-            each = " · ".join(f"{1 / e:,.0f}" for e in np.array(row["errors"]).mean(0))
+            each = " · ".join(f"{1 / e:,.0f}" if e > 1e-6 else "over 1e6" for e in np.array(row["errors"]).mean(0))
             gradients = row["gradients"]
             per = f"{1000 * value / gradients:,.1f}" if np.isfinite(gradients) else "not counted"
             taken = f"{gradients:,.0f}" if np.isfinite(gradients) else ""
