@@ -11,6 +11,7 @@ import os
 import warnings
 
 import blackjax
+import blackjax.adaptation.laps
 import jax
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
@@ -240,6 +241,33 @@ def _of(flat, program, number):
     return run
 
 
+def laps(problem: Problem) -> Callable:
+    """A thousand chains of microcanonical dynamics, unadjusted at first; the last positions are the draws."""
+    flat, chains, unadjusted, adjusted = Flat(problem), 1000, 200, 300
+    mesh = jax.make_mesh((1,), ("chains",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def start(key):
+        # It draws starts by itself: these are NumPyro's, without a look at whether they are finite.
+        return random.uniform(key, (flat.dimension,), minval=-2.0, maxval=2.0)
+
+    def run(seed):
+        *_, state = blackjax.adaptation.laps.laps(
+            flat.log_density,
+            start,
+            flat.dimension,
+            unadjusted,
+            adjusted,
+            chains,
+            mesh,
+            random.key(seed),
+            diagnostics=False,
+        )
+        # Unadjusted steps and those of paths take two gradients of the integrator.
+        return flat.scalars(state.position), 2.0 * chains * (unadjusted + adjusted)
+
+    return run
+
+
 def pathfinder(problem: Problem) -> Callable:
     """Draws of the best approximations on twenty paths, resampled by importance."""
     flat = Flat(problem)
@@ -330,6 +358,7 @@ METHODS = {
     "BlackJAX MEADS": (meads, "the potential"),
     "BlackJAX MCLMC": (partial(mclmc, adjusted=False), "the potential, a number of steps"),
     "BlackJAX MCLMC, adjusted": (partial(mclmc, adjusted=True), "the potential, an acceptance rate, lengths of paths"),
+    "BlackJAX LAPS, 1,000 chains": (laps, "the potential, numbers of chains and steps"),
     "BlackJAX Pathfinder, 20 paths": (pathfinder, "the potential"),
     "Laplace": (laplace, "the potential"),
 }
