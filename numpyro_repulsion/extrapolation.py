@@ -12,7 +12,7 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.bias import predict_fall, sampler_of, steps_in_use
+from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias, predict_fall, sampler_of, steps_in_use
 from numpyro_repulsion.checks import device_memory, integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.gradients import ModelTarget
@@ -92,7 +92,7 @@ def extrapolate(
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
     :raises ValueError: before the run; after a warmup; for an optimizer (:class:`~numpyro_repulsion.SVGD`); for a
         schedule of step sizes; with ``moves``, which are exact for any step and make r unknown; for fewer than 8
-        iterations; for a function without values, or of sites that the run left out; and for so many values that their
+        iterations; for a step near or beyond the limit of stability; for a function without values, or of sites that the run left out; and for so many values that their
         series would take a quarter of the memory.
 
     **References:**
@@ -134,6 +134,12 @@ def extrapolate(
             "of it. Compare with a run with half the `step_size`."
         )
     levels = integer("`levels`", levels)
+    predicted, _ = predict_bias(mcmc)
+    if predicted > MAX_PREDICTED:
+        raise ValueError(
+            f"The step size makes variances more than {100 * MAX_PREDICTED:.0f} % too large by estimate, if it is stable "
+            "at all, and from there nothing leads to a step of size zero. Run with a tenth of `step_size`, or without one."
+        )
     draws, target = mcmc.get_samples(group_by_chain=True), bound_of(mcmc).target
     shapes = _shapes(function, draws)
     shape = jax.tree.leaves(draws)[0].shape[:2]

@@ -237,6 +237,8 @@ def test_misuse_is_refused(monkeypatch):
     jumping = run(SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent(), moves=Archive()), num_warmup=60)
     with pytest.raises(ValueError, match="Jumps by `moves` are exact for any step size"):
         extrapolate(jumping)
+    with pytest.raises(ValueError, match="more than 300 % too large by estimate.*Run with a tenth of `step_size`"):
+        extrapolate(run(euler(0.45), num_samples=4))
     mcmc = run(euler(), num_samples=4)
     with pytest.raises(ValueError, match="the function returns nothing"):
         extrapolate(mcmc, lambda z: {})

@@ -7,7 +7,7 @@ own, which is not in the table. The first part shows, by posterior, the largest 
 the standard error of that estimate for the median parameter and the worst one. Both, and the largest error of a
 variance, are shown without and with extrapolation.
 
-In the second part each minibatch has 20 of 20,000 rows without control variates, and the step is 2, 4 and 8 times the
+In the second part each minibatch has 200 of 20,000 rows without control variates, and the step is 2, 4 and 8 times the
 one that warmup measures, so that there is a bias to see: what the means of squares, over all parameters, are too large
 by. One level halves the step once, two levels twice.
 
@@ -75,7 +75,9 @@ def heated(factor: int, num_samples: int) -> dict:
     """A row: the mean of squares over all parameters at a multiple of the measured step, plain and extrapolated."""
     posterior = known(ROWS)
     step = float(np.ravel(finished(SGLD(posterior.model, gradient=Subsampled()), posterior, 8).last_state.step_size)[0])
-    mcmc = finished(SGLD(posterior.model, gradient=Subsampled(), step_size=factor * step), posterior, num_samples)
+    # Scales are learned too, as they are where the step is measured.
+    settings = {"gradient": Subsampled(), "preconditioner": "dense", "step_size": factor * step}
+    mcmc = finished(SGLD(posterior.model, **settings), posterior, num_samples)
     function = squares(reference(ROWS))
     found = {levels: extrapolate(mcmc, lambda draw: function(draw).mean(), levels=levels) for levels in (1, 2)}
     one = found[1]
