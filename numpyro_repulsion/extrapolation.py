@@ -92,8 +92,8 @@ def extrapolate(
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
     :raises ValueError: before the run; after a warmup; for an optimizer (:class:`~numpyro_repulsion.SVGD`); for a
         schedule of step sizes; with ``moves``, which are exact for any step and make r unknown; for fewer than 8
-        iterations; for a step near or beyond the limit of stability; for a function without values, or of sites that the run left out; and for so many values that their
-        series would take a quarter of the memory.
+        iterations; for a step near or beyond the limit of stability; for a function without values, or of sites that
+        the run left out; and for so many values that their series would take a quarter of the memory.
 
     **References:**
 
@@ -137,8 +137,9 @@ def extrapolate(
     predicted, _ = predict_bias(mcmc)
     if predicted > MAX_PREDICTED:
         raise ValueError(
-            f"The step size makes variances more than {100 * MAX_PREDICTED:.0f} % too large by estimate, if it is stable "
-            "at all, and from there nothing leads to a step of size zero. Run with a tenth of `step_size`, or without one."
+            f"The step size makes variances more than {100 * MAX_PREDICTED:.0f} % too large by estimate, if it is "
+            "stable at all, and no extrapolation leads from there to a step of size zero. Run with a tenth of "
+            "`step_size`, or without one."
         )
     draws, target = mcmc.get_samples(group_by_chain=True), bound_of(mcmc).target
     shapes = _shapes(function, draws)
