@@ -208,6 +208,7 @@ def test_measured_step_is_judged_by_what_warmup_measured(capsys):
     assert "step-size bias at most 2." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_draws_after_jumps_have_less_bias_than_what_is_between_them():
     """Jumps are exact, and draws come after one, so that theirs is a part of Euler's bias."""
     kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.4, dynamics=Overdamped("euler"),

@@ -100,6 +100,7 @@ def minibatched(y):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
 
+@pytest.mark.slow
 def test_the_bias_of_minibatches_is_removed():
     mcmc = run(SGLD(minibatched, step_size=1e-3, gradient=Subsampled()), num_warmup=100, args=(Y,))
     centre = Y.sum() / 200
@@ -205,6 +206,7 @@ def test_all_sites_by_default_and_only_those_of_the_run():
     assert set(extrapolate(mcmc, num_samples=8).mean) == set(mcmc.get_samples())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, chain_method",
     [
