@@ -43,7 +43,7 @@ PAGES = {
         "controlled": "Means with control variates",
         "extrapolation": "Extrapolation to a step of size zero",
         "measure": "Current samplers by one measure",
-        "collection": "Forty-eight posteriors",
+        "collection": "Forty-nine posteriors",
         "budgets": "Networks and their budget",
         "tabular": "Networks on tabular sets",
         "digits": "Digits",
