@@ -44,8 +44,8 @@ OLDER = [name for name in (*POSTERIORDB, *MADE_HERE) if name != "gaussian, d = 5
 DRAWS = 2000
 #: Means and standard deviations that formulas give; NUTS has an R-hat of 1.16 there.
 EXACT = {"banana": ([0.0, 1.25], [1.5, (2 * 1.5**4 + 0.25) ** 0.5])}
-#: Effects that the reference standardizes: without that NUTS has 183 divergences, and the mean of their scale is 0.09 sd
-#: too large.
+#: Effects that the reference standardizes: without that NUTS has 183 divergences, and the mean of their scale is 0.09
+#: sd too large.
 CENTRED = {"varying intercepts few data": "a"}
 SHORT = ("probit regression", "varying intercepts few data")
 
