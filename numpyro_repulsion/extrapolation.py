@@ -112,13 +112,13 @@ def extrapolate(
         >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLD, Overdamped, extrapolate
-        >>> kernel = SGLD(lambda: numpyro.sample("x", dist.Normal(0, 1)), step_size=0.4, dynamics=Overdamped("euler"))
+        >>> kernel = SGLD(lambda: numpyro.sample("x", dist.Normal(0, 1)), step_size=0.5, dynamics=Overdamped("euler"))
         >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=2000, num_chains=20, chain_method="vectorized",
         ...             progress_bar=False)
         >>> mcmc.run(random.key(0))
-        >>> found = extrapolate(mcmc, lambda draw: draw["x"] ** 2)  # 1; Euler's is 1 / (1 − ε/2) = 1.25
+        >>> found = extrapolate(mcmc, lambda draw: draw["x"] ** 2)  # 1; Euler's is 1 / (1 − ε/2) = 1.33
         >>> f"{found.plain_mean:.1f} {found.mean:.1f}"
-        '1.2 1.0'
+        '1.3 1.0'
     """
     kernel = sampler_of(mcmc, "extrapolate")
     if is_warmup(mcmc):

@@ -71,6 +71,7 @@ def test_steps_grow_towards_a_distant_posterior(monkeypatch):
     assert (travel(far, starts)[0][0, :, 0] < 1e3).all()
 
 
+@pytest.mark.slow
 def test_noise_gives_the_cloud_a_spread():
     # Where minibatch noise is larger than gradients, the mean square of these is that of the noise.
     gaussian = noisy_gaussian(0.0, 1.0, 5.0)

@@ -106,6 +106,7 @@ def gaussian(kernel, **settings):
 
 
 @pytest.mark.parametrize("kernel", [SGLD, pytest.param(SGHMC, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_low_rank_scales_suit_few_stiff_directions(kernel):
     variances = gaussian(kernel, preconditioner="low_rank").var((0, 1))
     # Of 8,000 draws, at least 800 count.

@@ -87,6 +87,7 @@ def test_posteriors_that_the_data_determine_arrive_as_usual():
     assert not state.warmup.arrival.is_prolonged and state.warmup.reference.in_use
 
 
+@pytest.mark.slow
 def test_noise_that_hardly_matters_prolongs_nothing(monkeypatch):
     """As in a tempered posterior, if U hardly differs between particles."""
     monkeypatch.setattr(prolongation, "MIN_NOISE", 1e3)
@@ -108,6 +109,7 @@ def test_without_a_common_reference_nothing_can_be_told(settings):
     assert state.warmup.arrival.is_prolonged is None
 
 
+@pytest.mark.slow
 def test_standardized_weights_have_no_neck(monkeypatch):
     """Where noise is large, the density of the weights themselves is highest at 0, and λ is in the thousands there."""
     noise = random.normal(random.key(5), (N,))
@@ -130,6 +132,7 @@ def test_standardized_weights_have_no_neck(monkeypatch):
     assert np.median(precision(0)) > 1000
 
 
+@pytest.mark.slow
 def test_a_long_second_half_ends_after_a_number_of_passes(monkeypatch):
     """With 200 rows and minibatches of 20, one pass takes one iteration of ten updates."""
 
@@ -240,6 +243,7 @@ def test_a_lost_particle_does_not_set_the_scales_of_all(before_arrival, scale, m
     assert without < drift(sample(lost)) / 2
 
 
+@pytest.mark.slow
 def test_a_lost_particle_neither_shortens_the_step_nor_prolongs_the_arrival(before_arrival, monkeypatch):
     state, lost, sample = before_arrival("dense")
     usual, found = sample(state).warmup, sample(lost).warmup
