@@ -53,16 +53,21 @@ class Problem:
         return {name: value for name, value in self.posterior.kwargs.items() if name != "subsample_size"}
 
 
-def ours(problem: Problem, kernel: Callable, **settings) -> Callable:
-    """Nothing set but ``settings``."""
+def counted(problem: Problem, kernel: Callable, **settings) -> int:
+    """The gradients of a warmup of ours; a run with a compilation of its own, which no run of a user has."""
+    posterior = problem.posterior
+    return warmup_gradients(kernel(posterior.model, **settings), posterior.args, posterior.kwargs, WARMUP, MANY)
+
+
+def ours(problem: Problem, kernel: Callable, in_warmup: int = 0, **settings) -> Callable:
+    """Nothing set but ``settings``; ``in_warmup`` is what `counted` returns."""
     posterior = problem.posterior
     made = kernel(posterior.model, **settings)
     given = posterior.args, posterior.kwargs
-    counted = warmup_gradients(made, *given, WARMUP, MANY)
     mcmc = vectorized(made, WARMUP, DRAWS, MANY, progress_bar=True)
     # Two gradients of control variates in each update, of minibatches.
     of_all = (1 if problem.rows == 1 else 2) * DRAWS * NUM_STEPS
-    gradients = MANY * (counted + of_all) / problem.rows
+    gradients = MANY * (in_warmup + of_all) / problem.rows
 
     def run(seed):
         mcmc.run(random.key(seed), *given[0], **given[1])
