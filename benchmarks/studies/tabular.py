@@ -87,7 +87,8 @@ def measure(record: Record) -> None:
                 print(key, row, flush=True)
                 jax.clear_caches()
     if (python := os.environ.get("BDE_PYTHON")) and not record.short:
-        print(record.row("airfoil / bde", partial(peer, "airfoil", python)), flush=True)
+        for name in LENGTHS:
+            print(record.row(f"{name} / bde", partial(peer, name, python)), flush=True)
 
 
 def tables(record: Record) -> str:

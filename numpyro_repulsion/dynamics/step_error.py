@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.interactions import Coupling
@@ -173,15 +174,16 @@ class AveragedError(EulerError):
     def bias(self, step_size, stats):
         # The larger of the two sources. The largest bias measured in one dimension was (ελ)²/100; this is twenty times
         # as much, because curvature has a direction.
-        noise = self.remaining_noise(step_size, stats)
-        return jnp.maximum(step_size * noise / 2.0, (step_size * stats.curvature) ** 2 / 5.0)
+        return jnp.maximum(self._warming(step_size, stats), (step_size * stats.curvature) ** 2 / 5.0)
 
     def max_step_for_bias(self, tolerance, stats):
-        limit = min((5.0 * tolerance) ** 0.5, 0.5)
-        heat = 2.0 * tolerance / (1.0 + tolerance) / stats.noise
-        if stats.sweep is not None:
-            heat = jnp.maximum(heat, jnp.sqrt(3.0 * heat / (stats.curvature * (stats.sweep + 1.0))))
-        return jnp.minimum(limit / stats.curvature, heat)
+        limit = min((5.0 * tolerance) ** 0.5, 0.5) / jnp.asarray(stats.curvature)
+        return _longest(lambda step_size: self._warming(step_size, stats), tolerance, limit)
+
+    def _warming(self, step_size, stats):
+        """Return by how much gradient noise inflates variances; exact on a Gaussian of curvature λ."""
+        half = step_size / 2.0
+        return half * self.remaining_noise(step_size, stats) / jnp.maximum(1.0 - half * stats.curvature, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class MomentumError(EulerError):
         curved = self.from_overdamped_step(limit / stats.curvature) / self.coupling.bound
         # An empirical value, the same as for overdamped dynamics although the step is one of time.
         dense = jnp.sqrt(10.0 * tolerance) / stats.steepness
-        return jnp.minimum(jnp.minimum(curved, dense), self._max_step_for_warming(tolerance, stats))
+        return _longest(lambda step_size: self._warming(step_size, stats), tolerance, jnp.minimum(curved, dense))
 
     def stability_limit(self, stats):
         # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
@@ -237,22 +239,17 @@ class MomentumError(EulerError):
         return self.coupling.bound**2 * stats.curvature * (stats.sweep + 1.0) ** 2
 
     def _warming(self, step_size, stats):
-        """Return by what share gradient noise raises the temperature of the momenta."""
-        return step_size * self._heat(stats._replace(noise=self.remaining_noise(step_size, stats)))
+        """Return by how much gradient noise inflates variances.
 
-    def _max_step_for_warming(self, tolerance, stats):
-        """Return the step that raises the temperature of the momenta by the share ``tolerance``."""
-        longest = tolerance / self._heat(stats)
-        if stats.sweep is None:
-            return longest
-        return jnp.maximum(longest, (12.0 * longest / self._passed(stats)) ** (1 / 3))
-
-    def _heat(self, stats):
-        """Return how much gradient noise heats the momenta, for a step of 1.
-
-        The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters.
+        The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters. If an
+        update is symmetric, this is exact on a Gaussian of curvature λ.
         """
-        return self.coupling.bound * jnp.mean(self.coupling.diagonal) * stats.noise / (2.0 * self.friction)
+        noise = self.coupling.bound * jnp.mean(self.coupling.diagonal) * self.remaining_noise(step_size, stats)
+        heat = step_size * noise / (2.0 * self.friction)
+        if not self.is_symmetric:
+            return heat
+        half = self.friction * step_size / 2.0
+        return heat * half / jnp.tanh(half) / jnp.maximum(1.0 - step_size**2 / 4.0 * stats.curvature, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -275,9 +272,25 @@ class ThermostatError(MomentumError):
         # A longer step would gain no draws.
         return jnp.minimum(super().max_step_for_short_run(stats, draws_per_step), self._max_step_for_friction(stats))
 
-    def _max_step_for_warming(self, tolerance, stats):
-        excess = jnp.maximum(stats.noise - (1.0 + tolerance) * stats.isotropic_noise, 0.0)
-        return jnp.minimum(2.0 * self.friction * tolerance / excess, self._max_step_for_friction(stats))
+    def max_step_for_bias(self, tolerance, stats):
+        return jnp.minimum(super().max_step_for_bias(tolerance, stats), self._max_step_for_friction(stats))
 
     def _max_step_for_friction(self, stats):
         return 2.0 * self.MAX_RISE * self.friction / jnp.asarray(stats.isotropic_noise)
+
+
+def _longest(inflation, tolerance, limit):
+    """Return the longest step up to ``limit`` with an ``inflation(step)`` of at most ``tolerance``, by bisection."""
+
+    def step(halvings):
+        return limit * 2.0**-halvings
+
+    def halve(_, bounds):
+        few, many = bounds
+        middle = (few + many) / 2.0
+        fits = inflation(step(middle)) <= tolerance
+        return jnp.where(fits, few, middle), jnp.where(fits, middle, many)
+
+    few = jnp.zeros_like(limit)
+    _, many = lax.fori_loop(0, 24, halve, (few, few + 64.0))
+    return jnp.where(inflation(limit) <= tolerance, limit, step(many))

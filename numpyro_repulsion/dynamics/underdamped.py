@@ -115,10 +115,10 @@ class Underdamped(_Momenta):
     factor is needed. With ``K = I`` this is SGHMC.
 
     If ``K = I``, an update is BAOAB (half a kick, half a drift, friction and noise for a whole step, half a drift, half
-    a kick), with a bias of second order in ε. Otherwise it is a kick, friction and noise, and a drift by ``K m``, of
-    first order. Friction and noise are exact for any ε. Minibatch noise of variance V heats the momenta by
-    ``εV / (2C)`` of T, times the mean diagonal of K²: unlike in :class:`~numpyro_repulsion.Overdamped`, the injected
-    noise does not grow with K.
+    a kick), with a bias of second order in ε. Otherwise it is half a kick, friction and noise, half a kick, and a drift
+    by ``K m``, of first order if K depends on the positions. Friction and noise are exact for any ε. Minibatch noise of
+    variance V heats the momenta by ``εV / (2C)`` of T, for long steps by more, times the mean diagonal of K²: unlike in
+    :class:`~numpyro_repulsion.Overdamped`, the injected noise does not grow with K.
 
     ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of
     :class:`~numpyro_repulsion.Overdamped`.
@@ -196,8 +196,8 @@ class Underdamped(_Momenta):
             z = z + step_size / 2 * m
             energy, gradient = energy_and_grad(z)
             return Cloud(z, energy, gradient, (m - step_size / 2 * gradient,))
-        m = m + step_size * self._kick(coupling, cloud.gradient)
-        m = self._rub(self._white(key, cloud.z, coupling), m, step_size)
+        kick = step_size / 2 * self._kick(coupling, cloud.gradient)
+        m = self._rub(self._white(key, cloud.z, coupling), m + kick, step_size) + kick
         z = cloud.z + step_size * coupling.apply(self._velocity(m))
         energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (m,))
@@ -232,8 +232,12 @@ class Thermostat(_Momenta):
     the distribution of z stays the same. Any other K spreads the noise of one particle over others, differently at each
     place, and ζ removes only a part of that.
 
-    If ``K = I``, an update is BADODAB (second order in ε). Otherwise it is a kick, friction, the thermostat and a drift
-    by ``K m``, of first order.
+    If ``K = I``, an update is BADODAB, of second order in ε. Long steps leave momenta that noise kicks warmer than
+    positions, so ζ follows the temperature of the positions: ``(1 − w) ‖m‖² / d + w C T / ζ`` with
+    ``w = (1 − sech(εζ)) / 2`` takes the place of ``‖m‖² / d``. On a Gaussian with one curvature and for a constant ζ
+    that is exact for any ε and V. At ``ε = 0.6``, ``V = 2`` the variance of N(0, I) in 20 dimensions is 0.99, where
+    ``‖m‖² / d`` makes it 0.90. For any other K an update is half a kick, friction, half a kick, the thermostat and a
+    drift by ``K m``, of first order if K depends on the positions.
 
     :param friction: C > 0, the friction that balances the injected noise alone.
     :param temperature: T > 0; values other than 1 do not sample the posterior.
@@ -243,9 +247,9 @@ class Thermostat(_Momenta):
         ====  ======================  =============================
         d     E z⁴, ``inertia=1``     E z⁴, ``inertia=None``
         ====  ======================  =============================
-        1     36.3                    3.16
-        2     5.1                     3.15
-        5     3.4                     3.16
+        1     561                     3.13
+        2     10.6                    3.12
+        5     3.39                    3.12
         ====  ======================  =============================
 
     :raises ValueError: for values that are not positive, finite numbers.
@@ -311,25 +315,32 @@ class Thermostat(_Momenta):
         if self._splits(coupling):
             m = m - step_size / 2 * cloud.gradient
             z = cloud.z + step_size / 2 * m
-            ζ = ζ + step_size / 2 * self._excess(m)
+            ζ = ζ + step_size / 2 * self._excess(m, ζ, step_size)
             m = self._rub(white, m, ζ, step_size)
-            ζ = ζ + step_size / 2 * self._excess(m)
+            ζ = ζ + step_size / 2 * self._excess(m, ζ, step_size)
             z = z + step_size / 2 * m
             energy, gradient = energy_and_grad(z)
             return Cloud(z, energy, gradient, (m - step_size / 2 * gradient, ζ))
-        m = m + step_size * self._kick(coupling, cloud.gradient)
-        m = self._rub(white, m, ζ, step_size)
-        ζ = ζ + step_size * self._excess(m)
+        kick = step_size / 2 * self._kick(coupling, cloud.gradient)
+        m = self._rub(white, m + kick, ζ, step_size) + kick
+        ζ = ζ + step_size * (jnp.mean(m**2, -1, keepdims=True) - self.temperature) / self._inertia(m.shape[-1])
         z = cloud.z + step_size * coupling.apply(m)
         energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (m, ζ))
 
-    def _excess(self, m):
-        return (jnp.mean(m**2, -1, keepdims=True) - self.temperature) / self._inertia(m.shape[-1])
+    def _excess(self, m, ζ, step_size):
+        share = (1.0 - 1.0 / jnp.cosh(step_size * ζ)) / 2.0
+        square = jnp.mean(m**2, -1, keepdims=True)
+        own = jnp.where(share > 0, self.friction * self.temperature * share / jnp.where(share > 0, ζ, 1.0), 0.0)
+        return ((1.0 - share) * square + own - self.temperature) / self._inertia(m.shape[-1])
 
     def _rub(self, white, m, ζ, step_size):
         """Apply friction ζ, which may be negative, and noise over a step, exactly."""
-        x = 2.0 * step_size * ζ
-        small = jnp.abs(x) < 1e-3
-        share = jnp.where(small, 1.0 - x / 2.0, -jnp.expm1(-x) / jnp.where(small, 1.0, x))
-        return jnp.exp(-x / 2.0) * m + jnp.sqrt(2.0 * self.friction * self.temperature * step_size * share) * white
+        variance = 2.0 * step_size * self.friction * self.temperature * _mean_decay(2.0 * step_size * ζ)
+        return jnp.exp(-step_size * ζ) * m + jnp.sqrt(variance) * white
+
+
+def _mean_decay(x):
+    """Return the mean of exp(−s) over s between 0 and x."""
+    small = jnp.abs(x) < 1e-3
+    return jnp.where(small, 1.0 - x / 2.0, -jnp.expm1(-x) / jnp.where(small, 1.0, x))
