@@ -144,10 +144,26 @@ MUTANTS = [
     Mutant(
         "a thermostat that sums where it should average",
         "dynamics/underdamped.py",
-        "jnp.mean(m**2, -1, keepdims=True)",
-        "jnp.sum(m**2, -1, keepdims=True)",
+        "square = jnp.mean(m**2, -1, keepdims=True)",
+        "square = jnp.sum(m**2, -1, keepdims=True)",
         "test_recipe test_dynamics",
         "thermostat",
+    ),
+    Mutant(
+        "a thermostat of the momenta",
+        "dynamics/underdamped.py",
+        "share = (1.0 - 1.0 / jnp.cosh(step_size * ζ)) / 2.0",
+        "share = 0.0 * ζ",
+        "test_dynamics",
+        "thermostat",
+    ),
+    Mutant(
+        "a whole kick before friction",
+        "dynamics/underdamped.py",
+        "m + kick, step_size) + kick",
+        "m + 2 * kick, step_size)",
+        "test_warmup",
+        "first_order",
     ),
     Mutant(
         "particles that are not finite are not held",
