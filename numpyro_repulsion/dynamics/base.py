@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics.step_error import StepError, UnknownError
 from numpyro_repulsion.interactions import Coupling
-from numpyro_repulsion.shapes import Flags, Memory, Number, Numbers, Vectors
+from numpyro_repulsion.shapes import Flags, Memory, Number, Numbers, Scalar, Vectors
 
 __all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "acceptance", "reject_nonfinite", "select", "turn_back"]
 
@@ -115,6 +115,14 @@ class Dynamics:
     def jumped(self, cloud: Cloud, which: Flags) -> Cloud:
         """Return the cloud with its memory adapted to jumps of the particles ``which``; unchanged by default."""
         del which
+        return cloud
+
+    def settled(self, cloud: Cloud, step_size: Scalar, noise: Scalar) -> Cloud:
+        """Return the cloud with its memory adapted to another step and to other scales; unchanged by default.
+
+        :param noise: the mean variance of the gradient over all directions.
+        """
+        del step_size, noise
         return cloud
 
     def hamiltonian(self, cloud: Cloud) -> Numbers | None:

@@ -308,6 +308,12 @@ class Thermostat(_Momenta):
         energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (m, ζ))
 
+    def settled(self, cloud, step_size, noise):
+        # A friction that noise has raised would fall no faster than T / μ, however long that freezes the particles.
+        m, ζ = cloud.memory
+        balanced = self.friction + step_size * noise / (2.0 * self.temperature)
+        return cloud._replace(memory=(m, jnp.full_like(ζ, balanced)))
+
     def step(self, key, cloud, energy_and_grad, couple, step_size):
         coupling = couple(cloud.z)
         m, ζ = cloud.memory

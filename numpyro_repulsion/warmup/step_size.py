@@ -27,16 +27,23 @@ WIDTH = 0.2
 def update_step_size(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """At the end of a window, measure once more and set the step size from all measurements in these coordinates."""
+    """At the end of a window, measure once more and set the step size from all measurements in these coordinates.
+
+    What the dynamics carries is adapted to it.
+    """
     plan = sampler.plan
     if not plan.measures:
         return warmup, cloud
 
     def measured():
         found = _measured(key, stage, warmup, cloud, sampler)
-        return found if plan.step_size is None else _with_step_size(stage, found, cloud, sampler)
+        if plan.step_size is None:
+            return found, cloud.memory
+        found = _with_step_size(stage, found, cloud, sampler)
+        return found, sampler.dynamics.settled(cloud, found.step.size, found.isotropic_noise).memory
 
-    return lax.cond(stage.window_ends & stage.has_arrived, measured, lambda: warmup), cloud
+    warmup, memory = lax.cond(stage.window_ends & stage.has_arrived, measured, lambda: (warmup, cloud.memory))
+    return warmup, cloud._replace(memory=memory)
 
 
 def _measured(key, stage, warmup, cloud, sampler):
