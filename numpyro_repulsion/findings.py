@@ -17,6 +17,7 @@ MAX_FLAGGED = 1e-3
 #: Findings of equal severity are listed in this order: causes before their symptoms.
 _ORDER = (
     "strayed",
+    "cold_momenta",
     "noncentred",
     "few_levels",
     "funnel",
@@ -62,6 +63,7 @@ _COVERS = {
 #: Each finding probably causes the listed ones. These stay in the list, and their remedy refers to the cause.
 _CAUSES = {
     "strayed": {"not_mixed", "separate_modes", "flagged_updates", "several_basins"},
+    "cold_momenta": {"not_mixed", "slow_directions", "several_basins", "separate_modes"},
     "noncentred": {"not_mixed", "flagged_updates"},
     "few_levels": {"not_mixed", "flagged_updates", "separate_modes"},
     "funnel": {"not_mixed", "flagged_updates"},

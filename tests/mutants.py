@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "a thermostat that sums where it should average",
-        "dynamics/underdamped.py",
+        "dynamics/thermostat.py",
         "square = jnp.mean(m**2, -1, keepdims=True)",
         "square = jnp.sum(m**2, -1, keepdims=True)",
         "test_recipe test_dynamics",
@@ -151,7 +151,7 @@ MUTANTS = [
     ),
     Mutant(
         "a thermostat of the momenta",
-        "dynamics/underdamped.py",
+        "dynamics/thermostat.py",
         "share = (1.0 - 1.0 / jnp.cosh(step_size * ζ)) / 2.0",
         "share = 0.0 * ζ",
         "test_dynamics",

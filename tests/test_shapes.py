@@ -28,7 +28,7 @@ ROOMS = [
     "dynamics.overdamped.Overdamped.init",
     "dynamics.overdamped.Overdamped.step",
     "dynamics.underdamped.Underdamped.step",
-    "dynamics.underdamped.Thermostat.step",
+    "dynamics.thermostat.Thermostat.step",
     "dynamics.recipe.Recipe.step",
     "dynamics.descent.Descent.step",
     "dynamics.base.reject_nonfinite",

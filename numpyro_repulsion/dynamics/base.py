@@ -130,6 +130,11 @@ class Dynamics:
         del cloud
         return None
 
+    def kinetic_temperature(self, memory: tuple[Memory, ...]) -> Scalar | None:
+        """Return the temperature that momenta have, whose mean is T or above; ``None`` if it is not known."""
+        del memory
+        return None
+
     def turned(self, cloud: Cloud) -> Cloud:
         """Return the cloud with all momenta reversed."""
         return cloud

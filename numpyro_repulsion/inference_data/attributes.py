@@ -36,6 +36,10 @@ OTHER_DATA = Finding(
 )
 
 
+#: Momenta below this share of their temperature are cold. Noise and long steps of a thermostat leave more than 0.8.
+MIN_TEMPERATURE = 0.5
+
+
 def require_run(mcmc: MCMC) -> ParticleKernel:
     """Return the kernel of a run.
 
@@ -53,7 +57,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
     plates = target.plates if target is not None else {}
     measured = isinstance(kernel.step_size, BiasBudget)
     is_other = has_other_data(mcmc)
-    findings = [OTHER_DATA] if is_other else kernel.findings(state)
+    findings = ([OTHER_DATA] if is_other else kernel.findings(state)) + _of_momenta(kernel, state)
     bias = float(np.ravel(state.warmup.step.bias)[0])
     coupling, num_independent = coupling_of(mcmc)
     # Plain chains that run one by one leave one state each, and each is an ensemble.
@@ -89,6 +93,20 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "num_divergences": int(np.sum(state.num_divergences)),
         "share_flagged": share_flagged(mcmc),
     }
+
+
+def _of_momenta(kernel, state):
+    """Return a finding about momenta that are far colder than in equilibrium, so that particles hardly move."""
+    found = kernel.dynamics.kinetic_temperature(state.memory)
+    if found is None or not kernel.dynamics.is_sampler:
+        return []
+    share = float(found) / kernel.dynamics.temperature
+    # The mean of n squares has a standard deviation of sqrt(2 / n).
+    if not share < min(MIN_TEMPERATURE, 1.0 - 4.0 * (2.0 / state.memory[0].size) ** 0.5):
+        return []
+    message = f"Momenta have {100 * share:.0f} % of their temperature, so particles hardly move."
+    remedy = "Leave `step_size` to warmup, or raise `num_warmup`: the friction of a thermostat falls slowly."
+    return [Finding("cold_momenta", "error", share, message, remedy)]
 
 
 def _step_size_rule(step_size):

@@ -421,6 +421,22 @@ def test_a_thermostat_keeps_the_temperature_of_positions(dynamics, holds):
     assert (abs(mean[0] - 1.0) < 4.5 * error[0] + 1 / 40) == holds, (mean, error)
 
 
+def test_a_thermostat_settles_where_noise_takes_it():
+    dynamics, z = Thermostat(friction=2.0, temperature=0.5), jnp.ones((3, 2))
+    cloud = dynamics.init(random.key(0), z, gaussian_force, Independent().couple)
+    settled = dynamics.settled(cloud, 0.1, 30.0)
+    np.testing.assert_allclose(settled.memory[1], 2.0 + 0.1 * 30.0 / (2 * 0.5))
+    np.testing.assert_array_equal(settled.memory[0], cloud.memory[0])
+    assert Underdamped().settled(cloud, 0.1, 30.0) is cloud
+
+
+def test_the_temperature_of_momenta_is_known_unless_they_are_relativistic():
+    memory = (2.0 * jnp.ones((5, 4)),)
+    assert Underdamped().kinetic_temperature(memory) == Thermostat().kinetic_temperature(memory) == 4.0
+    assert Underdamped(kinetic=Relativistic()).kinetic_temperature(memory) is None
+    assert Overdamped().kinetic_temperature(memory) is None
+
+
 def test_the_step_of_a_thermostat_counts_on_it_for_isotropic_noise_only():
     identity, tolerance = Independent().couple(jnp.zeros((2, 2))), 0.1
     functions = (lambda c: c.z[..., 0] ** 2, lambda c: c.z[..., 1] ** 2)

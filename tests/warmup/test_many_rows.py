@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMC, SGLD, diagnose
+from numpyro_repulsion import SGHMC, SGLD, SGNHT, Subsampled, Thermostat, diagnose
 from numpyro_repulsion.warmup import Preconditioner
 
 ROWS, DIMENSION, SIGMA = 50_000, 40, 0.5
@@ -31,10 +31,10 @@ def correlated_rows():
     return X, y, covariance @ X.T @ y / SIGMA**2, covariance
 
 
-def run(kernel, num=400, seed=0):
+def run(kernel, num=400, seed=0, subsample_size=50):
     X, y, mean, covariance = correlated_rows()
     mcmc = MCMC(kernel, num_warmup=num, num_samples=num, num_chains=20, chain_method="vectorized", progress_bar=False)
-    mcmc.run(random.key(seed), jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32), subsample_size=50)
+    mcmc.run(random.key(seed), jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32), subsample_size=subsample_size)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], float)
     # In the coordinates in which the posterior is standard normal.
     return mcmc, (draws - mean) @ np.linalg.inv(np.linalg.cholesky(covariance)).T
@@ -54,6 +54,22 @@ def test_nothing_set_is_exact_for_many_correlated_rows(kernel):
 def test_diagonal_scales_are_too_slow_for_them():
     _, standard = run(SGLD(regression, preconditioner="diagonal"))
     assert np.abs(standard.var((0, 1)).mean() - 1) > 0.5
+
+
+class Unsettled(Thermostat):
+    """A control: a friction that the long steps of early windows have raised stays so, and falls by T / μ at most."""
+
+    def settled(self, cloud, step_size, noise):
+        return cloud
+
+
+@pytest.mark.parametrize(
+    "dynamics, holds", [(Thermostat(), True), pytest.param(Unsettled(), False, marks=pytest.mark.slow)]
+)
+def test_a_thermostat_takes_up_the_noise_of_many_rows(dynamics, holds):
+    mcmc, standard = run(SGNHT(regression, dynamics=dynamics, gradient=Subsampled()), subsample_size=500)
+    assert (np.abs(standard.var((0, 1)).mean() - 1) < 0.1) == holds
+    assert ("cold_momenta" in diagnose(mcmc)) != holds
 
 
 def stretched(dimension, seed=0):
