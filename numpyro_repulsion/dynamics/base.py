@@ -75,6 +75,8 @@ class Dynamics:
     interacts: ClassVar[bool] = False
     #: Whether the noise of successive gradients may be correlated, as in :class:`~numpyro_repulsion.Sweeps`.
     allows_sweeps: ClassVar[bool] = True
+    #: Whether momenta give off the heat of gradient noise, if it is alike in all directions.
+    absorbs_noise: ClassVar[bool] = False
 
     #: Whether the step is the rate of an optimizer, which warmup chooses by a tournament unless it is given.
     chooses_rate: ClassVar[bool] = False

@@ -78,6 +78,7 @@ class Thermostat(Momenta):
 
     #: Noise that cancels within a sweep heats no position, but ζ would rise and cool the momenta.
     allows_sweeps: ClassVar[bool] = False
+    absorbs_noise: ClassVar[bool] = True
 
     friction: float = 1.0
     temperature: float = 1.0

@@ -56,6 +56,7 @@ class WarmupDiagnosis(NamedTuple):
     - **control_variates_off** - whether warmup switched control variates off.
     - **jumps_off** - whether warmup switched jumps off.
     - **is_prolonged** - whether the arrival was prolonged, as for networks.
+    - **thermostat_helps** - whether the same particles with a thermostat could make longer steps.
     """
 
     effective_draws: Scalar
@@ -70,6 +71,7 @@ class WarmupDiagnosis(NamedTuple):
     control_variates_off: Flag
     jumps_off: Flag
     is_prolonged: Flag
+    thermostat_helps: Flag
 
     def findings(self) -> list[Finding]:
         """Return the problems, each with its remedy."""
@@ -97,6 +99,8 @@ class WarmupDiagnosis(NamedTuple):
             more = "Raise `num_steps`, `num_warmup` and `num_samples`"
             if self.noise_ratio > LIMITING_NOISE_RATIO:
                 more = "Raise `subsample_size`, because gradient noise limits the step, or `num_steps`"
+                if self.thermostat_helps:
+                    more = "Take SGNHT, because gradient noise limits the step, or raise `subsample_size`"
             add(
                 "slow_directions",
                 "warning",
@@ -142,6 +146,7 @@ class WarmupDiagnosis(NamedTuple):
                 REPARAMETERIZE,
             )
         if self.noise_ratio > MAX_NOISE_RATIO:
+            instead = "Take SGNHT, whose thermostat removes most of it, or raise" if self.thermostat_helps else "Raise"
             add(
                 "gradient_noise",
                 "warning",
@@ -149,7 +154,7 @@ class WarmupDiagnosis(NamedTuple):
                 f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, forces a short step.",
                 "Set gradient=SVRG(), with references for each particle, or raise `subsample_size`."
                 if self.is_prolonged
-                else "Raise `subsample_size`; estimate a random likelihood more precisely.",
+                else f"{instead} `subsample_size`; estimate a random likelihood more precisely.",
             )
         # Those of networks always add noise, and warmup needs them to tell.
         if self.control_variates_off and not self.is_prolonged:
@@ -225,6 +230,7 @@ def diagnose_warmup(
         control_variates_off=~warmup.reference.in_use if warmup.reference is not None and needs_reference else no,
         jumps_off=no if is_jumping is None else ~is_jumping,
         is_prolonged=no if warmup.arrival.is_prolonged is None else warmup.arrival.is_prolonged,
+        thermostat_helps=jnp.asarray(needs_reference and dynamics.is_sampler and not dynamics.absorbs_noise),
     )
     symptoms = warmup.symptoms
     if rule is None or symptoms is None:

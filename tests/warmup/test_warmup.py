@@ -997,6 +997,7 @@ FINE = WarmupDiagnosis(
     control_variates_off=jnp.asarray(False),
     jumps_off=jnp.asarray(False),
     is_prolonged=jnp.asarray(False),
+    thermostat_helps=jnp.asarray(False),
 )
 
 
@@ -1025,6 +1026,8 @@ def test_verdict_names_what_is_wrong():
     assert 'Set preconditioner="dense"' in slow.findings()[0].remedy
     noisy = FINE._replace(effective_draws=jnp.asarray(50.0), noise_ratio=jnp.asarray(2.0))
     assert "Raise `subsample_size`" in noisy.findings()[0].remedy
+    noisy = noisy._replace(noise_ratio=jnp.asarray(20.0), thermostat_helps=jnp.asarray(True))
+    assert all(finding.remedy.startswith("Take SGNHT") for finding in noisy.findings())
     # Networks keep to their basins, and their control variates always add noise.
     yes = jnp.asarray(True)
     (finding,) = FINE._replace(has_basins=yes, control_variates_off=yes, is_prolonged=yes).findings()
