@@ -8,12 +8,14 @@ import json
 import math
 from typing import Any, NamedTuple, overload
 
-__all__ = ["SEVERITIES", "Diagnosis", "Finding", "flagged_updates", "from_json", "to_json"]
+__all__ = ["LARGE_BIAS", "SEVERITIES", "Diagnosis", "Finding", "flagged_updates", "from_json", "to_json"]
 
 #: From harmless to serious.
 SEVERITIES = ("note", "warning", "error")
 #: Above this share of rejected updates and clipped gradients, the step-size bias is unknown.
 MAX_FLAGGED = 1e-3
+#: A step that inflates variances by more is an error, however short the run is.
+LARGE_BIAS = 0.2
 #: Findings of equal severity are listed in this order: causes before their symptoms.
 _ORDER = (
     "strayed",

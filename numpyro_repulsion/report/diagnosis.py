@@ -11,7 +11,7 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias
 from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, why_unknown
-from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
+from numpyro_repulsion.findings import LARGE_BIAS, MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
 from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.kernels import kernel_of
 from numpyro_repulsion.report.groups import group_findings
@@ -150,7 +150,7 @@ def _of_bias(bias, share, attributes):
     if is_small:
         return sd, []
     measured = attributes.get("step_size_measured") == "true"
-    is_large = inflation > 4 * MAX_BIAS
+    is_large = inflation > LARGE_BIAS
     remedy = attributes.get("remedy", "") if measured or is_large else "halve `step_size`"
     by_noise = noise > inflation / 2
     if by_noise and attributes.get("other_data") != "true":

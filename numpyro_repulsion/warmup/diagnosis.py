@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.findings import Finding
+from numpyro_repulsion.findings import LARGE_BIAS, Finding
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Flag, Scalar
 from numpyro_repulsion.warmup.learning import Sampler
@@ -112,7 +112,7 @@ class WarmupDiagnosis(NamedTuple):
         if self.bias > 0:
             add(
                 "step_bias",
-                "warning",
+                "error" if self.bias > LARGE_BIAS else "warning",
                 np.sqrt(1.0 + self.bias) - 1.0,
                 "The step exceeds the bias tolerance because the run is short, and may make posterior sds about "
                 f"{100 * float(np.sqrt(1.0 + self.bias) - 1.0):.0f} % too large.",

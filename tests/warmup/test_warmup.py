@@ -1022,6 +1022,7 @@ def test_verdict_names_what_is_wrong():
         (finding,) = FINE._replace(**{field: jnp.asarray(value)}).findings()
         assert finding.name == name and words in str(finding)
         assert finding.figure == (None if figure is None else pytest.approx(figure))
+    assert [FINE._replace(bias=jnp.asarray(x)).findings()[0].severity for x in (0.15, 0.3)] == ["warning", "error"]
     slow = FINE._replace(effective_draws=jnp.asarray(50.0), is_diagonal=jnp.asarray(True))
     assert 'Set preconditioner="dense"' in slow.findings()[0].remedy
     noisy = FINE._replace(effective_draws=jnp.asarray(50.0), noise_ratio=jnp.asarray(2.0))
