@@ -41,6 +41,7 @@ PAGES = {
         "scale": "Large data and many devices",
         "squares": "Squares and quantiles",
         "controlled": "Means with control variates",
+        "minibatch_noise": "What minibatch noise leaves",
         "extrapolation": "Extrapolation to a step of size zero",
         "measure": "Current samplers by one measure",
         "collection": "Forty-nine posteriors",
