@@ -133,7 +133,7 @@ class Dynamics:
         return None
 
     def kinetic_temperature(self, memory: tuple[Memory, ...]) -> Scalar | None:
-        """Return the temperature that momenta have, whose mean is T or above; ``None`` if it is not known."""
+        """Return the temperature that momenta have, about T in equilibrium; ``None`` if it is not known."""
         del memory
         return None
 

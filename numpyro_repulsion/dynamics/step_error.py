@@ -21,6 +21,9 @@ __all__ = [
     "UnknownError",
 ]
 
+#: How many times the longest step that curvature allows may be halved because of gradient noise.
+MAX_HALVINGS = 64.0
+
 
 class CurvatureStats(NamedTuple):
     """Statistics of curvature and noise that bound the step size; scalars.
@@ -280,7 +283,10 @@ class ThermostatError(MomentumError):
 
 
 def _longest(inflation, tolerance, limit):
-    """Return the longest step up to ``limit`` with an ``inflation(step)`` of at most ``tolerance``, by bisection."""
+    """Return the longest step up to ``limit`` with an ``inflation(step)`` of at most ``tolerance``, by bisection.
+
+    It is 0 if not even the shortest one is within it, as for noise that is not finite.
+    """
 
     def step(halvings):
         return limit * 2.0**-halvings
@@ -292,5 +298,5 @@ def _longest(inflation, tolerance, limit):
         return jnp.where(fits, few, middle), jnp.where(fits, middle, many)
 
     few = jnp.zeros_like(limit)
-    _, many = lax.fori_loop(0, 24, halve, (few, few + 64.0))
-    return jnp.where(inflation(limit) <= tolerance, limit, step(many))
+    _, many = lax.fori_loop(0, 24, halve, (few, few + MAX_HALVINGS))
+    return jnp.where(inflation(limit) <= tolerance, limit, jnp.where(many < MAX_HALVINGS, step(many), 0.0))

@@ -405,6 +405,14 @@ def test_thermostat_absorbs_noise_that_heats_others():
     assert mean[0] - 1.0 == pytest.approx(float(expected), rel=0.15)
 
 
+@pytest.mark.parametrize("dynamics", [Overdamped(), Underdamped(), Thermostat()])
+def test_noise_that_is_not_finite_allows_no_step(dynamics):
+    error = dynamics.step_error(Independent().couple(jnp.zeros((2, 2))))
+    for noise in (np.inf, np.nan):
+        assert error.max_step_for_bias(0.05, CurvatureStats(1.0, 1.0, noise)) == 0.0
+    assert 0.0 < error.max_step_for_bias(0.05, CurvatureStats(1.0, 1.0, 1e12)) < 1e-10
+
+
 class Kinetic(Thermostat):
     """A control: ζ follows the temperature of the momenta, as published."""
 
