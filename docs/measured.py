@@ -257,6 +257,37 @@ def thermostats():
     table("SGNHT at ε = 1 on N(0, I)", header, rows)
 
 
+class KineticThermostat(Thermostat):
+    """The published form, in which the friction follows the temperature of the momenta."""
+
+    def _excess(self, m, ζ, step_size):
+        return (jnp.mean(m**2, -1, keepdims=True) - self.temperature) / self._inertia(m.shape[-1])
+
+
+def thermostats_with_noise():
+    """The variance of positions where gradient noise is large, for the friction that follows it and as published."""
+    rows, couple = [], Independent().couple
+    for step_size, noise in ((0.6, 2.0), (1.0, 0.5)):
+        cells = []
+        for dynamics in (Thermostat(), KineticThermostat()):
+
+            def update(cloud, key, dynamics=dynamics, step_size=step_size, noise=noise):
+                own, other = random.split(key)
+
+                def noisy(z):
+                    return jnp.sum(z**2, -1) / 2, z + noise**0.5 * random.normal(other, z.shape)
+
+                cloud = dynamics.step(own, cloud, noisy, couple, step_size)
+                return cloud, jnp.mean(cloud.z**2)
+
+            starts = random.normal(random.key(1), (1000, 20))
+            start = dynamics.init(random.key(0), starts, lambda z: (jnp.sum(z**2, -1) / 2, z), couple)
+            square = jax.jit(partial(lax.scan, update))(start, random.split(random.key(2), 2000))[1]
+            cells.append(f"{square[200:].mean():.3f}")
+        rows.append((f"{step_size:g}", f"{noise:g}", *cells))
+    table("SGNHT with noise on N(0, I_20)", ("ε", "V", "E z², 1", "the published form"), rows)
+
+
 def averaged_bias():
     """The bias of averaged noise in units of (ελ)², with λ the curvature that nine draws in ten stay below."""
     potentials = {
@@ -386,6 +417,7 @@ if __name__ == "__main__":
     dense_clouds()
     dense_clouds_with_momenta()
     thermostats()
+    thermostats_with_noise()
     averaged_bias()
     apart_with_momenta()
     far_modes()
