@@ -23,6 +23,7 @@ ARROWS = {
     "checks": (MATHEMATICS, set()),
     "findings": (set(), set()),
     "noise": (MATHEMATICS, set()),
+    "rounding": (MATHEMATICS, set()),
     # Which imports jaxtyping where it is installed.
     "shapes": ({"jax", "jaxtyping"}, set()),
     "version": (set(), set()),
@@ -31,15 +32,18 @@ ARROWS = {
     "processes": (MATHEMATICS, set()),
     "digests": (MATHEMATICS, set()),
     "layout": (MATHEMATICS, {"processes"}),
-    "interactions": (MATHEMATICS, {"checks", "noise", "shapes"}),
+    "interactions": (MATHEMATICS, {"checks", "noise", "rounding", "shapes"}),
     "schedules": (MATHEMATICS, {"checks"}),
-    "dynamics": (MATHEMATICS, {"checks", "noise", "shapes", "interactions"}),
-    "gradients": (HOST, {"checks", "layout", "noise", "processes", "rows", "shapes"}),
+    "dynamics": (MATHEMATICS, {"checks", "noise", "rounding", "shapes", "interactions"}),
+    "gradients": (HOST, {"checks", "layout", "noise", "processes", "rounding", "rows", "shapes"}),
     "localized": (HOST, {"checks", "gradients"}),
     "starts": (HOST, {"checks"}),
     "targets": (HOST, set()),
-    "warmup": (MATHEMATICS, {"findings", "noise", "shapes", "interactions", "schedules", "dynamics", "gradients"}),
-    "moves": (MATHEMATICS, {"checks", "noise", "shapes", "dynamics", "warmup"}),
+    "warmup": (
+        MATHEMATICS,
+        {"findings", "noise", "rounding", "shapes", "interactions", "schedules", "dynamics", "gradients"},
+    ),
+    "moves": (MATHEMATICS, {"checks", "noise", "rounding", "shapes", "dynamics", "warmup"}),
     "kernels": (
         HOST,
         {
@@ -61,7 +65,7 @@ ARROWS = {
         },
     ),
     # NumPyro has the effective sample size of one series, SciPy ranks.
-    "diagnostics": (HOST | {"scipy"}, set()),
+    "diagnostics": (HOST | {"scipy"}, {"rounding"}),
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics", "processes"}),
     "extrapolation": (HOST, {"bias", "checks", "diagnostics", "gradients", "kernels"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
@@ -80,7 +84,8 @@ ARROWS = {
     "checkpointing": (HOST | {"tqdm"}, {"checks", "digests", "layout", "processes", "version", "gradients", "kernels"}),
     "__init__": (
         set(),
-        {name.split(".")[0] for name in FILES} - {"checks", "digests", "noise", "processes", "shapes", "targets"},
+        {name.split(".")[0] for name in FILES}
+        - {"checks", "digests", "noise", "processes", "rounding", "shapes", "targets"},
     ),
 }
 
@@ -184,6 +189,22 @@ def test_private_attributes_of_numpyro_are_in_one_room():
     assert not offenders(private)
 
 
+#: Whose products are NumPy's, those of a model, or within `compiled`.
+ROUNDS = {"control_variates", "plots.gram", "targets", "checkpointing.identity", "rounding"}
+
+
+def rounded(name, text):
+    """Matrix products that accelerators round to ten bits."""
+    nodes = list(ast.walk(ast.parse(text)))
+    found = [ast.unparse(node) for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)]
+    found += re.findall(r"jnp\.(?:matmul|dot|vdot|einsum|tensordot|inner)\b|lax\.dot\w*|jnp\.linalg\.multi_dot", text)
+    return [] if name in ROUNDS else found
+
+
+def test_products_are_those_of_rounding():
+    assert not offenders(rounded), "accelerators round them: take `matmul` and `einsum` of numpyro_repulsion.rounding"
+
+
 def test_offenders_are_named():
     """The control: a file that breaks each rule."""
     bad = "import arviz\nfrom numpyro_repulsion.kernels import SGLD\n" + "\n" * 350
@@ -191,6 +212,7 @@ def test_offenders_are_named():
     assert upward("dynamics.new", bad) == ["arviz", "kernels"]
     assert eager("dynamics.new", bad) == ["arviz"]
     assert private("dynamics.new", "mcmc._args") == ["mcmc._args"]
+    assert rounded("dynamics.new", "a @ b + jnp.einsum('ij->i', c)") == ["a @ b", "jnp.einsum"]
     assert set(offenders(lambda name, text: text)) == {name for name, path in FILES.items() if path.stat().st_size}
 
 

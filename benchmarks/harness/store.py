@@ -33,7 +33,7 @@ STATIC = ROOT / "docs" / "_static" / "results"
 def provenance() -> dict[str, Any]:
     """What figures depend on that no script says."""
     return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].platform}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
         "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
     }
 
@@ -44,15 +44,16 @@ def cores() -> int:
 
 
 class Record:
-    """The rows of one study, kept in ``benchmarks/results/full`` or ``short`` as they come.
+    """The rows of one study, kept in ``benchmarks/results/full`` or ``short`` as they come; of a GPU in ``gpu``.
 
     :param name: the study's.
     :param short: whether it is the form that ends in minutes.
     :param again: whether to begin anew, without the rows that are there.
+    :param platform: what JAX runs on; rows of an accelerator stand apart.
     """
 
-    def __init__(self, name: str, short: bool, again: bool = False):
-        form = "short" if short else "full"
+    def __init__(self, name: str, short: bool, again: bool = False, platform: str = "cpu"):
+        form = ("short" if short else "full") if platform == "cpu" else platform
         self.name, self.short = name, short
         self.path = HERE / "results" / form / f"{name}.json"
         self.picture = STATIC / form / f"{name}.png"
@@ -109,7 +110,7 @@ def run(doc: str, name: str, measure: Callable | None, tables: Callable, draw: C
     parser.add_argument("--short", action="store_true", help="the form that ends in minutes")
     parser.add_argument("--again", action="store_true", help="begin anew, without the rows in the JSON")
     arguments = parser.parse_args()
-    record = Record(name, arguments.short, arguments.again and measure is not None)
+    record = Record(name, arguments.short, arguments.again and measure is not None, jax.default_backend())
     if measure is not None:
         measure(record)
     if not record.rows:

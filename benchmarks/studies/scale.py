@@ -235,6 +235,8 @@ SENT = ("SGLD", "SGLDR", "SGHMCR", "SVGD", "SGLDR, RandomFeatures", "SGLDR, 4 en
 
 def measure(record: Record) -> None:
     record.row("rates", lambda: rates(record.short))
+    if jax.default_backend() != "cpu":
+        return  # What follows is about virtual devices, disks and counted bytes.
     for name in SENT:
         record.row(f"sent {name}", lambda name=name: apart("benchmarks.studies.scale", "sent", 600, name=name))
     record.row("large", lambda: large(record.short))

@@ -6,6 +6,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from numpyro_repulsion.rounding import matmul
+
 __all__ = ["ksd"]
 
 
@@ -66,6 +68,6 @@ def ksd(draws: jax.Array, scores: jax.Array, *, scale: float | jax.Array = 1.0, 
         q = 1.0 + jnp.sum(gap**2, -1)
         k, slope = q**exponent, 2.0 * exponent * q ** (exponent - 1.0)  # ∇_x k = slope · gap = −∇_y k
         trace = -slope * x.shape[1] - 4.0 * exponent * (exponent - 1.0) * q ** (exponent - 2.0) * (q - 1.0)
-        return jnp.mean((s @ si) * k + slope * jnp.sum(gap * (s - si), -1) + trace)
+        return jnp.mean(matmul(s, si) * k + slope * jnp.sum(gap * (s - si), -1) + trace)
 
     return jnp.sqrt(jnp.maximum(jnp.mean(lax.map(row, (x, s))), 0.0))

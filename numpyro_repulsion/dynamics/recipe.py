@@ -14,6 +14,7 @@ from numpyro_repulsion.checks import integer, keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import UnknownError
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.rounding import einsum, matmul
 from numpyro_repulsion.shapes import List, Memory, Numbers, Table, Vectors
 
 __all__ = ["Recipe"]
@@ -128,7 +129,7 @@ class Recipe(Dynamics):
         drift = jnp.vectorize(self.drift, signature="(l,k),(l,k)->(l,k)")(x, slope)
         root = jnp.vectorize(self._root, signature="(l,k)->(n,n)")(x)
         white = normal(key, root.shape[:-1], x.dtype)
-        noise = jnp.einsum("...ij,...j->...i", root, white).reshape(x.shape)
+        noise = einsum("...ij,...j->...i", root, white).reshape(x.shape)
         x = x + step_size * drift + jnp.sqrt(2.0 * step_size * self.temperature) * noise
         z, extra = x[..., : cloud.z.shape[-1]], x[..., cloud.z.shape[-1] :]
         energy, gradient = energy_and_grad(z)
@@ -142,7 +143,7 @@ class Recipe(Dynamics):
             return self._symmetric(x_) if self.Q is None else self._symmetric(x_) + _skew(self.Q, x_)
 
         divergence = jnp.trace(jax.jacfwd(matrix)(x.ravel()), axis1=1, axis2=2)
-        return (self.temperature * divergence - matrix(x.ravel()) @ slope.ravel()).reshape(x.shape)
+        return (self.temperature * divergence - matmul(matrix(x.ravel()), slope.ravel())).reshape(x.shape)
 
     def check(self, cloud):
         for x in np.concatenate((cloud.z, *cloud.memory), -1):

@@ -14,6 +14,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_repulsion.gradients.structure import any_number_of_rows
 from numpyro_repulsion.gradients.target import Indices, Particle, SitesTarget, Target
+from numpyro_repulsion.rounding import unrounded
 
 __all__ = ["likelihood_energies", "likelihood_gradients"]
 
@@ -32,7 +33,7 @@ class _Weighted(Messenger):
 
 def _weighted_energy(target, z, rows, weights):
     model = _Weighted(target.bind(rows, random.key(0)), weights)
-    with any_number_of_rows():
+    with any_number_of_rows(), unrounded():
         return potential_energy(model, target.args, target.kwargs, z)
 
 

@@ -15,6 +15,7 @@ from numpyro.distributions.transforms import ExpTransform, IndependentTransform
 
 from numpyro_repulsion.gradients.dependence import CALLS
 from numpyro_repulsion.gradients.target import Particle, SitesTarget
+from numpyro_repulsion.rounding import matmul
 
 __all__ = ["Products", "base_support", "multiplied"]
 
@@ -167,11 +168,11 @@ def _fitted(columns, target):
     lengths = jnp.linalg.norm(columns, axis=0)
     lengths = jnp.where(lengths > 0, lengths, 1.0)
     unit = columns / lengths
-    power = unit.T @ target
+    power = matmul(unit.T, target)
     if unit.shape[1] > 1:
-        power = jnp.linalg.solve(unit.T @ unit + 1e-6 * jnp.eye(unit.shape[1], dtype=unit.dtype), power)
+        power = jnp.linalg.solve(matmul(unit.T, unit) + 1e-6 * jnp.eye(unit.shape[1], dtype=unit.dtype), power)
     power = jnp.round(2.0 * power / lengths) / 2.0
-    error = jnp.linalg.norm(target - columns @ power)
+    error = jnp.linalg.norm(target - matmul(columns, power))
     usable = (error <= MAX_RESIDUAL * jnp.linalg.norm(target)) & (jnp.linalg.norm(target) > 0)
     return jnp.where(usable & (jnp.abs(power) <= MAX_POWER), power, 0.0)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.processes import is_spread
+from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.shapes import RowNumbers, Scalar
 
 __all__ = ["FunctionTarget", "Indices", "Particle", "SitesTarget", "Target", "compiled"]
@@ -105,7 +106,8 @@ class FunctionTarget(Target):
         self.potential_fn = potential_fn
 
     def potential_energy(self, z, indices, key):
-        energy = jnp.asarray(self.potential_fn(z))
+        with unrounded():
+            energy = jnp.asarray(self.potential_fn(z))
         if energy.shape != ():
             raise ValueError(
                 f"`potential_fn` must return a scalar; got shape {energy.shape} for one particle. "
@@ -121,11 +123,10 @@ def compiled(function: Callable, target: Target) -> Callable:
     """
     leaves, structure = jax.tree.flatten((target.args, target.kwargs))
     spread = {number: leaf for number, leaf in enumerate(leaves) if is_spread(leaf)}
-    if not spread:
-        return jax.jit(partial(function, target))
 
     def program(spread, *given):
         args, kwargs = jax.tree.unflatten(structure, [spread.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return function(target.with_arguments(args, kwargs), *given)
+        with unrounded():
+            return function(target.with_arguments(args, kwargs) if spread else target, *given)
 
     return partial(jax.jit(program), spread)

@@ -14,6 +14,7 @@ from numpyro.distributions import constraints
 
 from numpyro_repulsion.gradients.products import base_support
 from numpyro_repulsion.gradients.target import SitesTarget
+from numpyro_repulsion.rounding import matmul
 
 __all__ = ["Translations"]
 
@@ -97,7 +98,7 @@ class Translations:
 
     def sums(self, x: jax.Array) -> jax.Array:
         """Return the sum of x, ``(..., d)``, over each group, ``(..., g)``."""
-        return x @ jnp.asarray(self.members, x.dtype).T
+        return matmul(x, jnp.asarray(self.members, x.dtype).T)
 
     def means(self, x: jax.Array) -> jax.Array:
         """Return the mean of x over each group."""
@@ -105,7 +106,7 @@ class Translations:
 
     def spread(self, x: jax.Array) -> jax.Array:
         """Return the value x of each group, ``(..., g)``, at each of its entries, ``(..., d)``; 0 elsewhere."""
-        return x @ jnp.asarray(self.members, x.dtype)
+        return matmul(x, jnp.asarray(self.members, x.dtype))
 
 
 def _is_real(site):

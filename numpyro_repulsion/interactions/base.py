@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.checks import positive
 from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.shapes import Columns, Count, Group, Number, Numbers, Pairs, Scalar, Vector, Vectors
 
 __all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping"]
@@ -261,12 +262,11 @@ class Gram(Interaction):
     def couple(self, u, bandwidth=None, white=None):
         white = white or (lambda key: normal(key, u.shape, u.dtype))
         gram, repulsion = jnp.vectorize(lambda v: self.gram(v, bandwidth), signature="(l,d)->(l,l),(l,d)")(u)
-        root = jnp.linalg.cholesky(gram)
-        diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1)
+        root, diagonal = jnp.linalg.cholesky(gram), jnp.diagonal(gram, axis1=-2, axis2=-1)
         return Coupling(
-            apply=lambda x: gram @ x,
+            apply=lambda x: matmul(gram, x),
             repulsion=repulsion,
-            draw=lambda key: root @ white(key),
+            draw=lambda key: matmul(root, white(key)),
             bound=jnp.linalg.eigvalsh(gram)[..., -1].max(),  # the compiler drops it if it is unused
             white=white,
             diagonal=diagonal if self.diagonal_varies else diagonal.mean(),

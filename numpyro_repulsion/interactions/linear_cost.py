@@ -13,6 +13,7 @@ from numpyro_repulsion.checks import integer, keep, number, positive
 from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
 from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, Wrapping
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.rounding import matmul
 
 __all__ = ["RandomFeatures", "RandomGroups"]
 
@@ -106,15 +107,15 @@ class RandomFeatures(Interaction):
             own_key, common_key = random.split(key)
             own = normal(own_key, u.shape, u.dtype)
             common = normal(common_key, (*u.shape[:-2], 2 * features, u.shape[-1]), u.dtype)
-            return (1.0 - weight) ** 0.5 * own + weight**0.5 * (Φ @ common)
+            return (1.0 - weight) ** 0.5 * own + weight**0.5 * matmul(Φ, common)
 
         # Σ_j ∇_{u_j} φ(u_i)·φ(u_j); the derivative of φ(u_i)·φ(u_i) = 1 vanishes.
-        repulsion = (Φ * turned.sum(-2, keepdims=True)) @ w
+        repulsion = matmul(Φ * turned.sum(-2, keepdims=True), w)
         return Coupling(
-            apply=lambda x: (1.0 - weight) * x + weight * (Φ @ (transposed @ x)),
+            apply=lambda x: (1.0 - weight) * x + weight * matmul(Φ, matmul(transposed, x)),
             repulsion=weight * repulsion,
             draw=draw,
-            bound=1.0 - weight + weight * jnp.linalg.eigvalsh(transposed @ Φ)[..., -1].max(),
+            bound=1.0 - weight + weight * jnp.linalg.eigvalsh(matmul(transposed, Φ))[..., -1].max(),
         )
 
     def _frequencies(self, u, h):
@@ -122,7 +123,7 @@ class RandomFeatures(Interaction):
         return jnp.sqrt(2.0 / h) * normal(key, (self.num_features, u.shape[-1]), u.dtype)
 
     def _features(self, u, h):
-        phase = u @ self._frequencies(u, h).T
+        phase = matmul(u, self._frequencies(u, h).T)
         return jnp.cos(phase) * self.num_features**-0.5, jnp.sin(phase) * self.num_features**-0.5
 
 

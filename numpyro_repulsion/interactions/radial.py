@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.checks import keep, positive
 from numpyro_repulsion.interactions.base import Gram
+from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.shapes import Group, Pairs, Scalar, Vectors
 
 __all__ = ["IMQ", "RBF", "Radial", "median_bandwidth", "squared_distances"]
@@ -85,7 +86,7 @@ class Radial(Gram):
         gram = jnp.where(off_diagonal, gram, 0.0) + (1.0 + self.nugget) * jnp.eye(len(u), dtype=u.dtype)
         # ∇_{u_j} φ(‖u_i − u_j‖²/h) = W_ij (u_i − u_j) with W = −(2/h) φ'; the sum over j is one product.
         weight = jnp.where(off_diagonal, -2.0 / h * slope, 0.0)
-        return gram, weight.sum(1, keepdims=True) * x - weight @ x
+        return gram, weight.sum(1, keepdims=True) * x - matmul(weight, x)
 
 
 @dataclass(frozen=True)
@@ -185,5 +186,5 @@ def _centred(u):
     near = jnp.sum(x * x, 1) < jnp.finfo(u.dtype).max ** 0.75
     x = jnp.where(near[:, None], x, 0.0)
     norm = jnp.sum(x * x, 1)
-    squared = jnp.maximum(norm[:, None] + norm[None, :] - 2.0 * (x @ x.T), 0.0)
+    squared = jnp.maximum(norm[:, None] + norm[None, :] - 2.0 * matmul(x, x.T), 0.0)
     return x, squared, near[:, None] & near[None, :]

@@ -16,6 +16,7 @@ from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.moves.base import Move, Proposal
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.warmup import ARRIVED, FREEZE, Preconditioner, Stage, WarmupState, inverse_root, shrink
 
 __all__ = ["DENSITY", "DIFFERENCES", "Archive", "ArchiveState"]
@@ -303,7 +304,7 @@ def _within(gradient, jumps, temperature):
     deviation = gradient - gradient.mean(0)
     if jumps.scale.ndim == 1:
         return Preconditioner(inverse_root(jnp.mean(deviation**2, 0) / temperature))
-    covariance = shrink(deviation.T @ deviation / len(deviation) / temperature, jumps.number)
+    covariance = shrink(matmul(deviation.T, deviation) / len(deviation) / temperature, jumps.number)
     return Preconditioner(inverse_root(covariance))
 
 

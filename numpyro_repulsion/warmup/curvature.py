@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import CurvatureStats, Dynamics
 from numpyro_repulsion.interactions import Coupling, Interaction
 from numpyro_repulsion.noise import signs
+from numpyro_repulsion.rounding import einsum
 from numpyro_repulsion.shapes import Count, Flag, Number, Numbers, OtherVector, Pair, Scalar, Table, Vectors
 
 __all__ = [
@@ -208,10 +209,10 @@ def _variances(start, gradients):
     rows = halves.shape[1] * (times - 1) / times
 
     def iterate(directions, _):
-        product = jnp.einsum("hnd,hn->hd", halves, jnp.einsum("hnd,hd->hn", halves, directions))
+        product = einsum("hnd,hn->hd", halves, einsum("hnd,hd->hn", halves, directions))
         size = jnp.linalg.norm(product, axis=-1, keepdims=True)
         return jnp.where(size > 0, product / jnp.where(size > 0, size, 1.0), directions), None
 
     directions, _ = lax.scan(iterate, start / jnp.linalg.norm(start, axis=-1, keepdims=True), length=POWER_ITERATIONS)
-    largest = jnp.mean(jnp.sum(jnp.einsum("hnd,hd->hn", halves, directions[::-1]) ** 2, -1)) / rows
+    largest = jnp.mean(jnp.sum(einsum("hnd,hd->hn", halves, directions[::-1]) ** 2, -1)) / rows
     return largest, jnp.mean(jnp.sum(halves**2, 1)) / rows

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.scipy.linalg import cholesky
 
 from numpyro_repulsion.noise import signs
+from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.shapes import Count, Directions, Flag, Matrix, OtherVector, Scalar, Scale, Vector, Vectors
 
 __all__ = [
@@ -104,7 +105,7 @@ def hessian_and_noise(
         def add_noise():
             noise = difference.reshape(-1, dimension)
             noise = jnp.where(jnp.isfinite(noise).all(-1, keepdims=True), noise, 0.0)
-            return hessian, covariance + noise.T @ noise / (2.0 * len(noise))
+            return hessian, covariance + matmul(noise.T, noise) / (2.0 * len(noise))
 
         def add_column():
             found = particle_mean(difference * jnp.where(only_diagonal, probe, 1.0)) / (2.0 * width)
@@ -170,9 +171,9 @@ def extremes(start: Vector, product: Callable[[Vector], Vector], rank: int) -> t
         basis, diagonal, beside, v = carry
         basis = basis.at[i].set(v)
         image = product(v)
-        diagonal = diagonal.at[i].set(v @ image)
+        diagonal = diagonal.at[i].set(matmul(v, image))
         for _ in range(2):
-            image = image - jnp.matmul(jnp.matmul(basis, image, precision="highest"), basis, precision="highest")
+            image = image - matmul(matmul(basis, image), basis)
         size = jnp.linalg.norm(image)
         return basis, diagonal, beside.at[i].set(size), image / jnp.where(size > 0, size, 1.0)
 
@@ -185,7 +186,7 @@ def extremes(start: Vector, product: Callable[[Vector], Vector], rank: int) -> t
     converged = (residual < CONVERGED * jnp.sqrt(absolute)) & jnp.isfinite(absolute)
     extremity = jnp.where(converged, jnp.abs(jnp.log(absolute)), 0.0)
     chosen = jnp.argsort(-extremity)[:rank]
-    vectors = (weights.T @ basis)[chosen].T
+    vectors = matmul(weights.T, basis)[chosen].T
     usable = converged[chosen]
     return jnp.where(usable, vectors, 0.0), jnp.where(usable, absolute[chosen], 1.0)
 
@@ -201,7 +202,7 @@ def whitening(curvature: Scale) -> Scale:
     unit = jnp.where(jnp.isfinite(diagonal) & (diagonal > 0), diagonal, 1.0) ** -0.5
     values, vectors = jnp.linalg.eigh(curvature * jnp.outer(unit, unit))
     values = jnp.maximum(jnp.abs(values), SMALLEST)
-    return _root(jnp.outer(unit, unit) * ((vectors / values) @ vectors.T), unit)
+    return _root(jnp.outer(unit, unit) * matmul(vectors / values, vectors.T), unit)
 
 
 def shrink_noisy_directions(covariance: Matrix, num_draws: int, allowed: Scalar) -> tuple[Matrix, Scalar]:
@@ -224,7 +225,7 @@ def shrink_noisy_directions(covariance: Matrix, num_draws: int, allowed: Scalar)
     values = (1.0 - share) * values + share * total / dimension
     factor = jnp.maximum(values / allowed, 1.0)
     factor = factor / factor.min()
-    scale = _root((vectors / factor) @ vectors.T, jnp.ones_like(values))
+    scale = _root(matmul(vectors / factor, vectors.T), jnp.ones_like(values))
     return scale, factor.max()
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 
+from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.shapes import Count, Directions, Flag, List, Matrix, OtherVector, Scalar, Scale, Vector, Vectors
 
 __all__ = ["RANK", "Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
@@ -56,14 +57,14 @@ class Preconditioner(NamedTuple):
     def to_positions(self, u: Vectors) -> Vectors:
         """Return z for whitened positions u, ``(..., d)``."""
         if self.scale is not None:
-            u = self._stretch(u) * self.scale if self.scale.ndim == 1 else _product(u, self.scale.T)
+            u = self._stretch(u) * self.scale if self.scale.ndim == 1 else matmul(u, self.scale.T)
         return u if self.centre is None else self.centre + u
 
     def whiten_gradient(self, gradient: Vectors) -> Vectors:
         """Return the gradient with respect to u, ``Sᵀ ∇_z U``, from gradients ``(..., d)`` with respect to z."""
         if self.scale is None:
             return gradient
-        return self._stretch(gradient * self.scale) if self.scale.ndim == 1 else _product(gradient, self.scale)
+        return self._stretch(gradient * self.scale) if self.scale.ndim == 1 else matmul(gradient, self.scale)
 
     def unwhiten_gradient(self, gradient: Vectors) -> Vectors:
         """Return the gradient with respect to z from gradients ``(..., d)`` with respect to u."""
@@ -93,7 +94,7 @@ class Preconditioner(NamedTuple):
         """
         if self.scale is None or change.scale is None or change.centre is None:
             raise ValueError("Both changes of variables need a `scale`, and the second a `centre`; got None.")
-        scale = self.scale * change.scale if self.scale.ndim == 1 else self.scale @ change.scale
+        scale = self.scale * change.scale if self.scale.ndim == 1 else matmul(self.scale, change.scale)
         return self._replace(scale=scale, centre=self.to_positions(change.centre))
 
     def _stretch(self, x, inverse=False):
@@ -101,20 +102,15 @@ class Preconditioner(NamedTuple):
         if self.vectors is None or self.stretch is None:
             return x
         factor = 1.0 / (1.0 + self.stretch) - 1.0 if inverse else self.stretch
-        return x + _product(_product(x, self.vectors) * factor, self.vectors.T)
+        return x + matmul(matmul(x, self.vectors) * factor, self.vectors.T)
 
     def lengths(self) -> Vector | Scalar:
         """Return the lengths of the rows of S, the scales of the coordinates of z; a scalar 1 without scales."""
         if self.scale is None:
             return jnp.ones(())
         if self.vectors is not None and self.stretch is not None:
-            return self.scale * jnp.sqrt(1.0 + self.vectors**2 @ ((1.0 + self.stretch) ** 2 - 1.0))
+            return self.scale * jnp.sqrt(1.0 + matmul(self.vectors**2, (1.0 + self.stretch) ** 2 - 1.0))
         return self.scale if self.scale.ndim == 1 else jnp.linalg.norm(self.scale, axis=1)
-
-
-def _product(x, matrix):
-    # Accelerators round factors to about ten bits by default, and `whiten` would not invert `to_positions`.
-    return jnp.matmul(x, matrix, precision="highest")
 
 
 def first_scale(z: List, gradient: List, kind: str) -> Preconditioner:
@@ -190,7 +186,7 @@ class Moments(NamedTuple):
             weight = self.number * added / count
             if scatter.ndim == 1:
                 return mean + offset * added / count, scatter + jnp.sum(x**2, 0) + weight * offset**2
-            return mean + offset * added / count, scatter + x.T @ x + weight * jnp.outer(offset, offset)
+            return mean + offset * added / count, scatter + matmul(x.T, x) + weight * jnp.outer(offset, offset)
 
         position, position_scatter = merge(self.position, self.position_scatter, u)
         slope, gradient_scatter = merge(self.gradient, self.gradient_scatter, gradient)
@@ -216,8 +212,8 @@ class Moments(NamedTuple):
         gradient = shrink(gradient * jnp.outer(unit, unit), number)
         # Σ with Σ C_g Σ = C_u, from C_g = R Rᵀ.
         root = jnp.linalg.cholesky(gradient)
-        values, vectors = jnp.linalg.eigh(root.T @ position @ root)
-        half = (vectors * jnp.sqrt(jnp.maximum(values, 0.0))) @ vectors.T
+        values, vectors = jnp.linalg.eigh(matmul(matmul(root.T, position), root))
+        half = matmul(vectors * jnp.sqrt(jnp.maximum(values, 0.0)), vectors.T)
         left = solve_triangular(root, half, lower=True, trans=1)
         covariance = solve_triangular(root, left.T, lower=True, trans=1)
         scale = unit[:, None] * jnp.linalg.cholesky((covariance + covariance.T) / 2)
@@ -233,7 +229,7 @@ class Moments(NamedTuple):
         else:
             half = solve_triangular(scale, self.position_scatter, lower=True)
             position = solve_triangular(scale, half.T, lower=True)
-            gradient = scale.T @ self.gradient_scatter @ scale
+            gradient = matmul(matmul(scale.T, self.gradient_scatter), scale)
         return Moments(
             self.number, change.whiten(self.position), change.whiten_gradient(self.gradient), position, gradient
         )

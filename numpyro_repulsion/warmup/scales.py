@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
 from numpyro_repulsion.noise import signs
+from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.shapes import Vector, Vectors
 from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.hessian import (
@@ -103,11 +104,11 @@ def _whitened(key, stage, warmup, cloud, sampler):
     factor = jnp.ones_like(warmup.scales.noise_shrinkage)
     if sampler.plan.step_size is not None:
         further, factor = shrink_noisy_directions(
-            scale.T @ covariance @ scale,
+            matmul(matmul(scale.T, covariance), scale),
             num_pairs * num_independent,
             _allowed_noise(warmup, cloud, sampler),
         )
-        scale = scale @ further
+        scale = matmul(scale, further)
     warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     return warmup._replace(scales=warmup.scales._replace(noise_shrinkage=factor)), cloud
 
@@ -132,7 +133,7 @@ def _low_rank(key, stage, warmup, cloud, sampler):
     scale = old.scale * _spread(stage, warmup)
     y, gradient = along_coordinates(scale)
     found = mean_diagonal(diagonal_key, y, gradient, WIDTH, NUM_PROBES)
-    unit = whitening(weight * found + (1.0 - weight) * (1.0 + old.vectors**2 @ excess))
+    unit = whitening(weight * found + (1.0 - weight) * (1.0 + matmul(old.vectors**2, excess)))
     scale = scale * unit
     y, gradient = along_coordinates(scale)
     rank = old.vectors.shape[1]
@@ -141,7 +142,7 @@ def _low_rank(key, stage, warmup, cloud, sampler):
     def product(v):
         new = mean_product(key, y, v, gradient, WIDTH, number)
         known = unit * v
-        known = unit * (known + old.vectors @ (excess * (old.vectors.T @ known)))
+        known = unit * (known + matmul(old.vectors, excess * matmul(old.vectors.T, known)))
         return weight * new + (1.0 - weight) * known
 
     def along_directions():
@@ -174,7 +175,7 @@ def wide_direction(key: jax.Array, y: Vectors) -> Vector:
     random_direction = signs(key, y.shape[-1:], y.dtype) / jnp.sqrt(y.shape[-1])
 
     def iterate(_, direction):
-        product = (flat @ direction) @ flat
+        product = matmul(matmul(flat, direction), flat)
         size = jnp.linalg.norm(product)
         return jnp.where(size > 0, product / jnp.where(size > 0, size, 1.0), direction)
 

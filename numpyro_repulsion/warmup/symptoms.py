@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.shapes import Flag, List, Scalar, Table, Vector
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 
@@ -112,15 +113,15 @@ class Symptoms(NamedTuple):
         x, slope = change.by_coordinate(u, gradient)
         s = jnp.log(_block_means(slope**2, self.logs.shape[1]) + jnp.finfo(u.dtype).tiny)
         s = jnp.where(jnp.isfinite(s), s, 0.0)
-        p, q = u @ self.direction, gradient @ self.direction
+        p, q = matmul(u, self.direction), matmul(gradient, self.direction)
         return self._replace(
             number=self.number + len(u),
             origin=origin,
             powers=self.powers
             + jnp.stack([x.sum(0), (x**2).sum(0), (x**4).sum(0), (slope**2).sum(0), ((x * slope) ** 2).sum(0)]),
             logs=self.logs + jnp.stack([s.sum(0), (s**2).sum(0)]),
-            products=self.products + x.T @ s,
-            images=self.images + jnp.stack([u.sum(0), p @ u]),
+            products=self.products + matmul(x.T, s),
+            images=self.images + jnp.stack([u.sum(0), matmul(p, u)]),
             along=self.along + jnp.stack([p, p**2, q, q**2]),
             length=self.length + 1.0,
         )

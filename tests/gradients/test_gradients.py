@@ -10,6 +10,7 @@ from jax.example_libraries import stax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
+from programs import shapes
 import pytest
 from scipy import stats
 
@@ -113,17 +114,6 @@ def test_draws_from_huge_plates_stay_in_their_strata(size, batch):
     strata = np.arange(batch).astype(object)
     assert (rows >= strata * size // batch).all()
     assert (rows <= ((strata + 1) * size - 1) // batch).all()
-
-
-def shapes(jaxpr):
-    """The shapes of all intermediate values of a program, those of its inner programs included."""
-    for equation in jaxpr.eqns:
-        for variable in equation.outvars:
-            yield variable.aval.shape
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from shapes(inner)
 
 
 def test_cost_does_not_grow_with_the_data():

@@ -9,6 +9,7 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
+from programs import shapes
 import pytest
 from scipy.spatial.distance import cdist
 from scipy.stats import kstest, norm
@@ -212,17 +213,6 @@ def test_noise_of_groups_is_independent(interaction):
     u = cloud(4, 2).reshape(2, 2, 2)
     blocks = jax.scipy.linalg.block_diag(*[matrix(interaction, group) for group in u])
     assert_covariance(draws(interaction.couple(u, BANDWIDTH)).reshape(-1, 4, 2), blocks)
-
-
-def shapes(jaxpr):
-    """The shapes of all intermediate values of a program, those of its inner programs included."""
-    for equation in jaxpr.eqns:
-        for variable in equation.outvars:
-            yield variable.aval.shape
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from shapes(inner)
 
 
 def all_pairs_of_coordinates(interaction, size=17, dim=5):

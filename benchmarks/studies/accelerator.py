@@ -1,0 +1,222 @@
+"""What an accelerator changes: draws beside those of a CPU, rounded products, and a million rows beside NUTS.
+
+- *Agreement.* A network of 20 hidden units, 10,000 rows of 10 covariates, 20 particles: 60 updates from the same keys
+  on the accelerator and on the CPU of its machine; the largest difference of two weights, in standard deviations of the
+  particles. By default the package multiplies in full precision; TF32, JAX's default there, is chosen beside it.
+- *Rounding.* The gradient over all rows at 20 draws from the posterior, in single precision, against double precision.
+  What the rounding does to a particle is the change of the point where its gradient vanishes, in posterior standard
+  deviations: the worst of all particles and coordinates. Beside it is the time of these gradients, and of those of two
+  networks on minibatches.
+- *A million rows.* Logistic regression, 50 covariates: whole runs with nothing set, 1,000 draws of each of 20 particles
+  (500 of each of 4 chains of NUTS, which sees all rows), minibatches of 500. Seconds with compilation and, of a second
+  run in the same process, without; errors of means are relative to the mode corrected for the third derivative.
+
+    python -m benchmarks.studies.accelerator [--short] [--again]
+"""
+
+from functools import partial
+import statistics
+import time
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import NUTS
+
+from benchmarks.harness.runs import through_mcmc, vectorized
+from benchmarks.harness.store import Record, run, table
+from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SVGD
+from numpyro_repulsion.targets import bayesian_neural_network, logistic_regression
+
+NUM_PARTICLES = 20
+FULL, TF32 = "highest", "tensorfloat32"
+KERNELS = {"SGLD": SGLD, "SGLDR": SGLDR, "SGHMCR": SGHMCR, "SVGD": SVGD}
+
+
+def data(num_rows, dimension, seed=2021):
+    """Standard normal covariates and coefficients of size 1/2."""
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((num_rows, dimension), np.float32)
+    beta = rng.standard_normal(dimension) / 2
+    return X, (rng.random(num_rows) < 1 / (1 + np.exp(-X @ beta))).astype(np.float32)
+
+
+def agreement(name: str, precision: str | None) -> dict:
+    """The largest difference of two positions after 60 updates."""
+    X, y = data(10_000, 10)
+    kernel = KERNELS[name](partial(bayesian_neural_network, num_hidden=20, subsample_size=100), step_size=1e-5)
+
+    def draws(device):
+        with jax.default_device(device), jax.default_matmul_precision(precision):
+            program = through_mcmc(kernel, 60, NUM_PARTICLES)
+            return np.asarray(program(random.key(0), jnp.asarray(X), jnp.asarray(y))["w1"], float)
+
+    here, there = draws(jax.devices()[0]), draws(jax.devices("cpu")[0])
+    last = there.reshape(NUM_PARTICLES, -1, *there.shape[1:])[:, -1]
+    return {"difference": float(np.abs((here - there) / last.std(0)).max())}
+
+
+def energy(beta, X, y):
+    logits = X @ beta
+    return jnp.sum(jnp.logaddexp(0.0, logits) - y * logits) + jnp.sum(beta**2) / 2
+
+
+def network(weights, X, y):
+    layer = jax.nn.relu(X @ weights["first"])
+    for inner in weights["inner"]:
+        layer = jax.nn.relu(layer @ inner)
+    return jnp.sum((y - layer @ weights["last"]) ** 2) / 2
+
+
+def seconds_of(program, *args):
+    """Median seconds of a call, of which many are in flight."""
+    jax.block_until_ready(program(*args))
+    found = []
+    for _ in range(7):
+        began = time.perf_counter()
+        for _ in range(20):
+            result = program(*args)
+        jax.block_until_ready(result)
+        found.append((time.perf_counter() - began) / 20)
+    return statistics.median(found)
+
+
+def rounding(num_rows: int) -> dict:
+    """By precision: the worst shift of a particle in standard deviations, and microseconds of all gradients."""
+    dimension = 20
+    X, y = data(num_rows, dimension)
+    found = {}
+    with jax.enable_x64(True):
+        exact = jnp.asarray(X, float), jnp.asarray(y, float)
+        mode = jnp.zeros(dimension)
+        for _ in range(12):
+            hessian = jax.hessian(energy)(mode, *exact)
+            mode = mode - jnp.linalg.solve(hessian, jax.grad(energy)(mode, *exact))
+        covariance = np.asarray(jnp.linalg.inv(hessian))
+        white = random.normal(random.key(1), (NUM_PARTICLES, dimension))
+        cloud = np.asarray(mode + white @ jnp.linalg.cholesky(jnp.asarray(covariance)).T, np.float32)
+        slopes = np.asarray(jax.vmap(jax.grad(energy), (0, None, None))(jnp.asarray(cloud, float), *exact))
+    args = jnp.asarray(cloud), jnp.asarray(X), jnp.asarray(y)
+    for precision in (FULL, TF32):
+        with jax.default_matmul_precision(precision):
+            program = jax.jit(jax.vmap(jax.grad(energy), (0, None, None)))
+            shift = (np.asarray(program(*args), float) - slopes) @ covariance / np.sqrt(np.diag(covariance))
+            found[precision] = {"shift": float(np.abs(shift).max()), "microseconds": 1e6 * seconds_of(program, *args)}
+    return found
+
+
+def of_networks(width: int, depth: int, batch: int) -> dict:
+    """By precision: the relative error of the gradients, and microseconds of all of them."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal((NUM_PARTICLES, *shape)) / shape[0] ** 0.5, jnp.float32)
+
+    weights = {"first": normal(13, width), "inner": [normal(width, width) for _ in range(depth)], "last": normal(width)}
+    X = jnp.asarray(rng.standard_normal((NUM_PARTICLES, batch, 13)), jnp.float32)
+    args = weights, X, X[..., 0]
+    found, slopes = {}, {}
+    for precision in (FULL, TF32):
+        with jax.default_matmul_precision(precision):
+            program = jax.jit(jax.vmap(jax.grad(network)))
+            slopes[precision] = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(program(*args))])
+            found[precision] = {"microseconds": 1e6 * seconds_of(program, *args)}
+    gap = np.linalg.norm(slopes[TF32] - slopes[FULL]) / np.linalg.norm(slopes[FULL])
+    found[TF32]["error"] = float(gap)
+    return found
+
+
+def million(name: str, short: bool) -> dict:
+    """Seconds and errors of whole runs, nothing set."""
+    num_rows, dimension = (20_000 if short else 1_000_000), 50
+    X, y = data(num_rows, dimension)
+    exact = np.asarray(X, float), np.asarray(y, float)
+    mode = np.zeros(dimension)
+    for _ in range(12):
+        p = 1 / (1 + np.exp(-exact[0] @ mode))
+        hessian = (exact[0] * (p * (1 - p))[:, None]).T @ exact[0] + np.eye(dimension)
+        mode = mode - np.linalg.solve(hessian, exact[0].T @ (p - exact[1]) + mode)
+    covariance = np.linalg.inv(hessian)
+    third = p * (1 - p) * (1 - 2 * p)
+    mean = mode - covariance @ (exact[0].T @ (third * ((exact[0] @ covariance) * exact[0]).sum(1))) / 2
+    sd = np.sqrt(np.diag(covariance))
+    args = jnp.asarray(X), jnp.asarray(y)
+
+    @jax.jit
+    def program(key, X, y):
+        if name == "NUTS":
+            mcmc, kwargs = vectorized(NUTS(logistic_regression), 500, 500, 4), {}
+        else:
+            kernel = {"SGLD": SGLD, "SGLDR": SGLDR, "SGHMC": SGHMC}[name](logistic_regression)
+            mcmc, kwargs = vectorized(kernel, 500, 1000, NUM_PARTICLES), {"subsample_size": 500}
+        mcmc.run(key, X, y, **kwargs)
+        return mcmc.get_samples(group_by_chain=True)["beta"]
+
+    seconds = []
+    for seed in range(2):
+        began = time.perf_counter()
+        draws = np.asarray(program(random.key(seed), *args), float)
+        seconds.append(time.perf_counter() - began)
+    effective = effective_sample_size(draws)
+    draws = draws.reshape(-1, dimension)
+    return {
+        "seconds": seconds,
+        "mean_error": float(np.abs((draws.mean(0) - mean) / sd).max()),
+        "sd_error": float(np.abs(draws.std(0) / sd - 1).max()),
+        "effective": float(np.min(effective)),
+    }
+
+
+NETWORKS = {"one layer of 50, 100 rows": (50, 0, 100), "four layers of 512, 500 rows": (512, 3, 500)}
+
+
+def measure(record: Record) -> None:
+    for name in KERNELS:
+        for precision in (None, TF32):
+            record.row(f"agreement {name} {precision or 'default'}", partial(agreement, name, precision))
+    for num_rows in (10_000,) if record.short else (100_000, 1_000_000):
+        record.row(f"rounding {num_rows}", partial(rounding, num_rows))
+    for name, shape in NETWORKS.items():
+        if not record.short or shape[1] == 0:
+            record.row(f"network {name}", partial(of_networks, *shape))
+    for name in ("SGLD", "SGLDR", "SGHMC", "NUTS"):
+        record.row(f"million {name}", partial(million, name, record.short))
+
+
+def tables(record: Record) -> str:
+    rows = record.rows
+    lines = [
+        [f"`{name}`", *(f"{rows[f'agreement {name} {kind}']['difference']:.1e}" for kind in ("default", TF32))]
+        for name in KERNELS
+    ]
+    parts = [table(["largest difference to a CPU, sd", "by default", "TF32 chosen"], lines)]
+    lines = []
+    for key, row in rows.items():
+        kind, _, name = key.partition(" ")
+        if kind == "rounding":
+            cells = [f"{row[p]['shift']:.1e} sd" for p in (FULL, TF32)]
+            name = f"all of {int(name):,} rows"
+        elif kind == "network":
+            cells = ["", f"{row[TF32]['error']:.1e} of its length"]
+        else:
+            continue
+        times = [row[p]["microseconds"] for p in (FULL, TF32)]
+        lines.append([name, *cells, *(f"{t:,.0f}" for t in times), f"{times[0] / times[1]:.2f}"])
+    head = ["gradients of 20 particles", "error, full", "error, TF32", "µs, full", "µs, TF32", "ratio"]
+    parts.append(table(head, lines))
+    lines = []
+    for name in ("SGLD", "SGLDR", "SGHMC", "NUTS"):
+        if (row := rows.get(f"million {name}")) is not None:
+            cold, warm = row["seconds"]
+            cells = [f"{cold:.1f}", f"{warm:.1f}", f"{row['mean_error']:.3f}", f"{100 * row['sd_error']:.1f} %"]
+            lines.append([f"`{name}`", *cells, f"{row['effective']:,.0f}", f"{row['effective'] / warm:,.0f}"])
+    head = ["a million rows", "s, first run", "s, second", "worst mean, sd", "worst sd", "effective draws", "a second"]
+    parts.append(table(head, lines))
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    run(__doc__, "accelerator", measure, tables, None)

@@ -1,0 +1,83 @@
+"""Products are not rounded to the ten bits that GPUs and TPUs keep by default, unless the user says so."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+from programs import equations
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_repulsion import SGHMCR, SGLD, SGLDR, SGNHT, SVRG, Independent, RandomFeatures, Recipe, Subsampled
+
+X = jnp.asarray(random.normal(random.key(0), (300, 4)))
+Y = (X[:, 0] > 0).astype(float)
+#: JAX's names of what is rounded.
+PRODUCTS = {"dot_general", "conv_general_dilated"}
+
+
+def logistic(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([4]).to_event(1))
+    with numpyro.plate("rows", len(x), subsample_size=30) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
+
+
+def two_parts(x):
+    return jnp.eye(x.size) * (1.0 + jnp.tanh(x.sum()) / 4.0)
+
+
+KERNELS = {
+    "SGLDR": lambda: SGLDR(logistic),
+    "SVRG": lambda: SGLDR(logistic, gradient=SVRG(), preconditioner="dense"),
+    "SGHMCR": lambda: SGHMCR(logistic, gradient=Subsampled()),
+    "SGNHT": lambda: SGNHT(logistic, gradient=Subsampled()),
+    "features": lambda: SGLDR(logistic, interaction=RandomFeatures()),
+    "recipe": lambda: SGLD(logistic, interaction=Independent(), dynamics=Recipe(two_parts), step_size=1e-3),
+}
+
+
+def precisions(function, *args):
+    """The precisions of the products of a program."""
+    program = jax.make_jaxpr(function)(*args)
+    return [e.params["precision"] for e in equations(program.jaxpr) if e.primitive.name in PRODUCTS]
+
+
+def program(kernel, state):
+    return precisions(lambda state: kernel.sample(state, (X, Y), {}), state)
+
+
+def full(precision):
+    return precision is not None and set(precision) == {jax.lax.Precision.HIGHEST}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_products_of_an_iteration_have_full_precision(name):
+    kernel = KERNELS[name]()
+    state = kernel.init(random.split(random.key(1), 4), 100, None, (X, Y), {})
+    found = program(kernel, state)
+    assert found
+    assert all(map(full, found))
+
+
+def test_a_potential_function_has_full_precision():
+    kernel = SGLDR(potential_fn=lambda z: z @ X.T @ X @ z / 2)
+    state = kernel.init(random.split(random.key(1), 4), 100, random.normal(random.key(2), (4, 4)), (), {})
+    assert all(map(full, precisions(lambda state: kernel.sample(state, (), {}), state)))
+
+
+@pytest.mark.parametrize("chosen", ["tensorfloat32", "bfloat16"])
+def test_a_model_has_the_precision_that_the_user_sets(chosen):
+    kernel = SGLDR(logistic)
+    with jax.default_matmul_precision(chosen):
+        state = kernel.init(random.split(random.key(1), 4), 100, None, (X, Y), {})
+        found = program(kernel, state)
+    with jax.default_matmul_precision("highest"):
+        others = program(kernel, state)
+    # The model's products, forward and backward, and no others.
+    assert 0 < sum(not full(p) for p in found) < len(found) == len(others)
+
+
+def test_rounded_products_are_seen():
+    """The control."""
+    assert precisions(lambda x: x @ x, jnp.eye(2)) == [None]
