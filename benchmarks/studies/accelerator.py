@@ -47,7 +47,7 @@ def data(num_rows, dimension, seed=2021):
 def agreement(name: str, precision: str | None) -> dict:
     """The largest difference of two positions after 60 updates."""
     X, y = data(10_000, 10)
-    kernel = KERNELS[name](partial(bayesian_neural_network, num_hidden=20, subsample_size=100), step_size=1e-5)
+    kernel = KERNELS[name](partial(bayesian_neural_network, hidden=20, subsample_size=100), step_size=1e-5)
 
     def draws(device):
         with jax.default_device(device), jax.default_matmul_precision(precision):
