@@ -99,6 +99,7 @@ bench-pages: $(VENV)/.with-bench bench-index
 	$(PAGE)
 	$(PAGE) --short
 	$(PAGE) --details
+	$(PAGE) --gpu
 
 bench-index: $(BIN)/python
 	$(BIN)/python -m benchmarks.harness.index

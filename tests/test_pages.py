@@ -69,7 +69,9 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/details.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/details.md", "benchmarks/gpu.md"]
+)
 def test_links_lead_somewhere(page):
     # Sphinx checks those of docs/.
     page = ROOT / page

@@ -50,6 +50,7 @@ PAGES = {
         "digits": "Digits",
         "gaps": "Networks in gaps of the data",
     },
+    "benchmarks/gpu.md": {"accelerator": "Rounding, agreement, a million rows"},
 }
 
 

@@ -1,9 +1,9 @@
-"""Writes the pages of results from stored JSON: ``docs/results.md``, its short form, and ``benchmarks/details.md``.
+"""Writes the pages of results from stored JSON: ``docs/results.md``, its short form, and those of ``benchmarks``.
 
 What the figures mean is written by hand, in ``benchmarks/findings``, and stands in the long forms only, being about
 those very figures: every number that a text there has with its error must stand in a table below it.
 
-    python -m benchmarks.harness.page [--short | --details]
+    python -m benchmarks.harness.page [--short | --details | --gpu]
 """
 
 import argparse
@@ -17,6 +17,8 @@ from benchmarks.harness.store import HERE, ROOT, Record
 
 #: Not in the short form.
 LONG = ("coverage", "older_peers", "real", "real_peers")
+#: Studies of other pages that were run on a GPU too.
+ON_GPU = ("overhead", "particles", "scale")
 SHORT_HEAD = (
     "# Results, short form\n\nWhat `make bench` measures in a quarter of an hour on two cores: fewer repeats, "
     "smaller grids, the first data sets. The first four run two at a time, so their seconds are rough. "
@@ -31,16 +33,16 @@ def require_in_tables(name: str, text: str, tables: str) -> None:
         raise SystemExit(f"findings/{name}.md quotes what no table of studies/{name}.py has: {'; '.join(wrong)}.")
 
 
-def section(name: str, title: str, short: bool, page: pathlib.Path) -> str:
+def section(record: Record, title: str, with_findings: bool, page: pathlib.Path) -> str:
     """One study: its question, what was found, tables, picture and origin."""
-    record = Record(name, short)
+    name = record.name
     module = importlib.import_module(f"benchmarks.studies.{name}")
     # The last paragraph of a study's description is its command line.
     question = module.__doc__.strip().rsplit("\n\n", 1)[0]
     parts = [f"## {title}", question]
     finding = HERE / "findings" / f"{name}.md"
     tables = module.tables(record) if record.rows else ""
-    if not short and finding.exists():
+    if with_findings and finding.exists():
         text = finding.read_text().strip()
         require_in_tables(name, text, tables)
         parts.append(text)
@@ -57,16 +59,24 @@ def main():
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--short", action="store_true", help="the short form of the results")
     which.add_argument("--details", action="store_true", help="the studies of details")
+    which.add_argument("--gpu", action="store_true", help="the studies that were run on a GPU")
     arguments = parser.parse_args()
     short = arguments.short
-    listed = "benchmarks/details.md" if arguments.details else "docs/results.md"
+    listed, title = "docs/results.md", "Results"
+    if arguments.details:
+        listed, title = "benchmarks/details.md", "Results of details"
+    if arguments.gpu:
+        listed, title = "benchmarks/gpu.md", "Results on a GPU"
     page = ROOT / ("docs/results-short.md" if short else listed)
-    head = SHORT_HEAD
-    if not short:
-        title = "Results of details" if arguments.details else "Results"
-        head = f"# {title}\n\n" + (HERE / "findings" / page.name).read_text().strip()
+    head = SHORT_HEAD if short else f"# {title}\n\n" + (HERE / "findings" / page.name).read_text().strip()
     shown = {name: title for name, title in PAGES[listed].items() if not short or name not in LONG}
-    parts = [head, *(section(name, title, short, page) for name, title in shown.items())]
+    if arguments.gpu:
+        shown |= {name: PAGES["benchmarks/details.md"][name] for name in ON_GPU}
+    parts = [head]
+    for name, title in shown.items():
+        record = Record(name, short, platform="gpu" if arguments.gpu else "cpu")
+        # Findings are about the figures of CPUs, but for what was run on a GPU alone.
+        parts.append(section(record, title, not short and not (arguments.gpu and name in ON_GPU), page))
     page.write_text("\n\n".join(parts) + "\n")
     print(f"Wrote {page.relative_to(ROOT)}.")
 

@@ -205,7 +205,8 @@ def test_groups_are_coupled_separately(x64, interaction):
     np.testing.assert_allclose(together.apply(x), expected, rtol=1e-12, atol=1e-14)
     expected = jnp.stack([jnp.broadcast_to(coupling.repulsion, (4, 3)) for coupling in apart])
     np.testing.assert_allclose(jnp.broadcast_to(together.repulsion, u.shape), expected, rtol=1e-12, atol=1e-14)
-    assert together.bound >= max(coupling.bound for coupling in apart)
+    # Eigenvalues of a batch of matrices are rounded apart from those of one.
+    assert together.bound >= max(coupling.bound for coupling in apart) * (1.0 - 1e-12)
 
 
 @grams
