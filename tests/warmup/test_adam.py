@@ -10,7 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import RBF, SGLD
+from numpyro_repulsion import RBF, SGLD, diagnose
 from numpyro_repulsion.warmup import Adam, adam, descend
 from numpyro_repulsion.warmup.adam import MOST_COMPARED, RATES, first_rates, svgd_direction
 from numpyro_repulsion.warmup.state import ArrivalState
@@ -158,21 +158,24 @@ def chains_of_counts(seeds):
     mcmc = MCMC(SGLD(counts), num_warmup=400, num_samples=400, progress_bar=False)
     for seed in seeds:
         mcmc.run(random.key(seed), jnp.asarray(x), jnp.asarray(y))
-        yield (np.asarray(mcmc.get_samples()["beta"]) - truth) / sd
+        errors = [finding.name for finding in diagnose(mcmc) if finding.severity == "error"]
+        yield (np.asarray(mcmc.get_samples()["beta"]) - truth) / sd, errors
 
 
 @pytest.mark.slow
 def test_single_chains_stay_where_they_have_arrived(monkeypatch):
-    for standard in chains_of_counts((0, 3, 5, 7)):
+    for standard, errors in chains_of_counts((0, 3, 5, 7)):
+        assert not errors
         # The mean of the posterior is itself drawn with a standard deviation of 1 about the truth.
         assert np.abs(standard.mean(0)).max() < 4.5 and np.abs(standard.std(0) - 1).max() < 0.3
 
-    # With the unit of the starts in whitened coordinates, as it was, some leave when scales change.
+    # With the unit of the starts in whitened coordinates, as it was, some move so far when scales change that they are
+    # taken for particles in another basin.
     def restarted(self, u):
         return self if self.adam is None else self._replace(adam=Adam.start(u, self.adam.unit))
 
     monkeypatch.setattr(ArrivalState, "restarted", restarted)
-    assert max(np.abs(standard.mean(0)).max() for standard in chains_of_counts((0, 3, 5, 7))) > 20
+    assert any("several_basins" in errors for _, errors in chains_of_counts((0, 3, 5, 7)))
 
 
 def test_a_single_chain_restarts_in_units_of_whitened_coordinates():
