@@ -7,6 +7,8 @@
   2,100 parameters, so that a cloud has 134 kB. Devices are virtual: their time would say nothing.
 - *A large file.* 14 million rows of 36 covariates, 2.0 GB, converted from a stream and fitted with nothing set, with
   1.9 GB for everything but mapped files (``RLIMIT_DATA``). The run is killed in its middle and started again.
+- *Many parameters.* A network of two layers of 3,150 units, ten million parameters, eight particles with minibatches of
+  32 rows: a whole run of 40 + 5 iterations of one update each, and the most memory that its process took.
 - *On paper.* What an update would take on GPUs that were not at hand: a network of ten million parameters, eight
   particles on each H200, minibatches of 128 rows of their own. Bytes in memory are those that XLA counts for the
   compiled program, an upper bound; bytes sent follow the layouts above; rates are the makers' figures.
@@ -182,6 +184,34 @@ def large(short: bool) -> dict:
     return whole | {"converted": converted, "rows": num_rows, "is_same": resumed["digest"] == whole["digest"]}
 
 
+def wide(X, y, width):
+    """A network of two wide layers, scaled so that functions have a variance of one."""
+    shapes = {"first": (X.shape[1], width), "second": (width, width)}
+    matrices = [numpyro.sample(name, dist.Normal(0, 1).expand(shape).to_event(2)) for name, shape in shapes.items()]
+    with numpyro.plate("rows", len(X), subsample_size=32) as i:
+        layer = X[i]
+        for matrix in matrices:
+            layer = jax.nn.relu(layer @ matrix) * (2 / len(matrix)) ** 0.5
+        numpyro.sample("y", dist.Normal(layer.mean(-1), 0.1), obs=y[i])
+
+
+def many_parameters(width: int) -> dict:
+    """Seconds and the peak of memory of a run of few updates; in a process of its own."""
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((1000, 16), np.float32)
+    mcmc = vectorized(SGLD(functools.partial(wide, width=width), num_steps=1), 40, 5, 8)
+    began = time.perf_counter()
+    fields = ("potential_energy", "~z.first", "~z.second")  # The weights themselves are not kept.
+    mcmc.run(random.key(0), jnp.asarray(X), jnp.sin(X[:, 0]), extra_fields=fields)
+    energy = np.asarray(mcmc.get_extra_fields()["potential_energy"])
+    return {
+        "parameters": width * (width + 16),
+        "seconds": time.perf_counter() - began,
+        "is_finite": bool(np.isfinite(energy).all()),
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
 #: Of an H200, by NVIDIA's data sheet: bytes of memory a second, and single-precision operations a second, of which half
 #: count; bytes a second that it sends to others of its host by NVLink, one way, and to other hosts by 400 Gb/s.
 MEMORY, OPERATIONS, NVLINK, NETWORK = 4.8e12, 67e12 / 2, 450e9, 50e9
@@ -240,6 +270,8 @@ def measure(record: Record) -> None:
     for name in SENT:
         record.row(f"sent {name}", lambda name=name: apart("benchmarks.studies.scale", "sent", 600, name=name))
     record.row("large", lambda: large(record.short))
+    width = 300 if record.short else 3155
+    record.row("wide", lambda: apart("benchmarks.studies.scale", "many_parameters", 7200, width=width))
     for name in ("SGLD", "SGLDR"):
         record.row(f"passes {name}", lambda name=name: passes(name))
 
@@ -269,6 +301,13 @@ def tables(record: Record) -> str:
             cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}"]
             seconds = [f"{row['converted']:.0f}", f"{row['seconds']:.0f}"]
             parts.append(table(head, [[*cells, *seconds, f"{row['worst_z']:.2f}", same]]))
+    if (row := record.rows.get("wide")) is not None:
+        if "failed" in row:
+            parts.append(f"Many parameters: {row['failed']}.")
+        else:
+            cells = [f"{row['parameters']:,}", "8", f"{row['seconds']:.0f}", f"{row['peak_gib']:.1f}"]
+            head = ["parameters", "particles", "s for 45 updates and compilation", "GiB at the peak"]
+            parts.append(table(head, [cells]))
     if "passes SGLD" in record.rows:
         parts.append(on_paper(record))
     return "\n\n".join(parts)
