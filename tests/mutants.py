@@ -38,10 +38,26 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "products as accelerators round them",
+        "rounding.py",
+        "matmul = partial(jnp.matmul, precision=FULL)",
+        "matmul = jnp.matmul",
+        "test_rounding",
+        "iteration",
+    ),
+    Mutant(
+        "models as accelerators round them",
+        "gradients/target.py",
+        "        with unrounded():\n            return function(",
+        "        if True:\n            return function(",
+        "test_rounding",
+        "iteration",
+    ),
+    Mutant(
         "sign of Γ",
         "interactions/radial.py",
-        "return gram, weight.sum(1, keepdims=True) * x - weight @ x",
-        "return gram, weight @ x - weight.sum(1, keepdims=True) * x",
+        "return gram, weight.sum(1, keepdims=True) * x - matmul(weight, x)",
+        "return gram, matmul(weight, x) - weight.sum(1, keepdims=True) * x",
         "test_interactions",
         "repels or divergence",
     ),
@@ -64,7 +80,7 @@ MUTANTS = [
     Mutant(
         "nugget in the noise and not in the drift",
         "interactions/base.py",
-        "apply=lambda x: gram @ x,",
+        "apply=lambda x: matmul(gram, x),",
         "apply=lambda x: gram @ x - self.nugget * x,",
         "test_interactions",
         "apply",
@@ -88,8 +104,8 @@ MUTANTS = [
     Mutant(
         "random features with the weight for its root",
         "interactions/linear_cost.py",
-        "own + weight**0.5 * (Φ @ common)",
-        "own + weight * (Φ @ common)",
+        "own + weight**0.5 * matmul(Φ, common)",
+        "own + weight * matmul(Φ, common)",
         "test_linear_cost",
         "noise",
     ),
@@ -264,8 +280,8 @@ MUTANTS = [
     Mutant(
         "S for Sᵀ in the gradient of whitened coordinates",
         "warmup/preconditioner.py",
-        "self._stretch(gradient * self.scale) if self.scale.ndim == 1 else _product(gradient, self.scale)",
-        "self._stretch(gradient * self.scale) if self.scale.ndim == 1 else _product(gradient, self.scale.T)",
+        "self._stretch(gradient * self.scale) if self.scale.ndim == 1 else matmul(gradient, self.scale)",
+        "self._stretch(gradient * self.scale) if self.scale.ndim == 1 else matmul(gradient, self.scale.T)",
         "test_kernels test_warmup",
         "preconditioner or coordinates",
     ),
