@@ -248,10 +248,12 @@ def test_linear_networks_have_the_coefficient_of_the_theorem(kernel, widths, ran
     """With nothing set: reduced-rank regression, and three layers of weights."""
     found = estimate(widths, rank, kernel, num_warmup=1000, num_samples=1000)
     known = deep(widths, rank)
-    assert abs(found.value - known) < 0.1 * known + 2 * found.mcse
+    # In the valleys of such a posterior particles mix slowly, so that the error may be unknown.
+    error = np.nan_to_num(found.mcse)
+    assert abs(found.value - known) < 0.1 * known + 2 * error
     # The controls: the coefficient of another rank, and that of a regular model.
     for wrong in (deep(widths, other), sum(a * b for a, b in itertools.pairwise(widths)) / 2):
-        assert abs(found.value - wrong) > 0.1 * wrong + 2 * found.mcse
+        assert abs(found.value - wrong) > 0.1 * wrong + 2 * error
 
 
 # What is refused.

@@ -15,8 +15,9 @@ GRADIENT_LIMIT = 20.0
 #: With minibatches, so is each coordinate longer than this many times its expected size: in warmup, whose steps are
 #: longer; and after it, for up to eight coordinates and for each further doubling of their number. Noise of parameters
 #: that few rows inform has exponential tails: of 1,000 random intercepts, one exceeds 10 in 6 % of the updates, but 20
-#: in 0.06 % (tests/kernels/test_clipping.py).
-WARMUP_LIMIT, COORDINATE_LIMIT, LIMIT_PER_DOUBLING = 6.0, 10.0, 1.4
+#: in 0.06 % (tests/kernels/test_clipping.py); and more often where the expected size, which is measured on a few
+#: minibatches, is too small. For half of it the factor per doubling is twice that of the tails.
+WARMUP_LIMIT, COORDINATE_LIMIT, LIMIT_PER_DOUBLING = 6.0, 10.0, 2.8
 #: A clipped gradient is recognized by reaching the limit, but for rounding.
 AT_LIMIT = 1.0 - 1e-4
 

@@ -130,7 +130,7 @@ def test_posterior_with_an_ensemble_kalman_filter(kernel, size):
 
     def run(**arguments):
         mcmc = MCMC(
-            kernel(model), num_warmup=400, num_samples=1000, num_chains=20, chain_method="vectorized",
+            kernel(model), num_warmup=400, num_samples=2000, num_chains=20, chain_method="vectorized",
             progress_bar=False,
         )  # fmt: skip
         mcmc.run(random.key(0), size=size, **arguments)

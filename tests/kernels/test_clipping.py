@@ -26,7 +26,7 @@ def test_lengths_and_flags():
     assert clip(clipped, jnp.array([1.0, 1.0]))[1].tolist() == [[False, True]]
 
 
-@pytest.mark.parametrize(("dimension", "limit"), [(2, 10.0), (64, 14.2), (2048, 21.2)])
+@pytest.mark.parametrize(("dimension", "limit"), [(2, 10.0), (64, 18.4), (2048, 32.4)])
 def test_coordinates_of_many_parameters_may_be_longer(dimension, limit):
     variance = 4.0
     sizes = 2.0 * limit * jnp.array([0.99, 1.01])
@@ -55,16 +55,18 @@ def test_rare_rows_reach_no_bound(monkeypatch):
         with numpyro.plate("rows", rows, subsample_size=50) as i:
             numpyro.sample("late", dist.Bernoulli(logits=effect[group[i]]), obs=late[i])
 
-    def share_flagged():
+    def share_flagged(seed):
         """Above `MAX_FLAGGED`, a run says that its bias is unknown."""
         kernel = SGLD(model)
         mcmc = MCMC(
             kernel, num_warmup=300, num_samples=100, num_chains=10, chain_method="vectorized", progress_bar=False
         )
-        mcmc.run(random.key(1), group, late)
+        mcmc.run(random.key(seed), group, late)
         return mcmc.last_state.num_divergences / (10 * 100 * kernel.num_steps)
 
-    assert share_flagged() < MAX_FLAGGED
+    # The noise that warmup measures differs by a factor of four between these.
+    for seed in (1, 4):
+        assert share_flagged(seed) < MAX_FLAGGED
     # One limit for any number of parameters.
     monkeypatch.setattr(clipping, "LIMIT_PER_DOUBLING", 0.0)
-    assert share_flagged() > MAX_FLAGGED
+    assert share_flagged(1) > MAX_FLAGGED

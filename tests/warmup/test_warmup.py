@@ -1115,7 +1115,7 @@ def noisy_mean(y, subsample_size):
 def test_noise_that_rules_the_step_is_named():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
     words, _ = expectations(SGLD(noisy_mean, gradient=Subsampled()), y, 2)
-    assert "Raise `subsample_size`" in words
+    assert "Take SGNHT" in words and "or raise `subsample_size`" in words
     # The likelihood is quadratic: control variates leave no noise at all.
     words, mcmc = expectations(SGLD(noisy_mean), y, 2)
     assert words == ""
