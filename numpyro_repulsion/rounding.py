@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -18,9 +19,14 @@ matmul = partial(jnp.matmul, precision=FULL)
 einsum = partial(jnp.einsum, precision=FULL)
 
 
-def unrounded() -> AbstractContextManager:
-    """Return a context in which a model is evaluated in full precision, unless the user has set another in JAX.
+@contextmanager
+def unrounded() -> Iterator[None]:
+    """Evaluate a model in full precision, unless the user has set another in JAX; a context, and a decorator.
 
     A sum over N rows with such errors moves the posterior by some multiple of ``0.001 N ** 0.5`` standard deviations.
+    Where a model is differentiated, the derivatives must be in the context too: rules of the user's own
+    (``jax.custom_vjp``) are traced there.
     """
-    return jax.default_matmul_precision(jax.config.jax_default_matmul_precision or FULL)  # type: ignore[attr-defined]
+    chosen = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    with jax.default_matmul_precision(chosen or FULL):
+        yield

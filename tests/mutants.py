@@ -46,12 +46,20 @@ MUTANTS = [
         "iteration",
     ),
     Mutant(
+        "derivatives as accelerators round them",
+        "gradients/minibatch.py",
+        "    @staticmethod\n    @unrounded()\n    def _evaluate(",
+        "    @staticmethod\n    def _evaluate(",
+        "test_rounding",
+        "own_rule",
+    ),
+    Mutant(
         "models as accelerators round them",
         "gradients/target.py",
-        "        with unrounded():\n            return function(",
-        "        if True:\n            return function(",
+        "    @unrounded()\n    def program(",
+        "    def program(",
         "test_rounding",
-        "iteration",
+        "functions",
     ),
     Mutant(
         "sign of Γ",

@@ -70,7 +70,10 @@ ARROWS = {
     "extrapolation": (HOST, {"bias", "checks", "diagnostics", "gradients", "kernels"}),
     "scores": (HOST, {"checks", "gradients", "kernels"}),
     "control_variates": (HOST, {"checks", "diagnostics", "gradients", "kernels", "scores"}),
-    "inference_data": (HOST | {"arviz", "xarray"}, {"findings", "schedules", "gradients", "kernels", "warmup"}),
+    "inference_data": (
+        HOST | {"arviz", "xarray"},
+        {"findings", "rounding", "schedules", "gradients", "kernels", "warmup"},
+    ),
     "learning_coefficient": (
         HOST,
         {"checks", "diagnostics", "gradients", "inference_data", "kernels", "localized"},

@@ -8,13 +8,50 @@ import pytest
 
 import numpyro
 import numpyro.distributions as dist
+from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMCR, SGLD, SGLDR, SGNHT, SVRG, Independent, RandomFeatures, Recipe, Subsampled
+from numpyro_repulsion import (
+    SGHMCR,
+    SGLD,
+    SGLDR,
+    SGNHT,
+    SVRG,
+    Independent,
+    RandomFeatures,
+    Recipe,
+    Subsampled,
+    to_inference_data,
+)
+from numpyro_repulsion.gradients import FunctionTarget
+from numpyro_repulsion.gradients.target import compiled
 
 X = jnp.asarray(random.normal(random.key(0), (300, 4)))
 Y = (X[:, 0] > 0).astype(float)
 #: JAX's names of what is rounded.
 PRODUCTS = {"dot_general", "conv_general_dilated"}
+
+
+@jax.custom_vjp
+def product(x, beta):
+    """A product with a rule of its own for its derivative."""
+    return x @ beta
+
+
+product.defvjp(lambda x, beta: (x @ beta, (x, beta)), lambda kept, slope: (jnp.outer(slope, kept[1]), slope @ kept[0]))
+
+
+def own_rule(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([4]).to_event(1))
+    with numpyro.plate("rows", len(x), subsample_size=30) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=product(x[i], beta)), obs=y[i])
+
+
+def hierarchical(x, y):
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("effects", 4):
+        beta = numpyro.sample("beta", dist.Normal(0, scale))
+    with numpyro.plate("rows", len(x), subsample_size=30) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
 
 
 def logistic(x, y):
@@ -29,6 +66,8 @@ def two_parts(x):
 
 KERNELS = {
     "SGLDR": lambda: SGLDR(logistic),
+    "own_rule": lambda: SGLD(own_rule),
+    "hierarchical": lambda: SGLD(hierarchical),
     "SVRG": lambda: SGLDR(logistic, gradient=SVRG(), preconditioner="dense"),
     "SGHMCR": lambda: SGHMCR(logistic, gradient=Subsampled()),
     "SGNHT": lambda: SGNHT(logistic, gradient=Subsampled()),
@@ -61,9 +100,29 @@ def test_all_products_of_an_iteration_have_full_precision(name):
 
 
 def test_a_potential_function_has_full_precision():
-    kernel = SGLDR(potential_fn=lambda z: z @ X.T @ X @ z / 2)
+    kernel = SGLDR(potential_fn=lambda z: jnp.sum(product(X, z) ** 2) / 2)
     state = kernel.init(random.split(random.key(1), 4), 100, random.normal(random.key(2), (4, 4)), (), {})
-    assert all(map(full, precisions(lambda state: kernel.sample(state, (), {}), state)))
+    found = precisions(lambda state: kernel.sample(state, (), {}), state)
+    assert found
+    assert all(map(full, found))
+
+
+def test_log_likelihoods_and_coefficients_have_full_precision():
+    seen = []
+
+    def watched(x, y):
+        seen.append(jax.config.jax_default_matmul_precision)
+        logistic(x, y)
+
+    mcmc = MCMC(
+        SGLD(watched, step_size=1e-3), num_warmup=0, num_samples=2, num_chains=4, chain_method="vectorized",
+        progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(random.key(0), X, Y)
+    seen.clear()
+    to_inference_data(mcmc, log_likelihood=True)
+    # The observed data alone are read without it.
+    assert seen.count("highest") > seen.count(None)
 
 
 @pytest.mark.parametrize("chosen", ["tensorfloat32", "bfloat16"])
@@ -74,8 +133,14 @@ def test_a_model_has_the_precision_that_the_user_sets(chosen):
         found = program(kernel, state)
     with jax.default_matmul_precision("highest"):
         others = program(kernel, state)
-    # The model's products, forward and backward, and no others.
+    # Some of the products, forward and backward, are the model's.
     assert 0 < sum(not full(p) for p in found) < len(found) == len(others)
+    assert all(map(full, others))
+
+
+def test_functions_of_a_posterior_have_full_precision():
+    look = compiled(lambda target, x: x @ x, FunctionTarget(jnp.sum))
+    assert full(*precisions(look, jnp.eye(2)))
 
 
 def test_rounded_products_are_seen():

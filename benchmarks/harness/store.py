@@ -110,6 +110,8 @@ def run(doc: str, name: str, measure: Callable | None, tables: Callable, draw: C
     parser.add_argument("--short", action="store_true", help="the form that ends in minutes")
     parser.add_argument("--again", action="store_true", help="begin anew, without the rows in the JSON")
     arguments = parser.parse_args()
+    if arguments.short and jax.default_backend() != "cpu":
+        raise SystemExit("Rows of a GPU have one form: leave out --short.")
     record = Record(name, arguments.short, arguments.again and measure is not None, jax.default_backend())
     if measure is not None:
         measure(record)

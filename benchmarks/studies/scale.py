@@ -7,7 +7,7 @@
   2,100 parameters, so that a cloud has 134 kB. Devices are virtual: their time would say nothing.
 - *A large file.* 14 million rows of 36 covariates, 2.0 GB, converted from a stream and fitted with nothing set, with
   1.9 GB for everything but mapped files (``RLIMIT_DATA``). The run is killed in its middle and started again.
-- *Many parameters.* A network of two layers of 3,150 units, ten million parameters, eight particles with minibatches of
+- *Many parameters.* A network of two layers of 3,155 units, ten million parameters, eight particles with minibatches of
   32 rows: a whole run of 40 + 5 iterations of one update each, and the most memory that its process took.
 - *On paper.* What an update would take on GPUs that were not at hand: a network of ten million parameters, eight
   particles on each H200, minibatches of 128 rows of their own. Bytes in memory are those that XLA counts for the

@@ -20,6 +20,7 @@ from numpyro.util import not_jax_tracer
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
 from numpyro_repulsion.gradients.target import Target, compiled
+from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.shapes import Scalar, Vector
 
 __all__ = [
@@ -204,6 +205,7 @@ def evaluate_reference(key: jax.Array, target: Target, unravel: Callable, refere
     )
 
 
+@unrounded()
 def full_gradient(
     key: jax.Array, target: Target, unravel: Callable, position: Vector, size: int
 ) -> tuple[Scalar, Vector]:

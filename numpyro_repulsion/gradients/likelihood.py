@@ -31,9 +31,10 @@ class _Weighted(Messenger):
             msg["scale"] = weight if msg["scale"] is None else weight * msg["scale"]
 
 
+@unrounded()
 def _weighted_energy(target, z, rows, weights):
     model = _Weighted(target.bind(rows, random.key(0)), weights)
-    with any_number_of_rows(), unrounded():
+    with any_number_of_rows():
         return potential_energy(model, target.args, target.kwargs, z)
 
 
@@ -59,6 +60,7 @@ def likelihood_energies(target: Target, particles: Particle, rows: Indices) -> j
     return lax.scan(total, first, rows)[0] / number
 
 
+@unrounded()
 def likelihood_gradients(target: SitesTarget, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
     """Return the gradients of U without the priors of some sites, at particles with leaves ``(n, ...)``.
 

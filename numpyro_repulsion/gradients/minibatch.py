@@ -18,6 +18,7 @@ from numpyro_repulsion.checks import boolean, integer, keep
 from numpyro_repulsion.gradients.sharding import on_shares, share, shares_rows
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.noise import integers_below
+from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.shapes import Count, Flag, Group, Numbers, ReferenceNumbers, ReferenceVectors, Scalar, Vectors
 
 __all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
@@ -161,6 +162,7 @@ class Gradient:
         return self._evaluate(target, z, indices, keys, unravel, axes)
 
     @staticmethod
+    @unrounded()
     def _evaluate(target, z, indices, keys, unravel, axes):
         """Return ``(U, ∇U)`` on given rows, with a key for each particle where likelihoods are random."""
 

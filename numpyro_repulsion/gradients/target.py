@@ -105,9 +105,9 @@ class FunctionTarget(Target):
     def __init__(self, potential_fn):
         self.potential_fn = potential_fn
 
+    @unrounded()
     def potential_energy(self, z, indices, key):
-        with unrounded():
-            energy = jnp.asarray(self.potential_fn(z))
+        energy = jnp.asarray(self.potential_fn(z))
         if energy.shape != ():
             raise ValueError(
                 f"`potential_fn` must return a scalar; got shape {energy.shape} for one particle. "
@@ -124,9 +124,9 @@ def compiled(function: Callable, target: Target) -> Callable:
     leaves, structure = jax.tree.flatten((target.args, target.kwargs))
     spread = {number: leaf for number, leaf in enumerate(leaves) if is_spread(leaf)}
 
+    @unrounded()
     def program(spread, *given):
         args, kwargs = jax.tree.unflatten(structure, [spread.get(i, leaf) for i, leaf in enumerate(leaves)])
-        with unrounded():
-            return function(target.with_arguments(args, kwargs) if spread else target, *given)
+        return function(target.with_arguments(args, kwargs) if spread else target, *given)
 
     return partial(jax.jit(program), spread)

@@ -10,6 +10,8 @@ import numpy as np
 
 from numpyro.util import soft_vmap
 
+from numpyro_repulsion.rounding import unrounded
+
 __all__ = ["map_draws"]
 
 #: Results of more bytes raise `ValueError`.
@@ -20,6 +22,7 @@ CHUNK_BYTES = 2**27
 CHUNK_SIZE = 100
 
 
+@unrounded()
 def map_draws(fn: Callable, draws: Any, shape: tuple[int, ...], what: str, remedy: str) -> dict[str, jax.Array]:
     """Return ``fn`` of each draw: a dictionary of arrays with leading axes ``shape``.
 

@@ -67,6 +67,6 @@ def test_rare_rows_reach_no_bound(monkeypatch):
     # The noise that warmup measures differs by a factor of four between these.
     for seed in (1, 4):
         assert share_flagged(seed) < MAX_FLAGGED
-    # One limit for any number of parameters.
-    monkeypatch.setattr(clipping, "LIMIT_PER_DOUBLING", 0.0)
+    # The control: what suffices where the measured noise is right.
+    monkeypatch.setattr(clipping, "LIMIT_PER_DOUBLING", 1.4)
     assert share_flagged(1) > MAX_FLAGGED
