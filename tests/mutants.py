@@ -54,6 +54,14 @@ MUTANTS = [
         "own_rule",
     ),
     Mutant(
+        "functions of draws as accelerators round them",
+        "inference_data/chunks.py",
+        "@unrounded()\ndef map_draws(",
+        "def map_draws(",
+        "test_rounding",
+        "draws",
+    ),
+    Mutant(
         "models as accelerators round them",
         "gradients/target.py",
         "    @unrounded()\n    def program(",

@@ -8,7 +8,6 @@ import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
     SGHMCR,
@@ -20,10 +19,10 @@ from numpyro_repulsion import (
     RandomFeatures,
     Recipe,
     Subsampled,
-    to_inference_data,
 )
 from numpyro_repulsion.gradients import FunctionTarget
 from numpyro_repulsion.gradients.target import compiled
+from numpyro_repulsion.inference_data.chunks import map_draws
 
 X = jnp.asarray(random.normal(random.key(0), (300, 4)))
 Y = (X[:, 0] > 0).astype(float)
@@ -107,22 +106,13 @@ def test_a_potential_function_has_full_precision():
     assert all(map(full, found))
 
 
-def test_log_likelihoods_and_coefficients_have_full_precision():
-    seen = []
+def test_functions_of_draws_have_full_precision():
+    """As log likelihoods and `llc` evaluate them."""
 
-    def watched(x, y):
-        seen.append(jax.config.jax_default_matmul_precision)
-        logistic(x, y)
+    def mapped(x):
+        return map_draws(lambda draw: {"product": draw["x"] @ draw["x"]}, {"x": x}, (4, 6), "", "")
 
-    mcmc = MCMC(
-        SGLD(watched, step_size=1e-3), num_warmup=0, num_samples=2, num_chains=4, chain_method="vectorized",
-        progress_bar=False,
-    )  # fmt: skip
-    mcmc.run(random.key(0), X, Y)
-    seen.clear()
-    to_inference_data(mcmc, log_likelihood=True)
-    # The observed data alone are read without it.
-    assert seen.count("highest") > seen.count(None)
+    assert full(*precisions(mapped, jnp.ones((4, 6, 3, 3))))
 
 
 @pytest.mark.parametrize("chosen", ["tensorfloat32", "bfloat16"])
