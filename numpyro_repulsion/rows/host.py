@@ -16,7 +16,6 @@ import numpy as np
 from numpyro_repulsion.digests import digest, has_parts
 from numpyro_repulsion.processes import IN_ALL, are_several, is_spread
 from numpyro_repulsion.rows.conversion import convert, opened
-from numpyro_repulsion.rows.gather import gather
 from numpyro_repulsion.rows.primitive import TAKE_ROWS
 from numpyro_repulsion.rows.shards import Shards
 
@@ -166,7 +165,7 @@ class Rows:
         """Return rows by an array of integers, on the host, without a memory of those read last."""
         self._check(rows)
         if isinstance(self.source, np.ndarray):
-            found = gather(self.source, rows)
+            found = np.take(self.source, rows, 0)
         elif (blocks := _blocks(rows)) is not None:
             found = np.concatenate([self.source[first:end] for first, end in blocks])
             found = found.reshape(*rows.shape, *self.shape[1:])
