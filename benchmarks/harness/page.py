@@ -18,7 +18,7 @@ from benchmarks.harness.store import HERE, ROOT, Record
 #: Not in the short form.
 LONG = ("coverage", "older_peers", "real", "real_peers")
 #: Studies of other pages that were run on a GPU too.
-ON_GPU = ("overhead", "particles", "scale")
+ON_GPU = ("overhead", "peers", "particles", "scale")
 SHORT_HEAD = (
     "# Results, short form\n\nWhat `make bench` measures in a quarter of an hour on two cores: fewer repeats, "
     "smaller grids, the first data sets. The first four run two at a time, so their seconds are rough. "
@@ -71,7 +71,8 @@ def main():
     head = SHORT_HEAD if short else f"# {title}\n\n" + (HERE / "findings" / page.name).read_text().strip()
     shown = {name: title for name, title in PAGES[listed].items() if not short or name not in LONG}
     if arguments.gpu:
-        shown |= {name: PAGES["benchmarks/details.md"][name] for name in ON_GPU}
+        titles = {name: title for of_page in PAGES.values() for name, title in of_page.items()}
+        shown |= {name: titles[name] for name in ON_GPU}
     parts = [head]
     for name, title in shown.items():
         record = Record(name, short, platform="gpu" if arguments.gpu else "cpu")
