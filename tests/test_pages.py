@@ -12,9 +12,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
-@pytest.mark.slow
 def test_large_data_runs_from_top_to_bottom(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "large-data.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "scale.md").read_text(), re.DOTALL)
     assert len(blocks) == 5
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
