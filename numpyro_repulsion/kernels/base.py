@@ -288,7 +288,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         """Return the iteration for a state, and its particles in whitened coordinates, ``(G, L, d)``."""
         if jnp.ndim(state.potential_energy) == 0:
             state = map_particles(lambda x: x[None], state)
-        bound = self.bind(args, kwargs)
+        bound = self.bind(args, kwargs).within(state.num_updates)
         plan = bound.plan(state.warmup.scales.preconditioner.kind)
         check_state(self, state, bound.target, plan, bound.gradient)
         _, unravel = ravel_cloud(state.z)

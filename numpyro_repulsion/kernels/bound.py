@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import hashlib
 from typing import Protocol
 
 import jax
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,6 +23,9 @@ from numpyro_repulsion.schedules import BiasBudget, Schedule
 from numpyro_repulsion.warmup import WarmupPlan, most_late_iterations
 
 __all__ = ["Binder", "BoundSampler", "Settings"]
+
+#: From so many bytes on an argument is large.
+LARGE_BYTES = 1 << 22
 
 
 class Settings(Protocol):
@@ -67,6 +71,41 @@ class BoundSampler:
         learns = kernel.reparam is not None and plan.step_size is not None and plan.scale is not None
         suits = kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
         return learns and suits and bool(self.target.location_scale or self.target.num_products)
+
+    def within(self, number: jax.Array) -> BoundSampler:
+        """Return the same for use in the program that has this number, with large arguments behind a barrier.
+
+        NumPyro makes arguments constants of its programs, and XLA copies constants into each loop and branch that uses
+        them: of 400 MB it made 9 GB, and took twice as long. What a barrier returns is no constant. Arguments whose
+        values the model needs stay as they are.
+        """
+        leaves = jax.tree.leaves((self.target.args, self.target.kwargs))
+        large = {place: leaf for place, leaf in enumerate(leaves) if _is_large(leaf)}
+        if not large or not isinstance(number, jax.core.Tracer) or self._needs_values(large):
+            return self
+        shielded = lax.optimization_barrier({place: jnp.asarray(leaf) for place, leaf in large.items()})
+        return replace(self, target=self._with(shielded))
+
+    def _with(self, arrays):
+        """Return the target with other arrays at some places of the flat arguments."""
+        leaves, structure = jax.tree.flatten((self.target.args, self.target.kwargs))
+        leaves = [arrays.get(place, leaf) for place, leaf in enumerate(leaves)]
+        return self.target.with_arguments(*jax.tree.unflatten(structure, leaves))
+
+    def _needs_values(self, arrays):
+        """Return whether the model asks for the values of arrays, and not only computes with them."""
+        target = self.target
+        if not isinstance(target, ModelTarget):
+            return True
+
+        def energy(arrays, z):
+            return self._with(arrays).potential_energy(z, target.first_rows, random.key(0))
+
+        try:
+            jax.eval_shape(energy, arrays, target.prototype)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            return True
+        return False
 
     def share_data(self) -> None:
         """Put rows of the data on the devices for rows of a mesh, if there are any.
@@ -131,6 +170,11 @@ class Binder:
         kernel = self._kernel
         with hinting(kernel.model, args, kwargs):
             return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
+
+
+def _is_large(leaf):
+    is_here = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
+    return is_here and np.dtype(leaf.dtype).kind in "biufc" and leaf.nbytes >= LARGE_BYTES
 
 
 def _fits(known, leaves):

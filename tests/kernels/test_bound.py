@@ -1,0 +1,86 @@
+"""Large arguments of a model within the programs that use them."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, Rows
+from numpyro_repulsion.kernels import bound
+
+N, L = 200, 6
+X = random.normal(random.key(0), (N, 3))
+GROUP = jnp.arange(N) % 4
+Y = X[:, 0] + random.normal(random.key(1), (N,))
+
+
+def model(x, group, y, batch=20):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("groups", 4):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=batch) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ beta + level[group[i]], 1), obs=y[i])
+
+
+def asks_for_values(x, group, y, batch=20):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("groups", int(group.max()) + 1):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=batch) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ beta + level[group[i]], 1), obs=y[i])
+
+
+def users_of_constants(kernel, args):
+    """The operations at the top of the program of an iteration that take a constant with N rows."""
+    state = kernel.init(random.split(random.key(2), L), 60, None, args, {})
+    program = jax.make_jaxpr(lambda state: kernel.sample(state, args, {}))(state)
+    large = {var for var in program.jaxpr.constvars if var.aval.shape[:1] == (N,)}
+    return [eqn.primitive.name for eqn in program.jaxpr.eqns if large.intersection(map(_as_key, eqn.invars))]
+
+
+def _as_key(var):
+    return None if hasattr(var, "val") else var
+
+
+@pytest.mark.parametrize("kernel", [SGLD(model), SGLDR(model, step_size=1e-3)], ids=["measured step", "given step"])
+def test_large_arguments_are_no_constants_of_loops(kernel, monkeypatch):
+    monkeypatch.setattr(bound, "LARGE_BYTES", 1)
+    assert set(users_of_constants(kernel, (X, GROUP, Y))) == {"optimization_barrier"}
+    # The control: small arguments are constants of whatever uses them.
+    monkeypatch.setattr(bound, "LARGE_BYTES", 1 << 22)
+    assert "optimization_barrier" not in (used := users_of_constants(kernel, (X, GROUP, Y))) and used
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+@pytest.mark.parametrize(
+    "of, args",
+    [
+        (model, (X, GROUP, Y)),
+        (model, (np.asarray(X), np.asarray(GROUP), np.asarray(Y))),
+        (model, (Rows(X), Rows(GROUP), Rows(Y))),
+        (asks_for_values, (X, GROUP, Y)),
+    ],
+    ids=["arrays", "of NumPy", "rows", "values needed"],
+)
+def test_draws_do_not_depend_on_the_size(kind, of, args, monkeypatch):
+    def draws():
+        mcmc = MCMC(kind(of), num_warmup=60, num_samples=5, num_chains=L, chain_method="vectorized",
+                    progress_bar=False)  # fmt: skip
+        mcmc.run(random.key(3), *args)
+        return mcmc.get_samples()["beta"]
+
+    monkeypatch.setattr(bound, "LARGE_BYTES", 1)
+    shielded = draws()
+    monkeypatch.setattr(bound, "LARGE_BYTES", 1 << 22)
+    np.testing.assert_allclose(shielded, draws(), atol=1e-3)
+
+
+def test_models_that_need_values_keep_them(monkeypatch):
+    monkeypatch.setattr(bound, "LARGE_BYTES", 1)
+    found = users_of_constants(SGLD(asks_for_values), (X, GROUP, Y))
+    assert found and "optimization_barrier" not in found
