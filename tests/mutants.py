@@ -389,6 +389,22 @@ MUTANTS = [
         "test_diagnostics",
         "ksd or stein",
     ),
+    Mutant(
+        "large arguments that are constants of loops",
+        "kernels/bound.py",
+        "lax.optimization_barrier({place: jnp.asarray(leaf) for place, leaf in large.items()})",
+        "{place: jnp.asarray(leaf) for place, leaf in large.items()}",
+        "test_bound",
+        "constants",
+    ),
+    Mutant(
+        "models that need values do not get them",
+        "kernels/bound.py",
+        "            return True\n        return False",
+        "            return False\n        return False",
+        "test_bound",
+        "values",
+    ),
 ]
 
 

@@ -7,6 +7,8 @@
   2,100 parameters, so that a cloud has 134 kB. Devices are virtual: their time would say nothing.
 - *A large file.* 14 million rows of 36 covariates, 2.0 GB, converted from a stream and fitted with nothing set, with
   1.9 GB for everything but mapped files (``RLIMIT_DATA``). The run is killed in its middle and started again.
+- *First runs.* The same regression with more rows: seconds of a run of 300 + 300 iterations, ten updates each, with
+  compilation, and the most memory that its process took, in which the data are once.
 - *Many parameters.* A network of two layers of 3,155 units, ten million parameters, eight particles with minibatches of
   32 rows: a whole run of 40 + 5 iterations of one update each, and the most memory that its process took.
 - *On paper.* What an update would take on GPUs that were not at hand: a network of ten million parameters, eight
@@ -184,6 +186,19 @@ def large(short: bool) -> dict:
     return whole | {"converted": converted, "rows": num_rows, "is_same": resumed["digest"] == whole["digest"]}
 
 
+def first_run(num_rows: int, source: str) -> dict:
+    """Seconds and the peak of memory of a first run; in a process of its own."""
+    (batch,) = stream(num_rows, 50, num_rows)
+    kind = jnp.asarray if source == "arrays" else Rows
+    x, y = map(kind, batch.values())
+    del batch
+    mcmc = vectorized(SGLD(logistic), 300, 300, NUM_PARTICLES, progress_bar=True)
+    began = time.perf_counter()
+    mcmc.run(random.key(0), x, y)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {"seconds": time.perf_counter() - began, "peak_gib": peak}
+
+
 def wide(X, y, width):
     """A network of two wide layers, scaled so that functions have a variance of one."""
     shapes = {"first": (X.shape[1], width), "second": (width, width)}
@@ -260,6 +275,8 @@ def on_paper(record: Record) -> str:
     return table([*head, "ms an update", "particle updates a second"], lines)
 
 
+FIRST = {"arrays": "arrays", "rows": "`Rows`, in memory"}
+FIRST_ROWS = (20_000, 500_000, 2_000_000)
 SENT = ("SGLD", "SGLDR", "SGHMCR", "SVGD", "SGLDR, RandomFeatures", "SGLDR, 4 ensembles", "SGLD, rows", "SGLDR, rows")
 
 
@@ -270,6 +287,11 @@ def measure(record: Record) -> None:
     for name in SENT:
         record.row(f"sent {name}", lambda name=name: apart("benchmarks.studies.scale", "sent", 600, name=name))
     record.row("large", lambda: large(record.short))
+    for number in FIRST_ROWS[:1] if record.short else FIRST_ROWS:
+        for source in FIRST:
+            key = f"first run {source} {number}"
+            call = functools.partial(apart, "benchmarks.studies.scale", "first_run", 1800)
+            record.row(key, lambda call=call, number=number, source=source: call(num_rows=number, source=source))
     width = 300 if record.short else 3155
     record.row("wide", lambda: apart("benchmarks.studies.scale", "many_parameters", 7200, width=width))
     for name in ("SGLD", "SGLDR"):
@@ -301,6 +323,14 @@ def tables(record: Record) -> str:
             cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}"]
             seconds = [f"{row['converted']:.0f}", f"{row['seconds']:.0f}"]
             parts.append(table(head, [[*cells, *seconds, f"{row['worst_z']:.2f}", same]]))
+    lines = []
+    for number in FIRST_ROWS:
+        rows = [record.rows.get(f"first run {source} {number}", {}) for source in FIRST]
+        if any("seconds" in row for row in rows):
+            cells = [f"{row['seconds']:.0f} · {row['peak_gib']:.1f}" if "seconds" in row else "" for row in rows]
+            lines.append([f"{number:,}", f"{number * 51 * 4 / 1e6:.0f}", *cells])
+    if lines:
+        parts.append(table(["rows", "MB", *(f"{name}: s · GiB at the peak" for name in FIRST.values())], lines))
     if (row := record.rows.get("wide")) is not None:
         if "failed" in row:
             parts.append(f"Many parameters: {row['failed']}.")

@@ -30,7 +30,7 @@ from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.hints import sites_not_finite
 from numpyro_repulsion.kernels.origin import Origin
-from numpyro_repulsion.kernels.requirements import check_room, check_tournament
+from numpyro_repulsion.kernels.requirements import check_room, check_tournament, warn_of_copies
 from numpyro_repulsion.kernels.settings import automatic_scale, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
 from numpyro_repulsion.layout import place_everywhere, place_particles
@@ -250,6 +250,7 @@ class Initializer:
             )
         if isinstance(target, ModelTarget):
             check_room(target, mcmc, size)
+            warn_of_copies(target, mcmc)
             batches = bound.gradient.batches(target)
             if all(batches[name] == size for name, (size, _) in target.plates.items()):
                 check_rows(target.args, target.kwargs)

@@ -6,14 +6,16 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro.infer import MCMC
+from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.kernels.mcmc import left_out
+from numpyro_repulsion.kernels.mcmc import jits_arguments, left_out
 from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.processes import are_several
@@ -30,6 +32,7 @@ __all__ = [
     "check_sweeps",
     "check_tournament",
     "require_instance",
+    "warn_of_copies",
     "warn_of_short_warmup",
 ]
 
@@ -38,6 +41,9 @@ MIN_RATES = 4
 
 #: With fewer iterations, warmup has too few draws to learn from.
 MIN_WARMUP = 50
+
+#: How often programs may hold the arguments of a model, most of them while they are compiled (study `scale`).
+MAX_COPIES = 7
 
 
 def require_instance(name: str, value: object, kind: type, example: str) -> None:
@@ -129,6 +135,20 @@ def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
             f"{memory / 2**30:.1f} GiB. Use run_in_pieces(mcmc, ..., directory=...), which keeps them on disk, a "
             'larger `thinning`, or leave sites out, as by mcmc.run(..., extra_fields=("~z.weights",)).'
         )
+
+
+def warn_of_copies(target: ModelTarget, mcmc: MCMC | None) -> None:
+    """Warn of arguments of which the copies in programs would exceed the memory of the device."""
+    arrays = [leaf for leaf in target.leaves if isinstance(leaf, jax.Array | np.ndarray) and not_jax_tracer(leaf)]
+    size, memory = sum(array.nbytes for array in arrays), device_memory()
+    if mcmc is None or jits_arguments(mcmc) or MAX_COPIES * size <= memory:
+        return
+    warnings.warn(
+        f"The arguments of the model have {size / 2**30:.1f} GiB of {memory / 2**30:.1f}, and programs may hold up to "
+        f"{MAX_COPIES} copies. Pass numpyro_repulsion.Rows(numpy.asarray(x)) for what a plate takes by rows, or set "
+        "MCMC(..., jit_model_args=True, progress_bar=False).",
+        stacklevel=5,
+    )
 
 
 def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, Rows
-from numpyro_repulsion.kernels import bound
+from numpyro_repulsion.kernels import bound, requirements
 
 N, L = 200, 6
 X = random.normal(random.key(0), (N, 3))
@@ -29,22 +29,34 @@ def model(x, group, y, batch=20):
 
 def asks_for_values(x, group, y, batch=20):
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("groups", int(group.max()) + 1):
+    with numpyro.plate("groups", int(np.asarray(group).max()) + 1):
         level = numpyro.sample("level", dist.Normal(0, 1))
     with numpyro.plate("rows", N, subsample_size=batch) as i:
         numpyro.sample("y", dist.Normal(x[i] @ beta + level[group[i]], 1), obs=y[i])
 
 
 def users_of_constants(kernel, args):
-    """The operations at the top of the program of an iteration that take a constant with N rows."""
+    """The operations of the program of an iteration that use a constant with N rows; "inner" for those of parts."""
     state = kernel.init(random.split(random.key(2), L), 60, None, args, {})
     program = jax.make_jaxpr(lambda state: kernel.sample(state, args, {}))(state)
     large = {var for var in program.jaxpr.constvars if var.aval.shape[:1] == (N,)}
-    return [eqn.primitive.name for eqn in program.jaxpr.eqns if large.intersection(map(_as_key, eqn.invars))]
+    found = [eqn.primitive.name for eqn in program.jaxpr.eqns if large.intersection(map(_as_key, eqn.invars))]
+    return found + ["inner"] * _count_inner(program.jaxpr)
 
 
 def _as_key(var):
     return None if hasattr(var, "val") else var
+
+
+def _count_inner(jaxpr):
+    parts = [part for eqn in jaxpr.eqns for part in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_closed)]
+    parts = [part for part in parts if _is_closed(part)]
+    own = sum(np.shape(const)[:1] == (N,) for part in parts for const in part.consts)
+    return own + sum(_count_inner(part.jaxpr) for part in parts)
+
+
+def _is_closed(part):
+    return hasattr(part, "jaxpr") and hasattr(part, "consts")
 
 
 @pytest.mark.parametrize("kernel", [SGLD(model), SGLDR(model, step_size=1e-3)], ids=["measured step", "given step"])
@@ -84,3 +96,23 @@ def test_models_that_need_values_keep_them(monkeypatch):
     monkeypatch.setattr(bound, "LARGE_BYTES", 1)
     found = users_of_constants(SGLD(asks_for_values), (X, GROUP, Y))
     assert found and "optimization_barrier" not in found
+
+
+def test_arguments_whose_copies_exceed_memory_are_warned_of(monkeypatch):
+    size = X.nbytes + GROUP.nbytes + Y.nbytes
+    monkeypatch.setattr(requirements, "device_memory", lambda: requirements.MAX_COPIES * size - 1)
+
+    def run(*args, **settings):
+        mcmc = MCMC(SGLD(model, step_size=1e-3), num_warmup=0, num_samples=1, num_chains=L, chain_method="vectorized",
+                    progress_bar=False, **settings)  # fmt: skip
+        mcmc.run(random.key(0), *args)
+
+    with pytest.warns(
+        UserWarning, match=r"arguments of the model have 0.0 GiB.*hold up to 7 copies.*Pass numpyro_repulsion.Rows"
+    ):
+        run(X, GROUP, Y)
+    # What it advises, and room for the copies: warnings are errors in these tests.
+    run(*map(Rows, map(np.asarray, (X, GROUP, Y))))
+    run(X, GROUP, Y, jit_model_args=True)
+    monkeypatch.setattr(requirements, "device_memory", lambda: requirements.MAX_COPIES * size)
+    run(X, GROUP, Y)
