@@ -11,6 +11,11 @@ In the second part each minibatch has 200 of 20,000 rows without control variate
 one that warmup measures, so that there is a bias to see: what the means of squares, over all parameters, are too large
 by. One level halves the step once, two levels twice.
 
+The third part is a run with nothing set, 1,000 + 7,000 iterations, on a logistic regression with 100,000 rows and 50
+coefficients, minibatches of 500: over all coefficients, the mean error of squares and the root mean square of their
+errors in standard errors, which is 1 if nothing but chance is left. Its reference is a Laplace approximation with
+corrected means, whose error is of relative order 50 / 100,000.
+
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.extrapolation [--short] [--again]
 """
 
@@ -22,10 +27,14 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro.diagnostics import effective_sample_size
+
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, pm, run, table
+from benchmarks.problems import logistic_100k as large
 from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, data_folder, known, nuts_reference
 from numpyro_repulsion import SGHMC, SGLD, Subsampled, extrapolate
+from numpyro_repulsion.targets import logistic_regression
 
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
 LENGTH, SHORT_LENGTH, PARTICLES = 4000, 400, 20
@@ -88,6 +97,20 @@ def heated(factor: int, num_samples: int) -> dict:
     return row
 
 
+def many_draws() -> dict:
+    """A row: errors of squares, plain and extrapolated, from about a hundred thousand effective draws."""
+    X, y = large.data()
+    mean, sd = large.reference(X, y)
+    X, y = large.as_jax(X, y)
+    mcmc = vectorized(SGLD(logistic_regression), 1000, 7000, PARTICLES, progress_bar=True)
+    mcmc.run(random.key(0), X, y, subsample_size=large.BATCH)
+    found = {levels: extrapolate(mcmc, squares({"beta": (mean, sd)}), levels=levels) for levels in (1, 2)}
+    row = {"rows": len(X), "plain": [np.asarray(x).tolist() for x in (found[1].plain_mean, found[1].plain_mcse)]}
+    row |= {f"levels {k}": [np.asarray(v).tolist() for v in (x.mean, x.mcse)] for k, x in found.items()}
+    row["effective"] = float(np.median(effective_sample_size(mcmc.get_samples(group_by_chain=True)["beta"])))
+    return row
+
+
 def measure(record: Record) -> None:
     length = SHORT_LENGTH if record.short else LENGTH
     names = [*POSTERIORDB, *MADE_HERE] if data_folder() is not None else list(SHORT)
@@ -97,6 +120,8 @@ def measure(record: Record) -> None:
             record.row(f"{name} / {kernel}", partial(measured, name, kernel, length))
     for factor in () if record.short else FACTORS:
         record.row(f"{factor} times the step", partial(heated, factor, length))
+    if not record.short:
+        record.row("100,000 rows", many_draws)
 
 
 def tables(record: Record) -> str:
@@ -131,6 +156,18 @@ def tables(record: Record) -> str:
             lines.append([f"{factor} × {row['step']:.2g}", *cells])
     if lines:
         head = ["step", "squares too large by, %", "extrapolated with one level", "with two"]
+        parts.append(table(head, lines))
+    if (row := record.rows.get("100,000 rows")) is not None:
+        lines = []
+        for name, key in {"plain": "plain", "one level": "levels 1", "two levels": "levels 2"}.items():
+            value, error = np.array(row[key], float)
+            known = np.isfinite(error)
+            # Coefficients are nearly independent, so their errors are too.
+            mean, own = 100 * (value - 1).mean(), 100 * np.sqrt(np.nansum(error**2)) / known.sum()
+            z = np.sqrt(np.mean(((value - 1) / error)[known] ** 2))
+            lines.append([name, pm(mean, own, 2), f"{100 * np.nanmedian(error):.2f}", f"{z:.2f}", f"{known.sum()}"])
+        head = [f"{row['rows']:,} rows, {row['effective']:,.0f} effective draws of the median coefficient"]
+        head += ["squares too large by, %", "standard error of one, %", "errors in standard errors", "errors known"]
         parts.append(table(head, lines))
     return "\n\n".join(parts)
 

@@ -174,7 +174,8 @@ class Binder:
 
 def _is_large(leaf):
     is_here = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
-    return is_here and np.dtype(leaf.dtype).kind in "biufc" and leaf.nbytes >= LARGE_BYTES
+    is_numbers = is_here and (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number))
+    return is_numbers and leaf.nbytes >= LARGE_BYTES
 
 
 def _fits(known, leaves):

@@ -98,6 +98,18 @@ def test_models_that_need_values_keep_them(monkeypatch):
     assert found and "optimization_barrier" not in found
 
 
+def test_arguments_that_are_no_numbers_stay(monkeypatch):
+    def noisy(key, x, y):
+        shift = random.normal(key, (N,)) / 100
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", N, subsample_size=20) as i:
+            numpyro.sample("y", dist.Normal(mu + shift[i] + x[i], 1), obs=y[i])
+
+    monkeypatch.setattr(bound, "LARGE_BYTES", 1)
+    for x in (X[:, 0].astype(jnp.bfloat16), X[:, 0] > 0):
+        assert set(users_of_constants(SGLD(noisy, step_size=1e-3), (random.key(1), x, Y))) == {"optimization_barrier"}
+
+
 def test_arguments_whose_copies_exceed_memory_are_warned_of(monkeypatch):
     size = X.nbytes + GROUP.nbytes + Y.nbytes
     monkeypatch.setattr(requirements, "device_memory", lambda: requirements.MAX_COPIES * size - 1)
