@@ -392,8 +392,8 @@ MUTANTS = [
     Mutant(
         "large arguments that are constants of loops",
         "kernels/bound.py",
-        "lax.optimization_barrier({place: jnp.asarray(leaf) for place, leaf in large.items()})",
-        "{place: jnp.asarray(leaf) for place, leaf in large.items()}",
+        "self._with(lax.optimization_barrier(large))",
+        "self._with(large)",
         "test_bound",
         "constants",
     ),

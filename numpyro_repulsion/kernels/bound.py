@@ -24,7 +24,7 @@ from numpyro_repulsion.warmup import WarmupPlan, most_late_iterations
 
 __all__ = ["Binder", "BoundSampler", "Settings"]
 
-#: From so many bytes on an argument is large.
+#: From so many bytes on an array is large.
 LARGE_BYTES = 1 << 22
 
 
@@ -79,12 +79,13 @@ class BoundSampler:
         them: of 400 MB it made 9 GB, and took twice as long. What a barrier returns is no constant. Arguments whose
         values the model needs stay as they are.
         """
-        leaves = jax.tree.leaves((self.target.args, self.target.kwargs))
-        large = {place: leaf for place, leaf in enumerate(leaves) if _is_large(leaf)}
-        if not large or not isinstance(number, jax.core.Tracer) or self._needs_values(large):
+        if not isinstance(number, jax.core.Tracer):
             return self
-        shielded = lax.optimization_barrier({place: jnp.asarray(leaf) for place, leaf in large.items()})
-        return replace(self, target=self._with(shielded))
+        leaves = jax.tree.leaves((self.target.args, self.target.kwargs))
+        # Arrays of NumPy stay too: with them a model may compute in double precision.
+        large = {place: leaf for place, leaf in enumerate(leaves) if _is_large(leaf)}
+        large = {place: leaf for place, leaf in large.items() if not self._needs_values({place: leaf})}
+        return replace(self, target=self._with(lax.optimization_barrier(large))) if large else self
 
     def _with(self, arrays):
         """Return the target with other arrays at some places of the flat arguments."""
@@ -103,7 +104,7 @@ class BoundSampler:
 
         try:
             jax.eval_shape(energy, arrays, target.prototype)
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        except Exception:  # Whatever libraries raise. A fault of the model itself is raised again, with the values.
             return True
         return False
 
@@ -173,9 +174,8 @@ class Binder:
 
 
 def _is_large(leaf):
-    is_here = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
-    is_numbers = is_here and (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number))
-    return is_numbers and leaf.nbytes >= LARGE_BYTES
+    is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_here and leaf.nbytes >= LARGE_BYTES
 
 
 def _fits(known, leaves):

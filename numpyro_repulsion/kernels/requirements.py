@@ -42,7 +42,8 @@ MIN_RATES = 4
 #: With fewer iterations, warmup has too few draws to learn from.
 MIN_WARMUP = 50
 
-#: How often programs may hold the arguments of a model, most of them while they are compiled (study `scale`).
+#: How often programs may hold the arguments of a model, most of them while they are compiled: of 1 GB, 6.2 times on a
+#: CPU (findings of the study `scale`), and more often if the model needs their values.
 MAX_COPIES = 7
 
 
@@ -138,17 +139,24 @@ def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
 
 
 def warn_of_copies(target: ModelTarget, mcmc: MCMC | None) -> None:
-    """Warn of arguments of which the copies in programs would exceed the memory of the device."""
-    arrays = [leaf for leaf in target.leaves if isinstance(leaf, jax.Array | np.ndarray) and not_jax_tracer(leaf)]
-    size, memory = sum(array.nbytes for array in arrays), device_memory()
-    if mcmc is None or jits_arguments(mcmc) or MAX_COPIES * size <= memory:
+    """Warn of arguments of which the copies in programs would exceed the memory of the machine."""
+    if mcmc is None or jits_arguments(mcmc) or jax.default_backend() != "cpu":
+        return
+    size, memory = sum(leaf.nbytes for leaf in target.leaves if _enters_programs(leaf)), device_memory()
+    if MAX_COPIES * size <= memory:
         return
     warnings.warn(
-        f"The arguments of the model have {size / 2**30:.1f} GiB of {memory / 2**30:.1f}, and programs may hold up to "
-        f"{MAX_COPIES} copies. Pass numpyro_repulsion.Rows(numpy.asarray(x)) for what a plate takes by rows, or set "
-        "MCMC(..., jit_model_args=True, progress_bar=False).",
-        stacklevel=5,
+        f"The arguments of the model take {size / 2**30:.1f} GiB, the machine has {memory / 2**30:.1f} GiB, and "
+        f"compiled programs may hold {MAX_COPIES} copies. Pass numpyro_repulsion.Rows(numpy.asarray(x)) for what a "
+        "plate takes by rows, or set MCMC(..., jit_model_args=True, progress_bar=False).",
+        stacklevel=6,
     )
+
+
+def _enters_programs(leaf):
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind in "biufc"
+    return isinstance(leaf, jax.Array) and not_jax_tracer(leaf)
 
 
 def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:
