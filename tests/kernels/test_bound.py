@@ -89,7 +89,8 @@ def test_draws_do_not_depend_on_the_size(kind, of, args, monkeypatch):
     monkeypatch.setattr(bound, "LARGE_BYTES", 1)
     shielded = draws()
     monkeypatch.setattr(bound, "LARGE_BYTES", 1 << 22)
-    np.testing.assert_allclose(shielded, draws(), atol=1e-3)
+    # Another program may round differently; draws have a standard deviation of about 0.1.
+    np.testing.assert_allclose(shielded, draws(), atol=1e-4)
 
 
 def test_models_that_need_values_keep_them(monkeypatch):
