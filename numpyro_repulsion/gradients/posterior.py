@@ -20,7 +20,7 @@ from numpyro_repulsion.gradients.dependence import influenced
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
 from numpyro_repulsion.gradients.location_scale import centred_energy, location_scale_sites, recovered
 from numpyro_repulsion.gradients.products import Products
-from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, find_nan
+from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, check_values, find_nan
 from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
 from numpyro_repulsion.gradients.target import Indices, SitesTarget, compiled
 from numpyro_repulsion.gradients.tempering import untempered
@@ -50,6 +50,7 @@ class ModelTarget(SitesTarget):
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self._params: dict = {}
         check_sizes(args, self.kwargs)
+        check_values(args, self.kwargs)
         self._share_traces()
         try:
             sites, watch = self._inspect()
@@ -58,6 +59,7 @@ class ModelTarget(SitesTarget):
             with jax.ensure_compile_time_eval():
                 self.args, self.kwargs = jax.tree.map(_as_jax, (self.args, self.kwargs))
             sites, watch = self._inspect()
+        check_values(observations={name: sites[name]["value"] for name in self.observed})
         if any(site["type"] in ("param", "mutable") for site in sites.values()):
             # Random initial values of `param` sites must not change from update to update.
             with jax.ensure_compile_time_eval():
@@ -260,6 +262,7 @@ class ModelTarget(SitesTarget):
         return jax.tree.leaves((self.args, self.kwargs))
 
     def find_nan(self):
+        check_values(self.args, self.kwargs, of_rows=True)
         observations = {}
         # All rows of `Rows` may exceed memory.
         if not host_rows((self.args, self.kwargs)):
