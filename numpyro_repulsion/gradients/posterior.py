@@ -48,7 +48,7 @@ class ModelTarget(SitesTarget):
 
     def __init__(self, model, args=(), kwargs=None):
         self.model, self.args, self.kwargs = model, args, kwargs or {}
-        self._params: dict = {}
+        self.params: dict = {}
         check_sizes(args, self.kwargs)
         check_values(args, self.kwargs)
         self._share_traces()
@@ -64,7 +64,7 @@ class ModelTarget(SitesTarget):
             # Random initial values of `param` sites must not change from update to update.
             with jax.ensure_compile_time_eval():
                 values = self._trace(self.first_rows)
-            self._params = {k: v["value"] for k, v in values.items() if v["type"] in ("param", "mutable")}
+            self.params = {k: v["value"] for k, v in values.items() if v["type"] in ("param", "mutable")}
         if not any(np.prod(site.shape) for site in self.prototype.values()):
             raise ValueError(f"The latent sites {self.latent} have no elements. Give one a shape without 0.")
         deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
@@ -107,7 +107,7 @@ class ModelTarget(SitesTarget):
         parts = shapes, plates, tuple(self.discrete), self._groups, self._enumeration_dim, kind
         effects = tuple(self.location_scale), tuple(self.products.pairs), tuple(self.translations.groups)
         # Initial values of `param` sites are constants of the compiled program.
-        return (*parts, *effects, *map(id, self._params.values()))
+        return (*parts, *effects, *map(id, self.params.values()))
 
     def with_arguments(self, args, kwargs):
         other = copy(self)
@@ -328,7 +328,7 @@ class ModelTarget(SitesTarget):
     def bind(self, indices: Indices, key: jax.Array):
         """Return the model with the rows of its subsampled plates, and a key for random likelihoods."""
         sizes = {name: size for name, (size, _) in self.plates.items()} if indices else {}
-        return TakesRows(seed(substitute(self.model, data={**self._params, **indices}), key), indices, sizes)
+        return TakesRows(seed(substitute(self.model, data={**self.params, **indices}), key), indices, sizes)
 
     def _trace(self, indices, key=None, init_strategy=init_to_uniform, observed=True):
         model = self.bind(indices, random.key(0) if key is None else key)

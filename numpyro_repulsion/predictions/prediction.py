@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 import inspect
 from typing import Any
 
@@ -11,15 +12,16 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
+import numpyro
 import numpyro.distributions as dist
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import substitute
 from numpyro.infer import MCMC
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.inference_data import all_rows
+from numpyro_repulsion.gradients import ModelTarget, check_values, compiled
+from numpyro_repulsion.inference_data import visible
 from numpyro_repulsion.kernels import bound_of, chosen_draws, is_warmup, kernel_of, require_draws
 from numpyro_repulsion.kernels.hints import hinting
 from numpyro_repulsion.predictions.mixture import Predictions
@@ -50,7 +52,7 @@ def predict(
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package.
     :param args: the arguments of the model, such as new covariates. Where they have observations of the site, the
-        result has their log likelihood.
+        result has their log likelihood. They are checked like those of a run.
     :param site: the name of an observed site, or of a deterministic one. ``None`` if the model observes a single site.
     :param num_draws: most draws to use, evenly spread over particles and iterations. For an optimizer of the cloud
         (:class:`~numpyro_repulsion.SVGD`) all come from its last cloud.
@@ -59,9 +61,9 @@ def predict(
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package, if ``rng_key`` is not a key, and
         for arguments that the model does not take.
     :raises ValueError: before the run; for a kernel without a model; for a site that does not exist or is not chosen;
-        if the run left out latent sites; for enumerated models; if a latent site has another shape with these data, as
-        an effect for each row has; for observations of another shape than their site; for sites inside ``scan``; and
-        if replicates exceed 2 GiB.
+        if the run left out latent sites; for enumerated models; for data that a run would refuse, such as fewer rows
+        than a plate has; if a latent site has another shape with these data, as an effect for each row has; for
+        observations of another shape than their site; for sites inside ``scan``; and if replicates exceed 2 GiB.
 
     **Example**
 
@@ -100,19 +102,22 @@ def predict(
     if rng_key is not None and not (hasattr(rng_key, "dtype") and is_prng_key(rng_key)):
         raise TypeError(f"`rng_key` must be a PRNG key such as random.key(1); got {rng_key!r}.")
     key = random.key(0) if rng_key is None else rng_key
-    target = bound_of(mcmc).target
-    site = _site(target, site)
+    fitted: Any = bound_of(mcmc).target
+    site = _site(fitted, site)
     draws = chosen_draws(mcmc, num_draws, "Predictions need")
-    model = all_rows(_with_arguments(kernel.model, args, kwargs))
+    _check_arguments(kernel.model, args, kwargs)
+    model = _NewData(substitute(kernel.model, data=fitted.params), {name: x.shape[1:] for name, x in draws.items()})
     with hinting(kernel.model, args, kwargs):
-        kept = _Sums(site, _observed(model, site, jax.tree.map(lambda x: x[0], draws)))
+        target = ModelTarget(model, args, kwargs)
+        check_values(args, kwargs, of_rows=True)
+        kept = _Sums(site, _observed(target, site, model.drawn, jax.tree.map(lambda x: x[0], draws)))
 
-    def of_draw(number, draw):
+    def of_draw(target, number, draw):
         # The model takes keys from its own by splitting, so replicates need another.
         of_model, of_replicate = random.split(random.fold_in(key, number))
-        return _of_draw(_traced(model, draw, of_model)[site], of_replicate)
+        return _of_draw(target.sites(draw, of_model)[site], of_replicate, kept.observed is not None)
 
-    for found in _in_chunks(of_draw, draws):
+    for found in _in_chunks(of_draw, target, draws):
         kept.add(found)
     return kept.predictions()
 
@@ -125,6 +130,7 @@ class _Sums:
         self.number = 0
         self.sums: dict[str, np.ndarray] = {}
         self.log_likelihood: np.ndarray | None = None
+        self.seen: np.ndarray | None = None
         self.replicates: list[np.ndarray] = []
 
     def add(self, found):
@@ -135,6 +141,9 @@ class _Sums:
             total = np.logaddexp.reduce(log_prob, 0)
             known = self.log_likelihood
             self.log_likelihood = total if known is None else np.logaddexp(known, total)
+        if "seen" in found:
+            seen = found.pop("seen").any(0)
+            self.seen = seen if self.seen is None else self.seen | seen
         if "mean" in found:
             # The first draw is subtracted, so that the variance of means does not cancel.
             mean = found["mean"].astype(float) - self.sums.setdefault("origin", found["mean"][0].astype(float))
@@ -152,21 +161,28 @@ class _Sums:
         elif "probabilities" in self.sums:
             probabilities = self.sums["probabilities"] / self.number
         log_likelihood = None if self.log_likelihood is None else self.log_likelihood - np.log(self.number)
+        observed = self.observed
+        if self.seen is not None and log_likelihood is not None:
+            observed = np.where(self.seen, observed, np.nan)
+            events = tuple(range(log_likelihood.ndim, self.seen.ndim))
+            log_likelihood = np.where(self.seen.any(events), log_likelihood, np.nan)
         replicates = np.concatenate(self.replicates)
         if mean is None and probabilities is None:  # a distribution that does not know its moments
             mean, sd = replicates.mean(0, dtype=float), replicates.std(0, dtype=float)
-        return Predictions(self.site, replicates, self.observed, mean, sd, probabilities, log_likelihood)
+        return Predictions(self.site, replicates, observed, mean, sd, probabilities, log_likelihood)
 
 
-def _of_draw(msg, key):
+def _of_draw(msg, key, has_data):
     """Return the moments, the log density and a random value of a traced site, as far as it has them."""
     if msg["type"] == "deterministic":
         value = jnp.asarray(msg["value"])
         return {"mean": value, "variance": jnp.zeros_like(value, float), "replicate": value}
     fn = msg["fn"]
     found = {"replicate": fn.sample(key)}
-    if msg["is_observed"]:
+    if has_data:
         found["log_prob"] = fn.log_prob(msg["value"])
+        if (seen := visible(fn, msg["value"], in_events=True)) is not None:
+            found["seen"] = seen
     base = fn
     while isinstance(base, dist.Independent | dist.MaskedDistribution | dist.ExpandedDistribution):
         base = base.base_dist
@@ -181,11 +197,11 @@ def _of_draw(msg, key):
     return found | moments
 
 
-def _in_chunks(of_draw: Callable, draws: dict):
+def _in_chunks(of_draw: Callable, target: ModelTarget, draws: dict):
     """Yield what ``of_draw`` returns for chunks of the draws, computed by one compiled program."""
     total = len(next(iter(draws.values())))
     numbered = jnp.arange(total), draws
-    results = jax.eval_shape(of_draw, *jax.tree.map(lambda x: x[0], numbered))
+    results = jax.eval_shape(partial(of_draw, target), *jax.tree.map(lambda x: x[0], numbered))
     bytes_of = {name: int(np.prod(x.shape)) * x.dtype.itemsize for name, x in results.items()}
     if (size := total * bytes_of["replicate"]) > MAX_BYTES:
         raise ValueError(
@@ -193,7 +209,7 @@ def _in_chunks(of_draw: Callable, draws: dict):
             "`num_draws`, or pass the rows in parts."
         )
     chunk = min(CHUNK_SIZE, total, max(1, CHUNK_BYTES // max(1, sum(bytes_of.values()))))
-    program = jax.jit(jax.vmap(of_draw))
+    program = compiled(lambda target, *draws: jax.vmap(partial(of_draw, target))(*draws), target)
     for start in range(0, total, chunk):
         # The last chunk ends at the last draw, and the draws that it repeats are dropped.
         first = min(start, total - chunk)
@@ -201,39 +217,44 @@ def _in_chunks(of_draw: Callable, draws: dict):
         yield {name: np.asarray(value)[start - first :] for name, value in found.items()}
 
 
-class _same_shapes(Messenger):
-    """Refuse latent sites of another shape than their draws, before NumPyro broadcasts them."""
+class _NewData(Messenger):
+    """A model of new data: its plates take all rows, and sites that have neither data nor draws are drawn.
 
-    def __init__(self, fn, draw):
+    To the analysis of the model the latter are observed, and random.
+
+    :param shapes: those of the draws by name.
+
+    - **drawn** - the sites that it draws.
+
+    :raises ValueError: for latent sites of another shape than their draws, before NumPyro broadcasts them.
+    """
+
+    def __init__(self, fn, shapes):
         super().__init__(fn)
-        self.draw = draw
+        self.shapes, self.drawn = shapes, set()
 
     def process_message(self, msg):
-        known = self.draw.get(msg.get("name"))
-        # Sites of a scan come with an axis that their distribution does not know.
-        if msg["type"] != "sample" or known is None or msg.get("_control_flow_done"):
+        if msg["type"] == "plate" and (msg["value"] is None or msg["args"][1] in (None, msg["args"][0])):
+            size = msg["args"][0]
+            msg["args"], msg["value"] = (size, size), jnp.arange(size)
+        # Sites of a scan have values here, and an axis that their distribution does not know.
+        if msg["type"] != "sample" or msg["value"] is not None:
             return
-        if (shape := msg["fn"].shape()) != known.shape:
+        name, fn, sample_shape = msg["name"], msg["fn"], msg["kwargs"]["sample_shape"]
+        known = self.shapes.get(name)
+        if known is None:
+            self.drawn.add(name)
+            msg["value"], msg["is_observed"] = fn(rng_key=numpyro.prng_key(), sample_shape=sample_shape), True
+        elif (shape := fn.shape(sample_shape)) != known:
             raise ValueError(
-                f"With these data the latent site '{msg['name']}' has the shape {shape}, and its draws have "
-                f"{known.shape}: effects of single rows cannot be predicted for other rows. Pass the same rows, or a "
-                "model of new ones to numpyro.infer.Predictive."
+                f"With these data the latent site '{name}' has the shape {shape}, and its draws have {known}: effects "
+                "of single rows cannot be predicted for other rows. Pass the same rows, or a model of new ones to "
+                "numpyro.infer.Predictive."
             )
 
 
-def _traced(model, draw, key):
-    """Return the sites of the model with its latent ones at a draw.
-
-    :raises ValueError: if a latent site has another shape than its draw.
-    """
-    return trace(seed(substitute(_same_shapes(model, draw), draw), key)).get_trace()
-
-
-def _with_arguments(model, args, kwargs):
-    """Return the model as a function without arguments.
-
-    :raises TypeError: for arguments that it does not take.
-    """
+def _check_arguments(model, args, kwargs):
+    """Raise ``TypeError`` for arguments that the model does not take."""
     try:
         inspect.signature(model).bind(*args, **kwargs)
     except TypeError as error:
@@ -243,7 +264,6 @@ def _with_arguments(model, args, kwargs):
         ) from None
     except ValueError:  # no signature is known
         pass
-    return lambda: model(*args, **kwargs)
 
 
 def _site(target, site):
@@ -264,22 +284,23 @@ def _site(target, site):
     return site
 
 
-def _observed(model, site, draw):
+def _observed(target, site, drawn, draw):
     """Return the observations of the site, or ``None``, after a look at the model with these data.
 
     :raises ValueError: if the site does not exist, or is inside a ``scan``.
     """
 
-    def values():
-        found = _traced(model, draw, random.key(0))
+    def values(target, draw):
+        found = target.sites(draw)
         if site not in found:
             raise ValueError(f"With these data the model has no site '{site}'; it has {sorted(found)}.")
-        if found[site]["type"] == "sample" and found[site].get("_control_flow_done"):
+        inside = [name for name in (*target.latent, *target.discrete) if name not in draw]
+        if inside or (found[site]["type"] == "sample" and found[site].get("_control_flow_done")):
             raise ValueError(
-                f"The site '{site}' is inside a `scan` or `cond`, where its distribution cannot be told apart by rows. "
-                "Use numpyro.infer.Predictive on the model without observations."
+                f"The sites {inside or [site]} are inside a `scan` or `cond`, where their distribution cannot be told "
+                "apart by rows. Use numpyro.infer.Predictive on the model without observations."
             )
-        if not found[site].get("is_observed"):
+        if site in drawn or not found[site].get("is_observed"):
             return None
         shape, given = found[site]["fn"].shape(), jnp.shape(found[site]["value"])
         if jnp.broadcast_shapes(shape, given) != given:
@@ -289,5 +310,5 @@ def _observed(model, site, draw):
             )
         return found[site]["value"]
 
-    found = jax.jit(values)()
+    found = compiled(values, target)(draw)
     return None if found is None else np.asarray(found)

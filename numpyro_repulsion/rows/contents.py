@@ -69,13 +69,14 @@ class Contents(NamedTuple):
         if narrow.itemsize == self.dtype.itemsize:
             return ""
         limits: Any = np.iinfo(narrow) if narrow.kind in "iu" else np.finfo(narrow)
-        outside = [x for x in (self.greatest, self.least) if not limits.min <= x <= limits.max]
+        first, last = (x if isinstance(x, int) else x.item() for x in (limits.min, limits.max))
+        outside = [x for x in (self.greatest, self.least) if not first <= x <= last]
         if not outside:
             return ""
         largest = max(outside, key=abs)
         return (
             f"has the value {largest}, and JAX turns {self.dtype} into {narrow}, which ends at "
-            f"{limits.max if largest > 0 else limits.min}: it would compute with another number and not say so. "
+            f"{last if largest > 0 else first}: it would compute with another number and not say so. "
             "Number ids from 0, np.unique(x, return_inverse=True)[1]; measure in another unit; or enable double "
             'precision first, jax.config.update("jax_enable_x64", True).'
         )
