@@ -162,10 +162,13 @@ class _Sums:
             probabilities = self.sums["probabilities"] / self.number
         log_likelihood = None if self.log_likelihood is None else self.log_likelihood - np.log(self.number)
         observed = self.observed
-        if self.seen is not None and log_likelihood is not None:
-            observed = np.where(self.seen, observed, np.nan)
-            events = tuple(range(log_likelihood.ndim, self.seen.ndim))
-            log_likelihood = np.where(self.seen.any(events), log_likelihood, np.nan)
+        if log_likelihood is not None:
+            seen = np.broadcast_to(True, observed.shape) if self.seen is None else self.seen
+            events = tuple(range(log_likelihood.ndim, seen.ndim))
+            # NumPyro gives NaN a density of 0.
+            is_known = seen.any(events) & ~(np.isnan(observed) & seen).any(events)
+            log_likelihood = np.where(is_known, log_likelihood, np.nan)
+            observed = observed if seen.all() else np.where(seen, observed, np.nan)
         replicates = np.concatenate(self.replicates)
         if mean is None and probabilities is None:  # a distribution that does not know its moments
             mean, sd = replicates.mean(0, dtype=float), replicates.std(0, dtype=float)
