@@ -18,7 +18,7 @@ from numpyro_repulsion.gradients import ModelTarget, compiled, influenced
 from numpyro_repulsion.gradients.tempering import TEMPERED, untempered
 from numpyro_repulsion.inference_data import visible
 from numpyro_repulsion.inference_data.chunks import map_draws
-from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, require_draws
+from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, latent_draws, require_draws
 from numpyro_repulsion.localized import Localized
 
 __all__ = ["LearningCoefficient", "llc"]
@@ -245,14 +245,8 @@ def _listed(target, values, key):
 
 def _draws(mcmc, target, most):
     """Return draws of the latent sites, ``(chain, draw, ...)``, of at most so many draws, evenly spread."""
-    kept = mcmc.get_samples(group_by_chain=True)
-    if missing := [name for name in target.latent if name not in kept]:
-        raise ValueError(
-            f"The losses need the draws of all latent sites, and {missing} are missing; run without "
-            "extra_fields=('~z.site',)."
-        )
-    kept = {name: np.asarray(kept[name]) for name in target.latent}
+    kept = latent_draws(target, mcmc.get_samples(group_by_chain=True), "The losses need")
     chains, total = next(iter(kept.values())).shape[:2]
     number = min(total, max(4, most // chains))
     chosen = np.unique(np.linspace(0, total - 1, number).round().astype(int))
-    return {name: jnp.asarray(x[:, chosen]) for name, x in kept.items()}
+    return {name: jnp.asarray(np.asarray(x)[:, chosen]) for name, x in kept.items()}

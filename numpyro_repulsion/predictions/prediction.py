@@ -130,20 +130,16 @@ class _Sums:
         self.number = 0
         self.sums: dict[str, np.ndarray] = {}
         self.log_likelihood: np.ndarray | None = None
-        self.seen: np.ndarray | None = None
+        self.seen = np.zeros(np.shape(observed), bool)
         self.replicates: list[np.ndarray] = []
 
     def add(self, found):
         self.number += len(found["replicate"])
         self.replicates.append(found.pop("replicate"))
         if "log_prob" in found:
-            log_prob = found.pop("log_prob").astype(float)
-            total = np.logaddexp.reduce(log_prob, 0)
-            known = self.log_likelihood
+            total, known = np.logaddexp.reduce(found.pop("log_prob"), 0, float), self.log_likelihood
             self.log_likelihood = total if known is None else np.logaddexp(known, total)
-        if "seen" in found:
-            seen = found.pop("seen").any(0)
-            self.seen = seen if self.seen is None else self.seen | seen
+            self.seen |= found.pop("seen", np.ones(1, bool)).any(0)
         if "mean" in found:
             # The first draw is subtracted, so that the variance of means does not cancel.
             mean = found["mean"].astype(float) - self.sums.setdefault("origin", found["mean"][0].astype(float))
@@ -163,11 +159,10 @@ class _Sums:
         log_likelihood = None if self.log_likelihood is None else self.log_likelihood - np.log(self.number)
         observed = self.observed
         if log_likelihood is not None:
-            seen = np.broadcast_to(True, observed.shape) if self.seen is None else self.seen
-            events = tuple(range(log_likelihood.ndim, seen.ndim))
+            seen, events = self.seen, tuple(range(log_likelihood.ndim, observed.ndim))
             # NumPyro gives NaN a density of 0.
-            is_known = seen.any(events) & ~(np.isnan(observed) & seen).any(events)
-            log_likelihood = np.where(is_known, log_likelihood, np.nan)
+            is_missing = ~seen.any(events) | (np.isnan(observed) & seen).any(events)
+            log_likelihood = np.where(is_missing, np.nan, log_likelihood)
             observed = observed if seen.all() else np.where(seen, observed, np.nan)
         replicates = np.concatenate(self.replicates)
         if mean is None and probabilities is None:  # a distribution that does not know its moments
@@ -186,18 +181,15 @@ def _of_draw(msg, key, has_data):
         found["log_prob"] = fn.log_prob(msg["value"])
         if (seen := visible(fn, msg["value"], in_events=True)) is not None:
             found["seen"] = seen
-    base = fn
+    base, shape = fn, fn.batch_shape + fn.event_shape
     while isinstance(base, dist.Independent | dist.MaskedDistribution | dist.ExpandedDistribution):
         base = base.base_dist
     if isinstance(base, _CLASSES):
-        shape = fn.batch_shape + fn.event_shape
         return found | {"probabilities": jnp.broadcast_to(base.probs, (*shape, base.probs.shape[-1]))}
     try:
-        shape = fn.batch_shape + fn.event_shape
-        moments = {"mean": jnp.broadcast_to(fn.mean, shape), "variance": jnp.broadcast_to(fn.variance, shape)}
+        return found | {"mean": jnp.broadcast_to(fn.mean, shape), "variance": jnp.broadcast_to(fn.variance, shape)}
     except (NotImplementedError, AttributeError):
         return found
-    return found | moments
 
 
 def _in_chunks(of_draw: Callable, target: ModelTarget, draws: dict):
@@ -271,8 +263,6 @@ def _check_arguments(model, args, kwargs):
 
 def _site(target, site):
     """Return the name of the site to predict."""
-    if not isinstance(target, ModelTarget):
-        raise ValueError("Predictions need a kernel that was made from a model.")
     if target.discrete:
         raise ValueError(
             f"The discrete latent sites {target.discrete} are summed over, and predictions need their values. Use "

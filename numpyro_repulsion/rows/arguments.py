@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from numpyro_repulsion.layout import ROWS, num_devices
 from numpyro_repulsion.rows.contents import Contents, lost
@@ -38,4 +39,4 @@ def count_nan(array: Any) -> int:
 
 def losses(array: Any) -> str:
     """Return, in words, what JAX would lose of an array or of `Rows` in silence; empty if nothing but digits."""
-    return array.contents().lost if isinstance(array, Rows) else lost(array)
+    return array.contents().losses(np.dtype(array.source.dtype)) if isinstance(array, Rows) else lost(array)

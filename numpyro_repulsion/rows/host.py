@@ -218,7 +218,7 @@ class Rows:
             dtype = np.dtype(self.source.dtype)
             is_plain = dtype.kind in "biu" and dtype.itemsize < 8 and not isinstance(self.source, np.ma.MaskedArray)
             blocks = () if is_plain else [self.source] if is_spread(self.source) else self.blocks()
-            self._contents = reduce(Contents.join, map(Contents.of, blocks), Contents(dtype))
+            self._contents = reduce(Contents.join, map(Contents.of, blocks), Contents())
         return self._contents
 
     def digest(self) -> str:
