@@ -12,7 +12,6 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-import numpyro
 import numpyro.distributions as dist
 from numpyro.handlers import substitute
 from numpyro.infer import MCMC
@@ -215,7 +214,7 @@ def _in_chunks(of_draw: Callable, target: ModelTarget, draws: dict):
 class _NewData(Messenger):
     """A model of new data: its plates take all rows, and sites that have neither data nor draws are drawn.
 
-    To the analysis of the model the latter are observed, and random.
+    To the analysis of the model they are observed, and random.
 
     :param shapes: those of the draws by name.
 
@@ -235,12 +234,11 @@ class _NewData(Messenger):
         # Sites of a scan have values here, and an axis that their distribution does not know.
         if msg["type"] != "sample" or msg["value"] is not None:
             return
-        name, fn, sample_shape = msg["name"], msg["fn"], msg["kwargs"]["sample_shape"]
-        known = self.shapes.get(name)
+        name, known = msg["name"], self.shapes.get(msg["name"])
         if known is None:
             self.drawn.add(name)
-            msg["value"], msg["is_observed"] = fn(rng_key=numpyro.prng_key(), sample_shape=sample_shape), True
-        elif (shape := fn.shape(sample_shape)) != known:
+            msg["is_observed"] = True
+        elif (shape := msg["fn"].shape(msg["kwargs"]["sample_shape"])) != known:
             raise ValueError(
                 f"With these data the latent site '{name}' has the shape {shape}, and its draws have {known}: effects "
                 "of single rows cannot be predicted for other rows. Pass the same rows, or a model of new ones to "
