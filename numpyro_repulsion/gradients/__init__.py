@@ -13,7 +13,6 @@ from numpyro_repulsion.gradients.control import (
     full_gradient,
     is_finite_on_all_rows,
 )
-from numpyro_repulsion.gradients.dependence import influenced
 from numpyro_repulsion.gradients.held_out import HoldingOut, rows_to_compare
 from numpyro_repulsion.gradients.likelihood import likelihood_energies
 from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
@@ -22,6 +21,7 @@ from numpyro_repulsion.gradients.structure import check_values
 from numpyro_repulsion.gradients.subsampling import check_rows
 from numpyro_repulsion.gradients.sweeps import Sweeps
 from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled
+from numpyro_repulsion.gradients.usage import influenced
 
 __all__ = [
     "SVRG",

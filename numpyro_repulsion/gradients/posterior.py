@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import copy
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,7 +16,7 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
 
-from numpyro_repulsion.gradients.dependence import influenced
+from numpyro_repulsion.gradients.bounds import check_indices
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
 from numpyro_repulsion.gradients.location_scale import centred_energy, location_scale_sites, recovered
 from numpyro_repulsion.gradients.products import Products
@@ -25,7 +25,14 @@ from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
 from numpyro_repulsion.gradients.target import Indices, SitesTarget, compiled
 from numpyro_repulsion.gradients.tempering import untempered
 from numpyro_repulsion.gradients.translations import Translations
-from numpyro_repulsion.gradients.usage import check_bounds, check_latent, check_sites, read_usage, rows_outside
+from numpyro_repulsion.gradients.usage import (
+    Probes,
+    abstract_usage,
+    check_latent,
+    check_sites,
+    point,
+    rows_outside,
+)
 from numpyro_repulsion.rows import host_rows
 
 __all__ = ["ModelTarget"]
@@ -67,24 +74,28 @@ class ModelTarget(SitesTarget):
             self.params = {k: v["value"] for k, v in values.items() if v["type"] in ("param", "mutable")}
         if not any(np.prod(site.shape) for site in self.prototype.values()):
             raise ValueError(f"The latent sites {self.latent} have no elements. Give one a shape without 0.")
-        deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
-        self._usage = usage = self._read(watch)
-        check_bounds(usage, self.plate_sizes)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves):
+            # The values of the data are unknown.
+            usage = abstract_usage(self._evaluate, self.first_rows, self._discrete_shapes, self.prototype)
+        else:
+            # Inside of a program, what is run here must have values; outside, this would hide constant indices.
+            is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
+            with jax.ensure_compile_time_eval() if is_traced else nullcontext():
+                usage = self._use(watch)
+                check_indices(self, ModelTarget._at_point, self.plates, self.plate_sizes, self.dims)
+        self._usage = usage
+        self.is_random = bool(usage.random & self._subsampled.keys())
         check_enumeration({name: sites[name] for name in self.discrete}, self.plates, self._dependents)
-        check_latent(usage, self.latent, self.plates)
-        sampled = [name for name, site in sites.items() if site["type"] == "sample"]
-        check_sites(usage, sampled, self._subsampled, self.dims, self.plates)
         scales = {name: untempered(sites[name]) for name in (*self.observed, *self.factors)}
         self.rows_outside = rows_outside(
             usage, scales, self._scales_over_all_rows, self.factors, self._subsampled, self.plates
         )
         if self.discrete:
             self._try_to_sum()
-        self.is_random = watch.asks_for_keys and self._depends_on_key()
-        causes = {name: {kind for kind, _ in usage.deterministic[name].causes} for name in deterministic}
-        self.summed_out = [name for name in deterministic if "site" in causes[name]]
+        deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
+        self.summed_out = [name for name in deterministic if usage.discrete[name]]
         deterministic = [name for name in deterministic if name not in self.summed_out]
-        self.minibatched = [name for name in deterministic if self._looks_at_rows(name)]
+        self.minibatched = [name for name in deterministic if usage.rows[name] or self.plates.keys() & self.dims[name]]
         self.deterministic = [name for name in deterministic if name not in self.minibatched]
         self.location_scale = location_scale_sites(self, sites)
         self.products = Products(self, sites, self.location_scale)
@@ -123,11 +134,6 @@ class ModelTarget(SitesTarget):
         except (TypeError, ValueError):
             return {}
         return {name: untempered(site) for name, site in sites.items() if site["type"] == "sample"}
-
-    def _looks_at_rows(self, name):
-        """Whether a deterministic site has a different value for each minibatch."""
-        causes = {label for _, label in self._usage.deterministic[name].causes}
-        return bool((causes | set(self.dims[name])) & set(self.plates))
 
     @property
     def first_rows(self) -> Indices:
@@ -186,8 +192,8 @@ class ModelTarget(SitesTarget):
 
     def crossed_plates(self):
         groups = [{name} for name in self.plates]
-        for name in self._usage.densities:
-            seen = self._usage.rows(name) & set(self.plates)
+        for name in self._subsampled:
+            seen = self._usage.rows[name]
             met = [group for group in groups if group & seen]
             if len(met) > 1:
                 groups = [group for group in groups if group not in met] + [set().union(*met)]
@@ -207,12 +213,12 @@ class ModelTarget(SitesTarget):
         """Return for each discrete site the sites whose log density depends on it, with the plates that they use."""
         usage = self._usage
         found: dict[str, dict[str, set]] = {name: {} for name in self.discrete}
-        for site in usage.densities:
-            for name in usage.discrete(site):
-                found[name][site] = self._subsampled[site] | (usage.rows(site) & set(self.plates))
+        for site, own in self._subsampled.items():
+            for name in usage.discrete[site]:
+                found[name][site] = own | usage.rows[site]
         return found
 
-    def _evaluation(self, rows, discrete, z):
+    def _evaluation(self, rows, discrete, z, key=None):
         """Return by site: log densities, entry by entry; latent values in their supports; deterministic values."""
 
         def to_support(site):
@@ -221,28 +227,55 @@ class ModelTarget(SitesTarget):
                     return biject_to(site["fn"].support)(z[site["name"]])
             return None
 
-        model = substitute(self.bind(rows, random.key(0)), substitute_fn=to_support)
+        model = substitute(self.bind(rows, random.key(0) if key is None else key), substitute_fn=to_support)
         with any_number_of_rows():
             densities, sites = compute_log_probs(model, self.args, self.kwargs, discrete, sum_log_prob=False)
         deterministic = {name: site["value"] for name, site in sites.items() if site["type"] == "deterministic"}
         return densities, {name: sites[name]["value"] for name in self.latent}, deterministic
 
-    def _depends_on_key(self):
-        """Whether U depends on keys; modules of networks ask for one too, for initial values that sites replace."""
-        z = {name: jnp.zeros(site.shape, site.dtype) for name, site in self.prototype.items()}
-        return any(influenced(lambda key, z: self._potential_energy(z, self.first_rows, key), random.key(0), z))
-
-    def _read(self, watch):
-        """Return how the sites of the model depend on rows and discrete sites."""
-        taken = {name: self.plates.get(name, (size, size)) for name, size in self.plate_sizes.items()}
-        taken = {name: counts for name, counts in taken.items() if name not in watch.unclear_plates}
+    def _use(self, watch):
+        """Return how the sites of the model depend on rows, discrete sites and the key, and check that it is right."""
+        taken, shapes = self.plates, self._discrete_shapes
+        if not (taken or shapes):
+            usage = abstract_usage(self._evaluate, {}, {}, self.prototype)
+            if not usage.random:
+                return usage
         if any(batch == 1 < size for size, batch in taken.values()):
-            # An axis of length one shows no variation.
+            # A single row shows no variation.
             two = {name: (size, min(size, max(batch, 2))) for name, (size, batch) in taken.items()}
+            wider = {name: self._with_rows(name, site, two) for name, site in shapes.items()}
             with suppress(TypeError, ValueError):
-                shapes = {name: self._with_rows(name, site, two) for name, site in self._discrete_shapes.items()}
-                return read_usage(self._evaluate, two, shapes, self.prototype)
-        return read_usage(self._evaluate, taken, self._discrete_shapes, self.prototype)
+                rows = {name: jnp.arange(batch) for name, (_, batch) in two.items()}
+                jax.eval_shape(self._evaluate, rows, wider, self.prototype)
+                taken, shapes = two, wider
+
+        def runs(target, cases):
+            def run(case):
+                z = point(case.number, self.prototype)
+                values = {name: jnp.full(x.shape, case.discrete[name], x.dtype) for name, x in shapes.items()}
+                densities, *others = target._evaluation(case.rows, values, z, random.key(case.key))
+                return densities, {name: _total(x) for part in others for name, x in part.items()}
+
+            return lax.map(run, cases)
+
+        probes = Probes(compiled(runs, self, quickly=True), taken, self.discrete)
+        usage = probes.usage()
+        if watch.blocks and (random_sites := sorted(usage.random & self._subsampled.keys())):
+            raise ValueError(
+                f"The densities of the sites {random_sites} differ from key to key, and numpyro.handlers.block hides "
+                "what asks for a key: a latent site or a subsampled plate that it hides would be drawn anew in every "
+                "update. Hide only sites that have values, as in block(substitute(model, data=values), hide=[...])."
+            )
+        check_latent(usage, self.latent)
+        check_sites(probes, usage, self._subsampled, self.dims, self.plates)
+        return usage
+
+    def _at_point(self, number, rows):
+        """Return the densities and deterministic values at a point of the analysis, by site."""
+        nothing = {name: jnp.zeros(x.shape, x.dtype) for name, x in self._discrete_shapes.items()}
+        densities, _, deterministic = self._evaluation(rows, nothing, point(number, self.prototype))
+        arrays = {name: x for name, x in deterministic.items() if isinstance(x, jax.Array)}
+        return densities | arrays
 
     def _with_rows(self, name, site, counts):
         """Return the shape and type of a discrete site for other numbers of rows in its plates."""
@@ -340,6 +373,12 @@ class ModelTarget(SitesTarget):
         model = self.bind(indices, random.key(0))
         with any_number_of_rows():
             return constrain_fn(model, self.args, self.kwargs, z, return_deterministic=True)
+
+
+def _total(value):
+    """Return a number that changes with a value."""
+    leaves = (jnp.nan_to_num(jnp.asarray(leaf, float)) for leaf in jax.tree.leaves(value))
+    return sum(jnp.sum(leaf) for leaf in leaves)
 
 
 def _factor(site):

@@ -13,7 +13,7 @@ import numpy as np
 from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.transforms import ExpTransform, IndependentTransform
 
-from numpyro_repulsion.gradients.dependence import CALLS
+from numpyro_repulsion.gradients.bounds import CALLS
 from numpyro_repulsion.gradients.target import Particle, SitesTarget
 from numpyro_repulsion.rounding import matmul
 

@@ -13,7 +13,8 @@ import numpy as np
 
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.primitives import Messenger
+from numpyro.handlers import block
+from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.rows import Rows, count_nan, losses
@@ -28,13 +29,14 @@ class Watch(Messenger):
     """Records the sites and plates of a model, also in the bodies of ``scan`` and ``cond``, unlike other handlers.
 
     - **asks_for_keys** - whether there is a ``numpyro.prng_key()``.
+    - **blocks** - whether ``numpyro.handlers.block`` is around what asks for a key.
     - **hidden_plates** - the subsampled plates in those bodies.
     - **unclear_plates** - the plates in those bodies, and those that share their name with a plate of another size.
     """
 
     def __init__(self):
         super().__init__(None)
-        self.asks_for_keys = False
+        self.asks_for_keys = self.blocks = False
         self.hidden_plates: list[str] = []
         self.unclear_plates: set[str] = set()
         self._plates: dict[str, tuple[int, int]] = {}
@@ -45,6 +47,7 @@ class Watch(Messenger):
     def process_message(self, msg):
         if msg["type"] == "prng_key":
             self.asks_for_keys = True
+            self.blocks |= any(isinstance(handler, block) for handler in _PYRO_STACK)
         elif msg["type"] == "plate":
             size, batch = msg["args"]
             self._check_plate(msg["name"], size, size if batch is None else batch)

@@ -116,10 +116,16 @@ class FunctionTarget(Target):
         return energy
 
 
-def compiled(function: Callable, target: Target) -> Callable:
+#: Options for small programs that run once; JAX takes them only outside of other programs.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+def compiled(function: Callable, target: Target, *, quickly: bool = False) -> Callable:
     """Return the compiled function ``(*given) -> function(target, *given)``.
 
     The arguments of the model are constants of the program, but for arrays of which no process has the whole.
+
+    :param quickly: whether to compile without optimization.
     """
     leaves, structure = jax.tree.flatten((target.args, target.kwargs))
     spread = {number: leaf for number, leaf in enumerate(leaves) if is_spread(leaf)}
@@ -129,4 +135,4 @@ def compiled(function: Callable, target: Target) -> Callable:
         args, kwargs = jax.tree.unflatten(structure, [spread.get(i, leaf) for i, leaf in enumerate(leaves)])
         return function(target.with_arguments(args, kwargs) if spread else target, *given)
 
-    return partial(jax.jit(program), spread)
+    return partial(jax.jit(program, compiler_options=QUICKLY if quickly else None), spread)

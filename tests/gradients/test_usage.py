@@ -49,47 +49,11 @@ def called(x, y):
     return jax.jit(unlike)(x, y)
 
 
-def scanned(x, y):
-    (_, b), (c, d) = lax.scan(lambda carry, _: ((carry[0] + x, carry[1] * 2), carry), (0.0, y), jnp.arange(3.0))
-    return c.sum(), b + d.sum()
-
-
-def shifted_through_a_loop(x, y):
-    # x reaches the second number in the second turn only.
-    (_, b), _ = lax.scan(lambda carry, _: ((x, carry[0]), None), (0.0, y), jnp.arange(3.0))
-    return b, y
-
-
-def looped(x, y):
-    _, a, b = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + x, c[2] * 2), (0, 0.0, y))
-    return a, b
-
-
-def stopped_by(x, y):
-    return lax.while_loop(lambda c: c < x, lambda c: c + 1.0, 0.0), y
-
-
-def branched(x, y):
-    return lax.cond(y > 0, lambda: (x, y), lambda: (0.0, 2 * y))
-
-
-def chosen_by(x, y):
-    return lax.cond(x > 0, lambda: 1.0, lambda: 2.0), y
-
-
-def recomputed(x, y):
-    return jax.checkpoint(unlike)(x, y)
-
-
 def smooth(x, y):
     return jax.nn.relu(x), jax.nn.relu(y)
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [unlike, called, scanned, shifted_through_a_loop, looped, stopped_by, branched, chosen_by, recomputed, smooth],
-    ids=lambda fn: fn.__name__,
-)
+@pytest.mark.parametrize("fn", [unlike, called, smooth], ids=lambda fn: fn.__name__)
 def test_outputs_of_one_equation_are_told_apart(fn):
     assert influenced(fn, 1.0, 2.0) == [True, False]
     assert influenced(lambda x, y: fn(y, x)[1], 1.0, 2.0) == [True]
@@ -605,7 +569,7 @@ INDEXED = {
     "shifted": lambda i: Y[i - 2],
     "from the other end": lambda i: Y[::-1][i],
     "in pairs": lambda i: Y[i // 2] + Y[i],
-    "labels": lambda i: jnp.ones(9)[GROUP[i]],
+    "labels": lambda i: jnp.linspace(1, 2, 9)[GROUP[i]],
 }
 
 
@@ -619,7 +583,7 @@ def test_plates_longer_than_the_data_are_refused(index, batch):
 
     ModelTarget(model, (N,))
     with pytest.raises(
-        ValueError, match=r"'rows' of size 23 index an axis of length 20 up to 2[02].*as long as the data"
+        ValueError, match=r"'y' uses the entry 2[0-2] of an axis of length 20.*in row 2.*'rows' of size 23.*as long as"
     ):
         ModelTarget(model, (N + 3,))
 
@@ -633,7 +597,10 @@ def test_parameters_with_too_few_entries_are_refused():
             observe("y", z[i % 5], Y[i])
 
     ModelTarget(model, (6,))
-    for groups, message in ((4, "'rows' of size 20 index an axis of length 4"), (7, "'groups' of size 7 index")):
+    for groups, message in (
+        (4, "'y' uses the entry 4 of an axis of length 4"),
+        (7, "'shown' uses the entry 6 .* length 6"),
+    ):
         with pytest.raises(ValueError, match=message):
             ModelTarget(model, (groups,))
 
@@ -781,6 +748,7 @@ def sharing(share, y=Y):
         lambda x: jnp.cumsum(x, 0),
         lambda x: jax.nn.softmax(x @ x.T) @ x,
         jax.jit(lambda x: x - jnp.median(x, 1, keepdims=True) + x.sum()),
+        lambda x: x - lax.stop_gradient(x.max()),
     ],
 )
 def test_rows_that_depend_on_each_other_are_refused(share):
@@ -796,7 +764,6 @@ def test_rows_that_depend_on_each_other_are_refused(share):
         lambda x: jnp.cumsum(x, 1) / len(x),
         lambda x: jax.nn.softmax(x) * jax.vmap(jnp.sum)(x)[:, None],
         lambda x: jnp.einsum("ij,ij,ik->ik", x, x, x),
-        lambda x: x - lax.stop_gradient(x.max()),
         lambda x: lax.while_loop(lambda z: jnp.sum((z**2 - 1.0) ** 2) > 1e-6, lambda z: (z + 1 / z) / 2, 1 + x**2) * x,
     ],
 )
