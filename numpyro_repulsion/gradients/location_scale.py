@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.handlers import reparam
-from numpyro.infer.reparam import LocScaleReparam
+from numpyro.handlers import substitute
 from numpyro.infer.util import constrain_fn, potential_energy
 
 from numpyro_repulsion.gradients.structure import any_number_of_rows
@@ -22,15 +21,8 @@ from numpyro_repulsion.gradients.target import Indices, Particle, SitesTarget
 
 __all__ = ["Causes", "candidates", "centred_energy", "depend", "location_scale_sites", "recovered"]
 
-#: Families with a location and a scale, and their other parameters.
-FAMILIES: dict[type, tuple[str, ...]] = {
-    dist.Normal: (),
-    dist.StudentT: ("df",),
-    dist.Cauchy: (),
-    dist.Laplace: (),
-    dist.Logistic: (),
-    dist.Gumbel: (),
-}
+#: Families with a location and a scale.
+FAMILIES = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic, dist.Gumbel)
 
 
 class Causes(NamedTuple):
@@ -47,30 +39,51 @@ def candidates(sites: Mapping[str, dict], latent: list[str]) -> list[str]:
     """
     found = []
     for name in latent:
-        fn = sites[name]["fn"]
         if sites[name]["scale"] is not None:
             continue
-        while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-            fn = fn.base_dist
+        fn = _base(sites[name]["fn"])
         if type(fn) in FAMILIES and fn.support is constraints.real and isinstance(fn.scale, jax.core.Tracer):
             found.append(name)
     return found if len(latent) > 1 else []
 
 
-class _Partly(LocScaleReparam):
-    """Centre a site by a share, and note the location and scale of its prior."""
+class _Partly:
+    """Give sites the values that belong to coordinates in which they are partly centred.
 
-    def __init__(self, share, found):
-        super().__init__(share)
-        self.found = found
+    A site is met with the name and the prior that it has outside of all handlers, so these do not matter.
 
-    def __call__(self, name, fn, obs):
-        if obs is not None:  # a site inside `scan`, which has its value already
-            return fn, obs
-        base, _, _ = self._unwrap(fn)
-        self.shape_params = FAMILIES[type(base)]
-        self.found[name] = tuple(jnp.broadcast_to(x, fn.shape()) for x in (base.loc, base.scale))
-        return super().__call__(name, fn, obs)
+    - **found** - by site, its value, and the location and scale of its prior.
+    """
+
+    def __init__(self, y: Particle, shares: Mapping[str, jax.Array]):
+        self.y, self.shares = y, shares
+        self.found: dict[str, tuple[jax.Array, ...]] = {}
+
+    def __call__(self, site=None):
+        name, fn = site["name"], site["fn"]
+        # A site inside `scan` is shown for one step.
+        if name not in self.shares or site["type"] != "sample" or fn.shape() != self.y[name].shape:
+            return None
+        base = _base(fn)
+        location, scale = (jnp.broadcast_to(x, fn.shape()) for x in (base.loc, base.scale))
+        share = self.shares[name]
+        value = location + scale ** (1.0 - share) * (self.y[name] - share * location)
+        self.found[name] = value, location, scale
+        return value
+
+    def apply(self, function: Callable, target: SitesTarget, indices: Indices, key: jax.Array, **settings):
+        """Return a function of the model with these values, and of the values of the other sites."""
+        model, others = substitute(target.bind(indices, key), substitute_fn=self), dict(self.y)
+        for name in self.shares:
+            del others[name]
+        with any_number_of_rows():
+            return function(model, target.args, target.kwargs, others, **settings)
+
+
+def _base(fn):
+    while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
+        fn = fn.base_dist
+    return fn
 
 
 def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict[str, Causes]:
@@ -95,24 +108,18 @@ def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict
 
 def centred_energy(target: SitesTarget, y: Particle, indices: Indices, key: jax.Array, shares: Mapping[str, jax.Array]):
     """Return U in coordinates in which some sites are partly centred, by the given share for each of their entries."""
-    model = reparam(target.bind(indices, key), config={name: _Partly(share, {}) for name, share in shares.items()})
-    with any_number_of_rows():
-        return potential_energy(model, target.args, target.kwargs, _renamed(y, shares))
+    partly = _Partly(y, shares)
+    energy = partly.apply(potential_energy, target, indices, key)
+    return energy - sum(jnp.sum((1.0 - shares[k]) * jnp.log(scale)) for k, (_, _, scale) in partly.found.items())
 
 
 def recovered(target: SitesTarget, y: Particle, shares: Mapping[str, jax.Array]) -> tuple[Particle, dict[str, tuple]]:
     """Return a particle in the coordinates of the model, and the location and scale of each partly centred site."""
-    priors: dict = {}
-    model = target.bind(target.first_rows, random.key(0))
-    model = reparam(model, config={name: _Partly(share, priors) for name, share in shares.items()})
-    with any_number_of_rows():
-        values = constrain_fn(model, target.args, target.kwargs, _renamed(y, shares), return_deterministic=True)
-    return y | {name: values[name] for name in priors}, priors
-
-
-def _renamed(y, shares):
-    """Return values of a particle under the names that they have in the model with partly centred sites."""
-    return {f"{name}_decentered" if name in shares else name: value for name, value in y.items()}
+    partly = _Partly(y, shares)
+    # NumPyro ends a run of the model there that sees all sites.
+    partly.apply(constrain_fn, target, target.first_rows, random.key(0))
+    found = partly.found.items()
+    return y | {name: value for name, (value, *_) in found}, {name: tuple(prior) for name, (_, *prior) in found}
 
 
 def depend(function: Callable, argument: Mapping[str, Any]) -> dict[Any, frozenset[str]]:

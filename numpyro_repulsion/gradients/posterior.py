@@ -30,6 +30,7 @@ from numpyro_repulsion.gradients.usage import (
     abstract_usage,
     check_latent,
     check_sites,
+    check_use,
     point,
     rows_outside,
 )
@@ -193,7 +194,7 @@ class ModelTarget(SitesTarget):
     def crossed_plates(self):
         groups = [{name} for name in self.plates]
         for name in self._subsampled:
-            seen = self._usage.rows[name]
+            seen = self._usage.rows[name] | self._subsampled[name]
             met = [group for group in groups if group & seen]
             if len(met) > 1:
                 groups = [group for group in groups if group not in met] + [set().union(*met)]
@@ -215,7 +216,7 @@ class ModelTarget(SitesTarget):
         found: dict[str, dict[str, set]] = {name: {} for name in self.discrete}
         for site, own in self._subsampled.items():
             for name in usage.discrete[site]:
-                found[name][site] = own | usage.rows[site]
+                found[name][site] = set(own) | usage.rows[site]
         return found
 
     def _evaluation(self, rows, discrete, z, key=None):
@@ -267,6 +268,10 @@ class ModelTarget(SitesTarget):
                 "update. Hide only sites that have values, as in block(substitute(model, data=values), hide=[...])."
             )
         check_latent(usage, self.latent)
+        if unseen := self.plates.keys() - set().union(*(usage.rows[name] for name in self._subsampled)):
+            # Data whose rows are all alike, or a plate that the likelihood does not use.
+            structure = abstract_usage(self._evaluate, self.first_rows, self._discrete_shapes, self.prototype)
+            check_use({name: self.plates[name] for name in sorted(unseen)}, structure, self._subsampled)
         check_sites(probes, usage, self._subsampled, self.dims, self.plates)
         return usage
 

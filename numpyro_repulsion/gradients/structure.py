@@ -47,7 +47,8 @@ class Watch(Messenger):
     def process_message(self, msg):
         if msg["type"] == "prng_key":
             self.asks_for_keys = True
-            self.blocks |= any(isinstance(handler, block) for handler in _PYRO_STACK)
+            # Bodies of loops run inside of a block of NumPyro's own.
+            self.blocks |= not self._depth and any(isinstance(handler, block) for handler in _PYRO_STACK)
         elif msg["type"] == "plate":
             size, batch = msg["args"]
             self._check_plate(msg["name"], size, size if batch is None else batch)

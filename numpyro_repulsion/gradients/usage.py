@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import math
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ __all__ = [
     "abstract_usage",
     "check_latent",
     "check_sites",
+    "check_use",
     "influenced",
     "point",
     "rows_outside",
@@ -198,6 +199,23 @@ def check_latent(usage: Usage, latent: list[str]) -> None:
             )
 
 
+def check_use(plates: Mapping, usage: Usage, names: Iterable[str]) -> None:
+    """Raise ``ValueError`` for subsampled plates whose rows no site uses."""
+    for plate, (size, batch) in plates.items():
+        if not any(plate in usage.rows[name] for name in names):
+            raise ValueError(
+                f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every update "
+                f"would use the same {batch} of {size} rows. {_remedy(plate, size, batch)}"
+            )
+
+
+def _remedy(plate, size, batch):
+    return (
+        f"Pass the whole data to the model and take the rows inside the plate: `with numpyro.plate('{plate}', "
+        f"{size}, subsample_size={batch}) as i: ... obs=y[i]`, or use `numpyro.subsample`."
+    )
+
+
 def check_sites(probes: Probes, usage: Usage, own: Mapping[str, frozenset], dims: Mapping, plates: Mapping) -> None:
     """Raise ``ValueError`` for sites whose minibatches do not add up to all rows.
 
@@ -205,26 +223,17 @@ def check_sites(probes: Probes, usage: Usage, own: Mapping[str, frozenset], dims
     :param dims: by site, the dimension of each plate.
     :param plates: ``{name: (size, subsample_size)}`` of the subsampled plates.
     """
-    for plate, (size, batch) in plates.items():
-        remedy = (
-            f"Pass the whole data to the model and take the rows inside the plate: `with numpyro.plate('{plate}', "
-            f"{size}, subsample_size={batch}) as i: ... obs=y[i]`, or use `numpyro.subsample`."
-        )
-        if not any(plate in usage.rows[name] for name in own):
-            raise ValueError(
-                f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every update "
-                f"would use the same {batch} of {size} rows. {remedy}"
-            )
+    for plate, counts in plates.items():
         for name in own:
             if plate in own[name]:
                 local = any(plate in own[site] for site in usage.discrete[name])
-                _check_inside(probes, name, plate, dims[name][plate], local, usage, remedy, (size, batch))
+                _check_inside(probes, name, plate, dims[name][plate], local, usage, counts)
             elif plate in usage.rows[name]:
                 _check_outside(probes, name, plate)
 
 
-def _check_inside(probes, name, plate, dim, local, usage, remedy, counts):
-    size, batch = counts
+def _check_inside(probes, name, plate, dim, local, usage, counts):
+    (size, batch), remedy = counts, _remedy(plate, *counts)
     for a, b, permuted, c, d, order, keep in probes.runs(name, plate):
         # Of sites without an axis for the plate, and those that have the same value for all its rows.
         is_one = a.ndim < -dim or all(

@@ -125,3 +125,37 @@ def test_minibatches_are_those_of_the_model():
         found = centred.potential_energy(unravel(y), {"rows": indices}, random.key(0))
         expected = target.potential_energy(unravel(z[0]), {"rows": indices}, random.key(0))
         np.testing.assert_allclose(found, expected - volume, rtol=1e-5)
+
+
+def schools(y):
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    with numpyro.plate("groups", 8), numpyro.handlers.scope(prefix="inner"):
+        theta = numpyro.sample("theta", dist.Normal(0.0, tau))
+    with numpyro.plate("rows", 8, subsample_size=4) as i:
+        numpyro.sample("y", dist.Normal(theta[i], 1.0), obs=y[i])
+
+
+HANDLED = {
+    "scope": lambda: numpyro.handlers.scope(schools, prefix="a"),
+    "scope in scope": lambda: numpyro.handlers.scope(numpyro.handlers.scope(schools, prefix="a"), prefix="b"),
+    "what is exposed": lambda: numpyro.handlers.block(schools, expose=["tau", "inner/theta", "groups", "rows", "y"]),
+    "names hidden": lambda: numpyro.handlers.block(schools, hide_fn=lambda site: "_" in str(site.get("name"))),
+    "without a divider": lambda: numpyro.handlers.scope(schools, prefix="a", divider="_"),
+}
+
+
+@pytest.mark.parametrize("handled", HANDLED.values(), ids=HANDLED)
+def test_it_is_a_change_of_variables_under_handlers(handled):
+    target = ModelTarget(handled(), (Y,))
+    (name,) = target.location_scale
+    z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
+    centred = centred_by(target, share_of(target, 0.3), unravel)
+    rows = {plate: jnp.arange(4) for plate in target.plates}
+    found = centred.recover(z[0])
+    energy = centred.potential_energy(unravel(z[0]), rows, random.key(0))
+    volume = centred.log_volume(found)
+    expected = target.potential_energy(unravel(found.z), rows, random.key(0)) - volume
+    np.testing.assert_allclose(energy, expected, rtol=1e-5)
+    # Every effect matters.
+    gradient = jax.grad(lambda z: centred.potential_energy(z, rows, random.key(1)))(unravel(z[0]))
+    assert (jnp.abs(gradient[name]) > 1e-3).all()
