@@ -16,8 +16,9 @@ from numpyro_repulsion.checks import integer
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse
 from numpyro_repulsion.gradients import ModelTarget, compiled, influenced
 from numpyro_repulsion.gradients.tempering import TEMPERED, untempered
+from numpyro_repulsion.inference_data import visible
 from numpyro_repulsion.inference_data.chunks import map_draws
-from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, require_draws
+from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, latent_draws, require_draws
 from numpyro_repulsion.localized import Localized
 
 __all__ = ["LearningCoefficient", "llc"]
@@ -33,8 +34,8 @@ class LearningCoefficient(NamedTuple):
     - **mcse** - its Monte Carlo standard error; NaN where the draws do not determine it, as for
       :func:`~numpyro_repulsion.ensemble_mcse`. It does not include the bias of a step size, nor that of finite n.
     - **ess** - the number of independent draws that the draws are worth for the mean loss.
-    - **n** - the number of terms of the log likelihood: of entries of the observed sites over all rows, where an event
-      of several numbers is one.
+    - **n** - the number of terms of the log likelihood: of entries of the observed sites over all rows that no mask
+      hides, where an event of several numbers is one.
     - **inverse_temperature** - β.
     - **loss** - E[n L(w)], the mean of the negative log likelihood over the draws.
     - **loss_at_center** - n L(w*).
@@ -145,20 +146,19 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
         )
     center = {name: jnp.asarray(x, target.prototype[name].dtype) for name, x in local.center.items()}
     try:
-        at_center = compiled(_densities, target)(center)
+        at_center = compiled(_terms, target)(center)
         is_random = target.is_random and any(influenced(partial(_listed, target, center), random.key(0)))
     except (TypeError, ValueError) as failure:
         raise ValueError(f"The likelihood over all rows is unknown: {failure}") from failure
     if is_random:
         raise ValueError("The likelihood is random (numpyro.prng_key), so the loss of a draw is unknown.")
-    base = {name: np.asarray(x, np.float64) for name, x in at_center.items()}
-    loss_at_center = -sum(x.sum() for x in base.values())
+    loss_at_center = -sum(np.asarray(density, np.float64).sum() for density, _ in at_center.values())
     if not np.isfinite(loss_at_center):
         raise ValueError(f"The loss at the center is {loss_at_center}: the center has no likelihood.")
 
     def excess(values):
-        found = _densities(target, values)
-        return {"loss": sum(jnp.sum(at_center[name] - found[name]) for name in at_center)}
+        found = _terms(target, values)
+        return {"loss": sum(jnp.sum(at_center[name][0] - found[name][0]) for name in at_center)}
 
     draws = _draws(mcmc, target, num_draws)
     shape = next(iter(draws.values())).shape[:2]
@@ -184,7 +184,7 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
         value=beta * mean,
         mcse=beta * error,
         ess=float(ensemble_ess(losses, parts, method="mean")),
-        n=int(sum(x.size for x in base.values())),
+        n=int(sum(count for _, count in at_center.values())),
         inverse_temperature=beta,
         loss=loss_at_center + mean,
         loss_at_center=float(loss_at_center),
@@ -221,8 +221,9 @@ def _localized(model, target):
     return model, target
 
 
-def _densities(target, values, key=None):
-    """Return the log likelihood of each entry of the tempered sites over all rows, without the temperature.
+def _terms(target, values, key=None):
+    """Return for the tempered sites over all rows the log likelihood of each entry, without the temperature, and the
+    number of entries that no mask hides.
 
     :param key: what random likelihoods use, and modules that draw initial values, which have no effect.
     :raises ValueError: if there are no such sites.
@@ -230,27 +231,22 @@ def _densities(target, values, key=None):
     found = {}
     for name, site in target.sites(values, key).items():
         if site["type"] == "sample" and TEMPERED in site["infer"]:
-            weight = untempered(site)
-            found[name] = weight * jnp.asarray(site["fn"].log_prob(site["value"]))
+            density = untempered(site) * jnp.asarray(site["fn"].log_prob(site["value"]))
+            seen = visible(site["fn"], site["value"])
+            found[name] = density, density.size if seen is None else seen.sum()
     if not found:
         raise ValueError("the model observes nothing.")
     return found
 
 
 def _listed(target, values, key):
-    return list(_densities(target, values, key).values())
+    return [density for density, _ in _terms(target, values, key).values()]
 
 
 def _draws(mcmc, target, most):
     """Return draws of the latent sites, ``(chain, draw, ...)``, of at most so many draws, evenly spread."""
-    kept = mcmc.get_samples(group_by_chain=True)
-    if missing := [name for name in target.latent if name not in kept]:
-        raise ValueError(
-            f"The losses need the draws of all latent sites, and {missing} are missing; run without "
-            "extra_fields=('~z.site',)."
-        )
-    kept = {name: np.asarray(kept[name]) for name in target.latent}
+    kept = latent_draws(target, mcmc.get_samples(group_by_chain=True), "The losses need")
     chains, total = next(iter(kept.values())).shape[:2]
     number = min(total, max(4, most // chains))
     chosen = np.unique(np.linspace(0, total - 1, number).round().astype(int))
-    return {name: jnp.asarray(x[:, chosen]) for name, x in kept.items()}
+    return {name: jnp.asarray(np.asarray(x)[:, chosen]) for name, x in kept.items()}

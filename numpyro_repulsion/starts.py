@@ -42,12 +42,12 @@ class JointStrategy:
         :raises ValueError: if some have none.
         """
         values = self.draw(key, number)
-        if missing := sorted(set(latent) - set(values)):
+        if missing := sorted(name for name in latent if _known(name, values) not in values):
             raise ValueError(
                 f"The initialization strategy has no values for the latent sites {missing}, only for "
                 f"{sorted(values)}: it must come from a fit of the same model."
             )
-        return init_to_value(values=dict(values))
+        return init_to_value(values={name: values[_known(name, values)] for name in latent})
 
     def __call__(self, site: dict | None = None) -> Any:
         if site is None:
@@ -57,7 +57,7 @@ class JointStrategy:
         key = site["kwargs"]["rng_key"]
         with block():  # The sites of a guide are not sites of the model.
             values = self.draw(key, random.randint(key, (), 0, np.iinfo(np.int32).max))
-        return values[site["name"]] if site["name"] in values else init_to_uniform(site)
+        return values[name] if (name := _known(site["name"], values)) in values else init_to_uniform(site)
 
 
 def init_from_guide(guide: Any, params: Mapping[str, Any]) -> JointStrategy:
@@ -101,9 +101,10 @@ def init_from_guide(guide: Any, params: Mapping[str, Any]) -> JointStrategy:
 def init_from_idata(data: Any, group: str = "posterior") -> JointStrategy:
     """Return a strategy that starts each particle at another draw of an earlier run, in random order.
 
-    :param data: inference data with draws of all latent sites, of this package or another.
+    :param data: inference data with draws of all latent sites, of this package or another. Names may have "." for "/";
+        variables without the dimensions ``chain`` and ``draw`` are no draws.
     :param group: the group with the draws.
-    :raises ValueError: without that group.
+    :raises ValueError: without that group, or without draws in it.
 
     **Example**
 
@@ -126,12 +127,15 @@ def init_from_idata(data: Any, group: str = "posterior") -> JointStrategy:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"`data` must be inference data with a group {group!r}; got {type(data).__name__}.") from error
     draws = getattr(draws, "dataset", draws)
-    values = {name: np.asarray(x.values).reshape(-1, *x.shape[2:]) for name, x in draws.data_vars.items()}
-    number = min((len(x) for x in values.values()), default=0)
+    axes = "chain", "draw"
+    draws = {name: x.transpose(*axes, ...) for name, x in draws.data_vars.items() if {*axes} <= {*x.dims}}
+    # The name of a site, where that of its variable differs.
+    values = {x.attrs.get("site", name): x.values.reshape(-1, *x.shape[2:]) for name, x in draws.items()}
+    number = min(map(len, values.values()), default=0)
     if number == 0:
-        raise ValueError(f"The group {group!r} of `data` has no draws.")
+        raise ValueError(f"The group {group!r} of `data` has no draws, variables with the dimensions chain and draw.")
     # Each particle has a draw of its own, as long as there are enough; kernels that reject proposals repeat draws.
-    table = np.concatenate([x[:number].reshape(number, -1) for x in values.values()], 1)
+    table = np.concatenate([x.reshape(number, -1) for x in values.values()], 1)
     different = np.unique(table, axis=0, return_index=True)[1]
     order = np.random.default_rng(0).permutation(different)
 
@@ -159,6 +163,11 @@ def init_around(values: Mapping[str, Any], scale: float = 0.1) -> Callable:
     scale = positive("init_around: `scale`", scale)
 
     return partial(_around, values=dict(values), scale=scale)
+
+
+def _known(name, values):
+    """Return the name under which values have a site: files of inference data need "." for "/"."""
+    return name if name in values else name.replace("/", ".")
 
 
 # Functions of the module, because local ones could not be pickled with their kernel.

@@ -1,6 +1,7 @@
 """Starts at draws of a guide or an earlier run, and around given values."""
 
 import pickle
+import warnings
 
 import arviz
 from jax import random
@@ -49,6 +50,70 @@ def test_starts_are_draws_of_the_guide(fitted):
     assert abs(z["mu"].mean() - draws["mu"].mean()) < error
     assert abs(z["mu"].std() / draws["mu"].std() - 1) < 4.5 * (1 / 400) ** 0.5
     assert len(np.unique(z["mu"])) == 200
+
+
+def network():
+    for name in ("net/w", "net.w", "net/Dense_0.bias"):
+        numpyro.sample(name, dist.Normal(0, 1).expand([2]).to_event(1))
+
+
+@pytest.fixture(scope="module")
+def of_network():
+    mcmc = MCMC(
+        SGLD(network), num_warmup=60, num_samples=10, num_chains=4, chain_method="vectorized", progress_bar=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a short warmup, and of two names that differ by "/" only
+        mcmc.run(random.key(0))
+        return mcmc.get_samples(group_by_chain=True), to_inference_data(mcmc)
+
+
+@pytest.mark.parametrize("is_from_file", [False, True])
+def test_names_with_a_slash_are_known_again(of_network, tmp_path, is_from_file):
+    """Also where another site has the name that is left: "net/w" beside "net.w"."""
+    draws, data = of_network
+    if is_from_file:
+        data.to_netcdf(tmp_path / "data.nc")
+        data = arviz.from_netcdf(tmp_path / "data.nc")
+    values = init_from_idata(data).draw(None, 3)
+    for name, x in draws.items():
+        each = np.asarray(x).reshape(40, 2)
+        assert (each == np.asarray(values[name])).all(1).sum() == 1
+    state = SGLDR(network, init_strategy=init_from_idata(data)).init(random.split(random.key(0), 4), 50, None, (), {})
+    assert len(np.unique(state.z["net/w"], axis=0)) == 4
+
+
+def test_dots_for_slashes_in_data_of_others(of_network):
+    draws = {name.replace("/", "."): x for name, x in of_network[0].items() if name != "net.w"}
+    strategy = init_from_idata(
+        {"posterior": xarray.Dataset({k: (("chain", "draw", "n"), x) for k, x in draws.items()})}
+    )
+
+    def others():
+        for name in ("net/w", "net/Dense_0.bias"):
+            numpyro.sample(name, dist.Normal(0, 1).expand([2]).to_event(1))
+
+    state = SGLDR(others, init_strategy=strategy).init(random.split(random.key(0), 4), 50, None, (), {})
+    each = np.asarray(draws["net.w"]).reshape(40, 2)
+    assert all((each == z).all(1).any() for z in np.asarray(state.z["net/w"]))
+    seeded = numpyro.handlers.seed(others, 0)
+    found = numpyro.handlers.trace(numpyro.handlers.substitute(seeded, substitute_fn=strategy)).get_trace()
+    assert (each == np.asarray(found["net/w"]["value"])).all(1).any()
+
+
+@pytest.mark.parametrize("extra", ["scalar", "of_chains", "of_rows"])
+def test_variables_that_are_no_draws_are_left_out(extra):
+    draws = {"mu": np.arange(60.0).reshape(2, 30), "sigma": np.ones((2, 30)), "weights": np.full((2, 30, 3), 1 / 3)}
+    data = xarray.Dataset({name: (["chain", "draw", "k"][: x.ndim], x) for name, x in draws.items()})
+    data["extra"] = {"scalar": ((), 3.0), "of_chains": (("chain",), np.ones(2)), "of_rows": (("row",), np.ones(9))}[
+        extra
+    ]
+    z, _ = starts(init_from_idata({"posterior": data}))
+    assert len(np.unique(z["mu"])) == 20
+    z, _ = starts(init_from_idata({"posterior": data.transpose("k", "draw", "chain", ...)}))
+    assert len(np.unique(z["mu"])) == 20 and z["weights"].shape == (20, 2)
+    with pytest.raises(ValueError, match="no draws, variables with the dimensions chain and draw"):
+        init_from_idata({"posterior": data[["extra"]]})
 
 
 def test_values_of_a_start_belong_together():

@@ -17,6 +17,7 @@ from numpyro_repulsion.gradients.held_out import HoldingOut, rows_to_compare
 from numpyro_repulsion.gradients.likelihood import likelihood_energies
 from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
 from numpyro_repulsion.gradients.posterior import ModelTarget
+from numpyro_repulsion.gradients.structure import check_values
 from numpyro_repulsion.gradients.subsampling import check_rows
 from numpyro_repulsion.gradients.sweeps import Sweeps
 from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled
@@ -39,6 +40,7 @@ __all__ = [
     "Sweeps",
     "Target",
     "check_rows",
+    "check_values",
     "compiled",
     "evaluate_reference",
     "draw_indices",

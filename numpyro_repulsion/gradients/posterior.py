@@ -20,7 +20,7 @@ from numpyro_repulsion.gradients.bounds import check_indices
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
 from numpyro_repulsion.gradients.location_scale import centred_energy, location_scale_sites, recovered
 from numpyro_repulsion.gradients.products import Products
-from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, find_nan
+from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, check_values, find_nan
 from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
 from numpyro_repulsion.gradients.target import Indices, SitesTarget, compiled
 from numpyro_repulsion.gradients.tempering import untempered
@@ -56,8 +56,9 @@ class ModelTarget(SitesTarget):
 
     def __init__(self, model, args=(), kwargs=None):
         self.model, self.args, self.kwargs = model, args, kwargs or {}
-        self._params: dict = {}
+        self.params: dict = {}
         check_sizes(args, self.kwargs)
+        check_values(args, self.kwargs)
         self._share_traces()
         try:
             sites, watch = self._inspect()
@@ -66,11 +67,12 @@ class ModelTarget(SitesTarget):
             with jax.ensure_compile_time_eval():
                 self.args, self.kwargs = jax.tree.map(_as_jax, (self.args, self.kwargs))
             sites, watch = self._inspect()
+        check_values(observations={name: sites[name]["value"] for name in self.observed})
         if any(site["type"] in ("param", "mutable") for site in sites.values()):
             # Random initial values of `param` sites must not change from update to update.
             with jax.ensure_compile_time_eval():
                 values = self._trace(self.first_rows)
-            self._params = {k: v["value"] for k, v in values.items() if v["type"] in ("param", "mutable")}
+            self.params = {k: v["value"] for k, v in values.items() if v["type"] in ("param", "mutable")}
         if not any(np.prod(site.shape) for site in self.prototype.values()):
             raise ValueError(f"The latent sites {self.latent} have no elements. Give one a shape without 0.")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves):
@@ -117,7 +119,7 @@ class ModelTarget(SitesTarget):
         parts = shapes, plates, tuple(self.discrete), self._groups, self._enumeration_dim, kind
         effects = tuple(self.location_scale), tuple(self.products.pairs), tuple(self.translations.groups)
         # Initial values of `param` sites are constants of the compiled program.
-        return (*parts, *effects, *map(id, self._params.values()))
+        return (*parts, *effects, *map(id, self.params.values()))
 
     def with_arguments(self, args, kwargs):
         other = copy(self)
@@ -298,6 +300,7 @@ class ModelTarget(SitesTarget):
         return jax.tree.leaves((self.args, self.kwargs))
 
     def find_nan(self):
+        check_values(self.args, self.kwargs, of_rows=True)
         observations = {}
         # All rows of `Rows` may exceed memory.
         if not host_rows((self.args, self.kwargs)):
@@ -363,7 +366,7 @@ class ModelTarget(SitesTarget):
     def bind(self, indices: Indices, key: jax.Array):
         """Return the model with the rows of its subsampled plates, and a key for random likelihoods."""
         sizes = {name: size for name, (size, _) in self.plates.items()} if indices else {}
-        return TakesRows(seed(substitute(self.model, data={**self._params, **indices}), key), indices, sizes)
+        return TakesRows(seed(substitute(self.model, data={**self.params, **indices}), key), indices, sizes)
 
     def _trace(self, indices, key=None, init_strategy=init_to_uniform, observed=True):
         model = self.bind(indices, random.key(0) if key is None else key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import contextmanager
 import operator
+from typing import Any
 import warnings
 
 import jax
@@ -16,9 +17,9 @@ from numpyro.handlers import block
 from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro.util import not_jax_tracer
 
-from numpyro_repulsion.rows import Rows, count_nan
+from numpyro_repulsion.rows import Rows, count_nan, losses
 
-__all__ = ["Watch", "any_number_of_rows", "check_kinds", "find_nan"]
+__all__ = ["Watch", "any_number_of_rows", "check_kinds", "check_values", "find_nan"]
 
 #: The largest 32-bit integer, which numbers rows.
 MAX_ROWS = 2**31 - 1
@@ -165,24 +166,32 @@ def _may_be_empty(distribution) -> bool:
     return distribution.support is constraints.real or is_whole
 
 
-def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, jax.Array]) -> list[str]:
+def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, Any]) -> list[str]:
     """Return, in words, where the arguments and observed sites of a model contain NaN."""
-    found = []
-    for path, leaf in jax.tree.leaves_with_path({"args": args, "kwargs": dict(kwargs)}, is_leaf=_is_rows):
-        if _is_concrete(leaf) and (count := count_nan(leaf)):
-            found.append(f"{count} in the model's {path[0].key}{jax.tree_util.keystr(path[1:])}")
-    for name, value in observations.items():
-        if _is_concrete(value) and (count := count_nan(value)):
-            found.append(f"{count} in the observed site '{name}'")
-    return found
+    found = [(count_nan(array), where) for where, array in _arrays(args, kwargs, observations)]
+    return [f"{count} in {where}" for count, where in found if count]
 
 
-def _is_rows(leaf):
-    return isinstance(leaf, Rows)
+def check_values(
+    args: tuple = (), kwargs: Mapping = {}, observations: Mapping[str, Any] = {}, of_rows: bool = False
+) -> None:
+    """Raise ``ValueError`` for values that JAX would change in silence, by narrower types and without masks.
+
+    :param of_rows: whether to read all `Rows` too.
+    """
+    for where, array in _arrays(args, kwargs, observations):
+        if (of_rows or not isinstance(array, Rows)) and (lost := losses(array)):
+            raise ValueError(f"{where[0].upper()}{where[1:]} {lost}")
 
 
-def _is_concrete(leaf):
-    return isinstance(leaf, np.ndarray | jax.Array | Rows) and not_jax_tracer(getattr(leaf, "source", leaf))
+def _arrays(args, kwargs, observations):
+    """Yield the arrays of a model, and where they are, in words."""
+    leaves = jax.tree.leaves_with_path({"args": args, "kwargs": dict(kwargs)}, is_leaf=lambda x: isinstance(x, Rows))
+    named = [(f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}", leaf) for path, leaf in leaves]
+    for where, leaf in [*named, *((f"the observed site '{name}'", x) for name, x in observations.items())]:
+        array = np.asarray(leaf) if type(leaf).__module__.split(".")[0] in ("pandas", "polars") else leaf
+        if isinstance(array, np.ndarray | jax.Array | Rows) and not_jax_tracer(getattr(array, "source", array)):
+            yield where, array
 
 
 @contextmanager

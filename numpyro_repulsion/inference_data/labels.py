@@ -77,7 +77,8 @@ class Labels:
                     )
                 coords.setdefault(axis, self._coordinate(name, axis, size, group))
             coords |= {axis: np.arange(size) for axis, size in zip(leading, value.shape, strict=False)}
-            variables[self.names[name]] = ([*leading, *axes], value)
+            safe = self.names[name]
+            variables[safe] = ([*leading, *axes], value, {} if safe == name else {"site": name})
         taken = {*variables, *coords}
         coords |= {name: ("chain", values) for name, values in of_chains.items() if name not in taken}
         return xarray.Dataset(variables, coords)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro.distributions import ExpandedDistribution, Independent, MaskedDistribution
+from numpyro.distributions import Distribution, ExpandedDistribution, Independent, MaskedDistribution
 
 from numpyro_repulsion.gradients import ModelTarget, compiled, influenced
 
-__all__ = ["Observations", "observe"]
+__all__ = ["Observations", "observe", "visible"]
 
 
 class Observations(NamedTuple):
@@ -77,32 +77,39 @@ def _observed(sites, names):
     values = {name: sites[name]["value"] for name in names}
     masks = {}
     for name in names:
-        fn, value = sites[name]["fn"], jnp.asarray(values[name])
-        mask = _mask(fn)
-        if mask is not True:
-            split = value.ndim - fn.event_dim
-            batch = jnp.broadcast_shapes(fn.batch_shape, value.shape[:split])
-            masks[name] = jnp.broadcast_to(jnp.asarray(mask), batch)
-            values[name] = jnp.broadcast_to(value, (*batch, *value.shape[split:]))
+        fn = sites[name]["fn"]
+        if (seen := visible(fn, values[name])) is not None:
+            events = jnp.shape(values[name])[jnp.ndim(values[name]) - fn.event_dim :]
+            masks[name], values[name] = seen, jnp.broadcast_to(values[name], (*seen.shape, *events))
     return values, masks
 
 
+def visible(fn: Distribution, value: jax.Array | np.ndarray, in_events: bool = False) -> jax.Array | None:
+    """Return which entries of an observed site's batch are not hidden by a mask; ``None`` without a mask.
+
+    :param in_events: whether to tell the numbers of an event apart. Otherwise one that is hidden in part counts whole.
+    """
+    if (mask := _mask(fn)) is None:
+        return None
+    split, own = jnp.ndim(value) - fn.event_dim, len(fn.batch_shape)
+    batch, events = jnp.broadcast_shapes(fn.batch_shape, jnp.shape(value)[:split]), jnp.shape(value)[split:]
+    if not in_events:
+        return jnp.broadcast_to(mask.any(tuple(range(own, mask.ndim))), batch)
+    return jnp.broadcast_to(jnp.expand_dims(mask, range(mask.ndim, own + len(events))), (*batch, *events))
+
+
 def _mask(fn):
-    """Return which entries of a distribution's batch have a density, ``True`` if all have."""
+    """Return which entries of a distribution have a density: of its batch, and of the event axes that masks tell apart;
+    ``None`` if all have."""
+    if not isinstance(fn, MaskedDistribution | ExpandedDistribution | Independent):
+        return None
+    inner, own = _mask(fn.base_dist), len(fn.base_dist.batch_shape)
     if isinstance(fn, MaskedDistribution):
-        inner = _mask(fn.base_dist)
-        return fn._mask if inner is True else jnp.logical_and(fn._mask, inner)
-    if isinstance(fn, ExpandedDistribution):
-        inner = _mask(fn.base_dist)
-        return inner if inner is True else jnp.broadcast_to(inner, fn.batch_shape)
-    if isinstance(fn, Independent):
-        inner = _mask(fn.base_dist)
-        if inner is True:
-            return True
-        # An event that is hidden in part counts with the rest.
-        axes = tuple(range(-fn.reinterpreted_batch_ndims, 0))
-        return jnp.broadcast_to(inner, fn.base_dist.batch_shape).any(axes)
-    return True
+        mask = jnp.broadcast_to(jnp.asarray(fn._mask), fn.batch_shape)
+        return mask if inner is None else jnp.expand_dims(mask, range(own, inner.ndim)) & inner
+    if isinstance(fn, ExpandedDistribution) and inner is not None:
+        return jnp.broadcast_to(inner, (*fn.batch_shape, *inner.shape[own:]))
+    return inner
 
 
 def _moved(target):

@@ -15,8 +15,8 @@ class all_rows(Messenger):
 
     From a model that subsamples, NumPyro computes results for the few rows that it happens to draw, or scales them up.
     With this handler ``Predictive`` and ``log_likelihood`` see every row once; together with
-    ``numpyro.handlers.uncondition`` they draw the observed sites, although the model gets its data. Plates whose rows
-    are already fixed, for example by ``substitute``, do not change.
+    ``numpyro.handlers.uncondition`` they draw the observed sites, although the model gets its data. Subsampled plates
+    whose rows are already fixed, for example by ``substitute``, do not change.
 
     :param fn: a model.
 
@@ -45,7 +45,8 @@ class all_rows(Messenger):
     """
 
     def process_message(self, msg):
-        if msg["type"] == "plate" and msg["value"] is None:
+        # NumPyro numbers the rows of other plates itself, in a compiled program by unknown numbers.
+        if msg["type"] == "plate" and (msg["value"] is None or msg["args"][1] in (None, msg["args"][0])):
             size = msg["args"][0]
             # Known rows let models index NumPy arrays in compiled programs.
             with jax.ensure_compile_time_eval():

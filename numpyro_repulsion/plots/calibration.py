@@ -130,8 +130,9 @@ def _reliability(predictions, bins):
     """Return probabilities, shares right and numbers of observations of the bins that have some."""
     probabilities = predictions.probabilities
     observed = predictions.require_observed()
-    confidence = probabilities.max(-1).ravel()
-    right = (probabilities.argmax(-1) == observed).ravel()
+    known = ~np.isnan(observed)
+    confidence = probabilities.max(-1)[known]
+    right = (probabilities.argmax(-1) == observed)[known]
     parts = [part for part in np.array_split(np.argsort(confidence, kind="stable"), bins) if len(part)]
     return np.array([(confidence[part].mean(), right[part].mean(), len(part)) for part in parts]).T
 

@@ -18,13 +18,13 @@ class Predictions:
 
     - **site** - the name of the site.
     - **replicates** - one random value of the site for each draw, ``(draws, ...)``.
-    - **observed** - the observations, or ``None``.
+    - **observed** - the observations, or ``None``. NaN are missing, as those that a mask hides are.
     - **mean**, **sd** - of the mixture, with the shape of the site: ``sd`` joins the noise of the site with the
       disagreement of the draws. For a deterministic site it is the disagreement alone. ``None`` for classes.
     - **probabilities** - of each class, in a last axis, for a categorical site; otherwise ``None``.
     - **log_likelihood** - the log density of each observation under the mixture, if the data for which predictions
-      were made have observations; otherwise ``None``. Its mean is the usual test log likelihood. 0 where a mask
-      hides the observation.
+      were made have observations; otherwise ``None``. Its mean, ``np.nanmean`` if some are missing, is the usual test
+      log likelihood.
 
     :func:`~numpyro_repulsion.predict` makes it.
 
@@ -54,7 +54,10 @@ class Predictions:
         count, *shape = self.replicates.shape
         parts = [f"{self.site!r}", f"{count} draws", f"shape {tuple(shape)}"]
         if self.log_likelihood is not None:
-            parts.append(f"mean log likelihood {np.mean(self.log_likelihood):.4g}")
+            known = self.log_likelihood[~np.isnan(self.log_likelihood)]
+            parts.append(f"mean log likelihood {known.mean() if known.size else np.nan:.4g}")
+            if known.size < self.log_likelihood.size:
+                parts.append(f"{known.size} of {self.log_likelihood.size} observed")
         return f"Predictions({', '.join(parts)})"
 
     def quantile(self, q: Any) -> np.ndarray:
@@ -105,7 +108,7 @@ class Predictions:
 
         :raises ValueError: without any.
         """
-        if self.observed is None:
+        if self.observed is None or np.isnan(self.observed).all():
             raise ValueError(
                 f"These predictions of '{self.site}' have no observations to compare with; pass the observed values "
                 "as predict(mcmc, ...) passes them to the model."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 import inspect
 from typing import Any
 
@@ -12,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import numpyro.distributions as dist
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import substitute
 from numpyro.infer import MCMC
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.inference_data import all_rows
+from numpyro_repulsion.gradients import ModelTarget, check_values, compiled
+from numpyro_repulsion.inference_data import visible
 from numpyro_repulsion.kernels import bound_of, chosen_draws, is_warmup, kernel_of, require_draws
 from numpyro_repulsion.kernels.hints import hinting
 from numpyro_repulsion.predictions.mixture import Predictions
@@ -50,7 +51,7 @@ def predict(
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package.
     :param args: the arguments of the model, such as new covariates. Where they have observations of the site, the
-        result has their log likelihood.
+        result has their log likelihood. They are checked like those of a run.
     :param site: the name of an observed site, or of a deterministic one. ``None`` if the model observes a single site.
     :param num_draws: most draws to use, evenly spread over particles and iterations. For an optimizer of the cloud
         (:class:`~numpyro_repulsion.SVGD`) all come from its last cloud.
@@ -59,9 +60,9 @@ def predict(
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package, if ``rng_key`` is not a key, and
         for arguments that the model does not take.
     :raises ValueError: before the run; for a kernel without a model; for a site that does not exist or is not chosen;
-        if the run left out latent sites; for enumerated models; if a latent site has another shape with these data, as
-        an effect for each row has; for observations of another shape than their site; for sites inside ``scan``; and
-        if replicates exceed 2 GiB.
+        if the run left out latent sites; for enumerated models; for data that a run would refuse, such as fewer rows
+        than a plate has; if a latent site has another shape with these data, as an effect for each row has; for
+        observations of another shape than their site; for sites inside ``scan``; and if replicates exceed 2 GiB.
 
     **Example**
 
@@ -100,19 +101,22 @@ def predict(
     if rng_key is not None and not (hasattr(rng_key, "dtype") and is_prng_key(rng_key)):
         raise TypeError(f"`rng_key` must be a PRNG key such as random.key(1); got {rng_key!r}.")
     key = random.key(0) if rng_key is None else rng_key
-    target = bound_of(mcmc).target
-    site = _site(target, site)
+    fitted: Any = bound_of(mcmc).target
+    site = _site(fitted, site)
     draws = chosen_draws(mcmc, num_draws, "Predictions need")
-    model = all_rows(_with_arguments(kernel.model, args, kwargs))
+    _check_arguments(kernel.model, args, kwargs)
+    model = _NewData(substitute(kernel.model, data=fitted.params), {name: x.shape[1:] for name, x in draws.items()})
     with hinting(kernel.model, args, kwargs):
-        kept = _Sums(site, _observed(model, site, jax.tree.map(lambda x: x[0], draws)))
+        target = ModelTarget(model, args, kwargs)
+        check_values(args, kwargs, of_rows=True)
+        kept = _Sums(site, _observed(target, site, model.drawn, jax.tree.map(lambda x: x[0], draws)))
 
-    def of_draw(number, draw):
+    def of_draw(target, number, draw):
         # The model takes keys from its own by splitting, so replicates need another.
         of_model, of_replicate = random.split(random.fold_in(key, number))
-        return _of_draw(_traced(model, draw, of_model)[site], of_replicate)
+        return _of_draw(target.sites(draw, of_model)[site], of_replicate, kept.observed is not None)
 
-    for found in _in_chunks(of_draw, draws):
+    for found in _in_chunks(of_draw, target, draws):
         kept.add(found)
     return kept.predictions()
 
@@ -125,16 +129,16 @@ class _Sums:
         self.number = 0
         self.sums: dict[str, np.ndarray] = {}
         self.log_likelihood: np.ndarray | None = None
+        self.seen = np.zeros(np.shape(observed), bool)
         self.replicates: list[np.ndarray] = []
 
     def add(self, found):
         self.number += len(found["replicate"])
         self.replicates.append(found.pop("replicate"))
         if "log_prob" in found:
-            log_prob = found.pop("log_prob").astype(float)
-            total = np.logaddexp.reduce(log_prob, 0)
-            known = self.log_likelihood
+            total, known = np.logaddexp.reduce(found.pop("log_prob"), 0, float), self.log_likelihood
             self.log_likelihood = total if known is None else np.logaddexp(known, total)
+            self.seen |= found.pop("seen", np.ones(1, bool)).any(0)
         if "mean" in found:
             # The first draw is subtracted, so that the variance of means does not cancel.
             mean = found["mean"].astype(float) - self.sums.setdefault("origin", found["mean"][0].astype(float))
@@ -152,40 +156,46 @@ class _Sums:
         elif "probabilities" in self.sums:
             probabilities = self.sums["probabilities"] / self.number
         log_likelihood = None if self.log_likelihood is None else self.log_likelihood - np.log(self.number)
+        observed = self.observed
+        if log_likelihood is not None:
+            seen, events = self.seen, tuple(range(log_likelihood.ndim, observed.ndim))
+            # NumPyro gives NaN a density of 0.
+            is_missing = ~seen.any(events) | (np.isnan(observed) & seen).any(events)
+            log_likelihood = np.where(is_missing, np.nan, log_likelihood)
+            observed = observed if seen.all() else np.where(seen, observed, np.nan)
         replicates = np.concatenate(self.replicates)
         if mean is None and probabilities is None:  # a distribution that does not know its moments
             mean, sd = replicates.mean(0, dtype=float), replicates.std(0, dtype=float)
-        return Predictions(self.site, replicates, self.observed, mean, sd, probabilities, log_likelihood)
+        return Predictions(self.site, replicates, observed, mean, sd, probabilities, log_likelihood)
 
 
-def _of_draw(msg, key):
+def _of_draw(msg, key, has_data):
     """Return the moments, the log density and a random value of a traced site, as far as it has them."""
     if msg["type"] == "deterministic":
         value = jnp.asarray(msg["value"])
         return {"mean": value, "variance": jnp.zeros_like(value, float), "replicate": value}
     fn = msg["fn"]
     found = {"replicate": fn.sample(key)}
-    if msg["is_observed"]:
+    if has_data:
         found["log_prob"] = fn.log_prob(msg["value"])
-    base = fn
+        if (seen := visible(fn, msg["value"], in_events=True)) is not None:
+            found["seen"] = seen
+    base, shape = fn, fn.batch_shape + fn.event_shape
     while isinstance(base, dist.Independent | dist.MaskedDistribution | dist.ExpandedDistribution):
         base = base.base_dist
     if isinstance(base, _CLASSES):
-        shape = fn.batch_shape + fn.event_shape
         return found | {"probabilities": jnp.broadcast_to(base.probs, (*shape, base.probs.shape[-1]))}
     try:
-        shape = fn.batch_shape + fn.event_shape
-        moments = {"mean": jnp.broadcast_to(fn.mean, shape), "variance": jnp.broadcast_to(fn.variance, shape)}
+        return found | {"mean": jnp.broadcast_to(fn.mean, shape), "variance": jnp.broadcast_to(fn.variance, shape)}
     except (NotImplementedError, AttributeError):
         return found
-    return found | moments
 
 
-def _in_chunks(of_draw: Callable, draws: dict):
+def _in_chunks(of_draw: Callable, target: ModelTarget, draws: dict):
     """Yield what ``of_draw`` returns for chunks of the draws, computed by one compiled program."""
     total = len(next(iter(draws.values())))
     numbered = jnp.arange(total), draws
-    results = jax.eval_shape(of_draw, *jax.tree.map(lambda x: x[0], numbered))
+    results = jax.eval_shape(partial(of_draw, target), *jax.tree.map(lambda x: x[0], numbered))
     bytes_of = {name: int(np.prod(x.shape)) * x.dtype.itemsize for name, x in results.items()}
     if (size := total * bytes_of["replicate"]) > MAX_BYTES:
         raise ValueError(
@@ -193,7 +203,7 @@ def _in_chunks(of_draw: Callable, draws: dict):
             "`num_draws`, or pass the rows in parts."
         )
     chunk = min(CHUNK_SIZE, total, max(1, CHUNK_BYTES // max(1, sum(bytes_of.values()))))
-    program = jax.jit(jax.vmap(of_draw))
+    program = compiled(lambda target, *draws: jax.vmap(partial(of_draw, target))(*draws), target)
     for start in range(0, total, chunk):
         # The last chunk ends at the last draw, and the draws that it repeats are dropped.
         first = min(start, total - chunk)
@@ -201,39 +211,43 @@ def _in_chunks(of_draw: Callable, draws: dict):
         yield {name: np.asarray(value)[start - first :] for name, value in found.items()}
 
 
-class _same_shapes(Messenger):
-    """Refuse latent sites of another shape than their draws, before NumPyro broadcasts them."""
+class _NewData(Messenger):
+    """A model of new data: its plates take all rows, and sites that have neither data nor draws are drawn.
 
-    def __init__(self, fn, draw):
+    To the analysis of the model they are observed, and random.
+
+    :param shapes: those of the draws by name.
+
+    - **drawn** - the sites that it draws.
+
+    :raises ValueError: for latent sites of another shape than their draws, before NumPyro broadcasts them.
+    """
+
+    def __init__(self, fn, shapes):
         super().__init__(fn)
-        self.draw = draw
+        self.shapes, self.drawn = shapes, set()
 
     def process_message(self, msg):
-        known = self.draw.get(msg.get("name"))
-        # Sites of a scan come with an axis that their distribution does not know.
-        if msg["type"] != "sample" or known is None or msg.get("_control_flow_done"):
+        if msg["type"] == "plate" and (msg["value"] is None or msg["args"][1] in (None, msg["args"][0])):
+            size = msg["args"][0]
+            msg["args"], msg["value"] = (size, size), jnp.arange(size)
+        # Sites of a scan have values here, and an axis that their distribution does not know.
+        if msg["type"] != "sample" or msg["value"] is not None:
             return
-        if (shape := msg["fn"].shape()) != known.shape:
+        name, known = msg["name"], self.shapes.get(msg["name"])
+        if known is None:
+            self.drawn.add(name)
+            msg["is_observed"] = True
+        elif (shape := msg["fn"].shape(msg["kwargs"]["sample_shape"])) != known:
             raise ValueError(
-                f"With these data the latent site '{msg['name']}' has the shape {shape}, and its draws have "
-                f"{known.shape}: effects of single rows cannot be predicted for other rows. Pass the same rows, or a "
-                "model of new ones to numpyro.infer.Predictive."
+                f"With these data the latent site '{name}' has the shape {shape}, and its draws have {known}: effects "
+                "of single rows cannot be predicted for other rows. Pass the same rows, or a model of new ones to "
+                "numpyro.infer.Predictive."
             )
 
 
-def _traced(model, draw, key):
-    """Return the sites of the model with its latent ones at a draw.
-
-    :raises ValueError: if a latent site has another shape than its draw.
-    """
-    return trace(seed(substitute(_same_shapes(model, draw), draw), key)).get_trace()
-
-
-def _with_arguments(model, args, kwargs):
-    """Return the model as a function without arguments.
-
-    :raises TypeError: for arguments that it does not take.
-    """
+def _check_arguments(model, args, kwargs):
+    """Raise ``TypeError`` for arguments that the model does not take."""
     try:
         inspect.signature(model).bind(*args, **kwargs)
     except TypeError as error:
@@ -243,13 +257,10 @@ def _with_arguments(model, args, kwargs):
         ) from None
     except ValueError:  # no signature is known
         pass
-    return lambda: model(*args, **kwargs)
 
 
 def _site(target, site):
     """Return the name of the site to predict."""
-    if not isinstance(target, ModelTarget):
-        raise ValueError("Predictions need a kernel that was made from a model.")
     if target.discrete:
         raise ValueError(
             f"The discrete latent sites {target.discrete} are summed over, and predictions need their values. Use "
@@ -264,22 +275,23 @@ def _site(target, site):
     return site
 
 
-def _observed(model, site, draw):
+def _observed(target, site, drawn, draw):
     """Return the observations of the site, or ``None``, after a look at the model with these data.
 
     :raises ValueError: if the site does not exist, or is inside a ``scan``.
     """
 
-    def values():
-        found = _traced(model, draw, random.key(0))
+    def values(target, draw):
+        found = target.sites(draw)
         if site not in found:
             raise ValueError(f"With these data the model has no site '{site}'; it has {sorted(found)}.")
-        if found[site]["type"] == "sample" and found[site].get("_control_flow_done"):
+        inside = [name for name in (*target.latent, *target.discrete) if name not in draw]
+        if inside or (found[site]["type"] == "sample" and found[site].get("_control_flow_done")):
             raise ValueError(
-                f"The site '{site}' is inside a `scan` or `cond`, where its distribution cannot be told apart by rows. "
-                "Use numpyro.infer.Predictive on the model without observations."
+                f"The sites {inside or [site]} are inside a `scan` or `cond`, where their distribution cannot be told "
+                "apart by rows. Use numpyro.infer.Predictive on the model without observations."
             )
-        if not found[site].get("is_observed"):
+        if site in drawn or not found[site].get("is_observed"):
             return None
         shape, given = found[site]["fn"].shape(), jnp.shape(found[site]["value"])
         if jnp.broadcast_shapes(shape, given) != given:
@@ -289,5 +301,5 @@ def _observed(model, site, draw):
             )
         return found[site]["value"]
 
-    found = jax.jit(values)()
+    found = compiled(values, target)(draw)
     return None if found is None else np.asarray(found)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.layout import ROWS, num_devices
-from numpyro_repulsion.processes import is_spread
+from numpyro_repulsion.rows.contents import Contents, lost
 from numpyro_repulsion.rows.host import Rows
 
-__all__ = ["count_nan", "host_rows", "share_rows"]
+__all__ = ["count_nan", "host_rows", "losses", "share_rows"]
 
 
 def host_rows(tree) -> list[Rows]:
@@ -35,11 +34,9 @@ def share_rows(rows: list[Rows], block_size: int) -> None:
 
 def count_nan(array: Any) -> int:
     """Return how many numbers of an array or of `Rows` are NaN."""
-    if isinstance(array, Rows):
-        return array.count_nan()
-    if not jnp.issubdtype(array.dtype, jnp.inexact):
-        return 0
-    if is_spread(array):
-        with jax.ensure_compile_time_eval():
-            return int(jnp.isnan(array).sum())
-    return int(np.isnan(np.asarray(array)).sum())
+    return (array.contents() if isinstance(array, Rows) else Contents.of(array)).num_nan
+
+
+def losses(array: Any) -> str:
+    """Return, in words, what JAX would lose of an array or of `Rows` in silence; empty if nothing but digits."""
+    return array.contents().losses(np.dtype(array.source.dtype)) if isinstance(array, Rows) else lost(array)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
+from functools import reduce
 import hashlib
 import mmap
 from os import PathLike
@@ -15,6 +16,7 @@ import numpy as np
 
 from numpyro_repulsion.digests import digest, has_parts
 from numpyro_repulsion.processes import IN_ALL, are_several, is_spread
+from numpyro_repulsion.rows.contents import Contents, lost
 from numpyro_repulsion.rows.conversion import convert, opened
 from numpyro_repulsion.rows.primitive import TAKE_ROWS
 from numpyro_repulsion.rows.shards import Shards
@@ -86,7 +88,7 @@ class Rows:
         self.source = source
         self.is_on_host = not isinstance(source, jax.Array)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
-        self._num_nan: int | None = None
+        self._contents: Contents | None = None
         self._shards: Shards | None = None
 
     @property
@@ -167,12 +169,15 @@ class Rows:
         if isinstance(self.source, np.ndarray):
             found = np.take(self.source, rows, 0)
         elif (blocks := _blocks(rows)) is not None:
-            found = np.concatenate([self.source[first:end] for first, end in blocks])
+            parts = [self.source[first:end] for first, end in blocks]
+            found = (np.ma if isinstance(parts[0], np.ma.MaskedArray) else np).concatenate(parts)
             found = found.reshape(*rows.shape, *self.shape[1:])
         else:
             # Files of HDF5 want each row once, in order.
             unique, places = np.unique(rows, return_inverse=True)
-            found = np.asarray(self.source[unique])[places.reshape(rows.shape)]
+            found = np.asanyarray(self.source[unique])[places.reshape(rows.shape)]
+        if words := lost(found):
+            raise ValueError(f"{self!r} {words}")
         return np.asarray(found, self.dtype)
 
     def _check(self, rows):
@@ -183,7 +188,7 @@ class Rows:
         """Yield all rows in order, as consecutive blocks."""
         step = max(1, BLOCK_BYTES * len(self) // max(1, self.nbytes))
         for first in range(0, len(self), step):
-            yield np.asarray(self.source[first : first + step])
+            yield np.asanyarray(self.source[first : first + step])
 
     def share(self, mesh: jax.sharding.Mesh, block_size: int) -> None:
         """Put the rows on the devices of a mesh, each its share.
@@ -207,16 +212,14 @@ class Rows:
         known = self._shards
         return None if known is None or known.mesh.abstract_mesh != jax.sharding.get_abstract_mesh() else known
 
-    def count_nan(self) -> int:
-        """Return how many numbers are NaN, by reading all rows once."""
-        if self._num_nan is None:
-            is_float = jnp.issubdtype(self.source.dtype, jnp.inexact)
-            if is_float and is_spread(self.source):
-                with jax.ensure_compile_time_eval():
-                    self._num_nan = int(jnp.isnan(self.source).sum())
-            else:
-                self._num_nan = sum(int(np.isnan(block).sum()) for block in self.blocks()) if is_float else 0
-        return self._num_nan
+    def contents(self) -> Contents:
+        """Return what a look at all rows finds; they are read once, unless their type tells."""
+        if self._contents is None:
+            dtype = np.dtype(self.source.dtype)
+            is_plain = dtype.kind in "biu" and dtype.itemsize < 8 and not isinstance(self.source, np.ma.MaskedArray)
+            blocks = () if is_plain else [self.source] if is_spread(self.source) else self.blocks()
+            self._contents = reduce(Contents.join, map(Contents.of, blocks), Contents())
+        return self._contents
 
     def digest(self) -> str:
         """Return a digest of shape, type and values, of more than 256 MB those of evenly spread blocks of rows."""
@@ -269,7 +272,7 @@ class Rows:
             return whole
         found = object.__new__(cls)
         found.source, found.is_on_host = children[0], False
-        found._last = found._num_nan = found._shards = None
+        found._last = found._contents = found._shards = None
         return found
 
     @classmethod
