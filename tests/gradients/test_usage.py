@@ -973,3 +973,8 @@ def test_sites_that_block_draws_anew_are_refused():
             ModelTarget(handlers.block(model, hide=hidden))
     fixed = handlers.block(handlers.substitute(model, data={"s": 2.0}), hide=["s"])
     assert not ModelTarget(fixed).is_random and ModelTarget(fixed).latent == ["b"]
+
+
+def test_plates_that_block_hides_are_not_missed():
+    target = ModelTarget(handlers.block(hierarchical, hide=["groups"]))
+    assert target.plates == {"rows": (N, B)} and target.dims["z"] == {}
