@@ -30,7 +30,6 @@ from numpyro_repulsion.moves import Archive, Move
 from numpyro_repulsion.plots import (
     animate_particles,
     plot_calibration,
-    plot_gram,
     plot_particles,
     plot_running_estimates,
 )
@@ -104,7 +103,6 @@ __all__ = [
     "load_draws",
     "nested_rhat",
     "plot_calibration",
-    "plot_gram",
     "plot_particles",
     "plot_running_estimates",
     "predict",

@@ -193,7 +193,7 @@ def test_private_attributes_of_numpyro_are_in_one_room():
 
 
 #: Whose products are NumPy's, those of a model, or within `compiled`.
-ROUNDS = {"control_variates", "plots.gram", "targets", "checkpointing.identity", "rounding"}
+ROUNDS = {"control_variates", "targets", "checkpointing.identity", "rounding"}
 
 
 def rounded(name, text):
