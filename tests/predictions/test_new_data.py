@@ -11,7 +11,8 @@ import numpyro.distributions as dist
 from numpyro.handlers import mask, uncondition
 from numpyro.infer import MCMC, Predictive
 
-from numpyro_repulsion import SGLD, Localized, Rows, all_rows, init_around, llc, plot_calibration, predict
+from numpyro_repulsion import SGLD, Rows, all_rows, init_around, plot_calibration, predict
+from numpyro_repulsion.contrib import Localized, llc
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}")
