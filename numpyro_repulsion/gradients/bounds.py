@@ -71,8 +71,11 @@ def check_indices(target: Target, evaluate: Callable, plates: Mapping, sizes: Ma
     changed = compiled(run, target, quickly=True)
     for chunk in np.flatnonzero(worst[:, 0])[:20]:
         rows = rows_of({name: jnp.asarray(start.reshape(-1)[chunk]) for name, start in starts.items()})
-        # What holds at one point only is an index that depends on parameters.
-        moved = [_differ(*(changed(k, rows, fill)[0] for fill in FILLS)) for k in (0, 1)]
+        found = [[changed(k, rows, fill) for fill in FILLS] for k in (0, 1)]
+        # An index that depends on parameters differs from point to point.
+        if not np.array_equal(*(np.asarray(each[0][1]) for each in found)):
+            continue
+        moved = [_differ(*(values for values, _ in each)) for each in found]
         for name in moved[0]:
             if (where := moved[0][name] & moved[1][name]).any():
                 _, index, length = worst[chunk]

@@ -340,8 +340,9 @@ class ModelTarget(SitesTarget):
         """Classify the sites of the model, and raise ``ValueError`` for unsupported ones."""
         self.plates = subsample_plate_sizes(sites)
         self.plate_sizes = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
+        # A handler may hide the plates of a site that it shows.
         self.dims = {
-            name: {frame.name: frame.dim for frame in site["cond_indep_stack"]}
+            name: {frame.name: frame.dim for frame in site["cond_indep_stack"] if frame.name in self.plate_sizes}
             for name, site in sites.items()
             if site["type"] in ("sample", "deterministic")
         }

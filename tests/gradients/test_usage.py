@@ -14,7 +14,17 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 from numpyro.infer.reparam import LocScaleReparam
 
-from numpyro_repulsion import SGLD, SVRG, Archive, ControlVariates, FullData, Subsampled, scores, to_inference_data
+from numpyro_repulsion import (
+    SGLD,
+    SVRG,
+    Archive,
+    ControlVariates,
+    FullData,
+    Rows,
+    Subsampled,
+    scores,
+    to_inference_data,
+)
 from numpyro_repulsion.gradients import Gradient, ModelTarget, draw_indices, full_gradient, influenced, minibatch
 from numpyro_repulsion.kernels.settings import choose_gradient
 
@@ -729,43 +739,242 @@ def test_the_longest_plate_has_all_its_rows(block):
     assert found.mean() / size == pytest.approx(0.5, abs=0.01)
 
 
-def sharing(share, y=Y):
-    """A model in which rows of a minibatch share something."""
+def sharing(share):
+    """A model in which rows of a minibatch may share something."""
 
     def model():
         b, s = parameters()
         with rows() as i:
-            observe("y", share(X[i]) @ b, y[i], s)
+            observe("y", share(X[i], i) @ b, Y[i], s)
 
     return model
 
 
-@pytest.mark.parametrize(
-    "share",
-    [
-        lambda x: (x - x.mean(0)) / x.std(0),
-        lambda x: x / jnp.abs(x).sum(0),
-        lambda x: jnp.cumsum(x, 0),
-        lambda x: jax.nn.softmax(x @ x.T) @ x,
-        jax.jit(lambda x: x - jnp.median(x, 1, keepdims=True) + x.sum()),
-        lambda x: x - lax.stop_gradient(x.max()),
-    ],
-)
+def group_means(x, i):
+    total, count = (jax.ops.segment_sum(v, GROUP[i], 5) for v in (x, jnp.ones((len(i), 1))))
+    return x - (total / jnp.maximum(count, 1))[GROUP[i]]
+
+
+SHARED = {
+    "standardized": lambda x, i: (x - x.mean(0)) / x.std(0),
+    "divided by a sum": lambda x, i: x / jnp.abs(x).sum(0),
+    "divided by a maximum": lambda x, i: x / jnp.abs(x).max(0),
+    "minus a maximum": lambda x, i: x - lax.stop_gradient(x.max()),
+    "cumulative sum": lambda x, i: jnp.cumsum(x, 0),
+    "cumulative maximum": lambda x, i: lax.cummax(x, 0),
+    "attention between rows": lambda x, i: jax.nn.softmax(x @ x.T) @ x,
+    "in a program": jax.jit(lambda x, i: x - jnp.median(x, 1, keepdims=True) + x.sum()),
+    "means of groups": group_means,
+    "a lag": lambda x, i: jnp.roll(x, 1, 0),
+    "a lag by concatenation": lambda x, i: jnp.concatenate([jnp.zeros((1, D)), x[:-1]]),
+    "a lag by padding": lambda x, i: jnp.pad(x, ((1, 0), (0, 0)))[:-1],
+    "differences": lambda x, i: jnp.diff(x, axis=0, prepend=0.0),
+    "flipped": lambda x, i: x - jnp.flip(x, 0),
+    "convolved": lambda x, i: jax.vmap(lambda c: jnp.convolve(c, jnp.ones(3), "same"), 1, 1)(x),
+    "associative scan": lambda x, i: lax.associative_scan(jnp.add, x),
+    "counts": lambda x, i: x * jnp.bincount(GROUP[i], length=5)[GROUP[i]][:, None],
+    "ranks": lambda x, i: jnp.argsort(jnp.argsort(x, 0), 0).astype(float),
+    "sorted": lambda x, i: jnp.sort(x, 0),
+    "transformed by Fourier": lambda x, i: jnp.fft.fft(x, axis=0).real,
+    "scan over rows": lambda x, i: lax.scan(lambda c, v: (0.5 * c + v, c), jnp.zeros(D), x)[1],
+    "neighbors among those drawn": lambda x, i: x[jnp.argsort(jnp.abs(i[:, None] - i[None]), 1)[:, 1]],
+    "first row as a reference": lambda x, i: x - x[0],
+    "positions in a minibatch": lambda x, i: x * jnp.arange(len(i))[:, None],
+}
+
+
+@pytest.mark.parametrize("share", SHARED.values(), ids=SHARED)
 def test_rows_that_depend_on_each_other_are_refused(share):
-    with pytest.raises(ValueError, match="depends on the other rows that the subsampled plate 'rows' draws"):
+    message = r"depends on the other rows that the subsampled plate 'rows' draws.*y\[i - 1\]|combines the rows.*'rows'"
+    with pytest.raises(ValueError, match=message):
         ModelTarget(sharing(share))
 
 
-@pytest.mark.parametrize(
-    "share",
-    [
-        lambda x: x - x.mean(1, keepdims=True),
-        lambda x: (x - X.mean(0)) / X.std(0),
-        lambda x: jnp.cumsum(x, 1) / len(x),
-        lambda x: jax.nn.softmax(x) * jax.vmap(jnp.sum)(x)[:, None],
-        lambda x: jnp.einsum("ij,ij,ik->ik", x, x, x),
-        lambda x: lax.while_loop(lambda z: jnp.sum((z**2 - 1.0) ** 2) > 1e-6, lambda z: (z + 1 / z) / 2, 1 + x**2) * x,
-    ],
-)
+def of_a_whole_minibatch():
+    b, s = parameters()
+    with rows() as i:
+        x, y = X[i], Y[i]
+    with handlers.scale(scale=N / len(i)):
+        numpyro.sample("y", dist.MultivariateNormal(x @ b, 0.5 + s * jnp.eye(len(i))), obs=y)
+
+
+def statistic_of_a_minibatch():
+    b, s = parameters()
+    with rows() as i:
+        x, y = X[i], Y[i]
+    with handlers.scale(scale=N / len(i)):
+        observe("y", (x - x.mean(0)) @ b, y, s)
+
+
+def filtered():
+    b, s = parameters()
+    with rows() as i:
+        y = Y[i]
+
+    def step(before, now):
+        observe("y", b[0] * before, now, s)
+        return now, None
+
+    with handlers.scale(scale=N / len(i)):
+        scan(step, 0.0, y)
+
+
+def squared_sum():
+    b, _ = parameters()
+    with rows() as i:
+        y = Y[i]
+    numpyro.factor("f", -((N / len(i) * (y - b[0]).sum()) ** 2))
+
+
+@pytest.mark.parametrize("model", [of_a_whole_minibatch, statistic_of_a_minibatch, filtered, squared_sum])
+def test_what_is_no_sum_over_rows_is_refused_outside_of_the_plate(model):
+    with pytest.raises(ValueError, match="'rows' outside of that plate, and its log density is not a sum over"):
+        ModelTarget(model)
+
+
+LAGS, KERNEL = jnp.pad(Y, (1, 0))[:-1], jnp.array([0.25, 0.5, 0.25])
+ALONE = {
+    "centered within a row": lambda x, i: x - x.mean(1, keepdims=True),
+    "standardized by all rows": lambda x, i: (x - X.mean(0)) / X.std(0),
+    "cumulative within a row": lambda x, i: jnp.cumsum(x, 1) / len(x),
+    "softmax": lambda x, i: jax.nn.softmax(x) * jax.vmap(jnp.sum)(x)[:, None],
+    "products by entry": lambda x, i: jnp.einsum("ij,ij,ik->ik", x, x, x),
+    "attention within a row": jax.vmap(lambda v, i: jax.nn.softmax(v[:, None] * v) @ v),
+    "scan within a row": jax.vmap(lambda v, i: lax.scan(lambda c, w: (0.5 * c + w, c), 0.0, v)[1]),
+    "sorted within a row": lambda x, i: jnp.sort(x, 1),
+    "ranks within a row": lambda x, i: jnp.argsort(x, 1).astype(float),
+    "convolved within a row": jax.vmap(lambda v, i: jnp.convolve(v, KERNEL, "same")),
+    "Fourier within a row": lambda x, i: jnp.fft.fft(x).real,
+    "normalized layer": lambda x, i: (x - x.mean(-1, keepdims=True)) / (1e-3 + x.std(-1, keepdims=True)),
+    "a lag of all rows": lambda x, i: x * LAGS[i][:, None],
+    "the row before": lambda x, i: x * jnp.where(i > 0, Y[i - 1], 0.0)[:, None],
+    "means of groups of all rows": lambda x, i: x - (jax.ops.segment_sum(X, GROUP, 5) / 4)[GROUP[i]],
+    "ranks among all rows": lambda x, i: jnp.argsort(jnp.argsort(X, 0), 0)[i].astype(float),
+    "in halves": lambda x, i: jnp.concatenate([x[: len(x) // 2] * 2, x[len(x) // 2 :] * 2]),
+    "reshaped": lambda x, i: jnp.tanh(x.reshape(-1)).reshape(x.shape),
+    "one by one": lambda x, i: lax.map(lambda v: v / (1 + jnp.linalg.norm(v)), x),
+    "one-hot groups": lambda x, i: jax.nn.one_hot(GROUP[i], D) + x,
+    "number of the row": lambda x, i: x * i[:, None] / N,
+    "solver": lambda x, i: (
+        x * lax.while_loop(lambda z: jnp.sum((z**2 - 1.0) ** 2) > 1e-6, lambda z: (z + 1 / z) / 2, 1 + x**2)
+    ),
+    "triangular solve": lambda x, i: jax.scipy.linalg.solve_triangular(jnp.eye(D) + 0.1, x.T, lower=True).T,
+    "flattened and back": lambda x, i: jnp.stack(jnp.unstack(x, axis=0)),
+    "flipped twice": lambda x, i: jnp.flip(jnp.flip(x, 0) * 2, 0),
+    "weights that differ by 1e6": lambda x, i: x * jnp.array([1e-3, 1.0, 1e3]),
+}
+
+
+@pytest.mark.parametrize("share", ALONE.values(), ids=ALONE)
 def test_rows_that_do_not_are_fine(share):
     assert ModelTarget(sharing(share)).plates
+
+
+# --- Indices, over all rows. ---
+
+
+def grouped(g, size=5, index=lambda u, g: u[g]):
+    def model(g):
+        u = numpyro.sample("u", dist.Normal(0, 3).expand([size]).to_event(1))
+        with rows() as i:
+            observe("y", index(u, g[i]), Y[i])
+
+    return ModelTarget(model, (g,))
+
+
+LAST = np.asarray(GROUP).copy()
+LAST[13] = 7
+MISSING = np.asarray(GROUP).copy()
+MISSING[[4, 13]] = -1
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, Rows])
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda u, g: u[g],
+        lambda u, g: jnp.take(u, g),
+        lambda u, g: jax.vmap(lambda k: u[k])(g),
+        lambda u, g: lax.map(lambda k: u[k], g),
+        lambda u, g: jnp.take_along_axis(u, g, 0),
+        lambda u, g: jnp.stack([u, u], 1)[g, 0],
+    ],
+)
+def test_codes_beyond_the_last_group_are_refused_with_their_rows(kind, index):
+    grouped(kind(np.asarray(GROUP)), index=index)
+    with pytest.raises(ValueError, match="'y' uses the entry 7 of an axis of length 5.* in row 13 of the plate 'rows'"):
+        grouped(kind(LAST), index=index)
+
+
+def test_codes_from_one_and_missing_codes_are_refused():
+    with pytest.raises(ValueError, match=r"the entry 5 of an axis of length 5.*from 0"):
+        grouped(GROUP + 1)
+    grouped(GROUP + 1, 6)
+    with pytest.raises(
+        ValueError, match=r"args\[0\] has negative integers, such as -1 \(at 4, 13 .*of length 5.*last group"
+    ):
+        grouped(MISSING)
+    # Its own treatment of what is missing.
+    grouped(MISSING, 6, lambda u, g: u[g + 1])
+    grouped(MISSING, 5, lambda u, g: jnp.where(g < 0, 0.0, u[jnp.maximum(g, 0)]))
+    grouped(MISSING, 5, lambda u, g: u[jnp.abs(g)] + g)
+
+
+def test_classes_beyond_the_last_are_refused():
+    def model(label, classes):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([D, classes]).to_event(2))
+        with rows() as i:
+            numpyro.factor("y", jax.nn.log_softmax(X[i] @ w)[jnp.arange(len(i)), label[i]])
+
+    ModelTarget(model, (GROUP, 5))
+    with pytest.raises(ValueError, match="'y' uses the entry 7 of an axis of length 5.*row 13"):
+        ModelTarget(model, (LAST, 5))
+
+
+def test_codes_of_groups_within_groups_are_refused():
+    def model(county, state):
+        mu = numpyro.sample("mu", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("county", 5):
+            u = numpyro.sample("u", dist.Normal(mu[state], 1))
+        with rows() as i:
+            observe("y", u[county[i]], Y[i])
+
+    ModelTarget(model, (GROUP, np.array([0, 1, 2, 0, 1])))
+    with pytest.raises(ValueError, match="'u' uses the entry 3 of an axis of length 3.*row 4 of the plate 'county'"):
+        ModelTarget(model, (GROUP, np.array([0, 1, 2, 0, 3])))
+
+
+def test_indices_that_change_nothing_are_fine():
+    def hidden():
+        b, s = parameters()
+        with rows(N + 3) as i, handlers.mask(mask=i < N):
+            observe("y", X[i] @ b, Y[i], s)
+
+    def of_parameters():
+        b, s = parameters()
+        with rows() as i:
+            observe("y", b[(1.5 * s).astype(int)], Y[i], s)
+
+    for model in (hidden, of_parameters):
+        ModelTarget(model)
+
+
+# --- Latent sites that a handler hides. ---
+
+
+def test_sites_that_block_draws_anew_are_refused():
+    def model():
+        b, s = parameters()
+        with rows() as i:
+            observe("y", X[i] @ b, Y[i], s)
+
+    for hidden in (["s"], ["b"], ["s", "rows"]):
+        with pytest.raises(ValueError, match=r"\['y'\] differ from key to key.*block hides"):
+            ModelTarget(handlers.block(model, hide=hidden))
+    fixed = handlers.block(handlers.substitute(model, data={"s": 2.0}), hide=["s"])
+    assert not ModelTarget(fixed).is_random and ModelTarget(fixed).latent == ["b"]
+
+
+def test_plates_that_block_hides_are_not_missed():
+    target = ModelTarget(handlers.block(hierarchical, hide=["groups"]))
+    assert target.plates == {"rows": (N, B)} and target.dims["z"] == {}
