@@ -12,7 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.gradients.target import Target, compiled
+from numpyro_repulsion.gradients.target import Target, compiled, quickly
 from numpyro_repulsion.rows import TAKE_ROWS
 
 __all__ = ["CALLS", "check_indices"]
@@ -67,13 +67,13 @@ def check_indices(target: Target, evaluate: Callable, plates: Mapping, sizes: Ma
 
         return lax.map(jax.vmap(look), starts) if starts else look(starts)
 
-    worst = np.asarray(compiled(overruns, target, quickly=True)(jax.tree.map(jnp.asarray, starts))).reshape(-1, 3)
-    changed = compiled(run, target, quickly=True)
+    worst = np.asarray(compiled(overruns, target, quickly())(jax.tree.map(jnp.asarray, starts))).reshape(-1, 3)
+    changed = compiled(run, target, quickly())
     for chunk in np.flatnonzero(worst[:, 0])[:20]:
         rows = rows_of({name: jnp.asarray(start.reshape(-1)[chunk]) for name, start in starts.items()})
         found = [[changed(k, rows, fill) for fill in FILLS] for k in (0, 1)]
         # An index that depends on parameters differs from point to point.
-        if not np.array_equal(*(np.asarray(each[0][1]) for each in found)):
+        if (np.asarray(found[0][0][1]) != np.asarray(found[1][0][1])).any():
             continue
         moved = [_differ(*(values for values, _ in each)) for each in found]
         for name in moved[0]:
@@ -134,7 +134,7 @@ def _check_negative(target, evaluate, plates, lengths):
             given = jax.tree.unflatten(structure, leaves)
             return evaluate(target.with_arguments(given["args"], given["kwargs"]), 0, rows)
 
-        program = compiled(run, target, quickly=True)
+        program = compiled(run, target, quickly())
         with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # The model needs the values themselves.
             first = program(jnp.asarray(values))
             for length in sorted(lengths):

@@ -22,7 +22,7 @@ from numpyro_repulsion.gradients.location_scale import centred_energy, location_
 from numpyro_repulsion.gradients.products import Products
 from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, check_values, find_nan
 from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
-from numpyro_repulsion.gradients.target import Indices, SitesTarget, compiled
+from numpyro_repulsion.gradients.target import Indices, SitesTarget, compiled, quickly
 from numpyro_repulsion.gradients.tempering import untempered
 from numpyro_repulsion.gradients.translations import Translations
 from numpyro_repulsion.gradients.usage import (
@@ -260,7 +260,7 @@ class ModelTarget(SitesTarget):
 
             return lax.map(run, cases)
 
-        probes = Probes(compiled(runs, self, quickly=True), taken, self.discrete)
+        probes = Probes(compiled(runs, self, quickly()), taken, self.discrete)
         usage = probes.usage()
         if watch.blocks and (random_sites := sorted(usage.random & self._subsampled.keys())):
             raise ValueError(
