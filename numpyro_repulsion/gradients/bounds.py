@@ -208,10 +208,15 @@ def _apply(jaxpr, equation, given, fill, lengths):
             return found, jnp.asarray(_worse(state[1], worst))
 
         return lax.while_loop(goes_on, body, (list(given[second:]), jnp.asarray(WITHIN)))
-    variables = {x: value for x, value in zip(equation.invars, given, strict=True) if not hasattr(x, "val")}
+    inputs = given
+    if name == TAKE_ROWS.name:  # A host has no rows beyond the end.
+        count = params["source"].shape[0]
+        inputs = [jnp.clip(given[0], -count, count - 1)]
+    variables = {x: value for x, value in zip(equation.invars, inputs, strict=True) if not hasattr(x, "val")}
     alone = jaxpr.replace(constvars=[], invars=list(variables), outvars=equation.outvars, eqns=[equation])
     found = jax.core.eval_jaxpr(alone, (), *variables.values())
-    if (index := _index(name, params, given)) is None:
+    is_of_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in found)
+    if is_of_keys or (index := _index(name, params, given)) is None:
         return found, WITHIN
     position, room, length, axes = index
     lengths.update(length)

@@ -81,8 +81,9 @@ class ModelTarget(SitesTarget):
             # Inside of a program, what is run here must have values; outside, this would hide constant indices.
             is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
             with jax.ensure_compile_time_eval() if is_traced else nullcontext():
-                usage = self._use(watch)
+                # First, because a host has no rows beyond the end.
                 check_indices(self, ModelTarget._at_point, self.plates, self.plate_sizes, self.dims)
+                usage = self._use(watch)
         self._usage = usage
         self.is_random = bool(usage.random & self._subsampled.keys())
         check_enumeration({name: sites[name] for name in self.discrete}, self.plates, self._dependents)
