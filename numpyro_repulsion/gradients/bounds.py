@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.gradients.target import Target, compiled, quickly
-from numpyro_repulsion.rows import TAKE_ROWS
+from numpyro_repulsion.processes import is_spread
+from numpyro_repulsion.rows import TAKE_ROWS, Rows
 
 __all__ = ["CALLS", "check_indices"]
 
@@ -108,23 +109,34 @@ def _some(numbers):
     return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
 
 
+class _Moved:
+    """An array whose negative numbers are moved up, as it is read."""
+
+    def __init__(self, source: Any, by: int):
+        self.source, self.by, self.shape, self.dtype = source, by, source.shape, source.dtype
+
+    def __getitem__(self, rows):
+        found = np.asarray(self.source[rows])
+        return np.where(found < 0, found + self.by, found)
+
+
 def _check_negative(target, evaluate, plates, lengths):
     """Raise ``ValueError`` for negative integers in the arguments that count from the end of an axis.
 
     Such an index is known by its effect: with the length of the axis added, nothing changes.
     """
-    paths, structure = jax.tree.flatten_with_path({"args": target.args, "kwargs": dict(target.kwargs)})
+    given = {"args": target.args, "kwargs": dict(target.kwargs)}
+    paths, structure = jax.tree.flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
     for number, (path, leaf) in enumerate(paths):
-        if not isinstance(leaf, np.ndarray | jax.Array) or leaf.dtype.kind != "i" or not leaf.ndim or not leaf.size:
+        is_array = isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim and not is_spread(leaf)
+        if not (is_array or (isinstance(leaf, Rows) and leaf.is_on_host)) or np.dtype(leaf.dtype).kind != "i":
             continue
-        if not leaf.is_fully_addressable if isinstance(leaf, jax.Array) else False:
+        blocks = leaf.blocks() if isinstance(leaf, Rows) else [np.asarray(leaf)]
+        negative = np.concatenate([(block < 0).reshape(len(block), -1).any(1) for block in blocks])
+        if not len(entries := np.flatnonzero(negative)):
             continue
-        values = np.asarray(leaf)
-        if not (values < 0).any():
-            continue
-        entries = np.flatnonzero((values < 0).reshape(len(values), -1).any(1))
         rows = {
-            name: jnp.asarray(np.resize(entries, batch) if len(values) == size else np.arange(batch))
+            name: jnp.asarray(np.resize(entries, batch) if len(leaf) == size else np.arange(batch))
             for name, (size, batch) in plates.items()
         }
 
@@ -134,17 +146,20 @@ def _check_negative(target, evaluate, plates, lengths):
             given = jax.tree.unflatten(structure, leaves)
             return evaluate(target.with_arguments(given["args"], given["kwargs"]), 0, rows)
 
-        program = compiled(run, target, quickly())
+        def moved(by, program=compiled(run, target, quickly()), leaf=leaf):
+            if isinstance(leaf, Rows):
+                return program(Rows(_Moved(leaf.source, by)))
+            return program(jnp.asarray(_Moved(leaf, by)[:]))
+
         with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # The model needs the values themselves.
-            first = program(jnp.asarray(values))
+            first = moved(0)
             for length in sorted(lengths):
-                around, other = (jnp.asarray(np.where(values < 0, values + n, values)) for n in (length, length - 1))
-                if _same(first, program(around)) and not _same(first, program(other)):
+                if _same(first, moved(length)) and not _same(first, moved(length - 1)):
                     raise ValueError(
-                        f"The model's {path[0].key}{jax.tree_util.keystr(path[1:])} has negative integers, such as "
-                        f"{values.min()} (at {_some(entries)} of its first axis), and uses them as an index into an "
-                        f"axis of length {length}: they count from its end, so missing codes are the last group. "
-                        f"Leave these rows out, or write {length} - 1 for the last entry."
+                        f"The model's {path[0].key}{jax.tree_util.keystr(path[1:])} has negative integers (at "
+                        f"{_some(entries)} of its first axis), and uses them as an index into an axis of length "
+                        f"{length}: they count from its end, so missing codes are the last group. Leave these rows "
+                        f"out, or write {length} - 1 for the last entry."
                     )
 
 
