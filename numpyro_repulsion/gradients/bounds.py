@@ -128,12 +128,7 @@ def _check_negative(target, evaluate, plates, lengths):
     given = {"args": target.args, "kwargs": dict(target.kwargs)}
     paths, structure = jax.tree.flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
     for number, (path, leaf) in enumerate(paths):
-        is_array = isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim and not is_spread(leaf)
-        if not (is_array or (isinstance(leaf, Rows) and leaf.is_on_host)) or np.dtype(leaf.dtype).kind != "i":
-            continue
-        blocks = leaf.blocks() if isinstance(leaf, Rows) else [np.asarray(leaf)]
-        negative = np.concatenate([(block < 0).reshape(len(block), -1).any(1) for block in blocks])
-        if not len(entries := np.flatnonzero(negative)):
+        if not len(entries := _negative(leaf)):
             continue
         rows = {
             name: jnp.asarray(np.resize(entries, batch) if len(leaf) == size else np.arange(batch))
@@ -146,21 +141,31 @@ def _check_negative(target, evaluate, plates, lengths):
             given = jax.tree.unflatten(structure, leaves)
             return evaluate(target.with_arguments(given["args"], given["kwargs"]), 0, rows)
 
-        def moved(by, program=compiled(run, target, quickly()), leaf=leaf):
-            if isinstance(leaf, Rows):
-                return program(Rows(_Moved(leaf.source, by)))
-            return program(jnp.asarray(_Moved(leaf, by)[:]))
-
+        program = compiled(run, target, quickly())
         with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # The model needs the values themselves.
-            first = moved(0)
+            first = program(_moved(leaf, 0))
             for length in sorted(lengths):
-                if _same(first, moved(length)) and not _same(first, moved(length - 1)):
+                # Another entry must matter, or the effect says nothing.
+                if _same(first, program(_moved(leaf, length))) and not _same(first, program(_moved(leaf, length - 1))):
                     raise ValueError(
                         f"The model's {path[0].key}{jax.tree_util.keystr(path[1:])} has negative integers (at "
                         f"{_some(entries)} of its first axis), and uses them as an index into an axis of length "
                         f"{length}: they count from its end, so missing codes are the last group. Leave these rows "
                         f"out, or write {length} - 1 for the last entry."
                     )
+
+
+def _negative(leaf):
+    """Return where along its first axis an argument of signed integers has a negative one."""
+    is_array = isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim and not is_spread(leaf)
+    if not (is_array or (isinstance(leaf, Rows) and leaf.is_on_host)) or np.dtype(leaf.dtype).kind != "i":
+        return ()
+    blocks = leaf.blocks() if isinstance(leaf, Rows) else [np.asarray(leaf)]
+    return np.flatnonzero(np.concatenate([(block < 0).reshape(len(block), -1).any(1) for block in blocks]))
+
+
+def _moved(leaf, by):
+    return Rows(_Moved(leaf.source, by)) if isinstance(leaf, Rows) else jnp.asarray(_Moved(leaf, by)[:])
 
 
 def _same(one, other):
