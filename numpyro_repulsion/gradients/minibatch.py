@@ -21,7 +21,7 @@ from numpyro_repulsion.noise import integers_below
 from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.shapes import Count, Flag, Group, Numbers, ReferenceNumbers, ReferenceVectors, Scalar, Vectors
 
-__all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
+__all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud", "rows_to_compare"]
 
 
 class Reference(NamedTuple):
@@ -315,3 +315,13 @@ def ravel_cloud(z: Particle) -> tuple[Group, Callable]:
     """Return a pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the inverse for one particle ``(d,)``."""
     _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], z))
     return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel
+
+
+def rows_to_compare(target: Target) -> Indices:
+    """Return up to 1,000 rows of each plate, spread evenly over it, in minibatches ``(m, B)``."""
+    counts = [min(size, 1000) // batch for size, batch in target.plates.values()]
+    number = max(1, min(counts, default=1))
+    return {
+        name: jnp.asarray((np.arange(number * batch) * size // (number * batch)).reshape(number, batch))
+        for name, (size, batch) in target.plates.items()
+    }

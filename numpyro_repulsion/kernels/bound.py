@@ -133,7 +133,6 @@ class BoundSampler:
             late=most_late_iterations(self.target.plates, kernel.num_steps),
             noise=is_noisy,
             jumps=kernel.moves is not None,
-            competes=kernel.step_size is None,
             basins=kernel.looks_for_basins and rule is not None and not is_noisy,
         )
 

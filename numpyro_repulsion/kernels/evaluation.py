@@ -125,7 +125,7 @@ class Evaluation:
             return cloud.potential_energy
         shape = cloud.z.shape[:-1]
         z = warmup.scales.preconditioner.to_positions(cloud.z).reshape(-1, cloud.z.shape[-1])
-        rows = rows_to_compare(target, self.dynamics.held_out)
+        rows = rows_to_compare(target)
         return likelihood_energies(target, jax.vmap(self.unravel)(z), rows).reshape(shape).astype(cloud.z.dtype)
 
     def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:

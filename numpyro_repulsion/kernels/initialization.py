@@ -30,7 +30,7 @@ from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.hints import sites_not_finite
 from numpyro_repulsion.kernels.origin import Origin
-from numpyro_repulsion.kernels.requirements import check_room, check_tournament, warn_of_copies
+from numpyro_repulsion.kernels.requirements import check_room, warn_of_copies
 from numpyro_repulsion.kernels.settings import automatic_scale, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
 from numpyro_repulsion.layout import place_everywhere, place_particles
@@ -239,8 +239,6 @@ class Initializer:
         for `Rows` that each update would read whole, and for draws that exceed memory. Put rows on the devices of a
         mesh."""
         target = bound.target
-        if bound.kernel.step_size is None:
-            check_tournament(bound.kernel.dynamics, target, size)
         bound.share_data()
         if isinstance(target, ModelTarget) and target.summed_out:
             warnings.warn(
