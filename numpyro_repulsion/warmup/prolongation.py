@@ -10,7 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.warmup.arrival import spread_of_energies
+from numpyro_repulsion.warmup.arrival import NUM_DEVIATIONS, spread_of_energies
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import WarmupState
@@ -112,12 +112,14 @@ def update_prolongation(
             sampler.energy_to_compare(state, cloud._replace(z=place)).ravel() for state, place in places
         )
         rarely = spread_of_energies(dimension)
-        apart = jnp.nanmedian(jnp.abs(fits - jnp.nanmedian(fits)))
+        apart, before_apart = (jnp.nanmedian(jnp.abs(x - jnp.nanmedian(x))) for x in (fits, before))
         matters = (plain > MIN_NOISE) | (apart > rarely)
         is_convex = jnp.mean(between < (fits + jnp.roll(fits, 1)) / 2.0) >= CONVEX
-        # Draws lie d / 2 above a mode on average. Negated, so that NaN of all counts as far away too; there, noise may
-        # be too large to be measured.
-        have_left = ~(jnp.nanmedian(fits) <= jnp.nanmedian(before) + rarely + dimension)
+        # Draws lie d / 2 above a mode on average, and on some of the rows energies differ by noise as well, as much as
+        # between where the particles were. Negated, so that NaN of all counts as far away too; there, noise may be too
+        # large to be measured.
+        limit = dimension + jnp.maximum(rarely, NUM_DEVIATIONS * before_apart)
+        have_left = ~(jnp.nanmedian(fits) <= jnp.nanmedian(before) + limit)
         return ((corrected > STAYS_NOISY * plain) & matters & ~is_convex) | have_left
 
     is_needed = lax.cond(due, differ, lambda: jnp.zeros((), bool))

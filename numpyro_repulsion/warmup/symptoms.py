@@ -15,11 +15,12 @@ __all__ = ["Symptoms", "Widest"]
 
 #: The largest number of blocks of coordinates for squared gradients, and of entries in the table of their products.
 MAX_BLOCKS, MAX_ENTRIES = 128, 2**20
-#: Particles are in several basins if more than this share of a variance is between particles, curvature times variance
-#: is more than this many times that of a Gaussian, and a gap with at least two particles on each side is more than this
-#: many times the width of one particle's path. Curvature times the variance within particles must exceed this fraction
-#: of that of a Gaussian, because particles that have not explored their surroundings have gaps between them too.
-BASINS_SHARE, BASINS_CONDITION, BASINS_GAP, BASINS_OWN_CONDITION = 0.5, 4.0, 4.0, 0.5
+#: Particles are in several basins if more than this share of a variance is between particles, a gap with at least two
+#: particles on each side is more than this many times the width of one particle's path, each has explored its
+#: surroundings to this share, and forces between particles grow less than this share as fast with distance as for each.
+BASINS_SHARE, BASINS_GAP, BASINS_EXPLORED, BASINS_PULL = 0.5, 4.0, 0.5, 0.25
+#: How many standard errors count as chance.
+ERRORS = 2.0
 #: Tails are heavy if the kurtosis is larger and the tail gradient smaller than these. Measured values of both: Cauchy
 #: distribution 18 to 44 and 0.02 to 0.3; Student's t with two degrees of freedom 17 to 52 and 0.3 to 0.6, with three 12
 #: to 52 and 0.7 to 1.2, with five 6 to 18 and 1.6 to 1.8; Laplace distribution 9 to 12 and 1.0.
@@ -29,25 +30,29 @@ MAX_KURTOSIS, MIN_TAIL_GRADIENT = 8.0, 0.5
 class Widest(NamedTuple):
     """Statistics along the direction in which positions vary most; scalars, 0 before a window has ended.
 
+    Minibatch noise cancels in all of them, because it does not depend on positions.
+
     - **variance** - the variance of the positions, over particles and time.
     - **share** - the share of the variance that is between particles, in [0, 1].
-    - **condition** - the variance times the variance of the gradients along the direction, over T²: 1 for a Gaussian,
-      whatever its scale.
+    - **explored** - the covariance of position and gradient of one particle over time, over T: at least 1 once it has
+      explored its basin, whatever the shape of that; less errors.
+    - **pull** - how fast mean gradients grow with the distance between particles, compared with those of one particle:
+      1 in a common Gaussian basin, however slow particles are, and 0 in separate ones; plus errors.
     - **gap** - the largest distance between the means of neighbouring particles, in units of the standard deviation of
       one particle over time.
     """
 
     variance: Scalar
     share: Scalar
-    condition: Scalar
+    explored: Scalar
+    pull: Scalar
     gap: Scalar
 
     @property
     def has_basins(self) -> Flag:
         """Whether the particles are in several basins, between which they do not move; false if unknown."""
-        explored = (1.0 - self.share) * self.condition > BASINS_OWN_CONDITION
         apart = (self.share > BASINS_SHARE) & (self.gap > BASINS_GAP)
-        return apart & explored & (self.condition > BASINS_CONDITION)
+        return apart & (self.explored > BASINS_EXPLORED) & (self.pull < BASINS_PULL)
 
 
 class Symptoms(NamedTuple):
@@ -65,7 +70,7 @@ class Symptoms(NamedTuple):
     - **direction** - a unit vector in whitened coordinates, ``(d,)``; power iteration, one step per window, turns it
       into the direction in which positions vary most.
     - **images** - sums over the window of u and of u (u · direction), ``(2, d)``.
-    - **along** - sums over the window of p = u · direction, p², q = ∇U · direction and q² for each particle,
+    - **along** - sums over the window of p = u · direction, p², q = ∇U · direction and p q for each particle,
       ``(4, G L)``.
     - **length** - iterations in the window so far.
     - **widest** - statistics along the direction of the last complete window.
@@ -98,7 +103,7 @@ class Symptoms(NamedTuple):
             images=jnp.zeros((2, dimension), dtype),
             along=jnp.zeros((4, particles), dtype),
             length=jnp.zeros((), dtype),
-            widest=Widest(nothing, nothing, nothing, nothing),
+            widest=Widest(*[nothing] * 5),
         )
 
     def add(self, u: List, gradient: List, change: Preconditioner) -> Symptoms:
@@ -122,24 +127,32 @@ class Symptoms(NamedTuple):
             logs=self.logs + jnp.stack([s.sum(0), (s**2).sum(0)]),
             products=self.products + matmul(x.T, s),
             images=self.images + jnp.stack([u.sum(0), matmul(p, u)]),
-            along=self.along + jnp.stack([p, p**2, q, q**2]),
+            along=self.along + jnp.stack([p, p**2, q, p * q]),
             length=self.length + 1.0,
         )
 
     def next_window(self, temperature: float = 1.0) -> Symptoms:
         """Store the statistics of the window, and start the next one along a direction in which positions vary more."""
-        p, squared, q, squared_gradient = self.along / jnp.maximum(self.length, 1.0)
-        own = jnp.mean(squared - p**2)
-        variance = jnp.mean(squared) - jnp.mean(p) ** 2
+        p, squared, q, product = self.along / jnp.maximum(self.length, 1.0)
+        own, variance = jnp.mean(squared - p**2), jnp.mean(squared) - jnp.mean(p) ** 2
         # At least two particles on each side, because a single one may be in the neck of a funnel.
         gaps = jnp.diff(jnp.sort(p))
         gaps = gaps[1:-1] if len(p) > 3 else gaps
         gap = gaps.max() if len(p) > 1 else jnp.zeros_like(variance)
+
+        def over(a, b):
+            return jnp.where(b > 0, a / jnp.where(b > 0, b, 1.0), 0.0)
+
+        covariance, scatter, distance = product - p * q, jnp.var(p), p - jnp.mean(p)
+        slope = over(jnp.mean(distance * q), scatter)
+        error = jnp.std(q - slope * distance) / len(p) ** 0.5
+        explored = jnp.mean(covariance) - ERRORS * jnp.std(covariance) / len(p) ** 0.5
         found = Widest(
             variance=variance,
-            share=jnp.where(variance > 0, 1.0 - own / jnp.where(variance > 0, variance, 1.0), 0.0),
-            condition=variance * (jnp.mean(squared_gradient) - jnp.mean(q) ** 2) / temperature**2,
-            gap=jnp.where(own > 0, gap / jnp.sqrt(jnp.where(own > 0, own, 1.0)), 0.0),
+            share=over(scatter, variance),
+            explored=explored / temperature,
+            pull=over(slope + ERRORS * over(error, jnp.sqrt(scatter)), over(explored, own)),
+            gap=over(gap, jnp.sqrt(own)),
         )
         total, image = self.images / jnp.maximum(self.length * len(p), 1.0)
         image = image - total * jnp.mean(p)
