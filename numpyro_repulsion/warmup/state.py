@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Centring, Reference
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors
+from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors, Words
 from numpyro_repulsion.warmup.adam import LATE_RATE, LATE_TEMPERATURE, Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
@@ -223,8 +223,10 @@ class WarmupState(NamedTuple):
     - **jumps** - the state of the kernel's ``moves``, or ``None``.
     - **basins** - the state of the jumps that switch themselves on, or ``None`` if they cannot.
     - **tournament** - the state of a tournament of learning rates, or ``None``.
-    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which reveals that a run has
-      other data than its warmup; ``None`` without a warmup.
+    - **data** - the identity of the data and the model, four words; zeros where it is unknown, ``None`` where nothing
+      needs it.
+    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which tells whether a run on
+      data with another identity has other data than its warmup; ``None`` without a warmup.
     """
 
     iteration: Count
@@ -238,6 +240,7 @@ class WarmupState(NamedTuple):
     jumps: JumpsState | None
     basins: SwitchedState | None
     tournament: TournamentState | None = None
+    data: Words | None = None
     data_fingerprint: tuple[Vector, Scalar] | None = None
 
     @property
