@@ -32,7 +32,6 @@ from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, reject_nonfinite, select, turn_back
-from numpyro_repulsion.gradients import fingerprint
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
 from numpyro_repulsion.kernels.evaluation import Evaluation
@@ -261,21 +260,19 @@ class Iteration(Evaluation):
         )
 
     def recognize_data(self, stage: Stage, cloud: Cloud, warmup: WarmupState) -> WarmupState:
-        """Store the fingerprint of the data with a new reference, or mark the reference as stale if the data changed.
+        """Mark a common reference as stale if the data are others than those it was computed from.
 
         Each particle's own reference is renewed here, if its epoch is over or the data changed.
         """
         reference = warmup.reference
         if reference is None:
             return warmup
-        found = fingerprint(self.target(warmup), self.unravel, reference.position.reshape(-1, cloud.z.shape[-1])[0])
-        # Another program may round differently.
-        tolerance = 100 * jnp.finfo(found.dtype).eps * (1.0 + jnp.abs(found))
-        is_new = jnp.isinf(reference.fingerprint)
-        is_other = ~is_new & (jnp.abs(found - reference.fingerprint) > tolerance)
+        is_new = ~reference.data.any()
+        is_other = reference.is_stale
+        if self.data is not None:
+            is_other |= ~is_new & (reference.data != self.data).any()
         if self.plan.epoch is None:
-            data_fingerprint = jnp.where(is_new, found, reference.fingerprint)
-            return warmup._replace(reference=reference._replace(fingerprint=data_fingerprint, is_stale=is_other))
+            return warmup._replace(reference=reference._replace(is_stale=is_other))
         is_needed, is_middle = reference.in_use, jnp.zeros((), bool)
         if warmup.scales.moments is not None:
             # At the end of each window, warmup tests whether references help, even if they are not in use.
@@ -296,11 +293,8 @@ class Iteration(Evaluation):
             new = self.evaluate_reference(random.key(0), warmup, here, cloud)
             # An old reference is as valid as a new one, and with a non-finite one all updates would be rejected.
             usable = (jnp.isfinite(new.potential_energy) & jnp.isfinite(new.gradient).all(-1)) | is_stale
-            data_fingerprint = jnp.where(usable[0, 0], new.fingerprint, reference.fingerprint)
             position, energy, gradient = select(usable, new[:3], reference[:3])
-            return new._replace(
-                position=position, potential_energy=energy, gradient=gradient, fingerprint=data_fingerprint
-            )
+            return new._replace(position=position, potential_energy=energy, gradient=gradient)
 
         return lax.cond(due, renew, lambda: reference)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Centring, Reference
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors
+from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors, Words
 from numpyro_repulsion.warmup.adam import LATE_RATE, LATE_TEMPERATURE, Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
@@ -199,8 +199,10 @@ class WarmupState(NamedTuple):
     - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
     - **jumps** - the state of the kernel's ``moves``, or ``None``.
     - **basins** - the state of the jumps that switch themselves on, or ``None`` if they cannot.
-    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which reveals that a run has
-      other data than its warmup; ``None`` without a warmup.
+    - **data** - the identity of the data and the model, four words; zeros where it is unknown, ``None`` where nothing
+      needs it.
+    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which tells whether a run on
+      data with another identity has other data than its warmup; ``None`` without a warmup.
     """
 
     iteration: Count
@@ -213,6 +215,7 @@ class WarmupState(NamedTuple):
     symptoms: Symptoms | None
     jumps: JumpsState | None
     basins: SwitchedState | None
+    data: Words | None = None
     data_fingerprint: tuple[Vector, Scalar] | None = None
 
     @property
