@@ -71,11 +71,11 @@ notebooks: $(VENV)/.with-docs
 	$(BIN)/python docs/execute.py
 
 figures: $(VENV)/.with-demo
-	$(BIN)/python examples/particles.py
-	$(BIN)/python examples/pictures.py
-	$(BIN)/python examples/house.py
-	$(BIN)/python examples/windows.py
-	$(BIN)/python examples/diagnostics.py
+	$(BIN)/python docs/figures/particles.py
+	$(BIN)/python docs/figures/pictures.py
+	$(BIN)/python docs/figures/house.py
+	$(BIN)/python docs/figures/windows.py
+	$(BIN)/python docs/figures/diagnostics.py
 
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py

@@ -1,7 +1,7 @@
 """How to read a run: the runs, numbers and pictures of ``docs/diagnostics.md``.
 
 Writes ``docs/_static/diagnostics-*.png`` and prints what the page quotes; parts may be named, as in
-``python examples/diagnostics.py biases``.
+``python docs/figures/diagnostics.py biases``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from numpyro_repulsion import (
     summary,
 )
 
-STATIC = Path(__file__).parents[1] / "docs" / "_static"
+STATIC = Path(__file__).parents[1] / "_static"
 BLUE, ORANGE, GREEN, GREY = "#33659c", "#d1641f", "#3b8a5a", "#8a8a8a"
 
 Y = 0.5 + random.normal(random.key(9), (1000,))

@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 import matplotlib.pyplot as plt
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "_static"
+OUTPUT = Path(__file__).parents[1] / "_static"
 INK, PALE, ACCENT = "#333333", "#eef2f7", "#3b6ea5"
 
 

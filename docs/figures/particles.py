@@ -20,7 +20,7 @@ from numpyro.infer import MCMC
 from numpyro_repulsion import SGLDR, SVGD, plot_particles
 from numpyro_repulsion.targets import gaussian
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "_static" / "particles.png"
+OUTPUT = Path(__file__).parents[1] / "_static" / "particles.png"
 PARTICLES = 20
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#8a8a8a"
 

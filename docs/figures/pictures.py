@@ -37,7 +37,7 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.targets import exponential_mixture, gaussian, gaussian_mixture
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "_static"
+OUTPUT = Path(__file__).parents[1] / "_static"
 
 
 def prepare(kernel, num_samples, num_chains, num_warmup=0):

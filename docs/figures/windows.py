@@ -20,7 +20,7 @@ from PIL import Image
 from numpyro_repulsion.moves import basins
 from numpyro_repulsion.warmup import Stage
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "_static" / "warmup-windows.png"
+OUTPUT = Path(__file__).parents[1] / "_static" / "warmup-windows.png"
 NUM_WARMUP = 1000
 # Okabe and Ito's colours, which colour-blind readers can tell apart, mixed with white so that dark text is legible.
 PALE_ORANGE, PALE_PURPLE, PALE_YELLOW = "#f5cf80", "#e6c3d7", "#f7f0a0"
