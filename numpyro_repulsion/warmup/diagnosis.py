@@ -15,7 +15,6 @@ from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Flag, Scalar
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import WarmupState
-from numpyro_repulsion.warmup.symptoms import BASINS_SHARE
 from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]
@@ -250,8 +249,7 @@ def diagnose_warmup(
     is_network = found.is_prolonged
     dependence = jnp.where(is_network, jnp.nan, symptoms.dependence) if is_sampler else unknown
     has_heavy_tails = symptoms.has_heavy_tails & travels & ~is_network
-    has_basins = warmup.has_basins | (is_network & (widest.share > BASINS_SHARE))
-    has_basins &= travels & ~(dependence > MAX_DEPENDENCE) & ~has_heavy_tails
+    has_basins = warmup.has_basins & travels & ~(dependence > MAX_DEPENDENCE) & ~has_heavy_tails
     is_known = travels & ~has_basins & (warmup.step.effective_draws >= 0)
     jumps_well = jnp.zeros((), bool) if warmup.basins is None else warmup.basins.acceptance > MIN_ACCEPTANCE
     # Noisy directions are wide in whitened coordinates by intent.
