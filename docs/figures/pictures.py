@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from jax import random
-import jax.numpy as jnp
 import matplotlib
 
 matplotlib.use("Agg")
