@@ -74,12 +74,28 @@ def stream(num_rows, num_covariates, size=100_000):
         yield {"x": x, "y": rng.random(len(x)) < 1 / (1 + np.exp(-x @ beta))}
 
 
+def written(batches, num_rows, num_covariates, folder) -> dict[str, Rows]:
+    """Write batches as files, whose rows are in random order already, and open them."""
+    shapes = {"x": (np.float32, (num_rows, num_covariates)), "y": (bool, (num_rows,))}
+    files = {name: np.lib.format.open_memmap(f"{folder}/{name}.npy", "w+", *kind) for name, kind in shapes.items()}
+    first = 0
+    for batch in batches:
+        for name, file in files.items():
+            file[first : first + len(batch[name])] = batch[name]
+        first += len(batch["y"])
+    return opened(folder)
+
+
+def opened(folder) -> dict[str, Rows]:
+    return {name: Rows(np.load(f"{folder}/{name}.npy", mmap_mode="r")) for name in ("x", "y")}
+
+
 def rates() -> dict:
     """Milliseconds for an update by source, and the ratio of its rate to that of arrays."""
     num_rows, num_updates, rounds = 200_000, 200, 9
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        on_disk = Rows.convert(stream(num_rows, 50), f"{folder}/data", progress_bar=False)
+        on_disk = written(stream(num_rows, 50), num_rows, 50, folder)
         host = {name: np.asarray(rows.source) for name, rows in on_disk.items()}
         device = {name: jnp.asarray(array) for name, array in host.items()}
         given = {
@@ -144,7 +160,7 @@ def sent(name: str) -> dict:
 def fit_large(folder: str, num_samples: int) -> dict:
     """Fit the large file; in a process of its own, with its memory limited."""
     resource.setrlimit(resource.RLIMIT_DATA, (LARGE[2], LARGE[2]))
-    rows = Rows.open(f"{folder}/data")
+    rows = opened(folder)
     kernel = SGLD(functools.partial(logistic, batch=1000), gradient=ControlVariates(block_size=100))
     mcmc = vectorized(kernel, 500, num_samples, NUM_PARTICLES)
     began = time.perf_counter()
@@ -166,7 +182,7 @@ def large() -> dict:
     num_samples = 500
     with tempfile.TemporaryDirectory(dir=os.environ.get("NUMPYRO_REPULSION_SCRATCH")) as folder:
         began = time.perf_counter()
-        Rows.convert(stream(*LARGE[:2]), f"{folder}/data", progress_bar=False)
+        written(stream(*LARGE[:2]), *LARGE[:2], folder)
         converted = time.perf_counter() - began
         call = f"from benchmarks.studies.scale import fit_large; fit_large({folder!r}, {num_samples})"
         with subprocess.Popen([sys.executable, "-c", call], cwd=ROOT) as child:
@@ -233,7 +249,7 @@ def tables(record: Record) -> str:
         if "failed" in row:
             parts.append(f"The large file: {row['failed']}.")
         else:
-            head = ["rows", "GB", "GB allowed", "s to convert", "s to fit", "worst error of a mean, sd", "after a kill"]
+            head = ["rows", "GB", "GB allowed", "s to write", "s to fit", "worst error of a mean, sd", "after a kill"]
             same = "the same draws" if row["is_same"] else "**other draws**"
             cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}"]
             seconds = [f"{row['converted']:.0f}", f"{row['seconds']:.0f}"]
