@@ -61,11 +61,12 @@ class _Partly:
 
     def __call__(self, site=None):
         name, fn = site["name"], site["fn"]
-        # A site inside `scan` is shown for one step.
-        if name not in self.shares or site["type"] != "sample" or fn.shape() != self.y[name].shape:
+        if name not in self.shares or site["type"] != "sample":
             return None
-        base = _base(fn)
-        location, scale = (jnp.broadcast_to(x, fn.shape()) for x in (base.loc, base.scale))
+        shape, base = fn.shape(site["kwargs"]["sample_shape"]), _base(fn)
+        if shape != self.y[name].shape:
+            return None  # A site inside `scan` is shown for one step.
+        location, scale = (jnp.broadcast_to(x, shape) for x in (base.loc, base.scale))
         share = self.shares[name]
         value = location + scale ** (1.0 - share) * (self.y[name] - share * location)
         self.found[name] = value, location, scale

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from copy import copy
+from types import MappingProxyType
 
 import jax
 from jax import lax, random
@@ -177,9 +179,9 @@ class ModelTarget(SitesTarget):
         _, latent, deterministic = self._evaluate(self.first_rows, nothing, z)
         return latent | {name: deterministic[name] for name in self.deterministic}
 
-    def log_densities(self, z: dict) -> dict[str, jax.Array]:
-        """Return the log density of each site at one particle, on the first rows of each plate."""
-        return self._evaluate(self.first_rows, {}, z)[0]
+    def log_densities(self, z: dict, rows: Mapping = MappingProxyType({})) -> dict[str, jax.Array]:
+        """Return the log density of each site at one particle, on the first rows of each plate, or on given ones."""
+        return self._evaluate({**self.first_rows, **rows}, {}, z)[0]
 
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the deterministic sites that use subsampled rows, over all rows, given latent values in supports."""
