@@ -99,8 +99,8 @@ def init_from_guide(guide: Any, params: Mapping[str, Any]) -> JointStrategy:
         jax.eval_shape(lambda: guide.sample_posterior(random.key(0), dict(params)))
     except Exception as error:  # Whatever a guide without its model or parameters runs into.
         raise ValueError(
-            f"This {type(guide).__name__} gives no draws with these parameters. Fit it to the same model first, `result "
-            "= SVI(model, guide, optimizer, Trace_ELBO()).run(key, num_steps, *data)`, and pass result.params."
+            f"This {type(guide).__name__} gives no draws with these parameters. Fit it to the model first, `result = "
+            "SVI(model, guide, optimizer, Trace_ELBO()).run(key, num_steps, *data)`, and pass result.params."
         ) from error
     return JointStrategy(partial(_draw_of_guide, guide, dict(params)))
 

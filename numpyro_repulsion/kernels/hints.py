@@ -42,8 +42,8 @@ def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]
                 raise type(failure)(f"{where}: {failure}") from None
         if isinstance(error, NotImplementedError) and "vmap_method" in str(error):
             raise ValueError(
-                "The model calls jax.pure_callback, and all particles are evaluated at once by jax.vmap, for which it "
-                'has no rule. Write jax.pure_callback(..., vmap_method="sequential"), or vmap_method="expand_dims" if the '
+                "The model calls jax.pure_callback without a rule for jax.vmap, by which all particles are evaluated "
+                'at once. Write jax.pure_callback(..., vmap_method="sequential"), or vmap_method="expand_dims" if its '
                 "function takes arrays with one more axis in front."
             ) from error
         notes = list(_of_arguments(args, kwargs, error))
