@@ -24,13 +24,10 @@ from numpyro_repulsion.interactions import (
     Scheduled,
 )
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
-from numpyro_repulsion.learning_coefficient import LearningCoefficient, llc
-from numpyro_repulsion.localized import Localized
 from numpyro_repulsion.moves import Archive, Move
 from numpyro_repulsion.plots import (
     animate_particles,
     plot_calibration,
-    plot_gram,
     plot_particles,
     plot_running_estimates,
 )
@@ -70,8 +67,6 @@ __all__ = [
     "Independent",
     "Interaction",
     "Laplacian",
-    "LearningCoefficient",
-    "Localized",
     "Move",
     "Overdamped",
     "Polynomial",
@@ -100,11 +95,9 @@ __all__ = [
     "init_from_guide",
     "init_from_idata",
     "ksd",
-    "llc",
     "load_draws",
     "nested_rhat",
     "plot_calibration",
-    "plot_gram",
     "plot_particles",
     "plot_running_estimates",
     "predict",
@@ -114,3 +107,15 @@ __all__ = [
     "summary",
     "to_inference_data",
 ]
+
+
+#: Where a name of an earlier version is now.
+_MOVED = {name: f"numpyro_repulsion.contrib.{name}" for name in ("LearningCoefficient", "Localized", "llc")}
+_MOVED["plot_gram"] = "`interaction.gram(u, bandwidth)`, to be drawn by matplotlib's `imshow`"
+
+
+def __getattr__(name):
+    if name in _MOVED:
+        # An AttributeError would become "cannot import name" without another word.
+        raise ImportError(f"numpyro_repulsion.{name} is {_MOVED[name]} now.")
+    raise AttributeError(f"module 'numpyro_repulsion' has no attribute {name!r}")

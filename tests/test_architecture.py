@@ -36,7 +36,6 @@ ARROWS = {
     "schedules": (MATHEMATICS, {"checks"}),
     "dynamics": (MATHEMATICS, {"checks", "noise", "rounding", "shapes", "interactions"}),
     "gradients": (HOST, {"checks", "layout", "noise", "processes", "rounding", "rows", "shapes"}),
-    "localized": (HOST, {"checks", "gradients"}),
     "starts": (HOST, {"checks"}),
     "targets": (HOST, set()),
     "warmup": (
@@ -74,10 +73,8 @@ ARROWS = {
         HOST | {"arviz", "xarray"},
         {"findings", "rounding", "schedules", "gradients", "kernels", "warmup"},
     ),
-    "learning_coefficient": (
-        HOST,
-        {"checks", "diagnostics", "gradients", "inference_data", "kernels", "localized"},
-    ),
+    # Nothing else imports it, the public face neither.
+    "contrib": (HOST, {"checks", "diagnostics", "gradients", "inference_data", "kernels"}),
     "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels"}),
     "report": (HOST | {"arviz"}, {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels"}),
     "plots": (
@@ -88,7 +85,7 @@ ARROWS = {
     "__init__": (
         set(),
         {name.split(".")[0] for name in FILES}
-        - {"checks", "digests", "noise", "processes", "rounding", "shapes", "targets"},
+        - {"checks", "contrib", "digests", "noise", "processes", "rounding", "shapes", "targets"},
     ),
 }
 
@@ -193,7 +190,7 @@ def test_private_attributes_of_numpyro_are_in_one_room():
 
 
 #: Whose products are NumPy's, those of a model, or within `compiled`.
-ROUNDS = {"control_variates", "plots.gram", "targets", "checkpointing.identity", "rounding"}
+ROUNDS = {"control_variates", "targets", "checkpointing.identity", "rounding"}
 
 
 def rounded(name, text):

@@ -23,7 +23,8 @@ from numpyro.infer import MCMC, NUTS, init_to_value
 
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems.linear_networks import NETWORKS, coefficient, data, loss, network, sample_weights, teacher
-from numpyro_repulsion import SGHMC, SGLD, SGNHT, Localized, init_around, llc
+from numpyro_repulsion import SGHMC, SGLD, SGNHT, init_around
+from numpyro_repulsion.contrib import Localized, llc
 
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC, "SGNHT": SGNHT}
 

@@ -12,8 +12,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.gradients.target import Target, compiled
-from numpyro_repulsion.rows import TAKE_ROWS
+from numpyro_repulsion.gradients.target import Target, compiled, quickly
+from numpyro_repulsion.processes import is_spread
+from numpyro_repulsion.rows import TAKE_ROWS, Rows
 
 __all__ = ["CALLS", "check_indices"]
 
@@ -67,13 +68,13 @@ def check_indices(target: Target, evaluate: Callable, plates: Mapping, sizes: Ma
 
         return lax.map(jax.vmap(look), starts) if starts else look(starts)
 
-    worst = np.asarray(compiled(overruns, target, quickly=True)(jax.tree.map(jnp.asarray, starts))).reshape(-1, 3)
-    changed = compiled(run, target, quickly=True)
+    worst = np.asarray(compiled(overruns, target, quickly())(jax.tree.map(jnp.asarray, starts))).reshape(-1, 3)
+    changed = compiled(run, target, quickly())
     for chunk in np.flatnonzero(worst[:, 0])[:20]:
         rows = rows_of({name: jnp.asarray(start.reshape(-1)[chunk]) for name, start in starts.items()})
         found = [[changed(k, rows, fill) for fill in FILLS] for k in (0, 1)]
         # An index that depends on parameters differs from point to point.
-        if not np.array_equal(*(np.asarray(each[0][1]) for each in found)):
+        if (np.asarray(found[0][0][1]) != np.asarray(found[1][0][1])).any():
             continue
         moved = [_differ(*(values for values, _ in each)) for each in found]
         for name in moved[0]:
@@ -108,23 +109,29 @@ def _some(numbers):
     return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
 
 
+class _Moved:
+    """An array whose negative numbers are moved up, as it is read."""
+
+    def __init__(self, source: Any, by: int):
+        self.source, self.by, self.shape, self.dtype = source, by, source.shape, source.dtype
+
+    def __getitem__(self, rows):
+        found = np.asarray(self.source[rows])
+        return np.where(found < 0, found + self.by, found)
+
+
 def _check_negative(target, evaluate, plates, lengths):
     """Raise ``ValueError`` for negative integers in the arguments that count from the end of an axis.
 
     Such an index is known by its effect: with the length of the axis added, nothing changes.
     """
-    paths, structure = jax.tree.flatten_with_path({"args": target.args, "kwargs": dict(target.kwargs)})
+    given = {"args": target.args, "kwargs": dict(target.kwargs)}
+    paths, structure = jax.tree.flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
     for number, (path, leaf) in enumerate(paths):
-        if not isinstance(leaf, np.ndarray | jax.Array) or leaf.dtype.kind != "i" or not leaf.ndim or not leaf.size:
+        if not len(entries := _negative(leaf)):
             continue
-        if not leaf.is_fully_addressable if isinstance(leaf, jax.Array) else False:
-            continue
-        values = np.asarray(leaf)
-        if not (values < 0).any():
-            continue
-        entries = np.flatnonzero((values < 0).reshape(len(values), -1).any(1))
         rows = {
-            name: jnp.asarray(np.resize(entries, batch) if len(values) == size else np.arange(batch))
+            name: jnp.asarray(np.resize(entries, batch) if len(leaf) == size else np.arange(batch))
             for name, (size, batch) in plates.items()
         }
 
@@ -134,18 +141,31 @@ def _check_negative(target, evaluate, plates, lengths):
             given = jax.tree.unflatten(structure, leaves)
             return evaluate(target.with_arguments(given["args"], given["kwargs"]), 0, rows)
 
-        program = compiled(run, target, quickly=True)
+        program = compiled(run, target, quickly())
         with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # The model needs the values themselves.
-            first = program(jnp.asarray(values))
+            first = program(_moved(leaf, 0))
             for length in sorted(lengths):
-                around, other = (jnp.asarray(np.where(values < 0, values + n, values)) for n in (length, length - 1))
-                if _same(first, program(around)) and not _same(first, program(other)):
+                # Another entry must matter, or the effect says nothing.
+                if _same(first, program(_moved(leaf, length))) and not _same(first, program(_moved(leaf, length - 1))):
                     raise ValueError(
-                        f"The model's {path[0].key}{jax.tree_util.keystr(path[1:])} has negative integers, such as "
-                        f"{values.min()} (at {_some(entries)} of its first axis), and uses them as an index into an "
-                        f"axis of length {length}: they count from its end, so missing codes are the last group. "
-                        f"Leave these rows out, or write {length} - 1 for the last entry."
+                        f"The model's {path[0].key}{jax.tree_util.keystr(path[1:])} has negative integers (at "
+                        f"{_some(entries)} of its first axis), and uses them as an index into an axis of length "
+                        f"{length}: they count from its end, so missing codes are the last group. Leave these rows "
+                        f"out, or write {length} - 1 for the last entry."
                     )
+
+
+def _negative(leaf):
+    """Return where along its first axis an argument of signed integers has a negative one."""
+    is_array = isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim and not is_spread(leaf)
+    if not (is_array or (isinstance(leaf, Rows) and leaf.is_on_host)) or np.dtype(leaf.dtype).kind != "i":
+        return ()
+    blocks = leaf.blocks() if isinstance(leaf, Rows) else [np.asarray(leaf)]
+    return np.flatnonzero(np.concatenate([(block < 0).reshape(len(block), -1).any(1) for block in blocks]))
+
+
+def _moved(leaf, by):
+    return Rows(_Moved(leaf.source, by)) if isinstance(leaf, Rows) else jnp.asarray(_Moved(leaf, by)[:])
 
 
 def _same(one, other):
@@ -208,10 +228,15 @@ def _apply(jaxpr, equation, given, fill, lengths):
             return found, jnp.asarray(_worse(state[1], worst))
 
         return lax.while_loop(goes_on, body, (list(given[second:]), jnp.asarray(WITHIN)))
-    variables = {x: value for x, value in zip(equation.invars, given, strict=True) if not hasattr(x, "val")}
+    inputs = given
+    if name == TAKE_ROWS.name:  # A host has no rows beyond the end.
+        count = params["source"].shape[0]
+        inputs = [jnp.clip(given[0], -count, count - 1)]
+    variables = {x: value for x, value in zip(equation.invars, inputs, strict=True) if not hasattr(x, "val")}
     alone = jaxpr.replace(constvars=[], invars=list(variables), outvars=equation.outvars, eqns=[equation])
     found = jax.core.eval_jaxpr(alone, (), *variables.values())
-    if (index := _index(name, params, given)) is None:
+    is_of_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in found)
+    if is_of_keys or (index := _index(name, params, given)) is None:
         return found, WITHIN
     position, room, length, axes = index
     lengths.update(length)

@@ -22,8 +22,7 @@ from numpyro_repulsion.gradients.location_scale import centred_energy, location_
 from numpyro_repulsion.gradients.products import Products
 from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, check_values, find_nan
 from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
-from numpyro_repulsion.gradients.target import Indices, SitesTarget, compiled
-from numpyro_repulsion.gradients.tempering import untempered
+from numpyro_repulsion.gradients.target import Indices, SitesTarget, compiled, quickly
 from numpyro_repulsion.gradients.translations import Translations
 from numpyro_repulsion.gradients.usage import (
     Probes,
@@ -82,12 +81,13 @@ class ModelTarget(SitesTarget):
             # Inside of a program, what is run here must have values; outside, this would hide constant indices.
             is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
             with jax.ensure_compile_time_eval() if is_traced else nullcontext():
-                usage = self._use(watch)
+                # First, because a host has no rows beyond the end.
                 check_indices(self, ModelTarget._at_point, self.plates, self.plate_sizes, self.dims)
+                usage = self._use(watch)
         self._usage = usage
         self.is_random = bool(usage.random & self._subsampled.keys())
         check_enumeration({name: sites[name] for name in self.discrete}, self.plates, self._dependents)
-        scales = {name: untempered(sites[name]) for name in (*self.observed, *self.factors)}
+        scales = {name: _weight(sites[name]) for name in (*self.observed, *self.factors)}
         self.rows_outside = rows_outside(
             usage, scales, self._scales_over_all_rows, self.factors, self._subsampled, self.plates
         )
@@ -134,7 +134,7 @@ class ModelTarget(SitesTarget):
             jax.eval_shape(lambda: sites.update(self._trace(self.all_rows)) or 0)
         except (TypeError, ValueError):
             return {}
-        return {name: untempered(site) for name, site in sites.items() if site["type"] == "sample"}
+        return {name: _weight(site) for name, site in sites.items() if site["type"] == "sample"}
 
     @property
     def first_rows(self) -> Indices:
@@ -259,7 +259,7 @@ class ModelTarget(SitesTarget):
 
             return lax.map(run, cases)
 
-        probes = Probes(compiled(runs, self, quickly=True), taken, self.discrete)
+        probes = Probes(compiled(runs, self, quickly()), taken, self.discrete)
         usage = probes.usage()
         if watch.blocks and (random_sites := sorted(usage.random & self._subsampled.keys())):
             raise ValueError(
@@ -351,7 +351,11 @@ class ModelTarget(SitesTarget):
             for name, site in sites.items()
             if site["type"] == "sample"
         }
-        self.factors = [name for name, site in sites.items() if site["type"] == "sample" and _factor(site)]
+        self.factors = [
+            name
+            for name, site in sites.items()
+            if site["type"] == "sample" and _factor(site) and not site["infer"].get("is_prior")
+        ]
         self.observed = [n for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] and not _factor(s)]
         latent = {name: site for name, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
         self.discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
@@ -385,6 +389,12 @@ def _total(value):
     """Return a number that changes with a value."""
     leaves = (jnp.nan_to_num(jnp.asarray(leaf, float)) for leaf in jax.tree.leaves(value))
     return sum(jnp.sum(leaf) for leaf in leaves)
+
+
+def _weight(site):
+    """Return the weight of a site's log density without the power to which a handler says that it raised it."""
+    power = site["infer"].get("inverse_temperature")
+    return site["scale"] if power is None else site["scale"] / power
 
 
 def _factor(site):

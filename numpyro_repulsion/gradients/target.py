@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.shapes import RowNumbers, Scalar
 
-__all__ = ["FunctionTarget", "Indices", "Particle", "SitesTarget", "Target", "compiled"]
+__all__ = ["FunctionTarget", "Indices", "Particle", "SitesTarget", "Target", "compiled", "quickly"]
 
 Particle = Any
 #: ``{plate: rows}``
@@ -116,16 +117,26 @@ class FunctionTarget(Target):
         return energy
 
 
-#: Options for small programs that run once; JAX takes them only outside of other programs.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+@cache
+def quickly() -> dict[str, Any]:
+    """Return the options for small programs that run once: the optimizer would take longer than they do.
+
+    JAX takes them only outside of other programs, and XLA only those that this release of it knows.
+    """
+    found: dict[str, Any] = {}
+    for option in ({"xla_backend_optimization_level": 0}, {"xla_cpu_use_fusion_emitters": False}):
+        with suppress(Exception):  # It has no class of its own for this error.
+            jax.jit(lambda: 0, compiler_options=option)()
+            found |= option
+    return found
 
 
-def compiled(function: Callable, target: Target, *, quickly: bool = False) -> Callable:
+def compiled(function: Callable, target: Target, options: dict | None = None) -> Callable:
     """Return the compiled function ``(*given) -> function(target, *given)``.
 
     The arguments of the model are constants of the program, but for arrays of which no process has the whole.
 
-    :param quickly: whether to compile without optimization.
+    :param options: those of the compiler.
     """
     leaves, structure = jax.tree.flatten((target.args, target.kwargs))
     spread = {number: leaf for number, leaf in enumerate(leaves) if is_spread(leaf)}
@@ -135,4 +146,4 @@ def compiled(function: Callable, target: Target, *, quickly: bool = False) -> Ca
         args, kwargs = jax.tree.unflatten(structure, [spread.get(i, leaf) for i, leaf in enumerate(leaves)])
         return function(target.with_arguments(args, kwargs) if spread else target, *given)
 
-    return partial(jax.jit(program, compiler_options=QUICKLY if quickly else None), spread)
+    return partial(jax.jit(program, compiler_options=options), spread)

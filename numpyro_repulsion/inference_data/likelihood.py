@@ -11,7 +11,6 @@ from jax import random
 import numpy as np
 
 from numpyro_repulsion.gradients import ModelTarget, influenced
-from numpyro_repulsion.gradients.tempering import TETHER
 from numpyro_repulsion.inference_data.chunks import map_draws
 
 __all__ = ["pointwise"]
@@ -43,7 +42,7 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
             "minibatches of `subsample_size` rows: over all rows they are not a log likelihood. Put them into the "
             "plates, or leave them out of log_likelihood."
         )
-    if (left := [name for name in target.factors if name not in (*names, TETHER)]) and which is True:
+    if (left := [name for name in target.factors if name not in names]) and which is True:
         warnings.warn(
             f"The factors {left} are left out of log_likelihood. Name those that are likelihoods: "
             f"log_likelihood={[*names, *left]}.",
@@ -67,7 +66,7 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
     found = map_draws(likelihoods, draws, shape, "The log likelihood of", "Pass log_likelihood=False or fewer names")
     if scaled:
         warnings.warn(
-            f"numpyro.handlers.scale or Localized weights the sites {scaled} in the posterior but not in "
+            f"A handler weights the sites {scaled} in the posterior but not in "
             "log_likelihood, so leave-one-out estimates from it are for another posterior.",
             stacklevel=3,
         )

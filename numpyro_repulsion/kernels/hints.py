@@ -14,6 +14,7 @@ from numpyro.handlers import seed
 from numpyro.primitives import Messenger
 
 from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.rows import Rows
 
 __all__ = ["hinting", "sites_not_finite"]
 
@@ -23,10 +24,21 @@ _TABLES = ("pandas", "polars", "pyarrow")
 
 @contextmanager
 def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]:
-    """Add notes to an error that a model raises: on arguments that are no arrays, and on rows of a subsampled plate."""
+    """Add notes to an error that a model raises: on arguments that are no arrays, and on rows of a subsampled plate.
+
+    Instead of JAX's error, raise that of the `Rows` that a program could not read.
+    """
+    named = jax.tree.leaves_with_path({"args": args, "kwargs": kwargs}, is_leaf=lambda leaf: isinstance(leaf, Rows))
+    rows = [(path, leaf) for path, leaf in named if isinstance(leaf, Rows)]
+    for _, leaf in rows:
+        leaf.failure = None
     try:
         yield
     except Exception as error:
+        for (first, *path), leaf in rows:
+            if isinstance(error, jax.errors.JaxRuntimeError) and (failure := leaf.failure) is not None:
+                where = f"The model's {first.key}{jax.tree_util.keystr(tuple(path))}"
+                raise type(failure)(f"{where}: {failure}") from None
         notes = list(_of_arguments(args, kwargs, error))
         if not notes and isinstance(error, jax.errors.TracerArrayConversionError):
             notes = [

@@ -3,7 +3,6 @@
 from numpyro_repulsion.plots.animation import animate_particles
 from numpyro_repulsion.plots.calibration import plot_calibration
 from numpyro_repulsion.plots.estimates import plot_running_estimates
-from numpyro_repulsion.plots.gram import plot_gram
 from numpyro_repulsion.plots.particles import plot_particles
 
-__all__ = ["animate_particles", "plot_calibration", "plot_gram", "plot_particles", "plot_running_estimates"]
+__all__ = ["animate_particles", "plot_calibration", "plot_particles", "plot_running_estimates"]

@@ -108,6 +108,7 @@ def predict(
     model = _NewData(substitute(kernel.model, data=fitted.params), {name: x.shape[1:] for name, x in draws.items()})
     with hinting(kernel.model, args, kwargs):
         target = ModelTarget(model, args, kwargs)
+        model.draws = True
         check_values(args, kwargs, of_rows=True)
         kept = _Sums(site, _observed(target, site, model.drawn, jax.tree.map(lambda x: x[0], draws)))
 
@@ -214,18 +215,18 @@ def _in_chunks(of_draw: Callable, target: ModelTarget, draws: dict):
 class _NewData(Messenger):
     """A model of new data: its plates take all rows, and sites that have neither data nor draws are drawn.
 
-    To the analysis of the model they are observed, and random.
-
     :param shapes: those of the draws by name.
 
-    - **drawn** - the sites that it draws.
+    - **drawn** - the sites without data or draws.
+    - **draws** - whether they are drawn. In the analysis they are observed, at some value of their support that depends
+      on nothing: a random value moves along with its mean, so that its density would hide what a wrong index changes.
 
     :raises ValueError: for latent sites of another shape than their draws, before NumPyro broadcasts them.
     """
 
     def __init__(self, fn, shapes):
         super().__init__(fn)
-        self.shapes, self.drawn = shapes, set()
+        self.shapes, self.drawn, self.draws = shapes, set(), False
 
     def process_message(self, msg):
         if msg["type"] == "plate" and (msg["value"] is None or msg["args"][1] in (None, msg["args"][0])):
@@ -234,16 +235,28 @@ class _NewData(Messenger):
         # Sites of a scan have values here, and an axis that their distribution does not know.
         if msg["type"] != "sample" or msg["value"] is not None:
             return
-        name, known = msg["name"], self.shapes.get(msg["name"])
+        name, fn, known = msg["name"], msg["fn"], self.shapes.get(msg["name"])
+        shape = fn.shape(msg["kwargs"]["sample_shape"])
         if known is None:
             self.drawn.add(name)
             msg["is_observed"] = True
-        elif (shape := msg["fn"].shape(msg["kwargs"]["sample_shape"])) != known:
+            msg["value"] = None if self.draws else _some_value(fn, shape)
+        elif shape != known:
             raise ValueError(
                 f"With these data the latent site '{name}' has the shape {shape}, and its draws have {known}: effects "
                 "of single rows cannot be predicted for other rows. Pass the same rows, or a model of new ones to "
                 "numpyro.infer.Predictive."
             )
+
+
+def _some_value(fn, shape):
+    """Return values in the support of a distribution, zeros if it does not say any."""
+    support = getattr(fn, "support", None)
+    zeros = jnp.zeros(shape, int if getattr(support, "is_discrete", False) else float)
+    try:
+        return zeros if support is None else support.feasible_like(zeros)
+    except NotImplementedError:
+        return zeros
 
 
 def _check_arguments(model, args, kwargs):

@@ -89,6 +89,7 @@ class Rows:
         self.is_on_host = not isinstance(source, jax.Array)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
         self._contents: Contents | None = None
+        self.failure: Exception | None = None
         self._shards: Shards | None = None
 
     @property
@@ -158,7 +159,11 @@ class Rows:
         # The two gradients of control variates take the same rows.
         if last is not None and last[0].shape == rows.shape and (last[0] == rows).all():
             return last[1].astype(self.dtype, copy=False)
-        found = self.fetch(rows)
+        try:
+            found = self.fetch(rows)
+        except (IndexError, ValueError) as error:
+            self.failure = error  # To which JAX adds a traceback through itself.
+            raise
         # A copy, because what a program hands over may be its own memory.
         self._last = (np.array(rows), found) if found.nbytes <= BLOCK_BYTES else None
         return found
@@ -182,7 +187,10 @@ class Rows:
 
     def _check(self, rows):
         if rows.size and not -len(self) <= rows.min() <= rows.max() < len(self):
-            raise IndexError(f"{self!r} has no row {rows.max() if rows.max() >= len(self) else rows.min()}.")
+            raise IndexError(
+                f"{self!r} has no row {rows.max() if rows.max() >= len(self) else rows.min()}. Make plates as long as "
+                "the data, `numpyro.plate(name, len(x), ...)`."
+            )
 
     def blocks(self) -> Iterator[np.ndarray]:
         """Yield all rows in order, as consecutive blocks."""
@@ -272,7 +280,7 @@ class Rows:
             return whole
         found = object.__new__(cls)
         found.source, found.is_on_host = children[0], False
-        found._last = found._contents = found._shards = None
+        found._last = found._contents = found._shards = found.failure = None
         return found
 
     @classmethod

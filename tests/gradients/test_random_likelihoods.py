@@ -184,3 +184,15 @@ def test_subsampled_plates_inside_scan_are_refused():
 
     with pytest.raises(ValueError, match=r"\['rows'\] lies inside `scan` or `cond`.*drop its `subsample_size`"):
         ModelTarget(scanned)
+
+
+def test_keys_of_rows():
+    """Each row takes its own of many keys, an index that the search for those beyond the end must leave alone."""
+
+    def model(y):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        keys = random.split(numpyro.prng_key(), len(y))
+        with numpyro.plate("rows", len(y), subsample_size=5) as i:
+            numpyro.sample("y", dist.Normal(mean + jax.vmap(random.normal)(keys[i]), 1), obs=y[i])
+
+    assert ModelTarget(model, (jnp.zeros(30),)).is_random

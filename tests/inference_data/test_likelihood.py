@@ -232,7 +232,7 @@ def test_weights_are_taken_off_aloud(run):
             numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
     mcmc = run(model, jnp.asarray(Y))
-    with pytest.warns(UserWarning, match="handlers.scale or Localized weights the sites \\['y'\\]"):
+    with pytest.warns(UserWarning, match="A handler weights the sites \\['y'\\]"):
         data = to_inference_data(mcmc, log_likelihood=True)
     mu = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])[..., None]
     np.testing.assert_allclose(values(data), stats.norm(mu, 1).logpdf(Y), rtol=1e-5)

@@ -19,12 +19,11 @@ from numpyro_repulsion import (
     SGLDR,
     SGNHT,
     FullData,
-    Localized,
     init_around,
-    llc,
     predict,
     to_inference_data,
 )
+from numpyro_repulsion.contrib import Localized, llc
 from numpyro_repulsion.gradients import ModelTarget
 
 pytestmark = [

@@ -2,9 +2,7 @@
 
 from statistics import NormalDist
 import sys
-from typing import ClassVar
 
-import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -15,22 +13,14 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_repulsion import (
-    IMQ,
     RBF,
     SGLD,
     SGLDR,
     SVGD,
-    Antithetic,
     Balanced,
     Independent,
-    Interaction,
-    Laplacian,
-    RandomFeatures,
-    RandomGroups,
-    Scheduled,
     animate_particles,
     ensemble_mcse,
-    plot_gram,
     plot_particles,
     plot_running_estimates,
     to_inference_data,
@@ -289,16 +279,16 @@ def test_bad_input_is_refused(draws, options, error, message):
 
 def test_a_run_is_needed():
     mcmc = MCMC(SGLDR(model), num_warmup=1, num_samples=1, num_chains=2, chain_method="vectorized")
-    for draw in (plot_particles, animate_particles, plot_running_estimates, plot_gram):
+    for draw in (plot_particles, animate_particles, plot_running_estimates):
         with pytest.raises(ValueError, match="call mcmc.run"):
             draw(mcmc)
 
 
-@pytest.mark.parametrize("draw", [plot_particles, animate_particles, plot_running_estimates, plot_gram])
+@pytest.mark.parametrize("draw", [plot_particles, animate_particles, plot_running_estimates])
 def test_matplotlib_is_asked_for(draw, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    arguments = {plot_gram: (RBF(1.0), DRAWS[:, 0]), plot_running_estimates: (DRAWS, 0)}.get(draw, (DRAWS,))
+    arguments = {plot_running_estimates: (DRAWS, 0)}.get(draw, (DRAWS,))
     with pytest.raises(ImportError, match='extra "plots"'):
         draw(*arguments)
 
@@ -451,181 +441,6 @@ def test_the_path_of_an_optimizer_has_no_mean(svgd):
             plot_running_estimates(source, 0)
 
 
-# The Gram matrix
-
-
-def image(ax):
-    return np.asarray(ax.images[0].get_array())
-
-
-U = random.normal(random.key(3), (8, 3))
-
-
-@pytest.mark.parametrize(
-    "interaction", [RBF(2.0), IMQ(2.0), Laplacian(RBF(2.0)), 0.9 * RBF(2.0) + 0.1 * Independent(), Independent()]
-)
-def test_gram_of_an_interaction(interaction):
-    ax = plot_gram(interaction, U)
-    np.testing.assert_allclose(image(ax), interaction.gram(U, None)[0], rtol=1e-6)
-    # Which is what moves particles.
-    np.testing.assert_allclose(image(ax), interaction.couple(U).apply(jnp.eye(8)), rtol=1e-5, atol=1e-6)
-    low, high = ax.images[0].get_clim()
-    assert low == (-high if isinstance(interaction, Laplacian) else 0.0) and high >= image(ax).max()
-    assert len(ax.figure.axes) == 2
-
-
-def test_gram_at_a_bandwidth():
-    np.testing.assert_allclose(image(plot_gram(RBF(), U, bandwidth=0.7)), RBF(0.7).gram(U)[0], rtol=1e-6)
-    ax = plot_gram(RBF(), U)
-    h = RBF().learn_bandwidth(U[None])
-    np.testing.assert_allclose(image(ax), RBF().gram(U, h)[0], rtol=1e-6)
-    assert ax.get_title() == f"RBF, h = {h:.3g}"
-    assert plot_gram(0.5 * RBF(2.0) + Independent(), U).get_title() == "0.5 RBF + 1 Independent, h = 2"
-
-
-def test_gram_in_order():
-    order = [3, 1, 0, 2, 4]
-    u = np.array([2.0, 1.0, 3.0, 0.0, 4.0])[:, None]
-    ax = plot_gram(RBF(1.0), u, sort=True)
-    expected = np.asarray(RBF(1.0).gram(jnp.asarray(u[order]))[0])
-    # From either end.
-    assert np.allclose(image(ax), expected) or np.allclose(image(ax), expected[::-1, ::-1])
-    assert "order" in ax.get_xlabel()
-    figure, own = plt.subplots()
-    assert plot_gram(RBF(1.0), u, colorbar=False, ax=own, cmap="Greys") is own and figure.axes == [own]
-    assert own.images[0].get_cmap().name == "Greys"
-
-
-class Watched(RBF):
-    """Keeps the particles and bandwidths that it is asked about."""
-
-    seen: ClassVar[list] = []
-
-    def couple(self, u, bandwidth=None, white=None):
-        jax.debug.callback(lambda *asked: self.seen.append(asked), u, jnp.asarray(bandwidth))
-        return super().couple(u, bandwidth, white)
-
-
-def whitened(state):
-    """The last cloud by NumPy: ``S⁻¹ (z − c)``, and what it was before."""
-    leaves = [np.asarray(state.z[name], float).reshape(len(state.z[name]), -1) for name in sorted(state.z)]
-    z = np.concatenate(leaves, 1)
-    change = state.warmup.scales.preconditioner
-    scale = np.asarray(change.scale, float)
-    centre = 0.0 if change.centre is None else np.asarray(change.centre, float)
-    assert scale.ndim == 2 and np.abs(np.log(np.diag(scale))).max() > 1
-    return np.linalg.solve(scale, (z - centre).T).T, z
-
-
-def gaussian_gram(u, h):
-    return np.exp(-((u[:, None] - u) ** 2).sum(-1) / h) + 1e-3 * np.eye(len(u))
-
-
-def check_gram_of_a_run(mcmc):
-    u, z = whitened(mcmc.last_state)
-    half, h = len(u) // 2, float(mcmc.last_state.bandwidth[0])
-    drawn = image(plot_gram(mcmc))
-    for block in (slice(None, half), slice(half, None)):
-        np.testing.assert_allclose(drawn[block, block], gaussian_gram(u[block], h), atol=1e-4)
-        direct = mcmc.sampler.interaction.gram(jnp.asarray(u[block], jnp.float32), h)[0]
-        np.testing.assert_allclose(drawn[block, block], direct, atol=1e-4)
-        # Not those of the parameters as they are.
-        assert np.abs(drawn[block, block] - gaussian_gram(z[block], h)).max() > 0.1
-    assert not drawn[:half, half:].any() and not drawn[half:, :half].any()
-    np.testing.assert_array_equal(image(plot_gram(mcmc, ensemble=1)), drawn[half:, half:])
-    return drawn
-
-
-@pytest.mark.slow
-def test_gram_of_a_run_is_that_of_its_next_update():
-    scale = jnp.array([[9.0, 3.0, 0.0], [3.0, 4.0, 0.1], [0.0, 0.1, 0.1]])
-    kernel = SGLDR(
-        potential_fn=lambda z: z["a"] @ z["a"] / 8 + 5 * z["b"] ** 2,
-        step_size=0.05,
-        interaction=Watched(),
-        preconditioner=scale,
-        num_steps=1,
-        num_ensembles=2,
-    )
-    start = {"a": random.normal(random.key(0), (8, 2)), "b": random.normal(random.key(1), (8,))}
-    mcmc = run(kernel, num_chains=8, init_params=start)
-    drawn = check_gram_of_a_run(mcmc)
-    Watched.seen.clear()
-    jax.block_until_ready(jax.jit(lambda state: kernel.sample(state, (), {}))(mcmc.last_state))
-    jax.effects_barrier()
-    ((u, bandwidth),) = Watched.seen
-    for i, group in enumerate(u):
-        block = slice(4 * i, 4 * i + 4)
-        np.testing.assert_allclose(drawn[block, block], RBF().gram(jnp.asarray(group), bandwidth)[0], atol=1e-6)
-
-
-@pytest.mark.slow
-def test_gram_of_a_run_that_learned_its_scales():
-    check_gram_of_a_run(run(SGLDR(model, num_ensembles=2), num_samples=20, num_chains=10, num_warmup=100))
-
-
-def test_gram_of_a_schedule_is_that_of_the_moment():
-    interaction = Scheduled(RBF(1.0), lambda count: 1.0 / (1.0 + 0.1 * count))
-    kernel = SGLDR(potential_fn=lambda z: z @ z / 2, step_size=0.1, interaction=interaction, num_steps=2)
-    mcmc = run(kernel, num_samples=10, init_params=random.normal(random.key(1), (6, 2)))
-    gram = np.asarray(RBF(1.0).gram(mcmc.last_state.z)[0])
-    np.testing.assert_allclose(image(plot_gram(mcmc)), gram / 3.0 + 2.0 / 3.0 * np.eye(6), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("interaction", "message"),
-    [
-        (Balanced(), "no Gram matrix"),
-        (Antithetic(), "no Gram matrix"),
-        (Interaction(), "no Gram matrix"),
-        (RandomFeatures(1.0), "another matrix in every update"),
-        (RandomGroups(RBF(1.0), 4), "another matrix in every update"),
-        (Scheduled(RandomFeatures(1.0), lambda count: 1.0), "another matrix in every update"),
-        ("RBF", "Got str"),
-        (None, "Got NoneType"),
-    ],
-)
-def test_interactions_without_a_gram_matrix_are_refused(interaction, message):
-    with pytest.raises(TypeError, match=message):
-        plot_gram(interaction, U)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, r"\(L, d\), or .*got None"),
-        ({"positions": U[0]}, r"got \(3,\)"),
-        ({"positions": U[:1]}, r"two particles or more; got \(1, 3\)"),
-        ({"positions": U, "bandwidth": 0.0}, "positive, finite"),
-        ({"positions": U, "ensemble": 1}, "from 0 to 0; got 1"),
-    ],
-)
-def test_bad_positions_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        plot_gram(RBF(), **options)
-    with pytest.raises(ValueError, match="leaves no bandwidth"):
-        plot_gram(RBF(1.0), U, bandwidth=2.0)
-
-
-def test_runs_without_a_gram_matrix_are_refused(mcmc, data, one_by_one):
-    kernel = SGLD(potential_fn=lambda z: z @ z / 2, step_size=0.1)
-    with pytest.raises(TypeError, match="no Gram matrix"):
-        plot_gram(MCMC(kernel, num_warmup=0, num_samples=1))
-    with pytest.raises(TypeError, match="such as SGLDR.*got NUTS"):
-        plot_gram(MCMC(NUTS(model), num_warmup=1, num_samples=1))
-    alone = run(one_by_one.sampler, num_chains=1, init_params=jnp.ones(2))
-    assert plot_particles(alone).get_xlabel() == "z[0]"
-    for chains in (alone, one_by_one):
-        with pytest.raises(ValueError, match="one by one"):
-            plot_gram(chains)
-    with pytest.raises(TypeError, match="an MCMC that has run"):
-        plot_gram(data)
-    with pytest.raises(TypeError, match="of its own"):
-        plot_gram(mcmc, U)
-
-
 def test_double_precision(x64):
-    ax = plot_gram(RBF(2.0), np.asarray(U, np.float64))
-    np.testing.assert_allclose(image(ax), RBF(2.0).gram(jnp.asarray(U, jnp.float64))[0], rtol=1e-12)
     ax = plot_running_estimates(DRAWS.astype(np.float64), lambda z: z[0])
     np.testing.assert_allclose(ax.lines[0].get_ydata()[-1], DRAWS[..., 0].astype(np.float64).mean(), rtol=1e-12)

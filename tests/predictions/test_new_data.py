@@ -11,7 +11,8 @@ import numpyro.distributions as dist
 from numpyro.handlers import mask, uncondition
 from numpyro.infer import MCMC, Predictive
 
-from numpyro_repulsion import SGLD, Localized, Rows, all_rows, init_around, llc, plot_calibration, predict
+from numpyro_repulsion import SGLD, Rows, all_rows, init_around, plot_calibration, predict
+from numpyro_repulsion.contrib import Localized, llc
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}")
@@ -56,12 +57,33 @@ def line(size, batch):
 def test_fewer_rows_than_a_plate_has_are_refused(batch, kind):
     mcmc = run(line(N, batch), jnp.asarray(X), jnp.asarray(Y))
     for args in ((kind(X[:NEW]),), (kind(X[:NEW]), kind(Y[:NEW])), (kind(X), kind(Y[:NEW]))):
-        with pytest.raises(ValueError, match=f"plate 'rows' of size {N} index an axis of length {NEW} up to {N - 1}"):
+        with pytest.raises(
+            (ValueError, IndexError),
+            match=f"entry {N - 1} of an axis of length {NEW}.* plate .rows. of size {N}",
+        ):
             predict(mcmc, *args)
     assert predict(mcmc, kind(X), kind(Y)).log_likelihood.shape == (N,)
     alike = run(line(None, batch), jnp.asarray(X), jnp.asarray(Y))
-    with pytest.raises(ValueError, match=f"index an axis of length {NEW} up to {N - 1}"):
+    with pytest.raises(ValueError, match=f"entry {N - 1} of an axis of length {NEW}"):
         predict(alike, kind(X), kind(Y[:NEW]))
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, Rows])
+def test_groups_that_the_run_did_not_have_are_refused(kind):
+    def model(group, y=None):
+        effects = numpyro.sample("effects", dist.Normal(0, 1).expand([5]).to_event(1))
+        with numpyro.plate("rows", len(group), subsample_size=min(20, len(group))) as i:
+            numpyro.sample("y", dist.Normal(effects[group[i]], 1), obs=None if y is None else y[i])
+
+    mcmc = run(model, jnp.arange(N) % 5, jnp.asarray(Y))
+    assert predict(mcmc, kind(np.arange(5))).mean.shape == (5,)
+    for wrong, where in (
+        (np.arange(1, 6), "row 4 "),
+        (np.array([0, 1, 9, 2]), "row 2 "),
+        (np.array([0, -7]), "row 1 "),
+    ):
+        with pytest.raises(ValueError, match=f"of an axis of length 5, which does not exist, in {where}"):
+            predict(mcmc, kind(wrong))
 
 
 @pytest.mark.parametrize("batch", [None, 5, 20])

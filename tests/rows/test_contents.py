@@ -72,7 +72,7 @@ def test_numbers_out_of_range_are_refused(name):
         (whole, (), {"x": array}, r"kwargs\['x'\]"),
         (line, (Rows(array),), {}, r"args\[0\]"),
     ):
-        with pytest.raises(ValueError, match=f"The model's {where} has .*{words}.* which ends at .*enable_x64"):
+        with pytest.raises(ValueError, match=f"The model's {where}.* has .*{words}.* which ends at .*enable_x64"):
             run(model, *args, **kwargs)
     with pytest.raises(ValueError, match=words):
         Rows(array)[np.arange(N)]
@@ -90,20 +90,20 @@ def test_double_precision_loses_nothing(x64):
         if name != "other order of bytes":  # which JAX does not take
             ModelTarget(line, (array,))
         assert Rows(array)[np.arange(N)].dtype == array.dtype.newbyteorder("=")
-    whole_range = Rows(WRONG["int64"][0])
-    ModelTarget(line, (whole_range,)).find_nan()
-    with jax.enable_x64(False), pytest.raises(ValueError, match="which ends at"):
-        ModelTarget(line, (whole_range,)).find_nan()
+    rows = Rows(WRONG["int64"][0])
+    assert not losses(rows)
+    with jax.enable_x64(False):
+        assert "which ends at" in losses(rows)
 
 
 def test_other_entries_into_a_model():
     """New data of a prediction, a table, and observations that are no arguments."""
     mcmc = run(line, Y)
     for new in (np.full(3, 1e300), Rows(np.full(3, 1e300))):
-        with pytest.raises(ValueError, match=r"args\[0\] has the value 1e\+300"):
+        with pytest.raises(ValueError, match=r"args\[0\].* has the value 1e\+300"):
             predict(mcmc, new, None)
     pandas = pytest.importorskip("pandas")
-    with pytest.raises(ValueError, match=r"args\[0\] has the value 1e\+300"):
+    with pytest.raises(ValueError, match=r"args\[0\].* has the value 1e\+300"):
         run(whole, pandas.Series(np.full(N, 1e300)))
     with pytest.raises(ValueError, match=r"The observed site 'y' has the value 1e\+300"):
         run(lambda: whole(1.0, np.full(N, 1e300)))
@@ -124,7 +124,7 @@ def test_masks_of_numpy_are_refused(dtype):
     hidden = np.ma.array(Y.astype(dtype), mask=ONE)
     with pytest.raises(ValueError, match=r"args\[0\] has 1 masked entries.*numpyro.handlers.mask"):
         run(whole, hidden)
-    with pytest.raises(ValueError, match=r"args\[0\] has 1 masked entries"):
+    with pytest.raises(ValueError, match=r"args\[0\].* has 1 masked entries"):
         run(line, Rows(hidden))
     for rows in (np.arange(N), np.arange(0, N, 3)[::-1], np.flatnonzero(ONE)):  # a block, and single rows
         for source in (hidden, Variable(hidden)):

@@ -309,7 +309,7 @@ def test_rows_that_do_not_exist():
         with numpyro.plate("rows", N + 1, subsample_size=20) as i:
             numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
 
-    with pytest.raises(ValueError, match=f"axis of length {N} up to {N}"):
+    with pytest.raises(ValueError, match=f"entry {N} of an axis of length {N}.* plate 'rows' of size {N + 1}"):
         ModelTarget(longer, (Rows(X), Rows(Y)))
 
     def of_other_length(x, y):

@@ -14,12 +14,10 @@ from numpyro.infer import MCMC
 from numpyro_repulsion import (
     SGHMC,
     SGLD,
-    SGLDR,
     SVGD,
     SVRG,
     Archive,
     diagnose,
-    plot_gram,
     run_in_pieces,
     to_inference_data,
 )
@@ -227,15 +225,6 @@ def test_optimizers_few_particles_and_own_references_keep_them_too():
 
     assert SGLD(rows, gradient=SVRG()).init(keys, 100, None, (EFFECTS,), {}).coordinates is None
     assert SGLD(rows).init(keys, 100, None, (EFFECTS,), {}).coordinates is not None
-
-
-def test_a_gram_matrix_is_that_of_the_sampler_s_coordinates():
-    mcmc = run(SGLDR(schools, num_steps=2), EFFECTS, num_warmup=60, num_samples=3, num_chains=6)
-    state = mcmc.last_state
-    assert state.coordinates is not None
-    u = state.warmup.scales.preconditioner.whiten(state.coordinates[0])
-    matrix = plot_gram(mcmc).images[0].get_array()
-    np.testing.assert_allclose(matrix, SGLDR(schools).interaction.gram(u, state.bandwidth[0])[0], rtol=1e-4)
 
 
 def test_energies_go_on_where_coordinates_change():

@@ -23,12 +23,12 @@ from numpyro_repulsion import (
     SGLDR,
     SGNHT,
     FullData,
-    Localized,
     ensemble_mcse,
     init_around,
     predict,
     to_inference_data,
 )
+from numpyro_repulsion.contrib import Localized
 from numpyro_repulsion.gradients import ModelTarget
 
 pytestmark = [

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import numpyro
+import numpyro.distributions as dist
 from numpyro.distributions import biject_to, constraints
 from numpyro.primitives import Messenger
 
 from numpyro_repulsion.checks import positive
 from numpyro_repulsion.gradients.products import base_support
-from numpyro_repulsion.gradients.tempering import TEMPERED, TETHER
 
-__all__ = ["Localized"]
+__all__ = ["TETHER", "Localized"]
+
+#: The name of the factor that holds parameters near a center. It belongs to the prior.
+TETHER = "tether"
 
 
 class Localized(Messenger):
@@ -66,7 +69,8 @@ class Localized(Messenger):
         >>> import numpyro
         >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
-        >>> from numpyro_repulsion import SGLD, Localized, init_around
+        >>> from numpyro_repulsion import SGLD, init_around
+        >>> from numpyro_repulsion.contrib import Localized
 
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -150,7 +154,9 @@ class Localized(Messenger):
                 f"{f'the factors {sorted(found)}' if found else 'no factors'}."
             )
         distance = [self._distance(name, latent[name], value) for name, value in values.items()]
-        numpyro.factor(TETHER, -0.5 * self.strength * sum(distance))
+        tether = dist.Unit(-0.5 * self.strength * sum(distance))
+        # A factor, with a mark that it belongs to the prior.
+        numpyro.sample(TETHER, tether, obs=tether.sample(None), infer={"is_auxiliary": True, "is_prior": True})
 
     def process_message(self, msg):
         if msg["type"] != "sample":
@@ -207,7 +213,7 @@ class Localized(Messenger):
         weight = self.inverse_temperature
         msg["scale"] = weight if msg["scale"] is None else weight * msg["scale"]
         # The user's dictionary stays as it is.
-        msg["infer"] = msg["infer"] | {TEMPERED: weight}
+        msg["infer"] = msg["infer"] | {"inverse_temperature": weight}
 
     def _distance(self, name, support, value):
         """Return the squared distance of a site from its center, in unconstrained coordinates."""

@@ -19,12 +19,10 @@ from numpyro_repulsion import (
     SGLD,
     SGNHT,
     SVGD,
-    LearningCoefficient,
-    Localized,
     Overdamped,
     init_around,
-    llc,
 )
+from numpyro_repulsion.contrib import LearningCoefficient, Localized, llc
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Warmup found problems"),

@@ -13,13 +13,12 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
+from numpyro_repulsion.contrib.localized import Localized
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse
 from numpyro_repulsion.gradients import ModelTarget, compiled, influenced
-from numpyro_repulsion.gradients.tempering import TEMPERED, untempered
 from numpyro_repulsion.inference_data import visible
 from numpyro_repulsion.inference_data.chunks import map_draws
 from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, latent_draws, require_draws
-from numpyro_repulsion.localized import Localized
 
 __all__ = ["LearningCoefficient", "llc"]
 
@@ -45,7 +44,7 @@ class LearningCoefficient(NamedTuple):
 
     .. doctest::
 
-        >>> from numpyro_repulsion import LearningCoefficient
+        >>> from numpyro_repulsion.contrib import LearningCoefficient
         >>> LearningCoefficient(2.04, 0.051, 812.0, 500, 0.161, 712.9, 700.2, 4000)
         LearningCoefficient(2.04 ± 0.051; n = 500, β = 0.161, 812 effective draws)
     """
@@ -110,7 +109,8 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
         >>> import numpyro
         >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
-        >>> from numpyro_repulsion import SGLD, Localized, init_around, llc
+        >>> from numpyro_repulsion import SGLD, init_around
+        >>> from numpyro_repulsion.contrib import Localized, llc
 
         >>> def model(x, y):
         ...     a = numpyro.sample("a", dist.Normal(0, 10))
@@ -230,8 +230,9 @@ def _terms(target, values, key=None):
     """
     found = {}
     for name, site in target.sites(values, key).items():
-        if site["type"] == "sample" and TEMPERED in site["infer"]:
-            density = untempered(site) * jnp.asarray(site["fn"].log_prob(site["value"]))
+        if site["type"] == "sample" and "inverse_temperature" in site["infer"]:
+            weight = site["scale"] / site["infer"]["inverse_temperature"]
+            density = weight * jnp.asarray(site["fn"].log_prob(site["value"]))
             seen = visible(site["fn"], site["value"])
             found[name] = density, density.size if seen is None else seen.sum()
     if not found:
