@@ -174,7 +174,7 @@ def extrapolate(
         # Averages of large values would lose their digits in single precision.
         return found - mean.astype(found.dtype)
 
-    fall, steps = predict_fall(mcmc, levels), steps_in_use(mcmc)
+    (fall, left), steps = predict_fall(mcmc, levels), steps_in_use(mcmc)
     shift, variance = np.zeros(plain.shape[-1]), np.zeros(plain.shape[-1])
     keys = [rng_key] if levels == 1 else list(random.split(_key(mcmc) if rng_key is None else rng_key, levels))
     for level, key in enumerate(keys):
@@ -183,6 +183,8 @@ def extrapolate(
         shift += weight * change.mean((0, 1))
         error = np.where(np.any(change, (0, 1)), ensemble_mcse(change, len(change)), 0.0)
         variance += (weight * error) ** 2
+    # Terms of the next order are smaller than those removed by about the bias that is left.
+    variance += (left * shift) ** 2
     error = np.asarray(ensemble_mcse(plain, coupling_of(mcmc)[1]))
 
     def shaped(flat):
