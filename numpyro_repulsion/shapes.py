@@ -35,6 +35,7 @@ __all__ = [
     "Table",
     "Vector",
     "Vectors",
+    "Words",
 ]
 
 if TYPE_CHECKING:
@@ -94,3 +95,5 @@ Count = Integer[jax.Array, ""]
 #: Counts or indices, in any axes.
 Counts = Integer[jax.Array, "..."]
 Flag = Bool[jax.Array, ""]
+#: A digest.
+Words = Integer[jax.Array, "4"]

@@ -26,7 +26,7 @@ from numpyro_repulsion import (
     StepBias,
     all_rows,
 )
-from numpyro_repulsion.gradients import Gradient, HoldingOut
+from numpyro_repulsion.gradients import Gradient
 from numpyro_repulsion.kernels import ParticleKernel
 from numpyro_repulsion.moves import Basins
 
@@ -38,7 +38,6 @@ NO_PARTS |= {
     Diagnosis,
     ExtrapolatedMeans,
     Finding,
-    HoldingOut,
     Predictions,
     Rows,
     StepBias,

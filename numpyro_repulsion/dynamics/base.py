@@ -78,13 +78,8 @@ class Dynamics:
     #: Whether momenta give off the heat of gradient noise, if it is alike in all directions.
     absorbs_noise: ClassVar[bool] = False
 
-    #: Whether the step is the rate of an optimizer, which warmup chooses by a tournament unless it is given.
-    chooses_rate: ClassVar[bool] = False
-
-    @property
-    def held_out(self) -> int | None:
-        """One row in so many is held out in that tournament, to compare particles on it; ``None`` for no row."""
-        return None
+    #: The step size of an optimizer, unless it is given: its steps have no bias that warmup could measure.
+    default_step: ClassVar[float | None] = None
 
     @property
     def is_sampler(self) -> bool:

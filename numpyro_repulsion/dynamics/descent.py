@@ -8,7 +8,6 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from numpyro_repulsion.checks import keep, number
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import UnknownError
 
@@ -36,31 +35,22 @@ class Descent(Dynamics):
     plain :class:`~numpyro_repulsion.SVGD`. With ``interaction=Independent()`` each particle is optimized alone: an
     ensemble of modes.
 
-    With ``step_size=None`` a *tournament* chooses the rate. In the first 30 % of warmup each particle descends by
-    itself at a rate of its own, from 0.001 to 3 times the median spread of the starts. Then all begin again at their
-    starts, with the rate whose particle and its two neighbours have the largest mean log-likelihood on the same rows,
-    up to 1,000 of them. In a model without subsampled plates the smallest U counts instead. Starts are first moved
-    towards their median while that lowers U much, because the first gradients of a network that predicts wildly are so
-    long that Adagrad hardly moves it afterwards.
+    Without a ``step_size`` the rate is 0.05: by Adagrad or Adam an update moves each coordinate by about that much, at
+    first, in the units of the model. For a network compare a few rates, a factor of three apart, on held-out rows.
 
     If parameters differ in scale, as in networks, this needs far fewer updates than plain steps. With minibatches it
     helps to average directions too: ``optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9, debias=False))`` takes the
     steps of NumPyro's Adagrad. Every particle has separate accumulators, which do not change in an update that is
     rejected because a value is not finite.
 
-    A tournament shorter than the run suits optimizers whose steps become shorter, such as Adagrad; the constant steps
-    of Adam are then somewhat too long at the end of a long run. On a few hundred rows a network that descends for long
-    becomes certain of these rows, or useless, where the density of weights near 0 is highest. A rate chosen with
-    ``validation`` delays that, but nothing stops the run.
+    On a few hundred rows a network that descends for long becomes certain of these rows, or useless, where the density
+    of weights near 0 is highest; nothing stops the run.
 
     :param optimizer: an object with the optax interface: ``init(params)`` and ``update(gradient, state, params)`` for
         one particle ``(d,)``.
-    :param validation: the share of rows, 0.5 at most, that the tournament leaves out of its minibatches and compares
-        particles on: every tenth row for 0.1. Afterwards they count like all others. It needs a model with one
-        subsampled plate.
     :raises TypeError: for anything else, such as an optax function that was not called.
     :raises ValueError: for an optimizer with a learning rate, such as ``optax.adam(0.1)``, whose updates point down
-        the gradient and not up; and if a share is not above 0 and at most 0.5.
+        the gradient and not up.
 
     **References:**
 
@@ -88,22 +78,14 @@ class Descent(Dynamics):
     """
 
     optimizer: Optimizer
-    validation: float | None = None
 
-    chooses_rate = True
+    default_step = 0.05
 
     @property
     def is_sampler(self):
         return False
 
-    @property
-    def held_out(self):
-        return None if self.validation is None else round(1.0 / self.validation)
-
     def __post_init__(self):
-        if self.validation is not None:
-            expected = "the share of rows to hold out, above 0 and at most 0.5, such as 0.1"
-            keep(self, "validation", number, expected=expected, accepts=lambda share: 0.0 < share <= 0.5)
         if not all(callable(getattr(self.optimizer, name, None)) for name in ("init", "update")):
             raise TypeError(
                 "Descent: `optimizer` must be a gradient transformation with `init` and `update`, such as "
@@ -121,8 +103,8 @@ class Descent(Dynamics):
 
     def step_error(self, coupling):
         return UnknownError(
-            "The steps of an optimizer have no bias that could be measured: leave out `step_size`, so that a "
-            "tournament chooses the learning rate, or give one, such as step_size=0.01."
+            "The steps of an optimizer have no bias that could be measured: give a learning rate, "
+            "such as step_size=0.01, or leave out `step_size`."
         )
 
     @property

@@ -13,9 +13,16 @@ from numpyro_repulsion.gradients.control import (
     full_gradient,
     is_finite_on_all_rows,
 )
-from numpyro_repulsion.gradients.held_out import HoldingOut, rows_to_compare
 from numpyro_repulsion.gradients.likelihood import likelihood_energies
-from numpyro_repulsion.gradients.minibatch import FullData, Gradient, Reference, Subsampled, draw_indices, ravel_cloud
+from numpyro_repulsion.gradients.minibatch import (
+    FullData,
+    Gradient,
+    Reference,
+    Subsampled,
+    draw_indices,
+    ravel_cloud,
+    rows_to_compare,
+)
 from numpyro_repulsion.gradients.posterior import ModelTarget
 from numpyro_repulsion.gradients.structure import check_values
 from numpyro_repulsion.gradients.subsampling import check_rows
@@ -33,7 +40,6 @@ __all__ = [
     "FullData",
     "FunctionTarget",
     "Gradient",
-    "HoldingOut",
     "ModelTarget",
     "Particle",
     "Subsampled",

@@ -193,13 +193,9 @@ def evaluate_reference(key: jax.Array, target: Target, unravel: Callable, refere
     # All particles use one chunk at a time, so its rows are gathered once.
     evaluate = jnp.vectorize(lambda z: full_gradient(key, target, unravel, z, share), signature="(d)->(),(d)")
     energy, gradient = evaluate(position)
-    data_fingerprint = jnp.full((), jnp.inf, position.dtype)
-    if position.ndim > 1:
-        data_fingerprint = fingerprint(target, unravel, position.reshape(-1, position.shape[-1])[0])
     return reference._replace(
         potential_energy=energy,
         gradient=gradient,
-        fingerprint=data_fingerprint,
         age=jnp.zeros((), jnp.int32),
         is_stale=jnp.zeros((), bool),
     )

@@ -19,9 +19,9 @@ from numpyro_repulsion.gradients.sharding import on_shares, share, shares_rows
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.noise import integers_below
 from numpyro_repulsion.rounding import unrounded
-from numpyro_repulsion.shapes import Count, Flag, Group, Numbers, ReferenceNumbers, ReferenceVectors, Scalar, Vectors
+from numpyro_repulsion.shapes import Count, Flag, Group, Numbers, ReferenceNumbers, ReferenceVectors, Vectors, Words
 
-__all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud"]
+__all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud", "rows_to_compare"]
 
 
 class Reference(NamedTuple):
@@ -31,8 +31,8 @@ class Reference(NamedTuple):
     - **potential_energy** - U(ẑ) over all rows, a scalar or ``(G, L)``.
     - **gradient** - ∇U(ẑ) over all rows, ``(d,)`` or ``(G, L, d)``.
     - **in_use** - whether it corrects gradients.
-    - **fingerprint** - U at the (first) ẑ on a few rows, which identifies the data; infinite if there is no reference
-      yet, and until a common one is next used.
+    - **data** - the identity of the data and the model that it was computed from, four words; zeros if there is no
+      reference yet.
     - **age** - the number of updates since the last renewal, for references that are renewed.
     - **is_stale** - whether it was computed from other data than the current ones.
     """
@@ -41,7 +41,7 @@ class Reference(NamedTuple):
     potential_energy: ReferenceNumbers
     gradient: ReferenceVectors
     in_use: Flag
-    fingerprint: Scalar
+    data: Words
     age: Count
     is_stale: Flag
 
@@ -49,9 +49,8 @@ class Reference(NamedTuple):
     def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Reference:
         """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``."""
         zero = jnp.zeros(shape, dtype)
-        unknown = jnp.asarray(jnp.inf, dtype)
         count, no = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
-        return Reference(zero, zero[..., 0], zero, jnp.asarray(in_use), unknown, count, no)
+        return Reference(zero, zero[..., 0], zero, jnp.asarray(in_use), jnp.zeros(4, jnp.uint32), count, no)
 
 
 class Gradient:
@@ -315,3 +314,13 @@ def ravel_cloud(z: Particle) -> tuple[Group, Callable]:
     """Return a pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the inverse for one particle ``(d,)``."""
     _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], z))
     return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel
+
+
+def rows_to_compare(target: Target) -> Indices:
+    """Return up to 1,000 rows of each plate, spread evenly over it, in minibatches ``(m, B)``."""
+    counts = [min(size, 1000) // batch for size, batch in target.plates.values()]
+    number = max(1, min(counts, default=1))
+    return {
+        name: jnp.asarray((np.arange(number * batch) * size // (number * batch)).reshape(number, batch))
+        for name, (size, batch) in target.plates.items()
+    }

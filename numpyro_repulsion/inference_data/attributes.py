@@ -111,8 +111,6 @@ def _of_momenta(kernel, state):
 
 def _step_size_rule(step_size):
     """Return how the step size is found, in words."""
-    if step_size is None:
-        return "tournament"
     return "schedule" if callable(step_size) else repr(step_size)
 
 

@@ -25,7 +25,7 @@ from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_of_diver
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.learners import NUM_KEYS
-from numpyro_repulsion.kernels.mcmc import arguments, entering_mcmc
+from numpyro_repulsion.kernels.mcmc import arguments, entering_mcmc, jits_arguments
 from numpyro_repulsion.kernels.origin import check_chains, check_state
 from numpyro_repulsion.kernels.progress import Keys
 from numpyro_repulsion.kernels.requirements import (
@@ -48,6 +48,7 @@ from numpyro_repulsion.kernels.state import (
     per_particle,
     row_seed,
     whitened_cloud,
+    with_data,
 )
 from numpyro_repulsion.layout import place_everywhere, place_particles
 from numpyro_repulsion.moves import Move
@@ -64,8 +65,8 @@ class ParticleKernel(Fixed, MCMCKernel):
     :param potential_fn: instead of a model, a function that returns the potential energy of one particle, a pytree of
         floats. ``mcmc.run`` then needs ``init_params``.
     :param step_size: ε. ``None`` is ``BiasBudget()``, which measures ε in warmup, from the curvature that nine
-        particles in ten stay below and the minibatch noise; with :class:`~numpyro_repulsion.Descent` a tournament
-        chooses it. A float is constant; a callable of the update count (including warmup) is a schedule:
+        particles in ten stay below and the minibatch noise; with :class:`~numpyro_repulsion.Descent` it is 0.05. A
+        float is constant; a callable of the update count (including warmup) is a schedule:
         :class:`~numpyro_repulsion.Polynomial`, :class:`~numpyro_repulsion.Cyclical`, or one of optax.
     :param interaction: how particles interact; ``None`` is the kernel's default.
     :param preconditioner: a constant matrix P that makes the diffusion ``K ⊗ P``: an array of shape ``(d,)`` for a
@@ -184,7 +185,10 @@ class ParticleKernel(Fixed, MCMCKernel):
             return True
         self._num_shown = int(np.max(state.num_divergences))
         require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
-        self.bind(*arguments(mcmc)).share_data()
+        bound = self.bind(*arguments(mcmc))
+        bound.share_data()
+        if jits_arguments(mcmc):
+            mcmc.post_warmup_state = with_data(state, bound)
         return check_chains(state, mcmc)
 
     def get_diagnostics_str(self, state):
@@ -288,12 +292,14 @@ class ParticleKernel(Fixed, MCMCKernel):
         """Return the iteration for a state, and its particles in whitened coordinates, ``(G, L, d)``."""
         if jnp.ndim(state.potential_energy) == 0:
             state = map_particles(lambda x: x[None], state)
-        bound = self.bind(args, kwargs).within(state.num_updates)
+        bound = self.bind(args, kwargs)
+        data = None if state.warmup.reference is None else bound.data()
+        bound = bound.within(state.num_updates)
         plan = bound.plan(state.warmup.scales.preconditioner.kind)
         check_state(self, state, bound.target, plan, bound.gradient)
         _, unravel = ravel_cloud(state.z)
         cloud = whitened_cloud(state, self.num_ensembles)
-        iteration = Iteration(bound, plan, unravel, row_seed(state), self.schedule)
+        iteration = Iteration(bound, plan, unravel, row_seed(state), data, self.schedule)
         return iteration, iteration.layout(cloud.z).place(cloud)
 
     def postprocess_fn(self, args, kwargs):

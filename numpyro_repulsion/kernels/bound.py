@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 import hashlib
 from typing import Protocol
 
@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from numpyro_repulsion.digests import digest, digest_of_program
 from numpyro_repulsion.dynamics import Dynamics
-from numpyro_repulsion.gradients import FunctionTarget, Gradient, ModelTarget, Target
+from numpyro_repulsion.gradients import FunctionTarget, Gradient, ModelTarget, Particle, Target
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.hints import hinting
 from numpyro_repulsion.kernels.settings import choose_gradient
 from numpyro_repulsion.moves import Move
+from numpyro_repulsion.processes import is_spread
+from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.schedules import BiasBudget, Schedule
 from numpyro_repulsion.warmup import WarmupPlan, most_late_iterations
 
@@ -58,6 +61,7 @@ class BoundSampler:
     kernel: Settings
     target: Target
     gradient: Gradient
+    _data: list[np.ndarray] = field(default_factory=list)
 
     @staticmethod
     def of(kernel: Settings, target: Target) -> BoundSampler:
@@ -71,6 +75,36 @@ class BoundSampler:
         learns = kernel.reparam is not None and plan.step_size is not None and plan.scale is not None
         suits = kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
         return learns and suits and bool(self.target.location_scale or self.target.num_products)
+
+    def data(self, z: Particle = None) -> np.ndarray | None:
+        """Return what tells this posterior from those of other data or models: four words, none of them 0, of a digest
+        of the arguments and of the program of U; ``None`` where arguments have no values.
+
+        Energies would not do, because another program may round them differently. What a model calls back in Python is
+        known by the arguments alone.
+
+        :param z: particles ``(L, ...)`` of a function; a model knows its own.
+        """
+        target, given = self.target, (self.target.args, self.target.kwargs)
+        leaves = jax.tree.leaves(given)
+        if not self._data and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), z)
+            one = target.prototype if isinstance(target, ModelTarget) else one
+            rows = {name: jnp.arange(batch) for name, (_, batch) in target.plates.items()}
+            # Of which no process has the whole, so that they must be inputs.
+            spread = {place: leaf for place, leaf in enumerate(leaves) if is_spread(leaf)}
+
+            def energy(spread, *particle):
+                return (self._with(spread) if spread else target).potential_energy(*particle)
+
+            program = jax.make_jaxpr(energy)(spread, one, rows, random.key(0))
+            leaves = jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
+            with jax.ensure_compile_time_eval():
+                found = [leaf.digest() if isinstance(leaf, Rows) else digest(leaf) for leaf in leaves]
+                found += digest_of_program(program, leaves)
+            words = hashlib.blake2b(str(found).encode(), digest_size=16).digest()
+            self._data.append(np.frombuffer(words, np.uint32) | np.uint32(1))
+        return self._data[0] if self._data else None
 
     def within(self, number: jax.Array) -> BoundSampler:
         """Return the same for use in the program that has this number, with large arguments behind a barrier.
@@ -133,7 +167,6 @@ class BoundSampler:
             late=most_late_iterations(self.target.plates, kernel.num_steps),
             noise=is_noisy,
             jumps=kernel.moves is not None,
-            competes=kernel.step_size is None,
             basins=kernel.looks_for_basins and rule is not None and not is_noisy,
         )
 

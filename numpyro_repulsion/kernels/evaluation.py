@@ -8,6 +8,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import (
@@ -39,12 +40,14 @@ class Evaluation:
     - **plan** - what its warmup learns.
     - **unravel** - the function from flat positions to those of the sites.
     - **row_seed** - the seed of the orders of rows, for gradients that depend on the number of the update.
+    - **data** - the identity of the posterior; ``None`` without references, and where the data have no values.
     """
 
     bound: BoundSampler
     plan: WarmupPlan
     unravel: Callable
     row_seed: Count
+    data: np.ndarray | None
 
     @property
     def dynamics(self) -> Dynamics:
@@ -125,9 +128,14 @@ class Evaluation:
             return cloud.potential_energy
         shape = cloud.z.shape[:-1]
         z = warmup.scales.preconditioner.to_positions(cloud.z).reshape(-1, cloud.z.shape[-1])
-        rows = rows_to_compare(target, self.dynamics.held_out)
+        rows = rows_to_compare(target)
         return likelihood_energies(target, jax.vmap(self.unravel)(z), rows).reshape(shape).astype(cloud.z.dtype)
 
     def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""
-        return evaluate_reference(key, self.target(warmup), self.unravel, reference, cloud.potential_energy.size)
+        new = evaluate_reference(key, self.target(warmup), self.unravel, reference, cloud.potential_energy.size)
+        if (data := self.data) is None:
+            # What the host said last. Any words say that there is a reference.
+            first = 1 if warmup.data is None else jnp.maximum(warmup.data, 1)
+            data = jnp.where(reference.data.any(), reference.data, first)
+        return new._replace(data=jnp.asarray(data, jnp.uint32))

@@ -108,9 +108,10 @@ def is_warmup(mcmc: MCMC) -> bool:
 
 
 def has_other_data(mcmc: MCMC) -> bool:
-    """Return whether a run has other data or another model than its warmup, judged by U at a start of the warmup.
+    """Return whether a run has other data or another model than its warmup.
 
-    Of a subsampled plate, as many rows as in a minibatch are compared, evenly spread.
+    Those with the same digest are the same. Of others, U at a start of the warmup is compared (of a subsampled plate on
+    as many rows as in a minibatch, evenly spread): rows in another order, or of another type, are no other data.
     """
     state = mcmc.last_state
     if state.warmup.data_fingerprint is None:
@@ -118,9 +119,12 @@ def has_other_data(mcmc: MCMC) -> bool:
     if np.ndim(state.num_updates):  # plain chains, run one by one
         state = jax.tree.map(lambda x: x[0], state)
     position, known = state.warmup.data_fingerprint
-    target = bound_of(mcmc).target
+    bound = bound_of(mcmc)
     is_single = np.ndim(state.potential_energy) == 0
-    _, unravel = ravel_cloud(jax.tree.map(lambda x: jnp.asarray(x)[None], state.z) if is_single else state.z)
+    z = jax.tree.map(lambda x: jnp.asarray(x)[None], state.z) if is_single else state.z
+    if np.array_equal(state.warmup.data, bound.data(z)):
+        return False
+    target, (_, unravel) = bound.target, ravel_cloud(z)
     found = float(compiled(lambda target, z: fingerprint(target, unravel, z), target)(position))
     known = float(known)
     # Another program may round differently, especially where terms cancel.

@@ -30,7 +30,7 @@ from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.hints import sites_not_finite
 from numpyro_repulsion.kernels.origin import Origin
-from numpyro_repulsion.kernels.requirements import check_room, check_tournament, warn_of_copies
+from numpyro_repulsion.kernels.requirements import check_room, warn_of_copies
 from numpyro_repulsion.kernels.settings import automatic_scale, first_preconditioner
 from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
 from numpyro_repulsion.layout import place_everywhere, place_particles
@@ -96,21 +96,25 @@ class Initializer:
         others = tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes)
         target = bound.target.with_arguments((), {})
         static = _Static(num_warmup, treedef, is_array, others, target.structure, bound.gradient, target)
+        data = None
+        if num_warmup > 0 or bound.gradient.has_reference:
+            data = bound.data(init_params)
+            data = np.zeros(4, np.uint32) if data is None else data
         if _is_hashable(static):
             try:
                 try:
-                    return self._program(static, arrays, rng_key, init_params)
+                    return self._program(static, arrays, rng_key, init_params, data)
                 except ValueError as error:
                     # JAX allows compiler options only outside of other programs.
                     if "compiler_options" not in str(error):
                         raise
-                return self._nested_program(static, arrays, rng_key, init_params)
+                return self._nested_program(static, arrays, rng_key, init_params, data)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 pass  # The model needs the values of its arguments, not only their shapes.
         known = self._concrete_program
         if known is None or known[:2] != (num_warmup, bound):
             self._concrete_program = known = (num_warmup, bound, jax.jit(partial(self._start, num_warmup, bound)))
-        return known[2](rng_key, init_params)
+        return known[2](rng_key, init_params, data)
 
     def _start(self, static, *given):
         kernel = self._kernel
@@ -122,7 +126,7 @@ class Initializer:
             return self._state(bound, static.num_warmup, *given[1:])
         return self._state(given[0], static, *given[1:])
 
-    def _state(self, bound, num_warmup, rng_key, init_params):
+    def _state(self, bound, num_warmup, rng_key, init_params, data):
         kernel, target = self._kernel, bound.target
         size = rng_key.shape[0]
         rng_key = place_particles(rng_key)
@@ -164,6 +168,7 @@ class Initializer:
         reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centres_partly
         centring = Centring.none(target, u.shape[2], u.dtype) if reparametrizes else None
         warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, centring)
+        warmup = warmup._replace(data=data)
         if num_warmup > 0:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
             position = flat[jnp.argmax(jnp.abs(energy))]
@@ -239,8 +244,6 @@ class Initializer:
         for `Rows` that each update would read whole, and for draws that exceed memory. Put rows on the devices of a
         mesh."""
         target = bound.target
-        if bound.kernel.step_size is None:
-            check_tournament(bound.kernel.dynamics, target, size)
         bound.share_data()
         if isinstance(target, ModelTarget) and target.summed_out:
             warnings.warn(

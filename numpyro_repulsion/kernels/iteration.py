@@ -5,10 +5,9 @@
 1. Check the state, whiten the positions, split the random key, and compute the stage of warmup.
 2. `recognize_data`: compare the data with those of the reference point, so that a reference on other data is evaluated
    again. Each particle's own reference (``SVRG``) is renewed here if its epoch is over.
-3. `move`, while a tournament chooses the rate of an optimizer: ``num_steps`` updates of each particle by itself.
-4. `move`, while particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam
+3. `move`, while particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam
    with minibatches. If the arrival is prolonged, particles descend together, along the direction of SVGD.
-5. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
+4. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
    hot updates if a cycle begins. With ``moves`` switched on, every second update is a jump. Each remaining update
 
    a. flags particles whose gradient had to be clipped because it was far too long,
@@ -16,26 +15,24 @@
    c. turns particles back that gain far too much energy, if they have momenta and exact gradients, and flags them,
    d. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
 
-6. Count the flagged updates (not those of a warmup that has an arrival), and warn at the first one.
-7. `learn`: every learner of warmup sees the new cloud, and the count of iterations grows. After warmup the learners
+5. Count the flagged updates (not those of a warmup that has an arrival), and warn at the first one.
+6. `learn`: every learner of warmup sees the new cloud, and the count of iterations grows. After warmup the learners
    change nothing, except a common reference that has to be evaluated on other data.
-8. At the end of warmup, warn of the problems that the diagnosis found.
-9. Return the new state, with positions in the coordinates of the model.
+7. At the end of warmup, warn of the problems that the diagnosis found.
+8. Return the new state, with positions in the coordinates of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, reject_nonfinite, select, turn_back
-from numpyro_repulsion.gradients import HoldingOut, fingerprint
-from numpyro_repulsion.interactions import Independent, Interaction
+from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
 from numpyro_repulsion.kernels.evaluation import Evaluation
 from numpyro_repulsion.kernels.learners import ALL_LEARNERS, BASINS, counted, keys_of_learners
@@ -47,7 +44,6 @@ from numpyro_repulsion.warmup import (
     WarmupState,
     arrive,
     descend,
-    is_competing,
     svgd_direction,
     warmup_update,
 )
@@ -125,16 +121,7 @@ class Iteration(Evaluation):
             in_use = jnp.broadcast_to(self.step_size(warmup, now.num_updates - 1), now.flagged.shape)
             return now, basins, in_use
 
-        def compete(rates):
-            alone = self._competing()
-            now = self._repeat(
-                keys.updates, num_updates, start, lambda key, now: alone._descend_alone(key, now, warmup, rates)
-            )
-            return now, warmup.basins, rates
-
-        if (tournament := warmup.tournament) is not None:
-            now, basins, in_use = lax.cond(is_competing(stage), compete, lambda _: travel(), tournament.rates)
-        elif self.plan.arrives and warmup.scales.moments is not None:
+        if self.plan.arrives and warmup.scales.moments is not None:
             now, basins, in_use = lax.cond(stage.is_arriving, approach, travel)
         else:
             now, basins, in_use = travel()
@@ -186,21 +173,6 @@ class Iteration(Evaluation):
             arrival = arrival._replace(step_size=rates, adam=adam)
         cloud = Cloud(*position, now.cloud.memory)
         return now._replace(cloud=cloud, arrival=arrival, num_updates=now.num_updates + 1)
-
-    def _competing(self) -> Iteration:
-        """Return the same, with minibatches without the rows on which a tournament compares particles."""
-        if (every := self.dynamics.held_out) is None:
-            return self
-        return replace(self, bound=replace(self.bound, gradient=HoldingOut(self.bound.gradient, every)))
-
-    def _descend_alone(self, key, now, warmup, rates):
-        """Make one update of each particle by itself, with a rate of its own, ``(G, L)``."""
-        noise_key, gradient_key = self._noise_and_gradient_keys(key)
-        evaluate = partial(self.energy_and_grad(warmup, now.num_updates), gradient_key)
-        proposal = self.dynamics.step(noise_key, now.cloud, evaluate, Independent().couple, rates[..., None])
-        # The fastest are meant to run away, so what is rejected here is not flagged.
-        cloud, _ = reject_nonfinite(now.cloud, self.layout(now.cloud.z).place(proposal))
-        return now._replace(cloud=cloud, num_updates=now.num_updates + 1)
 
     def _update(self, key, now, warmup):
         """Make one update by the dynamics, or by a jump if ``moves`` are on and the update is odd."""
@@ -288,21 +260,19 @@ class Iteration(Evaluation):
         )
 
     def recognize_data(self, stage: Stage, cloud: Cloud, warmup: WarmupState) -> WarmupState:
-        """Store the fingerprint of the data with a new reference, or mark the reference as stale if the data changed.
+        """Mark a common reference as stale if the data are others than those it was computed from.
 
         Each particle's own reference is renewed here, if its epoch is over or the data changed.
         """
         reference = warmup.reference
         if reference is None:
             return warmup
-        found = fingerprint(self.target(warmup), self.unravel, reference.position.reshape(-1, cloud.z.shape[-1])[0])
-        # Another program may round differently.
-        tolerance = 100 * jnp.finfo(found.dtype).eps * (1.0 + jnp.abs(found))
-        is_new = jnp.isinf(reference.fingerprint)
-        is_other = ~is_new & (jnp.abs(found - reference.fingerprint) > tolerance)
+        is_new = ~reference.data.any()
+        is_other = reference.is_stale
+        if self.data is not None:
+            is_other |= ~is_new & (reference.data != self.data).any()
         if self.plan.epoch is None:
-            data_fingerprint = jnp.where(is_new, found, reference.fingerprint)
-            return warmup._replace(reference=reference._replace(fingerprint=data_fingerprint, is_stale=is_other))
+            return warmup._replace(reference=reference._replace(is_stale=is_other))
         is_needed, is_middle = reference.in_use, jnp.zeros((), bool)
         if warmup.scales.moments is not None:
             # At the end of each window, warmup tests whether references help, even if they are not in use.
@@ -323,11 +293,8 @@ class Iteration(Evaluation):
             new = self.evaluate_reference(random.key(0), warmup, here, cloud)
             # An old reference is as valid as a new one, and with a non-finite one all updates would be rejected.
             usable = (jnp.isfinite(new.potential_energy) & jnp.isfinite(new.gradient).all(-1)) | is_stale
-            data_fingerprint = jnp.where(usable[0, 0], new.fingerprint, reference.fingerprint)
             position, energy, gradient = select(usable, new[:3], reference[:3])
-            return new._replace(
-                position=position, potential_energy=energy, gradient=gradient, fingerprint=data_fingerprint
-            )
+            return new._replace(position=position, potential_energy=energy, gradient=gradient)
 
         return lax.cond(due, renew, lambda: reference)
 

@@ -6,7 +6,7 @@ import jax
 from jax import lax, random
 
 from numpyro_repulsion.moves import Basins
-from numpyro_repulsion.warmup import LEARNERS, Learner, update_centring, update_prolongation, update_tournament
+from numpyro_repulsion.warmup import LEARNERS, Learner, update_centring, update_prolongation
 
 __all__ = ["ALL_LEARNERS", "BASINS", "NUM_KEYS", "counted", "keys_of_learners"]
 
@@ -46,9 +46,9 @@ def _update_basins(key, stage, warmup, cloud, sampler):
 #: In calling order.
 ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
 
-#: How many of them have a key of their own. That of centring derives from another one, for the models that need it,
-#: that of the prolongation is not used, and in a tournament no other learner needs one.
-NUM_KEYS = len(ALL_LEARNERS) - 3
+#: How many of them have a key of their own. That of centring derives from another one, for the models that need it, and
+#: that of the prolongation is not used.
+NUM_KEYS = len(ALL_LEARNERS) - 2
 
 
 def keys_of_learners(keys: jax.Array, centres: bool) -> list[jax.Array]:
@@ -57,7 +57,7 @@ def keys_of_learners(keys: jax.Array, centres: bool) -> list[jax.Array]:
     :param centres: whether the learner of centring needs one.
     """
     own = iter(keys)
-    others = dict.fromkeys((update_tournament, update_centring, update_prolongation), keys[0])
+    others = dict.fromkeys((update_centring, update_prolongation), keys[0])
     if centres:
         others[update_centring] = random.fold_in(keys[0], 1)
     return [others[learner] if learner in others else next(own) for learner in ALL_LEARNERS]

@@ -30,14 +30,11 @@ __all__ = [
     "check_reparam",
     "check_room",
     "check_sweeps",
-    "check_tournament",
     "require_instance",
     "warn_of_copies",
     "warn_of_short_warmup",
 ]
 
-#: How many learning rates a tournament compares, at least: with fewer, neighbours are factors of more than ten apart.
-MIN_RATES = 4
 
 #: With fewer iterations, warmup has too few draws to learn from.
 MIN_WARMUP = 50
@@ -52,28 +49,6 @@ def require_instance(name: str, value: object, kind: type, example: str) -> None
     if not isinstance(value, kind):
         called = f"; call it, `{value.__name__}()`" if isinstance(value, type) else ""
         raise TypeError(f"`{name}` must be an instance such as {example}; got {value!r}{called}.")
-
-
-def check_tournament(dynamics: Dynamics, target: Target, size: int) -> None:
-    """Raise ``ValueError`` if a tournament cannot choose a learning rate."""
-    if size < MIN_RATES:
-        raise ValueError(
-            f"A tournament chooses the learning rate, which needs num_chains={MIN_RATES} or more; got {size}. Give "
-            "`step_size`, such as 0.01, or more chains."
-        )
-    if (every := dynamics.held_out) is None:
-        return
-    if len(target.plates) != 1:
-        raise ValueError(
-            f"Descent(validation={1 / every:.2g}) holds out rows of a subsampled plate and needs a model with exactly "
-            f"one; this one has {len(target.plates)}. Drop `validation`, or give `step_size`."
-        )
-    ((name, (count, _)),) = target.plates.items()
-    if count < every:
-        raise ValueError(
-            f"Descent(validation={1 / every:.2g}) holds out one row in {every}, and plate {name!r} has {count}; use "
-            "validation=0.5 or more rows."
-        )
 
 
 def warn_of_short_warmup(num_warmup: int) -> None:

@@ -49,18 +49,13 @@ class Fixed:
 def step_rule(
     step_size: float | Callable | BiasBudget | None, dynamics: Dynamics
 ) -> float | Callable | BiasBudget | None:
-    """Return the given step size, or how warmup finds it: by a rule, or, if ``None``, by a tournament."""
-    if not dynamics.chooses_rate:
-        return BiasBudget() if step_size is None else step_size
-    if isinstance(step_size, BiasBudget):
+    """Return the given step size, that of an optimizer, or the rule by which warmup finds it."""
+    if step_size is None:
+        return BiasBudget() if dynamics.default_step is None else dynamics.default_step
+    if dynamics.default_step is not None and isinstance(step_size, BiasBudget):
         raise ValueError(
-            "The steps of an optimizer have no bias that could be measured: leave out `step_size`, so that a "
-            f"tournament chooses the learning rate, or give one, such as step_size=0.01; got {step_size!r}."
-        )
-    if step_size is not None and dynamics.held_out is not None:
-        raise ValueError(
-            f"Rows are held out to choose a learning rate, which step_size={step_size!r} gives: drop `validation` or "
-            "`step_size`."
+            "The steps of an optimizer have no bias that could be measured: give a learning rate, such as "
+            f"step_size=0.01, or leave out `step_size`; got {step_size!r}."
         )
     return step_size
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import Particle, ravel_cloud
+from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.warmup import WarmupState
 
@@ -21,6 +22,7 @@ __all__ = [
     "row_seed",
     "sampler_positions",
     "whitened_cloud",
+    "with_data",
 ]
 
 _PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "diverging", "gradient", "memory", "coordinates")
@@ -101,6 +103,19 @@ def whitened_cloud(state: ParticleState, num_groups: int) -> Cloud:
     flat, energy = sampler_positions(state)
     cloud = Cloud(state.warmup.scales.preconditioner.whiten(flat), energy, state.gradient, state.memory)
     return jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), cloud)
+
+
+def with_data(state: ParticleState, bound: BoundSampler) -> ParticleState:
+    """Return a state, of one or of several chains, for a program to which data are inputs without values."""
+    reference = state.warmup.reference
+    if reference is None:
+        return state
+    known, data = reference.data, bound.data()
+    is_other = (known != data).any(-1) & known.any(-1)
+    reference = reference._replace(
+        data=jnp.where(is_other[..., None], data, known), is_stale=reference.is_stale | is_other
+    )
+    return state._replace(warmup=state.warmup._replace(reference=reference))
 
 
 def map_particles(fn, state: ParticleState) -> ParticleState:

@@ -7,7 +7,6 @@ Warmup has three parts, each divided into windows (``windows.py``):
    whatever its scale; lost particles move to others. A run skips the arrival if neither the step size nor the scales
    are learned (``WarmupPlan.arrives``), and prolongs it if gradients stay noisy, as those of networks, whose
    particles then follow the direction of SVGD.
-   If the dynamics are those of an optimizer, its rate is chosen in a tournament instead (``tournament.py``).
 2. *Adaptation.* The sampler itself runs. At the end of each window, scales are estimated again, and the step size is
    measured in the new coordinates.
 3. *Settling.* The scales are frozen. The step size and the bandwidth average over all windows of this part.
@@ -22,7 +21,6 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     window ends at   |   10   25   50  100  150  250 |  300  400  600 |  650  700  ... 1000 |
     moments reset at |    5   17   37   75  125  200 |  262  325  450 |       700           |
     -----------------+-------------------------------+----------------+---------------------+---------
-    tournament       |                               |   T            |                     |
     update_symptoms  |                               |                |   D    D   ...   D  |
     update_arrival   |              R    R    R      |  (R)  (R)  (R) |  (R)  (R)  ...      |
     update_centring  |                            Y  |   Y            |                     |
@@ -33,7 +31,6 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     update_step_size |                            E  |   E    E    E  |   M    M   ...   M  |
     prolongation     |                            P  |                |                     |
 
-    T  chooses the rate of an optimizer, and moves all particles back to their starts
     D  updates the direction of largest variance (sums grow in every iteration of settling; with minibatches only at 650
        to 800 and at 1000)
     R  moves lost particles to others; with minibatches also after the arrival
@@ -88,14 +85,12 @@ from numpyro_repulsion.warmup.state import (
     JumpsState,
     ScalesState,
     StepState,
-    TournamentState,
     WarmupPlan,
     WarmupState,
 )
 from numpyro_repulsion.warmup.step_size import update_step_size
 from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
-from numpyro_repulsion.warmup.tournament import is_competing, update_tournament
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Stage
 
 __all__ = [
@@ -121,7 +116,6 @@ __all__ = [
     "Stage",
     "Surroundings",
     "Symptoms",
-    "TournamentState",
     "WarmupState",
     "WarmupDiagnosis",
     "Widest",
@@ -134,7 +128,6 @@ __all__ = [
     "diagnose_warmup",
     "left_behind",
     "estimate_curvature",
-    "is_competing",
     "measure_steepness",
     "most_late_iterations",
     "rescue",
@@ -144,7 +137,6 @@ __all__ = [
     "svgd_direction",
     "update_centring",
     "update_prolongation",
-    "update_tournament",
     "warmup_update",
 ]
 
@@ -152,7 +144,6 @@ __all__ = [
 #: before a reference in them. New scales come after the reference, whose noise they account for, and before what is
 #: measured in them.
 LEARNERS: tuple[Learner, ...] = (
-    update_tournament,
     update_symptoms,
     update_arrival,
     update_centring,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Centring, Reference
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors
+from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors, Words
 from numpyro_repulsion.warmup.adam import LATE_RATE, LATE_TEMPERATURE, Adam, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
@@ -17,10 +17,7 @@ from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import Symptoms
 from numpyro_repulsion.warmup.windows import SETTLING_ENDS
 
-__all__ = ["ArrivalState", "JumpsState", "ScalesState", "StepState", "TournamentState", "WarmupPlan", "WarmupState"]
-
-#: The smallest and largest rate of a tournament, in units of the spread of the starts.
-COMPETING_RATES = (1e-3, 3.0)
+__all__ = ["ArrivalState", "JumpsState", "ScalesState", "StepState", "WarmupPlan", "WarmupState"]
 
 
 class WarmupPlan(NamedTuple):
@@ -36,7 +33,6 @@ class WarmupPlan(NamedTuple):
     - **epoch** - after how many updates each particle's own reference is renewed; ``None`` without such references.
     - **sweep** - how many updates pass through all rows once; ``None`` if minibatches are independent.
     - **late** - how many iterations the second half of a prolonged arrival has at most.
-    - **competes** - whether warmup chooses the rate of an optimizer by a tournament.
     """
 
     step_size: BiasBudget | None
@@ -49,7 +45,6 @@ class WarmupPlan(NamedTuple):
     epoch: int | None = None
     sweep: int | None = None
     late: int | None = None
-    competes: bool = False
 
     @property
     def arrives(self) -> bool:
@@ -189,24 +184,6 @@ class StepState(NamedTuple):
         )
 
 
-class TournamentState(NamedTuple):
-    """The state of a tournament of learning rates.
-
-    - **rates** - the rate of each particle, ascending, ``(G, L)``.
-    - **starts** - where particles started, in whitened coordinates, ``(G, L, d)``.
-    """
-
-    rates: Numbers
-    starts: Vectors
-
-    @staticmethod
-    def start(u: Vectors) -> TournamentState:
-        """Return the state for particles ``(G, L, d)`` at their starts."""
-        spread = jnp.median(Adam.start(u).unit)
-        rates = jnp.geomspace(*COMPETING_RATES, u.shape[0] * u.shape[1], dtype=u.dtype)
-        return TournamentState(spread * rates.reshape(u.shape[:2]), u)
-
-
 class WarmupState(NamedTuple):
     """What warmup has learned so far, and the sums it learns from; one part for each learner.
 
@@ -222,9 +199,10 @@ class WarmupState(NamedTuple):
     - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
     - **jumps** - the state of the kernel's ``moves``, or ``None``.
     - **basins** - the state of the jumps that switch themselves on, or ``None`` if they cannot.
-    - **tournament** - the state of a tournament of learning rates, or ``None``.
-    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which reveals that a run has
-      other data than its warmup; ``None`` without a warmup.
+    - **data** - the identity of the data and the model, four words; zeros where it is unknown, ``None`` where nothing
+      needs it.
+    - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which tells whether a run on
+      data with another identity has other data than its warmup; ``None`` without a warmup.
     """
 
     iteration: Count
@@ -237,7 +215,7 @@ class WarmupState(NamedTuple):
     symptoms: Symptoms | None
     jumps: JumpsState | None
     basins: SwitchedState | None
-    tournament: TournamentState | None = None
+    data: Words | None = None
     data_fingerprint: tuple[Vector, Scalar] | None = None
 
     @property
@@ -320,5 +298,4 @@ class WarmupState(NamedTuple):
             symptoms=Symptoms.empty(particles, dimension, dtype) if learns and plan.step_size else None,
             jumps=jumps,
             basins=basins,
-            tournament=TournamentState.start(cloud.z) if learns and plan.competes else None,
         )

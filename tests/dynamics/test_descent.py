@@ -161,25 +161,15 @@ def test_minibatches_of_a_model_whose_parameters_differ_in_scale():
         (lambda: Descent(optax.adam), TypeError, r"such as optax.scale_by_adam\(\); got <function adam"),
         (lambda: Descent(0.1), TypeError, "got 0.1"),
         (lambda: SGLD(potential_fn=potential, dynamics=Descent(ADAGRAD), moves=Archive()), ValueError, "is not one"),
-        (
-            lambda: run(ADAGRAD, jnp.eye(3), step_size=None, num_warmup=100),
-            ValueError,
-            "needs num_chains=4 or more; got 3. Give `step_size`",
-        ),
         (lambda: run(ADAGRAD, jnp.eye(3), step_size=BiasBudget()), ValueError, "have no bias that could be measured"),
-        (lambda: Descent(ADAGRAD, validation=0.6), ValueError, "above 0 and at most 0.5, such as 0.1; got 0.6"),
-        (
-            lambda: SVGD(potential_fn=potential, dynamics=Descent(ADAGRAD, validation=0.1), step_size=0.1),
-            ValueError,
-            "which step_size=0.1 gives: drop `validation`",
-        ),
-        (
-            lambda: run(None, jnp.eye(4, 3), step_size=None, num_warmup=100, dynamics=Descent(ADAGRAD, validation=0.1)),
-            ValueError,
-            "a model with exactly one; this one has 0",
-        ),
     ],
 )
 def test_what_is_refused(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+def test_without_a_step_size_the_rate_is_the_documented_one(starts):
+    kept, given, other = (run(ADAGRAD, starts, step_size=rate).last_state for rate in (None, 0.05, 0.06))
+    assert np.array_equal(kept.z, given.z) and not np.array_equal(kept.z, other.z)
+    assert (kept.step_size == np.float32(0.05)).all()

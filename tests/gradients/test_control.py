@@ -262,7 +262,7 @@ def test_the_same_data_leave_the_reference_alone():
             state = sample(state)
             references.append(state.warmup.reference)
     late = references[40:]
-    assert np.isfinite(late[0].fingerprint)
+    assert late[0].data.all()
     assert all(jax.tree.all(jax.tree.map(np.array_equal, late[0], reference)) for reference in late)
 
 

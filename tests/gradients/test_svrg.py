@@ -282,9 +282,8 @@ def test_long_run_fails_without_correction_or_with_that_of_other_data(seed):
         target = ModelTarget(mean_of, (DATA + 0.5,))
         reference = state.warmup.reference._replace(position=state.z["mu"].reshape(1, 64, 1))
         reference = evaluate_reference(KEY, target, lambda z: {"mu": z[0]}, reference, 64)
-        # The fingerprint is one's own.
-        own = evaluate_reference(KEY, ModelTarget(mean_of, (DATA,)), lambda z: {"mu": z[0]}, reference, 64).fingerprint
-        return state._replace(warmup=state.warmup._replace(reference=reference._replace(fingerprint=own)))
+        own = SGLD(mean_of, step_size=0.1, gradient=SVRG()).bind((DATA,)).data()
+        return state._replace(warmup=state.warmup._replace(reference=reference._replace(data=jnp.asarray(own))))
 
     assert scores(SVRG(epoch=10**6), DATA, stale, seed)[0] > 9.0
 

@@ -70,7 +70,7 @@ def test_a_run_with_control_variates():
     mcmc = make(SGLD(model, num_steps=2))
     mcmc.run(random.key(0), Y)
     assert not any(np.isnan(x).any() for x in jax.tree.leaves((mcmc.last_state.warmup, mcmc.last_state.z)))
-    assert np.isfinite(mcmc.last_state.warmup.reference.fingerprint)
+    assert mcmc.last_state.warmup.reference.data.all()
     assert float(mcmc.last_state.warmup.step.bias) > 0
 
 

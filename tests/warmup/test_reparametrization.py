@@ -313,8 +313,8 @@ def test_learners_have_keys_of_their_own():
     keys = random.split(random.key(0), NUM_KEYS)
     found = keys_of_learners(keys, True)
     assert len(found) == len(ALL_LEARNERS)
-    # The prolongation of the arrival uses none, and a tournament that of another learner.
-    assert len({tuple(random.key_data(key).tolist()) for key in found}) == len(ALL_LEARNERS) - 2
+    # The prolongation of the arrival uses none.
+    assert len({tuple(random.key_data(key).tolist()) for key in found}) == len(ALL_LEARNERS) - 1
 
 
 def test_energies_are_those_of_the_new_coordinates_at_once():
