@@ -18,6 +18,7 @@ MAX_FLAGGED = 1e-3
 LARGE_BIAS = 0.2
 #: Findings of equal severity are listed in this order: causes before their symptoms.
 _ORDER = (
+    "short_run",
     "strayed",
     "cold_momenta",
     "noncentred",
@@ -34,7 +35,6 @@ _ORDER = (
     "step_bias",
     "flagged_updates",
     "gradient_noise",
-    "short_run",
     "control_variates_off",
     "warmup",
     "optimizer",

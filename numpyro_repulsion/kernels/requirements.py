@@ -19,6 +19,7 @@ from numpyro_repulsion.kernels.mcmc import jits_arguments, left_out
 from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.processes import are_several
+from numpyro_repulsion.warmup import MIN_WARMUP
 
 __all__ = [
     "can_jump",
@@ -35,9 +36,6 @@ __all__ = [
     "warn_of_short_warmup",
 ]
 
-
-#: With fewer iterations, warmup has too few draws to learn from.
-MIN_WARMUP = 50
 
 #: How often programs may hold the arguments of a model, most of them while they are compiled: of 1 GB, 6.2 times on a
 #: CPU (findings of the study `scale`), and more often if the model needs their values.

@@ -20,6 +20,8 @@ __all__ = ["data_of", "diagnose", "diagnosis_of"]
 
 #: R-hat above which particles have not mixed.
 MAX_R_HAT = 1.1
+#: Fewer draws of each particle have no R-hat.
+MIN_DRAWS = 4
 #: A given step that inflates variances by more is too long; `BiasBudget` allows as much.
 MAX_BIAS = 0.05
 
@@ -100,12 +102,10 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     if flagged:
         is_measured = attributes.get("step_size_measured") == "true"
         findings.append(flagged_updates(flagged, share, attributes.get("remedy", "shorten the step"), is_measured))
+    is_short = any(finding.name == "short_run" for finding in findings)
     findings += _of_strays(posterior)
     known = None
-    if attributes.get("is_sampler", "true") == "true":
-        known, found = _of_bias(_bias(run, attributes), share, attributes)
-        findings += found + _of_draws(posterior)
-    else:
+    if attributes.get("is_sampler", "true") != "true":
         count = int(attributes.get("num_particles", posterior.sizes["draw"]))
         findings.append(
             Finding(
@@ -117,6 +117,9 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
                 "Use SGLDR for draws.",
             )
         )
+    elif not is_short:
+        known, found = _of_bias(_bias(run, attributes), share, attributes)
+        findings += found + _of_draws(posterior)
     return Diagnosis(findings, _headline(attributes, known))
 
 
@@ -200,8 +203,10 @@ def _of_draws(posterior):
     """Return findings about how particles mix; each quantity counts for one finding only."""
     import arviz
 
-    if posterior.sizes["draw"] < 4:
-        return []
+    if (number := posterior.sizes["draw"]) < MIN_DRAWS:
+        message = f"{number} draw{'s' * (number > 1)} of each particle do not tell whether particles have mixed."
+        remedy = f"Raise `num_samples`, to {MIN_DRAWS} and far more."
+        return [Finding("short_run", "warning", float(number), message, remedy)]
     reasons = np.concatenate([np.ravel(x) for x in why_unknown(posterior).values()])
     r_hat = np.full(reasons.shape, np.nan)
     if posterior.sizes["chain"] > 1:

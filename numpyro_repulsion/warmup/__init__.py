@@ -74,7 +74,7 @@ from numpyro_repulsion.warmup.arrival import NUM_DEVIATIONS, arrive, left_behind
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
 from numpyro_repulsion.warmup.centring import MIN_PARTICLES, update_centring
 from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature, measure_steepness, summarize_curvature
-from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis, diagnose_warmup, update_symptoms
+from numpyro_repulsion.warmup.diagnosis import MIN_WARMUP, WarmupDiagnosis, diagnose_warmup, update_symptoms
 from numpyro_repulsion.warmup.learning import Learner, Sampler, warmup_update
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
 from numpyro_repulsion.warmup.prolongation import most_late_iterations, update_prolongation
@@ -108,6 +108,7 @@ __all__ = [
     "LEARNERS",
     "MIN_PARTICLES",
     "WarmupPlan",
+    "MIN_WARMUP",
     "Learner",
     "Measurements",
     "Moments",

@@ -17,8 +17,10 @@ from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import Stage
 
-__all__ = ["WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]
+__all__ = ["MIN_WARMUP", "WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]
 
+#: With fewer iterations, warmup has too few draws to learn from.
+MIN_WARMUP = 50
 #: With fewer effective draws, the posterior's variances are not known to a tenth.
 MIN_EFFECTIVE_DRAWS = 200.0
 #: The typical curvature times the largest variance is 1 for a Gaussian in whitened coordinates, at most 10 for the
@@ -43,6 +45,7 @@ REPARAMETERIZE = "Reparameterize, for example with numpyro.infer.reparam.LocScal
 class WarmupDiagnosis(NamedTuple):
     """The diagnosis of the run at the end of warmup; scalars, NaN where unknown or without a problem.
 
+    - **num_warmup** - how many iterations were warmup, if it measured the step size.
     - **effective_draws** - how many independent draws ``num_warmup`` iterations are worth, for the slowest direction;
       unknown if the particles are in several basins.
     - **bias** - the expected relative inflation of variances, if it exceeds the tolerance.
@@ -59,6 +62,7 @@ class WarmupDiagnosis(NamedTuple):
     - **thermostat_helps** - whether the same particles with a thermostat could make longer steps.
     """
 
+    num_warmup: Scalar
     effective_draws: Scalar
     bias: Scalar
     condition: Scalar
@@ -81,6 +85,13 @@ class WarmupDiagnosis(NamedTuple):
             figure = None if figure is None or not np.isfinite(figure) else float(figure)
             found.append(Finding(name, severity, figure, message, remedy))
 
+        if self.num_warmup < MIN_WARMUP:
+            message = (
+                f"{int(self.num_warmup)} iterations of warmup are too few to learn the step size and the scales, or "
+            )
+            message += "to see the shape of the posterior, so nothing is known of these draws."
+            remedy = f"Set num_warmup=1000, and at least {MIN_WARMUP}."
+            return [Finding("short_run", "error", float(self.num_warmup), message, remedy)]
         if self.has_basins:
             add(
                 "several_basins",
@@ -218,6 +229,7 @@ def diagnose_warmup(
     curvature = warmup.measurements.typical_curvature
     unknown, no = jnp.full_like(curvature, jnp.nan), jnp.asarray(False)
     found = WarmupDiagnosis(
+        num_warmup=unknown,
         effective_draws=unknown,
         bias=unknown,
         condition=unknown,
@@ -255,6 +267,7 @@ def diagnose_warmup(
     # Noisy directions are wide in whitened coordinates by intent.
     condition = curvature * spread / warmup.scales.noise_shrinkage
     return found._replace(
+        num_warmup=warmup.num_warmup,
         effective_draws=jnp.where(is_known, share * warmup.step.effective_draws, jnp.nan),
         bias=jnp.where(is_sampler & (warmup.step.bias > 1.01 * rule.tolerance), warmup.step.bias, jnp.nan),
         # Curvature and spread vary harmlessly between basins.

@@ -985,6 +985,7 @@ def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
 
 
 FINE = WarmupDiagnosis(
+    num_warmup=jnp.asarray(1000),
     effective_draws=jnp.asarray(1000.0),
     bias=jnp.asarray(jnp.nan),
     condition=jnp.asarray(5.0),
@@ -1005,9 +1006,10 @@ def test_verdict_names_what_is_wrong():
     assert FINE.findings() == []
     # The step is raised until the run is worth 200, which rounding must not make a finding.
     assert FINE._replace(effective_draws=jnp.float32(199.99)).findings() == []
-    numbers = ("effective_draws", "condition", "curvature_ratio", "dependence", "noise_ratio")
+    numbers = ("num_warmup", "effective_draws", "condition", "curvature_ratio", "dependence", "noise_ratio")
     assert FINE._replace(**{name: jnp.asarray(jnp.nan) for name in numbers}).findings() == []
     for field, value, name, figure, words in (
+        ("num_warmup", 20, "short_run", 20.0, "20 iterations of warmup are too few"),
         ("effective_draws", 50.0, "slow_directions", 50.0, "about 50 independent"),
         ("bias", 0.3, "step_bias", 1.3**0.5 - 1, "sds about 14 % too large"),
         ("condition", 100.0, "varying_curvature", 2.5, "LocScaleReparam"),
