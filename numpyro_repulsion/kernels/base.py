@@ -188,7 +188,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
         bound = self.bind(*arguments(mcmc))
         bound.share_data()
-        if jits_arguments(mcmc):
+        if mcmc is not None and jits_arguments(mcmc):
             mcmc.post_warmup_state = with_data(state, bound)
         return check_chains(state, mcmc)
 

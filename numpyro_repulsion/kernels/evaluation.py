@@ -134,8 +134,8 @@ class Evaluation:
     def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""
         new = evaluate_reference(key, self.target(warmup), self.unravel, reference, cloud.potential_energy.size)
-        if (data := self.data) is None:
-            # What the host said last. Any words say that there is a reference.
-            first = 1 if warmup.data is None else jnp.maximum(warmup.data, 1)
-            data = jnp.where(reference.data.any(), reference.data, first)
-        return new._replace(data=jnp.asarray(data, jnp.uint32))
+        if self.data is not None:
+            return new._replace(data=jnp.asarray(self.data, jnp.uint32))
+        # What the host said last. Any words say that there is a reference.
+        first = 1 if warmup.data is None else jnp.maximum(warmup.data, 1)
+        return new._replace(data=jnp.asarray(jnp.where(reference.data.any(), reference.data, first), jnp.uint32))
