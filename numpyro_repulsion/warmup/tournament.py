@@ -57,7 +57,7 @@ def update_tournament(
         return warmup, cloud
 
     def begun():
-        rate = best_rate(tournament.rates, sampler.energy_to_compare(warmup, cloud))
+        rate = best_rate(tournament.rates, *sampler.energies_to_compare((warmup, cloud)))
         starts = _contracted(tournament.starts, partial(sampler.energy_on_common_rows, warmup))
         bandwidth = sampler.interaction.learn_bandwidth(starts) if sampler.plan.bandwidth else warmup.bandwidth
         couple = partial(sampler.interaction.couple, bandwidth=bandwidth)
