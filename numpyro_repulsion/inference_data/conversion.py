@@ -171,7 +171,8 @@ def to_inference_data(
         temperature = kernel.dynamics.temperature or 1.0
         is_network = bool(np.any(mcmc.last_state.warmup.arrival.is_prolonged))
         energy = -statistics["lp"] / temperature
-        of_chains["strayed"] = stray_particles(latent or posterior, energy, dimension, is_network)
+        strayed, facts["num_wide"] = stray_particles(latent or posterior, energy, dimension, is_network)
+        of_chains["strayed"] = strayed
     datasets = {}
     for name, group in groups.items():
         if group:
