@@ -18,9 +18,9 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_repulsion import SGLDR
 
 SIZE = 2000
-#: How many times the CPU time of NUTS's first run this takes at most. 1.13 was measured (97 s and 86 s), nearly all of it
-#: in XLA, which compiles several kernels for each site in every copy of the model: five gradients here and two in NUTS.
-#: Sites that share a latent scale cost more: 2.7 times NUTS's with 40 of them.
+#: How many times the CPU time of NUTS's first run this takes at most. 1.13 was measured (97 s and 86 s), here nearly
+#: all of it in XLA, which makes several kernels for each site in each of the five copies of the model's gradient.
+#: Sites that share a latent scale cost more: 2.7 times as much as in NUTS with 40 of them.
 MOST = 1.5
 
 
