@@ -18,9 +18,10 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_repulsion import SGLDR
 
 SIZE = 2000
-#: How much more CPU time the first run takes than NUTS's, at most: 1.4 times was measured in XLA, which compiles the
-#: model's gradient five times here and twice there.
-MOST = 2.0
+#: How many times the CPU time of NUTS's first run this takes at most. 1.13 was measured (97 s and 86 s), here nearly
+#: all of it in XLA, which makes several kernels for each site in each of the five copies of the model's gradient.
+#: Sites that share a latent scale cost more: 2.7 times as much as in NUTS with 40 of them.
+MOST = 1.5
 
 
 def regression(count):
@@ -55,7 +56,7 @@ def run(method, count):
 
 
 @pytest.mark.slow
-def test_the_first_run_with_150_sites_takes_no_more_than_twice_that_of_nuts():
+def test_the_first_run_with_150_sites_takes_little_more_than_that_of_nuts():
     def seconds(method):
         environment = {k: v for k, v in os.environ.items() if k not in ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")}
         path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
