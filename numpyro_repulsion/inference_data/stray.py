@@ -38,9 +38,10 @@ def stray_particles(
 
     A particle has left if its mean energy is far above the median of all particles, or not finite. If most particles
     differ that much, the lowest energies take the place of the median. Particles in other modes of a posterior do not
-    count: their energies are similar, or higher by the logarithm of how much larger their place is, which is the sum of
-    the logarithms of standard deviations over time. Entries that are not finite for most particles are those of the
-    model, such as padding.
+    count: their energies are similar, or higher by the logarithm of how much larger their place is: the sum of the
+    logarithms of standard deviations over time. If most of them were that far up in the first half
+    of the draws, compared with the second, they have not arrived. Entries that are not finite for most particles are
+    those of the model, such as padding.
 
     :param draws: those of latent sites, ``(chain, draw, ...)`` by variable.
     :param energy: potential energies in units of the temperature, ``(chain, draw)``; estimates on minibatches may do.
@@ -50,9 +51,9 @@ def stray_particles(
     :param unconstrain: maps such draws to the coordinates of the energies; ``None`` for draws that have these.
     """
     size, number = energy.shape
-    parts = [np.asarray(x).reshape(size, number, -1) for x in draws.values()]
-    step = -(-sum(part.shape[-1] for part in parts) // MAX_ENTRIES)
-    flat = np.concatenate([part[..., ::step] for part in parts], -1)
+    entries = [np.asarray(x).reshape(size, number, -1) for x in draws.values()]
+    step = -(-sum(x.shape[-1] for x in entries) // MAX_ENTRIES)
+    flat = np.concatenate([x[..., ::step] for x in entries], -1)
     finite = np.isfinite(flat).all(1)
     finite = finite[:, finite.mean(0) > 0.5]
     strayed = ~(finite.all(1) & np.isfinite(energy).all(1))
@@ -61,24 +62,30 @@ def stray_particles(
     strayed |= (flat[:, 1:] == flat[:, :-1]).all(-1).mean(1) > STILL
     usable = np.flatnonzero(np.isfinite(energy).all(1))
     energy = np.asarray(energy, float)[usable]
-    means = np.stack([part.mean(1) for part in np.array_split(energy, MIN_DRAWS, axis=1)])
-    error = np.median(means.std(0, ddof=1)) / len(means) ** 0.5
-    limit = FIRST + PER_ROOT * dimension**0.5 + ERRORS * error
+    parts = np.stack([part.mean(1) for part in np.array_split(energy, MIN_DRAWS, axis=1)])
+    # The standard deviation of noise from its second differences, in which a fall cancels.
+    noise = 1.48 * np.median(np.abs(np.diff(parts, 2, axis=0))) / 6**0.5
+    limit = FIRST + PER_ROOT * dimension**0.5 + ERRORS * noise / len(parts) ** 0.5
 
-    def far_above(values):
-        reference, farthest = np.median(values), limit
+    def is_far(values, others, farthest):
+        """Whether the values are far above the middle of the others."""
+        reference = np.median(others)
         if in_basins:
-            farthest = max(limit, NUM_DEVIATIONS * np.median(np.abs(values - reference)))
-        elif np.subtract(*np.quantile(values, (0.75, 0.25))) > limit:
+            farthest = max(farthest, NUM_DEVIATIONS * np.median(np.abs(others - reference)))
+        elif np.subtract(*np.quantile(others, (0.75, 0.25))) > farthest:
             # No majority has arrived.
-            reference = np.quantile(values, LOW)
+            reference = np.quantile(others, LOW)
         return values > reference + farthest
 
-    means = energy.mean(1)
-    if (above := far_above(means)).any():
+    means = parts.mean(0)
+    if (above := is_far(means, means, limit)).any():
         every = -(-number // MAX_FOLLOWED)
         some = {name: np.asarray(x)[usable, ::every] for name, x in draws.items()}
-        above &= far_above(means - _log_volumes(some if unconstrain is None else unconstrain(some)))
+        free = means - _log_volumes(some if unconstrain is None else unconstrain(some))
+        above &= is_far(free, free, limit)
+    first, second = (half.mean(0) for half in np.array_split(parts, 2))
+    if np.mean(fell := is_far(first, second, limit + ERRORS * noise)) > 0.5:
+        above |= fell
     strayed[usable] |= above
     return strayed
 
