@@ -4,12 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-# The studies that docs/results.md shows; benchmarks/README.md lists the others too. Those about errors may run beside others,
-# the longest first; those about time may not.
-OF_ERRORS := mixtures networks zero_tuning gaussian
-OF_TIME := peers minibatches growth
+# The studies that `make bench` measures, one after another: some are about time.
+STUDIES := mixtures networks gaussian coverage peers growth
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-full bench-pages bench-index release \
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-pages bench-index release \
 	hooks clean
 
 help:
@@ -20,9 +18,8 @@ help:
 	@echo "make notebooks       run the notebooks, leaving them as they are"
 	@echo "make figures         draw the figures of README and docs again"
 	@echo "make measured        print the tables of the docs again"
-	@echo "make bench           measure docs/results-short.md again: a quarter of an hour on two cores"
-	@echo "make bench-full      measure docs/results.md; hours, goes on where it was ended; AGAIN=--again begins anew"
-	@echo "make bench-NAME      one study, the whole of it: benchmarks/studies/NAME.py"
+	@echo "make bench           measure docs/results.md; hours, goes on where it was ended; AGAIN=--again begins anew"
+	@echo "make bench-NAME      one study: benchmarks/studies/NAME.py"
 	@echo "make bench-pages     write the pages of results, and the index of benchmarks/README.md, from what is stored"
 	@echo "make release         build dist/, and try the wheel in fresh environments, with the oldest versions and the newest"
 	@echo "make hooks           install the pre-commit hooks"
@@ -71,11 +68,11 @@ notebooks: $(VENV)/.with-docs
 	$(BIN)/python docs/execute.py
 
 figures: $(VENV)/.with-demo
-	$(BIN)/python examples/particles.py
-	$(BIN)/python examples/pictures.py
-	$(BIN)/python examples/house.py
-	$(BIN)/python examples/windows.py
-	$(BIN)/python examples/diagnostics.py
+	$(BIN)/python docs/figures/particles.py
+	$(BIN)/python docs/figures/pictures.py
+	$(BIN)/python docs/figures/house.py
+	$(BIN)/python docs/figures/windows.py
+	$(BIN)/python docs/figures/diagnostics.py
 
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py
@@ -84,22 +81,11 @@ STUDY = $(BIN)/python -m benchmarks.studies.$(subst -,_,$(1))
 PAGE := $(BIN)/python -m benchmarks.harness.page
 
 bench: $(VENV)/.with-bench
-	$(MAKE) -j 2 $(OF_ERRORS:%=bench-short-%)
-	$(MAKE) -j 1 $(OF_TIME:%=bench-short-%)
-	$(PAGE) --short
-
-bench-short-%: $(VENV)/.with-bench
-	$(call STUDY,$*) --short --again
-
-bench-full: $(VENV)/.with-bench
-	for name in $(OF_ERRORS) $(OF_TIME); do $(call STUDY,$$name) $(AGAIN) || exit 1; done
+	for name in $(STUDIES); do $(call STUDY,$$name) $(AGAIN) || exit 1; done
 	$(PAGE)
 
 bench-pages: $(VENV)/.with-bench bench-index
 	$(PAGE)
-	$(PAGE) --short
-	$(PAGE) --details
-	$(PAGE) --gpu
 
 bench-index: $(BIN)/python
 	$(BIN)/python -m benchmarks.harness.index

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 
 from sphinx.errors import ExtensionError
 
@@ -12,7 +13,7 @@ author = copyright = "the numpyro-repulsion developers"
 release = version = numpyro_repulsion.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.mathjax", "sphinx_copybutton"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
 myst_heading_anchors = 3
 # Notebooks show their figures whatever backend the shell chose.
@@ -51,5 +52,19 @@ def require_public_names(app, env):
         raise ExtensionError(f"Public names that docs/api.md does not document: {', '.join(missing)}.")
 
 
+def copy_notebooks(app):
+    """Copy the notebooks of the top level each time: Sphinx reads only below this folder, and resolves links."""
+    shutil.rmtree(app.srcdir / "notebooks", ignore_errors=True)
+    shutil.copytree(app.srcdir.parent / "notebooks", app.srcdir / "notebooks")
+
+
+def follow_copies(app, docname, source):
+    """Links between pages and notebooks are written for the repository; here they lead to the copies, and from them."""
+    for here, there in (("](../notebooks/", "](notebooks/"), ("](../docs/", "](../")):
+        source[0] = source[0].replace(here, there)
+
+
 def setup(app):
+    app.connect("builder-inited", copy_notebooks)
+    app.connect("source-read", follow_copies)
     app.connect("env-check-consistency", require_public_names)

@@ -1,6 +1,7 @@
 """Executes the notebooks, as many at a time as there are cores, and keeps their outputs where Sphinx finds them.
 
-Nothing is kept from one call to the next: what the pages show is what the code does.
+Sphinx recognizes a notebook by its code, and not by where it lies. Nothing is kept from one call to the next:
+what the pages show is what the code does.
 
     python docs/execute.py [names of notebooks ...]
 """
@@ -15,13 +16,14 @@ from jupyter_cache import get_cache
 from jupyter_cache.executors import load_executor
 
 DOCS = Path(__file__).parent
+NOTEBOOKS = DOCS.parent / "notebooks"
 CACHE = DOCS / "_build" / ".jupyter_cache"
 #: Seconds that a cell may take.
 LIMIT = 600
 
 
 def main(names):
-    notebooks = [path for path in (*DOCS.glob("*.ipynb"), *DOCS.glob("tutorials/*.ipynb"))]
+    notebooks = sorted(NOTEBOOKS.glob("*.ipynb"))
     if unknown := set(names) - {path.stem for path in notebooks}:
         raise SystemExit(f"No notebook is called {', '.join(sorted(unknown))}.")
     shutil.rmtree(CACHE, ignore_errors=True)

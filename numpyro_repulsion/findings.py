@@ -58,13 +58,24 @@ _COVERS = {
     "heavy_tails": {"varying_curvature", "slow_directions", "step_bias", "short_run"},
     "varying_curvature": {"slow_directions", "step_bias", "short_run"},
     "separate_modes": {"several_basins", "short_run"},
-    "several_basins": {"short_run"},
+    # Curvature differs between modes of different widths.
+    "several_basins": {"short_run", "funnel", "varying_curvature"},
     "slow_directions": {"short_run"},
     "not_mixed": {"short_run"},
 }
 #: Each finding probably causes the listed ones. These stay in the list, and their remedy refers to the cause.
 _CAUSES = {
-    "strayed": {"not_mixed", "separate_modes", "flagged_updates", "several_basins"},
+    "strayed": {
+        "not_mixed",
+        "separate_modes",
+        "flagged_updates",
+        "several_basins",
+        "funnel",
+        "heavy_tails",
+        "varying_curvature",
+        "slow_directions",
+        "step_bias",
+    },
     "cold_momenta": {"not_mixed", "slow_directions", "several_basins", "separate_modes"},
     "noncentred": {"not_mixed", "flagged_updates"},
     "few_levels": {"not_mixed", "flagged_updates", "separate_modes"},

@@ -68,7 +68,7 @@ def init_from_guide(guide: Any, params: Mapping[str, Any]) -> JointStrategy:
     :param guide: an automatic guide with a spread, such as ``AutoNormal``, ``AutoMultivariateNormal`` or
         ``AutoLaplaceApproximation``.
     :param params: its parameters, ``svi_result.params``.
-    :raises ValueError: for ``AutoDelta``, whose draws are all equal.
+    :raises ValueError: for ``AutoDelta``, whose draws are all equal, and for a guide that was not fitted.
     :raises TypeError: for an object without ``sample_posterior``.
 
     **Example**
@@ -95,6 +95,13 @@ def init_from_guide(guide: Any, params: Mapping[str, Any]) -> JointStrategy:
         )
     if not callable(getattr(guide, "sample_posterior", None)):
         raise TypeError(f"`guide` must be an automatic guide, such as AutoNormal(model); got {guide!r}.")
+    try:
+        jax.eval_shape(lambda: guide.sample_posterior(random.key(0), dict(params)))
+    except Exception as error:  # Whatever a guide without its model or parameters runs into.
+        raise ValueError(
+            f"This {type(guide).__name__} gives no draws with these parameters. Fit it to the model first, `result = "
+            "SVI(model, guide, optimizer, Trace_ELBO()).run(key, num_steps, *data)`, and pass result.params."
+        ) from error
     return JointStrategy(partial(_draw_of_guide, guide, dict(params)))
 
 

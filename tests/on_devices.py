@@ -233,6 +233,7 @@ def refusals():
         "crossed plates": run(rows, SGLD(crossed, step_size=1e-3), square),
         "rows outside of the plate": run(rows, SGLD(outside, step_size=1e-3)),
         "rows on a device": run(rows, x=Rows(jnp.asarray(X))),
+        "integers of 64 bits": run(rows, y=Rows(np.int64(2**40) + Y)) + run(plain, y=Rows(np.int64(2**40) + Y)),
         "nothing wrong": run(rows) + run(plain),
     }
 

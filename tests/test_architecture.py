@@ -27,8 +27,7 @@ ARROWS = {
     # Which imports jaxtyping where it is installed.
     "shapes": ({"jax", "jaxtyping"}, set()),
     "version": (set(), set()),
-    # The progress bar is NumPyro's.
-    "rows": (MATHEMATICS | {"tqdm"}, {"digests", "layout", "processes"}),
+    "rows": (MATHEMATICS, {"digests", "layout", "processes"}),
     "processes": (MATHEMATICS, set()),
     "digests": (MATHEMATICS, set()),
     "layout": (MATHEMATICS, {"processes"}),

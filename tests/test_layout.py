@@ -106,6 +106,7 @@ def test_what_devices_send(quick):
         ("odd number of rows", f"{N} rows"),
         ("crossed plates", "'a', 'b'.*meet in a site"),
         ("rows outside of the plate", "outside of it"),
+        ("integers of 64 bits", "(has the value 10995.*){2}"),
         ("rows on a device", r"Rows\(numpy.asarray"),
     ],
 )

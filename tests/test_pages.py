@@ -1,5 +1,6 @@
-"""The code of documentation pages that are no notebooks, and links of pages that Sphinx does not see."""
+"""The code of documentation pages, and links of pages and notebooks that Sphinx does not check."""
 
+import json
 import os
 from pathlib import Path
 import re
@@ -68,13 +69,23 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/details.md", "benchmarks/gpu.md"]
-)
+def markdown(page):
+    """The text of a page, or of a notebook's cells without code."""
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+# Sphinx checks links of docs/, but leaves out those of notebooks that lead to no file.
+PAGES = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/details.md", "benchmarks/gpu.md"]
+NOTEBOOKS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS])
 def test_links_lead_somewhere(page):
-    # Sphinx checks those of docs/.
     page = ROOT / page
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    links = re.findall(r"\]\(([^)\s]+)\)", markdown(page))
     for link in (link for link in links if "://" not in link):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page

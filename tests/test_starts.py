@@ -195,3 +195,13 @@ def test_strategies_can_be_pickled():
         first, _ = starts(strategy)
         again, _ = starts(pickle.loads(pickle.dumps(strategy)))
         np.testing.assert_array_equal(first["mu"], again["mu"])
+
+
+@pytest.mark.parametrize("params", [{}, {"auto_loc": jnp.zeros(1)}])
+def test_guides_that_were_not_fitted_are_refused(params):
+    def model():
+        numpyro.sample("x", dist.Normal(0, 1))
+
+    for guide in (AutoNormal(model), AutoMultivariateNormal(model)):
+        with pytest.raises(ValueError, match=r"gives no draws with these parameters.*result.params"):
+            init_from_guide(guide, params)

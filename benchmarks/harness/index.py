@@ -2,10 +2,9 @@
 
 Imports nothing but the standard library, so that a quick test can check it.
 
-    python -m benchmarks.harness.index [--check]
+    python -m benchmarks.harness.index
 """
 
-import argparse
 import ast
 import pathlib
 import re
@@ -19,44 +18,24 @@ PAGES = {
         "gaussian": "Six particles on a Gaussian",
         "mixtures": "Two mixtures",
         "networks": "Neural networks on real data",
-        "zero_tuning": "Nothing to tune",
         "coverage": "Coverage",
         "peers": "Peers on 100,000 rows",
-        "older_peers": "Peers that need an older JAX",
-        "minibatches": "Whose minibatch, and how drawn",
         "growth": "How cost grows",
         "real": "Real data",
         "real_peers": "Peers on real data",
     },
     "benchmarks/details.md": {
         "overhead": "Overhead",
-        "balance": "Balanced noise",
-        "particles": "Many particles",
         "jumps": "Several modes",
-        "bandwidth": "A learned bandwidth",
         "first_run": "A first run",
-        "run_aways": "Particles that leave or stand still",
-        "sweeps": "Minibatches without replacement",
         "learning_coefficients": "Local learning coefficients",
         "scale": "Large data and many devices",
-        "squares": "Squares and quantiles",
-        "controlled": "Means with control variates",
         "minibatch_noise": "What minibatch noise leaves",
-        "extrapolation": "Extrapolation to a step of size zero",
         "measure": "Current samplers by one measure",
         "collection": "Forty-nine posteriors",
-        "budgets": "Networks and their budget",
-        "tabular": "Networks on tabular sets",
-        "digits": "Digits",
-        "gaps": "Networks in gaps of the data",
     },
     "benchmarks/gpu.md": {"accelerator": "Rounding, agreement, a million rows"},
 }
-
-
-def names(folder: str) -> list[str]:
-    """The modules of a folder."""
-    return sorted(path.stem for path in (HERE / folder).glob("*.py") if path.stem != "__init__")
 
 
 def first_line(path: pathlib.Path) -> str:
@@ -75,7 +54,7 @@ def reference(title: str) -> str:
 def study_lines() -> list[str]:
     """A line for each study, in the order of the pages."""
     listed = {name for titles in PAGES.values() for name in titles}
-    if odd := listed ^ set(names("studies")):
+    if odd := listed ^ {path.stem for path in (HERE / "studies").glob("[a-z]*.py")}:
         raise SystemExit(f"Either in studies/ or in PAGES of harness/index.py, not in both: {', '.join(sorted(odd))}.")
     lines = ["| `make` | asks | results |", "| --- | --- | --- |"]
     for page, titles in PAGES.items():
@@ -91,7 +70,8 @@ def index() -> str:
     parts = ["### studies", "\n".join(study_lines())]
     for folder in ("problems", "methods", "harness"):
         lines = [f"| `{folder}/` | {first_line(HERE / folder / '__init__.py')} |", "| --- | --- |"]
-        lines += [f"| `{name}` | {first_line(HERE / folder / f'{name}.py')} |" for name in names(folder)]
+        paths = sorted((HERE / folder).glob("[a-z]*.py"))
+        lines += [f"| `{path.stem}` | {first_line(path)} |" for path in paths]
         parts += [f"### {folder}", "\n".join(lines)]
     return "\n\n".join(parts)
 
@@ -102,15 +82,5 @@ def updated(text: str) -> str:
     return f"{before}{BEGIN}\n\n{index()}\n\n{END}{rest.split(END)[1]}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
-    text = README.read_text(encoding="utf-8")
-    new = updated(text)
-    if parser.parse_args().check:
-        raise SystemExit("benchmarks/README.md is stale: run `make bench-index`." if new != text else 0)
-    README.write_text(new, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    README.write_text(updated(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -44,17 +44,16 @@ def cores() -> int:
 
 
 class Record:
-    """The rows of one study, kept in ``benchmarks/results/full`` or ``short`` as they come; of a GPU in ``gpu``.
+    """The rows of one study, kept in ``benchmarks/results/full`` as they come; of a GPU in ``gpu``.
 
     :param name: the study's.
-    :param short: whether it is the form that ends in minutes.
     :param again: whether to begin anew, without the rows that are there.
     :param platform: what JAX runs on; rows of an accelerator stand apart.
     """
 
-    def __init__(self, name: str, short: bool, again: bool = False, platform: str = "cpu"):
-        form = ("short" if short else "full") if platform == "cpu" else platform
-        self.name, self.short = name, short
+    def __init__(self, name: str, again: bool = False, platform: str = "cpu"):
+        form = "full" if platform == "cpu" else platform
+        self.name = name
         self.path = HERE / "results" / form / f"{name}.json"
         self.picture = STATIC / form / f"{name}.png"
         stored = json.loads(self.path.read_text()) if self.path.exists() and not again else {}
@@ -100,23 +99,12 @@ class Record:
         scratch.replace(self.path)
 
 
-def run(doc: str, name: str, measure: Callable | None, tables: Callable, draw: Callable | None) -> None:
-    """A study's command line: measures, prints the tables, leaves JSON and picture.
-
-    :param measure: ``None`` where nothing can be measured any more, and only stored rows are shown.
-    :param draw: ``None`` of a study without a picture.
-    """
+def run(doc: str, name: str, measure: Callable, tables: Callable, draw: Callable | None = None) -> None:
+    """A study's command line: measures, prints the tables, leaves JSON and, if there is one, a picture."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="the form that ends in minutes")
     parser.add_argument("--again", action="store_true", help="begin anew, without the rows in the JSON")
-    arguments = parser.parse_args()
-    if arguments.short and jax.default_backend() != "cpu":
-        raise SystemExit("Rows of a GPU have one form: leave out --short.")
-    record = Record(name, arguments.short, arguments.again and measure is not None, jax.default_backend())
-    if measure is not None:
-        measure(record)
-    if not record.rows:
-        raise SystemExit(f"No rows of {name} are stored in this form.")
+    record = Record(name, parser.parse_args().again, jax.default_backend())
+    measure(record)
     print(f"\n{tables(record)}\n\n{record.origin()}")
     if draw is not None:
         save(draw(record), record.picture)

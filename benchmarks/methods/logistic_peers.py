@@ -1,7 +1,7 @@
 """Samplers of ours and of others on the logistic regression: a whole run of each, from nothing to pooled draws."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,29 +21,15 @@ from numpyro_repulsion.targets import logistic_regression
 NEWTON_STEPS = 8
 
 
-@dataclass
-class Sampler:
-    """A sampler with its setting; ``make(length)`` is ``(key, X, y) -> draws (n, d)``.
-
-    - **length** - that of the table.
-    - **others** - those of the curve besides.
-    - **run** - a length in words.
-    - **repeats** - how many runs of the table's length; of other lengths three at most.
-    - **short** - the length in the short form; 0 leaves the sampler out there.
-    """
+class Sampler(NamedTuple):
+    """A sampler with its setting; ``make(length)`` is ``(key, X, y) -> draws (n, d)``, ``run`` the length in words."""
 
     name: str
     setting: str
     make: Callable
     run: str
     length: int
-    others: tuple[int, ...] = ()
     repeats: int = 3
-    short: int = 0
-    is_ours: bool = False
-
-    def describe(self, length):
-        return self.run.format(length)
 
 
 def ours(kernel, **settings):
@@ -116,44 +102,34 @@ def steinvi(length):
     return go
 
 
-SETTINGS = {"run": "{0} + {0} iterations of 10", "length": 300, "others": (100, 1000), "repeats": 6}
-SHORT, SHORT_OF_BLACKJAX = 100, 10_000
+SETTINGS = {"run": "300 + 300 iterations of 10", "length": 300, "repeats": 6}
 SHARED = ours(SGLD, gradient=ControlVariates(shared=True))
 
 
-def of_blackjax(name, kernel, steps, length=30_000, others=(), repeats=3, short=(), **settings):
-    """One sampler for each step of a grid; ``others`` and the short form are for the steps in ``short``."""
+def of_blackjax(name, kernel, steps, length=30_000, repeats=3, **settings):
+    """One sampler for each step of a grid."""
+    run = f"{length:,} updates"
     return [
-        Sampler(
-            f"BlackJAX {name}",
-            f"step {step:g}",
-            blackjax(kernel, step, **settings),
-            "{:,} updates",
-            length,
-            others if step in short else (),
-            repeats,
-            SHORT_OF_BLACKJAX if step in short else 0,
-        )
+        Sampler(f"BlackJAX {name}", f"step {step:g}", blackjax(kernel, step, **settings), run, length, repeats)
         for step in steps
     ]
 
 
 CORRECTED, OWN = ", control variates", ", own minibatches"
-CURVE = {"others": (3000, 10_000, 100_000), "repeats": 6}
 SAMPLERS = [
-    Sampler("`SGLD`", "", ours(SGLD), short=SHORT, is_ours=True, **SETTINGS),
-    Sampler("`SGLD`", "`ControlVariates(shared=True)`", SHARED, short=SHORT, is_ours=True, **SETTINGS),
-    Sampler("`SGHMC`", "", ours(SGHMC), is_ours=True, **SETTINGS),
-    Sampler("`SGLDR`", "", ours(SGLDR), is_ours=True, **SETTINGS),
-    *of_blackjax("SGLD", by_hand.sgld, (1e-7, 1e-6), short=(1e-6,), **CURVE),
+    Sampler("`SGLD`", "", ours(SGLD), **SETTINGS),
+    Sampler("`SGLD`", "`ControlVariates(shared=True)`", SHARED, **SETTINGS),
+    Sampler("`SGHMC`", "", ours(SGHMC), **SETTINGS),
+    Sampler("`SGLDR`", "", ours(SGLDR), **SETTINGS),
+    *of_blackjax("SGLD", by_hand.sgld, (1e-7, 1e-6), repeats=6),
     *of_blackjax(f"SGLD{OWN}", by_hand.sgld, (1e-7, 1e-6), 6000, shared=False),
-    *of_blackjax(f"SGLD{CORRECTED}", by_hand.sgld, (1e-6, 1e-5), short=(1e-5,), corrected=True, **CURVE),
+    *of_blackjax(f"SGLD{CORRECTED}", by_hand.sgld, (1e-6, 1e-5), repeats=6, corrected=True),
     *of_blackjax(f"SGLD{CORRECTED}{OWN}", by_hand.sgld, (1e-6, 1e-5), 6000, shared=False, corrected=True),
     *of_blackjax("SGHMC", by_hand.sghmc, (1e-5, 1e-4, 1e-3)),
     *of_blackjax(f"SGHMC{CORRECTED}", by_hand.sghmc, (1e-4, 3e-4, 1e-3), corrected=True),
     *of_blackjax("SGNHT", by_hand.sgnht, (1e-5, 1e-4, 1e-3)),
     *of_blackjax(f"SGNHT{CORRECTED}", by_hand.sgnht, (3e-5, 1e-4, 3e-4), corrected=True),
-    Sampler("NumPyro NUTS", "all rows", nuts, "4 chains, {} kept", 300, (100,), 3),
-    Sampler("NumPyro HMCECS", "at the mode's proxy", hmcecs, "1 chain, {} kept", 700),
-    Sampler("NumPyro SteinVI", "", steinvi, "{} iterations", 200, repeats=2),
+    Sampler("NumPyro NUTS", "all rows", nuts, "4 chains, 300 kept", 300),
+    Sampler("NumPyro HMCECS", "at the mode's proxy", hmcecs, "1 chain, 700 kept", 700),
+    Sampler("NumPyro SteinVI", "", steinvi, "200 iterations", 200, 2),
 ]

@@ -1,14 +1,14 @@
 """Ways to fit the paper's network by minibatches of 100 rows: samplers, SVGD and an ensemble, of 20 points each.
 
-All make 2000 updates, unless ``updates`` says how many.
+All make 2000 updates.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 import time
+from typing import NamedTuple
 
-import blackjax
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from numpyro_repulsion import (
     Descent,
     Independent,
     Overdamped,
-    Scheduled,
     Subsampled,
 )
 from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
@@ -66,12 +65,9 @@ def start(key: jax.Array, inputs: int, hidden: int = 50) -> dict[str, jax.Array]
     }
 
 
-def sampled(make: Callable, key, X, y, updates: int, warmup: float, init_params=None):
-    """The draws of a kernel after its ``warmup``, a share of the updates; of a longer run no more are kept."""
-    iterations = updates // NUM_STEPS
-    num_warmup = round(warmup * iterations)
-    thinning = max(1, updates // UPDATES)
-    mcmc = vectorized(make(network), num_warmup, iterations - num_warmup, PARTICLES, thinning=thinning)
+def sampled(kernel, key, X, y, num_warmup: int, init_params=None):
+    """The draws of a kernel after its warmup."""
+    mcmc = vectorized(kernel, num_warmup, UPDATES // NUM_STEPS - num_warmup, PARTICLES)
     mcmc.run(key, X, y, subsample_size=BATCH, init_params=init_params)
     return mcmc.get_samples(group_by_chain=True)
 
@@ -79,70 +75,42 @@ def sampled(make: Callable, key, X, y, updates: int, warmup: float, init_params=
 def by_hand(kernel, *, last: bool = False, **settings):
     """A kernel with a given step on plain minibatches; of an optimizer of the cloud the ``last`` one."""
 
-    def fit(step, key, X, y, updates=UPDATES):
+    def fit(step, key, X, y):
         start_key, key = random.split(key)
-        make = partial(kernel, step_size=step, gradient=Subsampled(), num_steps=NUM_STEPS, **settings)
-        draws = sampled(make, key, X, y, updates, 0.5, start(start_key, X.shape[1]))
+        made = kernel(network, step_size=step, gradient=Subsampled(), num_steps=NUM_STEPS, **settings)
+        draws = sampled(made, key, X, y, UPDATES // NUM_STEPS // 2, start(start_key, X.shape[1]))
         return jax.tree.map(lambda x: x[:, -1:], draws) if last else draws
 
     return fit
 
 
-def nothing_set(kernel, *, last: bool = False, **settings):
+def nothing_set(kernel, **settings):
     """A kernel with its defaults, its own start among them, but for the settings given."""
-
-    def fit(step, key, X, y, updates=UPDATES):
-        del step
-        draws = sampled(partial(kernel, **settings), key, X, y, updates, WARMUP * NUM_STEPS / UPDATES)
-        return jax.tree.map(lambda x: x[:, -1:], draws) if last else draws
-
-    return fit
+    return lambda step, key, X, y: sampled(kernel(network, **settings), key, X, y, WARMUP)
 
 
-def adam_ensemble(step, key, X, y, updates, dropout=0.0):
-    """Networks that Adam brings to modes of the posterior, each by minibatches of its own.
-
-    :param dropout: the probability that a hidden unit is left out of an update.
-    :return: their sites, each with a leading axis for the networks.
-    """
+def adam_ensemble(step, key, X, y):
+    """Networks that Adam brings to modes of the posterior by minibatches of their own: sites with an axis in front."""
     start_key, key = random.split(key)
     target = ModelTarget(network, (X, y), {"subsample_size": BATCH})
     z, unravel = ravel_cloud(start(start_key, X.shape[1]))
     optimizer = Adam(step)
 
     def update(state, key):
-        point = optimizer.get_params(state)
-        mask = jnp.ones_like(point)
-        if dropout:
-            mask_key, key = random.split(key)
-            mask = ravel_cloud(masked(mask_key, jax.vmap(unravel)(mask), dropout))[0]
-        _, gradient = Subsampled().energy_and_grad(key, target, unravel, (mask * point)[None])
-        return optimizer.update(mask * gradient[0], state), None
+        _, gradient = Subsampled().energy_and_grad(key, target, unravel, optimizer.get_params(state)[None])
+        return optimizer.update(gradient[0], state), None
 
-    state, _ = lax.scan(update, optimizer.init(z), random.split(key, updates))
+    state, _ = lax.scan(update, optimizer.init(z), random.split(key, UPDATES))
     return jax.vmap(lambda z: target.constrain(unravel(z)))(optimizer.get_params(state))
 
 
-def masked(key, networks: dict, dropout: float) -> dict:
-    """Networks without some of their hidden units, the others weighing more."""
-    kept = random.bernoulli(key, 1.0 - dropout, networks["w2"].shape)
-    return networks | {"w2": jnp.where(kept, networks["w2"] / (1.0 - dropout), 0.0)}
+def map_ensemble(step, key, X, y):
+    return jax.tree.map(lambda x: x[:, None], adam_ensemble(step, key, X, y))
 
 
-def map_ensemble(step, key, X, y, updates=UPDATES):
-    return jax.tree.map(lambda x: x[:, None], adam_ensemble(step, key, X, y, updates))
-
-
-def mc_dropout(step, key, X, y, updates=UPDATES, *, dropout, masks=20):
-    """Networks fitted with dropout, and predictions with it (Gal and Ghahramani, 2016)."""
-    networks = adam_ensemble(step, key, X, y, updates, dropout)
-    found = [masked(random.fold_in(key, k), networks, dropout) for k in range(masks)]
-    return jax.tree.map(lambda *x: jnp.stack(x, 1), *found)
-
-
-def last_layer_laplace(step, key, X, y, updates=UPDATES, draws=20):
+def last_layer_laplace(step, key, X, y, draws=20):
     """MAP networks, each with the exact Gaussian posterior of its last layer, given the other layer and precisions."""
-    networks = adam_ensemble(step, key, X, y, updates)
+    networks = adam_ensemble(step, key, X, y)
 
     def around(key, one):
         units = jnp.maximum(X @ one["w1"] + one["b1"], 0.0)
@@ -159,30 +127,7 @@ def last_layer_laplace(step, key, X, y, updates=UPDATES, draws=20):
     return jax.vmap(around)(random.split(random.fold_in(key, 1), PARTICLES), networks)
 
 
-def blackjax_sghmc(step, key, X, y, updates=UPDATES):
-    """BlackJAX's SGHMC, ten gradients of one minibatch in each step; the last half of the steps is kept."""
-    start_key, key = random.split(key)
-    target = ModelTarget(network, (X, y), {"subsample_size": BATCH})
-    z, unravel = ravel_cloud(start(start_key, X.shape[1]))
-
-    def gradient(point, key):
-        # BlackJAX goes up the log-density.
-        return -Subsampled().energy_and_grad(key, target, unravel, point[None, None])[1][0, 0]
-
-    inner = blackjax.sghmc(gradient, num_integration_steps=NUM_STEPS)
-
-    def iterate(z, key):
-        move_key, batch_key = random.split(key)
-        keys = random.split(move_key, PARTICLES), random.split(batch_key, PARTICLES)
-        z = jax.vmap(lambda z, move, batch: inner.step(move, z, batch, step))(z, *keys)
-        return z, z
-
-    iterations = updates // NUM_STEPS
-    _, draws = lax.scan(iterate, z, random.split(key, iterations))
-    return jax.vmap(jax.vmap(lambda z: target.constrain(unravel(z))))(draws[iterations // 2 :].swapaxes(0, 1))
-
-
-def numpyro_svgd(step, key, X, y, updates=UPDATES):
+def numpyro_svgd(step, key, X, y):
     """NumPyro's SVGD by Adagrad, from the common start."""
     start_key, key = random.split(key)
     svgd = NumPyroSVGD(network, Adagrad(step), RBFKernel(), num_stein_particles=PARTICLES)
@@ -193,64 +138,49 @@ def numpyro_svgd(step, key, X, y, updates=UPDATES):
     def update(state, _):
         return svgd.update(state, X, y, subsample_size=BATCH)[0], None
 
-    state, _ = lax.scan(update, state, length=updates)
+    state, _ = lax.scan(update, state, length=UPDATES)
     return {name.removesuffix("_auto_loc"): value[:, None] for name, value in svgd.get_params(state).items()}
 
 
-@dataclass(frozen=True)
-class Method:
-    """A fit ``(step, key, X, y, updates=2000) -> draws``, the steps it is tried with, and those of the short form."""
+class Method(NamedTuple):
+    """A fit ``(step, key, X, y) -> draws``, and the steps it is tried with."""
 
     fit: Callable
     steps: tuple[float, ...] = ()
-    few: tuple[float, ...] = ()
 
 
 #: Of SGLD's scale; a step of time goes as far as its square over two does there.
 STEPS = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
-FEW = (1e-5, 3e-5, 1e-4)
 TIMES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-FEW_TIMES = (3e-4, 1e-3, 3e-3)
 #: NumPyro's Adagrad, which averages its directions.
 ADAGRAD = Descent(optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9, debias=False)))
-#: The same at a rate that a tournament chooses by a tenth of the rows.
-RATE_CHOSEN = Descent(ADAGRAD.optimizer, validation=0.1)
 RATES_OF_ADAM = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 METHODS = {
-    "SGLD": Method(by_hand(SGLD, interaction=Independent(), dynamics=Overdamped(integrator="euler")), STEPS, FEW),
-    "SGLD+R": Method(by_hand(SGLDR, interaction=MedianRBF()), STEPS, FEW),
-    "SGLD+R, off for the last half": Method(
-        by_hand(SGLDR, interaction=Scheduled(MedianRBF(), lambda count: jnp.where(count < UPDATES // 2, 1.0, 0.0))),
-        STEPS,
-        FEW,
-    ),
-    "SGHMC+R": Method(by_hand(SGHMCR, interaction=MedianRBF()), TIMES, FEW_TIMES),
-    "SVGD": Method(by_hand(SVGD, interaction=MedianRBF(), last=True), STEPS, FEW),
-    "SVGD, Adagrad": Method(by_hand(SVGD, interaction=MedianRBF(), dynamics=ADAGRAD, last=True), RATES, RATES),
-    "20 networks, Adagrad": Method(by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES, RATES),
+    "SGLD": Method(by_hand(SGLD, interaction=Independent(), dynamics=Overdamped(integrator="euler")), STEPS),
+    "SGLD+R": Method(by_hand(SGLDR, interaction=MedianRBF()), STEPS),
+    "SGHMC+R": Method(by_hand(SGHMCR, interaction=MedianRBF()), TIMES),
+    "SVGD": Method(by_hand(SVGD, interaction=MedianRBF(), last=True), STEPS),
+    "SVGD, Adagrad": Method(by_hand(SVGD, interaction=MedianRBF(), dynamics=ADAGRAD, last=True), RATES),
+    "20 networks, Adagrad": Method(by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES),
     "NumPyro's SVGD": Method(numpyro_svgd, RATES),
-    "20 MAP networks": Method(map_ensemble, RATES_OF_ADAM, (3e-3, 1e-2, 3e-2)),
-    "MC dropout of 1 %, 20 networks": Method(partial(mc_dropout, dropout=0.01), RATES_OF_ADAM),
-    "MC dropout of 5 %, 20 networks": Method(partial(mc_dropout, dropout=0.05), RATES_OF_ADAM),
+    "20 MAP networks": Method(map_ensemble, RATES_OF_ADAM),
     "20 MAP networks, Laplace in the last layer": Method(last_layer_laplace, RATES_OF_ADAM),
-    "BlackJAX's SGHMC": Method(blackjax_sghmc, (*TIMES, 1e-1)),
     "`SGLD(model)`": Method(nothing_set(SGLD)),
     "`SGLDR(model)`": Method(nothing_set(SGLDR)),
     "`SGHMC(model)`": Method(nothing_set(SGHMC)),
     "`SGHMCR(model)`": Method(nothing_set(SGHMCR)),
     "`SGNHT(model)`": Method(nothing_set(SGNHT)),
     "`SGNHT(model, gradient=SVRG())`": Method(nothing_set(SGNHT, gradient=SVRG())),
-    "`SVGD(model)`, Adagrad": Method(nothing_set(SVGD, dynamics=RATE_CHOSEN, last=True)),
 }
 
 
 class Fits:
     """Fits of one set by all steps at once, compiled once for all splits."""
 
-    def __init__(self, updates: int = UPDATES):
-        self.updates, self.programs = updates, {}
+    def __init__(self):
+        self.programs = {}
 
     def __call__(self, label, steps, key, data):
         """Scores for each step, in the responses' units, and the seconds of compiling and of running."""
@@ -259,8 +189,8 @@ class Fits:
         kind = (label, *(x.shape for x in arguments))
         began = time.perf_counter()
         if kind not in self.programs:
-            fit = partial(METHODS[label].fit, updates=self.updates)
-            self.programs[kind] = jax.jit(partial(_fit_and_score, fit)).lower(*arguments).compile()
+            program = jax.jit(partial(_fit_and_score, METHODS[label].fit))
+            self.programs[kind] = program.lower(*arguments).compile()
         ready = time.perf_counter()
         scores = jax.block_until_ready(self.programs[kind](*arguments))
         return in_units(scores, data.unit), ready - began, time.perf_counter() - ready
@@ -270,11 +200,10 @@ def _fit_and_score(fit, steps, key, X, y, X_test, y_test):
     return jax.vmap(lambda step: score(fit(step, key, X, y), X_test, y_test))(steps)
 
 
-def one(fits: Fits, name: str, number: int, label: str, short: bool) -> dict:
+def one(fits: Fits, name: str, number: int, label: str) -> dict:
     """A row: a method on a split, its step chosen on the training rows."""
-    method = METHODS[label]
+    steps = METHODS[label].steps
     key, tuning_key = random.split(random.key(number))
-    steps = method.few if short else method.steps
     row = {"data": name, "split": number, "method": label, "step": None, "compile_seconds": 0.0}
     if steps:
         found, compiling, row["tuning_seconds"] = fits(label, steps, tuning_key, split(name, number, validation=True))

@@ -16,18 +16,15 @@ import numpyro.distributions as dist
 
 __all__ = ["COLLECTION"]
 
-Made = tuple[Callable, tuple]
-COLLECTION: dict[str, Callable[[], Made]] = {}
+#: By name, what makes a model and its arguments.
+COLLECTION: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
 
 
-def posterior(make: Callable[[], Made]) -> Callable[[], Made]:
-    """Add a posterior, under the name of its function."""
-    COLLECTION[make.__name__.replace("_", " ")] = make
+def posterior(make: Callable) -> Callable:
+    """Add a posterior, under the name of its function, which gets random numbers by its place."""
+    seed = len(COLLECTION) + 1
+    COLLECTION[make.__name__.replace("_", " ")] = lambda: make(np.random.default_rng(seed))
     return make
-
-
-def _rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
 
 
 def _sigmoid(x):
@@ -42,8 +39,7 @@ def _coefficients(d, scale=1.0, name="beta"):
 
 
 @posterior
-def logistic_nearly_separated():
-    rng = _rng(1)
+def logistic_nearly_separated(rng):
     X = rng.normal(size=(40, 4))
     y = rng.random(40) < _sigmoid(4 * X[:, 0] - 3 * X[:, 1])
 
@@ -56,8 +52,7 @@ def logistic_nearly_separated():
 
 
 @posterior
-def probit_regression():
-    rng = _rng(2)
+def probit_regression(rng):
     X = rng.normal(size=(150, 6))
     y = rng.normal(size=150) < X @ rng.normal(size=6) / 2
 
@@ -68,8 +63,7 @@ def probit_regression():
 
 
 @posterior
-def poisson_regression_in_raw_units():
-    rng = _rng(3)
+def poisson_regression_in_raw_units(rng):
     X = np.stack([np.ones(120), rng.normal(170, 10, 120), rng.exponential(1000, 120)], 1)
     y = rng.poisson(np.exp(X @ [-3.0, 0.025, 2e-4]))
 
@@ -81,8 +75,7 @@ def poisson_regression_in_raw_units():
 
 
 @posterior
-def poisson_with_effects_of_observations():
-    rng = _rng(4)
+def poisson_with_effects_of_observations(rng):
     x = rng.normal(size=60)
     y = rng.poisson(np.exp(1 + 0.5 * x + 0.6 * rng.normal(size=60)))
 
@@ -97,8 +90,7 @@ def poisson_with_effects_of_observations():
 
 
 @posterior
-def negative_binomial_regression():
-    rng = _rng(5)
+def negative_binomial_regression(rng):
     X = rng.normal(size=(200, 3))
     y = rng.negative_binomial(2, 2 / (2 + np.exp(1 + X @ [0.5, -0.5, 0.0])))
 
@@ -111,8 +103,7 @@ def negative_binomial_regression():
 
 
 @posterior
-def zero_inflated_counts():
-    rng = _rng(6)
+def zero_inflated_counts(rng):
     x = rng.normal(size=150)
     y = np.where(rng.random(150) < 0.3, 0, rng.poisson(np.exp(1 + 0.4 * x)))
 
@@ -125,8 +116,7 @@ def zero_inflated_counts():
 
 
 @posterior
-def beta_regression():
-    rng = _rng(7)
+def beta_regression(rng):
     X = rng.normal(size=(100, 3))
     mean = _sigmoid(0.3 + X @ [0.6, -0.3, 0.1])
     y = rng.beta(12 * mean, 12 * (1 - mean)).clip(1e-4, 1 - 1e-4)
@@ -140,8 +130,7 @@ def beta_regression():
 
 
 @posterior
-def gamma_regression():
-    rng = _rng(8)
+def gamma_regression(rng):
     X = rng.normal(size=(120, 4))
     y = rng.gamma(3, np.exp(2 + X @ [0.3, 0.1, -0.2, 0.0]) / 3)
 
@@ -154,8 +143,7 @@ def gamma_regression():
 
 
 @posterior
-def ordered_logistic():
-    rng = _rng(9)
+def ordered_logistic(rng):
     X = rng.normal(size=(200, 3))
     y = np.digitize(X @ [1.0, -0.5, 0.2] + rng.logistic(size=200), [-1.5, 0.0, 1.0])
 
@@ -168,8 +156,7 @@ def ordered_logistic():
 
 
 @posterior
-def softmax_regression():
-    rng = _rng(10)
+def softmax_regression(rng):
     X = rng.normal(size=(200, 3))
     logits = np.concatenate([np.zeros((200, 1)), X @ rng.normal(size=(3, 3))], 1)
     y = np.array([rng.choice(4, p=np.exp(row) / np.exp(row).sum()) for row in logits])
@@ -182,8 +169,7 @@ def softmax_regression():
 
 
 @posterior
-def linear_regression_nearly_collinear():
-    rng = _rng(11)
+def linear_regression_nearly_collinear(rng):
     base = rng.normal(size=(80, 1))
     X = base + 0.05 * rng.normal(size=(80, 5))
     y = X @ rng.normal(size=5) + rng.normal(size=80)
@@ -196,8 +182,8 @@ def linear_regression_nearly_collinear():
 
 
 @posterior
-def robust_location_and_scale():
-    y = np.append(_rng(12).normal(3, 1, 40), [15.0, -20.0, 30.0])
+def robust_location_and_scale(rng):
+    y = np.append(rng.normal(3, 1, 40), [15.0, -20.0, 30.0])
 
     def model(y):
         mu, sigma = numpyro.sample("mu", dist.Normal(0, 10)), numpyro.sample("sigma", dist.HalfNormal(5))
@@ -210,8 +196,7 @@ def robust_location_and_scale():
 
 
 @posterior
-def varying_intercepts_centred():
-    rng = _rng(13)
+def varying_intercepts_centred(rng):
     group = np.repeat(np.arange(20), 5)
     y = 2 + rng.normal(size=20)[group] * 0.8 + rng.normal(size=100)
 
@@ -225,8 +210,7 @@ def varying_intercepts_centred():
 
 
 @posterior
-def varying_intercepts_few_data():
-    rng = _rng(14)
+def varying_intercepts_few_data(rng):
     group = np.repeat(np.arange(12), 2)
     y = 0.1 * rng.normal(size=12)[group] + rng.normal(size=24)
 
@@ -240,8 +224,7 @@ def varying_intercepts_few_data():
 
 
 @posterior
-def varying_slopes_correlated():
-    rng = _rng(15)
+def varying_slopes_correlated(rng):
     group = np.repeat(np.arange(15), 12)
     x = rng.normal(size=180)
     effects = rng.multivariate_normal([1.0, -0.5], [[0.5, 0.2], [0.2, 0.3]], 15)
@@ -261,8 +244,7 @@ def varying_slopes_correlated():
 
 
 @posterior
-def beta_binomial_hierarchy():
-    rng = _rng(16)
+def beta_binomial_hierarchy(rng):
     n = rng.integers(10, 40, 30)
     y = rng.binomial(n, rng.beta(2, 8, 30))
 
@@ -276,8 +258,7 @@ def beta_binomial_hierarchy():
 
 
 @posterior
-def crossed_effects():
-    rng = _rng(17)
+def crossed_effects(rng):
     first, second = rng.integers(0, 15, 300), rng.integers(0, 10, 300)
     y = rng.random(300) < _sigmoid(rng.normal(size=15)[first] + 0.7 * rng.normal(size=10)[second])
 
@@ -294,8 +275,7 @@ def crossed_effects():
 
 
 @posterior
-def item_response_two_parameters():
-    rng = _rng(18)
+def item_response_two_parameters(rng):
     ability, difficulty, slope = rng.normal(size=60), rng.normal(size=12), np.exp(0.3 * rng.normal(size=12))
     y = rng.random((60, 12)) < _sigmoid(slope * (ability[:, None] - difficulty))
 
@@ -311,8 +291,7 @@ def item_response_two_parameters():
 
 
 @posterior
-def paired_comparisons():
-    rng = _rng(19)
+def paired_comparisons(rng):
     skill = rng.normal(size=12)
     i, j = np.array([rng.choice(12, 2, replace=False) for _ in range(150)]).T
     y = rng.random(150) < _sigmoid(skill[i] - skill[j])
@@ -326,8 +305,7 @@ def paired_comparisons():
 
 
 @posterior
-def horseshoe_regression():
-    rng = _rng(20)
+def horseshoe_regression(rng):
     X = rng.normal(size=(100, 20))
     y = X[:, :3] @ [3.0, -2.0, 1.0] + rng.normal(size=100)
 
@@ -342,8 +320,7 @@ def horseshoe_regression():
 
 
 @posterior
-def lasso_regression():
-    rng = _rng(21)
+def lasso_regression(rng):
     X = rng.normal(size=(60, 12))
     y = X[:, :2] @ [2.0, -1.0] + rng.normal(size=60)
 
@@ -359,8 +336,7 @@ def lasso_regression():
 
 
 @posterior
-def autoregression_of_order_two():
-    rng = _rng(22)
+def autoregression_of_order_two(rng):
     y = np.zeros(200)
     for t in range(2, 200):
         y[t] = 0.5 * y[t - 1] + 0.3 * y[t - 2] + rng.normal()
@@ -374,8 +350,7 @@ def autoregression_of_order_two():
 
 
 @posterior
-def moving_average():
-    rng = _rng(23)
+def moving_average(rng):
     e = rng.normal(size=151)
     y = 1 + e[1:] + 0.6 * e[:-1]
 
@@ -394,8 +369,7 @@ def moving_average():
 
 
 @posterior
-def local_level():
-    rng = _rng(24)
+def local_level(rng):
     y = np.cumsum(0.3 * rng.normal(size=60)) + rng.normal(size=60)
 
     def model(y):
@@ -407,8 +381,7 @@ def local_level():
 
 
 @posterior
-def stochastic_volatility_of_one_hundred():
-    rng = _rng(25)
+def stochastic_volatility_of_one_hundred(rng):
     h = np.zeros(100)
     for t in range(1, 100):
         h[t] = 0.9 * h[t - 1] + 0.3 * rng.normal()
@@ -431,8 +404,7 @@ def stochastic_volatility_of_one_hundred():
 
 
 @posterior
-def gaussian_process_regression():
-    rng = _rng(26)
+def gaussian_process_regression(rng):
     x = np.sort(rng.uniform(0, 5, 30))
     y = np.sin(2 * x) + 0.3 * rng.normal(size=30)
     apart = (x[:, None] - x) ** 2
@@ -447,8 +419,7 @@ def gaussian_process_regression():
 
 
 @posterior
-def saturating_curve():
-    rng = _rng(27)
+def saturating_curve(rng):
     x = np.array([0.02, 0.06, 0.11, 0.22, 0.56, 1.1] * 2)
     y = 200 * x / (0.06 + x) + rng.normal(size=12) * 10
 
@@ -460,8 +431,7 @@ def saturating_curve():
 
 
 @posterior
-def logistic_growth_of_groups():
-    rng = _rng(28)
+def logistic_growth_of_groups(rng):
     t = np.arange(10.0)
     rate = np.exp(-0.5 + 0.2 * rng.normal(size=6))
     y = 10 / (1 + np.exp(-rate[:, None] * (t - 5))) + 0.3 * rng.normal(size=(6, 10))
@@ -478,8 +448,7 @@ def logistic_growth_of_groups():
 
 
 @posterior
-def change_of_rate():
-    rng = _rng(29)
+def change_of_rate(rng):
     y = np.append(rng.poisson(3.0, 60), rng.poisson(1.2, 50))
 
     def model(y):
@@ -492,8 +461,7 @@ def change_of_rate():
 
 
 @posterior
-def survival_with_censoring():
-    rng = _rng(30)
+def survival_with_censoring(rng):
     X = rng.normal(size=(150, 3))
     t = np.exp(1 + X @ [0.5, -0.3, 0.0]) * rng.weibull(1.5, 150)
     censored = t > 6
@@ -511,8 +479,7 @@ def survival_with_censoring():
 
 
 @posterior
-def mixture_of_two_ordered():
-    rng = _rng(31)
+def mixture_of_two_ordered(rng):
     y = np.append(rng.normal(-1.5, 0.7, 60), rng.normal(2, 1, 90))
 
     def model(y):
@@ -527,8 +494,7 @@ def mixture_of_two_ordered():
 
 
 @posterior
-def one_factor():
-    rng = _rng(32)
+def one_factor(rng):
     y = np.outer(rng.normal(size=80), [1.0, 0.8, 0.6, -0.5]) + 0.6 * rng.normal(size=(80, 4))
 
     def model(y):
@@ -544,8 +510,7 @@ def one_factor():
 
 
 @posterior
-def covariance_of_five():
-    rng = _rng(33)
+def covariance_of_five(rng):
     root = rng.normal(size=(5, 5)) / 2
     y = rng.normal(size=(60, 5)) @ root.T
 
@@ -560,8 +525,7 @@ def covariance_of_five():
 
 
 @posterior
-def occupancy_of_sites():
-    rng = _rng(34)
+def occupancy_of_sites(rng):
     x = rng.normal(size=80)
     seen = (rng.random(80) < _sigmoid(0.3 + x))[:, None] & (rng.random((80, 4)) < 0.4)
 
@@ -577,8 +541,7 @@ def occupancy_of_sites():
 
 
 @posterior
-def shares_of_groups():
-    rng = _rng(35)
+def shares_of_groups(rng):
     shares = rng.dirichlet([4.0, 2.0, 1.0], 20)
     y = np.array([rng.multinomial(30, p) for p in shares])
 
@@ -592,7 +555,7 @@ def shares_of_groups():
 
 
 @posterior
-def banana():
+def banana(rng):
     def model():
         x = numpyro.sample("x", dist.Normal(0, 1.5))
         numpyro.sample("y", dist.Normal(x**2 - 1, 0.5))

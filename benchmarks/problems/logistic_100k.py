@@ -29,10 +29,10 @@ def data():
 
 def newton(X, y, iterations):
     """The posterior's mode from zero, the probabilities there and the Hessian of one iteration before."""
-    beta = np.zeros(DIMENSION)
+    beta = np.zeros(X.shape[1])
     for _ in range(iterations):
         p = 1 / (1 + np.exp(-X @ beta))
-        hessian = (X * (p * (1 - p))[:, None]).T @ X + np.eye(DIMENSION)
+        hessian = (X * (p * (1 - p))[:, None]).T @ X + np.eye(len(beta))
         beta = beta - np.linalg.solve(hessian, X.T @ (p - y) + beta)
     return beta, p, hessian
 
@@ -97,14 +97,14 @@ def _root_se(squares, runs):
     return squares.std(ddof=1) / runs**0.5 / (2 * np.sqrt(squares.mean()))
 
 
-def accuracy(sampler, length, repeats, is_table, X, y, exact):
+def accuracy(sampler, X, y, exact):
     """Errors and seconds of repeated whole runs, each of which compiles."""
     mean, sd = exact
     means, deviations, seconds = [], [], []
-    for seed in range(repeats):
+    for seed in range(sampler.repeats):
         jax.clear_caches()
         began = time.perf_counter()
-        draws = np.asarray(sampler.make(length)(random.key(seed), X, y), float)
+        draws = np.asarray(sampler.make(sampler.length)(random.key(seed), X, y), float)
         seconds.append(time.perf_counter() - began)
         means.append((draws.mean(0) - mean) / sd)
         deviations.append(draws.std(0) / sd - 1)
@@ -114,10 +114,8 @@ def accuracy(sampler, length, repeats, is_table, X, y, exact):
         "part": "accuracy",
         "sampler": sampler.name,
         "setting": sampler.setting,
-        "length": length,
-        "run": sampler.describe(length),
-        "is_table": is_table,
-        "repeats": repeats,
+        "run": sampler.run,
+        "repeats": sampler.repeats,
         "seconds": middle_seconds,
         "seconds_se": error,
     }
@@ -128,7 +126,7 @@ def accuracy(sampler, length, repeats, is_table, X, y, exact):
 
 def accuracy_table(record):
     lines = []
-    for row in record.select(part="accuracy", is_table=True):
+    for row in record.select(part="accuracy"):
         errors = []
         for kind, limit, unit, sign in (("mean", MEAN, 1, ""), ("sd", SD, 100, " %")):
             value, error, worst = (unit * row[f"{kind}_error{end}"] for end in ("", "_se", "_at_worst"))

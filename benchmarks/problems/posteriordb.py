@@ -253,16 +253,6 @@ def ask_nuts(posterior: Posterior, key=None, num_samples: int = 10_000) -> dict[
     return {site: (x.mean(0), x.std(0)) for site, x in draws.items()}
 
 
-def errors(draws, reference):
-    """The worst error of a mean in standard deviations, and the worst relative error of a standard deviation."""
-    means, deviations = [], []
-    for site, (mean, sd) in reference.items():
-        x = np.asarray(draws[site], float)
-        means.append(np.max(np.abs(x.mean(0) - mean) / sd))
-        deviations.append(np.max(np.abs(x.std(0) / sd - 1)))
-    return float(max(means)), float(max(deviations))
-
-
 def known(name):
     return posteriordb(name) if name in POSTERIORDB else MADE_HERE[name]()
 

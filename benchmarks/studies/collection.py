@@ -1,8 +1,8 @@
 """Forty-nine posteriors that no setting was made for: which are right, which are wrong, and which say so?
 
 `MCMC(kernel(model), 1000, 1000, num_chains=20)`, nothing else set, on 36 posteriors of applied work with simulated
-data (`benchmarks/problems/collection.py`) and 13 of the zero-tuning study, against four chains of NUTS with 2,000 draws
-each or more. Errors are the worst over all scalars of the latent sites: of a mean, in posterior
+data (`benchmarks/problems/collection.py`) and 13 of `benchmarks/problems/posteriordb.py`, against four chains of NUTS
+with 2,000 draws each or more. Errors are the worst over all scalars of the latent sites: of a mean, in posterior
 standard deviations, and of a standard deviation, relative. z is the largest error of a mean in standard errors, of both
 runs together; the largest of so many normal numbers is below the figure beside it in 95 of 100 cases. *Right* is a mean
 within 0.1 sd and an sd within 10 %. What is wrong should be named by `diagnose` as an error, and nothing else should.
@@ -10,7 +10,7 @@ within 0.1 sd and an sd within 10 %. What is wrong should be named by `diagnose`
 Both kernels run in single precision, `SGLD` in double precision too. A reference of which NUTS itself has an R-hat
 above 1.01 or more than ten divergences is marked.
 
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.collection [--short] [--again]
+    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.collection [--again]
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ KERNELS = {"SGLD": (SGLD, 32), "SGHMC": (SGHMC, 32), "SGLD, x64": (SGLD, 64)}
 SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20}
 #: A large mean error in standard deviations, and a large relative error of a standard deviation.
 RIGHT = 0.1, 0.1
-#: Of the zero-tuning study all but one that is like another.
+#: All but one that is like another.
 OLDER = [name for name in (*POSTERIORDB, *MADE_HERE) if name != "gaussian, d = 50, correlated"]
 #: Of each of four chains of NUTS; the first fourteen references have 5,000.
 DRAWS = 2000
@@ -47,7 +47,6 @@ EXACT = {"banana": ([0.0, 1.25], [1.5, (2 * 1.5**4 + 0.25) ** 0.5])}
 #: Effects that the reference standardizes: without that NUTS has 183 divergences, and the mean of their scale is 0.09
 #: sd too large.
 CENTRED = {"varying intercepts few data": "a"}
-SHORT = ("probit regression", "varying intercepts few data")
 
 
 @cache
@@ -132,9 +131,8 @@ def measured(record: Record, name: str, label: str) -> dict:
 def measure(record: Record) -> None:
     enable_live_warnings(False)
     older = OLDER if data_folder() is not None else [name for name in OLDER if name in MADE_HERE and "cent" not in name]
-    names = list(SHORT) if record.short else [*COLLECTION, *older]
-    for label in list(KERNELS)[: 1 if record.short else None]:
-        for name in names:
+    for label in KERNELS:
+        for name in (*COLLECTION, *older):
             record.row(f"{name} / reference", partial(referred, name))
             record.row(f"{name} / {label}", partial(measured, record, name, label))
 
@@ -173,4 +171,4 @@ def tables(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, "collection", measure, tables, None)
+    run(__doc__, "collection", measure, tables)

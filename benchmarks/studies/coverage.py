@@ -9,7 +9,7 @@ z-scores compare a posterior mean with that of a long NUTS run on the first 30 d
 `ensemble_mcse` and of NUTS' own error: their root mean square should be 1. Runs in which `diagnose` finds an error are
 counted apart.
 
-    python -m benchmarks.studies.coverage [--short] [--again]
+    python -m benchmarks.studies.coverage [--again]
 """
 
 from functools import partial
@@ -17,7 +17,6 @@ import warnings
 
 import jax
 from jax import random
-import matplotlib.pyplot as plt
 import numpy as np
 from scipy.stats import kstest
 
@@ -27,14 +26,12 @@ from numpyro.infer import MCMC, NUTS
 from benchmarks.harness.store import Record, pm, run, table
 from benchmarks.problems.simulated import problems
 from numpyro_repulsion import SGHMC, SGLDR, diagnose, enable_live_warnings, ensemble_mcse
-from numpyro_repulsion.plots.style import COLOURS
 
 KERNELS = {"SGLDR": SGLDR, "SGHMC": SGHMC}
 #: How many data sets there are, those of each kernel, of each row, and those with references.
 NUMBER, NUMBERS, AT_ONCE, REFERENCES = 500, {"SGLDR": 500, "SGHMC": 100}, 50, 30
 SETTINGS = {"num_warmup": 500, "num_samples": 500, "num_chains": 20, "chain_method": "vectorized"}
 LEVELS = (50, 90)
-SHORT = ("logistic", "mixture")
 
 
 def ranks(draws: dict, truth: dict, sites) -> list[float]:
@@ -42,13 +39,13 @@ def ranks(draws: dict, truth: dict, sites) -> list[float]:
     return [float(x) for site in sites for x in np.ravel(np.mean(np.asarray(draws[site]) < truth[site], 0))]
 
 
-def batch(name: str, kernel: str, first: int, number: int) -> dict:
+def batch(name: str, kernel: str, first: int) -> dict:
     """A row: some data sets of a model, one compiled program for all."""
     problem = problems()[name]
     truths, responses = problem.draw(random.key(1), NUMBER)
     mcmc = MCMC(KERNELS[kernel](problem.model), **SETTINGS, progress_bar=True, jit_model_args=True)
     row: dict = {"model": name, "kernel": kernel, "first": first, "ranks": [], "errors": [], "means": [], "mcse": []}
-    for k in range(first, first + number):
+    for k in range(first, first + AT_ONCE):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mcmc.run(random.key(k), **problem.covariates, y=responses[k])
@@ -84,16 +81,12 @@ def reference(name: str) -> dict:
 
 def measure(record: Record) -> None:
     enable_live_warnings(False)
-    number, at_once = (10, 10) if record.short else (NUMBER, AT_ONCE)
-    names = SHORT if record.short else tuple(problems())
-    kernels = list(KERNELS)[:1] if record.short else list(KERNELS)
-    for first in range(0, number, at_once):
-        for name in names:
-            for kernel in (kernel for kernel in kernels if first < NUMBERS[kernel]):
-                key = f"{name} / {kernel} / {first}"
-                record.row(key, partial(batch, name, kernel, first, at_once))
+    for first in range(0, NUMBER, AT_ONCE):
+        for name in problems():
+            for kernel in (kernel for kernel in KERNELS if first < NUMBERS[kernel]):
+                record.row(f"{name} / {kernel} / {first}", partial(batch, name, kernel, first))
                 jax.clear_caches()
-            if first == 0 and not record.short:
+            if first == 0:
                 record.row(f"{name} / NUTS", partial(reference, name))
                 jax.clear_caches()
 
@@ -108,9 +101,7 @@ def coverage(rows: list[dict], level: float) -> tuple[float, float]:
 def z_scores(record: Record, name: str, kernel: str) -> np.ndarray:
     """Differences of means from NUTS', in standard errors, ``(data set, parameter)``."""
     (row,) = [row for row in record.select(model=name, kernel=kernel) if row["first"] == 0]
-    nuts = next((row for row in record.select(model=name) if "kernel" not in row), None)
-    if nuts is None:
-        return np.empty(0)
+    nuts = record.rows[f"{name} / NUTS"]
     ours, theirs = (np.asarray(x["means"]) for x in (row, nuts))
     errors = np.hypot(row["mcse"], nuts["mcse"])
     return (ours - theirs) / errors
@@ -118,7 +109,6 @@ def z_scores(record: Record, name: str, kernel: str) -> np.ndarray:
 
 def tables(record: Record) -> str:
     lines = []
-    has_references = any("kernel" not in row for row in record.rows.values())
     for name in problems():
         for kernel in KERNELS:
             rows = record.select(model=name, kernel=kernel)
@@ -133,42 +123,15 @@ def tables(record: Record) -> str:
             unflagged = coverage([{"ranks": [x for part in fine for x in part]}], 90)
             cells = [pm(*(100 * x for x in coverage(rows, level)), 1) for level in LEVELS]
             cells += [pm(*(100 * x for x in unflagged), 1), f"{flagged} of {len(errors)}", f"{worst:.2g}"]
-            if has_references:
-                z = z_scores(record, name, kernel)
-                known = z[np.isfinite(z)]
-                if known.size:
-                    cells += [f"{np.sqrt(np.mean(known**2)):.2f}", f"{100 * np.mean(np.abs(known) > 3):.1f}"]
-                    cells.append(f"{100 * (1 - known.size / z.size):.1f}")
-                else:
-                    cells += ["not run"] * 3
+            z = z_scores(record, name, kernel)
+            known = z[np.isfinite(z)]
+            cells += [f"{np.sqrt(np.mean(known**2)):.2f}", f"{100 * np.mean(np.abs(known) > 3):.1f}"]
+            cells.append(f"{100 * (1 - known.size / z.size):.1f}")
             lines.append([name, f"`{kernel}`", f"{len(errors)}", *cells])
     head = ["model", "", "data sets", "in 50 % intervals, %", "in 90 %", "in 90 %, not flagged", "flagged"]
-    head += ["p, ranks uniform"] + (
-        ["z-scores, root mean square", "above 3, %", "no error given, %"] if has_references else []
-    )
+    head += ["p, ranks uniform", "z-scores, root mean square", "above 3, %", "no error given, %"]
     return table(head, lines)
 
 
-def draw(record: Record):
-    """Ranks of all parameters by the first kernel, as differences from uniform ones."""
-    kernel = next(iter(KERNELS))
-    names = [name for name in problems() if record.select(model=name, kernel=kernel)]
-    figure, axes = plt.subplots(2, 3, figsize=(11, 5.4), layout="constrained", sharex=True, sharey=True)
-    grid = np.linspace(0, 1, 201)
-    for ax, name in zip(axes.ravel(), names, strict=False):
-        found = np.concatenate([row["ranks"] for row in record.select(model=name, kernel=kernel)])
-        # Where 95 % of the distances of uniform ranks from uniform lie, at each place by itself.
-        band = 1.96 * np.sqrt(grid * (1 - grid) / len(found))
-        ax.fill_between(grid, -band, band, color="grey", alpha=0.2, lw=0)
-        for x in found.T:
-            below = np.searchsorted(np.sort(x), grid, side="right") / len(x) - grid
-            ax.plot(grid, below, color=COLOURS[0], lw=0.8, alpha=0.7)
-        ax.set_title(f"{name}, {len(found)} data sets", fontsize=9)
-        ax.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("rank of the true parameter", fontsize=10)
-    figure.supylabel("share of lower ranks, minus uniform", fontsize=10)
-    return figure
-
-
 if __name__ == "__main__":
-    run(__doc__, "coverage", measure, tables, draw)
+    run(__doc__, "coverage", measure, tables)

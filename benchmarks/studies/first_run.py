@@ -6,7 +6,7 @@ compiles once for all runs. Seconds are medians over the processes. A stored fir
 the programs of an earlier one in JAX's persistent compilation cache. Traces are calls of the model's function; lines
 are those of StableHLO of the program of one iteration.
 
-    python -m benchmarks.studies.first_run [--short] [--again]
+    python -m benchmarks.studies.first_run [--again]
 """
 
 from functools import partial
@@ -179,9 +179,9 @@ def in_process(problem: str, name: str, **environment: str) -> dict:
     return json.loads(child.stdout.strip().splitlines()[-1])
 
 
-def timed(problem: str, name: str, repeats: int) -> dict:
+def timed(problem: str, name: str) -> dict:
     """A row: medians over processes without a cache, and a first run with the programs of an earlier process."""
-    rows = [in_process(problem, name, JAX_ENABLE_COMPILATION_CACHE="false") for _ in range(repeats)]
+    rows = [in_process(problem, name, JAX_ENABLE_COMPILATION_CACHE="false") for _ in range(3)]
     with tempfile.TemporaryDirectory() as folder:
         cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         stored = [in_process(problem, name, **cache)["first"] for _ in range(2)][1]
@@ -190,9 +190,9 @@ def timed(problem: str, name: str, repeats: int) -> dict:
 
 
 def measure(record: Record) -> None:
-    for problem in list(problems())[: 2 if record.short else None]:
+    for problem in problems():
         for name in KERNELS:
-            record.row(f"{problem} {name}", lambda p=problem, n=name: timed(p, n, 1 if record.short else 3))
+            record.row(f"{problem} {name}", partial(timed, problem, name))
 
 
 def tables(record: Record) -> str:
@@ -215,4 +215,4 @@ if __name__ == "__main__":
     if TASK in os.environ:
         print(json.dumps(measure_here(*json.loads(os.environ[TASK]))))
     else:
-        run(__doc__, "first_run", measure, tables, None)
+        run(__doc__, "first_run", measure, tables)

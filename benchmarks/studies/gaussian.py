@@ -5,7 +5,7 @@ does not say from which particles; here once from the last cloud, and once from 
 estimated deviations are those of the points themselves, so that six independent draws are expected to fall short of 1
 too: they stand beside. The bandwidth is the median rule on the starting particles, or the one that is named.
 
-    python -m benchmarks.studies.gaussian [--short] [--again]
+    python -m benchmarks.studies.gaussian [--again]
 """
 
 from jax import random
@@ -17,7 +17,7 @@ from benchmarks.harness.store import Record, plt, pm, run, table
 from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, Independent, Overdamped, plot_particles
 from numpyro_repulsion.targets import gaussian
 
-PARTICLES, UPDATES, STEP, LAST = 6, 200, 0.05, 100
+PARTICLES, UPDATES, STEP, LAST, REPEATS = 6, 200, 0.05, 100, 200
 SAMPLERS = {
     "SVGD": lambda step: SVGD(gaussian, step_size=step, num_steps=1),
     "SGLD+R": lambda step: SGLDR(gaussian, step_size=step, num_steps=1),
@@ -50,17 +50,15 @@ def summarize(clouds):
 
 
 def measure(record):
-    number = 50 if record.short else 200
-
     def of(make):
         run = repeats(make, start=start, num_warmup=0, num_samples=UPDATES, num_chains=PARTICLES)
-        clouds, _ = run(STEP, range(number))
-        return {"repeats": number, "trajectories": np.round(clouds[0], 3).tolist()} | summarize(clouds)
+        clouds, _ = run(STEP, range(REPEATS))
+        return {"repeats": REPEATS, "trajectories": np.round(clouds[0], 3).tolist()} | summarize(clouds)
 
     for name, make in SAMPLERS.items():
         record.row(name, lambda make=make: of(make))
-    independent = np.random.default_rng(1).standard_normal((number, PARTICLES, UPDATES, 2))
-    record.row("independent draws", lambda: {"repeats": number} | summarize(independent))
+    independent = np.random.default_rng(1).standard_normal((REPEATS, PARTICLES, UPDATES, 2))
+    record.row("independent draws", lambda: {"repeats": REPEATS} | summarize(independent))
 
 
 def tables(record: Record) -> str:
@@ -69,9 +67,8 @@ def tables(record: Record) -> str:
         for name, row in record.rows.items():
             lines.append([what, name, *(pm(*cell) for cell in row[what])])
     lines += [["the paper", name, *(f"{value:.2f}" for value in values)] for name, values in PAPER.items()]
-    number = next(iter(record.rows.values()))["repeats"]
     head = ("from", "sampler", "mean: 0", "σ of x: 1", "σ of y: 1")
-    return table(head, lines) + f"\n\nStep {STEP}, means and standard errors over {number} repeats."
+    return table(head, lines) + f"\n\nStep {STEP}, means and standard errors over {REPEATS} repeats."
 
 
 def draw(record: Record):

@@ -1,11 +1,10 @@
-"""How cost grows: time for an update against particles, rows, parameters and rows of a minibatch; compilation; memory.
+"""How cost grows: time for an update against particles, rows, parameters and rows of a minibatch; memory.
 
 Logistic regression, each particle on minibatches of its own; one of the four numbers varies, the others stay. Whole
 runs of 200 updates through ``MCMC`` are compiled first. Exponents are those of a line through the logarithms of the
-upper half of the sizes. Memory is what XLA sets aside for the program beside its arguments and results. The first and
-second runs of the paper's network (455 rows, 13 covariates) are beside NUTS's, which looks at all rows.
+upper half of the sizes. Memory is what XLA sets aside for the program beside its arguments and results.
 
-    python -m benchmarks.studies.growth [--short] [--again]
+    python -m benchmarks.studies.growth [--again]
 """
 
 from functools import partial
@@ -15,15 +14,12 @@ import time
 import jax
 from jax import random
 import jax.numpy as jnp
-from matplotlib.ticker import NullLocator
 import numpy as np
 
-from numpyro.infer import NUTS
-
 from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import Record, plt, run, table
+from benchmarks.harness.store import Record, run, table
 from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, RandomFeatures, enable_live_warnings
-from numpyro_repulsion.targets import bayesian_neural_network, logistic_regression
+from numpyro_repulsion.targets import logistic_regression
 
 BASE = {"L": 20, "N": 10_000, "d": 20, "batch": 100}
 SIZES = {
@@ -70,48 +66,15 @@ def per_update(make, sizes, rounds):
     return row | {"bytes": None if memory is None else memory.temp_size_in_bytes}
 
 
-def first_runs(kernel, num_chains, repeats, **settings):
-    """Seconds of the first run of a process's fresh compilation, and of the second."""
-    X = random.normal(random.key(0), (455, 13))
-    y = jnp.sin(X[:, 0]) + 0.1 * random.normal(random.key(1), (455,))
-    first, second = [], []
-    for _ in range(repeats):
-        jax.clear_caches()
-        # With the bar one compilation serves both runs.
-        mcmc = vectorized(kernel(bayesian_neural_network), 20, 20, num_chains, progress_bar=True)
-        for seconds in (first, second):
-            began = time.perf_counter()
-            mcmc.run(random.key(0), X, y, **settings)
-            jax.block_until_ready(mcmc.get_samples())
-            seconds.append(time.perf_counter() - began)
-    return {"first": statistics.median(first), "second": statistics.median(second)}
-
-
-def short_form(varied):
-    """Kernels and sizes of the short form: repulsion where it costs, and two sizes for an exponent."""
-    return ("SGLD", "SGLDR") if varied == "L" else ("SGLD",), SIZES[varied][:3:2]
-
-
 def measure(record):
     enable_live_warnings(False)
-    rounds = 3 if record.short else 9
-    # The short form leaves these out, a minute and a half of compilation.
-    for name, kernel in () if record.short else (("SGLD", SGLD), ("SGLDR", SGLDR), ("NUTS", NUTS)):
-        ours = name != "NUTS"
-        settings = {"subsample_size": 100} if ours else {}
-
-        def timed(name=name, kernel=kernel, ours=ours, settings=settings):
-            return {"first run": name} | first_runs(kernel, 20 if ours else 4, 3, **settings)
-
-        record.row(f"first run {name}", timed)
     for varied, sizes in SIZES.items():
-        kernels, sizes = short_form(varied) if record.short else (tuple(KERNELS), sizes)
         for size in sizes:
-            for name in kernels:
+            for name in KERNELS:
 
                 def timed(varied=varied, size=size, name=name):
                     row = {"varied": varied, "size": size, "kernel": name}
-                    return row | per_update(KERNELS[name], BASE | {varied: size}, rounds)
+                    return row | per_update(KERNELS[name], BASE | {varied: size}, 9)
 
                 record.row(f"{varied} {size} {name}", timed)
             jax.clear_caches()
@@ -138,36 +101,8 @@ def tables(record: Record) -> str:
         sections.append(table(head, lines))
     fixed = ", ".join(f"{size:,} {NAMES[name]}" for name, size in BASE.items())
     sections.append(f"What does not vary: {fixed}.")
-    first = [row for row in record.rows.values() if "first run" in row]
-    return "\n\n".join([*sections, *([first_run_table(first)] if first else [])])
-
-
-def first_run_table(rows: list[dict]) -> str:
-    nuts = next(row for row in rows if row["first run"] == "NUTS")
-    lines = []
-    for row in rows:
-        compiling = row["first"] - row["second"]
-        ratio = compiling / (nuts["first"] - nuts["second"])
-        cells = (f"{row['first']:.1f} s", f"{row['second']:.1f} s", f"{compiling:.1f} s", f"{ratio:.2f}")
-        lines.append([f"`{row['first run']}`", *cells])
-    head = ("the network, 20 + 20 iterations", "first run", "second run", "difference", "over NUTS's (at most 1.5)")
-    return table(head, lines)
-
-
-def draw(record: Record):
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.4), sharey=True, layout="constrained")
-    for ax, (varied, name) in zip(axes, NAMES.items(), strict=True):
-        for kernel in dict.fromkeys(row["kernel"] for row in record.select(varied=varied)):
-            rows = sorted(record.select(varied=varied, kernel=kernel), key=lambda row: row["size"])
-            ax.plot([row["size"] for row in rows], [1e6 * row["seconds"] for row in rows], ".-", label=kernel)
-        ax.set(xscale="log", yscale="log", xlabel=name)
-        sizes = [size for size in SIZES[varied] if record.select(varied=varied, size=size)]
-        ax.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        ax.xaxis.set_minor_locator(NullLocator())
-    axes[0].set_ylabel("µs an update")
-    axes[0].legend(frameon=False, fontsize=8)
-    return figure
+    return "\n\n".join(sections)
 
 
 if __name__ == "__main__":
-    run(__doc__, "growth", measure, tables, draw)
+    run(__doc__, "growth", measure, tables)

@@ -6,10 +6,10 @@ Inflation is the variance about the nearest mode over its exact value (0.96 for 
 cut off by their neighbours). Effective draws are those of the mean of the first coordinate, by its mean squared error
 over seeds. ± is a standard error over seeds.
 
-    python -m benchmarks.studies.jumps [--short] [--again]
+    python -m benchmarks.studies.jumps [--again]
 """
 
-from functools import cache
+from functools import cache, partial
 import time
 
 import jax
@@ -24,7 +24,7 @@ from benchmarks.problems.multimodal import TARGETS, Scores, exact, mixture
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Archive, enable_live_warnings
 from numpyro_repulsion.targets import gaussian_mixture
 
-PARTICLES, WARMUP, KEPT = 20, 50, 50
+PARTICLES, WARMUP, KEPT, SEEDS = 20, 50, 50, 96
 EXACT = "1000 independent draws"
 SAMPLERS = {
     "`SGLD(moves=Archive())`": (SGLD, Archive()),
@@ -41,7 +41,7 @@ def scores(target):
     return Scores(TARGETS[target])
 
 
-def runs(kernel, seeds):
+def runs(kernel):
     """Kept draws and the last state of one run for each seed, compiled once."""
 
     @jax.jit
@@ -50,7 +50,7 @@ def runs(kernel, seeds):
             lambda state, _: ((new := kernel.sample(state, (), {})), new.z["z"]), state, length=WARMUP + KEPT
         )
 
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         state = kernel.init(random.split(random.key(seed), PARTICLES), WARMUP, None, (), {})
         began = time.perf_counter()
         state, z = jax.block_until_ready(sample(state))
@@ -71,16 +71,16 @@ def summarize(found, target, sampler):
     }
 
 
-def independent(target, seeds):
+def independent(target):
     rng = np.random.default_rng(1)
-    return summarize([scores(target)(exact(rng, TARGETS[target], 1000)) for _ in range(seeds)], target, EXACT)
+    return summarize([scores(target)(exact(rng, TARGETS[target], 1000)) for _ in range(SEEDS)], target, EXACT)
 
 
-def sampled(target, sampler, seeds):
+def sampled(target, sampler):
     kernel, moves = SAMPLERS[sampler]
     model = gaussian_mixture if target == "3 × 3 grid" else mixture(*TARGETS[target])
     found, acceptance, seconds = [], [], []
-    for draws, state, wall in runs(kernel(model, moves=moves, init_strategy=init_to_uniform), seeds):
+    for draws, state, wall in runs(kernel(model, moves=moves, init_strategy=init_to_uniform)):
         found.append(scores(target)(draws))
         seconds.append(wall)
         if moves is not None:
@@ -92,11 +92,10 @@ def sampled(target, sampler, seeds):
 
 def measure(record: Record) -> None:
     enable_live_warnings(False)
-    seeds = 4 if record.short else 96
-    for target in list(TARGETS)[: 1 if record.short else None]:
-        record.row(f"{target} / {EXACT}", lambda t=target: independent(t, seeds))
+    for target in TARGETS:
+        record.row(f"{target} / {EXACT}", partial(independent, target))
         for sampler in SAMPLERS:
-            record.row(f"{target} / {sampler}", lambda t=target, s=sampler: sampled(t, s, seeds))
+            record.row(f"{target} / {sampler}", partial(sampled, target, sampler))
 
 
 def tables(record: Record) -> str:
@@ -119,4 +118,4 @@ def tables(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, "jumps", measure, tables, None)
+    run(__doc__, "jumps", measure, tables)

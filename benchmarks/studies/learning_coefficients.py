@@ -5,9 +5,10 @@ teacher, a prior of standard deviation 10, and inverse temperature 1 / log n. Te
 and as many draws of ten updates. The theorem's value holds for n without end; beside it stands that of this posterior,
 from NUTS on all rows (two chains of 2,000 draws).
 
-    python -m benchmarks.studies.learning_coefficients [--short] [--again]
+    python -m benchmarks.studies.learning_coefficients [--again]
 """
 
+from functools import partial
 import itertools
 import math
 import time
@@ -19,8 +20,9 @@ import numpy as np
 
 import numpyro
 from numpyro.diagnostics import effective_sample_size
-from numpyro.infer import MCMC, NUTS, init_to_value
+from numpyro.infer import NUTS, init_to_value
 
+from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems.linear_networks import NETWORKS, coefficient, data, loss, network, sample_weights, teacher
 from numpyro_repulsion import SGHMC, SGLD, SGNHT, init_around
@@ -33,26 +35,18 @@ def settings(widths, rank, number):
     return {"center": teacher(widths, rank), "strength": 1.0, "inverse_temperature": 1 / math.log(number)}
 
 
-def by_llc(widths, rank, kernel, short):
+def by_llc(widths, rank, kernel):
     """λ̂ with nothing set."""
     x, y = data(widths, rank)
     local = Localized(network, **settings(widths, rank, len(x)))
-    count = 200 if short else 1000
     began = time.perf_counter()
-    mcmc = MCMC(
-        KERNELS[kernel](local, init_strategy=init_around(local.center, scale=0.05)),
-        num_warmup=count,
-        num_samples=count,
-        num_chains=10,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(KERNELS[kernel](local, init_strategy=init_around(local.center, scale=0.05)), 1000, 1000, 10)
     mcmc.run(random.key(0), widths, x, y)
     found = llc(mcmc)
     return {"value": found.value, "error": found.mcse, "seconds": time.perf_counter() - began}
 
 
-def by_nuts(widths, rank, short):
+def by_nuts(widths, rank):
     """λ̂ of the same posterior, from draws of NUTS on all rows."""
     x, _ = data(widths, rank)
     center, gram = teacher(widths, rank), np.asarray(x, float).T @ np.asarray(x, float)
@@ -62,16 +56,9 @@ def by_nuts(widths, rank, short):
         numpyro.factor("likelihood", -loss(sample_weights(widths), jnp.asarray(gram), truth))
 
     local = Localized(model, factors=["likelihood"], **settings(widths, rank, len(x)))
-    count = 200 if short else 2000
     began = time.perf_counter()
-    mcmc = MCMC(
-        NUTS(local, init_strategy=init_to_value(values=center), target_accept_prob=0.9),
-        num_warmup=min(1500, count),
-        num_samples=count,
-        num_chains=2,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    nuts = NUTS(local, init_strategy=init_to_value(values=center), target_accept_prob=0.9)
+    mcmc = vectorized(nuts, 1500, 2000, 2)
     mcmc.run(random.key(0))
     draws = mcmc.get_samples(group_by_chain=True)
     losses = jax.vmap(jax.vmap(lambda one: loss([one[name] for name in center], jnp.asarray(gram), truth)))(draws)
@@ -81,11 +68,10 @@ def by_nuts(widths, rank, short):
 
 
 def measure(record: Record) -> None:
-    for widths, rank in NETWORKS[:1] if record.short else NETWORKS:
+    for widths, rank in NETWORKS:
         for kernel in KERNELS:
-            name = f"{widths}, rank {rank}, {kernel}"
-            record.row(name, lambda w=widths, r=rank, k=kernel: by_llc(w, r, k, record.short))
-        record.row(f"{widths}, rank {rank}, NUTS", lambda w=widths, r=rank: by_nuts(w, r, record.short))
+            record.row(f"{widths}, rank {rank}, {kernel}", partial(by_llc, widths, rank, kernel))
+        record.row(f"{widths}, rank {rank}, NUTS", partial(by_nuts, widths, rank))
 
 
 def cell(row):
@@ -108,4 +94,4 @@ def tables(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, "learning_coefficients", measure, tables, None)
+    run(__doc__, "learning_coefficients", measure, tables)

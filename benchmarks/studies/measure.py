@@ -11,7 +11,7 @@ Gradients are those of all rows for one chain, with warmup and tuning. Seconds a
 median run, compiled before; those to compile are beside them. nutpie calls a compiled gradient from Python for each
 step, so that its seconds are mostly those of Python, and its gradients say more.
 
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.measure [--short] [--again]
+    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.measure [--again]
 """
 
 from functools import cache, partial
@@ -39,7 +39,6 @@ NAMES = {
     "hierarchical logistic": 1.0,
     "logistic, N = 20,000, batch 200": 100.0,
 }
-SHORT = EXACT[1:]
 QUANTITIES = ("mean", "square", "below 5 %", "above 95 %")
 #: The variance of one draw, for a normal marginal.
 VARIANCES = np.array([1.0, 2.0, 0.05 * 0.95, 0.05 * 0.95])
@@ -87,7 +86,7 @@ def squared_errors(x: np.ndarray, places: np.ndarray) -> np.ndarray:
     return (found**2).mean(1) / VARIANCES
 
 
-def measured(name: str, label: str, runs: int) -> dict:
+def measured(name: str, label: str) -> dict:
     """A row: squared errors by run and quantity, gradients and seconds."""
     places, _ = reference(name)
     make, _ = METHODS[label]
@@ -102,7 +101,7 @@ def measured(name: str, label: str, runs: int) -> dict:
         x, gradients = finished(program, 0)
         first = time.process_time() - began
         found, seconds = [squared_errors(x, places)], []
-        for seed in range(1, runs):
+        for seed in range(1, RUNS):
             began = time.process_time()
             x, gradients = finished(program, seed)
             seconds.append(time.process_time() - began)
@@ -119,10 +118,9 @@ def measured(name: str, label: str, runs: int) -> dict:
 
 def measure(record: Record) -> None:
     names = NAMES if data_folder() is not None else [name for name in NAMES if name not in POSTERIORDB]
-    names = [name for name in names if name in SHORT] if record.short else names
     for name in names:
-        for label in list(METHODS)[:5] if record.short else METHODS:
-            record.row(f"{name} / {label}", partial(measured, name, label, 3 if record.short else RUNS))
+        for label in METHODS:
+            record.row(f"{name} / {label}", partial(measured, name, label))
 
 
 def worth(row: dict, number: float) -> tuple[int, float, float]:
@@ -172,4 +170,4 @@ def tables(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, "measure", measure, tables, None)
+    run(__doc__, "measure", measure, tables)

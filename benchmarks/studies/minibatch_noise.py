@@ -5,10 +5,11 @@ rows, 20 covariates and minibatches of 200 rows, three seeds. Squares are those 
 NUTS, over its variances; ± is a standard error over seeds. The last column is how many independent draws warmup
 expects 1,000 iterations to be worth in the slowest direction. Thermostats refuse minibatches without replacement.
 
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.minibatch_noise [--short] [--again]
+    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.minibatch_noise [--again]
 """
 
 from functools import partial
+import itertools
 import warnings
 
 import jax
@@ -42,16 +43,16 @@ GRADIENTS = {
     "Sweeps()": Sweeps(),
 }
 SETTINGS = {"num_warmup": 1000, "num_samples": 2000, "num_chains": 20}
-SEEDS, SHORT = 3, (("Subsampled()", "SGLD"), ("Subsampled()", "SGNHT"))
+SEEDS = 3
 
 
-def measured(kernel: str, gradient: str, seeds: int) -> dict:
+def measured(kernel: str, gradient: str) -> dict:
     """A row: squares and errors of means by seed and parameter, the steps, and what `diagnose` names."""
     posterior, reference = known(POSTERIOR), nuts_reference(POSTERIOR)
     mcmc = vectorized(KERNELS[kernel](posterior.model, gradient=GRADIENTS[gradient]), **SETTINGS, progress_bar=True)
     row: dict = {"kernel": kernel, "gradient": gradient, "squares": [], "means": [], "steps": [], "named": []}
     row |= {"predicted": [], "effective": []}
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mcmc.run(random.key(seed), *posterior.args, **posterior.kwargs)
@@ -73,26 +74,22 @@ def measured(kernel: str, gradient: str, seeds: int) -> dict:
 
 def measure(record: Record) -> None:
     enable_live_warnings(False)
-    pairs = [(gradient, kernel) for gradient in GRADIENTS for kernel in KERNELS]
-    for gradient, kernel in SHORT if record.short else pairs:
-        if gradient == "Sweeps()" and kernel.startswith("SGNHT"):
-            continue
-        record.row(f"{gradient} / {kernel}", partial(measured, kernel, gradient, 1 if record.short else SEEDS))
+    for gradient, kernel in itertools.product(GRADIENTS, KERNELS):
+        if gradient != "Sweeps()" or not kernel.startswith("SGNHT"):
+            record.row(f"{gradient} / {kernel}", partial(measured, kernel, gradient))
 
 
 def tables(record: Record) -> str:
     lines = []
     for row in record.rows.values():
         squares = 100 * (np.array(row["squares"]) - 1.0)
-        each = squares.mean(1)
-        mean = pm(*mean_and_error(each), 1) if len(each) > 1 else f"{each[0]:.1f}"
         worst = squares.mean(0)
         named = sorted({name for names in row["named"] for name in names})
         lines.append(
             [
                 f"`{row['kernel']}(model, gradient={row['gradient']})`",
                 f"{np.mean(row['steps']):.2g}",
-                mean,
+                pm(*mean_and_error(squares.mean(1)), 1),
                 f"{worst[np.argmax(np.abs(worst))]:.1f}",
                 f"{100 * np.mean(row['predicted']):.0f}",
                 f"{np.abs(row['means']).mean():.3f}",
@@ -105,4 +102,4 @@ def tables(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, "minibatch_noise", measure, tables, None)
+    run(__doc__, "minibatch_noise", measure, tables)

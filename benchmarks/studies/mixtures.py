@@ -1,10 +1,9 @@
 """The paper's two mixtures, Tables 1 and 2 and Figures 3 to 6: exponentials, and nine Gaussians on a grid.
 
 500 updates of warmup and 500 of which every tenth is kept, by 10, 20 and 100 particles that start uniformly in (−2, 2)
-of the unconstrained space. Four questions: (a) the paper's protocol, one step for all; (b) each sampler at its own best
-step and bandwidth; (c) each at the step where its draws are too wide by 10 %; (d) nothing set. Steps and bandwidths are
-chosen on seeds of their own. NumPyro's samplers have nothing to set; an iteration of theirs takes several gradients, or
-none.
+of the unconstrained space. Three questions: (a) the paper's protocol, one step for all; (b) each sampler at its own
+best step and bandwidth; (c) nothing set. Steps and bandwidths are chosen on seeds of their own. NumPyro's samplers have
+nothing to set; an iteration of theirs takes several gradients, or none.
 
 Errors are mean absolute ones over repeats (of two coordinates, their mean). Effective draws are the exact variance over
 the mean squared error of E X, bias included; nominal ones are NumPyro's estimate, which takes particles for independent
@@ -12,7 +11,7 @@ chains. The energy distance is that from the exact law (for n independent draws 
 the variance within the modes over its exact value; of exponentials, that of the logarithm, where the particles live.
 SVGD's result is its last cloud.
 
-    python -m benchmarks.studies.mixtures [--short] [--again]
+    python -m benchmarks.studies.mixtures [--again]
 """
 
 from functools import partial
@@ -45,10 +44,11 @@ MODELS = {"exponentials": exponential_mixture, "Gaussians": gaussian_mixture}
 STEPS = (0.01, 0.03, 0.1)
 #: RBF's h; ``None`` is the one that warmup finds.
 BANDWIDTHS = (None, 0.1, 0.3, 1.0, 3.0)
-TUNING_SEED, INFLATION, BISECTIONS = 10_000, 1.1, 4
+TUNING_SEED = 10_000
 SHOWN = ("SGLD", "SGLD+R")
-#: In the short form.
-SHORT = (*SHOWN, "SGLD, balanced", "SVGD", "SGLD, archive", "NumPyro's NUTS")
+CLOUDS = [("exponentials", 10), ("Gaussians", 20), ("exponentials", 100), ("exponentials", 20)]
+CLOUDS += [("Gaussians", 10), ("Gaussians", 100)]
+GRID, REPEATS = np.geomspace(0.003, 1.0, 11), 200
 
 
 def kernels(model):
@@ -139,79 +139,56 @@ def summarize(draws, score, last=False):
     return row
 
 
-def settings(record):
-    """What the two forms differ in: steps tried, bandwidths, clouds, and how many seeds for (tuning, report)."""
-    # The paper's sizes first.
-    clouds = [("exponentials", 10), ("Gaussians", 20)]
-    if record.short:
-        return np.geomspace(0.01, 0.3, 5), (None,), clouds, lambda size: (6, 24)
-    clouds += [("exponentials", 100), ("exponentials", 20), ("Gaussians", 10), ("Gaussians", 100)]
-    return np.geomspace(0.003, 1.0, 11), BANDWIDTHS, clouds, lambda size: (8 if size == 100 else 32, 200)
-
-
 def measure(record):
     enable_live_warnings(False)
-    grid, bandwidths, clouds, seeds = settings(record)
-    for target, size in clouds:
+    for target, size in CLOUDS:
         score = Exponentials() if target == "exponentials" else Gaussians()
-        warmup, number = seeds(size)
-        independent(record, target, size, number)
         at = {"target": target, "particles": size}
         runs = {"num_chains": size, "num_warmup": 50, "num_samples": 50}
+        record.row(f"{target} {size} exact", partial(independent, at, score))
         for name, make in kernels(MODELS[target]).items():
-            if record.short and name not in SHORT:
-                continue
-            hand_set(record, at | {"sampler": name}, make, score, runs, grid, bandwidths, (warmup, number))
+            hand_set(record, at | {"sampler": name}, make, score, runs)
         for name, make in nothing_set(target).items():
-            if record.short and name not in SHORT:
-                continue
-            key = f"{target} {size} d {name}"
-            record.row(key, partial(alone, at | {"sampler": name}, make, score, runs, number))
+            record.row(f"{target} {size} d {name}", partial(alone, at | {"sampler": name}, make, score, runs))
         jax.clear_caches()
 
 
-def alone(at, make, score, runs, number):
+def alone(at, make, score, runs):
     """Protocol (d): a row of a kernel with nothing set."""
     if at["sampler"].startswith("NumPyro"):
         runs = runs | {"num_warmup": 500, "num_samples": 500, "thinning": 10}
-    draws, seconds = repeats(lambda step: make(), **runs)(0.0, range(number))
+    draws, seconds = repeats(lambda step: make(), **runs)(0.0, range(REPEATS))
     return at | {"protocol": "d", "seconds": seconds} | summarize(draws, score)
 
 
-def hand_set(record, at, make, score, runs, grid, bandwidths, seeds):
-    """Protocols (a), (b) and (c) of one kernel."""
+def hand_set(record, at, make, score, runs):
+    """Protocols (a) and (b) of one kernel."""
     name, target, size = at["sampler"], at["target"], at["particles"]
-    last = name == "SVGD"
+    last, tuning = name == "SVGD", 8 if size == 100 else 32
     # Compiled where a row asks for it, once for each bandwidth.
-    programs = {h: repeats(lambda step, h=h: make(step, h), **runs) for h in bandwidths}
+    programs = {h: repeats(lambda step, h=h: make(step, h), **runs) for h in BANDWIDTHS}
 
-    def trial(h, steps):
-        draws = [programs[h](step, TUNING_SEED + np.arange(seeds[0]))[0] for step in steps]
+    def trial(h):
+        draws = [programs[h](step, TUNING_SEED + np.arange(tuning))[0] for step in GRID]
         rows = [summarize(x, score, last) for x in draws]
         kept = {key: [row.get(key, (None,))[0] for row in rows] for key in (score.criterion, "inflation")}
-        return at | {"protocol": "grid", "h": h, "steps": steps, "seeds": seeds[0]} | kept
+        return at | {"protocol": "grid", "h": h, "steps": GRID.tolist(), "seeds": tuning} | kept
 
     def report(protocol, h, step):
-        draws, seconds = programs[h](step, range(seeds[1]))
+        draws, seconds = programs[h](step, range(REPEATS))
         row = at | {"protocol": protocol, "h": h, "step": float(step), "seconds": seconds}
         if protocol == "a" and step == STEPS[0] and name in SHOWN:
             row["running"] = running(draws[:5])
             row["cloud"] = np.round(draws[0, :, -1], 3).tolist()
         return row | summarize(draws, score, last)
 
-    def equally_wide(trials):
-        found = at_inflation(trials, trial, score.criterion)
-        return report("c", *found) if found else at | {"protocol": "c", "nowhere": True}
-
     for step in STEPS:
         record.row(f"{target} {size} a {name} {step}", lambda step=step: report("a", None, step))
     trials = [
-        record.row(f"{target} {size} grid {name} {h}", lambda h=h: trial(h, grid.tolist()))
-        for h in (bandwidths if name in REPULSIVE else (None,))
+        record.row(f"{target} {size} grid {name} {h}", partial(trial, h))
+        for h in (BANDWIDTHS if name in REPULSIVE else (None,))
     ]
     record.row(f"{target} {size} b {name}", lambda: report("b", *best(trials, score.criterion)))
-    if not last:
-        record.row(f"{target} {size} c {name}", lambda: equally_wide(trials))
 
 
 def running(draws):
@@ -227,40 +204,14 @@ def best(trials, criterion):
     return row["h"], row["steps"][i]
 
 
-def at_inflation(trials, trial, criterion):
-    """The bandwidth and step of the least criterion among those where the draws are too wide by 10 %.
-
-    The step is bisected between the two of the grid where that happens; ``None`` where the grid is nowhere that hot.
-    """
-    found = []
-    for row in trials:
-        width = np.array([np.inf if x is None else x for x in row["inflation"]])
-        above = np.flatnonzero((width[1:] >= INFLATION) & (width[:-1] < INFLATION))
-        if len(above) == 0:
-            continue
-        low, high = row["steps"][above[0] : above[0] + 2]
-        for _ in range(BISECTIONS):
-            middle = (low * high) ** 0.5
-            tried = trial(row["h"], [middle])
-            if (tried["inflation"][0] or np.inf) < INFLATION:
-                low = middle
-            else:
-                high = middle
-        value = trial(row["h"], [low])[criterion][0]
-        found.append((value, row["h"], low))
-    return min(found, key=lambda x: x[0])[1:] if found else None
-
-
-def independent(record, target, size, number):
+def independent(at, score):
     """Draws of the exact law, as many as the samplers keep."""
-    rng, shape = np.random.default_rng(1), (number, size, 50)
-    if target == "Gaussians":
+    rng, shape = np.random.default_rng(1), (REPEATS, at["particles"], 50)
+    if at["target"] == "Gaussians":
         draws = multimodal.GRID[rng.integers(9, size=shape)] + 0.1**0.5 * rng.standard_normal((*shape, 2))
     else:
         draws = rng.exponential(1 / np.where(rng.random(shape) < 1 / 3, 1.5, 0.5))
-    score = Exponentials() if target == "exponentials" else Gaussians()
-    at = {"target": target, "particles": size, "protocol": "exact", "sampler": "independent draws"}
-    record.row(f"{target} {size} exact", lambda: at | summarize(draws, score))
+    return at | {"protocol": "exact", "sampler": "independent draws"} | summarize(draws, score)
 
 
 #: In which tables and pictures have them, whenever they were measured.
@@ -268,7 +219,7 @@ ORDER = (
     *("independent draws", "SGLD", "SGLD, balanced", "SGLD+R", "SGHMC", "SGHMC+R", "SVGD"),
     *("SGLD, archive", "SGLD+R, archive", "SGHMC, archive", "NumPyro's NUTS", "NumPyro's AIES", "NumPyro's ESS"),
 )
-PROTOCOLS = {"exact": "", "a": "(a) one step", "b": "(b) its best", "c": "(c) 10 % too wide", "d": "(d) nothing set"}
+PROTOCOLS = {"exact": "", "a": "(a) one step", "b": "(b) its best", "d": "(c) nothing set"}
 
 
 def tables(record: Record) -> str:
@@ -305,51 +256,26 @@ def settings_of(row):
 
 
 def cell(row, name):
-    if row.get("nowhere"):
-        return "no step of the grid" if name == "mean_error" else ""
     lost = f" ({row['not_finite']} not finite)" if row["not_finite"] and name == "mean_error" else ""
     return pm(*row[name], 4 if name == "distance" else 3) + lost if name in row else f"not finite{lost}"
 
 
 def draw(record: Record):
-    figure, axes = plt.subplots(2, 3, figsize=(11, 6.6), layout="constrained")
-    sizes = sorted({row["particles"] for row in record.select(target="exponentials")})
-    axes[0, 1].set_axis_off()
-    for ax, size in zip(axes[0], dict.fromkeys((sizes[0], sizes[-1])), strict=False):
-        ax.set_axis_on()
-        for name, to_positions in zip(SHOWN, ("C0", "C1"), strict=True):
-            row = record.rows[f"exponentials {size} a {name} {STEPS[0]}"]
-            updates = 500 + 10 * np.arange(1, 51)
-            for i, line in enumerate(row["running"]):
-                ax.plot(updates, line, to_positions, lw=0.9, label=name if i == 0 else None)
+    figure, axes = plt.subplots(1, 4, figsize=(14, 3.5), layout="constrained")
+    for ax, size in zip(axes, (10, 100), strict=False):
+        for name in SHOWN:
+            running = np.array(record.rows[f"exponentials {size} a {name} {STEPS[0]}"]["running"])
+            lines = ax.plot(500 + 10 * np.arange(1, 51), running.T, f"C{SHOWN.index(name)}", lw=0.9)
+            lines[0].set_label(name)
         ax.axhline(Exponentials.mean, color="k", lw=0.8)
         ax.set(title=f"exponentials, {size} particles, ε = {STEPS[0]}", xlabel="update", ylabel="running E X")
-    axes[0, 0].legend(frameon=False)
-    trade_off(axes[0, 2], record, "exponentials", sizes[0])
-    grid = 20
-    for ax, name in zip(axes[1], SHOWN, strict=False):
-        cloud = np.array(record.rows[f"Gaussians {grid} a {name} {STEPS[0]}"]["cloud"])
+    axes[0].legend(frameon=False)
+    for ax, name in zip(axes[2:], SHOWN, strict=True):
+        cloud = np.array(record.rows[f"Gaussians 20 a {name} {STEPS[0]}"]["cloud"])
         ax.scatter(*multimodal.GRID.T, s=900, color="0.9")
         ax.scatter(*cloud.T, s=12)
         ax.set(title=f"{name}, last cloud, ε = {STEPS[0]}", xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal")
-    trade_off(axes[1, 2], record, "Gaussians", grid)
     return figure
-
-
-def trade_off(ax, record, target, size):
-    """The criterion against inflation, along the steps of the grid."""
-    rows = in_order(record.select(target=target, particles=size, protocol="grid", h=None))
-    criterion = (Exponentials if target == "exponentials" else Gaussians).criterion
-    for row in rows:
-        width, value = np.array([row["inflation"], row[criterion]], float)
-        # Where Euler's chain explodes there is nothing to see.
-        shown = width < 3.0
-        if row["sampler"] != "SVGD":
-            ax.plot(width[shown], value[shown], ".-", lw=0.9, label=row["sampler"])
-    ax.axvline(1.0, color="k", lw=0.8)
-    label = "error of E X" if criterion == "mean_error" else "energy distance"
-    ax.set(yscale="log", xlabel="inflation", ylabel=label, title=f"{target}, each step of the grid")
-    ax.legend(frameon=False, fontsize=7)
 
 
 if __name__ == "__main__":

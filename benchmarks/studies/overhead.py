@@ -3,9 +3,9 @@
 50 hidden units, 13 inputs; 455 rows, a minibatch of 100 rows of its own for each particle, ten updates for each kept
 draw. The bare loop is a `lax.scan` of the vmapped gradient of NumPyro's potential with the same minibatches, plus
 white noise, that keeps every tenth cloud. Timings are medians over rounds in which the programs run in turn, within
-one process, after compilation; a ratio is the median of the rounds' ratios. The full form does all of it three times.
+one process, after compilation; a ratio is the median of the rounds' ratios. All of it is done three times.
 
-    python -m benchmarks.studies.overhead [--short] [--again]
+    python -m benchmarks.studies.overhead [--again]
 """
 
 from functools import partial
@@ -104,8 +104,8 @@ def timed(num_updates, rounds):
 
 
 def measure(record: Record) -> None:
-    for number in range(1, 2 if record.short else 4):
-        record.row(f"run {number}", lambda: timed(100, 3) if record.short else timed(500, 9))
+    for number in range(1, 4):
+        record.row(f"run {number}", lambda: timed(500, 9))
 
 
 def tables(record: Record) -> str:
@@ -124,4 +124,4 @@ def tables(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, "overhead", measure, tables, None)
+    run(__doc__, "overhead", measure, tables)

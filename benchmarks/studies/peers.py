@@ -1,17 +1,16 @@
-"""Other libraries on the logistic regression with many rows: time per update, effective draws a second, error by time.
+"""Other libraries on the logistic regression with many rows: time per update, effective draws a second.
 
 Updates are timed in turns, in one process, compiled before. Accuracy is that of whole runs from cold caches: seconds
 include compilation, warmup and, where control variates are glued by hand, the search for the mode. Nothing is set in
 our samplers; steps of the others are those of the grid that is shown, and which is best only the answer tells.
 
-    python -m benchmarks.studies.peers [--short] [--again]
+    python -m benchmarks.studies.peers [--again]
 """
 
 from functools import partial
 import warnings
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.harness.runs import in_turns, middle, through_mcmc
@@ -20,7 +19,7 @@ from benchmarks.methods import logistic_by_hand as by_hand
 from benchmarks.methods.logistic_by_hand import INNER, at_zero, gradient
 from benchmarks.methods.logistic_peers import SAMPLERS
 from benchmarks.problems import logistic_100k as large
-from benchmarks.problems.logistic_100k import BATCH, MEAN, PARTICLES, accuracy, accuracy_table
+from benchmarks.problems.logistic_100k import BATCH, PARTICLES, accuracy, accuracy_table
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Independent, Overdamped, Subsampled, enable_live_warnings
 from numpyro_repulsion.targets import logistic_regression
 
@@ -29,7 +28,7 @@ RATIO = 1.1
 THINNING = 10
 
 
-def programs(num_updates, short):
+def programs(num_updates):
     """``{(name, minibatches): (program, name of the one it is compared with)}``; each has as many gradients."""
     num_draws = num_updates // THINNING
     plain = {"interaction": Independent(), "dynamics": Overdamped("euler")}
@@ -49,26 +48,23 @@ def programs(num_updates, short):
             "BlackJAX SGLD": (by(by_hand.sgld(gradient, 1e-6)), None),
             "`SGLD`": (ours(SGLD), "BlackJAX SGLD"),
             "`SGLDR`": (ours(SGLDR), "BlackJAX SGLD"),
+            "`SGLD`, independent noise, Euler": (ours(SGLD, **plain), "BlackJAX SGLD"),
+            "BlackJAX SGNHT": (by(by_hand.sgnht(gradient, 1e-6)), None),
+            "`SGHMC`": (ours(SGHMC), "BlackJAX SGNHT"),
+            "`SGNHT`": (ours(SGNHT), "BlackJAX SGNHT"),
+            f"BlackJAX SGHMC, {INNER} gradients on each minibatch": (
+                by(by_hand.sghmc(gradient, 1e-6), THINNING // INNER),
+                None,
+            ),
         }
-        if not short:
-            these |= {
-                "`SGLD`, independent noise, Euler": (ours(SGLD, **plain), "BlackJAX SGLD"),
-                "BlackJAX SGNHT": (by(by_hand.sgnht(gradient, 1e-6)), None),
-                "`SGHMC`": (ours(SGHMC), "BlackJAX SGNHT"),
-                "`SGNHT`": (ours(SGNHT), "BlackJAX SGNHT"),
-                f"BlackJAX SGHMC, {INNER} gradients on each minibatch": (
-                    by(by_hand.sghmc(gradient, 1e-6), THINNING // INNER),
-                    None,
-                ),
-            }
         found |= {(name, "shared" if shared else "own"): program for name, program in these.items()}
     return found
 
 
-def time_updates(short, X, y):
+def time_updates(X, y):
     """Microseconds for an update of all chains, and ratios, as medians over rounds."""
-    num_updates, rounds = (200, 7) if short else (500, 25)
-    found = programs(num_updates, short)
+    num_updates, rounds = 500, 25
+    found = programs(num_updates)
     seconds = in_turns({key: program for key, (program, _) in found.items()}, (X, y), rounds)
     updates = []
     for (name, rows), (_, other) in found.items():
@@ -89,19 +85,12 @@ def measure(record):
     X, y = large.data()
     exact = large.reference(X, y)
     X, y = large.as_jax(X, y)
-    record.row("updates", lambda: time_updates(record.short, X, y))
+    record.row("updates", lambda: time_updates(X, y))
     if jax.default_backend() != "cpu":
         return  # Whole runs on a GPU are those of the study `accelerator`.
     for sampler in SAMPLERS:
-        shown = sampler.short if record.short else sampler.length
-        if not shown:
-            continue
-        for length in (shown,) if record.short else (shown, *sampler.others):
-            most = 2 if record.short else sampler.repeats
-            repeats = most if length == shown else min(most, 3)
-            key = f"{sampler.name}, {sampler.setting}, {sampler.describe(length)}"
-            row = partial(accuracy, sampler, length, repeats, length == shown, X, y, exact)
-            record.row(key, row)
+        key = f"{sampler.name}, {sampler.setting}, {sampler.run}"
+        record.row(key, partial(accuracy, sampler, X, y, exact))
 
 
 def tables(record):
@@ -122,24 +111,7 @@ def updates_table(record):
     return table(head, [(name, *pair["shared"], *pair["own"]) for name, pair in cells.items()])
 
 
-def draw(record):
-    """The error of means by seconds, of the samplers that were run at several lengths and of NumPyro's."""
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for sampler in (s for s in SAMPLERS if s.others or s.name.startswith("NumPyro")):
-        rows = record.select(part="accuracy", sampler=sampler.name, setting=sampler.setting)
-        rows = sorted(rows, key=lambda row: row["seconds"])
-        if not rows:
-            continue
-        x, y, error = ([row[key] for row in rows] for key in ("seconds", "mean_rms", "mean_rms_se"))
-        label = sampler.name.replace("`", "") + (f", {sampler.setting}" if sampler.setting else "").replace("`", "")
-        axes.errorbar(x, y, error, marker="o", ls="-" if sampler.is_ours else "--", label=label, capsize=2)
-    axes.axhline(MEAN, color="grey", lw=0.8, ls=":")
-    axes.set(xscale="log", yscale="log", xlabel="seconds, compilation included", ylabel="error of means, sd")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     enable_live_warnings(False)
-    run(__doc__, "peers", measure, tables, draw)
+    run(__doc__, "peers", measure, tables)

@@ -5,9 +5,10 @@ of a standard deviation, the largest R-hat and the fewest effective draws of any
 Seconds are those of the whole run, compilation included. What others make of these models is a study of its own:
 [peers on real data](#peers-on-real-data). The references took models of the same posteriors that are made by hand.
 
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.real [--short] [--again]
+    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.real [--again]
 """
 
+from functools import partial
 import time
 import warnings
 
@@ -53,12 +54,11 @@ def sampled(name, kernel, seed):
 
 
 def measure(record: Record) -> None:
-    names = ("survival", "bikes") if record.short else real.NAMES
-    for seed in range(1 if record.short else 3):
-        for name in names:
+    for seed in range(3):
+        for name in real.NAMES:
             for kernel in KERNELS:
                 key = f"{name} / {kernel} / {seed}"
-                row = record.row(key, lambda n=name, k=kernel, s=seed: sampled(n, k, s))
+                row = record.row(key, partial(sampled, name, kernel, seed))
                 print(key, {k: v for k, v in row.items() if k not in ("problem", "kernel", "seed", "date", "cores")})
 
 
@@ -78,4 +78,4 @@ def tables(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, "real", measure, tables, None)
+    run(__doc__, "real", measure, tables)

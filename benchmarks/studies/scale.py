@@ -9,16 +9,12 @@
   1.9 GB for everything but mapped files (``RLIMIT_DATA``). The run is killed in its middle and started again.
 - *First runs.* The same regression with more rows: seconds of a run of 300 + 300 iterations, ten updates each, with
   compilation, and the most memory that its process took, in which the data are once.
-- *Many parameters.* A network of two layers of 3,155 units, ten million parameters, eight particles with minibatches of
-  32 rows: a whole run of 40 + 5 iterations of one update each, and the most memory that its process took.
-- *On paper.* What an update would take on GPUs that were not at hand: a network of ten million parameters, eight
-  particles on each H200, minibatches of 128 rows of their own. Bytes in memory are those that XLA counts for the
-  compiled program, an upper bound; bytes sent follow the layouts above; rates are the makers' figures.
 
-    python -m benchmarks.studies.scale [--short] [--again]
+    python -m benchmarks.studies.scale [--again]
 """
 
 import functools
+import itertools
 import math
 import os
 from pathlib import Path
@@ -78,12 +74,28 @@ def stream(num_rows, num_covariates, size=100_000):
         yield {"x": x, "y": rng.random(len(x)) < 1 / (1 + np.exp(-x @ beta))}
 
 
-def rates(short: bool) -> dict:
+def written(batches, num_rows, num_covariates, folder) -> dict[str, Rows]:
+    """Write batches as files, whose rows are in random order already, and open them."""
+    shapes = {"x": (np.float32, (num_rows, num_covariates)), "y": (bool, (num_rows,))}
+    files = {name: np.lib.format.open_memmap(f"{folder}/{name}.npy", "w+", *kind) for name, kind in shapes.items()}
+    first = 0
+    for batch in batches:
+        for name, file in files.items():
+            file[first : first + len(batch[name])] = batch[name]
+        first += len(batch["y"])
+    return opened(folder)
+
+
+def opened(folder) -> dict[str, Rows]:
+    return {name: Rows(np.load(f"{folder}/{name}.npy", mmap_mode="r")) for name in ("x", "y")}
+
+
+def rates() -> dict:
     """Milliseconds for an update by source, and the ratio of its rate to that of arrays."""
-    num_rows, num_updates, rounds = (20_000, 50, 3) if short else (200_000, 200, 9)
+    num_rows, num_updates, rounds = 200_000, 200, 9
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        on_disk = Rows.convert(stream(num_rows, 50), f"{folder}/data", progress_bar=False)
+        on_disk = written(stream(num_rows, 50), num_rows, 50, folder)
         host = {name: np.asarray(rows.source) for name, rows in on_disk.items()}
         device = {name: jnp.asarray(array) for name, array in host.items()}
         given = {
@@ -148,7 +160,7 @@ def sent(name: str) -> dict:
 def fit_large(folder: str, num_samples: int) -> dict:
     """Fit the large file; in a process of its own, with its memory limited."""
     resource.setrlimit(resource.RLIMIT_DATA, (LARGE[2], LARGE[2]))
-    rows = Rows.open(f"{folder}/data")
+    rows = opened(folder)
     kernel = SGLD(functools.partial(logistic, batch=1000), gradient=ControlVariates(block_size=100))
     mcmc = vectorized(kernel, 500, num_samples, NUM_PARTICLES)
     began = time.perf_counter()
@@ -165,12 +177,12 @@ def fit_large(folder: str, num_samples: int) -> dict:
     }
 
 
-def large(short: bool) -> dict:
+def large() -> dict:
     """Convert, fit, kill, go on."""
-    num_rows, num_samples = (200_000, 200) if short else (LARGE[0], 500)
+    num_samples = 500
     with tempfile.TemporaryDirectory(dir=os.environ.get("NUMPYRO_REPULSION_SCRATCH")) as folder:
         began = time.perf_counter()
-        Rows.convert(stream(num_rows, LARGE[1]), f"{folder}/data", progress_bar=False)
+        written(stream(*LARGE[:2]), *LARGE[:2], folder)
         converted = time.perf_counter() - began
         call = f"from benchmarks.studies.scale import fit_large; fit_large({folder!r}, {num_samples})"
         with subprocess.Popen([sys.executable, "-c", call], cwd=ROOT) as child:
@@ -183,7 +195,7 @@ def large(short: bool) -> dict:
         whole = apart("benchmarks.studies.scale", "fit_large", 7200, folder=folder, num_samples=num_samples)
     if "failed" in resumed or "failed" in whole:
         return {"failed": resumed.get("failed") or whole["failed"]}
-    return whole | {"converted": converted, "rows": num_rows, "is_same": resumed["digest"] == whole["digest"]}
+    return whole | {"converted": converted, "rows": LARGE[0], "is_same": resumed["digest"] == whole["digest"]}
 
 
 def first_run(num_rows: int, source: str) -> dict:
@@ -199,103 +211,22 @@ def first_run(num_rows: int, source: str) -> dict:
     return {"seconds": time.perf_counter() - began, "peak_gib": peak}
 
 
-def wide(X, y, width):
-    """A network of two wide layers, scaled so that functions have a variance of one."""
-    shapes = {"first": (X.shape[1], width), "second": (width, width)}
-    matrices = [numpyro.sample(name, dist.Normal(0, 1).expand(shape).to_event(2)) for name, shape in shapes.items()]
-    with numpyro.plate("rows", len(X), subsample_size=32) as i:
-        layer = X[i]
-        for matrix in matrices:
-            layer = jax.nn.relu(layer @ matrix) * (2 / len(matrix)) ** 0.5
-        numpyro.sample("y", dist.Normal(layer.mean(-1), 0.1), obs=y[i])
-
-
-def many_parameters(width: int) -> dict:
-    """Seconds and the peak of memory of a run of few updates; in a process of its own."""
-    rng = np.random.default_rng(0)
-    X = rng.standard_normal((1000, 16), np.float32)
-    mcmc = vectorized(SGLD(functools.partial(wide, width=width), num_steps=1), 40, 5, 8)
-    began = time.perf_counter()
-    fields = ("potential_energy", "~z.first", "~z.second")  # The weights themselves are not kept.
-    mcmc.run(random.key(0), jnp.asarray(X), jnp.sin(X[:, 0]), extra_fields=fields)
-    energy = np.asarray(mcmc.get_extra_fields()["potential_energy"])
-    return {
-        "parameters": width * (width + 16),
-        "seconds": time.perf_counter() - began,
-        "is_finite": bool(np.isfinite(energy).all()),
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
-
-
-#: Of an H200, by NVIDIA's data sheet: bytes of memory a second, and single-precision operations a second, of which half
-#: count; bytes a second that it sends to others of its host by NVLink, one way, and to other hosts by 400 Gb/s.
-MEMORY, OPERATIONS, NVLINK, NETWORK = 4.8e12, 67e12 / 2, 450e9, 50e9
-PARAMETERS, OF_DEVICE, BATCH = 10**7, 8, 128
-#: Devices, and bytes a second between them.
-MACHINES = {"one H200": (1, np.inf), "eight, one host": (8, NVLINK), "512, 64 hosts": (512, NETWORK)}
-
-
-def passes(name: str) -> dict:
-    """How often an update, with what surrounds an iteration, reads or writes a cloud: what XLA counts."""
-    kernel = {"SGLD": SGLD, "SGLDR": SGLDR}[name]
-    kernel = kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=STEP_SIZE)
-    starts = random.normal(random.key(1), (16, 20_000))
-    state = kernel.init(random.split(random.key(0), 16), 0, starts, (), {})
-    counted = jax.jit(lambda state: kernel.sample(state, (), {})).lower(state).compile().cost_analysis()
-    return {"passes": counted["bytes accessed"] / starts.nbytes}
-
-
-def on_paper(record: Record) -> str:
-    """Milliseconds of an update by what bounds it."""
-    lines = []
-    for name, (count, rate) in MACHINES.items():
-        size = count * OF_DEVICE
-        gradient = 6 * PARAMETERS * BATCH * OF_DEVICE / OPERATIONS
-        for label in ("SGLD", "SGLDR", "SGLDR, an ensemble on each"):
-            kind = label.split(",")[0]
-            memory = record.rows[f"passes {kind}"]["passes"] * 4 * OF_DEVICE * PARAMETERS / MEMORY
-            group = OF_DEVICE if "ensemble" in label else size
-            # K, its products with ∇U and with noise, and Γ: two operations each for a pair and a parameter.
-            pairs = 0.0 if kind == "SGLD" else 8 * group * PARAMETERS * OF_DEVICE / OPERATIONS
-            sent = {"SGLD": 4 * PARAMETERS, "SGLDR": 8 * OF_DEVICE * PARAMETERS}.get(label, 0) * (count > 1)
-            parts = [1e3 * x for x in (gradient, memory, pairs, sent / rate)]
-            total = sum(parts)
-            cells = [f"{x:.1f}" for x in (*parts[:3], sent / 1e6, parts[3], total)]
-            lines.append([name, label, f"{size:,}", *cells, f"{1e3 * size / total:,.0f}"])
-    head = [
-        "on paper",
-        "kernel",
-        "particles",
-        "gradient, ms",
-        "memory, ms",
-        "pairs, ms",
-        "MB sent by each",
-        "ms to send",
-    ]
-    return table([*head, "ms an update", "particle updates a second"], lines)
-
-
 FIRST = {"arrays": "arrays", "rows": "`Rows`, in memory"}
 FIRST_ROWS = (20_000, 500_000, 2_000_000)
 SENT = ("SGLD", "SGLDR", "SGHMCR", "SVGD", "SGLDR, RandomFeatures", "SGLDR, 4 ensembles", "SGLD, rows", "SGLDR, rows")
 
 
 def measure(record: Record) -> None:
-    record.row("rates", lambda: rates(record.short))
+    record.row("rates", rates)
     if jax.default_backend() != "cpu":
-        return  # What follows is about virtual devices, disks and counted bytes.
+        return  # What follows is about virtual devices and disks.
+    call = functools.partial(apart, "benchmarks.studies.scale")
     for name in SENT:
-        record.row(f"sent {name}", lambda name=name: apart("benchmarks.studies.scale", "sent", 600, name=name))
-    record.row("large", lambda: large(record.short))
-    for number in FIRST_ROWS[:1] if record.short else FIRST_ROWS:
-        for source in FIRST:
-            key = f"first run {source} {number}"
-            call = functools.partial(apart, "benchmarks.studies.scale", "first_run", 1800)
-            record.row(key, lambda call=call, number=number, source=source: call(num_rows=number, source=source))
-    width = 300 if record.short else 3155
-    record.row("wide", lambda: apart("benchmarks.studies.scale", "many_parameters", 7200, width=width))
-    for name in ("SGLD", "SGLDR"):
-        record.row(f"passes {name}", lambda name=name: passes(name))
+        record.row(f"sent {name}", functools.partial(call, "sent", 600, name=name))
+    record.row("large", large)
+    for number, source in itertools.product(FIRST_ROWS, FIRST):
+        run_of = functools.partial(call, "first_run", 1800, num_rows=number, source=source)
+        record.row(f"first run {source} {number}", run_of)
 
 
 def tables(record: Record) -> str:
@@ -318,7 +249,7 @@ def tables(record: Record) -> str:
         if "failed" in row:
             parts.append(f"The large file: {row['failed']}.")
         else:
-            head = ["rows", "GB", "GB allowed", "s to convert", "s to fit", "worst error of a mean, sd", "after a kill"]
+            head = ["rows", "GB", "GB allowed", "s to write", "s to fit", "worst error of a mean, sd", "after a kill"]
             same = "the same draws" if row["is_same"] else "**other draws**"
             cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}"]
             seconds = [f"{row['converted']:.0f}", f"{row['seconds']:.0f}"]
@@ -331,17 +262,8 @@ def tables(record: Record) -> str:
             lines.append([f"{number:,}", f"{number * 51 * 4 / 1e6:.0f}", *cells])
     if lines:
         parts.append(table(["rows", "MB", *(f"{name}: s · GiB at the peak" for name in FIRST.values())], lines))
-    if (row := record.rows.get("wide")) is not None:
-        if "failed" in row:
-            parts.append(f"Many parameters: {row['failed']}.")
-        else:
-            cells = [f"{row['parameters']:,}", "8", f"{row['seconds']:.0f}", f"{row['peak_gib']:.1f}"]
-            head = ["parameters", "particles", "s for 45 updates and compilation", "GiB at the peak"]
-            parts.append(table(head, [cells]))
-    if "passes SGLD" in record.rows:
-        parts.append(on_paper(record))
     return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
-    run(__doc__, "scale", measure, tables, None)
+    run(__doc__, "scale", measure, tables)

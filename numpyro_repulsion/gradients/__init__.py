@@ -12,6 +12,7 @@ from numpyro_repulsion.gradients.control import (
     fingerprint,
     full_gradient,
     is_finite_on_all_rows,
+    rows_not_finite,
 )
 from numpyro_repulsion.gradients.likelihood import likelihood_energies
 from numpyro_repulsion.gradients.minibatch import (
@@ -54,6 +55,7 @@ __all__ = [
     "full_gradient",
     "influenced",
     "is_finite_on_all_rows",
+    "rows_not_finite",
     "likelihood_energies",
     "ravel_cloud",
     "rows_to_compare",

@@ -19,7 +19,7 @@ from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
-from numpyro_repulsion.gradients.target import Target, compiled
+from numpyro_repulsion.gradients.target import Particle, Target, compiled, quickly
 from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.shapes import Scalar, Vector
 
@@ -31,6 +31,7 @@ __all__ = [
     "fingerprint",
     "full_gradient",
     "is_finite_on_all_rows",
+    "rows_not_finite",
 ]
 
 #: The number of minibatches in a chunk where all rows are looked at without particles.
@@ -232,18 +233,50 @@ def full_gradient(
     return total
 
 
-def is_finite_on_all_rows(target: Target) -> bool:
-    """Whether U and ∇U are finite at an arbitrary particle, over all rows; true where values are unknown."""
-    # Compiled, because NumPyro checks the parameters of distributions if their values are known.
-    position, unravel = ravel_pytree(compiled(lambda target: target.draw(jax.random.key(0), init_to_uniform), target)())
+def is_finite_on_all_rows(target: Target, z: Particle | None = None) -> bool:
+    """Whether U and ∇U over all rows are finite at a particle, by default an arbitrary one; true for unknown values."""
+    if z is None:
+        # Compiled, because NumPyro checks the parameters of distributions if their values are known.
+        z = compiled(lambda target: target.draw(jax.random.key(0), init_to_uniform), target)()
+    position, unravel = ravel_pytree(z)
 
     def look(target, z):
         # U alone would not do: to NumPyro's Bernoulli distribution, a NaN among its logits is a likelihood of 1 or 0.
         energy, gradient = full_gradient(jax.random.key(0), target, unravel, z, CHECKED_AT_ONCE)
         return jnp.isfinite(energy) & jnp.isfinite(gradient).all()
 
-    is_finite = compiled(look, target)(position)
+    with jax.debug_nans(False):
+        is_finite = compiled(look, target, quickly())(position)
     return bool(is_finite) if not_jax_tracer(is_finite) else True
+
+
+def rows_not_finite(target: Target, z: Particle) -> dict[str, list[int]]:
+    """Return by plate the rows with which U or ∇U is not finite at a particle, in up to 20 minibatches."""
+    position, unravel = ravel_pytree(z)
+
+    def look(target, rows):
+        def energy(flat):
+            return target.potential_energy(unravel(flat), rows, jax.random.key(0))
+
+        found, gradient = jax.value_and_grad(energy)(position)
+        return jnp.isfinite(found) & jnp.isfinite(gradient).all()
+
+    first, found = {name: jnp.arange(batch) for name, (_, batch) in target.plates.items()}, {}
+    for name, (size, batch) in target.plates.items():
+
+        def each(target, rows, name=name):
+            return lax.map(lambda x: look(target, first | {name: x}), rows)
+
+        is_finite = compiled(each, target, quickly())
+        starts = np.minimum(np.arange(0, size, batch), size - batch)
+        with jax.debug_nans(False):
+            minibatches = starts[:, None] + np.arange(batch)
+            some = minibatches[~np.asarray(is_finite(jnp.asarray(minibatches)))][:20]
+            rows = np.unique(some)
+            # A minibatch of one row only, as often as it has rows.
+            alone = np.repeat(rows[:, None], batch, 1)
+            found[name] = rows[~np.asarray(is_finite(jnp.asarray(alone)))].tolist() if len(rows) else []
+    return found
 
 
 def fingerprint(target: Target, unravel: Callable, position: Vector) -> Scalar:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import random
-from jax.extend.core import Literal
 import jax.numpy as jnp
 
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.handlers import substitute
 from numpyro.infer.util import constrain_fn, potential_energy
+from numpyro.ops.provenance import eval_provenance
 
 from numpyro_repulsion.gradients.structure import any_number_of_rows
 from numpyro_repulsion.gradients.target import Indices, Particle, SitesTarget
 
-__all__ = ["Causes", "candidates", "centred_energy", "depend", "location_scale_sites", "recovered"]
+__all__ = ["Causes", "candidates", "centred_energy", "location_scale_sites", "recovered"]
 
 #: Families with a location and a scale.
 FAMILIES = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic, dist.Gumbel)
@@ -61,11 +61,12 @@ class _Partly:
 
     def __call__(self, site=None):
         name, fn = site["name"], site["fn"]
-        # A site inside `scan` is shown for one step.
-        if name not in self.shares or site["type"] != "sample" or fn.shape() != self.y[name].shape:
+        if name not in self.shares or site["type"] != "sample":
             return None
-        base = _base(fn)
-        location, scale = (jnp.broadcast_to(x, fn.shape()) for x in (base.loc, base.scale))
+        shape, base = fn.shape(site["kwargs"]["sample_shape"]), _base(fn)
+        if shape != self.y[name].shape:
+            return None  # A site inside `scan` is shown for one step.
+        location, scale = (jnp.broadcast_to(x, shape) for x in (base.loc, base.scale))
         share = self.shares[name]
         value = location + scale ** (1.0 - share) * (self.y[name] - share * location)
         self.found[name] = value, location, scale
@@ -96,12 +97,13 @@ def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict
         return {}
     centred = {name: jnp.ones(target.prototype[name].shape) for name in names}
 
-    def priors(z):
-        return {(name, i): prior[i] for name, prior in recovered(target, z, centred)[1].items() for i in (0, 1)}
+    def priors(**z):
+        return recovered(target, {name[1:]: x for name, x in z.items()}, centred)[1]
 
     with suppress(AssertionError, KeyError, TypeError, ValueError):  # Such a model keeps its own coordinates.
-        causes = depend(priors, target.prototype)
-        found = {name: Causes(causes[name, 0], causes[name, 1]) for name, i in causes if i}
+        # A site may have the name of a parameter of `eval_provenance`.
+        causes = eval_provenance(priors, **{f"_{name}": x for name, x in target.prototype.items()})
+        found = {name: Causes(*(frozenset(x[1:] for x in own) for own in both)) for name, both in causes.items()}
         return {name: found[name] for name in sorted(found) if found[name].scale}
     return {}
 
@@ -120,22 +122,3 @@ def recovered(target: SitesTarget, y: Particle, shares: Mapping[str, jax.Array])
     partly.apply(constrain_fn, target, target.first_rows, random.key(0))
     found = partly.found.items()
     return y | {name: value for name, (value, *_) in found}, {name: tuple(prior) for name, (_, *prior) in found}
-
-
-def depend(function: Callable, argument: Mapping[str, Any]) -> dict[Any, frozenset[str]]:
-    """Return for each result of a function, a dictionary, the entries of its argument that it depends on."""
-    shapes: dict = {}
-
-    def flat(leaves):
-        shapes.update(function(dict(zip(argument, leaves, strict=True))))
-        return list(shapes.values())
-
-    jaxpr = jax.make_jaxpr(flat)(list(argument.values())).jaxpr
-    found = {}
-    for name, result in zip(shapes, jaxpr.outvars, strict=True):
-        needed = set() if isinstance(result, Literal) else {result}
-        for equation in reversed(jaxpr.eqns):
-            if needed & set(equation.outvars):
-                needed |= {x for x in equation.invars if not isinstance(x, Literal)}
-        found[name] = frozenset(site for site, x in zip(argument, jaxpr.invars, strict=True) if x in needed)
-    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from copy import copy
+from types import MappingProxyType
 
 import jax
 from jax import lax, random
@@ -57,7 +59,8 @@ class ModelTarget(SitesTarget):
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self.params: dict = {}
         check_sizes(args, self.kwargs)
-        check_values(args, self.kwargs)
+        # On a mesh the other devices would wait for one that cannot read its rows.
+        check_values(args, self.kwargs, of_rows=not jax.sharding.get_abstract_mesh().empty)
         self._share_traces()
         try:
             sites, watch = self._inspect()
@@ -176,9 +179,9 @@ class ModelTarget(SitesTarget):
         _, latent, deterministic = self._evaluate(self.first_rows, nothing, z)
         return latent | {name: deterministic[name] for name in self.deterministic}
 
-    def log_densities(self, z: dict) -> dict[str, jax.Array]:
-        """Return the log density of each site at one particle, on the first rows of each plate."""
-        return self._evaluate(self.first_rows, {}, z)[0]
+    def log_densities(self, z: dict, rows: Mapping = MappingProxyType({})) -> dict[str, jax.Array]:
+        """Return the log density of each site at one particle, on the first rows of each plate, or on given ones."""
+        return self._evaluate({**self.first_rows, **rows}, {}, z)[0]
 
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the deterministic sites that use subsampled rows, over all rows, given latent values in supports."""

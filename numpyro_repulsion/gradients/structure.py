@@ -145,6 +145,13 @@ def check_kinds(latent: Mapping[str, dict], discrete: list[str], dims: Mapping[s
                 "transforms and densities do not support; leave the site out if it is empty."
             )
         around = [plate for plate in dims[name] if plate in plates]
+        if around and (base := name.removesuffix("_unobserved")) != name and f"{base}_observed" in dims:
+            raise ValueError(
+                f"The site '{base}' has an `obs_mask` inside of the subsampled plate '{around[0]}', so NumPyro imputes "
+                "its hidden entries as latent variables of rows, and each minibatch would need others. Leave them out "
+                f"instead, `with numpyro.handlers.mask(mask=mask[i]): numpyro.sample('{base}', ..., obs=y[i])`: the "
+                "posterior of the parameters is the same. To impute them, drop `subsample_size`."
+            )
         if around and name not in discrete:
             raise ValueError(
                 f"Latent site '{name}' lies inside the subsampled plate '{around[0]}', where each minibatch would "

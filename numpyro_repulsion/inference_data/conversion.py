@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 import warnings
 
@@ -172,8 +171,8 @@ def to_inference_data(
         temperature = kernel.dynamics.temperature or 1.0
         is_network = bool(np.any(mcmc.last_state.warmup.arrival.is_prolonged))
         energy = -statistics["lp"] / temperature
-        unconstrain = None if not latent else partial(_unconstrained, target)
-        of_chains["strayed"] = stray_particles(latent or posterior, energy, dimension, is_network, unconstrain)
+        strayed, facts["num_wide"] = stray_particles(latent or posterior, energy, dimension, is_network)
+        of_chains["strayed"] = strayed
     datasets = {}
     for name, group in groups.items():
         if group:
@@ -188,11 +187,6 @@ def to_inference_data(
     data = xarray.DataTree.from_dict(datasets)
     data.attrs.update(facts)
     return data
-
-
-def _unconstrained(target, draws):
-    shape = next(iter(draws.values())).shape[:2]
-    return map_draws(target.unconstrain, draws, shape, "The unconstrained sites", "Sample fewer at once")
 
 
 def _draws(mcmc):

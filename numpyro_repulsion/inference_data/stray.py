@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -23,8 +23,8 @@ ERRORS = 5.0
 LOW = 0.1
 #: Fewer particles or draws show no majority, and no motion.
 MIN_PARTICLES, MIN_DRAWS = 4, 10
-#: Entries of the draws that are looked at, and draws of each particle that show how large its place is.
-MAX_ENTRIES, MAX_FOLLOWED = 500, 50
+#: Entries of the draws that are looked at.
+MAX_ENTRIES = 500
 
 
 def stray_particles(
@@ -32,67 +32,67 @@ def stray_particles(
     energy: jax.Array | np.ndarray,
     dimension: int,
     in_basins: bool = False,
-    unconstrain: Callable | None = None,
-) -> np.ndarray:
-    """Return which particles have left the others or stand still, ``(chain,)``.
+) -> tuple[np.ndarray, int]:
+    """Return which particles have left the others or stand still, ``(chain,)``; and how many are in a wider mode.
 
     A particle has left if its mean energy is far above the median of all particles, or not finite. If most particles
-    differ that much, the lowest energies take the place of the median. Particles in other modes of a posterior do not
-    count: their energies are similar, or higher by the logarithm of how much larger their place is: the sum of the
-    logarithms of standard deviations over time. If most of them were that far up in the first half
-    of the draws, compared with the second, they have not arrived. Entries that are not finite for most particles are
-    those of the model, such as padding.
+    differ that much, the lowest energies take the place of the median. If most were that much higher in the first half
+    of their draws than in the second, they have not arrived. Entries that are not finite for most particles
+    are those of the model, such as padding.
+
+    Particles in other modes of a posterior do not count. A wide mode has a higher energy than a narrow one that holds
+    as much of the posterior, so the energy less the logarithm of the volume that a particle visits must be far above
+    the others' too. Where it is not, and two particles or more are on either side of a gap in energy, they are in modes
+    of different widths.
 
     :param draws: those of latent sites, ``(chain, draw, ...)`` by variable.
     :param energy: potential energies in units of the temperature, ``(chain, draw)``; estimates on minibatches may do.
     :param dimension: the number of parameters.
     :param in_basins: whether particles are in basins of different depth, as networks are. Then a particle has left only
         if its mean energy is ``NUM_DEVIATIONS`` median absolute deviations above the median too.
-    :param unconstrain: maps such draws to the coordinates of the energies; ``None`` for draws that have these.
     """
     size, number = energy.shape
-    entries = [np.asarray(x).reshape(size, number, -1) for x in draws.values()]
-    step = -(-sum(x.shape[-1] for x in entries) // MAX_ENTRIES)
-    flat = np.concatenate([x[..., ::step] for x in entries], -1)
+    parts = [np.asarray(x).reshape(size, number, -1) for x in draws.values()]
+    step = -(-sum(part.shape[-1] for part in parts) // MAX_ENTRIES)
+    flat = np.concatenate([part[..., ::step] for part in parts], -1)
     finite = np.isfinite(flat).all(1)
-    finite = finite[:, finite.mean(0) > 0.5]
+    flat, finite = flat[..., finite.mean(0) > 0.5], finite[:, finite.mean(0) > 0.5]
     strayed = ~(finite.all(1) & np.isfinite(energy).all(1))
     if size < MIN_PARTICLES or number < MIN_DRAWS or strayed.all():
-        return strayed
+        return strayed, 0
     strayed |= (flat[:, 1:] == flat[:, :-1]).all(-1).mean(1) > STILL
-    usable = np.flatnonzero(np.isfinite(energy).all(1))
-    energy = np.asarray(energy, float)[usable]
-    parts = np.stack([part.mean(1) for part in np.array_split(energy, MIN_DRAWS, axis=1)])
-    # The standard deviation of noise from its second differences, in which a fall cancels.
-    noise = 1.48 * np.median(np.abs(np.diff(parts, 2, axis=0))) / 6**0.5
-    limit = FIRST + PER_ROOT * dimension**0.5 + ERRORS * noise / len(parts) ** 0.5
-
-    def is_far(values, others, farthest):
-        """Whether the values are far above the middle of the others."""
-        reference = np.median(others)
-        if in_basins:
-            farthest = max(farthest, NUM_DEVIATIONS * np.median(np.abs(others - reference)))
-        elif np.subtract(*np.quantile(others, (0.75, 0.25))) > farthest:
-            # No majority has arrived.
-            reference = np.quantile(others, LOW)
-        return values > reference + farthest
-
-    means = parts.mean(0)
-    if (above := is_far(means, means, limit)).any():
-        every = -(-number // MAX_FOLLOWED)
-        some = {name: np.asarray(x)[usable, ::every] for name, x in draws.items()}
-        free = means - _log_volumes(some if unconstrain is None else unconstrain(some))
-        above &= is_far(free, free, limit)
-    first, second = (half.mean(0) for half in np.array_split(parts, 2))
-    if np.mean(fell := is_far(first, second, limit + ERRORS * noise)) > 0.5:
-        above |= fell
-    strayed[usable] |= above
-    return strayed
+    usable = np.flatnonzero(~strayed)
+    if not usable.size:
+        return strayed, 0
+    energy, flat = np.asarray(energy, float)[usable], np.asarray(flat, float)[usable]
+    times = np.stack([part.mean(1) for part in np.array_split(energy, MIN_DRAWS, axis=1)])
+    # From second differences, in which a fall cancels.
+    noise = 1.48 * np.median(np.abs(np.diff(times, 2, axis=0))) / 6**0.5
+    means, limit = energy.mean(1), FIRST + PER_ROOT * dimension**0.5 + ERRORS * noise / len(times) ** 0.5
+    if in_basins:
+        limit = max(limit, NUM_DEVIATIONS * np.median(np.abs(means - np.median(means))))
+    # Positive entries are sampled as their logarithms.
+    positive = (flat > 0).all((0, 1))
+    flat = np.where(positive, np.log(np.where(positive, flat, 1.0)), flat)
+    volume = np.log(flat.std(1) + np.finfo(float).tiny).sum(-1) * (dimension / max(flat.shape[-1], 1))
+    is_high, is_light = (_far_above(x, limit, in_basins) for x in (means, means - volume))
+    gone = is_high & is_light
+    first, second = (half.mean(0) for half in np.array_split(times, 2))
+    if np.mean(falls := first > np.median(second) + limit + ERRORS * noise) > 0.5:
+        gone |= falls
+    strayed[usable] |= gone
+    if in_basins:
+        return strayed, 0
+    ordered = np.sort(means[~gone])
+    gaps = np.diff(ordered)[1:-1]
+    wide = 0 if not gaps.size or gaps.max() < limit else len(ordered) - 2 - int(gaps.argmax())
+    return strayed, wide
 
 
-def _log_volumes(draws):
-    """Return the sums over coordinates of the logarithms of each particle's standard deviations over time."""
-    parts = [np.asarray(x, float).reshape(*x.shape[:2], -1) for x in draws.values()]
-    spread = np.concatenate(parts, -1).std(1)
-    # One that does not move has no volume; padding is the same for all.
-    return np.log(np.where(np.isfinite(spread), np.maximum(spread, np.finfo(np.float32).tiny), 1.0)).sum(-1)
+def _far_above(x, limit, in_basins):
+    """Return which numbers are further above the others than the limit."""
+    reference = np.median(x)
+    if not in_basins and np.subtract(*np.quantile(x, (0.75, 0.25))) > limit:
+        # No majority has arrived.
+        reference = np.quantile(x, LOW)
+    return x > reference + limit

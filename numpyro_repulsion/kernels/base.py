@@ -22,6 +22,7 @@ from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.agreement import require_agreement
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
 from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_of_divergences, warn_on_host
+from numpyro_repulsion.kernels.hints import hinting
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.learners import NUM_KEYS
@@ -187,7 +188,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
         bound = self.bind(*arguments(mcmc))
         bound.share_data()
-        if jits_arguments(mcmc):
+        if mcmc is not None and jits_arguments(mcmc):
             mcmc.post_warmup_state = with_data(state, bound)
         return check_chains(state, mcmc)
 
@@ -243,7 +244,9 @@ class ParticleKernel(Fixed, MCMCKernel):
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
-        state, cloud, eigenvalue = self._initializer(bound, rng_key, num_warmup, init_params, model_args, model_kwargs)
+        with hinting(self.model, model_args, model_kwargs or {}):
+            start = self._initializer(bound, rng_key, num_warmup, init_params, model_args, model_kwargs)
+        state, cloud, eigenvalue = start
         if not_jax_tracer(cloud.z):
             self._initializer.check(bound.target, state.z, cloud, eigenvalue, init_params is not None)
         warn_of_short_warmup(num_warmup if bound.plan("diagonal").arrives else 0)

@@ -101,8 +101,8 @@ class BoundSampler:
             leaves = jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
             with jax.ensure_compile_time_eval():
                 found = [leaf.digest() if isinstance(leaf, Rows) else digest(leaf) for leaf in leaves]
-                found += digest_of_program(program, leaves)
-            words = hashlib.blake2b(str(found).encode(), digest_size=16).digest()
+                known = found, digest_of_program(program, leaves)
+            words = hashlib.blake2b(str(known).encode(), digest_size=16).digest()
             self._data.append(np.frombuffer(words, np.uint32) | np.uint32(1))
         return self._data[0] if self._data else None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -121,21 +122,27 @@ class Evaluation:
         one = jnp.vectorize(lambda z: fingerprint(target, self.unravel, z), signature="(d)->()")
         return one(warmup.scales.preconditioner.to_positions(u))
 
-    def energy_to_compare(self, warmup: WarmupState, cloud: Cloud) -> Numbers:
+    def energies_to_compare(self, *places: tuple[WarmupState, Cloud]) -> list[Numbers]:
         """Return energies of the likelihood alone, on the same rows for all; or U, where all rows are used."""
-        target = self.target(warmup)
-        if not target.plates:
-            return cloud.potential_energy
-        shape = cloud.z.shape[:-1]
-        z = warmup.scales.preconditioner.to_positions(cloud.z).reshape(-1, cloud.z.shape[-1])
-        rows = rows_to_compare(target)
-        return likelihood_energies(target, jax.vmap(self.unravel)(z), rows).reshape(shape).astype(cloud.z.dtype)
+        if not self.bound.target.plates:
+            return [cloud.potential_energy for _, cloud in places]
+        rows = rows_to_compare(self.bound.target)
+
+        def energies(place):
+            centring, z = place
+            target = self.bound.target if centring is None else self.centred(centring)
+            particles = jax.vmap(self.unravel)(z.reshape(-1, z.shape[-1]))
+            return likelihood_energies(target, particles, rows).reshape(z.shape[:-1]).astype(z.dtype)
+
+        own = [(state.scales.centring, state.scales.preconditioner.to_positions(cloud.z)) for state, cloud in places]
+        # A loop, so that the model is compiled once.
+        return list(lax.map(energies, jax.tree.map(lambda *x: jnp.stack(x), *own)))
 
     def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""
         new = evaluate_reference(key, self.target(warmup), self.unravel, reference, cloud.potential_energy.size)
-        if (data := self.data) is None:
-            # What the host said last. Any words say that there is a reference.
-            first = 1 if warmup.data is None else jnp.maximum(warmup.data, 1)
-            data = jnp.where(reference.data.any(), reference.data, first)
-        return new._replace(data=jnp.asarray(data, jnp.uint32))
+        if self.data is not None:
+            return new._replace(data=jnp.asarray(self.data, jnp.uint32))
+        # What the host said last. Any words say that there is a reference.
+        first = 1 if warmup.data is None else jnp.maximum(warmup.data, 1)
+        return new._replace(data=jnp.asarray(jnp.where(reference.data.any(), reference.data, first), jnp.uint32))

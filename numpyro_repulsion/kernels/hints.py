@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
 from jax import random
+import jax.numpy as jnp
 import numpy as np
 
 from numpyro.handlers import seed
@@ -39,6 +40,12 @@ def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]
             if isinstance(error, jax.errors.JaxRuntimeError) and (failure := leaf.failure) is not None:
                 where = f"The model's {first.key}{jax.tree_util.keystr(tuple(path))}"
                 raise type(failure)(f"{where}: {failure}") from None
+        if isinstance(error, NotImplementedError) and "vmap_method" in str(error):
+            raise ValueError(
+                "The model calls jax.pure_callback without a rule for jax.vmap, by which all particles are evaluated "
+                'at once. Write jax.pure_callback(..., vmap_method="sequential"), or vmap_method="expand_dims" if its '
+                "function takes arrays with one more axis in front."
+            ) from error
         notes = list(_of_arguments(args, kwargs, error))
         if not notes and isinstance(error, jax.errors.TracerArrayConversionError):
             notes = [
@@ -49,12 +56,16 @@ def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]
         raise
 
 
-def sites_not_finite(target: Any, z: dict) -> list[str]:
-    """Return the sites whose log density is not finite at one particle, on the first rows of each plate."""
+def sites_not_finite(target: Any, z: dict, rows: Mapping[str, int] | None = None) -> list[str]:
+    """Return the sites whose log density is not finite at one particle.
+
+    :param rows: by plate, a row; otherwise the first rows are taken.
+    """
     if not isinstance(target, ModelTarget) or target.discrete:
         return []
+    taken = {name: jnp.full(target.plates[name][1], row) for name, row in (rows or {}).items()}
     with jax.debug_nans(False):
-        densities = target.log_densities(z)
+        densities = target.log_densities(z, taken)
     return [name for name, value in densities.items() if not np.isfinite(np.asarray(value)).all()]
 
 

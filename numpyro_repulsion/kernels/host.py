@@ -122,7 +122,7 @@ def has_other_data(mcmc: MCMC) -> bool:
     bound = bound_of(mcmc)
     is_single = np.ndim(state.potential_energy) == 0
     z = jax.tree.map(lambda x: jnp.asarray(x)[None], state.z) if is_single else state.z
-    if np.array_equal(state.warmup.data, bound.data(z)):
+    if (data := bound.data(z)) is not None and np.array_equal(state.warmup.data, data):
         return False
     target, (_, unravel) = bound.target, ravel_cloud(z)
     found = float(compiled(lambda target, z: fingerprint(target, unravel, z), target)(position))

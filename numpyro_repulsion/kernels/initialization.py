@@ -25,6 +25,7 @@ from numpyro_repulsion.gradients import (
     fingerprint,
     is_finite_on_all_rows,
     ravel_cloud,
+    rows_not_finite,
 )
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
@@ -63,6 +64,8 @@ class _Static:
     target: Target = field(compare=False)
 
 
+#: Rows are refused if they have no density at so many starts.
+NUM_STARTS = 5
 #: How XLA compiles the program of the first state, which runs once: optimizing it takes longer than running it.
 QUICKLY = {"xla_backend_optimization_level": 0}
 
@@ -240,9 +243,8 @@ class Initializer:
         return carry[4]
 
     def check_data(self, bound, mcmc, size):
-        """Raise ``ValueError`` for NaN in rows that minibatches would meet later (`check` finds NaN in full data), and
-        for `Rows` that each update would read whole, and for draws that exceed memory. Put rows on the devices of a
-        mesh."""
+        """Raise ``ValueError`` for `Rows` that each update would read whole, and for draws that exceed memory. Put rows
+        on the devices of a mesh."""
         target = bound.target
         bound.share_data()
         if isinstance(target, ModelTarget) and target.summed_out:
@@ -257,14 +259,6 @@ class Initializer:
             batches = bound.gradient.batches(target)
             if all(batches[name] == size for name, (size, _) in target.plates.items()):
                 check_rows(target.args, target.kwargs)
-        if not target.plates or self._checked is target:
-            return
-        if (found := target.find_nan()) and not is_finite_on_all_rows(target):
-            raise ValueError(
-                f"The data contain NaN: {'; '.join(found)}. Remove these rows. To mask them, replace NaN by numbers as "
-                "well: the gradient of a masked NaN is NaN."
-            )
-        self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
 
     def check(self, target, z, cloud, eigenvalue, given):
         """Raise ``ValueError`` if starts are not finite or coincide, or if K is not positive definite there."""
@@ -289,6 +283,7 @@ class Initializer:
                     else ", or try init_to_uniform(radius=0.1) or init_params."
                 )
             )
+        self._check_rows(target, z)
         self._warn_of_flat_directions(target, flat, np.asarray(cloud.gradient).reshape(flat.shape))
         groups = flat.reshape(self._kernel.num_ensembles, -1, flat.shape[1])
         if interaction.interacts and any(len({row.tobytes() for row in group}) < len(group) for group in groups):
@@ -309,6 +304,33 @@ class Initializer:
                 f"smallest eigenvalue is {float(eigenvalue):.2g}. Use a positive-definite kernel, such as RBF or "
                 "IMQ, or a larger nugget."
             )
+
+    def _check_rows(self, target, z):
+        """Raise ``ValueError`` for rows that minibatches would meet later, and that no start can bear."""
+        if not target.plates or self._checked is target:
+            return
+        starts = [jax.tree.map(lambda x, i=i: x[i], z) for i in range(min(NUM_STARTS, len(jax.tree.leaves(z)[0])))]
+        if not any(is_finite_on_all_rows(target, start) for start in starts):
+            # Data are looked through only where something is wrong.
+            if found := target.find_nan():
+                raise ValueError(
+                    f"The data contain NaN: {'; '.join(found)}. Remove these rows. To mask them, replace NaN by "
+                    "numbers as well: the gradient of a masked NaN is NaN."
+                )
+            bad = [rows_not_finite(target, start) for start in starts]
+            for plate in target.plates:
+                # Others had bad luck with a start.
+                if rows := sorted(set.intersection(*(set(each[plate]) for each in bad))):
+                    some = f"{', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
+                    sites = [f"'{name}'" for name in sites_not_finite(target, starts[0], {plate: rows[0]})]
+                    raise ValueError(
+                        f"The density{f' of the site {sites[0]}' if sites else ''} or its gradient is not finite with "
+                        f"row {some} of the plate '{plate}', at each of {len(starts)} starts, so every update that "
+                        "draws one of them would fail. Look for values at the end of their support, such as fractions "
+                        "of exactly 0 or 1 and labels beyond the last class, and for missing ones. Remove or correct "
+                        "these rows; to mask them, put numbers that are allowed in their place as well."
+                    )
+        self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
 
     def _warn_of_flat_directions(self, target, positions, gradient):
         """Warn of coordinates without any gradient: these starts cannot tell a plateau from an improper posterior."""

@@ -108,10 +108,11 @@ def whitened_cloud(state: ParticleState, num_groups: int) -> Cloud:
 def with_data(state: ParticleState, bound: BoundSampler) -> ParticleState:
     """Return a state, of one or of several chains, for a program to which data are inputs without values."""
     reference = state.warmup.reference
-    if reference is None:
+    data = bound.data()
+    if reference is None or data is None:
         return state
-    known, data = reference.data, bound.data()
-    is_other = (known != data).any(-1) & known.any(-1)
+    known = reference.data
+    is_other = jnp.any(known != data, -1) & known.any(-1)
     reference = reference._replace(
         data=jnp.where(is_other[..., None], data, known), is_stale=reference.is_stale | is_other
     )

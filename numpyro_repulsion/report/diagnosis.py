@@ -103,7 +103,7 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
         is_measured = attributes.get("step_size_measured") == "true"
         findings.append(flagged_updates(flagged, share, attributes.get("remedy", "shorten the step"), is_measured))
     is_short = any(finding.name == "short_run" for finding in findings)
-    findings += _of_strays(posterior)
+    findings += _of_strays(posterior) + _of_widths(posterior)
     known = None
     if attributes.get("is_sampler", "true") != "true":
         count = int(attributes.get("num_particles", posterior.sizes["draw"]))
@@ -199,6 +199,19 @@ def _of_strays(posterior):
             "density is smooth and proper."
         )
     return [Finding("strayed", "error", float(len(names)), message, remedy)]
+
+
+def _of_widths(posterior):
+    """Return a finding about particles that stay in wider surroundings, which make up for their higher energy."""
+    if not (wide := int(posterior.attrs.get("num_wide", 0))):
+        return []
+    message = (
+        f"{wide} of {posterior.attrs['num_particles']} particles stay at far higher energies than the others, in "
+        "surroundings that are so much wider that they may hold as much of the posterior, as in modes of different "
+        "widths, so the weights of the modes are unknown."
+    )
+    remedy = "Set moves=Archive(), with gradient=FullData() if rows are subsampled, or reparameterize."
+    return [Finding("several_basins", "error", float(wide), message, remedy)]
 
 
 def _of_draws(posterior):

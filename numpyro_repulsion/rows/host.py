@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from copy import copy
 from functools import reduce
 import hashlib
 import mmap
-from os import PathLike
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ import numpy as np
 from numpyro_repulsion.digests import digest, has_parts
 from numpyro_repulsion.processes import IN_ALL, are_several, is_spread
 from numpyro_repulsion.rows.contents import Contents, lost
-from numpyro_repulsion.rows.conversion import convert, opened
 from numpyro_repulsion.rows.primitive import TAKE_ROWS
 from numpyro_repulsion.rows.shards import Shards
 
@@ -48,7 +46,7 @@ class Rows:
 
     A run reads all rows when it starts, to look for NaN, and in warmup, for control variates. Single rows at random
     places of a disk are slow, about a hundred times slower than blocks of a hundred. If the data exceed memory, shuffle
-    them once, as :meth:`convert` does, and read blocks: ``gradient=ControlVariates(block_size=100)``.
+    them once, and read blocks: ``gradient=ControlVariates(block_size=100)``. The page on large data has a recipe.
 
     A program that reads rows of the host is not kept in JAX's persistent compilation cache.
 
@@ -79,7 +77,7 @@ class Rows:
         if isinstance(source, Rows) or not all(hasattr(source, name) for name in needed):
             raise TypeError(
                 f"Rows takes an array or a file that is indexed like one; got {type(source).__name__}. Lists need "
-                "np.asarray(...); for tables, data sets and streams, Rows.convert writes arrays once."
+                "np.asarray(...); write tables and streams as arrays once, by np.lib.format.open_memmap."
             )
         if not (jnp.issubdtype(source.dtype, jnp.number) or source.dtype == bool):
             raise TypeError(f"Rows takes numbers; got dtype {source.dtype}. Encode categories as integers.")
@@ -282,57 +280,6 @@ class Rows:
         found.source, found.is_on_host = children[0], False
         found._last = found._contents = found._shards = found.failure = None
         return found
-
-    @classmethod
-    def convert(
-        cls,
-        batches: Iterable[Mapping[str, Any]],
-        directory: str | PathLike,
-        *,
-        seed: int = 0,
-        progress_bar: bool = True,
-    ) -> dict[str, Rows]:
-        """Write the columns of a stream of batches as shuffled arrays, once, and open them.
-
-        Memory holds a part of the data at a time, so they may exceed it. The order of the rows is random, the same in
-        all columns: blocks of rows are then as good as single rows.
-
-        .. code-block:: python
-
-            file = pyarrow.parquet.ParquetFile("flights.parquet")
-            rows = Rows.convert((batch.to_pydict() for batch in file.iter_batches()), "flights")
-            dataset = datasets.load_dataset(..., streaming=True).with_format("numpy")  # Hugging Face
-            rows = Rows.convert(dataset.iter(batch_size=10_000), "images")
-
-        :param batches: anything that yields ``{column: array}``, each with the rows of the batch as its first axis. All
-            batches must have the same columns, types and shapes of a row.
-        :param directory: where to write ``COLUMN.npy``. It must not exist; after an interruption it does not.
-        :param seed: of the random order.
-        :param progress_bar: whether to show a progress bar.
-        :return: ``{column: Rows}``, as :meth:`open` returns it.
-        :raises ValueError: if the directory exists, or batches have no rows, differ, or have columns of other lengths.
-        :raises TypeError: for columns that are not numbers.
-
-        **Example**
-
-        .. doctest::
-
-            >>> import tempfile, numpy as np
-            >>> from numpyro_repulsion import Rows
-            >>> batches = ({"x": np.arange(3.0) + 3 * k, "y": np.arange(3) % 2} for k in range(4))
-            >>> Rows.convert(batches, tempfile.mkdtemp() + "/data", progress_bar=False)
-            {'x': Rows(shape=(12,), dtype=float32), 'y': Rows(shape=(12,), dtype=int32)}
-        """
-        convert(batches, directory, seed, progress_bar)
-        return cls.open(directory)
-
-    @classmethod
-    def open(cls, directory: str | PathLike) -> dict[str, Rows]:
-        """Return ``{column: Rows}`` of a directory that :meth:`convert` wrote.
-
-        :raises ValueError: if there is none.
-        """
-        return {name: cls(array) for name, array in opened(directory).items()}
 
 
 def _reopened(path, dtype, shape, offset):

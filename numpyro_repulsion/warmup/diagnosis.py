@@ -15,7 +15,6 @@ from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Flag, Scalar
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import WarmupState
-from numpyro_repulsion.warmup.symptoms import BASINS_SHARE
 from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["MIN_WARMUP", "WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]
@@ -256,14 +255,12 @@ def diagnose_warmup(
     spread = warmup.spread(dynamics)
     # With diagonal scales, some direction may vary more than any coordinate.
     share = spread / jnp.maximum(widest.variance / (dynamics.temperature or 1.0), spread)
-    # A funnel or heavy tails take precedence over several basins: they also make gaps between particles, and their own
-    # symptoms are rarer. But the arrival is prolonged only for particles that are different functions, and in a network
-    # the gradients of a unit's weights depend on its other weights without a funnel.
-    is_network = found.is_prolonged
-    dependence = jnp.where(is_network, jnp.nan, symptoms.dependence) if is_sampler else unknown
-    has_heavy_tails = symptoms.has_heavy_tails & travels & ~is_network
-    has_basins = warmup.has_basins | (is_network & (widest.share > BASINS_SHARE))
-    has_basins &= travels & ~(dependence > MAX_DEPENDENCE) & ~has_heavy_tails
+    # Basins of different widths look like a funnel too, whether particles jump between them or not. In a network the
+    # gradients of a unit's weights depend on its other weights without a funnel. Heavy tails make gaps between
+    # particles, and their own symptoms are rarer.
+    has_heavy_tails = symptoms.has_heavy_tails & travels & ~found.is_prolonged
+    has_basins = warmup.has_basins & travels & ~has_heavy_tails
+    dependence = jnp.where(found.is_prolonged | has_basins, jnp.nan, symptoms.dependence) if is_sampler else unknown
     is_known = travels & ~has_basins & (warmup.step.effective_draws >= 0)
     jumps_well = jnp.zeros((), bool) if warmup.basins is None else warmup.basins.acceptance > MIN_ACCEPTANCE
     # Noisy directions are wide in whitened coordinates by intent.

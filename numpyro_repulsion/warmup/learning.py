@@ -49,8 +49,8 @@ class Sampler(Protocol):
     def energy_on_common_rows(self, warmup: WarmupState, u: Vectors) -> Numbers:
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""
 
-    def energy_to_compare(self, warmup: WarmupState, cloud: Cloud) -> Numbers:
-        """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)``."""
+    def energies_to_compare(self, *places: tuple[WarmupState, Cloud]) -> list[Numbers]:
+        """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)`` each."""
 
     def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
         """Return the particles in the coordinates of the model."""

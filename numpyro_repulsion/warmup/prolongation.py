@@ -108,9 +108,8 @@ def update_prolongation(
         middle = ((z + jnp.roll(z, 1, 0)) / 2.0).reshape(cloud.z.shape)
         # Where they were is not expressed in the new scales, which single precision may not invert.
         places = ((warmup, cloud.z), (warmup, middle), (plainly, halfway))
-        fits, between, before = (
-            sampler.energy_to_compare(state, cloud._replace(z=place)).ravel() for state, place in places
-        )
+        found = sampler.energies_to_compare(*((state, cloud._replace(z=place)) for state, place in places))
+        fits, between, before = (energies.ravel() for energies in found)
         rarely = spread_of_energies(dimension)
         apart, before_apart = (jnp.nanmedian(jnp.abs(x - jnp.nanmedian(x))) for x in (fits, before))
         matters = (plain > MIN_NOISE) | (apart > rarely)

@@ -18,7 +18,7 @@ MAX_BLOCKS, MAX_ENTRIES = 128, 2**20
 #: Particles are in several basins if more than this share of a variance is between particles, a gap with at least two
 #: particles on each side is more than this many times the width of one particle's path, each has explored its
 #: surroundings to this share, and forces between particles grow less than this share as fast with distance as for each.
-BASINS_SHARE, BASINS_GAP, BASINS_EXPLORED, BASINS_PULL = 0.5, 4.0, 0.5, 0.25
+BASINS_SHARE, BASINS_GAP, BASINS_EXPLORED, BASINS_PULL = 0.5, 4.0, 0.1, 0.5
 #: How many standard errors count as chance.
 ERRORS = 2.0
 #: Tails are heavy if the kurtosis is larger and the tail gradient smaller than these. Measured values of both: Cauchy

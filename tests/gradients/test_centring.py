@@ -159,3 +159,18 @@ def test_it_is_a_change_of_variables_under_handlers(handled):
     # Every effect matters.
     gradient = jax.grad(lambda z: centred.potential_energy(z, rows, random.key(1)))(unravel(z[0]))
     assert (jnp.abs(gradient[name]) > 1e-3).all()
+
+
+def test_effects_by_sample_shape_have_it():
+    def effects(y):
+        tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+        theta = numpyro.sample("theta", dist.Normal(0.0, tau), sample_shape=(8,))
+        numpyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+    target = ModelTarget(effects, (Y,))
+    assert list(target.location_scale) == ["theta"]
+    z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
+    centred = centred_by(target, share_of(target, 0.3), unravel)
+    found = centred.recover(z[0])
+    expected = target.potential_energy(unravel(found.z), {}, random.key(0)) - centred.log_volume(found)
+    np.testing.assert_allclose(centred.potential_energy(unravel(z[0]), {}, random.key(0)), expected, rtol=1e-5)

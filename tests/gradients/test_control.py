@@ -266,6 +266,73 @@ def test_the_same_data_leave_the_reference_alone():
     assert all(jax.tree.all(jax.tree.map(np.array_equal, late[0], reference)) for reference in late)
 
 
+def short_run(model, *args, mcmc=None, jit=False):
+    """A run of a few iterations of one update each, or its continuation."""
+    if mcmc is None:
+        kernel = SGLD(model, step_size=1e-4, num_steps=1, preconditioner="diagonal")
+        mcmc = MCMC(
+            kernel, num_warmup=12, num_samples=2, num_chains=4, chain_method="vectorized", progress_bar=False,
+            jit_model_args=jit,
+        )  # fmt: skip
+    else:
+        mcmc.post_warmup_state = mcmc.last_state
+        if model is not None:
+            mcmc.sampler = SGLD(model, step_size=1e-4, num_steps=1, preconditioner="diagonal")
+            mcmc._cache.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc.run(random.key(0), *args)
+    return mcmc, mcmc.last_state.warmup.reference
+
+
+def is_same(one, other):
+    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+
+@pytest.mark.parametrize("given", ["arguments", "inputs of the program", "a closure"])
+def test_one_other_row_is_recognized(given):
+    y = random.normal(random.key(1), (400,))
+    # In no minibatch of evenly spread rows.
+    other = y.at[7].set(50.0)
+
+    def model_of(y):
+        return lambda: mean_of(y, 20)
+
+    is_closure, jit = given == "a closure", given == "inputs of the program"
+    mcmc, before = short_run(model_of(y) if is_closure else lambda y: mean_of(y, 20), *[y] * (not is_closure), jit=jit)
+    _, same = short_run(None, *[y] * (not is_closure), mcmc=mcmc)
+    assert is_same(before, same) and before.data.all()
+    _, after = short_run(model_of(other) if is_closure else None, *[other] * (not is_closure), mcmc=mcmc)
+    target = ModelTarget(mean_of, (other, 20))
+    _, gradient = full_gradient(KEY, target, lambda z: {"mu": z[0]}, before.position, 10)
+    np.testing.assert_array_equal(after.position, before.position)
+    np.testing.assert_allclose(after.gradient, gradient, rtol=1e-4)
+    assert not np.allclose(before.gradient, gradient, rtol=1e-3)
+    assert (after.data != before.data).any() and not after.is_stale
+    # Evaluated once, not in every iteration.
+    _, same = short_run(None, *[other] * (not is_closure), mcmc=mcmc)
+    assert is_same(after, same)
+
+
+def test_a_program_that_rounds_differently_leaves_the_reference_alone():
+    wobble = [0.0]
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        # As the error of an adaptive solver, which no digest of the program sees.
+        error = jax.pure_callback(
+            lambda: np.float32(wobble[0]), jax.ShapeDtypeStruct((), jnp.float32), vmap_method="sequential"
+        )
+        with numpyro.plate("rows", len(y), subsample_size=20) as i:
+            numpyro.sample("y", dist.Normal(mu, 1.0 + error), obs=y[i])
+
+    y = random.normal(random.key(1), (400,))
+    mcmc, before = short_run(model, y)
+    wobble[0] = 1e-3
+    _, after = short_run(None, y, mcmc=mcmc)
+    assert is_same(before, after)
+
+
 @pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup found problems", "ignore:num_warmup")
 @pytest.mark.parametrize("num_warmup", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5))])
 def test_a_warmup_of_one_iteration_finds_a_reference(num_warmup):

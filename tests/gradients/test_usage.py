@@ -977,3 +977,13 @@ def test_sites_that_block_draws_anew_are_refused():
 def test_plates_that_block_hides_are_not_missed():
     target = ModelTarget(handlers.block(hierarchical, hide=["groups"]))
     assert target.plates == {"rows": (N, B)} and target.dims["z"] == {}
+
+
+def test_imputation_in_a_subsampled_plate_is_refused_by_the_name_of_the_site():
+    def model():
+        b, s = parameters()
+        with rows() as i:
+            numpyro.sample("y", dist.Normal(X[i] @ b, s), obs=Y[i], obs_mask=Y[i] > 0)
+
+    with pytest.raises(ValueError, match=r"The site 'y' has an `obs_mask`.*handlers.mask\(mask=mask\[i\]\)"):
+        ModelTarget(model)

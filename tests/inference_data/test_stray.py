@@ -23,7 +23,7 @@ def normal(seed=0, size=SIZE, dimension=DIMENSION):
 
 
 def strayed(z, energy, dimension=DIMENSION):
-    return np.flatnonzero(stray_particles({"z": z}, energy, dimension)).tolist()
+    return np.flatnonzero(stray_particles({"z": z}, energy, dimension)[0]).tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -48,10 +48,10 @@ def test_networks_in_basins_of_different_depth_have_not_left():
     energy += 1000.0 * np.random.default_rng(1).standard_normal((SIZE, 1))
     energy[3] += 1e5
     assert len(strayed(z, energy)) > 5
-    assert np.flatnonzero(stray_particles({"z": z}, energy, DIMENSION, in_basins=True)).tolist() == [3]
+    assert np.flatnonzero(stray_particles({"z": z}, energy, DIMENSION, in_basins=True)[0]).tolist() == [3]
     z, energy = normal()
     energy[3] += 100.0
-    assert np.flatnonzero(stray_particles({"z": z}, energy, DIMENSION, in_basins=True)).tolist() == [3]
+    assert np.flatnonzero(stray_particles({"z": z}, energy, DIMENSION, in_basins=True)[0]).tolist() == [3]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -163,3 +163,23 @@ def test_a_summary_leaves_them_out_on_request(run, capsys):
         summary(run, exclude_diverged=True, coords={"chain": [4]})
     with pytest.raises(ValueError, match="must be True or False"):
         summary(run, exclude_diverged="yes")
+
+
+@pytest.mark.parametrize("name", ["z", "scale"])
+def test_a_wide_mode_that_holds_as_much_as_a_narrow_one_has_not_strayed(name):
+    z, energy = normal()
+    width = np.where(np.arange(SIZE) < 14, 1.0, 0.01)
+    energy += DIMENSION * np.log(width)[:, None]
+    draws = width[:, None, None] * z
+    if name == "scale":  # a positive site, whose logarithm is sampled
+        draws = np.exp(draws + 3.0 * np.arange(SIZE)[:, None, None])
+    strays, wide = stray_particles({name: draws}, energy, DIMENSION)
+    assert not strays.any() and wide == 14
+    # Without a narrow mode that makes up for it, the same energies are those of particles that have left.
+    strays, wide = stray_particles({"z": z}, energy, DIMENSION)
+    assert np.flatnonzero(strays).tolist() == list(range(14)) and wide == 0
+    # All widths between are those of a funnel, which has no gap.
+    width = np.geomspace(0.01, 1.0, SIZE)
+    energy = normal()[1] + DIMENSION * np.log(width)[:, None]
+    strays, wide = stray_particles({"z": width[:, None, None] * z}, energy, DIMENSION)
+    assert not strays.any() and wide == 0

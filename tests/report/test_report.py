@@ -284,6 +284,34 @@ def test_the_same_data_are_never_taken_for_others(num_rows):
         assert has_other_data(mcmc)
 
 
+@pytest.mark.parametrize("is_model", [True, False])
+def test_another_rounding_is_no_other_data(is_model):
+    wobble = [0.0]
+
+    def energy(z):
+        # As the error of an adaptive solver, which no digest of the program sees.
+        error = jax.pure_callback(
+            lambda: np.float32(wobble[0]), jax.ShapeDtypeStruct((), jnp.float32), vmap_method="sequential"
+        )
+        return jnp.sum(z**2) / 2 + error
+
+    def model(y):
+        z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
+        numpyro.factor("energy", -energy(z - y))
+
+    y = jnp.ones(2)
+    kernel = SGLD(model) if is_model else SGLD(potential_fn=energy)
+    mcmc = MCMC(kernel, num_warmup=100, num_samples=1, num_chains=6, chain_method="vectorized", progress_bar=False)
+    mcmc._args, mcmc._kwargs = (y,) if is_model else (), {}
+    init_params = None if is_model else random.normal(random.key(1), (6, 2))
+    mcmc._last_state = kernel.init(random.split(random.key(0), 6), 100, init_params, mcmc._args, {})
+    wobble[0] = 100.0
+    assert not has_other_data(mcmc)
+    if is_model:
+        mcmc._args = (y + 3.0,)
+        assert has_other_data(mcmc)
+
+
 @pytest.mark.slow
 def test_plain_chains_know_other_data_too():
     for size, method in ((1, "sequential"), (2, "sequential")):

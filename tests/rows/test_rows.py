@@ -276,7 +276,7 @@ def test_uses_but_by_rows_are_refused(use):
     ("source", "error", "words"),
     [
         ([1.0, 2.0], TypeError, "np.asarray"),
-        (iter([1.0]), TypeError, "Rows.convert"),
+        (iter([1.0]), TypeError, "open_memmap"),
         (None, TypeError, "NoneType"),
         (Rows(X), TypeError, "got Rows"),
         (np.array(["a", "b"]), TypeError, "Encode categories"),
@@ -459,7 +459,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
 
 
 def test_a_mapping_holds_rows():
-    """As `Rows.convert` returns them, and in nested arguments."""
+    """In dictionaries, and in nested arguments."""
 
     def model(data: Mapping):
         by_index(data["x"], data["more"][0])

@@ -1,0 +1,152 @@
+"""The figure of ``docs/warmup.md``: what moves the particles during warmup, and when warmup learns what.
+
+All times come from the package's own ``Stage``. Writes ``docs/_static/warmup-windows.png``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib.lines import Line2D
+import matplotlib.pyplot as plt
+import numpy as np
+from PIL import Image
+
+from numpyro_repulsion.moves import basins
+from numpyro_repulsion.warmup import Stage
+
+OUTPUT = Path(__file__).parents[1] / "_static" / "warmup-windows.png"
+NUM_WARMUP = 1000
+# Okabe and Ito's colours, which colour-blind readers can tell apart, mixed with white so that dark text is legible.
+PALE_ORANGE, PALE_PURPLE, PALE_YELLOW = "#f5cf80", "#e6c3d7", "#f7f0a0"
+PALE_BLUE, PALE_GREEN = "#a9d6f2", "#8fd1ba"
+INK, GREY, BLUE = "#1f1f1f", "#8a8a8a", "#0072B2"
+
+
+def stages(is_prolonged):
+    """Return the stages of all iterations of warmup, as arrays."""
+
+    def stage(iteration):
+        return Stage.of(iteration, jnp.asarray(NUM_WARMUP), jnp.asarray(is_prolonged))
+
+    return jax.tree.map(np.asarray, jax.vmap(stage)(jnp.arange(NUM_WARMUP)))
+
+
+def at(stage, which):
+    """Return how many iterations are done at the moments that a mask chooses."""
+    return stage.done[which]
+
+
+def title(axes, text):
+    axes.set_title(text, loc="left", fontsize=10, weight="bold", color=INK)
+
+
+def movements(axes, usual, prolonged):
+    """Draw what moves the particles: with all rows, with minibatches, and where gradients stay noisy."""
+    (arrived, frozen), (late, late_frozen) = (
+        (at(stage, stage.is_arriving).max(), at(stage, stage.is_adapting).max()) for stage in (usual, prolonged)
+    )
+    sampler = [
+        (frozen, PALE_BLUE, "the sampler; scales change"),
+        (NUM_WARMUP, PALE_GREEN, "the sampler; scales are frozen"),
+    ]
+    cases = (
+        ("all rows", usual, [(arrived, PALE_ORANGE, "Metropolis steps"), *sampler]),
+        ("minibatches", usual, [(arrived, PALE_PURPLE, "Adam with noise"), *sampler]),
+        (
+            "minibatches, gradients stay noisy",
+            prolonged,
+            [
+                (arrived, PALE_PURPLE, "Adam with noise"),
+                (late, PALE_YELLOW, "Adam without noise"),
+                (late_frozen, PALE_BLUE, ""),
+                (NUM_WARMUP, PALE_GREEN, ""),
+            ],
+        ),
+    )
+    for y, (name, stage, parts) in zip((2, 1, 0), cases, strict=True):
+        start = 0
+        for end, colour, text in parts:
+            axes.barh(y, end - start, left=start, height=0.62, color=colour, edgecolor="white", lw=1.5)
+            axes.text((start + end) / 2, y, text, ha="center", va="center", fontsize=9, color=INK)
+            start = end
+        ends = at(stage, stage.window_ends)
+        if stage is prolonged:
+            # The arrival is prolonged at its end; until then windows end as usual.
+            ends = np.concatenate([at(usual, usual.window_ends & (usual.done <= arrived)), ends[ends > arrived]])
+        axes.vlines(ends, y - 0.45, y - 0.31, color=INK, lw=1)
+        axes.text(-12, y, name, ha="right", va="center", fontsize=9, color=INK)
+    axes.set(xlim=(0, NUM_WARMUP), ylim=(-0.6, 2.6), xticks=[], yticks=[])
+    title(axes, "What moves the particles (ticks: ends of windows)")
+    axes.spines[:].set_visible(False)
+
+
+def lessons(axes, stage):
+    """Draw when warmup changes what it learns, if the arrival is not prolonged."""
+    ends, none = stage.window_ends, np.zeros(NUM_WARMUP, bool)
+    adapts, rescues = ends & stage.is_adapting, ends & stage.may_rescue
+    arrived, frozen = at(stage, stage.references_move).min(), at(stage, stage.references_move).max()
+    # (name, in both cases, with all rows only, with minibatches only, bars)
+    rows = (
+        ("lost particles move to others", rescues & stage.is_arriving, none, rescues & ~stage.is_arriving, []),
+        ("scales", adapts & stage.whitens, adapts & ~stage.whitens, none, []),
+        ("centring of hierarchical sites", stage.references_move & (stage.curvature_weight == 1), none, none, []),
+        ("reference of control variates", none, none, stage.references_move, []),
+        ("bandwidth", ends & stage.is_settling, none, none, [(arrived, frozen)]),
+        ("step size", ends & stage.has_arrived, none, none, []),
+        (
+            "jumps between basins",
+            none,
+            np.isin(stage.done, round(basins.END * NUM_WARMUP)),
+            none,
+            [(basins.BEGINNING * NUM_WARMUP, basins.END * NUM_WARMUP)],
+        ),
+    )
+    markers = (
+        ("o", BLUE, "with all rows and with minibatches"),
+        ("D", "white", "with all rows only"),
+        ("s", INK, "with minibatches only"),
+    )
+    for i, (name, *masks, bars) in enumerate(rows):
+        y = -i
+        axes.axhline(y, color="#dddddd", lw=0.8, zorder=0)
+        for start, end in bars:
+            axes.plot((start, end), (y, y), color=BLUE, lw=5, alpha=0.45, solid_capstyle="butt")
+        for mask, (shape, colour, _) in zip(masks, markers, strict=True):
+            moments = at(stage, mask)
+            axes.plot(moments, [y] * len(moments), shape, mfc=colour, mec=INK, ms=6, mew=0.9, clip_on=False, zorder=3)
+        axes.text(-12, y, name, ha="right", va="center", fontsize=9, color=INK)
+    for x in (arrived, frozen):
+        axes.axvline(x, color=GREY, lw=1, ls="--", zorder=0)
+    legend = [
+        Line2D([], [], ls="", marker=shape, mfc=colour, mec=INK, ms=6, label=text) for shape, colour, text in markers
+    ]
+    legend.append(Line2D([], [], color=BLUE, lw=5, alpha=0.45, label="in every iteration"))
+    axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.37, -0.24), ncol=4, fontsize=9, frameon=False)
+    axes.set(xlim=(0, NUM_WARMUP), ylim=(0.6 - len(rows), 0.6), yticks=[])
+    axes.set_xlabel(f"iterations done, for num_warmup={NUM_WARMUP}", fontsize=9, color=INK)
+    title(axes, "When warmup learns what (without a prolonged arrival)")
+    axes.tick_params(labelsize=9)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+
+
+def main():
+    usual, prolonged = stages(False), stages(True)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9.6, 5.6), height_ratios=(1, 1.7), facecolor="white")
+    movements(top, usual, prolonged)
+    lessons(bottom, usual)
+    figure.subplots_adjust(hspace=0.22)
+    figure.savefig(OUTPUT, dpi=150, bbox_inches="tight", pad_inches=0.12)
+    with Image.open(OUTPUT) as image:
+        small = image.convert("RGB").quantize(64)  # A palette of colours halves the file.
+    small.save(OUTPUT, optimize=True)
+    print(f"Wrote {OUTPUT.relative_to(OUTPUT.parents[2])}, {OUTPUT.stat().st_size / 1000:.0f} kB.")
+
+
+if __name__ == "__main__":
+    main()
