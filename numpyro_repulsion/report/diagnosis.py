@@ -219,7 +219,7 @@ def _of_draws(posterior):
     import arviz
 
     if (number := posterior.sizes["draw"]) < MIN_DRAWS:
-        message = f"{number} draw{'s' * (number > 1)} of each particle do not tell whether particles have mixed."
+        message = f"{number} draw{'s' * (number > 1)} of each particle cannot tell whether particles have mixed."
         remedy = f"Raise `num_samples`, to {MIN_DRAWS} and far more."
         return [Finding("short_run", "warning", float(number), message, remedy)]
     reasons = np.concatenate([np.ravel(x) for x in why_unknown(posterior).values()])
