@@ -195,18 +195,18 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
 
 
 def predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
-    """Return the predicted bias with half the step as a share of that with the step; and that with half the step.
+    """Return the predicted bias with half the step as a share of that with the step; and that with the step.
 
-    The share is 1/2 for a bias of first order in ε, as that of minibatches, and 1/4 for one of second order; 1/2 where
-    nothing is predicted. The bias is 0 there.
+    The share is 1/2 for a bias of first order in ε, as that of minibatches, and 1/4 for one of second order. Where
+    nothing is predicted, it is 1/2, and the bias 0.
 
     :param times: after halving the step in use how many times; at least once.
     """
     is_other, step_size = has_other_data(mcmc), _step_size(mcmc)
     before, after = (_predicted(mcmc, is_other, step_size / 2**k)[0] for k in (times - 1, times))
     if not 0.0 < before < MAX_PREDICTED:
-        return 0.5, 0.0 if np.isnan(after) else after
-    return 0.5 if bound_of(mcmc).plan("diagonal").noise else min(max(after / before, 0.25), 0.5), after
+        return 0.5, 0.0
+    return 0.5 if bound_of(mcmc).plan("diagonal").noise else min(max(after / before, 0.25), 0.5), before
 
 
 def _predicted(mcmc, is_other, step_size):

@@ -25,9 +25,9 @@ class ExtrapolatedMeans(NamedTuple):
     """Posterior means extrapolated to ε = 0; :func:`~numpyro_repulsion.extrapolate` returns it.
 
     - **mean** - the means, as a pytree like the values of the function.
-    - **mcse** - their standard errors: those of draws and of the shift, and the size of what the shift leaves of the
-      bias, which is the predicted bias with the smallest step times the shift. NaN where one of them is unknown,
-      because there are too few iterations.
+    - **mcse** - their standard errors: those of draws and of the shift, and how much of the bias the shift may
+      leave: half the predicted bias of variances times the shift. NaN where one of them is unknown, because there are
+      too few iterations.
     - **plain_mean**, **plain_mcse** - the same of the run's draws alone.
     - **shift**, **shift_mcse** - what was added to ``plain_mean``, and its standard error: the estimated bias of the
       step size, with the opposite sign.
@@ -175,7 +175,7 @@ def extrapolate(
         # Averages of large values would lose their digits in single precision.
         return found - mean.astype(found.dtype)
 
-    (fall, left), steps = predict_fall(mcmc, levels), steps_in_use(mcmc)
+    (fall, bias), steps = predict_fall(mcmc, levels), steps_in_use(mcmc)
     shift, variance = np.zeros(plain.shape[-1]), np.zeros(plain.shape[-1])
     keys = [rng_key] if levels == 1 else list(random.split(_key(mcmc) if rng_key is None else rng_key, levels))
     for level, key in enumerate(keys):
@@ -191,8 +191,8 @@ def extrapolate(
         found = [part.reshape(x.shape) for part, x in zip(np.split(flat, ends), leaves, strict=True)]
         return jax.tree.unflatten(structure, found)
 
-    # The next order of the bias is smaller than what the shift removes by about the bias with the smallest step.
-    total = np.sqrt(error**2 + variance + (left * shift) ** 2)
+    # What is left is of the next order, which is to the shift as the bias to 1, and falls with half the step by half.
+    total = np.sqrt(error**2 + variance + (bias / 2.0 * shift) ** 2)
     numbers = mean + shift, total, mean, error, shift, np.sqrt(variance)
     found = dict(zip(ExtrapolatedMeans._fields, map(shaped, numbers), strict=False))
     return ExtrapolatedMeans(**found, step_size=float(np.ravel(steps)[0]), fall=fall)

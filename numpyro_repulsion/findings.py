@@ -65,7 +65,17 @@ _COVERS = {
 }
 #: Each finding probably causes the listed ones. These stay in the list, and their remedy refers to the cause.
 _CAUSES = {
-    "strayed": {"not_mixed", "separate_modes", "flagged_updates", "several_basins"},
+    "strayed": {
+        "not_mixed",
+        "separate_modes",
+        "flagged_updates",
+        "several_basins",
+        "funnel",
+        "heavy_tails",
+        "varying_curvature",
+        "slow_directions",
+        "step_bias",
+    },
     "cold_momenta": {"not_mixed", "slow_directions", "several_basins", "separate_modes"},
     "noncentred": {"not_mixed", "flagged_updates"},
     "few_levels": {"not_mixed", "flagged_updates", "separate_modes"},

@@ -36,7 +36,8 @@ def stray_particles(
     """Return which particles have left the others or stand still, ``(chain,)``; and how many are in a wider mode.
 
     A particle has left if its mean energy is far above the median of all particles, or not finite. If most particles
-    differ that much, the lowest energies take the place of the median. Entries that are not finite for most particles
+    differ that much, the lowest energies take the place of the median. If most were that much higher in the first half
+    of their draws than in the second, they have not arrived. Entries that are not finite for most particles
     are those of the model, such as padding.
 
     Particles in other modes of a posterior do not count. A wide mode has a higher energy than a narrow one that holds
@@ -64,9 +65,10 @@ def stray_particles(
     if not usable.size:
         return strayed, 0
     energy, flat = np.asarray(energy, float)[usable], np.asarray(flat, float)[usable]
-    means = np.stack([part.mean(1) for part in np.array_split(energy, MIN_DRAWS, axis=1)])
-    error = np.median(means.std(0, ddof=1)) / len(means) ** 0.5
-    means, limit = energy.mean(1), FIRST + PER_ROOT * dimension**0.5 + ERRORS * error
+    times = np.stack([part.mean(1) for part in np.array_split(energy, MIN_DRAWS, axis=1)])
+    # From second differences, in which a fall cancels.
+    noise = 1.48 * np.median(np.abs(np.diff(times, 2, axis=0))) / 6**0.5
+    means, limit = energy.mean(1), FIRST + PER_ROOT * dimension**0.5 + ERRORS * noise / len(times) ** 0.5
     if in_basins:
         limit = max(limit, NUM_DEVIATIONS * np.median(np.abs(means - np.median(means))))
     # Positive entries are sampled as their logarithms.
@@ -74,10 +76,14 @@ def stray_particles(
     flat = np.where(positive, np.log(np.where(positive, flat, 1.0)), flat)
     volume = np.log(flat.std(1) + np.finfo(float).tiny).sum(-1) * (dimension / max(flat.shape[-1], 1))
     is_high, is_light = (_far_above(x, limit, in_basins) for x in (means, means - volume))
-    strayed[usable] |= is_high & is_light
+    gone = is_high & is_light
+    first, second = (half.mean(0) for half in np.array_split(times, 2))
+    if np.mean(falls := first > np.median(second) + limit + ERRORS * noise) > 0.5:
+        gone |= falls
+    strayed[usable] |= gone
     if in_basins:
         return strayed, 0
-    ordered = np.sort(means[~(is_high & is_light)])
+    ordered = np.sort(means[~gone])
     gaps = np.diff(ordered)[1:-1]
     wide = 0 if not gaps.size or gaps.max() < limit else len(ordered) - 2 - int(gaps.argmax())
     return strayed, wide

@@ -182,19 +182,21 @@ def _of_strays(posterior):
     remedy = "Leave them out by summary(..., exclude_diverged=True), and run again with a shorter step."
     if strayed.mean() > 0.25:
         message = (
-            f"{len(names)} of {strayed.size} particles (chain {some}) have far higher energies than the others: they "
-            "have not arrived at the posterior, or have left it; all figures include them."
+            f"{len(names)} of {strayed.size} particles (chain {some}) have far higher energies than the others, or "
+            "come from there: they have not arrived at the posterior, or have left it; all figures include them."
         )
         remedy = (
             "Raise `num_warmup`, or start nearer to the posterior, for example with init_from_guide(guide, params)."
         )
     if strayed.all():
         message = (
-            f"All {strayed.size} particles stand still or are not finite, so the draws are no sample of the posterior."
+            f"All {strayed.size} particles stand still, are not finite, or still come down from far higher energies, "
+            "as from starts far away from where the data are, so the draws are no sample of the posterior."
         )
         remedy = (
-            "Start nearer to the posterior, for example with init_strategy=numpyro.infer.init_to_uniform(radius=0.1) "
-            "or init_around(values); and check that its density is smooth and proper."
+            "Give priors the scale of the parameters, or start nearer to the posterior, for example with "
+            "init_around(values) or init_strategy=numpyro.infer.init_to_uniform(radius=0.1); and check that the "
+            "density is smooth and proper."
         )
     return [Finding("strayed", "error", float(len(names)), message, remedy)]
 
@@ -217,7 +219,7 @@ def _of_draws(posterior):
     import arviz
 
     if (number := posterior.sizes["draw"]) < MIN_DRAWS:
-        message = f"{number} draw{'s' * (number > 1)} of each particle do not tell whether particles have mixed."
+        message = f"{number} draw{'s' * (number > 1)} of each particle cannot tell whether particles have mixed."
         remedy = f"Raise `num_samples`, to {MIN_DRAWS} and far more."
         return [Finding("short_run", "warning", float(number), message, remedy)]
     reasons = np.concatenate([np.ravel(x) for x in why_unknown(posterior).values()])

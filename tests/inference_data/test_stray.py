@@ -65,6 +65,18 @@ def test_if_most_have_not_arrived_all_but_the_lowest_are_marked(seed):
     assert strayed(still, (still**2).sum(-1) / 2) == []
 
 
+@pytest.mark.parametrize("in_basins", [False, True])
+@pytest.mark.parametrize("shape", [np.linspace(1, 0.7, NUMBER), np.exp(-np.linspace(0, 5, NUMBER))])
+def test_particles_that_still_come_down_have_not_arrived(shape, in_basins):
+    # From starts where the data are not, all come down alike, so that no particle is far above the others.
+    z, energy = normal()
+    assert stray_particles({"z": z}, energy + 1e4 * shape, DIMENSION, in_basins)[0].all()
+    # Up is no arrival, and noise no fall.
+    noise = 1e4 * np.random.default_rng(0).standard_normal(energy.shape)
+    for others in (-1e4 * shape, 1e4 * shape + 20 * noise):
+        assert not stray_particles({"z": z}, energy + others, DIMENSION, in_basins)[0].any()
+
+
 def test_particles_that_stand_still_or_are_not_finite():
     z, energy = normal()
     z[5] = z[5, :1]

@@ -402,6 +402,25 @@ def test_a_run_without_problems_has_no_findings():
     assert "below 0.1 % of a posterior sd" in str(diagnosis_of(None, pretend(step_size_bias=1e-5)))
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_few_draws_are_a_short_run(number):
+    found = diagnosis_of(None, pretend(NOISE[:, :number]))
+    assert found and names_of(found) == ["short_run"] and f"{number} draw" in found[0].message
+
+
+def test_a_warmup_too_short_to_learn_from_is_said_before_what_it_seemed_to_learn():
+    def model():
+        numpyro.sample("x", dist.Normal(0, 1).expand([4]).to_event(1))
+
+    mcmc = MCMC(SGLD(model), num_warmup=5, num_samples=5, num_chains=20, chain_method="vectorized", progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc.run(random.key(0))
+        jax.effects_barrier()
+    found = diagnose(mcmc)
+    assert names_of(found) == ["short_run"] and found[0].severity == "error"
+
+
 @pytest.mark.parametrize(
     "name, severity, figure, draws, attributes",
     [
