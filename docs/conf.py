@@ -53,7 +53,7 @@ def require_public_names(app, env):
 
 
 def copy_notebooks(app):
-    """Copy the notebooks of the top level each time: Sphinx reads only below this folder, and resolves links."""
+    """Sphinx reads only below this folder and resolves links, so the notebooks of the top level are copied here."""
     shutil.rmtree(app.srcdir / "notebooks", ignore_errors=True)
     shutil.copytree(app.srcdir.parent / "notebooks", app.srcdir / "notebooks")
 

@@ -1,7 +1,7 @@
 """Executes the notebooks, as many at a time as there are cores, and keeps their outputs where Sphinx finds them.
 
-Sphinx recognizes a notebook by its code, and not by where it lies. Nothing is kept from one call to the next:
-what the pages show is what the code does.
+Sphinx recognizes a notebook by its code, and not by where it lies. Nothing is kept from one call to the next: what the
+pages show is what the code does.
 
     python docs/execute.py [names of notebooks ...]
 """

@@ -1,4 +1,4 @@
-"""The code of documentation pages, and links of pages and notebooks that Sphinx does not check."""
+"""The code of documentation pages that are no notebooks, and links that Sphinx does not check."""
 
 import json
 import os
