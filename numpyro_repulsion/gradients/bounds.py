@@ -14,7 +14,7 @@ import numpy as np
 
 from numpyro_repulsion.gradients.target import Target, compiled, quickly
 from numpyro_repulsion.processes import is_spread
-from numpyro_repulsion.rows import TAKE_ROWS, Rows
+from numpyro_repulsion.rows import TAKE_ROWS, Rows, losses
 
 __all__ = ["CALLS", "check_indices"]
 
@@ -128,7 +128,7 @@ def _check_negative(target, evaluate, plates, lengths):
     given = {"args": target.args, "kwargs": dict(target.kwargs)}
     paths, structure = jax.tree.flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
     for number, (path, leaf) in enumerate(paths):
-        if not len(entries := _negative(leaf)):
+        if not len(entries := _negative(leaf)) or losses(leaf):
             continue
         rows = {
             name: jnp.asarray(np.resize(entries, batch) if len(leaf) == size else np.arange(batch))

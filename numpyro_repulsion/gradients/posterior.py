@@ -35,7 +35,7 @@ from numpyro_repulsion.gradients.usage import (
     point,
     rows_outside,
 )
-from numpyro_repulsion.rows import host_rows
+from numpyro_repulsion.rows import Rows, host_rows
 
 __all__ = ["ModelTarget"]
 
@@ -60,15 +60,25 @@ class ModelTarget(SitesTarget):
         self.params: dict = {}
         check_sizes(args, self.kwargs)
         # On a mesh the other devices would wait for one that cannot read its rows.
-        check_values(args, self.kwargs, of_rows=not jax.sharding.get_abstract_mesh().empty)
+        is_mesh, refusal = not jax.sharding.get_abstract_mesh().empty, None
+        try:
+            check_values(args, self.kwargs, kinds=(np.ndarray, jax.Array, *[Rows] * is_mesh))
+        except ValueError as error:
+            refusal = error
         self._share_traces()
         try:
             sites, watch = self._inspect()
-        except jax.errors.TracerArrayConversionError:
+        except Exception as error:  # Whatever JAX and the model raise for such values.
+            if refusal:
+                raise refusal from None
+            if not isinstance(error, jax.errors.TracerArrayConversionError):
+                raise
             # Rows that are drawn in the compiled program cannot index NumPy arrays.
             with jax.ensure_compile_time_eval():
                 self.args, self.kwargs = jax.tree.map(_as_jax, (self.args, self.kwargs))
             sites, watch = self._inspect()
+        if refusal and not self._is_same_in_double():
+            raise refusal
         check_values(observations={name: sites[name]["value"] for name in self.observed})
         if any(site["type"] in ("param", "mutable") for site in sites.values()):
             # Random initial values of `param` sites must not change from update to update.
@@ -278,12 +288,25 @@ class ModelTarget(SitesTarget):
         check_sites(probes, usage, self._subsampled, self.dims, self.plates)
         return usage
 
-    def _at_point(self, number, rows):
-        """Return the densities and deterministic values at a point of the analysis, by site."""
+    def _at_point(self, z, rows):
+        """Return the densities and deterministic values at a point, by site; ``z`` may be the number of a point."""
+        z = z if isinstance(z, dict) else point(z, self.prototype)
         nothing = {name: jnp.zeros(x.shape, x.dtype) for name, x in self._discrete_shapes.items()}
-        densities, _, deterministic = self._evaluation(rows, nothing, point(number, self.prototype))
+        densities, _, deterministic = self._evaluation(rows, nothing, z)
         arrays = {name: x for name, x in deterministic.items() if isinstance(x, jax.Array)}
         return densities | arrays
+
+    def _is_same_in_double(self):
+        """Return whether the densities of all rows, and their slopes, are the same in double precision."""
+        found: list[list] = []
+        for is_double in (False, True):
+            with jax.enable_x64(is_double), suppress(Exception):  # Whatever the model raises, it is not the same.
+                z = point(0, self.prototype)
+                # At 0 too, where a slope shows signs that large squares hide.
+                starts = jax.tree.map(jnp.zeros_like, z), z
+                found.append([jax.jvp(lambda z: self._at_point(z, self.all_rows), (at,), (z,)) for at in starts])
+        pairs = zip(*map(jax.tree.leaves, found), strict=True)
+        return len(found) == 2 and all(np.isfinite(b).all() and np.allclose(a, b, 1e-3, 1e-3) for a, b in pairs)
 
     def _with_rows(self, name, site, counts):
         """Return the shape and type of a discrete site for other numbers of rows in its plates."""
@@ -303,7 +326,7 @@ class ModelTarget(SitesTarget):
         return jax.tree.leaves((self.args, self.kwargs))
 
     def find_nan(self):
-        check_values(self.args, self.kwargs, of_rows=True)
+        check_values(self.args, self.kwargs, kinds=(Rows,))
         observations = {}
         # All rows of `Rows` may exceed memory.
         if not host_rows((self.args, self.kwargs)):

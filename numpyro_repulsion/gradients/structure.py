@@ -180,14 +180,17 @@ def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, Any]) -> l
 
 
 def check_values(
-    args: tuple = (), kwargs: Mapping = {}, observations: Mapping[str, Any] = {}, of_rows: bool = False
+    args: tuple = (),
+    kwargs: Mapping = {},
+    observations: Mapping[str, Any] = {},
+    kinds: tuple = (np.ndarray, jax.Array),
 ) -> None:
     """Raise ``ValueError`` for values that JAX would change in silence, by narrower types and without masks.
 
-    :param of_rows: whether to read all `Rows` too.
+    :param kinds: the arrays to look at; all of `Rows` are read.
     """
     for where, array in _arrays(args, kwargs, observations):
-        if (of_rows or not isinstance(array, Rows)) and (lost := losses(array)):
+        if isinstance(array, kinds) and (lost := losses(array)):
             raise ValueError(f"{where[0].upper()}{where[1:]} {lost}")
 
 

@@ -100,7 +100,7 @@ class Probes:
         self._place = getattr(self, "_place", {}) | {name: len(self._cases)}
         self._cases.append(case)
 
-    def _of(self, name: str, *case) -> list[np.ndarray]:
+    def _of(self, name: str, *case) -> list:
         """Return what a site has in a case."""
         return [found[name][self._place[case]] for found in (self.densities, self._values) if name in found]
 
@@ -142,7 +142,7 @@ def _rows(rng, size, batch, scattered):
     )
 
 
-def point(number: jax.Array, prototype: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def point(number: jax.Array | int, prototype: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Return unconstrained values that are spread over an interval and cost hardly anything to compute."""
     radius = jnp.asarray(RADII)[number]
     return {

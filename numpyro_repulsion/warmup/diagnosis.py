@@ -12,7 +12,7 @@ import numpy as np
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.findings import LARGE_BIAS, Finding
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.shapes import Flag, Scalar
+from numpyro_repulsion.shapes import Count, Flag, Scalar
 from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.state import WarmupState
 from numpyro_repulsion.warmup.windows import Stage
@@ -62,7 +62,7 @@ class WarmupDiagnosis(NamedTuple):
     - **thermostat_helps** - whether the same particles with a thermostat could make longer steps.
     """
 
-    num_warmup: Scalar
+    num_warmup: Count | Scalar
     effective_draws: Scalar
     bias: Scalar
     condition: Scalar
