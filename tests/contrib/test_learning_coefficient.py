@@ -1,5 +1,6 @@
 """Local learning coefficients against those that are known, and what is refused."""
 
+from functools import partial
 import itertools
 import math
 import warnings
@@ -19,6 +20,7 @@ from numpyro_repulsion import (
     SGLD,
     SGNHT,
     SVGD,
+    BiasBudget,
     Overdamped,
     init_around,
 )
@@ -232,7 +234,9 @@ def estimate(widths, rank, kernel=SGLD, n=20_000, strength=1.0, num_warmup=500, 
 def test_a_wide_linear_network_has_the_coefficient_of_its_matrix():
     """Of 20 parameters, as many count as its matrix has entries."""
     widths, rank = (2, 5, 2), 2
-    found = estimate(widths, rank, n=5000, num_warmup=200, num_samples=200)
+    # The shorter step that `diagnose` advises here: at the default one, some seeds clip a twentieth of the updates.
+    careful = partial(SGLD, step_size=BiasBudget(0.01, min_draws=0))
+    found = estimate(widths, rank, careful, n=5000, num_warmup=200, num_samples=200)
     assert deep(widths, rank) == 2.0
     assert abs(found.value - 2.0) < 0.1 * 2.0 + 2 * found.mcse
     # The control: that of a regular model.
