@@ -195,3 +195,16 @@ def test_strategies_can_be_pickled():
         first, _ = starts(strategy)
         again, _ = starts(pickle.loads(pickle.dumps(strategy)))
         np.testing.assert_array_equal(first["mu"], again["mu"])
+
+
+@pytest.mark.parametrize("params", [{}, {"auto_loc": jnp.zeros(4), "auto_scale": jnp.ones(4)}])
+@pytest.mark.parametrize("guide", [AutoNormal, AutoMultivariateNormal, AutoLaplaceApproximation])
+def test_guides_that_were_never_fitted_are_refused(guide, params):
+    with pytest.raises(ValueError, match="gives no draws with these parameters. Fit it to the model first"):
+        init_from_guide(guide(model), params)
+
+
+def test_parameters_of_another_guide_are_refused(fitted):
+    guide, params = fitted
+    with pytest.raises(ValueError, match="Fit it to the model first"):
+        init_from_guide(guide, {f"other_{name}": value for name, value in params.items()})

@@ -159,3 +159,18 @@ def test_it_is_a_change_of_variables_under_handlers(handled):
     # Every effect matters.
     gradient = jax.grad(lambda z: centred.potential_energy(z, rows, random.key(1)))(unravel(z[0]))
     assert (jnp.abs(gradient[name]) > 1e-3).all()
+
+
+def test_sites_with_a_sample_shape_are_centred_as_expanded_ones_are():
+    def effects(y, expands):
+        tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+        law = dist.Normal(0.0, tau)
+        u = numpyro.sample("u", law.expand([8])) if expands else numpyro.sample("u", law, sample_shape=(8,))
+        numpyro.sample("y", dist.Normal(u, 1.0), obs=y)
+
+    targets = [ModelTarget(effects, (Y, expands)) for expands in (True, False)]
+    assert [list(each.location_scale) for each in targets] == [["u"], ["u"]]
+    y, unravel = ravel_cloud({name: x[None] for name, x in particle(targets[0]).items()})
+    share = ravel_cloud({name: x[None] for name, x in share_of(targets[0], 0.3).items()})[0][0]
+    energies = [centred_by(each, share, unravel).potential_energy(unravel(y[0]), {}, random.key(0)) for each in targets]
+    assert float(energies[0]) == pytest.approx(float(energies[1]), rel=1e-6)
