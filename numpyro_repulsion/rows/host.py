@@ -46,7 +46,8 @@ class Rows:
 
     A run reads all rows when it starts, to look for those without a density, and in warmup, for control variates.
     Single rows at random places of a disk are slow, about a hundred times slower than blocks of a hundred. If the data
-    exceed memory, shuffle them once, and read blocks: ``gradient=ControlVariates(block_size=100)``. The page on large data has a recipe.
+    exceed memory, shuffle them once, and read blocks: ``gradient=ControlVariates(block_size=100)``. The page on large
+    data has a recipe.
 
     A program that reads rows of the host is not kept in JAX's persistent compilation cache.
 
