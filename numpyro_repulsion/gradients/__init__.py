@@ -11,9 +11,8 @@ from numpyro_repulsion.gradients.control import (
     evaluate_reference,
     fingerprint,
     full_gradient,
-    is_finite_on_all_rows,
-    rows_not_finite,
 )
+from numpyro_repulsion.gradients.finite import is_finite_on_all_rows, sites_not_finite
 from numpyro_repulsion.gradients.likelihood import likelihood_energies
 from numpyro_repulsion.gradients.minibatch import (
     FullData,
@@ -55,7 +54,7 @@ __all__ = [
     "full_gradient",
     "influenced",
     "is_finite_on_all_rows",
-    "rows_not_finite",
+    "sites_not_finite",
     "likelihood_energies",
     "ravel_cloud",
     "rows_to_compare",

@@ -16,7 +16,7 @@ from numpyro_repulsion.gradients.target import Target, compiled, quickly
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rows import TAKE_ROWS, Rows, losses
 
-__all__ = ["CALLS", "check_indices"]
+__all__ = ["CALLS", "check_indices", "places"]
 
 #: Primitives that call a program.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
@@ -80,9 +80,10 @@ def check_indices(target: Target, evaluate: Callable, plates: Mapping, sizes: Ma
         for name in moved[0]:
             if (where := moved[0][name] & moved[1][name]).any():
                 _, index, length = worst[chunk]
+                place = places(where, dims[name], rows, sizes)
                 raise ValueError(
                     f"The site '{name}' uses the entry {index} of an axis of length {length}, which does not exist"
-                    f"{_places(where, dims[name], rows, sizes)}; JAX would take another entry in silence. Number "
+                    f"{place and ', in ' + place}; JAX would take another entry in silence. Number "
                     "groups from 0, and make plates as long as the data, `numpyro.plate(name, len(y), ...)`; where an "
                     'end is meant to stand for what is beyond it, write x.at[i].get(mode="clip").'
                 )
@@ -94,15 +95,22 @@ def _differ(one, other):
     return {name: (a != b) & ~((a != a) & (b != b)) for name, (a, b) in pairs.items()}
 
 
-def _places(where, dims, rows, sizes):
-    """Return in words for which rows of plates the entries of a site are marked."""
+def places(where: np.ndarray, dims: Mapping[str, int], rows: Mapping, sizes: Mapping[str, int]) -> str:
+    """Return in words for which rows of plates the entries of a site are marked; without plates, which entries.
+
+    :param dims: the dimension of each plate.
+    :param rows: the numbers of the rows of a plate; without them they are counted.
+    :param sizes: the size of each plate.
+    """
     found = []
     for plate, dim in dims.items():
-        if where.ndim >= -dim and where.shape[dim] > 1:
+        if where.ndim >= -dim and (where.shape[dim] == len(rows[plate]) if plate in rows else where.shape[dim] > 1):
             marked = np.flatnonzero(where.any(tuple(k for k in range(where.ndim) if k != where.ndim + dim)))
             numbers = np.asarray(rows[plate])[marked] if plate in rows else marked
             found.append(f"row {_some(numbers)} of the plate '{plate}' of size {sizes[plate]}")
-    return f", in {' and '.join(found)}" if found else ""
+    if not dims and where.size > 1 == where.ndim:
+        found.append(f"entry {_some(np.flatnonzero(where))} of {where.size}")
+    return " and ".join(found)
 
 
 def _some(numbers):

@@ -10,16 +10,12 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
-from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro.infer import init_to_uniform
-from numpyro.util import not_jax_tracer
-
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
-from numpyro_repulsion.gradients.target import Particle, Target, compiled, quickly
+from numpyro_repulsion.gradients.target import Target
 from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.shapes import Scalar, Vector
 
@@ -30,12 +26,7 @@ __all__ = [
     "evaluate_reference",
     "fingerprint",
     "full_gradient",
-    "is_finite_on_all_rows",
-    "rows_not_finite",
 ]
-
-#: The number of minibatches in a chunk where all rows are looked at without particles.
-CHECKED_AT_ONCE = 20
 
 
 @dataclass(frozen=True)
@@ -231,52 +222,6 @@ def full_gradient(
     terms = (jnp.asarray(table.weight), jnp.asarray(table.start), jnp.asarray(table.num_rows))
     total, _ = lax.scan(accumulate, (jnp.zeros((), position.dtype), jnp.zeros_like(position)), terms)
     return total
-
-
-def is_finite_on_all_rows(target: Target, z: Particle | None = None) -> bool:
-    """Whether U and ∇U over all rows are finite at a particle, by default an arbitrary one; true for unknown values."""
-    if z is None:
-        # Compiled, because NumPyro checks the parameters of distributions if their values are known.
-        z = compiled(lambda target: target.draw(jax.random.key(0), init_to_uniform), target)()
-    position, unravel = ravel_pytree(z)
-
-    def look(target, z):
-        # U alone would not do: to NumPyro's Bernoulli distribution, a NaN among its logits is a likelihood of 1 or 0.
-        energy, gradient = full_gradient(jax.random.key(0), target, unravel, z, CHECKED_AT_ONCE)
-        return jnp.isfinite(energy) & jnp.isfinite(gradient).all()
-
-    with jax.debug_nans(False):
-        is_finite = compiled(look, target, quickly())(position)
-    return bool(is_finite) if not_jax_tracer(is_finite) else True
-
-
-def rows_not_finite(target: Target, z: Particle) -> dict[str, list[int]]:
-    """Return by plate the rows with which U or ∇U is not finite at a particle, in up to 20 minibatches."""
-    position, unravel = ravel_pytree(z)
-
-    def look(target, rows):
-        def energy(flat):
-            return target.potential_energy(unravel(flat), rows, jax.random.key(0))
-
-        found, gradient = jax.value_and_grad(energy)(position)
-        return jnp.isfinite(found) & jnp.isfinite(gradient).all()
-
-    first, found = {name: jnp.arange(batch) for name, (_, batch) in target.plates.items()}, {}
-    for name, (size, batch) in target.plates.items():
-
-        def each(target, rows, name=name):
-            return lax.map(lambda x: look(target, first | {name: x}), rows)
-
-        is_finite = compiled(each, target, quickly())
-        starts = np.minimum(np.arange(0, size, batch), size - batch)
-        with jax.debug_nans(False):
-            minibatches = starts[:, None] + np.arange(batch)
-            some = minibatches[~np.asarray(is_finite(jnp.asarray(minibatches)))][:20]
-            rows = np.unique(some)
-            # A minibatch of one row only, as often as it has rows.
-            alone = np.repeat(rows[:, None], batch, 1)
-            found[name] = rows[~np.asarray(is_finite(jnp.asarray(alone)))].tolist() if len(rows) else []
-    return found
 
 
 def fingerprint(target: Target, unravel: Callable, position: Vector) -> Scalar:

@@ -193,6 +193,12 @@ class ModelTarget(SitesTarget):
         """Return the log density of each site at one particle, on the first rows of each plate, or on given ones."""
         return self._evaluate({**self.first_rows, **rows}, {}, z)[0]
 
+    def plates_of(self, name: str) -> list[str]:
+        """Return the subsampled plates whose rows a site uses."""
+        # Equal rows do not show.
+        used = {*self._usage.rows.get(name, ()), *self._subsampled.get(name, ())}
+        return [plate for plate in self.plates if plate in used]
+
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the deterministic sites that use subsampled rows, over all rows, given latent values in supports."""
         sites = self.sites({name: values[name] for name in self.latent})

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import jax
 from jax import random
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro.handlers import seed
 from numpyro.primitives import Messenger
 
-from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.rows import Rows
 
-__all__ = ["hinting", "sites_not_finite"]
+__all__ = ["hinting"]
 
 #: Modules of tables, which a compiled program cannot index.
 _TABLES = ("pandas", "polars", "pyarrow")
@@ -54,19 +51,6 @@ def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]
         for note in notes or _of_rows(model, args, kwargs, error):
             error.add_note(note)
         raise
-
-
-def sites_not_finite(target: Any, z: dict, rows: Mapping[str, int] | None = None) -> list[str]:
-    """Return the sites whose log density is not finite at one particle.
-
-    :param rows: by plate, a row; otherwise the first rows are taken.
-    """
-    if not isinstance(target, ModelTarget) or target.discrete:
-        return []
-    taken = {name: jnp.full(target.plates[name][1], row) for name, row in (rows or {}).items()}
-    with jax.debug_nans(False):
-        densities = target.log_densities(z, taken)
-    return [name for name, value in densities.items() if not np.isfinite(np.asarray(value)).all()]
 
 
 def _of_arguments(args, kwargs, error):

@@ -25,11 +25,10 @@ from numpyro_repulsion.gradients import (
     fingerprint,
     is_finite_on_all_rows,
     ravel_cloud,
-    rows_not_finite,
+    sites_not_finite,
 )
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.hints import sites_not_finite
 from numpyro_repulsion.kernels.origin import Origin
 from numpyro_repulsion.kernels.requirements import check_room, warn_of_copies
 from numpyro_repulsion.kernels.settings import automatic_scale, first_preconditioner
@@ -268,13 +267,12 @@ class Initializer:
         finite &= np.isfinite(np.asarray(cloud.gradient).reshape(flat.shape)).all(1)
         if not finite.all():
             where, cause = np.flatnonzero(~finite), "; ".join(target.find_nan())
-            first = jax.tree.map(lambda x: x[where[0]], z)
-            sites = [f"'{name}'" for name in sites_not_finite(target, first)]
+            sites = sites_not_finite(target, jax.tree.map(lambda x: x[where[:1]], z))
             raise ValueError(
                 (f"The data contain NaN: {cause}. Remove or mask these rows. " if cause else "")
                 + f"The potential energy or its gradient is not finite at the start of particles {where.tolist()}"
                 + ("" if given else f", after {MAX_DRAWS} draws from init_strategy")
-                + (f"; nor is the log density of {', '.join(sites)}" if sites else "")
+                + (f"; nor is the log density of {', '.join(sites)}, or its gradient" if sites else "")
                 + ". Look for data outside the support, parameters that are not allowed, such as a negative scale, and "
                 + "covariates that are not standardized"
                 + (
@@ -309,27 +307,21 @@ class Initializer:
         """Raise ``ValueError`` for rows that minibatches would meet later, and that no start can bear."""
         if not target.plates or self._checked is target:
             return
-        starts = [jax.tree.map(lambda x, i=i: x[i], z) for i in range(min(NUM_STARTS, len(jax.tree.leaves(z)[0])))]
-        if not any(is_finite_on_all_rows(target, start) for start in starts):
+        starts = jax.tree.map(lambda x: jnp.asarray(x[:NUM_STARTS]), z)
+        each = (jax.tree.map(lambda x, i=i: x[i], starts) for i in range(len(jax.tree.leaves(starts)[0])))
+        if not any(is_finite_on_all_rows(target, start) for start in each) and (
+            sites := sites_not_finite(target, starts, doubtful=True)
+        ):
             # Data are looked through only where something is wrong.
-            if found := target.find_nan():
-                raise ValueError(
-                    f"The data contain NaN: {'; '.join(found)}. Remove these rows. To mask them, replace NaN by "
-                    "numbers as well: the gradient of a masked NaN is NaN."
-                )
-            bad = [rows_not_finite(target, start) for start in starts]
-            for plate in target.plates:
-                # Others had bad luck with a start.
-                if rows := sorted(set.intersection(*(set(each[plate]) for each in bad))):
-                    some = f"{', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
-                    sites = [f"'{name}'" for name in sites_not_finite(target, starts[0], {plate: rows[0]})]
-                    raise ValueError(
-                        f"The density{f' of the site {sites[0]}' if sites else ''} or its gradient is not finite with "
-                        f"row {some} of the plate '{plate}', at each of {len(starts)} starts, so every update that "
-                        "draws one of them would fail. Look for values at the end of their support, such as fractions "
-                        "of exactly 0 or 1 and labels beyond the last class, and for missing ones. Remove or correct "
-                        "these rows; to mask them, put numbers that are allowed in their place as well."
-                    )
+            cause = "; ".join(target.find_nan())
+            raise ValueError(
+                (f"The data contain NaN: {cause}. " if cause else "")
+                + f"The log density or its gradient is not finite at {', '.join(sites)}, wherever particles start, so "
+                "every update that draws one of these rows would fail. Look for values outside of their support or at "
+                "its end, such as fractions of exactly 0 or 1 and labels beyond the last class, and for missing ones. "
+                "Remove or correct these rows. To mask them, put allowed numbers in their place as well: the gradient "
+                "of a masked NaN is NaN."
+            )
         self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
 
     def _warn_of_flat_directions(self, target, positions, gradient):

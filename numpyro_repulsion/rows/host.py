@@ -44,9 +44,10 @@ class Rows:
         x, y = Rows(np.load("x.npy", mmap_mode="r")), Rows(np.load("y.npy", mmap_mode="r"))
         mcmc.run(random.key(0), x, y)
 
-    A run reads all rows when it starts, to look for NaN, and in warmup, for control variates. Single rows at random
-    places of a disk are slow, about a hundred times slower than blocks of a hundred. If the data exceed memory, shuffle
-    them once, and read blocks: ``gradient=ControlVariates(block_size=100)``. The page on large data has a recipe.
+    A run reads all rows when it starts, to look for those without a density, and in warmup, for control variates.
+    Single rows at random places of a disk are slow, about a hundred times slower than blocks of a hundred. If the data
+    exceed memory, shuffle them once, and read blocks: ``gradient=ControlVariates(block_size=100)``. The page on large
+    data has a recipe.
 
     A program that reads rows of the host is not kept in JAX's persistent compilation cache.
 

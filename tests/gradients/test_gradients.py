@@ -709,6 +709,13 @@ def enumerated_beside_a_batch_without_a_plate():
     numpyro.sample("y", dist.Normal(z.sum() + c, 1), obs=1.0)
 
 
+def hidden_entries():
+    z = coefficients()
+    with numpyro.plate("rows", 7, subsample_size=3) as i:
+        fn = dist.Normal(take(X, i) @ z, 1)
+        numpyro.sample("y", fn, obs=take(Y, i), obs_mask=take(Y, i) > 0)
+
+
 def only_deterministic_looks():
     z = coefficients()
     with numpyro.plate("rows", 7, subsample_size=3) as i:
@@ -719,6 +726,7 @@ def only_deterministic_looks():
     ("model", "message"),
     [
         (local_latent, r"'z' lies inside the subsampled plate 'rows'.*Move it out"),
+        (hidden_entries, r"'y' has an `obs_mask` inside of the subsampled plate 'rows'.*handlers.mask"),
         (no_latent, r"no continuous latent site.*without `obs`"),
         (only_discrete, r"no continuous latent site.*'c'"),
         (delta, r"'copy' has a delta distribution.*numpyro.deterministic"),
@@ -775,6 +783,9 @@ def test_nothing_is_computed_on_the_data():
     jax.eval_shape(lambda y: ModelTarget(model, (y,)).first_rows, jax.ShapeDtypeStruct((10**9,), jnp.float32))
 
 
+AT = {"z": jnp.float32(0.3)}
+
+
 def with_holes(y, batch=2, mask=False):
     z = numpyro.sample("z", dist.Normal(0, 1))
     with numpyro.plate("rows", 7, subsample_size=batch) as i:
@@ -792,7 +803,7 @@ def test_nan_is_found_and_named():
     assert site == "2 in the observed site 'y'"
     (argument, _) = ModelTarget(with_holes, (), {"y": y}).find_nan()
     assert "'y'" in argument and "kwargs" in argument
-    assert not is_finite_on_all_rows(target)
+    assert not is_finite_on_all_rows(target, AT)
 
 
 def test_nan_is_found_in_captured_data():
@@ -802,11 +813,11 @@ def test_nan_is_found_in_captured_data():
 
 def test_masked_nan_is_no_harm():
     y = jnp.asarray(Y).at[6].set(jnp.nan)
-    assert is_finite_on_all_rows(ModelTarget(with_holes, (y,), {"mask": True}))
+    assert is_finite_on_all_rows(ModelTarget(with_holes, (y,), {"mask": True}), AT)
 
 
 def with_missing_covariates(x, mask):
-    slope = numpyro.sample("slope", dist.Normal(0, 1))
+    slope = numpyro.sample("z", dist.Normal(0, 1))
     with numpyro.plate("rows", 7, subsample_size=2) as i, handlers.mask(mask=~jnp.isnan(x[i]) if mask else True):
         numpyro.sample("y", dist.Bernoulli(logits=slope * x[i]), obs=jnp.zeros(7)[i])
 
@@ -816,16 +827,16 @@ def test_nan_is_found_behind_a_likelihood_that_hides_it(mask):
     x = jnp.ones(7).at[3].set(jnp.nan)
     target = ModelTarget(with_missing_covariates, (x, mask))
     energy, gradient = jax.jit(
-        jax.value_and_grad(lambda z: target.potential_energy({"slope": z}, {"rows": jnp.array([3])}, KEY))
+        jax.value_and_grad(lambda z: target.potential_energy({"z": z}, {"rows": jnp.array([3])}, KEY))
     )(0.5)
     assert jnp.isfinite(energy) and jnp.isnan(gradient)
-    assert not is_finite_on_all_rows(target)
-    assert is_finite_on_all_rows(ModelTarget(with_missing_covariates, (jnp.ones(7), mask)))
+    assert not is_finite_on_all_rows(target, AT)
+    assert is_finite_on_all_rows(ModelTarget(with_missing_covariates, (jnp.ones(7), mask)), AT)
 
 
 def test_clean_data_have_no_nan():
     target = ModelTarget(with_holes, (jnp.asarray(Y),))
-    assert target.find_nan() == [] and is_finite_on_all_rows(target)
+    assert target.find_nan() == [] and is_finite_on_all_rows(target, AT)
     assert ModelTarget(positive).find_nan() == []  # integers
 
 
@@ -834,7 +845,11 @@ def test_full_data_of_a_minibatched_model_raise_no_warning():
         warnings.simplefilter("error")
         target = ModelTarget(rich)
         FullData().energy_and_grad(KEY, target, lambda flat: {"z": flat}, jnp.ones((1, 2, 2)))
-        target.observations(), is_finite_on_all_rows(target), target.minibatched_values(target.constrain({"z": X[0]}))
+        (
+            target.observations(),
+            is_finite_on_all_rows(target, {"z": X[0]}),
+            target.minibatched_values(target.constrain({"z": X[0]})),
+        )
 
 
 class Every(Gradient):

@@ -1,4 +1,4 @@
-"""Notes below errors of a model, and the sites that a message about starts names."""
+"""Notes below errors of a model."""
 
 import jax
 from jax import random
@@ -11,8 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD
-from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.kernels.hints import hinting, sites_not_finite
+from numpyro_repulsion.kernels.hints import hinting
 
 X, Y = np.ones((40, 2), np.float32), np.ones(40, np.float32)
 
@@ -77,15 +76,18 @@ def test_other_errors_have_no_notes():
     assert not getattr(caught.value, "__notes__", [])
 
 
-def test_sites_that_are_not_finite_are_named():
-    def counts(y):
-        rate = numpyro.sample("rate", dist.LogNormal(0, 1))
-        numpyro.sample("y", dist.Poisson(rate), obs=y)
-        numpyro.factor("fine", -(rate**2))
+def twice(x):
+    return np.asarray(2 * x, np.float32)
 
-    target = ModelTarget(counts, (jnp.array([1, -1]),))
-    assert sites_not_finite(target, {"rate": jnp.zeros(())}) == ["y"]
-    assert sites_not_finite(ModelTarget(counts, (jnp.array([1, 1]),)), {"rate": jnp.zeros(())}) == []
-    with pytest.raises(ValueError, match="nor is the log density of 'y'. Look for data outside the support"):
-        SGLD(counts, step_size=0.1).init(random.split(random.key(0), 4), 0, None, (jnp.array([1, -1]),), {})
-    assert jax.config.jax_debug_nans is False
+
+@pytest.mark.parametrize("batch", [40, 10])
+def test_callbacks_without_a_rule_for_vmap_are_explained(batch):
+    def calls(y):
+        rate = numpyro.sample("rate", dist.Normal(0, 1))
+        with numpyro.plate("row", 40, subsample_size=batch) as i:
+            shape = jax.ShapeDtypeStruct((), jnp.float32)
+            doubled = jax.pure_callback(twice, shape, jax.lax.stop_gradient(rate))
+            numpyro.sample("y", dist.Normal(rate + doubled, 1), obs=y[i])
+
+    with pytest.raises(ValueError, match='vmap_method="sequential"'):
+        SGLD(calls, step_size=0.1).init(random.split(random.key(0), 4), 0, None, (jnp.asarray(Y),), {})
