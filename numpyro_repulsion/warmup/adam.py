@@ -18,9 +18,6 @@ __all__ = ["Adam", "descend", "first_rates", "svgd_direction"]
 #: Decay rates of the means of gradients and of their squares. The latter forgets the gradients at the starts, which may
 #: be thousands of times longer, within the arrival.
 DECAYS = (0.9, 0.995)
-#: They forget gradients longer than recent ones by the root of this as fast as the means do. Starts far outside
-#: of where the data are have gradients a billion times as long, and a million on the way.
-FORGOTTEN = 1e4
 #: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the fastest
 #: that do not overshoot lead, and the others are moved to them.
 RATES = (0.01, 0.1)
@@ -128,8 +125,6 @@ def descend(
         decay * old + (1.0 - decay) * new
         for decay, old, new in zip(DECAYS, (state.mean, state.square), (slope, slope**2), strict=True)
     )
-    is_old = FORGOTTEN * jnp.maximum(slope**2, mean**2) < square
-    square = jnp.where(is_old, DECAYS[0] * square, square)
     unbiased_mean, unbiased_square = (
         x / (1.0 - decay ** count.astype(u.dtype)) for decay, x in zip(DECAYS, (mean, square), strict=True)
     )
