@@ -14,8 +14,10 @@ import numpy as np
 
 import numpyro
 import numpyro.distributions as dist
+from numpyro.handlers import seed, trace
 from numpyro.infer import MCMC
 
+from benchmarks.problems.targets import gaussian, logistic_regression
 from numpyro_repulsion import (
     RBF,
     SGHMC,
@@ -35,7 +37,6 @@ from numpyro_repulsion import (
     Underdamped,
 )
 from numpyro_repulsion.gradients import ModelTarget, Reference, evaluate_reference
-from numpyro_repulsion.targets import draw, gaussian, logistic_regression
 from numpyro_repulsion.warmup import measure_steepness
 
 PARTICLES = 20
@@ -107,7 +108,7 @@ def whose_minibatch():
 def balanced_noise():
     """Errors of block averages on a skewed posterior: 200 rows, d = 5."""
     X = random.normal(random.key(2), (200, 5))
-    y = draw(random.key(3), logistic_regression, 1, X)["y"][0]
+    y = trace(seed(logistic_regression, random.split(random.key(3), 1)[0])).get_trace(X)["y"]["value"]
     settings = {
         "plain, Euler": {"interaction": Independent(), "dynamics": EULER},
         "plain, averaged over two updates": {"interaction": Independent()},

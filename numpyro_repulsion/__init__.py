@@ -111,6 +111,7 @@ __all__ = [
 
 #: Where a name of an earlier version is now.
 _MOVED = {name: f"numpyro_repulsion.contrib.{name}" for name in ("LearningCoefficient", "Localized", "llc")}
+_MOVED["targets"] = "`benchmarks/problems/targets.py`, in the repository alone,"
 _MOVED["plot_gram"] = "`interaction.gram(u, bandwidth)`, to be drawn by matplotlib's `imshow`"
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import numpyro_repulsion
-from numpyro_repulsion import targets
 
 PACKAGE = "numpyro_repulsion"
 ROOT = Path(numpyro_repulsion.__file__).parent
@@ -36,7 +35,6 @@ ARROWS = {
     "dynamics": (MATHEMATICS, {"checks", "noise", "rounding", "shapes", "interactions"}),
     "gradients": (HOST, {"checks", "layout", "noise", "processes", "rounding", "rows", "shapes"}),
     "starts": (HOST, {"checks"}),
-    "targets": (HOST, set()),
     "warmup": (
         MATHEMATICS,
         {"findings", "noise", "rounding", "shapes", "interactions", "schedules", "dynamics", "gradients"},
@@ -74,7 +72,7 @@ ARROWS = {
     ),
     # Nothing else imports it, the public face neither.
     "contrib": (HOST, {"checks", "diagnostics", "gradients", "inference_data", "kernels"}),
-    "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels"}),
+    "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels", "rows"}),
     "report": (HOST | {"arviz"}, {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels"}),
     "plots": (
         HOST | {"matplotlib"},
@@ -84,7 +82,7 @@ ARROWS = {
     "__init__": (
         set(),
         {name.split(".")[0] for name in FILES}
-        - {"checks", "contrib", "digests", "noise", "processes", "rounding", "shapes", "targets"},
+        - {"checks", "contrib", "digests", "noise", "processes", "rounding", "shapes"},
     ),
 }
 
@@ -97,7 +95,7 @@ def imports(tree):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the arrows"
-            # `from numpyro_repulsion import targets` names a file, `... import RBF` would go up through __init__.
+            # `from numpyro_repulsion import schedules` names a file, `... import RBF` would go up through __init__.
             within = node.module == PACKAGE
             names |= {f"{PACKAGE}.{alias.name}" for alias in node.names} if within else {node.module}
     packages = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
@@ -189,7 +187,7 @@ def test_private_attributes_of_numpyro_are_in_one_room():
 
 
 #: Whose products are NumPy's, those of a model, or within `compiled`.
-ROUNDS = {"control_variates", "targets", "checkpointing.identity", "rounding"}
+ROUNDS = {"control_variates", "checkpointing.identity", "rounding"}
 
 
 def rounded(name, text):
@@ -231,10 +229,9 @@ def test_import_is_light():
 
 
 PUBLIC = {
-    f"{module.__name__}.{name}": value
-    for module in (numpyro_repulsion, targets)
-    for name, value in vars(module).items()
-    if not (name.startswith("_") or inspect.ismodule(value)) and (module is numpyro_repulsion or name in module.__all__)
+    name: value
+    for name, value in vars(numpyro_repulsion).items()
+    if not (name.startswith("_") or inspect.ismodule(value))
 }
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from numpyro.infer import MCMC
 
+from benchmarks.problems.targets import gaussian
 from numpyro_repulsion import SGLD, BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.schedules import as_schedule
-from numpyro_repulsion.targets import gaussian
 
 
 def test_polynomial_values(x64):

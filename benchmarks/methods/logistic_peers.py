@@ -15,8 +15,8 @@ from benchmarks.harness.runs import vectorized
 from benchmarks.methods import logistic_by_hand as by_hand
 from benchmarks.methods.logistic_by_hand import INNER, at_zero, control_variates, gradient
 from benchmarks.problems.logistic_100k import BATCH, DIMENSION, PARTICLES, newton
+from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, ControlVariates
-from numpyro_repulsion.targets import logistic_regression
 
 NEWTON_STEPS = 8
 

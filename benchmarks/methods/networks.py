@@ -19,6 +19,7 @@ from numpyro.contrib.einstein import SVGD as NumPyroSVGD, RBFKernel
 from numpyro.optim import Adagrad, Adam
 
 from benchmarks.harness.runs import vectorized
+from benchmarks.problems.targets import bayesian_neural_network as network
 from benchmarks.problems.uci import in_units, score, split
 from numpyro_repulsion import (
     RBF,
@@ -36,7 +37,6 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
 from numpyro_repulsion.interactions import median_bandwidth
-from numpyro_repulsion.targets import bayesian_neural_network as network
 
 PARTICLES, BATCH, UPDATES, NUM_STEPS = 20, 100, 2000, 10
 #: Nothing set: how many iterations of 200 are warmup.

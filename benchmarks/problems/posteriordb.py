@@ -21,7 +21,7 @@ from numpyro.distributions import constraints
 from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import vectorized
-from numpyro_repulsion.targets import gaussian, logistic_regression
+from benchmarks.problems.targets import gaussian, logistic_regression
 
 
 @dataclass

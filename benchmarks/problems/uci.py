@@ -10,7 +10,7 @@ from jax.scipy.stats import norm
 import numpy as np
 
 from benchmarks.problems.posteriordb import data_folder
-from numpyro_repulsion.targets import relu_network
+from benchmarks.problems.targets import relu_network
 
 #: How many splits each set has.
 UCI = {

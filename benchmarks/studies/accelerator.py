@@ -28,8 +28,8 @@ from numpyro.infer import NUTS
 from benchmarks.harness.runs import through_mcmc, vectorized
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems.logistic_100k import reference
+from benchmarks.problems.targets import bayesian_neural_network, logistic_regression
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SVGD
-from numpyro_repulsion.targets import bayesian_neural_network, logistic_regression
 
 NUM_PARTICLES = 20
 FULL, TF32 = "highest", "tensorfloat32"

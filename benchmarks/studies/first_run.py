@@ -30,8 +30,8 @@ from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import ROOT, Record, run, table
+from benchmarks.problems.targets import bayesian_neural_network, logistic_regression
 from numpyro_repulsion import SGLD, SGLDR
-from numpyro_repulsion.targets import bayesian_neural_network, logistic_regression
 
 KERNELS = {"SGLD": SGLD, "SGLDR": SGLDR, "NUTS": NUTS}
 ITERATIONS = 100

@@ -21,8 +21,8 @@ from numpyro.infer import init_to_uniform
 from benchmarks.harness.runs import mean_and_error
 from benchmarks.harness.store import Record, pm, run, table
 from benchmarks.problems.multimodal import TARGETS, Scores, exact, mixture
+from benchmarks.problems.targets import gaussian_mixture
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Archive, enable_live_warnings
-from numpyro_repulsion.targets import gaussian_mixture
 
 PARTICLES, WARMUP, KEPT, SEEDS = 20, 50, 50, 96
 EXACT = "1000 independent draws"

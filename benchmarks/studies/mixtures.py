@@ -25,6 +25,7 @@ from numpyro.infer import AIES, ESS, NUTS, init_to_uniform
 from benchmarks.harness.runs import mean_and_error, repeats
 from benchmarks.harness.store import Record, plt, pm, run, table
 from benchmarks.problems import multimodal
+from benchmarks.problems.targets import exponential_mixture, gaussian_mixture
 from numpyro_repulsion import (
     RBF,
     SGHMC,
@@ -37,7 +38,6 @@ from numpyro_repulsion import (
     Overdamped,
     enable_live_warnings,
 )
-from numpyro_repulsion.targets import exponential_mixture, gaussian_mixture
 
 MODELS = {"exponentials": exponential_mixture, "Gaussians": gaussian_mixture}
 #: One step for all, in protocol (a): the paper does not print its own.

@@ -21,9 +21,9 @@ from numpyro.infer.util import initialize_model
 
 from benchmarks.harness.runs import in_turns, through_mcmc
 from benchmarks.harness.store import Record, run, table
+from benchmarks.problems.targets import bayesian_neural_network
 from numpyro_repulsion import RBF, SGLD, SGLDR, Independent, Overdamped
 from numpyro_repulsion.gradients import draw_indices
-from numpyro_repulsion.targets import bayesian_neural_network
 
 NUM_PARTICLES, STEP_SIZE, NUM_STEPS = 50, 1e-6, 10
 BARE, BASELINE = "bare `lax.scan`", "`SGLD`, the paper's baseline (independent noise, Euler)"

@@ -21,6 +21,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.util import log_density
 
+from benchmarks.problems.targets import exponential_mixture, gaussian, gaussian_mixture
 from numpyro_repulsion import (
     SGLD,
     SGLDR,
@@ -33,7 +34,6 @@ from numpyro_repulsion import (
     plot_running_estimates,
     predict,
 )
-from numpyro_repulsion.targets import exponential_mixture, gaussian, gaussian_mixture
 
 OUTPUT = Path(__file__).parents[1] / "_static"
 

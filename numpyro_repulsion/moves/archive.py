@@ -104,10 +104,15 @@ class Archive(Move[ArchiveState]):
     .. doctest::
 
         >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC, init_to_uniform
         >>> from numpyro_repulsion import Archive, SGLD
-        >>> from numpyro_repulsion.targets import gaussian_mixture
-        >>> mcmc = MCMC(SGLD(gaussian_mixture, moves=Archive(), init_strategy=init_to_uniform), num_warmup=50,
+        >>> def model():
+        ...     modes = dist.Normal(jnp.array([-5.0, 5.0]), 1.0)
+        ...     numpyro.sample("z", dist.MixtureSameFamily(dist.Categorical(jnp.array([0.3, 0.7])), modes))
+        >>> mcmc = MCMC(SGLD(model, moves=Archive(), init_strategy=init_to_uniform), num_warmup=50,
         ...             num_samples=50, num_chains=20, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0))
         >>> int(mcmc.last_state.warmup.jumps.kind)

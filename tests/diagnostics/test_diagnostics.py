@@ -489,7 +489,7 @@ def test_an_optimizer_has_no_worth():
 
 @pytest.fixture(scope="module")
 def mcmc():
-    from numpyro_repulsion.targets import gaussian
+    from benchmarks.problems.targets import gaussian
 
     mcmc = MCMC(
         SGLD(gaussian, step_size=0.3, num_ensembles=2),

@@ -9,6 +9,7 @@ import pytest
 
 from numpyro.infer import MCMC
 
+from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import (
     RBF,
     SGLD,
@@ -22,7 +23,6 @@ from numpyro_repulsion import (
     run_in_pieces,
 )
 from numpyro_repulsion.dynamics import reject_nonfinite
-from numpyro_repulsion.targets import logistic_regression
 
 ADAGRAD = optax.chain(optax.scale_by_rss(), optax.ema(0.9, debias=False))
 OPTIMIZERS = {"Adam": optax.scale_by_adam(), "Adagrad": ADAGRAD, "clipped": optax.clip_by_global_norm(0.3)}

@@ -15,6 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 
+from benchmarks.problems.targets import gaussian_mixture
 from numpyro_repulsion import (
     RBF,
     SGHMCR,
@@ -29,7 +30,6 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.moves import archive as moves
-from numpyro_repulsion.targets import gaussian_mixture
 
 LIMIT = 4.5
 CENTRES = jnp.array([-1.5, 1.5])

@@ -9,9 +9,9 @@ import pytest
 import numpyro
 import numpyro.distributions as dist
 
+from benchmarks.problems.targets import bayesian_neural_network as network
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, Subsampled
 from numpyro_repulsion.kernels import iteration
-from numpyro_repulsion.targets import bayesian_neural_network as network
 from numpyro_repulsion.warmup import ARRIVED, FIRST_WHITENED, prolongation, scales, step_size
 from numpyro_repulsion.warmup.adam import LATE_RATE
 
