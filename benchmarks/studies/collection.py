@@ -32,7 +32,7 @@ from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems.collection import COLLECTION
 from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, data_folder, known
-from numpyro_repulsion import SGHMC, SGLD, diagnose, enable_live_warnings, ensemble_mcse
+from numpyro_repulsion import SGHMC, SGLD, diagnose, ensemble_mcse
 
 KERNELS = {"SGLD": (SGLD, 32), "SGHMC": (SGHMC, 32), "SGLD, x64": (SGLD, 64)}
 SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20}
@@ -129,7 +129,6 @@ def measured(record: Record, name: str, label: str) -> dict:
 
 
 def measure(record: Record) -> None:
-    enable_live_warnings(False)
     older = OLDER if data_folder() is not None else [name for name in OLDER if name in MADE_HERE and "cent" not in name]
     for label in KERNELS:
         for name in (*COLLECTION, *older):

@@ -21,7 +21,7 @@ from numpyro.infer import init_to_uniform
 from benchmarks.harness.runs import mean_and_error
 from benchmarks.harness.store import Record, pm, run, table
 from benchmarks.problems.multimodal import TARGETS, Scores, exact, mixture
-from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Archive, enable_live_warnings
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Archive
 from numpyro_repulsion.targets import gaussian_mixture
 
 PARTICLES, WARMUP, KEPT, SEEDS = 20, 50, 50, 96
@@ -91,7 +91,6 @@ def sampled(target, sampler):
 
 
 def measure(record: Record) -> None:
-    enable_live_warnings(False)
     for target in TARGETS:
         record.row(f"{target} / {EXACT}", partial(independent, target))
         for sampler in SAMPLERS:

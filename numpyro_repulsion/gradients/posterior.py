@@ -35,7 +35,7 @@ from numpyro_repulsion.gradients.usage import (
     point,
     rows_outside,
 )
-from numpyro_repulsion.rows import Rows, host_rows
+from numpyro_repulsion.rows import host_rows
 
 __all__ = ["ModelTarget"]
 
@@ -60,9 +60,11 @@ class ModelTarget(SitesTarget):
         self.params: dict = {}
         check_sizes(args, self.kwargs)
         # On a mesh the other devices would wait for one that cannot read its rows.
-        is_mesh, refusal = not jax.sharding.get_abstract_mesh().empty, None
+        if not jax.sharding.get_abstract_mesh().empty:
+            check_values(args, self.kwargs, of_rows=True)
+        refusal = None
         try:
-            check_values(args, self.kwargs, kinds=(np.ndarray, jax.Array, *[Rows] * is_mesh))
+            check_values(args, self.kwargs)
         except ValueError as error:
             refusal = error
         self._share_traces()
@@ -332,7 +334,7 @@ class ModelTarget(SitesTarget):
         return jax.tree.leaves((self.args, self.kwargs))
 
     def find_nan(self):
-        check_values(self.args, self.kwargs, kinds=(Rows,))
+        check_values(self.args, self.kwargs, of_rows=True)
         observations = {}
         # All rows of `Rows` may exceed memory.
         if not host_rows((self.args, self.kwargs)):

@@ -183,14 +183,14 @@ def check_values(
     args: tuple = (),
     kwargs: Mapping = {},
     observations: Mapping[str, Any] = {},
-    kinds: tuple = (np.ndarray, jax.Array),
+    of_rows: bool = False,
 ) -> None:
     """Raise ``ValueError`` for values that JAX would change in silence, by narrower types and without masks.
 
-    :param kinds: the arrays to look at; all of `Rows` are read.
+    :param of_rows: whether to read all `Rows`, and not to look at arrays in memory.
     """
     for where, array in _arrays(args, kwargs, observations):
-        if isinstance(array, kinds) and (lost := losses(array)):
+        if isinstance(array, Rows) == of_rows and (lost := losses(array)):
             raise ValueError(f"{where[0].upper()}{where[1:]} {lost}")
 
 

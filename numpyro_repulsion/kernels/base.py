@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import ClassVar
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,11 @@ from numpyro.util import identity, is_prng_key, not_jax_tracer
 
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
-from numpyro_repulsion.findings import Finding
+from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.agreement import require_agreement
 from numpyro_repulsion.kernels.bound import Binder, BoundSampler
-from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_of_divergences, warn_on_host
 from numpyro_repulsion.kernels.hints import hinting
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration
@@ -180,7 +180,7 @@ class ParticleKernel(Fixed, MCMCKernel):
     def is_ensemble_kernel(self):
         """Whether one state holds all chains; raises ``ValueError`` if a stored state has other chains than the run."""
         # NumPyro reads this property before it continues from a stored state.
-        mcmc = entering_mcmc()
+        mcmc, _ = entering_mcmc()
         state = None if mcmc is None else mcmc.post_warmup_state
         if not isinstance(state, ParticleState):
             return True
@@ -190,7 +190,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         bound.share_data()
         if mcmc is not None and jits_arguments(mcmc):
             mcmc.post_warmup_state = with_data(state, bound)
-        return check_chains(state, mcmc)
+        return check_chains(np.size(state.potential_energy), state.warmup, mcmc)
 
     def get_diagnostics_str(self, state):
         """Return the text of the progress bar; warn of problems in the last iteration."""
@@ -209,28 +209,32 @@ class ParticleKernel(Fixed, MCMCKernel):
         :param num_divergences: the number of divergences before them.
         """
         count, since_warmup = int(state.num_divergences), int(state.warmup.iteration - state.warmup.num_warmup)
-        planned = int(state.warmup.num_warmup) * self.num_steps * np.size(state.potential_energy)
-        findings = (lambda: self.findings(state)) if 0 <= since_warmup < iterations else None
-        warn_on_host(num_divergences, count, planned, self.remedy, findings)
+        many = MAX_FLAGGED * int(state.warmup.num_warmup) * self.num_steps * np.size(state.potential_energy)
+        if num_divergences <= many < count:
+            words = "Updates were flagged `diverging` (this warning comes once; `diagnose` has the final count)"
+            warnings.warn(f"{words}:\n{Diagnosis([flagged_updates(count, 0.0, self.remedy)])}", RuntimeWarning, 3)
+        if 0 <= since_warmup < iterations and (found := Diagnosis(self.findings(state))):
+            warnings.warn(f"Warmup found problems:\n{found}", RuntimeWarning, 3)
         return count
 
     def init(self, rng_key, num_warmup, init_params=None, model_args=(), model_kwargs=None):
         """Return the first state: at ``init_params``, or at draws of ``init_strategy`` with finite U and ∇U.
 
-        :param rng_key: L keys for L particles, or a single key for one plain chain (kernels that do not interact).
+        :param rng_key: L keys for L particles, or a single key for one chain (kernels that do not interact).
         :param num_warmup: iterations that learn the step size, preconditioner, bandwidth and control variates.
         :param init_params: unconstrained positions, each leaf ``(L, ...)``.
         :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
             not fit, a model that cannot be sampled, or data with NaN.
         """
-        mcmc = entering_mcmc()
+        mcmc, left_out = entering_mcmc()
         is_single = is_prng_key(rng_key)
         if is_single:
-            if self.interaction.interacts or self.num_ensembles > 1:
+            chains = 1 if mcmc is None else mcmc.num_chains
+            if chains > 1 or self.interaction.interacts or self.num_ensembles > 1:
                 raise ValueError(
-                    f"{type(self).__name__} moves all particles of an ensemble together and needs "
-                    '`MCMC(kernel, num_chains=20, chain_method="vectorized", ...)`, with two or more chains; got '
-                    f"num_chains={getattr(mcmc, 'num_chains', 1)} by {getattr(mcmc, 'chain_method', 'init')!r}."
+                    f"{type(self).__name__} moves all chains together and needs "
+                    f'`MCMC(kernel, num_chains={chains if chains > 1 else 20}, chain_method="vectorized", ...)`; got '
+                    f"num_chains={chains} by {getattr(mcmc, 'chain_method', 'init')!r}."
                 )
             rng_key = rng_key[None]
             init_params = jax.tree.map(lambda x: jnp.asarray(x)[None], init_params)
@@ -240,7 +244,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         require_agreement(self, mcmc, rng_key, num_warmup, init_params, model_args, model_kwargs)
         bound = self.bind(model_args, model_kwargs)
-        self._initializer.check_data(bound, mcmc, size)
+        self._initializer.check_data(bound, mcmc, size, left_out)
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
@@ -266,10 +270,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         progress, warmup, in_use = iteration.move(keys, stage, cloud, warmup, state.num_updates)
         kept_after = warmup.num_warmup if plan.arrives else 0
         count = state.num_divergences + jnp.where(warmup.iteration >= kept_after, progress.flagged.sum(), 0)
-        warn_of_divergences(state.num_divergences, count, warmup.num_warmup * float(self.num_steps * size), self.remedy)
         cloud, warmup = iteration.learn(keys, stage, progress.cloud, warmup)
-        if warmup.step.measurements is not None and (plan.measures or plan.jumps):
-            warn_after_warmup(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
         found = iteration.recover(warmup, cloud.z)
         coordinates, centring = None, warmup.scales.centring
         if centring is not None:
@@ -299,7 +300,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         data = None if state.warmup.reference is None else bound.data()
         bound = bound.within(state.num_updates)
         plan = bound.plan(state.warmup.scales.preconditioner.kind)
-        check_state(self, state, bound.target, plan, bound.gradient)
+        check_state(self, state.origin, state.z, state.warmup, bound.target, bound.gradient)
         _, unravel = ravel_cloud(state.z)
         cloud = whitened_cloud(state, self.num_ensembles)
         iteration = Iteration(bound, plan, unravel, row_seed(state), data, self.schedule)
@@ -311,10 +312,6 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def findings(self, state: ParticleState) -> list[Finding]:
         """Return the problems found at the end of warmup; an empty list without a warmup."""
-        if np.ndim(state.num_updates):  # plain chains, run one by one
-            count = len(state.num_updates)
-            found = [self.findings(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
-            return [finding for one in found for finding in one]
         warmup = state.warmup
         if warmup.step.measurements is None or (warmup.step.measurements.number == 0 and warmup.jumps is None):
             return []

@@ -116,8 +116,6 @@ def has_other_data(mcmc: MCMC) -> bool:
     state = mcmc.last_state
     if state.warmup.data_fingerprint is None:
         return False
-    if np.ndim(state.num_updates):  # plain chains, run one by one
-        state = jax.tree.map(lambda x: x[0], state)
     position, known = state.warmup.data_fingerprint
     bound = bound_of(mcmc)
     is_single = np.ndim(state.potential_energy) == 0
@@ -147,8 +145,7 @@ def coupling_of(mcmc: MCMC) -> tuple[str, int]:
         in pairs), ``"moves"`` and ``"none"``; and the number of parts.
     """
     kernel, size = mcmc.sampler, mcmc.num_chains
-    # Plain chains that run one by one leave one state each.
-    if np.ndim(mcmc.last_state.num_updates) or size == 1:
+    if size == 1:
         return "none", size
     parts = 1 if kernel.interaction.balances_ensembles else kernel.num_ensembles
     bound = bound_of(mcmc)

@@ -185,7 +185,7 @@ class Initializer:
             rng_key=state_key,
             coordinates=(flat, energy) if reparametrizes else None,
             row_seed=jnp.stack([last_word(memory_key), last_word(state_key)]),
-            origin=Origin.of(kernel, plan, bound.gradient, cloud, num_warmup),
+            origin=Origin.of(kernel, bound.gradient),
         )
         return place_everywhere((state, cloud, self._smallest_eigenvalue(u, bandwidth)))
 
@@ -241,7 +241,7 @@ class Initializer:
         carry = lax.while_loop(lambda carry: ~carry[5] & (carry[0] < MAX_DRAWS), attempt, start)
         return carry[4]
 
-    def check_data(self, bound, mcmc, size):
+    def check_data(self, bound, mcmc, size, left_out):
         """Raise ``ValueError`` for `Rows` that each update would read whole, and for draws that exceed memory. Put rows
         on the devices of a mesh."""
         target = bound.target
@@ -253,7 +253,7 @@ class Initializer:
                 stacklevel=4,
             )
         if isinstance(target, ModelTarget):
-            check_room(target, mcmc, size)
+            check_room(target, mcmc, size, left_out)
             warn_of_copies(target, mcmc)
             batches = bound.gradient.batches(target)
             if all(batches[name] == size for name, (size, _) in target.plates.items()):

@@ -7,19 +7,18 @@
    again. Each particle's own reference (``SVRG``) is renewed here if its epoch is over.
 3. `move`, while particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam
    with minibatches. If the arrival is prolonged, particles descend together, along the direction of SVGD.
-4. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates, preceded by the
-   hot updates if a cycle begins. With ``moves`` switched on, every second update is a jump. Each remaining update
+4. `move`, otherwise: if warmup found several basins, one jump between them. Then ``num_steps`` updates. With ``moves``
+   switched on, every second update is a jump. Each remaining update
 
    a. flags particles whose gradient had to be clipped because it was far too long,
    b. steps by the dynamics, with a new minibatch,
    c. turns particles back that gain far too much energy, if they have momenta and exact gradients, and flags them,
    d. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
 
-5. Count the flagged updates (not those of a warmup that has an arrival), and warn at the first one.
+5. Count the flagged updates (not those of a warmup that has an arrival).
 6. `learn`: every learner of warmup sees the new cloud, and the count of iterations grows. After warmup the learners
    change nothing, except a common reference that has to be evaluated on other data.
-7. At the end of warmup, warn of the problems that the diagnosis found.
-8. Return the new state, with positions in the coordinates of the model.
+7. Return the new state, with positions in the coordinates of the model.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
 from numpyro_repulsion.kernels.evaluation import Evaluation
 from numpyro_repulsion.kernels.learners import ALL_LEARNERS, BASINS, counted, keys_of_learners
 from numpyro_repulsion.kernels.progress import Keys, Progress
-from numpyro_repulsion.schedules import Cyclical
 from numpyro_repulsion.shapes import Count
 from numpyro_repulsion.warmup import (
     Stage,
@@ -65,16 +63,6 @@ class Iteration(Evaluation):
         value = warmup.step.size if self.schedule is None else self.schedule(num_updates)
         return jnp.asarray(value, warmup.step.size.dtype)
 
-    @property
-    def _cycle(self):
-        return self.schedule if isinstance(self.schedule, Cyclical) else None
-
-    @property
-    def _renews_within(self):
-        """Whether references are renewed between updates, because an iteration with the hot part of a cycle may be
-        longer than an epoch."""
-        return self._cycle is not None and self.plan.epoch is not None
-
     def begin(self, cloud: Cloud, num_updates: Count, warmup: WarmupState) -> Progress:
         """Return the quantities that updates change, before the first update of an iteration."""
         return Progress(
@@ -83,7 +71,6 @@ class Iteration(Evaluation):
             jnp.zeros(warmup.arrival.step_size.shape, int),
             jnp.zeros(warmup.arrival.step_size.shape, bool),
             warmup.arrival,
-            warmup.reference if self._renews_within else None,
             warmup.jumps.tally if self.bound.kernel.moves is not None and warmup.jumps is not None else None,
         )
 
@@ -94,15 +81,13 @@ class Iteration(Evaluation):
         """
         if now.tally is not None and warmup.jumps is not None:
             warmup = warmup._replace(jumps=warmup.jumps._replace(tally=now.tally))
-        if now.reference is not None:
-            return warmup._replace(reference=now.reference)
         if warmup.reference is not None and self.plan.epoch is not None:
             age = warmup.reference.age + (self.num_steps if num_steps is None else num_steps)
             return warmup._replace(reference=warmup.reference._replace(age=age))
         return warmup
 
     def move(self, keys: Keys, stage: Stage, cloud: Cloud, warmup: WarmupState, num_updates: jax.Array):
-        """Make ``num_steps`` updates, after the hot part of a cycle if one begins.
+        """Make ``num_steps`` updates.
 
         :param num_updates: how many updates were done before.
         :return: the progress, the new warmup state, and the step sizes last used, ``(G, L)``.
@@ -110,14 +95,12 @@ class Iteration(Evaluation):
         start = self.begin(cloud, num_updates, warmup)
 
         def approach():
-            now = self._repeat(
-                keys.updates, num_updates, start, lambda key, now: self._approach(key, stage, now, warmup)
-            )
+            now, _ = lax.scan(lambda now, key: (self._approach(key, stage, now, warmup), None), start, keys.updates)
             return now, warmup.basins, now.arrival.step_size
 
         def travel():
             now, basins = self.jump_between_basins(keys.basins, start, warmup)
-            now = self._repeat(keys.updates, num_updates, now, lambda key, now: self._update(key, now, warmup))
+            now, _ = lax.scan(lambda now, key: (self._update(key, now, warmup), None), now, keys.updates)
             in_use = jnp.broadcast_to(self.step_size(warmup, now.num_updates - 1), now.flagged.shape)
             return now, basins, in_use
 
@@ -126,14 +109,6 @@ class Iteration(Evaluation):
         else:
             now, basins, in_use = travel()
         return now, self.ended(now, warmup._replace(arrival=now.arrival, basins=basins)), in_use
-
-    def _repeat(self, keys, num_updates, progress, update):
-        """Make all updates of the iteration."""
-        if self._cycle is None:
-            return lax.scan(lambda now, key: (update(key, now), None), progress, keys)[0]
-        # One loop for hot and cold updates, so that they are compiled once.
-        done = num_updates + self.num_steps + self._cycle.num_ahead(num_updates, self.num_steps)
-        return lax.fori_loop(num_updates, done, lambda i, now: update(random.fold_in(keys[0], i), now), progress)
 
     def _noise_and_gradient_keys(self, key):
         """Return keys for noise and gradient; the same if the gradient is not random, because a split takes a tenth of
@@ -176,11 +151,6 @@ class Iteration(Evaluation):
 
     def _update(self, key, now, warmup):
         """Make one update by the dynamics, or by a jump if ``moves`` are on and the update is odd."""
-        if self._renews_within:
-            due = now.reference.in_use & (now.reference.age >= self.plan.epoch)
-            own = self._renew(due, now.cloud, warmup, now.reference, jnp.zeros((), bool))
-            warmup = warmup._replace(reference=own)
-            now = now._replace(reference=own._replace(age=own.age + 1))
         interaction_key = None
         if self.interaction.is_redrawn:
             key, interaction_key = random.split(key)

@@ -8,7 +8,6 @@ import jax
 from jax import random
 
 from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.gradients import Reference
 from numpyro_repulsion.shapes import Count, Counts, Flags, Scalar
 from numpyro_repulsion.warmup import ArrivalState
 
@@ -20,8 +19,7 @@ class Keys(NamedTuple):
 
     - **basins** - the key for jumps that switch themselves on.
     - **learners** - one key for each learner but those of centring and of the prolongation, ``(n,)``.
-    - **updates** - one key for each update, ``(num_steps,)``; in cycles, whose updates are more, all derive from the
-      first.
+    - **updates** - one key for each update, ``(num_steps,)``.
     """
 
     basins: jax.Array
@@ -44,7 +42,6 @@ class Progress(NamedTuple):
     - **flagged** - how many updates of the iteration were rejected, turned back or had a clipped gradient, ``(G, L)``.
     - **has_turned** - which particles were turned back in the last update, ``(G, L)``.
     - **arrival** - how particles arrive.
-    - **reference** - the references of control variates, if they are renewed between updates, or ``None``.
     - **tally** - the number of jumps and the sum of their acceptance probabilities, or ``None``.
     """
 
@@ -53,5 +50,4 @@ class Progress(NamedTuple):
     flagged: Counts
     has_turned: Flags
     arrival: ArrivalState
-    reference: Reference | None
     tally: tuple[Scalar, Scalar] | None

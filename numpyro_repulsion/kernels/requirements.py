@@ -15,7 +15,7 @@ from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.kernels.mcmc import jits_arguments, left_out
+from numpyro_repulsion.kernels.mcmc import jits_arguments
 from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.processes import are_several
@@ -84,16 +84,16 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
     check_mesh(size, num_ensembles)
 
 
-def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
+def check_room(target: ModelTarget, mcmc: MCMC | None, size: int, left_out: tuple[str, ...] = ()) -> None:
     """Raise ``ValueError`` for draws that exceed the memory of the device, where ``MCMC.run`` keeps all of them.
 
     :param size: the number of particles.
+    :param left_out: sites of which no draws are kept.
     """
     if mcmc is None:
         return
     kept = jax.eval_shape(target.constrain, target.prototype)
-    if dropped := left_out():
-        kept = {name: site for name, site in kept.items() if name not in dropped}
+    kept = {name: site for name, site in kept.items() if name not in left_out}
     each = sum(site.size * site.dtype.itemsize for site in jax.tree.leaves(kept))
     count = mcmc.num_samples // mcmc.thinning
     # Each device of a mesh has the draws of its particles, or all draws if processes are several; those of a CPU share

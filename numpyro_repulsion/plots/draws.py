@@ -137,14 +137,13 @@ def _of_run(mcmc):
     require_draws(mcmc)
     samples = mcmc.get_samples(group_by_chain=True)
     kernel = mcmc.sampler
-    # Each chain of another kernel, or run one by one, is an ensemble.
+    # Each chain of another kernel is an ensemble.
     count = independent = mcmc.num_chains
     is_sampler = True
     if isinstance(kernel, ParticleKernel):
         is_sampler = kernel.dynamics.is_sampler
-        if not np.ndim(mcmc.last_state.num_updates):
-            count = kernel.num_ensembles
-            _, independent = coupling_of(mcmc)
+        count = kernel.num_ensembles
+        _, independent = coupling_of(mcmc)
     draws = _checked(named_draws(samples), count, independent)
     is_array = not isinstance(samples, dict) and draws.coordinates.keys() == {"z"}
     return draws._replace(thinning=mcmc.thinning, is_sampler=is_sampler, is_array=is_array)

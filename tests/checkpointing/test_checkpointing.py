@@ -130,7 +130,6 @@ def test_pieces_of_old_keys_thinned_in_ensembles():
         (lambda: SGHMC(regression, gradient=Sweeps()), {}),
         (lambda: SGLD(regression, gradient=FullData(), moves=Archive()), {}),
         (lambda: SGLD(regression, step_size=1e-3), {"num_chains": 1, "chain_method": "parallel"}),
-        (lambda: SGLD(regression, step_size=1e-3), {"num_chains": 3, "chain_method": "sequential"}),
         (lambda: SGLD(regression), {"num_chains": 1, "num_warmup": 0}),
     ],
 )
@@ -235,7 +234,6 @@ def test_results_are_those_of_a_run(begun, capsys):
     assert np.array_equal(np.load(path / "draws" / "beta.npy"), draws.samples["beta"])
 
 
-@pytest.mark.live_warnings
 def test_warnings_are_said_once(tmp_path):
     mcmc = make(plain(step_size=100.0), num_samples=40)
     with warnings.catch_warnings(record=True) as said:

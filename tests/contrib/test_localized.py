@@ -32,7 +32,6 @@ from numpyro_repulsion.contrib import Localized
 from numpyro_repulsion.gradients import ModelTarget
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup found problems"),
     pytest.mark.filterwarnings("ignore:num_warmup"),
 ]
 

@@ -2,7 +2,6 @@
 
 import warnings
 
-import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +51,6 @@ def run(kernel, *args, mcmc=None, seed=0, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mcmc.run(random.key(seed), *args)
-        jax.effects_barrier()
     return mcmc
 
 

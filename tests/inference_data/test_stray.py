@@ -2,7 +2,6 @@
 
 import warnings
 
-import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -129,7 +128,6 @@ def run():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mcmc.run(random.key(0), init_params=starts)
-        jax.effects_barrier()
     return mcmc
 
 

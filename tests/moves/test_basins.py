@@ -116,7 +116,6 @@ def runs(model, seeds, kernel=SGLD, num_warmup=1000, num_samples=1000, **kwargs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mcmc.run(random.key(seed))
-            jax.effects_barrier()
         yield mcmc.get_samples(group_by_chain=True), " ".join(map(str, mcmc.sampler.findings(mcmc.last_state))), mcmc
 
 

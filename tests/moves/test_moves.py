@@ -280,18 +280,15 @@ def wide(d=60):
     numpyro.sample("z", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(2) / 2), heavy))
 
 
-@pytest.mark.live_warnings
 @pytest.mark.slow
 def test_a_failed_archive_is_spoken_of():
-    with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
-        mcmc = run(SGLD(wide, moves=Archive(16)), size=4, num_samples=2)
+    mcmc = run(SGLD(wide, moves=Archive(16)), size=4, num_samples=2)
+    assert "Jumps are hardly ever accepted" in str(mcmc.sampler.findings(mcmc.last_state))
     assert int(mcmc.last_state.warmup.jumps.kind) == moves.NONE
 
 
-@pytest.mark.live_warnings
 def test_a_failed_archive_is_spoken_of_where_the_step_is_given():
-    with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
-        mcmc = run(SGLD(wide, moves=Archive(16), step_size=0.3), size=4, num_samples=2)
+    mcmc = run(SGLD(wide, moves=Archive(16), step_size=0.3), size=4, num_samples=2)
     assert int(mcmc.last_state.warmup.jumps.kind) == moves.NONE
     (finding,) = mcmc.sampler.findings(mcmc.last_state)
     assert finding.name == "jumps_off" and "hardly ever accepted" in finding.message
@@ -345,20 +342,6 @@ def test_random_likelihoods_are_refused_whatever_the_gradient():
     for gradient in (None, FullData()):
         with pytest.raises(ValueError, match=r"likelihood of this model is random \(numpyro.prng_key\): drop `moves`"):
             SGLD(noisy, moves=Archive(), gradient=gradient).init(random.split(random.key(0), 4), 50, None, (), {})
-
-
-def test_a_kernel_without_moves_goes_on_from_the_state_of_one_with_them():
-    def potential(z):
-        return jnp.sum(z**2) / 2.0
-
-    starts = random.normal(random.key(1), (4, 2))
-    kernel = SGLD(potential_fn=potential, step_size=0.1, moves=Archive())
-    state = kernel.init(random.split(random.key(0), 4), 50, starts, (), {})
-    after = jax.eval_shape(lambda state: SGLD(potential_fn=potential, step_size=0.1).sample(state, (), {}), state)
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    without = SGLD(potential_fn=potential, step_size=0.1).init(random.split(random.key(0), 4), 50, starts, (), {})
-    with pytest.raises(ValueError, match="made with no moves: use those, or drop `moves`"):
-        kernel.sample(without, (), {})
 
 
 @pytest.mark.parametrize("size", [3, 100, 16.0, True])

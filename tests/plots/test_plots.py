@@ -14,11 +14,9 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_repulsion import (
     RBF,
-    SGLD,
     SGLDR,
     SVGD,
     Balanced,
-    Independent,
     animate_particles,
     ensemble_mcse,
     plot_particles,
@@ -35,7 +33,6 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 # Most of these runs are too short to be worth anything, and warmup says so.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup found problems"),
     pytest.mark.filterwarnings("ignore:num_warmup"),
 ]
 
@@ -82,12 +79,6 @@ def data(mcmc):
 def svgd():
     kernel = SVGD(potential_fn=lambda z: z @ z / 2, step_size=0.1)
     return run(kernel, init_params=random.normal(random.key(1), (6, 2)))
-
-
-@pytest.fixture(scope="module")
-def one_by_one():
-    kernel = SGLD(potential_fn=lambda z: z @ z / 2, step_size=0.1, interaction=Independent())
-    return run(kernel, num_chains=2, chain_method="sequential", init_params=jnp.ones((2, 2)))
 
 
 def dots(ax):
@@ -198,10 +189,6 @@ def test_an_optimizer_has_a_path_and_its_data_the_last_cloud(svgd):
 def test_chains_of_other_kernels_are_ensembles():
     mcmc = run(NUTS(lambda: numpyro.sample("z", dist.Normal(jnp.zeros(2), 1).to_event(1))), 5, 3, 5)
     assert len(dots(plot_particles(mcmc))[0]) == 3
-
-
-def test_chains_run_one_by_one_are_ensembles(one_by_one):
-    assert len(dots(plot_particles(one_by_one))[0]) == 2
 
 
 def contours(ax):

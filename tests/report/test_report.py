@@ -28,7 +28,6 @@ from numpyro_repulsion import (
     Diagnosis,
     Finding,
     FullData,
-    Independent,
     Subsampled,
     diagnose,
     ensemble_ess,
@@ -120,7 +119,6 @@ def test_summary_counts_divergences(capsys):
         mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**4), step_size=3.0), num_warmup=0, num_samples=9,
                     num_chains=6, chain_method="vectorized", progress_bar=False)  # fmt: skip
         mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
-        jax.effects_barrier()
         data = to_inference_data(mcmc)
         summary(mcmc)
     flagged = data["posterior"].attrs["num_divergences"]
@@ -239,10 +237,7 @@ def test_summary_knows_other_data_than_those_of_the_warmup(name, capsys):
     summary(mcmc)
     assert "other data" not in capsys.readouterr().out
     mcmc.post_warmup_state = state
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        mcmc.run(random.key(1), x, Y, 30.0)
-        jax.effects_barrier()
+    mcmc.run(random.key(1), x, Y, 30.0)
     for source in (mcmc, to_inference_data(mcmc)):
         summary(source)
         said = capsys.readouterr().out
@@ -309,19 +304,6 @@ def test_another_rounding_is_no_other_data(is_model):
     assert not has_other_data(mcmc)
     if is_model:
         mcmc._args = (y + 3.0,)
-        assert has_other_data(mcmc)
-
-
-@pytest.mark.slow
-def test_plain_chains_know_other_data_too():
-    for size, method in ((1, "sequential"), (2, "sequential")):
-        mcmc = MCMC(SGLD(rows_in_a_plate(40), interaction=Independent()), num_warmup=60, num_samples=5,
-                    num_chains=size, chain_method=method, progress_bar=False)  # fmt: skip
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            mcmc.run(random.key(0), X[:, :2], Y)
-        assert not has_other_data(mcmc)
-        mcmc._args = (X[:, :2], 1 - Y)
         assert has_other_data(mcmc)
 
 
@@ -416,7 +398,6 @@ def test_a_warmup_too_short_to_learn_from_is_said_before_what_it_seemed_to_learn
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mcmc.run(random.key(0))
-        jax.effects_barrier()
     found = diagnose(mcmc)
     assert names_of(found) == ["short_run"] and found[0].severity == "error"
 
@@ -615,15 +596,3 @@ def test_of_an_optimizer_only_its_nature_is_noted(capsys):
         in said
     )
     assert not diagnose(mcmc) and "posterior sd" not in said
-
-
-@pytest.mark.live_warnings
-def test_warnings_and_the_summary_have_the_same_findings():
-    kernel = SGLD(potential_fn=lambda z: jnp.sum(z**4), step_size=3.0)
-    with pytest.warns(RuntimeWarning, match="Updates were flagged") as record:
-        mcmc = MCMC(kernel, num_warmup=0, num_samples=1, num_chains=6, chain_method="vectorized", progress_bar=False)
-        mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
-        jax.effects_barrier()
-    warned = str(record[0].message).splitlines()[1]
-    assert warned.startswith("- [warning] flagged_updates: ")
-    assert "had a clipped gradient (far too long). Divide `step_size` by 2" in warned

@@ -170,7 +170,6 @@ def warmed_up(model, *args, seeds, **kwargs):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mcmc.run(random.key(seed), *args)
-            jax.effects_barrier()
         yield " ".join(map(str, mcmc.sampler.findings(mcmc.last_state)))
 
 

@@ -291,7 +291,6 @@ def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynam
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Warmup found problems", "ignore:A particle's update")
 @pytest.mark.parametrize("is_capped", [True, False])
 def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
     if not is_capped:
@@ -780,7 +779,6 @@ def test_a_particle_that_does_not_move_does_not_attract():
     assert not around(u, 0.5 * jnp.sum(u**2, -1), u).is_lost().any()
 
 
-@pytest.mark.filterwarnings("ignore:Warmup found problems")
 def test_arriving_on_minibatches_keeps_particles_apart():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
     kernel = SGLDR(noisy_mean)
@@ -1038,7 +1036,7 @@ def test_verdict_names_what_is_wrong():
 
 
 def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, seed=0, **kwargs):
-    """The warnings of a warmup, and its last state."""
+    """What a warmup found, in words, and the run."""
     mcmc = MCMC(
         kernel,
         num_warmup=num_warmup,
@@ -1047,11 +1045,8 @@ def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, 
         chain_method="vectorized",
         progress_bar=False,
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        mcmc.run(random.key(seed), *args, **kwargs)
-        jax.effects_barrier()
-    return " ".join(str(warning.message) for warning in caught), mcmc
+    mcmc.run(random.key(seed), *args, **kwargs)
+    return " ".join(map(str, kernel.findings(mcmc.last_state))), mcmc
 
 
 SCHOOLS = (jnp.array([28.0, 8, -3, 7, -1, 1, 18, 12]), jnp.array([15.0, 10, 16, 11, 9, 11, 10, 18]))
@@ -1070,7 +1065,6 @@ def schools(centred):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [SGLD, SGLDR])
-@pytest.mark.live_warnings
 def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel, capsys):
     words, mcmc = expectations(kernel(schools, reparam=None), True)
     assert "reparam" in words
@@ -1087,20 +1081,17 @@ def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.live_warnings
 def test_funnel_is_flagged_in_every_seed(seed):
     for kernel in (SGLD, SGLDR):
         assert "reparam" in expectations(kernel(schools, reparam=None), True, seed=seed)[0]
 
 
-@pytest.mark.live_warnings
 def test_short_warmup_says_so():
     words, _ = expectations(SGLD(schools), False, num_warmup=20)
     assert "num_warmup=20 is too short" in words
 
 
 @pytest.mark.slow
-@pytest.mark.live_warnings
 def test_a_run_that_goes_nowhere_says_so():
     words, _ = expectations(SGLD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
     assert "independent draws. Raise `num_steps`" in words
@@ -1113,7 +1104,6 @@ def noisy_mean(y, subsample_size):
 
 
 @pytest.mark.slow
-@pytest.mark.live_warnings
 def test_noise_that_rules_the_step_is_named():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
     words, _ = expectations(SGLD(noisy_mean, gradient=Subsampled()), y, 2)
@@ -1126,7 +1116,6 @@ def test_noise_that_rules_the_step_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.live_warnings
 def test_control_variates_are_given_up_where_they_add_noise():
     # Two far modes where the likelihood is flat, and between them, where the mean of the cloud lies, it is steep.
     def model(y):
@@ -1149,7 +1138,6 @@ def curved(x, y, subsample_size):
 
 
 @pytest.mark.slow
-@pytest.mark.live_warnings
 def test_minibatches_with_control_variates_give_the_posterior():
     # Logistic regression on 2000 rows in batches of 20, against quadrature.
     rng = np.random.default_rng(0)
@@ -1296,7 +1284,6 @@ def test_particles_arrive_under_a_random_likelihood():
     assert (state.warmup.arrival.step_size > 1e-3).all()
 
 
-@pytest.mark.filterwarnings("ignore:A particle's update")
 def test_long_gradients_are_cut_and_counted():
     # A wall that is met rarely, and only after warmup.
     def energy(z):
