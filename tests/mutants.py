@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     Mutant(
         "half of Γ for the Laplacian",
-        "interactions/laplacian.py",
+        "interactions/radial.py",
         "affinity, -2.0 * self.strength * repulsion",
         "affinity, -1.0 * self.strength * repulsion",
         "test_interactions",
@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "the same key in every update",
-        "kernels/progress.py",
+        "kernels/iteration.py",
         "Keys(keys[1], keys[2:number], keys[number:])",
         "Keys(keys[1], keys[2:number], keys[jax.numpy.full(num_steps, number)])",
         "test_dynamics",

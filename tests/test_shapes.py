@@ -66,7 +66,7 @@ ROOMS = [
     "moves.base.Move.jump",
     "kernels.clipping.clip",
     "kernels.clipping.clip_coordinates",
-    "kernels.evaluation.Evaluation.energy_on_common_rows",
+    "kernels.iteration.Iteration.energy_on_common_rows",
 ]
 
 

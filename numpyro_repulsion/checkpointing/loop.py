@@ -15,7 +15,7 @@ from numpyro.util import cached_by, nested_attrgetter
 
 from numpyro_repulsion.checkpointing.program import Program, trace
 from numpyro_repulsion.kernels.mcmc import arguments, collected_fields, compiled_functions, jits_arguments
-from numpyro_repulsion.kernels.origin import check_chains
+from numpyro_repulsion.kernels.state import check_chains
 from numpyro_repulsion.layout import place_everywhere
 
 __all__ = ["Loop", "starts", "unweakened"]

@@ -13,7 +13,6 @@ from numpyro_repulsion.gradients.control import (
     full_gradient,
 )
 from numpyro_repulsion.gradients.finite import is_finite_on_all_rows, sites_not_finite
-from numpyro_repulsion.gradients.likelihood import likelihood_energies
 from numpyro_repulsion.gradients.minibatch import (
     FullData,
     Gradient,
@@ -23,12 +22,11 @@ from numpyro_repulsion.gradients.minibatch import (
     ravel_cloud,
     rows_to_compare,
 )
-from numpyro_repulsion.gradients.posterior import ModelTarget
-from numpyro_repulsion.gradients.structure import check_values
+from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_energies
+from numpyro_repulsion.gradients.structure import check_values, influenced
 from numpyro_repulsion.gradients.subsampling import check_rows
 from numpyro_repulsion.gradients.sweeps import Sweeps
 from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled
-from numpyro_repulsion.gradients.usage import influenced
 
 __all__ = [
     "SVRG",

@@ -9,8 +9,7 @@ import jax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_repulsion.gradients.likelihood import likelihood_gradients
-from numpyro_repulsion.gradients.posterior import ModelTarget
+from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_gradients
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.shapes import Counts, Numbers, OtherVector, Scalar, Vector, Vectors
 

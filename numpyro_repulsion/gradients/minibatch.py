@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.checks import boolean, integer, keep
-from numpyro_repulsion.gradients.sharding import on_shares, share, shares_rows
+from numpyro_repulsion.gradients.subsampling import on_shares, share, shares_rows
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.noise import integers_below
 from numpyro_repulsion.rounding import unrounded

@@ -20,15 +20,18 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
-from numpyro_repulsion.kernels.agreement import require_agreement
-from numpyro_repulsion.kernels.bound import Binder, BoundSampler
-from numpyro_repulsion.kernels.hints import hinting
+from numpyro_repulsion.kernels.bound import (
+    Binder,
+    BoundSampler,
+    Fixed,
+    hinting,
+    preconditioner_scale,
+    step_rule,
+    step_schedule,
+)
 from numpyro_repulsion.kernels.initialization import Initializer
-from numpyro_repulsion.kernels.iteration import Iteration
-from numpyro_repulsion.kernels.learners import NUM_KEYS
+from numpyro_repulsion.kernels.iteration import NUM_KEYS, Iteration, Keys
 from numpyro_repulsion.kernels.mcmc import arguments, entering_mcmc, jits_arguments
-from numpyro_repulsion.kernels.origin import check_chains, check_state
-from numpyro_repulsion.kernels.progress import Keys
 from numpyro_repulsion.kernels.requirements import (
     can_jump,
     check_ensembles,
@@ -38,12 +41,14 @@ from numpyro_repulsion.kernels.requirements import (
     check_moves,
     check_reparam,
     check_sweeps,
+    require_agreement,
     require_instance,
     warn_of_short_warmup,
 )
-from numpyro_repulsion.kernels.settings import Fixed, preconditioner_scale, step_rule, step_schedule
 from numpyro_repulsion.kernels.state import (
     ParticleState,
+    check_chains,
+    check_state,
     last_word,
     map_particles,
     per_particle,

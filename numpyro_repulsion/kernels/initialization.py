@@ -28,11 +28,9 @@ from numpyro_repulsion.gradients import (
     sites_not_finite,
 )
 from numpyro_repulsion.interactions import median_bandwidth
-from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.origin import Origin
+from numpyro_repulsion.kernels.bound import BoundSampler, automatic_scale, first_preconditioner
 from numpyro_repulsion.kernels.requirements import check_room, warn_of_copies
-from numpyro_repulsion.kernels.settings import automatic_scale, first_preconditioner
-from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
+from numpyro_repulsion.kernels.state import Origin, ParticleState, last_word, per_particle
 from numpyro_repulsion.layout import place_everywhere, place_particles
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.starts import JointStrategy

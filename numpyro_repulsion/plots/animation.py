@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.plots.landscape import LEVELS
-from numpyro_repulsion.plots.particles import add_legend, dot_style, set_stage, trail_of
+from numpyro_repulsion.plots.particles import LEVELS, add_legend, dot_style, set_stage, trail_of
 
 __all__ = ["animate_particles"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_repulsion.checks import integer, number
-from numpyro_repulsion.plots.style import COLOURS, check_axes, new_axes
+from numpyro_repulsion.plots.draws import COLOURS, check_axes, new_axes
 from numpyro_repulsion.predictions import Predictions
 
 __all__ = ["plot_calibration"]

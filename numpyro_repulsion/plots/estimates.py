@@ -13,8 +13,7 @@ import numpy as np
 
 from numpyro_repulsion.checks import number
 from numpyro_repulsion.diagnostics import ensemble_mcse
-from numpyro_repulsion.plots.draws import read_draws
-from numpyro_repulsion.plots.style import COLOURS, check_axes, new_axes
+from numpyro_repulsion.plots.draws import COLOURS, check_axes, new_axes, read_draws
 
 __all__ = ["plot_running_estimates"]
 

@@ -22,7 +22,7 @@ from numpyro_repulsion.checks import integer
 from numpyro_repulsion.gradients import ModelTarget, check_values, compiled
 from numpyro_repulsion.inference_data import visible
 from numpyro_repulsion.kernels import bound_of, chosen_draws, is_warmup, kernel_of, require_draws
-from numpyro_repulsion.kernels.hints import hinting
+from numpyro_repulsion.kernels.bound import hinting
 from numpyro_repulsion.predictions.mixture import Predictions
 
 __all__ = ["predict"]

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, select
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.warmup.hessian import NUM_PROBES, particle_mean
-from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
-from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["MIN_PARTICLES", "update_centring"]

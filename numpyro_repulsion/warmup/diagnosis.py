@@ -13,8 +13,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.findings import LARGE_BIAS, Finding
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Count, Flag, Scalar
-from numpyro_repulsion.warmup.learning import Sampler
-from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["MIN_WARMUP", "WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]

@@ -22,9 +22,8 @@ from numpyro_repulsion.warmup.hessian import (
     shrink_noisy_directions,
     whitening,
 )
-from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, Stage
 
 __all__ = ["update_scales", "wide_direction"]

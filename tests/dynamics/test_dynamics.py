@@ -30,7 +30,7 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, reject_nonfinite
 from numpyro_repulsion.gradients import ravel_cloud
-from numpyro_repulsion.kernels.learners import NUM_KEYS
+from numpyro_repulsion.kernels.iteration import NUM_KEYS
 
 
 def potential(z):

@@ -12,8 +12,8 @@ import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
 from numpyro_repulsion.gradients import CentredTarget, Centring, ModelTarget, ravel_cloud
-from numpyro_repulsion.gradients.likelihood import likelihood_gradients
-from numpyro_repulsion.gradients.products import multiplied
+from numpyro_repulsion.gradients.location_scale import multiplied
+from numpyro_repulsion.gradients.posterior import likelihood_gradients
 
 X = random.normal(random.key(1), (50, 5))
 Y = X.sum(1)

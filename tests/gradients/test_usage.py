@@ -26,7 +26,7 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.gradients import Gradient, ModelTarget, draw_indices, full_gradient, influenced, minibatch
-from numpyro_repulsion.kernels.settings import choose_gradient
+from numpyro_repulsion.kernels.bound import choose_gradient
 
 KEY = random.key(0)
 N, B, D = 20, 4, 3

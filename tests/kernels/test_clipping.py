@@ -12,8 +12,8 @@ from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD
 from numpyro_repulsion.findings import MAX_FLAGGED
-from numpyro_repulsion.kernels import clipping
-from numpyro_repulsion.kernels.clipping import clip, clip_coordinates
+from numpyro_repulsion.kernels import iteration
+from numpyro_repulsion.kernels.iteration import clip, clip_coordinates
 
 
 def test_lengths_and_flags():
@@ -68,5 +68,5 @@ def test_rare_rows_reach_no_bound(monkeypatch):
     for seed in (1, 4):
         assert share_flagged(seed) < MAX_FLAGGED
     # The control: what suffices where the measured noise is right.
-    monkeypatch.setattr(clipping, "LIMIT_PER_DOUBLING", 1.4)
+    monkeypatch.setattr(iteration, "LIMIT_PER_DOUBLING", 1.4)
     assert share_flagged(1) > MAX_FLAGGED

@@ -23,7 +23,7 @@ from numpyro_repulsion import (
     plot_running_estimates,
     to_inference_data,
 )
-from numpyro_repulsion.plots.style import COLOURS
+from numpyro_repulsion.plots.draws import COLOURS
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")

@@ -22,7 +22,7 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.kernels.learners import ALL_LEARNERS, NUM_KEYS, keys_of_learners
+from numpyro_repulsion.kernels.iteration import ALL_LEARNERS, NUM_KEYS, keys_of_learners
 
 EFFECTS = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 ERRORS = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])

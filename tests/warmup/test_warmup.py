@@ -39,7 +39,7 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, EulerError
 from numpyro_repulsion.interactions import Coupling, Interaction, bandwidth
-from numpyro_repulsion.kernels.settings import automatic_scale
+from numpyro_repulsion.kernels.bound import automatic_scale
 from numpyro_repulsion.warmup import (
     LEARNERS,
     ArrivalState,
