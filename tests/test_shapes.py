@@ -44,9 +44,9 @@ ROOMS = [
     "warmup.arrival.update_arrival",
     "warmup.arrival.arrive",
     "warmup.adam.descend",
-    "warmup.surroundings.Surroundings.add",
+    "warmup.adam.Surroundings.add",
     "warmup.centring.update_centring",
-    "warmup.reference.update_reference",
+    "warmup.step_size.update_reference",
     "warmup.scales.update_scales",
     "warmup.preconditioner.Moments.to_preconditioner",
     "warmup.preconditioner.Preconditioner.whiten",
@@ -64,8 +64,8 @@ ROOMS = [
     "warmup.state.WarmupState.start",
     "moves.archive.Archive.propose",
     "moves.base.Move.jump",
-    "kernels.clipping.clip",
-    "kernels.clipping.clip_coordinates",
+    "kernels.iteration.clip",
+    "kernels.iteration.clip_coordinates",
     "kernels.iteration.Iteration.energy_on_common_rows",
 ]
 
