@@ -202,7 +202,7 @@ def _traced(step_size, count):
     return step_size
 
 
-def as_schedule(step_size: float | Schedule) -> Schedule:
+def as_schedule(step_size: float | Schedule | str) -> Schedule:
     """Return a number or a callable as a schedule, checked at the first update.
 
     :raises TypeError: for anything else.
@@ -219,7 +219,7 @@ def as_schedule(step_size: float | Schedule) -> Schedule:
         schedule, first, least = step_size, step_size(0), 0.0
     else:
         raise TypeError(
-            "`step_size` must be None (measured in warmup), a positive number, or a callable of the update count "
+            '`step_size` must be "auto" (measured in warmup), a positive number, or a callable of the update count '
             f"such as Polynomial(0.01) or an optax schedule; got {step_size!r}."
         )
     # A traced step, as when several steps are tried at once, has no value yet.

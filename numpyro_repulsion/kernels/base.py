@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 import warnings
 
 import jax
@@ -15,7 +15,7 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
-from numpyro_repulsion.checks import integer
+from numpyro_repulsion.checks import integer, is_auto
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
@@ -70,11 +70,11 @@ class ParticleKernel(Fixed, MCMCKernel):
     :param model: a NumPyro model. Plates with ``subsample_size`` are minibatched.
     :param potential_fn: instead of a model, a function that returns the potential energy of one particle, a pytree of
         floats. ``mcmc.run`` then needs ``init_params``.
-    :param step_size: ε. ``None`` is ``BiasBudget()``, which measures ε in warmup, from the curvature that nine
+    :param step_size: ε. ``"auto"`` is ``BiasBudget()``, which measures ε in warmup, from the curvature that nine
         particles in ten stay below and the minibatch noise; with :class:`~numpyro_repulsion.Descent` it is 0.05. A
         float is constant; a callable of the update count (including warmup) is a schedule:
         :class:`~numpyro_repulsion.Polynomial`, :class:`~numpyro_repulsion.Cyclical`, or one of optax.
-    :param interaction: how particles interact; ``None`` is the kernel's default.
+    :param interaction: how particles interact; ``"auto"`` is the kernel's default.
     :param preconditioner: a constant matrix P that makes the diffusion ``K ⊗ P``: an array of shape ``(d,)`` for a
         diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
         :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"``, ``"dense"`` and ``"low_rank"`` (diagonal
@@ -83,14 +83,14 @@ class ParticleKernel(Fixed, MCMCKernel):
         iterations of warmup, W ``num_steps`` / 8 with minibatches; at least 64, at most 512), above it of low rank,
         and diagonal above a million. With a given ``step_size``, ``"auto"`` is the identity, so that the step is that
         of plain SGLD. ``None`` is the identity.
-    :param num_steps: updates per MCMC iteration, and so per draw; the hot updates of a cycle come in addition.
+    :param num_steps: updates per MCMC iteration, and so per draw.
     :param num_ensembles: into how many equal groups to split the particles, in order of the chains; groups do not
         interact and share no minibatch.
-    :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if the
+    :param gradient: ``"auto"`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if the
         likelihood is also random, or a site uses rows of a plate outside of it, scaled by hand) and
-        ``FullData()`` for others; ``SVRG()`` suits several modes.
-    :param dynamics: how particles move; ``None`` is the kernel's default.
-    :param moves: jumps between updates, such as ``Archive()``. With ``None``, four or more particles jump between
+        ``FullData()`` for others; ``"plain"`` has no control variates; ``SVRG()`` suits several modes.
+    :param dynamics: how particles move; ``"auto"`` is the kernel's default.
+    :param moves: jumps between updates, such as ``Archive()``. With ``"auto"``, four or more particles jump between
         basins, by proposals from a mixture of Gaussians fitted in warmup, if warmup measures the step and finds several
         basins, and each update uses all rows. This does not apply to noise that is averaged over two updates and
         correlated by K, the default of ``SGLDR`` with a measured step. ``False`` switches these jumps off.
@@ -106,6 +106,14 @@ class ParticleKernel(Fixed, MCMCKernel):
     :raises ValueError: if a setting is out of range; see also :meth:`init`.
     :raises TypeError: if a setting has a wrong type.
     """
+
+    def __init_subclass__(cls, **kwargs):
+        """Show the arguments in the documentation of each kernel."""
+        super().__init_subclass__(**kwargs)
+        if cls.__doc__ and ":param" not in cls.__doc__:
+            head, references, tail = cls.__doc__.partition("    **References:**")
+            arguments = (ParticleKernel.__doc__ or "").partition("    :param")
+            cls.__doc__ = f"{head}{''.join(arguments[1:]).rstrip()}\n\n{references}{tail}"
 
     sample_field = "z"
     _num_shown: int
@@ -123,14 +131,14 @@ class ParticleKernel(Fixed, MCMCKernel):
         model: Callable | None = None,
         potential_fn: Callable | None = None,
         *,
-        step_size: float | Callable | BiasBudget | None = None,
-        interaction: Interaction | None = None,
+        step_size: float | Callable | BiasBudget | str | None = "auto",
+        interaction: Interaction | str | None = "auto",
         preconditioner: ArrayLike | None = "auto",
         num_steps: int = 10,
         num_ensembles: int = 1,
-        gradient: Gradient | None = None,
-        dynamics: Dynamics | None = None,
-        moves: Move | bool | None = None,
+        gradient: Gradient | str = "auto",
+        dynamics: Dynamics | str = "auto",
+        moves: Move | bool | str = "auto",
         reparam: str | None = "auto",
         init_strategy: Callable = init_to_sample,
     ):
@@ -141,16 +149,22 @@ class ParticleKernel(Fixed, MCMCKernel):
             )
         if not callable(model if potential_fn is None else potential_fn):
             raise TypeError(f"`model` or `potential_fn` must be callable; got {model or potential_fn!r}.")
-        interaction = self._default_interaction if interaction is None else interaction
-        if dynamics is None:
+        for name, value in (("gradient", gradient), ("dynamics", dynamics), ("moves", moves)):
+            if value is None:
+                off = ", or moves=False for no jumps" if name == "moves" else ""
+                raise ValueError(f'{name}=None meant the automatic choice, which is {name}="auto" now{off}.')
+        step_size = None if is_auto(step_size) else step_size
+        interaction = self._default_interaction if interaction is None or is_auto(interaction) else interaction
+        if is_auto(dynamics):
             measured = step_size is None or isinstance(step_size, BiasBudget)
-            measured &= not moves  # Jumps cannot carry noise that K correlates.
+            measured &= is_auto(moves) or not moves  # Jumps cannot carry noise that K correlates.
             dynamics = (measured and self._measured_dynamics) or self._default_dynamics
         require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
         require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
-        if gradient is not None:
+        interaction, dynamics = cast(Interaction, interaction), cast(Dynamics, dynamics)
+        if not (is_auto(gradient) or gradient == "plain"):
             require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
-        if moves is not None and moves is not False:
+        if not is_auto(moves) and moves is not False:
             check_moves(moves, interaction, dynamics)
         check_sweeps(gradient, dynamics)
         if not callable(init_strategy):
@@ -159,7 +173,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.interaction, self.dynamics = interaction, dynamics
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
-        self.looks_for_basins = moves is None and can_jump(interaction, dynamics)
+        self.looks_for_basins = is_auto(moves) and can_jump(interaction, dynamics)
         self.reparam = check_reparam(reparam)
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)

@@ -80,8 +80,8 @@ class Fixed:
 
 
 def step_rule(
-    step_size: float | Callable | BiasBudget | None, dynamics: Dynamics
-) -> float | Callable | BiasBudget | None:
+    step_size: float | Callable | BiasBudget | str | None, dynamics: Dynamics
+) -> float | Callable | BiasBudget | str:
     """Return the given step size, that of an optimizer, or the rule by which warmup finds it."""
     if step_size is None:
         return BiasBudget() if dynamics.default_step is None else dynamics.default_step
@@ -93,9 +93,9 @@ def step_rule(
     return step_size
 
 
-def step_schedule(step_size: float | Callable | BiasBudget | None, num_steps: int) -> Schedule | None:
+def step_schedule(step_size: float | Callable | BiasBudget | str, num_steps: int) -> Schedule | None:
     """Return the step size as a schedule, checked against ``num_steps``, or ``None`` if warmup finds it."""
-    if step_size is None or isinstance(step_size, BiasBudget):
+    if isinstance(step_size, BiasBudget):
         return None
     schedule = as_schedule(step_size)
     if isinstance(schedule, Cyclical):
@@ -170,12 +170,13 @@ def first_preconditioner(
     return Preconditioner(jnp.asarray(scale, flat.dtype))
 
 
-def choose_gradient(gradient: Gradient | None, target: Target) -> Gradient:
+def choose_gradient(gradient: Gradient | str, target: Target) -> Gradient:
     """Return the given gradient, or the default one of the target; raise ``ValueError`` if they do not fit."""
-    if gradient is None:
+    if isinstance(gradient, str):
         if not target.plates:
             return FullData()
-        return Subsampled() if target.is_random or target.rows_outside else ControlVariates()
+        is_plain = gradient == "plain" or target.is_random or target.rows_outside
+        return Subsampled() if is_plain else ControlVariates()
     gradient.check_rows(target)
     if isinstance(gradient, Subsampled) and not target.plates:
         raise ValueError(
@@ -277,7 +278,7 @@ class Settings(Protocol):
 
     interaction: Interaction
     dynamics: Dynamics
-    gradient: Gradient | None
+    gradient: Gradient | str
     moves: Move | None
     step_size: float | Callable | BiasBudget | None
     schedule: Schedule | None

@@ -231,7 +231,7 @@ def check_reparam(value: str | None) -> str | None:
     )
 
 
-def check_sweeps(gradient: Gradient | None, dynamics: Dynamics) -> None:
+def check_sweeps(gradient: Gradient | str, dynamics: Dynamics) -> None:
     """Raise ``ValueError`` for sweeps with dynamics that would count their correlated noise as heat."""
     if isinstance(gradient, Sweeps) and not dynamics.allows_sweeps:
         raise ValueError(

@@ -72,12 +72,12 @@ class Case:
 
 
 SETTINGS = {
-    "step_size": (None, 50.0, *having(SCHEDULES, but={"cycle"}).values()),
-    "interaction": (None, *having(INTERACTIONS, "setting", but={"ensembles"}).values()),
+    "step_size": ("auto", 50.0, *having(SCHEDULES, but={"cycle"}).values()),
+    "interaction": ("auto", *having(INTERACTIONS, "setting", but={"ensembles"}).values()),
     "preconditioner": ("auto", "diagonal", "dense", None),
     "num_steps": (1, 2, 3),
     "num_ensembles": (1, 2),
-    "gradient": (None, *having(GRADIENTS).values()),
+    "gradient": ("auto", *having(GRADIENTS).values()),
     "moves": (None, *(2 * [None]), *having(MOVES).values()),
     "init_strategy": (init_to_sample, init_to_uniform, init_to_median),
 }

@@ -758,7 +758,7 @@ def raises(message, kind=ValueError):
         ({"model": simple, "step_size": float("nan")}, "`step_size` must be positive and finite", ValueError),
         ({"model": simple, "step_size": float("inf")}, "`step_size` must be positive and finite", ValueError),
         ({"model": simple, "step_size": lambda count: -1.0}, "`step_size` must be positive and finite", ValueError),
-        ({"model": simple, "step_size": "small"}, "`step_size` must be None", TypeError),
+        ({"model": simple, "step_size": "small"}, '`step_size` must be "auto"', TypeError),
         ({"model": simple, "num_steps": 0}, "`num_steps` must be an integer, 1 or more; got 0", ValueError),
         ({"model": simple, "num_steps": 2.5}, "`num_steps` must be an integer", ValueError),
         ({"model": simple, "num_ensembles": 0}, "`num_ensembles` must be an integer", ValueError),
