@@ -72,11 +72,8 @@ DECAYS = (0.9, 0.995)
 #: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the fastest
 #: that do not overshoot lead, and the others are moved to them.
 RATES = (0.01, 0.1)
-#: The rate of all particles if the arrival is prolonged, because those that share gradients must keep pace, ...
+#: The rate of all particles if the arrival is prolonged, because those that share gradients must keep pace.
 LATE_RATE = 0.07
-#: ... and the temperature of the noise then. Sites are standardized there, so that densities have no necks, and noise
-#: would only delay the particles.
-LATE_TEMPERATURE = 0.0
 #: The median distance is that of so many particles of a group, because there are that many squared distances.
 MOST_COMPARED = 100
 #: A coordinate whose mean gradient exceeds this share of the root mean square gradient is far from where it belongs,

@@ -184,8 +184,6 @@ CONVEX = 0.75
 #: How many times the second half of a prolonged arrival passes through the rows, at most. After 4,000 passes a network
 #: with a learned variance predicted rows of one set with far too much certainty; its validation rows gave this limit.
 MAX_PASSES = 500
-#: The share by which hierarchical sites are centred meanwhile: not at all.
-SHARE = 0.0
 
 
 def most_late_iterations(plates: Mapping[str, tuple[int, int]], num_steps: int) -> int | None:
@@ -233,7 +231,7 @@ def update_prolongation(
         found, unit = sampler.recover(plainly, halfway), spread
         y, recentred = found.z, centring
         if centring is not None:
-            recentred = centring._replace(share=jnp.full_like(centring.share, SHARE))
+            recentred = centring._replace(share=jnp.zeros_like(centring.share))
             y = sampler.centred(recentred).to_coordinates(found)
             # Standardized sites have a prior of unit scale.
             is_standardized = ((found.scale != 1.0) | (found.location != 0.0)).any((0, 1))

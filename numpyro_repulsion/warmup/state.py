@@ -13,7 +13,7 @@ from numpyro_repulsion.gradients import CentredTarget, Centring, Recovered, Refe
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors, Words
-from numpyro_repulsion.warmup.adam import LATE_RATE, LATE_TEMPERATURE, Adam, Surroundings, first_rates
+from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, CorrectableEnergyAndGrad, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.symptoms import BASINS_SHARE, Symptoms
@@ -152,7 +152,9 @@ class ArrivalState(NamedTuple):
     @property
     def temperature(self) -> Number:
         """The variance of Adam's noise, in units of that of Langevin dynamics."""
-        return 1.0 if self.is_prolonged is None else jnp.where(self.is_prolonged, LATE_TEMPERATURE, 1.0)
+        # While the arrival is prolonged, sites are standardized, so that densities have no necks, and noise would only
+        # delay the particles.
+        return 1.0 if self.is_prolonged is None else jnp.where(self.is_prolonged, 0.0, 1.0)
 
     def restarted(self, u: Vectors) -> ArrivalState:
         """Return the state for particles in whitened coordinates, whose unit is a standard deviation."""

@@ -38,7 +38,7 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, EulerError
-from numpyro_repulsion.interactions import Coupling, Interaction, bandwidth
+from numpyro_repulsion.interactions import Coupling, Interaction, base
 from numpyro_repulsion.kernels.bound import automatic_scale
 from numpyro_repulsion.warmup import (
     LEARNERS,
@@ -295,7 +295,7 @@ def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynam
 def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
     if not is_capped:
         monkeypatch.setattr(EulerError, "max_step_for_short_run", lambda *_: jnp.asarray(jnp.inf))
-    monkeypatch.setattr(bandwidth, "NARROWEST", 1e-6)  # four neighbours for each
+    monkeypatch.setattr(base, "NARROWEST", 1e-6)  # four neighbours for each
     mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), num_warmup=50, num_samples=50,
                 num_chains=100, chain_method="vectorized", progress_bar=False)  # fmt: skip
     # The logarithm of an exponential: mean −γ, variance π²/6.
