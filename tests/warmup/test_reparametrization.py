@@ -174,6 +174,7 @@ def check_states():
     np.testing.assert_allclose(data["sample_stats"]["lp"][:, -1], -energies, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Warmup found problems")
 def test_runs_go_on_in_their_coordinates(tmp_path):
     with jax.enable_x64():
         check_pieces(jnp.asarray(EFFECTS, float), tmp_path)

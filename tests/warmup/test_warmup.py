@@ -1087,8 +1087,9 @@ def test_funnel_is_flagged_in_every_seed(seed):
 
 
 def test_short_warmup_says_so():
-    words, _ = expectations(SGLD(schools), False, num_warmup=20)
-    assert "num_warmup=20 is too short" in words
+    with pytest.warns(UserWarning, match="num_warmup=20 is too short"):
+        words, _ = expectations(SGLD(schools), False, num_warmup=20)
+    assert "20 iterations of warmup are too few" in words
 
 
 @pytest.mark.slow
