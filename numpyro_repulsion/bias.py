@@ -51,7 +51,7 @@ class StepBias(NamedTuple):
     - **observed_error** - its standard error; NaN if the segment is too short to estimate it, as for
       :func:`~numpyro_repulsion.ensemble_mcse`.
     - **observed_by_parameter** - ``E[(z − E z) ∂U/∂z] / T − 1`` for each unconstrained parameter, in the structure of
-      one particle; for sites that warmup centred partly, in the coordinates in which they move. It is 0 for the
+      one particle; for sites that warmup centered partly, in the coordinates in which they move. It is 0 for the
       posterior; for a Gaussian it is the relative inflation of the variance. It is negative for a cloud that is too
       narrow.
     - **observed_error_by_parameter** - standard errors of ``observed_by_parameter``.
@@ -152,12 +152,12 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     # As many coordinates as fit, evenly spread.
     most = max(1, MAX_ENTRIES // (num_samples * len(flat)))
     followed = np.unique(np.linspace(0, flat.shape[1] - 1, min(most, flat.shape[1])).round().astype(int))
-    centre = (flat if state.coordinates is None else state.coordinates[0]).mean(0)
+    center = (flat if state.coordinates is None else state.coordinates[0]).mean(0)
 
     def observe(iteration, warmup, cloud):
         change = warmup.scales.preconditioner
-        # Centred, because squares of positions far from the origin lose their digits in single precision.
-        z, gradient = change.to_positions(cloud.z) - centre, change.unwhiten_gradient(cloud.gradient)
+        # Centered, because squares of positions far from the origin lose their digits in single precision.
+        z, gradient = change.to_positions(cloud.z) - center, change.unwhiten_gradient(cloud.gradient)
         z, gradient = z[..., followed], gradient[..., followed]
         return jnp.concatenate([z, z**2, gradient, z * gradient], -1)
 

@@ -89,7 +89,7 @@ def exponential_mixture(rates: ArrayLike = (1.5, 0.5), weights: ArrayLike = (1 /
 def gaussian_mixture(ticks: Iterable[float] = (-2.0, 0.0, 2.0), variance: float = 0.1) -> None:
     r"""The paper's 3 × 3 grid of equally likely Gaussians in the plane, each :math:`N(c, 0.1\, I_2)`.
 
-    :param ticks: the centres are all pairs of these values.
+    :param ticks: the centers are all pairs of these values.
     :param variance: the variance of each Gaussian in each direction.
 
     **References:**
@@ -103,12 +103,12 @@ def gaussian_mixture(ticks: Iterable[float] = (-2.0, 0.0, 2.0), variance: float 
 
         >>> from numpyro_repulsion.targets import gaussian_mixture, moments
         >>> mean, variance = moments(gaussian_mixture)["z"]
-        >>> [f"{v:.4f}" for v in variance]  # 8/3 between the centres, 0.1 within
+        >>> [f"{v:.4f}" for v in variance]  # 8/3 between the centers, 0.1 within
         ['2.7667', '2.7667']
     """
-    centres = jnp.array(list(itertools.product(ticks, repeat=2)))
-    component = dist.Categorical(probs=jnp.full(len(centres), 1 / len(centres)))
-    numpyro.sample("z", dist.MixtureSameFamily(component, dist.Normal(centres, variance**0.5).to_event(1)))
+    centers = jnp.array(list(itertools.product(ticks, repeat=2)))
+    component = dist.Categorical(probs=jnp.full(len(centers), 1 / len(centers)))
+    numpyro.sample("z", dist.MixtureSameFamily(component, dist.Normal(centers, variance**0.5).to_event(1)))
 
 
 def logistic_regression(

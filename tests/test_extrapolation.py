@@ -103,14 +103,14 @@ def minibatched(y):
 @pytest.mark.slow
 def test_the_bias_of_minibatches_is_removed():
     mcmc = run(SGLD(minibatched, step_size=1e-3, gradient=Subsampled()), num_warmup=100, args=(Y,))
-    centre = Y.sum() / 200
+    center = Y.sum() / 200
 
     def function(draw):
-        return {"mean": draw["mu"], "variance": 200 * (draw["twice"] / 2 - centre) ** 2}
+        return {"mean": draw["mu"], "variance": 200 * (draw["twice"] / 2 - center) ** 2}
 
     found = extrapolate(mcmc, function, num_samples=1500, levels=2)
     assert found.fall == 0.5  # Averaged noise itself has no bias of first order.
-    assert abs(found.mean["mean"] - centre) < 4 * found.mcse["mean"]
+    assert abs(found.mean["mean"] - center) < 4 * found.mcse["mean"]
     # Noise of variance V adds ε V / (2 − ε λ), so a part of second order remains. One of 20 rows comes from each of 5
     # strata, so V is the sum of the variances of their rows' gradients, 20 times as large as those of single rows.
     noise = 20**2 * np.asarray(Y).reshape(5, 20).var(1).sum()
@@ -245,10 +245,10 @@ def test_misuse_is_refused(monkeypatch):
         extrapolate(mcmc, lambda z: {})
     with pytest.raises(ValueError, match="must return real numbers"):
         extrapolate(mcmc, lambda z: z + 1j)
-    modelled = run(SGLD(minibatched, step_size=1e-3), num_warmup=50, args=(Y,), num_samples=4,
+    modeled = run(SGLD(minibatched, step_size=1e-3), num_warmup=50, args=(Y,), num_samples=4,
                    extra_fields=("~z.twice",))  # fmt: skip
     with pytest.raises(ValueError, match=r"no site 'twice'; it kept \['mu'\]"):
-        extrapolate(modelled, lambda draw: draw["twice"])
+        extrapolate(modeled, lambda draw: draw["twice"])
     monkeypatch.setattr(extrapolation, "device_memory", lambda: 100)
     with pytest.raises(ValueError, match="2 values in 8 iterations would take.*Give a `function`"):
         extrapolate(mcmc)

@@ -3,7 +3,7 @@
 Twenty particles start uniformly in (−2, 2), warm up for 500 updates and run for 500, of which every tenth is kept: 1000
 draws. The energy distance is that of the draws from the exact law, in closed form; 1000 independent ones stand beside.
 Inflation is the variance about the nearest mode over its exact value (0.96 for the irregular modes, some of which are
-cut off by their neighbours). Effective draws are those of the mean of the first coordinate, by its mean squared error
+cut off by their neighbors). Effective draws are those of the mean of the first coordinate, by its mean squared error
 over seeds. ± is a standard error over seeds.
 
     python -m benchmarks.studies.jumps [--again]

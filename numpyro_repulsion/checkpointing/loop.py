@@ -59,7 +59,7 @@ class Loop:
         :param collected: of :meth:`empty`, or of the previous call; its buffer is donated.
         """
         scalars = map(np.int32, (first, stop, self.rows(begin), self.offset, self.thinning))
-        before = int(state.num_divergences)
+        before = int(state.num_flagged_updates)
         value, collected = self._program(*scalars, self._value(state), collected)
         self.mcmc.sampler.warn(value[0], stop - first, before)
         return value[0], collected

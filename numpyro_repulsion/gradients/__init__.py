@@ -4,7 +4,7 @@ A :class:`Target` is the posterior in the form that samplers use, one unconstrai
 :class:`Gradient` chooses the rows of the subsampled plates that each particle uses in each update.
 """
 
-from numpyro_repulsion.gradients.centring import CentredTarget, Centring, Recovered
+from numpyro_repulsion.gradients.centering import CenteredTarget, Centering, Recovered
 from numpyro_repulsion.gradients.control import (
     SVRG,
     ControlVariates,
@@ -30,8 +30,8 @@ from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target,
 
 __all__ = [
     "SVRG",
-    "CentredTarget",
-    "Centring",
+    "CenteredTarget",
+    "Centering",
     "Recovered",
     "Reference",
     "ControlVariates",

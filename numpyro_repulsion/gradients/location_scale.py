@@ -1,4 +1,4 @@
-"""Location-scale sites in coordinates between their centred and non-centred forms."""
+"""Location-scale sites in coordinates between their centered and non-centered forms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "Translations",
     "base_support",
     "candidates",
-    "centred_energy",
+    "centered_energy",
     "location_scale_sites",
     "multiplied",
     "recovered",
@@ -55,12 +55,12 @@ class _Use(NamedTuple):
 
 
 class Products:
-    """Products of latent effects z and scales s in a model, as in non-centred models written by hand.
+    """Products of latent effects z and scales s in a model, as in non-centered models written by hand.
 
     A model may be written with ``x = s z`` and a prior of z that does not depend on s. Where the likelihood depends on
     z and s through x alone, it satisfies ``∂L/∂log s = z·∂L/∂z``, and likewise with ``p z`` for ``x = s^p z``. So
     p can be estimated from gradients at some particles; it is 0 where the model has no such product. As x is then
-    centred by a share c, its coordinate is ``y = s^c z``. This is a change of variables for any p, so the posterior
+    centered by a share c, its coordinate is ``y = s^c z``. This is a change of variables for any p, so the posterior
     never depends on it.
 
     :param target: the posterior of the model.
@@ -241,13 +241,13 @@ class Translations:
     If the likelihood depends on the base a and on the effects x of a group through ``a + x_j`` alone, then
     ``∂L/∂a = Σ_j ∂L/∂x_j``, so the base of each group can be found from gradients at some particles. The data then say
     nothing about the mean of x, which varies as much as the scale s of the effects allows. So the mean is left
-    non-centred, and ``a + mean(x)``, which the data do determine, takes the place of a:
+    non-centered, and ``a + mean(x)``, which the data do determine, takes the place of a:
 
     .. math::
         x_j = s_j^{1-c_j} (y_j - \bar y) + \bar s\, \bar y, \qquad a = y_a - \bar s\, \bar y,
 
     with weights ``s_j^{1-c_j}`` in the mean ȳ, the geometric mean s̄ of the scales, and the share c by which each effect
-    is centred. This is a change of variables for any a, so the posterior never depends on it.
+    is centered. This is a change of variables for any a, so the posterior never depends on it.
 
     :param target: the posterior of the model.
     :param sites: its sites.
@@ -296,7 +296,7 @@ class Translations:
         Where the scale is known well, the coordinates of the model do as well. An entry with a prior narrower than that
         of the mean of the effects would not let this mean vary.
 
-        :param gradient: ∇U without priors at some particles, with respect to their centred form, ``(n, d)``.
+        :param gradient: ∇U without priors at some particles, with respect to their centered form, ``(n, d)``.
         :param scale: the scale of each entry there; 1 for what is no effect.
         :param min_spread: the smallest standard deviation of log s for which a group gets a base.
         """
@@ -361,7 +361,7 @@ def candidates(sites: Mapping[str, dict], latent: list[str]) -> list[str]:
 
 
 class _Partly:
-    """Give sites the values that belong to coordinates in which they are partly centred.
+    """Give sites the values that belong to coordinates in which they are partly centered.
 
     A site is met with the name and the prior that it has outside of all handlers, so these do not matter.
 
@@ -408,10 +408,10 @@ def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict
     """
     if target.discrete or not (names := candidates(sites, target.latent)):
         return {}
-    centred = {name: jnp.ones(target.prototype[name].shape) for name in names}
+    centered = {name: jnp.ones(target.prototype[name].shape) for name in names}
 
     def priors(**z):
-        return recovered(target, {name[1:]: x for name, x in z.items()}, centred)[1]
+        return recovered(target, {name[1:]: x for name, x in z.items()}, centered)[1]
 
     with suppress(AssertionError, KeyError, TypeError, ValueError):  # Such a model keeps its own coordinates.
         # A site may have the name of a parameter of `eval_provenance`.
@@ -421,15 +421,17 @@ def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict
     return {}
 
 
-def centred_energy(target: SitesTarget, y: Particle, indices: Indices, key: jax.Array, shares: Mapping[str, jax.Array]):
-    """Return U in coordinates in which some sites are partly centred, by the given share for each of their entries."""
+def centered_energy(
+    target: SitesTarget, y: Particle, indices: Indices, key: jax.Array, shares: Mapping[str, jax.Array]
+):
+    """Return U in coordinates in which some sites are partly centered, by the given share for each of their entries."""
     partly = _Partly(y, shares)
     energy = partly.apply(potential_energy, target, indices, key)
     return energy - sum(jnp.sum((1.0 - shares[k]) * jnp.log(scale)) for k, (_, _, scale) in partly.found.items())
 
 
 def recovered(target: SitesTarget, y: Particle, shares: Mapping[str, jax.Array]) -> tuple[Particle, dict[str, tuple]]:
-    """Return a particle in the coordinates of the model, and the location and scale of each partly centred site."""
+    """Return a particle in the coordinates of the model, and the location and scale of each partly centered site."""
     partly = _Partly(y, shares)
     # NumPyro ends a run of the model there that sees all sites.
     partly.apply(constrain_fn, target, target.first_rows, random.key(0))

@@ -24,7 +24,7 @@ from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerate
 from numpyro_repulsion.gradients.location_scale import (
     Products,
     Translations,
-    centred_energy,
+    centered_energy,
     location_scale_sites,
     recovered,
 )
@@ -197,7 +197,7 @@ class ModelTarget(SitesTarget):
         self._energy = compiled(ModelTarget._potential_energy, self)
         self._evaluate = compiled(ModelTarget._evaluation, self)
         self._constrained = compiled(ModelTarget._constrained_values, self)
-        self.centred_energy = compiled(centred_energy, self)
+        self.centered_energy = compiled(centered_energy, self)
         self.recovered = compiled(recovered, self)
 
     @property

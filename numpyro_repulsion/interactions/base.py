@@ -34,7 +34,7 @@ def bisect_bandwidth(mean_similarity: Callable[[Scalar], Scalar], u: Vectors, ta
     """Return the bandwidth at which the mean similarity of ``u``, ``(G, L, d)``, is ``target`` times its largest value.
 
     It is at least :data:`NARROWEST` times the variance of a coordinate. With many particles on a line, repulsion would
-    otherwise change over the distance of neighbours, and a step short enough to follow it would hardly move them.
+    otherwise change over the distance of neighbors, and a step short enough to follow it would hardly move them.
     """
     scale = jnp.log(jnp.mean(jnp.var(u, -2)))
     scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
@@ -276,9 +276,9 @@ class Gram(Interaction):
     def learn_bandwidth(self, u):
         """Return the bandwidth at which the mean of k over pairs is ``min(4 / (L − 1), 1 / 4)`` of its maximum.
 
-        Each particle then has at most about four neighbours, and the largest eigenvalue of K, which limits the step,
+        Each particle then has at most about four neighbors, and the largest eigenvalue of K, which limits the step,
         stays near five. The bandwidth is at least 0.1 of a coordinate's variance: many particles in few dimensions have
-        more than four neighbours, because repulsion between nearest neighbours would need shorter steps.
+        more than four neighbors, because repulsion between nearest neighbors would need shorter steps.
         """
         if not self.learns_bandwidth:
             return super().learn_bandwidth(u)

@@ -88,7 +88,7 @@ class Radial(Gram):
 
     def gram(self, u, bandwidth=None):
         h = self._bandwidth(bandwidth)
-        x, squared, together = _centred(u)
+        x, squared, together = _centered(u)
         off_diagonal = together & ~jnp.eye(u.shape[0], dtype=bool)
         gram, slope = jax.jvp(self.profile, (squared / h,), (jnp.ones_like(squared),))
         gram = jnp.where(off_diagonal, gram, 0.0) + (1.0 + self.nugget) * jnp.eye(len(u), dtype=u.dtype)
@@ -104,7 +104,7 @@ class RBF(Radial):
     :math:`\Gamma_i = (2/h) \sum_j k_{ij} (u_i - u_j)` is *added* to the drift and pushes particles apart.
 
     :param bandwidth: h, in squared units of the (preconditioned) parameters; frozen after warmup. ``None`` sets it in
-        warmup by a rule: each particle has about four neighbours, or h is 0.1 of a coordinate's variance if that is
+        warmup by a rule: each particle has about four neighbors, or h is 0.1 of a coordinate's variance if that is
         larger. ``"learned"`` takes the h that promises the most draws for each gradient on the clouds of warmup (see
         :ref:`repulsion <learned-bandwidth>`). With twenty particles and the default bias budget this is the h of
         the rule; with ``BiasBudget(0.01)`` it is wider, which makes means more precise and may make deviations less
@@ -167,7 +167,7 @@ class IMQ(Radial):
 
 def squared_distances(u: Group) -> Pairs:
     """Return squared distances ``(L, L)`` of points ``(L, d)``, by one matrix product; infinite for diverged points."""
-    _, squared, together = _centred(u)
+    _, squared, together = _centered(u)
     return jnp.where(together, squared, jnp.inf)
 
 
@@ -184,13 +184,13 @@ def median_bandwidth(u: Vectors) -> Scalar:
     return jnp.where(jnp.isfinite(h) & (h > 0), h, 1.0).astype(u.dtype)
 
 
-def _centred(u):
+def _centered(u):
     """Return points ``(L, d)`` relative to a central one, their squared distances, and which pairs are finite."""
     # ‖x‖² + ‖y‖² − 2 x·y cancels badly far from the origin. One diverged particle would move the mean and ruin the
-    # distances of all others, so centre on the median of three.
+    # distances of all others, so center on the median of three.
     first, second, third = u[0], u[len(u) // 2], u[-1]
-    centre = jnp.maximum(jnp.minimum(first, second), jnp.minimum(jnp.maximum(first, second), third))
-    x = u - lax.stop_gradient(centre)
+    center = jnp.maximum(jnp.minimum(first, second), jnp.minimum(jnp.maximum(first, second), third))
+    x = u - lax.stop_gradient(center)
     near = jnp.sum(x * x, 1) < jnp.finfo(u.dtype).max ** 0.75
     x = jnp.where(near[:, None], x, 0.0)
     norm = jnp.sum(x * x, 1)
@@ -207,13 +207,13 @@ class Laplacian(Wrapping, Gram):  # type: ignore[override]
         \Gamma_i = 2 b \sum_{l \ne i} \nabla_{u_i} k(u_i, u_l)
 
     The quadratic form of K is :math:`\|x\|^2 + b \sum_{i < j} k_{ij} (x_i - x_j)^2`, so K is positive definite for any
-    ``k >= 0``. The mean of neighbours moves as it would without interaction, and their differences move faster. With
-    :class:`~numpyro_repulsion.RBF` as K it is the other way round: there neighbours get similar noise, here opposite
+    ``k >= 0``. The mean of neighbors moves as it would without interaction, and their differences move faster. With
+    :class:`~numpyro_repulsion.RBF` as K it is the other way round: there neighbors get similar noise, here opposite
     noise. As for any K, the stationary distribution is ``∏_i π(u_i)`` as ε → 0. Γ *attracts*, because k falls with the
-    distance, and exactly compensates for the noise, which drives neighbours apart faster.
+    distance, and exactly compensates for the noise, which drives neighbors apart faster.
 
     The bandwidth is learned by the rule of k. In more than a few dimensions each particle then has about four
-    neighbours, ``K_ii`` is about ``1 + 4b`` on average, and a measured step is shorter by that factor. With momenta
+    neighbors, ``K_ii`` is about ``1 + 4b`` on average, and a measured step is shorter by that factor. With momenta
     ``step_size`` must be given, and be short: in five dimensions, with b = 1 and 20 particles, variances are 20 % too
     large at ε = 0.01 and 10 % at 0.005.
 

@@ -94,9 +94,9 @@ class ParticleKernel(Fixed, MCMCKernel):
         basins, by proposals from a mixture of Gaussians fitted in warmup, if warmup measures the step and finds several
         basins, and each update uses all rows. This does not apply to noise that is averaged over two updates and
         correlated by K, the default of ``SGLDR`` with a measured step. ``False`` switches these jumps off.
-    :param reparam: ``"auto"`` centres hierarchical sites (a normal, Student-t, Cauchy, Laplace, logistic or Gumbel
+    :param reparam: ``"auto"`` centers hierarchical sites (a normal, Student-t, Cauchy, Laplace, logistic or Gumbel
         prior with a scale that depends on other sites; or a site that the model multiplies by its scale) by a share
-        that warmup learns for each of their entries: centred where the data determine it, non-centred where they do
+        that warmup learns for each of their entries: centered where the data determine it, non-centered where they do
         not, or between. The posterior and the draws are those of the model. It applies to four or more particles of a
         sampler that learns its step, without ``moves``, ``SVRG`` and discrete sites. ``None`` keeps the coordinates of
         the model.
@@ -203,7 +203,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         state = None if mcmc is None else mcmc.post_warmup_state
         if not isinstance(state, ParticleState):
             return True
-        self._num_shown = int(np.max(state.num_divergences))
+        self._num_shown = int(np.max(state.num_flagged_updates))
         require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
         bound = self.bind(*arguments(mcmc))
         bound.share_data()
@@ -218,18 +218,18 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def progress(self, state: ParticleState) -> str:
         """Return the step size in use and the number of divergences, in words."""
-        count, step_size = int(state.num_divergences), float(jnp.ravel(state.step_size)[0])
+        count, step_size = int(state.num_flagged_updates), float(jnp.ravel(state.step_size)[0])
         return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} diverged" if count else "")
 
-    def warn(self, state: ParticleState, iterations: int, num_divergences: int) -> int:
+    def warn(self, state: ParticleState, iterations: int, num_flagged_updates: int) -> int:
         """Warn of what the last iterations revealed, on the host; return the number of divergences.
 
         :param iterations: how many iterations were made since the last call.
-        :param num_divergences: the number of divergences before them.
+        :param num_flagged_updates: the number of divergences before them.
         """
-        count, since_warmup = int(state.num_divergences), int(state.warmup.iteration - state.warmup.num_warmup)
+        count, since_warmup = int(state.num_flagged_updates), int(state.warmup.iteration - state.warmup.num_warmup)
         many = MAX_FLAGGED * int(state.warmup.num_warmup) * self.num_steps * np.size(state.potential_energy)
-        if num_divergences <= many < count:
+        if num_flagged_updates <= many < count:
             words = "Updates were flagged `diverging` (this warning comes once; `diagnose` has the final count)"
             warnings.warn(f"{words}:\n{Diagnosis([flagged_updates(count, 0.0, self.remedy)])}", RuntimeWarning, 3)
         if 0 <= since_warmup < iterations and (found := Diagnosis(self.findings(state))):
@@ -288,14 +288,14 @@ class ParticleKernel(Fixed, MCMCKernel):
         warmup = iteration.recognize_data(stage, cloud, warmup)
         progress, warmup, in_use = iteration.move(keys, stage, cloud, warmup, state.num_updates)
         kept_after = warmup.num_warmup if plan.arrives else 0
-        count = state.num_divergences + jnp.where(warmup.iteration >= kept_after, progress.flagged.sum(), 0)
+        count = state.num_flagged_updates + jnp.where(warmup.iteration >= kept_after, progress.flagged.sum(), 0)
         cloud, warmup = iteration.learn(keys, stage, progress.cloud, warmup)
         found = iteration.recover(warmup, cloud.z)
-        coordinates, centring = None, warmup.scales.centring
-        if centring is not None:
+        coordinates, centering = None, warmup.scales.centering
+        if centering is not None:
             y = warmup.scales.preconditioner.to_positions(cloud.z)
             coordinates = y.reshape(size, -1), cloud.potential_energy.reshape(size)
-            volume = iteration.centred(centring).log_volume(found)
+            volume = iteration.centered(centering).log_volume(found)
             cloud = cloud._replace(potential_energy=cloud.potential_energy + volume)
         state = ParticleState(
             z=place_particles(jax.vmap(iteration.unravel)(found.z.reshape(size, -1))),
@@ -304,7 +304,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             diverging=(progress.flagged > 0).reshape(size),
             warmup=warmup,
             num_updates=progress.num_updates,
-            num_divergences=count.astype(jnp.int32),
+            num_flagged_updates=count.astype(jnp.int32),
             rng_key=rng_key,
             row_seed=jnp.stack([iteration.row_seed, last_word(rng_key)]),
             origin=state.origin,
@@ -366,7 +366,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self._prepare()
 
     def bind(self, args, kwargs=None) -> BoundSampler:
-        """Return this kernel bound to the model's arguments; the model is analysed once for equal arguments."""
+        """Return this kernel bound to the model's arguments; the model is analyzed once for equal arguments."""
         return self._binder(args, kwargs)
 
     @property

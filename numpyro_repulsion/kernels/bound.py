@@ -311,8 +311,8 @@ class BoundSampler:
         return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
 
     @property
-    def centres_partly(self) -> bool:
-        """Whether a warmup learns how to centre the hierarchical sites of the model."""
+    def centers_partly(self) -> bool:
+        """Whether a warmup learns how to center the hierarchical sites of the model."""
         kernel, plan = self.kernel, self.plan("diagonal")
         learns = kernel.reparam is not None and plan.step_size is not None and plan.scale is not None
         suits = kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
@@ -414,7 +414,7 @@ class BoundSampler:
 
 
 class Binder:
-    """Bind a kernel to arguments of its model, and analyse the model once for equal arguments.
+    """Bind a kernel to arguments of its model, and analyze the model once for equal arguments.
 
     It keeps only the last arguments, like NumPyro, which keeps their compiled program.
     """
@@ -433,16 +433,16 @@ class Binder:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             known = self._last
             if known is None or known[0] != key or not _fits(known[3], leaves):
-                return self._analysed(args, kwargs)
+                return self._analyzed(args, kwargs)
             # What the first state was made for: an analysis of traced values may find less.
             return BoundSampler(kernel, known[2].target.with_arguments(args, kwargs), known[2].gradient)
         marks = [_mark(leaf) for leaf in leaves]
         if self._last is None or self._last[0] != key or not _same(self._last[1], marks):
-            bound = self._analysed(args, kwargs)
+            bound = self._analyzed(args, kwargs)
             self._last = key, marks, bound, leaves
         return self._last[2]
 
-    def _analysed(self, args, kwargs):
+    def _analyzed(self, args, kwargs):
         kernel = self._kernel
         with hinting(kernel.model, args, kwargs):
             return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))

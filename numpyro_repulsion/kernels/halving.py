@@ -110,7 +110,7 @@ def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], 
         return now, warmup._replace(basins=basins)
 
     (now, warmup), (half, half_warmup) = (begun(*moved) for moved in clouds)
-    # Each particle by itself moves as with any noise with K = I; that of neighbours would part two particles whose
+    # Each particle by itself moves as with any noise with K = I; that of neighbors would part two particles whose
     # clouds differ ever so little in their order.
     interaction = iteration.interaction
     interaction = Balanced() if isinstance(interaction, Antithetic) else interaction

@@ -130,12 +130,12 @@ def has_other_data(mcmc: MCMC) -> bool:
 
 
 def share_flagged(mcmc: MCMC) -> float:
-    """Return the share of flagged updates among those that `num_divergences` covers."""
+    """Return the share of flagged updates among those that `num_flagged_updates` covers."""
     kernel, state = mcmc.sampler, mcmc.last_state
     # If particles arrive in warmup, updates of warmup are not counted.
     waits = bound_of(mcmc).plan("diagonal").arrives
     counted = int(np.max(state.warmup.iteration)) - waits * int(np.max(state.warmup.num_warmup))
-    return float(np.sum(state.num_divergences) / max(1, counted * kernel.num_steps * mcmc.num_chains))
+    return float(np.sum(state.num_flagged_updates) / max(1, counted * kernel.num_steps * mcmc.num_chains))
 
 
 def coupling_of(mcmc: MCMC) -> tuple[str, int]:

@@ -17,7 +17,7 @@ from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.dynamics import select
 from numpyro_repulsion.gradients import (
-    Centring,
+    Centering,
     Gradient,
     ModelTarget,
     Target,
@@ -165,9 +165,9 @@ class Initializer:
         if num_warmup > 0 and plan.basins and size >= Basins.min_particles:
             basins = Basins().start(cloud, num_warmup, plan.scale == "dense")
         first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
-        reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centres_partly
-        centring = Centring.none(target, u.shape[2], u.dtype) if reparametrizes else None
-        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, centring)
+        reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centers_partly
+        centering = Centering.none(target, u.shape[2], u.dtype) if reparametrizes else None
+        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, centering)
         warmup = warmup._replace(data=data)
         if num_warmup > 0:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
@@ -179,7 +179,7 @@ class Initializer:
             diverging=jnp.zeros(size, bool),
             warmup=warmup,
             num_updates=jnp.zeros((), jnp.int32),
-            num_divergences=jnp.zeros((), jnp.int32),
+            num_flagged_updates=jnp.zeros((), jnp.int32),
             rng_key=state_key,
             coordinates=(flat, energy) if reparametrizes else None,
             row_seed=jnp.stack([last_word(memory_key), last_word(state_key)]),
@@ -342,8 +342,8 @@ class Initializer:
 
 
 def _contracted(x):
-    centre = jnp.median(x, 0)
-    return centre + CONTRACTION * (x - centre)
+    center = jnp.median(x, 0)
+    return center + CONTRACTION * (x - center)
 
 
 def _is_hashable(value):

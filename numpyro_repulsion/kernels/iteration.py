@@ -35,8 +35,8 @@ import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select, turn_back
 from numpyro_repulsion.gradients import (
-    CentredTarget,
-    Centring,
+    CenteredTarget,
+    Centering,
     ModelTarget,
     Recovered,
     Reference,
@@ -61,7 +61,7 @@ from numpyro_repulsion.warmup import (
     arrive,
     descend,
     svgd_direction,
-    update_centring,
+    update_centering,
     update_prolongation,
     warmup_update,
 )
@@ -84,7 +84,7 @@ class Keys(NamedTuple):
     """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile.
 
     - **basins** - the key for jumps that switch themselves on.
-    - **learners** - one key for each learner but those of centring and of the prolongation, ``(n,)``.
+    - **learners** - one key for each learner but those of centering and of the prolongation, ``(n,)``.
     - **updates** - one key for each update, ``(num_steps,)``.
     """
 
@@ -155,20 +155,20 @@ def _update_basins(key, stage, warmup, cloud, sampler):
 #: In calling order.
 ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
 
-#: How many of them have a key of their own. That of centring derives from another one, for the models that need it, and
-#: that of the prolongation is not used.
+#: How many of them have a key of their own. That of centering derives from another one, for the models that need it,
+#: and that of the prolongation is not used.
 NUM_KEYS = len(ALL_LEARNERS) - 2
 
 
-def keys_of_learners(keys: jax.Array, centres: bool) -> list[jax.Array]:
+def keys_of_learners(keys: jax.Array, centers: bool) -> list[jax.Array]:
     """Return a key for each learner, from ``NUM_KEYS`` keys.
 
-    :param centres: whether the learner of centring needs one.
+    :param centers: whether the learner of centering needs one.
     """
     own = iter(keys)
-    others = dict.fromkeys((update_centring, update_prolongation), keys[0])
-    if centres:
-        others[update_centring] = random.fold_in(keys[0], 1)
+    others = dict.fromkeys((update_centering, update_prolongation), keys[0])
+    if centers:
+        others[update_centering] = random.fold_in(keys[0], 1)
     return [others[learner] if learner in others else next(own) for learner in ALL_LEARNERS]
 
 
@@ -251,8 +251,8 @@ class Iteration:
 
     def target(self, warmup: WarmupState) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
-        centring, target = warmup.scales.centring, self.bound.target
-        return target if centring is None else self.centred(centring)
+        centering, target = warmup.scales.centering, self.bound.target
+        return target if centering is None else self.centered(centering)
 
     def layout(self, u: Vectors) -> Layout:
         """Return how a cloud lies on the devices."""
@@ -263,14 +263,14 @@ class Iteration:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = warmup.scales.preconditioner.to_positions(u)
         target = self.target(warmup)
-        if not isinstance(target, CentredTarget):
+        if not isinstance(target, CenteredTarget):
             return Recovered.of(y, jnp.zeros_like(y), jnp.ones_like(y), jnp.zeros_like(y))
         return jax.tree.map(lambda x: x.reshape(y.shape), jax.vmap(target.recover)(y.reshape(-1, y.shape[-1])))
 
-    def centred(self, centring: Centring) -> CentredTarget:
-        """Return the posterior in coordinates of another centring."""
-        # Only models have sites that can be centred.
-        return CentredTarget(cast(ModelTarget, self.bound.target), centring, self.unravel)
+    def centered(self, centering: Centering) -> CenteredTarget:
+        """Return the posterior in coordinates of another centering."""
+        # Only models have sites that can be centered.
+        return CenteredTarget(cast(ModelTarget, self.bound.target), centering, self.unravel)
 
     def energy_and_grad(self, warmup: WarmupState, num_updates: Count | None = None) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.
@@ -307,12 +307,12 @@ class Iteration:
         rows = rows_to_compare(self.bound.target)
 
         def energies(place):
-            centring, z = place
-            target = self.bound.target if centring is None else self.centred(centring)
+            centering, z = place
+            target = self.bound.target if centering is None else self.centered(centering)
             particles = jax.vmap(self.unravel)(z.reshape(-1, z.shape[-1]))
             return likelihood_energies(target, particles, rows).reshape(z.shape[:-1]).astype(z.dtype)
 
-        own = [(state.scales.centring, state.scales.preconditioner.to_positions(cloud.z)) for state, cloud in places]
+        own = [(state.scales.centering, state.scales.preconditioner.to_positions(cloud.z)) for state, cloud in places]
         # A loop, so that the model is compiled once.
         return list(lax.map(energies, jax.tree.map(lambda *x: jnp.stack(x), *own)))
 
@@ -387,7 +387,7 @@ class Iteration:
         move_key, gradient_key = self._noise_and_gradient_keys(key)
         if warmup.arrival.is_prolonged is None:
             # Until particles have arrived, they are in the coordinates of the model, whose gradient compiles faster.
-            warmup = warmup._replace(scales=warmup.scales._replace(centring=None))
+            warmup = warmup._replace(scales=warmup.scales._replace(centering=None))
         evaluate = self.energy_and_grad(warmup)
         arrival, position = now.arrival, now.cloud[:3]
 
@@ -539,7 +539,7 @@ class Iteration:
         """Count the iteration, and update the warmup state and the cloud by all learners."""
         if warmup.scales.moments is None:
             return cloud, warmup._replace(iteration=stage.done)
-        own = keys_of_learners(keys.learners, warmup.scales.centring is not None)
+        own = keys_of_learners(keys.learners, warmup.scales.centering is not None)
         warmup, cloud = warmup_update(own, stage, warmup, cloud, self, ALL_LEARNERS)
         return cloud, warmup
 

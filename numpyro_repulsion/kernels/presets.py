@@ -16,7 +16,7 @@ class SGLD(ParticleKernel):
     r"""Stochastic-gradient Langevin dynamics of L particles in parallel, tuned by its warmup.
 
     It adds to plain SGLD, which is :meth:`plain`: noise that sums to zero over the particles, averaged over two
-    updates; control variates; a preconditioner; centring of hierarchies; and jumps between basins.
+    updates; control variates; a preconditioner; centering of hierarchies; and jumps between basins.
 
     :math:`z_i \leftarrow z_i - \epsilon \nabla U(z_i) + \sqrt{2\epsilon}\, \xi_i`, that is ``D = I``, ``Q = 0``, ``Γ =
     0``. As ε → 0 every particle's stationary distribution is the posterior. By default the noise is *balanced*
@@ -113,7 +113,7 @@ class SGLDR(ParticleKernel):
 class SVGD(ParticleKernel):
     r"""Stein variational gradient descent: :class:`SGLDR` with the noise off. An optimizer, not a sampler.
 
-    :math:`Z \leftarrow Z + \epsilon\,(-K \nabla U(Z) + \Gamma)` moves a cloud of particles towards a set of points
+    :math:`Z \leftarrow Z + \epsilon\,(-K \nabla U(Z) + \Gamma)` moves a cloud of particles toward a set of points
     that represents the posterior. The product distribution is *not* stationary; the spread of few particles is too
     small, and successive clouds are not draws. The result is the last cloud:
     :func:`~numpyro_repulsion.to_inference_data` and :func:`~numpyro_repulsion.summary` keep only that one. There is

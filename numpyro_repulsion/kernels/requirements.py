@@ -1,4 +1,4 @@
-"""Requirements: what a run must fulfil, checked before it starts."""
+"""Requirements: what a run must fulfill, checked before it starts."""
 
 from __future__ import annotations
 

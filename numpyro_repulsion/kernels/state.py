@@ -73,11 +73,11 @@ def check_state(
                 f"The state has the sites {found}, and this model has {expected}. Run the model of the state, or set "
                 "mcmc.post_warmup_state = None and start again."
             )
-    if (centring := warmup.scales.centring) is not None:
-        found = len(centring.powers), len(centring.bases)
+    if (centering := warmup.scales.centering) is not None:
+        found = len(centering.powers), len(centering.bases)
         if not isinstance(target, ModelTarget) or found != (target.num_products, target.num_groups):
             raise ValueError(
-                "The state centres hierarchical sites of the model that made it, and this kernel's model has others. "
+                "The state centers hierarchical sites of the model that made it, and this kernel's model has others. "
                 f"Run the model of the state; or, {_ANEW}."
             )
     pairs = zip(origin.settings, Origin.of(kernel, gradient).settings, strict=True)
@@ -138,10 +138,10 @@ class ParticleState(NamedTuple):
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
     - **warmup** - the state of warmup, see :class:`~numpyro_repulsion.warmup.WarmupState`.
     - **num_updates** - how many updates are done, including warmup; schedules count these.
-    - **num_divergences** - how many updates of single particles were rejected, turned back or had a clipped
+    - **num_flagged_updates** - how many updates of single particles were rejected, turned back or had a clipped
       gradient: since the end of warmup, or since the start if step and scales were given.
     - **rng_key** - the PRNG key of the next iteration.
-    - **coordinates** - where hierarchical sites are centred partly, the positions in the coordinates of the sampler,
+    - **coordinates** - where hierarchical sites are centered partly, the positions in the coordinates of the sampler,
       ``(L, d)``, and U there, ``(L,)``; else ``None``.
     - **row_seed** - the seed of the orders in which particles pass through rows, with ``Sweeps``; and the last word of
       ``rng_key``, which shows whether the run has a new key and needs other orders, ``(2,)``.
@@ -157,7 +157,7 @@ class ParticleState(NamedTuple):
     memory: tuple[jax.Array, ...]
     warmup: WarmupState
     num_updates: jax.Array
-    num_divergences: jax.Array
+    num_flagged_updates: jax.Array
     rng_key: jax.Array
     row_seed: jax.Array
     coordinates: tuple[jax.Array, jax.Array] | None

@@ -16,19 +16,19 @@ from numpyro_repulsion.inference_data import named_draws
 from numpyro_repulsion.kernels import ParticleKernel, coupling_of, require_draws
 
 __all__ = [
-    "COLOURS",
+    "COLORS",
     "Draws",
     "check_axes",
     "choose_iterations",
-    "ensemble_colours",
+    "ensemble_colors",
     "listed",
     "new_axes",
     "read_draws",
     "require_pyplot",
 ]
 
-#: Those of Okabe and Ito's colours, which colour-blind readers can tell apart, that are legible on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+#: Those of Okabe and Ito's colors, which color-blind readers can tell apart, that are legible on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def require_pyplot() -> Any:
@@ -57,16 +57,16 @@ def new_axes(size: tuple[float, float]) -> Any:
     return ax
 
 
-def ensemble_colours(count: int, colors: str | Sequence[Any] | None = None) -> list[Any]:
-    """Return a colour for each ensemble: those given, or the palette's, or a scale's if the palette has too few."""
+def ensemble_colors(count: int, colors: str | Sequence[Any] | None = None) -> list[Any]:
+    """Return a color for each ensemble: those given, or the palette's, or a scale's if the palette has too few."""
     if isinstance(colors, str):
         return [colors] * count
     if colors is not None:
         if len(colors) != count:
-            raise ValueError(f"`colors` must be one colour, or one for each of {count} ensembles; got {len(colors)}.")
+            raise ValueError(f"`colors` must be one color, or one for each of {count} ensembles; got {len(colors)}.")
         return list(colors)
-    if count <= len(COLOURS):
-        return list(COLOURS[:count])
+    if count <= len(COLORS):
+        return list(COLORS[:count])
     scale = require_pyplot().get_cmap("viridis")
     return [scale(0.9 * i / (count - 1)) for i in range(count)]
 

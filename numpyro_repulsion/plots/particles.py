@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.plots.draws import (
-    COLOURS,
+    COLORS,
     check_axes,
     choose_iterations,
-    ensemble_colours,
+    ensemble_colors,
     listed,
     new_axes,
     read_draws,
@@ -66,7 +66,7 @@ def find_limits(limits: Any, points: np.ndarray, ax: Any, is_square: bool) -> np
 
 
 def draw_contours(ax: Any, potential: Callable, levels: Sequence[float], limits: np.ndarray) -> None:
-    """Draw in grey the regions of highest density that hold these shares of exp(−U) within the limits."""
+    """Draw in gray the regions of highest density that hold these shares of exp(−U) within the limits."""
     masses = _masses(levels)
     sides = [np.linspace(low, high, GRID) for low, high in limits]
     energy = _evaluate(potential, sides)
@@ -83,7 +83,7 @@ def draw_contours(ax: Any, potential: Callable, levels: Sequence[float], limits:
     if not len(heights):
         return
     energy = np.ma.masked_invalid(energy)
-    greys = [str(grey) for grey in np.linspace(max(0.96 - 0.03 * len(heights), 0.7), 0.96, len(heights))]
+    greys = [str(gray) for gray in np.linspace(max(0.96 - 0.03 * len(heights), 0.7), 0.96, len(heights))]
     ax.contourf(*sides, energy, levels=[lowest, *heights], colors=greys, zorder=0)
     ax.contour(*sides, energy, levels=heights, colors="0.65", linewidths=0.6, zorder=0.5)
 
@@ -132,7 +132,7 @@ def plot_particles(
 ) -> Any:
     r"""Plots particles in the plane of two coordinates, over contours of a potential, with their trajectories.
 
-    Each ensemble has its colour. For an optimizer (:class:`~numpyro_repulsion.SVGD`), an ``MCMC`` has the whole path,
+    Each ensemble has its color. For an optimizer (:class:`~numpyro_repulsion.SVGD`), an ``MCMC`` has the whole path,
     and inference data only the last cloud.
 
     :param draws: an array ``(particles, draws, ...)`` or a dictionary of such; an ``MCMC`` that has run; or inference
@@ -150,7 +150,7 @@ def plot_particles(
     :param levels: shares of the mass for the contours, each between 0 and 1.
     :param num_ensembles: number of equal ensembles, in the order of the particles. ``None`` reads it from runs and
         their inference data, and is 1 for arrays.
-    :param colors: a colour, or one for each ensemble.
+    :param colors: a color, or one for each ensemble.
     :param ax: axes to draw on; ``None`` makes a figure. Both axes get one scale if they show the same variable.
     :param kwargs: passed to ``Axes.scatter`` for the dots.
     :return: the axes.
@@ -182,13 +182,13 @@ def plot_particles(
         raise ValueError("A trajectory needs two draws or more; got one. Choose more `iterations`.")
     shown = stage.points[:, :, -1:] if trajectories else stage.points
     style = dot_style(shown[..., 0].size)
-    for i, (colour, label) in enumerate(zip(stage.colours, stage.labels, strict=True)):
+    for i, (color, label) in enumerate(zip(stage.colors, stage.labels, strict=True)):
         if trajectories:
-            stage.ax.add_collection(trail_of(stage.points[i], colour))
-            ring = {"s": 14, "facecolors": "white", "edgecolors": [colour], "linewidths": 0.8, "zorder": 2}
+            stage.ax.add_collection(trail_of(stage.points[i], color))
+            ring = {"s": 14, "facecolors": "white", "edgecolors": [color], "linewidths": 0.8, "zorder": 2}
             stage.ax.scatter(*stage.points[i, :, 0].T, **ring)
         dots = shown[i].reshape(-1, 2).T
-        stage.ax.scatter(*dots, **{"color": [colour], "label": label, "zorder": 3} | style | kwargs)
+        stage.ax.scatter(*dots, **{"color": [color], "label": label, "zorder": 3} | style | kwargs)
     add_legend(stage)
     return stage.ax
 
@@ -198,13 +198,13 @@ class Stage(NamedTuple):
 
     - **points** - ``(ensembles, particles, draws, 2)``.
     - **iterations** - the numbers of these draws.
-    - **colours**, **labels** - one for each ensemble.
+    - **colors**, **labels** - one for each ensemble.
     """
 
     ax: Any
     points: np.ndarray
     iterations: np.ndarray
-    colours: list[Any]
+    colors: list[Any]
     labels: list[str | None]
 
 
@@ -226,7 +226,7 @@ def set_stage(
     (x, x_label), (y, y_label) = (found.pick(label) for label in _pair(found, pair))
     points = np.stack((x[:, chosen], y[:, chosen]), -1).astype(float)
     count = found.num_ensembles
-    colours = ensemble_colours(count, colors)
+    colors = ensemble_colors(count, colors)
     is_one_variable = x_label.split("[")[0] == y_label.split("[")[0]
     window = find_limits(limits, points, ax, is_one_variable)
     ax = new_axes((5.0, 5.0)) if ax is None else ax
@@ -236,14 +236,14 @@ def set_stage(
     if is_one_variable:
         ax.set_aspect("equal")
     labels: list[str | None] = [f"ensemble {i}" for i in range(count)] if count > 1 else [None]
-    return Stage(ax, points.reshape(count, -1, *points.shape[1:]), chosen, colours, labels)
+    return Stage(ax, points.reshape(count, -1, *points.shape[1:]), chosen, colors, labels)
 
 
-def trail_of(points: np.ndarray, colour: Any) -> Any:
+def trail_of(points: np.ndarray, color: Any) -> Any:
     """Return a line through the draws of each particle, for points ``(particles, draws, 2)``."""
     from matplotlib.collections import LineCollection
 
-    return LineCollection(list(points), colors=[colour], linewidths=0.8, alpha=0.45, zorder=1)
+    return LineCollection(list(points), colors=[color], linewidths=0.8, alpha=0.45, zorder=1)
 
 
 def dot_style(number: int) -> dict[str, Any]:
@@ -254,8 +254,8 @@ def dot_style(number: int) -> dict[str, Any]:
 
 
 def add_legend(stage: Stage) -> None:
-    """Adds a legend of ensembles if the palette has enough colours for them."""
-    if 1 < len(stage.colours) <= len(COLOURS):
+    """Adds a legend of ensembles if the palette has enough colors for them."""
+    if 1 < len(stage.colors) <= len(COLORS):
         legend = stage.ax.legend(fontsize="small", edgecolor="none", framealpha=0.9)
         for handle in legend.legend_handles:
             handle.set(alpha=1.0, sizes=[32])

@@ -163,7 +163,7 @@ def update_arrival(
     elif sampler.plan.scale is not None:
         steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
     if arrival.halfway is not None and arrival.is_prolonged is not None:
-        # Before the hierarchical sites are centred otherwise, coordinates are those of the model.
+        # Before the hierarchical sites are centered otherwise, coordinates are those of the model.
         is_halfway = stage.done == stage.at(FIRST_WHITENED)
         z = warmup.scales.preconditioner.to_positions(cloud.z)
         arrival = arrival._replace(halfway=jnp.where(is_halfway & ~arrival.is_prolonged, z, arrival.halfway))
@@ -224,15 +224,15 @@ def update_prolongation(
     due = stage.window_ends & (stage.done == stage.at(ARRIVED)) & ~is_prolonged
 
     # The coordinates of the model.
-    scales, centring = warmup.scales._replace(preconditioner=Preconditioner()), warmup.scales.centring
-    plainly = warmup._replace(scales=scales if centring is None else scales._replace(centring=centring.undone()))
+    scales, centering = warmup.scales._replace(preconditioner=Preconditioner()), warmup.scales.centering
+    plainly = warmup._replace(scales=scales if centering is None else scales._replace(centering=centering.undone()))
 
     def prolong():
         found, unit = sampler.recover(plainly, halfway), spread
-        y, recentred = found.z, centring
-        if centring is not None:
-            recentred = centring._replace(share=jnp.zeros_like(centring.share))
-            y = sampler.centred(recentred).to_coordinates(found)
+        y, recentered = found.z, centering
+        if centering is not None:
+            recentered = centering._replace(share=jnp.zeros_like(centering.share))
+            y = sampler.centered(recentered).to_coordinates(found)
             # Standardized sites have a prior of unit scale.
             is_standardized = ((found.scale != 1.0) | (found.location != 0.0)).any((0, 1))
             unit = jnp.where(is_standardized, 1.0, unit)
@@ -244,7 +244,7 @@ def update_prolongation(
             preconditioner=change,
             moments=jax.tree.map(jnp.zeros_like, warmup.moments),
             noise_shrinkage=jnp.ones_like(warmup.scales.noise_shrinkage),
-            centring=recentred,
+            centering=recentered,
         )
         # With a gradient of 0, the first update only evaluates the gradient in the new coordinates.
         moved = cloud._replace(z=change.whiten(y), gradient=jnp.zeros_like(cloud.gradient))

@@ -126,7 +126,7 @@ def update_bandwidth(
 ) -> tuple[WarmupState, Cloud]:
     """Update the bandwidth in every iteration until the scales are frozen, then only at the ends of windows.
 
-    A cloud may shrink by a large factor while it moves. With an old bandwidth, all particles would be neighbours, and
+    A cloud may shrink by a large factor while it moves. With an old bandwidth, all particles would be neighbors, and
     the step would be too long for the largest eigenvalue of such a K.
     """
     del key

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.gradients import CentredTarget, Centring, Recovered, Reference
+from numpyro_repulsion.gradients import CenteredTarget, Centering, Recovered, Reference
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors, Words
@@ -98,14 +98,14 @@ class ScalesState(NamedTuple):
     - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
     - **noise_shrinkage** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened
       coordinates.
-    - **centring** - how the entries of a particle are centred; ``None`` if all are as the model has them. This change
+    - **centering** - how the entries of a particle are centered; ``None`` if all are as the model has them. This change
       of variables comes before the linear one.
     """
 
     preconditioner: Preconditioner
     moments: Moments | None
     noise_shrinkage: Scalar
-    centring: Centring | None = None
+    centering: Centering | None = None
 
 
 class ArrivalState(NamedTuple):
@@ -206,7 +206,7 @@ class WarmupState(NamedTuple):
     - **iteration** - how many MCMC iterations are done.
     - **num_warmup** - how many iterations are warmup.
     - **arrival** - how particles arrive.
-    - **scales** - the change of variables: the centring and the linear scales, with the moments they come from.
+    - **scales** - the change of variables: the centering and the linear scales, with the moments they come from.
     - **step** - the step size and its measurements.
     - **bandwidth** - the bandwidth h in use; 0 if the interaction has none.
     - **reference** - the reference points of control variates, or ``None``.
@@ -287,11 +287,11 @@ class WarmupState(NamedTuple):
         plan: WarmupPlan,
         jumps: JumpsState | None = None,
         basins: SwitchedState | None = None,
-        centring: Centring | None = None,
+        centering: Centering | None = None,
     ) -> WarmupState:
         """Return the state before the first iteration.
 
-        :param centring: that of the model's own coordinates; ``None`` if they stay.
+        :param centering: that of the model's own coordinates; ``None`` if they stay.
         """
         shape, dtype = cloud.z.shape, cloud.z.dtype
         particles, dimension = shape[0] * shape[1], shape[2]
@@ -305,7 +305,7 @@ class WarmupState(NamedTuple):
             preconditioner,
             Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
             jnp.ones((), dtype),
-            centring,
+            centering,
         )
         return WarmupState(
             iteration=jnp.zeros((), jnp.int32),
@@ -358,8 +358,8 @@ class Sampler(Protocol):
     def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
         """Return the particles in the coordinates of the model."""
 
-    def centred(self, centring: Centring) -> CentredTarget:
-        """Return the posterior in coordinates of another centring."""
+    def centered(self, centering: Centering) -> CenteredTarget:
+        """Return the posterior in coordinates of another centering."""
 
     def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""

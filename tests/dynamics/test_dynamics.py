@@ -114,7 +114,7 @@ def test_noise_and_minibatch_have_keys_of_their_own(starts):
     np.testing.assert_allclose(after.gradient, slope[0], rtol=1e-4, atol=1e-4)
 
 
-def test_bandwidth_towards_zero_is_independent_euler(starts):
+def test_bandwidth_toward_zero_is_independent_euler(starts):
     def draws(interaction):
         kernel = SGLDR(potential_fn=potential, step_size=0.05, interaction=interaction, dynamics=EULER)
         return run(kernel, starts).get_samples(group_by_chain=True)
@@ -191,7 +191,7 @@ def test_a_diverging_particle_does_not_infect_the_others(interaction):
     stayed = (np.asarray(draws) == before).all(-1)
     assert diverging[3].any()
     assert np.array_equal(stayed, diverging)
-    assert int(mcmc.last_state.num_divergences) == diverging.sum()
+    assert int(mcmc.last_state.num_flagged_updates) == diverging.sum()
 
 
 @pytest.mark.parametrize("interaction", [RBF(2.0), RBF()])

@@ -135,11 +135,11 @@ def hierarchical():
         observe("y", z[GROUP[i]], Y[i])
 
 
-def noncentred():
+def noncentered():
     handlers.reparam(hierarchical, {"z": LocScaleReparam(0)})()
 
 
-def partly_centred():
+def partly_centered():
     handlers.reparam(hierarchical, {"z": LocScaleReparam()})()
 
 
@@ -332,8 +332,8 @@ RIGHT = [
     columns_without_a_plate,
     as_many_groups_as_rows,
     hierarchical,
-    noncentred,
-    partly_centred,
+    noncentered,
+    partly_centered,
     scoped,
     stacked_plates,
     factor_of_rows,

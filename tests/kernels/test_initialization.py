@@ -46,8 +46,8 @@ def test_exploding_starts_are_contracted(monkeypatch):
     drawn = start(network, step_size=1e-6)
     assert np.median(drawn.potential_energy) > 1e3 * np.median(contracted.potential_energy)
     for name, z in contracted.z.items():
-        centre = np.median(drawn.z[name], 0)
-        shares = np.std(z - centre) / np.std(drawn.z[name] - centre)
+        center = np.median(drawn.z[name], 0)
+        shares = np.std(z - center) / np.std(drawn.z[name] - center)
         power = np.log(shares) / np.log(initialization.CONTRACTION)
         np.testing.assert_allclose(power, np.round(power), atol=0.02)
         assert power > 0.9

@@ -266,7 +266,7 @@ def test_each_quantity_freezes_in_its_turn(data):
     references = [25, 30, 40, 60]
     scales = {15, *references}
     assert set(changes(warmup.scales.preconditioner.scale)) == scales
-    assert set(changes(warmup.scales.preconditioner.centre)) == scales
+    assert set(changes(warmup.scales.preconditioner.center)) == scales
     assert changes(warmup.reference.position) == references
     settling = [25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
     assert changes(warmup.step.measurements.curvature) == settling
@@ -1012,7 +1012,7 @@ def test_nan_written_into_an_array_is_found_in_the_next_run():
         kernel.init(keys, 0, None, (y,), {})
 
 
-def test_a_model_is_analysed_once_for_the_same_arguments():
+def test_a_model_is_analyzed_once_for_the_same_arguments():
     calls = []
 
     def model(y, scale=1.0):

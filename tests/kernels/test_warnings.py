@@ -62,7 +62,7 @@ def test_rare_divergences_of_a_run_with_a_warmup_are_not_said(run, many):
     kernel = SGLD(potential_fn=spike, step_size=0.1)
     mcmc = make(kernel, num_warmup=100, num_samples=50)
     found = [one for one in said(lambda: run(mcmc, init_params=SIX / 10)) if "flagged" in one]
-    count = int(mcmc.last_state.num_divergences)
+    count = int(mcmc.last_state.num_flagged_updates)
     assert count > 6 if many else 0 < count <= 6
     assert len(found) == many
 

@@ -32,12 +32,12 @@ from numpyro_repulsion.moves import archive as moves
 from numpyro_repulsion.targets import gaussian_mixture
 
 LIMIT = 4.5
-CENTRES = jnp.array([-1.5, 1.5])
+CENTERS = jnp.array([-1.5, 1.5])
 
 
 def energy(z):
     """½ N(−1.5, ½) + ½ N(1.5, ½) along the first axis, and a wide Gaussian along the second."""
-    return -jax.nn.logsumexp(-((z[0] - CENTRES) ** 2)) + z[1] ** 2 / 4.0
+    return -jax.nn.logsumexp(-((z[0] - CENTERS) ** 2)) + z[1] ** 2 / 4.0
 
 
 energy_and_grad = jnp.vectorize(jax.value_and_grad(energy), signature="(d)->(),(d)")
@@ -45,7 +45,7 @@ energy_and_grad = jnp.vectorize(jax.value_and_grad(energy), signature="(d)->(),(
 
 def exact(key, shape):
     side_key, key = random.split(key)
-    side = CENTRES[random.randint(side_key, shape, 0, 2)]
+    side = CENTERS[random.randint(side_key, shape, 0, 2)]
     z = random.normal(key, (*shape, 2)) * jnp.array([0.5**0.5, 2.0**0.5])
     return z.at[..., 0].add(side)
 
@@ -65,7 +65,7 @@ def z_score(samples, mean):
 
 
 def filled(kind, size=32):
-    """An archive that is no good: off the centre, lopsided and of the wrong width."""
+    """An archive that is no good: off the center, lopsided and of the wrong width."""
     components = random.normal(random.key(5), (size, 2)) + jnp.array([0.7, -0.5])
     start = Archive(32).start(Cloud(jnp.zeros((1, 4, 2)), *energy_and_grad(jnp.zeros((1, 4, 2)))), 100, True)
     scale = jnp.array([[0.8, 0.0], [0.3, 1.2]])
@@ -173,7 +173,7 @@ def test_gradients_too_long_to_be_squared_leave_their_scale_alone():
     assert scale[1] == 1.0 and 0.5 < scale[0] < 2.0
 
 
-def test_neighbours_in_the_archive_are_neighbours_in_space():
+def test_neighbors_in_the_archive_are_neighbors_in_space():
     u = random.normal(random.key(0), (256, 3))
     order = moves._order_in_space(u)
     assert sorted(order.tolist()) == list(range(256))
@@ -247,9 +247,9 @@ def test_all_modes_are_met_at_their_width(kernel):
         frozen = jax.tree.leaves(states.warmup.jumps._replace(tally=()))
         assert all(np.array_equal(x[49:], jnp.broadcast_to(x[49], x[49:].shape)) for x in frozen)
         z = np.asarray(states.z["z"], float)[50:].reshape(-1, 2)
-        centre = 2 * np.clip(np.round(z / 2), -1, 1)
-        corners = (np.abs(centre).sum(-1) == 4).mean()
-        return (*z.mean(0), ((z - centre) ** 2).mean(), corners)
+        center = 2 * np.clip(np.round(z / 2), -1, 1)
+        corners = (np.abs(center).sum(-1) == 4).mean()
+        return (*z.mean(0), ((z - center) ** 2).mean(), corners)
 
     found = np.array([statistics(seed) for seed in range(16)])
     # Points cut off at the middle between modes, √10 of them away, lower the variance by 1 %.

@@ -68,7 +68,7 @@ def test_summary_is_of_ensembles(mcmc, data):
     table = summary(data)
     labels = [f"beta[{i}]" for i in range(3)]
     for column, function in (
-        ("ess_bulk", ensemble_ess),
+        ("ess_mean", ensemble_ess),
         ("ess_tail", partial(ensemble_ess, method="tail")),
         ("mcse_mean", ensemble_mcse),
         ("mcse_sd", partial(ensemble_mcse, method="sd")),
@@ -78,7 +78,7 @@ def test_summary_is_of_ensembles(mcmc, data):
         np.testing.assert_allclose(found, function(data)["beta"], rtol=0.06, atol=6e-4)
     # Not what ArviZ takes of independent chains.
     plain = np.asarray(arviz.summary(data).loc[labels, "ess_bulk"], float)
-    assert not np.allclose(plain, np.asarray(table.loc[labels, "ess_bulk"], float), rtol=0.01)
+    assert not np.allclose(plain, np.asarray(table.loc[labels, "ess_mean"], float), rtol=0.01)
     assert len(summary(data, var_names=["beta"])) == 3
 
 
@@ -94,14 +94,14 @@ def test_of_some_chains_or_draws_it_is_of_ensembles_too():
         ({"draw": slice(0, 199)}, ensemble_ess(draws[:, :200], 2)),
     ):
         table = summary(data, coords=coords)
-        np.testing.assert_allclose(np.asarray(table["ess_bulk"], float), expected, rtol=0.01)
+        np.testing.assert_allclose(np.asarray(table["ess_mean"], float), expected, rtol=0.01)
 
 
 def test_the_numbers_of_ensembles_are_those_that_are_shown(data):
     # ArviZ 1.3 prints text that it made of its own numbers.
     table = summary(data, var_names=["beta"])
     lines = [line.split() for line in table.to_string().splitlines()]
-    for column, expected in (("ess_bulk", ensemble_ess(data)), ("nested_r_hat", nested_rhat(data))):
+    for column, expected in (("ess_mean", ensemble_ess(data)), ("nested_r_hat", nested_rhat(data))):
         place = lines[0].index(column) + 1
         found = [float(line[place]) for line in lines[1:]]
         np.testing.assert_allclose(found, expected["beta"], rtol=0.06)
@@ -121,8 +121,8 @@ def test_summary_counts_divergences(capsys):
         mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2)))
         data = to_inference_data(mcmc)
         summary(mcmc)
-    flagged = data["posterior"].attrs["num_divergences"]
-    assert flagged == int(mcmc.last_state.num_divergences) > 0
+    flagged = data["posterior"].attrs["num_flagged_updates"]
+    assert flagged == int(mcmc.last_state.num_flagged_updates) > 0
     said = capsys.readouterr().out
     assert f"[error] flagged_updates: {flagged} updates were rejected (not finite), turned back" in said
     # Of a step that is too long nothing is said twice.
@@ -180,7 +180,7 @@ def test_summary_says_that_labels_are_exchangeable(capsys):
                 chain_method="vectorized")  # fmt: skip
     mcmc.run(random.key(0), y, init_params=starts)
     table = summary(mcmc)
-    figures = np.asarray(table[["ess_bulk", "ess_tail", "mcse_mean", "mcse_sd"]], float)
+    figures = np.asarray(table[["ess_mean", "ess_tail", "mcse_mean", "mcse_sd"]], float)
     assert np.isnan(figures).all()
     said = capsys.readouterr().out
     assert "[error] separate_modes: For 2 of 2 quantities particles move but stay apart" in said
@@ -316,14 +316,14 @@ def test_no_bias_is_promised_where_many_updates_are_flagged(mcmc, capsys):
         return capsys.readouterr().out
 
     before = dict(data["posterior"].attrs)
-    text = say({"num_divergences": 1, "share_flagged": 1e-4})
+    text = say({"num_flagged_updates": 1, "share_flagged": 1e-4})
     assert "at most 1.5 %" in text and "[note] flagged_updates: 1 update was rejected" in text
     assert "0.01 % of all updates. So few hardly matter.\n" in text
-    text = say({"num_divergences": 100, "share_flagged": 0.01})
+    text = say({"num_flagged_updates": 100, "share_flagged": 0.01})
     assert "(far too long), 1 % of all updates, so the step-size bias is unknown." in text and "at most" not in text
     del before["share_flagged"]
     data["posterior"].attrs.pop("share_flagged")
-    assert "at most 1.5 %" in say({"num_divergences": 1})
+    assert "at most 1.5 %" in say({"num_flagged_updates": 1})
 
 
 def test_an_unstable_step_is_not_passed_over():
@@ -351,7 +351,7 @@ ATTRIBUTES = {
     "num_particles": 6,
     "num_ensembles": 1,
     "num_steps": 10,
-    "num_divergences": 0,
+    "num_flagged_updates": 0,
     "share_flagged": 0.0,
 }
 NOISE = np.random.default_rng(0).normal(size=(6, 500, 2))
@@ -410,15 +410,15 @@ def test_a_warmup_too_short_to_learn_from_is_said_before_what_it_seemed_to_learn
         ("not_mixed", "warning", None, np.sort(NOISE, 0), {"coupling": "interaction"}),
         ("separate_modes", "error", 2.0, SIDE + NOISE, {}),
         ("short_run", "warning", 2.0, NOISE[:, :20], {}),
-        ("flagged_updates", "note", 3.0, NOISE, {"num_divergences": 3, "share_flagged": 1e-4}),
+        ("flagged_updates", "note", 3.0, NOISE, {"num_flagged_updates": 3, "share_flagged": 1e-4}),
         (
             "flagged_updates",
             "warning",
             3.0,
             NOISE,
-            {"num_divergences": 3, "share_flagged": 1e-4, "step_size_measured": "false"},
+            {"num_flagged_updates": 3, "share_flagged": 1e-4, "step_size_measured": "false"},
         ),
-        ("flagged_updates", "error", 300.0, NOISE, {"num_divergences": 300, "share_flagged": 0.01}),
+        ("flagged_updates", "error", 300.0, NOISE, {"num_flagged_updates": 300, "share_flagged": 0.01}),
         ("other_data", "warning", None, NOISE, {"findings": of_warmup("other_data"), "other_data": "true"}),
         ("optimizer", "note", None, NOISE, {"is_sampler": "false"}),
         *[
@@ -493,7 +493,7 @@ def test_each_name_occurs_once_with_the_worst_figure():
 def test_causes_stand_for_what_they_explain():
     names = ("slow_directions", "step_bias", "funnel")
     draws = np.concatenate((WALKS[..., :1], NOISE[..., 1:]), -1)
-    found = diagnosis_of(None, pretend(draws, findings=of_warmup(*names, severity="error"), num_divergences=3))
+    found = diagnosis_of(None, pretend(draws, findings=of_warmup(*names, severity="error"), num_flagged_updates=3))
     assert names_of(found) == ["funnel", "not_mixed", "flagged_updates"]
     assert "for z[north]," in found[1].message
     for symptom in found[1:]:

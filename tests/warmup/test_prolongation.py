@@ -50,7 +50,7 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
     before, kwargs = warmed(sampler, int(100 * ARRIVED), hidden=10)
     warmup = before.warmup
     assert warmup.arrival.is_prolonged and not warmup.reference.in_use
-    assert (warmup.scales.centring.share == 0).all() and (warmup.arrival.adam.unit == 1).all()
+    assert (warmup.scales.centering.share == 0).all() and (warmup.arrival.adam.unit == 1).all()
     # In units of the prior's scale for weights, and of the spread of the starts for their precision.
     _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.z))
     lengths = unravel(warmup.scales.preconditioner.lengths())

@@ -295,7 +295,7 @@ def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynam
 def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
     if not is_capped:
         monkeypatch.setattr(EulerError, "max_step_for_short_run", lambda *_: jnp.asarray(jnp.inf))
-    monkeypatch.setattr(base, "NARROWEST", 1e-6)  # four neighbours for each
+    monkeypatch.setattr(base, "NARROWEST", 1e-6)  # four neighbors for each
     mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), num_warmup=50, num_samples=50,
                 num_chains=100, chain_method="vectorized", progress_bar=False)  # fmt: skip
     # The logarithm of an exponential: mean −γ, variance π²/6.
@@ -800,9 +800,9 @@ def test_exact_draws_are_hardly_ever_lost():
 
 
 @pytest.mark.parametrize("scale", [None, jnp.array([2.0, 0.5, 3.0]), jnp.linalg.cholesky(PRECISION + jnp.eye(3))])
-@pytest.mark.parametrize("centre", [None, jnp.array([1.0, -2.0, 30.0])])
-def test_preconditioner_is_a_linear_change_of_variables(scale, centre):
-    change = Preconditioner(scale, centre)
+@pytest.mark.parametrize("center", [None, jnp.array([1.0, -2.0, 30.0])])
+def test_preconditioner_is_a_linear_change_of_variables(scale, center):
+    change = Preconditioner(scale, center)
     z = random.normal(random.key(0), (2, 4, 3))
     np.testing.assert_allclose(change.to_positions(change.whiten(z)), z, rtol=1e-4, atol=1e-5)
 
@@ -911,7 +911,7 @@ def test_first_scales_are_those_of_a_gaussian():
     np.testing.assert_allclose(first_scale(z, gradient.at[:900].set(jnp.inf), "dense").scale, jnp.diag(sd), rtol=0.1)
     one = first_scale(z[:1], jnp.array([[1e3, 0.0, jnp.nan]]), False)
     np.testing.assert_allclose(one.scale, [1e-3, 1.0, 1.0])
-    np.testing.assert_array_equal(one.centre, z[0])
+    np.testing.assert_array_equal(one.center, z[0])
 
 
 # Bandwidth
@@ -927,7 +927,7 @@ def test_bandwidth_in_a_sum_with_the_identity_is_that_without(weight):
 
 @pytest.mark.parametrize(("kernel", "dimension"), [(RBF(), 5), (Balanced(RBF()), 5), (IMQ(), 50)], ids=repr)
 @pytest.mark.parametrize("size", [3, 20, 60])
-def test_bandwidth_makes_a_few_neighbours(kernel, dimension, size):
+def test_bandwidth_makes_a_few_neighbors(kernel, dimension, size):
     u = 1e3 * random.normal(random.key(0), (2, size, dimension))
     h = kernel.learn_bandwidth(u)
     gram = np.stack([kernel.gram(v, h)[0] for v in u])
@@ -944,7 +944,7 @@ def test_many_particles_on_a_line_have_a_bandwidth_that_a_step_can_follow(kernel
     h = kernel.learn_bandwidth(u)
     assert float(h) == pytest.approx(0.1 * float(jnp.var(u)), rel=1e-3)
     if kernel == RBF():
-        # Four neighbours for each: k is 4 / 199 on average.
+        # Four neighbors for each: k is 4 / 199 on average.
         x = u[0] / width
         four = 4.0 * (4.0 / 199.0) ** 2
         assert float(jnp.exp(-((x - x.T) ** 2) / four).sum()) / 200.0 - 1.0 == pytest.approx(4.0, rel=0.2)
@@ -974,7 +974,7 @@ def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
         return float(kernel.couple(u, found.bandwidth).bound)
 
     assert bound_after(32) == pytest.approx(float(kernel.couple(20.0 * u, before).bound), rel=1e-3)
-    # With the bandwidth of the last window they would all be neighbours: λ_max(K) is their number.
+    # With the bandwidth of the last window they would all be neighbors: λ_max(K) is their number.
     old_rule = float(kernel.couple(u, before).bound)
     assert old_rule > 19.0 and bound_after(72) == pytest.approx(old_rule)
 
@@ -1052,11 +1052,11 @@ def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, 
 SCHOOLS = (jnp.array([28.0, 8, -3, 7, -1, 1, 18, 12]), jnp.array([15.0, 10, 16, 11, 9, 11, 10, 18]))
 
 
-def schools(centred):
+def schools(centered):
     mu = numpyro.sample("mu", dist.Normal(0, 5))
     tau = numpyro.sample("tau", dist.HalfCauchy(5))
     with numpyro.plate("school", 8):
-        if centred:
+        if centered:
             theta = numpyro.sample("theta", dist.Normal(mu, tau))
         else:
             theta = mu + tau * numpyro.sample("standard", dist.Normal(0, 1))
@@ -1250,7 +1250,7 @@ def test_nothing_is_cut_where_the_noise_was_not_measured():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
     kernel = SGLD(noisy_mean, step_size=1e-3, preconditioner="dense", gradient=Subsampled())
     _, mcmc = expectations(kernel, y, 2, num_warmup=60, num_chains=4)
-    assert mcmc.last_state.num_divergences == 0
+    assert mcmc.last_state.num_flagged_updates == 0
 
 
 def random_mean(y, subsample_size, noise):
@@ -1297,6 +1297,6 @@ def test_long_gradients_are_cut_and_counted():
     over = state._replace(warmup=steps, gradient=state.gradient.at[2].set(1e5))
     after = jax.jit(lambda state: kernel.sample(state, (), {}))(over)
     assert after.diverging.tolist() == [False, False, True, False]
-    assert int(after.num_divergences) >= 1
+    assert int(after.num_flagged_updates) >= 1
     # 20 standard deviations of a gradient, times the step, and noise.
     assert abs(after.z[2, 0] - starts[2, 0]) < 10.0
