@@ -302,8 +302,8 @@ def averaged_bias():
         grid = np.linspace(-30.0, 30.0, 100_001)
         weight = np.exp(-np.asarray(jax.vmap(potential)(grid), float))
         weight /= weight.sum()
-        centre = weight @ grid
-        variance = weight @ (grid - centre) ** 2
+        center = weight @ grid
+        variance = weight @ (grid - center) ** 2
         curvature = np.abs(np.asarray(jax.vmap(jax.grad(jax.grad(potential)))(grid), float))
         order = np.argsort(curvature)
         λ = curvature[order][np.searchsorted(np.cumsum(weight[order]), 0.9)]
@@ -312,7 +312,7 @@ def averaged_bias():
         starts = np.random.default_rng(0).choice(grid, size=(2000, 1), p=weight)
         mcmc.run(random.key(0), init_params=jnp.asarray(starts, jnp.float32))
         z = np.asarray(mcmc.get_samples(group_by_chain=True), float)
-        inflations = ((z - centre) ** 2).mean((1, 2)) / variance - 1
+        inflations = ((z - center) ** 2).mean((1, 2)) / variance - 1
         mean, error = (f(inflations) / 0.25 for f in (np.mean, lambda x: np.std(x) / len(x) ** 0.5))
         rows.append([name, f"{λ:.2f}", f"{mean:.3f} ± {error:.3f}"])
     header = ["U", "λ", "inflation of the variance / (ελ)²"]

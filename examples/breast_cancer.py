@@ -103,7 +103,7 @@ def save_trace(data, path):
     else:
         az.plot_trace(data, legend=False, figsize=(11, 9), **shown)
     figure = plt.gcf()
-    figure.suptitle("Log-odds of a benign tumour per standard deviation of a measurement; one colour for each particle")
+    figure.suptitle("Log-odds of a benign tumour per standard deviation of a measurement; one color for each particle")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -52,7 +52,7 @@ def model(late, distance, codes, sizes, batch_size=None):
     effects = {}
     for group, size in sizes.items():
         scale = numpyro.sample(f"scale_{group}", dist.HalfNormal(1))
-        # Centred; a product scale * z would do as well, because warmup learns the coordinates.
+        # Centered; a product scale * z would do as well, because warmup learns the coordinates.
         effects[group] = numpyro.sample(group, dist.Normal(0, scale).expand([size]).to_event(1))
     with numpyro.plate("flights", len(late), subsample_size=batch_size) as i:
         logits = intercept + slope * distance[i]

@@ -23,7 +23,7 @@ from numpyro_repulsion.interactions import (
     RandomGroups,
     Scheduled,
 )
-from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD, enable_live_warnings
+from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
 from numpyro_repulsion.moves import Archive, Move
 from numpyro_repulsion.plots import (
     animate_particles,
@@ -87,7 +87,6 @@ __all__ = [
     "animate_particles",
     "control_variates",
     "diagnose",
-    "enable_live_warnings",
     "ensemble_ess",
     "ensemble_mcse",
     "extrapolate",
@@ -111,12 +110,15 @@ __all__ = [
 
 #: Where a name of an earlier version is now.
 _MOVED = {name: f"numpyro_repulsion.contrib.{name}" for name in ("LearningCoefficient", "Localized", "llc")}
-_MOVED["targets"] = "`benchmarks/problems/targets.py`, in the repository alone,"
+_MOVED["targets"] = "`benchmarks/problems/targets.py`, in the repository alone"
+_MOVED["enable_live_warnings"] = (
+    "out: kernels warn at the progress bar, and `diagnose` has all findings; for silence use `warnings.simplefilter`"
+)
 _MOVED["plot_gram"] = "`interaction.gram(u, bandwidth)`, to be drawn by matplotlib's `imshow`"
 
 
 def __getattr__(name):
     if name in _MOVED:
         # An AttributeError would become "cannot import name" without another word.
-        raise ImportError(f"numpyro_repulsion.{name} is {_MOVED[name]} now.")
+        raise ImportError(f"numpyro_repulsion.{name} is now {_MOVED[name]}.")
     raise AttributeError(f"module 'numpyro_repulsion' has no attribute {name!r}")

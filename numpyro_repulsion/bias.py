@@ -9,7 +9,6 @@ import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
 
 from numpyro.infer import MCMC
 
@@ -29,7 +28,7 @@ from numpyro_repulsion.kernels import (
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.warmup import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 
-__all__ = ["StepBias", "predict_bias", "predict_fall", "sampler_of", "step_bias", "steps_in_use"]
+__all__ = ["StepBias", "predict_bias", "predict_fall", "sampler_of", "step_bias", "step_in_use"]
 
 #: Half the distance over which gradients are compared, in units of the distance of one update.
 WIDTH = 0.2
@@ -52,7 +51,7 @@ class StepBias(NamedTuple):
     - **observed_error** - its standard error; NaN if the segment is too short to estimate it, as for
       :func:`~numpyro_repulsion.ensemble_mcse`.
     - **observed_by_parameter** - ``E[(z − E z) ∂U/∂z] / T − 1`` for each unconstrained parameter, in the structure of
-      one particle; for sites that warmup centred partly, in the coordinates in which they move. It is 0 for the
+      one particle; for sites that warmup centered partly, in the coordinates in which they move. It is 0 for the
       posterior; for a Gaussian it is the relative inflation of the variance. It is negative for a cloud that is too
       narrow.
     - **observed_error_by_parameter** - standard errors of ``observed_by_parameter``.
@@ -144,7 +143,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     kernel = sampler_of(mcmc, "step_bias")
     if 0 < (num_samples := integer("`num_samples`", num_samples, 0, "0, or 8 or more")) < 8:
         raise ValueError(f"`num_samples` must be 0, or 8 or more; got {num_samples!r}.")
-    known = StepBias(_step_size(mcmc), *predict_bias(mcmc))
+    known = StepBias(step_in_use(mcmc), *predict_bias(mcmc))
     if num_samples == 0:
         return known
     state = mcmc.last_state
@@ -153,16 +152,16 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     # As many coordinates as fit, evenly spread.
     most = max(1, MAX_ENTRIES // (num_samples * len(flat)))
     followed = np.unique(np.linspace(0, flat.shape[1] - 1, min(most, flat.shape[1])).round().astype(int))
-    centre = (flat if state.coordinates is None else state.coordinates[0]).mean(0)
+    center = (flat if state.coordinates is None else state.coordinates[0]).mean(0)
 
     def observe(iteration, warmup, cloud):
         change = warmup.scales.preconditioner
-        # Centred, because squares of positions far from the origin lose their digits in single precision.
-        z, gradient = change.to_positions(cloud.z) - centre, change.unwhiten_gradient(cloud.gradient)
+        # Centered, because squares of positions far from the origin lose their digits in single precision.
+        z, gradient = change.to_positions(cloud.z) - center, change.unwhiten_gradient(cloud.gradient)
         z, gradient = z[..., followed], gradient[..., followed]
         return jnp.concatenate([z, z**2, gradient, z * gradient], -1)
 
-    found = halved_series(mcmc, rng_key, num_samples, steps_in_use(mcmc), observe)
+    found = halved_series(mcmc, rng_key, num_samples, step_in_use(mcmc), observe)
     series, changes = (np.split(x, 4, -1) for x in found)
     z, square, gradient, product = series
     mean = z.mean((0, 1))
@@ -191,7 +190,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
     :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
         ``None`` finds out.
     """
-    return _predicted(mcmc, has_other_data(mcmc) if is_other is None else is_other, _step_size(mcmc))
+    return _predicted(mcmc, has_other_data(mcmc) if is_other is None else is_other, step_in_use(mcmc))
 
 
 def predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
@@ -202,7 +201,7 @@ def predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
 
     :param times: after halving the step in use how many times; at least once.
     """
-    is_other, step_size = has_other_data(mcmc), _step_size(mcmc)
+    is_other, step_size = has_other_data(mcmc), step_in_use(mcmc)
     before, after = (_predicted(mcmc, is_other, step_size / 2**k)[0] for k in (times - 1, times))
     if not 0.0 < before < MAX_PREDICTED:
         return 0.5, 0.0
@@ -212,8 +211,6 @@ def predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
 def _predicted(mcmc, is_other, step_size):
     """Return the predicted inflation, and that from noise alone."""
     state = mcmc.last_state
-    if np.ndim(state.num_updates):
-        state = jax.tree.map(lambda x: x[0], state)
     step_size = jnp.asarray(step_size, state.step_size.dtype)
     kernel, target = mcmc.sampler, bound_of(mcmc).target
     if any(map(is_spread, jax.tree.leaves((target.args, target.kwargs)))):
@@ -224,18 +221,11 @@ def _predicted(mcmc, is_other, step_size):
     return float(predicted), float(noise)
 
 
-def _step_size(mcmc):
-    """Return the ε in use: of several plain chains that of the first, of a schedule the longest that made a draw."""
+def step_in_use(mcmc: MCMC) -> float:
+    """Return the ε in use, of a schedule the longest that made a draw."""
     if callable(mcmc.sampler.step_size):
         return float(np.max(mcmc.get_extra_fields()["step_size"]))
     return float(np.ravel(mcmc.last_state.step_size)[0])
-
-
-def steps_in_use(mcmc: MCMC) -> ArrayLike:
-    """Return the ε in use, of plain chains that measured their steps one for each; see :func:`step_bias`."""
-    if np.ndim(mcmc.last_state.num_updates) and not callable(mcmc.sampler.step_size):
-        return jnp.ravel(mcmc.last_state.step_size)
-    return _step_size(mcmc)
 
 
 def sampler_of(mcmc: object, who: str) -> ParticleKernel:

@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["boolean", "device_memory", "integer", "keep", "number", "plain", "positive"]
+__all__ = ["boolean", "device_memory", "integer", "is_auto", "keep", "number", "plain", "positive"]
+
+
+def is_auto(value: Any) -> bool:
+    """Return whether a setting is ``"auto"``, the automatic choice."""
+    return isinstance(value, str) and value == "auto"
 
 
 def integer(what: str, value: Any, least: int = 1, expected: str | None = None) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias, predict_fall, sampler_of, steps_in_use
+from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias, predict_fall, sampler_of, step_in_use
 from numpyro_repulsion.checks import device_memory, integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.gradients import ModelTarget
@@ -175,11 +175,15 @@ def extrapolate(
         # Averages of large values would lose their digits in single precision.
         return found - mean.astype(found.dtype)
 
-    (fall, bias), steps = predict_fall(mcmc, levels), steps_in_use(mcmc)
+    (fall, bias), step = predict_fall(mcmc, levels), step_in_use(mcmc)
     shift, variance = np.zeros(plain.shape[-1]), np.zeros(plain.shape[-1])
-    keys = [rng_key] if levels == 1 else list(random.split(_key(mcmc) if rng_key is None else rng_key, levels))
+    keys = (
+        [rng_key]
+        if levels == 1
+        else list(random.split(mcmc.last_state.rng_key if rng_key is None else rng_key, levels))
+    )
     for level, key in enumerate(keys):
-        _, change = halved_series(mcmc, key, num_samples * 2**level, steps / 2**level, observe)
+        _, change = halved_series(mcmc, key, num_samples * 2**level, step / 2**level, observe)
         weight = 1.0 / (1.0 - fall) if level == levels - 1 else 1.0
         shift += weight * change.mean((0, 1))
         error = np.where(np.any(change, (0, 1)), ensemble_mcse(change, len(change)), 0.0)
@@ -195,7 +199,7 @@ def extrapolate(
     total = np.sqrt(error**2 + variance + (bias / 2.0 * shift) ** 2)
     numbers = mean + shift, total, mean, error, shift, np.sqrt(variance)
     found = dict(zip(ExtrapolatedMeans._fields, map(shaped, numbers), strict=False))
-    return ExtrapolatedMeans(**found, step_size=float(np.ravel(steps)[0]), fall=fall)
+    return ExtrapolatedMeans(**found, step_size=step, fall=fall)
 
 
 def _shapes(function, draws):
@@ -216,9 +220,3 @@ def _shapes(function, draws):
     if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in jax.tree.leaves(found)):
         raise ValueError("The function must return real numbers; return real and imaginary parts by themselves.")
     return found
-
-
-def _key(mcmc):
-    """Return the key of the run, or of its first chain."""
-    key = mcmc.last_state.rng_key
-    return key[0] if np.ndim(mcmc.last_state.num_updates) else key

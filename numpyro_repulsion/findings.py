@@ -19,9 +19,9 @@ LARGE_BIAS = 0.2
 #: Findings of equal severity are listed in this order: causes before their symptoms.
 _ORDER = (
     "short_run",
-    "strayed",
+    "diverged_chains",
     "cold_momenta",
-    "noncentred",
+    "noncentered",
     "few_levels",
     "funnel",
     "other_data",
@@ -41,7 +41,7 @@ _ORDER = (
 )
 #: Each finding makes the listed ones superfluous: it names their cause or states the same more precisely.
 _COVERS = {
-    "noncentred": {
+    "noncentered": {
         "funnel",
         "heavy_tails",
         "varying_curvature",
@@ -65,7 +65,7 @@ _COVERS = {
 }
 #: Each finding probably causes the listed ones. These stay in the list, and their remedy refers to the cause.
 _CAUSES = {
-    "strayed": {
+    "diverged_chains": {
         "not_mixed",
         "separate_modes",
         "flagged_updates",
@@ -77,7 +77,7 @@ _CAUSES = {
         "step_bias",
     },
     "cold_momenta": {"not_mixed", "slow_directions", "several_basins", "separate_modes"},
-    "noncentred": {"not_mixed", "flagged_updates"},
+    "noncentered": {"not_mixed", "flagged_updates"},
     "few_levels": {"not_mixed", "flagged_updates", "separate_modes"},
     "funnel": {"not_mixed", "flagged_updates"},
     "heavy_tails": {"not_mixed", "flagged_updates"},
@@ -92,7 +92,7 @@ _CAUSES = {
 }
 #: Findings that get worse as their figure falls.
 _WORSE_IF_SMALL = {"slow_directions"}
-_COLOURS = {"note": "#33659c", "warning": "#b7791f", "error": "#b3261e"}
+_COLORS = {"note": "#33659c", "warning": "#b7791f", "error": "#b3261e"}
 
 
 class Finding(NamedTuple):
@@ -201,9 +201,9 @@ class Diagnosis(Sequence[Finding]):
             return text
         rows = ""
         for finding in self.findings:
-            colour = _COLOURS.get(finding.severity, _COLOURS["warning"])
+            color = _COLORS.get(finding.severity, _COLORS["warning"])
             figure = "" if finding.figure is None else f"{finding.figure:.3g}"
-            rows += f'<tr><td style="color: {colour}; font-weight: bold">{escape(finding.severity)}</td>'
+            rows += f'<tr><td style="color: {color}; font-weight: bold">{escape(finding.severity)}</td>'
             for cell in (finding.name, figure, finding.message, finding.remedy):
                 rows += f'<td style="text-align: left">{escape(cell)}</td>'
             rows += "</tr>"

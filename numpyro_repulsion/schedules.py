@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count as count_from
 import math
 from numbers import Real
 
@@ -132,30 +131,24 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Cyclical:
-    r"""Cycles of long steps that explore and short steps that sample; only the short steps give draws.
+    r"""Cycles of long steps that explore and short steps that sample; the last update of a cycle gives a draw.
 
     .. math::
         \epsilon_t = \frac{\epsilon_0}{2} \Bigl(\cos \frac{\pi\, (t \bmod M)}{M} + 1\Bigr)
 
-    The first ``num_hot`` of the M updates in a cycle are hot, the others cold. A kernel makes all hot updates at the
-    beginning of the iteration that begins a cycle, so every draw comes from the cold part. A cycle gives
-    ``(M − num_hot) / num_steps`` draws of equal weight.
-
     *Stationary distribution*: none, because the distribution of the particles changes with t. Every update applies the
     kernel's dynamics with its current step, so as ε_0 → 0 the posterior is stationary under each update. At a given ε_0
-    a draw has the bias of its own small step, and what remains of the bias of the hot part. The cold part lasts for a
-    time (the sum of its steps) of :math:`\epsilon_0 M\, (1 - \beta - \sin(\pi \beta) / \pi) / 2`, 0.09 ε_0 M by
-    default, and only what relaxes in less time is forgotten. Transitions between modes happen in the hot part, so the
-    weights of the modes may differ from those of the posterior.
+    a draw has the bias of its own small step, and what remains of the bias of the longer ones: the second half of a
+    cycle lasts for a time (the sum of its steps) of 0.09 ε_0 M, and only what relaxes in less time is forgotten.
+    Transitions between modes happen in the first half, so the weights of the modes may differ from those of the
+    posterior.
 
     The noise stays on throughout, as in the paper's experiments on mixtures. For networks the paper drops it in the
-    hot part, which is then gradient descent and does not preserve the posterior, however small the steps.
+    first part, which is then gradient descent and does not preserve the posterior, however small the steps.
 
     :param step_size: ε_0, the first and longest step of a cycle.
-    :param length: M, the updates of a cycle. The number of cold updates must be a multiple of the kernel's
-        ``num_steps``.
-    :param exploration: β, the fraction of a cycle that is hot, 0 or more and below 1.
-    :raises ValueError: for numbers out of range, or a fraction that leaves no cold update.
+    :param length: M, the updates of a cycle. The kernel's ``num_steps`` must be a multiple of it.
+    :raises ValueError: for numbers out of range.
 
     **References:**
 
@@ -170,55 +163,27 @@ class Cyclical:
         >>> schedule = Cyclical(0.1, length=200)
         >>> [f"{schedule(count):.3f}" for count in (0, 50, 100, 150, 200)]
         ['0.100', '0.085', '0.050', '0.015', '0.100']
-        >>> schedule.num_hot
-        100
     """
 
     step_size: float
     length: int
-    exploration: float = 0.5
 
     def __post_init__(self):
         keep(self, "step_size", positive)
         keep(self, "length", integer, least=2)
-        keep(self, "exploration", number, expected="a number in [0, 1)", accepts=lambda x: 0.0 <= x < 1.0)
-        if self._cold(self.length) == 0:
-            raise ValueError(
-                f"Cyclical: exploration={self.exploration!r} of length={self.length} leaves no cold update to draw "
-                "from; increase `length` or decrease `exploration`."
-            )
-
-    @property
-    def num_hot(self) -> int:
-        """The number of updates at the beginning of a cycle that give no draws: β M, rounded."""
-        return self.length - self._cold(self.length)
 
     def __call__(self, count):
         # The formula above as a square, because the sum cancels near the end of a cycle.
         left = self.length - jnp.asarray(count) % self.length
         return self.step_size * jnp.sin(0.5 * jnp.pi * left / self.length) ** 2
 
-    def num_ahead(self, count: jax.Array, num_steps: int) -> jax.Array:
-        """Return how many updates come before ``num_steps`` cold ones: ``num_hot`` at the start of a cycle."""
-        # The count since the last cold part began. A run that continues the state of another kernel may find less
-        # than one draw left of it.
-        since = (count - self.num_hot) % self.length
-        return jnp.where(since + num_steps > self.length - self.num_hot, self.length - since, 0)
-
     def check(self, num_steps: int) -> None:
-        """Raise ``ValueError`` if the cold part is not a multiple of ``num_steps``."""
-        if self._cold(self.length) % num_steps == 0:
-            return
-        shorter = (m for m in range(self.length, 1, -1) if self._cold(m) > 0 and self._cold(m) % num_steps == 0)
-        longer = next(m for m in count_from(self.length) if self._cold(m) % num_steps == 0)
-        fits = " or ".join(f"length={m}" for m in (next(shorter, None), longer) if m)
-        raise ValueError(
-            f"{self!r} has {self.num_hot} hot updates and {self._cold(self.length)} cold ones, which must be a "
-            f"multiple of num_steps={num_steps}, the updates between draws. Use {fits}, or another `num_steps`."
-        )
-
-    def _cold(self, length):
-        return length - round(self.exploration * length)
+        """Raise ``ValueError`` if draws are made elsewhere than at the ends of cycles."""
+        if num_steps % self.length:
+            raise ValueError(
+                f"A cycle of {self.length} updates gives one draw, after its last update: with {self!r} set "
+                f"num_steps={self.length}, or a multiple of it; got num_steps={num_steps}."
+            )
 
 
 @dataclass(frozen=True)
@@ -237,7 +202,7 @@ def _traced(step_size, count):
     return step_size
 
 
-def as_schedule(step_size: float | Schedule) -> Schedule:
+def as_schedule(step_size: float | Schedule | str) -> Schedule:
     """Return a number or a callable as a schedule, checked at the first update.
 
     :raises TypeError: for anything else.
@@ -254,7 +219,7 @@ def as_schedule(step_size: float | Schedule) -> Schedule:
         schedule, first, least = step_size, step_size(0), 0.0
     else:
         raise TypeError(
-            "`step_size` must be None (measured in warmup), a positive number, or a callable of the update count "
+            '`step_size` must be "auto" (measured in warmup), a positive number, or a callable of the update count '
             f"such as Polynomial(0.01) or an optax schedule; got {step_size!r}."
         )
     # A traced step, as when several steps are tried at once, has no value yet.

@@ -196,14 +196,14 @@ GRADIENTS = {
     "shared, with references of one's own": entry(SVRG(shared=True), "rows", "shared", "reference", "own"),
 }
 
-#: Step sizes. Flags: ``measured`` by warmup; ``cycle``, if it has hot and cold parts; ``falls``, without end.
+#: Step sizes. Flags: ``measured`` by warmup; ``cycle``, whose length ``num_steps`` must have; ``falls``, without end.
 SCHEDULES = {
     "measured": entry(BiasBudget(), "measured"),
     "measured strictly": entry(BiasBudget(0.01, min_draws=0.0), "measured"),
     "a number": entry(0.01),
     "polynomial": entry(Polynomial(0.01), "falls"),
     "of optax": entry(optax.exponential_decay(0.01, 100, 0.5), "falls"),
-    "cyclical": entry(Cyclical(0.01, length=20), "cycle"),
+    "cyclical": entry(Cyclical(0.01, length=10), "cycle"),
 }
 
 MOVES = {"archive": entry(Archive())}

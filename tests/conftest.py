@@ -23,24 +23,13 @@ from results import X, Y, logistic, run  # noqa: E402
 
 from numpyro.infer import MCMC, init_to_uniform  # noqa: E402
 
-from numpyro_repulsion import SGLD, SGLDR, enable_live_warnings, to_inference_data  # noqa: E402
+from numpyro_repulsion import SGLD, SGLDR, to_inference_data  # noqa: E402
 from numpyro_repulsion.gradients import ModelTarget  # noqa: E402
 
 try:
     from jax import enable_x64
 except ImportError:  # an older JAX
     from jax.experimental import enable_x64
-
-
-class Quiet:
-    """Live warnings off, but in tests marked ``live_warnings``: a program that can warn is in no cache.
-
-    A plug-in and no fixture, for doctests lie elsewhere, and fixtures of a module come before those of a test.
-    """
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item):
-        enable_live_warnings(item.get_closest_marker("live_warnings") is not None)
 
 
 class Precision:
@@ -62,7 +51,6 @@ def pytest_configure(config):
     # Python looks through everything that lives, traced programs above all, after every few thousand new objects.
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
-    config.pluginmanager.register(Quiet())
     config.pluginmanager.register(Precision())
     if not hasattr(config, "workerinput"):
         trim(CACHE)

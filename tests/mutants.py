@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     Mutant(
         "half of Γ for the Laplacian",
-        "interactions/laplacian.py",
+        "interactions/radial.py",
         "affinity, -2.0 * self.strength * repulsion",
         "affinity, -1.0 * self.strength * repulsion",
         "test_interactions",
@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "the same key in every update",
-        "kernels/progress.py",
+        "kernels/iteration.py",
         "Keys(keys[1], keys[2:number], keys[number:])",
         "Keys(keys[1], keys[2:number], keys[jax.numpy.full(num_steps, number)])",
         "test_dynamics",
@@ -302,14 +302,6 @@ MUTANTS = [
         "preconditioner or coordinates",
     ),
     Mutant(
-        "a draw from the hot part: an off-by-one in cycles",
-        "schedules.py",
-        "since + num_steps > self.length - self.num_hot,",
-        "since > self.length - self.num_hot,",
-        "test_scheduled",
-        "cold or cycle or whole",
-    ),
-    Mutant(
         "jumps that forget the way back",
         "moves/base.py",
         "/ temperature + proposal.log_ratio",
@@ -372,14 +364,6 @@ MUTANTS = [
         "jnp.minimum(tolerance / (1.0 + tolerance) / jnp.mean",
         "test_warmup test_kernels",
         "step_size or budget",
-    ),
-    Mutant(
-        "the hot part of a cycle not made",
-        "kernels/iteration.py",
-        "num_updates + self.num_steps + self._cycle.num_ahead(num_updates, self.num_steps)",
-        "num_updates + self.num_steps",
-        "test_scheduled",
-        "cold or cycle",
     ),
     Mutant(
         "Stein discrepancies with the wrong sign of a kernel's slope",

@@ -79,7 +79,7 @@ def with_dropout(x, y):
 
 
 def hierarchical(x, y):
-    """Which warmup centres partly."""
+    """Which warmup centers partly."""
     scale = numpyro.sample("scale", dist.HalfNormal(1.0))
     with numpyro.plate("features", x.shape[1]):
         beta = numpyro.sample("beta", dist.Normal(0, scale))

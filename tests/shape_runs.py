@@ -135,6 +135,7 @@ def run_rooms():
         progress_bar=False,
     )
     mcmc.run(random.key(0), init_params=CLOUD[0])
+    mcmc.sampler.findings(mcmc.last_state)
     sample(SGHMC(rows, preconditioner="dense"), Y)
     sample(SGLDR(rows, preconditioner="low_rank", gradient=Sweeps()), Y)
     sample(SGLD(rows, interaction=Balanced(RBF("learned")), num_ensembles=2, gradient=SVRG()), Y)

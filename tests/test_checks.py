@@ -43,7 +43,7 @@ INTEGERS = {
     "ControlVariates": lambda n: ControlVariates(block_size=n),
     "SVRG": lambda n: SVRG(epoch=n),
     "Recipe": lambda n: Recipe(abs, extra=n),
-    "Cyclical": lambda n: Cyclical(0.1, length=n, exploration=0.5),
+    "Cyclical": lambda n: Cyclical(0.1, length=n),
     "Archive": lambda n: Archive(n),
 }
 #: Every real number that a part takes.
@@ -61,7 +61,7 @@ NUMBERS = {
     "Recipe": lambda x: Recipe(abs, temperature=x),
     "BiasBudget": lambda x: BiasBudget(x, min_draws=x),
     "Polynomial": lambda x: Polynomial(x, offset=x, power=1.0),
-    "Cyclical": lambda x: Cyclical(x, 20, exploration=x),
+    "Cyclical": lambda x: Cyclical(x, 20),
 }
 
 

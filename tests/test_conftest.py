@@ -4,18 +4,6 @@ import os
 
 from conftest import trim
 import jax
-import pytest
-
-from numpyro_repulsion.kernels import callbacks
-
-
-def test_live_warnings_are_off():
-    assert not callbacks._live_warnings
-
-
-@pytest.mark.live_warnings
-def test_live_warnings_are_on_where_they_are_tested():
-    assert callbacks._live_warnings
 
 
 def test_the_oldest_programs_are_removed_and_what_was_not_written_to_its_end(tmp_path):

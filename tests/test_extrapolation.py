@@ -103,14 +103,14 @@ def minibatched(y):
 @pytest.mark.slow
 def test_the_bias_of_minibatches_is_removed():
     mcmc = run(SGLD(minibatched, step_size=1e-3, gradient=Subsampled()), num_warmup=100, args=(Y,))
-    centre = Y.sum() / 200
+    center = Y.sum() / 200
 
     def function(draw):
-        return {"mean": draw["mu"], "variance": 200 * (draw["twice"] / 2 - centre) ** 2}
+        return {"mean": draw["mu"], "variance": 200 * (draw["twice"] / 2 - center) ** 2}
 
     found = extrapolate(mcmc, function, num_samples=1500, levels=2)
     assert found.fall == 0.5  # Averaged noise itself has no bias of first order.
-    assert abs(found.mean["mean"] - centre) < 4 * found.mcse["mean"]
+    assert abs(found.mean["mean"] - center) < 4 * found.mcse["mean"]
     # Noise of variance V adds ε V / (2 − ε λ), so a part of second order remains. One of 20 rows comes from each of 5
     # strata, so V is the sum of the variances of their rows' gradients, 20 times as large as those of single rows.
     noise = 20**2 * np.asarray(Y).reshape(5, 20).var(1).sum()
@@ -208,18 +208,17 @@ def test_all_sites_by_default_and_only_those_of_the_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kernel, chain_method",
+    "kernel",
     [
-        (SGHMC(potential_fn=gaussian, step_size=0.3), "vectorized"),
-        (SGLD(potential_fn=gaussian, step_size=0.1, interaction=RandomGroups(RBF(), size=4)), "vectorized"),
-        (SGLD(potential_fn=gaussian, step_size=0.1, interaction=Balanced(RBF()), num_ensembles=2), "vectorized"),
-        (SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent()), "sequential"),
-        (SGLD(minibatched, step_size=1e-3, gradient=SVRG()), "vectorized"),
+        SGHMC(potential_fn=gaussian, step_size=0.3),
+        SGLD(potential_fn=gaussian, step_size=0.1, interaction=RandomGroups(RBF(), size=4)),
+        SGLD(potential_fn=gaussian, step_size=0.1, interaction=Balanced(RBF()), num_ensembles=2),
+        SGLD(minibatched, step_size=1e-3, gradient=SVRG()),
     ],
 )
-def test_every_kind_of_run_can_be_asked(kernel, chain_method):
+def test_every_kind_of_run_can_be_asked(kernel):
     given = (Y,) if kernel.model is not None else ()
-    mcmc = run(kernel, num_warmup=60 if given else 0, num_samples=40, chain_method=chain_method, args=given)
+    mcmc = run(kernel, num_warmup=60 if given else 0, num_samples=40, args=given)
     found = extrapolate(mcmc, num_samples=16, levels=2)
     # Of so few draws, standard errors may be unknown.
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((found.mean, found.shift)))
@@ -233,7 +232,7 @@ def test_misuse_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="optimizer of the cloud.*Use SGLDR"):
         extrapolate(run(SVGD(potential_fn=gaussian, step_size=0.1), num_samples=1))
     with pytest.raises(ValueError, match="that of no step size"):
-        extrapolate(run(SGLD(potential_fn=gaussian, step_size=Cyclical(0.4, length=100)), num_samples=1))
+        extrapolate(run(SGLD(potential_fn=gaussian, step_size=Cyclical(0.4, length=10)), num_samples=1))
     with pytest.raises(ValueError, match="four draws of each particle or more; the run has 3"):
         extrapolate(run(euler(), num_samples=3))
     jumping = run(SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent(), moves=Archive()), num_warmup=60)
@@ -246,10 +245,10 @@ def test_misuse_is_refused(monkeypatch):
         extrapolate(mcmc, lambda z: {})
     with pytest.raises(ValueError, match="must return real numbers"):
         extrapolate(mcmc, lambda z: z + 1j)
-    modelled = run(SGLD(minibatched, step_size=1e-3), num_warmup=50, args=(Y,), num_samples=4,
+    modeled = run(SGLD(minibatched, step_size=1e-3), num_warmup=50, args=(Y,), num_samples=4,
                    extra_fields=("~z.twice",))  # fmt: skip
     with pytest.raises(ValueError, match=r"no site 'twice'; it kept \['mu'\]"):
-        extrapolate(modelled, lambda draw: draw["twice"])
+        extrapolate(modeled, lambda draw: draw["twice"])
     monkeypatch.setattr(extrapolation, "device_memory", lambda: 100)
     with pytest.raises(ValueError, match="2 values in 8 iterations would take.*Give a `function`"):
         extrapolate(mcmc)

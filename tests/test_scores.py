@@ -82,7 +82,7 @@ def test_scores_of_an_optimizer_are_of_its_last_cloud():
     np.testing.assert_allclose(found, -z, rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:num_warmup", "ignore:Warmup found problems")
+@pytest.mark.filterwarnings("ignore:num_warmup")
 def test_warmup_that_kept_nothing_has_no_scores():
     # NumPyro leaves zeros in the place of draws.
     mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), num_warmup=3, num_samples=3,

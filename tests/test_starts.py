@@ -139,8 +139,8 @@ def test_starts_are_draws_of_an_earlier_run():
 
 def test_starts_are_around_values():
     z, _ = starts(init_around({"mu": 3.0, "sigma": 2.0, "weights": jnp.array([0.2, 0.3, 0.5])}, scale=0.05), 400)
-    for name, centre in (("mu", 3.0), ("sigma", np.log(2.0))):
-        assert abs(z[name].mean() - centre) < 4.5 * 0.05 / 20
+    for name, center in (("mu", 3.0), ("sigma", np.log(2.0))):
+        assert abs(z[name].mean() - center) < 4.5 * 0.05 / 20
         assert abs(z[name].std() / 0.05 - 1) < 4.5 / 800**0.5
     assert z["weights"].std(0).max() < 0.08
     # Scalars serve all entries of a site, and sites without values start as by init_to_uniform.

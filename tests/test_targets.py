@@ -36,8 +36,8 @@ def test_exponential_mixture_density_in_log_z(x64):
 
 def test_gaussian_mixture_density(x64):
     for z in ([0.1, -0.2], [2.0, 1.0], [-1.0, -1.0]):
-        centres = [(a, b) for a in (-2, 0, 2) for b in (-2, 0, 2)]
-        expected = np.log(np.mean([stats.multivariate_normal(c, 0.1 * np.eye(2)).pdf(z) for c in centres]))
+        centers = [(a, b) for a in (-2, 0, 2) for b in (-2, 0, 2)]
+        expected = np.log(np.mean([stats.multivariate_normal(c, 0.1 * np.eye(2)).pdf(z) for c in centers]))
         assert log_density(gaussian_mixture, {"z": np.array(z)}) == pytest.approx(expected, rel=1e-12)
 
 

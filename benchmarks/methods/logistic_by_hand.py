@@ -30,9 +30,9 @@ def log_likelihood(beta, row):
 gradient = blackjax.sgmcmc.gradients.grad_estimator(log_prior, log_likelihood, ROWS)
 
 
-def control_variates(centre, X, y):
+def control_variates(center, X, y):
     """The gradient estimator about a point, with its gradient over all rows."""
-    return blackjax.sgmcmc.gradients.control_variates(gradient, centre, (X, y))
+    return blackjax.sgmcmc.gradients.control_variates(gradient, center, (X, y))
 
 
 def no_library(estimate, step_size):

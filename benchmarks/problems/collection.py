@@ -196,7 +196,7 @@ def robust_location_and_scale(rng):
 
 
 @posterior
-def varying_intercepts_centred(rng):
+def varying_intercepts_centered(rng):
     group = np.repeat(np.arange(20), 5)
     y = 2 + rng.normal(size=20)[group] * 0.8 + rng.normal(size=100)
 
@@ -484,10 +484,10 @@ def mixture_of_two_ordered(rng):
 
     def model(y):
         share = numpyro.sample("share", dist.Beta(2, 2))
-        centre = numpyro.sample("centre", dist.TransformedDistribution(
+        center = numpyro.sample("center", dist.TransformedDistribution(
             dist.Normal(0, 3).expand([2]).to_event(1), dist.transforms.OrderedTransform()))  # fmt: skip
         sd = numpyro.sample("sd", dist.HalfNormal(2).expand([2]).to_event(1))
-        law = dist.MixtureSameFamily(dist.Categorical(jnp.stack([share, 1 - share])), dist.Normal(centre, sd))
+        law = dist.MixtureSameFamily(dist.Categorical(jnp.stack([share, 1 - share])), dist.Normal(center, sd))
         numpyro.sample("y", law, obs=y)
 
     return model, (jnp.asarray(y),)
@@ -546,10 +546,10 @@ def shares_of_groups(rng):
     y = np.array([rng.multinomial(30, p) for p in shares])
 
     def model(y):
-        centre = numpyro.sample("centre", dist.Dirichlet(jnp.ones(3)))
+        center = numpyro.sample("center", dist.Dirichlet(jnp.ones(3)))
         size = numpyro.sample("size", dist.HalfNormal(20))
         with numpyro.plate("group", 20):
-            numpyro.sample("y", dist.DirichletMultinomial(centre * size, 30), obs=y)
+            numpyro.sample("y", dist.DirichletMultinomial(center * size, 30), obs=y)
 
     return model, (jnp.asarray(y),)
 

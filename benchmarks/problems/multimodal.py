@@ -17,19 +17,19 @@ IRREGULAR = np.array([[-1.9, -1.2], [-1.5, 1.7], [-0.2, 0.4], [0.3, -1.8], [1.1,
 WEIGHTS = np.array([0.05, 0.1, 0.25, 0.15, 0.2, 0.1, 0.15])
 
 
-def mixture(centres, weights, variance):
+def mixture(centers, weights, variance):
     def model():
         which = dist.Categorical(probs=jnp.asarray(weights))
-        numpyro.sample("z", dist.MixtureSameFamily(which, dist.Normal(jnp.asarray(centres), variance**0.5).to_event(1)))
+        numpyro.sample("z", dist.MixtureSameFamily(which, dist.Normal(jnp.asarray(centers), variance**0.5).to_event(1)))
 
     return model
 
 
-def in_ten(centres):
-    return np.concatenate((centres, np.zeros((len(centres), 8))), 1)
+def in_ten(centers):
+    return np.concatenate((centers, np.zeros((len(centers), 8))), 1)
 
 
-#: Centres, weights and the variance about them.
+#: Centers, weights and the variance about them.
 TARGETS = {
     "3 × 3 grid": (GRID, np.full(9, 1 / 9), 0.1),
     "seven irregular modes": (IRREGULAR, WEIGHTS, 0.1),
@@ -38,9 +38,9 @@ TARGETS = {
 
 
 def exact(rng, target, number):
-    centres, weights, variance = target
+    centers, weights, variance = target
     which = rng.choice(len(weights), number, p=weights)
-    return centres[which] + variance**0.5 * rng.standard_normal((number, centres.shape[1]))
+    return centers[which] + variance**0.5 * rng.standard_normal((number, centers.shape[1]))
 
 
 def mean_distance(squared, variance):
@@ -53,11 +53,11 @@ class Scores:
     """Energy distance (of the two coordinates that have modes), inflation and mean of a set of draws."""
 
     def __init__(self, target):
-        centres, self.weights, self.variance = target
-        self.centres = centres[:, :2]
-        self.truth = (self.weights @ centres)[0]
-        self.spread = self.weights @ (centres[:, 0] - self.truth) ** 2 + self.variance
-        own = self.weights @ mean_distance(self._squared(self.centres), 2 * self.variance) @ self.weights
+        centers, self.weights, self.variance = target
+        self.centers = centers[:, :2]
+        self.truth = (self.weights @ centers)[0]
+        self.spread = self.weights @ (centers[:, 0] - self.truth) ** 2 + self.variance
+        own = self.weights @ mean_distance(self._squared(self.centers), 2 * self.variance) @ self.weights
 
         def distance(x):
             cross = mean_distance(self._squared(x), self.variance) @ self.weights
@@ -67,10 +67,10 @@ class Scores:
         self.distance = jax.jit(distance)
 
     def _squared(self, x):
-        return ((x[:, None] - self.centres) ** 2).sum(-1)
+        return ((x[:, None] - self.centers) ** 2).sum(-1)
 
     def __call__(self, draws):
         pair = draws[:, :2]
         nearest = self._squared(pair).argmin(1)
-        rest = draws - np.concatenate((self.centres[nearest], np.zeros((len(draws), draws.shape[1] - 2))), 1)
+        rest = draws - np.concatenate((self.centers[nearest], np.zeros((len(draws), draws.shape[1] - 2))), 1)
         return float(self.distance(jnp.asarray(pair))), (rest**2).mean() / self.variance, pair[:, 0].mean()

@@ -48,7 +48,7 @@ def eight_schools(J, y, sigma):
         numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
 
 
-def eight_schools_centred(J, y, sigma):
+def eight_schools_centered(J, y, sigma):
     mu = numpyro.sample("mu", dist.Normal(0, 5))
     tau = numpyro.sample("tau", dist.HalfCauchy(5))
     with numpyro.plate("school", J):
@@ -175,7 +175,7 @@ def many_rows() -> Posterior:
 
 
 def hierarchical_logistic() -> Posterior:
-    """Twenty groups of a hundred rows with intercepts of their own, not centred."""
+    """Twenty groups of a hundred rows with intercepts of their own, not centered."""
     rng = np.random.default_rng(1)
     group = np.repeat(np.arange(20), 100)
     X = rng.normal(size=(2000, 3))
@@ -240,7 +240,7 @@ MADE_HERE = {
     "hierarchical logistic": hierarchical_logistic,
     "robust regression": robust_regression,
     "negative binomial": counts,
-    "eight schools, centred": lambda: Posterior(eight_schools_centred, posteriordb("eight_schools_noncentered").args),
+    "eight schools, centered": lambda: Posterior(eight_schools_centered, posteriordb("eight_schools_noncentered").args),
 }
 
 

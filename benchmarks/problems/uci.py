@@ -92,8 +92,8 @@ def score(draws: dict[str, jax.Array], X: jax.Array, y: jax.Array) -> dict[str, 
     zero = jnp.zeros_like(y)
     groups, size = draws["noise_precision"].shape
     (density, below, fit), _ = lax.scan(add, (zero - jnp.inf, zero, zero), draws)
-    off_centre = jnp.abs(below / groups - 0.5)
-    covered = {f"coverage_{share}": jnp.mean(off_centre <= share / 200) for share in (50, 90)}
+    off_center = jnp.abs(below / groups - 0.5)
+    covered = {f"coverage_{share}": jnp.mean(off_center <= share / 200) for share in (50, 90)}
     return {
         "log_likelihood": jnp.mean(density) - jnp.log(groups * size),
         "rmse": jnp.sqrt(jnp.mean((fit / groups - y) ** 2)),

@@ -32,7 +32,7 @@ from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems.collection import COLLECTION
 from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, data_folder, known
-from numpyro_repulsion import SGHMC, SGLD, diagnose, enable_live_warnings, ensemble_mcse
+from numpyro_repulsion import SGHMC, SGLD, diagnose, ensemble_mcse
 
 KERNELS = {"SGLD": (SGLD, 32), "SGHMC": (SGHMC, 32), "SGLD, x64": (SGLD, 64)}
 SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20}
@@ -46,7 +46,7 @@ DRAWS = 2000
 EXACT = {"banana": ([0.0, 1.25], [1.5, (2 * 1.5**4 + 0.25) ** 0.5])}
 #: Effects that the reference standardizes: without that NUTS has 183 divergences, and the mean of their scale is 0.09
 #: sd too large.
-CENTRED = {"varying intercepts few data": "a"}
+CENTERED = {"varying intercepts few data": "a"}
 
 
 @cache
@@ -73,16 +73,16 @@ def referred(name: str) -> dict:
         mean, sd = EXACT[name]
         known_by = {"r_hat": 1.0, "divergences": 0, "sites": ["x", "y"], "seconds": 0.0}
         return {"reference": name, "mean": mean, "sd": sd, "errors": [0.0] * len(mean)} | known_by
-    # The centred form is the same posterior, and hard for NUTS.
-    model, args, kwargs = problem("eight_schools_noncentered" if name == "eight schools, centred" else name)
+    # The centered form is the same posterior, and hard for NUTS.
+    model, args, kwargs = problem("eight_schools_noncentered" if name == "eight schools, centered" else name)
     kwargs = {key: value for key, value in kwargs.items() if key != "subsample_size"}
-    if name in CENTRED:
-        model = reparam(model, {CENTRED[name]: LocScaleReparam(0)})
+    if name in CENTERED:
+        model = reparam(model, {CENTERED[name]: LocScaleReparam(0)})
     mcmc = vectorized(NUTS(model, target_accept_prob=0.9, init_strategy=init_to_median), 1000, DRAWS, 4)
     began = time.process_time()
     mcmc.run(random.key(99), *args, **kwargs)
     draws = mcmc.get_samples(group_by_chain=True)
-    sites = {"eight schools, centred": ("mu", "tau", "theta"), **dict.fromkeys(CENTRED, ("mu", "tau", "a"))}
+    sites = {"eight schools, centered": ("mu", "tau", "theta"), **dict.fromkeys(CENTERED, ("mu", "tau", "a"))}
     draws = latent(draws, sites[name]) if name in sites else draws
     x = flat(draws)
     row: dict = {"reference": name, "seconds": time.process_time() - began, "sites": sorted(draws)}
@@ -129,7 +129,6 @@ def measured(record: Record, name: str, label: str) -> dict:
 
 
 def measure(record: Record) -> None:
-    enable_live_warnings(False)
     older = OLDER if data_folder() is not None else [name for name in OLDER if name in MADE_HERE and "cent" not in name]
     for label in KERNELS:
         for name in (*COLLECTION, *older):

@@ -25,7 +25,7 @@ from numpyro.infer import MCMC, NUTS
 
 from benchmarks.harness.store import Record, pm, run, table
 from benchmarks.problems.simulated import problems
-from numpyro_repulsion import SGHMC, SGLDR, diagnose, enable_live_warnings, ensemble_mcse
+from numpyro_repulsion import SGHMC, SGLDR, diagnose, ensemble_mcse
 
 KERNELS = {"SGLDR": SGLDR, "SGHMC": SGHMC}
 #: How many data sets there are, those of each kernel, of each row, and those with references.
@@ -80,7 +80,6 @@ def reference(name: str) -> dict:
 
 
 def measure(record: Record) -> None:
-    enable_live_warnings(False)
     for first in range(0, NUMBER, AT_ONCE):
         for name in problems():
             for kernel in (kernel for kernel in KERNELS if first < NUMBERS[kernel]):

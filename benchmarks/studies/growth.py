@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems.targets import logistic_regression
-from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, RandomFeatures, enable_live_warnings
+from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, RandomFeatures
 
 BASE = {"L": 20, "N": 10_000, "d": 20, "batch": 100}
 SIZES = {
@@ -67,7 +67,6 @@ def per_update(make, sizes, rounds):
 
 
 def measure(record):
-    enable_live_warnings(False)
     for varied, sizes in SIZES.items():
         for size in sizes:
             for name in KERNELS:

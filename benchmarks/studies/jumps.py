@@ -3,7 +3,7 @@
 Twenty particles start uniformly in (−2, 2), warm up for 500 updates and run for 500, of which every tenth is kept: 1000
 draws. The energy distance is that of the draws from the exact law, in closed form; 1000 independent ones stand beside.
 Inflation is the variance about the nearest mode over its exact value (0.96 for the irregular modes, some of which are
-cut off by their neighbours). Effective draws are those of the mean of the first coordinate, by its mean squared error
+cut off by their neighbors). Effective draws are those of the mean of the first coordinate, by its mean squared error
 over seeds. ± is a standard error over seeds.
 
     python -m benchmarks.studies.jumps [--again]
@@ -22,7 +22,7 @@ from benchmarks.harness.runs import mean_and_error
 from benchmarks.harness.store import Record, pm, run, table
 from benchmarks.problems.multimodal import TARGETS, Scores, exact, mixture
 from benchmarks.problems.targets import gaussian_mixture
-from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Archive, enable_live_warnings
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Archive
 
 PARTICLES, WARMUP, KEPT, SEEDS = 20, 50, 50, 96
 EXACT = "1000 independent draws"
@@ -91,7 +91,6 @@ def sampled(target, sampler):
 
 
 def measure(record: Record) -> None:
-    enable_live_warnings(False)
     for target in TARGETS:
         record.row(f"{target} / {EXACT}", partial(independent, target))
         for sampler in SAMPLERS:

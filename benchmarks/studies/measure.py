@@ -80,8 +80,8 @@ def reference(name: str) -> tuple[np.ndarray, float]:
 
 def squared_errors(x: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Of each quantity, the mean over scalars of its squared error in units of the variance of a draw."""
-    centre, sd, low, high = places
-    u = (x - centre) / sd
+    center, sd, low, high = places
+    u = (x - center) / sd
     found = np.stack([u.mean(0), (u**2).mean(0) - 1, (x < low).mean(0) - 0.05, (x > high).mean(0) - 0.05])
     return (found**2).mean(1) / VARIANCES
 

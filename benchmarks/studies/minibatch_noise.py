@@ -31,7 +31,6 @@ from numpyro_repulsion import (
     Subsampled,
     Sweeps,
     diagnose,
-    enable_live_warnings,
 )
 
 POSTERIOR = "logistic, N = 20,000, batch 200"
@@ -73,7 +72,6 @@ def measured(kernel: str, gradient: str) -> dict:
 
 
 def measure(record: Record) -> None:
-    enable_live_warnings(False)
     for gradient, kernel in itertools.product(GRADIENTS, KERNELS):
         if gradient != "Sweeps()" or not kernel.startswith("SGNHT"):
             record.row(f"{gradient} / {kernel}", partial(measured, kernel, gradient))

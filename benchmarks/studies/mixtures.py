@@ -36,7 +36,6 @@ from numpyro_repulsion import (
     Archive,
     Independent,
     Overdamped,
-    enable_live_warnings,
 )
 
 MODELS = {"exponentials": exponential_mixture, "Gaussians": gaussian_mixture}
@@ -140,7 +139,6 @@ def summarize(draws, score, last=False):
 
 
 def measure(record):
-    enable_live_warnings(False)
     for target, size in CLOUDS:
         score = Exponentials() if target == "exponentials" else Gaussians()
         at = {"target": target, "particles": size}

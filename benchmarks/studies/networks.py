@@ -32,7 +32,7 @@ from benchmarks.methods.networks import (
 )
 from benchmarks.problems.posteriordb import data_folder
 from benchmarks.problems.uci import OWN, SHOWN, UCI, split
-from numpyro_repulsion import SGNHT, SVRG, enable_live_warnings
+from numpyro_repulsion import SGNHT, SVRG
 
 #: Evaluates the model for each pair of points, so that a step is fitted in minutes.
 SLOW = "NumPyro's SVGD"
@@ -95,7 +95,6 @@ def gradients(name: str, label: str) -> dict:
 
 
 def measure(record: Record) -> None:
-    enable_live_warnings(False)
     if data_folder() is None:
         print("NUMPYRO_REPULSION_DATA is not set: scikit-learn's diabetes set takes the place of UCI's.")
     fits, current = Fits(), None

@@ -21,7 +21,7 @@ from benchmarks.methods.logistic_peers import SAMPLERS
 from benchmarks.problems import logistic_100k as large
 from benchmarks.problems.logistic_100k import BATCH, PARTICLES, accuracy, accuracy_table
 from benchmarks.problems.targets import logistic_regression
-from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Independent, Overdamped, Subsampled, enable_live_warnings
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Independent, Overdamped, Subsampled
 
 #: Time over BlackJAX's that is aimed at.
 RATIO = 1.1
@@ -113,5 +113,4 @@ def updates_table(record):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    enable_live_warnings(False)
     run(__doc__, "peers", measure, tables)

@@ -35,7 +35,7 @@ SHORTER = [(f"`{kernel}`, 250 + 250", "ours", {"kernel": kernel, "iterations": 2
 PEERS = {
     **dict.fromkeys(("survival", "wine", "volatility"), (LAPLACE, DIAGONAL, LOW_RANK, NUTS)),
     **dict.fromkeys(("kin8nm", "bikes"), (LAPLACE, NUTS, DIAGONAL, LOW_RANK)),
-    **dict.fromkeys(("protein", "flights", "flights_noncentred"), (LAPLACE, NUTS)),
+    **dict.fromkeys(("protein", "flights", "flights_noncentered"), (LAPLACE, NUTS)),
     "flights_aircraft": (NUTS,),
     # An update takes twenty Cholesky factors of 400 rows.
     "gp_classification": (LAPLACE, DIAGONAL, LOW_RANK, NUTS, *SHORTER),

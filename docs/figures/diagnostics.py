@@ -56,12 +56,12 @@ def level(y):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
 
-def schools(centred):
+def schools(centered):
     def model():
         mu = numpyro.sample("mu", dist.Normal(0, 5))
         tau = numpyro.sample("tau", dist.HalfCauchy(5))
         with numpyro.plate("school", 8):
-            if centred:
+            if centered:
                 theta = numpyro.sample("theta", dist.Normal(mu, tau))
             else:
                 theta = mu + tau * numpyro.sample("eta", dist.Normal(0, 1))
@@ -186,8 +186,8 @@ def verdicts():
     """What `summary` says of runs of several kinds."""
     warnings.simplefilter("ignore")
     for name, kernel in {
-        "non-centred eight schools": SGLDR(schools(False)),
-        "centred eight schools, kept so": SGLDR(schools(True), reparam=None),
+        "non-centered eight schools": SGLDR(schools(False)),
+        "centered eight schools, kept so": SGLDR(schools(True), reparam=None),
         "a step that is too long": SGLD(schools(False), step_size=0.1, dynamics=Overdamped("euler")),
         "small minibatches": SGLD(level, step_size=1e-4, gradient=Subsampled()),
     }.items():
@@ -195,7 +195,7 @@ def verdicts():
         args = (Y,) if kernel.model is level else ()
         mcmc = run(kernel, *args, num_warmup=1000, num_samples=1000)
         table = summary(mcmc, round_to=2)
-        if "non-centred" in name:
+        if "non-centered" in name:
             print(table.iloc[:3].to_string())
 
 

@@ -17,8 +17,8 @@ OUTPUT = Path(__file__).parents[1] / "_static"
 INK, PALE, ACCENT = "#333333", "#eef2f7", "#3b6ea5"
 
 
-def box(axes, x, y, width, height, title, text, colour=PALE):
-    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.06", fc=colour, ec=ACCENT, lw=1.2))
+def box(axes, x, y, width, height, title, text, color=PALE):
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.06", fc=color, ec=ACCENT, lw=1.2))
     axes.text(x + width / 2, y + height - 0.22, title, ha="center", va="center", fontsize=10, weight="bold", color=INK)
     axes.text(x + width / 2, y + (height - 0.35) / 2, text, ha="center", va="center", fontsize=8.5, color=INK)
 
@@ -50,12 +50,12 @@ def flow():
     arrow(axes, (5.8, 2.85), (6.92, 2.85))
     arrow(axes, (8.4, 4.22), (8.4, 3.6))
     arrow(axes, (9.28, 2.85), (10.12, 2.85), "Cloud")
-    for corners, colour in (
+    for corners, color in (
         (((7.3, 2.1), (7.3, 1.7), (5.35, 1.7), (5.35, 2.1)), ACCENT),
         (((11.1, 2.1), (11.1, -0.25), (0.95, -0.25), (0.95, 2.1)), INK),
     ):
-        axes.plot(*zip(*corners[:-1], strict=True), color=colour, lw=1.1)
-        axes.add_patch(FancyArrowPatch(*corners[-2:], arrowstyle="-|>", mutation_scale=13, color=colour, lw=1.1,
+        axes.plot(*zip(*corners[:-1], strict=True), color=color, lw=1.1)
+        axes.add_patch(FancyArrowPatch(*corners[-2:], arrowstyle="-|>", mutation_scale=13, color=color, lw=1.1,
                                        shrinkA=0))  # fmt: skip
     axes.text(6.33, 1.87, "num_steps updates", ha="center", fontsize=8, color=ACCENT)
     axes.text(8.6, -0.09, "the next state", ha="center", fontsize=8, color=ACCENT)

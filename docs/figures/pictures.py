@@ -132,17 +132,17 @@ def calibration():
 
 
 def shrink(path):
-    """Writes the picture again with few colours, which takes about half the space."""
+    """Writes the picture again with few colors, which takes about half the space."""
     with Image.open(path) as image:
         frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
         duration = image.info.get("duration")
     palette = frames[-1].quantize(128 if len(frames) == 1 else 24)
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     # White, as in the corner, stays white beside the page.
-    colours = np.reshape(palette.getpalette(), (-1, 3))
-    colours[np.asarray(frames[0])[0, 0]] = 255
+    colors = np.reshape(palette.getpalette(), (-1, 3))
+    colors[np.asarray(frames[0])[0, 0]] = 255
     for frame in frames:
-        frame.putpalette(colours.ravel().tolist())
+        frame.putpalette(colors.ravel().tolist())
     first, *rest = frames
     motion = {"save_all": True, "append_images": rest, "duration": duration, "loop": 0} if rest else {}
     first.save(path, optimize=True, **motion)

@@ -22,7 +22,7 @@ from numpyro_repulsion.warmup import Stage
 
 OUTPUT = Path(__file__).parents[1] / "_static" / "warmup-windows.png"
 NUM_WARMUP = 1000
-# Okabe and Ito's colours, which colour-blind readers can tell apart, mixed with white so that dark text is legible.
+# Okabe and Ito's colors, which color-blind readers can tell apart, mixed with white so that dark text is legible.
 PALE_ORANGE, PALE_PURPLE, PALE_YELLOW = "#f5cf80", "#e6c3d7", "#f7f0a0"
 PALE_BLUE, PALE_GREEN = "#a9d6f2", "#8fd1ba"
 INK, GREY, BLUE = "#1f1f1f", "#8a8a8a", "#0072B2"
@@ -71,8 +71,8 @@ def movements(axes, usual, prolonged):
     )
     for y, (name, stage, parts) in zip((2, 1, 0), cases, strict=True):
         start = 0
-        for end, colour, text in parts:
-            axes.barh(y, end - start, left=start, height=0.62, color=colour, edgecolor="white", lw=1.5)
+        for end, color, text in parts:
+            axes.barh(y, end - start, left=start, height=0.62, color=color, edgecolor="white", lw=1.5)
             axes.text((start + end) / 2, y, text, ha="center", va="center", fontsize=9, color=INK)
             start = end
         ends = at(stage, stage.window_ends)
@@ -95,7 +95,7 @@ def lessons(axes, stage):
     rows = (
         ("lost particles move to others", rescues & stage.is_arriving, none, rescues & ~stage.is_arriving, []),
         ("scales", adapts & stage.whitens, adapts & ~stage.whitens, none, []),
-        ("centring of hierarchical sites", stage.references_move & (stage.curvature_weight == 1), none, none, []),
+        ("centering of hierarchical sites", stage.references_move & (stage.curvature_weight == 1), none, none, []),
         ("reference of control variates", none, none, stage.references_move, []),
         ("bandwidth", ends & stage.is_settling, none, none, [(arrived, frozen)]),
         ("step size", ends & stage.has_arrived, none, none, []),
@@ -117,14 +117,14 @@ def lessons(axes, stage):
         axes.axhline(y, color="#dddddd", lw=0.8, zorder=0)
         for start, end in bars:
             axes.plot((start, end), (y, y), color=BLUE, lw=5, alpha=0.45, solid_capstyle="butt")
-        for mask, (shape, colour, _) in zip(masks, markers, strict=True):
+        for mask, (shape, color, _) in zip(masks, markers, strict=True):
             moments = at(stage, mask)
-            axes.plot(moments, [y] * len(moments), shape, mfc=colour, mec=INK, ms=6, mew=0.9, clip_on=False, zorder=3)
+            axes.plot(moments, [y] * len(moments), shape, mfc=color, mec=INK, ms=6, mew=0.9, clip_on=False, zorder=3)
         axes.text(-12, y, name, ha="right", va="center", fontsize=9, color=INK)
     for x in (arrived, frozen):
         axes.axvline(x, color=GREY, lw=1, ls="--", zorder=0)
     legend = [
-        Line2D([], [], ls="", marker=shape, mfc=colour, mec=INK, ms=6, label=text) for shape, colour, text in markers
+        Line2D([], [], ls="", marker=shape, mfc=color, mec=INK, ms=6, label=text) for shape, color, text in markers
     ]
     legend.append(Line2D([], [], color=BLUE, lw=5, alpha=0.45, label="in every iteration"))
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.37, -0.24), ncol=4, fontsize=9, frameon=False)
@@ -143,7 +143,7 @@ def main():
     figure.subplots_adjust(hspace=0.22)
     figure.savefig(OUTPUT, dpi=150, bbox_inches="tight", pad_inches=0.12)
     with Image.open(OUTPUT) as image:
-        small = image.convert("RGB").quantize(64)  # A palette of colours halves the file.
+        small = image.convert("RGB").quantize(64)  # A palette of colors halves the file.
     small.save(OUTPUT, optimize=True)
     print(f"Wrote {OUTPUT.relative_to(OUTPUT.parents[2])}, {OUTPUT.stat().st_size / 1000:.0f} kB.")
 

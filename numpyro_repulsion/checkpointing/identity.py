@@ -18,7 +18,7 @@ from numpyro_repulsion.checkpointing.program import Program
 from numpyro_repulsion.digests import digest
 from numpyro_repulsion.gradients import ModelTarget, compiled, fingerprint
 from numpyro_repulsion.kernels import arguments, bound_of
-from numpyro_repulsion.kernels.agreement import described
+from numpyro_repulsion.kernels.requirements import described
 from numpyro_repulsion.version import __version__
 
 __all__ = ["PROGRAMS", "compare_densities", "densities", "differences", "identify", "makers"]

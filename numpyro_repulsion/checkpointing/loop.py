@@ -14,9 +14,8 @@ from numpyro.infer import MCMC
 from numpyro.util import cached_by, nested_attrgetter
 
 from numpyro_repulsion.checkpointing.program import Program, trace
-from numpyro_repulsion.kernels.callbacks import silenced
 from numpyro_repulsion.kernels.mcmc import arguments, collected_fields, compiled_functions, jits_arguments
-from numpyro_repulsion.kernels.origin import check_chains
+from numpyro_repulsion.kernels.state import check_chains
 from numpyro_repulsion.layout import place_everywhere
 
 __all__ = ["Loop", "starts", "unweakened"]
@@ -60,10 +59,8 @@ class Loop:
         :param collected: of :meth:`empty`, or of the previous call; its buffer is donated.
         """
         scalars = map(np.int32, (first, stop, self.rows(begin), self.offset, self.thinning))
-        before = int(state.num_divergences)
-        # The host warns instead of the program, which JAX can then store in its persistent cache.
-        with silenced():
-            value, collected = self._program(*scalars, self._value(state), collected)
+        before = int(state.num_flagged_updates)
+        value, collected = self._program(*scalars, self._value(state), collected)
         self.mcmc.sampler.warn(value[0], stop - first, before)
         return value[0], collected
 
@@ -151,7 +148,7 @@ def starts(mcmc: MCMC, rng_key, init_params) -> tuple:
     is_joint = chains == 1 or mcmc.chain_method == "vectorized"
     stored = mcmc.post_warmup_state
     if stored is not None:
-        check_chains(stored, mcmc)
+        check_chains(np.size(stored.potential_energy), stored.warmup, mcmc)
         if is_joint:
             found = [stored._replace(rng_key=rng_key if chains == 1 else rng_key[0])]
         else:

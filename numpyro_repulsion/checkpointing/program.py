@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 
 from numpyro_repulsion.digests import digest_of_program
-from numpyro_repulsion.kernels.callbacks import silenced
 
 __all__ = ["Program", "trace"]
 
@@ -27,11 +26,10 @@ class Program(NamedTuple):
 
 
 def trace(function: Callable, *args: Any, known: Any = ()) -> Program:
-    """Return the program of a function, without the warnings that kernels give while they run.
+    """Return the program of a function.
 
     :param args: arguments, or their shapes and types.
     :param known: arrays whose values need no digest here, because they have one elsewhere.
     """
-    with silenced():
-        program, output = jax.make_jaxpr(function, return_shape=True)(*args)
+    program, output = jax.make_jaxpr(function, return_shape=True)(*args)
     return Program(*digest_of_program(program, known), output)

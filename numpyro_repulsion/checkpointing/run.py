@@ -22,8 +22,8 @@ from numpyro_repulsion.checkpointing.program import trace
 from numpyro_repulsion.checkpointing.shared import SharedDirectory
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.kernels import bound_of, kernel_of
-from numpyro_repulsion.kernels.agreement import require_agreement
 from numpyro_repulsion.kernels.mcmc import arguments, jit_spread_arguments, set_arguments, set_results
+from numpyro_repulsion.kernels.requirements import require_agreement
 from numpyro_repulsion.processes import are_several, here, must_stop
 
 __all__ = ["run_in_pieces"]

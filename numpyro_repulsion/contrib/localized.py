@@ -15,7 +15,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.primitives import Messenger
 
 from numpyro_repulsion.checks import positive
-from numpyro_repulsion.gradients.products import base_support
+from numpyro_repulsion.gradients.location_scale import base_support
 
 __all__ = ["TETHER", "Localized"]
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from numpyro_repulsion.checks import keep, positive
 from numpyro_repulsion.dynamics.base import Cloud
-from numpyro_repulsion.dynamics.momenta import Momenta
 from numpyro_repulsion.dynamics.step_error import MomentumError, ThermostatError
+from numpyro_repulsion.dynamics.underdamped import Momenta
 from numpyro_repulsion.noise import normal
 
 __all__ = ["Thermostat"]

@@ -4,7 +4,7 @@ A :class:`Target` is the posterior in the form that samplers use, one unconstrai
 :class:`Gradient` chooses the rows of the subsampled plates that each particle uses in each update.
 """
 
-from numpyro_repulsion.gradients.centring import CentredTarget, Centring, Recovered
+from numpyro_repulsion.gradients.centering import CenteredTarget, Centering, Recovered
 from numpyro_repulsion.gradients.control import (
     SVRG,
     ControlVariates,
@@ -13,7 +13,6 @@ from numpyro_repulsion.gradients.control import (
     full_gradient,
 )
 from numpyro_repulsion.gradients.finite import is_finite_on_all_rows, sites_not_finite
-from numpyro_repulsion.gradients.likelihood import likelihood_energies
 from numpyro_repulsion.gradients.minibatch import (
     FullData,
     Gradient,
@@ -23,17 +22,16 @@ from numpyro_repulsion.gradients.minibatch import (
     ravel_cloud,
     rows_to_compare,
 )
-from numpyro_repulsion.gradients.posterior import ModelTarget
-from numpyro_repulsion.gradients.structure import check_values
+from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_energies
+from numpyro_repulsion.gradients.structure import check_values, influenced
 from numpyro_repulsion.gradients.subsampling import check_rows
 from numpyro_repulsion.gradients.sweeps import Sweeps
 from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled
-from numpyro_repulsion.gradients.usage import influenced
 
 __all__ = [
     "SVRG",
-    "CentredTarget",
-    "Centring",
+    "CenteredTarget",
+    "Centering",
     "Recovered",
     "Reference",
     "ControlVariates",

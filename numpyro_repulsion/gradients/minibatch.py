@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.checks import boolean, integer, keep
-from numpyro_repulsion.gradients.sharding import on_shares, share, shares_rows
+from numpyro_repulsion.gradients.subsampling import on_shares, share, shares_rows
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.noise import integers_below
 from numpyro_repulsion.rounding import unrounded
@@ -219,7 +219,7 @@ class Subsampled(Gradient):
 
     :param shared: whether the particles of an ensemble share a minibatch. By default each has its own: a shared
         minibatch gives all particles the same gradient noise, which averaging over particles does not remove, and which
-        repulsion accumulates over neighbours. Measured on N(0, I₂) with 20 particles, RBF bandwidth 2, step size 0.02
+        repulsion accumulates over neighbors. Measured on N(0, I₂) with 20 particles, RBF bandwidth 2, step size 0.02
         and gradient noise of variance 4 (the exact values are 1 and 1):
 
         ==================  =================  =======================================
@@ -234,7 +234,7 @@ class Subsampled(Gradient):
         A shared minibatch is cheaper: one gather and one matrix product for all particles.
     :param block_size: the number of consecutive rows drawn together; it must divide each ``subsample_size``. Memory is
         read in lines, so long blocks are fetched several times faster if there are many rows. All rows stay equally
-        likely, and gradients are unbiased for any order of the rows. Similar neighbours add to the noise, however, so
+        likely, and gradients are unbiased for any order of the rows. Similar neighbors add to the noise, however, so
         the rows must be in random order (shuffle them once). In sorted data the noise is far larger; warmup measures
         it and shortens the steps.
     :raises ValueError: unless ``block_size`` is an integer of 1 or more.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
 from types import MappingProxyType
@@ -17,27 +17,101 @@ from numpyro.handlers import seed, substitute, trace, uncondition
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
+from numpyro.primitives import Messenger
 
 from numpyro_repulsion.gradients.bounds import check_indices
 from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
-from numpyro_repulsion.gradients.location_scale import centred_energy, location_scale_sites, recovered
-from numpyro_repulsion.gradients.products import Products
-from numpyro_repulsion.gradients.structure import Watch, any_number_of_rows, check_kinds, check_values, find_nan
-from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
-from numpyro_repulsion.gradients.target import Indices, SitesTarget, compiled, quickly
-from numpyro_repulsion.gradients.translations import Translations
-from numpyro_repulsion.gradients.usage import (
+from numpyro_repulsion.gradients.location_scale import (
+    Products,
+    Translations,
+    centered_energy,
+    location_scale_sites,
+    recovered,
+)
+from numpyro_repulsion.gradients.structure import (
     Probes,
+    Watch,
     abstract_usage,
+    any_number_of_rows,
+    check_kinds,
     check_latent,
     check_sites,
     check_use,
+    check_values,
+    find_nan,
     point,
     rows_outside,
 )
-from numpyro_repulsion.rows import Rows, host_rows
+from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
+from numpyro_repulsion.gradients.target import Indices, Particle, SitesTarget, Target, compiled, quickly
+from numpyro_repulsion.rounding import unrounded
+from numpyro_repulsion.rows import host_rows
 
-__all__ = ["ModelTarget"]
+__all__ = [
+    "ModelTarget",
+    "likelihood_energies",
+    "likelihood_gradients",
+]
+
+
+class _Weighted(Messenger):
+    """Multiply the log densities of some sites, and the volumes of their transforms, by weights."""
+
+    def __init__(self, fn: Callable, weights: dict[str, jax.Array]):
+        super().__init__(fn)
+        self._weights = weights | {f"_{name}_log_det": weight for name, weight in weights.items()}
+
+    def process_message(self, msg):
+        if msg["type"] == "sample" and (weight := self._weights.get(msg["name"])) is not None:
+            msg["scale"] = weight if msg["scale"] is None else weight * msg["scale"]
+
+
+@unrounded()
+def _weighted_energy(target, z, rows, weights):
+    model = _Weighted(target.bind(rows, random.key(0)), weights)
+    with any_number_of_rows():
+        return potential_energy(model, target.args, target.kwargs, z)
+
+
+def likelihood_energies(target: Target, particles: Particle, rows: Indices) -> jax.Array:
+    """Return U without the priors, estimated from some rows, at particles with leaves ``(n, ...)``; ``(n,)``.
+
+    If discrete sites are summed out, the priors count too.
+
+    :param rows: minibatches of each plate, ``(m, B)``, that are evaluated one after another.
+    """
+
+    def energy(z, rows):
+        if not isinstance(target, SitesTarget) or target.discrete:
+            return target.potential_energy(z, rows, random.key(0))
+        return _weighted_energy(target, z, rows, dict.fromkeys(target.latent, jnp.zeros(())))
+
+    def total(sums, rows):
+        return sums + jax.vmap(energy, (0, None))(particles, rows), None
+
+    (number,) = {len(found) for found in rows.values()}
+    count = len(jax.tree.leaves(particles)[0])
+    first = jnp.zeros(count, jnp.result_type(float))
+    return lax.scan(total, first, rows)[0] / number
+
+
+@unrounded()
+def likelihood_gradients(target: SitesTarget, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
+    """Return the gradients of U without the priors of some sites, at particles with leaves ``(n, ...)``.
+
+    :param target: the posterior of a model. Minibatches consist of rows at equal distances.
+    :param without: sets of latent sites. For each, the result has the gradients without their priors.
+    """
+    rows = {name: jnp.arange(batch) * (size // batch) for name, (size, batch) in target.plates.items()}
+    names = sorted(target.latent)
+    weights = jnp.asarray(np.array([[float(name not in left_out) for name in names] for left_out in without]))
+
+    def energy(z, weights):
+        return _weighted_energy(target, z, rows, dict(zip(names, weights, strict=True)))
+
+    at_particles = jax.vmap(jax.grad(energy), (0, None))
+    found = jax.vmap(at_particles, (None, 0))(particles, weights)
+    return [{name: leaf[i] for name, leaf in found.items()} for i in range(len(without))]
 
 
 class ModelTarget(SitesTarget):
@@ -60,9 +134,11 @@ class ModelTarget(SitesTarget):
         self.params: dict = {}
         check_sizes(args, self.kwargs)
         # On a mesh the other devices would wait for one that cannot read its rows.
-        is_mesh, refusal = not jax.sharding.get_abstract_mesh().empty, None
+        if not jax.sharding.get_abstract_mesh().empty:
+            check_values(args, self.kwargs, of_rows=True)
+        refusal = None
         try:
-            check_values(args, self.kwargs, kinds=(np.ndarray, jax.Array, *[Rows] * is_mesh))
+            check_values(args, self.kwargs)
         except ValueError as error:
             refusal = error
         self._share_traces()
@@ -121,7 +197,7 @@ class ModelTarget(SitesTarget):
         self._energy = compiled(ModelTarget._potential_energy, self)
         self._evaluate = compiled(ModelTarget._evaluation, self)
         self._constrained = compiled(ModelTarget._constrained_values, self)
-        self.centred_energy = compiled(centred_energy, self)
+        self.centered_energy = compiled(centered_energy, self)
         self.recovered = compiled(recovered, self)
 
     @property
@@ -332,7 +408,7 @@ class ModelTarget(SitesTarget):
         return jax.tree.leaves((self.args, self.kwargs))
 
     def find_nan(self):
-        check_values(self.args, self.kwargs, kinds=(Rows,))
+        check_values(self.args, self.kwargs, of_rows=True)
         observations = {}
         # All rows of `Rows` may exceed memory.
         if not host_rows((self.args, self.kwargs)):

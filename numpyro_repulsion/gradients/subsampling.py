@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import jax
+from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 
 import numpyro
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_repulsion.checks import device_memory
-from numpyro_repulsion.rows import Rows, host_rows
+from numpyro_repulsion.gradients.target import Indices, Target
+from numpyro_repulsion.layout import ROWS, Layout, num_devices
+from numpyro_repulsion.rows import Rows, Shards, host_rows, share_rows
+from numpyro_repulsion.shapes import Numbers, Vectors
 
-__all__ = ["TakesRows", "are_of_a_plate", "check_rows", "check_sizes"]
+__all__ = [
+    "TakesRows",
+    "are_of_a_plate",
+    "check_rows",
+    "check_sizes",
+    "on_shares",
+    "share",
+    "shares_rows",
+]
 
 
 def are_of_a_plate(rows: jax.Array, size: int) -> bool:
@@ -79,3 +92,107 @@ def check_rows(args: tuple, kwargs: Mapping) -> None:
 
 def _gigabytes(array):
     return f"{array.nbytes / 2**30:.1f} GiB"
+
+
+@jax.tree_util.register_pytree_node_class
+class Share(Rows):
+    """The rows of one device, which to the model are all rows."""
+
+    def __init__(self, rows: Rows, shards: Shards, array: jax.Array):
+        self.source, self.is_on_host = rows.source, False
+        self._whole, self._of_device, self._array = rows, shards, array
+
+    def _take(self, rows):
+        # Only parts of minibatches lie in the share of the device; all else that a model takes, such as a table that is
+        # indexed by a column, may be anywhere.
+        if are_of_a_plate(rows, len(self)):
+            return self._of_device.local(self._array, rows)
+        return self._of_device.gathered(self._array, rows)
+
+    def tree_flatten(self):
+        return (self._array,), (self._whole, self._of_device)
+
+    @classmethod
+    def tree_unflatten(cls, whole, children):
+        rows, shards = whole
+        return cls(rows, shards, children[0])
+
+
+def shares_rows() -> bool:
+    """Whether the mesh of ``jax.set_mesh`` has several devices for rows."""
+    return num_devices(ROWS) > 1
+
+
+def share(target: Target, batches: Mapping[str, int] | None, block_size: int) -> None:
+    """Put the `Rows` of a model on the devices for rows of the mesh of ``jax.set_mesh``, each its share.
+
+    :param batches: the number of rows in a minibatch of each plate, if the devices share these too.
+    :param block_size: the number of consecutive rows drawn together.
+    :raises ValueError: for minibatches that the devices cannot share equally, and sites whose terms would be missing.
+    """
+    share_rows(host_rows((target.args, target.kwargs)), block_size)
+    if batches is None:
+        return
+    for group in target.crossed_plates():
+        if len(group) > 1:
+            raise ValueError(
+                f"The plates {group} meet in a site, and devices that share their rows would leave pairs out. Use a "
+                f"mesh without the axis '{ROWS}', or subsample one of the plates only."
+            )
+    if target.rows_outside:
+        raise ValueError(
+            f"The sites {list(target.rows_outside)} use rows of a subsampled plate outside of it, scaled by hand for "
+            f"whole minibatches. Put them into the plate, or use a mesh without the axis '{ROWS}'."
+        )
+    count = num_devices(ROWS)
+    for name, batch in batches.items():
+        is_all = batch == target.plates[name][0]
+        per = count * (1 if is_all else block_size)
+        if batch % per:
+            remedy = f"a mesh without the axis '{ROWS}', or minibatches"
+            if not is_all:
+                remedy = f"a multiple of {per}, as in subsample_size={max(1, batch // per) * per}"
+            raise ValueError(
+                f"The {batch} rows in a minibatch of the plate {name!r} cannot be shared equally by the {count} "
+                f"devices of the axis '{ROWS}'. Use {remedy}."
+            )
+
+
+def on_shares(
+    evaluate: Callable, target: Target, z: Vectors, indices: Indices, axes: int, keys: jax.Array
+) -> tuple[Numbers, Vectors]:
+    """Return ``(U, ∇U)`` as the mean over the devices for rows, of which each uses its part of each minibatch.
+
+    A minibatch has a row, or a block of rows, from each of strata in order, so that equal parts of it lie in the shares
+    of the devices; the estimates of parts have the mean of that of the whole.
+
+    :param evaluate: ``(target, z, indices, keys) -> (U, ∇U)``.
+    :param axes: how many axes of the cloud ``(G, L, d)`` each array of indices begins with.
+    :param keys: one for each particle, ``(G, L)``, or a single one.
+    """
+    size, count, dimension = z.shape
+    spec = Layout.of((size, count, dimension), interacts=False).particles or ()
+    group, particle = (*spec, None, None)[:2]
+    where = PartitionSpec(group, particle)
+    of_rows = PartitionSpec(*(group, particle)[:axes], ROWS)
+    leaves, structure = jax.tree.flatten((target.args, target.kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
+    if any(isinstance(leaf, Rows) and leaf.is_on_host and leaf.shards() is None for leaf in leaves):
+        raise ValueError(
+            "Rows of the data are not on the devices of this mesh. Start the run, or go on with a stored state, by "
+            "mcmc.run or run_in_pieces inside of `with jax.set_mesh(mesh):`."
+        )
+    shards = {i: found for i, leaf in enumerate(leaves) if isinstance(leaf, Rows) and (found := leaf.shards())}
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+    arrays |= {i: found.array for i, found in shards.items()}
+    specs = {i: PartitionSpec(ROWS) if i in shards else PartitionSpec() for i in arrays}
+
+    def evaluate_share(z, indices, keys, arrays):
+        own = {i: Share(leaves[i], shards[i], array) if i in shards else array for i, array in arrays.items()}
+        here = [own.get(i, leaf) for i, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(structure, here)
+        return lax.pmean(evaluate(target.with_arguments(args, kwargs), z, indices, keys), ROWS)
+
+    inputs = where, of_rows, where if keys.ndim > 1 else PartitionSpec(), specs
+    return jax.shard_map(evaluate_share, in_specs=inputs, out_specs=(where, where), check_vma=False)(
+        z, indices, keys, arrays
+    )

@@ -30,8 +30,8 @@ class Target:
     - **rows_outside** - the observed sites and factors that use rows of subsampled plates from outside, with these
       plates. Their scale factors fit minibatches of exactly ``subsample_size`` rows.
     - **is_random** - whether U is an estimate that differs from key to key even for given rows.
-    - **location_scale** - the sites whose prior scale depends on other sites; they can be centred partly.
-    - **num_products** - how many products of an effect and a scale there may be, which can be centred partly too.
+    - **location_scale** - the sites whose prior scale depends on other sites; they can be centered partly.
+    - **num_products** - how many products of an effect and a scale there may be, which can be centered partly too.
     - **num_groups** - how many groups of such effects may be added to another coefficient, which can take their mean.
     """
 

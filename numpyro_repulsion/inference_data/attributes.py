@@ -60,8 +60,6 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
     findings = ([OTHER_DATA] if is_other else kernel.findings(state)) + _of_momenta(kernel, state)
     bias = float(np.ravel(state.warmup.step.bias)[0])
     coupling, num_independent = coupling_of(mcmc)
-    # Plain chains that run one by one leave one state each, and each is an ensemble.
-    num_ensembles = mcmc.num_chains if np.ndim(state.num_updates) else kernel.num_ensembles
     return {
         "created_at": datetime.now(UTC).isoformat(),
         "inference_library": "numpyro_repulsion",
@@ -73,7 +71,7 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "moves": repr(kernel.moves),
         "gradient": repr(bound_of(mcmc).gradient),
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
-        "centring": _centring(state),
+        "centering": _centering(state),
         "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
         "step_size_rule": _step_size_rule(kernel.step_size),
         "step_size": float(np.ravel(state.step_size)[0]),
@@ -85,12 +83,12 @@ def attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -
         "coupling": coupling,
         "num_independent": num_independent,
         "num_particles": mcmc.num_chains,
-        "num_ensembles": num_ensembles,
-        "ensemble": np.repeat(np.arange(num_ensembles), mcmc.num_chains // num_ensembles),
+        "num_ensembles": kernel.num_ensembles,
+        "ensemble": np.repeat(np.arange(kernel.num_ensembles), mcmc.num_chains // kernel.num_ensembles),
         "num_steps": kernel.num_steps,
         "num_warmup": mcmc.num_warmup,
         "thinning": mcmc.thinning,
-        "num_divergences": int(np.sum(state.num_divergences)),
+        "num_flagged_updates": int(np.sum(state.num_flagged_updates)),
         "share_flagged": share_flagged(mcmc),
     }
 
@@ -114,11 +112,11 @@ def _step_size_rule(step_size):
     return "schedule" if callable(step_size) else repr(step_size)
 
 
-def _centring(state):
-    """Return by how much hierarchical sites are centred, in words; empty if all sites are as in the model."""
-    centring = state.warmup.scales.centring
-    if centring is None:
+def _centering(state):
+    """Return by how much hierarchical sites are centered, in words; empty if all sites are as in the model."""
+    centering = state.warmup.scales.centering
+    if centering is None:
         return ""
-    shares = ravel_cloud(state.z)[1](centring.share)
+    shares = ravel_cloud(state.z)[1](centering.share)
     ranges = {name: (float(x.min()), float(x.max())) for name, x in shares.items() if x.size and (x != 1.0).any()}
     return ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in ranges.items())

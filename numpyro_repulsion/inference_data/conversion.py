@@ -17,7 +17,7 @@ from numpyro_repulsion.inference_data.labels import Labels, named_draws, safe_na
 from numpyro_repulsion.inference_data.likelihood import pointwise
 from numpyro_repulsion.inference_data.observations import observe
 from numpyro_repulsion.inference_data.predictive import by_draw, from_posterior, from_prior, is_key
-from numpyro_repulsion.inference_data.stray import stray_particles
+from numpyro_repulsion.inference_data.stray import find_diverged_chains
 from numpyro_repulsion.kernels import bound_of, is_warmup
 
 __all__ = ["to_inference_data"]
@@ -49,7 +49,7 @@ def to_inference_data(
     subsampled plates, each once. The model keeps its data; predictions draw the observed sites nevertheless.
 
     Dimensions are named after plates, and after ``infer={"event_dims": [...]}`` of a site. Chains have the coordinates
-    ``ensemble``, and ``strayed``: whether a particle has left the others or stands still. The attributes name the
+    ``ensemble``, and ``diverged_chains``: whether a particle has left the others or stands still. Attributes name the
     algorithm, its settings, and the ensemble of each chain. In site names "." replaces "/". If a mask hides a part of
     an observed site, for all draws alike, the site is flattened to its visible entries along ``<site>_entry``, whose
     coordinates are positions in the flattened site.
@@ -171,8 +171,8 @@ def to_inference_data(
         temperature = kernel.dynamics.temperature or 1.0
         is_network = bool(np.any(mcmc.last_state.warmup.arrival.is_prolonged))
         energy = -statistics["lp"] / temperature
-        strayed, facts["num_wide"] = stray_particles(latent or posterior, energy, dimension, is_network)
-        of_chains["strayed"] = strayed
+        diverged, facts["num_wide"] = find_diverged_chains(latent or posterior, energy, dimension, is_network)
+        of_chains["diverged_chains"] = diverged
     datasets = {}
     for name, group in groups.items():
         if group:

@@ -9,7 +9,7 @@ import numpy as np
 
 from numpyro_repulsion.warmup import NUM_DEVIATIONS
 
-__all__ = ["stray_particles"]
+__all__ = ["find_diverged_chains"]
 
 #: A particle stands still if more than this share of its draws repeat the draw before.
 STILL = 0.5
@@ -27,7 +27,7 @@ MIN_PARTICLES, MIN_DRAWS = 4, 10
 MAX_ENTRIES = 500
 
 
-def stray_particles(
+def find_diverged_chains(
     draws: Mapping[str, jax.Array | np.ndarray],
     energy: jax.Array | np.ndarray,
     dimension: int,
@@ -57,13 +57,13 @@ def stray_particles(
     flat = np.concatenate([part[..., ::step] for part in parts], -1)
     finite = np.isfinite(flat).all(1)
     flat, finite = flat[..., finite.mean(0) > 0.5], finite[:, finite.mean(0) > 0.5]
-    strayed = ~(finite.all(1) & np.isfinite(energy).all(1))
-    if size < MIN_PARTICLES or number < MIN_DRAWS or strayed.all():
-        return strayed, 0
-    strayed |= (flat[:, 1:] == flat[:, :-1]).all(-1).mean(1) > STILL
-    usable = np.flatnonzero(~strayed)
+    diverged = ~(finite.all(1) & np.isfinite(energy).all(1))
+    if size < MIN_PARTICLES or number < MIN_DRAWS or diverged.all():
+        return diverged, 0
+    diverged |= (flat[:, 1:] == flat[:, :-1]).all(-1).mean(1) > STILL
+    usable = np.flatnonzero(~diverged)
     if not usable.size:
-        return strayed, 0
+        return diverged, 0
     energy, flat = np.asarray(energy, float)[usable], np.asarray(flat, float)[usable]
     times = np.stack([part.mean(1) for part in np.array_split(energy, MIN_DRAWS, axis=1)])
     # From second differences, in which a fall cancels.
@@ -80,13 +80,13 @@ def stray_particles(
     first, second = (half.mean(0) for half in np.array_split(times, 2))
     if np.mean(falls := first > np.median(second) + limit + ERRORS * noise) > 0.5:
         gone |= falls
-    strayed[usable] |= gone
+    diverged[usable] |= gone
     if in_basins:
-        return strayed, 0
+        return diverged, 0
     ordered = np.sort(means[~gone])
     gaps = np.diff(ordered)[1:-1]
     wide = 0 if not gaps.size or gaps.max() < limit else len(ordered) - 2 - int(gaps.argmax())
-    return strayed, wide
+    return diverged, wide
 
 
 def _far_above(x, limit, in_basins):

@@ -1,4 +1,4 @@
-"""Noise that sums to zero over particles, over groups of particles, or over pairs of neighbours."""
+"""Noise that sums to zero over particles, over groups of particles, or over pairs of neighbors."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ class Balanced(_InTheNoise, Wrapping):
 
 @dataclass(frozen=True)
 class Antithetic(_InTheNoise):
-    r"""Opposite noise for neighbours, of magnitudes that are spread evenly: averages of squares and quantiles too.
+    r"""Opposite noise for neighbors, of magnitudes that are spread evenly: averages of squares and quantiles too.
 
-    ``K = I``, ``Γ = 0``. Every update sorts the particles of a group by each coordinate, and pairs neighbours in this
+    ``K = I``, ``Γ = 0``. Every update sorts the particles of a group by each coordinate, and pairs neighbors in this
     order. The two of a pair get ξ and −ξ in that coordinate. The magnitudes of the pairs are stratified: with one
     number U, uniform on the circle, for all of them, the pair k has the quantile :math:`U + k g / n \bmod 1` of
     ``|N(0, 1)|``, where n is the number of pairs and g has no factor in common with it. Which one of a pair gets +ξ
@@ -114,7 +114,7 @@ class Antithetic(_InTheNoise):
     ξ_i is therefore N(0, I), and each particle is *exactly* the Markov chain it would be under :class:`Independent`. As
     with :class:`Balanced`, the joint distribution is not a product: at any one time the particles are correlated.
 
-    As with balanced noise, the noises sum to zero, which makes the ensemble average precise. Besides, neighbours have
+    As with balanced noise, the noises sum to zero, which makes the ensemble average precise. Besides, neighbors have
     nearly the same coordinate, and the sum of all squared noises hardly varies. So the averages of functions of one
     whitened coordinate are precise, if they are smooth; products of two coordinates gain nothing. The gain grows with
     the number of particles and falls with the length of the step. More than 127 particles are paired in blocks of 64.
@@ -176,7 +176,7 @@ class Antithetic(_InTheNoise):
         return Coupling.identity(white)
 
 
-#: Of more than twice as many particles, blocks of this size are paired within themselves: neighbours are close in them
+#: Of more than twice as many particles, blocks of this size are paired within themselves: neighbors are close in them
 #: already, and comparing all pairs of a block is cheap.
 _BLOCK = 64
 #: XLA splits longer sums in two, with an array in between.
@@ -200,7 +200,7 @@ def _ranks(u):
 
 
 def _opposed(key, u):
-    """Return noise of which each is standard normal, and opposed for neighbours in the order of each coordinate."""
+    """Return noise of which each is standard normal, and opposed for neighbors in the order of each coordinate."""
     rank, size, dtype = _ranks(u), u.shape[-2], u.dtype
     phase, other = uniform(key, (2, *u.shape[:-2], 1, u.shape[-1]), dtype)
     is_odd, number = size % 2, size // 2
@@ -224,7 +224,7 @@ def _coprime(number):
 
 
 def _balance(noise, axis):
-    """Centre along an axis and rescale, so that each slice stays N(0, I). A single slice does not change."""
+    """Center along an axis and rescale, so that each slice stays N(0, I). A single slice does not change."""
     size = noise.shape[axis]
     if size == 1:
         return noise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+import math
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -11,12 +12,44 @@ from jax import lax
 import jax.numpy as jnp
 
 from numpyro_repulsion.checks import positive
-from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.shapes import Columns, Count, Group, Number, Numbers, Pairs, Scalar, Vector, Vectors
 
-__all__ = ["Coupling", "Gram", "Independent", "Interaction", "Sum", "Wrapping"]
+__all__ = [
+    "Coupling",
+    "Gram",
+    "Independent",
+    "Interaction",
+    "Sum",
+    "Wrapping",
+    "bisect_bandwidth",
+]
+
+#: The smallest bandwidth, divided by the variance of a coordinate.
+NARROWEST = 0.1
+
+
+def bisect_bandwidth(mean_similarity: Callable[[Scalar], Scalar], u: Vectors, target: float) -> Scalar:
+    """Return the bandwidth at which the mean similarity of ``u``, ``(G, L, d)``, is ``target`` times its largest value.
+
+    It is at least :data:`NARROWEST` times the variance of a coordinate. With many particles on a line, repulsion would
+    otherwise change over the distance of neighbors, and a step short enough to follow it would hardly move them.
+    """
+    scale = jnp.log(jnp.mean(jnp.var(u, -2)))
+    scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
+    narrow, wide = scale + math.log(NARROWEST), scale + math.log(u.shape[-1]) + 14.0
+    # The similarity of a sum with the identity stays far below its diagonal.
+    widest = mean_similarity(jnp.exp(wide))
+
+    def halve(interval, _):
+        low, high = interval
+        middle = (low + high) / 2.0
+        too_wide = mean_similarity(jnp.exp(middle)) > target * widest
+        return (jnp.where(too_wide, low, middle), jnp.where(too_wide, middle, high)), None
+
+    (low, high), _ = lax.scan(halve, (narrow, wide), length=30)
+    return jnp.exp((low + high) / 2.0).astype(u.dtype)
 
 
 class Coupling(NamedTuple):
@@ -243,9 +276,9 @@ class Gram(Interaction):
     def learn_bandwidth(self, u):
         """Return the bandwidth at which the mean of k over pairs is ``min(4 / (L − 1), 1 / 4)`` of its maximum.
 
-        Each particle then has at most about four neighbours, and the largest eigenvalue of K, which limits the step,
+        Each particle then has at most about four neighbors, and the largest eigenvalue of K, which limits the step,
         stays near five. The bandwidth is at least 0.1 of a coordinate's variance: many particles in few dimensions have
-        more than four neighbours, because repulsion between nearest neighbours would need shorter steps.
+        more than four neighbors, because repulsion between nearest neighbors would need shorter steps.
         """
         if not self.learns_bandwidth:
             return super().learn_bandwidth(u)

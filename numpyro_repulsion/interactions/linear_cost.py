@@ -10,8 +10,7 @@ from jax import random
 import jax.numpy as jnp
 
 from numpyro_repulsion.checks import integer, keep, number, positive
-from numpyro_repulsion.interactions.bandwidth import bisect_bandwidth
-from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, Wrapping
+from numpyro_repulsion.interactions.base import Coupling, Gram, Interaction, Wrapping, bisect_bandwidth
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import matmul
 

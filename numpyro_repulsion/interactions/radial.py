@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_repulsion.checks import keep, positive
-from numpyro_repulsion.interactions.base import Gram
+from numpyro_repulsion.interactions.base import Gram, Independent, Sum, Wrapping
 from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.shapes import Group, Pairs, Scalar, Vectors
 
-__all__ = ["IMQ", "RBF", "Radial", "median_bandwidth", "squared_distances"]
+__all__ = [
+    "IMQ",
+    "RBF",
+    "Laplacian",
+    "Radial",
+    "median_bandwidth",
+    "squared_distances",
+]
 
 
 class Radial(Gram):
@@ -80,7 +88,7 @@ class Radial(Gram):
 
     def gram(self, u, bandwidth=None):
         h = self._bandwidth(bandwidth)
-        x, squared, together = _centred(u)
+        x, squared, together = _centered(u)
         off_diagonal = together & ~jnp.eye(u.shape[0], dtype=bool)
         gram, slope = jax.jvp(self.profile, (squared / h,), (jnp.ones_like(squared),))
         gram = jnp.where(off_diagonal, gram, 0.0) + (1.0 + self.nugget) * jnp.eye(len(u), dtype=u.dtype)
@@ -96,7 +104,7 @@ class RBF(Radial):
     :math:`\Gamma_i = (2/h) \sum_j k_{ij} (u_i - u_j)` is *added* to the drift and pushes particles apart.
 
     :param bandwidth: h, in squared units of the (preconditioned) parameters; frozen after warmup. ``None`` sets it in
-        warmup by a rule: each particle has about four neighbours, or h is 0.1 of a coordinate's variance if that is
+        warmup by a rule: each particle has about four neighbors, or h is 0.1 of a coordinate's variance if that is
         larger. ``"learned"`` takes the h that promises the most draws for each gradient on the clouds of warmup (see
         :ref:`repulsion <learned-bandwidth>`). With twenty particles and the default bias budget this is the h of
         the rule; with ``BiasBudget(0.01)`` it is wider, which makes means more precise and may make deviations less
@@ -159,7 +167,7 @@ class IMQ(Radial):
 
 def squared_distances(u: Group) -> Pairs:
     """Return squared distances ``(L, L)`` of points ``(L, d)``, by one matrix product; infinite for diverged points."""
-    _, squared, together = _centred(u)
+    _, squared, together = _centered(u)
     return jnp.where(together, squared, jnp.inf)
 
 
@@ -176,15 +184,90 @@ def median_bandwidth(u: Vectors) -> Scalar:
     return jnp.where(jnp.isfinite(h) & (h > 0), h, 1.0).astype(u.dtype)
 
 
-def _centred(u):
+def _centered(u):
     """Return points ``(L, d)`` relative to a central one, their squared distances, and which pairs are finite."""
     # ‖x‖² + ‖y‖² − 2 x·y cancels badly far from the origin. One diverged particle would move the mean and ruin the
-    # distances of all others, so centre on the median of three.
+    # distances of all others, so center on the median of three.
     first, second, third = u[0], u[len(u) // 2], u[-1]
-    centre = jnp.maximum(jnp.minimum(first, second), jnp.minimum(jnp.maximum(first, second), third))
-    x = u - lax.stop_gradient(centre)
+    center = jnp.maximum(jnp.minimum(first, second), jnp.minimum(jnp.maximum(first, second), third))
+    x = u - lax.stop_gradient(center)
     near = jnp.sum(x * x, 1) < jnp.finfo(u.dtype).max ** 0.75
     x = jnp.where(near[:, None], x, 0.0)
     norm = jnp.sum(x * x, 1)
     squared = jnp.maximum(norm[:, None] + norm[None, :] - 2.0 * matmul(x, x.T), 0.0)
     return x, squared, near[:, None] & near[None, :]
+
+
+@dataclass(frozen=True)
+class Laplacian(Wrapping, Gram):  # type: ignore[override]
+    r"""Particles that move apart faster than together: K is the identity plus a graph Laplacian.
+
+    .. math::
+        K_{ij} = 1\{i = j\}\,\bigl(1 + b \textstyle\sum_{l \ne i} k_{il}\bigr) - 1\{i \ne j\}\, b\, k_{ij}, \qquad
+        \Gamma_i = 2 b \sum_{l \ne i} \nabla_{u_i} k(u_i, u_l)
+
+    The quadratic form of K is :math:`\|x\|^2 + b \sum_{i < j} k_{ij} (x_i - x_j)^2`, so K is positive definite for any
+    ``k >= 0``. The mean of neighbors moves as it would without interaction, and their differences move faster. With
+    :class:`~numpyro_repulsion.RBF` as K it is the other way round: there neighbors get similar noise, here opposite
+    noise. As for any K, the stationary distribution is ``∏_i π(u_i)`` as ε → 0. Γ *attracts*, because k falls with the
+    distance, and exactly compensates for the noise, which drives neighbors apart faster.
+
+    The bandwidth is learned by the rule of k. In more than a few dimensions each particle then has about four
+    neighbors, ``K_ii`` is about ``1 + 4b`` on average, and a measured step is shorter by that factor. With momenta
+    ``step_size`` must be given, and be short: in five dimensions, with b = 1 and 20 particles, variances are 20 % too
+    large at ε = 0.01 and 10 % at 0.005.
+
+    :param interaction: k, for each pair of particles: a :class:`~numpyro_repulsion.Radial` kernel that is never
+        negative, or a sum of such kernels. Its nugget does not enter K.
+    :param strength: b > 0.
+    :raises TypeError: for any other interaction.
+    :raises ValueError: for a kernel that is negative at some distance, or a strength that is not positive.
+
+    **References:**
+
+    1. *A Complete Recipe for Stochastic Gradient MCMC*, Y.-A. Ma, T. Chen and E. Fox,
+       https://arxiv.org/abs/1506.04696
+
+    **Example**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_repulsion import RBF, Laplacian
+        >>> gram, _ = Laplacian(RBF(bandwidth=1.0), strength=2.0).gram(jnp.array([[0.0], [1.0]]), None)
+        >>> gram.round(2).tolist()
+        [[1.7400000095367432, -0.7400000095367432], [-0.7400000095367432, 1.7400000095367432]]
+    """
+
+    interaction: Radial | Sum = field(default=RBF())
+    strength: float = 1.0
+
+    def __post_init__(self):
+        _require_affinity(self.interaction)
+        keep(self, "strength", positive)
+
+    def similarity(self, u, bandwidth):
+        return self.interaction.similarity(u, bandwidth)
+
+    def gram(self, u, bandwidth=None):
+        gram, repulsion = self.interaction.gram(u, bandwidth)
+        eye = jnp.eye(len(u), dtype=u.dtype)
+        affinity = self.strength * gram * (1.0 - eye)
+        # ∇_{u_j} k_ij = −∇_{u_i} k_ij for radial k: once from −k_ij, and once from the k_ij of the diagonal.
+        return eye * (1.0 + affinity.sum(1)) - affinity, -2.0 * self.strength * repulsion
+
+
+def _require_affinity(interaction):
+    """Raise an error unless this is a radial kernel without negative values, or a sum of such kernels."""
+    terms = [term for _, term in interaction.terms] if isinstance(interaction, Sum) else [interaction]
+    for term in terms:
+        if isinstance(term, Radial):
+            # A kernel may be made while a program is traced.
+            with jax.ensure_compile_time_eval():
+                affinity = np.asarray(term.profile(jnp.linspace(0.0, 12.0, 4001) ** 4))
+            if not (affinity >= 0.0).all():
+                raise ValueError(f"Laplacian takes kernels that are nowhere negative, such as RBF(); got {term!r}.")
+        elif not (isinstance(term, Independent) and len(terms) > 1):
+            raise TypeError(
+                f"Laplacian takes a radial kernel, such as Laplacian(RBF()), or a sum of such kernels; got {term!r}."
+            )

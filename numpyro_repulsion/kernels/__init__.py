@@ -1,7 +1,6 @@
 """The kernels for NumPyro: one ``MCMCKernel`` whose chains are particles, and named choices of its parts."""
 
 from numpyro_repulsion.kernels.base import ParticleKernel
-from numpyro_repulsion.kernels.callbacks import enable_live_warnings
 from numpyro_repulsion.kernels.halving import halved_series
 from numpyro_repulsion.kernels.host import (
     bound_of,
@@ -32,7 +31,6 @@ __all__ = [
     "bound_of",
     "chosen_draws",
     "coupling_of",
-    "enable_live_warnings",
     "halved_series",
     "has_other_data",
     "is_warmup",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +15,23 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
-from numpyro_repulsion.checks import integer
+from numpyro_repulsion.checks import integer, is_auto
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
-from numpyro_repulsion.findings import Finding
+from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
-from numpyro_repulsion.kernels.agreement import require_agreement
-from numpyro_repulsion.kernels.bound import Binder, BoundSampler
-from numpyro_repulsion.kernels.callbacks import warn_after_warmup, warn_of_divergences, warn_on_host
-from numpyro_repulsion.kernels.hints import hinting
+from numpyro_repulsion.kernels.bound import (
+    Binder,
+    BoundSampler,
+    Fixed,
+    hinting,
+    preconditioner_scale,
+    step_rule,
+    step_schedule,
+)
 from numpyro_repulsion.kernels.initialization import Initializer
-from numpyro_repulsion.kernels.iteration import Iteration
-from numpyro_repulsion.kernels.learners import NUM_KEYS
+from numpyro_repulsion.kernels.iteration import NUM_KEYS, Iteration, Keys
 from numpyro_repulsion.kernels.mcmc import arguments, entering_mcmc, jits_arguments
-from numpyro_repulsion.kernels.origin import check_chains, check_state
-from numpyro_repulsion.kernels.progress import Keys
 from numpyro_repulsion.kernels.requirements import (
     can_jump,
     check_ensembles,
@@ -38,12 +41,14 @@ from numpyro_repulsion.kernels.requirements import (
     check_moves,
     check_reparam,
     check_sweeps,
+    require_agreement,
     require_instance,
     warn_of_short_warmup,
 )
-from numpyro_repulsion.kernels.settings import Fixed, preconditioner_scale, step_rule, step_schedule
 from numpyro_repulsion.kernels.state import (
     ParticleState,
+    check_chains,
+    check_state,
     last_word,
     map_particles,
     per_particle,
@@ -65,11 +70,11 @@ class ParticleKernel(Fixed, MCMCKernel):
     :param model: a NumPyro model. Plates with ``subsample_size`` are minibatched.
     :param potential_fn: instead of a model, a function that returns the potential energy of one particle, a pytree of
         floats. ``mcmc.run`` then needs ``init_params``.
-    :param step_size: ε. ``None`` is ``BiasBudget()``, which measures ε in warmup, from the curvature that nine
+    :param step_size: ε. ``"auto"`` is ``BiasBudget()``, which measures ε in warmup, from the curvature that nine
         particles in ten stay below and the minibatch noise; with :class:`~numpyro_repulsion.Descent` it is 0.05. A
         float is constant; a callable of the update count (including warmup) is a schedule:
         :class:`~numpyro_repulsion.Polynomial`, :class:`~numpyro_repulsion.Cyclical`, or one of optax.
-    :param interaction: how particles interact; ``None`` is the kernel's default.
+    :param interaction: how particles interact; ``"auto"`` is the kernel's default.
     :param preconditioner: a constant matrix P that makes the diffusion ``K ⊗ P``: an array of shape ``(d,)`` for a
         diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
         :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"``, ``"dense"`` and ``"low_rank"`` (diagonal
@@ -78,20 +83,20 @@ class ParticleKernel(Fixed, MCMCKernel):
         iterations of warmup, W ``num_steps`` / 8 with minibatches; at least 64, at most 512), above it of low rank,
         and diagonal above a million. With a given ``step_size``, ``"auto"`` is the identity, so that the step is that
         of plain SGLD. ``None`` is the identity.
-    :param num_steps: updates per MCMC iteration, and so per draw; the hot updates of a cycle come in addition.
+    :param num_steps: updates per MCMC iteration, and so per draw.
     :param num_ensembles: into how many equal groups to split the particles, in order of the chains; groups do not
         interact and share no minibatch.
-    :param gradient: ``None`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if the
+    :param gradient: ``"auto"`` is ``ControlVariates()`` for models with subsampled plates (``Subsampled()`` if the
         likelihood is also random, or a site uses rows of a plate outside of it, scaled by hand) and
-        ``FullData()`` for others; ``SVRG()`` suits several modes.
-    :param dynamics: how particles move; ``None`` is the kernel's default.
-    :param moves: jumps between updates, such as ``Archive()``. With ``None``, four or more particles jump between
+        ``FullData()`` for others; ``"plain"`` has no control variates; ``SVRG()`` suits several modes.
+    :param dynamics: how particles move; ``"auto"`` is the kernel's default.
+    :param moves: jumps between updates, such as ``Archive()``. With ``"auto"``, four or more particles jump between
         basins, by proposals from a mixture of Gaussians fitted in warmup, if warmup measures the step and finds several
         basins, and each update uses all rows. This does not apply to noise that is averaged over two updates and
         correlated by K, the default of ``SGLDR`` with a measured step. ``False`` switches these jumps off.
-    :param reparam: ``"auto"`` centres hierarchical sites (a normal, Student-t, Cauchy, Laplace, logistic or Gumbel
+    :param reparam: ``"auto"`` centers hierarchical sites (a normal, Student-t, Cauchy, Laplace, logistic or Gumbel
         prior with a scale that depends on other sites; or a site that the model multiplies by its scale) by a share
-        that warmup learns for each of their entries: centred where the data determine it, non-centred where they do
+        that warmup learns for each of their entries: centered where the data determine it, non-centered where they do
         not, or between. The posterior and the draws are those of the model. It applies to four or more particles of a
         sampler that learns its step, without ``moves``, ``SVRG`` and discrete sites. ``None`` keeps the coordinates of
         the model.
@@ -101,6 +106,14 @@ class ParticleKernel(Fixed, MCMCKernel):
     :raises ValueError: if a setting is out of range; see also :meth:`init`.
     :raises TypeError: if a setting has a wrong type.
     """
+
+    def __init_subclass__(cls, **kwargs):
+        """Show the arguments in the documentation of each kernel."""
+        super().__init_subclass__(**kwargs)
+        if cls.__doc__ and ":param" not in cls.__doc__:
+            head, references, tail = cls.__doc__.partition("    **References:**")
+            arguments = (ParticleKernel.__doc__ or "").partition("    :param")
+            cls.__doc__ = f"{head}{''.join(arguments[1:]).rstrip()}\n\n{references}{tail}"
 
     sample_field = "z"
     _num_shown: int
@@ -118,14 +131,14 @@ class ParticleKernel(Fixed, MCMCKernel):
         model: Callable | None = None,
         potential_fn: Callable | None = None,
         *,
-        step_size: float | Callable | BiasBudget | None = None,
-        interaction: Interaction | None = None,
+        step_size: float | Callable | BiasBudget | str | None = "auto",
+        interaction: Interaction | str | None = "auto",
         preconditioner: ArrayLike | None = "auto",
         num_steps: int = 10,
         num_ensembles: int = 1,
-        gradient: Gradient | None = None,
-        dynamics: Dynamics | None = None,
-        moves: Move | bool | None = None,
+        gradient: Gradient | str = "auto",
+        dynamics: Dynamics | str = "auto",
+        moves: Move | bool | str = "auto",
         reparam: str | None = "auto",
         init_strategy: Callable = init_to_sample,
     ):
@@ -136,16 +149,22 @@ class ParticleKernel(Fixed, MCMCKernel):
             )
         if not callable(model if potential_fn is None else potential_fn):
             raise TypeError(f"`model` or `potential_fn` must be callable; got {model or potential_fn!r}.")
-        interaction = self._default_interaction if interaction is None else interaction
-        if dynamics is None:
+        for name, value in (("gradient", gradient), ("dynamics", dynamics), ("moves", moves)):
+            if value is None:
+                off = ", or moves=False for no jumps" if name == "moves" else ""
+                raise ValueError(f'{name}=None meant the automatic choice, which is {name}="auto" now{off}.')
+        step_size = None if is_auto(step_size) else step_size
+        interaction = self._default_interaction if interaction is None or is_auto(interaction) else interaction
+        if is_auto(dynamics):
             measured = step_size is None or isinstance(step_size, BiasBudget)
-            measured &= not moves  # Jumps cannot carry noise that K correlates.
+            measured &= is_auto(moves) or not moves  # Jumps cannot carry noise that K correlates.
             dynamics = (measured and self._measured_dynamics) or self._default_dynamics
         require_instance("interaction", interaction, Interaction, "RBF(), Balanced() or Independent()")
         require_instance("dynamics", dynamics, Dynamics, "Overdamped()")
-        if gradient is not None:
+        interaction, dynamics = cast(Interaction, interaction), cast(Dynamics, dynamics)
+        if not (is_auto(gradient) or gradient == "plain"):
             require_instance("gradient", gradient, Gradient, "FullData() or Subsampled()")
-        if moves is not None and moves is not False:
+        if not is_auto(moves) and moves is not False:
             check_moves(moves, interaction, dynamics)
         check_sweeps(gradient, dynamics)
         if not callable(init_strategy):
@@ -154,7 +173,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.interaction, self.dynamics = interaction, dynamics
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
-        self.looks_for_basins = moves is None and can_jump(interaction, dynamics)
+        self.looks_for_basins = is_auto(moves) and can_jump(interaction, dynamics)
         self.reparam = check_reparam(reparam)
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)
@@ -180,17 +199,17 @@ class ParticleKernel(Fixed, MCMCKernel):
     def is_ensemble_kernel(self):
         """Whether one state holds all chains; raises ``ValueError`` if a stored state has other chains than the run."""
         # NumPyro reads this property before it continues from a stored state.
-        mcmc = entering_mcmc()
+        mcmc, _ = entering_mcmc()
         state = None if mcmc is None else mcmc.post_warmup_state
         if not isinstance(state, ParticleState):
             return True
-        self._num_shown = int(np.max(state.num_divergences))
+        self._num_shown = int(np.max(state.num_flagged_updates))
         require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
         bound = self.bind(*arguments(mcmc))
         bound.share_data()
         if mcmc is not None and jits_arguments(mcmc):
             mcmc.post_warmup_state = with_data(state, bound)
-        return check_chains(state, mcmc)
+        return check_chains(np.size(state.potential_energy), state.warmup, mcmc)
 
     def get_diagnostics_str(self, state):
         """Return the text of the progress bar; warn of problems in the last iteration."""
@@ -199,38 +218,42 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def progress(self, state: ParticleState) -> str:
         """Return the step size in use and the number of divergences, in words."""
-        count, step_size = int(state.num_divergences), float(jnp.ravel(state.step_size)[0])
+        count, step_size = int(state.num_flagged_updates), float(jnp.ravel(state.step_size)[0])
         return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} diverged" if count else "")
 
-    def warn(self, state: ParticleState, iterations: int, num_divergences: int) -> int:
+    def warn(self, state: ParticleState, iterations: int, num_flagged_updates: int) -> int:
         """Warn of what the last iterations revealed, on the host; return the number of divergences.
 
         :param iterations: how many iterations were made since the last call.
-        :param num_divergences: the number of divergences before them.
+        :param num_flagged_updates: the number of divergences before them.
         """
-        count, since_warmup = int(state.num_divergences), int(state.warmup.iteration - state.warmup.num_warmup)
-        planned = int(state.warmup.num_warmup) * self.num_steps * np.size(state.potential_energy)
-        findings = (lambda: self.findings(state)) if 0 <= since_warmup < iterations else None
-        warn_on_host(num_divergences, count, planned, self.remedy, findings)
+        count, since_warmup = int(state.num_flagged_updates), int(state.warmup.iteration - state.warmup.num_warmup)
+        many = MAX_FLAGGED * int(state.warmup.num_warmup) * self.num_steps * np.size(state.potential_energy)
+        if num_flagged_updates <= many < count:
+            words = "Updates were flagged `diverging` (this warning comes once; `diagnose` has the final count)"
+            warnings.warn(f"{words}:\n{Diagnosis([flagged_updates(count, 0.0, self.remedy)])}", RuntimeWarning, 3)
+        if 0 <= since_warmup < iterations and (found := Diagnosis(self.findings(state))):
+            warnings.warn(f"Warmup found problems:\n{found}", RuntimeWarning, 3)
         return count
 
     def init(self, rng_key, num_warmup, init_params=None, model_args=(), model_kwargs=None):
         """Return the first state: at ``init_params``, or at draws of ``init_strategy`` with finite U and ∇U.
 
-        :param rng_key: L keys for L particles, or a single key for one plain chain (kernels that do not interact).
+        :param rng_key: L keys for L particles, or a single key for one chain (kernels that do not interact).
         :param num_warmup: iterations that learn the step size, preconditioner, bandwidth and control variates.
         :param init_params: unconstrained positions, each leaf ``(L, ...)``.
         :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
             not fit, a model that cannot be sampled, or data with NaN.
         """
-        mcmc = entering_mcmc()
+        mcmc, left_out = entering_mcmc()
         is_single = is_prng_key(rng_key)
         if is_single:
-            if self.interaction.interacts or self.num_ensembles > 1:
+            chains = 1 if mcmc is None else mcmc.num_chains
+            if chains > 1 or self.interaction.interacts or self.num_ensembles > 1:
                 raise ValueError(
-                    f"{type(self).__name__} moves all particles of an ensemble together and needs "
-                    '`MCMC(kernel, num_chains=20, chain_method="vectorized", ...)`, with two or more chains; got '
-                    f"num_chains={getattr(mcmc, 'num_chains', 1)} by {getattr(mcmc, 'chain_method', 'init')!r}."
+                    f"{type(self).__name__} moves all chains together and needs "
+                    f'`MCMC(kernel, num_chains={chains if chains > 1 else 20}, chain_method="vectorized", ...)`; got '
+                    f"num_chains={chains} by {getattr(mcmc, 'chain_method', 'init')!r}."
                 )
             rng_key = rng_key[None]
             init_params = jax.tree.map(lambda x: jnp.asarray(x)[None], init_params)
@@ -240,7 +263,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         require_agreement(self, mcmc, rng_key, num_warmup, init_params, model_args, model_kwargs)
         bound = self.bind(model_args, model_kwargs)
-        self._initializer.check_data(bound, mcmc, size)
+        self._initializer.check_data(bound, mcmc, size, left_out)
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
@@ -265,17 +288,14 @@ class ParticleKernel(Fixed, MCMCKernel):
         warmup = iteration.recognize_data(stage, cloud, warmup)
         progress, warmup, in_use = iteration.move(keys, stage, cloud, warmup, state.num_updates)
         kept_after = warmup.num_warmup if plan.arrives else 0
-        count = state.num_divergences + jnp.where(warmup.iteration >= kept_after, progress.flagged.sum(), 0)
-        warn_of_divergences(state.num_divergences, count, warmup.num_warmup * float(self.num_steps * size), self.remedy)
+        count = state.num_flagged_updates + jnp.where(warmup.iteration >= kept_after, progress.flagged.sum(), 0)
         cloud, warmup = iteration.learn(keys, stage, progress.cloud, warmup)
-        if warmup.step.measurements is not None and (plan.measures or plan.jumps):
-            warn_after_warmup(warmup.iteration == warmup.num_warmup, lambda: self._diagnose_warmup(warmup))
         found = iteration.recover(warmup, cloud.z)
-        coordinates, centring = None, warmup.scales.centring
-        if centring is not None:
+        coordinates, centering = None, warmup.scales.centering
+        if centering is not None:
             y = warmup.scales.preconditioner.to_positions(cloud.z)
             coordinates = y.reshape(size, -1), cloud.potential_energy.reshape(size)
-            volume = iteration.centred(centring).log_volume(found)
+            volume = iteration.centered(centering).log_volume(found)
             cloud = cloud._replace(potential_energy=cloud.potential_energy + volume)
         state = ParticleState(
             z=place_particles(jax.vmap(iteration.unravel)(found.z.reshape(size, -1))),
@@ -284,7 +304,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             diverging=(progress.flagged > 0).reshape(size),
             warmup=warmup,
             num_updates=progress.num_updates,
-            num_divergences=count.astype(jnp.int32),
+            num_flagged_updates=count.astype(jnp.int32),
             rng_key=rng_key,
             row_seed=jnp.stack([iteration.row_seed, last_word(rng_key)]),
             origin=state.origin,
@@ -299,7 +319,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         data = None if state.warmup.reference is None else bound.data()
         bound = bound.within(state.num_updates)
         plan = bound.plan(state.warmup.scales.preconditioner.kind)
-        check_state(self, state, bound.target, plan, bound.gradient)
+        check_state(self, state.origin, state.z, state.warmup, bound.target, bound.gradient)
         _, unravel = ravel_cloud(state.z)
         cloud = whitened_cloud(state, self.num_ensembles)
         iteration = Iteration(bound, plan, unravel, row_seed(state), data, self.schedule)
@@ -311,10 +331,6 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def findings(self, state: ParticleState) -> list[Finding]:
         """Return the problems found at the end of warmup; an empty list without a warmup."""
-        if np.ndim(state.num_updates):  # plain chains, run one by one
-            count = len(state.num_updates)
-            found = [self.findings(jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
-            return [finding for one in found for finding in one]
         warmup = state.warmup
         if warmup.step.measurements is None or (warmup.step.measurements.number == 0 and warmup.jumps is None):
             return []
@@ -350,7 +366,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         self._prepare()
 
     def bind(self, args, kwargs=None) -> BoundSampler:
-        """Return this kernel bound to the model's arguments; the model is analysed once for equal arguments."""
+        """Return this kernel bound to the model's arguments; the model is analyzed once for equal arguments."""
         return self._binder(args, kwargs)
 
     @property

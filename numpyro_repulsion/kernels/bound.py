@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 import hashlib
 from typing import Protocol
@@ -13,19 +14,260 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from numpyro.handlers import seed
+from numpyro.primitives import Messenger
+
 from numpyro_repulsion.digests import digest, digest_of_program
 from numpyro_repulsion.dynamics import Dynamics
-from numpyro_repulsion.gradients import FunctionTarget, Gradient, ModelTarget, Particle, Target
+from numpyro_repulsion.gradients import (
+    ControlVariates,
+    FullData,
+    FunctionTarget,
+    Gradient,
+    ModelTarget,
+    Particle,
+    Subsampled,
+    Target,
+)
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.kernels.hints import hinting
-from numpyro_repulsion.kernels.settings import choose_gradient
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rows import Rows
-from numpyro_repulsion.schedules import BiasBudget, Schedule
-from numpyro_repulsion.warmup import WarmupPlan, most_late_iterations
+from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
+from numpyro_repulsion.warmup import (
+    LAST_ADAPTED,
+    NUM_HESSIANS,
+    Preconditioner,
+    WarmupPlan,
+    first_scale,
+    most_late_iterations,
+)
 
-__all__ = ["Binder", "BoundSampler", "Settings"]
+__all__ = [
+    "Binder",
+    "BoundSampler",
+    "Fixed",
+    "Settings",
+    "automatic_scale",
+    "choose_gradient",
+    "first_preconditioner",
+    "hinting",
+    "preconditioner_scale",
+    "step_rule",
+    "step_schedule",
+]
+
+#: Bounds on the default limit of dense scales: above it, products with them take longer than most gradients.
+DENSE_LIMITS = (64, 512)
+#: Of more parameters, the 40 directions of low-rank scales take more memory than several particles.
+LOW_RANK_LIMIT = 1_000_000
+
+
+class Fixed:
+    """An object whose settings, the attributes without a leading underscore, can be set only once.
+
+    Compiled programs contain the settings, and would ignore a change.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_") and name in self.__dict__:
+            kind = type(self).__name__
+            raise AttributeError(
+                "The settings of a kernel cannot change, because compiled programs contain them. Make a new kernel, "
+                f"{kind}(..., {name}={value!r}); to continue a run with it, set mcmc.post_warmup_state = state."
+            )
+        super().__setattr__(name, value)
+
+
+def step_rule(
+    step_size: float | Callable | BiasBudget | str | None, dynamics: Dynamics
+) -> float | Callable | BiasBudget | str:
+    """Return the given step size, that of an optimizer, or the rule by which warmup finds it."""
+    if step_size is None:
+        return BiasBudget() if dynamics.default_step is None else dynamics.default_step
+    if dynamics.default_step is not None and isinstance(step_size, BiasBudget):
+        raise ValueError(
+            "The steps of an optimizer have no bias that could be measured: give a learning rate, such as "
+            f"step_size=0.01, or leave out `step_size`; got {step_size!r}."
+        )
+    return step_size
+
+
+def step_schedule(step_size: float | Callable | BiasBudget | str, num_steps: int) -> Schedule | None:
+    """Return the step size as a schedule, checked against ``num_steps``, or ``None`` if warmup finds it."""
+    if isinstance(step_size, BiasBudget):
+        return None
+    schedule = as_schedule(step_size)
+    if isinstance(schedule, Cyclical):
+        schedule.check(num_steps)
+    return schedule
+
+
+def preconditioner_scale(value: ArrayLike | None) -> str | np.ndarray | None:
+    """Return how to learn the scales, or S with ``P = S Sᵀ`` for a given P, or ``None`` for the identity."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if value not in ("auto", "diagonal", "dense", "low_rank"):
+            raise ValueError(
+                f"`preconditioner` must be 'auto', 'diagonal', 'dense', 'low_rank', None or an array; got {value!r}."
+            )
+        return value
+    matrix = np.asarray(value)
+    if matrix.dtype.kind not in "fiu" or matrix.ndim not in (1, 2) or not np.isfinite(matrix).all():
+        raise ValueError(f"`preconditioner` must be a finite array of shape (d,) or (d, d); got {value!r}.")
+    if matrix.ndim == 1:
+        if (matrix <= 0).any():
+            raise ValueError(f"A diagonal `preconditioner` holds variances and must be positive; got {value!r}.")
+        return np.sqrt(matrix)
+    if matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"A dense `preconditioner` must be of shape (d, d); got shape {matrix.shape}.")
+    if not np.allclose(matrix, matrix.T):
+        gap = np.abs(matrix - matrix.T).max()
+        raise ValueError(
+            f"A dense `preconditioner` P must be symmetric; P - P.T has entries up to {gap:.2g}. Give (P + P.T) / 2."
+        )
+    try:
+        return np.linalg.cholesky(matrix)
+    except np.linalg.LinAlgError as error:
+        smallest = np.linalg.eigvalsh(matrix)[0]
+        raise ValueError(
+            f"A dense `preconditioner` must be positive definite; its smallest eigenvalue is {smallest:.2g}."
+        ) from error
+
+
+def automatic_scale(dimension: int, size: int, num_warmup: int, num_steps: int, is_noisy: bool) -> str:
+    """Return the kind of scales that ``preconditioner="auto"`` learns.
+
+    Correlations are learned of a limited number of parameters. With exact gradients, this is the number of positions of
+    ``size`` particles in the last window that adapts scales, because as many gradients and positions together give the
+    covariance of a Gaussian exactly. With minibatches, it is the number at which measuring the curvature takes as many
+    gradients as warmup takes updates.
+    """
+    learned = num_warmup * num_steps / NUM_HESSIANS / 2 if is_noisy else size * num_warmup * LAST_ADAPTED
+    if dimension <= int(np.clip(round(learned), *DENSE_LIMITS)):
+        return "dense"
+    return "low_rank" if dimension <= LOW_RANK_LIMIT else "diagonal"
+
+
+def first_preconditioner(
+    scale: str | np.ndarray | None, plan: WarmupPlan | None, flat: jax.Array, gradient: jax.Array
+) -> Preconditioner:
+    """Return the first change of variables, for starts ``(L, d)`` and the gradients there.
+
+    :param scale: the result of :func:`preconditioner_scale`.
+    :param plan: what the warmup will learn, or ``None`` without a warmup.
+    """
+    if plan is not None and plan.scale is not None:
+        return first_scale(flat, gradient, plan.scale)
+    if scale is None or isinstance(scale, str):
+        return Preconditioner()
+    if scale.shape[0] != flat.shape[1]:
+        raise ValueError(
+            f"`preconditioner` has shape {scale.shape}, but a particle has {flat.shape[1]} unconstrained parameters; "
+            f"expected ({flat.shape[1]},) or ({flat.shape[1]}, {flat.shape[1]})."
+        )
+    return Preconditioner(jnp.asarray(scale, flat.dtype))
+
+
+def choose_gradient(gradient: Gradient | str, target: Target) -> Gradient:
+    """Return the given gradient, or the default one of the target; raise ``ValueError`` if they do not fit."""
+    if isinstance(gradient, str):
+        if not target.plates:
+            return FullData()
+        is_plain = gradient == "plain" or target.is_random or target.rows_outside
+        return Subsampled() if is_plain else ControlVariates()
+    gradient.check_rows(target)
+    if isinstance(gradient, Subsampled) and not target.plates:
+        raise ValueError(
+            f"gradient={gradient!r} needs a model with a subsampled plate, `numpyro.plate(name, size, "
+            "subsample_size=...)` with subsample_size < size; this one has none. Drop `gradient`."
+        )
+    if gradient.has_reference and target.is_random:
+        raise ValueError(
+            "Control variates need a full gradient as a reference, and the likelihood of this model is random "
+            "(numpyro.prng_key): use gradient=Subsampled(), its default, or Sweeps(control_variates=False)."
+        )
+    return gradient
+
+
+#: Modules of tables, which a compiled program cannot index.
+_TABLES = ("pandas", "polars", "pyarrow")
+
+
+@contextmanager
+def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]:
+    """Add notes to an error that a model raises: on arguments that are no arrays, and on rows of a subsampled plate.
+
+    Instead of JAX's error, raise that of the `Rows` that a program could not read.
+    """
+    named = jax.tree.leaves_with_path({"args": args, "kwargs": kwargs}, is_leaf=lambda leaf: isinstance(leaf, Rows))
+    rows = [(path, leaf) for path, leaf in named if isinstance(leaf, Rows)]
+    for _, leaf in rows:
+        leaf.failure = None
+    try:
+        yield
+    except Exception as error:
+        for (first, *path), leaf in rows:
+            if isinstance(error, jax.errors.JaxRuntimeError) and (failure := leaf.failure) is not None:
+                where = f"The model's {first.key}{jax.tree_util.keystr(tuple(path))}"
+                raise type(failure)(f"{where}: {failure}") from None
+        if isinstance(error, NotImplementedError) and "vmap_method" in str(error):
+            raise ValueError(
+                "The model calls jax.pure_callback without a rule for jax.vmap, by which all particles are evaluated "
+                'at once. Write jax.pure_callback(..., vmap_method="sequential"), or vmap_method="expand_dims" if its '
+                "function takes arrays with one more axis in front."
+            ) from error
+        notes = list(_of_arguments(args, kwargs, error))
+        if not notes and isinstance(error, jax.errors.TracerArrayConversionError):
+            notes = [
+                "NumPy arrays from outside of a model cannot be taken by rows. Pass them as arguments of the model."
+            ]
+        for note in notes or _of_rows(model, args, kwargs, error):
+            error.add_note(note)
+        raise
+
+
+def _of_arguments(args, kwargs, error):
+    is_of_index = isinstance(error, TypeError) and "ind" in str(error)  # index, indices
+    named = [(f"args[{i}]", value) for i, value in enumerate(args)] + [(f"{k}=", v) for k, v in kwargs.items()]
+    for name, value in named:
+        package = type(value).__module__.split(".")[0]
+        if package in _TABLES:
+            yield f"The model's {name} is a {type(value).__name__} of {package}. Pass arrays: x.to_numpy()."
+        elif (
+            is_of_index and isinstance(value, list) and value and all(isinstance(x, bool | int | float) for x in value)
+        ):
+            yield f"The model's {name} is a list. Pass an array: np.asarray(x)."
+        elif isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
+            yield f"The model's {name} is an array of dtype {value.dtype}. Encode its values as numbers."
+
+
+class _Plates(Messenger):
+    """Records the subsampled plates of a model, up to an error."""
+
+    def __init__(self, fn):
+        super().__init__(fn)
+        self.found: dict[str, tuple[int, int]] = {}
+
+    def process_message(self, msg):
+        if msg["type"] == "plate" and len(msg["args"]) > 1 and msg["args"][1] and msg["args"][1] < msg["args"][0]:
+            self.found[msg["name"]] = msg["args"][:2]
+
+
+def _of_rows(model, args, kwargs, error):
+    """If arrays do not fit together, the commonest reason is that not all of them are taken by rows."""
+    if not any(word in str(error) for word in ("broadcast", "shapes")):
+        return
+    plates = _Plates(seed(model, random.key(0)))
+    with suppress(Exception):  # The same error.
+        jax.eval_shape(lambda: plates(*args, **kwargs) and None)
+    for name, (size, batch) in plates.found.items():
+        yield (
+            f"The plate '{name}' draws {batch} of {size} rows. Take these rows of all data, inside the plate: `with "
+            f"numpyro.plate('{name}', {size}, subsample_size={batch}) as i:`, then x[i] and y[i]."
+        )
+
 
 #: From so many bytes on an array is large.
 LARGE_BYTES = 1 << 22
@@ -36,7 +278,7 @@ class Settings(Protocol):
 
     interaction: Interaction
     dynamics: Dynamics
-    gradient: Gradient | None
+    gradient: Gradient | str
     moves: Move | None
     step_size: float | Callable | BiasBudget | None
     schedule: Schedule | None
@@ -69,8 +311,8 @@ class BoundSampler:
         return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
 
     @property
-    def centres_partly(self) -> bool:
-        """Whether a warmup learns how to centre the hierarchical sites of the model."""
+    def centers_partly(self) -> bool:
+        """Whether a warmup learns how to center the hierarchical sites of the model."""
         kernel, plan = self.kernel, self.plan("diagonal")
         learns = kernel.reparam is not None and plan.step_size is not None and plan.scale is not None
         suits = kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
@@ -172,7 +414,7 @@ class BoundSampler:
 
 
 class Binder:
-    """Bind a kernel to arguments of its model, and analyse the model once for equal arguments.
+    """Bind a kernel to arguments of its model, and analyze the model once for equal arguments.
 
     It keeps only the last arguments, like NumPyro, which keeps their compiled program.
     """
@@ -191,16 +433,16 @@ class Binder:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             known = self._last
             if known is None or known[0] != key or not _fits(known[3], leaves):
-                return self._analysed(args, kwargs)
+                return self._analyzed(args, kwargs)
             # What the first state was made for: an analysis of traced values may find less.
             return BoundSampler(kernel, known[2].target.with_arguments(args, kwargs), known[2].gradient)
         marks = [_mark(leaf) for leaf in leaves]
         if self._last is None or self._last[0] != key or not _same(self._last[1], marks):
-            bound = self._analysed(args, kwargs)
+            bound = self._analyzed(args, kwargs)
             self._last = key, marks, bound, leaves
         return self._last[2]
 
-    def _analysed(self, args, kwargs):
+    def _analyzed(self, args, kwargs):
         kernel = self._kernel
         with hinting(kernel.model, args, kwargs):
             return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))

@@ -9,7 +9,6 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
 
 from numpyro.infer import MCMC
 
@@ -48,7 +47,7 @@ class _Summed(Interaction):
 
 
 def halved_series(
-    mcmc: MCMC, rng_key: jax.Array | None, num_samples: int, step_size: ArrayLike, observe: Observe
+    mcmc: MCMC, rng_key: jax.Array | None, num_samples: int, step_size: float, observe: Observe
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""Go on from the last state of a run with two clouds, one with steps of ε and one with steps of ε/2.
 
@@ -62,16 +61,15 @@ def halved_series(
 
     :param rng_key: ``None`` goes on with the key of the run.
     :param num_samples: the number of iterations with ε that are returned; half as many go before.
-    :param step_size: ε, of several plain chains one for each.
+    :param step_size: ε.
     :param observe: ``(iteration, warmup, cloud) -> numbers (G, L, m)``.
     :return: the means over each group with ε, ``(groups, num_samples, m)``, and the differences with ε/2 from them.
         Means are over all updates of an iteration; with ``moves``, which change the distribution within an iteration,
         those after the last one.
     """
     kernel, state, (args, kwargs) = mcmc.sampler, mcmc.last_state, arguments(mcmc)
-    is_many = np.ndim(state.num_updates) > 0
     if rng_key is not None:
-        state = state._replace(rng_key=random.split(rng_key, len(state.num_updates)) if is_many else rng_key)
+        state = state._replace(rng_key=rng_key)
 
     def run(state, step_size):
         iteration, cloud = kernel.parts(state, args, kwargs)
@@ -85,14 +83,9 @@ def halved_series(
 
         return lax.scan(iterate, clouds, random.split(state.rng_key, num_samples + num_samples // 2))[1]
 
-    steps = jnp.broadcast_to(jnp.asarray(step_size), state.num_updates.shape)
-    series = jax.jit(jax.vmap(run) if is_many else run)(state, steps)
-    if is_many:
-        series = tuple(x[:, :, 0] for x in series)
-    else:
-        series = tuple(jnp.moveaxis(x, 0, 1) for x in series)
-        if kernel.interaction.balances_ensembles:
-            series = tuple(x.mean(0, keepdims=True) for x in series)
+    series = tuple(jnp.moveaxis(x, 0, 1) for x in jax.jit(run)(state, step_size))
+    if kernel.interaction.balances_ensembles:
+        series = tuple(x.mean(0, keepdims=True) for x in series)
     one, difference = (np.asarray(x[:, num_samples // 2 :], np.float64) for x in series)
     return one, difference
 
@@ -117,7 +110,7 @@ def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], 
         return now, warmup._replace(basins=basins)
 
     (now, warmup), (half, half_warmup) = (begun(*moved) for moved in clouds)
-    # Each particle by itself moves as with any noise with K = I; that of neighbours would part two particles whose
+    # Each particle by itself moves as with any noise with K = I; that of neighbors would part two particles whose
     # clouds differ ever so little in their order.
     interaction = iteration.interaction
     interaction = Balanced() if isinstance(interaction, Antithetic) else interaction

@@ -116,8 +116,6 @@ def has_other_data(mcmc: MCMC) -> bool:
     state = mcmc.last_state
     if state.warmup.data_fingerprint is None:
         return False
-    if np.ndim(state.num_updates):  # plain chains, run one by one
-        state = jax.tree.map(lambda x: x[0], state)
     position, known = state.warmup.data_fingerprint
     bound = bound_of(mcmc)
     is_single = np.ndim(state.potential_energy) == 0
@@ -132,12 +130,12 @@ def has_other_data(mcmc: MCMC) -> bool:
 
 
 def share_flagged(mcmc: MCMC) -> float:
-    """Return the share of flagged updates among those that `num_divergences` covers."""
+    """Return the share of flagged updates among those that `num_flagged_updates` covers."""
     kernel, state = mcmc.sampler, mcmc.last_state
     # If particles arrive in warmup, updates of warmup are not counted.
     waits = bound_of(mcmc).plan("diagonal").arrives
     counted = int(np.max(state.warmup.iteration)) - waits * int(np.max(state.warmup.num_warmup))
-    return float(np.sum(state.num_divergences) / max(1, counted * kernel.num_steps * mcmc.num_chains))
+    return float(np.sum(state.num_flagged_updates) / max(1, counted * kernel.num_steps * mcmc.num_chains))
 
 
 def coupling_of(mcmc: MCMC) -> tuple[str, int]:
@@ -147,8 +145,7 @@ def coupling_of(mcmc: MCMC) -> tuple[str, int]:
         in pairs), ``"moves"`` and ``"none"``; and the number of parts.
     """
     kernel, size = mcmc.sampler, mcmc.num_chains
-    # Plain chains that run one by one leave one state each.
-    if np.ndim(mcmc.last_state.num_updates) or size == 1:
+    if size == 1:
         return "none", size
     parts = 1 if kernel.interaction.balances_ensembles else kernel.num_ensembles
     bound = bound_of(mcmc)

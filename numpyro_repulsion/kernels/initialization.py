@@ -17,7 +17,7 @@ from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.dynamics import select
 from numpyro_repulsion.gradients import (
-    Centring,
+    Centering,
     Gradient,
     ModelTarget,
     Target,
@@ -28,11 +28,9 @@ from numpyro_repulsion.gradients import (
     sites_not_finite,
 )
 from numpyro_repulsion.interactions import median_bandwidth
-from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.origin import Origin
+from numpyro_repulsion.kernels.bound import BoundSampler, automatic_scale, first_preconditioner
 from numpyro_repulsion.kernels.requirements import check_room, warn_of_copies
-from numpyro_repulsion.kernels.settings import automatic_scale, first_preconditioner
-from numpyro_repulsion.kernels.state import ParticleState, last_word, per_particle
+from numpyro_repulsion.kernels.state import Origin, ParticleState, last_word, per_particle
 from numpyro_repulsion.layout import place_everywhere, place_particles
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.starts import JointStrategy
@@ -167,9 +165,9 @@ class Initializer:
         if num_warmup > 0 and plan.basins and size >= Basins.min_particles:
             basins = Basins().start(cloud, num_warmup, plan.scale == "dense")
         first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
-        reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centres_partly
-        centring = Centring.none(target, u.shape[2], u.dtype) if reparametrizes else None
-        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, centring)
+        reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centers_partly
+        centering = Centering.none(target, u.shape[2], u.dtype) if reparametrizes else None
+        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, centering)
         warmup = warmup._replace(data=data)
         if num_warmup > 0:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
@@ -181,11 +179,11 @@ class Initializer:
             diverging=jnp.zeros(size, bool),
             warmup=warmup,
             num_updates=jnp.zeros((), jnp.int32),
-            num_divergences=jnp.zeros((), jnp.int32),
+            num_flagged_updates=jnp.zeros((), jnp.int32),
             rng_key=state_key,
             coordinates=(flat, energy) if reparametrizes else None,
             row_seed=jnp.stack([last_word(memory_key), last_word(state_key)]),
-            origin=Origin.of(kernel, plan, bound.gradient, cloud, num_warmup),
+            origin=Origin.of(kernel, bound.gradient),
         )
         return place_everywhere((state, cloud, self._smallest_eigenvalue(u, bandwidth)))
 
@@ -241,7 +239,7 @@ class Initializer:
         carry = lax.while_loop(lambda carry: ~carry[5] & (carry[0] < MAX_DRAWS), attempt, start)
         return carry[4]
 
-    def check_data(self, bound, mcmc, size):
+    def check_data(self, bound, mcmc, size, left_out):
         """Raise ``ValueError`` for `Rows` that each update would read whole, and for draws that exceed memory. Put rows
         on the devices of a mesh."""
         target = bound.target
@@ -253,7 +251,7 @@ class Initializer:
                 stacklevel=4,
             )
         if isinstance(target, ModelTarget):
-            check_room(target, mcmc, size)
+            check_room(target, mcmc, size, left_out)
             warn_of_copies(target, mcmc)
             batches = bound.gradient.batches(target)
             if all(batches[name] == size for name, (size, _) in target.plates.items()):
@@ -344,8 +342,8 @@ class Initializer:
 
 
 def _contracted(x):
-    centre = jnp.median(x, 0)
-    return centre + CONTRACTION * (x - centre)
+    center = jnp.median(x, 0)
+    return center + CONTRACTION * (x - center)
 
 
 def _is_hashable(value):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import sys
-from types import FrameType
 from typing import Any
 
 import jax
@@ -23,10 +22,8 @@ __all__ = [
     "entering_mcmc",
     "jit_spread_arguments",
     "jits_arguments",
-    "left_out",
     "set_arguments",
     "set_results",
-    "shows_states",
 ]
 
 
@@ -96,43 +93,12 @@ def jit_spread_arguments(mcmc: MCMC) -> None:
         mcmc._jit_model_args = True
 
 
-def entering_mcmc() -> MCMC | None:
-    """Return the ``MCMC`` whose method called the caller of this function; NumPyro offers kernels no other way.
-
-    Programs warn by themselves exactly if there is no progress bar, so NumPyro's cached ones are dropped if the last
-    run had a progress bar and this one has none, or vice versa.
-    """
-    mcmc = sys._getframe(2).f_locals.get("self")
+def entering_mcmc() -> tuple[MCMC | None, tuple[str, ...]]:
+    """Return the ``MCMC`` whose method called the caller of this function, and the sites of which it keeps no draws
+    (``extra_fields=("~z.site",)``); NumPyro offers kernels no other way."""
+    found = sys._getframe(2).f_locals
+    mcmc = found.get("self")
     if not isinstance(mcmc, MCMC):
-        return None
-    if getattr(mcmc, "_had_bar", mcmc.progress_bar) != mcmc.progress_bar:
-        mcmc._cache.clear()
-    mcmc._had_bar = mcmc.progress_bar
+        return None, ()
     jit_spread_arguments(mcmc)
-    return mcmc
-
-
-def _running() -> dict[str, Any] | None:
-    """Return the local variables of the part of ``MCMC.run`` that calls the kernel, or ``None`` outside of a run."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_single_chain_mcmc" and isinstance(frame.f_locals.get("self"), MCMC):
-            return frame.f_locals
-        frame = frame.f_back
-    return None
-
-
-def shows_states() -> bool:
-    """Return whether a calling ``MCMC.run`` shows the kernel each state, as it does for its progress bar."""
-    found = _running()
-    if found is None:
-        return False
-    mcmc = found["self"]
-    is_joint = mcmc.num_chains == 1 or mcmc.chain_method in ("vectorized", "sequential")
-    return mcmc.progress_bar and is_joint
-
-
-def left_out() -> tuple[str, ...]:
-    """Return the sites of which a calling ``MCMC.run`` keeps no draws, by ``extra_fields=("~z.site",)``."""
-    found = _running()
-    return () if found is None else tuple(found.get("remove_sites", ()))
+    return mcmc, tuple(found.get("remove_sites", ()))

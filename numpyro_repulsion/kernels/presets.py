@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from numpyro_repulsion.dynamics import Overdamped, Thermostat, Underdamped
-from numpyro_repulsion.interactions import RBF
+from numpyro_repulsion.interactions import RBF, Independent
 from numpyro_repulsion.kernels.base import ParticleKernel
 
 __all__ = ["SGHMC", "SGHMCR", "SGLD", "SGLDR", "SGNHT", "SGNHTR", "SVGD"]
 
 
 class SGLD(ParticleKernel):
-    r"""Stochastic-gradient Langevin dynamics of L particles in parallel.
+    r"""Stochastic-gradient Langevin dynamics of L particles in parallel, tuned by its warmup.
+
+    It adds to plain SGLD, which is :meth:`plain`: noise that sums to zero over the particles, averaged over two
+    updates; control variates; a preconditioner; centering of hierarchies; and jumps between basins.
 
     :math:`z_i \leftarrow z_i - \epsilon \nabla U(z_i) + \sqrt{2\epsilon}\, \xi_i`, that is ``D = I``, ``Q = 0``, ``Γ =
     0``. As ε → 0 every particle's stationary distribution is the posterior. By default the noise is *balanced*
     (:class:`~numpyro_repulsion.Balanced`: it sums to zero over an ensemble, which does not change the distribution of a
     particle and makes averages over particles far more precise) and averaged over two updates
-    (:class:`~numpyro_repulsion.Overdamped`: a bias of second order in ε). The baseline of Gallego and Ríos Insua (see
-    :class:`SGLDR`) is ``SGLD(model, interaction=Independent(), dynamics=Overdamped(integrator="euler"))``.
-
-    With a single chain this is one plain SGLD chain. All arguments are those of
-    :class:`~numpyro_repulsion.kernels.ParticleKernel`.
+    (:class:`~numpyro_repulsion.Overdamped`: a bias of second order in ε).
 
     **References:**
 
@@ -49,6 +51,18 @@ class SGLD(ParticleKernel):
         (4, 50)
     """
 
+    @classmethod
+    def plain(cls, model: Callable, step_size: float | Callable, **settings) -> SGLD:
+        """Return SGLD as published, a baseline: Euler's method with independent noise and plain minibatches.
+
+        :param model: a NumPyro model.
+        :param step_size: ε, or a schedule of it.
+        :param settings: other arguments, such as ``num_steps``.
+        """
+        given: dict[str, Any] = {"interaction": Independent(), "dynamics": Overdamped("euler"), "gradient": "plain"}
+        given |= {"preconditioner": None, "reparam": None, "moves": False, "step_size": step_size}
+        return cls(model, **(given | settings))
+
 
 class SGLDR(ParticleKernel):
     r"""SGLD with repulsion (SGLD+R): particles that repel each other, with noise that keeps the posterior stationary.
@@ -64,9 +78,8 @@ class SGLDR(ParticleKernel):
     If warmup measures the step, the noise is averaged over two updates (:class:`~numpyro_repulsion.Overdamped`), which
     has less bias for the same step; not with ``moves``, which cannot carry such noise.
 
-    Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
-    those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
-    :class:`~numpyro_repulsion.RBF`.
+    Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. The default
+    interaction is :class:`~numpyro_repulsion.RBF`.
 
     **References:**
 
@@ -100,15 +113,14 @@ class SGLDR(ParticleKernel):
 class SVGD(ParticleKernel):
     r"""Stein variational gradient descent: :class:`SGLDR` with the noise off. An optimizer, not a sampler.
 
-    :math:`Z \leftarrow Z + \epsilon\,(-K \nabla U(Z) + \Gamma)` moves a cloud of particles towards a set of points
+    :math:`Z \leftarrow Z + \epsilon\,(-K \nabla U(Z) + \Gamma)` moves a cloud of particles toward a set of points
     that represents the posterior. The product distribution is *not* stationary; the spread of few particles is too
     small, and successive clouds are not draws. The result is the last cloud:
     :func:`~numpyro_repulsion.to_inference_data` and :func:`~numpyro_repulsion.summary` keep only that one. There is
     no factor ``1/L``. ``step_size`` may be any schedule of optax, and ``dynamics=Descent(...)`` takes the steps of an
     optimizer of optax, such as Adagrad: see :class:`~numpyro_repulsion.Descent`.
 
-    All arguments are those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
-    :class:`~numpyro_repulsion.RBF`.
+    The default interaction is :class:`~numpyro_repulsion.RBF`.
 
     **References:**
 
@@ -142,9 +154,7 @@ class SGHMC(ParticleKernel):
     noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BAOAB, of second order in ε.
     ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of :class:`SGLD`.
 
-    With a single chain this is one plain chain. All arguments are those of
-    :class:`~numpyro_repulsion.kernels.ParticleKernel`; friction, temperature and kinetic energy are those of
-    ``dynamics=Underdamped(...)``.
+    Friction, temperature and kinetic energy are those of ``dynamics=Underdamped(...)``.
 
     **References:**
 
@@ -182,9 +192,8 @@ class SGHMCR(ParticleKernel):
     (:class:`~numpyro_repulsion.Underdamped`). As ε → 0 the stationary distribution of the positions is
     ``∏_i π(z_i)``. The noise is white, so K needs no square root.
 
-    Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
-    those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
-    :class:`~numpyro_repulsion.RBF`.
+    Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. The default
+    interaction is :class:`~numpyro_repulsion.RBF`.
 
     **References:**
 
@@ -221,9 +230,6 @@ class SGNHT(ParticleKernel):
     directions. The noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BADODAB, of
     second order.
 
-    With a single chain this is one plain chain. All arguments are those of
-    :class:`~numpyro_repulsion.kernels.ParticleKernel`.
-
     **References:**
 
     1. *Bayesian Sampling Using Stochastic Gradient Thermostats*, N. Ding, Y. Fang, R. Babbush, C. Chen, R. D. Skeel
@@ -257,9 +263,8 @@ class SGNHTR(ParticleKernel):
     :math:`d\zeta = (\|m\|^2 / d - 1)\, dt / \mu` (:class:`~numpyro_repulsion.Thermostat`). As ε → 0 the stationary
     distribution of the positions is ``∏_i π(z_i)``.
 
-    Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. All arguments are
-    those of :class:`~numpyro_repulsion.kernels.ParticleKernel`; the default interaction is
-    :class:`~numpyro_repulsion.RBF`.
+    Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. The default
+    interaction is :class:`~numpyro_repulsion.RBF`.
 
     **References:**
 

@@ -1,7 +1,9 @@
-"""Requirements: what a run must fulfil, checked before it starts."""
+"""Requirements: what a run must fulfill, checked before it starts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 import warnings
 
 import jax
@@ -12,13 +14,16 @@ from numpyro.infer import MCMC
 from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.checks import device_memory
+from numpyro_repulsion.digests import digest, words
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.kernels.mcmc import jits_arguments, left_out
+from numpyro_repulsion.kernels.bound import Settings
+from numpyro_repulsion.kernels.mcmc import jits_arguments
 from numpyro_repulsion.layout import PARTICLES, check_mesh, num_devices
 from numpyro_repulsion.moves import Move
-from numpyro_repulsion.processes import are_several
+from numpyro_repulsion.processes import agree, are_several, is_spread
+from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.warmup import MIN_WARMUP
 
 __all__ = [
@@ -31,10 +36,77 @@ __all__ = [
     "check_reparam",
     "check_room",
     "check_sweeps",
+    "described",
+    "require_agreement",
     "require_instance",
     "warn_of_copies",
     "warn_of_short_warmup",
 ]
+
+#: Counts of updates at which schedules are evaluated.
+_COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)
+
+
+def described(kernel: Settings, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return the settings of a kernel and the arguments of its model, by name, in a form that JSON can hold."""
+    found = {
+        "kernel": type(kernel).__name__,
+        "step_size": _schedule(kernel.step_size),
+        "preconditioner": kernel.preconditioner if _is_word(kernel.preconditioner) else digest(kernel.preconditioner),
+    }
+    for name in ("interaction", "dynamics", "gradient", "moves", "init_strategy"):
+        found[name] = words(getattr(kernel, name))
+    weight = getattr(kernel.interaction, "weight", None)
+    if callable(weight):
+        found["weight of the interaction"] = _schedule(weight)
+    for name in ("num_steps", "num_ensembles", "reparam"):
+        found[name] = getattr(kernel, name)
+    given = {"args": args, "kwargs": kwargs}
+    for path, leaf in jax.tree.leaves_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows)):
+        value = f"digest {leaf.digest()}" if isinstance(leaf, Rows) else digest(leaf)
+        found[f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}"] = value
+    return found
+
+
+def require_agreement(
+    kernel: Settings,
+    mcmc: MCMC | None,
+    rng_key: jax.Array | None,
+    num_warmup: int,
+    start: Any,
+    args: tuple,
+    kwargs: dict | None,
+    **more: Any,
+) -> None:
+    """Raise ``ValueError``, in all processes of a run, if one of them was given something else.
+
+    :param start: the positions of particles, or a state.
+    :param more: what else decides which programs run; without it, the progress bar does.
+    """
+    # While a program is traced, all values are; run_in_pieces then has asked before.
+    if not are_several() or isinstance(jnp.zeros(()), jax.core.Tracer):
+        return
+    # First what decides which values are compared, and how: a checksum of parts needs all processes.
+    leaves = jax.tree.leaves_with_path((args, kwargs or {}), is_leaf=lambda leaf: isinstance(leaf, Rows))
+    names = [(jax.tree_util.keystr(path), is_spread(getattr(leaf, "source", leaf))) for path, leaf in leaves]
+    agree({"the kernel or the names of the arguments": f"{type(kernel).__name__} {words(kernel.interaction)} {names}"})
+    given = described(kernel, args, kwargs or {})
+    given |= {"the key": digest(rng_key), "num_warmup": num_warmup, "the starts": digest(start)}
+    given["the mesh"] = dict(jax.sharding.get_abstract_mesh().shape)
+    settings = ("num_samples", "thinning", "num_chains", "chain_method", *(() if more else ("progress_bar",)))
+    given |= {name: words(getattr(mcmc, name, None)) for name in settings} | more
+    agree({name: str(value) for name, value in given.items()})
+
+
+def _is_word(value):
+    return value is None or isinstance(value, str)
+
+
+def _schedule(schedule: Callable | Any) -> str:
+    if not callable(schedule):
+        return words(schedule)
+    # Schedules of optax are functions, which do not show their settings.
+    return f"{words(schedule)}: {[float(schedule(jnp.asarray(n))) for n in _COUNTS]}"
 
 
 #: How often programs may hold the arguments of a model, most of them while they are compiled: of 1 GB, 6.2 times on a
@@ -84,16 +156,16 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
     check_mesh(size, num_ensembles)
 
 
-def check_room(target: ModelTarget, mcmc: MCMC | None, size: int) -> None:
+def check_room(target: ModelTarget, mcmc: MCMC | None, size: int, left_out: tuple[str, ...] = ()) -> None:
     """Raise ``ValueError`` for draws that exceed the memory of the device, where ``MCMC.run`` keeps all of them.
 
     :param size: the number of particles.
+    :param left_out: sites of which no draws are kept.
     """
     if mcmc is None:
         return
     kept = jax.eval_shape(target.constrain, target.prototype)
-    if dropped := left_out():
-        kept = {name: site for name, site in kept.items() if name not in dropped}
+    kept = {name: site for name, site in kept.items() if name not in left_out}
     each = sum(site.size * site.dtype.itemsize for site in jax.tree.leaves(kept))
     count = mcmc.num_samples // mcmc.thinning
     # Each device of a mesh has the draws of its particles, or all draws if processes are several; those of a CPU share
@@ -159,7 +231,7 @@ def check_reparam(value: str | None) -> str | None:
     )
 
 
-def check_sweeps(gradient: Gradient | None, dynamics: Dynamics) -> None:
+def check_sweeps(gradient: Gradient | str, dynamics: Dynamics) -> None:
     """Raise ``ValueError`` for sweeps with dynamics that would count their correlated noise as heat."""
     if isinstance(gradient, Sweeps) and not dynamics.allows_sweeps:
         raise ValueError(

@@ -25,7 +25,7 @@ __all__ = ["DENSITY", "DIFFERENCES", "Archive", "ArchiveState"]
 NONE, DIFFERENCES, DENSITY = 0, 1, 2
 #: Below these acceptances, differences replace the density if they do better, and jumps are switched off.
 LEAST_OF_DENSITY, LEAST = 0.1, 0.02
-#: Candidate variances of the density's kernels, in units of T, candidate descents of their centres along the gradient,
+#: Candidate variances of the density's kernels, in units of T, candidate descents of their centers along the gradient,
 #: and the number of points at which these are compared.
 VARIANCES = np.geomspace(1e-3, 4.0, 20)
 DESCENTS = (0.0, 0.5, 0.75, 1.0)
@@ -40,7 +40,7 @@ class ArchiveState(NamedTuple):
     - **number** - the number of filled positions.
     - **source** - the index of each position among all particles of all recorded iterations, ``(C,)``.
     - **scale** - S, with ``S Sᵀ`` about the covariance within a mode over T, ``(d, d)`` or ``(d,)``.
-    - **components** - the archive in use, ``S⁻¹ a_c``, ordered so that neighbours in space are adjacent, ``(C, d)``.
+    - **components** - the archive in use, ``S⁻¹ a_c``, ordered so that neighbors in space are adjacent, ``(C, d)``.
     - **variance** - s², the variance of the density's kernels about the components.
     - **kind** - how particles jump: 0 not at all, 1 by relaxed differences, 2 from the density.
     - **acceptance** - the acceptance of each kind, in the last window of warmup that used it, ``(3,)``.

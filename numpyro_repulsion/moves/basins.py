@@ -31,7 +31,7 @@ class BasinsState(NamedTuple):
     - **origin** - the first followed positions of the C particles, ``(C, d)``, in w.
     - **sums** - the sums of w minus the origin and of its squares, ``(2, C, d)``.
     - **number** - the number of iterations in these sums.
-    - **centre**, **width** - the centres and widths of the components, ``(C, d)`` each.
+    - **center**, **width** - the centers and widths of the components, ``(C, d)`` each.
     - **is_on** - whether warmup found several basins.
     - **tally** - the number of jumps, and the sum of their acceptance probabilities.
     """
@@ -40,7 +40,7 @@ class BasinsState(NamedTuple):
     origin: jax.Array
     sums: jax.Array
     number: jax.Array
-    centre: jax.Array
+    center: jax.Array
     width: jax.Array
     is_on: jax.Array
     tally: tuple[jax.Array, jax.Array]
@@ -75,7 +75,7 @@ class Basins(Move[BasinsState]):
             origin=zero,
             sums=jnp.stack([zero, zero]),
             number=jnp.zeros((), dtype),
-            centre=zero,
+            center=zero,
             width=zero + 1.0,
             is_on=jnp.zeros((), bool),
             tally=(jnp.zeros((), dtype),) * 2,
@@ -121,19 +121,19 @@ class Basins(Move[BasinsState]):
         drawn = uniform(key, (2 * (particles + start.size),), start.dtype)
         chosen, threshold, radius, angle = jnp.split(drawn, (particles, 2 * particles, 2 * particles + start.size))
         radius, angle = radius.reshape(start.shape), angle.reshape(start.shape)
-        index = (chosen.reshape(start.shape[:2]) * len(state.centre)).astype(int)
+        index = (chosen.reshape(start.shape[:2]) * len(state.center)).astype(int)
         noise = jnp.sqrt(-2.0 * jnp.log1p(-radius)) * jnp.cos(2.0 * np.pi * angle)
-        end = state.centre[index] + state.width[index] * noise
+        end = state.center[index] + state.width[index] * noise
         position = change.to_positions(end)
 
         def add(total, coordinate):
-            point, centre, width = coordinate
-            return total - ((point[..., None] - centre) / width) ** 2 / 2.0 - jnp.log(width), None
+            point, center, width = coordinate
+            return total - ((point[..., None] - center) / width) ** 2 / 2.0 - jnp.log(width), None
 
         # One coordinate at a time: basins may be thousands of widths apart, where an expanded square loses precision.
         points = jnp.stack([start, end])
-        nothing = jnp.zeros((*points.shape[:-1], len(state.centre)), points.dtype)
-        terms = lax.scan(add, nothing, (jnp.moveaxis(points, -1, 0), state.centre.T, state.width.T))[0]
+        nothing = jnp.zeros((*points.shape[:-1], len(state.center)), points.dtype)
+        terms = lax.scan(add, nothing, (jnp.moveaxis(points, -1, 0), state.center.T, state.width.T))[0]
         largest = terms.max(-1, keepdims=True)
         at_start, at_end = jnp.log(jnp.sum(jnp.exp(terms - largest), -1)) + largest[..., 0]
         energy, gradient = energy_and_grad(position)

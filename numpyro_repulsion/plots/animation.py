@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.plots.landscape import LEVELS
-from numpyro_repulsion.plots.particles import add_legend, dot_style, set_stage, trail_of
+from numpyro_repulsion.plots.particles import LEVELS, add_legend, dot_style, set_stage, trail_of
 
 __all__ = ["animate_particles"]
 
@@ -71,10 +70,10 @@ def animate_particles(
 
     style = dot_style(stage.points[:, :, 0, 0].size)
     dots, lines = [], []
-    for points, colour, label in zip(stage.points, stage.colours, stage.labels, strict=True):
-        look = {"color": [colour], "label": label, "zorder": 3} | style | kwargs
+    for points, color, label in zip(stage.points, stage.colors, stage.labels, strict=True):
+        look = {"color": [color], "label": label, "zorder": 3} | style | kwargs
         dots.append(stage.ax.scatter(*points[:, 0].T, **look))
-        lines.append(stage.ax.add_collection(trail_of(points[:, :1], colour)))
+        lines.append(stage.ax.add_collection(trail_of(points[:, :1], color)))
     clock = stage.ax.text(0.02, 0.98, "", transform=stage.ax.transAxes, ha="left", va="top", fontsize="small")
     add_legend(stage)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_repulsion.checks import integer, number
-from numpyro_repulsion.plots.style import COLOURS, check_axes, new_axes
+from numpyro_repulsion.plots.draws import COLORS, check_axes, new_axes
 from numpyro_repulsion.predictions import Predictions
 
 __all__ = ["plot_calibration"]
@@ -37,7 +37,7 @@ def plot_calibration(
     - ``"reliability"``, for classes: how often the most probable class is right, against its probability, in bins of
       equally many observations. The legend has the expected calibration error, the mean distance from the diagonal.
 
-    The grey band holds the share ``prob`` of calibrated predictions with as many independent observations; bars of
+    The gray band holds the share ``prob`` of calibrated predictions with as many independent observations; bars of
     ``"reliability"`` are intervals of that share. Call the function again with the same axes to compare.
 
     :param predictions: what :func:`~numpyro_repulsion.predict` returned for data with observations.
@@ -45,7 +45,7 @@ def plot_calibration(
     :param bins: the number of bins of ``"pit"`` and ``"reliability"``.
     :param prob: the share that bands hold, between 0 and 1.
     :param label: the label in the legend.
-    :param color: the colour; ``None`` takes the next of the palette.
+    :param color: the color; ``None`` takes the next of the palette.
     :param ax: axes to draw on; ``None`` makes a figure.
     :return: the axes.
     :raises ImportError: without matplotlib.
@@ -90,7 +90,7 @@ def plot_calibration(
     found = _reliability(predictions, bins) if has_classes else predictions.pit()
     ax = new_axes((4.2, 4.2)) if ax is None else ax
     count = sum(artist.get_gid() == MARK for artist in ax.get_children())
-    color = COLOURS[count % len(COLOURS)] if color is None else color
+    color = COLORS[count % len(COLORS)] if color is None else color
     width = NormalDist().inv_cdf((1.0 + prob) / 2.0)
     if kind == "reliability":
         _draw_reliability(ax, found, width, label, color, is_first=not count)
@@ -141,14 +141,14 @@ def _draw_reliability(ax, found, width, label, color, is_first):
     confidence, right, number = found
     error = float((np.abs(confidence - right) * number).sum() / number.sum())
     # Wilson's interval, which is not empty where all are right.
-    centre = (right + width**2 / (2 * number)) / (1 + width**2 / number)
+    center = (right + width**2 / (2 * number)) / (1 + width**2 / number)
     half = width * np.sqrt(right * (1 - right) / number + width**2 / (4 * number**2)) / (1 + width**2 / number)
     ax.axline((0, 0), slope=1, color="black", linewidth=0.8)
-    ax.vlines(confidence, centre - half, centre + half, color=color, linewidth=1.0)
+    ax.vlines(confidence, center - half, center + half, color=color, linewidth=1.0)
     said = f"{label}: " if label is not None else ""
     name = f"{said}calibration error {error:.3f}"
     ax.plot(confidence, right, "o-", color=color, markersize=4, linewidth=1.2, label=name, gid=MARK)
-    low = min(confidence.min(), (centre - half).min()) - 0.03
+    low = min(confidence.min(), (center - half).min()) - 0.03
     low = max(0.0, low if is_first else min(low, ax.get_xlim()[0]))
     ax.set(xlim=(low, 1.01), ylim=(low, 1.01))
     ax.set(xlabel="probability of the most probable class", ylabel="share in which it is right")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import itertools
 from typing import Any, NamedTuple
 
@@ -14,7 +15,60 @@ from numpyro_repulsion.diagnostics import num_independent
 from numpyro_repulsion.inference_data import named_draws
 from numpyro_repulsion.kernels import ParticleKernel, coupling_of, require_draws
 
-__all__ = ["Draws", "choose_iterations", "listed", "read_draws"]
+__all__ = [
+    "COLORS",
+    "Draws",
+    "check_axes",
+    "choose_iterations",
+    "ensemble_colors",
+    "listed",
+    "new_axes",
+    "read_draws",
+    "require_pyplot",
+]
+
+#: Those of Okabe and Ito's colors, which color-blind readers can tell apart, that are legible on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def require_pyplot() -> Any:
+    """Return ``matplotlib.pyplot``, or raises an ``ImportError`` that says how to install it."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            'Plots need matplotlib: install it, or this package with its extra "plots", '
+            'pip install "numpyro-repulsion[plots]".'
+        ) from error
+    return plt
+
+
+def check_axes(ax: Any) -> None:
+    """Raise ``TypeError`` for anything but axes or ``None``, and ``ImportError`` without matplotlib."""
+    plt = require_pyplot()
+    if ax is not None and not isinstance(ax, plt.Axes):
+        raise TypeError(f"`ax` must be axes of matplotlib, such as from plt.subplots(); got {type(ax).__name__}.")
+
+
+def new_axes(size: tuple[float, float]) -> Any:
+    """Return axes in a figure of this size in inches."""
+    ax = require_pyplot().subplots(figsize=size, layout="constrained")[1]
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def ensemble_colors(count: int, colors: str | Sequence[Any] | None = None) -> list[Any]:
+    """Return a color for each ensemble: those given, or the palette's, or a scale's if the palette has too few."""
+    if isinstance(colors, str):
+        return [colors] * count
+    if colors is not None:
+        if len(colors) != count:
+            raise ValueError(f"`colors` must be one color, or one for each of {count} ensembles; got {len(colors)}.")
+        return list(colors)
+    if count <= len(COLORS):
+        return list(COLORS[:count])
+    scale = require_pyplot().get_cmap("viridis")
+    return [scale(0.9 * i / (count - 1)) for i in range(count)]
 
 
 class Draws(NamedTuple):
@@ -137,14 +191,13 @@ def _of_run(mcmc):
     require_draws(mcmc)
     samples = mcmc.get_samples(group_by_chain=True)
     kernel = mcmc.sampler
-    # Each chain of another kernel, or run one by one, is an ensemble.
+    # Each chain of another kernel is an ensemble.
     count = independent = mcmc.num_chains
     is_sampler = True
     if isinstance(kernel, ParticleKernel):
         is_sampler = kernel.dynamics.is_sampler
-        if not np.ndim(mcmc.last_state.num_updates):
-            count = kernel.num_ensembles
-            _, independent = coupling_of(mcmc)
+        count = kernel.num_ensembles
+        _, independent = coupling_of(mcmc)
     draws = _checked(named_draws(samples), count, independent)
     is_array = not isinstance(samples, dict) and draws.coordinates.keys() == {"z"}
     return draws._replace(thinning=mcmc.thinning, is_sampler=is_sampler, is_array=is_array)

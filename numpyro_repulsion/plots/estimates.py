@@ -13,8 +13,7 @@ import numpy as np
 
 from numpyro_repulsion.checks import number
 from numpyro_repulsion.diagnostics import ensemble_mcse
-from numpyro_repulsion.plots.draws import read_draws
-from numpyro_repulsion.plots.style import COLOURS, check_axes, new_axes
+from numpyro_repulsion.plots.draws import COLORS, check_axes, new_axes, read_draws
 
 __all__ = ["plot_running_estimates"]
 
@@ -60,7 +59,7 @@ def plot_running_estimates(
     :param prob: the share that the band holds, between 0 and 1.
     :param num_ensembles: as for :func:`plot_particles`.
     :param label: the label of the line in the legend.
-    :param color: the colour of the line and the band; ``None`` takes the next of the palette.
+    :param color: the color of the line and the band; ``None`` takes the next of the palette.
     :param ax: axes to draw on; ``None`` makes a figure.
     :param kwargs: passed to ``Axes.plot`` for the line.
     :return: the axes.
@@ -107,7 +106,7 @@ def plot_running_estimates(
         low, high = middle - half, middle + half
     ax = new_axes((6.0, 3.6)) if ax is None else ax
     if color is None:
-        color = COLOURS[sum(line.get_gid() == MARK for line in ax.lines) % len(COLOURS)]
+        color = COLORS[sum(line.get_gid() == MARK for line in ax.lines) % len(COLORS)]
     ax.plot(x, middle, **{"color": color, "label": label, "gid": MARK, "linewidth": 1.5, "zorder": 3} | kwargs)
     ax.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
     if truth is not None:

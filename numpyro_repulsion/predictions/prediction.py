@@ -22,9 +22,8 @@ from numpyro_repulsion.checks import integer
 from numpyro_repulsion.gradients import ModelTarget, check_values, compiled
 from numpyro_repulsion.inference_data import visible
 from numpyro_repulsion.kernels import bound_of, chosen_draws, is_warmup, kernel_of, require_draws
-from numpyro_repulsion.kernels.hints import hinting
+from numpyro_repulsion.kernels.bound import hinting
 from numpyro_repulsion.predictions.mixture import Predictions
-from numpyro_repulsion.rows import Rows
 
 __all__ = ["predict"]
 
@@ -110,7 +109,7 @@ def predict(
     with hinting(kernel.model, args, kwargs):
         target = ModelTarget(model, args, kwargs)
         model.draws = True
-        check_values(args, kwargs, kinds=(Rows,))
+        check_values(args, kwargs, of_rows=True)
         kept = _Sums(site, _observed(target, site, model.drawn, jax.tree.map(lambda x: x[0], draws)))
 
     def of_draw(target, number, draw):

@@ -97,7 +97,7 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     """
     attributes = posterior.attrs
     findings = _of_warmup(attributes)
-    flagged = int(attributes.get("num_divergences", 0))
+    flagged = int(attributes.get("num_flagged_updates", 0))
     share = float(attributes.get("share_flagged", 0.0))
     if flagged:
         is_measured = attributes.get("step_size_measured") == "true"
@@ -171,26 +171,29 @@ def _of_bias(bias, share, attributes):
 
 def _of_strays(posterior):
     """Return a finding about particles that have left the others or stand still."""
-    if "strayed" not in posterior.coords or not (strayed := np.atleast_1d(posterior["strayed"].values)).any():
+    if (
+        "diverged_chains" not in posterior.coords
+        or not (diverged := np.atleast_1d(posterior["diverged_chains"].values)).any()
+    ):
         return []
-    names = np.atleast_1d(posterior["chain"].values)[strayed]
+    names = np.atleast_1d(posterior["chain"].values)[diverged]
     some = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
     message = (
-        f"{len(names)} of {strayed.size} particles (chain {some}) have left the others for places of far higher "
+        f"{len(names)} of {diverged.size} particles (chain {some}) have left the others for places of far higher "
         "energy, or stand still; all figures include them."
     )
     remedy = "Leave them out by summary(..., exclude_diverged=True), and run again with a shorter step."
-    if strayed.mean() > 0.25:
+    if diverged.mean() > 0.25:
         message = (
-            f"{len(names)} of {strayed.size} particles (chain {some}) have far higher energies than the others, or "
+            f"{len(names)} of {diverged.size} particles (chain {some}) have far higher energies than the others, or "
             "come from there: they have not arrived at the posterior, or have left it; all figures include them."
         )
         remedy = (
             "Raise `num_warmup`, or start nearer to the posterior, for example with init_from_guide(guide, params)."
         )
-    if strayed.all():
+    if diverged.all():
         message = (
-            f"All {strayed.size} particles stand still, are not finite, or still come down from far higher energies, "
+            f"All {diverged.size} particles stand still, are not finite, or still come down from far higher energies, "
             "as from starts far away from where the data are, so the draws are no sample of the posterior."
         )
         remedy = (
@@ -198,7 +201,7 @@ def _of_strays(posterior):
             "init_around(values) or init_strategy=numpyro.infer.init_to_uniform(radius=0.1); and check that the "
             "density is smooth and proper."
         )
-    return [Finding("strayed", "error", float(len(names)), message, remedy)]
+    return [Finding("diverged_chains", "error", float(len(names)), message, remedy)]
 
 
 def _of_widths(posterior):

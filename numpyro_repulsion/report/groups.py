@@ -31,7 +31,7 @@ class _Pair(NamedTuple):
 def group_findings(posterior: Any, slow: dict[str, bool]) -> list[Finding]:
     """Return findings about groups of effects whose scale, or whose effects, have not mixed.
 
-    - ``noncentred``: a scale falls as its effects grow, because the data determine their product.
+    - ``noncentered``: a scale falls as its effects grow, because the data determine their product.
     - ``few_levels``: the effects follow their scale, which few levels hardly determine.
 
     :param posterior: the draws, a dataset.
@@ -46,13 +46,13 @@ def group_findings(posterior: Any, slow: dict[str, bool]) -> list[Finding]:
         names = ", ".join(f"{pair.effects} (with {pair.scale})" for pair in products)
         findings.append(
             Finding(
-                "noncentred",
+                "noncentered",
                 "error",
                 worst.correlation,
                 f"The data determine products of a scale and its effects, not the effects themselves: {names}. "
                 "Particles cannot move along such a ridge.",
-                f"Write these effects centred, as in numpyro.sample({worst.effects!r}, dist.Normal(0, {worst.scale})), "
-                "and drop the product.",
+                f"Write these effects centered, numpyro.sample({worst.effects!r}, dist.Normal(0, {worst.scale})), and "
+                "drop the product.",
             )
         )
     if few:

@@ -27,7 +27,9 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
 
     Effective sample sizes and standard errors are those for interacting particles,
     :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, instead of ArviZ's for
-    independent chains. ``r_hat`` compares particles; runs of several ensembles also have a column ``nested_r_hat``.
+    independent chains. ``ess_mean`` takes the place of ArviZ's ``ess_bulk``: the number of independent draws whose mean
+    would be as precise. It exceeds the number of draws where noise cancels between particles, as by default. ``r_hat``
+    compares particles; runs of several ensembles also have a column ``nested_r_hat``.
     The printed text is :func:`~numpyro_repulsion.diagnose` of the variables, chains and draws in the table.
 
     For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) the table describes the last cloud, without the
@@ -35,7 +37,7 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
 
     :param run: an ``MCMC`` that has run with a kernel of this package, or its result from :func:`to_inference_data`.
     :param exclude_diverged: whether to leave out particles that have left the others or stand still, the chains with
-        the coordinate ``strayed`` of :func:`to_inference_data`.
+        the coordinate ``diverged_chains`` of :func:`to_inference_data`.
     :param kwargs: passed to ``arviz.summary``.
     :return: a pandas DataFrame.
     :raises TypeError: for any other ``run``.
@@ -84,11 +86,15 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
 
 def _kept(posterior, coords):
     """Return the coordinates to select, without the chains of particles that have left or stand still."""
-    strayed = posterior["strayed"].values if "strayed" in posterior.coords else np.zeros(posterior.sizes["chain"], bool)
-    if not strayed.any():
+    diverged = (
+        posterior["diverged_chains"].values
+        if "diverged_chains" in posterior.coords
+        else np.zeros(posterior.sizes["chain"], bool)
+    )
+    if not diverged.any():
         return coords
     asked = posterior["chain"].sel(chain=coords["chain"]) if "chain" in coords else posterior["chain"]
-    kept = set(posterior["chain"].values[~strayed].tolist())
+    kept = set(posterior["chain"].values[~diverged].tolist())
     chosen = [chain for chain in np.atleast_1d(asked.values).tolist() if chain in kept]
     if not chosen:
         raise ValueError(
@@ -137,6 +143,10 @@ def _put_ensembles_in(table, variables, posterior, round_to):
             table[name] = values.round(0 if name.startswith("ess") else round_to)
         else:
             table[name] = values
+    # It is no bulk ESS of ArviZ.
+    table.rename(columns={"ess_bulk": "ess_mean"}, inplace=True)
+    if shown and "ess_bulk" in shown:
+        shown["ess_mean"] = shown.pop("ess_bulk")
 
 
 def _variable(label, posterior):

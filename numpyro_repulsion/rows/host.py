@@ -7,19 +7,128 @@ from copy import copy
 from functools import reduce
 import hashlib
 import mmap
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.digests import digest, has_parts
+from numpyro_repulsion.layout import ROWS, num_devices
 from numpyro_repulsion.processes import IN_ALL, are_several, is_spread
-from numpyro_repulsion.rows.contents import Contents, lost
-from numpyro_repulsion.rows.primitive import TAKE_ROWS
 from numpyro_repulsion.rows.shards import Shards
 
-__all__ = ["Rows"]
+__all__ = [
+    "TAKE_ROWS",
+    "Contents",
+    "Rows",
+    "count_nan",
+    "host_rows",
+    "losses",
+    "lost",
+    "share_rows",
+]
+
+#: Types that JAX narrows to 32 bits, unless it has 64 enabled.
+WIDE = ("int64", "uint64", "float64", "complex128")
+
+
+class Contents(NamedTuple):
+    """How many numbers are NaN, how many a mask of ``numpy.ma`` hides, and the range of the finite ones and of 0."""
+
+    num_nan: int = 0
+    num_masked: int = 0
+    least: Any = 0
+    greatest: Any = 0
+
+    @staticmethod
+    def of(array: Any) -> Contents:
+        """Return the contents of an array in memory, without the range unless its type is wide."""
+        is_inexact, is_wide = jnp.issubdtype(array.dtype, jnp.inexact), array.dtype.name in WIDE
+        if is_spread(array):
+            with jax.ensure_compile_time_eval():
+                return Contents(int(jnp.isnan(array).sum()) if is_inexact else 0)
+        num_masked = int(np.sum(np.ma.getmask(array)))
+        array = np.asarray(array) if is_inexact or is_wide else np.zeros(0)
+        array = np.abs(array) if array.dtype.kind == "c" else array
+        counts = int(np.isnan(array).sum()) if is_inexact else 0, num_masked
+        if not is_wide:
+            return Contents(*counts)
+        finite = np.isfinite(array) if is_inexact else True
+        return Contents(*counts, array.min(initial=0, where=finite).item(), array.max(initial=0, where=finite).item())
+
+    def join(self, other: Contents) -> Contents:
+        """Return the contents of two blocks."""
+        counts = self.num_nan + other.num_nan, self.num_masked + other.num_masked
+        return Contents(*counts, min(self.least, other.least), max(self.greatest, other.greatest))
+
+    def losses(self, dtype: np.dtype) -> str:
+        """Return, in words, what JAX would lose of numbers of this type in silence; empty if nothing but digits."""
+        if self.num_masked:
+            return (
+                f"has {self.num_masked} masked entries of numpy.ma, and without their mask they would count as data. "
+                "Remove these rows; or pass x.filled(0), and the mask as another argument, for numpyro.handlers.mask."
+            )
+        narrow = jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")) if dtype.name in WIDE else dtype
+        if narrow.itemsize == dtype.itemsize:
+            return ""
+        limits: Any = np.iinfo(narrow) if narrow.kind in "iu" else np.finfo(narrow)
+        first, last = (x if isinstance(x, int) else x.item() for x in (limits.min, limits.max))
+        value, limit = (self.greatest, last) if self.greatest > last else (self.least, first)
+        if first <= value <= last:
+            return ""
+        return (
+            f"has the value {value}, and JAX turns {dtype} into {narrow}, which ends at {limit}: it would compute with "
+            "another number and not say so. Number ids from 0, np.unique(x, return_inverse=True)[1]; measure in "
+            'another unit; or enable double precision first, jax.config.update("jax_enable_x64", True).'
+        )
+
+
+def lost(array: Any) -> str:
+    """Return `Contents.losses` of an array in memory, at which it looks only if there may be some."""
+    may_be = isinstance(array, np.ma.MaskedArray) or (array.dtype.name in WIDE and jnp.result_type(float).itemsize < 8)
+    return Contents.of(array).losses(array.dtype) if may_be else ""
+
+
+class Source(Protocol):
+    """Rows on the host."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def read(self, rows: np.ndarray) -> np.ndarray: ...
+
+
+def _taken(rows, source: Source):
+    return jax.core.ShapedArray((*rows.shape, *source.shape[1:]), source.dtype)
+
+
+def _from_host(rows, source: Source):
+    output = jax.ShapeDtypeStruct((*rows.shape, *source.shape[1:]), source.dtype)
+    found = jax.pure_callback(lambda rows: source.read(np.asarray(rows)), output, rows)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}:
+        # One device calls back; the result of a program may not stay with it alone.
+        found = jax.lax.with_sharding_constraint(found, jax.sharding.PartitionSpec())
+    return found
+
+
+def _batched(arguments, axes, source: Source):
+    return TAKE_ROWS.bind(jnp.moveaxis(arguments[0], axes[0], 0), source=source), 0
+
+
+#: ``rows -> source[rows]``: to the analysis of models it is what `gather` is for arrays.
+TAKE_ROWS = Primitive("take_rows")
+TAKE_ROWS.def_impl(lambda rows, source: jnp.asarray(source.read(np.asarray(rows))))
+TAKE_ROWS.def_abstract_eval(_taken)
+batching.primitive_batchers[TAKE_ROWS] = _batched
+mlir.register_lowering(TAKE_ROWS, mlir.lower_fun(_from_host, multiple_results=False))
+
 
 #: Passes over all rows read about this many bytes at once.
 BLOCK_BYTES = 1 << 26
@@ -295,3 +404,31 @@ def _blocks(rows: np.ndarray) -> list[tuple[int, int]] | None:
         return None
     first = flat[np.append(0, ends[:-1])]
     return list(zip(first.tolist(), (flat[ends - 1] + 1).tolist(), strict=True))
+
+
+def host_rows(tree) -> list[Rows]:
+    """Return the `Rows` in a pytree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Rows))
+    return [leaf for leaf in leaves if isinstance(leaf, Rows)]
+
+
+def share_rows(rows: list[Rows], block_size: int) -> None:
+    """Put `Rows` on the devices of the mesh of ``jax.set_mesh``, each its share, if the mesh has an axis of rows."""
+    if not rows or num_devices(ROWS) == 1:
+        return
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:
+        return  # While a program is traced, they are there already.
+    for one in rows:
+        one.share(mesh, block_size)
+
+
+def count_nan(array: Any) -> int:
+    """Return how many numbers of an array or of `Rows` are NaN."""
+    return (array.contents() if isinstance(array, Rows) else Contents.of(array)).num_nan
+
+
+def losses(array: Any) -> str:
+    """Return, in words, what JAX would lose of an array or of `Rows` in silence; empty if nothing but digits."""
+    return array.contents().losses(np.dtype(array.source.dtype)) if isinstance(array, Rows) else lost(array)

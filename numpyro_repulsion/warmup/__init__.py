@@ -23,7 +23,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     -----------------+-------------------------------+----------------+---------------------+---------
     update_symptoms  |                               |                |   D    D   ...   D  |
     update_arrival   |              R    R    R      |  (R)  (R)  (R) |  (R)  (R)  ...      |
-    update_centring  |                            Y  |   Y            |                     |
+    update_centering  |                            Y  |   Y            |                     |
     update_reference |                            X  |   X    X    X  |                     |
     update_scales    |   S    C    C    C    C    C  |   C    C    C  |                     |
        by curvature  |                       B    B  |   B    B    B  |                     |
@@ -34,7 +34,7 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
     D  updates the direction of largest variance (sums grow in every iteration of settling; with minibatches only at 650
        to 800 and at 1000)
     R  moves lost particles to others; with minibatches also after the arrival
-    Y  other shares by which hierarchical sites are centred, if they differ much, with new diagonal scales
+    Y  other shares by which hierarchical sites are centered, if they differ much, with new diagonal scales
     X  moves the common reference to the mean of the window; each particle's own reference moves at 250 only
     S  new diagonal scales; C also new correlations, if the scales are dense
     B  with minibatches, and for scales of low rank from 250 on: new scales from the mean curvature of U over the cloud
@@ -55,41 +55,48 @@ learner              file             reads                                     
 ===================  ===============  ========================================  ========================================
 update_symptoms      diagnosis.py     positions, gradients, scales              symptoms
 update_arrival       arrival.py       energies, gradients                       arrival; positions of lost particles
-update_centring      centring.py      curvature of hierarchical sites           scales; the cloud in the new coordinates
-update_reference     reference.py     moments of the scales, or positions       reference
+update_centering     centering.py     curvature of hierarchical sites           scales; the cloud in the new coordinates
+update_reference     step_size.py     moments of the scales, or positions       reference
 update_scales        scales.py        positions, gradients; or curvature and    scales; the cloud in the new coordinates
                                       noise (hessian.py)
 update_bandwidth     bandwidth.py     positions, bias of the step               bandwidth
 update_step_size     step_size.py     curvature and noise (curvature.py), and   step; whether the reference is in use
                                       what the other learners wrote
-update_prolongation  prolongation.py  the noise with and without control        arrival, scales, reference; the cloud in
+update_prolongation  arrival.py       the noise with and without control        arrival, scales, reference; the cloud in
                                       variates                                  the new coordinates
 ===================  ===============  ========================================  ========================================
 
-The kernels add learners of jumps (``kernels/learners.py``). The last state gives the diagnosis (``diagnosis.py``).
+The kernels add learners of jumps (``kernels/iteration.py``). The last state gives the diagnosis (``diagnosis.py``).
 """
 
-from numpyro_repulsion.warmup.adam import Adam, descend, svgd_direction
-from numpyro_repulsion.warmup.arrival import NUM_DEVIATIONS, arrive, left_behind, rescue, update_arrival
+from numpyro_repulsion.warmup.adam import Adam, Surroundings, descend, svgd_direction
+from numpyro_repulsion.warmup.arrival import (
+    NUM_DEVIATIONS,
+    arrive,
+    left_behind,
+    most_late_iterations,
+    rescue,
+    update_arrival,
+    update_prolongation,
+)
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
-from numpyro_repulsion.warmup.centring import MIN_PARTICLES, update_centring
+from numpyro_repulsion.warmup.centering import MIN_PARTICLES, update_centering
 from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 from numpyro_repulsion.warmup.diagnosis import MIN_WARMUP, WarmupDiagnosis, diagnose_warmup, update_symptoms
-from numpyro_repulsion.warmup.learning import Learner, Sampler, warmup_update
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
-from numpyro_repulsion.warmup.prolongation import most_late_iterations, update_prolongation
-from numpyro_repulsion.warmup.reference import update_reference
 from numpyro_repulsion.warmup.scales import update_scales
 from numpyro_repulsion.warmup.state import (
     ArrivalState,
     JumpsState,
+    Learner,
+    Sampler,
     ScalesState,
     StepState,
     WarmupPlan,
     WarmupState,
+    warmup_update,
 )
-from numpyro_repulsion.warmup.step_size import update_step_size
-from numpyro_repulsion.warmup.surroundings import Surroundings
+from numpyro_repulsion.warmup.step_size import update_reference, update_step_size
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Stage
 
@@ -136,7 +143,7 @@ __all__ = [
     "shrink",
     "summarize_curvature",
     "svgd_direction",
-    "update_centring",
+    "update_centering",
     "update_prolongation",
     "warmup_update",
 ]
@@ -147,7 +154,7 @@ __all__ = [
 LEARNERS: tuple[Learner, ...] = (
     update_symptoms,
     update_arrival,
-    update_centring,
+    update_centering,
     update_reference,
     update_scales,
     update_bandwidth,

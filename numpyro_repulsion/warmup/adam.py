@@ -11,9 +11,60 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import EnergyAndGrad, select
 from numpyro_repulsion.interactions import RBF, median_bandwidth
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.shapes import Count, Number, Numbers, Vector, Vectors
+from numpyro_repulsion.shapes import Count, Flags, Number, Numbers, Scalar, Vector, Vectors
 
-__all__ = ["Adam", "descend", "first_rates", "svgd_direction"]
+__all__ = [
+    "Adam",
+    "Surroundings",
+    "descend",
+    "first_rates",
+    "svgd_direction",
+]
+
+
+class Surroundings(NamedTuple):
+    """Sums of energies and squared gradients of each particle over a window; they estimate nearby posterior mass.
+
+    - **number** - iterations in the window.
+    - **energy** - the sum of U, ``(G, L)``.
+    - **square** - the sum of the squared whitened gradient, ``(G, L, d)``.
+    """
+
+    number: Scalar
+    energy: Numbers
+    square: Vectors
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype) -> Surroundings:
+        """Return empty sums for particles ``(G, L, d)``."""
+        return Surroundings(jnp.zeros((), dtype), jnp.zeros(shape[:2], dtype), jnp.zeros(shape, dtype))
+
+    def add(self, energy: Numbers, gradient: Vectors) -> Surroundings:
+        """Return the sums with one more iteration."""
+        return Surroundings(self.number + 1.0, self.energy + energy, self.square + gradient**2)
+
+    def is_lost(self) -> Flags:
+        """Return which particles, ``(G, L)``, have almost no posterior mass around them compared with the best one.
+
+        In a basin of curvature H, the mean of U is its minimum plus ``d/2`` and the mean of ``g gᵀ`` is H. So the basin
+        holds a posterior mass of ``exp(−E U) |E g gᵀ|^(−1/2)``, up to a constant. Energy alone would prefer narrow
+        basins, such as the neck of a funnel. ``E g gᵀ`` has two estimates: one width per coordinate overestimates the
+        mass around a particle that has not moved; one width for all coordinates underestimates a basin that is narrow
+        in some of them. A particle is lost only if it is far behind by both.
+        """
+        number, dimension = jnp.maximum(self.number, 1.0), self.square.shape[-1]
+        energy, square = self.energy / number, self.square / number
+        smallest = jnp.finfo(square.dtype).tiny
+        log_weights = (
+            -energy - 0.5 * jnp.sum(jnp.log(square + smallest), -1),
+            -energy - 0.5 * dimension * jnp.log(jnp.mean(square, -1) + smallest),
+        )
+        lost = jnp.ones(energy.shape, bool)
+        for log_weight in log_weights:
+            best = jnp.nanmax(jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf))
+            lost &= ~(log_weight >= best - 10.0 - 2.0 * dimension**0.5)
+        return lost
+
 
 #: Decay rates of the means of gradients and of their squares. The latter forgets the gradients at the starts, which may
 #: be thousands of times longer, within the arrival.
@@ -21,11 +72,8 @@ DECAYS = (0.9, 0.995)
 #: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the fastest
 #: that do not overshoot lead, and the others are moved to them.
 RATES = (0.01, 0.1)
-#: The rate of all particles if the arrival is prolonged, because those that share gradients must keep pace, ...
+#: The rate of all particles if the arrival is prolonged, because those that share gradients must keep pace.
 LATE_RATE = 0.07
-#: ... and the temperature of the noise then. Sites are standardized there, so that densities have no necks, and noise
-#: would only delay the particles.
-LATE_TEMPERATURE = 0.0
 #: The median distance is that of so many particles of a group, because there are that many squared distances.
 MOST_COMPARED = 100
 #: A coordinate whose mean gradient exceeds this share of the root mean square gradient is far from where it belongs,

@@ -14,8 +14,7 @@ from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Count, Number, Scalar, Vectors
 from numpyro_repulsion.warmup.curvature import measure_steepness
-from numpyro_repulsion.warmup.learning import Sampler
-from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["Gains", "best_bandwidth", "gains", "next_bandwidth", "update_bandwidth"]
@@ -127,7 +126,7 @@ def update_bandwidth(
 ) -> tuple[WarmupState, Cloud]:
     """Update the bandwidth in every iteration until the scales are frozen, then only at the ends of windows.
 
-    A cloud may shrink by a large factor while it moves. With an old bandwidth, all particles would be neighbours, and
+    A cloud may shrink by a large factor while it moves. With an old bandwidth, all particles would be neighbors, and
     the step would be too long for the largest eigenvalue of such a K.
     """
     del key

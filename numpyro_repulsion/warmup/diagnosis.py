@@ -13,8 +13,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.findings import LARGE_BIAS, Finding
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Count, Flag, Scalar
-from numpyro_repulsion.warmup.learning import Sampler
-from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["MIN_WARMUP", "WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]
@@ -24,7 +23,7 @@ MIN_WARMUP = 50
 #: With fewer effective draws, the posterior's variances are not known to a tenth.
 MIN_EFFECTIVE_DRAWS = 200.0
 #: The typical curvature times the largest variance is 1 for a Gaussian in whitened coordinates, at most 10 for the
-#: small posteriors that come out right, and 66 or more for the centred eight schools.
+#: small posteriors that come out right, and 66 or more for the centered eight schools.
 MAX_CONDITION = 40.0
 #: The curvature at the stiffest particle over the typical one is at most 13 for posteriors that come out right.
 MAX_CURVATURE_RATIO = 25.0

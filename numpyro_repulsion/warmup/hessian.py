@@ -209,7 +209,7 @@ def shrink_noisy_directions(covariance: Matrix, num_draws: int, allowed: Scalar)
     """Return S, lower triangular, that rescales noisy directions until their gradient noise is at most the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
-    ratios of the directions matter, so the least noisy one keeps its scale. The eigenvalues move towards their mean by
+    ratios of the directions matter, so the least noisy one keeps its scale. The eigenvalues move toward their mean by
     the oracle approximating shrinkage (Chen, Wiesel, Eldar and Hero, 2010), because an estimate from few draws spreads
     those of equal noise by a factor of ten.
 

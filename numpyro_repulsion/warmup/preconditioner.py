@@ -27,13 +27,13 @@ class Preconditioner(NamedTuple):
     c changes no dynamics, but keeps u of order one, as single precision needs.
 
     - **scale** - S or D.
-    - **centre** - c, ``(d,)``.
+    - **center** - c, ``(d,)``.
     - **vectors** - V, ``(d, k)``; ``None`` unless S is of low rank plus diagonal.
     - **stretch** - the diagonal of F, ``(k,)``, above -1.
     """
 
     scale: Scale | None = None
-    centre: Vector | None = None
+    center: Vector | None = None
     vectors: Directions | None = None
     stretch: OtherVector | None = None
 
@@ -46,8 +46,8 @@ class Preconditioner(NamedTuple):
 
     def whiten(self, z: Vectors) -> Vectors:
         """Return u for positions z, ``(..., d)``."""
-        if self.centre is not None:
-            z = z - self.centre
+        if self.center is not None:
+            z = z - self.center
         if self.scale is None:
             return z
         if self.scale.ndim == 1:
@@ -58,7 +58,7 @@ class Preconditioner(NamedTuple):
         """Return z for whitened positions u, ``(..., d)``."""
         if self.scale is not None:
             u = self._stretch(u) * self.scale if self.scale.ndim == 1 else matmul(u, self.scale.T)
-        return u if self.centre is None else self.centre + u
+        return u if self.center is None else self.center + u
 
     def whiten_gradient(self, gradient: Vectors) -> Vectors:
         """Return the gradient with respect to u, ``Sᵀ ∇_z U``, from gradients ``(..., d)`` with respect to z."""
@@ -84,7 +84,7 @@ class Preconditioner(NamedTuple):
         if self.scale is None or self.kind == "diagonal":
             return u, gradient
         unit = self.lengths()
-        positions = self._replace(centre=None).to_positions(u)
+        positions = self._replace(center=None).to_positions(u)
         return positions / unit, self.unwhiten_gradient(gradient) * unit
 
     def compose(self, change: Preconditioner) -> Preconditioner:
@@ -92,10 +92,10 @@ class Preconditioner(NamedTuple):
 
         Of low rank plus diagonal, S must have no stretch yet, and S' is diagonal.
         """
-        if self.scale is None or change.scale is None or change.centre is None:
-            raise ValueError("Both changes of variables need a `scale`, and the second a `centre`; got None.")
+        if self.scale is None or change.scale is None or change.center is None:
+            raise ValueError("Both changes of variables need a `scale`, and the second a `center`; got None.")
         scale = self.scale * change.scale if self.scale.ndim == 1 else matmul(self.scale, change.scale)
-        return self._replace(scale=scale, centre=self.to_positions(change.centre))
+        return self._replace(scale=scale, center=self.to_positions(change.center))
 
     def _stretch(self, x, inverse=False):
         """Multiply by ``I + V F Vᵀ`` or its inverse, which has the same form."""
@@ -121,16 +121,16 @@ def first_scale(z: List, gradient: List, kind: str) -> Preconditioner:
         its gradient.
     :param kind: that of the scales, ``"dense"``, ``"low_rank"`` or ``"diagonal"``.
     """
-    centre = jnp.nanmedian(z, 0)
-    spread = jnp.nanmedian(jnp.abs(z - centre), 0)
+    center = jnp.nanmedian(z, 0)
+    spread = jnp.nanmedian(jnp.abs(z - center), 0)
     slope = jnp.nanmedian(jnp.where(jnp.isfinite(gradient), jnp.abs(gradient), jnp.nan), 0)
     scale = jnp.where(spread > 0, jnp.sqrt(spread / slope), 1.0 / slope)
     scale = jnp.where(jnp.isfinite(scale), scale, 1.0)
     scale = jnp.clip(scale, *FIRST_SCALES).astype(z.dtype)
     if kind == "low_rank":
         nothing = jnp.zeros((len(scale), min(RANK, len(scale))), z.dtype)
-        return Preconditioner(scale, centre, nothing, nothing[0])
-    return Preconditioner(jnp.diag(scale) if kind == "dense" else scale, centre)
+        return Preconditioner(scale, center, nothing, nothing[0])
+    return Preconditioner(jnp.diag(scale) if kind == "dense" else scale, center)
 
 
 def inverse_root(covariance: Scale) -> Scale:
@@ -181,8 +181,8 @@ class Moments(NamedTuple):
 
         def merge(mean, scatter, x):
             # Merge two batches of central moments, because raw sums of squares would cancel.
-            centre = x.mean(0)
-            offset, x = centre - mean, x - centre
+            center = x.mean(0)
+            offset, x = center - mean, x - center
             weight = self.number * added / count
             if scatter.ndim == 1:
                 return mean + offset * added / count, scatter + jnp.sum(x**2, 0) + weight * offset**2

@@ -22,9 +22,8 @@ from numpyro_repulsion.warmup.hessian import (
     shrink_noisy_directions,
     whitening,
 )
-from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, Stage
 
 __all__ = ["update_scales", "wide_direction"]
@@ -155,8 +154,8 @@ def _low_rank(key, stage, warmup, cloud, sampler):
         # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
         nothing = jnp.zeros_like(old.vectors), jnp.ones_like(old.stretch)
         vectors, values = lax.cond(is_prolonged, lambda: nothing, along_directions)
-    centre = old.to_positions(warmup.moments.position)
-    change = Preconditioner(scale, centre, vectors, values**-0.5 - 1.0)
+    center = old.to_positions(warmup.moments.position)
+    change = Preconditioner(scale, center, vectors, values**-0.5 - 1.0)
     cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
     # Variances along coordinates do not determine those along the new directions, which are about one.
     known = warmup.moments

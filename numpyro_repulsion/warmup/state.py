@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.gradients import Centring, Reference
+from numpyro_repulsion.gradients import CenteredTarget, Centering, Recovered, Reference
+from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors, Words
-from numpyro_repulsion.warmup.adam import LATE_RATE, LATE_TEMPERATURE, Adam, first_rates
-from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
+from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
+from numpyro_repulsion.warmup.curvature import UNKNOWN, CorrectableEnergyAndGrad, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.surroundings import Surroundings
 from numpyro_repulsion.warmup.symptoms import BASINS_SHARE, Symptoms
-from numpyro_repulsion.warmup.windows import SETTLING_ENDS
+from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Stage
 
-__all__ = ["ArrivalState", "JumpsState", "ScalesState", "StepState", "WarmupPlan", "WarmupState"]
+__all__ = [
+    "ArrivalState",
+    "JumpsState",
+    "Learner",
+    "Sampler",
+    "ScalesState",
+    "StepState",
+    "WarmupPlan",
+    "WarmupState",
+    "warmup_update",
+]
 
 
 class WarmupPlan(NamedTuple):
@@ -86,14 +98,14 @@ class ScalesState(NamedTuple):
     - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
     - **noise_shrinkage** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened
       coordinates.
-    - **centring** - how the entries of a particle are centred; ``None`` if all are as the model has them. This change
+    - **centering** - how the entries of a particle are centered; ``None`` if all are as the model has them. This change
       of variables comes before the linear one.
     """
 
     preconditioner: Preconditioner
     moments: Moments | None
     noise_shrinkage: Scalar
-    centring: Centring | None = None
+    centering: Centering | None = None
 
 
 class ArrivalState(NamedTuple):
@@ -140,7 +152,9 @@ class ArrivalState(NamedTuple):
     @property
     def temperature(self) -> Number:
         """The variance of Adam's noise, in units of that of Langevin dynamics."""
-        return 1.0 if self.is_prolonged is None else jnp.where(self.is_prolonged, LATE_TEMPERATURE, 1.0)
+        # While the arrival is prolonged, sites are standardized, so that densities have no necks, and noise would only
+        # delay the particles.
+        return 1.0 if self.is_prolonged is None else jnp.where(self.is_prolonged, 0.0, 1.0)
 
     def restarted(self, u: Vectors) -> ArrivalState:
         """Return the state for particles in whitened coordinates, whose unit is a standard deviation."""
@@ -192,7 +206,7 @@ class WarmupState(NamedTuple):
     - **iteration** - how many MCMC iterations are done.
     - **num_warmup** - how many iterations are warmup.
     - **arrival** - how particles arrive.
-    - **scales** - the change of variables: the centring and the linear scales, with the moments they come from.
+    - **scales** - the change of variables: the centering and the linear scales, with the moments they come from.
     - **step** - the step size and its measurements.
     - **bandwidth** - the bandwidth h in use; 0 if the interaction has none.
     - **reference** - the reference points of control variates, or ``None``.
@@ -273,11 +287,11 @@ class WarmupState(NamedTuple):
         plan: WarmupPlan,
         jumps: JumpsState | None = None,
         basins: SwitchedState | None = None,
-        centring: Centring | None = None,
+        centering: Centering | None = None,
     ) -> WarmupState:
         """Return the state before the first iteration.
 
-        :param centring: that of the model's own coordinates; ``None`` if they stay.
+        :param centering: that of the model's own coordinates; ``None`` if they stay.
         """
         shape, dtype = cloud.z.shape, cloud.z.dtype
         particles, dimension = shape[0] * shape[1], shape[2]
@@ -291,7 +305,7 @@ class WarmupState(NamedTuple):
             preconditioner,
             Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
             jnp.ones((), dtype),
-            centring,
+            centering,
         )
         return WarmupState(
             iteration=jnp.zeros((), jnp.int32),
@@ -305,3 +319,71 @@ class WarmupState(NamedTuple):
             jumps=jumps,
             basins=basins,
         )
+
+
+class Sampler(Protocol):
+    """What learners may use of the sampler."""
+
+    @property
+    def plan(self) -> WarmupPlan:
+        """What this warmup learns."""
+
+    @property
+    def interaction(self) -> Interaction: ...
+
+    @property
+    def dynamics(self) -> Dynamics: ...
+
+    @property
+    def num_steps(self) -> int:
+        """How many updates one iteration makes."""
+
+    @property
+    def shares_minibatches(self) -> bool:
+        """Whether the particles of a group share their minibatch."""
+
+    @property
+    def minibatch_size(self) -> int:
+        """The number of rows in a minibatch."""
+
+    def energy_and_grad(self, warmup: WarmupState) -> CorrectableEnergyAndGrad:
+        """Return the function for U and ∇U in whitened coordinates."""
+
+    def energy_on_common_rows(self, warmup: WarmupState, u: Vectors) -> Numbers:
+        """Return the potential energies of all particles on the same rows, ``(G, L)``."""
+
+    def energies_to_compare(self, *places: tuple[WarmupState, Cloud]) -> list[Numbers]:
+        """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)`` each."""
+
+    def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
+        """Return the particles in the coordinates of the model."""
+
+    def centered(self, centering: Centering) -> CenteredTarget:
+        """Return the posterior in coordinates of another centering."""
+
+    def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
+        """Return the reference with U and ∇U over all rows at its position."""
+
+
+#: ``(key, stage, warmup, cloud, sampler) -> (warmup, cloud)``
+Learner = Callable[[jax.Array, Stage, WarmupState, Cloud, Sampler], tuple[WarmupState, Cloud]]
+
+
+def warmup_update(
+    keys: Sequence[jax.Array],
+    stage: Stage,
+    warmup: WarmupState,
+    cloud: Cloud,
+    sampler: Sampler,
+    learners: tuple[Learner, ...],
+) -> tuple[WarmupState, Cloud]:
+    """Count the iteration and run every learner in order.
+
+    :param keys: one for each learner.
+    :param cloud: the particles, in whitened coordinates.
+    :return: the new warmup state, and the cloud in the new coordinates.
+    """
+    warmup = warmup._replace(iteration=stage.done)
+    for learner, own_key in zip(learners, keys, strict=True):
+        warmup, cloud = learner(own_key, stage, warmup, cloud, sampler)
+    return warmup, cloud

@@ -14,11 +14,36 @@ from numpyro_repulsion.warmup.curvature import (
     measure_steepness,
     summarize_curvature,
 )
-from numpyro_repulsion.warmup.learning import Sampler
-from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
 
-__all__ = ["update_step_size"]
+__all__ = [
+    "update_reference",
+    "update_step_size",
+]
+
+
+def update_reference(
+    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+) -> tuple[WarmupState, Cloud]:
+    """Move a common reference to the mean of the window, or each particle's own reference to its position."""
+    known = warmup.reference
+    if known is None:
+        return warmup, cloud
+    if sampler.plan.epoch is None:
+        moves, position = (
+            stage.references_move,
+            warmup.scales.preconditioner.to_positions(warmup.moments.position),
+        )
+    else:
+        moves = stage.references_move & stage.is_arriving
+        position = warmup.scales.preconditioner.to_positions(cloud.z)
+    moved = known._replace(position=jnp.where(moves, position, known.position), in_use=known.in_use | moves)
+    reference = lax.cond(
+        moves | known.is_stale, lambda: sampler.evaluate_reference(key, warmup, moved, cloud), lambda: moved
+    )
+    return warmup._replace(reference=reference), cloud
+
 
 #: Half the distance over which gradients are compared, if u has unit scale.
 WIDTH = 0.2

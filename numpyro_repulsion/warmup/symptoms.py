@@ -38,7 +38,7 @@ class Widest(NamedTuple):
       explored its basin, whatever the shape of that; less errors.
     - **pull** - how fast mean gradients grow with the distance between particles, compared with those of one particle:
       1 in a common Gaussian basin, however slow particles are, and 0 in separate ones; plus errors.
-    - **gap** - the largest distance between the means of neighbouring particles, in units of the standard deviation of
+    - **gap** - the largest distance between the means of neighboring particles, in units of the standard deviation of
       one particle over time.
     """
 

@@ -4,7 +4,7 @@
 |  ·   |   |     |   |    |       |    |      |          |    |    |                          |
 particles arrive                  | scales are adapted   | step size and bandwidth settle     | sampling
 
-If the arrival is prolonged (``prolongation.py``), its second half begins again at 25 % and ends at 80 %, or after
+If the arrival is prolonged (``arrival.py``), its second half begins again at 25 % and ends at 80 %, or after
 ``WarmupPlan.late`` iterations; the windows that follow share what is left in the same proportions.
 """
 

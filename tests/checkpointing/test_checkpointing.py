@@ -130,7 +130,6 @@ def test_pieces_of_old_keys_thinned_in_ensembles():
         (lambda: SGHMC(regression, gradient=Sweeps()), {}),
         (lambda: SGLD(regression, gradient=FullData(), moves=Archive()), {}),
         (lambda: SGLD(regression, step_size=1e-3), {"num_chains": 1, "chain_method": "parallel"}),
-        (lambda: SGLD(regression, step_size=1e-3), {"num_chains": 3, "chain_method": "sequential"}),
         (lambda: SGLD(regression), {"num_chains": 1, "num_warmup": 0}),
     ],
 )
@@ -235,14 +234,13 @@ def test_results_are_those_of_a_run(begun, capsys):
     assert np.array_equal(np.load(path / "draws" / "beta.npy"), draws.samples["beta"])
 
 
-@pytest.mark.live_warnings
 def test_warnings_are_said_once(tmp_path):
     mcmc = make(plain(step_size=100.0), num_samples=40)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         run_in_pieces(mcmc, random.key(0), init_params=SIX, piece_size=5)
     assert sum("diverging" in str(x.message) for x in said) == 1
-    assert int(mcmc.last_state.num_divergences) > 0
+    assert int(mcmc.last_state.num_flagged_updates) > 0
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from numpyro_repulsion import (
     Recipe,
     Scheduled,
     Subsampled,
-    enable_live_warnings,
     run_in_pieces,
 )
 from numpyro_repulsion.checkpointing import identity
@@ -170,14 +169,9 @@ def test_energies_that_are_not_finite_accept_no_model(begin):
             begin(far_away(2.0), init_params=SIX + 100.0, directory=str(number))
 
 
-@pytest.mark.live_warnings
-def test_pieces_and_warnings_do_not_matter(begin):
+def test_the_size_of_pieces_does_not_matter(begin):
     begin(SGLDR(regression()), piece_size=7)
-    enable_live_warnings(False)
-    try:
-        begin(SGLDR(regression()), piece_size=9)
-    finally:
-        enable_live_warnings()
+    begin(SGLDR(regression()), piece_size=9)
 
 
 def edit(path, change):

@@ -27,7 +27,6 @@ from numpyro_repulsion import (
 from numpyro_repulsion.contrib import LearningCoefficient, Localized, llc
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup found problems"),
     pytest.mark.filterwarnings("ignore:num_warmup"),
 ]
 

@@ -32,7 +32,6 @@ from numpyro_repulsion.contrib import Localized
 from numpyro_repulsion.gradients import ModelTarget
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup found problems"),
     pytest.mark.filterwarnings("ignore:num_warmup"),
 ]
 
@@ -217,16 +216,16 @@ def hierarchical(y):
     numpyro.sample("y", dist.Normal(theta, 1), obs=y)
 
 
-def test_partial_centring_keeps_the_posterior():
+def test_partial_centering_keeps_the_posterior():
     """The tether is one of values, whatever the coordinates of a hierarchical site."""
     y, center = jnp.array([1.0, 2.0, 0.0, -1.0]), {"theta": np.array([0.5, 1.0, 0.0, -0.5]), "mu": 0.4}
     local = Localized(hierarchical, center=center, strength=2.0)
     target = ModelTarget(local, (y,))
     assert set(target.location_scale) == {"theta"}
     z = {"mu": jnp.array(0.1), "tau": jnp.array(-0.3), "theta": jnp.array([0.3, 0.8, -0.2, 0.1])}
-    # Non-centred, theta = mu + tau * y, so log |d theta / d y| = 4 log tau.
+    # Non-centered, theta = mu + tau * y, so log |d theta / d y| = 4 log tau.
     moved = z | {"theta": (z["theta"] - 0.1) / jnp.exp(-0.3)}
-    found = target.centred_energy(moved, {}, random.key(0), {"theta": jnp.zeros(4)})
+    found = target.centered_energy(moved, {}, random.key(0), {"theta": jnp.zeros(4)})
     np.testing.assert_allclose(found, target.potential_energy(z, {}, random.key(0)) + 4 * 0.3, rtol=1e-5)
     # A site that the user's own handler inside has replaced has no value to hold.
     inner = numpyro.handlers.reparam(hierarchical, config={"theta": LocScaleReparam(0.0)})

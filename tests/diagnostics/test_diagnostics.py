@@ -442,12 +442,11 @@ def test_inference_data_is_read(mcmc):
 
 
 def test_data_say_whether_particles_are_independent(mcmc):
-    def coupling(kernel, chains=4, method="vectorized"):
-        other = MCMC(kernel, num_warmup=0, num_samples=5, num_chains=chains, chain_method=method, progress_bar=False)
-        state = mcmc.last_state
-        if method == "sequential":
-            state = state._replace(num_updates=jnp.zeros(chains, int))
-        other._last_state, other._args, other._kwargs = state, (), {}
+    def coupling(kernel, chains=4):
+        other = MCMC(
+            kernel, num_warmup=0, num_samples=5, num_chains=chains, chain_method="vectorized", progress_bar=False
+        )
+        other._last_state, other._args, other._kwargs = mcmc.last_state, (), {}
         return coupling_of(other)
 
     def rows():
@@ -463,7 +462,6 @@ def test_data_say_whether_particles_are_independent(mcmc):
     assert coupling(SGLDR(**given, num_ensembles=2)) == ("interaction", 2)
     assert coupling(SGLDR(**given, num_ensembles=2, interaction=Balanced(RBF()))) == ("interaction", 1)
     assert coupling(SGLD(**given), 1) == ("none", 1)
-    assert coupling(SGLD(**given), 2, "sequential") == ("none", 2)
     assert coupling(SGLD(**given, interaction=free, moves=Archive())) == ("moves", 1)
     for shared, expected in ((False, ("none", 4)), (True, ("minibatches", 2))):
         kernel = SGLD(rows, step_size=1e-3, interaction=free, gradient=Subsampled(shared=shared), num_ensembles=2)

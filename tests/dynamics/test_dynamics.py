@@ -30,7 +30,7 @@ from numpyro_repulsion import (
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, reject_nonfinite
 from numpyro_repulsion.gradients import ravel_cloud
-from numpyro_repulsion.kernels.learners import NUM_KEYS
+from numpyro_repulsion.kernels.iteration import NUM_KEYS
 
 
 def potential(z):
@@ -114,7 +114,7 @@ def test_noise_and_minibatch_have_keys_of_their_own(starts):
     np.testing.assert_allclose(after.gradient, slope[0], rtol=1e-4, atol=1e-4)
 
 
-def test_bandwidth_towards_zero_is_independent_euler(starts):
+def test_bandwidth_toward_zero_is_independent_euler(starts):
     def draws(interaction):
         kernel = SGLDR(potential_fn=potential, step_size=0.05, interaction=interaction, dynamics=EULER)
         return run(kernel, starts).get_samples(group_by_chain=True)
@@ -175,7 +175,6 @@ def test_hold_keeps_whatever_is_not_finite_where_it_was(field, bad):
         assert (array[2] == 0).all() and (array[jnp.array([0, 1, 3])] == 1).all()
 
 
-@pytest.mark.live_warnings
 @pytest.mark.parametrize("interaction", [RBF(2.0), RBF(), IMQ(2.0), Balanced()])
 def test_a_diverging_particle_does_not_infect_the_others(interaction):
     def energy(z):
@@ -183,9 +182,7 @@ def test_a_diverging_particle_does_not_infect_the_others(interaction):
 
     starts = random.normal(random.key(0), (8, 2)).clip(-1.5, 1.5).at[3].set(jnp.array([2.99, 0.0]))
     kernel = SGLDR(potential_fn=energy, step_size=0.05, interaction=interaction, num_steps=1)
-    with pytest.warns(RuntimeWarning, match="Divide `step_size`") as record:
-        mcmc = run(kernel, starts, num_samples=300)
-        jax.effects_barrier()
+    mcmc = run(kernel, starts, num_samples=300)
     draws = mcmc.get_samples(group_by_chain=True)
     diverging = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["diverging"])
     assert np.isfinite(draws).all() and (draws[..., 0] <= 3.0).all()
@@ -194,8 +191,7 @@ def test_a_diverging_particle_does_not_infect_the_others(interaction):
     stayed = (np.asarray(draws) == before).all(-1)
     assert diverging[3].any()
     assert np.array_equal(stayed, diverging)
-    assert len(record) == 1
-    assert int(mcmc.last_state.num_divergences) == diverging.sum()
+    assert int(mcmc.last_state.num_flagged_updates) == diverging.sum()
 
 
 @pytest.mark.parametrize("interaction", [RBF(2.0), RBF()])

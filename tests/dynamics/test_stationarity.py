@@ -449,7 +449,7 @@ def test_repulsion_may_come_and_go_if_its_divergence_does_too(dynamics):
 
 
 class Anticipating(Overdamped):
-    """Averages the white noise instead of the coloured: C_t meets ξ_{t−1}, on which it depends."""
+    """Averages the white noise instead of the colored: C_t meets ξ_{t−1}, on which it depends."""
 
     def init(self, key, z, energy_and_grad, couple):
         return Cloud(z, *energy_and_grad(z), (random.normal(key, z.shape),))

@@ -230,7 +230,6 @@ def mean_of(y, subsample_size):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup found problems")
 @pytest.mark.parametrize("size", [400, 300])
 def test_other_data_after_warmup_are_recognized(size):
     first, then = random.normal(random.key(1), (400,)), 4.0 + random.normal(random.key(2), (size,))
@@ -333,7 +332,7 @@ def test_a_program_that_rounds_differently_leaves_the_reference_alone():
     assert is_same(before, after)
 
 
-@pytest.mark.filterwarnings("ignore:A particle's update", "ignore:Warmup found problems", "ignore:num_warmup")
+@pytest.mark.filterwarnings("ignore:num_warmup")
 @pytest.mark.parametrize("num_warmup", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5))])
 def test_a_warmup_of_one_iteration_finds_a_reference(num_warmup):
     y = 5.0 + random.normal(random.key(1), (400,))

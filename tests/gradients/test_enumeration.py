@@ -398,7 +398,6 @@ def with_deterministic():
         numpyro.sample("y", dist.Normal(mean, 1), obs=take(Y, i))
 
 
-@pytest.mark.filterwarnings("ignore:Warmup found problems")
 @pytest.mark.parametrize(
     "settings",
     [

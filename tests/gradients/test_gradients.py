@@ -216,7 +216,7 @@ def with_deterministic(batch=3):
         numpyro.sample("y", dist.Cauchy(mean, 1), obs=take(Y, i))
 
 
-def noncentred(batch=3):
+def noncentered(batch=3):
     return handlers.reparam(beside_a_full_plate, {"z": LocScaleReparam(0)})(batch)
 
 
@@ -246,7 +246,7 @@ MODELS = [
     masked,
     factored,
     with_deterministic,
-    noncentred,
+    noncentered,
     scoped,
     captured,
 ]
@@ -501,7 +501,7 @@ def schools():
         numpyro.sample("y", dist.Normal(theta, 10), obs=jnp.array([28.0, 8.0, -3.0]))
 
 
-decentred = handlers.reparam(schools, {"theta": LocScaleReparam(0.3)})
+decentered = handlers.reparam(schools, {"theta": LocScaleReparam(0.3)})
 
 
 def transformed():
@@ -572,7 +572,7 @@ HOST_MODELS = [
     with_param,
     deterministic,
     schools,
-    decentred,
+    decentered,
     transformed,
     scan_over_time,
     equinox_network,
@@ -583,7 +583,7 @@ HOST_MODELS = [
 ]
 
 
-@pytest.mark.parametrize("model", HOST_MODELS, ids=lambda model: getattr(model, "__name__", "decentred"))
+@pytest.mark.parametrize("model", HOST_MODELS, ids=lambda model: getattr(model, "__name__", "decentered"))
 def test_energy_and_constrained_values_are_those_of_numpyro(x64, model):
     target = ModelTarget(model)
     z = target.draw(random.key(1), init_to_uniform)
@@ -633,23 +633,23 @@ def rich():
     with numpyro.plate("rows", 7, subsample_size=3) as i:
         mean = numpyro.deterministic("mean", take(X, i) @ z)
         numpyro.sample("y", dist.Normal(mean, 1), obs=take(Y, i))
-    numpyro.deterministic("centre", mean.mean())
+    numpyro.deterministic("center", mean.mean())
     numpyro.deterministic("mean again", jnp.where(z[0] > 0, mean, 0.0))
 
 
 def test_deterministic_sites_that_look_at_rows_are_set_apart(x64):
     target = ModelTarget(rich)
     assert target.deterministic == ["square"]
-    assert sorted(target.minibatched) == ["centre", "mean", "mean again"]
+    assert sorted(target.minibatched) == ["center", "mean", "mean again"]
     z = {"z": jnp.array([0.4, -1.0])}
     constrained = target.constrain(z)
     assert set(constrained) == {"z", "square"}
     np.testing.assert_allclose(constrained["square"], z["z"] ** 2)
     values = target.minibatched_values(constrained)
-    assert set(values) == {"centre", "mean", "mean again"}
+    assert set(values) == {"center", "mean", "mean again"}
     np.testing.assert_allclose(values["mean"], X @ z["z"])
     np.testing.assert_allclose(values["mean again"], X @ z["z"])
-    np.testing.assert_allclose(values["centre"], (X @ z["z"]).mean())
+    np.testing.assert_allclose(values["center"], (X @ z["z"]).mean())
 
 
 def test_deterministic_sites_of_a_full_batch_are_all_shown():

@@ -11,9 +11,9 @@ from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
-from numpyro_repulsion.gradients import CentredTarget, Centring, ModelTarget, ravel_cloud
-from numpyro_repulsion.gradients.likelihood import likelihood_gradients
-from numpyro_repulsion.gradients.products import multiplied
+from numpyro_repulsion.gradients import CenteredTarget, Centering, ModelTarget, ravel_cloud
+from numpyro_repulsion.gradients.location_scale import multiplied
+from numpyro_repulsion.gradients.posterior import likelihood_gradients
 
 X = random.normal(random.key(1), (50, 5))
 Y = X.sum(1)
@@ -94,7 +94,7 @@ def test_models_without_products_have_no_pairs():
             z = standard("z")
         numpyro.sample("y", dist.Normal(x @ (tau * z), 1.0), obs=y)
 
-    def centred(x, y):
+    def centered(x, y):
         tau = numpyro.sample("tau", dist.HalfNormal(1.0))
         w = numpyro.sample("w", dist.Normal(0.0, tau).expand([5]).to_event(1))
         numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
@@ -105,7 +105,7 @@ def test_models_without_products_have_no_pairs():
             k = numpyro.sample("k", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
             numpyro.sample("y", dist.Normal(x @ (tau * z) + k, 1.0), obs=y)
 
-    for one in (regression, network, weighted, centred, enumerated):
+    for one in (regression, network, weighted, centered, enumerated):
         assert ModelTarget(one, (X, Y)).num_products == 0, one.__name__
 
 
@@ -153,17 +153,17 @@ def test_it_is_a_change_of_variables(target, share):
         jnp.concatenate([jnp.full(x[0].size, c if name in effects else 1.0) for name, x in sorted(at.items())])
         for c in (share, 0.0)
     )
-    plain = Centring.none(target, len(flat), flat.dtype)
-    np.testing.assert_array_equal(CentredTarget(target, plain, unravel).recover(z).z, z)
+    plain = Centering.none(target, len(flat), flat.dtype)
+    np.testing.assert_array_equal(CenteredTarget(target, plain, unravel).recover(z).z, z)
     # Without any share, the coordinates of products are the effects of the model.
-    found = CentredTarget(target, Centring(plain_share, found_powers, plain.bases), unravel).recover(z)
-    centred = CentredTarget(target, Centring(flat, found_powers, plain.bases), unravel)
-    y = centred.to_coordinates(found)
-    np.testing.assert_allclose(centred.recover(y).z, z, rtol=1e-5, atol=1e-5)
-    volume = centred.log_volume(found)
-    jacobian = jax.jacobian(lambda y: centred.recover(y).z)(y)
+    found = CenteredTarget(target, Centering(plain_share, found_powers, plain.bases), unravel).recover(z)
+    centered = CenteredTarget(target, Centering(flat, found_powers, plain.bases), unravel)
+    y = centered.to_coordinates(found)
+    np.testing.assert_allclose(centered.recover(y).z, z, rtol=1e-5, atol=1e-5)
+    volume = centered.log_volume(found)
+    jacobian = jax.jacobian(lambda y: centered.recover(y).z)(y)
     np.testing.assert_allclose(jnp.linalg.slogdet(jacobian)[1], volume, rtol=1e-4, atol=1e-5)
-    energies = [one.potential_energy(unravel(x), {}, random.key(0)) for one, x in ((centred, y), (target, z))]
+    energies = [one.potential_energy(unravel(x), {}, random.key(0)) for one, x in ((centered, y), (target, z))]
     np.testing.assert_allclose(energies[0], energies[1] - volume, rtol=1e-5)
     if share:
         assert abs(energies[0] - energies[1]) > 0.1  # without the volume

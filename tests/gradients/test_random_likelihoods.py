@@ -120,7 +120,6 @@ def moments(log_density):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Warmup found problems")
 @pytest.mark.parametrize("kernel", [SGLD, SGLDR])
 @pytest.mark.parametrize("size", [16, 128])
 def test_posterior_with_an_ensemble_kalman_filter(kernel, size):

@@ -10,7 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
-from numpyro_repulsion.gradients import CentredTarget, Centring, ModelTarget, ravel_cloud
+from numpyro_repulsion.gradients import CenteredTarget, Centering, ModelTarget, ravel_cloud
 
 ROWS = 60
 GROUP, OTHER = jnp.arange(ROWS) % 3, (jnp.arange(ROWS) // 3) % 5
@@ -23,7 +23,7 @@ def levels(name, size, scale):
 
 
 def model(y, prior=5.0, batch=None):
-    """An intercept and a slope, each with effects of groups, written centred and non-centred."""
+    """An intercept and a slope, each with effects of groups, written centered and non-centered."""
     intercept = numpyro.sample("intercept", dist.Normal(0.0, prior))
     beta = numpyro.sample("beta", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
     tau, sigma, speed = (numpyro.sample(name, dist.HalfNormal(1.0)) for name in ("tau", "sigma", "speed"))
@@ -42,22 +42,22 @@ def particles(target, number=20, seed=3):
 
 def learned(target, min_spread=0.3, **settings):
     z, unravel = ravel_cloud(particles(target, **settings))
-    plain = CentredTarget(target, Centring.none(target, z.shape[1], z.dtype), unravel)
+    plain = CenteredTarget(target, Centering.none(target, z.shape[1], z.dtype), unravel)
     return *plain.structure_at(jax.vmap(plain.recover)(z), min_spread), unravel
 
 
-def names_of(target, centring, unravel):
-    labels = unravel(jnp.arange(len(centring.share), dtype=float))
+def names_of(target, centering, unravel):
+    labels = unravel(jnp.arange(len(centering.share), dtype=float))
     names = {int(k): f"{name}[{j}]" for name, x in labels.items() for j, k in enumerate(np.ravel(x))}
-    return dict(zip(target.translations.groups, [names.get(int(k)) for k in centring.bases], strict=True))
+    return dict(zip(target.translations.groups, [names.get(int(k)) for k in centering.bases], strict=True))
 
 
 @pytest.mark.parametrize("batch", [None, 20])
 @pytest.mark.parametrize("seed", [3, 4])
 def test_gradients_tell_bases(batch, seed):
     target = ModelTarget(model, (Y,), {"batch": batch})
-    centring, _, unravel = learned(target, seed=seed)
-    assert names_of(target, centring, unravel) == {
+    centering, _, unravel = learned(target, seed=seed)
+    assert names_of(target, centering, unravel) == {
         "alone": None,
         "group": "intercept[0]",
         "other": "intercept[0]",
@@ -98,28 +98,28 @@ def test_models_without_bases_have_no_groups():
 @pytest.mark.parametrize("value", [0.0, 1.0, "random"])
 def test_it_is_a_change_of_variables(value):
     target = ModelTarget(model, (Y,))
-    centring, found, unravel = learned(target)
-    share = jnp.where(found.scale[0] == 1.0, 1.0, random.uniform(random.key(9), centring.share.shape))
-    centring = centring._replace(share=share if value == "random" else jnp.where(share == 1.0, 1.0, value))
+    centering, found, unravel = learned(target)
+    share = jnp.where(found.scale[0] == 1.0, 1.0, random.uniform(random.key(9), centering.share.shape))
+    centering = centering._replace(share=share if value == "random" else jnp.where(share == 1.0, 1.0, value))
     found = jax.tree.map(lambda x: x[0], found)
-    centred = CentredTarget(target, centring, unravel)
-    y = centred.to_coordinates(found)
-    np.testing.assert_allclose(centred.recover(y).z, found.z, rtol=1e-4, atol=1e-5)
-    volume = centred.log_volume(found)
-    jacobian = jax.jacobian(lambda y: centred.recover(y).z)(y)
+    centered = CenteredTarget(target, centering, unravel)
+    y = centered.to_coordinates(found)
+    np.testing.assert_allclose(centered.recover(y).z, found.z, rtol=1e-4, atol=1e-5)
+    volume = centered.log_volume(found)
+    jacobian = jax.jacobian(lambda y: centered.recover(y).z)(y)
     np.testing.assert_allclose(jnp.linalg.slogdet(jacobian)[1], volume, rtol=1e-4, atol=1e-5)
-    energies = [one.potential_energy(unravel(x), {}, random.key(0)) for one, x in ((centred, y), (target, found.z))]
+    energies = [one.potential_energy(unravel(x), {}, random.key(0)) for one, x in ((centered, y), (target, found.z))]
     np.testing.assert_allclose(energies[0], energies[1] - volume, rtol=1e-5)
-    without = CentredTarget(target, centring._replace(bases=jnp.full_like(centring.bases, -1)), unravel)
+    without = CenteredTarget(target, centering._replace(bases=jnp.full_like(centering.bases, -1)), unravel)
     assert abs(without.log_volume(found) - volume) > 0.1 or value == 0.0
 
 
 def test_the_base_takes_the_means_and_the_likelihood_does_not_see_them():
     target = ModelTarget(model, (Y,))
-    centring, found, unravel = learned(target)
-    centred = CentredTarget(target, centring, unravel)
+    centering, found, unravel = learned(target)
+    centered = CenteredTarget(target, centering, unravel)
     found = jax.tree.map(lambda x: x[0], found)
-    y, x = unravel(centred.to_coordinates(found)), unravel(found.centred)
+    y, x = unravel(centered.to_coordinates(found)), unravel(found.centered)
     means = x["group"].mean() + x["other"].mean()
     np.testing.assert_allclose(y["intercept"], x["intercept"] + means, rtol=1e-5)
     np.testing.assert_allclose(y["beta"], x["beta"] + jnp.array([0.0, x["slope"].mean()]), rtol=1e-5)
@@ -129,7 +129,7 @@ def test_the_base_takes_the_means_and_the_likelihood_does_not_see_them():
         return sites["y"]["fn"].log_prob(Y).sum()
 
     def at(y):
-        return likelihood(unravel(centred.recover(ravel_cloud(jax.tree.map(lambda x: x[None], y))[0][0]).z))
+        return likelihood(unravel(centered.recover(ravel_cloud(jax.tree.map(lambda x: x[None], y))[0][0]).z))
 
     moved = dict(y, group=y["group"] + 1.0, tau=y["tau"])
     np.testing.assert_allclose(at(y), at(moved), rtol=1e-5)

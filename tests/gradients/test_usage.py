@@ -26,7 +26,7 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.gradients import Gradient, ModelTarget, draw_indices, full_gradient, influenced, minibatch
-from numpyro_repulsion.kernels.settings import choose_gradient
+from numpyro_repulsion.kernels.bound import choose_gradient
 
 KEY = random.key(0)
 N, B, D = 20, 4, 3
@@ -135,11 +135,11 @@ def hierarchical():
         observe("y", z[GROUP[i]], Y[i])
 
 
-def noncentred():
+def noncentered():
     handlers.reparam(hierarchical, {"z": LocScaleReparam(0)})()
 
 
-def partly_centred():
+def partly_centered():
     handlers.reparam(hierarchical, {"z": LocScaleReparam()})()
 
 
@@ -332,8 +332,8 @@ RIGHT = [
     columns_without_a_plate,
     as_many_groups_as_rows,
     hierarchical,
-    noncentred,
-    partly_centred,
+    noncentered,
+    partly_centered,
     scoped,
     stacked_plates,
     factor_of_rows,

@@ -292,21 +292,6 @@ def test_single_chain_and_thinning():
     assert list(np.atleast_1d(data["posterior"].attrs["ensemble"])) == [0]
 
 
-def test_chains_run_one_by_one_are_ensembles_of_their_own():
-    mcmc = MCMC(
-        SGLD(potential_fn=lambda z: z**2, step_size=0.01),
-        num_warmup=5,
-        num_samples=9,
-        num_chains=3,
-        chain_method="sequential",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(0), init_params=jnp.arange(3.0))
-    data = to_inference_data(mcmc)
-    assert list(data["posterior"].attrs["ensemble"]) == [0, 1, 2]
-    assert data["sample_stats"]["step_size"].shape == (3, 9)
-
-
 def test_an_optimizer_leaves_its_last_cloud(capsys):
     mcmc = run(SVGD(logistic, step_size=1e-3), X, Y)
     data = to_inference_data(mcmc)

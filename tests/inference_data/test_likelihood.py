@@ -332,17 +332,17 @@ def test_loo_of_a_gaussian(run):
 
 @pytest.mark.slow
 def test_compare(run):
-    def sceptical(y):
+    def skeptical(y):
         mu = numpyro.sample("mu", dist.Normal(0, 0.01))
         with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
             numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
     results = {}
-    for model, precision in ((conjugate, 1.0), (sceptical, 1e4)):
+    for model, precision in ((conjugate, 1.0), (skeptical, 1e4)):
         mcmc = run(model, jnp.asarray(Y), num_samples=200)
         mean, sd = Y.sum() / (ROWS + precision), (ROWS + precision) ** -0.5
         mcmc._states["z"]["mu"] = mean + sd * random.normal(random.key(0), (4, 200))
         results[model.__name__] = to_inference_data(mcmc, log_likelihood=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of pandas, on what ArviZ does
-        assert list(arviz.compare(results).index) == ["conjugate", "sceptical"]
+        assert list(arviz.compare(results).index) == ["conjugate", "skeptical"]

@@ -2,7 +2,6 @@
 
 import warnings
 
-import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, diagnose, summary, to_inference_data
-from numpyro_repulsion.inference_data.stray import stray_particles
+from numpyro_repulsion.inference_data.stray import find_diverged_chains
 
 SIZE, NUMBER, DIMENSION = 20, 200, 8
 
@@ -22,36 +21,36 @@ def normal(seed=0, size=SIZE, dimension=DIMENSION):
     return z, (z**2).sum(-1) / 2
 
 
-def strayed(z, energy, dimension=DIMENSION):
-    return np.flatnonzero(stray_particles({"z": z}, energy, dimension)[0]).tolist()
+def diverged(z, energy, dimension=DIMENSION):
+    return np.flatnonzero(find_diverged_chains({"z": z}, energy, dimension)[0]).tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("dimension", [1, 8, 300])
 def test_particles_of_the_posterior_are_not_called_stray(seed, dimension):
     z, energy = normal(seed, dimension=dimension)
-    assert strayed(z, energy, dimension) == []
+    assert diverged(z, energy, dimension) == []
     # Estimates of energies have noise that is far larger than what they estimate.
     noise = 1e4 * np.random.default_rng(seed).standard_normal(energy.shape)
-    assert strayed(z, energy + noise, dimension) == []
+    assert diverged(z, energy + noise, dimension) == []
 
 
 def test_a_particle_that_left():
     z, energy = normal()
     z[3] += 10.0
-    assert strayed(z, (z**2).sum(-1) / 2) == [3]
-    assert strayed(z, energy) == []  # in another mode, as deep as this one
+    assert diverged(z, (z**2).sum(-1) / 2) == [3]
+    assert diverged(z, energy) == []  # in another mode, as deep as this one
 
 
 def test_networks_in_basins_of_different_depth_have_not_left():
     z, energy = normal()
     energy += 1000.0 * np.random.default_rng(1).standard_normal((SIZE, 1))
     energy[3] += 1e5
-    assert len(strayed(z, energy)) > 5
-    assert np.flatnonzero(stray_particles({"z": z}, energy, DIMENSION, in_basins=True)[0]).tolist() == [3]
+    assert len(diverged(z, energy)) > 5
+    assert np.flatnonzero(find_diverged_chains({"z": z}, energy, DIMENSION, in_basins=True)[0]).tolist() == [3]
     z, energy = normal()
     energy[3] += 100.0
-    assert np.flatnonzero(stray_particles({"z": z}, energy, DIMENSION, in_basins=True)[0]).tolist() == [3]
+    assert np.flatnonzero(find_diverged_chains({"z": z}, energy, DIMENSION, in_basins=True)[0]).tolist() == [3]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,10 +58,10 @@ def test_if_most_have_not_arrived_all_but_the_lowest_are_marked(seed):
     rng = np.random.default_rng(seed)
     z, energy = normal(seed)
     heights = np.concatenate([np.zeros(4), rng.uniform(300.0, 1000.0, SIZE - 4)])
-    assert strayed(z, energy + heights[:, None]) == list(range(4, SIZE))
+    assert diverged(z, energy + heights[:, None]) == list(range(4, SIZE))
     # Energies of particles that do not mix at all differ no more than exact draws.
     still = rng.standard_normal((SIZE, 1, DIMENSION)) + 0.01 * z
-    assert strayed(still, (still**2).sum(-1) / 2) == []
+    assert diverged(still, (still**2).sum(-1) / 2) == []
 
 
 @pytest.mark.parametrize("in_basins", [False, True])
@@ -70,11 +69,11 @@ def test_if_most_have_not_arrived_all_but_the_lowest_are_marked(seed):
 def test_particles_that_still_come_down_have_not_arrived(shape, in_basins):
     # From starts where the data are not, all come down alike, so that no particle is far above the others.
     z, energy = normal()
-    assert stray_particles({"z": z}, energy + 1e4 * shape, DIMENSION, in_basins)[0].all()
+    assert find_diverged_chains({"z": z}, energy + 1e4 * shape, DIMENSION, in_basins)[0].all()
     # Up is no arrival, and noise no fall.
     noise = 1e4 * np.random.default_rng(0).standard_normal(energy.shape)
     for others in (-1e4 * shape, 1e4 * shape + 20 * noise):
-        assert not stray_particles({"z": z}, energy + others, DIMENSION, in_basins)[0].any()
+        assert not find_diverged_chains({"z": z}, energy + others, DIMENSION, in_basins)[0].any()
 
 
 def test_particles_that_stand_still_or_are_not_finite():
@@ -82,31 +81,31 @@ def test_particles_that_stand_still_or_are_not_finite():
     z[5] = z[5, :1]
     z[7, 100:, 2] = np.nan
     energy[9, 3] = np.inf
-    assert strayed(z, energy) == [5, 7, 9]
+    assert diverged(z, energy) == [5, 7, 9]
 
 
 def test_particles_of_a_narrow_mode_and_padding_are_not_called_stray():
     z, _ = normal()
     energy = (z**2).sum(-1) / 2
     z[:5] *= 0.01
-    assert strayed(z, energy) == []
+    assert diverged(z, energy) == []
     z[..., 3] = np.nan
-    assert strayed(z, energy) == []
+    assert diverged(z, energy) == []
 
 
 def test_slow_particles_are_not_called_still():
     steps = 0.01 * np.random.default_rng(0).standard_normal((SIZE, NUMBER, DIMENSION))
     walks = np.random.default_rng(1).standard_normal((SIZE, 1, DIMENSION)) + steps.cumsum(1)
-    assert strayed(walks, (walks**2).sum(-1) / 2) == []
+    assert diverged(walks, (walks**2).sum(-1) / 2) == []
 
 
 def test_few_particles_and_short_runs_show_nothing():
     z, energy = normal()
     z[1] += 10.0
     energy = (z**2).sum(-1) / 2
-    assert strayed(z[:3], energy[:3]) == [] == strayed(z[:, :5], energy[:, :5])
+    assert diverged(z[:3], energy[:3]) == [] == diverged(z[:, :5], energy[:, :5])
     z[2, 1] = np.nan
-    assert strayed(z[:3], energy[:3]) == [2]
+    assert diverged(z[:3], energy[:3]) == [2]
 
 
 @pytest.fixture(scope="module")
@@ -129,45 +128,46 @@ def run():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mcmc.run(random.key(0), init_params=starts)
-        jax.effects_barrier()
     return mcmc
 
 
 def test_inference_data_mark_them(run, tmp_path):
     data = to_inference_data(run)
     for group in ("posterior", "sample_stats"):
-        assert data[group]["strayed"].values.tolist() == [False, False, False, False, True, False]
-        assert data[group]["strayed"].dims == ("chain",)
+        assert data[group]["diverged_chains"].values.tolist() == [False, False, False, False, True, False]
+        assert data[group]["diverged_chains"].dims == ("chain",)
     data.to_netcdf(str(tmp_path / "run.nc"))
 
 
 def test_the_diagnosis_names_them_first(run):
     found = diagnose(run)
-    assert found[0].name == "strayed" and found[0].severity == "error" and found[0].figure == 1.0
+    assert found[0].name == "diverged_chains" and found[0].severity == "error" and found[0].figure == 1.0
     assert "1 of 6 particles (chain 4)" in found[0].message
 
 
 def test_if_many_have_not_arrived_a_longer_warmup_is_the_remedy(run):
     data = to_inference_data(run)
-    data["posterior"]["strayed"][:3] = True
+    data["posterior"]["diverged_chains"][:3] = True
     (found, *_) = diagnose(data)
-    assert found.name == "strayed" and "4 of 6 particles" in found.message and "have not arrived" in found.message
+    assert (
+        found.name == "diverged_chains" and "4 of 6 particles" in found.message and "have not arrived" in found.message
+    )
     assert "`num_warmup`" in found.remedy and "exclude_diverged" not in found.remedy
 
 
 def test_if_all_stand_still_other_starts_are_the_remedy(run):
     data = to_inference_data(run)
-    data["posterior"]["strayed"][:] = True
+    data["posterior"]["diverged_chains"][:] = True
     (found, *_) = diagnose(data)
-    assert found.name == "strayed" and found.message.startswith("All 6 particles stand still")
+    assert found.name == "diverged_chains" and found.message.startswith("All 6 particles stand still")
     assert "init_strategy=" in found.remedy and "exclude_diverged" not in found.remedy
 
 
 def test_a_summary_leaves_them_out_on_request(run, capsys):
     with_it = summary(run, round_to=6)
-    assert "strayed" in capsys.readouterr().out
+    assert "diverged_chains" in capsys.readouterr().out
     without = summary(run, exclude_diverged=True, round_to=6)
-    assert "strayed" not in capsys.readouterr().out
+    assert "diverged_chains" not in capsys.readouterr().out
     assert float(with_it["mean"].iloc[0]) > 10 > 1 > abs(float(without["mean"].iloc[0]))
     chosen = summary(run, exclude_diverged=True, coords={"chain": [1, 4]}, round_to=6)
     assert abs(float(chosen["mean"].iloc[0])) < 2
@@ -185,13 +185,13 @@ def test_a_wide_mode_that_holds_as_much_as_a_narrow_one_has_not_strayed(name):
     draws = width[:, None, None] * z
     if name == "scale":  # a positive site, whose logarithm is sampled
         draws = np.exp(draws + 3.0 * np.arange(SIZE)[:, None, None])
-    strays, wide = stray_particles({name: draws}, energy, DIMENSION)
+    strays, wide = find_diverged_chains({name: draws}, energy, DIMENSION)
     assert not strays.any() and wide == 14
     # Without a narrow mode that makes up for it, the same energies are those of particles that have left.
-    strays, wide = stray_particles({"z": z}, energy, DIMENSION)
+    strays, wide = find_diverged_chains({"z": z}, energy, DIMENSION)
     assert np.flatnonzero(strays).tolist() == list(range(14)) and wide == 0
     # All widths between are those of a funnel, which has no gap.
     width = np.geomspace(0.01, 1.0, SIZE)
     energy = normal()[1] + DIMENSION * np.log(width)[:, None]
-    strays, wide = stray_particles({"z": width[:, None, None] * z}, energy, DIMENSION)
+    strays, wide = find_diverged_chains({"z": width[:, None, None] * z}, energy, DIMENSION)
     assert not strays.any() and wide == 0

@@ -447,7 +447,7 @@ def by_coordinate(noise, u):
 
 
 @pytest.mark.parametrize("shape", SIZES)
-def test_antithetic_noise_is_opposed_in_pairs_of_neighbours(x64, shape):
+def test_antithetic_noise_is_opposed_in_pairs_of_neighbors(x64, shape):
     u = random.normal(random.key(0), (*shape, 3))
     found = by_coordinate(draws(Antithetic().couple(u), 200), u)
     is_odd = shape[-1] % 2

@@ -92,7 +92,6 @@ def run(kernel, **kwargs):
     return mcmc
 
 
-@pytest.mark.filterwarnings("ignore:Warmup found problems")
 @pytest.mark.parametrize(
     ("kernel", "interaction"),
     [

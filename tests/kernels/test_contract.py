@@ -39,9 +39,9 @@ from numpyro_repulsion import (
 
 KERNELS = tuple(having(catalogue.PRESETS, but={"momenta"}).values())
 MOMENTA = tuple(having(catalogue.PRESETS, "momenta").values())
-INTERACTIONS = (None, *having(catalogue.INTERACTIONS, "setting").values())
-GRADIENTS = (None, *having(catalogue.GRADIENTS).values())
-STEP_SIZES = (None, *having(catalogue.SCHEDULES, but={"cycle"}).values())
+INTERACTIONS = ("auto", *having(catalogue.INTERACTIONS, "setting").values())
+GRADIENTS = ("auto", *having(catalogue.GRADIENTS).values())
+STEP_SIZES = ("auto", *having(catalogue.SCHEDULES, but={"cycle"}).values())
 CYCLE = catalogue.SCHEDULES["cyclical"].part
 Y = jnp.linspace(-1.0, 1.0, 20)
 
@@ -54,7 +54,7 @@ def model(y):
 
 
 def combine(kernel, interaction, **kwargs):
-    num_ensembles = 2 if interaction is not None and interaction.balances_ensembles else 1
+    num_ensembles = 2 if getattr(interaction, "balances_ensembles", False) else 1
     return kernel(model, interaction=interaction, num_ensembles=num_ensembles, **kwargs)
 
 
@@ -76,7 +76,7 @@ def kernels():
 
 def combinations():
     """Every kernel with every interaction and every kind of gradient."""
-    gradients = (None, *having(catalogue.GRADIENTS, but={"shared"}).values())
+    gradients = ("auto", *having(catalogue.GRADIENTS, but={"shared"}).values())
     for kernel, interaction, gradient in itertools.product(KERNELS + MOMENTA, INTERACTIONS, gradients):
         if isinstance(gradient, Sweeps) and not kernel._default_dynamics.allows_sweeps:
             continue  # refused
@@ -118,9 +118,9 @@ def test_one_iteration_keeps_shapes_and_types(make_key, double, source, every):
 @pytest.mark.parametrize("make_key", [random.key, pytest.param(random.PRNGKey, marks=pytest.mark.slow)])
 def test_one_chain_has_no_particle_axis(make_key):
     settings = [
-        (interaction, None, 0.01) for interaction in having(catalogue.INTERACTIONS, "identity", "setting").values()
+        (interaction, "auto", 0.01) for interaction in having(catalogue.INTERACTIONS, "identity", "setting").values()
     ]
-    settings += [*((None, gradient, 0.01) for gradient in GRADIENTS), (None, None, CYCLE)]
+    settings += [*(("auto", gradient, 0.01) for gradient in GRADIENTS), ("auto", "auto", CYCLE)]
     for interaction, gradient, step_size in settings:
         kernel = SGLD(model, interaction=interaction, gradient=gradient, step_size=step_size)
 
@@ -140,7 +140,7 @@ def test_one_chain_has_no_particle_axis(make_key):
     ids=repr,
 )
 def test_iterations_move_all_particles_and_reproduce(interaction):
-    num_ensembles = 2 if interaction is not None and interaction.balances_ensembles else 1
+    num_ensembles = 2 if getattr(interaction, "balances_ensembles", False) else 1
     kernel = SGLDR(model, interaction=interaction, step_size=1e-3, num_ensembles=num_ensembles, num_steps=2)
     state = kernel.init(random.split(random.key(0), 6), 0, None, (Y,), {})
     sample = jax.jit(lambda state: kernel.sample(state, (Y,), {}))

@@ -24,7 +24,6 @@ KEY = random.key(0)
 Y = np.linspace(-1.0, 1.0, 12, dtype=np.float32)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup found problems"),
     pytest.mark.filterwarnings("ignore:Continuous inference poorly handles circular"),
 ]
 

@@ -11,7 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD
-from numpyro_repulsion.kernels.hints import hinting
+from numpyro_repulsion.kernels.bound import hinting
 
 X, Y = np.ones((40, 2), np.float32), np.ones(40, np.float32)
 

@@ -11,7 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import init_to_sample, init_to_uniform
 
-from numpyro_repulsion import SGLD, Rows, init_around
+from numpyro_repulsion import SGLD, init_around
 from numpyro_repulsion.kernels import initialization
 
 X = random.normal(random.key(0), (60, 3))
@@ -46,8 +46,8 @@ def test_exploding_starts_are_contracted(monkeypatch):
     drawn = start(network, step_size=1e-6)
     assert np.median(drawn.potential_energy) > 1e3 * np.median(contracted.potential_energy)
     for name, z in contracted.z.items():
-        centre = np.median(drawn.z[name], 0)
-        shares = np.std(z - centre) / np.std(drawn.z[name] - centre)
+        center = np.median(drawn.z[name], 0)
+        shares = np.std(z - center) / np.std(drawn.z[name] - center)
         power = np.log(shares) / np.log(initialization.CONTRACTION)
         np.testing.assert_allclose(power, np.round(power), atol=0.02)
         assert power > 0.9
@@ -71,66 +71,6 @@ def test_starts_that_the_user_chose_stay(strategy, monkeypatch):
     for name in found.z:
         np.testing.assert_array_equal(found.z[name], usual.z[name])
     assert strategy is not init_to_sample
-
-
-SOME = np.random.default_rng(0)
-SIDE, LABELS, FRACTIONS = SOME.normal(size=300).astype(np.float32), SOME.integers(0, 3, 300), SOME.beta(2, 2, 300)
-
-
-def classes(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", 300, subsample_size=10) as i:
-        numpyro.sample("y", dist.Categorical(logits=x[i][:, None] * w), obs=y[i])
-
-
-def fractions(x, y):
-    a = numpyro.sample("a", dist.Normal(0, 1))
-    with numpyro.plate("rows", 300, subsample_size=10) as i:
-        m = jax.nn.sigmoid(a * x[i])
-        numpyro.sample("y", dist.Beta(5 * m, 5 * (1 - m)), obs=y[i])
-
-
-def lifetimes(x, y):
-    a = numpyro.sample("a", dist.Normal(0, 1))
-    with numpyro.plate("rows", 300, subsample_size=10) as i:
-        numpyro.sample("y", dist.Weibull(jnp.exp(a * x[i]), 2.0), obs=y[i])
-
-
-def rooted(x, y):
-    """Its value is finite everywhere, its gradient is not."""
-    a = numpyro.sample("a", dist.Normal(0, 1))
-    with numpyro.plate("rows", 300, subsample_size=10) as i:
-        numpyro.factor("y", -jnp.sqrt(jnp.square(a * y[i])))
-
-
-@pytest.mark.parametrize("kind", [jnp.asarray, Rows])
-@pytest.mark.parametrize(
-    ("model", "right", "wrong"),
-    [(classes, LABELS, 3), (fractions, FRACTIONS, 1), (lifetimes, FRACTIONS, -1), (rooted, FRACTIONS, 0)],
-)
-def test_rows_without_a_density_are_named(kind, model, right, wrong):
-    y = np.array(right, np.float32 if right.dtype.kind == "f" else np.int32)
-    kernel, keys = SGLD(model, step_size=1e-3), random.split(random.key(0), 6)
-    kernel.init(keys, 0, None, (kind(SIDE), kind(y)), {})
-    y = y.copy()
-    y[[7, 290]] = wrong
-    with pytest.raises(ValueError, match="not finite with row 7, 290 of the plate 'rows', at each of 5 starts"):
-        # Rows that are in no first minibatch.
-        kernel.init(keys, 0, None, (kind(SIDE), kind(y)), {})
-
-
-def test_starts_that_some_rows_cannot_bear_are_no_reason_to_refuse():
-    def model(y):
-        a = numpyro.sample("a", dist.Normal(0, 1))
-        with numpyro.plate("rows", 300, subsample_size=10) as i:
-            # Three of the starts are beyond what row 7 allows.
-            numpyro.factor("y", jnp.where((i == 7) & (a > 1.0), -jnp.inf, -jnp.square(a - y[i])))
-
-    starts = {"a": jnp.array([2.0, 3.0, 0.5, 4.0, 0.1])}
-    SGLD(model, step_size=1e-3).init(random.split(random.key(0), 5), 0, starts, (jnp.asarray(FRACTIONS),), {})
-    with pytest.raises(ValueError, match="row 7 of the plate"):
-        starts = {"a": 1.5 + jnp.arange(5.0)}
-        SGLD(model, step_size=1e-3).init(random.split(random.key(0), 5), 0, starts, (jnp.asarray(FRACTIONS),), {})
 
 
 def test_a_callback_without_a_rule_for_vmap_is_said_in_words():

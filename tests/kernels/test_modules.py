@@ -27,7 +27,6 @@ from numpyro_repulsion.contrib import Localized, llc
 from numpyro_repulsion.gradients import ModelTarget
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup found problems"),
     pytest.mark.filterwarnings("ignore:num_warmup"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

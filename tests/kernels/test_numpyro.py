@@ -20,8 +20,6 @@ SAMPLERS = tuple(having(PRESETS, "sampler").values())
 KERNELS = tuple(having(PRESETS).values())
 REPELS = tuple(having(PRESETS, "repels").values())
 
-pytestmark = pytest.mark.filterwarnings("ignore:Warmup found problems")
-
 
 def make(kernel, num_warmup=400, num_samples=600, num_chains=20, **kwargs):
     settings = {"chain_method": "vectorized", "progress_bar": False} | kwargs
@@ -217,17 +215,3 @@ def test_runs_after_each_other_and_after_warmup(kernel):
     again.post_warmup_state = again.last_state
     again.run(random.PRNGKey(4), FLIPS)
     assert again.get_samples()["p"].shape == (6 * 8,)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("num_chains", "method"), [(10, "sequential"), (1, "vectorized"), (2, "parallel")])
-@pytest.mark.filterwarnings("ignore:There are not enough devices")
-def test_chain_methods(kernel, num_chains, method):
-    mcmc = make(kernel(coin, step_size=0.01), num_warmup=0, num_samples=4, num_chains=num_chains, chain_method=method)
-    if kernel in REPELS:
-        with pytest.raises(ValueError, match='chain_method="vectorized"'):
-            mcmc.run(random.key(0), FLIPS)
-    else:
-        mcmc.run(random.key(0), FLIPS)
-        assert np.isfinite(mcmc.get_samples(group_by_chain=True)["p"]).all()

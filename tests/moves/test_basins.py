@@ -116,7 +116,6 @@ def runs(model, seeds, kernel=SGLD, num_warmup=1000, num_samples=1000, **kwargs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mcmc.run(random.key(seed))
-            jax.effects_barrier()
         yield mcmc.get_samples(group_by_chain=True), " ".join(map(str, mcmc.sampler.findings(mcmc.last_state))), mcmc
 
 
@@ -181,18 +180,18 @@ energy_and_grad = jnp.vectorize(jax.value_and_grad(two_modes), signature="(d)->(
 
 def exact_draws(key, size):
     sign_key, noise_key = random.split(key)
-    centre = jnp.stack([4.0 * random.bernoulli(sign_key, 0.5, (size,)) - 2.0, jnp.zeros(size)], -1)
-    return (centre + jnp.array([0.5**0.5, 2.0**0.5]) * random.normal(noise_key, (size, 2)))[None]
+    center = jnp.stack([4.0 * random.bernoulli(sign_key, 0.5, (size,)) - 2.0, jnp.zeros(size)], -1)
+    return (center + jnp.array([0.5**0.5, 2.0**0.5]) * random.normal(noise_key, (size, 2)))[None]
 
 
 def jumps(dimension=2):
-    centre = jnp.array([[-2.2, 0.3], [-1.9, -0.5], [1.7, 0.1], [2.3, 0.8]])
+    center = jnp.array([[-2.2, 0.3], [-1.9, -0.5], [1.7, 0.1], [2.3, 0.8]])
     width = jnp.array([[0.5, 1.5], [0.9, 1.2], [0.4, 1.6], [0.8, 1.1]])
     z = jnp.zeros((1, 4, dimension))
     empty = Basins().start(Cloud(z, z[..., 0], z), 100, True)
     scale = jnp.array([[1.0, 0.0], [0.3, 0.8]])
     change = Preconditioner(scale)
-    return empty._replace(scale=scale, centre=change.whiten(centre), width=width, is_on=jnp.asarray(True))
+    return empty._replace(scale=scale, center=change.whiten(center), width=width, is_on=jnp.asarray(True))
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
@@ -228,15 +227,15 @@ def test_jumps_leave_exact_draws_exact(is_exact, monkeypatch):
 def test_far_basins_do_not_round_the_density_away():
     state = jumps()
     change = Preconditioner(state.scale)
-    centre = jnp.array([[0.0, 0.0], [3000.0, -2000.0]])
-    state = state._replace(centre=change.whiten(centre), width=jnp.ones((2, 2)))
-    u = jnp.tile(centre, (50, 1))[None]
+    center = jnp.array([[0.0, 0.0], [3000.0, -2000.0]])
+    state = state._replace(center=change.whiten(center), width=jnp.ones((2, 2)))
+    u = jnp.tile(center, (50, 1))[None]
 
     def flat(u):
         return jnp.zeros(u.shape[:-1]), jnp.zeros_like(u)
 
     probability = Basins().jump(random.key(0), Cloud(u, *flat(u), ()), state, flat, 1.0, True).probability
-    # From the centre of a component to a place in one, with a flat posterior: always accepted.
+    # From the center of a component to a place in one, with a flat posterior: always accepted.
     assert float(probability.mean()) == pytest.approx(1.0, abs=1e-3)
 
 

@@ -32,12 +32,12 @@ from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.moves import archive as moves
 
 LIMIT = 4.5
-CENTRES = jnp.array([-1.5, 1.5])
+CENTERS = jnp.array([-1.5, 1.5])
 
 
 def energy(z):
     """½ N(−1.5, ½) + ½ N(1.5, ½) along the first axis, and a wide Gaussian along the second."""
-    return -jax.nn.logsumexp(-((z[0] - CENTRES) ** 2)) + z[1] ** 2 / 4.0
+    return -jax.nn.logsumexp(-((z[0] - CENTERS) ** 2)) + z[1] ** 2 / 4.0
 
 
 energy_and_grad = jnp.vectorize(jax.value_and_grad(energy), signature="(d)->(),(d)")
@@ -45,7 +45,7 @@ energy_and_grad = jnp.vectorize(jax.value_and_grad(energy), signature="(d)->(),(
 
 def exact(key, shape):
     side_key, key = random.split(key)
-    side = CENTRES[random.randint(side_key, shape, 0, 2)]
+    side = CENTERS[random.randint(side_key, shape, 0, 2)]
     z = random.normal(key, (*shape, 2)) * jnp.array([0.5**0.5, 2.0**0.5])
     return z.at[..., 0].add(side)
 
@@ -65,7 +65,7 @@ def z_score(samples, mean):
 
 
 def filled(kind, size=32):
-    """An archive that is no good: off the centre, lopsided and of the wrong width."""
+    """An archive that is no good: off the center, lopsided and of the wrong width."""
     components = random.normal(random.key(5), (size, 2)) + jnp.array([0.7, -0.5])
     start = Archive(32).start(Cloud(jnp.zeros((1, 4, 2)), *energy_and_grad(jnp.zeros((1, 4, 2)))), 100, True)
     scale = jnp.array([[0.8, 0.0], [0.3, 1.2]])
@@ -173,7 +173,7 @@ def test_gradients_too_long_to_be_squared_leave_their_scale_alone():
     assert scale[1] == 1.0 and 0.5 < scale[0] < 2.0
 
 
-def test_neighbours_in_the_archive_are_neighbours_in_space():
+def test_neighbors_in_the_archive_are_neighbors_in_space():
     u = random.normal(random.key(0), (256, 3))
     order = moves._order_in_space(u)
     assert sorted(order.tolist()) == list(range(256))
@@ -247,9 +247,9 @@ def test_all_modes_are_met_at_their_width(kernel):
         frozen = jax.tree.leaves(states.warmup.jumps._replace(tally=()))
         assert all(np.array_equal(x[49:], jnp.broadcast_to(x[49], x[49:].shape)) for x in frozen)
         z = np.asarray(states.z["z"], float)[50:].reshape(-1, 2)
-        centre = 2 * np.clip(np.round(z / 2), -1, 1)
-        corners = (np.abs(centre).sum(-1) == 4).mean()
-        return (*z.mean(0), ((z - centre) ** 2).mean(), corners)
+        center = 2 * np.clip(np.round(z / 2), -1, 1)
+        corners = (np.abs(center).sum(-1) == 4).mean()
+        return (*z.mean(0), ((z - center) ** 2).mean(), corners)
 
     found = np.array([statistics(seed) for seed in range(16)])
     # Points cut off at the middle between modes, √10 of them away, lower the variance by 1 %.
@@ -280,18 +280,15 @@ def wide(d=60):
     numpyro.sample("z", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(2) / 2), heavy))
 
 
-@pytest.mark.live_warnings
 @pytest.mark.slow
 def test_a_failed_archive_is_spoken_of():
-    with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
-        mcmc = run(SGLD(wide, moves=Archive(16)), size=4, num_samples=2)
+    mcmc = run(SGLD(wide, moves=Archive(16)), size=4, num_samples=2)
+    assert "Jumps are hardly ever accepted" in str(mcmc.sampler.findings(mcmc.last_state))
     assert int(mcmc.last_state.warmup.jumps.kind) == moves.NONE
 
 
-@pytest.mark.live_warnings
 def test_a_failed_archive_is_spoken_of_where_the_step_is_given():
-    with pytest.warns(RuntimeWarning, match="Jumps are hardly ever accepted"):
-        mcmc = run(SGLD(wide, moves=Archive(16), step_size=0.3), size=4, num_samples=2)
+    mcmc = run(SGLD(wide, moves=Archive(16), step_size=0.3), size=4, num_samples=2)
     assert int(mcmc.last_state.warmup.jumps.kind) == moves.NONE
     (finding,) = mcmc.sampler.findings(mcmc.last_state)
     assert finding.name == "jumps_off" and "hardly ever accepted" in finding.message
@@ -345,20 +342,6 @@ def test_random_likelihoods_are_refused_whatever_the_gradient():
     for gradient in (None, FullData()):
         with pytest.raises(ValueError, match=r"likelihood of this model is random \(numpyro.prng_key\): drop `moves`"):
             SGLD(noisy, moves=Archive(), gradient=gradient).init(random.split(random.key(0), 4), 50, None, (), {})
-
-
-def test_a_kernel_without_moves_goes_on_from_the_state_of_one_with_them():
-    def potential(z):
-        return jnp.sum(z**2) / 2.0
-
-    starts = random.normal(random.key(1), (4, 2))
-    kernel = SGLD(potential_fn=potential, step_size=0.1, moves=Archive())
-    state = kernel.init(random.split(random.key(0), 4), 50, starts, (), {})
-    after = jax.eval_shape(lambda state: SGLD(potential_fn=potential, step_size=0.1).sample(state, (), {}), state)
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    without = SGLD(potential_fn=potential, step_size=0.1).init(random.split(random.key(0), 4), 50, starts, (), {})
-    with pytest.raises(ValueError, match="made with no moves: use those, or drop `moves`"):
-        kernel.sample(without, (), {})
 
 
 @pytest.mark.parametrize("size", [3, 100, 16.0, True])

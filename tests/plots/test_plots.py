@@ -14,18 +14,16 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_repulsion import (
     RBF,
-    SGLD,
     SGLDR,
     SVGD,
     Balanced,
-    Independent,
     animate_particles,
     ensemble_mcse,
     plot_particles,
     plot_running_estimates,
     to_inference_data,
 )
-from numpyro_repulsion.plots.style import COLOURS
+from numpyro_repulsion.plots.draws import COLORS
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -35,7 +33,6 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 # Most of these runs are too short to be worth anything, and warmup says so.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup found problems"),
     pytest.mark.filterwarnings("ignore:num_warmup"),
 ]
 
@@ -84,12 +81,6 @@ def svgd():
     return run(kernel, init_params=random.normal(random.key(1), (6, 2)))
 
 
-@pytest.fixture(scope="module")
-def one_by_one():
-    kernel = SGLD(potential_fn=lambda z: z @ z / 2, step_size=0.1, interaction=Independent())
-    return run(kernel, num_chains=2, chain_method="sequential", init_params=jnp.ones((2, 2)))
-
-
 def dots(ax):
     """The points of each scatter that is no ring, in the order drawn."""
     found = [x for x in ax.collections if isinstance(x, PathCollection) and x.get_zorder() == 3]
@@ -100,8 +91,8 @@ def trails(ax):
     return [np.asarray(x.get_segments()) for x in ax.collections if isinstance(x, LineCollection)]
 
 
-def rgb(*colours):
-    return [to_rgba(colour)[:3] for colour in colours]
+def rgb(*colors):
+    return [to_rgba(color)[:3] for color in colors]
 
 
 # Particles
@@ -109,9 +100,9 @@ def rgb(*colours):
 
 def test_the_last_cloud():
     ax = plot_particles(DRAWS)
-    (points,), colours = dots(ax)
+    (points,), colors = dots(ax)
     np.testing.assert_array_equal(points, DRAWS[:, -1])
-    assert colours == rgb(COLOURS[0])
+    assert colors == rgb(COLORS[0])
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_aspect()) == ("z[0]", "z[1]", 1.0)
     assert not trails(ax) and ax.get_legend() is None
     inside = np.array([ax.get_xlim(), ax.get_ylim()])
@@ -121,8 +112,8 @@ def test_the_last_cloud():
 
 def test_trajectories_by_ensemble():
     ax = plot_particles(DRAWS, trajectories=True, num_ensembles=3)
-    points, colours = dots(ax)
-    assert colours == rgb(*COLOURS[:3])
+    points, colors = dots(ax)
+    assert colors == rgb(*COLORS[:3])
     lines = trails(ax)
     assert [line.shape for line in lines] == [(2, 30, 2)] * 3
     np.testing.assert_array_equal(np.concatenate(lines), DRAWS)
@@ -130,7 +121,7 @@ def test_trajectories_by_ensemble():
     rings = [x for x in ax.collections if isinstance(x, PathCollection) and x.get_zorder() == 2]
     np.testing.assert_array_equal(np.concatenate([x.get_offsets() for x in rings]), DRAWS[:, 0])
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["ensemble 0", "ensemble 1", "ensemble 2"]
-    assert [tuple(x.get_edgecolors()[0][:3]) for x in rings] == rgb(*COLOURS[:3])
+    assert [tuple(x.get_edgecolors()[0][:3]) for x in rings] == rgb(*COLORS[:3])
 
 
 @pytest.mark.parametrize(
@@ -163,7 +154,7 @@ def test_axes_are_reused():
     assert left.get_xlim() == (-1, 2) and left.get_ylim() == (-3, 4)
 
 
-def test_many_ensembles_have_a_scale_of_colours():
+def test_many_ensembles_have_a_scale_of_colors():
     draws = np.asarray(random.normal(random.key(0), (20, 3, 2)))
     ax = plot_particles(draws, num_ensembles=10)
     assert len(set(dots(ax)[1])) == 10 and ax.get_legend() is None
@@ -198,10 +189,6 @@ def test_an_optimizer_has_a_path_and_its_data_the_last_cloud(svgd):
 def test_chains_of_other_kernels_are_ensembles():
     mcmc = run(NUTS(lambda: numpyro.sample("z", dist.Normal(jnp.zeros(2), 1).to_event(1))), 5, 3, 5)
     assert len(dots(plot_particles(mcmc))[0]) == 3
-
-
-def test_chains_run_one_by_one_are_ensembles(one_by_one):
-    assert len(dots(plot_particles(one_by_one))[0]) == 2
 
 
 def contours(ax):
@@ -305,8 +292,8 @@ def test_animation(tmp_path):
         assert image.n_frames == 4
     # As its last frame left them.
     (ax,) = plt.gcf().axes
-    points, colours = dots(ax)
-    assert colours == rgb(*COLOURS[:2])
+    points, colors = dots(ax)
+    assert colors == rgb(*COLORS[:2])
     np.testing.assert_array_equal(np.concatenate(points), DRAWS[:, 6])
     np.testing.assert_array_equal(np.concatenate(trails(ax)), DRAWS[:, 2:8:2])
     assert [text.get_text() for text in ax.texts] == ["draw 6"]
@@ -349,9 +336,9 @@ def test_repeats_have_a_median_and_a_band():
     np.testing.assert_allclose(low, np.quantile(running, 0.1, 0), atol=1e-6)
     np.testing.assert_allclose(high, np.quantile(running, 0.9, 0), atol=1e-6)
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("iteration", "running mean of z")
-    # A second kernel beside the first gets a colour of its own, and the truth stays one.
+    # A second kernel beside the first gets a color of its own, and the truth stays one.
     assert plot_running_estimates(list(repeats + 1), truth=0.5, label="B", ax=ax) is ax
-    assert [line.get_color() for line in ax.lines] == [COLOURS[0], "black", COLOURS[1], "black"]
+    assert [line.get_color() for line in ax.lines] == [COLORS[0], "black", COLORS[1], "black"]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["A", "B", "truth"]
     assert len(plt.get_fignums()) == 1
 

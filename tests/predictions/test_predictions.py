@@ -14,7 +14,6 @@ from numpyro.infer import MCMC, NUTS, Predictive, log_likelihood
 from numpyro_repulsion import SGLD, SVGD, FullData, Predictions, predict
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Warmup found problems"),
     pytest.mark.filterwarnings("ignore:num_warmup"),
 ]
 

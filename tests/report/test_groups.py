@@ -19,7 +19,7 @@ def posterior(**draws):
 
 
 def draws(seed, levels, product):
-    """A scale and its effects: centred, or with a product that the data determine."""
+    """A scale and its effects: centered, or with a product that the data determine."""
     rng = np.random.default_rng(seed)
     scale = np.exp(rng.standard_normal(4000))
     standard = rng.standard_normal((4000, levels))
@@ -33,7 +33,7 @@ SLOW = {"s": True, "effects": True}
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_product_is_named(seed):
     (found,) = group_findings(posterior(**draws(seed, 10, True)), SLOW)
-    assert found.name == "noncentred" and found.figure < -0.99
+    assert found.name == "noncentered" and found.figure < -0.99
     assert "effects (with s)" in found.message and "numpyro.sample('effects', dist.Normal(0, s))" in found.remedy
 
 

@@ -61,7 +61,7 @@ def test_particles_arrive_through_noise(seed):
     assert (np.abs(z) < 15).all()
 
 
-def test_steps_grow_towards_a_distant_posterior(monkeypatch):
+def test_steps_grow_toward_a_distant_posterior(monkeypatch):
     far = noisy_gaussian(jnp.array([1e4, 0.0]), 1.0, 1.0)
     starts = random.normal(random.key(0), (1, 20, 2))
     u, _ = travel(far, starts)

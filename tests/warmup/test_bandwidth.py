@@ -194,7 +194,6 @@ def test_other_words_are_refused(kind):
         RandomFeatures("learned")
 
 
-@pytest.mark.filterwarnings("ignore:Warmup found problems")
 def test_bandwidth_is_learned_and_frozen():
     states = course(SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT), 100, 20)
     found = np.asarray(states.bandwidth[:, 0])
@@ -209,7 +208,6 @@ def test_bandwidth_is_learned_and_frozen():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Warmup found problems")
 def test_draws_are_those_of_the_frozen_bandwidth_if_given(x64):
     states = course(SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT), 100, 20)
     last = jax.tree.map(lambda x: x[-1], states)
@@ -234,7 +232,6 @@ def test_no_warmup_takes_the_median_rule():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Warmup found problems")
 @pytest.mark.parametrize(
     ("kernel", "interaction", "step_size"),
     [(SGHMCR, LEARNED, None), (SVGD, LEARNED, None), (SGHMCR, Laplacian(LEARNED), 0.01), (SGLDR, COMPOSED[6], 0.01)],

@@ -1,4 +1,4 @@
-"""How warmup centres hierarchical sites, and that the draws stay those of the model."""
+"""How warmup centers hierarchical sites, and that the draws stay those of the model."""
 
 import jax
 from jax import random
@@ -22,14 +22,14 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.kernels.learners import ALL_LEARNERS, NUM_KEYS, keys_of_learners
+from numpyro_repulsion.kernels.iteration import ALL_LEARNERS, NUM_KEYS, keys_of_learners
 
 EFFECTS = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 ERRORS = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
 
 
 def schools(effects, unit=1.0):
-    """Eight schools (Rubin, 1981), written centred."""
+    """Eight schools (Rubin, 1981), written centered."""
     mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
     tau = numpyro.sample("tau", dist.HalfCauchy(5.0))
     with numpyro.plate("schools", 8):
@@ -55,8 +55,8 @@ def run(kernel, *args, seed=0, num_warmup=1000, num_samples=1000, num_chains=20,
     return mcmc
 
 
-def centring(mcmc):
-    return np.asarray(mcmc.last_state.warmup.scales.centring.share)
+def centering(mcmc):
+    return np.asarray(mcmc.last_state.warmup.scales.centering.share)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def centring(mcmc):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_funnel_is_drawn_from(kernel, seed):
     mcmc = run(kernel(funnel), seed=seed)
-    np.testing.assert_allclose(centring(mcmc), [1.0] + 9 * [0.0], atol=0.02)
+    np.testing.assert_allclose(centering(mcmc), [1.0] + 9 * [0.0], atol=0.02)
     v, x = (np.asarray(mcmc.get_samples(group_by_chain=True)[name], float) for name in "vx")
     # Draws of one particle are correlated, so errors come from means of particles.
     for values, expected in ((v, 0.0), (v**2, 9.0), (x / np.exp(v / 2)[..., None], 0.0), ((v < -3), 0.1587)):
@@ -76,7 +76,7 @@ def test_a_funnel_is_drawn_from(kernel, seed):
 @pytest.mark.slow
 def test_without_it_the_neck_is_missed():
     mcmc = run(SGLD(funnel, reparam=None))
-    assert mcmc.last_state.warmup.scales.centring is None
+    assert mcmc.last_state.warmup.scales.centering is None
     assert mcmc.get_samples()["v"].std() < 2.7
     assert "funnel" in [finding.name for finding in diagnose(mcmc)]
 
@@ -94,17 +94,17 @@ def test_eight_schools(kernel):
     mcmc = run(kernel(schools), EFFECTS)
     draws = mcmc.get_samples()
     low, high = shares_by_definition(draws["tau"])
-    shares = centring(mcmc)
+    shares = centering(mcmc)
     assert (shares[:2] == 1).all() and (low < shares[2:]).all() and (shares[2:] < high).all()
     # The control: errors a quarter as large determine the effects better.
-    assert not (run(kernel(schools), EFFECTS, 0.25).last_state.warmup.scales.centring.share[2:] < high).all()
+    assert not (run(kernel(schools), EFFECTS, 0.25).last_state.warmup.scales.centering.share[2:] < high).all()
     # posteriordb, eight_schools-eight_schools_noncentered: 4.41 and 3.31, 3.60 and 3.20
     assert abs(draws["mu"].mean() - 4.41) < 0.1 and abs(draws["mu"].std() - 3.31) < 0.15
     assert abs(draws["tau"].mean() - 3.60) < 0.15 and abs(draws["tau"].std() - 3.20) < 0.3
 
 
 def schools_by_hand(effects, unit=1.0):
-    """Eight schools, written non-centred."""
+    """Eight schools, written non-centered."""
     mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
     tau = numpyro.sample("tau", dist.HalfCauchy(5.0))
     with numpyro.plate("schools", 8):
@@ -114,11 +114,11 @@ def schools_by_hand(effects, unit=1.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [SGLD, SGHMC])
-def test_products_by_hand_are_centred_as_far_as_the_data_say(kernel):
+def test_products_by_hand_are_centered_as_far_as_the_data_say(kernel):
     for unit, low, high in ((1.0, 0.0, 0.4), (0.05, 0.9, 1.0)):
         mcmc = run(kernel(schools_by_hand), EFFECTS, unit)
-        assert mcmc.last_state.warmup.scales.centring.powers.tolist() == [1.0]
-        shares = centring(mcmc)[:8]
+        assert mcmc.last_state.warmup.scales.centering.powers.tolist() == [1.0]
+        shares = centering(mcmc)[:8]
         assert low <= shares.min() and shares.max() <= high
         draws = mcmc.get_samples()
         assert abs(draws["eta"] ** 2).mean() < 2.0  # draws are those of the site that the model has
@@ -149,9 +149,9 @@ def test_minibatches_of_products_by_hand_need_it():
 
 
 @pytest.mark.slow
-def test_sites_that_the_data_determine_stay_centred():
+def test_sites_that_the_data_determine_stay_centered():
     mcmc = run(SGLD(schools), EFFECTS, 0.05)
-    assert (centring(mcmc) > 0.9).all()
+    assert (centering(mcmc) > 0.9).all()
 
 
 def test_states_hold_the_sites_of_the_model():
@@ -167,13 +167,14 @@ def check_states():
     target = ModelTarget(schools, (effects,))
     energies = jax.vmap(lambda z: target.potential_energy(z, {}, random.key(0)))(state.z)
     np.testing.assert_allclose(state.potential_energy, energies, rtol=1e-4)
-    assert centring(mcmc).min() < 0.9
+    assert centering(mcmc).min() < 0.9
     assert abs(state.potential_energy - state.coordinates[1]).max() > 0.1
     data = to_inference_data(mcmc)
-    assert data["posterior"].attrs["centring"].startswith("theta 0.")
+    assert data["posterior"].attrs["centering"].startswith("theta 0.")
     np.testing.assert_allclose(data["sample_stats"]["lp"][:, -1], -energies, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Warmup found problems")
 def test_runs_go_on_in_their_coordinates(tmp_path):
     with jax.enable_x64():
         check_pieces(jnp.asarray(EFFECTS, float), tmp_path)
@@ -209,7 +210,7 @@ def check_pieces(effects, directory):
 )
 def test_kernels_that_keep_the_coordinates_of_the_model(settings):
     state = SGLD(schools, **settings).init(random.split(random.key(0), 6), 100, None, (EFFECTS,), {})
-    assert state.coordinates is None and state.warmup.scales.centring is None
+    assert state.coordinates is None and state.warmup.scales.centering is None
 
 
 def test_optimizers_few_particles_and_own_references_keep_them_too():
@@ -244,7 +245,7 @@ def test_energies_go_on_where_coordinates_change():
     shares, energies = {}, {}
     for iteration in range(1, 31):
         state = step(state)
-        shares[iteration] = np.asarray(state.warmup.scales.centring.share)
+        shares[iteration] = np.asarray(state.warmup.scales.centering.share)
         energies[iteration] = float(state.potential_energy.mean())
     assert (shares[30] != shares[29]).any() and state.warmup.reference.in_use
     # Evaluated by the reference of the old coordinates, they would be eight times as high.
@@ -274,7 +275,7 @@ def test_arguments_may_be_inputs_of_the_program():
         )
         mcmc.run(random.key(0), EFFECTS, 20.0)
         draws.append(mcmc.get_samples()["tau"])
-        assert len(mcmc.last_state.warmup.scales.centring.powers) == 1
+        assert len(mcmc.last_state.warmup.scales.centering.powers) == 1
     np.testing.assert_allclose(*draws, rtol=1e-3)
 
 
@@ -325,7 +326,7 @@ def test_energies_are_those_of_the_new_coordinates_at_once():
     before = state
     for _ in range(25):
         before, state = state, step(state)
-    shares = [np.asarray(each.warmup.scales.centring.share) for each in (before, state)]
+    shares = [np.asarray(each.warmup.scales.centering.share) for each in (before, state)]
     assert (shares[0] == 1.0).all() and shares[1].min() < 0.9
     target = ModelTarget(schools, (effects,))
     energies = jax.vmap(lambda z: target.potential_energy(z, {}, random.key(0)))(state.z)

@@ -1,4 +1,4 @@
-"""The learner of partial centring, from the curvature that the data add to each entry of a hierarchical site."""
+"""The learner of partial centering, from the curvature that the data add to each entry of a hierarchical site."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ import jax.numpy as jnp
 from numpyro_repulsion.dynamics import Cloud, select
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.warmup.hessian import NUM_PROBES, particle_mean
-from numpyro_repulsion.warmup.learning import Sampler
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
-from numpyro_repulsion.warmup.state import WarmupState
+from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
 
-__all__ = ["MIN_PARTICLES", "update_centring"]
+__all__ = ["MIN_PARTICLES", "update_centering"]
 
 #: With fewer particles, the scales of new coordinates are unknown.
 MIN_PARTICLES = 4
 #: Half the distance over which gradients are compared, in standard deviations of the particles.
 WIDTH = 0.2
-#: The smallest standard deviation of log s for which centring matters: below it, the change of variables is linear.
+#: The smallest standard deviation of log s for which centering matters: below it, the change of variables is linear.
 MIN_SPREAD = 0.3
 #: Smaller changes are not worth scales that must be learned again.
 MIN_CHANGE = 0.1
 
 
-def update_centring(
+def update_centering(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """At the ends of the first windows after the arrival, centre each entry by what the data say.
+    """At the ends of the first windows after the arrival, center each entry by what the data say.
 
-    An entry x with prior location m and scale s has the curvature ``1 + h s²`` in its non-centred form ``(x − m) / s``,
-    if the likelihood has the curvature h. It is centred by ``h s² / (1 + h s²)``, the share of what is known of x that
+    An entry x with prior location m and scale s has the curvature ``1 + h s²`` in its form ``(x − m) / s``, if the
+    likelihood has the curvature h. It is centered by ``h s² / (1 + h s²)``, the share of what is known of x that
     the data say: the correlation of x with m and s is then least for a Gaussian. Where s is known well, x stays as it
     is, because its likelihood does not depend on s, and minibatches add no noise to the gradient with respect to s.
     An effect that the model itself multiplies by s is treated likewise, once gradients have told the power of s.
     """
-    if warmup.scales.centring is None:
+    if warmup.scales.centering is None:
         return warmup, cloud
     # Later, scales are averages over windows, which need the same coordinates.
     due = stage.references_move & (stage.curvature_weight == 1.0)
@@ -46,24 +45,24 @@ def update_centring(
 
 def _learned(key, warmup, cloud, sampler):
     found = sampler.recover(warmup, cloud.z)
-    known, shape = warmup.scales.centring, cloud.z.shape
+    known, shape = warmup.scales.centering, cloud.z.shape
     flat = jax.tree.map(lambda x: x.reshape(-1, shape[-1]), found)
-    learned, flat = sampler.centred(known).structure_at(flat, MIN_SPREAD)
+    learned, flat = sampler.centered(known).structure_at(flat, MIN_SPREAD)
     found = jax.tree.map(lambda x: x.reshape(shape), flat)
     can_change = jnp.std(jnp.log(flat.scale), 0) > MIN_SPREAD
     plain = learned._replace(share=jnp.where(can_change, 0.0, 1.0).astype(known.share.dtype))
-    y = sampler.centred(plain).to_coordinates(found)
+    y = sampler.centered(plain).to_coordinates(found)
     trial, change = _rescaled(warmup, y, plain)
     u, (probe_key, gradient_key) = change.whiten(y), random.split(key)
 
     def adopted(curvature):
-        """Return the centring by a curvature of U in the coordinates u, and the state and particles with it."""
+        """Return the centering by a curvature of U in the coordinates u, and the state and particles with it."""
         curvature = curvature / change.lengths() ** 2
         share = jnp.where(can_change, 1.0 - 1.0 / jnp.maximum(curvature, 1.0), 1.0)
-        centring = learned._replace(share=jnp.where(jnp.isfinite(share), share, known.share))
-        y = sampler.centred(centring).to_coordinates(found)
-        new, own_change = _rescaled(warmup, y, centring)
-        return centring, new, own_change.whiten(y)
+        centering = learned._replace(share=jnp.where(jnp.isfinite(share), share, known.share))
+        y = sampler.centered(centering).to_coordinates(found)
+        new, own_change = _rescaled(warmup, y, centering)
+        return centering, new, own_change.whiten(y)
 
     def evaluate(i, carry):
         curvature, _, before = carry
@@ -81,19 +80,19 @@ def _learned(key, warmup, cloud, sampler):
     # compiled once.
     nothing = jnp.zeros(shape[-1], u.dtype), jnp.zeros_like(cloud.potential_energy), jnp.zeros_like(u)
     curvature, energy, gradient = lax.fori_loop(0, 2 * NUM_PROBES + 1, evaluate, nothing)
-    centring, new, moved = adopted(curvature)
+    centering, new, moved = adopted(curvature)
     moments = jax.tree.map(jnp.zeros_like, warmup.moments)
     moments = moments.add(*(x.reshape(-1, x.shape[-1]) for x in (moved, gradient)))
     new = new._replace(scales=new.scales._replace(moments=moments))
-    is_other = jnp.abs(centring.share - known.share).max() > MIN_CHANGE
-    for one, other in ((centring.powers, known.powers), (centring.bases, known.bases)):
+    is_other = jnp.abs(centering.share - known.share).max() > MIN_CHANGE
+    for one, other in ((centering.powers, known.powers), (centering.bases, known.bases)):
         is_other |= (one != other).any()
     usable = jnp.isfinite(energy).all() & jnp.isfinite(gradient).all() & jnp.isfinite(moved).all()
     new_cloud = cloud._replace(z=moved, potential_energy=energy, gradient=gradient)
     return lax.cond(is_other & usable, lambda: (new, new_cloud), lambda: (warmup, cloud))
 
 
-def _rescaled(warmup, y, centring):
+def _rescaled(warmup, y, centering):
     """Return the state with other coordinates, scaled by the spread of the particles along each of them."""
     flat = y.reshape(-1, y.shape[-1])
     spread = jnp.std(flat, 0)
@@ -105,4 +104,4 @@ def _rescaled(warmup, y, centring):
         # It is in the old coordinates until it moves, at the end of the same window.
         warmup = warmup._replace(reference=warmup.reference._replace(in_use=jnp.zeros((), bool)))
     change = Preconditioner(scale, jnp.mean(flat, 0), old.vectors, stretch)
-    return warmup._replace(scales=warmup.scales._replace(preconditioner=change, centring=centring)), change
+    return warmup._replace(scales=warmup.scales._replace(preconditioner=change, centering=centering)), change

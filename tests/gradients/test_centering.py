@@ -1,4 +1,4 @@
-"""Partial centring: which sites have it, and that it is a change of variables of the same posterior."""
+"""Partial centering: which sites have it, and that it is a change of variables of the same posterior."""
 
 import jax
 from jax import random
@@ -10,7 +10,7 @@ import numpyro
 from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 
-from numpyro_repulsion.gradients import CentredTarget, Centring, ModelTarget, ravel_cloud
+from numpyro_repulsion.gradients import CenteredTarget, Centering, ModelTarget, ravel_cloud
 
 Y = jnp.linspace(-1.0, 2.0, 8)
 
@@ -47,8 +47,8 @@ def particle(target):
     return {name: random.normal(random.key(i), site.shape) for i, (name, site) in enumerate(target.prototype.items())}
 
 
-def centred_by(target, share, unravel):
-    return CentredTarget(target, Centring.none(target, len(share), share.dtype)._replace(share=share), unravel)
+def centered_by(target, share, unravel):
+    return CenteredTarget(target, Centering.none(target, len(share), share.dtype)._replace(share=share), unravel)
 
 
 def share_of(target, value):
@@ -85,24 +85,24 @@ def test_models_without_such_sites():
 def test_it_is_a_change_of_variables(target, value):
     z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
     z, share = z[0], share_of(target, value)
-    centred = centred_by(target, share, unravel)
-    y = centred.to_coordinates(centred_by(target, jnp.ones_like(share), unravel).recover(z))
-    found = centred.recover(y)
+    centered = centered_by(target, share, unravel)
+    y = centered.to_coordinates(centered_by(target, jnp.ones_like(share), unravel).recover(z))
+    found = centered.recover(y)
     np.testing.assert_allclose(found.z, z, rtol=1e-5, atol=1e-5)
-    volume = centred.log_volume(found)
-    jacobian = jax.jacobian(lambda y: centred.recover(y).z)(y)
+    volume = centered.log_volume(found)
+    jacobian = jax.jacobian(lambda y: centered.recover(y).z)(y)
     np.testing.assert_allclose(jnp.linalg.slogdet(jacobian)[1], volume, rtol=1e-4, atol=1e-5)
-    energies = [one.potential_energy(unravel(x), {}, random.key(0)) for one, x in ((centred, y), (target, z))]
+    energies = [one.potential_energy(unravel(x), {}, random.key(0)) for one, x in ((centered, y), (target, z))]
     np.testing.assert_allclose(energies[0], energies[1] - volume, rtol=1e-5)
     if value != 1.0:
         assert abs(energies[0] - energies[1]) > 0.1  # without the volume
 
 
-def test_an_entry_that_is_not_centred_is_standardized(target):
+def test_an_entry_that_is_not_centered_is_standardized(target):
     z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
     share = share_of(target, 0.0)
-    found = centred_by(target, jnp.ones_like(share), unravel).recover(z[0])
-    values, y = unravel(found.z), unravel(centred_by(target, share, unravel).to_coordinates(found))
+    found = centered_by(target, jnp.ones_like(share), unravel).recover(z[0])
+    values, y = unravel(found.z), unravel(centered_by(target, share, unravel).to_coordinates(found))
     np.testing.assert_allclose(y["theta"], (values["theta"] - values["mu"]) / jnp.exp(values["tau"]), rtol=1e-4)
     assert (y["shifted"] == values["shifted"]).all() and (y["walk"] == values["walk"]).all()
 
@@ -117,12 +117,12 @@ def test_minibatches_are_those_of_the_model():
     target = ModelTarget(rows, (Y,))
     z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
     share = share_of(target, 0.5)
-    centred = centred_by(target, share, unravel)
-    assert centred.plates == target.plates and centred.crossed_plates() == target.crossed_plates()
-    y = centred.to_coordinates(centred_by(target, jnp.ones_like(share), unravel).recover(z[0]))
-    volume = centred.log_volume(centred.recover(y))
+    centered = centered_by(target, share, unravel)
+    assert centered.plates == target.plates and centered.crossed_plates() == target.crossed_plates()
+    y = centered.to_coordinates(centered_by(target, jnp.ones_like(share), unravel).recover(z[0]))
+    volume = centered.log_volume(centered.recover(y))
     for indices in (jnp.array([0, 3]), jnp.array([6, 1]), jnp.arange(8)):
-        found = centred.potential_energy(unravel(y), {"rows": indices}, random.key(0))
+        found = centered.potential_energy(unravel(y), {"rows": indices}, random.key(0))
         expected = target.potential_energy(unravel(z[0]), {"rows": indices}, random.key(0))
         np.testing.assert_allclose(found, expected - volume, rtol=1e-5)
 
@@ -149,15 +149,15 @@ def test_it_is_a_change_of_variables_under_handlers(handled):
     target = ModelTarget(handled(), (Y,))
     (name,) = target.location_scale
     z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
-    centred = centred_by(target, share_of(target, 0.3), unravel)
+    centered = centered_by(target, share_of(target, 0.3), unravel)
     rows = {plate: jnp.arange(4) for plate in target.plates}
-    found = centred.recover(z[0])
-    energy = centred.potential_energy(unravel(z[0]), rows, random.key(0))
-    volume = centred.log_volume(found)
+    found = centered.recover(z[0])
+    energy = centered.potential_energy(unravel(z[0]), rows, random.key(0))
+    volume = centered.log_volume(found)
     expected = target.potential_energy(unravel(found.z), rows, random.key(0)) - volume
     np.testing.assert_allclose(energy, expected, rtol=1e-5)
     # Every effect matters.
-    gradient = jax.grad(lambda z: centred.potential_energy(z, rows, random.key(1)))(unravel(z[0]))
+    gradient = jax.grad(lambda z: centered.potential_energy(z, rows, random.key(1)))(unravel(z[0]))
     assert (jnp.abs(gradient[name]) > 1e-3).all()
 
 
@@ -170,7 +170,7 @@ def test_effects_by_sample_shape_have_it():
     target = ModelTarget(effects, (Y,))
     assert list(target.location_scale) == ["theta"]
     z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
-    centred = centred_by(target, share_of(target, 0.3), unravel)
-    found = centred.recover(z[0])
-    expected = target.potential_energy(unravel(found.z), {}, random.key(0)) - centred.log_volume(found)
-    np.testing.assert_allclose(centred.potential_energy(unravel(z[0]), {}, random.key(0)), expected, rtol=1e-5)
+    centered = centered_by(target, share_of(target, 0.3), unravel)
+    found = centered.recover(z[0])
+    expected = target.potential_energy(unravel(found.z), {}, random.key(0)) - centered.log_volume(found)
+    np.testing.assert_allclose(centered.potential_energy(unravel(z[0]), {}, random.key(0)), expected, rtol=1e-5)

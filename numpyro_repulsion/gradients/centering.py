@@ -1,4 +1,4 @@
-"""Partial centring: hierarchical sites in coordinates between their centred and non-centred forms."""
+"""Partial centering: hierarchical sites in coordinates between their centered and non-centered forms."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import jax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_repulsion.gradients.likelihood import likelihood_gradients
-from numpyro_repulsion.gradients.posterior import ModelTarget
+from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_gradients
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.shapes import Counts, Numbers, OtherVector, Scalar, Vector, Vectors
 
-__all__ = ["CentredTarget", "Centring", "Recovered"]
+__all__ = ["CenteredTarget", "Centering", "Recovered"]
 
 
-class Centring(NamedTuple):
-    """How the entries of a particle are centred.
+class Centering(NamedTuple):
+    """How the entries of a particle are centered.
 
-    - **share** - c for each entry, ``(d,)``; 1 for all that cannot be centred partly.
+    - **share** - c for each entry, ``(d,)``; 1 for all that cannot be centered partly.
     - **powers** - for each product of an effect and a scale in the model, the power of the scale, ``(p,)``; 0 before it
       is known.
     - **bases** - for each group of effects, the entry that their mean is added to, ``(g,)``; -1 for none.
@@ -31,50 +30,50 @@ class Centring(NamedTuple):
     bases: Counts
 
     @staticmethod
-    def none(target: Target, dimension: int, dtype: jnp.dtype) -> Centring:
+    def none(target: Target, dimension: int, dtype: jnp.dtype) -> Centering:
         """Return that of a model's own coordinates."""
         bases = jnp.full(target.num_groups, -1, jnp.int32)
-        return Centring(jnp.ones(dimension, dtype), jnp.zeros(target.num_products, dtype), bases)
+        return Centering(jnp.ones(dimension, dtype), jnp.zeros(target.num_products, dtype), bases)
 
-    def undone(self) -> Centring:
+    def undone(self) -> Centering:
         """Return that of the model's own coordinates."""
-        return Centring(jnp.ones_like(self.share), jnp.zeros_like(self.powers), jnp.full_like(self.bases, -1))
+        return Centering(jnp.ones_like(self.share), jnp.zeros_like(self.powers), jnp.full_like(self.bases, -1))
 
 
 class Recovered(NamedTuple):
     """Particles in the coordinates of the model, and the location and scale of each of its entries; all ``(..., d)``.
 
     - **z** - the unconstrained position, flat.
-    - **centred** - x, the same in centred form: ``s z`` for effects that the model multiplies by s, else z.
-    - **location**, **scale** - m and s of x; 0 and 1 for sites that cannot be centred partly.
+    - **centered** - x, the same in centered form: ``s z`` for effects that the model multiplies by s, else z.
+    - **location**, **scale** - m and s of x; 0 and 1 for sites that cannot be centered partly.
     - **log_volume** - ``log dx/dz``.
     """
 
     z: Vectors
-    centred: Vectors
+    centered: Vectors
     location: Vectors
     scale: Vectors
     log_volume: Vectors
 
     @staticmethod
     def of(z: Vectors, location: Vectors, scale: Vectors, log_volume: Vectors) -> Recovered:
-        """Return the particle z with its centred form."""
+        """Return the particle z with its centered form."""
         return Recovered(z, z * jnp.exp(log_volume), location, scale, log_volume)
 
 
-class CentredTarget(Target):
-    r"""A posterior in coordinates y in which a site x with location m and scale s is centred by a share c.
+class CenteredTarget(Target):
+    r"""A posterior in coordinates y in which a site x with location m and scale s is centered by a share c.
 
     .. math::
         x = m + s^{1-c} (y - c\,m)
 
-    With c = 1 this is the site in centred form, and with c = 0 its standardized, non-centred form. The change of
+    With c = 1 this is the site in centered form, and with c = 0 its standardized, non-centered form. The change of
     variables is that of :class:`numpyro.infer.reparam.LocScaleReparam`, so the posterior of x is the same for any c.
     It also holds for a site z of the model if ``x = s z``, with m = 0: then ``z = s^{-c} y``. The mean of effects that
     are added to another coefficient has coordinates of its own; see `Translations`.
 
     :param target: the posterior of a model, a ``ModelTarget``.
-    :param centring: how its entries are centred.
+    :param centering: how its entries are centered.
     :param unravel: the function from flat particles to those of the sites.
 
     **References:**
@@ -85,29 +84,29 @@ class CentredTarget(Target):
        https://arxiv.org/abs/1906.03028
     """
 
-    def __init__(self, target: ModelTarget, centring: Centring, unravel: Callable):
-        self._target, self._centring, self._unravel = target, centring, unravel
+    def __init__(self, target: ModelTarget, centering: Centering, unravel: Callable):
+        self._target, self._centering, self._unravel = target, centering, unravel
         self.args, self.kwargs = target.args, target.kwargs
         self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
 
     def with_arguments(self, args, kwargs):
-        return CentredTarget(self._target.with_arguments(args, kwargs), self._centring, self._unravel)
+        return CenteredTarget(self._target.with_arguments(args, kwargs), self._centering, self._unravel)
 
     def _shares(self):
-        shares = self._unravel(self._centring.share)
+        shares = self._unravel(self._centering.share)
         return {name: shares[name] for name in self._target.location_scale}
 
     def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> Scalar:
         z, volume = self._standardized(z)
         if not self._target.location_scale:
             return self._target.potential_energy(z, indices, key) - volume
-        return self._target.centred_energy(z, indices, key, self._shares()) - volume
+        return self._target.centered_energy(z, indices, key, self._shares()) - volume
 
     def _standardized(self, y):
         """Return a particle with the effects of products as the model has them, and the log volume of the change."""
-        products = self._target.products.log_scales(y, self._centring.powers)
+        products = self._target.products.log_scales(y, self._centering.powers)
         y, volume = self._translated(y, products)
-        shares, z = self._unravel(self._centring.share), dict(y)
+        shares, z = self._unravel(self._centering.share), dict(y)
         for name, log_scale in products.items():
             z[name] = y[name] * jnp.exp(-shares[name] * log_scale)
             volume -= jnp.sum(shares[name] * log_scale)
@@ -121,8 +120,8 @@ class CentredTarget(Target):
         volume = jnp.zeros(())
         if not self._target.num_groups:
             return y, volume
-        translations, bases, y = self._target.translations, self._centring.bases, dict(y)
-        priors, shares, shifts = self._priors(y, products), self._unravel(self._centring.share), []
+        translations, bases, y = self._target.translations, self._centering.bases, dict(y)
+        priors, shares, shifts = self._priors(y, products), self._unravel(self._centering.share), []
         for name, base in zip(translations.groups, bases, strict=True):
             location, log_scale = priors[name]
             log_weights = (1.0 - shares[name]) * log_scale
@@ -140,7 +139,7 @@ class CentredTarget(Target):
         return y, volume
 
     def _priors(self, y, products):
-        """Return the location and log scale of each site that can be centred partly, at a particle y."""
+        """Return the location and log scale of each site that can be centered partly, at a particle y."""
         priors = {name: (jnp.zeros_like(log_scale), log_scale) for name, log_scale in products.items()}
         if self._target.location_scale:
             own = self._target.recovered(y, self._shares())[1]
@@ -153,7 +152,7 @@ class CentredTarget(Target):
     def recover(self, y: Vector) -> Recovered:
         """Return a flat particle y, ``(d,)``, in the coordinates of the model."""
         z, _ = self._standardized(self._unravel(y))
-        products = self._target.products.log_scales(z, self._centring.powers)
+        products = self._target.products.log_scales(z, self._centering.powers)
         priors, nothing = self._priors(z, products), jax.tree.map(jnp.zeros_like, z)
         if self._target.location_scale:
             z = self._target.recovered(z, self._shares())[0]
@@ -166,8 +165,8 @@ class CentredTarget(Target):
 
     def to_coordinates(self, found: Recovered) -> Vectors:
         """Return y for particles ``(..., d)`` recovered in the coordinates of the model."""
-        share, _, bases = self._centring
-        deviation = found.centred - found.location
+        share, _, bases = self._centering
+        deviation = found.centered - found.location
         if self._target.num_groups:
             translations = self._target.translations
             mean = jnp.where(bases >= 0, translations.means(deviation), 0.0)
@@ -180,7 +179,7 @@ class CentredTarget(Target):
 
     def log_volume(self, found: Recovered) -> Numbers:
         """Return the logarithm of the determinant of dz/dy, which is the difference of U in the two coordinates."""
-        share, _, bases = self._centring
+        share, _, bases = self._centering
         log_weights = (1.0 - share) * jnp.log(found.scale)
         volume = jnp.sum(log_weights - found.log_volume, -1)
         if self._target.num_groups:
@@ -189,28 +188,28 @@ class CentredTarget(Target):
             volume = volume + jnp.sum(jnp.where(bases >= 0, means, 0.0), -1)
         return volume
 
-    def structure_at(self, found: Recovered, min_spread: float) -> tuple[Centring, Recovered]:
-        """Return the centring with powers and bases estimated from gradients, and the particles with these powers.
+    def structure_at(self, found: Recovered, min_spread: float) -> tuple[Centering, Recovered]:
+        """Return the centering with powers and bases estimated from gradients, and the particles with these powers.
 
         What is known stays.
 
         :param found: particles in the coordinates of the model, ``(n, d)``.
         :param min_spread: the smallest standard deviation of log s for which the mean of a group gets its own base.
         """
-        target, centring = self._target, self._centring
+        target, centering = self._target, self._centering
         if not (target.num_products or target.num_groups):
-            return centring, found
+            return centering, found
         without = [target.products.sites] * bool(target.num_products) + [set(target.latent)] * bool(target.num_groups)
         slopes = likelihood_gradients(target, jax.vmap(self._unravel)(found.z), without)
         if target.num_products:
             powers = target.products.powers(jax.vmap(self._unravel)(found.z), slopes[0]).astype(found.z.dtype)
-            centring = centring._replace(powers=jnp.where(centring.powers == 0, powers, centring.powers))
-            found = self._with_powers(centring.powers, found)
+            centering = centering._replace(powers=jnp.where(centering.powers == 0, powers, centering.powers))
+            found = self._with_powers(centering.powers, found)
         if target.num_groups:
             slope = jax.vmap(lambda x: ravel_pytree(x)[0])(slopes[-1]) / jnp.exp(found.log_volume)
             bases = target.translations.bases(slope, found.scale, min_spread)
-            centring = centring._replace(bases=jnp.where(centring.bases < 0, bases, centring.bases))
-        return centring, found
+            centering = centering._replace(bases=jnp.where(centering.bases < 0, bases, centering.bases))
+        return centering, found
 
     def _with_powers(self, powers, found):
         """Return particles, ``(n, d)``, with the scales of products by these powers."""
