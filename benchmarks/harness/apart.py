@@ -5,6 +5,7 @@ python -m benchmarks.harness.apart MODULE FUNCTION ARGUMENTS PATH
 
 import importlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -15,16 +16,18 @@ from typing import Any
 from benchmarks.harness.store import ROOT
 
 
-def apart(module: str, function: str, killed_after: float, **arguments: Any) -> dict[str, Any]:
+def apart(
+    module: str, function: str, killed_after: float, environment: dict[str, str] | None = None, **arguments: Any
+) -> dict[str, Any]:
     """What the function of that module returns, or ``{"failed": why}`` if it raises, dies or takes too long.
 
-    :param killed_after: how many seconds the process may take.
-    :param arguments: of the function; they and what it returns go through JSON.
+    Arguments and what is returned go through JSON; ``environment`` is set beside that of this process.
     """
     with tempfile.TemporaryDirectory() as folder:
         path, errors = pathlib.Path(folder) / "row.json", pathlib.Path(folder) / "errors.txt"
         command = [sys.executable, "-m", "benchmarks.harness.apart", module, function, json.dumps(arguments), str(path)]
-        with errors.open("w") as stream, subprocess.Popen(command, cwd=ROOT, stderr=stream) as child:
+        settings: dict[str, Any] = {"cwd": ROOT, "env": os.environ | (environment or {})}
+        with errors.open("w") as stream, subprocess.Popen(command, stderr=stream, **settings) as child:
             try:
                 child.wait(killed_after)
             except subprocess.TimeoutExpired:

@@ -26,11 +26,9 @@ PAGES = {
     },
     "benchmarks/details.md": {
         "overhead": "Overhead",
-        "jumps": "Several modes",
         "first_run": "A first run",
         "learning_coefficients": "Local learning coefficients",
         "scale": "Large data and many devices",
-        "minibatch_noise": "What minibatch noise leaves",
         "measure": "Current samplers by one measure",
         "collection": "Forty-nine posteriors",
     },

@@ -18,29 +18,17 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.gradients.minibatch import Gradient
 
 
-def vectorized(
-    kernel: Any, num_warmup: int, num_samples: int, num_chains: int, progress_bar: bool = False, thinning: int = 1
-) -> MCMC:
+def vectorized(kernel: Any, num_warmup: int, num_samples: int, num_chains: int, progress_bar=False, **settings) -> MCMC:
     """An ``MCMC`` of vectorized chains; with its progress bar one compilation serves all runs."""
-    return MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        thinning=thinning,
-        chain_method="vectorized",
-        progress_bar=progress_bar,
-    )
+    settings |= {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
+    return MCMC(kernel, chain_method="vectorized", progress_bar=progress_bar, **settings)
 
 
 def repeats(make: Callable[[Any], Any], *, start: Callable | None = None, **settings: Any) -> Callable:
-    """A program of whole runs through ``MCMC``, compiled once: what standard errors over repeats ask for.
+    """A function of a step size and of seeds, compiled once for all: draws of ``z`` and the median seconds of a run.
 
-    :param make: a kernel from a step size, which is traced, so that one program serves all steps.
-    :param start: starting particles from a key; ``None`` leaves them to the kernel.
-    :param settings: of :func:`vectorized`.
-    :return: a function of a step size and of seeds. It returns the draws of the site ``z``,
-        ``(seed, particle, draw, ...)``, and the median seconds of a run: with some seeds, those of a compiled one.
+    ``make`` returns a kernel from a step size, which is traced; ``start`` starting particles from a key. Draws are
+    ``(seed, particle, draw, ...)``.
     """
 
     @jax.jit

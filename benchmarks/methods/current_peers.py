@@ -33,10 +33,7 @@ WARMUP, DRAWS, NUM_STEPS = 1000, 1000, 10
 
 @dataclass(frozen=True)
 class Problem:
-    """A posterior, and the order of its scalars.
-
-    - **rows** - how many rows there are for each in a minibatch; 1 without minibatches.
-    """
+    """A posterior, the order of its scalars, and how many rows there are for each in a minibatch (1 without)."""
 
     posterior: Posterior
     sites: tuple[str, ...]
@@ -45,11 +42,6 @@ class Problem:
     def scalars(self, draws: dict) -> np.ndarray:
         """Values ``(draw, scalar)`` of sites ``(draw, ...)``."""
         return np.concatenate([np.asarray(draws[s], float).reshape(len(draws[s]), -1) for s in self.sites], 1)
-
-    @property
-    def all_rows(self) -> dict:
-        """The keyword arguments of the model without a minibatch."""
-        return {name: value for name, value in self.posterior.kwargs.items() if name != "subsample_size"}
 
 
 def counted(problem: Problem, kernel: Callable, **settings) -> int:
@@ -80,7 +72,7 @@ def nuts(problem: Problem) -> Callable:
     mcmc = vectorized(NUTS(problem.posterior.model), WARMUP, DRAWS, CHAINS, progress_bar=True)
 
     def run(seed):
-        given = problem.posterior.args, problem.all_rows
+        given = problem.posterior.args, problem.posterior.all_rows
         mcmc.warmup(random.key(seed), *given[0], **given[1], collect_warmup=True, extra_fields=("num_steps",))
         gradients = mcmc.get_extra_fields()["num_steps"].sum()
         mcmc.run(random.key(seed + 1000), *given[0], **given[1], extra_fields=("num_steps",))
@@ -101,7 +93,7 @@ class Flat:
                 key,
                 posterior.model,
                 model_args=posterior.args,
-                model_kwargs=problem.all_rows,
+                model_kwargs=posterior.all_rows,
                 init_strategy=init_to_uniform,
                 validate_grad=False,
             )

@@ -1,37 +1,36 @@
-"""Posteriors with references: those of posteriordb that lie in ``NUMPYRO_REPULSION_DATA``, and some made here.
-
-A :class:`Posterior` is a model with its arguments, and the means and standard deviations of its sites.
-"""
+"""Posteriors with references: those of posteriordb that lie in ``NUMPYRO_REPULSION_DATA``, and some made here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 import os
 import pathlib
 from typing import Any
 
-import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.infer import NUTS
 
-from benchmarks.harness.runs import vectorized
 from benchmarks.problems.targets import gaussian, logistic_regression
 
 
 @dataclass
 class Posterior:
-    """A model, its arguments, and ``{site: (mean, standard deviation)}``; ``None`` asks NUTS."""
+    """A model, its arguments, and what is known of its sites: ``(mean, standard deviation)``, or reference draws."""
 
     model: Callable
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
-    reference: dict[str, tuple[Any, Any]] | None = None
+    moments: dict[str, tuple[Any, Any]] | None = None
+    draws: dict[str, np.ndarray] | None = None
+
+    @property
+    def all_rows(self) -> dict:
+        """The keyword arguments of the model without a minibatch."""
+        return {name: value for name, value in self.kwargs.items() if name != "subsample_size"}
 
 
 def flat(support=constraints.real, shape=()):
@@ -140,20 +139,15 @@ def data_folder():
 
 
 def posteriordb(name: str) -> Posterior:
-    """A posterior of posteriordb, with the moments of its reference draws."""
+    """A posterior of posteriordb, with its reference draws."""
     model, arguments = POSTERIORDB[name]
     stored = np.load(data_folder() / "posteriordb" / f"{name}.npz")
     args = arguments({key[5:]: stored[key] for key in stored.files if key.startswith("data_")})
     args = tuple(jnp.asarray(a, float) if isinstance(a, np.ndarray) else a for a in args)
     draws = stored["draws"].reshape(-1, stored["draws"].shape[-1]).astype(float)
-    reference: dict[str, Any] = {}
-    for parameter, values in zip(stored["parameters"], draws.T, strict=True):
-        reference.setdefault(str(parameter).split("[")[0], []).append((values.mean(), values.std()))
-    moments = {
-        site: tuple(np.squeeze(np.array(pairs).T, -1) if len(pairs) == 1 else np.array(pairs).T)
-        for site, pairs in reference.items()
-    }
-    return Posterior(model, args, reference=moments)
+    names = [str(parameter).split("[")[0] for parameter in stored["parameters"]]
+    known = {site: draws[:, [name == site for name in names]] for site in dict.fromkeys(names)}
+    return Posterior(model, args, draws=known)
 
 
 def wide_gaussian() -> Posterior:
@@ -163,7 +157,7 @@ def wide_gaussian() -> Posterior:
     def model():
         numpyro.sample("z", dist.Normal(0, jnp.asarray(sd)).to_event(1))
 
-    return Posterior(model, reference={"z": (np.zeros(100), sd)})
+    return Posterior(model, moments={"z": (np.zeros(100), sd)})
 
 
 def many_rows() -> Posterior:
@@ -212,7 +206,7 @@ def correlated_gaussian() -> Posterior:
     """50 dimensions, correlated by 0.9 to the power of the distance."""
     index = np.arange(50)
     covariance = 0.9 ** np.abs(index[:, None] - index)
-    return Posterior(gaussian, (np.zeros(50), covariance), reference={"z": (np.zeros(50), np.ones(50))})
+    return Posterior(gaussian, (np.zeros(50), covariance), moments={"z": (np.zeros(50), np.ones(50))})
 
 
 def counts() -> Posterior:
@@ -244,19 +238,6 @@ MADE_HERE = {
 }
 
 
-def ask_nuts(posterior: Posterior, key=None, num_samples: int = 10_000) -> dict[str, tuple[Any, Any]]:
-    """Reference moments from four long chains of NUTS on all rows."""
-    kwargs = {name: value for name, value in posterior.kwargs.items() if name != "subsample_size"}
-    mcmc = vectorized(NUTS(posterior.model, target_accept_prob=0.9), 1000, num_samples, 4)
-    mcmc.run(random.key(99) if key is None else key, *posterior.args, **kwargs)
-    draws = jax.tree.map(np.asarray, mcmc.get_samples())
-    return {site: (x.mean(0), x.std(0)) for site, x in draws.items()}
-
-
-def known(name):
+def known(name: str) -> Posterior:
+    """The posterior of that name."""
     return posteriordb(name) if name in POSTERIORDB else MADE_HERE[name]()
-
-
-@cache
-def nuts_reference(name):
-    return ask_nuts(known(name))

@@ -51,11 +51,11 @@ CENTERED = {"varying intercepts few data": "a"}
 
 @cache
 def problem(name: str) -> tuple:
-    """The model and its arguments."""
+    """The model, its arguments, and the keyword arguments of all rows."""
     if name in COLLECTION:
-        return *COLLECTION[name](), {}
+        return *COLLECTION[name](), {}, {}
     posterior = known(name)
-    return posterior.model, posterior.args, posterior.kwargs
+    return posterior.model, posterior.args, posterior.kwargs, posterior.all_rows
 
 
 def flat(draws: dict) -> np.ndarray:
@@ -74,13 +74,12 @@ def referred(name: str) -> dict:
         known_by = {"r_hat": 1.0, "divergences": 0, "sites": ["x", "y"], "seconds": 0.0}
         return {"reference": name, "mean": mean, "sd": sd, "errors": [0.0] * len(mean)} | known_by
     # The centered form is the same posterior, and hard for NUTS.
-    model, args, kwargs = problem("eight_schools_noncentered" if name == "eight schools, centered" else name)
-    kwargs = {key: value for key, value in kwargs.items() if key != "subsample_size"}
+    model, args, _, all_rows = problem("eight_schools_noncentered" if name == "eight schools, centered" else name)
     if name in CENTERED:
         model = reparam(model, {CENTERED[name]: LocScaleReparam(0)})
     mcmc = vectorized(NUTS(model, target_accept_prob=0.9, init_strategy=init_to_median), 1000, DRAWS, 4)
     began = time.process_time()
-    mcmc.run(random.key(99), *args, **kwargs)
+    mcmc.run(random.key(99), *args, **all_rows)
     draws = mcmc.get_samples(group_by_chain=True)
     sites = {"eight schools, centered": ("mu", "tau", "theta"), **dict.fromkeys(CENTERED, ("mu", "tau", "a"))}
     draws = latent(draws, sites[name]) if name in sites else draws
@@ -99,7 +98,7 @@ def referred(name: str) -> dict:
 def measured(record: Record, name: str, label: str) -> dict:
     """A row: the worst errors of a run, and what `diagnose` says."""
     kernel, bits = KERNELS[label]
-    model, args, kwargs = problem(name)
+    model, args, kwargs, _ = problem(name)
     reference = record.rows[f"{name} / reference"]
     mean, sd, known_error = (np.array(reference[key]) for key in ("mean", "sd", "errors"))
     if bits == 64:

@@ -10,11 +10,7 @@ are those of StableHLO of the program of one iteration.
 """
 
 from functools import partial
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -28,8 +24,10 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import NUTS
 
+from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import ROOT, Record, run, table
+from benchmarks.harness.store import Record, run, table
+from benchmarks.problems.posteriordb import eight_schools
 from benchmarks.problems.targets import bayesian_neural_network, logistic_regression
 from numpyro_repulsion import SGLD, SGLDR
 
@@ -41,16 +39,6 @@ EVENTS = {
     "tracing": ("/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration"),
     "xla": ("/jax/core/compile/backend_compile_duration",),
 }
-#: Set in processes that measure: the model and the kernel.
-TASK = "NUMPYRO_REPULSION_FIRST_RUN"
-
-
-def eight_schools(y, sigma):
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    tau = numpyro.sample("tau", dist.HalfCauchy(5))
-    with numpyro.plate("school", len(y)):
-        eta = numpyro.sample("eta", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(mu + tau * eta, sigma), obs=y)
 
 
 def hierarchical_logit(x, group, y, subsample_size=None):
@@ -103,16 +91,14 @@ def problems():
     schools = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
     errors = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
     group, labels = jnp.arange(1000) % 20, jnp.asarray(rng.random(1000) < 0.5, jnp.int32)
+    curve = jnp.sin(time) + 0.1 * normal(100)
+    responses = jnp.sin(covariates[:, 0]) + 0.1 * normal(455)
     return {
-        "eight schools": (eight_schools, (schools, errors), {}),
+        "eight schools": (eight_schools, (8, schools, errors), {}),
         "logistic, minibatches": (logistic_regression, (X, y), {"subsample_size": 100}),
         "hierarchical logit": (hierarchical_logit, (x, group, labels), {}),
-        "Gaussian process": (gaussian_process, (time, jnp.sin(time) + 0.1 * normal(100)), {}),
-        "the paper's network": (
-            bayesian_neural_network,
-            (covariates, jnp.sin(covariates[:, 0]) + 0.1 * normal(455)),
-            {"subsample_size": 100},
-        ),
+        "Gaussian process": (gaussian_process, (time, curve), {}),
+        "the paper's network": (bayesian_neural_network, (covariates, responses), {"subsample_size": 100}),
         "stochastic volatility": (stochastic_volatility, (0.5 * normal(500),), {}),
     }
 
@@ -142,13 +128,13 @@ def measure_here(problem: str, name: str) -> dict:
     kernel = KERNELS[name](counted)
     init = kernel.init
 
-    def timed(*args, **kwargs):
+    def timed_init(*args, **kwargs):
         began = time.perf_counter()
         found = jax.block_until_ready(init(*args, **kwargs))
         spent["init"] += time.perf_counter() - began
         return found
 
-    kernel.init = timed
+    kernel.init = timed_init
     mcmc = vectorized(kernel, ITERATIONS, ITERATIONS, 20 if ours else 4, progress_bar=True)
     row = {}
     for number in ("first", "second"):
@@ -165,26 +151,13 @@ def measure_here(problem: str, name: str) -> dict:
     return row
 
 
-def in_process(problem: str, name: str, **environment: str) -> dict:
-    """Measures one kernel on one model, in a process of its own."""
-    child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.studies.first_run"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore", TASK: json.dumps([problem, name])} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        check=True,
-        text=True,
-    )
-    return json.loads(child.stdout.strip().splitlines()[-1])
-
-
 def timed(problem: str, name: str) -> dict:
     """A row: medians over processes without a cache, and a first run with the programs of an earlier process."""
-    rows = [in_process(problem, name, JAX_ENABLE_COMPILATION_CACHE="false") for _ in range(3)]
+    measured = partial(apart, "benchmarks.studies.first_run", "measure_here", 1200, problem=problem, name=name)
+    rows = [measured({"JAX_ENABLE_COMPILATION_CACHE": "false"}) for _ in range(3)]
     with tempfile.TemporaryDirectory() as folder:
         cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        stored = [in_process(problem, name, **cache)["first"] for _ in range(2)][1]
+        stored = [measured(cache)["first"] for _ in range(2)][1]
     found = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     return {"model": problem, "kernel": name, "stored": stored} | found
 
@@ -212,7 +185,4 @@ def tables(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    if TASK in os.environ:
-        print(json.dumps(measure_here(*json.loads(os.environ[TASK]))))
-    else:
-        run(__doc__, "first_run", measure, tables)
+    run(__doc__, "first_run", measure, tables)

@@ -48,16 +48,14 @@ REFERENCE = 20_000
 
 def problem(name: str) -> Problem:
     posterior = known(name)
-    sites = posterior.reference if posterior.reference is not None else _asked(name)
-    return Problem(posterior, tuple(sites), NAMES[name])
+    return Problem(posterior, tuple(posterior.moments or posterior.draws or _asked(name)), NAMES[name])
 
 
 @cache
 def _asked(name):
     posterior = known(name)
-    kwargs = {key: value for key, value in posterior.kwargs.items() if key != "subsample_size"}
     mcmc = vectorized(NUTS(posterior.model, target_accept_prob=0.9), 1000, REFERENCE // 4, 4)
-    mcmc.run(random.key(99), *posterior.args, **kwargs)
+    mcmc.run(random.key(99), *posterior.args, **posterior.all_rows)
     return {site: np.asarray(x) for site, x in mcmc.get_samples().items()}
 
 
@@ -65,16 +63,10 @@ def _asked(name):
 def reference(name: str) -> tuple[np.ndarray, float]:
     """Mean, standard deviation and two quantiles of each scalar, ``(4, scalar)``; and of how many draws."""
     posterior = known(name)
-    if name in EXACT:
-        mean, sd = (np.concatenate([np.ravel(pair[k]) for pair in posterior.reference.values()]) for k in range(2))
+    if posterior.moments:
+        ((mean, sd),) = posterior.moments.values()
         return np.stack([mean, sd, mean + norm.ppf(0.05) * sd, mean + norm.ppf(0.95) * sd]), np.inf
-    if name in POSTERIORDB:
-        stored = np.load(data_folder() / "posteriordb" / f"{name}.npz")
-        draws = stored["draws"].reshape(-1, stored["draws"].shape[-1]).astype(float)
-        names = [str(parameter).split("[")[0] for parameter in stored["parameters"]]
-        x = np.concatenate([draws[:, [n == site for n in names]] for site in posterior.reference], 1)
-    else:
-        x = problem(name).scalars(_asked(name))
+    x = problem(name).scalars(posterior.draws or _asked(name))
     return np.stack([x.mean(0), x.std(0), *np.quantile(x, (0.05, 0.95), axis=0)]), len(x)
 
 
