@@ -82,26 +82,14 @@ def nuts(problem: Problem) -> Callable:
 
 
 class Flat:
-    """The log density of flat unconstrained positions, draws of NumPyro's starts, and scalars of positions."""
+    """The log density of flat unconstrained positions, draws of NumPyro's starts, and sites of positions."""
 
-    def __init__(self, problem: Problem):
-        posterior = problem.posterior
-        self.problem = problem
-
-        def started(key):
-            return initialize_model(
-                key,
-                posterior.model,
-                model_args=posterior.args,
-                model_kwargs=posterior.all_rows,
-                init_strategy=init_to_uniform,
-                validate_grad=False,
-            )
-
-        info = started(random.key(0))
-        flat, self.unravel = ravel_pytree(info.param_info.z)
-        self.dimension, self.potential, self.constrain = len(flat), info.potential_fn, info.postprocess_fn
-        self._started = started
+    def __init__(self, model: Callable, args: tuple = (), kwargs: dict | None = None, init_strategy=init_to_uniform):
+        given = {"model_args": args, "model_kwargs": kwargs, "init_strategy": init_strategy}
+        self._started = partial(initialize_model, model=model, validate_grad=False, **given)
+        info = self._started(random.key(0))
+        self.start, self.unravel = ravel_pytree(info.param_info.z)
+        self.dimension, self.potential, self.constrain = len(self.start), info.potential_fn, info.postprocess_fn
 
     def log_density(self, x):
         return -self.potential(self.unravel(x))
@@ -109,15 +97,18 @@ class Flat:
     def starts(self, key, number):
         return jnp.stack([ravel_pytree(self._started(k).param_info.z)[0] for k in random.split(key, number)])
 
-    def scalars(self, positions):
+    def sites(self, positions):
         """From ``(draw, d)``."""
-        draws = jax.jit(partial(lax.map, lambda x: self.constrain(self.unravel(x)), batch_size=1000))(positions)
-        return self.problem.scalars(draws)
+        return jax.jit(partial(lax.map, lambda x: self.constrain(self.unravel(x)), batch_size=1000))(positions)
+
+
+def flat_density(problem: Problem) -> Flat:
+    return Flat(problem.posterior.model, problem.posterior.args, problem.posterior.all_rows)
 
 
 def chees(problem: Problem) -> Callable:
     """ChEES-HMC with a diagonal metric, as many chains as we have particles."""
-    flat = Flat(problem)
+    flat = flat_density(problem)
 
     @jax.jit
     def program(key, starts):
@@ -136,7 +127,7 @@ def chees(problem: Problem) -> Callable:
     def run(seed):
         start_key, key = random.split(random.key(seed))
         positions, gradients = program(key, flat.starts(start_key, MANY))
-        return flat.scalars(positions.reshape(-1, flat.dimension)), float(gradients)
+        return problem.scalars(flat.sites(positions.reshape(-1, flat.dimension))), float(gradients)
 
     return run
 
@@ -176,14 +167,14 @@ def nutpie_steps(trace: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def nutpie(problem: Problem, low_rank: bool) -> Callable:
-    flat = Flat(problem)
+    flat = flat_density(problem)
     model = nutpie_model(jax.jit(jax.value_and_grad(flat.log_density)), flat.dimension, np.float32)
 
     def run(seed):
         trace = nutpie_sampler(model, seed, low_rank, save_warmup=True).wait()
         positions = trace["posterior"]["z"].values.reshape(-1, flat.dimension)
         gradients = float(sum(steps.sum() for steps in nutpie_steps(trace)))
-        return flat.scalars(jnp.asarray(positions, jnp.float32)), gradients
+        return problem.scalars(flat.sites(jnp.asarray(positions, jnp.float32))), gradients
 
     return run
 

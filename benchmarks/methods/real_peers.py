@@ -13,51 +13,34 @@ import warnings
 
 import jax
 from jax import lax, random
-from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import minimize
 
 import numpyro
 from numpyro.infer import NUTS, init_to_median
-from numpyro.infer.util import initialize_model
 
 from benchmarks.harness.runs import vectorized, warmup_gradients
-from benchmarks.methods.current_peers import nutpie_model, nutpie_sampler, nutpie_steps
+from benchmarks.methods.current_peers import Flat, nutpie_model, nutpie_sampler, nutpie_steps
 from benchmarks.problems import real
 from benchmarks.problems.real import BATCH
 from benchmarks.problems.real_scores import errors, mixing, scalars
 from numpyro_repulsion import SGHMC, SGLD
 
 PARTICLES, NUM_STEPS = 20, 10
-#: Iterations between two looks at the clock.
-PIECE = 10
-#: Fewer draws of a chain than these are not scored.
-FEWEST = 40
+#: Iterations between two looks at the clock, and how many draws of a chain are scored at least.
+PIECE, FEWEST = 10, 40
 INDEPENDENT = 4000
 
 
-def row(problem, draws, parameters, seconds, gradients, in_all, **more):
+def row(problem, began, draws, parameters, gradients, in_all, **more):
     """The scores of draws ``(chain, draw, ...)``, if there are enough."""
+    seconds = time.perf_counter() - began
     found = scalars(draws, problem.quantities) if draws else {}
-    num_draws = next(iter(found.values())).shape[2] if found else 0
-    scores = {}
-    if num_draws >= FEWEST:
-        scores = errors(problem.name, found) | mixing(problem.name, found)
-    return (
-        {
-            "parameters": int(parameters),
-            "seconds": seconds,
-            "gradients": float(gradients),
-            "in_all": float(in_all),
-            "draws": [int(next(iter(found.values())).shape[1]) if found else 0, int(num_draws)],
-        }
-        | scores
-        | more
-    )
-
-
-# --- NumPyro -------------------------------------------------------------------------------------------------------
+    _, chains, number = next(iter(found.values())).shape if found else (0, 0, 0)
+    scores = errors(problem.name, found) | mixing(problem.name, found) if number >= FEWEST else {}
+    counts = {"gradients": float(gradients), "in_all": float(in_all), "draws": [int(chains), int(number)]}
+    return {"parameters": int(parameters), "seconds": seconds} | counts | scores | more
 
 
 def in_pieces(kernel, kwargs, key, warmup, draws, until):
@@ -88,16 +71,10 @@ def in_pieces(kernel, kwargs, key, warmup, draws, until):
     return z, np.concatenate(used or [np.zeros((0,))])
 
 
-def size_of(problem):
-    """The number of unconstrained parameters."""
-    info = initialize_model(random.key(0), problem.model, model_kwargs=problem.data, validate_grad=False)
-    return sum(np.size(x) for x in info.param_info.z.values())
-
-
 def nuts(name, limit):
     """On all rows: one chain of 300 + 300 where there are minibatches, else four vectorized ones of 500 + 500."""
     problem = real.load(name)
-    parameters = size_of(problem)
+    parameters = Flat(problem.model, kwargs=problem.data).dimension
     jax.clear_caches()
     chains, warmup, draws = (1, 300, 300) if problem.subsample_size else (4, 500, 500)
     began = time.perf_counter()
@@ -108,57 +85,40 @@ def nuts(name, limit):
     if z is not None:
         # Chains lie behind draws, and one has no axis.
         z = jax.tree.map(lambda x: x.reshape(-1, *x.shape[1 + (chains > 1) :]), z)
-        sites = sites_of(problem, z, jax.jit(jax.vmap(kernel.postprocess_fn((), problem.data))))
-        found = {s: np.moveaxis(x.reshape(-1, chains, *x.shape[1:]), 0, 1) for s, x in sites.items()}
-    more = {}
-    if len(used) < warmup + draws:
-        more["unfinished"] = f"{len(used)} of {warmup} + {draws} iterations in {limit:.0f} s"
-    seconds = time.perf_counter() - began
-    return row(problem, found, parameters, seconds, used[warmup:].sum(), used.sum(), **more)
+        sites = jax.jit(jax.vmap(kernel.postprocess_fn((), problem.data)))(z)
+        found = {s: np.moveaxis(by_chain(sites[s], -1, chains), 0, 1) for s in problem.quantities}
+    short = len(used) < warmup + draws
+    more = {"unfinished": f"{len(used)} of {warmup} + {draws} iterations in {limit:.0f} s"} if short else {}
+    return row(problem, began, found, parameters, used[warmup:].sum(), used.sum(), **more)
 
 
-def sites_of(problem, flat, constrain):
-    """Sites of unconstrained draws, as NumPy arrays."""
-    return {site: np.asarray(x) for site, x in constrain(flat).items() if site in problem.quantities}
+def by_chain(x, *shape):
+    return np.asarray(x).reshape(*shape, *x.shape[1:])
 
 
-# --- A potential of all rows, in double precision ------------------------------------------------------------------
-
-
-def potential_of(problem):
-    """The potential of a flat position with its gradient, a start, and the sites of flat positions.
-
-    The model, its data and all that is computed are in double precision.
-    """
+def in_double(problem):
+    """The log density of flat positions; the model, its data and all that is computed are in double precision."""
     numpyro.enable_x64()
     data = {k: x.astype(float) if jnp.issubdtype(x.dtype, jnp.floating) else x for k, x in problem.data.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        info = initialize_model(
-            random.key(0), problem.model, init_strategy=init_to_median, model_kwargs=data, validate_grad=False
-        )
-    start, unravel = ravel_pytree(info.param_info.z)
+        return Flat(problem.model, kwargs=data, init_strategy=init_to_median)
 
-    def potential(x):
-        return info.potential_fn(unravel(x))
 
-    def sites(x):
-        """From ``(chain, draw, d)``."""
-        constrain = jax.jit(jax.vmap(lambda x: info.postprocess_fn(unravel(x))))
-        flat = sites_of(problem, x.reshape(-1, x.shape[-1]), constrain)
-        return {site: values.reshape(*x.shape[:2], *values.shape[1:]) for site, values in flat.items()}
-
-    return potential, np.asarray(start), sites
+def sites(problem, flat, x):
+    """Of flat positions ``(chain, draw, d)``."""
+    found = flat.sites(jnp.asarray(x.reshape(-1, x.shape[-1])))
+    return {site: by_chain(found[site], *x.shape[:2]) for site in problem.quantities}
 
 
 def nutpie(name, limit, low_rank):
     """Four chains with nutpie's settings: 1000 draws each, after 400 of tuning (800 with the metric of low rank)."""
     problem = real.load(name)
     began = time.perf_counter()
-    potential, start, sites = potential_of(problem)
-    value_and_grad = jax.jit(jax.value_and_grad(lambda x: -potential(x)))
-    model = nutpie_model(value_and_grad, len(start), np.float64)
-    jax.block_until_ready(value_and_grad(start))
+    flat = in_double(problem)
+    value_and_grad = jax.jit(jax.value_and_grad(flat.log_density))
+    model = nutpie_model(value_and_grad, flat.dimension, np.float64)
+    jax.block_until_ready(value_and_grad(flat.start))
     sampler = nutpie_sampler(model, 1, low_rank)
     more, finished = {}, True
     try:
@@ -175,20 +135,18 @@ def nutpie(name, limit, low_rank):
         chains = lengths >= max(1, lengths.max() / 2)
     shortest = int(lengths[chains].min()) if chains.any() else 0
     z, gradients = z[chains, :shortest], steps[chains, :shortest].sum()
-    found = sites(z) if z.size else {}
-    seconds = time.perf_counter() - began
     in_all = gradients + tuning[chains if chains.any() else slice(None)].sum()
-    return row(problem, found, len(start), seconds, gradients, in_all, **more)
+    return row(problem, began, sites(problem, flat, z) if z.size else {}, flat.dimension, gradients, in_all, **more)
 
 
 def laplace(name, limit):
     """The mode by L-BFGS and Newton, and a Gaussian with the inverse Hessian there, pushed through the constraints."""
     problem = real.load(name)
     began = time.perf_counter()
-    potential, start, sites = potential_of(problem)
-    value_and_grad = jax.jit(jax.value_and_grad(potential))
-    gradient = jax.grad(potential)
-    evaluations = 0
+    flat = in_double(problem)
+    mode, dimension, evaluations = np.asarray(flat.start), flat.dimension, 0
+    gradient = jax.grad(lambda x: -flat.log_density(x))
+    value_and_grad = jax.jit(jax.value_and_grad(lambda x: -flat.log_density(x)))
 
     def function(x):
         nonlocal evaluations
@@ -198,9 +156,8 @@ def laplace(name, limit):
 
     @jax.jit
     def hessian(x):
-        return lax.map(lambda v: jax.jvp(gradient, (x,), (v,))[1], jnp.eye(len(x)))
+        return lax.map(lambda v: jax.jvp(gradient, (x,), (v,))[1], jnp.eye(dimension))
 
-    mode = start
     # It stops where a likelihood is flat for being clipped; begun again, it goes on.
     for _ in range(5):
         ended = minimize(function, mode, jac=True, method="L-BFGS-B", options={"maxiter": 3000, "maxfun": 5000})
@@ -211,7 +168,7 @@ def laplace(name, limit):
     for _ in range(20):
         value, slope = function(mode)
         curvature = np.asarray(hessian(mode))
-        evaluations += len(start)
+        evaluations += dimension
         curvature = (curvature + curvature.T) / 2
         low = np.linalg.eigvalsh(curvature)[0] if np.isfinite(curvature).all() else -np.inf
         if not low > 0:
@@ -230,15 +187,10 @@ def laplace(name, limit):
     else:
         more["failed"] = "no mode in 20 steps of Newton"
     if "failed" not in more:
-        root = np.linalg.cholesky(curvature)
-        noise = np.random.default_rng(0).standard_normal((len(start), INDEPENDENT))
-        draws = mode + np.linalg.solve(root.T, noise).T
-        found = sites(draws[None])
-    seconds = time.perf_counter() - began
-    return row(problem, found, len(start), seconds, 0, evaluations, **more)
-
-
-# --- Ours ----------------------------------------------------------------------------------------------------------
+        noise = np.random.default_rng(0).standard_normal((dimension, INDEPENDENT))
+        draws = mode + np.linalg.solve(np.linalg.cholesky(curvature).T, noise).T
+        found = sites(problem, flat, draws[None])
+    return row(problem, began, found, dimension, 0, evaluations, **more)
 
 
 OURS = {"SGLD": SGLD, "SGHMC": SGHMC}
@@ -267,4 +219,4 @@ def ours(name, limit, kernel, iterations=1000):
     seconds = time.perf_counter() - began
     parameters = sum(x[0].size for x in mcmc.last_state.z.values())
     used = gradients_used(name, kernel, iterations)
-    return row(problem, draws, parameters, seconds, used["gradients"], used["in_all"])
+    return row(problem, began, draws, parameters, used["gradients"], used["in_all"], seconds=seconds)

@@ -35,19 +35,13 @@ BATCH = 500
 
 @dataclass(frozen=True)
 class Problem:
-    """A posterior of real data.
-
-    :param model: takes ``data`` by keyword and, unless ``subsample_size`` is ``None``, that too.
-    :param quantities: the sites that are compared, deterministic ones among them.
-    :param test: rows that are held out, named as in ``data``.
-    """
+    """A posterior of real data: of ``quantities`` draws are compared, deterministic sites among them."""
 
     name: str
     model: Callable
     data: dict[str, jax.Array]
     subsample_size: int | None
     quantities: tuple[str, ...]
-    test: dict[str, jax.Array] | None = None
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -60,18 +54,14 @@ def load(name: str) -> Problem:
     return PROBLEMS[name]()
 
 
-def reference(name: str) -> dict[str, Any] | None:
-    """What is stored of a problem's NUTS runs, arrays for each site; ``None`` without any."""
+def reference(name: str) -> dict[str, dict[str, np.ndarray]] | None:
+    """Means and standard deviations by site, of a problem's NUTS runs; ``None`` without any."""
     stored_as = "flights" if name == "flights_noncentered" else name
     path = RESULTS / f"{stored_as}.json"
     if not path.exists():
         return None
-    stored = json.loads(path.read_text())
-    stored["sites"] = {
-        site: {what: np.asarray(values) for what, values in columns.items()}
-        for site, columns in stored["sites"].items()
-    }
-    return stored
+    stored = json.loads(path.read_text())["sites"]
+    return {site: {what: np.ravel(columns[what]) for what in ("mean", "sd")} for site, columns in stored.items()}
 
 
 def as_jax(**arrays: np.ndarray) -> dict[str, jax.Array]:
@@ -84,6 +74,11 @@ def as_jax(**arrays: np.ndarray) -> dict[str, jax.Array]:
 
 def standardized(x: np.ndarray) -> np.ndarray:
     return (x - x.mean(0)) / x.std(0)
+
+
+def normal(name: str, size: int, scale: Any = 1.0):
+    """A vector of independent normals about zero."""
+    return numpyro.sample(name, dist.Normal(0.0, scale).expand([size]).to_event(1))
 
 
 def shipped(package: str, path: str) -> Any:
@@ -109,13 +104,12 @@ def stored(folder: str, name: str) -> Any:
 
 def centered(group: str, size: int):
     scale = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
-    return numpyro.sample(group, dist.Normal(0.0, scale).expand([size]).to_event(1))
+    return normal(group, size, scale)
 
 
 def noncentered(group: str, size: int):
     scale = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
-    standard = numpyro.sample(f"z_{group}", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
-    return numpyro.deterministic(group, scale * standard)
+    return numpyro.deterministic(group, scale * normal(f"z_{group}", size))
 
 
 # --- Flights -------------------------------------------------------------------------------------------------------
@@ -145,11 +139,7 @@ def flights_rows() -> tuple[dict[str, np.ndarray], dict[str, int]]:
 
 
 def flights_model(groups: dict[str, int], effects: Callable) -> Callable:
-    """Logistic regression of coming late.
-
-    :param groups: their sizes.
-    :param effects: :func:`centered` or :func:`noncentered`.
-    """
+    """Logistic regression of coming late, with effects of groups of these sizes."""
 
     def model(late, distance, subsample_size=None, **codes):
         a = numpyro.sample("a", dist.Normal(-1.0, 1.0))
@@ -164,31 +154,13 @@ def flights_model(groups: dict[str, int], effects: Callable) -> Callable:
     return model
 
 
-def flights(name: str, effects: Callable) -> Problem:
+def flights(name: str, effects: Callable, groups: tuple[str, ...] = GROUPS) -> Problem:
+    """With or without an effect of each of some 4,000 aircraft; with them every tenth row is left out."""
     rows, sizes = flights_rows()
-    rows = {key: x for key, x in rows.items() if key != "aircraft_code"}
-    sizes = {group: sizes[group] for group in GROUPS}
-    return Problem(
-        name,
-        flights_model(sizes, effects),
-        as_jax(**rows),
-        BATCH,
-        ("a", "b", *(f"s_{group}" for group in GROUPS), *GROUPS),
-    )
-
-
-def flights_aircraft() -> Problem:
-    """With an effect of each of some 4,000 aircraft; every tenth row is held out, for there is no reference."""
-    rows, sizes = flights_rows()
-    train = len(rows["late"]) * 9 // 10
-    return Problem(
-        "flights_aircraft",
-        flights_model(sizes, centered),
-        as_jax(**{key: x[:train] for key, x in rows.items()}),
-        BATCH,
-        ("a", "b", *(f"s_{group}" for group in sizes), *sizes),
-        test=as_jax(**{key: x[train:] for key, x in rows.items()}),
-    )
+    number = len(rows["late"]) * (10 if groups == GROUPS else 9) // 10
+    data = as_jax(**{key: rows[key][:number] for key in ("late", "distance", *(f"{group}_code" for group in groups))})
+    model = flights_model({group: sizes[group] for group in groups}, effects)
+    return Problem(name, model, data, BATCH, ("a", "b", *(f"s_{group}" for group in groups), *groups))
 
 
 # --- Bikes ---------------------------------------------------------------------------------------------------------
@@ -199,7 +171,7 @@ BIKES = {"time": 48, "month": 12}
 def bikes_model(count, X, time, month, subsample_size=None):
     """Hourly hires: negative binomial, with effects of the hour on working days and on others, and of the month."""
     intercept = numpyro.sample("intercept", dist.Normal(5.0, 1.0))
-    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    beta = normal("beta", X.shape[1])
     of_time, of_month = (centered(f"{group}_effect", size) for group, size in BIKES.items())
     k = numpyro.sample("k", dist.HalfNormal(5.0))
     with numpyro.plate("rows", count.shape[0], subsample_size=subsample_size) as i:
@@ -218,13 +190,9 @@ def bikes() -> Problem:
         "time": (column["hr"] + 24 * column["workingday"]).astype(np.int32),
         "month": column["mnth"].astype(np.int32) - 1,
     }
-    return Problem(
-        "bikes",
-        bikes_model,
-        as_jax(**data),
-        BATCH,
-        ("intercept", "beta", "k", *(f"s_{group}_effect" for group in BIKES), *(f"{group}_effect" for group in BIKES)),
-    )
+    groups = [f"{group}_effect" for group in BIKES]
+    sites = ("intercept", "beta", "k", *(f"s_{group}" for group in groups), *groups)
+    return Problem("bikes", bikes_model, as_jax(**data), BATCH, sites)
 
 
 # --- Regressions on UCI's sets -------------------------------------------------------------------------------------
@@ -233,7 +201,7 @@ def bikes() -> Problem:
 def protein_model(X, y, subsample_size=None):
     """Student-t errors of unknown degrees of freedom."""
     intercept = numpyro.sample("intercept", dist.Normal(0.0, 1.0))
-    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    beta = normal("beta", X.shape[1])
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     nu = numpyro.sample("nu", dist.Gamma(2.0, 0.1))
     with numpyro.plate("rows", y.shape[0], subsample_size=subsample_size) as i:
@@ -255,7 +223,7 @@ CUTPOINTS = ((-5.0, 0.0, 0.0, 0.0, 0.0), (2.0, 1.0, 1.0, 1.0, 1.0))
 
 def wine_model(X, y):
     """Ordered logit of a wine's quality; the prior is on the first cutpoint and on the logarithms of distances."""
-    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    beta = normal("beta", X.shape[1])
     location, scale = (jnp.asarray(values) for values in CUTPOINTS)
     free = dist.Normal(location, scale).to_event(1)
     cutpoints = numpyro.sample("cutpoints", dist.TransformedDistribution(free, transforms.OrderedTransform()))
@@ -276,7 +244,7 @@ def kin8nm_model(X, y, subsample_size=None):
     """Linear regression on features, the weights' and the noise's scales unknown."""
     tau = numpyro.sample("tau", dist.HalfNormal(1.0))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
-    w = numpyro.sample("w", dist.Normal(0.0, tau).expand([X.shape[1]]).to_event(1))
+    w = normal("w", X.shape[1], tau)
     with numpyro.plate("rows", y.shape[0], subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.Normal(X[i] @ w, sigma), obs=y[i])
 
@@ -311,7 +279,7 @@ def volatility_model(returns):
     unit = numpyro.sample("phi_unit", dist.Beta(20.0, 1.5))
     phi = numpyro.deterministic("phi", 2 * unit - 1)
     sigma = numpyro.sample("sigma", dist.HalfNormal(0.5))
-    z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([returns.shape[0]]).to_event(1))
+    z = normal("z", returns.shape[0])
     h = numpyro.deterministic("h", mu + autoregressive(phi, sigma * z))
     numpyro.sample("returns", dist.Normal(0.0, jnp.exp(h / 2)), obs=returns)
 
@@ -328,7 +296,7 @@ def gp_classification_model(distances, y):
     """A latent function with a Matérn 3/2 kernel, whitened."""
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
     amplitude = numpyro.sample("amplitude", dist.HalfNormal(3.0))
-    z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([y.shape[0]]).to_event(1))
+    z = normal("z", y.shape[0])
     r = 3**0.5 * distances / lengthscale
     # The jitter is large, for in single precision the Cholesky factor of 400 close points needs it. The constant, a
     # level of all points, keeps entries of the factor from numbers so small that processors take twenty times as long.
@@ -348,19 +316,13 @@ def gp_classification() -> Problem:
     points = components[rows]
     distances = np.sqrt(((points[:, None] - points) ** 2).sum(-1))
     data = as_jax(distances=distances, y=y[rows].astype(np.float32))
-    return Problem(
-        "gp_classification",
-        gp_classification_model,
-        data,
-        None,
-        ("lengthscale", "amplitude", "f"),
-    )
+    return Problem("gp_classification", gp_classification_model, data, None, ("lengthscale", "amplitude", "f"))
 
 
 def survival_model(X, log_time, event):
     """Weibull regression of times that are known (an event) or at least as long as given (censored)."""
     intercept = numpyro.sample("intercept", dist.Normal(0.0, 2.0))
-    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    beta = normal("beta", X.shape[1])
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     # Logarithms of Weibull times are a location and a scale of the least extreme value's law.
     z = (log_time - intercept - X @ beta) / sigma
@@ -387,7 +349,7 @@ def survival() -> Problem:
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "flights": lambda: flights("flights", centered),
     "flights_noncentered": lambda: flights("flights_noncentered", noncentered),
-    "flights_aircraft": flights_aircraft,
+    "flights_aircraft": lambda: flights("flights_aircraft", centered, (*GROUPS, "aircraft")),
     "bikes": bikes,
     "protein": protein,
     "wine": wine,

@@ -28,8 +28,7 @@ def errors(name, found):
     for kind, sites in (("", [s for s in found if s not in few]), ("few ", [s for s in found if s in few])):
         worst = {"mean": (0.0, ""), "sd": (0.0, "")}
         for site in sites:
-            known, x = stored["sites"][site], found[site]
-            mean, sd = np.ravel(known["mean"]), np.ravel(known["sd"])
+            mean, sd, x = stored[site]["mean"], stored[site]["sd"], found[site]
             gaps = {"mean": np.abs(x.mean((1, 2)) - mean) / sd, "sd": np.abs(x.std((1, 2)) / sd - 1.0)}
             for what, gap in gaps.items():
                 worst[what] = max(worst[what], (float(gap.max()), f"{site}[{int(gap.argmax())}]"))
@@ -43,7 +42,7 @@ def squares(name, found):
     stored = real.reference(name)
 
     def center(site, x):
-        return x.mean((1, 2)) if stored is None else np.ravel(stored["sites"][site]["mean"])
+        return x.mean((1, 2)) if stored is None else stored[site]["mean"]
 
     return {site: (x - center(site, x)[:, None, None]) ** 2 for site, x in found.items()}
 
