@@ -7,7 +7,7 @@ WORKERS ?= 2
 # The studies that `make bench` measures, one after another: some are about time.
 STUDIES := mixtures networks gaussian coverage peers growth
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-pages bench-index release \
+.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-pages bench-index house release \
 	hooks clean
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make bench           measure docs/results.md; hours, goes on where it was ended; AGAIN=--again begins anew"
 	@echo "make bench-NAME      one study: benchmarks/studies/NAME.py"
 	@echo "make bench-pages     write the pages of results, and the index of benchmarks/README.md, from what is stored"
+	@echo "make house           print the size of the package, tests and benchmarks, and what one update walks through"
 	@echo "make release         build dist/, and try the wheel in fresh environments, with the oldest versions and the newest"
 	@echo "make hooks           install the pre-commit hooks"
 
@@ -89,6 +90,9 @@ bench-pages: $(VENV)/.with-bench bench-index
 
 bench-index: $(BIN)/python
 	$(BIN)/python -m benchmarks.harness.index
+
+house: $(VENV)/.with-test
+	$(BIN)/python -m benchmarks.harness.house
 
 bench-%: $(VENV)/.with-bench
 	$(call STUDY,$*) $(AGAIN)

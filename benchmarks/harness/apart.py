@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from typing import Any
+import warnings
 
 from benchmarks.harness.store import ROOT
 
@@ -40,6 +41,7 @@ def apart(
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")
     module, function, arguments, path = sys.argv[1:]
     try:
         row = getattr(importlib.import_module(module), function)(**json.loads(arguments))

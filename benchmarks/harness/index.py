@@ -1,4 +1,4 @@
-"""The index in ``benchmarks/README.md``, from the first lines of docstrings; and on which page each study stands.
+"""The list of studies in ``benchmarks/README.md``, from their docstrings; and on which page each study stands.
 
 Imports nothing but the standard library, so that a quick test can check it.
 
@@ -49,7 +49,7 @@ def reference(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def study_lines() -> list[str]:
+def study_lines() -> str:
     """A line for each study, in the order of the pages."""
     listed = {name for titles in PAGES.values() for name in titles}
     if odd := listed ^ {path.stem for path in (HERE / "studies").glob("[a-z]*.py")}:
@@ -60,24 +60,13 @@ def study_lines() -> list[str]:
             asks = first_line(HERE / "studies" / f"{name}.py")
             there = pathlib.Path(page).name if page.startswith("benchmarks/") else f"../{page}"
             lines.append(f"| `bench-{name.replace('_', '-')}` | {asks} | [{title}]({there}#{reference(title)}) |")
-    return lines
-
-
-def index() -> str:
-    """All four folders."""
-    parts = ["### studies", "\n".join(study_lines())]
-    for folder in ("problems", "methods", "harness"):
-        lines = [f"| `{folder}/` | {first_line(HERE / folder / '__init__.py')} |", "| --- | --- |"]
-        paths = sorted((HERE / folder).glob("[a-z]*.py"))
-        lines += [f"| `{path.stem}` | {first_line(path)} |" for path in paths]
-        parts += [f"### {folder}", "\n".join(lines)]
-    return "\n\n".join(parts)
+    return "\n".join(lines)
 
 
 def updated(text: str) -> str:
     """The README's text with the index of today."""
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{index()}\n\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n\n{study_lines()}\n\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import os
 import pathlib
 import platform
 from typing import Any
+import warnings
 
 import jax
 import matplotlib
@@ -44,12 +45,7 @@ def cores() -> int:
 
 
 class Record:
-    """The rows of one study, kept in ``benchmarks/results/full`` as they come; of a GPU in ``gpu``.
-
-    :param name: the study's.
-    :param again: whether to begin anew, without the rows that are there.
-    :param platform: what JAX runs on; rows of an accelerator stand apart.
-    """
+    """The rows of one study, kept in ``benchmarks/results/full`` as they come; of a GPU in ``gpu``."""
 
     def __init__(self, name: str, again: bool = False, platform: str = "cpu"):
         form = "full" if platform == "cpu" else platform
@@ -67,6 +63,7 @@ class Record:
             self.rows[key] = row | {"date": datetime.date.today().isoformat(), "cores": cores()}
             self.provenance = provenance()
             self._write()
+            print(key, {name: value for name, value in row.items() if len(str(value)) < 200}, flush=True)
         return self.rows[key]
 
     def select(self, **wanted: Any) -> list[dict[str, Any]]:
@@ -104,17 +101,14 @@ def run(doc: str, name: str, measure: Callable, tables: Callable, draw: Callable
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="begin anew, without the rows in the JSON")
     record = Record(name, parser.parse_args().again, jax.default_backend())
+    # What a sampler warns of is none of a study's rows, which ask `diagnose`.
+    warnings.simplefilter("ignore")
     measure(record)
     print(f"\n{tables(record)}\n\n{record.origin()}")
     if draw is not None:
-        save(draw(record), record.picture)
-
-
-def save(figure: Any, path: pathlib.Path) -> None:
-    """Writes a figure and closes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    plt.close(figure)
+        record.picture.parent.mkdir(parents=True, exist_ok=True)
+        draw(record).savefig(record.picture, dpi=110, bbox_inches="tight")
+        plt.close()
 
 
 def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

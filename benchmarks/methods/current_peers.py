@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 import os
 from typing import Any
-import warnings
 
 import blackjax
 import jax
@@ -190,10 +189,3 @@ METHODS = {
     "nutpie, low rank": (partial(nutpie, low_rank=True), "the potential and its gradient"),
     "BlackJAX ChEES-HMC": (chees, "the potential, a first step, an optimizer"),
 }
-
-
-def finished(run: Callable, seed: int):
-    """A run without its warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return run(seed)

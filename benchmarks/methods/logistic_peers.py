@@ -1,8 +1,16 @@
-"""Samplers of ours and of others on the logistic regression: a whole run of each, from nothing to pooled draws."""
+"""Samplers of ours and of others on the logistic regression: a whole run of each, from nothing to pooled draws.
+
+BlackJAX has kernels and gradient estimators; the scan, the chains, the minibatches and the thinning are its user's, as
+here. A step is ``(key, state, minibatch) -> state`` of one chain, and a state is a position or leads with one.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import blackjax
+import jax
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,13 +20,86 @@ from numpyro.infer.autoguide import AutoDelta
 from numpyro.optim import Adagrad
 
 from benchmarks.harness.runs import vectorized
-from benchmarks.methods import logistic_by_hand as by_hand
-from benchmarks.methods.logistic_by_hand import INNER, at_zero, control_variates, gradient
-from benchmarks.problems.logistic_100k import BATCH, DIMENSION, PARTICLES, newton
+from benchmarks.problems.logistic_100k import BATCH, DIMENSION, PARTICLES, ROWS, newton
 from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, ControlVariates
 
 NEWTON_STEPS = 8
+#: How many gradients a step of SGHMC takes, all of them on one minibatch and with momenta drawn anew before.
+INNER = 10
+AT_ZERO = jnp.zeros((PARTICLES, DIMENSION))
+
+
+def log_prior(beta):
+    return -0.5 * jnp.sum(beta**2)
+
+
+def log_likelihood(beta, row):
+    x, y = row
+    logit = x @ beta
+    return y * logit - jax.nn.softplus(logit)
+
+
+gradient = blackjax.sgmcmc.gradients.grad_estimator(log_prior, log_likelihood, ROWS)
+
+
+def no_library(estimate, step_size):
+    """SGLD in a line."""
+
+    def step(key, beta, batch):
+        noise = random.normal(key, beta.shape)
+        return beta + step_size * estimate(beta, batch) + (2 * step_size) ** 0.5 * noise
+
+    return step
+
+
+def sgld(estimate, step_size):
+    kernel = blackjax.sgld(estimate)
+    return lambda key, beta, batch: kernel.step(key, beta, batch, step_size)
+
+
+def sghmc(estimate, step_size):
+    kernel = blackjax.sghmc(estimate, num_integration_steps=INNER)
+    return lambda key, beta, batch: kernel.step(key, beta, batch, step_size)
+
+
+def sgnht(estimate, step_size):
+    kernel = blackjax.sgnht(estimate)
+
+    def step(key, state, batch):
+        return kernel.step(key, state, batch, step_size)
+
+    # The thermostat starts at the friction.
+    step.init = lambda key, beta: blackjax.sgmcmc.sgnht.init(beta, key, jnp.float32(0.01))
+    return step
+
+
+def sample(make_step, key, X, y, beta, *, num_draws, thinning, shared):
+    """Positions of all chains after every ``thinning`` steps from ``beta``, ``(num_draws, chains, d)``.
+
+    ``make_step`` makes a step of ``(X, y)``; chains may have ``shared`` minibatches.
+    """
+    step = make_step(X, y)
+
+    def update(states, key):
+        rows_key, step_key = random.split(key)
+        rows = random.randint(rows_key, (BATCH,) if shared else (PARTICLES, BATCH), 0, ROWS)
+        axes = (0, 0, None if shared else 0)
+        return jax.vmap(step, axes)(random.split(step_key, PARTICLES), states, (X[rows], y[rows])), None
+
+    def draw(states, keys):
+        states, _ = lax.scan(update, states, keys)
+        return states, jax.tree.leaves(states)[0]
+
+    start_key, key = random.split(key)
+    keys = random.split(key, num_draws * thinning).reshape(num_draws, thinning)
+    states = jax.vmap(getattr(step, "init", lambda key, beta: beta))(random.split(start_key, PARTICLES), beta)
+    return lax.scan(draw, states, keys)[1]
+
+
+def compiled(make_step, **settings):
+    """:func:`sample` as a program ``(key, X, y, beta) -> draws``."""
+    return jax.jit(partial(sample, make_step, **settings))
 
 
 class Sampler(NamedTuple):
@@ -44,21 +125,22 @@ def ours(kernel, **settings):
     return make
 
 
-def blackjax(kernel, step_size, shared=True, corrected=False):
+def chains(kernel, step_size, shared=True, corrected=False):
     """A third of the updates is dropped. With control variates chains start at the mode, else at zero."""
-    inner = INNER if kernel is by_hand.sghmc else 1
+    inner = INNER if kernel is sghmc else 1
 
     def make(length):
         def go(key, X, y):
-            start, mode = at_zero(), None
+            start, mode = AT_ZERO, None
             if corrected:
                 mode = jnp.asarray(newton(np.asarray(X, float), np.asarray(y, float), NEWTON_STEPS)[0], X.dtype)
                 start = start + mode
 
             def step(X, y):
-                return kernel(control_variates(mode, X, y) if corrected else gradient, step_size)
+                about = blackjax.sgmcmc.gradients.control_variates
+                return kernel(about(gradient, mode, (X, y)) if corrected else gradient, step_size)
 
-            program = by_hand.compiled(step, num_draws=length // 10, thinning=10 // inner, shared=shared)
+            program = compiled(step, num_draws=length // 10, thinning=10 // inner, shared=shared)
             return program(key, X, y, start)[length // 30 :].reshape(-1, DIMENSION)
 
         return go
@@ -89,13 +171,8 @@ def hmcecs(length):
 
 def steinvi(length):
     def go(key, X, y):
-        stein = SteinVI(
-            logistic_regression,
-            AutoDelta(logistic_regression),
-            Adagrad(0.1),
-            RBFKernel(),
-            num_stein_particles=PARTICLES,
-        )
+        parts = AutoDelta(logistic_regression), Adagrad(0.1), RBFKernel()
+        stein = SteinVI(logistic_regression, *parts, num_stein_particles=PARTICLES)
         found = stein.run(key, length, X, y, subsample_size=BATCH, progress_bar=False)
         return stein.get_params(found.state)["beta_auto_loc"]
 
@@ -109,10 +186,8 @@ SHARED = ours(SGLD, gradient=ControlVariates(shared=True))
 def of_blackjax(name, kernel, steps, length=30_000, repeats=3, **settings):
     """One sampler for each step of a grid."""
     run = f"{length:,} updates"
-    return [
-        Sampler(f"BlackJAX {name}", f"step {step:g}", blackjax(kernel, step, **settings), run, length, repeats)
-        for step in steps
-    ]
+    name = f"BlackJAX {name}"
+    return [Sampler(name, f"step {s:g}", chains(kernel, s, **settings), run, length, repeats) for s in steps]
 
 
 CORRECTED, OWN = ", control variates", ", own minibatches"
@@ -121,14 +196,14 @@ SAMPLERS = [
     Sampler("`SGLD`", "`ControlVariates(shared=True)`", SHARED, **SETTINGS),
     Sampler("`SGHMC`", "", ours(SGHMC), **SETTINGS),
     Sampler("`SGLDR`", "", ours(SGLDR), **SETTINGS),
-    *of_blackjax("SGLD", by_hand.sgld, (1e-7, 1e-6), repeats=6),
-    *of_blackjax(f"SGLD{OWN}", by_hand.sgld, (1e-7, 1e-6), 6000, shared=False),
-    *of_blackjax(f"SGLD{CORRECTED}", by_hand.sgld, (1e-6, 1e-5), repeats=6, corrected=True),
-    *of_blackjax(f"SGLD{CORRECTED}{OWN}", by_hand.sgld, (1e-6, 1e-5), 6000, shared=False, corrected=True),
-    *of_blackjax("SGHMC", by_hand.sghmc, (1e-5, 1e-4, 1e-3)),
-    *of_blackjax(f"SGHMC{CORRECTED}", by_hand.sghmc, (1e-4, 3e-4, 1e-3), corrected=True),
-    *of_blackjax("SGNHT", by_hand.sgnht, (1e-5, 1e-4, 1e-3)),
-    *of_blackjax(f"SGNHT{CORRECTED}", by_hand.sgnht, (3e-5, 1e-4, 3e-4), corrected=True),
+    *of_blackjax("SGLD", sgld, (1e-7, 1e-6), repeats=6),
+    *of_blackjax(f"SGLD{OWN}", sgld, (1e-7, 1e-6), 6000, shared=False),
+    *of_blackjax(f"SGLD{CORRECTED}", sgld, (1e-6, 1e-5), repeats=6, corrected=True),
+    *of_blackjax(f"SGLD{CORRECTED}{OWN}", sgld, (1e-6, 1e-5), 6000, shared=False, corrected=True),
+    *of_blackjax("SGHMC", sghmc, (1e-5, 1e-4, 1e-3)),
+    *of_blackjax(f"SGHMC{CORRECTED}", sghmc, (1e-4, 3e-4, 1e-3), corrected=True),
+    *of_blackjax("SGNHT", sgnht, (1e-5, 1e-4, 1e-3)),
+    *of_blackjax(f"SGNHT{CORRECTED}", sgnht, (3e-5, 1e-4, 3e-4), corrected=True),
     Sampler("NumPyro NUTS", "all rows", nuts, "4 chains, 300 kept", 300),
     Sampler("NumPyro HMCECS", "at the mode's proxy", hmcecs, "1 chain, 700 kept", 700),
     Sampler("NumPyro SteinVI", "", steinvi, "200 iterations", 200, 2),

@@ -21,22 +21,10 @@ from numpyro.optim import Adagrad, Adam
 from benchmarks.harness.runs import vectorized
 from benchmarks.problems.targets import bayesian_neural_network as network
 from benchmarks.problems.uci import in_units, score, split
-from numpyro_repulsion import (
-    RBF,
-    SGHMC,
-    SGHMCR,
-    SGLD,
-    SGLDR,
-    SGNHT,
-    SVGD,
-    SVRG,
-    Descent,
-    Independent,
-    Overdamped,
-    Subsampled,
-)
-from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
-from numpyro_repulsion.interactions import median_bandwidth
+from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SVGD, SVRG
+from numpyro_repulsion.dynamics import Descent, Overdamped
+from numpyro_repulsion.gradients import ModelTarget, Subsampled, ravel_cloud
+from numpyro_repulsion.interactions import Independent, median_bandwidth
 
 PARTICLES, BATCH, UPDATES, NUM_STEPS = 20, 100, 2000, 10
 #: Nothing set: how many iterations of 200 are warmup.
@@ -85,8 +73,8 @@ def by_hand(kernel, *, last: bool = False, **settings):
 
 
 def nothing_set(kernel, **settings):
-    """A kernel with its defaults, its own start among them, but for the settings given."""
-    return lambda step, key, X, y: sampled(kernel(network, **settings), key, X, y, WARMUP)
+    """A kernel with its own start and its defaults, but for the settings given."""
+    return Method(lambda step, key, X, y: sampled(kernel(network, **settings), key, X, y, WARMUP))
 
 
 def adam_ensemble(step, key, X, y):
@@ -102,10 +90,6 @@ def adam_ensemble(step, key, X, y):
 
     state, _ = lax.scan(update, optimizer.init(z), random.split(key, UPDATES))
     return jax.vmap(lambda z: target.constrain(unravel(z)))(optimizer.get_params(state))
-
-
-def map_ensemble(step, key, X, y):
-    return jax.tree.map(lambda x: x[:, None], adam_ensemble(step, key, X, y))
 
 
 def last_layer_laplace(step, key, X, y, draws=20):
@@ -165,14 +149,10 @@ METHODS = {
     "SVGD, Adagrad": Method(by_hand(SVGD, interaction=MedianRBF(), dynamics=ADAGRAD, last=True), RATES),
     "20 networks, Adagrad": Method(by_hand(SVGD, interaction=Independent(), dynamics=ADAGRAD, last=True), RATES),
     "NumPyro's SVGD": Method(numpyro_svgd, RATES),
-    "20 MAP networks": Method(map_ensemble, RATES_OF_ADAM),
+    "20 MAP networks": Method(lambda *args: jax.tree.map(lambda x: x[:, None], adam_ensemble(*args)), RATES_OF_ADAM),
     "20 MAP networks, Laplace in the last layer": Method(last_layer_laplace, RATES_OF_ADAM),
-    "`SGLD(model)`": Method(nothing_set(SGLD)),
-    "`SGLDR(model)`": Method(nothing_set(SGLDR)),
-    "`SGHMC(model)`": Method(nothing_set(SGHMC)),
-    "`SGHMCR(model)`": Method(nothing_set(SGHMCR)),
-    "`SGNHT(model)`": Method(nothing_set(SGNHT)),
-    "`SGNHT(model, gradient=SVRG())`": Method(nothing_set(SGNHT, gradient=SVRG())),
+    **{f"`{kernel.__name__}(model)`": nothing_set(kernel) for kernel in (SGLD, SGLDR, SGHMC, SGHMCR, SGNHT)},
+    "`SGNHT(model, gradient=SVRG())`": nothing_set(SGNHT, gradient=SVRG()),
 }
 
 
@@ -215,8 +195,6 @@ def one(fits: Fits, name: str, number: int, label: str) -> dict:
     scores, compiling, row["seconds"] = fits(label, chosen, key, split(name, number))
     row["compile_seconds"] += compiling
     row |= {measure: _finite(value[0]) for measure, value in scores.items()}
-    step = "" if row["step"] is None else f", step {row['step']:g}{' at the edge' if row['at_edge'] else ''}"
-    print(f"{name} {number} {label}: {row['log_likelihood']} {row['rmse']}{step}, {row['seconds']:.1f} s", flush=True)
     return row
 
 

@@ -9,7 +9,6 @@ nutpie keeps its positions and a mode can be found.
 """
 
 import time
-import warnings
 
 import jax
 from jax import lax, random
@@ -23,9 +22,8 @@ from numpyro.infer import NUTS, init_to_median
 from benchmarks.harness.runs import vectorized, warmup_gradients
 from benchmarks.methods.current_peers import Flat, nutpie_model, nutpie_sampler, nutpie_steps
 from benchmarks.problems import real
-from benchmarks.problems.real import BATCH
-from benchmarks.problems.real_scores import errors, mixing, scalars
-from numpyro_repulsion import SGHMC, SGLD
+from benchmarks.problems.real import BATCH, errors, mixing, scalars
+from numpyro_repulsion import SGHMC, SGLD, diagnose
 
 PARTICLES, NUM_STEPS = 20, 10
 #: Iterations between two looks at the clock, and how many draws of a chain are scored at least.
@@ -100,9 +98,7 @@ def in_double(problem):
     """The log density of flat positions; the model, its data and all that is computed are in double precision."""
     numpyro.enable_x64()
     data = {k: x.astype(float) if jnp.issubdtype(x.dtype, jnp.floating) else x for k, x in problem.data.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return Flat(problem.model, kwargs=data, init_strategy=init_to_median)
+    return Flat(problem.model, kwargs=data, init_strategy=init_to_median)
 
 
 def sites(problem, flat, x):
@@ -206,17 +202,23 @@ def gradients_used(name, kernel, iterations=1000):
     return {"gradients": PARTICLES * share * sampling, "in_all": PARTICLES * share * (sampling + warmup)}
 
 
-def ours(name, limit, kernel, iterations=1000):
-    """Twenty particles, nothing set."""
-    del limit  # A run cannot be stopped.
+def ours(name, kernel, seed=0, iterations=1000):
+    """Twenty particles, nothing set, and what ``diagnose`` says."""
     problem = real.load(name)
+    jax.clear_caches()
     mcmc = vectorized(OURS[kernel](problem.model), iterations, iterations, PARTICLES)
     began = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mcmc.run(random.key(0), **problem.kwargs)
-        draws = jax.block_until_ready(mcmc.get_samples(group_by_chain=True))
+    mcmc.run(random.key(seed), **problem.kwargs)
+    draws = jax.block_until_ready(mcmc.get_samples(group_by_chain=True))
     seconds = time.perf_counter() - began
-    parameters = sum(x[0].size for x in mcmc.last_state.z.values())
-    used = gradients_used(name, kernel, iterations)
-    return row(problem, began, draws, parameters, used["gradients"], used["in_all"], seconds=seconds)
+    findings = [finding.name for finding in diagnose(mcmc) if finding.severity != "note"]
+    parameters = int(sum(x[0].size for x in mcmc.last_state.z.values()))
+    row = {"parameters": parameters, "seconds": seconds, "findings": findings}
+    found = scalars(draws, problem.quantities)
+    step = float(mcmc.last_state.warmup.step.size)
+    return row | {"draws": [PARTICLES, iterations], "step": step} | errors(name, found) | mixing(name, found)
+
+
+def counted(name, limit, kernel, iterations):
+    """Such a run with its gradients; it cannot be stopped at the limit."""
+    return ours(name, kernel, iterations=iterations) | gradients_used(name, kernel, iterations)

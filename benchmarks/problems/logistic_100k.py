@@ -7,7 +7,6 @@ import time
 
 import jax
 from jax import random
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.runs import middle
@@ -40,8 +39,7 @@ def newton(X, y, iterations):
 def reference(X, y):
     """Posterior means and standard deviations: the Laplace approximation, its means corrected for the third derivative.
 
-    What is left out is of relative order d / N. Importance sampling from it agrees to within its own error, which is
-    several times larger than that of the samplers here.
+    What is left out is of relative order d / N, and importance sampling agrees.
     """
     beta, p, hessian = newton(X, y, 30)
     covariance = np.linalg.inv(hessian)
@@ -50,19 +48,12 @@ def reference(X, y):
     return beta + shift, np.sqrt(np.diag(covariance))
 
 
-def as_jax(X, y):
-    """The data in single precision."""
-    return jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32)
-
-
 def scores(means, deviations):
     """Errors of one run at the root mean square over runs, with standard errors, of the worst coefficient and of all.
 
     The worst of 50 coefficients is the worse the fewer runs there are: two of them make it twice as bad as ten do. The
-    average over coefficients is not, so that samplers with other numbers of runs can be compared by it.
-
-    :param means: errors of the means in posterior standard deviations, one run a row.
-    :param deviations: relative errors of the standard deviations.
+    average over coefficients is not, so that samplers with other numbers of runs can be compared by it. Errors have one
+    run a row; those of means are in posterior standard deviations, those of standard deviations relative.
     """
     found = {}
     for name, errors in (("mean", np.asarray(means)), ("sd", np.asarray(deviations))):
@@ -79,11 +70,7 @@ def scores(means, deviations):
 
 
 def rates(found, seconds, error):
-    """Effective draws a second by the worst mean and by all, with standard errors: the inverse squared error over time.
-
-    :param found: of :func:`scores`.
-    :param seconds: of a run, and its standard ``error``.
-    """
+    """Effective draws a second by the worst mean and by all, with errors: the inverse squared error over time."""
     row = {}
     for name, kind in (("a_second", "error"), ("average_a_second", "rms")):
         value = 1 / found[f"mean_{kind}"] ** 2 / seconds
@@ -110,17 +97,9 @@ def accuracy(sampler, X, y, exact):
         deviations.append(draws.std(0) / sd - 1)
     found = scores(means, deviations)
     middle_seconds, error = middle(seconds)
-    row = {
-        "part": "accuracy",
-        "sampler": sampler.name,
-        "setting": sampler.setting,
-        "run": sampler.run,
-        "repeats": sampler.repeats,
-        "seconds": middle_seconds,
-        "seconds_se": error,
-    }
+    row = {"part": "accuracy", "sampler": sampler.name, "setting": sampler.setting, "run": sampler.run}
+    row |= {"repeats": sampler.repeats, "seconds": middle_seconds, "seconds_se": error}
     row |= found | rates(found, middle_seconds, error)
-    print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return row
 
 
@@ -133,16 +112,9 @@ def accuracy_table(record):
             digits = 3 if unit == 1 else 1
             cell = f"{pm(value, error, digits)}{sign} ({worst:,.{digits}f}{sign})"
             errors.append(f"**{cell}**" if worst > unit * limit else cell)
-        lines.append(
-            (
-                f"{row['sampler']}{', ' if row['setting'] else ''}{row['setting']}",
-                row["run"],
-                str(row["repeats"]),
-                pm(row["seconds"], row["seconds_se"], 1),
-                *errors,
-                *(_rate(row, key) for key in ("a_second", "average_a_second")),
-            )
-        )
+        name = f"{row['sampler']}{', ' if row['setting'] else ''}{row['setting']}"
+        cells = [row["run"], str(row["repeats"]), pm(row["seconds"], row["seconds_se"], 1), *errors]
+        lines.append([name, *cells, *(_rate(row, key) for key in ("a_second", "average_a_second"))])
     head = ("", "run", "runs", "seconds", "mean error, sd", "sd error", "draws a second, worst mean", "all means")
     return table(head, lines)
 

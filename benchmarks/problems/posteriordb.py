@@ -82,27 +82,12 @@ def autoregression(K, y):
 
 
 def mixture(y):
-    mu = numpyro.sample("mu", dist.TransformedDistribution(dist.Normal(0, 2).expand([2]).to_event(1), _Ordered()))
+    mu = numpyro.sample("mu", flat(constraints.ordered_vector, (2,)))
+    numpyro.factor("prior", dist.Normal(0, 2).log_prob(mu).sum())
     sigma = numpyro.sample("sigma", dist.HalfNormal(2).expand([2]).to_event(1))
     theta = numpyro.sample("theta", dist.Beta(5, 5))
     weights = dist.Categorical(probs=jnp.stack([theta, 1 - theta]))
     numpyro.sample("y", dist.MixtureSameFamily(weights, dist.Normal(mu, sigma)), obs=y)
-
-
-class _Ordered(dist.transforms.ParameterFreeTransform):
-    """The identity onto ordered vectors: a prior of independent normals, up to its constant, on these alone."""
-
-    domain = constraints.real_vector
-    codomain = constraints.ordered_vector
-
-    def __call__(self, x):
-        return x
-
-    def _inverse(self, y):
-        return y
-
-    def log_abs_det_jacobian(self, x, y, intermediates=None):
-        return jnp.zeros(x.shape[:-1])
 
 
 def garch(y, sigma1):
@@ -150,16 +135,6 @@ def posteriordb(name: str) -> Posterior:
     return Posterior(model, args, draws=known)
 
 
-def wide_gaussian() -> Posterior:
-    """100 dimensions with standard deviations from 10^-1.5 to 10^1.5, so of condition 10⁶."""
-    sd = 10 ** np.linspace(-1.5, 1.5, 100)
-
-    def model():
-        numpyro.sample("z", dist.Normal(0, jnp.asarray(sd)).to_event(1))
-
-    return Posterior(model, moments={"z": (np.zeros(100), sd)})
-
-
 def many_rows() -> Posterior:
     """Logistic regression with 20,000 rows, 20 parameters and minibatches of 200."""
     rng = np.random.default_rng(0)
@@ -177,8 +152,7 @@ def hierarchical_logistic() -> Posterior:
     y = (rng.random(2000) < 1 / (1 + np.exp(-logits))).astype(float)
 
     def model(X, y):
-        mu = numpyro.sample("mu", dist.Normal(0, 2))
-        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        mu, tau = numpyro.sample("mu", dist.Normal(0, 2)), numpyro.sample("tau", dist.HalfNormal(1))
         with numpyro.plate("groups", 20):
             offset = numpyro.sample("offset", dist.Normal(0, 1))
         beta = numpyro.sample("beta", dist.Normal(0, 2).expand([3]).to_event(1))
@@ -195,25 +169,16 @@ def robust_regression() -> Posterior:
 
     def model(X, y):
         beta = numpyro.sample("beta", dist.Normal(0, 100).expand([3]).to_event(1))
-        sigma = numpyro.sample("sigma", dist.HalfNormal(5))
-        nu = numpyro.sample("nu", dist.Gamma(2, 0.1))
+        sigma, nu = numpyro.sample("sigma", dist.HalfNormal(5)), numpyro.sample("nu", dist.Gamma(2, 0.1))
         numpyro.sample("y", dist.StudentT(nu, X @ beta, sigma), obs=y)
 
     return Posterior(model, (jnp.asarray(X), jnp.asarray(y)))
 
 
-def correlated_gaussian() -> Posterior:
-    """50 dimensions, correlated by 0.9 to the power of the distance."""
-    index = np.arange(50)
-    covariance = 0.9 ** np.abs(index[:, None] - index)
-    return Posterior(gaussian, (np.zeros(50), covariance), moments={"z": (np.zeros(50), np.ones(50))})
-
-
 def counts() -> Posterior:
     """Negative-binomial regression with a simplex of category effects."""
     rng = np.random.default_rng(3)
-    category = rng.integers(0, 4, 300)
-    exposure = rng.uniform(0.5, 2, 300)
+    category, exposure = rng.integers(0, 4, 300), rng.uniform(0.5, 2, 300)
     rate = np.array([0.1, 0.2, 0.3, 0.4])[category] * 20 * exposure
     y = rng.negative_binomial(5, 5 / (5 + rate))
 
@@ -227,10 +192,21 @@ def counts() -> Posterior:
     return Posterior(model, (jnp.asarray(y),))
 
 
+def exact(sd):
+    return {"z": (np.zeros(len(sd)), sd)}
+
+
+def independent(sd):
+    numpyro.sample("z", dist.Normal(0, jnp.asarray(sd)).to_event(1))
+
+
+#: Standard deviations of a condition of 10⁶, and correlations by 0.9 to the power of the distance.
+WIDE = 10 ** np.linspace(-1.5, 1.5, 100)
+CORRELATED = 0.9 ** np.abs(np.arange(50)[:, None] - np.arange(50))
 MADE_HERE = {
-    "gaussian, d = 100, condition 1e6": wide_gaussian,
+    "gaussian, d = 100, condition 1e6": lambda: Posterior(independent, (WIDE,), moments=exact(WIDE)),
     "logistic, N = 20,000, batch 200": many_rows,
-    "gaussian, d = 50, correlated": correlated_gaussian,
+    "gaussian, d = 50, correlated": lambda: Posterior(gaussian, (np.zeros(50), CORRELATED), moments=exact(np.ones(50))),
     "hierarchical logistic": hierarchical_logistic,
     "robust regression": robust_regression,
     "negative binomial": counts,

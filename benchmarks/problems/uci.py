@@ -12,28 +12,12 @@ import numpy as np
 from benchmarks.problems.posteriordb import data_folder
 from benchmarks.problems.targets import relu_network
 
-#: How many splits each set has.
-UCI = {
-    "yacht": 20,
-    "bostonHousing": 20,
-    "wine-quality-red": 20,
-    "kin8nm": 20,
-    "naval-propulsion-plant": 20,
-    "protein-tertiary-structure": 5,
-}
-#: What there is without the data folder: scikit-learn's, with splits of our own.
+#: Short names; the last is what there is without the data folder: scikit-learn's, with splits of our own.
+SHOWN = {"yacht": "yacht", "bostonHousing": "Boston", "wine-quality-red": "wine", "kin8nm": "kin8nm"}
+SHOWN |= {"naval-propulsion-plant": "naval", "protein-tertiary-structure": "protein", "diabetes": "diabetes"}
 OWN = {"diabetes": 20}
-
-#: Short names.
-SHOWN = {
-    "yacht": "yacht",
-    "bostonHousing": "Boston",
-    "wine-quality-red": "wine",
-    "kin8nm": "kin8nm",
-    "naval-propulsion-plant": "naval",
-    "protein-tertiary-structure": "protein",
-    "diabetes": "diabetes",
-}
+#: How many splits each set has.
+UCI = {name: 5 if SHOWN[name] == "protein" else 20 for name in SHOWN if name not in OWN}
 
 
 class Split(NamedTuple):

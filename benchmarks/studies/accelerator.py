@@ -32,8 +32,10 @@ from benchmarks.problems.targets import bayesian_neural_network, logistic_regres
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SVGD
 
 NUM_PARTICLES = 20
+SIZES = 100_000, 1_000_000
 FULL, TF32 = "highest", "tensorfloat32"
 KERNELS = {"SGLD": SGLD, "SGLDR": SGLDR, "SGHMCR": SGHMCR, "SVGD": SVGD}
+WHOLE = {"SGLD": SGLD, "SGLDR": SGLDR, "SGHMC": SGHMC, "NUTS": NUTS}
 
 
 def data(num_rows, dimension, seed=2021):
@@ -113,7 +115,7 @@ def million(name: str) -> dict:
         if name == "NUTS":
             mcmc, kwargs = vectorized(NUTS(logistic_regression), 500, 500, 4), {}
         else:
-            kernel = {"SGLD": SGLD, "SGLDR": SGLDR, "SGHMC": SGHMC}[name](logistic_regression)
+            kernel = WHOLE[name](logistic_regression)
             mcmc, kwargs = vectorized(kernel, 500, 1000, NUM_PARTICLES), {"subsample_size": 500}
         mcmc.run(key, X, y, **kwargs)
         return mcmc.get_samples(group_by_chain=True)["beta"]
@@ -123,23 +125,18 @@ def million(name: str) -> dict:
         began = time.perf_counter()
         draws = np.asarray(program(random.key(seed), *args), float)
         seconds.append(time.perf_counter() - began)
-    effective = effective_sample_size(draws)
-    draws = draws.reshape(-1, dimension)
-    return {
-        "seconds": seconds,
-        "mean_error": float(np.abs((draws.mean(0) - mean) / sd).max()),
-        "sd_error": float(np.abs(draws.std(0) / sd - 1).max()),
-        "effective": float(np.min(effective)),
-    }
+    row = {"seconds": seconds, "effective": float(np.min(effective_sample_size(draws)))}
+    row["mean_error"] = float(np.abs((draws.mean((0, 1)) - mean) / sd).max())
+    return row | {"sd_error": float(np.abs(draws.std((0, 1)) / sd - 1).max())}
 
 
 def measure(record: Record) -> None:
     for name in KERNELS:
         for precision in (None, TF32):
             record.row(f"agreement {name} {precision or 'default'}", partial(agreement, name, precision))
-    for num_rows in (100_000, 1_000_000):
+    for num_rows in SIZES:
         record.row(f"rounding {num_rows}", partial(rounding, num_rows))
-    for name in ("SGLD", "SGLDR", "SGHMC", "NUTS"):
+    for name in WHOLE:
         record.row(f"million {name}", partial(million, name))
 
 
@@ -151,21 +148,19 @@ def tables(record: Record) -> str:
     ]
     parts = [table(["largest difference to a CPU, sd", "by default", "TF32 chosen"], lines)]
     lines = []
-    for key, row in rows.items():
-        kind, _, name = key.partition(" ")
-        if kind == "rounding":
-            cells = [f"{row[p]['shift']:.1e} sd" for p in (FULL, TF32)]
-            times = [row[p]["microseconds"] for p in (FULL, TF32)]
-            name = f"all of {int(name):,} rows"
-            lines.append([name, *cells, *(f"{t:,.0f}" for t in times), f"{times[0] / times[1]:.2f}"])
+    for number in SIZES:
+        found = [rows[f"rounding {number}"][precision] for precision in (FULL, TF32)]
+        cells = [f"{x['shift']:.1e} sd" for x in found] + [f"{x['microseconds']:,.0f}" for x in found]
+        ratio = found[0]["microseconds"] / found[1]["microseconds"]
+        lines.append([f"all of {number:,} rows", *cells, f"{ratio:.2f}"])
     head = ["gradients of 20 particles", "error, full", "error, TF32", "µs, full", "µs, TF32", "ratio"]
     parts.append(table(head, lines))
     lines = []
-    for name in ("SGLD", "SGLDR", "SGHMC", "NUTS"):
-        if (row := rows.get(f"million {name}")) is not None:
-            cold, warm = row["seconds"]
-            cells = [f"{cold:.1f}", f"{warm:.1f}", f"{row['mean_error']:.3f}", f"{100 * row['sd_error']:.1f} %"]
-            lines.append([f"`{name}`", *cells, f"{row['effective']:,.0f}", f"{row['effective'] / warm:,.0f}"])
+    for name in (name for name in WHOLE if f"million {name}" in rows):
+        row = rows[f"million {name}"]
+        cold, warm = row["seconds"]
+        cells = [f"{cold:.1f}", f"{warm:.1f}", f"{row['mean_error']:.3f}", f"{100 * row['sd_error']:.1f} %"]
+        lines.append([f"`{name}`", *cells, f"{row['effective']:,.0f}", f"{row['effective'] / warm:,.0f}"])
     head = ["a million rows", "s, first run", "s, second", "worst mean, sd", "worst sd", "effective draws", "a second"]
     parts.append(table(head, lines))
     return "\n\n".join(parts)

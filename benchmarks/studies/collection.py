@@ -16,7 +16,6 @@ above 1.01 or more than ten divergences is marked.
 from collections.abc import Iterable
 from functools import cache, partial
 import time
-import warnings
 
 import arviz
 import jax
@@ -104,8 +103,7 @@ def measured(record: Record, name: str, label: str) -> dict:
     if bits == 64:
         args = jax.tree.map(lambda x: np.asarray(x, np.float64) if np.asarray(x).dtype.kind == "f" else x, args)
     row: dict = {"posterior": name, "kernel": label}
-    with warnings.catch_warnings(), jax.enable_x64(bits == 64):
-        warnings.simplefilter("ignore")
+    with jax.enable_x64(bits == 64):
         mcmc = vectorized(kernel(model), **SETTINGS, progress_bar=True)
         began = time.process_time()
         mcmc.run(random.key(0), *args, **kwargs)
@@ -122,7 +120,6 @@ def measured(record: Record, name: str, label: str) -> dict:
     row["sd"] = float(np.abs(x.std((0, 1))[moves] / sd[moves] - 1).max())
     z = off / np.hypot(np.nan_to_num(error[moves], nan=np.inf), known_error[moves])
     row |= {"z": float(z.max()), "scalars": int(moves.sum()), "unknown": int(np.isnan(error[moves]).sum())}
-    print({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
     jax.clear_caches()
     return row
 
@@ -144,13 +141,11 @@ def tables(record: Record) -> str:
     summary = []
     for label in labels:
         rows = record.select(kernel=label)
-        right = [row for row in rows if is_right(row)]
         wrong = [row for row in rows if not is_right(row)]
-        named = [row for row in wrong if row["named"]]
-        false = [row for row in right if row["named"]]
-        silent = ", ".join(row["posterior"] for row in wrong if not row["named"])
-        cells = [len(rows), len(right), len(named), len(wrong) - len(named), len(false)]
-        summary.append([label, *map(str, cells), silent, ", ".join(row["posterior"] for row in false)])
+        silent = [row["posterior"] for row in wrong if not row["named"]]
+        false = [row["posterior"] for row in rows if row["named"] and is_right(row)]
+        cells = [len(rows), len(rows) - len(wrong), len(wrong) - len(silent), len(silent), len(false)]
+        summary.append([label, *map(str, cells), ", ".join(silent), ", ".join(false)])
     head = ["kernel", "posteriors", "right", "wrong and named", "wrong and not named", "right and named"]
     parts = [table([*head, "not named", "named though right"], summary)]
     for label in labels:

@@ -12,52 +12,142 @@ counted apart.
     python -m benchmarks.studies.coverage [--again]
 """
 
+from collections.abc import Callable
 from functools import partial
-import warnings
+from typing import NamedTuple
 
 import jax
 from jax import random
+import jax.numpy as jnp
 import numpy as np
 from scipy.stats import kstest
 
+import numpyro
 from numpyro.diagnostics import effective_sample_size
-from numpyro.infer import MCMC, NUTS
+import numpyro.distributions as dist
+from numpyro.distributions.transforms import OrderedTransform
+from numpyro.infer import NUTS, Predictive
 
+from benchmarks.harness.runs import mean_and_error, vectorized
 from benchmarks.harness.store import Record, pm, run, table
-from benchmarks.problems.simulated import problems
 from numpyro_repulsion import SGHMC, SGLDR, diagnose, ensemble_mcse
 
 KERNELS = {"SGLDR": SGLDR, "SGHMC": SGHMC}
 #: How many data sets there are, those of each kernel, of each row, and those with references.
 NUMBER, NUMBERS, AT_ONCE, REFERENCES = 500, {"SGLDR": 500, "SGHMC": 100}, 50, 30
-SETTINGS = {"num_warmup": 500, "num_samples": 500, "num_chains": 20, "chain_method": "vectorized"}
 LEVELS = (50, 90)
+ROWS, BATCH, GROUPS = 400, 40, 20
 
 
-def ranks(draws: dict, truth: dict, sites) -> list[float]:
-    """The share of draws below each true value."""
-    return [float(x) for site in sites for x in np.ravel(np.mean(np.asarray(draws[site]) < truth[site], 0))]
+class Simulated(NamedTuple):
+    """A model, its covariates, and the sites that are drawn from the prior and compared."""
+
+    model: Callable
+    covariates: dict[str, jax.Array]
+    sites: tuple[str, ...]
+
+    def draw(self, key: jax.Array, number: int) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Parameters from the prior, and responses to each: ``number`` of both."""
+        found = Predictive(partial(self.model, subsample_size=None), num_samples=number)(key, **self.covariates)
+        return {site: found[site] for site in self.sites}, found["y"]
+
+
+def rows(subsample_size):
+    return numpyro.plate("rows", ROWS, subsample_size=subsample_size)
+
+
+def taken(y, i):
+    """The responses of a minibatch; of none where they are drawn."""
+    return None if y is None else y[i]
+
+
+def normals(name: str, size: int):
+    return numpyro.sample(name, dist.Normal(0, 1).expand([size]).to_event(1))
+
+
+def logistic(x, y=None, subsample_size: int | None = BATCH):
+    b, a = normals("b", 3), numpyro.sample("a", dist.Normal(0, 1.5))
+    with rows(subsample_size) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=a + x[i] @ b), obs=taken(y, i))
+
+
+def poisson(x, group, y=None, subsample_size: int | None = BATCH):
+    a = numpyro.sample("a", dist.Normal(1, 0.5))
+    b = numpyro.sample("b", dist.Normal(0, 0.5).expand([3]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(0.5))
+    with numpyro.plate("groups", GROUPS):
+        u = numpyro.sample("u", dist.Normal(a, tau))
+    with rows(subsample_size) as i:
+        numpyro.sample("y", dist.Poisson(jnp.exp(u[group[i]] + x[i] @ b)), obs=taken(y, i))
+
+
+def student(x, y=None, subsample_size: int | None = BATCH):
+    a, b = numpyro.sample("a", dist.Normal(0, 1)), normals("b", 3)
+    sigma, nu = numpyro.sample("sigma", dist.HalfNormal(1)), numpyro.sample("nu", dist.Gamma(2, 0.1))
+    with rows(subsample_size) as i:
+        numpyro.sample("y", dist.StudentT(nu, a + x[i] @ b, sigma), obs=taken(y, i))
+
+
+def negative_binomial(x, y=None, subsample_size: int | None = BATCH):
+    a = numpyro.sample("a", dist.Normal(1, 0.5))
+    b = numpyro.sample("b", dist.Normal(0, 0.5).expand([3]).to_event(1))
+    phi = numpyro.sample("phi", dist.Gamma(2, 0.5))
+    with rows(subsample_size) as i:
+        numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(a + x[i] @ b), phi), obs=taken(y, i))
+
+
+def ordered(x, y=None, subsample_size: int | None = BATCH):
+    b, base = normals("b", 3), dist.Normal(0, 1.5).expand([4]).to_event(1)
+    c = numpyro.sample("c", dist.TransformedDistribution(base, OrderedTransform()))
+    with rows(subsample_size) as i:
+        numpyro.sample("y", dist.OrderedLogistic(x[i] @ b, c), obs=taken(y, i))
+
+
+def mixture(y=None, subsample_size: int | None = BATCH):
+    w, base = numpyro.sample("w", dist.Beta(3, 3)), dist.Normal(jnp.array([-1.0, 0.5]), 1).to_event(1)
+    m = numpyro.sample("m", dist.TransformedDistribution(base, OrderedTransform()))
+    parts = dist.Normal(m, numpyro.sample("s", dist.HalfNormal(1)))
+    with rows(subsample_size) as i:
+        weights = dist.Categorical(probs=jnp.stack([w, 1 - w]))
+        numpyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=taken(y, i))
+
+
+def problems() -> dict[str, Simulated]:
+    """The six, by name; their covariates are the same in each process."""
+    x = random.normal(random.key(0), (ROWS, 3))
+    group = jnp.arange(ROWS) % GROUPS
+    return {
+        "logistic": Simulated(logistic, {"x": x}, ("a", "b")),
+        "Poisson, effects of groups": Simulated(poisson, {"x": x, "group": group}, ("a", "b", "tau", "u")),
+        "Student-t": Simulated(student, {"x": x}, ("a", "b", "sigma", "nu")),
+        "negative binomial": Simulated(negative_binomial, {"x": x}, ("a", "b", "phi")),
+        "ordered": Simulated(ordered, {"x": x}, ("b", "c")),
+        "mixture": Simulated(mixture, {}, ("w", "m", "s")),
+    }
+
+
+def listed(values: dict, sites) -> list[float]:
+    """One number for each scalar of the sites."""
+    return [float(x) for site in sites for x in np.ravel(values[site])]
 
 
 def batch(name: str, kernel: str, first: int) -> dict:
     """A row: some data sets of a model, one compiled program for all."""
     problem = problems()[name]
     truths, responses = problem.draw(random.key(1), NUMBER)
-    mcmc = MCMC(KERNELS[kernel](problem.model), **SETTINGS, progress_bar=True, jit_model_args=True)
+    mcmc = vectorized(KERNELS[kernel](problem.model), 500, 500, 20, progress_bar=True, jit_model_args=True)
     row: dict = {"model": name, "kernel": kernel, "first": first, "ranks": [], "errors": [], "means": [], "mcse": []}
     for k in range(first, first + AT_ONCE):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            mcmc.run(random.key(k), **problem.covariates, y=responses[k])
-            found = mcmc.get_samples()
-            row["errors"].append([finding.name for finding in diagnose(mcmc) if finding.severity == "error"])
-        row["ranks"].append(ranks(found, jax.tree.map(lambda x, k=k: np.asarray(x[k]), truths), problem.sites))
+        mcmc.run(random.key(k), **problem.covariates, y=responses[k])
+        found = mcmc.get_samples()
+        row["errors"].append([finding.name for finding in diagnose(mcmc) if finding.severity == "error"])
+        # The share of draws below each true value.
+        below = {site: np.mean(np.asarray(found[site]) < np.asarray(truths[site][k]), 0) for site in problem.sites}
+        row["ranks"].append(listed(below, problem.sites))
         if k < REFERENCES:
+            row["means"].append(listed(jax.tree.map(lambda x: x.mean(0), found), problem.sites))
             grouped = mcmc.get_samples(group_by_chain=True)
-            row["means"].append([float(x) for site in problem.sites for x in np.ravel(found[site].mean(0))])
-            errors = {site: ensemble_mcse(grouped[site]) for site in problem.sites}
-            row["mcse"].append([float(x) for site in problem.sites for x in np.ravel(errors[site])])
-    print(name, kernel, first, coverage([row], 90), flush=True)
+            row["mcse"].append(listed({site: ensemble_mcse(grouped[site]) for site in problem.sites}, problem.sites))
     return row
 
 
@@ -66,16 +156,14 @@ def reference(name: str) -> dict:
     problem = problems()[name]
     _, responses = problem.draw(random.key(1), NUMBER)
     model = partial(problem.model, subsample_size=None)
-    settings = {"num_warmup": 1000, "num_samples": 2000, "num_chains": 4, "chain_method": "vectorized"}
-    nuts = MCMC(NUTS(model, target_accept_prob=0.95), **settings, progress_bar=False, jit_model_args=True)
+    nuts = vectorized(NUTS(model, target_accept_prob=0.95), 1000, 2000, 4, jit_model_args=True)
     row: dict = {"model": name, "means": [], "mcse": []}
     for k in range(REFERENCES):
         nuts.run(random.key(k), **problem.covariates, y=responses[k])
         draws = {site: np.asarray(x, float) for site, x in nuts.get_samples(group_by_chain=True).items()}
-        chains = [draws[site].reshape(*draws[site].shape[:2], -1) for site in problem.sites]
-        row["means"].append([float(x) for x in np.concatenate([x.mean((0, 1)) for x in chains])])
-        errors = [x.std((0, 1)) / np.sqrt(effective_sample_size(x)) for x in chains]
-        row["mcse"].append([float(x) for x in np.concatenate(errors)])
+        row["means"].append(listed(jax.tree.map(lambda x: x.mean((0, 1)), draws), problem.sites))
+        errors = jax.tree.map(lambda x: x.std((0, 1)) / np.sqrt(effective_sample_size(x)), draws)
+        row["mcse"].append(listed(errors, problem.sites))
     return row
 
 
@@ -93,8 +181,7 @@ def measure(record: Record) -> None:
 def coverage(rows: list[dict], level: float) -> tuple[float, float]:
     """How often central intervals hold the parameters: the mean over data sets, and its standard error."""
     found = np.abs(np.concatenate([row["ranks"] for row in rows]) - 0.5) <= level / 200
-    each = found.mean(1)
-    return float(each.mean()), float(each.std(ddof=1) / len(each) ** 0.5)
+    return mean_and_error(found.mean(1))
 
 
 def z_scores(record: Record, name: str, kernel: str) -> np.ndarray:

@@ -13,7 +13,6 @@ from functools import partial
 import statistics
 import tempfile
 import time
-import warnings
 
 import jax
 from jax import random
@@ -107,7 +106,6 @@ def measure_here(problem: str, name: str) -> dict:
     """Measures one kernel on one model, in this process."""
     from jax import monitoring
 
-    warnings.simplefilter("ignore")
     model, args, settings = problems()[problem]
     ours = name != "NUTS"
     settings = settings if ours else {}

@@ -8,6 +8,8 @@ too: they stand beside. The bandwidth is the median rule on the starting particl
     python -m benchmarks.studies.gaussian [--again]
 """
 
+from functools import partial
+
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +21,10 @@ from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, Independent, Overdamped, p
 
 PARTICLES, UPDATES, STEP, LAST, REPEATS = 6, 200, 0.05, 100, 200
 SAMPLERS = {
-    "SVGD": lambda step: SVGD(gaussian, step_size=step, num_steps=1),
-    "SGLD+R": lambda step: SGLDR(gaussian, step_size=step, num_steps=1),
-    "SGLD+R, h = 2": lambda step: SGLDR(gaussian, step_size=step, num_steps=1, interaction=RBF(2.0)),
-    "SGLD": lambda step: SGLD(
-        gaussian, step_size=step, num_steps=1, interaction=Independent(), dynamics=Overdamped("euler")
-    ),
+    "SVGD": SVGD,
+    "SGLD+R": SGLDR,
+    "SGLD+R, h = 2": partial(SGLDR, interaction=RBF(2.0)),
+    "SGLD": partial(SGLD, interaction=Independent(), dynamics=Overdamped("euler")),
 }
 #: As the paper prints them, for a target that its own notebook had with variance 1/2.
 PAPER = {"SVGD": (0.18, 0.70, 0.74), "SGLD+R": (0.08, 0.90, 0.87)}
@@ -50,13 +50,16 @@ def summarize(clouds):
 
 
 def measure(record):
-    def of(make):
+    def of(kernel):
+        def make(step):
+            return kernel(gaussian, step_size=step, num_steps=1)
+
         run = repeats(make, start=start, num_warmup=0, num_samples=UPDATES, num_chains=PARTICLES)
         clouds, _ = run(STEP, range(REPEATS))
         return {"repeats": REPEATS, "trajectories": np.round(clouds[0], 3).tolist()} | summarize(clouds)
 
-    for name, make in SAMPLERS.items():
-        record.row(name, lambda make=make: of(make))
+    for name, kernel in SAMPLERS.items():
+        record.row(name, partial(of, kernel))
     independent = np.random.default_rng(1).standard_normal((REPEATS, PARTICLES, UPDATES, 2))
     record.row("independent draws", lambda: {"repeats": REPEATS} | summarize(independent))
 

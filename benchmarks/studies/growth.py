@@ -9,14 +9,13 @@ upper half of the sizes. Memory is what XLA sets aside for the program beside it
 
 from functools import partial
 import statistics
-import time
 
 import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.runs import vectorized
+from benchmarks.harness.runs import in_turns, vectorized
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, RandomFeatures
@@ -40,7 +39,7 @@ KERNELS = {
 ITERATIONS = 20
 
 
-def per_update(make, sizes, rounds):
+def per_update(make, sizes):
     """Median seconds of an update, and the bytes that the program sets aside."""
     N, d = sizes["N"], sizes["d"]
     rng = np.random.default_rng(0)
@@ -56,26 +55,20 @@ def per_update(make, sizes, rounds):
 
     compiled = jax.jit(whole).lower(random.key(0), X, y).compile()
     memory = compiled.memory_analysis()
-    seconds = []
-    for i in range(rounds + 1):
-        began = time.perf_counter()
-        jax.block_until_ready(compiled(random.key(i), X, y))
-        seconds.append((time.perf_counter() - began) / (10 * ITERATIONS))
-    seconds = seconds[1:]  # the first touches its memory for the first time
+    seconds = [x / (10 * ITERATIONS) for x in in_turns({"one": compiled}, (X, y), 9)["one"]]
     row = {"seconds": statistics.median(seconds), "range": [min(seconds), max(seconds)]}
     return row | {"bytes": None if memory is None else memory.temp_size_in_bytes}
+
+
+def timed(varied, size, name):
+    return {"varied": varied, "size": size, "kernel": name} | per_update(KERNELS[name], BASE | {varied: size})
 
 
 def measure(record):
     for varied, sizes in SIZES.items():
         for size in sizes:
             for name in KERNELS:
-
-                def timed(varied=varied, size=size, name=name):
-                    row = {"varied": varied, "size": size, "kernel": name}
-                    return row | per_update(KERNELS[name], BASE | {varied: size}, 9)
-
-                record.row(f"{varied} {size} {name}", timed)
+                record.row(f"{varied} {size} {name}", partial(timed, varied, size, name))
             jax.clear_caches()
 
 

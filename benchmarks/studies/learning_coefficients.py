@@ -8,6 +8,7 @@ from NUTS on all rows (two chains of 2,000 draws).
     python -m benchmarks.studies.learning_coefficients [--again]
 """
 
+import functools
 from functools import partial
 import itertools
 import math
@@ -20,15 +21,68 @@ import numpy as np
 
 import numpyro
 from numpyro.diagnostics import effective_sample_size
+import numpyro.distributions as dist
 from numpyro.infer import NUTS, init_to_value
 
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
-from benchmarks.problems.linear_networks import NETWORKS, coefficient, data, loss, network, sample_weights, teacher
 from numpyro_repulsion import SGHMC, SGLD, SGNHT, init_around
 from numpyro_repulsion.contrib import Localized, llc
 
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC, "SGNHT": SGNHT}
+#: (widths from inputs to outputs, rank): reduced-rank regression in all four cases of Aoyagi and Watanabe, and deeper.
+NETWORKS = (((3, 2, 6), 1), ((5, 3, 5), 2), ((4, 3, 8), 1), ((3, 8, 4), 2), ((4, 4, 4, 4), 2))
+NUM_ROWS, BATCH = 20_000, 200
+
+
+def coefficient(widths, rank):
+    """λ by theorem 1 of Aoyagi (2024), Neural Networks 172, as in appendix J of Lau et al., arXiv 2308.12108."""
+    excess = [width - rank for width in widths]
+    for size in range(2, len(widths) + 1):
+        for chosen in itertools.combinations(range(len(widths)), size):
+            some = [excess[i] for i in chosen]
+            others = [excess[i] for i in range(len(widths)) if i not in chosen]
+            last, total = size - 1, sum(some)
+            if total < last * max(some):
+                continue
+            if others and not (max(some) < min(others) and total < last * min(others)):
+                continue
+            a = total - (math.ceil(total / last) - 1) * last
+            pairs = sum(x * y for x, y in itertools.combinations(some, 2))
+            first = (rank * (widths[0] + widths[-1]) - rank**2) / 2
+            return first + a * (last - a) / (4 * last) - (last - 1) / (4 * last) * total**2 + pairs / 2
+    raise ValueError(f"no set of layers of {widths} with rank {rank}")
+
+
+def teacher(widths, rank):
+    """The weights of the teacher by site: diagonal layers of the rank of all, so among the most singular ones."""
+    pairs = itertools.pairwise(widths)
+    return {f"w{i}": np.eye(a, b) * (np.arange(a) < rank)[:, None] for i, (a, b) in enumerate(pairs)}
+
+
+def data(widths, rank, number=NUM_ROWS):
+    """Covariates, uniform on [-10, 10], and the teacher's outputs without noise, so that its loss is the lowest."""
+    x = random.uniform(random.key(0), (number, widths[0]), minval=-10, maxval=10)
+    return x, x @ np.linalg.multi_dot([np.eye(widths[0]), *teacher(widths, rank).values()])
+
+
+def sample_weights(widths):
+    pairs = itertools.pairwise(widths)
+    return [numpyro.sample(f"w{i}", dist.Normal(0, 10).expand(pair).to_event(2)) for i, pair in enumerate(pairs)]
+
+
+def network(widths, x, y):
+    """The model, with minibatches."""
+    weights = sample_weights(widths)
+    with numpyro.plate("rows", len(x), subsample_size=BATCH) as i:
+        h = functools.reduce(jnp.matmul, weights, x[i])
+        numpyro.sample("y", dist.Normal(h, 1).to_event(1), obs=y[i])
+
+
+def loss(weights, gram, truth):
+    """Its loss over all rows, above that of the teacher, by the Gram matrix of the covariates."""
+    error = functools.reduce(jnp.matmul, weights) - truth
+    return 0.5 * (error * (gram @ error)).sum()
 
 
 def settings(widths, rank, number):
@@ -74,22 +128,14 @@ def measure(record: Record) -> None:
         record.row(f"{widths}, rank {rank}, NUTS", partial(by_nuts, widths, rank))
 
 
-def cell(row):
-    if row is None:
-        return "not run"
-    error = f"± {row['error']:.2f}" if np.isfinite(row["error"]) else "± unknown"
-    return f"{row['value']:.2f} {error}"
-
-
 def tables(record: Record) -> str:
     lines = []
     for widths, rank in NETWORKS:
-        rows = {kernel: record.rows.get(f"{widths}, rank {rank}, {kernel}") for kernel in ("NUTS", *KERNELS)}
-        if not any(rows.values()):
-            continue
+        rows = [record.rows[f"{widths}, rank {rank}, {kernel}"] for kernel in ("NUTS", *KERNELS)]
+        cells = [f"{row['value']:.2f} ± {row['error']:.2f}".replace("nan", "unknown") for row in rows]
         half = sum(a * b for a, b in itertools.pairwise(widths)) / 2
         known = coefficient(widths, rank)
-        lines.append(["-".join(map(str, widths)), str(rank), f"{half:g}", f"{known:g}", *map(cell, rows.values())])
+        lines.append(["-".join(map(str, widths)), str(rank), f"{half:g}", f"{known:g}", *cells])
     return table(["widths", "rank", "d/2", "theorem", "NUTS, all rows", *KERNELS], lines)
 
 

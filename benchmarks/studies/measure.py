@@ -26,7 +26,7 @@ from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
-from benchmarks.methods.current_peers import METHODS, Problem, counted, finished, ours
+from benchmarks.methods.current_peers import METHODS, Problem, counted, ours
 from benchmarks.problems.posteriordb import POSTERIORDB, data_folder, known
 
 RUNS = 6
@@ -90,12 +90,12 @@ def measured(name: str, label: str) -> dict:
         began = time.process_time()
         program = make(problem(name))
         # The first run compiles; it counts as a run.
-        x, gradients = finished(program, 0)
+        x, gradients = program(0)
         first = time.process_time() - began
         found, seconds = [squared_errors(x, places)], []
         for seed in range(1, RUNS):
             began = time.process_time()
-            x, gradients = finished(program, seed)
+            x, gradients = program(seed)
             seconds.append(time.process_time() - began)
             found.append(squared_errors(x, places))
         errors = np.where(np.isfinite(found), found, np.inf)
@@ -103,7 +103,6 @@ def measured(name: str, label: str) -> dict:
         row |= {"first": first, "seconds": float(np.median(seconds)), "draws": len(x)}
     except Exception as error:  # What a library raises is a result too.
         row["failed"] = f"{type(error).__name__}: {error}"[:200]
-    print(name, label, {k: v for k, v in row.items() if k not in ("posterior", "method")}, flush=True)
     jax.clear_caches()
     return row
 

@@ -44,21 +44,24 @@ MODES, VARIANCE = np.array(list(itertools.product((-2.0, 0.0, 2.0), repeat=2))),
 GRID, REPEATS = np.geomspace(0.003, 1.0, 11), 200
 
 
+REPULSIVE = {"SGLD+R": SGLDR, "SGHMC+R": SGHMCR, "SVGD": SVGD}
+
+
 def kernels(model):
     """Kernels with a step to be set, from it and a bandwidth."""
-    make = {"model": model, "init_strategy": init_to_uniform}
-    plain = {"interaction": Independent()}
+
+    def plain(kernel, **settings):
+        return lambda step, h: kernel(model, step_size=step, init_strategy=init_to_uniform, **settings)
+
+    def repulsive(kernel):
+        return lambda step, h: plain(kernel, interaction=RBF(h))(step, h)
+
     return {
-        "SGLD": lambda step, h: SGLD(step_size=step, dynamics=Overdamped("euler"), **plain, **make),
-        "SGLD, balanced": lambda step, h: SGLD(step_size=step, **make),
-        "SGLD+R": lambda step, h: SGLDR(step_size=step, interaction=RBF(h), **make),
-        "SGHMC": lambda step, h: SGHMC(step_size=step, **plain, **make),
-        "SGHMC+R": lambda step, h: SGHMCR(step_size=step, interaction=RBF(h), **make),
-        "SVGD": lambda step, h: SVGD(step_size=step, interaction=RBF(h), **make),
+        "SGLD": plain(SGLD, interaction=Independent(), dynamics=Overdamped("euler")),
+        "SGLD, balanced": plain(SGLD),
+        "SGHMC": plain(SGHMC, interaction=Independent()),
+        **{name: repulsive(kernel) for name, kernel in REPULSIVE.items()},
     }
-
-
-REPULSIVE = ("SGLD+R", "SGHMC+R", "SVGD")
 
 
 def nothing_set(target):
@@ -187,10 +190,8 @@ def hand_set(record, at, make, score, runs):
 
     for step in STEPS:
         record.row(f"{target} {size} a {name} {step}", lambda step=step: report("a", None, step))
-    trials = [
-        record.row(f"{target} {size} grid {name} {h}", partial(trial, h))
-        for h in (BANDWIDTHS if name in REPULSIVE else (None,))
-    ]
+    tried = BANDWIDTHS if name in REPULSIVE else (None,)
+    trials = [record.row(f"{target} {size} grid {name} {h}", partial(trial, h)) for h in tried]
     record.row(f"{target} {size} b {name}", lambda: report("b", *best(trials, score.criterion)))
 
 
@@ -229,12 +230,12 @@ def tables(record: Record) -> str:
     sections = []
     clouds = {(row["target"], row["particles"]) for row in record.rows.values()}
     for target, size in sorted(clouds, key=lambda cloud: (list(MODELS).index(cloud[0]), cloud[1])):
-        measures = ["mean_error", "square_error", "inflation"]
-        if target == "Gaussians":
-            measures = ["mean_error", "square_error", "occupancy", "distance", "inflation"]
+        more = ["occupancy", "distance"] if target == "Gaussians" else []
+        measures = ["mean_error", "square_error", *more, "inflation"]
         lines = []
         for protocol, title in PROTOCOLS.items():
-            for row in in_order(record.select(target=target, particles=size, protocol=protocol)):
+            found = record.select(target=target, particles=size, protocol=protocol)
+            for row in sorted(found, key=lambda row: ORDER.index(row["sampler"])):
                 lines.append([title, row["sampler"], *settings_of(row), *(cell(row, name) for name in measures)])
                 lines[-1] += [f"{row[key]:,.0f}" if key in row else "" for key in ("effective", "nominal")]
                 a_second = "effective" in row and "seconds" in row
@@ -245,10 +246,6 @@ def tables(record: Record) -> str:
         number = max(row.get("repeats", 0) for row in record.select(target=target, particles=size))
         sections.append(f"**{target}, {size} particles** ({number} repeats)\n\n{table(head, lines)}")
     return "\n\n".join(sections)
-
-
-def in_order(rows):
-    return sorted(rows, key=lambda row: ORDER.index(row["sampler"]))
 
 
 def settings_of(row):

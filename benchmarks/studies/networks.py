@@ -12,24 +12,15 @@ Without the data folder it runs on scikit-learn's diabetes set, with splits of i
 """
 
 from functools import partial
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.runs import mean_and_error, warmup_gradients
-from benchmarks.harness.store import Record, pm, run, table
-from benchmarks.methods.networks import (
-    BATCH,
-    METHODS,
-    NUM_STEPS,
-    PARTICLES,
-    UPDATES,
-    WARMUP,
-    Fits,
-    network,
-    one,
-)
+from benchmarks.harness.store import HERE, Record, pm, run, table
+from benchmarks.methods.networks import BATCH, METHODS, NUM_STEPS, PARTICLES, UPDATES, WARMUP, Fits, network, one
 from benchmarks.problems.posteriordb import data_folder
 from benchmarks.problems.uci import OWN, SHOWN, UCI, split
 from numpyro_repulsion import SGNHT, SVRG
@@ -46,24 +37,7 @@ WITH_REFERENCES = "`SGNHT(model, gradient=SVRG())`"
 COUNTED = {CHOSEN: (SGNHT(network), 1), WITH_REFERENCES: (SGNHT(network, gradient=SVRG()), 2)}
 MEASURES = {"log_likelihood": "log-likelihood", "rmse": "RMSE"}
 #: What the paper printed, arXiv 1812.00071, Tables 3 and 4, on splits of the same sizes: (log-likelihood, RMSE).
-QUOTED = {
-    "SGLD, the paper": {
-        "bostonHousing": ("−2.551 ± 0.018", "2.392 ± 0.018"),
-        "kin8nm": ("0.826 ± 0.005", "0.104 ± 0.001"),
-        "naval-propulsion-plant": ("3.379 ± 0.011", "0.008 ± 0.000"),
-        "protein-tertiary-structure": ("−2.991 ± 0.000", "4.810 ± 0.003"),
-        "wine-quality-red": ("−0.765 ± 0.008", "0.522 ± 0.004"),
-        "yacht": ("−1.211 ± 0.020", "0.942 ± 0.015"),
-    },
-    "SGLD+R, the paper": {
-        "bostonHousing": ("−2.575 ± 0.007", "2.295 ± 0.017"),
-        "kin8nm": ("0.831 ± 0.006", "0.104 ± 0.001"),
-        "naval-propulsion-plant": ("3.428 ± 0.019", "0.008 ± 0.000"),
-        "protein-tertiary-structure": ("−2.987 ± 0.001", "4.794 ± 0.003"),
-        "wine-quality-red": ("−0.750 ± 0.007", "0.514 ± 0.004"),
-        "yacht": ("−1.172 ± 0.026", "0.894 ± 0.029"),
-    },
-}
+QUOTED = json.loads((HERE / "references" / "paper.json").read_text())
 #: What is compared on the same splits: the first should be better.
 PAIRS = (
     ("SGLD+R", "SGLD"),
@@ -145,11 +119,7 @@ def scores_table(record: Record, measure: str) -> str:
             found = values(record, name, label, measure).values()
             finite = [x for x in found if x is not None]
             if found:
-                means[name, label] = (
-                    *(mean_and_error(finite) if finite else (np.nan, np.nan)),
-                    len(finite),
-                    len(found),
-                )
+                means[name, label] = (*mean_and_error(finite), len(finite), len(found))
     sign = 1 if measure == "log_likelihood" else -1
 
     def cell(name, label):
@@ -184,9 +154,8 @@ def differences_table(record: Record) -> str:
             cells = [pm(*found[name], digits(name, measure)) if name in found else "not run" for name in sets]
             better = sum(mean > 0 for mean, _ in found.values())
             enough = sum(mean > -error for mean, error in found.values())
-            lines.append(
-                [f"{pair[0]} and {pair[1]}", title, *cells, f"{better} of {len(found)}", f"{enough} of {len(found)}"]
-            )
+            cells += [f"{better} of {len(found)}", f"{enough} of {len(found)}"]
+            lines.append([f"{pair[0]} and {pair[1]}", title, *cells])
     head = ["gain of the first", "", *(SHOWN[name] for name in sets), "better", "within an error, or better"]
     return table(head, lines)
 
@@ -195,10 +164,8 @@ def calibration_table(record: Record) -> str:
     sets = known_sets(record)
 
     def cell(name, label):
-        shares = [
-            [x for x in values(record, name, label, f"coverage_{share}").values() if x is not None]
-            for share in (50, 90)
-        ]
+        of_share = (values(record, name, label, f"coverage_{share}").values() for share in (50, 90))
+        shares = [[x for x in found if x is not None] for found in of_share]
         return " · ".join(pm(*mean_and_error(found), 2) for found in shares) if all(shares) else "not run"
 
     lines = [[label, *(cell(name, label) for name in sets)] for label in known_methods(record)]
@@ -220,10 +187,8 @@ def costs_table(record: Record) -> str:
             chosen, edge = "measured", ""
             taken = f"{counts[0]:,} to {counts[-1]:,}, counted in {by}" if counts else "not counted"
             taken += ", and passes over all rows" if by == WITH_REFERENCES else ""
-        seconds = " · ".join(
-            f"{np.median([row.get(key, 0.0) for row in rows]):.1f}" for key in ("tuning_seconds", "seconds")
-        )
-        lines.append([label, chosen, edge, taken, seconds])
+        seconds = (np.median([row.get(key, 0.0) for row in rows]) for key in ("tuning_seconds", "seconds"))
+        lines.append([label, chosen, edge, taken, " · ".join(f"{x:.1f}" for x in seconds)])
     head = ["", "step", "at the edge of those tried", "gradients for each point", "seconds, to choose · to fit"]
     return table(head, lines)
 

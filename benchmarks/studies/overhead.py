@@ -14,6 +14,7 @@ import time
 
 import jax
 from jax import lax, random
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro.handlers import substitute
@@ -39,9 +40,8 @@ def bare_scan(model, X, y, num_updates, start):
         return substitute(model, data=_rows)(*args)
 
     plates = {"rows": (X.shape[0], 100)}
-    info = initialize_model(
-        random.key(0), indexed, model_args=(X, y), model_kwargs={"_rows": {"rows": jnp.arange(100)}}, dynamic_args=True
-    )
+    given = {"model_args": (X, y), "model_kwargs": {"_rows": {"rows": jnp.arange(100)}}}
+    info = initialize_model(random.key(0), indexed, dynamic_args=True, **given)
 
     @jax.jit
     def run(key, X, y):
@@ -52,10 +52,8 @@ def bare_scan(model, X, y, num_updates, start):
             rows_key, noise_key = random.split(key)
             rows = jax.vmap(lambda k: draw_indices(k, plates))(random.split(rows_key, NUM_PARTICLES))
             gradient = jax.vmap(jax.grad(energy))(z, rows)
-            leaves, treedef = jax.tree.flatten(z)
-            keys = random.split(noise_key, len(leaves))
-            noise = [random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-            noise = jax.tree.unflatten(treedef, noise)
+            flat, unravel = ravel_pytree(z)
+            noise = unravel(random.normal(noise_key, flat.shape))
             z = jax.tree.map(lambda x, g, n: x - STEP_SIZE * g + (2 * STEP_SIZE) ** 0.5 * n, z, gradient, noise)
             return z, None
 
@@ -90,17 +88,13 @@ def timed(num_updates, rounds):
         state = kernels[REPELLED].init(random.split(random.key(round_), NUM_PARTICLES), 0, None, (X, y), {})
         jax.block_until_ready(state.gradient)
         init_seconds.append(time.perf_counter() - began)
-    return {
-        "rounds": rounds,
-        "num_updates": num_updates,
-        "microseconds": {name: 1e6 * statistics.median(times) / num_updates for name, times in seconds.items()},
-        "ratios": {
-            name: statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
-            for name, (other, _, _) in COMPARED.items()
-        },
-        "init_seconds": statistics.median(init_seconds[1:]),
-        "first_init_seconds": init_seconds[0],
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
+        for name, (other, _, _) in COMPARED.items()
     }
+    times = {name: 1e6 * statistics.median(times) / num_updates for name, times in seconds.items()}
+    row = {"rounds": rounds, "num_updates": num_updates, "microseconds": times, "ratios": ratios}
+    return row | {"init_seconds": statistics.median(init_seconds[1:]), "first_init_seconds": init_seconds[0]}
 
 
 def measure(record: Record) -> None:

@@ -8,16 +8,15 @@ our samplers; steps of the others are those of the grid that is shown, and which
 """
 
 from functools import partial
-import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.runs import in_turns, middle, through_mcmc
 from benchmarks.harness.store import pm, run, table
-from benchmarks.methods import logistic_by_hand as by_hand
-from benchmarks.methods.logistic_by_hand import INNER, at_zero, gradient
-from benchmarks.methods.logistic_peers import SAMPLERS
+from benchmarks.methods import logistic_peers as peers
+from benchmarks.methods.logistic_peers import AT_ZERO, INNER, SAMPLERS, gradient
 from benchmarks.problems import logistic_100k as large
 from benchmarks.problems.logistic_100k import BATCH, PARTICLES, accuracy, accuracy_table
 from benchmarks.problems.targets import logistic_regression
@@ -26,6 +25,7 @@ from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Independent, Overdamped
 #: Time over BlackJAX's that is aimed at.
 RATIO = 1.1
 THINNING = 10
+OF_TEN = f"BlackJAX SGHMC, {INNER} gradients on each minibatch"
 
 
 def programs(num_updates):
@@ -36,26 +36,23 @@ def programs(num_updates):
     for shared in (True, False):
 
         def by(step, thinning=THINNING, shared=shared):
-            program = by_hand.compiled(lambda X, y: step, num_draws=num_draws, thinning=thinning, shared=shared)
-            return lambda key, X, y: program(key, X, y, at_zero())
+            program = peers.compiled(lambda X, y: step, num_draws=num_draws, thinning=thinning, shared=shared)
+            return lambda key, X, y: program(key, X, y, AT_ZERO)
 
         def ours(kernel, shared=shared, **settings):
             kernel = kernel(logistic_regression, step_size=1e-6, gradient=Subsampled(shared=shared), **settings)
             return through_mcmc(kernel, num_updates, PARTICLES, subsample_size=BATCH)
 
         these = {
-            "bare `lax.scan`": (by(by_hand.no_library(gradient, 1e-6)), "BlackJAX SGLD"),
-            "BlackJAX SGLD": (by(by_hand.sgld(gradient, 1e-6)), None),
+            "bare `lax.scan`": (by(peers.no_library(gradient, 1e-6)), "BlackJAX SGLD"),
+            "BlackJAX SGLD": (by(peers.sgld(gradient, 1e-6)), None),
             "`SGLD`": (ours(SGLD), "BlackJAX SGLD"),
             "`SGLDR`": (ours(SGLDR), "BlackJAX SGLD"),
             "`SGLD`, independent noise, Euler": (ours(SGLD, **plain), "BlackJAX SGLD"),
-            "BlackJAX SGNHT": (by(by_hand.sgnht(gradient, 1e-6)), None),
+            "BlackJAX SGNHT": (by(peers.sgnht(gradient, 1e-6)), None),
             "`SGHMC`": (ours(SGHMC), "BlackJAX SGNHT"),
             "`SGNHT`": (ours(SGNHT), "BlackJAX SGNHT"),
-            f"BlackJAX SGHMC, {INNER} gradients on each minibatch": (
-                by(by_hand.sghmc(gradient, 1e-6), THINNING // INNER),
-                None,
-            ),
+            OF_TEN: (by(peers.sghmc(gradient, 1e-6), THINNING // INNER), None),
         }
         found |= {(name, "shared" if shared else "own"): program for name, program in these.items()}
     return found
@@ -69,22 +66,15 @@ def time_updates(X, y):
     updates = []
     for (name, rows), (_, other) in found.items():
         mine = np.array(seconds[name, rows])
-        updates.append(
-            {
-                "program": name,
-                "rows": rows,
-                "microseconds": middle(1e6 * mine / num_updates),
-                "other": other,
-                "ratio": middle(mine / np.array(seconds[other, rows])) if other else None,
-            }
-        )
+        row = {"program": name, "rows": rows, "microseconds": middle(1e6 * mine / num_updates), "other": other}
+        updates.append(row | {"ratio": middle(mine / np.array(seconds[other, rows])) if other else None})
     return {"part": "updates", "rounds": rounds, "num_updates": num_updates, "updates": updates}
 
 
 def measure(record):
     X, y = large.data()
     exact = large.reference(X, y)
-    X, y = large.as_jax(X, y)
+    X, y = jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32)
     record.row("updates", lambda: time_updates(X, y))
     if jax.default_backend() != "cpu":
         return  # Whole runs on a GPU are those of the study `accelerator`.
@@ -112,5 +102,4 @@ def updates_table(record):
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
     run(__doc__, "peers", measure, tables)

@@ -9,57 +9,21 @@ Seconds are those of the whole run, compilation included. What others make of th
 """
 
 from functools import partial
-import time
-import warnings
 
-import jax
-from jax import random
-
-from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
-
-from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
+from benchmarks.methods.real_peers import OURS, ours
 from benchmarks.problems import real
-from benchmarks.problems.real_scores import errors, extreme, scalars
-from numpyro_repulsion import SGHMC, SGLD, diagnose
-
-KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
-SETTINGS = {"num_warmup": 1000, "num_samples": 1000, "num_chains": 20}
 
 
-def sampled(name, kernel, seed):
-    """One run with nothing set."""
-    problem = real.load(name)
-    jax.clear_caches()
-    mcmc = vectorized(KERNELS[kernel](problem.model), **SETTINGS)
-    began = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mcmc.run(random.key(seed), **problem.kwargs)
-        draws = jax.block_until_ready(mcmc.get_samples(group_by_chain=True))
-        seconds = time.perf_counter() - began
-        verdict = diagnose(mcmc)
-    found = scalars(draws, problem.quantities)
-    return {
-        "problem": name,
-        "kernel": kernel,
-        "seed": seed,
-        "parameters": int(sum(x[0].size for x in mcmc.last_state.z.values())),
-        "seconds": seconds,
-        "rhat": extreme(found, split_gelman_rubin, max),
-        "ess": extreme(found, effective_sample_size),
-        "findings": [finding.name for finding in verdict if finding.severity != "note"],
-        "step": float(mcmc.last_state.warmup.step.size),
-    } | errors(name, found)
+def measured(name, kernel, seed):
+    return {"problem": name, "kernel": kernel, "seed": seed} | ours(name, kernel, seed)
 
 
 def measure(record: Record) -> None:
     for seed in range(3):
         for name in real.NAMES:
-            for kernel in KERNELS:
-                key = f"{name} / {kernel} / {seed}"
-                row = record.row(key, partial(sampled, name, kernel, seed))
-                print(key, {k: v for k, v in row.items() if k not in ("problem", "kernel", "seed", "date", "cores")})
+            for kernel in OURS:
+                record.row(f"{name} / {kernel} / {seed}", partial(measured, name, kernel, seed))
 
 
 def tables(record: Record) -> str:

@@ -30,7 +30,9 @@ DIAGONAL = ("nutpie, diagonal", "nutpie", {"low_rank": False}, "the potential an
 LOW_RANK = ("nutpie, low rank", "nutpie", {"low_rank": True}, "the potential and its gradient as functions")
 LAPLACE = ("Laplace", "laplace", {}, "the potential; the search for the mode is one's own")
 KERNELS = ("SGLD", "SGHMC")
-SHORTER = [(f"`{kernel}`, 250 + 250", "ours", {"kernel": kernel, "iterations": 250}, "nothing") for kernel in KERNELS]
+SHORTER = [
+    (f"`{kernel}`, 250 + 250", "counted", {"kernel": kernel, "iterations": 250}, "nothing") for kernel in KERNELS
+]
 #: By how long they take; of which posterior, by which samplers.
 PEERS = {
     **dict.fromkeys(("survival", "wine", "volatility"), (LAPLACE, DIAGONAL, LOW_RANK, NUTS)),
@@ -49,22 +51,15 @@ def measured(name, sampler, told, function, **arguments):
     return {"problem": name, "sampler": sampler, "told": told} | found
 
 
-def counted(name, kernel):
-    """The name of the row with the gradients that ours took."""
-    return f"{name} / gradients of `{kernel}`"
-
-
 def measure(record: Record) -> None:
     for name in PEERS:
         for kernel in KERNELS:
             if Record("real").select(problem=name, kernel=kernel):
                 found = partial(apart, METHODS, "gradients_used", 1800, name=name, kernel=kernel)
-                record.row(counted(name, kernel), found)
+                record.row(f"{name} / gradients of `{kernel}`", found)
         for sampler, function, arguments, told in PEERS[name]:
             key = f"{name} / {sampler}"
-            row = record.row(key, partial(measured, name, sampler, told, function, **arguments))
-            print(key, {k: v for k, v in row.items() if k not in ("problem", "sampler", "told", "date", "cores")})
-            print(flush=True)
+            record.row(key, partial(measured, name, sampler, told, function, **arguments))
 
 
 def cell(value, digits):
@@ -88,15 +83,15 @@ def stored(record, name):
         seeds = Record("real").select(problem=name, kernel=kernel)
         if not seeds:
             continue
-        row = {"sampler": f"`{kernel}`, worst of {len(seeds)}", "told": "nothing", "draws": [20, 1000]}
-        row["seconds"] = statistics.median(seed["seconds"] for seed in seeds)
-        row["parameters"] = seeds[0]["parameters"]
+        row = {
+            "sampler": f"`{kernel}`, worst of {len(seeds)}",
+            "told": "rows of a minibatch" if name in real.MINIBATCHED else "nothing",
+        }
+        row |= {"seconds": statistics.median(seed["seconds"] for seed in seeds), "parameters": seeds[0]["parameters"]}
         for what in ("mean", "sd", "few mean", "few sd", "rhat", "ess"):
             if found := [seed[what] for seed in seeds if what in seed]:
                 row[what] = (min if what == "ess" else max)(found)
-        if name in real.MINIBATCHED:
-            row["told"] = "rows of a minibatch"
-        used = record.rows.get(counted(name, kernel), {})
+        used = record.rows.get(f"{name} / gradients of `{kernel}`", {})
         rows.append(row | {key: used[key] for key in ("gradients", "in_all") if key in used})
     return rows
 

@@ -38,22 +38,12 @@ import numpyro.distributions as dist
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import in_turns, through_mcmc, vectorized
 from benchmarks.harness.store import ROOT, Record, run, table
-from numpyro_repulsion import (
-    RBF,
-    SGHMCR,
-    SGLD,
-    SGLDR,
-    SVGD,
-    ControlVariates,
-    RandomFeatures,
-    Rows,
-    Subsampled,
-    run_in_pieces,
-)
+from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, ControlVariates, RandomFeatures, Rows, Subsampled
+from numpyro_repulsion.checkpointing import run_in_pieces
 
 STEP_SIZE, NUM_PARTICLES = 1e-6, 20
 SINGLE, BLOCKS = "single rows", "blocks of 100"
-SOURCES = {"arrays": None, "`Rows`, a JAX array": 1.02, "`Rows`, in memory": None, "`Rows`, on disk": 0.9}
+SOURCES = ("arrays", "`Rows`, a JAX array", "`Rows`, in memory", "`Rows`, on disk")
 #: Of the large file: rows, covariates, bytes for everything but mapped files.
 LARGE = 14_000_000, 36, 1_900_000_000
 
@@ -98,19 +88,16 @@ def rates() -> dict:
         on_disk = written(stream(num_rows, 50), num_rows, 50, folder)
         host = {name: np.asarray(rows.source) for name, rows in on_disk.items()}
         device = {name: jnp.asarray(array) for name, array in host.items()}
-        given = {
-            "arrays": device,
-            "`Rows`, a JAX array": {name: Rows(array) for name, array in device.items()},
-            "`Rows`, in memory": {name: Rows(array) for name, array in host.items()},
-            "`Rows`, on disk": on_disk,
-        }
+        rows = ({name: Rows(array) for name, array in arrays.items()} for arrays in (device, host))
+        given = dict(zip(SOURCES, (device, *rows, on_disk), strict=True))
         for label, block in ((SINGLE, 1), (BLOCKS, 100)):
             kernel = SGLD(logistic, step_size=STEP_SIZE, gradient=Subsampled(block_size=block))
-
             program = through_mcmc(kernel, num_updates, NUM_PARTICLES)
-            seconds = in_turns(
-                {name: functools.partial(_on, program, **data) for name, data in given.items()}, (), rounds
-            )
+            programs = {
+                name: lambda key, data=data, program=program: program(key, *data.values())
+                for name, data in given.items()
+            }
+            seconds = in_turns(programs, (), rounds)
             found[label] = {
                 name: {
                     "milliseconds": 1e3 * statistics.median(times) / num_updates,
@@ -121,30 +108,22 @@ def rates() -> dict:
     return found
 
 
-def _on(program, key, x, y):
-    return program(key, x, y)
+SENT = {
+    **{"SGLD": SGLD, "SGLDR": SGLDR, "SGHMCR": SGHMCR, "SVGD": SVGD},
+    "SGLDR, RandomFeatures": functools.partial(SGLDR, interaction=RandomFeatures()),
+    "SGLDR, 4 ensembles": functools.partial(SGLDR, interaction=RBF(), num_ensembles=4),
+    **{"SGLD, rows": SGLD, "SGLDR, rows": SGLDR},
+}
 
 
 def sent(name: str) -> dict:
     """Kilobytes that one of four devices gets from the others in an update; in a process of its own."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    model = functools.partial(logistic, batch=200)
-    kind, axes, settings = {
-        "SGLD": (SGLD, ("particles",), {}),
-        "SGLDR": (SGLDR, ("particles",), {}),
-        "SGHMCR": (SGHMCR, ("particles",), {}),
-        "SVGD": (SVGD, ("particles",), {}),
-        "SGLDR, RandomFeatures": (SGLDR, ("particles",), {"interaction": RandomFeatures()}),
-        "SGLDR, 4 ensembles": (SGLDR, ("particles",), {"interaction": RBF(), "num_ensembles": 4}),
-        "SGLD, rows": (SGLD, ("rows",), {}),
-        "SGLDR, rows": (SGLDR, ("rows",), {}),
-    }[name]
-    kernel = kind(model, step_size=STEP_SIZE, **settings)
+    kernel = SENT[name](functools.partial(logistic, batch=200), step_size=STEP_SIZE)
     (batch,) = stream(8000, 2100, 8000)
-    with jax.set_mesh(jax.make_mesh((4,), axes, axis_types=(jax.sharding.AxisType.Auto,))):
-        x, y = Rows(batch["x"]), Rows(batch["y"])
-        if axes == ("particles",):
-            x, y = jnp.asarray(batch["x"]), jnp.asarray(batch["y"])
+    axis, kind = ("rows", Rows) if name.endswith("rows") else ("particles", jnp.asarray)
+    with jax.set_mesh(jax.make_mesh((4,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))):
+        x, y = kind(batch["x"]), kind(batch["y"])
         state = kernel.init(random.split(random.key(0), 16), 0, None, (x, y), {})
         text = jax.jit(lambda state: kernel.sample(state, (x, y), {})).lower(state).compile().as_text()
     operation = r"= (.*?) (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
@@ -193,8 +172,6 @@ def large() -> dict:
         resumed = apart("benchmarks.studies.scale", "fit_large", 7200, folder=folder, num_samples=num_samples)
         (Path(folder) / "run").rename(Path(folder) / "killed")
         whole = apart("benchmarks.studies.scale", "fit_large", 7200, folder=folder, num_samples=num_samples)
-    if "failed" in resumed or "failed" in whole:
-        return {"failed": resumed.get("failed") or whole["failed"]}
     return whole | {"converted": converted, "rows": LARGE[0], "is_same": resumed["digest"] == whole["digest"]}
 
 
@@ -213,7 +190,6 @@ def first_run(num_rows: int, source: str) -> dict:
 
 FIRST = {"arrays": "arrays", "rows": "`Rows`, in memory"}
 FIRST_ROWS = (20_000, 500_000, 2_000_000)
-SENT = ("SGLD", "SGLDR", "SGHMCR", "SVGD", "SGLDR, RandomFeatures", "SGLDR, 4 ensembles", "SGLD, rows", "SGLDR, rows")
 
 
 def measure(record: Record) -> None:
@@ -238,28 +214,22 @@ def tables(record: Record) -> str:
         ]
         head = ["", f"{SINGLE}: ms per update", "rate of arrays", f"{BLOCKS}: ms per update", "rate of arrays"]
         parts.append(table(head, lines))
-    lines = [
-        [name, f"{row['kilobytes']:.1f}" if "kilobytes" in row else row["failed"]]
-        for name in SENT
-        if (row := record.rows.get(f"sent {name}")) is not None
-    ]
-    if lines:
+    rows = {name: record.rows[f"sent {name}"] for name in SENT if f"sent {name}" in record.rows}
+    if rows:
+        lines = [
+            [name, f"{row['kilobytes']:.1f}" if "kilobytes" in row else row["failed"]] for name, row in rows.items()
+        ]
         parts.append(table(["over four devices", "kB sent to each in an update"], lines))
     if (row := record.rows.get("large")) is not None:
-        if "failed" in row:
-            parts.append(f"The large file: {row['failed']}.")
-        else:
-            head = ["rows", "GB", "GB allowed", "s to write", "s to fit", "worst error of a mean, sd", "after a kill"]
-            same = "the same draws" if row["is_same"] else "**other draws**"
-            cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}"]
-            seconds = [f"{row['converted']:.0f}", f"{row['seconds']:.0f}"]
-            parts.append(table(head, [[*cells, *seconds, f"{row['worst_z']:.2f}", same]]))
+        head = ["rows", "GB", "GB allowed", "s to write", "s to fit", "worst error of a mean, sd", "after a kill"]
+        cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}", f"{row['converted']:.0f}"]
+        cells += [f"{row['seconds']:.0f}", f"{row['worst_z']:.2f}"]
+        parts.append(table(head, [[*cells, "the same draws" if row["is_same"] else "**other draws**"]]))
     lines = []
-    for number in FIRST_ROWS:
+    for number in FIRST_ROWS if "large" in record.rows else ():
         rows = [record.rows.get(f"first run {source} {number}", {}) for source in FIRST]
-        if any("seconds" in row for row in rows):
-            cells = [f"{row['seconds']:.0f} · {row['peak_gib']:.1f}" if "seconds" in row else "" for row in rows]
-            lines.append([f"{number:,}", f"{number * 51 * 4 / 1e6:.0f}", *cells])
+        cells = [f"{row['seconds']:.0f} · {row['peak_gib']:.1f}" if "seconds" in row else "" for row in rows]
+        lines.append([f"{number:,}", f"{number * 51 * 4 / 1e6:.0f}", *cells])
     if lines:
         parts.append(table(["rows", "MB", *(f"{name}: s · GiB at the peak" for name in FIRST.values())], lines))
     return "\n\n".join(parts)

@@ -1,0 +1,108 @@
+"""The size of the house: lines, files, names, and what one update walks through, with what is aimed at beside them.
+
+The walk is that of ``SGLDR(model)`` on a minibatched logistic regression: an update and an iteration, traced, with
+nothing compiled or sampled.
+
+    python -m benchmarks.harness.house
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+import sys
+from typing import Any
+
+import jax
+from jax import random
+import jax.numpy as jnp
+
+from benchmarks.harness.store import ROOT, table
+from benchmarks.problems.targets import logistic_regression
+import numpyro_repulsion
+from numpyro_repulsion import SGLDR
+
+PACKAGE = ROOT / "numpyro_repulsion"
+ROWS, DIMENSION, BATCH, PARTICLES = 200, 3, 20, 20
+#: The method that makes one update.
+UPDATE = "Iteration._update"
+TARGETS = {
+    "lines of the package": 15_500,
+    "files of the package": 85,
+    "lines of its longest file": 600,
+    "lines of tests": 17_500,
+    "lines of benchmarks": 5_000,
+    "constants of modules": 150,
+    "`is None`": 250,
+    "public names": 40,
+    "files that an update enters": 14,
+}
+
+
+def lengths(folder: Path) -> dict[str, int]:
+    """Lines by file."""
+    return {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in folder.rglob("*.py")}
+
+
+def sizes() -> dict[str, Any]:
+    """What is counted without running anything."""
+    package, texts = lengths(PACKAGE), [path.read_text() for path in PACKAGE.rglob("*.py")]
+    longest = max(package, key=lambda name: package[name])
+    statements = (statement for text in texts for statement in ast.parse(text).body)
+    assigned = (s for s in statements if isinstance(s, ast.Assign | ast.AnnAssign))
+    targets = (target for s in assigned for target in (s.targets if isinstance(s, ast.Assign) else [s.target]))
+    names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return {
+        "lines of the package": sum(package.values()),
+        "files of the package": len(package),
+        "lines of its longest file": f"{package[longest]} ({longest})",
+        "lines of tests": sum(lengths(ROOT / "tests").values()),
+        "lines of benchmarks": sum(lengths(ROOT / "benchmarks").values()),
+        "constants of modules": sum(name.isupper() for name in names),
+        "`is None`": sum(text.count(" is None") for text in texts),
+        "`is not None`": sum(text.count(" is not None") for text in texts),
+        "public names": len(numpyro_repulsion.__all__),
+    }
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a program, those of inner programs included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                yield from equations(inner)
+
+
+def walk() -> dict[str, Any]:
+    """Calls and files of a traced update and of a traced ``sample``, its equations, and the state's leaves."""
+    kernel, given = SGLDR(logistic_regression), {"subsample_size": BATCH}
+    args = jnp.zeros((ROWS, DIMENSION)) + jnp.arange(ROWS)[:, None] / ROWS, jnp.arange(ROWS) % 2
+    keys = random.split(random.key(0), PARTICLES)
+    state = jax.eval_shape(lambda keys: kernel.init(keys, 1000, None, args, given), keys)
+    calls: dict[str, list[str]] = {"an update": [], "an iteration": []}
+    within = 0
+
+    def listen(frame, event, _):
+        nonlocal within
+        if event not in ("call", "return") or str(PACKAGE) not in frame.f_code.co_filename:
+            return
+        within += (frame.f_code.co_qualname == UPDATE) * (1 if event == "call" else -1)
+        if event == "call":
+            for what in ("an iteration", *["an update"] * (within > 0)):
+                calls[what].append(frame.f_code.co_filename)
+
+    sys.setprofile(listen)
+    try:
+        program = jax.make_jaxpr(lambda state: kernel.sample(state, args, given))(state)
+    finally:
+        sys.setprofile(None)
+    found: dict[str, Any] = {f"files that {what} enters": len(set(files)) for what, files in calls.items()}
+    found |= {f"calls in {what}": len(files) for what, files in calls.items()}
+    found["equations of an iteration"] = len(list(equations(program.jaxpr)))
+    return found | {"leaves of the state": len(jax.tree.leaves(state))}
+
+
+if __name__ == "__main__":
+    figures = sizes() | walk()
+    lines = [[name, str(value), str(TARGETS.get(name, ""))] for name, value in figures.items()]
+    print(table(["", "is", "at most"], lines))
