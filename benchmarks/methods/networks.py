@@ -20,20 +20,8 @@ from numpyro.optim import Adagrad, Adam
 
 from benchmarks.harness.runs import vectorized
 from benchmarks.problems.uci import in_units, score, split
-from numpyro_repulsion import (
-    RBF,
-    SGHMC,
-    SGHMCR,
-    SGLD,
-    SGLDR,
-    SGNHT,
-    SVGD,
-    SVRG,
-    Descent,
-    Independent,
-    Overdamped,
-    Subsampled,
-)
+from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SVGD, SVRG, Independent, Subsampled
+from numpyro_repulsion.dynamics import Descent, Overdamped
 from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.targets import bayesian_neural_network as network

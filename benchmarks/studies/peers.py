@@ -20,7 +20,8 @@ from benchmarks.methods.logistic_by_hand import INNER, at_zero, gradient
 from benchmarks.methods.logistic_peers import SAMPLERS
 from benchmarks.problems import logistic_100k as large
 from benchmarks.problems.logistic_100k import BATCH, PARTICLES, accuracy, accuracy_table
-from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Independent, Overdamped, Subsampled
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Independent, Subsampled
+from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.targets import logistic_regression
 
 #: Time over BlackJAX's that is aimed at.

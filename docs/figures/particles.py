@@ -17,7 +17,8 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLDR, SVGD, plot_particles
+from numpyro_repulsion import SGLDR, SVGD
+from numpyro_repulsion.plots import plot_particles
 from numpyro_repulsion.targets import gaussian
 
 OUTPUT = Path(__file__).parents[1] / "_static" / "particles.png"

@@ -21,18 +21,9 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.util import log_density
 
-from numpyro_repulsion import (
-    SGLD,
-    SGLDR,
-    SVGD,
-    Independent,
-    Overdamped,
-    animate_particles,
-    plot_calibration,
-    plot_particles,
-    plot_running_estimates,
-    predict,
-)
+from numpyro_repulsion import SGLD, SGLDR, SVGD, Independent, predict
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.plots import animate_particles, plot_calibration, plot_particles, plot_running_estimates
 from numpyro_repulsion.targets import exponential_mixture, gaussian, gaussian_mixture
 
 OUTPUT = Path(__file__).parents[1] / "_static"

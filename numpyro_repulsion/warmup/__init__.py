@@ -55,9 +55,9 @@ learner              file             reads                                     
 ===================  ===============  ========================================  ========================================
 update_symptoms      diagnosis.py     positions, gradients, scales              symptoms
 update_arrival       arrival.py       energies, gradients                       arrival; positions of lost particles
-update_centering     centering.py      curvature of hierarchical sites           scales; the cloud in the new coordinates
-update_reference     step_size.py     moments of the scales, or positions       reference
-update_scales        scales.py        positions, gradients; or curvature and    scales; the cloud in the new coordinates
+update_centering     centering.py      curvature of hierarchical sites           scales; the cloud in the new
+coordinates update_reference     step_size.py     moments of the scales, or positions       reference update_scales
+scales.py        positions, gradients; or curvature and    scales; the cloud in the new coordinates
                                       noise (hessian.py)
 update_bandwidth     bandwidth.py     positions, bias of the step               bandwidth
 update_step_size     step_size.py     curvature and noise (curvature.py), and   step; whether the reference is in use
