@@ -1,5 +1,6 @@
 """The catalogue has every public part in it, and says of each what is so."""
 
+import importlib
 import inspect
 
 from catalogue import DYNAMICS, GRADIENTS, INTERACTIONS, PRESETS, SCHEDULES, TABLES, having
@@ -47,6 +48,8 @@ def subclasses(base):
 def public():
     """Every class that is a part: what the package offers, and subclasses of its bases that it offers elsewhere."""
     offered = {getattr(numpyro_repulsion, name) for name in numpyro_repulsion.__all__}
+    for room, names in (numpyro_repulsion._NOW_IN | {"contrib": ""}).items():
+        offered |= {getattr(importlib.import_module(f"numpyro_repulsion.{room}"), name) for name in names.split()}
     found = {kind for base in (Interaction, Dynamics, Gradient, Move, ParticleKernel) for kind in subclasses(base)}
     # Bases that only share code are in no `__all__` of a folder.
     folders = [value for value in vars(numpyro_repulsion).values() if inspect.ismodule(value)]

@@ -156,8 +156,10 @@ def test_energies_that_are_not_finite_accept_no_model(begin):
             begin(far_away(2.0), init_params=SIX + 100.0, directory=str(number))
 
 
-def test_the_size_of_pieces_does_not_matter(begin):
-    begin(SGLDR(regression()), piece_size=7)
+def test_the_size_of_pieces_does_not_matter_nor_what_a_kernel_remembers(begin):
+    kernel = SGLDR(regression())
+    begin(kernel, piece_size=7)
+    begin(kernel, piece_size=9)
     begin(SGLDR(regression()), piece_size=9)
 
 

@@ -209,7 +209,7 @@ def rows_in_a_plate(subsample_size):
 
 
 GRADIENTS = {
-    "no plates": (40, None),
+    "no plates": (40, "auto"),
     "all rows": (8, FullData()),
     "control variates": (8, ControlVariates()),
     "minibatches": (8, Subsampled()),
