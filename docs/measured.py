@@ -30,13 +30,11 @@ from numpyro_repulsion import (
     Balanced,
     ControlVariates,
     Independent,
-    Laplacian,
-    Overdamped,
     Subsampled,
-    Thermostat,
-    Underdamped,
 )
+from numpyro_repulsion.dynamics import Overdamped, Thermostat, Underdamped
 from numpyro_repulsion.gradients import ModelTarget, Reference, evaluate_reference
+from numpyro_repulsion.interactions import Laplacian
 from numpyro_repulsion.warmup import measure_steepness
 
 PARTICLES = 20

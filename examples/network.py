@@ -27,7 +27,8 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 import numpyro_repulsion
-from numpyro_repulsion import plot_calibration, predict
+from numpyro_repulsion import predict
+from numpyro_repulsion.plots import plot_calibration
 
 OUTPUT = Path("demo-output")
 HIDDEN, CLASSES = 50, 10

@@ -1,42 +1,24 @@
-"""Stochastic-gradient MCMC with interacting particles, for NumPyro."""
+"""Stochastic-gradient MCMC with interacting particles, for NumPyro.
 
-from numpyro_repulsion.bias import StepBias, step_bias
+Base classes, rare parts and what functions return are in submodules: ``dynamics``, ``interactions``, ``moves``,
+``plots``, ``findings`` and others.
+"""
+
+from numpyro_repulsion.bias import step_bias
 from numpyro_repulsion.checkpointing import load_draws, run_in_pieces
-from numpyro_repulsion.control_variates import ControlledMeans, control_variates
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
-from numpyro_repulsion.dynamics import Descent, Dynamics, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
-from numpyro_repulsion.extrapolation import ExtrapolatedMeans, extrapolate
-from numpyro_repulsion.findings import Diagnosis, Finding
+from numpyro_repulsion.extrapolation import extrapolate
 from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled, Sweeps
 from numpyro_repulsion.inference_data import all_rows, to_inference_data
-from numpyro_repulsion.interactions import (
-    IMQ,
-    RBF,
-    Antithetic,
-    Balanced,
-    Gram,
-    Independent,
-    Interaction,
-    Laplacian,
-    Radial,
-    RandomFeatures,
-    RandomGroups,
-    Scheduled,
-)
+from numpyro_repulsion.interactions import IMQ, RBF, Antithetic, Balanced, Independent
 from numpyro_repulsion.kernels import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
-from numpyro_repulsion.moves import Archive, Move
-from numpyro_repulsion.plots import (
-    animate_particles,
-    plot_calibration,
-    plot_particles,
-    plot_running_estimates,
-)
-from numpyro_repulsion.predictions import Predictions, predict
+from numpyro_repulsion.moves import Archive
+from numpyro_repulsion.predictions import predict
 from numpyro_repulsion.report import diagnose, summary
 from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
-from numpyro_repulsion.scores import scores
 from numpyro_repulsion.starts import init_around, init_from_guide, init_from_idata
+from numpyro_repulsion.stein import scores, stein_control_variates
 from numpyro_repulsion.version import __version__ as __version__
 
 __all__ = [
@@ -55,37 +37,14 @@ __all__ = [
     "Balanced",
     "BiasBudget",
     "ControlVariates",
-    "ControlledMeans",
     "Cyclical",
-    "Descent",
-    "Diagnosis",
-    "Dynamics",
-    "ExtrapolatedMeans",
-    "Finding",
     "FullData",
-    "Gram",
     "Independent",
-    "Interaction",
-    "Laplacian",
-    "Move",
-    "Overdamped",
     "Polynomial",
-    "Predictions",
-    "Radial",
-    "RandomFeatures",
-    "RandomGroups",
-    "Recipe",
-    "Relativistic",
     "Rows",
-    "Scheduled",
-    "StepBias",
     "Subsampled",
     "Sweeps",
-    "Thermostat",
-    "Underdamped",
     "all_rows",
-    "animate_particles",
-    "control_variates",
     "diagnose",
     "ensemble_ess",
     "ensemble_mcse",
@@ -96,20 +55,30 @@ __all__ = [
     "ksd",
     "load_draws",
     "nested_rhat",
-    "plot_calibration",
-    "plot_particles",
-    "plot_running_estimates",
     "predict",
     "run_in_pieces",
     "scores",
+    "stein_control_variates",
     "step_bias",
     "summary",
     "to_inference_data",
 ]
 
-
+_NOW_IN = {
+    "bias": "StepBias",
+    "contrib": "LearningCoefficient Localized llc",
+    "dynamics": "Descent Dynamics Overdamped Recipe Relativistic Thermostat Underdamped",
+    "extrapolation": "ExtrapolatedMeans",
+    "findings": "Diagnosis Finding",
+    "interactions": "Gram Interaction Laplacian Radial RandomFeatures RandomGroups Scheduled",
+    "moves": "Move",
+    "plots": "animate_particles plot_calibration plot_particles plot_running_estimates",
+    "predictions": "Predictions",
+    "stein": "ControlledMeans",
+}
 #: Where a name of an earlier version is now.
-_MOVED = {name: f"numpyro_repulsion.contrib.{name}" for name in ("LearningCoefficient", "Localized", "llc")}
+_MOVED = {name: f"numpyro_repulsion.{room}.{name}" for room, names in _NOW_IN.items() for name in names.split()}
+_MOVED["control_variates"] = "numpyro_repulsion.stein_control_variates"
 _MOVED["targets"] = "`benchmarks/problems/targets.py`, in the repository alone"
 _MOVED["enable_live_warnings"] = (
     "out: kernels warn at the progress bar, and `diagnose` has all findings; for silence use `warnings.simplefilter`"

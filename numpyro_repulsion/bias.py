@@ -44,7 +44,7 @@ class StepBias(NamedTuple):
     - **step_size** - the ε in use; for a schedule, the longest step that made a draw.
     - **predicted** - the largest inflation of a variance, from step size, curvature and gradient noise. It is
       conservative, because it is that of the stiffest direction. NaN where there is no estimate:
-      :class:`~numpyro_repulsion.Recipe`, and momenta with a K_ii that depends on the particles.
+      :class:`~numpyro_repulsion.dynamics.Recipe`, and momenta with a K_ii that depends on the particles.
     - **predicted_noise** - the inflation from gradient noise alone.
     - **observed** - the mean of ``observed_by_parameter``. This and all fields below are ``None`` unless a segment was
       run.
@@ -63,7 +63,7 @@ class StepBias(NamedTuple):
 
     .. doctest::
 
-        >>> from numpyro_repulsion import StepBias
+        >>> from numpyro_repulsion.bias import StepBias
         >>> print(StepBias(step_size=0.1, predicted=0.053, predicted_noise=0.01))
         Step size 0.1: variances at most about 5.3 % too large by estimate (1.0 % from gradient noise).
     """
@@ -133,7 +133,8 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         >>> from jax import random
         >>> import jax.numpy as jnp
         >>> from numpyro.infer import MCMC
-        >>> from numpyro_repulsion import SGLD, Overdamped, step_bias
+        >>> from numpyro_repulsion import SGLD, step_bias
+        >>> from numpyro_repulsion.dynamics import Overdamped
         >>> mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.2, dynamics=Overdamped("euler")),
         ...             num_warmup=0, num_samples=100, num_chains=10, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 3)))

@@ -39,7 +39,7 @@ class ExtrapolatedMeans(NamedTuple):
 
     .. doctest::
 
-        >>> from numpyro_repulsion import ExtrapolatedMeans
+        >>> from numpyro_repulsion.extrapolation import ExtrapolatedMeans
         >>> found = ExtrapolatedMeans(1.00, 0.012, 1.05, 0.011, -0.05, 0.004, step_size=0.1, fall=0.5)
         >>> abs(found.shift) > 3 * found.shift_mcse  # the bias of the plain mean is no chance
         True
@@ -112,7 +112,8 @@ def extrapolate(
         >>> import numpyro
         >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
-        >>> from numpyro_repulsion import SGLD, Overdamped, extrapolate
+        >>> from numpyro_repulsion import SGLD, extrapolate
+        >>> from numpyro_repulsion.dynamics import Overdamped
         >>> kernel = SGLD(lambda: numpyro.sample("x", dist.Normal(0, 1)), step_size=0.5, dynamics=Overdamped("euler"))
         >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=2000, num_chains=20, chain_method="vectorized",
         ...             progress_bar=False)

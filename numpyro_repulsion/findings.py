@@ -94,6 +94,9 @@ _CAUSES = {
 _WORSE_IF_SMALL = {"slow_directions"}
 _COLORS = {"note": "#33659c", "warning": "#b7791f", "error": "#b3261e"}
 
+#: Names of an earlier version.
+_RENAMED = {"strayed": "diverged_chains", "noncentred": "noncentered"}
+
 
 class Finding(NamedTuple):
     """One problem of a run.
@@ -108,7 +111,7 @@ class Finding(NamedTuple):
 
     .. doctest::
 
-        >>> from numpyro_repulsion import Finding
+        >>> from numpyro_repulsion.findings import Finding
         >>> print(Finding("not_mixed", "error", 1.56, "R-hat is 1.56 for tau.", "Raise `num_steps`."))
         [error] not_mixed: R-hat is 1.56 for tau. Raise `num_steps`.
     """
@@ -137,7 +140,7 @@ class Diagnosis(Sequence[Finding]):
 
     .. doctest::
 
-        >>> from numpyro_repulsion import Diagnosis, Finding
+        >>> from numpyro_repulsion.findings import Diagnosis, Finding
         >>> found = Diagnosis([
         ...     Finding("short_run", "warning", 2.0, "The run is short for 2 of 2 quantities.", "Raise `num_samples`."),
         ...     Finding("several_basins", "error", None, "The weights of the modes are unknown.", "Order the labels."),
@@ -172,6 +175,8 @@ class Diagnosis(Sequence[Finding]):
         return iter(self.findings)
 
     def __contains__(self, item: object) -> bool:
+        if isinstance(item, str) and item in _RENAMED:
+            raise ValueError(f"The finding {item!r} is called {_RENAMED[item]!r} now.")
         return item in self.findings or any(finding.name == item for finding in self.findings)
 
     def __bool__(self) -> bool:

@@ -2,7 +2,7 @@
 
 A schedule is any callable of the update count (0 at the first update, warmup included), so optax schedules work
 unchanged. A float is a constant schedule. For an interaction that changes with the count see
-:class:`~numpyro_repulsion.Scheduled`.
+:class:`~numpyro_repulsion.interactions.Scheduled`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BiasBudget:
     r"""A step size that warmup measures, within a tolerated bias.
 
     How much a step inflates variances depends on the dynamics. If the bias is first order in ε
-    (:class:`~numpyro_repulsion.Overdamped` with repulsion), the step is
+    (:class:`~numpyro_repulsion.dynamics.Overdamped` with repulsion), the step is
 
     .. math::
         \epsilon = \min\Bigl(\frac{2\delta}{(1+\delta)\, \kappa}, \frac{1}{2 \Lambda}\Bigr) \Big/ (\lambda + V)
@@ -41,8 +41,8 @@ class BiasBudget:
     .. math::
         \epsilon = \min\Bigl(\frac{\min(\sqrt{5\delta}, \frac12)}{\lambda}, \frac{2\delta}{(1+\delta)\, V}\Bigr)
 
-    With momenta (:class:`~numpyro_repulsion.Underdamped`), ``ε²/2`` replaces ε for the curvature. The step never
-    exceeds the stability limit at the stiffest particle. Except in short runs (below) it also stays below
+    With momenta (:class:`~numpyro_repulsion.dynamics.Underdamped`), ``ε²/2`` replaces ε for the curvature. The step
+    never exceeds the stability limit at the stiffest particle. Except in short runs (below) it also stays below
     :math:`\sqrt{10\,\delta} / s`, with s how fast repulsion changes where particles are dense.
 
     In a short run such a step would hardly move the particles: variances known from ten effective draws gain nothing

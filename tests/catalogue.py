@@ -29,24 +29,14 @@ from numpyro_repulsion import (
     BiasBudget,
     ControlVariates,
     Cyclical,
-    Descent,
     FullData,
-    Gram,
     Independent,
-    Laplacian,
-    Overdamped,
     Polynomial,
-    Radial,
-    RandomFeatures,
-    RandomGroups,
-    Recipe,
-    Relativistic,
-    Scheduled,
     Subsampled,
     Sweeps,
-    Thermostat,
-    Underdamped,
 )
+from numpyro_repulsion.dynamics import Descent, Overdamped, Recipe, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.interactions import Gram, Laplacian, Radial, RandomFeatures, RandomGroups, Scheduled
 
 
 @dataclass(frozen=True)

@@ -22,22 +22,10 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import (
-    RBF,
-    SGHMC,
-    SGLD,
-    SGLDR,
-    SVRG,
-    Archive,
-    Balanced,
-    FullData,
-    Interaction,
-    Overdamped,
-    Sweeps,
-)
-from numpyro_repulsion.dynamics import Cloud, Dynamics, StepError
+from numpyro_repulsion import RBF, SGHMC, SGLD, SGLDR, SVRG, Archive, Balanced, FullData, Sweeps
+from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped, StepError
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Reference, Subsampled, Target, ravel_cloud
-from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.interactions import Coupling, Interaction
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.warmup import Moments
 

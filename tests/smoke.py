@@ -51,7 +51,7 @@ def main() -> None:
         import matplotlib
 
         matplotlib.use("Agg")
-        numpyro_repulsion.plot_particles(mcmc, pair=[0, 1])
+        numpyro_repulsion.plots.plot_particles(mcmc, pair=[0, 1])
     print(f"Python {sys.version.split()[0]}, ArviZ {arviz.__version__}, JAX {jax.__version__}: works.")
 
 

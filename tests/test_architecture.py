@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import numpyro_repulsion
 
 PACKAGE = "numpyro_repulsion"
@@ -64,8 +66,7 @@ ARROWS = {
     "diagnostics": (HOST | {"scipy"}, {"rounding"}),
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics", "processes"}),
     "extrapolation": (HOST, {"bias", "checks", "diagnostics", "gradients", "kernels"}),
-    "scores": (HOST, {"checks", "gradients", "kernels"}),
-    "control_variates": (HOST, {"checks", "diagnostics", "gradients", "kernels", "scores"}),
+    "stein": (HOST, {"checks", "diagnostics", "gradients", "kernels"}),
     "inference_data": (
         HOST | {"arviz", "xarray"},
         {"findings", "rounding", "schedules", "gradients", "kernels", "warmup"},
@@ -187,7 +188,7 @@ def test_private_attributes_of_numpyro_are_in_one_room():
 
 
 #: Whose products are NumPy's, those of a model, or within `compiled`.
-ROUNDS = {"control_variates", "checkpointing.identity", "rounding"}
+ROUNDS = {"stein", "checkpointing.identity", "rounding"}
 
 
 def rounded(name, text):
@@ -228,8 +229,10 @@ def test_import_is_light():
     assert not {"arviz", "xarray", "matplotlib", "optax", "pandas", "funsor", "equinox"} & set(loaded)
 
 
-PUBLIC = {
-    name: value
+MOVED = [place.rpartition(".") for place in numpyro_repulsion._MOVED.values() if place.startswith(PACKAGE)]
+PUBLIC = {".".join((module, name)): getattr(importlib.import_module(module), name) for module, _, name in MOVED}
+PUBLIC |= {
+    f"{PACKAGE}.{name}": value
     for name, value in vars(numpyro_repulsion).items()
     if not (name.startswith("_") or inspect.ismodule(value))
 }
@@ -239,7 +242,16 @@ def test_public_names_are_documented_with_an_example():
     # `vars`, for a class without a docstring of its own shows that of its base.
     said = {name: (vars(x).get("__doc__") if inspect.isclass(x) else x.__doc__) or "" for name, x in PUBLIC.items()}
     assert [name for name, text in said.items() if ">>>" not in text] == []
-    assert len(said) > 50  # of so many public names
+    assert 35 <= len(numpyro_repulsion.__all__) <= 40 and set(numpyro_repulsion.__all__) <= {
+        x.split(".")[-1] for x in said
+    }
+
+
+@pytest.mark.parametrize("name", numpyro_repulsion._MOVED)
+def test_names_of_an_earlier_version_say_where_they_are(name):
+    place = numpyro_repulsion._MOVED[name]
+    with pytest.raises(ImportError, match=re.escape(f"numpyro_repulsion.{name} is now {place}.")):
+        getattr(numpyro_repulsion, name)
 
 
 def test_modules_say_what_they_offer():

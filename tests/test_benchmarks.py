@@ -31,7 +31,7 @@ def test_imports_run_downward():
         for folder, allowed in ARROWS.items()
         for path in (BENCHMARKS / folder).glob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        # `from benchmarks.problems import multimodal` names the folder too.
+        # `from benchmarks.problems import real` names the folder too.
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("benchmarks.")
         if node.module.split(".")[1] not in allowed
     ]

@@ -19,17 +19,15 @@ from numpyro_repulsion import (
     Archive,
     Balanced,
     Independent,
-    Laplacian,
-    Overdamped,
-    Recipe,
-    StepBias,
     Subsampled,
-    Underdamped,
     bias,
     ensemble_mcse,
     step_bias,
     summary,
 )
+from numpyro_repulsion.bias import StepBias
+from numpyro_repulsion.dynamics import Overdamped, Recipe, Underdamped
+from numpyro_repulsion.interactions import Laplacian
 
 SCALES = jnp.array([1.0, 1.0, 0.5])
 

@@ -1,5 +1,6 @@
 """The catalogue has every public part in it, and says of each what is so."""
 
+import importlib
 import inspect
 
 from catalogue import DYNAMICS, GRADIENTS, INTERACTIONS, PRESETS, SCHEDULES, TABLES, having
@@ -9,26 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 import numpyro_repulsion
-from numpyro_repulsion import (
-    RBF,
-    ControlledMeans,
-    Diagnosis,
-    Dynamics,
-    ExtrapolatedMeans,
-    Finding,
-    Gram,
-    Independent,
-    Interaction,
-    Move,
-    Predictions,
-    Radial,
-    Rows,
-    StepBias,
-    all_rows,
-)
+from numpyro_repulsion import RBF, Independent, Rows, all_rows
+from numpyro_repulsion.bias import StepBias
+from numpyro_repulsion.dynamics import Dynamics
+from numpyro_repulsion.extrapolation import ExtrapolatedMeans
+from numpyro_repulsion.findings import Diagnosis, Finding
 from numpyro_repulsion.gradients import Gradient
+from numpyro_repulsion.interactions import Gram, Interaction, Radial
 from numpyro_repulsion.kernels import ParticleKernel
-from numpyro_repulsion.moves import Basins
+from numpyro_repulsion.moves import Basins, Move
+from numpyro_repulsion.predictions import Predictions
+from numpyro_repulsion.stein import ControlledMeans
 
 #: Bases, which users write subclasses of; jumps that switch themselves on; what functions return; handlers.
 NO_PARTS = {Dynamics, Gradient, Gram, Interaction, Move, ParticleKernel, Radial}
@@ -56,6 +48,8 @@ def subclasses(base):
 def public():
     """Every class that is a part: what the package offers, and subclasses of its bases that it offers elsewhere."""
     offered = {getattr(numpyro_repulsion, name) for name in numpyro_repulsion.__all__}
+    for room, names in (numpyro_repulsion._NOW_IN | {"contrib": ""}).items():
+        offered |= {getattr(importlib.import_module(f"numpyro_repulsion.{room}"), name) for name in names.split()}
     found = {kind for base in (Interaction, Dynamics, Gradient, Move, ParticleKernel) for kind in subclasses(base)}
     # Bases that only share code are in no `__all__` of a folder.
     folders = [value for value in vars(numpyro_repulsion).values() if inspect.ismodule(value)]

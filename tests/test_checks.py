@@ -14,17 +14,11 @@ from numpyro_repulsion import (
     ControlVariates,
     Cyclical,
     Independent,
-    Laplacian,
-    Overdamped,
     Polynomial,
-    RandomFeatures,
-    RandomGroups,
-    Recipe,
-    Relativistic,
     Subsampled,
-    Thermostat,
-    Underdamped,
 )
+from numpyro_repulsion.dynamics import Overdamped, Recipe, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups
 
 
 def kernel(**settings):

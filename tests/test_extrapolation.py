@@ -23,12 +23,12 @@ from numpyro_repulsion import (
     Balanced,
     Cyclical,
     Independent,
-    Overdamped,
-    RandomGroups,
     Subsampled,
     extrapolate,
     extrapolation,
 )
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.interactions import RandomGroups
 from numpyro_repulsion.kernels.halving import _Summed
 
 CHAINS, SCALES = 20, jnp.array([1.0, 0.5])

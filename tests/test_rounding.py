@@ -9,20 +9,12 @@ import pytest
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import (
-    SGHMCR,
-    SGLD,
-    SGLDR,
-    SGNHT,
-    SVRG,
-    Independent,
-    RandomFeatures,
-    Recipe,
-    Subsampled,
-)
+from numpyro_repulsion import SGHMCR, SGLD, SGLDR, SGNHT, SVRG, Independent, Subsampled
+from numpyro_repulsion.dynamics import Recipe
 from numpyro_repulsion.gradients import FunctionTarget
 from numpyro_repulsion.gradients.target import compiled
 from numpyro_repulsion.inference_data.chunks import map_draws
+from numpyro_repulsion.interactions import RandomFeatures
 
 X = jnp.asarray(random.normal(random.key(0), (300, 4)))
 Y = (X[:, 0] > 0).astype(float)

@@ -11,7 +11,8 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import potential_energy
 
-from numpyro_repulsion import SGLD, SGLDR, SVGD, Overdamped, Subsampled, ksd, scores
+from numpyro_repulsion import SGLD, SGLDR, SVGD, Subsampled, ksd, scores
+from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.plots.draws import read_draws
 
 Y = 1.0 + random.normal(random.key(2), (60,))

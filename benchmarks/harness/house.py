@@ -16,8 +16,10 @@ import jax
 from jax import random
 import jax.numpy as jnp
 
+import numpyro
+import numpyro.distributions as dist
+
 from benchmarks.harness.store import ROOT, table
-from benchmarks.problems.targets import logistic_regression
 import numpyro_repulsion
 from numpyro_repulsion import SGLDR
 
@@ -73,12 +75,18 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                 yield from equations(inner)
 
 
+def model(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([DIMENSION]).to_event(1))
+    with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
+
+
 def walk() -> dict[str, Any]:
     """Calls and files of a traced update and of a traced ``sample``, its equations, and the state's leaves."""
-    kernel, given = SGLDR(logistic_regression), {"subsample_size": BATCH}
-    args = jnp.zeros((ROWS, DIMENSION)) + jnp.arange(ROWS)[:, None] / ROWS, jnp.arange(ROWS) % 2
+    kernel = SGLDR(model)
+    args = random.normal(random.key(1), (ROWS, DIMENSION)), jnp.arange(ROWS) % 2
     keys = random.split(random.key(0), PARTICLES)
-    state = jax.eval_shape(lambda keys: kernel.init(keys, 1000, None, args, given), keys)
+    state = jax.eval_shape(lambda keys: kernel.init(keys, 1000, None, args, {}), keys)
     calls: dict[str, list[str]] = {"an update": [], "an iteration": []}
     within = 0
 
@@ -93,7 +101,7 @@ def walk() -> dict[str, Any]:
 
     sys.setprofile(listen)
     try:
-        program = jax.make_jaxpr(lambda state: kernel.sample(state, args, given))(state)
+        program = jax.make_jaxpr(lambda state: kernel.sample(state, args, {}))(state)
     finally:
         sys.setprofile(None)
     found: dict[str, Any] = {f"files that {what} enters": len(set(files)) for what, files in calls.items()}

@@ -21,10 +21,10 @@ from numpyro.optim import Adagrad, Adam
 from benchmarks.harness.runs import vectorized
 from benchmarks.problems.targets import bayesian_neural_network as network
 from benchmarks.problems.uci import in_units, score, split
-from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SVGD, SVRG
+from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SVGD, SVRG, Independent, Subsampled
 from numpyro_repulsion.dynamics import Descent, Overdamped
-from numpyro_repulsion.gradients import ModelTarget, Subsampled, ravel_cloud
-from numpyro_repulsion.interactions import Independent, median_bandwidth
+from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
+from numpyro_repulsion.interactions import median_bandwidth
 
 PARTICLES, BATCH, UPDATES, NUM_STEPS = 20, 100, 2000, 10
 #: Nothing set: how many iterations of 200 are warmup.

@@ -17,7 +17,9 @@ import numpy as np
 from benchmarks.harness.runs import mean_and_error, repeats
 from benchmarks.harness.store import Record, plt, pm, run, table
 from benchmarks.problems.targets import gaussian
-from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, Independent, Overdamped, plot_particles
+from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, Independent
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.plots import plot_particles
 
 PARTICLES, UPDATES, STEP, LAST, REPEATS = 6, 200, 0.05, 100, 200
 SAMPLERS = {

@@ -18,7 +18,8 @@ import numpy as np
 from benchmarks.harness.runs import in_turns, vectorized
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems.targets import logistic_regression
-from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, RandomFeatures
+from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR
+from numpyro_repulsion.interactions import RandomFeatures
 
 BASE = {"L": 20, "N": 10_000, "d": 20, "batch": 100}
 SIZES = {

@@ -29,7 +29,8 @@ from numpyro.infer import AIES, ESS, NUTS, init_to_uniform
 from benchmarks.harness.runs import mean_and_error, repeats
 from benchmarks.harness.store import Record, plt, pm, run, table
 from benchmarks.problems.targets import exponential_mixture, gaussian_mixture
-from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, SVGD, Archive, Independent, Overdamped
+from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, SVGD, Archive, Independent
+from numpyro_repulsion.dynamics import Overdamped
 
 MODELS = {"exponentials": exponential_mixture, "Gaussians": gaussian_mixture}
 #: One step for all, in protocol (a): the paper does not print its own.

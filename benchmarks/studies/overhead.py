@@ -23,7 +23,8 @@ from numpyro.infer.util import initialize_model
 from benchmarks.harness.runs import in_turns, through_mcmc
 from benchmarks.harness.store import Record, run, table
 from benchmarks.problems.targets import bayesian_neural_network
-from numpyro_repulsion import RBF, SGLD, SGLDR, Independent, Overdamped
+from numpyro_repulsion import RBF, SGLD, SGLDR, Independent
+from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.gradients import draw_indices
 
 NUM_PARTICLES, STEP_SIZE, NUM_STEPS = 50, 1e-6, 10

@@ -20,7 +20,8 @@ from benchmarks.methods.logistic_peers import AT_ZERO, INNER, SAMPLERS, gradient
 from benchmarks.problems import logistic_100k as large
 from benchmarks.problems.logistic_100k import BATCH, PARTICLES, accuracy, accuracy_table
 from benchmarks.problems.targets import logistic_regression
-from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Independent, Overdamped, Subsampled
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, Independent, Subsampled
+from numpyro_repulsion.dynamics import Overdamped
 
 #: Time over BlackJAX's that is aimed at.
 RATIO = 1.1

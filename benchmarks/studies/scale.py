@@ -38,8 +38,8 @@ import numpyro.distributions as dist
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import in_turns, through_mcmc, vectorized
 from benchmarks.harness.store import ROOT, Record, run, table
-from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, ControlVariates, RandomFeatures, Rows, Subsampled
-from numpyro_repulsion.checkpointing import run_in_pieces
+from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, ControlVariates, Rows, Subsampled, run_in_pieces
+from numpyro_repulsion.interactions import RandomFeatures
 
 STEP_SIZE, NUM_PARTICLES = 1e-6, 20
 SINGLE, BLOCKS = "single rows", "blocks of 100"

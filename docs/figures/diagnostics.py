@@ -29,7 +29,6 @@ from numpyro_repulsion import (
     SGLDR,
     Balanced,
     Independent,
-    Overdamped,
     Subsampled,
     ensemble_ess,
     ensemble_mcse,
@@ -39,6 +38,7 @@ from numpyro_repulsion import (
     step_bias,
     summary,
 )
+from numpyro_repulsion.dynamics import Overdamped
 
 STATIC = Path(__file__).parents[1] / "_static"
 BLUE, ORANGE, GREEN, GREY = "#33659c", "#d1641f", "#3b8a5a", "#8a8a8a"

@@ -18,7 +18,8 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from benchmarks.problems.targets import gaussian
-from numpyro_repulsion import SGLDR, SVGD, plot_particles
+from numpyro_repulsion import SGLDR, SVGD
+from numpyro_repulsion.plots import plot_particles
 
 OUTPUT = Path(__file__).parents[1] / "_static" / "particles.png"
 PARTICLES = 20

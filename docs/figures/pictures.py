@@ -22,18 +22,9 @@ from numpyro.infer import MCMC
 from numpyro.infer.util import log_density
 
 from benchmarks.problems.targets import exponential_mixture, gaussian, gaussian_mixture
-from numpyro_repulsion import (
-    SGLD,
-    SGLDR,
-    SVGD,
-    Independent,
-    Overdamped,
-    animate_particles,
-    plot_calibration,
-    plot_particles,
-    plot_running_estimates,
-    predict,
-)
+from numpyro_repulsion import SGLD, SGLDR, SVGD, Independent, predict
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.plots import animate_particles, plot_calibration, plot_particles, plot_running_estimates
 
 OUTPUT = Path(__file__).parents[1] / "_static"
 

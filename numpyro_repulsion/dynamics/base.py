@@ -52,7 +52,8 @@ class Dynamics:
 
         >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import Dynamics, Independent
+        >>> from numpyro_repulsion import Independent
+        >>> from numpyro_repulsion.dynamics import Dynamics
         >>> from numpyro_repulsion.dynamics import Cloud
 
         >>> class Flow(Dynamics):  # D = 0

@@ -67,7 +67,8 @@ class Descent(Dynamics):
         >>> import jax.numpy as jnp
         >>> from numpyro.infer import MCMC
         >>> import optax
-        >>> from numpyro_repulsion import SVGD, Descent
+        >>> from numpyro_repulsion import SVGD
+        >>> from numpyro_repulsion.dynamics import Descent
         >>> kernel = SVGD(potential_fn=lambda z: jnp.sum(z**2 / jnp.array([1.0, 1e4])) / 2,
         ...               dynamics=Descent(optax.scale_by_rss()))
         >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=1, num_chains=5, chain_method="vectorized",

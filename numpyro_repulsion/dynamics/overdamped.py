@@ -65,7 +65,8 @@ class Overdamped(Dynamics):
 
         >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import Overdamped, RBF
+        >>> from numpyro_repulsion import RBF
+        >>> from numpyro_repulsion.dynamics import Overdamped
         >>> def energy_and_grad(z):
         ...     return 0.5 * jnp.sum(z**2, -1), z
         >>> z = random.normal(random.key(0), (6, 2))

@@ -75,7 +75,8 @@ class Recipe(Dynamics):
         >>> from jax import random
         >>> import jax.numpy as jnp
         >>> from numpyro.infer import MCMC
-        >>> from numpyro_repulsion import SGLD, Recipe
+        >>> from numpyro_repulsion import SGLD
+        >>> from numpyro_repulsion.dynamics import Recipe
         >>> def D(x):  # each particle slower where it is far out
         ...     return jnp.diag(1.0 / (1.0 + x.ravel() ** 2))
         >>> kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, dynamics=Recipe(D), step_size=0.1)

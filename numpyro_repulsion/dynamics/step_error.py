@@ -49,7 +49,8 @@ class StepError:
     """Base class: how much a step ε distorts the stationary distribution, given an interaction.
 
     Warmup measures the step size through these methods. A dynamics returns an instance from
-    :meth:`Dynamics.step_error <numpyro_repulsion.Dynamics.step_error>`; a subclass defines all but `remaining_noise`.
+    :meth:`Dynamics.step_error <numpyro_repulsion.dynamics.Dynamics.step_error>`; a subclass defines all but
+    `remaining_noise`.
     """
 
     def bias(self, step_size: Scalar, stats: CurvatureStats) -> Scalar:

@@ -26,11 +26,11 @@ class Thermostat(Momenta):
         d\zeta = (\|m\|^2 / d - T)\, dt / \mu
 
     With ``H = U(z) + ‖m‖²/2 + μ d (ζ − C)²/2`` this is ``D = diag(0, C I, 0)``. Q couples z with m through K, as in
-    :class:`~numpyro_repulsion.Underdamped`, and m with ζ: ``Q_mζ = m / (μ d) = −Q_ζmᵀ``. As ε → 0 the stationary
-    distribution is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I) × N(ζ_i; C, T / (μ d))``: ζ has mean C. If ``K = I``,
-    minibatch noise of variance V in every direction heats the momenta, and ζ rises by ``εV / (2T)`` to cool them, so
-    the distribution of z stays the same. Any other K spreads the noise of one particle over others, differently at each
-    place, and ζ removes only a part of that.
+    :class:`~numpyro_repulsion.dynamics.Underdamped`, and m with ζ: ``Q_mζ = m / (μ d) = −Q_ζmᵀ``. As ε → 0 the
+    stationary distribution is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I) × N(ζ_i; C, T / (μ d))``: ζ has mean C. If ``K =
+    I``, minibatch noise of variance V in every direction heats the momenta, and ζ rises by ``εV / (2T)`` to cool them,
+    so the distribution of z stays the same. Any other K spreads the noise of one particle over others, differently at
+    each place, and ζ removes only a part of that.
 
     If ``K = I``, an update is BADODAB, of second order in ε. Long steps leave momenta that noise kicks warmer than
     positions, so ζ follows the temperature of the positions: ``(1 − w) ‖m‖² / d + w C T / ζ`` with
@@ -66,7 +66,8 @@ class Thermostat(Momenta):
 
         >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import Independent, Thermostat
+        >>> from numpyro_repulsion import Independent
+        >>> from numpyro_repulsion.dynamics import Thermostat
         >>> def energy_and_grad(z):
         ...     return 0.5 * jnp.sum(z**2, -1), z
         >>> dynamics, couple = Thermostat(friction=2.0), Independent().couple

@@ -76,7 +76,7 @@ class Relativistic:
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import Relativistic
+        >>> from numpyro_repulsion.dynamics import Relativistic
         >>> [f"{v:.2f}" for v in Relativistic(speed=2.0).velocity(jnp.array([0.1, 100.0]))]
         ['0.10', '2.00']
     """
@@ -115,25 +115,25 @@ class Underdamped(Momenta):
         dm = \bigl(-K(z) \nabla U + T\,\Gamma(z) - C\, m\bigr)\, dt + \sqrt{2 C T}\; dW
 
     With the energy ``H = U(z) + ‖m‖²/2`` this is ``D = diag(0, C I)`` and ``Q = [[0, −K], [K, 0]]`` in the complete
-    recipe. Γ, the divergence of K as in :class:`~numpyro_repulsion.Overdamped`, corrects the momenta only. As ε → 0 the
-    stationary distribution is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I)``. The noise is white for any K, so no Cholesky
-    factor is needed. With ``K = I`` this is SGHMC.
+    recipe. Γ, the divergence of K as in :class:`~numpyro_repulsion.dynamics.Overdamped`, corrects the momenta only. As
+    ε → 0 the stationary distribution is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I)``. The noise is white for any K, so no
+    Cholesky factor is needed. With ``K = I`` this is SGHMC.
 
     If ``K = I``, an update is BAOAB (half a kick, half a drift, friction and noise for a whole step, half a drift, half
     a kick), with a bias of second order in ε. Otherwise it is half a kick, friction and noise, half a kick, and a drift
     by ``K m``, of first order if K depends on the positions. Friction and noise are exact for any ε. Minibatch noise of
     variance V heats the momenta by ``εV / (2C)`` of T, for long steps by more, times the mean diagonal of K²: unlike in
-    :class:`~numpyro_repulsion.Overdamped`, the injected noise does not grow with K.
+    :class:`~numpyro_repulsion.dynamics.Overdamped`, the injected noise does not grow with K.
 
     ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of
-    :class:`~numpyro_repulsion.Overdamped`.
+    :class:`~numpyro_repulsion.dynamics.Overdamped`.
 
     :param friction: C > 0, in the units of the (whitened) positions; 2 is critical for a direction of unit scale.
     :param temperature: T >= 0; values other than 1 do not sample the posterior (see
-        :class:`~numpyro_repulsion.Overdamped`). 0 is gradient descent with momentum.
-    :param kinetic: ``None`` is ``‖m‖²/2``. :class:`~numpyro_repulsion.Relativistic` limits velocities: ``K m`` and
-        ``C m`` become ``K ∇H_m`` and ``C ∇H_m``, momenta have the distribution ``exp(−energy / T)``, and the integrator
-        is first order.
+        :class:`~numpyro_repulsion.dynamics.Overdamped`). 0 is gradient descent with momentum.
+    :param kinetic: ``None`` is ``‖m‖²/2``. :class:`~numpyro_repulsion.dynamics.Relativistic` limits velocities: ``K m``
+        and ``C m`` become ``K ∇H_m`` and ``C ∇H_m``, momenta have the distribution ``exp(−energy / T)``, and the
+        integrator is first order.
     :raises ValueError: for a friction that is not positive, or a temperature that is negative or not finite.
 
     **References:**
@@ -149,7 +149,8 @@ class Underdamped(Momenta):
 
         >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import RBF, Underdamped
+        >>> from numpyro_repulsion import RBF
+        >>> from numpyro_repulsion.dynamics import Underdamped
         >>> def energy_and_grad(z):
         ...     return 0.5 * jnp.sum(z**2, -1), z
         >>> z = random.normal(random.key(0), (6, 2))

@@ -88,7 +88,7 @@ class Interaction:
 
         >>> import jax.numpy as jnp
         >>> from jax import random
-        >>> from numpyro_repulsion import Interaction
+        >>> from numpyro_repulsion.interactions import Interaction
         >>> from numpyro_repulsion.interactions import Coupling
 
         >>> class HalfSpeed(Interaction):  # K = I / 2
@@ -228,7 +228,7 @@ class Gram(Interaction):
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import Gram
+        >>> from numpyro_repulsion.interactions import Gram
 
         >>> class Cosine(Gram):
         ...     def evaluate(self, x, y, bandwidth):

@@ -48,7 +48,7 @@ class RandomFeatures(Interaction):
     .. doctest::
 
         >>> from jax import random
-        >>> from numpyro_repulsion import RandomFeatures
+        >>> from numpyro_repulsion.interactions import RandomFeatures
         >>> u = random.normal(random.key(0), (10_000, 3))
         >>> coupling = RandomFeatures(bandwidth=1.0).at(random.key(1), 0).couple(u)
         >>> coupling.repulsion.shape, coupling.draw(random.key(2)).shape
@@ -144,7 +144,8 @@ class RandomGroups(Wrapping):
     .. doctest::
 
         >>> from jax import random
-        >>> from numpyro_repulsion import RBF, RandomGroups
+        >>> from numpyro_repulsion import RBF
+        >>> from numpyro_repulsion.interactions import RandomGroups
         >>> u = random.normal(random.key(0), (1000, 3))
         >>> RandomGroups(RBF(bandwidth=1.0), size=20).at(random.key(1), 0).couple(u).repulsion.shape
         (1000, 3)

@@ -36,7 +36,7 @@ class Radial(Gram):
 
         >>> from dataclasses import dataclass
         >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import Radial
+        >>> from numpyro_repulsion.interactions import Radial
 
         >>> @dataclass(frozen=True)
         ... class Exponential(Radial):
@@ -217,8 +217,8 @@ class Laplacian(Wrapping, Gram):  # type: ignore[override]
     ``step_size`` must be given, and be short: in five dimensions, with b = 1 and 20 particles, variances are 20 % too
     large at ε = 0.01 and 10 % at 0.005.
 
-    :param interaction: k, for each pair of particles: a :class:`~numpyro_repulsion.Radial` kernel that is never
-        negative, or a sum of such kernels. Its nugget does not enter K.
+    :param interaction: k, for each pair of particles: a :class:`~numpyro_repulsion.interactions.Radial` kernel that is
+        never negative, or a sum of such kernels. Its nugget does not enter K.
     :param strength: b > 0.
     :raises TypeError: for any other interaction.
     :raises ValueError: for a kernel that is negative at some distance, or a strength that is not positive.
@@ -233,7 +233,8 @@ class Laplacian(Wrapping, Gram):  # type: ignore[override]
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import RBF, Laplacian
+        >>> from numpyro_repulsion import RBF
+        >>> from numpyro_repulsion.interactions import Laplacian
         >>> gram, _ = Laplacian(RBF(bandwidth=1.0), strength=2.0).gram(jnp.array([[0.0], [1.0]]), None)
         >>> gram.round(2).tolist()
         [[1.7400000095367432, -0.7400000095367432], [-0.7400000095367432, 1.7400000095367432]]

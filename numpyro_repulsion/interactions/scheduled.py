@@ -50,7 +50,8 @@ class Scheduled(Wrapping):
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import RBF, Scheduled
+        >>> from numpyro_repulsion import RBF
+        >>> from numpyro_repulsion.interactions import Scheduled
         >>> interaction = Scheduled(RBF(bandwidth=2.0), lambda count: jnp.where(count < 10_000, 1.0, 0.0))
         >>> u = jnp.array([[0.0], [1.0]])
         >>> [f"{interaction.at(None, count).couple(u).repulsion[1, 0]:.2f}" for count in (0, 10_000)]

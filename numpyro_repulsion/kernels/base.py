@@ -71,8 +71,8 @@ class ParticleKernel(Fixed, MCMCKernel):
     :param potential_fn: instead of a model, a function that returns the potential energy of one particle, a pytree of
         floats. ``mcmc.run`` then needs ``init_params``.
     :param step_size: ε. ``"auto"`` is ``BiasBudget()``, which measures ε in warmup, from the curvature that nine
-        particles in ten stay below and the minibatch noise; with :class:`~numpyro_repulsion.Descent` it is 0.05. A
-        float is constant; a callable of the update count (including warmup) is a schedule:
+        particles in ten stay below and the minibatch noise; with :class:`~numpyro_repulsion.dynamics.Descent` it is
+        0.05. A float is constant; a callable of the update count (including warmup) is a schedule:
         :class:`~numpyro_repulsion.Polynomial`, :class:`~numpyro_repulsion.Cyclical`, or one of optax.
     :param interaction: how particles interact; ``"auto"`` is the kernel's default.
     :param preconditioner: a constant matrix P that makes the diffusion ``K ⊗ P``: an array of shape ``(d,)`` for a

@@ -332,14 +332,16 @@ class BoundSampler:
         if not self._data and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), z)
             one = target.prototype if isinstance(target, ModelTarget) else one
-            rows = {name: jnp.arange(batch) for name, (_, batch) in target.plates.items()}
+            # Shapes alone: what is made here once must leave nothing in a program around it.
+            rows = {name: jax.ShapeDtypeStruct((batch,), jnp.int32) for name, (_, batch) in target.plates.items()}
+            key = jax.eval_shape(lambda: random.key(0))
             # Of which no process has the whole, so that they must be inputs.
             spread = {place: leaf for place, leaf in enumerate(leaves) if is_spread(leaf)}
 
             def energy(spread, *particle):
                 return (self._with(spread) if spread else target).potential_energy(*particle)
 
-            program = jax.make_jaxpr(energy)(spread, one, rows, random.key(0))
+            program = jax.make_jaxpr(energy)(spread, one, rows, key)
             leaves = jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
             with jax.ensure_compile_time_eval():
                 found = [leaf.digest() if isinstance(leaf, Rows) else digest(leaf) for leaf in leaves]

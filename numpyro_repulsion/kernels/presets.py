@@ -22,7 +22,7 @@ class SGLD(ParticleKernel):
     0``. As ε → 0 every particle's stationary distribution is the posterior. By default the noise is *balanced*
     (:class:`~numpyro_repulsion.Balanced`: it sums to zero over an ensemble, which does not change the distribution of a
     particle and makes averages over particles far more precise) and averaged over two updates
-    (:class:`~numpyro_repulsion.Overdamped`: a bias of second order in ε).
+    (:class:`~numpyro_repulsion.dynamics.Overdamped`: a bias of second order in ε).
 
     **References:**
 
@@ -75,8 +75,9 @@ class SGLDR(ParticleKernel):
     ``∏_i π(z_i)``: L independent draws from the posterior at any one time. The bandwidth is frozen before draws are
     kept, because K may depend on the particles only through k. There is no factor ``1/L``: the paper's step is L times
     ours, and ``interaction=Independent()`` is exactly parallel SGLD. A given ``step_size`` is the ε of this equation.
-    If warmup measures the step, the noise is averaged over two updates (:class:`~numpyro_repulsion.Overdamped`), which
-    has less bias for the same step; not with ``moves``, which cannot carry such noise.
+    If warmup measures the step, the noise is averaged over two updates
+    (:class:`~numpyro_repulsion.dynamics.Overdamped`), which has less bias for the same step; not with ``moves``, which
+    cannot carry such noise.
 
     Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. The default
     interaction is :class:`~numpyro_repulsion.RBF`.
@@ -118,7 +119,7 @@ class SVGD(ParticleKernel):
     small, and successive clouds are not draws. The result is the last cloud:
     :func:`~numpyro_repulsion.to_inference_data` and :func:`~numpyro_repulsion.summary` keep only that one. There is
     no factor ``1/L``. ``step_size`` may be any schedule of optax, and ``dynamics=Descent(...)`` takes the steps of an
-    optimizer of optax, such as Adagrad: see :class:`~numpyro_repulsion.Descent`.
+    optimizer of optax, such as Adagrad: see :class:`~numpyro_repulsion.dynamics.Descent`.
 
     The default interaction is :class:`~numpyro_repulsion.RBF`.
 
@@ -149,10 +150,11 @@ class SVGD(ParticleKernel):
 class SGHMC(ParticleKernel):
     r"""Stochastic-gradient Hamiltonian Monte Carlo of L particles in parallel.
 
-    Particles with momenta, friction and noise, :class:`~numpyro_repulsion.Underdamped` with ``K = I``: ``D = diag(0, C
-    I)``, ``Q = [[0, −I], [I, 0]]``, ``Γ = 0``. As ε → 0 every particle's stationary distribution is the posterior. The
-    noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BAOAB, of second order in ε.
-    ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of :class:`SGLD`.
+    Particles with momenta, friction and noise, :class:`~numpyro_repulsion.dynamics.Underdamped` with ``K = I``: ``D =
+    diag(0, C I)``, ``Q = [[0, −I], [I, 0]]``, ``Γ = 0``. As ε → 0 every particle's stationary distribution is the
+    posterior. The noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BAOAB, of
+    second order in ε. ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of
+    :class:`SGLD`.
 
     Friction, temperature and kinetic energy are those of ``dynamics=Underdamped(...)``.
 
@@ -189,7 +191,7 @@ class SGHMCR(ParticleKernel):
         dz = K m\, dt, \qquad dm = (-K \nabla U + \Gamma - C m)\, dt + \sqrt{2 C}\; dW
 
     that is ``D = diag(0, C I)``, ``Q = [[0, −K], [K, 0]]`` and Γ, the divergence of K, in the momenta alone
-    (:class:`~numpyro_repulsion.Underdamped`). As ε → 0 the stationary distribution of the positions is
+    (:class:`~numpyro_repulsion.dynamics.Underdamped`). As ε → 0 the stationary distribution of the positions is
     ``∏_i π(z_i)``. The noise is white, so K needs no square root.
 
     Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. The default
@@ -225,10 +227,10 @@ class SGHMCR(ParticleKernel):
 class SGNHT(ParticleKernel):
     r"""The stochastic-gradient Nosé-Hoover thermostat of L particles in parallel.
 
-    SGHMC whose friction adapts to the noise in the gradient: :class:`~numpyro_repulsion.Thermostat` with ``K = I``. As
-    ε → 0 every particle's stationary distribution is the posterior, even with gradient noise that is the same in all
-    directions. The noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is BADODAB, of
-    second order.
+    SGHMC whose friction adapts to the noise in the gradient: :class:`~numpyro_repulsion.dynamics.Thermostat` with ``K =
+    I``. As ε → 0 every particle's stationary distribution is the posterior, even with gradient noise that is the same
+    in all directions. The noise is balanced by default (:class:`~numpyro_repulsion.Balanced`), and an update is
+    BADODAB, of second order.
 
     **References:**
 
@@ -260,8 +262,8 @@ class SGNHTR(ParticleKernel):
     r"""SGNHT with repulsion (SGNHT+R): :class:`SGHMCR` in which each particle has a friction ζ that adapts.
 
     :math:`dm = (-K \nabla U + \Gamma - \zeta m)\, dt + \sqrt{2 C}\; dW` with
-    :math:`d\zeta = (\|m\|^2 / d - 1)\, dt / \mu` (:class:`~numpyro_repulsion.Thermostat`). As ε → 0 the stationary
-    distribution of the positions is ``∏_i π(z_i)``.
+    :math:`d\zeta = (\|m\|^2 / d - 1)\, dt / \mu` (:class:`~numpyro_repulsion.dynamics.Thermostat`). As ε → 0 the
+    stationary distribution of the positions is ``∏_i π(z_i)``.
 
     Needs ``MCMC(..., num_chains=L, chain_method="vectorized")`` with L of 2 or more per ensemble. The default
     interaction is :class:`~numpyro_repulsion.RBF`.

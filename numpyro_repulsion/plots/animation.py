@@ -55,7 +55,7 @@ def animate_particles(
 
         >>> from tempfile import TemporaryDirectory
         >>> from jax import random
-        >>> from numpyro_repulsion import animate_particles
+        >>> from numpyro_repulsion.plots import animate_particles
         >>> draws = random.normal(random.key(0), (6, 5, 2)).cumsum(1)
         >>> animation = animate_particles(draws)
         >>> with TemporaryDirectory() as folder:

@@ -65,7 +65,8 @@ def plot_calibration(
     .. doctest::
 
         >>> import numpy as np
-        >>> from numpyro_repulsion import Predictions, plot_calibration
+        >>> from numpyro_repulsion.plots import plot_calibration
+        >>> from numpyro_repulsion.predictions import Predictions
         >>> rng = np.random.default_rng(0)
         >>> found = Predictions("y", replicates=rng.normal(size=(200, 50)), observed=rng.normal(size=50))
         >>> plot_calibration(found).get_ylabel()

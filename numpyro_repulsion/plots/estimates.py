@@ -78,7 +78,7 @@ def plot_running_estimates(
     .. doctest::
 
         >>> from jax import random
-        >>> from numpyro_repulsion import plot_running_estimates
+        >>> from numpyro_repulsion.plots import plot_running_estimates
         >>> repeats = random.normal(random.key(0), (5, 10, 200))  # five runs of ten particles
         >>> ax = plot_running_estimates(list(repeats), lambda z: z**2, truth=1.0)
         >>> ax.get_xlabel()

@@ -169,7 +169,7 @@ def plot_particles(
     .. doctest::
 
         >>> from jax import random
-        >>> from numpyro_repulsion import plot_particles
+        >>> from numpyro_repulsion.plots import plot_particles
         >>> draws = random.normal(random.key(0), (6, 50, 2)).cumsum(1)
         >>> ax = plot_particles(draws, lambda z: z @ z / 200, trajectories=True, num_ensembles=2)
         >>> ax.get_xlabel(), ax.get_ylabel()

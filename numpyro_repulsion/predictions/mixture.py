@@ -33,7 +33,7 @@ class Predictions:
     .. doctest::
 
         >>> import numpy as np
-        >>> from numpyro_repulsion import Predictions
+        >>> from numpyro_repulsion.predictions import Predictions
         >>> rng = np.random.default_rng(0)
         >>> found = Predictions("y", replicates=rng.normal(size=(200, 50)), observed=3.0 * rng.normal(size=50))
         >>> found.quantile([0.05, 0.95]).shape

@@ -34,7 +34,7 @@ def diagnose(run) -> Diagnosis:
     of a given ``step_size`` is known only if ``run`` is an ``MCMC``.
 
     :param run: an ``MCMC`` that has run with a kernel of this package, or its result from :func:`to_inference_data`.
-    :return: a sequence of :class:`~numpyro_repulsion.Finding`, true if any is a warning or an error.
+    :return: a sequence of :class:`~numpyro_repulsion.findings.Finding`, true if any is a warning or an error.
     :raises TypeError: for any other ``run``.
     :raises ValueError: before the run, or if there are only draws of warmup.
 

@@ -144,7 +144,7 @@ def _put_ensembles_in(table, variables, posterior, round_to):
         else:
             table[name] = values
     # It is no bulk ESS of ArviZ.
-    table.rename(columns={"ess_bulk": "ess_mean"}, inplace=True)
+    table.columns = ["ess_mean" if name == "ess_bulk" else name for name in table.columns]
     if shown and "ess_bulk" in shown:
         shown["ess_mean"] = shown.pop("ess_bulk")
 

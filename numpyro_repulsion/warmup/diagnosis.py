@@ -14,6 +14,7 @@ from numpyro_repulsion.findings import LARGE_BIAS, Finding
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.shapes import Count, Flag, Scalar
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
+from numpyro_repulsion.warmup.symptoms import BASINS_SHARE
 from numpyro_repulsion.warmup.windows import Stage
 
 __all__ = ["MIN_WARMUP", "WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]
@@ -258,7 +259,8 @@ def diagnose_warmup(
     # gradients of a unit's weights depend on its other weights without a funnel. Heavy tails make gaps between
     # particles, and their own symptoms are rarer.
     has_heavy_tails = symptoms.has_heavy_tails & travels & ~found.is_prolonged
-    has_basins = warmup.has_basins & travels & ~has_heavy_tails
+    # Networks, between which U is not convex, are in basins if they keep apart, explored or not.
+    has_basins = (warmup.has_basins | (found.is_prolonged & (widest.share > BASINS_SHARE))) & travels & ~has_heavy_tails
     dependence = jnp.where(found.is_prolonged | has_basins, jnp.nan, symptoms.dependence) if is_sampler else unknown
     is_known = travels & ~has_basins & (warmup.step.effective_draws >= 0)
     jumps_well = jnp.zeros((), bool) if warmup.basins is None else warmup.basins.acceptance > MIN_ACCEPTANCE

@@ -16,7 +16,7 @@ from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar
 from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, CorrectableEnergyAndGrad, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.symptoms import BASINS_SHARE, Symptoms
+from numpyro_repulsion.warmup.symptoms import Symptoms
 from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Stage
 
 __all__ = [
@@ -235,13 +235,7 @@ class WarmupState(NamedTuple):
     @property
     def has_basins(self) -> Flag:
         """Whether warmup found several basins, between which updates do not move."""
-        if self.symptoms is None:
-            found = jnp.zeros((), bool)
-        else:
-            found = self.symptoms.widest.has_basins
-            if self.arrival.is_prolonged is not None:
-                # Networks, between which U is not convex, are in basins if they keep apart, explored or not.
-                found |= self.arrival.is_prolonged & (self.symptoms.widest.share > BASINS_SHARE)
+        found = jnp.zeros((), bool) if self.symptoms is None else self.symptoms.widest.has_basins
         # Once particles jump between basins, the symptoms disappear.
         return found if self.basins is None else found | self.basins.is_on
 

@@ -149,6 +149,12 @@ def _with_step_size(stage, warmup, cloud, sampler):
     # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too
     # wide, which would make the run look short.
     gains_none = warmup.has_basins | (stage.is_adapting & plan.noise)
+    if warmup.symptoms is not None:
+        keeps_apart = warmup.symptoms.widest.may_have_basins
+        if stage.is_prolonged is not None:
+            # Networks do too, and gain by longer steps all the same (below).
+            keeps_apart &= ~stage.is_prolonged
+        gains_none |= keeps_apart
     gained = draws_per_step
     if plan.noise and plan.scale is not None:
         typical = jnp.median(warmup.moments.variances()) / (dynamics.temperature or 1.0)

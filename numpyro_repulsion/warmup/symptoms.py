@@ -38,6 +38,7 @@ class Widest(NamedTuple):
       explored its basin, whatever the shape of that; less errors.
     - **pull** - how fast mean gradients grow with the distance between particles, compared with those of one particle:
       1 in a common Gaussian basin, however slow particles are, and 0 in separate ones; plus errors.
+    - **least_pull** - how fast mean gradients grow with that distance; less errors.
     - **gap** - the largest distance between the means of neighboring particles, in units of the standard deviation of
       one particle over time.
     """
@@ -46,13 +47,22 @@ class Widest(NamedTuple):
     share: Scalar
     explored: Scalar
     pull: Scalar
+    least_pull: Scalar
     gap: Scalar
 
     @property
     def has_basins(self) -> Flag:
         """Whether the particles are in several basins, between which they do not move; false if unknown."""
-        apart = (self.share > BASINS_SHARE) & (self.gap > BASINS_GAP)
-        return apart & (self.explored > BASINS_EXPLORED) & (self.pull < BASINS_PULL)
+        return self._apart & (self.explored > BASINS_EXPLORED) & (self.pull < BASINS_PULL)
+
+    @property
+    def may_have_basins(self) -> Flag:
+        """Whether particles keep apart, and no force is seen to pull them together."""
+        return self._apart & (self.least_pull <= 0)
+
+    @property
+    def _apart(self):
+        return (self.share > BASINS_SHARE) & (self.gap > BASINS_GAP)
 
 
 class Symptoms(NamedTuple):
@@ -103,7 +113,7 @@ class Symptoms(NamedTuple):
             images=jnp.zeros((2, dimension), dtype),
             along=jnp.zeros((4, particles), dtype),
             length=jnp.zeros((), dtype),
-            widest=Widest(*[nothing] * 5),
+            widest=Widest(*[nothing] * 6),
         )
 
     def add(self, u: List, gradient: List, change: Preconditioner) -> Symptoms:
@@ -152,6 +162,7 @@ class Symptoms(NamedTuple):
             share=over(scatter, variance),
             explored=explored / temperature,
             pull=over(slope + ERRORS * over(error, jnp.sqrt(scatter)), over(explored, own)),
+            least_pull=slope - ERRORS * over(error, jnp.sqrt(scatter)),
             gap=over(gap, jnp.sqrt(own)),
         )
         total, image = self.images / jnp.maximum(self.length * len(p), 1.0)

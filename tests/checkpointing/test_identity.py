@@ -17,25 +17,12 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 
-from numpyro_repulsion import (
-    RBF,
-    SGLD,
-    SGLDR,
-    SVGD,
-    Descent,
-    Dynamics,
-    Gram,
-    Independent,
-    Polynomial,
-    Recipe,
-    Scheduled,
-    Subsampled,
-    run_in_pieces,
-)
+from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, Independent, Polynomial, Subsampled, run_in_pieces
 from numpyro_repulsion.checkpointing import identity
 from numpyro_repulsion.checkpointing.directory import Directory
 from numpyro_repulsion.checkpointing.program import trace
-from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.dynamics import Cloud, Descent, Dynamics, Recipe
+from numpyro_repulsion.interactions import Gram, Scheduled
 
 N = 200
 X = np.random.default_rng(0).normal(size=(N, 2)).astype(np.float32)
@@ -169,8 +156,10 @@ def test_energies_that_are_not_finite_accept_no_model(begin):
             begin(far_away(2.0), init_params=SIX + 100.0, directory=str(number))
 
 
-def test_the_size_of_pieces_does_not_matter(begin):
-    begin(SGLDR(regression()), piece_size=7)
+def test_the_size_of_pieces_does_not_matter_nor_what_a_kernel_remembers(begin):
+    kernel = SGLDR(regression())
+    begin(kernel, piece_size=7)
+    begin(kernel, piece_size=9)
     begin(SGLDR(regression()), piece_size=9)
 
 

@@ -15,16 +15,9 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import (
-    SGHMC,
-    SGLD,
-    SGNHT,
-    SVGD,
-    BiasBudget,
-    Overdamped,
-    init_around,
-)
+from numpyro_repulsion import SGHMC, SGLD, SGNHT, SVGD, BiasBudget, init_around
 from numpyro_repulsion.contrib import LearningCoefficient, Localized, llc
+from numpyro_repulsion.dynamics import Overdamped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:num_warmup"),

@@ -23,7 +23,6 @@ from numpyro_repulsion import (
     Archive,
     Balanced,
     Independent,
-    Overdamped,
     Subsampled,
     ensemble_ess,
     ksd,
@@ -31,6 +30,7 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.diagnostics import MODES, SHORT, ensemble_mcse, why_unknown
+from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.kernels import coupling_of
 
 LIMIT = 4.5

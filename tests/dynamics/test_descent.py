@@ -10,19 +10,8 @@ import pytest
 from numpyro.infer import MCMC
 
 from benchmarks.problems.targets import logistic_regression
-from numpyro_repulsion import (
-    RBF,
-    SGLD,
-    SVGD,
-    Archive,
-    BiasBudget,
-    Descent,
-    Independent,
-    Overdamped,
-    Subsampled,
-    run_in_pieces,
-)
-from numpyro_repulsion.dynamics import reject_nonfinite
+from numpyro_repulsion import RBF, SGLD, SVGD, Archive, BiasBudget, Independent, Subsampled, run_in_pieces
+from numpyro_repulsion.dynamics import Descent, Overdamped, reject_nonfinite
 
 ADAGRAD = optax.chain(optax.scale_by_rss(), optax.ema(0.9, debias=False))
 OPTIMIZERS = {"Adam": optax.scale_by_adam(), "Adagrad": ADAGRAD, "clipped": optax.clip_by_global_norm(0.3)}

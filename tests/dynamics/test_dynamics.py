@@ -12,23 +12,17 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import (
-    IMQ,
-    RBF,
-    SGHMC,
-    SGLD,
-    SGLDR,
-    Balanced,
+from numpyro_repulsion import IMQ, RBF, SGHMC, SGLD, SGLDR, Balanced, Independent, Subsampled, step_bias
+from numpyro_repulsion.dynamics import (
+    Cloud,
+    CurvatureStats,
     Dynamics,
-    Independent,
     Overdamped,
     Relativistic,
-    Subsampled,
     Thermostat,
     Underdamped,
-    step_bias,
+    reject_nonfinite,
 )
-from numpyro_repulsion.dynamics import Cloud, CurvatureStats, reject_nonfinite
 from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.kernels.iteration import NUM_KEYS
 

@@ -10,19 +10,16 @@ import pytest
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import (
-    IMQ,
-    RBF,
-    SGLD,
-    SGLDR,
-    Independent,
+from numpyro_repulsion import IMQ, RBF, SGLD, SGLDR, Independent
+from numpyro_repulsion.dynamics import (
+    Cloud,
     Overdamped,
     Recipe,
     Relativistic,
     Thermostat,
     Underdamped,
+    reject_nonfinite,
 )
-from numpyro_repulsion.dynamics import Cloud, reject_nonfinite
 
 L, d = 3, 2
 C, μ, c = 1.3, 0.7, 1.5

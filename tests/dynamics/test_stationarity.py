@@ -14,22 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_repulsion import (
-    IMQ,
-    RBF,
-    Antithetic,
-    Balanced,
-    Independent,
-    Overdamped,
-    RandomFeatures,
-    RandomGroups,
-    Relativistic,
-    Scheduled,
-    Thermostat,
-    Underdamped,
-)
-from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.interactions import median_bandwidth
+from numpyro_repulsion import IMQ, RBF, Antithetic, Balanced, Independent
+from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.interactions import RandomFeatures, RandomGroups, Scheduled, median_bandwidth
 
 LIMIT = 4.5
 

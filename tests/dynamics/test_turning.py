@@ -11,8 +11,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMC, SGNHT, Independent, Overdamped, Relativistic, Thermostat, Underdamped
-from numpyro_repulsion.dynamics import Cloud, turn_back
+from numpyro_repulsion import SGHMC, SGNHT, Independent
+from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped, turn_back
 
 MOMENTA = [Underdamped(), Underdamped(kinetic=Relativistic(2.0)), Thermostat()]
 

@@ -14,18 +14,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import (
-    RBF,
-    SGLD,
-    SGNHT,
-    SGNHTR,
-    Independent,
-    Overdamped,
-    Subsampled,
-    Sweeps,
-    Underdamped,
-)
-from numpyro_repulsion.dynamics import CurvatureStats
+from numpyro_repulsion import RBF, SGLD, SGNHT, SGNHTR, Independent, Subsampled, Sweeps
+from numpyro_repulsion.dynamics import CurvatureStats, Overdamped, Underdamped
 from numpyro_repulsion.gradients import FunctionTarget, sweeps
 
 SEED = jnp.uint32(5)

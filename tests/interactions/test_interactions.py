@@ -14,20 +14,19 @@ import pytest
 from scipy.spatial.distance import cdist
 from scipy.stats import kstest, norm
 
-from numpyro_repulsion import (
-    IMQ,
-    RBF,
-    Antithetic,
-    Balanced,
+from numpyro_repulsion import IMQ, RBF, Antithetic, Balanced, Independent
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.interactions import (
     Gram,
-    Independent,
     Interaction,
     Laplacian,
-    Overdamped,
     Radial,
     RandomGroups,
+    Sum,
+    balanced,
+    median_bandwidth,
+    squared_distances,
 )
-from numpyro_repulsion.interactions import Sum, balanced, median_bandwidth, squared_distances
 
 #: Beyond so many standard errors a deviation is none of chance: 6 in 10 million for one normal number.
 SIGMAS = 5.0

@@ -12,7 +12,8 @@ import pytest
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import RBF, SGHMCR, SGLDR, Balanced, Gram, RandomFeatures, RandomGroups
+from numpyro_repulsion import RBF, SGHMCR, SGLDR, Balanced
+from numpyro_repulsion.interactions import Gram, RandomFeatures, RandomGroups
 
 INTERACTIONS = tuple(having(catalogue.INTERACTIONS, "many").values())
 

@@ -13,19 +13,9 @@ import pytest
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import (
-    RBF,
-    SGLD,
-    SGLDR,
-    Balanced,
-    Cyclical,
-    Gram,
-    Independent,
-    Overdamped,
-    RandomFeatures,
-    RandomGroups,
-    Scheduled,
-)
+from numpyro_repulsion import RBF, SGLD, SGLDR, Balanced, Cyclical, Independent
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.interactions import Gram, RandomFeatures, RandomGroups, Scheduled
 
 INNER = [
     *(INTERACTIONS[name].part for name in ("rbf", "sum, wide", "laplacian", "groups")),

@@ -29,13 +29,10 @@ from numpyro_repulsion import (
     SVRG,
     Balanced,
     BiasBudget,
-    Descent,
     FullData,
-    Overdamped,
     Sweeps,
-    Thermostat,
-    Underdamped,
 )
+from numpyro_repulsion.dynamics import Descent, Overdamped, Thermostat, Underdamped
 
 KERNELS = tuple(having(catalogue.PRESETS, but={"momenta"}).values())
 MOMENTA = tuple(having(catalogue.PRESETS, "momenta").values())

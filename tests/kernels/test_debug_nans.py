@@ -23,14 +23,13 @@ from numpyro_repulsion import (
     Archive,
     Balanced,
     FullData,
-    RandomFeatures,
-    RandomGroups,
     Subsampled,
     run_in_pieces,
     step_bias,
     summary,
     to_inference_data,
 )
+from numpyro_repulsion.interactions import RandomFeatures, RandomGroups
 
 Y = random.normal(random.key(0), (40,))
 

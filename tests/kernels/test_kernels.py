@@ -28,12 +28,12 @@ from numpyro_repulsion import (
     Balanced,
     BiasBudget,
     FullData,
-    Gram,
     Independent,
-    Overdamped,
     Polynomial,
     Subsampled,
 )
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.interactions import Gram
 from numpyro_repulsion.kernels import requirements
 
 

@@ -9,7 +9,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMC, SGLD, SGLDR, SVGD, BiasBudget, FullData, Independent, Overdamped, Subsampled
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, SVGD, BiasBudget, FullData, Independent, Subsampled
+from numpyro_repulsion.dynamics import Overdamped
 
 Y = jnp.linspace(-1.0, 1.0, 40)
 

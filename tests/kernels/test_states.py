@@ -13,17 +13,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import (
-    SGHMC,
-    SGLD,
-    SGLDR,
-    SGNHT,
-    SVRG,
-    BiasBudget,
-    ControlVariates,
-    Overdamped,
-    run_in_pieces,
-)
+from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, SVRG, BiasBudget, ControlVariates, run_in_pieces
+from numpyro_repulsion.dynamics import Overdamped
 
 SIX = jnp.linspace(-2.0, 2.0, 12).reshape(6, 2)
 Y = jnp.linspace(-1.0, 1.0, 20)

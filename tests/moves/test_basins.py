@@ -12,8 +12,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVGD, Overdamped, ensemble_mcse
-from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVGD, ensemble_mcse
+from numpyro_repulsion.dynamics import Cloud, Overdamped
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.warmup import Preconditioner
 

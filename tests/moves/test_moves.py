@@ -16,19 +16,8 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 
 from benchmarks.problems.targets import gaussian_mixture
-from numpyro_repulsion import (
-    RBF,
-    SGHMCR,
-    SGLD,
-    SGLDR,
-    SVGD,
-    Archive,
-    Balanced,
-    FullData,
-    Overdamped,
-    Recipe,
-)
-from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, Archive, Balanced, FullData
+from numpyro_repulsion.dynamics import Cloud, Overdamped, Recipe
 from numpyro_repulsion.moves import archive as moves
 
 LIMIT = 4.5

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from numpyro_repulsion import Predictions, plot_calibration
+from numpyro_repulsion.plots import plot_calibration
+from numpyro_repulsion.predictions import Predictions
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")

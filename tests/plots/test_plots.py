@@ -12,17 +12,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_repulsion import (
-    RBF,
-    SGLDR,
-    SVGD,
-    Balanced,
-    animate_particles,
-    ensemble_mcse,
-    plot_particles,
-    plot_running_estimates,
-    to_inference_data,
-)
+from numpyro_repulsion import RBF, SGLDR, SVGD, Balanced, ensemble_mcse, to_inference_data
+from numpyro_repulsion.plots import animate_particles, plot_particles, plot_running_estimates
 from numpyro_repulsion.plots.draws import COLORS
 
 matplotlib = pytest.importorskip("matplotlib")

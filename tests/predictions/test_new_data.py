@@ -11,8 +11,9 @@ import numpyro.distributions as dist
 from numpyro.handlers import mask, uncondition
 from numpyro.infer import MCMC, Predictive
 
-from numpyro_repulsion import SGLD, Rows, all_rows, init_around, plot_calibration, predict
+from numpyro_repulsion import SGLD, Rows, all_rows, init_around, predict
 from numpyro_repulsion.contrib import Localized, llc
+from numpyro_repulsion.plots import plot_calibration
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}")

@@ -11,7 +11,8 @@ from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS, Predictive, log_likelihood
 
-from numpyro_repulsion import SGLD, SVGD, FullData, Predictions, predict
+from numpyro_repulsion import SGLD, SVGD, FullData, predict
+from numpyro_repulsion.predictions import Predictions
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:num_warmup"),

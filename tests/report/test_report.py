@@ -25,8 +25,6 @@ from numpyro_repulsion import (
     SVGD,
     SVRG,
     ControlVariates,
-    Diagnosis,
-    Finding,
     FullData,
     Subsampled,
     diagnose,
@@ -37,7 +35,7 @@ from numpyro_repulsion import (
     summary,
     to_inference_data,
 )
-from numpyro_repulsion.findings import _CAUSES, _COVERS, _ORDER, SEVERITIES, from_json, to_json
+from numpyro_repulsion.findings import _CAUSES, _COVERS, _ORDER, SEVERITIES, Diagnosis, Finding, from_json, to_json
 from numpyro_repulsion.kernels import has_other_data
 from numpyro_repulsion.report.diagnosis import _of_bias, diagnosis_of
 from numpyro_repulsion.report.table import _variable
@@ -211,7 +209,7 @@ def rows_in_a_plate(subsample_size):
 
 
 GRADIENTS = {
-    "no plates": (40, None),
+    "no plates": (40, "auto"),
     "all rows": (8, FullData()),
     "control variates": (8, ControlVariates()),
     "minibatches": (8, Subsampled()),
@@ -583,6 +581,12 @@ def test_a_diagnosis_is_a_sequence():
     assert found[0] == findings[0] and found[:2] == tuple(findings) and found[-1].name == "jumps_off"
     assert findings[0] in found and "funnel" in found and "short_run" not in found and 3 not in found
     assert repr(found) == str(found) and hash(found) == hash(Diagnosis(findings[::-1])) and found != 3
+
+
+def test_names_of_an_earlier_version_are_told_the_new_ones():
+    for old, new in (("strayed", "diverged_chains"), ("noncentred", "noncentered")):
+        with pytest.raises(ValueError, match=f"'{old}' is called '{new}' now"):
+            old in Diagnosis([])  # noqa: B015
 
 
 def test_of_an_optimizer_only_its_nature_is_noted(capsys):

@@ -8,22 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_repulsion import (
-    IMQ,
-    RBF,
-    SGHMCR,
-    SGLDR,
-    SVGD,
-    Balanced,
-    BiasBudget,
-    Independent,
-    Laplacian,
-    Overdamped,
-    RandomFeatures,
-    RandomGroups,
-    Scheduled,
-)
-from numpyro_repulsion.interactions import median_bandwidth
+from numpyro_repulsion import IMQ, RBF, SGHMCR, SGLDR, SVGD, Balanced, BiasBudget, Independent
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups, Scheduled, median_bandwidth
 from numpyro_repulsion.warmup import best_bandwidth, gains, next_bandwidth
 
 LEARNED = RBF("learned")

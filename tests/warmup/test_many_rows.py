@@ -9,7 +9,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMC, SGLD, SGNHT, Subsampled, Thermostat, diagnose
+from numpyro_repulsion import SGHMC, SGLD, SGNHT, Subsampled, diagnose
+from numpyro_repulsion.dynamics import Thermostat
 from numpyro_repulsion.warmup import Preconditioner
 
 ROWS, DIMENSION, SIGMA = 50_000, 40, 0.5

@@ -25,20 +25,14 @@ from numpyro_repulsion import (
     BiasBudget,
     ControlVariates,
     Independent,
-    Laplacian,
-    Overdamped,
-    RandomFeatures,
-    RandomGroups,
     Subsampled,
-    Thermostat,
-    Underdamped,
     diagnose,
     ensemble_mcse,
     summary,
     to_inference_data,
 )
-from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, EulerError
-from numpyro_repulsion.interactions import Coupling, Interaction, base
+from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, EulerError, Overdamped, Thermostat, Underdamped
+from numpyro_repulsion.interactions import Coupling, Interaction, Laplacian, RandomFeatures, RandomGroups, base
 from numpyro_repulsion.kernels.bound import automatic_scale
 from numpyro_repulsion.warmup import (
     LEARNERS,

@@ -12,8 +12,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMC, SGLD, SVGD, Independent, Subsampled, control_variates
-from numpyro_repulsion.control_variates import DEGREES, _degree, _residuals, _variates
+from numpyro_repulsion import SGHMC, SGLD, SVGD, Independent, Subsampled, stein_control_variates
+from numpyro_repulsion.stein import DEGREES, _degree, _residuals, _variates
 
 RNG = np.random.default_rng(0)
 #: z1 is the logarithm of a Gamma(5) variable, z2 normal with mean z1^2 / 4: skewed and curved.
@@ -136,29 +136,32 @@ def mcmc():
 
 
 def test_a_run(mcmc):
-    found = control_variates(mcmc, num_draws=3200)
+    found = stein_control_variates(mcmc, num_draws=3200)
     assert found.degree == "quadratic" and found.num_draws == 3200
     assert set(found.mean) == {"beta", "scale", "odds"} and found.mean["beta"].shape == (2,)
     for name in found.mean:
         error = np.hypot(found.mcse[name], found.plain_mcse[name])
         assert (np.abs(found.mean[name] - found.plain_mean[name]) < 4 * error).all(), name
         assert (found.mcse[name] < found.plain_mcse[name] / 2).all(), name
-    fewer = control_variates(mcmc, num_draws=400)
+    fewer = stein_control_variates(mcmc, num_draws=400)
     assert fewer.num_draws == 400
     error = np.hypot(fewer.mcse["beta"], found.mcse["beta"])
     assert (np.abs(fewer.mean["beta"] - found.mean["beta"]) < 4 * error).all()
 
 
 def test_a_function_of_draws(mcmc):
-    found = control_variates(mcmc, lambda draw: (draw["beta"] ** 2, {"first": draw["beta"][0]}), degree="squares")
+    found = stein_control_variates(mcmc, lambda draw: (draw["beta"] ** 2, {"first": draw["beta"][0]}), degree="squares")
     squares, first = found.mean
     assert squares.shape == (2,) and first["first"].shape == () and found.degree == "squares"
-    whole = control_variates(mcmc, degree="squares")
+    whole = stein_control_variates(mcmc, degree="squares")
     np.testing.assert_allclose(first["first"], whole.mean["beta"][0], rtol=1e-6)
 
 
 def test_gradients_of_minibatches_leave_less_to_gain(mcmc):
-    exact, noisy = control_variates(mcmc), control_variates(mcmc, gradient=Subsampled(), rng_key=random.key(5))
+    exact, noisy = (
+        stein_control_variates(mcmc),
+        stein_control_variates(mcmc, gradient=Subsampled(), rng_key=random.key(5)),
+    )
     assert (exact.mcse["beta"] < noisy.mcse["beta"]).all()
     error = np.hypot(exact.mcse["beta"], noisy.mcse["beta"])
     assert (np.abs(exact.mean["beta"] - noisy.mean["beta"]) < 4 * error).all()
@@ -166,24 +169,24 @@ def test_gradients_of_minibatches_leave_less_to_gain(mcmc):
 
 def test_what_has_no_means(mcmc):
     with pytest.raises(TypeError, match="control_variates takes"):
-        control_variates(None)
+        stein_control_variates(None)
     with pytest.raises(ValueError, match="no draws yet"):
-        control_variates(made(SGLD(logistic)))
+        stein_control_variates(made(SGLD(logistic)))
     with pytest.raises(ValueError, match="'quadratic', 'squares', 'linear' or None; got 'cubic'"):
-        control_variates(mcmc, degree="cubic")
+        stein_control_variates(mcmc, degree="cubic")
     with pytest.raises(TypeError, match="FullData"):
-        control_variates(mcmc, gradient="all")
+        stein_control_variates(mcmc, gradient="all")
     with pytest.raises(ValueError, match="num_draws"):
-        control_variates(mcmc, num_draws=0)
+        stein_control_variates(mcmc, num_draws=0)
     with pytest.raises(ValueError, match="optimizer"):
-        control_variates(run(SVGD(logistic, step_size=1e-3), 4, 0))
+        stein_control_variates(run(SVGD(logistic, step_size=1e-3), 4, 0))
     with pytest.raises(ValueError, match="too few"):
-        control_variates(mcmc, num_draws=8, degree="quadratic")
+        stein_control_variates(mcmc, num_draws=8, degree="quadratic")
     with pytest.raises(ValueError, match="'scale'.*missing"):
-        control_variates(run(SGHMC(logistic, step_size=0.01), 20, 0, extra_fields=("~z.scale",)))
+        stein_control_variates(run(SGHMC(logistic, step_size=0.01), 20, 0, extra_fields=("~z.scale",)))
     warmed = made(SGHMC(logistic, step_size=0.01), 10, 10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warmed.warmup(random.key(0), X, Y, collect_warmup=True)
     with pytest.raises(ValueError, match="draws of warmup"):
-        control_variates(warmed)
+        stein_control_variates(warmed)
