@@ -36,14 +36,6 @@ PAGES = {
 }
 
 
-def first_line(path: pathlib.Path) -> str:
-    """The first line of a module's docstring, which says in a sentence what it asks or holds."""
-    line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
-    if not line.endswith((".", "?")):
-        raise SystemExit(f"{path.relative_to(HERE)}: the first line of the docstring is no sentence.")
-    return line.replace("``", "`")
-
-
 def reference(title: str) -> str:
     """What GitHub calls a heading in addresses."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
@@ -57,14 +49,14 @@ def study_lines() -> str:
     lines = ["| `make` | asks | results |", "| --- | --- | --- |"]
     for page, titles in PAGES.items():
         for name, title in titles.items():
-            asks = first_line(HERE / "studies" / f"{name}.py")
+            text = (HERE / "studies" / f"{name}.py").read_text(encoding="utf-8")
+            asks = ast.get_docstring(ast.parse(text)).split("\n")[0].replace("``", "`")
             there = pathlib.Path(page).name if page.startswith("benchmarks/") else f"../{page}"
             lines.append(f"| `bench-{name.replace('_', '-')}` | {asks} | [{title}]({there}#{reference(title)}) |")
     return "\n".join(lines)
 
 
 def updated(text: str) -> str:
-    """The README's text with the index of today."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{study_lines()}\n\n{END}{rest.split(END)[1]}"
 

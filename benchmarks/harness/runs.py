@@ -91,8 +91,7 @@ def middle(values: Any) -> tuple[float, float]:
 def warmup_gradients(kernel: Any, args: tuple, kwargs: dict, num_warmup: int, num_chains: int) -> int:
     """How many gradients a warmup takes for each particle, counted as it runs; on a minibatch where there are any.
 
-    Updates, measurements of curvature and noise, and both gradients of a control variate count; the passes over all
-    rows that control variates need do not.
+    Measurements and both gradients of a control variate count; its passes over all rows do not.
     """
     plain, count = Gradient.energy_and_grad, 0
 

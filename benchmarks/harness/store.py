@@ -67,23 +67,18 @@ class Record:
         return self.rows[key]
 
     def select(self, **wanted: Any) -> list[dict[str, Any]]:
-        """The rows with these values."""
         return [row for row in self.rows.values() if all(row.get(key) == value for key, value in wanted.items())]
 
     def origin(self) -> str:
         """Machine, versions and dates, in a sentence."""
         if not self.rows:
             return "Not measured yet."
-        # Figures from before there was this store lack some of it.
-        dates = sorted({row["date"] for row in self.rows.values() if "date" in row})
-        parts = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
-        if machine := self.provenance.get("machine"):
-            if alone := sum(row.get("cores") == 1 for row in self.rows.values()):
-                machine += f", {'all' if alone == len(self.rows) else alone} of {len(self.rows)} rows held to one core"
-            parts.append(machine)
-        if versions := self.provenance.get("versions"):
-            parts.append(", ".join(f"{name} {version}" for name, version in versions.items()))
-        return "; ".join(parts) + "."
+        dates = sorted(row["date"] for row in self.rows.values() if "date" in row)
+        alone = sum(row.get("cores") == 1 for row in self.rows.values())
+        held = f", {'all' if alone == len(self.rows) else alone} of {len(self.rows)} rows held to one core"
+        versions = ", ".join(f"{name} {version}" for name, version in self.provenance["versions"].items())
+        parts = [" to ".join(dict.fromkeys((dates[0], dates[-1]))), self.provenance["machine"] + held * (alone > 0)]
+        return "; ".join([*parts, versions]) + "."
 
     def _write(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +107,6 @@ def run(doc: str, name: str, measure: Callable, tables: Callable, draw: Callable
 
 
 def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
     head = list(head)
     rows = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines)]
     return "\n".join(rows)

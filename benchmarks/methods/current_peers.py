@@ -39,7 +39,6 @@ class Problem:
     rows: float = 1.0
 
     def scalars(self, draws: dict) -> np.ndarray:
-        """Values ``(draw, scalar)`` of sites ``(draw, ...)``."""
         return np.concatenate([np.asarray(draws[s], float).reshape(len(draws[s]), -1) for s in self.sites], 1)
 
 

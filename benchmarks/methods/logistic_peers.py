@@ -184,7 +184,6 @@ SHARED = ours(SGLD, gradient=ControlVariates(shared=True))
 
 
 def of_blackjax(name, kernel, steps, length=30_000, repeats=3, **settings):
-    """One sampler for each step of a grid."""
     run = f"{length:,} updates"
     name = f"BlackJAX {name}"
     return [Sampler(name, f"step {s:g}", chains(kernel, s, **settings), run, length, repeats) for s in steps]

@@ -16,6 +16,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions.transforms import OrderedTransform
 
+CUTS, EFFECTS = [-1.5, 0.0, 1.0], [0.5, -0.5, 0.0]
 #: By name, what makes a model and its arguments.
 COLLECTION: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
 
@@ -37,7 +38,6 @@ def data(simulate: Callable) -> Callable:
 
 
 def sample(**laws: dist.Distribution) -> list:
-    """The values of these sites."""
     return [numpyro.sample(name, law) for name, law in laws.items()]
 
 
@@ -88,9 +88,7 @@ def poisson_with_effects_of_observations(x, y):
         numpyro.sample("y", dist.Poisson(jnp.exp(a + b * x + effect)), obs=y)
 
 
-@data(
-    lambda rng: (X := rng.normal(size=(200, 3)), rng.negative_binomial(2, 2 / (2 + np.exp(1 + X @ [0.5, -0.5, 0.0]))))
-)
+@data(lambda rng: (X := rng.normal(size=(200, 3)), rng.negative_binomial(2, 2 / (2 + np.exp(1 + X @ EFFECTS)))))
 def negative_binomial_regression(X, y):
     a, phi = sample(a=dist.Normal(0, 5), phi=dist.Exponential(0.2))
     numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(a + X @ normals(3)), phi), obs=y)
@@ -122,12 +120,7 @@ def gamma_regression(X, y):
     numpyro.sample("y", dist.Gamma(shape, shape / mean), obs=y)
 
 
-def grades(rng):
-    X = rng.normal(size=(200, 3))
-    return X, np.digitize(X @ [1.0, -0.5, 0.2] + rng.logistic(size=200), [-1.5, 0.0, 1.0])
-
-
-@data(grades)
+@data(lambda rng: (X := rng.normal(size=(200, 3)), np.digitize(X @ [1.0, -0.5, 0.2] + rng.logistic(size=200), CUTS)))
 def ordered_logistic(X, y):
     cuts = ordered(3, "cuts")
     numpyro.sample("y", dist.OrderedLogistic(X @ normals(3), cuts), obs=y)
@@ -166,12 +159,7 @@ def robust_location_and_scale(y):
 # --- Hierarchies ----------------------------------------------------------------------------------------------------
 
 
-def groups_of_five(rng):
-    group = np.repeat(np.arange(20), 5)
-    return group, 2 + rng.normal(size=20)[group] * 0.8 + rng.normal(size=100)
-
-
-@data(groups_of_five)
+@data(lambda rng: (g := np.repeat(np.arange(20), 5), 2 + rng.normal(size=20)[g] * 0.8 + rng.normal(size=100)))
 def varying_intercepts_centered(group, y):
     mu, tau = sample(mu=dist.Normal(0, 5), tau=dist.HalfCauchy(2))
     with numpyro.plate("group", 20):

@@ -55,16 +55,21 @@ def scores(means, deviations):
     average over coefficients is not, so that samplers with other numbers of runs can be compared by it. Errors have one
     run a row; those of means are in posterior standard deviations, those of standard deviations relative.
     """
+    runs = len(means)
+
+    def root_se(squares):
+        return squares.std(ddof=1) / runs**0.5 / (2 * np.sqrt(squares.mean()))
+
     found = {}
     for name, errors in (("mean", np.asarray(means)), ("sd", np.asarray(deviations))):
-        square, runs = errors**2, len(errors)
+        square = errors**2
         worst = square.mean(0).argmax()
         found |= {
             f"{name}_error": np.sqrt(square.mean(0)[worst]),
-            f"{name}_error_se": _root_se(square[:, worst], runs),
+            f"{name}_error_se": root_se(square[:, worst]),
             f"{name}_error_at_worst": np.abs(errors).max(),
             f"{name}_rms": np.sqrt(square.mean()),
-            f"{name}_rms_se": _root_se(square.mean(1), runs),
+            f"{name}_rms_se": root_se(square.mean(1)),
         }
     return {name: float(value) for name, value in found.items()}
 
@@ -77,11 +82,6 @@ def rates(found, seconds, error):
         relative = np.hypot(2 * found[f"mean_{kind}_se"] / found[f"mean_{kind}"], error / seconds)
         row |= {name: value, f"{name}_se": float(value * relative)}
     return row
-
-
-def _root_se(squares, runs):
-    """The standard error of the root of a mean over runs."""
-    return squares.std(ddof=1) / runs**0.5 / (2 * np.sqrt(squares.mean()))
 
 
 def accuracy(sampler, X, y, exact):

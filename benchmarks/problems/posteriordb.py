@@ -34,7 +34,6 @@ class Posterior:
 
 
 def flat(support=constraints.real, shape=()):
-    """An improper flat prior."""
     return dist.ImproperUniform(support, (), shape)
 
 
@@ -215,5 +214,4 @@ MADE_HERE = {
 
 
 def known(name: str) -> Posterior:
-    """The posterior of that name."""
     return posteriordb(name) if name in POSTERIORDB else MADE_HERE[name]()

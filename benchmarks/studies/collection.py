@@ -13,7 +13,6 @@ above 1.01 or more than ten divergences is marked.
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.collection [--again]
 """
 
-from collections.abc import Iterable
 from functools import cache, partial
 import time
 
@@ -62,10 +61,6 @@ def flat(draws: dict) -> np.ndarray:
     return np.concatenate([np.asarray(draws[s], float).reshape(*draws[s].shape[:2], -1) for s in sorted(draws)], 2)
 
 
-def latent(draws: dict, sites: Iterable[str]) -> dict:
-    return {site: draws[site] for site in sites}
-
-
 def referred(name: str) -> dict:
     """A row: moments of the reference, their standard errors, and how NUTS fared."""
     if name in EXACT:
@@ -81,7 +76,7 @@ def referred(name: str) -> dict:
     mcmc.run(random.key(99), *args, **all_rows)
     draws = mcmc.get_samples(group_by_chain=True)
     sites = {"eight schools, centered": ("mu", "tau", "theta"), **dict.fromkeys(CENTERED, ("mu", "tau", "a"))}
-    draws = latent(draws, sites[name]) if name in sites else draws
+    draws = {site: draws[site] for site in sites.get(name, draws)}
     x = flat(draws)
     row: dict = {"reference": name, "seconds": time.process_time() - began, "sites": sorted(draws)}
     # Entries of a triangular matrix, of a simplex of two or of given size, may be constant or repeated.
@@ -107,7 +102,7 @@ def measured(record: Record, name: str, label: str) -> dict:
         mcmc = vectorized(kernel(model), **SETTINGS, progress_bar=True)
         began = time.process_time()
         mcmc.run(random.key(0), *args, **kwargs)
-        draws = latent(mcmc.get_samples(group_by_chain=True), reference["sites"])
+        draws = {s: x for s, x in mcmc.get_samples(group_by_chain=True).items() if s in reference["sites"]}
         row["seconds"] = time.process_time() - began
         found = diagnose(mcmc)
         x = flat(draws)

@@ -127,7 +127,6 @@ def problems() -> dict[str, Simulated]:
 
 
 def listed(values: dict, sites) -> list[float]:
-    """One number for each scalar of the sites."""
     return [float(x) for site in sites for x in np.ravel(values[site])]
 
 
@@ -188,9 +187,7 @@ def z_scores(record: Record, name: str, kernel: str) -> np.ndarray:
     """Differences of means from NUTS', in standard errors, ``(data set, parameter)``."""
     (row,) = [row for row in record.select(model=name, kernel=kernel) if row["first"] == 0]
     nuts = record.rows[f"{name} / NUTS"]
-    ours, theirs = (np.asarray(x["means"]) for x in (row, nuts))
-    errors = np.hypot(row["mcse"], nuts["mcse"])
-    return (ours - theirs) / errors
+    return np.subtract(row["means"], nuts["means"]) / np.hypot(row["mcse"], nuts["mcse"])
 
 
 def tables(record: Record) -> str:
@@ -198,8 +195,6 @@ def tables(record: Record) -> str:
     for name in problems():
         for kernel in KERNELS:
             rows = record.select(model=name, kernel=kernel)
-            if not rows:
-                continue
             all_ranks = np.concatenate([row["ranks"] for row in rows])
             # Of the parameter whose ranks are farthest from uniform, for as many parameters as there are.
             worst = min(1.0, all_ranks.shape[1] * min(kstest(x, "uniform").pvalue for x in all_ranks.T))

@@ -8,8 +8,7 @@ from NUTS on all rows (two chains of 2,000 draws).
     python -m benchmarks.studies.learning_coefficients [--again]
 """
 
-import functools
-from functools import partial
+from functools import partial, reduce
 import itertools
 import math
 import time
@@ -75,13 +74,13 @@ def network(widths, x, y):
     """The model, with minibatches."""
     weights = sample_weights(widths)
     with numpyro.plate("rows", len(x), subsample_size=BATCH) as i:
-        h = functools.reduce(jnp.matmul, weights, x[i])
+        h = reduce(jnp.matmul, weights, x[i])
         numpyro.sample("y", dist.Normal(h, 1).to_event(1), obs=y[i])
 
 
 def loss(weights, gram, truth):
     """Its loss over all rows, above that of the teacher, by the Gram matrix of the covariates."""
-    error = functools.reduce(jnp.matmul, weights) - truth
+    error = reduce(jnp.matmul, weights) - truth
     return 0.5 * (error * (gram @ error)).sum()
 
 

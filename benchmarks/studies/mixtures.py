@@ -39,8 +39,7 @@ STEPS = (0.01, 0.03, 0.1)
 BANDWIDTHS = (None, 0.1, 0.3, 1.0, 3.0)
 TUNING_SEED = 10_000
 SHOWN = ("SGLD", "SGLD+R")
-CLOUDS = [("exponentials", 10), ("Gaussians", 20), ("exponentials", 100), ("exponentials", 20)]
-CLOUDS += [("Gaussians", 10), ("Gaussians", 100)]
+CLOUDS = [(target, size) for target in MODELS for size in (10, 20, 100)]
 MODES, VARIANCE = np.array(list(itertools.product((-2.0, 0.0, 2.0), repeat=2))), 0.1
 GRID, REPEATS = np.geomspace(0.003, 1.0, 11), 200
 
@@ -67,15 +66,11 @@ def kernels(model):
 
 def nothing_set(target):
     """Kernels with nothing set but the start, and the moves on the grid of modes."""
-    ours = {"SGLD": SGLD, "SGLD+R": SGLDR, "SGHMC": SGHMC, "SGHMC+R": SGHMCR}
-    made = {name: (kernel, {}) for name, kernel in ours.items()}
+    made = {"SGLD": SGLD, "SGLD+R": SGLDR, "SGHMC": SGHMC, "SGHMC+R": SGHMCR}
     if target == "Gaussians":
-        made |= {f"{name}, archive": (ours[name], {"moves": Archive()}) for name in ("SGLD", "SGLD+R", "SGHMC")}
-    made |= {f"NumPyro's {kernel.__name__}": (kernel, {}) for kernel in (NUTS, AIES, ESS)}
-    return {
-        name: partial(kernel, MODELS[target], init_strategy=init_to_uniform, **settings)
-        for name, (kernel, settings) in made.items()
-    }
+        made |= {f"{name}, archive": partial(made[name], moves=Archive()) for name in ("SGLD", "SGLD+R", "SGHMC")}
+    made |= {f"NumPyro's {kernel.__name__}": kernel for kernel in (NUTS, AIES, ESS)}
+    return {name: partial(kernel, MODELS[target], init_strategy=init_to_uniform) for name, kernel in made.items()}
 
 
 class Exponentials:
@@ -203,7 +198,6 @@ def running(draws):
 
 
 def best(trials, criterion):
-    """The bandwidth and step of the least criterion."""
     pairs = ((row, i) for row in trials for i, value in enumerate(row[criterion]) if value is not None)
     row, i = min(pairs, key=lambda pair: pair[0][criterion][pair[1]])
     return row["h"], row["steps"][i]

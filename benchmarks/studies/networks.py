@@ -11,30 +11,22 @@ Without the data folder it runs on scikit-learn's diabetes set, with splits of i
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.networks [--again]
 """
 
+from collections.abc import Iterable
 from functools import partial
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.runs import mean_and_error, warmup_gradients
+from benchmarks.harness.runs import mean_and_error
 from benchmarks.harness.store import HERE, Record, pm, run, table
-from benchmarks.methods.networks import BATCH, METHODS, NUM_STEPS, PARTICLES, UPDATES, WARMUP, Fits, network, one
+from benchmarks.methods.networks import COUNTED, METHODS, OWN, SHOWN, UCI, UPDATES, Fits, gradients, one
 from benchmarks.problems.posteriordb import data_folder
-from benchmarks.problems.uci import OWN, SHOWN, UCI, split
-from numpyro_repulsion import SGNHT, SVRG
 
 #: Evaluates the model for each pair of points, so that a step is fitted in minutes.
 SLOW = "NumPyro's SVGD"
 SLOW_SPLITS = {"yacht": 8, **dict.fromkeys(set(UCI) - {"yacht"}, 3)}
-#: Of the kernels with nothing set the one with the highest log-likelihood on the validation rows of splits 10 to 14 of
-#: yacht and Boston, before any test row was scored.
-CHOSEN = "`SGNHT(model)`"
-#: The same kernel, where each particle has references of its own.
-WITH_REFERENCES = "`SGNHT(model, gradient=SVRG())`"
-#: The kernels whose gradients are counted, and how many an update takes after warmup.
-COUNTED = {CHOSEN: (SGNHT(network), 1), WITH_REFERENCES: (SGNHT(network, gradient=SVRG()), 2)}
+CHOSEN, WITH_REFERENCES = COUNTED
 MEASURES = {"log_likelihood": "log-likelihood", "rmse": "RMSE"}
 #: What the paper printed, arXiv 1812.00071, Tables 3 and 4, on splits of the same sizes: (log-likelihood, RMSE).
 QUOTED = json.loads((HERE / "references" / "paper.json").read_text())
@@ -58,21 +50,10 @@ def plan() -> list[tuple[str, int]]:
     return [(name, k) for first, last in parts for name in UCI for k in range(first, min(last, UCI[name]))]
 
 
-def gradients(name: str, label: str) -> dict:
-    """A row: how many gradients a kernel with nothing set takes for each point, on a set's first split."""
-    data = split(name, 0)
-    X, y = (jnp.asarray(x, jnp.float32) for x in (data.X, data.y))
-    kernel, afterwards = COUNTED[label]
-    in_warmup = warmup_gradients(kernel, (X, y), {"subsample_size": BATCH}, WARMUP, PARTICLES)
-    left = (UPDATES - NUM_STEPS * WARMUP) * afterwards
-    return {"data": name, "split": 0, "counted": label, "gradients": in_warmup + left}
-
-
 def measure(record: Record) -> None:
     if data_folder() is None:
         print("NUMPYRO_REPULSION_DATA is not set: scikit-learn's diabetes set takes the place of UCI's.")
-    fits, current = Fits(), None
-    splits = plan()
+    fits, current, splits = Fits(), None, plan()
     for name in dict(splits):
         for label in COUNTED:
             record.row(f"{name} / gradients of {label}", partial(gradients, name, label))
@@ -98,12 +79,8 @@ def differences(record: Record, name: str, pair: tuple[str, str], measure: str) 
     return [sign * (ours[k] - theirs[k]) for k in shared]
 
 
-def known_sets(record: Record) -> list[str]:
-    return [name for name in SHOWN if record.select(data=name)]
-
-
-def known_methods(record: Record) -> list[str]:
-    return [label for label in METHODS if record.select(method=label)]
+def known(record: Record, field: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if record.select(**{field: name})]
 
 
 def digits(name: str, measure: str) -> int:
@@ -111,7 +88,7 @@ def digits(name: str, measure: str) -> int:
 
 
 def scores_table(record: Record, measure: str) -> str:
-    sets = known_sets(record)
+    sets = known(record, "data", SHOWN)
     splits = {name: len({row["split"] for row in record.select(data=name)}) for name in sets}
     means = {}
     for name in sets:
@@ -133,7 +110,7 @@ def scores_table(record: Record, measure: str) -> str:
         text += f" ({total} split{'s' * (total > 1)})" if total < splits[name] else ""
         return text + (f" ({total - finite} not finite)" if finite < total else "")
 
-    lines = [[label, *(cell(name, label) for name in sets)] for label in known_methods(record)]
+    lines = [[label, *(cell(name, label) for name in sets)] for label in known(record, "method", METHODS)]
     which = list(MEASURES).index(measure)
     for source, quoted in QUOTED.items():
         if set(sets) & set(quoted):
@@ -143,7 +120,7 @@ def scores_table(record: Record, measure: str) -> str:
 
 
 def differences_table(record: Record) -> str:
-    sets = known_sets(record)
+    sets = known(record, "data", SHOWN)
     lines = []
     for pair in PAIRS:
         for measure, title in MEASURES.items():
@@ -161,20 +138,20 @@ def differences_table(record: Record) -> str:
 
 
 def calibration_table(record: Record) -> str:
-    sets = known_sets(record)
+    sets = known(record, "data", SHOWN)
 
     def cell(name, label):
         of_share = (values(record, name, label, f"coverage_{share}").values() for share in (50, 90))
         shares = [[x for x in found if x is not None] for found in of_share]
         return " · ".join(pm(*mean_and_error(found), 2) for found in shares) if all(shares) else "not run"
 
-    lines = [[label, *(cell(name, label) for name in sets)] for label in known_methods(record)]
+    lines = [[label, *(cell(name, label) for name in sets)] for label in known(record, "method", METHODS)]
     return table(["in the intervals of 50 % · 90 %", *(SHOWN[name] for name in sets)], lines)
 
 
 def costs_table(record: Record) -> str:
     lines = []
-    for label in known_methods(record):
+    for label in known(record, "method", METHODS):
         rows = record.select(method=label)
         if METHODS[label].steps:
             steps = sorted({row["step"] for row in rows})
@@ -194,7 +171,7 @@ def costs_table(record: Record) -> str:
 
 
 def tables(record: Record) -> str:
-    where = "scikit-learn's diabetes set, splits of our own" if "diabetes" in known_sets(record) else "UCI sets"
+    where = "scikit-learn's diabetes set, splits of our own" if record.select(data="diabetes") else "UCI sets"
     parts = [f"{where}; ± is a standard error over splits."]
     parts += [scores_table(record, measure) for measure in MEASURES]
     parts += [differences_table(record), calibration_table(record)]

@@ -10,7 +10,6 @@ one process, after compilation; a ratio is the median of the rounds' ratios. All
 
 from functools import partial
 import statistics
-import time
 
 import jax
 from jax import lax, random
@@ -69,7 +68,7 @@ def bare_scan(model, X, y, num_updates, start):
 
 
 def timed(num_updates, rounds):
-    """Microseconds for an update, ratios, and seconds of ``kernel.init`` from its second call on."""
+    """Microseconds for an update, and ratios."""
     X = random.normal(random.key(0), (455, 13))
     y = jnp.sin(X[:, 0]) + 0.1 * random.normal(random.key(1), (455,))
     model = partial(bayesian_neural_network, subsample_size=100)
@@ -83,19 +82,12 @@ def timed(num_updates, rounds):
     programs |= {name: through_mcmc(kernel, num_updates, NUM_PARTICLES) for name, kernel in kernels.items()}
     seconds = in_turns(programs, (X, y), rounds)
 
-    init_seconds = []
-    for round_ in range(rounds + 1):
-        began = time.perf_counter()
-        state = kernels[REPELLED].init(random.split(random.key(round_), NUM_PARTICLES), 0, None, (X, y), {})
-        jax.block_until_ready(state.gradient)
-        init_seconds.append(time.perf_counter() - began)
     ratios = {
         name: statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
         for name, (other, _, _) in COMPARED.items()
     }
     times = {name: 1e6 * statistics.median(times) / num_updates for name, times in seconds.items()}
-    row = {"rounds": rounds, "num_updates": num_updates, "microseconds": times, "ratios": ratios}
-    return row | {"init_seconds": statistics.median(init_seconds[1:]), "first_init_seconds": init_seconds[0]}
+    return {"rounds": rounds, "num_updates": num_updates, "microseconds": times, "ratios": ratios}
 
 
 def measure(record: Record) -> None:
@@ -113,9 +105,7 @@ def tables(record: Record) -> str:
         over = f"{', '.join(cells)} of {other}" if other else ""
         lines.append([name, ", ".join(f"{row['microseconds'][name]:.0f}" for row in rows), over, str(target or "")])
     runs = ", ".join(name.removeprefix("run ") for name in record.rows)
-    text = table(["", f"µs per update, run {runs}", f"ratio, run {runs}", "target"], lines)
-    init = ", ".join(f"{1e3 * row['init_seconds']:.0f} ms" for row in rows if "init_seconds" in row)
-    return text + (f"\n\n`kernel.init` from the second call on: {init}." if init else "")
+    return table(["", f"µs per update, run {runs}", f"ratio, run {runs}", "target"], lines)
 
 
 if __name__ == "__main__":

@@ -83,10 +83,8 @@ def stored(record, name):
         seeds = Record("real").select(problem=name, kernel=kernel)
         if not seeds:
             continue
-        row = {
-            "sampler": f"`{kernel}`, worst of {len(seeds)}",
-            "told": "rows of a minibatch" if name in real.MINIBATCHED else "nothing",
-        }
+        told = "rows of a minibatch" if name in real.MINIBATCHED else "nothing"
+        row = {"sampler": f"`{kernel}`, worst of {len(seeds)}", "told": told}
         row |= {"seconds": statistics.median(seed["seconds"] for seed in seeds), "parameters": seeds[0]["parameters"]}
         for what in ("mean", "sd", "few mean", "few sd", "rhat", "ess"):
             if found := [seed[what] for seed in seeds if what in seed]:

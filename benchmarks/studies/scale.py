@@ -49,7 +49,6 @@ LARGE = 14_000_000, 36, 1_900_000_000
 
 
 def logistic(x, y, batch=500):
-    """Logistic regression."""
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
     with numpyro.plate("rows", len(x), subsample_size=batch) as i:
         numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
@@ -98,13 +97,10 @@ def rates() -> dict:
                 for name, data in given.items()
             }
             seconds = in_turns(programs, (), rounds)
-            found[label] = {
-                name: {
-                    "milliseconds": 1e3 * statistics.median(times) / num_updates,
-                    "ratio": statistics.median(a / b for a, b in zip(seconds["arrays"], times, strict=True)),
-                }
-                for name, times in seconds.items()
-            }
+            for name, times in seconds.items():
+                ratio = statistics.median(a / b for a, b in zip(seconds["arrays"], times, strict=True))
+                row = {"milliseconds": 1e3 * statistics.median(times) / num_updates, "ratio": ratio}
+                found.setdefault(label, {})[name] = row
     return found
 
 
@@ -207,30 +203,24 @@ def measure(record: Record) -> None:
 
 def tables(record: Record) -> str:
     parts = []
-    if (found := record.rows.get("rates")) is not None:
-        lines = [
-            [name, *(f"{found[label][name][of]:.2f}" for label in (SINGLE, BLOCKS) for of in ("milliseconds", "ratio"))]
-            for name in SOURCES
-        ]
-        head = ["", f"{SINGLE}: ms per update", "rate of arrays", f"{BLOCKS}: ms per update", "rate of arrays"]
-        parts.append(table(head, lines))
-    rows = {name: record.rows[f"sent {name}"] for name in SENT if f"sent {name}" in record.rows}
-    if rows:
-        lines = [
-            [name, f"{row['kilobytes']:.1f}" if "kilobytes" in row else row["failed"]] for name, row in rows.items()
-        ]
-        parts.append(table(["over four devices", "kB sent to each in an update"], lines))
+    lines, found = [], record.rows["rates"]
+    for name in SOURCES:
+        cells = (found[label][name] for label in (SINGLE, BLOCKS))
+        lines.append([name, *(f"{cell[of]:.2f}" for cell in cells for of in ("milliseconds", "ratio"))])
+    head = ["", f"{SINGLE}: ms per update", "rate of arrays", f"{BLOCKS}: ms per update", "rate of arrays"]
+    parts.append(table(head, lines))
     if (row := record.rows.get("large")) is not None:
+        lines = [[name, f"{record.rows[f'sent {name}']['kilobytes']:.1f}"] for name in SENT]
+        parts.append(table(["over four devices", "kB sent to each in an update"], lines))
         head = ["rows", "GB", "GB allowed", "s to write", "s to fit", "worst error of a mean, sd", "after a kill"]
         cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}", f"{row['converted']:.0f}"]
         cells += [f"{row['seconds']:.0f}", f"{row['worst_z']:.2f}"]
         parts.append(table(head, [[*cells, "the same draws" if row["is_same"] else "**other draws**"]]))
-    lines = []
-    for number in FIRST_ROWS if "large" in record.rows else ():
-        rows = [record.rows.get(f"first run {source} {number}", {}) for source in FIRST]
-        cells = [f"{row['seconds']:.0f} · {row['peak_gib']:.1f}" if "seconds" in row else "" for row in rows]
-        lines.append([f"{number:,}", f"{number * 51 * 4 / 1e6:.0f}", *cells])
-    if lines:
+        lines = []
+        for number in FIRST_ROWS:
+            rows = [record.rows.get(f"first run {source} {number}", {}) for source in FIRST]
+            cells = [f"{row['seconds']:.0f} · {row['peak_gib']:.1f}" if "seconds" in row else "" for row in rows]
+            lines.append([f"{number:,}", f"{number * 51 * 4 / 1e6:.0f}", *cells])
         parts.append(table(["rows", "MB", *(f"{name}: s · GiB at the peak" for name in FIRST.values())], lines))
     return "\n\n".join(parts)
 

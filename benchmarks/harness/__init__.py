@@ -1,1 +1,0 @@
-"""What every study stands on: stored rows, runs, pages and the index."""

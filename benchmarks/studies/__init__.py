@@ -1,1 +1,0 @@
-"""Questions: each measures, tabulates and perhaps draws, and imports no other."""
