@@ -18,10 +18,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax  # noqa: E402
 from jax import random  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from models import vectorized  # noqa: E402
 import pytest  # noqa: E402
 from results import X, Y, logistic, run  # noqa: E402
 
-from numpyro.infer import MCMC, init_to_uniform  # noqa: E402
+from numpyro.infer import init_to_uniform  # noqa: E402
 
 from numpyro_repulsion import SGLD, SGLDR, to_inference_data  # noqa: E402
 from numpyro_repulsion.gradients import ModelTarget  # noqa: E402
@@ -140,11 +141,9 @@ def pretended():
 
     def build(model, *args, kernel=SGLD, num_samples=6, num_chains=4, **kwargs):
         nonlocal state
-        mcmc = MCMC(kernel(model, step_size=0.1), num_warmup=0, num_samples=num_samples, num_chains=num_chains,
-                    chain_method="vectorized", progress_bar=False)  # fmt: skip
+        mcmc = vectorized(kernel(model, step_size=0.1), 0, num_samples, num_chains)
         if state is None:
-            short = MCMC(SGLD(potential_fn=lambda z: z**2, step_size=0.1), num_warmup=0, num_samples=1, num_chains=4,
-                         chain_method="vectorized", progress_bar=False)  # fmt: skip
+            short = vectorized(SGLD(potential_fn=lambda z: z**2, step_size=0.1), 0, 1, 4)
             short.run(random.key(0), init_params=jnp.arange(4.0))
             state = short.last_state
         target = ModelTarget(model, args, kwargs)

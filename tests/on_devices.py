@@ -14,6 +14,7 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from models import vectorized
 import numpy as np
 
 import numpyro
@@ -128,10 +129,7 @@ def mesh_of(name, kind=AxisType.Auto):
 
 
 def draws(make, num_warmup, x, y, num_chains=8):
-    mcmc = MCMC(
-        make(), num_warmup=num_warmup, num_samples=4, num_chains=num_chains, chain_method="vectorized",
-        progress_bar=False,
-    )  # fmt: skip
+    mcmc = vectorized(make(), num_warmup, 4, num_chains)
     mcmc.run(random.key(0), x, y)
     return mcmc.get_samples()["beta"]
 
@@ -291,10 +289,7 @@ def results(facts):
     """What follows a run, inside of the mesh."""
     for where in ("particles", "both"):
         with jax.set_mesh(mesh_of(where)):
-            mcmc = MCMC(
-                SGLD(regression, step_size=1e-3), num_warmup=0, num_samples=4, num_chains=8,
-                chain_method="vectorized", progress_bar=False,
-            )  # fmt: skip
+            mcmc = vectorized(SGLD(regression, step_size=1e-3), 0, 4, 8)
             x, y = Rows(X), Rows(Y)
             mcmc.run(random.key(0), x, y)
             summary(mcmc)

@@ -2,10 +2,10 @@
 
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 X = random.normal(random.key(0), (40, 3))
 Y = (X[:, 0] + random.normal(random.key(1), (40,)) > 0).astype(jnp.int32)
@@ -22,14 +22,6 @@ def logistic(X, y):
 
 
 def run(kernel, *args, num_samples=20, num_chains=6, extra_fields=(), **kwargs):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=0,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method="vectorized",
-        progress_bar=False,
-        **kwargs,
-    )
+    mcmc = vectorized(kernel, 0, num_samples, num_chains, **kwargs)
     mcmc.run(random.key(0), *args, extra_fields=extra_fields)
     return mcmc

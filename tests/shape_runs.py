@@ -17,10 +17,10 @@ from catalogue import DYNAMICS, GRADIENTS, INTERACTIONS, having
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import RBF, SGHMC, SGLD, SGLDR, SVRG, Archive, Balanced, FullData, Sweeps
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped, StepError
@@ -114,14 +114,7 @@ def sample(kernel, *args, num_chains=4, init_params=None):
 
 
 def run_rooms():
-    mcmc = MCMC(
-        SGLDR(potential_fn=quadratic),
-        num_warmup=50,
-        num_samples=2,
-        num_chains=6,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(SGLDR(potential_fn=quadratic), 50, 2, 6)
     mcmc.run(random.key(0), init_params=CLOUD[0])
     mcmc.sampler.findings(mcmc.last_state)
     sample(SGHMC(rows, preconditioner="dense"), Y)

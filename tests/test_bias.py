@@ -3,6 +3,7 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -37,8 +38,7 @@ def gaussian(z):
 
 
 def run(kernel, dimension=3, chains=20, num_samples=40, chain_method="vectorized", **kwargs):
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=num_samples, num_chains=chains, chain_method=chain_method,
-                progress_bar=False)  # fmt: skip
+    mcmc = vectorized(kernel, 0, num_samples, chains, chain_method=chain_method)
     starts = None
     if kernel.model is None:
         starts = random.normal(random.key(1), (chains, dimension) if chains > 1 else (dimension,))
@@ -195,8 +195,7 @@ def test_summary_says_how_large_it_is(step_size, said, capsys):
 
 @pytest.mark.filterwarnings("ignore:num_warmup")
 def test_measured_step_is_judged_by_what_warmup_measured(capsys):
-    mcmc = MCMC(SGLDR(potential_fn=gaussian), num_warmup=200, num_samples=50, num_chains=10, progress_bar=False,
-                chain_method="vectorized")  # fmt: skip
+    mcmc = vectorized(SGLDR(potential_fn=gaussian), 200, 50, 10)
     mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 3)))
     # One measured its clouds, the other took the step after the last of them.
     np.testing.assert_allclose(step_bias(mcmc).predicted, mcmc.last_state.warmup.step.bias, rtol=0.1)
@@ -240,8 +239,7 @@ def test_every_kind_of_run_can_be_asked(kernel, chains):
 
 def test_large_particles_are_followed_in_part(monkeypatch):
     monkeypatch.setattr(bias, "MAX_ENTRIES", 8 * 6 * 5)
-    mcmc = MCMC(SGLD(potential_fn=lambda z: sum(jnp.sum(x**2) for x in z.values()), step_size=0.1), num_warmup=0,
-                num_samples=4, num_chains=6, chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc = vectorized(SGLD(potential_fn=lambda z: sum(jnp.sum(x**2) for x in z.values()), step_size=0.1), 0, 4, 6)
     keys = random.split(random.key(0))
     mcmc.run(random.key(0), init_params={"a": random.normal(keys[0], (6, 7)), "b": random.normal(keys[1], (6, 2, 2))})
     found = step_bias(mcmc, num_samples=8).observed_by_parameter

@@ -5,6 +5,7 @@ from collections import OrderedDict
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -43,8 +44,7 @@ def square(z):
 
 
 def run(kernel, num_samples=300, num_warmup=0, chain_method="vectorized", starts=None, args=(), key=0, **kwargs):
-    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=CHAINS, chain_method=chain_method,
-                progress_bar=False)  # fmt: skip
+    mcmc = vectorized(kernel, num_warmup, num_samples, CHAINS, chain_method=chain_method)
     if starts is None and kernel.model is None:
         starts = SCALES * random.normal(random.key(1), (CHAINS, 2))
     mcmc.run(random.key(key), *args, init_params=starts, **kwargs)
@@ -171,8 +171,7 @@ def test_positions_in_an_order_of_their_own():
 
 
 def test_thinned_draws_count_as_iterations():
-    mcmc = MCMC(euler(), num_warmup=0, num_samples=1800, num_chains=CHAINS, thinning=10, chain_method="vectorized",
-                progress_bar=False)  # fmt: skip
+    mcmc = vectorized(euler(), 0, 1800, CHAINS, thinning=10)
     mcmc.run(random.key(0), init_params=SCALES * random.normal(random.key(1), (CHAINS, 2)))
     by_default, given = (extrapolate(mcmc, square, num_samples=number) for number in (None, 200))
     np.testing.assert_array_equal(by_default.shift, given.shift)
@@ -258,8 +257,7 @@ def test_misuse_is_refused(monkeypatch):
             extrapolate(mcmc, num_samples=number)
     with pytest.raises(ValueError, match="`levels` must be"):
         extrapolate(mcmc, levels=0)
-    only_warmup = MCMC(SGLD(minibatched), num_warmup=50, num_samples=1, num_chains=4, chain_method="vectorized",
-                       progress_bar=False)  # fmt: skip
+    only_warmup = vectorized(SGLD(minibatched), 50, 1, 4)
     only_warmup.warmup(random.key(0), Y, collect_warmup=True)
     with pytest.raises(ValueError, match="draws of warmup"):
         extrapolate(only_warmup)

@@ -3,11 +3,10 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import optax
 import pytest
-
-from numpyro.infer import MCMC
 
 from benchmarks.problems.targets import gaussian
 from numpyro_repulsion import SGLD, BiasBudget, Cyclical, Polynomial
@@ -116,14 +115,7 @@ def test_steps_can_be_traced():
     start = {"z": random.normal(random.key(0), (5, 2))}
 
     def run(step_size, key):
-        mcmc = MCMC(
-            SGLD(gaussian, step_size=step_size, num_steps=2),
-            num_warmup=0,
-            num_samples=3,
-            num_chains=5,
-            chain_method="vectorized",
-            progress_bar=False,
-        )
+        mcmc = vectorized(SGLD(gaussian, step_size=step_size, num_steps=2), 0, 3, 5)
         mcmc.run(key, init_params=start)
         return mcmc.get_samples()["z"]
 

@@ -3,6 +3,7 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -27,8 +28,7 @@ def model(y, size=20):
 
 
 def run(kernel, *args, num_samples=50, init_params=None):
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=num_samples, num_chains=8, chain_method="vectorized",
-                progress_bar=False)  # fmt: skip
+    mcmc = vectorized(kernel, 0, num_samples, 8)
     mcmc.run(random.key(0), *args, init_params=init_params, extra_fields=())
     return mcmc
 
@@ -86,8 +86,7 @@ def test_scores_of_an_optimizer_are_of_its_last_cloud():
 @pytest.mark.filterwarnings("ignore:num_warmup")
 def test_warmup_that_kept_nothing_has_no_scores():
     # NumPyro leaves zeros in the place of draws.
-    mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), num_warmup=3, num_samples=3,
-                num_chains=4, chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc = vectorized(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), 3, 3, 4)
     mcmc.warmup(random.key(0), init_params=jnp.arange(4.0))
     with pytest.raises(ValueError, match="only warmed up and kept no draws"):
         scores(mcmc)
@@ -104,8 +103,7 @@ def test_misuse_is_refused(mcmc):
         scores(mcmc, num_draws=0)
     with pytest.raises(TypeError, match="such as FullData.. or Subsampled..; got 'full'"):
         scores(mcmc, gradient="full")
-    short = MCMC(SGLD(model, step_size=1e-3), num_warmup=0, num_samples=2, num_chains=8, chain_method="vectorized",
-                 progress_bar=False)  # fmt: skip
+    short = vectorized(SGLD(model, step_size=1e-3), 0, 2, 8)
     short.run(random.key(0), Y, extra_fields=("~z.scale",))
     with pytest.raises(ValueError, match="all latent sites, and .'scale'. are missing"):
         scores(short)

@@ -2,12 +2,12 @@
 
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, diagnose
 
@@ -26,9 +26,7 @@ def test_an_impact_model_of_aimz_fits_and_predicts():
     aimz = pytest.importorskip("aimz", reason="`make test-full` installs it")
     X = np.asarray(random.normal(random.key(0), (1000, 3)))
     y = X @ TRUTH + 0.5 * np.asarray(random.normal(random.key(1), (1000,)))
-    mcmc = MCMC(
-        SGLD(model), num_warmup=300, num_samples=100, num_chains=8, chain_method="vectorized", progress_bar=False
-    )
+    mcmc = vectorized(SGLD(model), 300, 100, 8)
     fitted = aimz.ImpactModel(model, rng_key=random.key(2), inference=mcmc)
     fitted.fit_on_batch(X, y)
     # The standard error of a coefficient is 0.5 / sqrt(1000) = 0.016.

@@ -6,6 +6,7 @@ import warnings
 import arviz
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 import xarray
@@ -59,9 +60,7 @@ def network():
 
 @pytest.fixture(scope="module")
 def of_network():
-    mcmc = MCMC(
-        SGLD(network), num_warmup=60, num_samples=10, num_chains=4, chain_method="vectorized", progress_bar=False
-    )
+    mcmc = vectorized(SGLD(network), 60, 10, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a short warmup, and of two names that differ by "/" only
         mcmc.run(random.key(0))
@@ -150,14 +149,7 @@ def test_starts_are_around_values():
 
 def test_a_run_from_a_guide_is_right(fitted):
     guide, params = fitted
-    mcmc = MCMC(
-        SGLD(model, init_strategy=init_from_guide(guide, params)),
-        num_warmup=200,
-        num_samples=200,
-        num_chains=10,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(SGLD(model, init_strategy=init_from_guide(guide, params)), 200, 200, 10)
     mcmc.run(random.key(3), Y)
     mu = np.asarray(mcmc.get_samples()["mu"], float)
     sd = Y.std() / len(Y) ** 0.5

@@ -5,12 +5,12 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGHMC, SGLD, SVGD, Independent, Subsampled, stein_control_variates
 from numpyro_repulsion.stein import DEGREES, _degree, _residuals, _variates
@@ -114,14 +114,7 @@ def logistic(x, y):
 
 
 def made(kernel, num_samples=200, num_warmup=200):
-    return MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=8,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    return vectorized(kernel, num_warmup, num_samples, 8)
 
 
 def run(kernel, num_samples=200, num_warmup=200, **settings):

@@ -8,6 +8,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -43,15 +44,7 @@ def regular(x, y):
 
 
 def run(kernel, *args, key=2, num_warmup=300, num_samples=400, num_chains=8, **settings):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method="vectorized",
-        progress_bar=False,
-        **settings,
-    )
+    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains, **settings)
     mcmc.run(random.key(key), *args)
     return mcmc
 

@@ -7,6 +7,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -320,14 +321,7 @@ def agrees(mcmc, mean, sd, bias=0.0):
 def test_draws_are_those_of_the_local_posterior(kernel):
     """With nothing set but the start, by minibatches: a step may widen a variance by 5 %."""
     local = Localized(regression, center={"w": AT}, strength=STRENGTH, inverse_temperature=POWER)
-    mcmc = MCMC(
-        kernel(local, init_strategy=init_around({"w": AT})),
-        num_warmup=300,
-        num_samples=600,
-        num_chains=8,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(kernel(local, init_strategy=init_around({"w": AT})), 300, 600, 8)
     mcmc.run(random.key(3), X, TARGETS)
     assert agrees(mcmc, *exact(), bias=0.025) == (True, True)
     # The controls: a tether of half the strength, and a likelihood of full power.
@@ -348,14 +342,7 @@ def test_nuts_samples_it_too():
 
 def test_results_of_a_run_know_the_tether():
     local = Localized(regression, center={"w": AT}, strength=STRENGTH)
-    mcmc = MCMC(
-        SGLD(local, step_size=1e-3, gradient=FullData()),
-        num_warmup=0,
-        num_samples=10,
-        num_chains=4,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(SGLD(local, step_size=1e-3, gradient=FullData()), 0, 10, 4)
     mcmc.run(random.key(0), X, TARGETS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -3,6 +3,7 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import optax
 import pytest
@@ -31,14 +32,7 @@ def starts():
 
 def run(optimizer, starts, num_samples=20, step_size=0.02, num_warmup=4, **settings):
     settings = {"dynamics": Descent(optimizer) if optimizer else None, "step_size": step_size} | settings
-    mcmc = MCMC(
-        SVGD(potential_fn=potential, **settings),
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=len(starts),
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(SVGD(potential_fn=potential, **settings), num_warmup, num_samples, len(starts))
     mcmc.run(random.key(1), init_params=starts)
     return mcmc
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -36,14 +37,7 @@ EULER = Overdamped(integrator="euler")
 
 
 def run(kernel, starts, num_samples=20, key=None):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=0,
-        num_samples=num_samples,
-        num_chains=len(starts),
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(kernel, 0, num_samples, len(starts))
     mcmc.run(random.key(1) if key is None else key, init_params=starts)
     return mcmc
 

@@ -5,10 +5,9 @@ from catalogue import having
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
-
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import IMQ, RBF, SGLD, SGLDR, Independent
 from numpyro_repulsion.dynamics import (
@@ -181,14 +180,7 @@ def test_one_step_is_that_of_the_built_in_dynamics():
 
 def run(recipe, kernel=SGLD, num_samples=400, **kwargs):
     setting = {"step_size": 0.05, "dynamics": recipe, "num_steps": 5} | kwargs
-    mcmc = MCMC(
-        kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, **setting),
-        num_warmup=20,
-        num_samples=num_samples,
-        num_chains=8,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, **setting), 20, num_samples, 8)
     mcmc.run(random.key(0), init_params=random.normal(random.key(1), (8, 2)))
     return np.asarray(mcmc.get_samples(group_by_chain=True), float)
 

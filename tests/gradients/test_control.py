@@ -7,12 +7,12 @@ import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, ControlVariates, FullData, Subsampled
 from numpyro_repulsion.gradients import ModelTarget, Reference, draw_indices, evaluate_reference, full_gradient
@@ -233,9 +233,7 @@ def mean_of(y, subsample_size):
 @pytest.mark.parametrize("size", [400, 300])
 def test_other_data_after_warmup_are_recognized(size):
     first, then = random.normal(random.key(1), (400,)), 4.0 + random.normal(random.key(2), (size,))
-    mcmc = MCMC(
-        SGLD(mean_of), num_warmup=200, num_samples=300, num_chains=10, chain_method="vectorized", progress_bar=False
-    )
+    mcmc = vectorized(SGLD(mean_of), 200, 300, 10)
     mcmc.warmup(random.key(0), first, 20)
     before = mcmc.last_state.warmup.reference
     mcmc.run(random.key(3), then, 20)
@@ -269,10 +267,7 @@ def short_run(model, *args, mcmc=None, jit=False):
     """A run of a few iterations of one update each, or its continuation."""
     if mcmc is None:
         kernel = SGLD(model, step_size=1e-4, num_steps=1, preconditioner="diagonal")
-        mcmc = MCMC(
-            kernel, num_warmup=12, num_samples=2, num_chains=4, chain_method="vectorized", progress_bar=False,
-            jit_model_args=jit,
-        )  # fmt: skip
+        mcmc = vectorized(kernel, 12, 2, 4, jit_model_args=jit)
     else:
         mcmc.post_warmup_state = mcmc.last_state
         if model is not None:
@@ -337,9 +332,7 @@ def test_a_program_that_rounds_differently_leaves_the_reference_alone():
 def test_a_warmup_of_one_iteration_finds_a_reference(num_warmup):
     y = 5.0 + random.normal(random.key(1), (400,))
     kernel = SGLD(mean_of, step_size=1e-3)
-    mcmc = MCMC(
-        kernel, num_warmup=num_warmup, num_samples=400, num_chains=10, chain_method="vectorized", progress_bar=False
-    )
+    mcmc = vectorized(kernel, num_warmup, 400, 10)
     mcmc.run(random.key(0), y, 20)
     assert np.any(mcmc.last_state.warmup.reference.gradient != 0)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"][:, 200:])

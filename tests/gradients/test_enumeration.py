@@ -8,6 +8,7 @@ import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ import numpyro
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_repulsion import SGLDR, Subsampled, to_inference_data
@@ -409,9 +410,7 @@ def with_deterministic():
 def test_draws_have_no_discrete_sites_nor_what_depends_on_them(settings):
     kernel = SGLDR(with_deterministic, **settings)
     num_warmup = 0 if "step_size" in settings else 50
-    mcmc = MCMC(
-        kernel, num_warmup=num_warmup, num_samples=5, num_chains=4, chain_method="vectorized", progress_bar=False
-    )
+    mcmc = vectorized(kernel, num_warmup, 5, 4)
     with pytest.warns(UserWarning, match=r"\['mean'\] depend on discrete sites.*infer_discrete=True"):
         mcmc.run(KEY)
     samples = mcmc.get_samples()

@@ -6,13 +6,13 @@ x_t = a x_{t−1} + 0.5 ε_t, y_t = x_t + 0.7 η_t, with unknown a ~ N(0, 0.5²)
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SGLDR, BiasBudget, ControlVariates, ensemble_mcse
 from numpyro_repulsion.gradients import ModelTarget
@@ -128,10 +128,7 @@ def test_posterior_with_an_ensemble_kalman_filter(kernel, size):
     mean, sd = moments(jax.jit(lambda a: jax.vmap(lambda key: ensemble_kalman(a, key, size))(keys).mean()))
 
     def run(**arguments):
-        mcmc = MCMC(
-            kernel(model), num_warmup=400, num_samples=2000, num_chains=20, chain_method="vectorized",
-            progress_bar=False,
-        )  # fmt: skip
+        mcmc = vectorized(kernel(model), 400, 2000, 20)
         mcmc.run(random.key(0), size=size, **arguments)
         draws = mcmc.get_samples(group_by_chain=True)["a"]
         return float(draws.mean()), float(draws.std()), ensemble_mcse(draws), ensemble_mcse(draws, method="sd")

@@ -6,12 +6,12 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SGLDR, SVRG, BiasBudget, Independent, Subsampled
 from numpyro_repulsion.gradients import ModelTarget, Reference, evaluate_reference
@@ -143,14 +143,7 @@ def test_references_are_renewed_every_epoch_from_the_first_update_on():
 
 @pytest.mark.slow
 def test_runs_can_be_resumed_by_the_host():
-    mcmc = MCMC(
-        SGLDR(two_modes, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=5)),
-        num_warmup=0,
-        num_samples=5,
-        num_chains=6,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(SGLDR(two_modes, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=5)), 0, 5, 6)
     mcmc.run(random.key(0), Y)
     reference = mcmc.last_state.warmup.reference
     mcmc.post_warmup_state = mcmc.last_state
@@ -286,9 +279,7 @@ def test_far_modes_come_out_in_their_own_size(seed):
     kernel = SGLD(two_modes, gradient=SVRG(), step_size=BiasBudget(0.05, min_draws=0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mcmc = MCMC(
-            kernel, num_warmup=400, num_samples=400, num_chains=20, chain_method="vectorized", progress_bar=False
-        )
+        mcmc = vectorized(kernel, 400, 400, 20)
         mcmc.run(random.key(seed), Y)
     grid = np.linspace(1.0, 2.0, 20_001)
     energy = 200 * (grid**2 - float(Y.mean())) ** 2 + grid**2 / 18

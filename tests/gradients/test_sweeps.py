@@ -6,6 +6,7 @@ import math
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 from scipy import stats
@@ -229,15 +230,7 @@ def model(y):
 
 
 def run(kernel, y=Y, seed=0, num_warmup=0, num_samples=100, num_chains=20, init_params=None, **settings):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method="vectorized",
-        progress_bar=False,
-        **settings,
-    )
+    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains, **settings)
     mcmc.run(random.key(seed), y, init_params=init_params)
     return mcmc
 

@@ -7,11 +7,10 @@ from catalogue import INTERACTIONS
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import optax
 import pytest
-
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import RBF, SGLD, SGLDR, Balanced, Cyclical, Independent
 from numpyro_repulsion.dynamics import Overdamped
@@ -42,14 +41,7 @@ def quadratic(z):
 
 
 def run(kernel, num_chains=6, num_warmup=0, num_samples=10, dimension=2, key=0):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains)
     starts = random.normal(random.key(1), (num_chains, dimension))
     mcmc.run(random.key(key), init_params=starts if num_chains > 1 else starts[0], extra_fields=("step_size",))
     return mcmc

@@ -3,12 +3,12 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, Rows
 from numpyro_repulsion.kernels import bound, requirements
@@ -81,8 +81,7 @@ def test_large_arguments_are_no_constants_of_loops(kernel, monkeypatch):
 )
 def test_draws_do_not_depend_on_the_size(kind, of, args, monkeypatch):
     def draws():
-        mcmc = MCMC(kind(of), num_warmup=60, num_samples=5, num_chains=L, chain_method="vectorized",
-                    progress_bar=False)  # fmt: skip
+        mcmc = vectorized(kind(of), 60, 5, L)
         mcmc.run(random.key(3), *args)
         return mcmc.get_samples()["beta"]
 
@@ -118,8 +117,7 @@ def test_arrays_of_numpy_keep_their_precision(monkeypatch):
 
     for times in (stamps, stamps / 1.0):
         monkeypatch.setattr(bound, "LARGE_BYTES", 1)
-        mcmc = MCMC(SGLD(trend, step_size=1e-3), num_warmup=0, num_samples=50, num_chains=L, chain_method="vectorized",
-                    progress_bar=False)  # fmt: skip
+        mcmc = vectorized(SGLD(trend, step_size=1e-3), 0, 50, L)
         mcmc.run(random.key(0), times, y, init_params={"b": 2.0 + jnp.arange(L) / 100})
         # The posterior has a standard deviation of 0.04; with wrapped or rounded times it would be 10.
         assert abs(mcmc.get_samples()["b"].mean() - 2) < 0.1
@@ -137,8 +135,7 @@ def test_errors_of_libraries_mean_that_values_are_needed(monkeypatch):
         numpyro.sample("y", dist.Normal(level[GROUP], 1), obs=y)
 
     monkeypatch.setattr(bound, "LARGE_BYTES", 1)
-    mcmc = MCMC(SGLD(picky, step_size=1e-3), num_warmup=0, num_samples=2, num_chains=L, chain_method="vectorized",
-                progress_bar=False)  # fmt: skip
+    mcmc = vectorized(SGLD(picky, step_size=1e-3), 0, 2, L)
     # An array of text keeps the first state, too, from tracing the arguments.
     mcmc.run(random.key(0), np.array(["a", "b"]), GROUP, Y)
     assert mcmc.get_samples()["level"].shape == (2 * L, 4)
@@ -149,8 +146,7 @@ def test_arguments_whose_copies_exceed_memory_are_warned_of(monkeypatch):
     monkeypatch.setattr(requirements, "device_memory", lambda: requirements.MAX_COPIES * size - 1)
 
     def run(*args, **settings):
-        mcmc = MCMC(SGLD(model, step_size=1e-3), num_warmup=0, num_samples=1, num_chains=L, chain_method="vectorized",
-                    progress_bar=False, **settings)  # fmt: skip
+        mcmc = vectorized(SGLD(model, step_size=1e-3), 0, 1, L, **settings)
         mcmc.run(random.key(0), *args)
 
     with pytest.warns(

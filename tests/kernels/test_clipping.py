@@ -3,12 +3,12 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD
 from numpyro_repulsion.findings import MAX_FLAGGED
@@ -58,9 +58,7 @@ def test_rare_rows_reach_no_bound(monkeypatch):
     def share_flagged(seed):
         """Above `MAX_FLAGGED`, a run says that its bias is unknown."""
         kernel = SGLD(model)
-        mcmc = MCMC(
-            kernel, num_warmup=300, num_samples=100, num_chains=10, chain_method="vectorized", progress_bar=False
-        )
+        mcmc = vectorized(kernel, 300, 100, 10)
         mcmc.run(random.key(seed), group, late)
         return mcmc.last_state.num_flagged_updates / (10 * 100 * kernel.num_steps)
 

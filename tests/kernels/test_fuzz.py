@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as 
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
 from numpyro.handlers import mask, scale as scaled, seed as seeded, trace
-from numpyro.infer import MCMC, init_to_median, init_to_sample, init_to_uniform
+from numpyro.infer import init_to_median, init_to_sample, init_to_uniform
 
 from numpyro_repulsion import to_inference_data
 
@@ -209,17 +210,10 @@ def replay(case):
         kwargs["step_size"] = -0.1
     key = random.PRNGKey(case.seed) if case.legacy_key else random.key(case.seed)
     init_params = {"z/0": jnp.zeros((case.chains, 7, 5))} if case.flaw == "init_shape" else None
-    method = "sequential" if case.flaw == "chain_method" else "vectorized"
+    given = {"thinning": case.thinning, "chain_method": "sequential" if case.flaw == "chain_method" else "vectorized"}
     try:
-        mcmc = MCMC(
-            KERNELS[case.kernel](model, **kwargs),
-            num_warmup=case.num_warmup,
-            num_samples=case.num_samples,
-            num_chains=case.chains,
-            thinning=case.thinning,
-            chain_method=method,
-            progress_bar=False,
-        )
+        kernel = KERNELS[case.kernel](model, **kwargs)
+        mcmc = vectorized(kernel, case.num_warmup, case.num_samples, case.chains, **given)
         mcmc.run(key, x, y, init_params=init_params)
     except (ValueError, TypeError) as error:
         said = str(error)

@@ -6,6 +6,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from numpyro import handlers
 from numpyro.contrib.control_flow import cond, scan
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer import init_to_uniform
 from numpyro.infer.util import initialize_model
 
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, summary, to_inference_data
@@ -29,10 +30,7 @@ pytestmark = [
 
 
 def run(model, *args, kernel=SGLDR, step_size=1e-3, num_warmup=0, num_samples=4, num_chains=4, **kwargs):
-    mcmc = MCMC(
-        kernel(model, step_size=step_size), num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains,
-        chain_method="vectorized", progress_bar=False,
-    )  # fmt: skip
+    mcmc = vectorized(kernel(model, step_size=step_size), num_warmup, num_samples, num_chains)
     mcmc.run(KEY, *args, **kwargs)
     return mcmc
 
@@ -196,10 +194,7 @@ def test_latent_sites_without_elements():
 
 @pytest.mark.parametrize("kernel", [SGLD, SGLDR, pytest.param(SGHMC, marks=pytest.mark.slow)])
 def test_scalar_particles(kernel):
-    mcmc = MCMC(
-        kernel(potential_fn=lambda z: z["a"] ** 2 / 2, step_size=0.05), num_warmup=0, num_samples=5, num_chains=4,
-        chain_method="vectorized", progress_bar=False,
-    )  # fmt: skip
+    mcmc = vectorized(kernel(potential_fn=lambda z: z["a"] ** 2 / 2, step_size=0.05), 0, 5, 4)
     mcmc.run(KEY, init_params={"a": jnp.arange(4.0)})
     assert mcmc.get_samples(group_by_chain=True)["a"].shape == (4, 5)
     assert np.isfinite(mcmc.get_samples()["a"]).all()

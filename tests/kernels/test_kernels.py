@@ -6,13 +6,14 @@ import re
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import optax
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, Predictive, init_to_feasible, init_to_uniform, init_to_value
+from numpyro.infer import Predictive, init_to_feasible, init_to_uniform, init_to_value
 
 import numpyro_repulsion
 from numpyro_repulsion import (
@@ -64,20 +65,10 @@ def data():
     return X, X @ jnp.array([1.0, -1.0, 0.5]) + random.normal(random.key(1), (40,))
 
 
-def make(
-    kernel, num_warmup=None, num_samples=30, num_chains=6, chain_method="vectorized", progress_bar=False, **kwargs
-):
+def make(kernel, num_warmup=None, num_samples=30, num_chains=6, **kwargs):
     if num_warmup is None:  # Programs that learn take longer to compile, so only where there is something to learn.
         num_warmup = 50 if isinstance(kernel.step_size, BiasBudget) else 0
-    return MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method=chain_method,
-        progress_bar=progress_bar,
-        **kwargs,
-    )
+    return vectorized(kernel, num_warmup, num_samples, num_chains, **kwargs)
 
 
 # What users do

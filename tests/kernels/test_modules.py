@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -12,7 +13,6 @@ import numpyro
 from numpyro.contrib import module
 import numpyro.distributions as dist
 from numpyro.handlers import block, substitute
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
     SGLD,
@@ -115,14 +115,7 @@ def classification(make, x, y=None):
 
 
 def run(kernel, *args, num_warmup=60, num_samples=10, num_chains=4):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains)
     mcmc.run(random.key(2), *args)
     return mcmc
 

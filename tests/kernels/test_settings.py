@@ -2,12 +2,12 @@
 
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, SVGD, BiasBudget, FullData, Independent, Subsampled
 from numpyro_repulsion.dynamics import Overdamped
@@ -50,8 +50,7 @@ def test_plain_is_sgld_as_published():
     assert made.bind((Y,)).gradient == Subsampled() and SGLD.plain(mean, 0.01).bind((Y,)).gradient == FullData()
     assert not made.looks_for_basins and made.reparam is None and made.preconditioner is None
     precision, step = 41.0, 0.02
-    mcmc = MCMC(SGLD.plain(mean, step), num_warmup=0, num_samples=100, num_chains=100, chain_method="vectorized",
-                progress_bar=False)  # fmt: skip
+    mcmc = vectorized(SGLD.plain(mean, step), 0, 100, 100)
     mcmc.run(random.key(0), Y)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])[:, 5:]
     # After ten updates 3e-8 of a deviation is left, so draws are independent.

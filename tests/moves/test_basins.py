@@ -5,12 +5,12 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVGD, ensemble_mcse
 from numpyro_repulsion.dynamics import Cloud, Overdamped
@@ -110,8 +110,7 @@ BASINS = {
 
 def runs(model, seeds, kernel=SGLD, num_warmup=1000, num_samples=1000, **kwargs):
     """Runs for some seeds, by one compiled program: the draws, and what warmup finds wrong."""
-    mcmc = MCMC(kernel(model, **kwargs), num_warmup=num_warmup, num_samples=num_samples, num_chains=20,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc = vectorized(kernel(model, **kwargs), num_warmup, num_samples, 20)
     for seed in seeds:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -8,12 +8,13 @@ from functools import partial
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer import init_to_uniform
 
 from benchmarks.problems.targets import gaussian_mixture
 from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, Archive, Balanced, FullData
@@ -207,15 +208,7 @@ def test_averaged_noise_is_begun_anew_after_a_jump():
 
 
 def run(kernel, seed=0, num_warmup=50, num_samples=50, size=20, **kwargs):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=size,
-        chain_method="vectorized",
-        progress_bar=False,
-        **kwargs,
-    )
+    mcmc = vectorized(kernel, num_warmup, num_samples, size, **kwargs)
     mcmc.run(random.key(seed))
     return mcmc
 

@@ -5,6 +5,7 @@ import sys
 
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -43,15 +44,7 @@ def model():
 
 
 def run(kernel, num_samples=12, num_chains=6, num_warmup=0, chain_method="vectorized", thinning=1, **kwargs):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method=chain_method,
-        thinning=thinning,
-        progress_bar=False,
-    )
+    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains, chain_method=chain_method, thinning=thinning)
     mcmc.run(random.key(0), **kwargs)
     return mcmc
 

@@ -3,12 +3,12 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, Rows, predict
 from numpyro_repulsion.gradients import ModelTarget
@@ -31,14 +31,7 @@ def whole(x, y=OBSERVED):
 
 
 def run(model, *args, **kwargs):
-    mcmc = MCMC(
-        SGLD(model, step_size=1e-5),
-        num_warmup=0,
-        num_samples=2,
-        num_chains=4,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(SGLD(model, step_size=1e-5), 0, 2, 4)
     mcmc.run(random.key(0), *args, **kwargs)
     return mcmc
 

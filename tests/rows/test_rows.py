@@ -10,6 +10,7 @@ import sys
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -75,15 +76,7 @@ def on_disk(array, tmp_path):
 
 
 def draws(kernel, *args, num_warmup=0, **settings):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=4,
-        num_chains=4,
-        chain_method="vectorized",
-        progress_bar=False,
-        **settings,
-    )
+    mcmc = vectorized(kernel, num_warmup, 4, 4, **settings)
     mcmc.run(random.key(0), *args)
     return np.asarray(mcmc.get_samples()["beta"]), mcmc
 
@@ -368,10 +361,7 @@ def test_two_plates_take_rows_of_one_array():
             numpyro.sample("x", dist.Normal(z, 1).to_event(1), obs=numpyro.subsample(x, 1))
 
     def of(x):
-        mcmc = MCMC(
-            SGLD(model, step_size=1e-4), num_warmup=0, num_samples=3, num_chains=4, chain_method="vectorized",
-            progress_bar=False,
-        )  # fmt: skip
+        mcmc = vectorized(SGLD(model, step_size=1e-4), 0, 3, 4)
         mcmc.run(random.key(0), x)
         return mcmc.get_samples()["z"]
 

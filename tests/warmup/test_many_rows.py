@@ -2,6 +2,7 @@
 
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -109,14 +110,11 @@ def gaussian(kernel, **settings):
     rng = np.random.default_rng(1)
     vectors = np.linalg.qr(rng.standard_normal((DIRECTIONS, 5)))[0]
     excess, along = jnp.asarray(CURVATURE - 1, jnp.float32), jnp.asarray(vectors, jnp.float32)
-    mcmc = MCMC(
-        kernel(potential_fn=lambda z: jnp.sum(z**2) / 2 + jnp.sum(excess * (z @ along) ** 2) / 2, **settings),
-        num_warmup=400,
-        num_samples=400,
-        num_chains=20,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+
+    def energy(z):
+        return jnp.sum(z**2) / 2 + jnp.sum(excess * (z @ along) ** 2) / 2
+
+    mcmc = vectorized(kernel(potential_fn=energy, **settings), 400, 400, 20)
     mcmc.run(random.key(0), init_params=random.normal(random.key(1), (20, DIRECTIONS)))
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
     return draws @ vectors * np.sqrt(CURVATURE)

@@ -3,13 +3,13 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
     SGHMC,
@@ -43,14 +43,7 @@ def funnel():
 
 
 def run(kernel, *args, seed=0, num_warmup=1000, num_samples=1000, num_chains=20, **settings):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains)
     mcmc.run(random.key(seed), *args, **settings)
     return mcmc
 
@@ -181,17 +174,7 @@ def test_runs_go_on_in_their_coordinates(tmp_path):
 
 
 def check_pieces(effects, directory):
-    whole, parts = (
-        MCMC(
-            SGLD(schools, num_steps=2),
-            num_warmup=60,
-            num_samples=10,
-            num_chains=6,
-            chain_method="vectorized",
-            progress_bar=False,
-        )
-        for _ in range(2)
-    )
+    whole, parts = (vectorized(SGLD(schools, num_steps=2), 60, 10, 6) for _ in range(2))
     whole.run(random.key(0), effects)
     run_in_pieces(parts, random.key(0), effects, piece_size=4, directory=directory)
     # Programs without optimization may round differently.
@@ -264,15 +247,7 @@ def bounded(y, upper):
 def test_arguments_may_be_inputs_of_the_program():
     draws = []
     for jit_model_args in (False, True):
-        mcmc = MCMC(
-            SGLD(bounded, num_steps=2),
-            num_warmup=60,
-            num_samples=3,
-            num_chains=6,
-            chain_method="vectorized",
-            progress_bar=False,
-            jit_model_args=jit_model_args,
-        )
+        mcmc = vectorized(SGLD(bounded, num_steps=2), 60, 3, 6, jit_model_args=jit_model_args)
         mcmc.run(random.key(0), EFFECTS, 20.0)
         draws.append(mcmc.get_samples()["tau"])
         assert len(mcmc.last_state.warmup.scales.centering.powers) == 1

@@ -5,12 +5,12 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD
 from numpyro_repulsion.warmup import Preconditioner, Symptoms
@@ -164,8 +164,7 @@ def test_particles_that_do_not_move_have_no_symptoms_and_no_nan():
 
 def warmed_up(model, *args, seeds, **kwargs):
     """What warmup finds wrong, for some seeds, by one compiled program."""
-    mcmc = MCMC(SGLD(model, **kwargs), num_warmup=1000, num_samples=1, num_chains=20, chain_method="vectorized",
-                progress_bar=False)  # fmt: skip
+    mcmc = vectorized(SGLD(model, **kwargs), 1000, 1, 20)
     for seed in seeds:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

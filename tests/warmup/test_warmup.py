@@ -8,6 +8,7 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -290,8 +291,7 @@ def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, 
     if not is_capped:
         monkeypatch.setattr(EulerError, "max_step_for_short_run", lambda *_: jnp.asarray(jnp.inf))
     monkeypatch.setattr(base, "NARROWEST", 1e-6)  # four neighbors for each
-    mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), num_warmup=50, num_samples=50,
-                num_chains=100, chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc = vectorized(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), 50, 50, 100)
     # The logarithm of an exponential: mean −γ, variance π²/6.
     variances = []
     for seed in range(6):
@@ -311,8 +311,7 @@ def test_particles_on_a_line_keep_the_budget(is_measured, monkeypatch):
     if not is_measured:
         monkeypatch.setattr(step_sizes, "measure_steepness", lambda *_: jnp.zeros(()))
     starts = random.normal(random.key(1), (20, 1))
-    mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2), num_warmup=1000, num_samples=8000, num_chains=20,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc = vectorized(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2), 1000, 8000, 20)
     mcmc.run(random.key(0), init_params=starts)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
     excess, error = draws.var() - 1.0, 2.0 * ensemble_mcse(draws, method="sd")[0]
@@ -1031,14 +1030,7 @@ def test_verdict_names_what_is_wrong():
 
 def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, seed=0, **kwargs):
     """What a warmup found, in words, and the run."""
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains)
     mcmc.run(random.key(seed), *args, **kwargs)
     return " ".join(map(str, kernel.findings(mcmc.last_state))), mcmc
 
