@@ -177,14 +177,8 @@ def test_gradient_noise_is_seen(capsys):
     "step_size, said",
     [
         (0.01, "per draw, step-size bias at most 1.0 % of a posterior sd.\n"),
-        (
-            0.05,
-            "[warning] step_bias: The step size makes posterior sds up to 5 % too large, mostly through curvature.",
-        ),
-        (
-            0.2,
-            "[error] step_bias: The step size makes posterior sds up to 29 % too large, mostly through curvature.",
-        ),
+        (0.05, "[warning] step_bias: The step size makes posterior sds up to 5 % too large, mostly through curvature."),
+        (0.2, "[error] step_bias: The step size makes posterior sds up to 29 % too large, mostly through curvature."),
         (0.45, "posterior sds more than 100 % too large, if the step is stable at all"),
     ],
 )

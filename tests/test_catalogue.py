@@ -24,17 +24,7 @@ from numpyro_repulsion.stein import ControlledMeans
 
 #: Bases, which users write subclasses of; jumps that switch themselves on; what functions return; handlers.
 NO_PARTS = {Dynamics, Gradient, Gram, Interaction, Move, ParticleKernel, Radial}
-NO_PARTS |= {
-    Basins,
-    ControlledMeans,
-    Diagnosis,
-    ExtrapolatedMeans,
-    Finding,
-    Predictions,
-    Rows,
-    StepBias,
-    all_rows,
-}
+NO_PARTS |= {Basins, ControlledMeans, Diagnosis, ExtrapolatedMeans, Finding, Predictions, Rows, StepBias, all_rows}
 
 
 def subclasses(base):

@@ -20,9 +20,7 @@ from numpyro_repulsion import SGHMC, SGLD, SGNHT, SVGD, BiasBudget, init_around
 from numpyro_repulsion.contrib import LearningCoefficient, Localized, llc
 from numpyro_repulsion.dynamics import Overdamped
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:num_warmup"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:num_warmup")]
 
 #: A z-score beyond which a test fails.
 LIMIT = 4.5

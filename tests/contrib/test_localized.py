@@ -32,9 +32,7 @@ from numpyro_repulsion import (
 from numpyro_repulsion.contrib import Localized
 from numpyro_repulsion.gradients import ModelTarget
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:num_warmup"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:num_warmup")]
 
 #: A z-score beyond which a test fails; chance does that once in 150,000 times.
 LIMIT = 4.5

@@ -227,10 +227,7 @@ def step_scores(law, interaction, dynamics, functions, wrap=None, seed=0, draws=
     return {name: z_score(values) for name, values in run(random.key(seed)).items()}
 
 
-ONE_PARTICLE_FUNCTIONS = {
-    "‖z₁‖²": lambda z: z[0] @ z[0],
-    "Σ cos": lambda z: jnp.sum(jnp.cos(z[0])),
-}
+ONE_PARTICLE_FUNCTIONS = {"‖z₁‖²": lambda z: z[0] @ z[0], "Σ cos": lambda z: jnp.sum(jnp.cos(z[0]))}
 
 
 @pytest.mark.parametrize(

@@ -265,13 +265,7 @@ def check(case, mcmc, model, x, y):
 
 
 #: What a kernel may say of runs that are far too short, or of steps far too long.
-SAID = (
-    "More chains",
-    "A particle's update",
-    "Warmup found problems",
-    "num_warmup=",
-    "observed_data is left out",
-)
+SAID = ("More chains", "A particle's update", "Warmup found problems", "num_warmup=", "observed_data is left out")
 
 
 def fuzz(number, shard):

@@ -14,22 +14,11 @@ from numpyro.contrib import module
 import numpyro.distributions as dist
 from numpyro.handlers import block, substitute
 
-from numpyro_repulsion import (
-    SGLD,
-    SGLDR,
-    SGNHT,
-    FullData,
-    init_around,
-    predict,
-    to_inference_data,
-)
+from numpyro_repulsion import SGLD, SGLDR, SGNHT, FullData, init_around, predict, to_inference_data
 from numpyro_repulsion.contrib import Localized, llc
 from numpyro_repulsion.gradients import ModelTarget
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:num_warmup"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:num_warmup"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 HIDDEN = 5
 X = random.normal(random.key(0), (48, 2))

@@ -24,9 +24,7 @@ from matplotlib.colors import to_rgba  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
 
 # Most of these runs are too short to be worth anything, and warmup says so.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:num_warmup"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:num_warmup")]
 
 DRAWS = np.asarray(random.normal(random.key(0), (6, 30, 2))).cumsum(1)
 

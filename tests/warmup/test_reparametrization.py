@@ -11,16 +11,7 @@ import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 
-from numpyro_repulsion import (
-    SGHMC,
-    SGLD,
-    SVGD,
-    SVRG,
-    Archive,
-    diagnose,
-    run_in_pieces,
-    to_inference_data,
-)
+from numpyro_repulsion import SGHMC, SGLD, SVGD, SVRG, Archive, diagnose, run_in_pieces, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels.iteration import ALL_LEARNERS, NUM_KEYS, keys_of_learners
 
@@ -183,13 +174,7 @@ def check_pieces(effects, directory):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"reparam": None},
-        {"step_size": 0.01},
-        {"preconditioner": None},
-        {"moves": Archive()},
-    ],
+    "settings", [{"reparam": None}, {"step_size": 0.01}, {"preconditioner": None}, {"moves": Archive()}]
 )
 def test_kernels_that_keep_the_coordinates_of_the_model(settings):
     state = SGLD(schools, **settings).init(random.split(random.key(0), 6), 100, None, (EFFECTS,), {})
