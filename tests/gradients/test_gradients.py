@@ -394,11 +394,6 @@ def test_both_kinds_of_keys(make_key):
     assert draw_indices(make_key(0), {"rows": (5, 2)})["rows"].shape == (2,)
 
 
-def test_precision_follows_the_particles():
-    energy, slope = abstract_force(Subsampled(), KEY)
-    assert energy.dtype == slope.dtype == jnp.float32
-
-
 def test_precision_follows_the_particles_in_64_bit(x64):
     assert ModelTarget(indexed).prototype["z"].dtype == jnp.float64
     for dtype in (jnp.float32, jnp.float64):

@@ -148,12 +148,6 @@ def test_iterations_move_all_particles_and_reproduce(interaction):
     assert int(one.num_updates) == 2 and int(sample(one).warmup.iteration) == 2
 
 
-def test_state_can_be_replaced_as_mcmc_does():
-    kernel = SGLDR(model, step_size=0.01)
-    state = kernel.init(random.split(random.key(0), 6), 50, None, (Y,), {})
-    assert state._replace(rng_key=random.key(9)).z is state.z
-
-
 def test_postprocessing_is_of_one_particle():
     kernel = SGLDR(model, step_size=0.01)
     state = kernel.init(random.split(random.key(0), 6), 50, None, (Y,), {})

@@ -157,27 +157,6 @@ def test_a_minibatch_of_all_rows_is_no_minibatch():
         ModelTarget(model, (Y[:0],))
 
 
-@pytest.mark.slow
-def test_keyword_arguments_alone():
-    def model(*, y, scale=1.0, look=True):
-        z = numpyro.sample("z", dist.Normal(0, scale))
-        if look:
-            numpyro.sample("y", dist.Normal(z, 1), obs=y)
-
-    draws = [run(model, **kwargs).get_samples()["z"] for kwargs in ({"y": Y}, {"y": None, "look": False})]
-    assert not np.array_equal(*draws)
-
-
-@pytest.mark.slow
-def test_masked_nan():
-    def model(y):
-        z = numpyro.sample("z", dist.Normal(0, 1))
-        with handlers.mask(mask=~jnp.isnan(y)):
-            numpyro.sample("y", dist.Normal(z, 1), obs=jnp.nan_to_num(y))
-
-    assert np.isfinite(run(model, jnp.asarray(Y).at[3].set(jnp.nan)).get_samples()["z"]).all()
-
-
 # Particles.
 
 

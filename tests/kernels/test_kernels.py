@@ -17,7 +17,6 @@ from numpyro.infer import Predictive, init_to_feasible, init_to_uniform, init_to
 
 import numpyro_repulsion
 from numpyro_repulsion import (
-    IMQ,
     RBF,
     SGHMC,
     SGHMCR,
@@ -28,7 +27,6 @@ from numpyro_repulsion import (
     SVGD,
     Balanced,
     BiasBudget,
-    FullData,
     Independent,
     Polynomial,
     Subsampled,
@@ -675,16 +673,6 @@ def test_preconditioner_is_a_change_of_variables():
     )
 
 
-@pytest.mark.slow
-def test_full_data_gradient_of_a_minibatched_model_is_that_of_the_full_model(data):
-    draws = []
-    for kernel in (SGLDR(minibatched, step_size=1e-4, gradient=FullData()), SGLDR(regression, step_size=1e-4)):
-        mcmc = make(kernel)
-        mcmc.run(random.key(0), *data)
-        draws.append(mcmc.get_samples()["beta"])
-    np.testing.assert_allclose(*draws, rtol=1e-4, atol=1e-5)
-
-
 def test_a_batch_of_all_rows_is_full_data(data):
     X, y = data
     draws = []
@@ -693,12 +681,6 @@ def test_a_batch_of_all_rows_is_full_data(data):
         mcmc.run(random.key(0), X, y)
         draws.append(mcmc.get_samples()["beta"])
     assert np.array_equal(*draws)
-
-
-def test_shared_minibatch(data):
-    mcmc = make(SGLD(minibatched, gradient=Subsampled(shared=True), step_size=1e-4, interaction=Independent()))
-    mcmc.run(random.key(0), *data)
-    assert np.isfinite(mcmc.get_samples()["beta"]).all()
 
 
 def test_random_likelihoods_are_random_in_each_update():
@@ -770,13 +752,6 @@ def test_bad_settings(arguments, message, kind):
     # Presets share what checks them: `test_presets_differ_in_their_parts_alone`.
     with raises(message, kind):
         SGLDR(**arguments)
-
-
-@pytest.mark.parametrize("bandwidth", [0.0, -1.0, float("nan"), "wide"])
-@pytest.mark.parametrize("interaction", [RBF, IMQ])
-def test_bad_bandwidth(interaction, bandwidth):
-    with raises("`bandwidth` must be a positive, finite number"):
-        interaction(bandwidth)
 
 
 @pytest.mark.parametrize(
@@ -883,13 +858,6 @@ def test_nan_in_the_data(model, where, data):
     X, y = (X.at[33, 1].set(jnp.nan), y) if where == "X" else (X, y.at[33].set(jnp.nan))
     with raises("data contain NaN: 1 in the model's args"):
         make(SGLDR(model, step_size=1e-4)).run(random.key(0), X, y)
-
-
-def test_nan_in_data_the_model_closes_over(data):
-    X, y = data
-    bad = y.at[33].set(jnp.nan)
-    with raises("NaN: 1 in the observed site 'y'"):
-        make(SGLDR(lambda: minibatched(X, bad), step_size=1e-4)).run(random.key(0))
 
 
 def test_nan_that_the_model_masks_is_no_error(data):
