@@ -1,6 +1,7 @@
 """Thirty-six small posteriors of the kinds that applied work has, on simulated data.
 
-They are written in the forms in which textbooks have them, neither eased for a sampler nor made hard for it.
+They are written in the forms in which textbooks have them, neither eased for a sampler nor made hard for it: generalized
+linear models, hierarchies, series and curves, latent structure.
 """
 
 from collections.abc import Callable
@@ -53,9 +54,6 @@ def ordered(d: int, name: str):
     return numpyro.sample(
         name, dist.TransformedDistribution(dist.Normal(0, 3).expand([d]).to_event(1), OrderedTransform())
     )
-
-
-# --- Generalized linear models --------------------------------------------------------------------------------------
 
 
 @data(lambda rng: (X := rng.normal(size=(40, 4)), rng.random(40) < expit(4 * X[:, 0] - 3 * X[:, 1])))
@@ -156,9 +154,6 @@ def robust_location_and_scale(y):
     numpyro.sample("y", dist.StudentT(nu, mu, sigma), obs=y)
 
 
-# --- Hierarchies ----------------------------------------------------------------------------------------------------
-
-
 @data(lambda rng: (g := np.repeat(np.arange(20), 5), 2 + rng.normal(size=20)[g] * 0.8 + rng.normal(size=100)))
 def varying_intercepts_centered(group, y):
     mu, tau = sample(mu=dist.Normal(0, 5), tau=dist.HalfCauchy(2))
@@ -255,9 +250,6 @@ def lasso_regression(X, y):
     scale = numpyro.sample("scale", dist.HalfNormal(1))
     beta = numpyro.sample("beta", dist.Laplace(0, scale).expand([12]).to_event(1))
     numpyro.sample("y", dist.Normal(X @ beta, numpyro.sample("sigma", dist.HalfNormal(2))), obs=y)
-
-
-# --- Time, space and curves -----------------------------------------------------------------------------------------
 
 
 def series(rng):
@@ -370,9 +362,6 @@ def survival_with_censoring(X, t, censored):
     law = dist.Weibull(jnp.exp(a + X @ normals(3)), shape)
     hazard = -((t / law.scale) ** shape)
     numpyro.factor("likelihood", jnp.where(censored, hazard, law.log_prob(t)).sum())
-
-
-# --- Latent structure -----------------------------------------------------------------------------------------------
 
 
 @data(lambda rng: [np.append(rng.normal(-1.5, 0.7, 60), rng.normal(2, 1, 90))])
