@@ -1,7 +1,7 @@
 """Thirty-six small posteriors of the kinds that applied work has, on simulated data.
 
-They are written in the forms in which textbooks have them, neither eased for a sampler nor made hard for it: generalized
-linear models, hierarchies, series and curves, latent structure.
+They are written as textbooks have them, neither eased for a sampler nor made hard for it: generalized linear models,
+hierarchies, series and curves, latent structure.
 """
 
 from collections.abc import Callable
