@@ -55,9 +55,9 @@ MUTANTS = [
     ),
     Mutant(
         "functions of draws as accelerators round them",
-        "inference_data/chunks.py",
-        "@unrounded()\ndef map_draws(",
-        "def map_draws(",
+        "inference_data/rows.py",
+        "of_chunk = compiled(lambda target, draws: jax.vmap(partial(fn, target))(draws), target)",
+        "of_chunk = jax.jit(jax.vmap(partial(fn, target)))",
         "test_rounding",
         "draws",
     ),
