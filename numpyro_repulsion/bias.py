@@ -147,7 +147,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     kernel = kernel_of_run(mcmc, "step_bias", of_warmup=True)
     if 0 < (num_samples := integer("`num_samples`", num_samples, 0, "0, or 8 or more")) < 8:
         raise ValueError(f"`num_samples` must be 0, or 8 or more; got {num_samples!r}.")
-    known = StepBias(step_in_use(mcmc), *predict_bias(mcmc))
+    known = StepBias(_step_in_use(mcmc), *predict_bias(mcmc))
     if num_samples == 0:
         return known
     state = mcmc.last_state
@@ -164,7 +164,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         z, gradient = z[..., followed], gradient[..., followed]
         return jnp.concatenate([z, z**2, gradient, z * gradient], -1)
 
-    found = halved_series(mcmc, rng_key, num_samples, step_in_use(mcmc), observe)
+    found = halved_series(mcmc, rng_key, num_samples, _step_in_use(mcmc), observe)
     series, changes = (np.split(x, 4, -1) for x in found)
     z, square, gradient, product = series
     mean = z.mean((0, 1))
@@ -337,16 +337,16 @@ def extrapolate(
         # Averages of large values would lose their digits in single precision.
         return found - mean.astype(found.dtype)
 
-    (fall, bias), steps = _predict_fall(mcmc, levels), _steps_in_use(mcmc)
+    (fall, bias), step = _predict_fall(mcmc, levels), _step_in_use(mcmc)
     shift, variance = np.zeros(number), np.zeros(number)
     keys = [rng_key]
     if levels > 1:
         state = mcmc.last_state
         # Of several plain chains, the key of the first.
-        own = state.rng_key[0] if np.ndim(state.num_updates) else state.rng_key
+        own = state.rng_key
         keys = list(random.split(own if rng_key is None else rng_key, levels))
     for level, key in enumerate(keys):
-        _, change = halved_series(mcmc, key, num_samples * 2**level, steps / 2**level, observe)
+        _, change = halved_series(mcmc, key, num_samples * 2**level, step / 2**level, observe)
         weight = 1.0 / (1.0 - fall) if level == levels - 1 else 1.0
         shift += weight * change.mean((0, 1))
         error = np.where(np.any(change, (0, 1)), ensemble_mcse(change, len(change)), 0.0)
@@ -355,7 +355,7 @@ def extrapolate(
     # What is left is of the next order, which is to the shift as the bias to 1, and falls with half the step by half.
     total = np.sqrt(error**2 + variance + (bias / 2.0 * shift) ** 2)
     numbers = mean + shift, total, mean, error, shift, np.sqrt(variance)
-    return ExtrapolatedMeans(*map(shaped, numbers), float(np.ravel(steps)[0]), fall)  # type: ignore[call-arg]
+    return ExtrapolatedMeans(*map(shaped, numbers), step, fall)  # type: ignore[call-arg]
 
 
 def _num_values(function, draws):
@@ -385,7 +385,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
     :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
         ``None`` finds out.
     """
-    return _predicted(mcmc, has_other_data(mcmc) if is_other is None else is_other, step_in_use(mcmc))
+    return _predicted(mcmc, has_other_data(mcmc) if is_other is None else is_other, _step_in_use(mcmc))
 
 
 def _predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
@@ -396,7 +396,7 @@ def _predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
 
     :param times: after halving the step in use how many times; at least once.
     """
-    is_other, step_size = has_other_data(mcmc), step_in_use(mcmc)
+    is_other, step_size = has_other_data(mcmc), _step_in_use(mcmc)
     before, after = (_predicted(mcmc, is_other, step_size / 2**k)[0] for k in (times - 1, times))
     if not 0.0 < before < MAX_PREDICTED:
         return 0.5, 0.0
@@ -416,13 +416,11 @@ def _predicted(mcmc, is_other, step_size):
     return float(predicted), float(noise)
 
 
-def step_in_use(mcmc: MCMC) -> float:
+def _step_in_use(mcmc: MCMC) -> float:
     """Return the ε in use, of a schedule the longest that made a draw."""
     if callable(mcmc.sampler.step_size):
         return float(np.max(mcmc.get_extra_fields()["step_size"]))
     return float(np.ravel(mcmc.last_state.step_size)[0])
-
-
 
 
 def _predict(kernel, args, kwargs, is_other, state, step_size):

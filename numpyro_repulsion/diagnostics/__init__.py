@@ -10,14 +10,14 @@ from numpyro_repulsion.diagnostics.precision import (
     num_independent,
     why_unknown,
 )
-from numpyro_repulsion.diagnostics.stein import ControlledMeans, control_variates, ksd, scores
+from numpyro_repulsion.diagnostics.stein import ControlledMeans, ksd, scores, stein_control_variates
 
 __all__ = [
     "KNOWN",
     "MODES",
     "SHORT",
     "ControlledMeans",
-    "control_variates",
+    "stein_control_variates",
     "ensemble_ess",
     "ensemble_mcse",
     "ksd",

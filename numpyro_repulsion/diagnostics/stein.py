@@ -25,7 +25,7 @@ from numpyro_repulsion.kernels import (
 )
 from numpyro_repulsion.rounding import matmul
 
-__all__ = ["ControlledMeans", "control_variates", "ksd", "scores"]
+__all__ = ["ControlledMeans", "stein_control_variates", "ksd", "scores"]
 
 #: Kinds of control variates, from most to fewest; the number of coefficients is at most this share of the draws.
 DEGREES, SHARE = ("quadratic", "squares", "linear"), 8
@@ -237,7 +237,7 @@ def stein_control_variates(
         >>> round(float(found.mean["mean"]), 4), round(float(found.mean["square"]), 3)
         (3.0, 13.0)
     """
-    kernel_of_run(mcmc, "control_variates")
+    kernel_of_run(mcmc, "stein_control_variates")
     if degree is not None and degree not in DEGREES:
         raise ValueError(f"`degree` must be one of {', '.join(map(repr, DEGREES))} or None; got {degree!r}.")
     draws = chosen_draws(mcmc, integer("`num_draws`", num_draws), by_chain=True)

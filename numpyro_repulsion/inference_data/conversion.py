@@ -293,8 +293,6 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
     findings = ([OTHER_DATA] if is_other else kernel.findings(state)) + _of_momenta(kernel, state)
     bias = float(np.ravel(state.warmup.step.bias)[0])
     coupling, num_independent = coupling_of(mcmc)
-    # Plain chains that run one by one leave one state each, and each is an ensemble.
-    num_ensembles = mcmc.num_chains if np.ndim(state.num_updates) else kernel.num_ensembles
     return {
         "created_at": datetime.now(UTC).isoformat(),
         "inference_library": "numpyro_repulsion",
@@ -318,8 +316,8 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
         "coupling": coupling,
         "num_independent": num_independent,
         "num_particles": mcmc.num_chains,
-        "num_ensembles": num_ensembles,
-        "ensemble": np.repeat(np.arange(num_ensembles), mcmc.num_chains // num_ensembles),
+        "num_ensembles": kernel.num_ensembles,
+        "ensemble": np.repeat(np.arange(kernel.num_ensembles), mcmc.num_chains // kernel.num_ensembles),
         "num_steps": kernel.num_steps,
         "num_warmup": mcmc.num_warmup,
         "thinning": mcmc.thinning,

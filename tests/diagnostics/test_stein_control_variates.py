@@ -13,11 +13,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGHMC, SGLD, SVGD, Independent, Subsampled, stein_control_variates
-<<<<<<<< HEAD:tests/test_stein_control_variates.py
-from numpyro_repulsion.stein import DEGREES, _degree, _residuals, _variates
-========
 from numpyro_repulsion.diagnostics.stein import DEGREES, _degree, _residuals, _variates
->>>>>>>> d1fdc10 (One map over draws in chunks, one check of runs, one choice of draws; rooms of results in fewer files):tests/diagnostics/test_control_variates.py
 
 RNG = np.random.default_rng(0)
 #: z1 is the logarithm of a Gamma(5) variable, z2 normal with mean z1^2 / 4: skewed and curved.
