@@ -4,10 +4,9 @@ Base classes, rare parts and what functions return are in submodules: ``dynamics
 ``plots``, ``findings`` and others.
 """
 
-from numpyro_repulsion.bias import step_bias
+from numpyro_repulsion.bias import extrapolate, step_bias
 from numpyro_repulsion.checkpointing import load_draws, run_in_pieces
-from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat
-from numpyro_repulsion.extrapolation import extrapolate
+from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat, scores, stein_control_variates
 from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled, Sweeps
 from numpyro_repulsion.inference_data import all_rows, to_inference_data
 from numpyro_repulsion.interactions import IMQ, RBF, Antithetic, Balanced, Independent
@@ -18,7 +17,6 @@ from numpyro_repulsion.report import diagnose, summary
 from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Polynomial
 from numpyro_repulsion.starts import init_around, init_from_guide, init_from_idata
-from numpyro_repulsion.stein import scores, stein_control_variates
 from numpyro_repulsion.version import __version__ as __version__
 
 __all__ = [
@@ -65,16 +63,15 @@ __all__ = [
 ]
 
 _NOW_IN = {
-    "bias": "StepBias",
+    "bias": "ExtrapolatedMeans StepBias",
     "contrib": "LearningCoefficient Localized llc",
+    "diagnostics": "ControlledMeans",
     "dynamics": "Descent Dynamics Overdamped Recipe Relativistic Thermostat Underdamped",
-    "extrapolation": "ExtrapolatedMeans",
     "findings": "Diagnosis Finding",
     "interactions": "Gram Interaction Laplacian Radial RandomFeatures RandomGroups Scheduled",
     "moves": "Move",
     "plots": "animate_particles plot_calibration plot_particles plot_running_estimates",
     "predictions": "Predictions",
-    "stein": "ControlledMeans",
 }
 #: Where a name of an earlier version is now.
 _MOVED = {name: f"numpyro_repulsion.{room}.{name}" for room, names in _NOW_IN.items() for name in names.split()}

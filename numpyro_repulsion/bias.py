@@ -1,9 +1,11 @@
-"""Estimates of the bias that the step size adds to the stationary distribution of a run, without exact draws."""
+"""The bias that the step size adds to the stationary distribution of a run: estimated, and extrapolated away."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 from jax import random
@@ -12,23 +14,24 @@ import numpy as np
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.checks import integer
+from numpyro_repulsion.checks import device_memory, integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import CurvatureStats
-from numpyro_repulsion.gradients import Particle, compiled, ravel_cloud
+from numpyro_repulsion.gradients import ModelTarget, Particle, compiled, ravel_cloud
 from numpyro_repulsion.kernels import (
-    ParticleKernel,
     arguments,
     bound_of,
+    coupling_of,
+    evenly_spread,
+    flat_values,
     halved_series,
     has_other_data,
-    kernel_of,
-    require_draws,
+    kernel_of_run,
 )
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.warmup import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 
-__all__ = ["StepBias", "predict_bias", "predict_fall", "sampler_of", "step_bias", "step_in_use"]
+__all__ = ["ExtrapolatedMeans", "StepBias", "extrapolate", "predict_bias", "step_bias"]
 
 #: Half the distance over which gradients are compared, in units of the distance of one update.
 WIDTH = 0.2
@@ -141,18 +144,17 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         >>> f"{step_bias(mcmc).predicted:.3f}"  # ε/2 / (1 − ε/2)
         '0.111'
     """
-    kernel = sampler_of(mcmc, "step_bias")
+    kernel = kernel_of_run(mcmc, "step_bias", of_warmup=True)
     if 0 < (num_samples := integer("`num_samples`", num_samples, 0, "0, or 8 or more")) < 8:
         raise ValueError(f"`num_samples` must be 0, or 8 or more; got {num_samples!r}.")
-    known = StepBias(step_in_use(mcmc), *predict_bias(mcmc))
+    known = StepBias(_step_in_use(mcmc), *predict_bias(mcmc))
     if num_samples == 0:
         return known
     state = mcmc.last_state
     particles = state.z if np.ndim(state.potential_energy) else jax.tree.map(lambda x: x[None], state.z)
     flat, unravel = ravel_cloud(particles)
     # As many coordinates as fit, evenly spread.
-    most = max(1, MAX_ENTRIES // (num_samples * len(flat)))
-    followed = np.unique(np.linspace(0, flat.shape[1] - 1, min(most, flat.shape[1])).round().astype(int))
+    followed = evenly_spread(flat.shape[1], max(1, MAX_ENTRIES // (num_samples * len(flat))))
     center = (flat if state.coordinates is None else state.coordinates[0]).mean(0)
 
     def observe(iteration, warmup, cloud):
@@ -162,7 +164,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         z, gradient = z[..., followed], gradient[..., followed]
         return jnp.concatenate([z, z**2, gradient, z * gradient], -1)
 
-    found = halved_series(mcmc, rng_key, num_samples, step_in_use(mcmc), observe)
+    found = halved_series(mcmc, rng_key, num_samples, _step_in_use(mcmc), observe)
     series, changes = (np.split(x, 4, -1) for x in found)
     z, square, gradient, product = series
     mean = z.mean((0, 1))
@@ -184,6 +186,198 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     )
 
 
+class ExtrapolatedMeans(NamedTuple):
+    """Posterior means extrapolated to ε = 0; :func:`~numpyro_repulsion.extrapolate` returns it.
+
+    - **mean** - the means, as a pytree like the values of the function.
+    - **mcse** - their standard errors: those of draws and of the shift, and how much of the bias the shift may
+      leave: half the predicted bias of variances times the shift. NaN where one of them is unknown, because there are
+      too few iterations.
+    - **plain_mean**, **plain_mcse** - the same of the run's draws alone.
+    - **shift**, **shift_mcse** - what was added to ``plain_mean``, and its standard error: the estimated bias of the
+      step size, with the opposite sign.
+    - **step_size** - ε of the run; of several plain chains, that of the first.
+    - **fall** - r, the share of the bias that halving the smaller step once more would leave: 1/2 for first order in ε,
+      1/4 for second.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from numpyro_repulsion.bias import ExtrapolatedMeans
+        >>> found = ExtrapolatedMeans(1.00, 0.012, 1.05, 0.011, -0.05, 0.004, step_size=0.1, fall=0.5)
+        >>> abs(found.shift) > 3 * found.shift_mcse  # the bias of the plain mean is no chance
+        True
+    """
+
+    mean: Any
+    mcse: Any
+    plain_mean: Any
+    plain_mcse: Any
+    shift: Any
+    shift_mcse: Any
+    step_size: float
+    fall: float
+
+
+def extrapolate(
+    mcmc: MCMC,
+    function: Callable | None = None,
+    *,
+    num_samples: int | None = None,
+    levels: int = 1,
+    rng_key: jax.Array | None = None,
+) -> ExtrapolatedMeans:
+    r"""Return posterior means of a function, extrapolated from the step size of the run to a step of size zero.
+
+    .. math::
+        \hat E_0 f = E_\epsilon f + \sum_{l < k} \Delta_l + \frac{r}{1 - r}\, \Delta_{k-1}, \qquad
+        \Delta_l = E_{\epsilon / 2^{l+1}} f - E_{\epsilon / 2^l} f
+
+    with k = ``levels``: Richardson's extrapolation. :math:`E_\epsilon f` is the mean of the run's draws. Each
+    :math:`\Delta_l` comes from two clouds that start at the last state and move by the same noise and minibatches, one
+    with half the step of the other. They stay close, so their difference has little noise. r is the share of the bias
+    that is left with half the step: 1/2 with minibatches, whose bias is of first order in ε; without them, what the
+    order of the integrator and the curvature predict, 1/4 to 1/2. What remains with minibatches is of second order;
+    without, it is small where the prediction is good. More levels leave less.
+
+    What no step size causes is not removed: particles that have not converged, or clipped gradients.
+
+    Particles that repel each other do not stay close if the same noise moves them, so for them ``shift_mcse`` is large
+    (for the same precision as without repulsion, ten to a hundred times as many iterations). Draws with half the step
+    are then as good.
+
+    :param mcmc: an ``MCMC`` that has run with a kernel of this package that samples; it does not change.
+    :param function: of one draw, ``{site: value}`` with the constrained and deterministic sites; returns a pytree of
+        numbers. ``None`` is the draw itself: the means of all sites.
+    :param num_samples: iterations with ε for :math:`\Delta_0`; half as many go before, in which clouds find their
+        distributions. They cost 4.5 times as much as iterations of the run. ``None`` makes all levels together cost
+        half as much as the run, without its warmup: a ninth of its iterations for one level.
+    :param levels: how many times the step is halved. Each level costs twice as much as the one before.
+    :param rng_key: the key of the clouds; ``None`` goes on with the run's own.
+    :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
+    :raises ValueError: before the run; after a warmup; for an optimizer (:class:`~numpyro_repulsion.SVGD`); for a
+        schedule of step sizes; with ``moves``, which are exact for any step and make r unknown; for fewer than 8
+        iterations; for a step near or beyond the limit of stability; for a function without values, or of sites that
+        the run left out; and for so many values that their series would take a quarter of the memory.
+
+    **References:**
+
+    1. *Stochastic Gradient Richardson-Romberg Markov Chain Monte Carlo*, A. Durmus, U. Şimşekli, E. Moulines, R. Badeau
+       and G. Richard, NIPS 2016
+    2. *Multi-index/multilevel Monte Carlo for Langevin dynamics*: M. B. Giles, M. B. Majka, L. Szpruch, S. J. Vollmer
+       and K. C. Zygalakis, *Multi-level Monte Carlo methods for the approximation of invariant measures of stochastic
+       differential equations*, https://arxiv.org/abs/1605.01384
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLD, extrapolate
+        >>> from numpyro_repulsion.dynamics import Overdamped
+        >>> kernel = SGLD(lambda: numpyro.sample("x", dist.Normal(0, 1)), step_size=0.5, dynamics=Overdamped("euler"))
+        >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=2000, num_chains=20, chain_method="vectorized",
+        ...             progress_bar=False)
+        >>> mcmc.run(random.key(0))
+        >>> found = extrapolate(mcmc, lambda draw: draw["x"] ** 2)  # 1; Euler's is 1 / (1 − ε/2) = 1.33
+        >>> f"{found.plain_mean:.1f} {found.mean:.1f}"
+        '1.3 1.0'
+    """
+    kernel = kernel_of_run(mcmc, "extrapolate")
+    if callable(kernel.step_size):
+        raise ValueError(
+            "The draws of a schedule come from steps of many sizes, and their mean is that of no step size. Run with a "
+            "number as `step_size`, or without one."
+        )
+    if kernel.moves is not None:
+        raise ValueError(
+            "Jumps by `moves` are exact for any step size, so the bias of draws does not fall in proportion to a power "
+            "of it. Compare with a run with half the `step_size`."
+        )
+    levels = integer("`levels`", levels)
+    predicted, _ = predict_bias(mcmc)
+    if predicted > MAX_PREDICTED:
+        raise ValueError(
+            f"The step size makes variances more than {100 * MAX_PREDICTED:.0f} % too large by estimate, if it is "
+            "stable at all, and no extrapolation leads from there to a step of size zero. Run with a tenth of "
+            "`step_size`, or without one."
+        )
+    draws, target = mcmc.get_samples(group_by_chain=True), bound_of(mcmc).target
+    number = _num_values(function, draws)
+    shape = jax.tree.leaves(draws)[0].shape[:2]
+    if num_samples is None:
+        num_samples = max(8, shape[1] * mcmc.thinning // (9 * (2**levels - 1)))
+    if integer("`num_samples`", num_samples, 1, "8 or more") < 8:
+        raise ValueError(f"`num_samples` must be 8 or more; got {num_samples!r}.")
+    if shape[1] < 4:
+        raise ValueError(f"Standard errors need four draws of each particle or more; the run has {shape[1]}.")
+    # Of both clouds, with what goes before.
+    needed = 12 * number * kernel.num_ensembles * num_samples * 2 ** (levels - 1)
+    if needed > device_memory() / 4:
+        raise ValueError(
+            f"{number:,} values in {num_samples} iterations would take {needed / 2**30:.1f} GiB. Give a `function` "
+            "of a draw with fewer values."
+        )
+    values = draws if function is None else jax.jit(jax.vmap(jax.vmap(function)))(jax.tree.map(jnp.asarray, draws))
+    plain, shaped = flat_values(values, 2)
+    mean = plain.mean((0, 1))
+
+    def observe(iteration, warmup, cloud):
+        def one(z):
+            draw = target.constrain(iteration.unravel(z))
+            draw = {name: draw[name] for name in draws} if isinstance(target, ModelTarget) else draw
+            found = jax.tree.leaves(draw if function is None else function(draw))
+            return jnp.concatenate([jnp.ravel(x).astype(z.dtype) for x in found])
+
+        found = jax.vmap(jax.vmap(one))(iteration.recover(warmup, cloud.z).z)
+        # Averages of large values would lose their digits in single precision.
+        return found - mean.astype(found.dtype)
+
+    (fall, bias), step = _predict_fall(mcmc, levels), _step_in_use(mcmc)
+    shift, variance = np.zeros(number), np.zeros(number)
+    keys = [rng_key]
+    if levels > 1:
+        state = mcmc.last_state
+        # Of several plain chains, the key of the first.
+        own = state.rng_key
+        keys = list(random.split(own if rng_key is None else rng_key, levels))
+    for level, key in enumerate(keys):
+        _, change = halved_series(mcmc, key, num_samples * 2**level, step / 2**level, observe)
+        weight = 1.0 / (1.0 - fall) if level == levels - 1 else 1.0
+        shift += weight * change.mean((0, 1))
+        error = np.where(np.any(change, (0, 1)), ensemble_mcse(change, len(change)), 0.0)
+        variance += (weight * error) ** 2
+    error = np.asarray(ensemble_mcse(plain, coupling_of(mcmc)[1]))
+    # What is left is of the next order, which is to the shift as the bias to 1, and falls with half the step by half.
+    total = np.sqrt(error**2 + variance + (bias / 2.0 * shift) ** 2)
+    numbers = mean + shift, total, mean, error, shift, np.sqrt(variance)
+    return ExtrapolatedMeans(*map(shaped, numbers), step, fall)  # type: ignore[call-arg]
+
+
+def _num_values(function, draws):
+    """Return how many numbers a function of one draw returns.
+
+    :raises ValueError: for no values, for complex ones, and for sites that are not there.
+    """
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), draws)
+    try:
+        found = one if function is None else jax.eval_shape(function, one)
+    except KeyError as error:
+        raise ValueError(
+            f"The run has no site {error}; it kept {sorted(draws)}. Sites that extra_fields=('~z.site',) leaves out "
+            "cannot be used."
+        ) from error
+    if not (number := sum(math.prod(x.shape) for x in jax.tree.leaves(found))):
+        raise ValueError("There are no values to average: the run kept no site, or the function returns nothing.")
+    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in jax.tree.leaves(found)):
+        raise ValueError("The function must return real numbers; return real and imaginary parts by themselves.")
+    return number
+
+
 def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float]:
     """Return the predicted relative inflation of variances for the step in use, and that from gradient noise alone.
 
@@ -191,10 +385,10 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float
     :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
         ``None`` finds out.
     """
-    return _predicted(mcmc, has_other_data(mcmc) if is_other is None else is_other, step_in_use(mcmc))
+    return _predicted(mcmc, has_other_data(mcmc) if is_other is None else is_other, _step_in_use(mcmc))
 
 
-def predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
+def _predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
     """Return the predicted bias with half the step as a share of that with the step; and that with the step.
 
     The share is 1/2 for a bias of first order in ε, as that of minibatches, and 1/4 for one of second order. Where
@@ -202,7 +396,7 @@ def predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
 
     :param times: after halving the step in use how many times; at least once.
     """
-    is_other, step_size = has_other_data(mcmc), step_in_use(mcmc)
+    is_other, step_size = has_other_data(mcmc), _step_in_use(mcmc)
     before, after = (_predicted(mcmc, is_other, step_size / 2**k)[0] for k in (times - 1, times))
     if not 0.0 < before < MAX_PREDICTED:
         return 0.5, 0.0
@@ -222,28 +416,11 @@ def _predicted(mcmc, is_other, step_size):
     return float(predicted), float(noise)
 
 
-def step_in_use(mcmc: MCMC) -> float:
+def _step_in_use(mcmc: MCMC) -> float:
     """Return the ε in use, of a schedule the longest that made a draw."""
     if callable(mcmc.sampler.step_size):
         return float(np.max(mcmc.get_extra_fields()["step_size"]))
     return float(np.ravel(mcmc.last_state.step_size)[0])
-
-
-def sampler_of(mcmc: object, who: str) -> ParticleKernel:
-    """Return the kernel of a run that has draws of a posterior.
-
-    :param who: what was called with it, for the message.
-    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
-    :raises ValueError: before the run, and for an optimizer.
-    """
-    kernel = kernel_of(mcmc, who)
-    require_draws(mcmc)
-    if not kernel.dynamics.is_sampler:
-        raise ValueError(
-            f"{type(kernel).__name__} is an optimizer of the cloud: no step size makes it draw from the posterior. "
-            "Use SGLDR for draws."
-        )
-    return kernel
 
 
 def _predict(kernel, args, kwargs, is_other, state, step_size):

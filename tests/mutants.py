@@ -57,10 +57,9 @@ derivatives as accelerators round them | gradients/minibatch.py | test_rounding 
 +    @staticmethod
 +    def _evaluate(
 
-functions of draws as accelerators round them | inference_data/chunks.py | test_rounding | draws
--@unrounded()
--def map_draws(
-+def map_draws(
+functions of draws as accelerators round them | inference_data/rows.py | test_rounding | draws
+-of_chunk = compiled(lambda target, draws: jax.vmap(partial(fn, target))(draws), target)
++of_chunk = jax.jit(jax.vmap(partial(fn, target)))
 
 models as accelerators round them | gradients/target.py | test_rounding | functions
 -    @unrounded()

@@ -63,13 +63,11 @@ ARROWS = {
         },
     ),
     # NumPyro has the effective sample size of one series, SciPy ranks.
-    "diagnostics": (HOST | {"scipy"}, {"rounding"}),
+    "diagnostics": (HOST | {"scipy"}, {"checks", "rounding", "gradients", "kernels", "warmup"}),
     "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics", "processes"}),
-    "extrapolation": (HOST, {"bias", "checks", "diagnostics", "gradients", "kernels"}),
-    "stein": (HOST, {"checks", "diagnostics", "gradients", "kernels"}),
     "inference_data": (
         HOST | {"arviz", "xarray"},
-        {"findings", "rounding", "schedules", "gradients", "kernels", "warmup"},
+        {"findings", "schedules", "gradients", "kernels", "diagnostics"},
     ),
     # Nothing else imports it, the public face neither.
     "contrib": (HOST, {"checks", "diagnostics", "gradients", "inference_data", "kernels"}),
@@ -179,7 +177,7 @@ def test_private_attributes_of_numpyro_are_in_one_room():
 
 
 #: Whose products are NumPy's, those of a model, or within `compiled`.
-ROUNDS = {"stein", "checkpointing.identity", "rounding"}
+ROUNDS = {"checkpointing.identity", "rounding"}
 
 
 def rounded(name, text):

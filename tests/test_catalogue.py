@@ -11,16 +11,15 @@ import pytest
 
 import numpyro_repulsion
 from numpyro_repulsion import RBF, Independent, Rows, all_rows
-from numpyro_repulsion.bias import StepBias
+from numpyro_repulsion.bias import ExtrapolatedMeans, StepBias
+from numpyro_repulsion.diagnostics import ControlledMeans
 from numpyro_repulsion.dynamics import Dynamics
-from numpyro_repulsion.extrapolation import ExtrapolatedMeans
 from numpyro_repulsion.findings import Diagnosis, Finding
 from numpyro_repulsion.gradients import Gradient
 from numpyro_repulsion.interactions import Gram, Interaction, Radial
 from numpyro_repulsion.kernels import ParticleKernel
 from numpyro_repulsion.moves import Basins, Move
 from numpyro_repulsion.predictions import Predictions
-from numpyro_repulsion.stein import ControlledMeans
 
 #: Bases, which users write subclasses of; jumps that switch themselves on; what functions return; handlers.
 NO_PARTS = {Dynamics, Gradient, Gram, Interaction, Move, ParticleKernel, Radial}

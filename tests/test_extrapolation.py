@@ -25,8 +25,8 @@ from numpyro_repulsion import (
     Cyclical,
     Independent,
     Subsampled,
+    bias,
     extrapolate,
-    extrapolation,
 )
 from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.interactions import RandomGroups
@@ -248,7 +248,7 @@ def test_misuse_is_refused(monkeypatch):
                    extra_fields=("~z.twice",))  # fmt: skip
     with pytest.raises(ValueError, match=r"no site 'twice'; it kept \['mu'\]"):
         extrapolate(modeled, lambda draw: draw["twice"])
-    monkeypatch.setattr(extrapolation, "device_memory", lambda: 100)
+    monkeypatch.setattr(bias, "device_memory", lambda: 100)
     with pytest.raises(ValueError, match="2 values in 8 iterations would take.*Give a `function`"):
         extrapolate(mcmc)
     monkeypatch.undo()

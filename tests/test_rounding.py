@@ -13,7 +13,7 @@ from numpyro_repulsion import SGHMCR, SGLD, SGLDR, SGNHT, SVRG, Independent, Sub
 from numpyro_repulsion.dynamics import Recipe
 from numpyro_repulsion.gradients import FunctionTarget
 from numpyro_repulsion.gradients.target import compiled
-from numpyro_repulsion.inference_data.chunks import map_draws
+from numpyro_repulsion.inference_data import map_draws
 from numpyro_repulsion.interactions import RandomFeatures
 
 X = jnp.asarray(random.normal(random.key(0), (300, 4)))
@@ -99,12 +99,15 @@ def test_a_potential_function_has_full_precision():
 
 
 def test_functions_of_draws_have_full_precision():
-    """As log likelihoods and `llc` evaluate them."""
+    """As log likelihoods, predictions and `llc` evaluate them."""
+    used = []
 
-    def mapped(x):
-        return map_draws(lambda draw: {"product": draw["x"] @ draw["x"]}, {"x": x}, (4, 6), "", "")
+    def double(target, draw):
+        used.append(jax.config.jax_default_matmul_precision)
+        return {"double": 2 * draw["x"]}
 
-    assert full(*precisions(mapped, jnp.ones((4, 6, 3, 3))))
+    map_draws(double, FunctionTarget(jnp.sum), {"x": jnp.ones((4, 6, 3))}, (4, 6), "", "")
+    assert used[-1] == "highest"
 
 
 @pytest.mark.parametrize("chosen", ["tensorfloat32", "bfloat16"])

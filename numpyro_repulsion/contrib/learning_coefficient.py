@@ -16,9 +16,8 @@ from numpyro_repulsion.checks import integer
 from numpyro_repulsion.contrib.localized import Localized
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse
 from numpyro_repulsion.gradients import ModelTarget, compiled, influenced
-from numpyro_repulsion.inference_data import visible
-from numpyro_repulsion.inference_data.chunks import map_draws
-from numpyro_repulsion.kernels import bound_of, coupling_of, is_warmup, kernel_of, latent_draws, require_draws
+from numpyro_repulsion.inference_data import map_draws, visible
+from numpyro_repulsion.kernels import bound_of, chosen_draws, coupling_of, kernel_of_run, latent_draws
 
 __all__ = ["LearningCoefficient", "llc"]
 
@@ -127,17 +126,9 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
         >>> bool(0.4 < llc(mcmc).value < 0.6)
         True
     """
-    kernel = kernel_of(mcmc, "llc")
-    require_draws(mcmc)
+    kernel = kernel_of_run(mcmc, "llc")
     num_draws = integer("`num_draws`", num_draws)
     local, target = _localized(kernel.model, bound_of(mcmc).target)
-    if is_warmup(mcmc):
-        raise ValueError("These are draws of warmup; call llc after mcmc.run(key, ...).")
-    if not kernel.dynamics.is_sampler:
-        raise ValueError(
-            f"{type(kernel).__name__} is an optimizer of the cloud, whose particles are no draws of the local "
-            "posterior. Use SGLD."
-        )
     if kernel.dynamics.temperature != 1:
         raise ValueError(
             f"The dynamics has temperature={kernel.dynamics.temperature}, which tempers the tether as well as the "
@@ -156,13 +147,13 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
     if not np.isfinite(loss_at_center):
         raise ValueError(f"The loss at the center is {loss_at_center}: the center has no likelihood.")
 
-    def excess(values):
+    def excess(target, values):
         found = _terms(target, values)
         return {"loss": sum(jnp.sum(at_center[name][0] - found[name][0]) for name in at_center)}
 
-    draws = _draws(mcmc, target, num_draws)
+    draws = latent_draws(target, chosen_draws(mcmc, num_draws, by_chain=True), "The losses need")
     shape = next(iter(draws.values())).shape[:2]
-    found = map_draws(excess, draws, shape, "The loss of", "Lower `num_draws`")
+    found = map_draws(excess, target, draws, shape, "The loss", "Lower `num_draws`")
     losses = np.asarray(found["loss"], np.float64)
     if not np.isfinite(losses).all():
         bad = np.flatnonzero(~np.isfinite(losses).all(1))
@@ -242,12 +233,3 @@ def _terms(target, values, key=None):
 
 def _listed(target, values, key):
     return [density for density, _ in _terms(target, values, key).values()]
-
-
-def _draws(mcmc, target, most):
-    """Return draws of the latent sites, ``(chain, draw, ...)``, of at most so many draws, evenly spread."""
-    kept = latent_draws(target, mcmc.get_samples(group_by_chain=True), "The losses need")
-    chains, total = next(iter(kept.values())).shape[:2]
-    number = min(total, max(4, most // chains))
-    chosen = np.unique(np.linspace(0, total - 1, number).round().astype(int))
-    return {name: jnp.asarray(np.asarray(x)[:, chosen]) for name, x in kept.items()}

@@ -5,7 +5,6 @@ Deterministic sites, observations, log likelihoods and predictions cover all row
 
 from numpyro_repulsion.inference_data.conversion import to_inference_data
 from numpyro_repulsion.inference_data.labels import named_draws
-from numpyro_repulsion.inference_data.observations import visible
-from numpyro_repulsion.inference_data.rows import all_rows
+from numpyro_repulsion.inference_data.rows import all_rows, in_chunks, map_draws, visible
 
-__all__ = ["all_rows", "named_draws", "to_inference_data", "visible"]
+__all__ = ["all_rows", "in_chunks", "map_draws", "named_draws", "to_inference_data", "visible"]

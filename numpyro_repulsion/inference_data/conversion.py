@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 import warnings
 
 import jax
 import numpy as np
 
+import numpyro
 from numpyro.infer import MCMC
 
-from numpyro_repulsion.inference_data.attributes import attributes, require_run
-from numpyro_repulsion.inference_data.chunks import map_draws
+from numpyro_repulsion.diagnostics import find_diverged_chains
+from numpyro_repulsion.findings import Finding, to_json
+from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
 from numpyro_repulsion.inference_data.labels import Labels, named_draws, safe_names
-from numpyro_repulsion.inference_data.likelihood import pointwise
-from numpyro_repulsion.inference_data.observations import observe
-from numpyro_repulsion.inference_data.predictive import by_draw, from_posterior, from_prior, is_key
-from numpyro_repulsion.inference_data.stray import find_diverged_chains
-from numpyro_repulsion.kernels import bound_of, is_warmup
+from numpyro_repulsion.inference_data.rows import (
+    by_draw,
+    from_posterior,
+    from_prior,
+    is_key,
+    map_draws,
+    observe,
+    pointwise,
+)
+from numpyro_repulsion.kernels import (
+    ParticleKernel,
+    bound_of,
+    coupling_of,
+    has_other_data,
+    is_warmup,
+    kernel_of_run,
+    share_flagged,
+)
+from numpyro_repulsion.schedules import BiasBudget
 
 __all__ = ["to_inference_data"]
 
-_STATISTICS = {"potential_energy": "lp"}
+#: The finding about a run with other data than its warmup; it replaces the findings of that warmup.
+OTHER_DATA = Finding(
+    "other_data",
+    "warning",
+    None,
+    "This run has other data than its warmup, so step size, scales and all else that warmup learned may not fit.",
+    "Warm up on these data, unless both are alike.",
+)
+#: Momenta below this share of their temperature are cold. Noise and long steps of a thermostat leave more than 0.8.
+MIN_TEMPERATURE = 0.5
 _WARMUP = ("warmup_posterior", "warmup_sample_stats")
 
 
@@ -117,7 +143,8 @@ def to_inference_data(
     import arviz
     import xarray
 
-    kernel = require_run(mcmc)
+    instead = " For other kernels use arviz.from_numpyro."
+    kernel = kernel_of_run(mcmc, "to_inference_data", instead, of_warmup=True, of_optimizer=True)
     target: Any = bound_of(mcmc).target if kernel.model is not None else None
     of_warmup = is_warmup(mcmc)
     posterior, statistics = _draws(mcmc)
@@ -130,9 +157,8 @@ def to_inference_data(
     latent = _latent(target, posterior)
     if deterministic and latent and target.minibatched:
         counted = next(iter(latent.values())).shape[:2]
-        posterior |= map_draws(
-            target.minibatched_values, latent, counted, "The deterministic sites", "Pass deterministic=False"
-        )
+        what, remedy = f"The deterministic sites {sorted(target.minibatched)}", "Pass deterministic=False"
+        posterior |= map_draws(ModelTarget.minibatched_values, target, latent, counted, what, remedy)
     wanted = _wanted(log_likelihood=log_likelihood, posterior_predictive=posterior_predictive, prior=prior)
     _require_model(wanted, target, latent, of_warmup)
     observations = observe(target)
@@ -164,7 +190,7 @@ def to_inference_data(
     variables = [name for group in groups.values() for name in group]
     names = safe_names(variables, target.plate_sizes if target is not None else ())
     labels = Labels(target, observations, names, coords, dims)
-    facts = attributes(mcmc, kernel, target)
+    facts = _attributes(mcmc, kernel, target)
     of_chains = {"ensemble": facts["ensemble"]}
     if all_count:
         dimension = mcmc.last_state.gradient.shape[-1]
@@ -191,15 +217,12 @@ def to_inference_data(
 
 def _draws(mcmc):
     """Return ``(posterior, sample_stats)``."""
-    samples = mcmc.get_samples(group_by_chain=True)
-    statistics = {
-        _STATISTICS.get(name, name): -value if name == "potential_energy" else value
-        for name, value in mcmc.get_extra_fields(group_by_chain=True).items()
-        if isinstance(value, jax.Array | np.ndarray)
-    }
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    statistics = {name: value for name, value in fields.items() if isinstance(value, jax.Array | np.ndarray)}
+    statistics["lp"] = -statistics.pop("potential_energy")
     # In a state, bandwidth 0 means none.
     statistics["bandwidth"] = np.where(np.asarray(statistics["bandwidth"]) > 0.0, statistics["bandwidth"], np.nan)
-    return named_draws(samples), statistics
+    return named_draws(mcmc.get_samples(group_by_chain=True)), statistics
 
 
 def _latent(target, posterior):
@@ -259,3 +282,69 @@ def _of_warmup(data, num_chains):
             "before mcmc.run."
         )
     return groups
+
+
+def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -> dict[str, Any]:
+    """Return the attributes that describe a run."""
+    state = mcmc.last_state
+    plates = target.plates if target is not None else {}
+    measured = isinstance(kernel.step_size, BiasBudget)
+    is_other = has_other_data(mcmc)
+    findings = ([OTHER_DATA] if is_other else kernel.findings(state)) + _of_momenta(kernel, state)
+    bias = float(np.ravel(state.warmup.step.bias)[0])
+    coupling, num_independent = coupling_of(mcmc)
+    return {
+        "created_at": datetime.now(UTC).isoformat(),
+        "inference_library": "numpyro_repulsion",
+        "numpyro_version": numpyro.__version__,
+        "algorithm": type(kernel).__name__,
+        "is_sampler": str(kernel.dynamics.is_sampler).lower(),
+        "interaction": repr(kernel.interaction),
+        "dynamics": repr(kernel.dynamics),
+        "moves": repr(kernel.moves),
+        "gradient": repr(bound_of(mcmc).gradient),
+        "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
+        "centering": _centering(state),
+        "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
+        "step_size_rule": "schedule" if callable(kernel.step_size) else repr(kernel.step_size),
+        "step_size": float(np.ravel(state.step_size)[0]),
+        "step_size_measured": str(measured).lower(),
+        "step_size_bias": np.nan if bias < 0.0 or is_other else bias,
+        "remedy": "warm up on these data" if is_other and measured else kernel.remedy,
+        "findings": to_json(findings),
+        "other_data": str(is_other).lower(),
+        "coupling": coupling,
+        "num_independent": num_independent,
+        "num_particles": mcmc.num_chains,
+        "num_ensembles": kernel.num_ensembles,
+        "ensemble": np.repeat(np.arange(kernel.num_ensembles), mcmc.num_chains // kernel.num_ensembles),
+        "num_steps": kernel.num_steps,
+        "num_warmup": mcmc.num_warmup,
+        "thinning": mcmc.thinning,
+        "num_flagged_updates": int(np.sum(state.num_flagged_updates)),
+        "share_flagged": share_flagged(mcmc),
+    }
+
+
+def _of_momenta(kernel, state):
+    """Return a finding about momenta that are far colder than in equilibrium, so that particles hardly move."""
+    found = kernel.dynamics.kinetic_temperature(state.memory)
+    if found is None or not kernel.dynamics.is_sampler:
+        return []
+    share = float(found) / kernel.dynamics.temperature
+    # The mean of n squares has a standard deviation of sqrt(2 / n).
+    if not share < min(MIN_TEMPERATURE, 1.0 - 4.0 * (2.0 / state.memory[0].size) ** 0.5):
+        return []
+    message = f"Momenta have {100 * share:.0f} % of their temperature, so particles hardly move."
+    remedy = "Leave `step_size` to warmup, or raise `num_warmup`: the friction of a thermostat falls slowly."
+    return [Finding("cold_momenta", "error", share, message, remedy)]
+
+
+def _centering(state):
+    """Return by how much hierarchical sites are centered, in words; empty if all sites are as in the model."""
+    centering = state.warmup.scales.centering
+    if centering is None:
+        return ""
+    shares = ravel_cloud(state.z)[1](centering.share)
+    ranges = {name: (float(x.min()), float(x.max())) for name, x in shares.items() if x.size and (x != 1.0).any()}
+    return ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in ranges.items())

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.inference_data.observations import Observations
+from numpyro_repulsion.inference_data.rows import Observations
 
 __all__ = ["Labels", "named_draws", "safe_names"]
 

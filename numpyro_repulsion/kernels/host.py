@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -20,9 +22,12 @@ __all__ = [
     "bound_of",
     "chosen_draws",
     "coupling_of",
+    "evenly_spread",
+    "flat_values",
     "has_other_data",
     "is_warmup",
     "kernel_of",
+    "kernel_of_run",
     "latent_draws",
     "require_draws",
     "share_flagged",
@@ -50,6 +55,30 @@ def kernel_of(mcmc: object, who: str, instead: str = "") -> ParticleKernel:
     return kernel
 
 
+def kernel_of_run(
+    mcmc: object, who: str, instead: str = "", *, of_warmup: bool = False, of_optimizer: bool = False
+) -> ParticleKernel:
+    """Return the kernel of an ``MCMC`` that has draws.
+
+    :param who: what was called with it, for the messages.
+    :param instead: as for :func:`kernel_of`.
+    :param of_warmup: whether the draws may be those of a warmup.
+    :param of_optimizer: whether the particles may be those of an optimizer of the cloud.
+    :raises TypeError: as :func:`kernel_of` does.
+    :raises ValueError: if it has no such draws.
+    """
+    kernel = kernel_of(mcmc, who, instead)
+    require_draws(mcmc)
+    if not of_warmup and is_warmup(mcmc):
+        raise ValueError(f"These are draws of warmup; call {who} after mcmc.run(key, ...).")
+    if not of_optimizer and not kernel.dynamics.is_sampler:
+        raise ValueError(
+            f"{type(kernel).__name__} is an optimizer of the cloud, whose particles are no draws from the posterior. "
+            "Use SGLDR for draws."
+        )
+    return kernel
+
+
 def bound_of(mcmc: MCMC) -> BoundSampler:
     """Return the kernel of a run, bound to the arguments of its model."""
     return mcmc.sampler.bind(*arguments(mcmc))
@@ -68,22 +97,27 @@ def require_draws(mcmc: MCMC) -> None:
         )
 
 
-def chosen_draws(mcmc: MCMC, most: int, who: str) -> Any:
+def evenly_spread(total: int, most: int) -> np.ndarray:
+    """Return at most so many of the numbers below ``total``, evenly spread, with the first and the last."""
+    return np.unique(np.linspace(0, total - 1, min(most, total)).round().astype(int))
+
+
+def chosen_draws(mcmc: MCMC, most: int, by_chain: bool = False) -> Any:
     """Return at most so many draws of a run, evenly spread over particles and iterations, with a leading axis.
 
-    Of an optimizer of the cloud, they come from its last cloud; of a model, they are those of its latent sites.
+    Of an optimizer of the cloud, they come from its last cloud.
 
-    :param who: what needs them, for the message, such as "Scores need".
-    :raises ValueError: if the run left out latent sites.
+    :param by_chain: whether to choose whole iterations, at least 4, and return axes ``(chains, draws)``.
     """
-    if mcmc.sampler.dynamics.is_sampler:
-        kept = mcmc.get_samples()
+    if by_chain:
+        most, axis = max(4, most // mcmc.num_chains), 1
     else:
-        kept = jax.tree.map(lambda x: x[:, -1], mcmc.get_samples(group_by_chain=True))
-    kept = latent_draws(bound_of(mcmc).target, kept, who)
-    total = len(jax.tree.leaves(kept)[0])
-    chosen = np.unique(np.linspace(0, total - 1, min(most, total)).round().astype(int))
-    return jax.tree.map(lambda x: jnp.asarray(x[chosen]), kept)
+        axis = 0
+    kept = mcmc.get_samples(group_by_chain=by_chain or not mcmc.sampler.dynamics.is_sampler)
+    if not by_chain and not mcmc.sampler.dynamics.is_sampler:
+        kept = jax.tree.map(lambda x: x[:, -1], kept)
+    chosen = evenly_spread(jax.tree.leaves(kept)[0].shape[axis], most)
+    return jax.tree.map(lambda x: jnp.asarray(x.take(chosen, axis)), kept)
 
 
 def latent_draws(target: Target, draws: Any, who: str) -> Any:
@@ -99,6 +133,22 @@ def latent_draws(target: Target, draws: Any, who: str) -> Any:
             f"{who} the draws of all latent sites, and {missing} are missing; run without extra_fields=('~z.site',)."
         )
     return {name: draws[name] for name in target.latent}
+
+
+def flat_values(values: Any, lead: int) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
+    """Return the leaves of a pytree as one array ``(..., n)`` in double precision, and a function that gives n numbers
+    the structure of one value.
+
+    :param lead: the number of leading axes.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    shapes = [x.shape[lead:] for x in leaves]
+
+    def shaped(flat):
+        parts = np.split(flat, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+        return jax.tree.unflatten(structure, [part.reshape(x) for part, x in zip(parts, shapes, strict=True)])
+
+    return np.concatenate([np.asarray(x, float).reshape(*x.shape[:lead], -1) for x in leaves], -1), shaped
 
 
 def is_warmup(mcmc: MCMC) -> bool:

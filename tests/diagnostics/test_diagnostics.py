@@ -433,12 +433,6 @@ def test_inference_data_is_read(mcmc):
     data.posterior.attrs["num_independent"] = 1
     np.testing.assert_allclose(ensemble_ess(data)["z"], ensemble_ess(draws, 1), rtol=1e-4)
     assert nested_rhat(data)["z"].shape == (2,)
-    # Data of older versions name the interaction alone.
-    del data.posterior.attrs["num_independent"], data.posterior.attrs["coupling"]
-    np.testing.assert_allclose(ensemble_ess(data)["z"], ensemble_ess(draws, 2), rtol=1e-4)
-    data.posterior.attrs["interaction"] = "Balanced(interaction=RBF(bandwidth=1.0, nugget=0.001))"
-    np.testing.assert_allclose(ensemble_ess(data)["z"], ensemble_ess(draws, 1), rtol=1e-4)
-    assert nested_rhat(data)["z"].shape == (2,)
 
 
 def test_data_say_whether_particles_are_independent(mcmc):

@@ -23,7 +23,7 @@ from numpyro_repulsion import (
     summary,
     to_inference_data,
 )
-from numpyro_repulsion.inference_data import chunks
+from numpyro_repulsion.inference_data import rows
 
 NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
 
@@ -67,7 +67,7 @@ def test_deterministic_sites_are_computed_over_all_rows(mcmc, data):
 
 
 def test_deterministic_sites_too_large_for_memory_are_refused(mcmc, monkeypatch):
-    monkeypatch.setattr(chunks, "MAX_BYTES", 6 * 20 * 40 * 4 - 1)
+    monkeypatch.setattr(rows, "MAX_BYTES", 6 * 20 * 40 * 4 - 1)
     with pytest.raises(ValueError, match="'logits'.*deterministic=False.*thinning"):
         to_inference_data(mcmc)
 

@@ -15,7 +15,7 @@ from numpyro.handlers import mask, scale
 from numpyro.infer import MCMC, log_likelihood
 
 from numpyro_repulsion import SGLD, SVGD, all_rows, to_inference_data
-from numpyro_repulsion.inference_data import chunks
+from numpyro_repulsion.inference_data import rows
 
 ROWS, BATCH = 40, 8
 Y = np.asarray(random.normal(random.key(0), (ROWS,))) + 1.0
@@ -106,13 +106,13 @@ def test_crossed_plates_some_of_them_subsampled(run):
 def test_chunks_of_draws_change_nothing(run, monkeypatch):
     mcmc = run(regression, X, Y)
     whole = values(to_inference_data(mcmc, log_likelihood=True))
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 7 * ROWS * 4)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 7 * ROWS * 4)
     np.testing.assert_allclose(values(to_inference_data(mcmc, log_likelihood=True)), whole, rtol=1e-6)
 
 
 def test_too_large_for_memory_is_refused(run, monkeypatch):
     mcmc = run(regression, X, Y)
-    monkeypatch.setattr(chunks, "MAX_BYTES", 4 * 6 * ROWS * 4 - 1)
+    monkeypatch.setattr(rows, "MAX_BYTES", 4 * 6 * ROWS * 4 - 1)
     with pytest.raises(
         ValueError, match="log likelihood of \\['y'\\] over all rows.*24 draws.*False or fewer.*thinning"
     ):

@@ -18,7 +18,7 @@ from numpyro.handlers import uncondition
 from numpyro.infer import Predictive
 
 from numpyro_repulsion import SVGD, all_rows, to_inference_data
-from numpyro_repulsion.inference_data import chunks
+from numpyro_repulsion.inference_data import rows
 
 ROWS, BATCH, NOISE = 40, 8, 0.5
 NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
@@ -168,7 +168,7 @@ def test_anything_but_keys_and_draws_is_refused(mcmc, name, given):
 
 @pytest.mark.parametrize("name", ["posterior_predictive", "prior"])
 def test_too_large_for_memory_is_refused(mcmc, monkeypatch, name):
-    monkeypatch.setattr(chunks, "MAX_BYTES", 4 * 400 * ROWS - 1)
+    monkeypatch.setattr(rows, "MAX_BYTES", 4 * 400 * ROWS - 1)
     with pytest.raises(ValueError, match=f"over all rows would take.*Leave {name}=None"):
         to_inference_data(mcmc, deterministic=False, **{name: random.key(0)})
 

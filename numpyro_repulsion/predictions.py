@@ -1,9 +1,8 @@
-"""Prediction of a site for new data from the draws of a run, in chunks."""
+"""Predictions of a site for new data: a mixture over the draws of a run, computed in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 import inspect
 from typing import Any
 
@@ -18,22 +17,119 @@ from numpyro.infer import MCMC
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
-from numpyro_repulsion.checks import integer
+from numpyro_repulsion.checks import integer, number
 from numpyro_repulsion.gradients import ModelTarget, check_values, compiled
-from numpyro_repulsion.inference_data import visible
-from numpyro_repulsion.kernels import bound_of, chosen_draws, is_warmup, kernel_of, require_draws
+from numpyro_repulsion.inference_data import in_chunks, visible
+from numpyro_repulsion.kernels import bound_of, chosen_draws, kernel_of_run, latent_draws
 from numpyro_repulsion.kernels.bound import hinting
-from numpyro_repulsion.predictions.mixture import Predictions
 
-__all__ = ["predict"]
+__all__ = ["Predictions", "predict"]
 
-#: Results of the draws computed at once take about as many bytes, or those of a single draw.
-CHUNK_BYTES = 2**27
-#: Most draws computed at once.
-CHUNK_SIZE = 100
-#: Replicates of more bytes raise `ValueError`.
-MAX_BYTES = 2**31
 _CLASSES = (dist.CategoricalProbs, dist.CategoricalLogits)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Predictions:
+    r"""Predictions of a site, :math:`p(y^*) = \frac1n \sum_s p(y^* \mid \theta_s)` over n draws, as NumPy arrays.
+
+    - **site** - the name of the site.
+    - **replicates** - one random value of the site for each draw, ``(draws, ...)``.
+    - **observed** - the observations, or ``None``. NaN are missing, as those that a mask hides are.
+    - **mean**, **sd** - of the mixture, with the shape of the site: ``sd`` joins the noise of the site with the
+      disagreement of the draws. For a deterministic site it is the disagreement alone. ``None`` for classes.
+    - **probabilities** - of each class, in a last axis, for a categorical site; otherwise ``None``.
+    - **log_likelihood** - the log density of each observation under the mixture, if the data for which predictions
+      were made have observations; otherwise ``None``. Its mean, ``np.nanmean`` if some are missing, is the usual test
+      log likelihood.
+
+    :func:`~numpyro_repulsion.predict` makes it.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import numpy as np
+        >>> from numpyro_repulsion.predictions import Predictions
+        >>> rng = np.random.default_rng(0)
+        >>> found = Predictions("y", replicates=rng.normal(size=(200, 50)), observed=3.0 * rng.normal(size=50))
+        >>> found.quantile([0.05, 0.95]).shape
+        (2, 50)
+        >>> found.coverage(0.9) < 0.8  # too narrow
+        True
+    """
+
+    site: str
+    replicates: np.ndarray
+    observed: np.ndarray | None = None
+    mean: np.ndarray | None = None
+    sd: np.ndarray | None = None
+    probabilities: np.ndarray | None = None
+    log_likelihood: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        count, *shape = self.replicates.shape
+        parts = [f"{self.site!r}", f"{count} draws", f"shape {tuple(shape)}"]
+        if self.log_likelihood is not None:
+            known = self.log_likelihood[~np.isnan(self.log_likelihood)]
+            parts.append(f"mean log likelihood {known.mean() if known.size else np.nan:.4g}")
+            if known.size < self.log_likelihood.size:
+                parts.append(f"{known.size} of {self.log_likelihood.size} observed")
+        return f"Predictions({', '.join(parts)})"
+
+    def quantile(self, q: Any) -> np.ndarray:
+        """Return quantiles of the mixture, estimated from the replicates.
+
+        :param q: one share or several, between 0 and 1.
+        :return: an array of the shape of the site, with the axes of ``q`` before it.
+        :raises ValueError: for shares out of range.
+        """
+        shares = np.asarray(q)
+        if shares.dtype.kind not in "iuf" or not ((shares >= 0) & (shares <= 1)).all():
+            raise ValueError(f"`q` must be one or more numbers from 0 to 1; got {q!r}.")
+        return np.quantile(self.replicates, shares, axis=0)
+
+    def pit(self) -> np.ndarray:
+        """Return the probability integral transform of each observation: the share of the mixture below it.
+
+        It is uniform between 0 and 1 where predictions are calibrated. Ties with replicates, as for counts, are broken
+        at random, from a fixed seed.
+
+        :raises ValueError: without observations, and for classes.
+
+        **References:**
+
+        1. *Predictive model assessment for count data*, C. Czado, T. Gneiting and L. Held, Biometrics 65, 2009
+        """
+        if self.probabilities is not None:
+            raise ValueError(f"The classes of '{self.site}' have no order; compare `probabilities` with `observed`.")
+        observed = self.require_observed()
+        below = (self.replicates < observed).sum(0)
+        ties = (self.replicates == observed).sum(0)
+        share = (below + np.random.default_rng(0).uniform(size=observed.shape) * (ties + 1)) / (
+            len(self.replicates) + 1
+        )
+        return np.where(np.isnan(observed), np.nan, share)
+
+    def coverage(self, prob: float = 0.9) -> float:
+        """Return the share of observations inside the central interval that should hold the share ``prob`` of them.
+
+        :raises ValueError: without observations, for classes, and for a ``prob`` that is not between 0 and 1.
+        """
+        prob = number("`prob`", prob, "a number between 0 and 1", lambda x: 0.0 < x < 1.0)
+        share = self.pit()
+        return float((np.abs(share[~np.isnan(share)] - 0.5) <= prob / 2.0).mean())
+
+    def require_observed(self) -> np.ndarray:
+        """Return the observations.
+
+        :raises ValueError: without any.
+        """
+        if self.observed is None or np.isnan(self.observed).all():
+            raise ValueError(
+                f"These predictions of '{self.site}' have no observations to compare with; pass the observed values "
+                "as predict(mcmc, ...) passes them to the model."
+            )
+        return self.observed
 
 
 def predict(
@@ -91,19 +187,16 @@ def predict(
         >>> bool(0.8 < predict(mcmc, x, y).coverage(0.9) < 1.0)
         True
     """
-    kernel = kernel_of(mcmc, "predict")
-    require_draws(mcmc)
+    kernel = kernel_of_run(mcmc, "predict", of_optimizer=True)
     if kernel.model is None:
         raise ValueError("A kernel made from a `potential_fn` has no model to predict from; make it from a model.")
-    if is_warmup(mcmc):
-        raise ValueError("These are draws of warmup; call predict after mcmc.run(key, ...).")
     num_draws = integer("`num_draws`", num_draws)
     if rng_key is not None and not (hasattr(rng_key, "dtype") and is_prng_key(rng_key)):
         raise TypeError(f"`rng_key` must be a PRNG key such as random.key(1); got {rng_key!r}.")
     key = random.key(0) if rng_key is None else rng_key
     fitted: Any = bound_of(mcmc).target
     site = _site(fitted, site)
-    draws = chosen_draws(mcmc, num_draws, "Predictions need")
+    draws = latent_draws(fitted, chosen_draws(mcmc, num_draws), "Predictions need")
     _check_arguments(kernel.model, args, kwargs)
     model = _NewData(substitute(kernel.model, data=fitted.params), {name: x.shape[1:] for name, x in draws.items()})
     with hinting(kernel.model, args, kwargs):
@@ -112,12 +205,15 @@ def predict(
         check_values(args, kwargs, of_rows=True)
         kept = _Sums(site, _observed(target, site, model.drawn, jax.tree.map(lambda x: x[0], draws)))
 
-    def of_draw(target, number, draw):
+    def of_draw(target, numbered):
+        place, draw = numbered
         # The model takes keys from its own by splitting, so replicates need another.
-        of_model, of_replicate = random.split(random.fold_in(key, number))
+        of_model, of_replicate = random.split(random.fold_in(key, place))
         return _of_draw(target.sites(draw, of_model)[site], of_replicate, kept.observed is not None)
 
-    for found in _in_chunks(of_draw, target, draws):
+    numbered = jnp.arange(len(next(iter(draws.values())))), draws
+    remedy = "Lower `num_draws`, or pass the rows in parts"
+    for found in in_chunks(of_draw, target, numbered, f"Replicates of '{site}'", remedy, kept="replicate"):
         kept.add(found)
     return kept.predictions()
 
@@ -192,26 +288,6 @@ def _of_draw(msg, key, has_data):
         return found
 
 
-def _in_chunks(of_draw: Callable, target: ModelTarget, draws: dict):
-    """Yield what ``of_draw`` returns for chunks of the draws, computed by one compiled program."""
-    total = len(next(iter(draws.values())))
-    numbered = jnp.arange(total), draws
-    results = jax.eval_shape(partial(of_draw, target), *jax.tree.map(lambda x: x[0], numbered))
-    bytes_of = {name: int(np.prod(x.shape)) * x.dtype.itemsize for name, x in results.items()}
-    if (size := total * bytes_of["replicate"]) > MAX_BYTES:
-        raise ValueError(
-            f"Replicates of {results['replicate'].shape} for {total} draws would take {size / 2**30:.1f} GiB. Lower "
-            "`num_draws`, or pass the rows in parts."
-        )
-    chunk = min(CHUNK_SIZE, total, max(1, CHUNK_BYTES // max(1, sum(bytes_of.values()))))
-    program = compiled(lambda target, *draws: jax.vmap(partial(of_draw, target))(*draws), target)
-    for start in range(0, total, chunk):
-        # The last chunk ends at the last draw, and the draws that it repeats are dropped.
-        first = min(start, total - chunk)
-        found = program(*jax.tree.map(lambda x, first=first: x[first : first + chunk], numbered))
-        yield {name: np.asarray(value)[start - first :] for name, value in found.items()}
-
-
 class _NewData(Messenger):
     """A model of new data: its plates take all rows, and sites that have neither data nor draws are drawn.
 
@@ -229,6 +305,7 @@ class _NewData(Messenger):
         self.shapes, self.drawn, self.draws = shapes, set(), False
 
     def process_message(self, msg):
+        # Rows of unknown numbers, unlike those of `all_rows`, so that the analysis of the model sees what they reach.
         if msg["type"] == "plate" and (msg["value"] is None or msg["args"][1] in (None, msg["args"][0])):
             size = msg["args"][0]
             msg["args"], msg["value"] = (size, size), jnp.arange(size)

@@ -95,7 +95,7 @@ def test_log_likelihoods_are_those_of_numpyro(fitted):
 def test_chunks_make_no_difference(fitted, monkeypatch):
     y = jnp.zeros(4)
     whole = predict(fitted, NEW, y, num_draws=97)
-    monkeypatch.setattr("numpyro_repulsion.predictions.prediction.CHUNK_SIZE", 10)
+    monkeypatch.setattr("numpyro_repulsion.inference_data.rows.CHUNK_SIZE", 10)
     parts = predict(fitted, NEW, y, num_draws=97)
     for name in ("mean", "sd", "log_likelihood", "replicates"):
         np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), rtol=1e-5, atol=1e-6)
@@ -218,7 +218,7 @@ def test_wrong_calls_say_what_to_write(fitted):
 
 
 def test_too_many_replicates_are_refused(fitted, monkeypatch):
-    monkeypatch.setattr("numpyro_repulsion.predictions.prediction.MAX_BYTES", 1000)
+    monkeypatch.setattr("numpyro_repulsion.inference_data.rows.MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="Lower `num_draws`"):
         predict(fitted, NEW)
 

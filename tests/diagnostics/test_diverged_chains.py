@@ -10,7 +10,7 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, diagnose, summary, to_inference_data
-from numpyro_repulsion.inference_data.stray import find_diverged_chains
+from numpyro_repulsion.diagnostics import find_diverged_chains
 
 SIZE, NUMBER, DIMENSION = 20, 200, 8
 

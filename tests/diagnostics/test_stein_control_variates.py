@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGHMC, SGLD, SVGD, Independent, Subsampled, stein_control_variates
-from numpyro_repulsion.stein import DEGREES, _degree, _residuals, _variates
+from numpyro_repulsion.diagnostics.stein import DEGREES, _degree, _residuals, _variates
 
 RNG = np.random.default_rng(0)
 #: z1 is the logarithm of a Gamma(5) variable, z2 normal with mean z1^2 / 4: skewed and curved.
