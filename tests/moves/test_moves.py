@@ -321,7 +321,7 @@ def noisy():
 
 
 def test_random_likelihoods_are_refused_whatever_the_gradient():
-    for gradient in (None, FullData()):
+    for gradient in ("auto", FullData()):
         with pytest.raises(ValueError, match=r"likelihood of this model is random \(numpyro.prng_key\): drop `moves`"):
             SGLD(noisy, moves=Archive(), gradient=gradient).init(random.split(random.key(0), 4), 50, None, (), {})
 
