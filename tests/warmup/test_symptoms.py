@@ -20,12 +20,12 @@ from numpyro_repulsion.warmup.symptoms import MIN_TAIL_GRADIENT
 PARTICLES, ITERATIONS, WINDOW = 20, 200, 50
 
 
-def seen(energy, draws, change=None):
-    """The symptoms after iterations with these draws, ``(iterations, particles, d)``."""
+def seen(energy, draws, change=None, noise=0.0):
+    """The symptoms after iterations with these draws, ``(iterations, particles, d)``, and noise in gradients."""
     change = change or Preconditioner(jnp.ones(draws.shape[-1]))
     draws = jnp.asarray(draws, jnp.float32)
     gradients = jax.vmap(jax.vmap(jax.grad(energy)))(change.to_positions(draws))
-    gradients = change.whiten_gradient(gradients)
+    gradients = change.whiten_gradient(gradients) + noise * random.normal(random.key(0), draws.shape)
 
     def window(symptoms, seen_in_it):
         def iteration(symptoms, one):
@@ -139,7 +139,10 @@ def test_the_widest_direction_is_found_and_its_basins(seed):
     assert found.widest.has_basins
     # Particles that change sides are in one basin.
     mixed = np.random.default_rng(seed).permuted(z, axis=1)
-    assert not seen(energy, mixed).widest.has_basins
+    assert not seen(energy, mixed).widest.has_basins and not seen(energy, mixed).widest.may_have_basins
+    # Noise hides that each has explored its basin, but nothing pulls them together.
+    noisy = seen(energy, z, noise=60.0).widest
+    assert noisy.may_have_basins and not noisy.has_basins
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -151,6 +154,8 @@ def test_slow_particles_are_not_in_several_basins(seed):
     z[..., 0] = place
     found = seen(lambda z: (z[0] / 10) ** 2 / 2 + jnp.sum(z[1:] ** 2) / 2, z)
     assert found.widest.variance > 20.0 and not found.widest.has_basins
+    # They are pulled together.
+    assert not found.widest.may_have_basins
 
 
 def test_particles_that_do_not_move_have_no_symptoms_and_no_nan():
