@@ -19,7 +19,6 @@ from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import CurvatureStats
 from numpyro_repulsion.gradients import ModelTarget, Particle, compiled, ravel_cloud
 from numpyro_repulsion.kernels import (
-    arguments,
     bound_of,
     coupling_of,
     evenly_spread,
@@ -28,7 +27,6 @@ from numpyro_repulsion.kernels import (
     has_other_data,
     kernel_of_run,
 )
-from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.warmup import Measurements, estimate_curvature, measure_steepness, summarize_curvature
 
 __all__ = ["ExtrapolatedMeans", "StepBias", "extrapolate", "predict_bias", "step_bias"]
@@ -378,53 +376,44 @@ def _num_values(function, draws):
     return number
 
 
-def predict_bias(mcmc: MCMC, is_other: bool | None = None) -> tuple[float, float]:
+def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) -> tuple[float, float]:
     """Return the predicted relative inflation of variances for the step in use, and that from gradient noise alone.
 
     :param mcmc: for several plain chains, the first one counts.
     :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
         ``None`` finds out.
+    :param halvings: how many times the step is halved.
     """
-    return _predicted(mcmc, has_other_data(mcmc) if is_other is None else is_other, _step_in_use(mcmc))
+    is_other = has_other_data(mcmc) if is_other is None else is_other
+    state = mcmc.last_state
+    step_size = jnp.asarray(_step_in_use(mcmc) / 2**halvings, state.step_size.dtype)
+    predict = compiled(partial(_predict, mcmc.sampler, is_other), bound_of(mcmc).target)
+    predicted, noise = predict(state, step_size)
+    return float(predicted), float(noise)
 
 
-def _predict_fall(mcmc: MCMC, times: int = 1) -> tuple[float, float]:
-    """Return the predicted bias with half the step as a share of that with the step; and that with the step.
+def _predict_fall(mcmc, levels):
+    """Return the predicted bias with the smallest step as a share of that with twice this step; and the latter.
 
     The share is 1/2 for a bias of first order in ε, as that of minibatches, and 1/4 for one of second order. Where
     nothing is predicted, it is 1/2, and the bias 0.
-
-    :param times: after halving the step in use how many times; at least once.
     """
-    is_other, step_size = has_other_data(mcmc), _step_in_use(mcmc)
-    before, after = (_predicted(mcmc, is_other, step_size / 2**k)[0] for k in (times - 1, times))
+    is_other = has_other_data(mcmc)
+    before, after = (predict_bias(mcmc, is_other, k)[0] for k in (levels - 1, levels))
     if not 0.0 < before < MAX_PREDICTED:
         return 0.5, 0.0
     return 0.5 if bound_of(mcmc).plan("diagonal").noise else min(max(after / before, 0.25), 0.5), before
 
 
-def _predicted(mcmc, is_other, step_size):
-    """Return the predicted inflation, and that from noise alone."""
-    state = mcmc.last_state
-    step_size = jnp.asarray(step_size, state.step_size.dtype)
-    kernel, target = mcmc.sampler, bound_of(mcmc).target
-    if any(map(is_spread, jax.tree.leaves((target.args, target.kwargs)))):
-        program = compiled(lambda own, *given: _predict(kernel, own.args, own.kwargs, is_other, *given), target)
-    else:
-        program = jax.jit(partial(_predict, kernel, *arguments(mcmc), is_other))
-    predicted, noise = program(state, step_size)
-    return float(predicted), float(noise)
-
-
-def _step_in_use(mcmc: MCMC) -> float:
+def _step_in_use(mcmc):
     """Return the ε in use, of a schedule the longest that made a draw."""
     if callable(mcmc.sampler.step_size):
         return float(np.max(mcmc.get_extra_fields()["step_size"]))
     return float(np.ravel(mcmc.last_state.step_size)[0])
 
 
-def _predict(kernel, args, kwargs, is_other, state, step_size):
-    iteration, cloud = kernel.parts(state, args, kwargs)
+def _predict(kernel, is_other, target, state, step_size):
+    iteration, cloud = kernel.parts(state, target.args, target.kwargs)
     warmup, plan, dynamics = state.warmup, iteration.plan, kernel.dynamics
     interaction = kernel.interaction.at(random.key(0), state.num_updates)
     coupling = interaction.couple(cloud.z, warmup.bandwidth)
@@ -447,9 +436,6 @@ def _predict(kernel, args, kwargs, is_other, state, step_size):
     )
     error = dynamics.step_error(coupling)
     without_curvature = CurvatureStats(
-        jnp.zeros(()),
-        jnp.zeros(()),
-        error.remaining_noise(step_size, stats),
-        isotropic_noise=stats.isotropic_noise,
+        jnp.zeros(()), jnp.zeros(()), error.remaining_noise(step_size, stats), isotropic_noise=stats.isotropic_noise
     )
     return error.bias(step_size, stats), error.bias(step_size, without_curvature)

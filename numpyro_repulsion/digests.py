@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import hashlib
 import re
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 
 __all__ = ["digest", "digest_of_program", "has_parts", "words"]
 
-#: Parameters of operations that do not affect what these compute.
-_NAMES = {"name", "debug_info", "inline", "ctx_mesh", "donated_invars"}
+#: Addresses of objects, which differ between processes.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 #: From so many bytes on, devices compute checksums of their arrays, which take a tenth of the time.
 _LARGE = 1 << 28
 
@@ -43,8 +44,8 @@ def digest(tree: Any) -> str | None:
 
 
 def words(part: object) -> str:
-    """Return the ``repr`` of a part without addresses, which differ between processes."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
+    """Return the ``repr`` of a part without addresses."""
+    return _ADDRESS.sub("", repr(part))
 
 
 def has_parts(x: object) -> bool:
@@ -73,85 +74,31 @@ def _checksums(x):
     return jnp.stack([bits.sum(), mixed.sum(), (mixed ^ (mixed >> 13)).sum()])
 
 
-def digest_of_program(program: ClosedJaxpr, known: Any = ()) -> tuple[str, bool]:
-    """Return the digest of a program and its constants, and whether it calls back into Python, which that leaves out.
+def digest_of_program(program: ClosedJaxpr, known: Any = ()) -> str:
+    """Return the digest of a program and its constants, which leaves out what it calls back in Python.
 
     :param known: arrays whose values need no digest here, because they have one elsewhere.
     """
     # Known arrays are recognized by identity, not by value.
     names = {id(x): f"known {i}" for i, x in enumerate(jax.tree.leaves(known)) if isinstance(x, jax.Array | np.ndarray)}
-    digester = _Digester(names)
-    return f"digest {digester.closed(program)}", digester.is_opaque
+    text = program.jaxpr.pretty_print(use_color=False)
+    found = hashlib.blake2b(_ADDRESS.sub("", text).encode(), digest_size=16)
+    for constant in _constants(program, set()):
+        found.update((names.get(id(constant)) or digest(constant) or "").encode())
+    return f"digest {found.hexdigest()}"
 
 
-class _Digester:
-    """Digests of programs within a program; each is made once."""
-
-    def __init__(self, names):
-        self._names = names
-        self._done: dict[int, tuple[Any, str]] = {}
-        self.is_opaque = False
-
-    def closed(self, program: ClosedJaxpr) -> str:
-        """Return the digest of a program and its constants."""
-        return _digest([self.open(program.jaxpr), *map(self._value, program.consts)])
-
-    def open(self, program: Jaxpr) -> str:
-        """Return the digest of a program, with its variables numbered in order of appearance."""
-        if id(program) in self._done:
-            return self._done[id(program)][1]
-        numbers: dict[Any, int] = {}
-
-        def atom(x):
-            if isinstance(x, Literal):
-                return f"{_kind(x.aval)} {self._value(x.val)}"
-            return f"{numbers.setdefault(x, len(numbers))} {_kind(x.aval)}"
-
-        parts = [*map(atom, program.constvars), "|", *map(atom, program.invars)]
-        for equation in program.eqns:
-            self.is_opaque |= "callback" in equation.primitive.name
-            parts += ["\n", equation.primitive.name, *map(atom, equation.invars), "->", *map(atom, equation.outvars)]
-            parts += [f"{k}={self._parameter(v)}" for k, v in sorted(equation.params.items()) if k not in _NAMES]
-        found = _digest([*parts, "\n", *map(atom, program.outvars)])
-        self._done[id(program)] = (program, found)  # Kept, so that no other object gets its address.
-        return found
-
-    def _parameter(self, value):
-        if isinstance(value, ClosedJaxpr):
-            return self.closed(value)
-        if isinstance(value, Jaxpr):
-            return self.open(value)
-        if isinstance(value, tuple | list) and type(value) in (tuple, list):
-            return f"({', '.join(map(self._parameter, value))})"
-        if isinstance(value, frozenset | set):
-            return f"{{{', '.join(sorted(map(self._parameter, value)))}}}"
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{k}: {self._parameter(v)}' for k, v in value.items())}}}"
-        if isinstance(value, np.ndarray | np.generic | jax.Array):
-            return self._value(value)
-        # Functions are derivative rules, which tracing has already applied.
-        return "a function" if callable(value) and not isinstance(value, type) else words(value)
-
-    def _value(self, value):
-        """Return the digest of a constant."""
-        if id(value) in self._names:
-            return self._names[id(value)]
-        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return f"{value.dtype} {self._value(jax.random.key_data(value))}"
-        if not hasattr(value, "dtype"):
-            return f"{type(value).__name__} {value!r}"
-        array = np.ascontiguousarray(value)
-        return f"{array.dtype}{array.shape} {_digest([array.reshape(-1).view(np.uint8).data])}"
-
-
-def _digest(parts):
-    found = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        found.update(part.encode() if isinstance(part, str) else part)
-        found.update(b"\0")
-    return found.hexdigest()
-
-
-def _kind(kind):
-    """Return the type of a variable as text."""
-    return f"{kind.str_short()}{'~' if getattr(kind, 'weak_type', False) else ''}"
+def _constants(program: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the arrays in a program and in those that it calls, which its text leaves out."""
+    yield from getattr(program, "consts", ())
+    program = getattr(program, "jaxpr", program)
+    if id(program) in seen:
+        return
+    seen.add(id(program))
+    for equation in program.eqns:
+        yield from (x.val for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
+        for part in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(part, Jaxpr | ClosedJaxpr):
+                yield from _constants(part, seen)
+            elif isinstance(part, np.ndarray | jax.Array):
+                yield part

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from html import escape
 import json
 import math
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple
 
-__all__ = ["LARGE_BIAS", "SEVERITIES", "Diagnosis", "Finding", "flagged_updates", "from_json", "to_json"]
+__all__ = [
+    "LARGE_BIAS",
+    "MAX_FLAGGED",
+    "RULES",
+    "SEVERITIES",
+    "Diagnosis",
+    "Finding",
+    "flagged_updates",
+    "from_json",
+    "to_json",
+]
 
 #: From harmless to serious.
 SEVERITIES = ("note", "warning", "error")
@@ -16,79 +26,52 @@ SEVERITIES = ("note", "warning", "error")
 MAX_FLAGGED = 1e-3
 #: A step that inflates variances by more is an error, however short the run is.
 LARGE_BIAS = 0.2
+
+
+class _Rule(NamedTuple):
+    """What a finding explains.
+
+    - **covers** - findings that it makes superfluous: it names their cause or states the same more precisely.
+    - **causes** - findings that it probably causes. These stay in the list, and their remedy refers to it.
+    """
+
+    covers: str = ""
+    causes: str = ""
+
+
 #: Findings of equal severity are listed in this order: causes before their symptoms.
-_ORDER = (
-    "short_run",
-    "diverged_chains",
-    "cold_momenta",
-    "noncentered",
-    "few_levels",
-    "funnel",
-    "other_data",
-    "jumps_off",
-    "several_basins",
-    "slow_directions",
-    "separate_modes",
-    "heavy_tails",
-    "varying_curvature",
-    "not_mixed",
-    "step_bias",
-    "flagged_updates",
-    "gradient_noise",
-    "control_variates_off",
-    "warmup",
-    "optimizer",
-)
-#: Each finding makes the listed ones superfluous: it names their cause or states the same more precisely.
-_COVERS = {
-    "noncentered": {
-        "funnel",
-        "heavy_tails",
-        "varying_curvature",
-        "slow_directions",
-        "step_bias",
-        "short_run",
-        "separate_modes",
-        "several_basins",
-        "gradient_noise",
-        "control_variates_off",
-    },
-    "few_levels": {"funnel", "heavy_tails", "varying_curvature", "slow_directions", "several_basins"},
-    "funnel": {"heavy_tails", "varying_curvature", "slow_directions", "step_bias", "short_run"},
-    "heavy_tails": {"varying_curvature", "slow_directions", "step_bias", "short_run"},
-    "varying_curvature": {"slow_directions", "step_bias", "short_run"},
-    "separate_modes": {"several_basins", "short_run"},
+RULES = {
+    "short_run": _Rule(),
+    "diverged_chains": _Rule(
+        causes="not_mixed separate_modes flagged_updates several_basins funnel heavy_tails varying_curvature "
+        "slow_directions step_bias"
+    ),
+    "cold_momenta": _Rule(causes="not_mixed slow_directions several_basins separate_modes"),
+    "noncentered": _Rule(
+        "funnel heavy_tails varying_curvature slow_directions step_bias short_run separate_modes several_basins "
+        "gradient_noise control_variates_off",
+        "not_mixed flagged_updates",
+    ),
+    "few_levels": _Rule(
+        "funnel heavy_tails varying_curvature slow_directions several_basins",
+        "not_mixed flagged_updates separate_modes",
+    ),
+    "funnel": _Rule("heavy_tails varying_curvature slow_directions step_bias short_run", "not_mixed flagged_updates"),
+    "other_data": _Rule(causes="not_mixed flagged_updates step_bias"),
+    "jumps_off": _Rule(causes="separate_modes several_basins not_mixed"),
     # Curvature differs between modes of different widths.
-    "several_basins": {"short_run", "funnel", "varying_curvature"},
-    "slow_directions": {"short_run"},
-    "not_mixed": {"short_run"},
-}
-#: Each finding probably causes the listed ones. These stay in the list, and their remedy refers to the cause.
-_CAUSES = {
-    "diverged_chains": {
-        "not_mixed",
-        "separate_modes",
-        "flagged_updates",
-        "several_basins",
-        "funnel",
-        "heavy_tails",
-        "varying_curvature",
-        "slow_directions",
-        "step_bias",
-    },
-    "cold_momenta": {"not_mixed", "slow_directions", "several_basins", "separate_modes"},
-    "noncentered": {"not_mixed", "flagged_updates"},
-    "few_levels": {"not_mixed", "flagged_updates", "separate_modes"},
-    "funnel": {"not_mixed", "flagged_updates"},
-    "heavy_tails": {"not_mixed", "flagged_updates"},
-    "varying_curvature": {"not_mixed", "flagged_updates"},
-    "other_data": {"not_mixed", "flagged_updates", "step_bias"},
-    "jumps_off": {"separate_modes", "several_basins", "not_mixed"},
-    "separate_modes": {"not_mixed"},
-    "several_basins": {"not_mixed"},
-    "step_bias": {"flagged_updates"},
+    "several_basins": _Rule("short_run funnel varying_curvature", "not_mixed"),
     # Where warmup finds several basins, it does not know how slow directions are.
-    "slow_directions": {"not_mixed", "separate_modes", "step_bias"},
+    "slow_directions": _Rule("short_run", "not_mixed separate_modes step_bias"),
+    "separate_modes": _Rule("several_basins short_run", "not_mixed"),
+    "heavy_tails": _Rule("varying_curvature slow_directions step_bias short_run", "not_mixed flagged_updates"),
+    "varying_curvature": _Rule("slow_directions step_bias short_run", "not_mixed flagged_updates"),
+    "not_mixed": _Rule("short_run"),
+    "step_bias": _Rule(causes="flagged_updates"),
+    "flagged_updates": _Rule(),
+    "gradient_noise": _Rule(),
+    "control_variates_off": _Rule(),
+    "optimizer": _Rule(),
 }
 #: Findings that get worse as their figure falls.
 _WORSE_IF_SMALL = {"slow_directions"}
@@ -126,8 +109,8 @@ class Finding(NamedTuple):
         return f"[{self.severity}] {self.name}: {self.message} {self.remedy}".rstrip()
 
 
-class Diagnosis(Sequence[Finding]):
-    """The findings about a run, worst first; :func:`~numpyro_repulsion.diagnose` returns one.
+class Diagnosis(tuple[Finding, ...]):
+    """The findings about a run, a tuple, worst first; :func:`~numpyro_repulsion.diagnose` returns one.
 
     It is true if any finding is a warning or an error. ``"funnel" in diagnosis`` tests for a name. Each name occurs
     once. A finding that another one explains better is left out, and the remedy of a symptom refers to its cause.
@@ -153,48 +136,26 @@ class Diagnosis(Sequence[Finding]):
         No problems found.
     """
 
-    __slots__ = ("findings", "headline")
+    headline: str
 
-    def __init__(self, findings: Iterable[Finding], headline: str = ""):
-        self.findings: tuple[Finding, ...] = _merged(findings)
-        self.headline = headline
-
-    @overload
-    def __getitem__(self, index: int) -> Finding: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Finding, ...]: ...
-
-    def __getitem__(self, index):
-        return self.findings[index]
-
-    def __len__(self) -> int:
-        return len(self.findings)
-
-    def __iter__(self) -> Iterator[Finding]:
-        return iter(self.findings)
+    def __new__(cls, findings: Iterable[Finding], headline: str = "") -> Diagnosis:
+        diagnosis = super().__new__(cls, _merged(findings))
+        diagnosis.headline = headline
+        return diagnosis
 
     def __contains__(self, item: object) -> bool:
         if isinstance(item, str) and item in _RENAMED:
             raise ValueError(f"The finding {item!r} is called {_RENAMED[item]!r} now.")
-        return item in self.findings or any(finding.name == item for finding in self.findings)
+        return super().__contains__(item) or any(finding.name == item for finding in self)
 
     def __bool__(self) -> bool:
-        return any(_level(finding) > 0 for finding in self.findings)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Diagnosis):
-            return NotImplemented
-        return (self.findings, self.headline) == (other.findings, other.headline)
-
-    def __hash__(self) -> int:
-        return hash((self.findings, self.headline))
+        return any(finding.severity != "note" for finding in self)
 
     def __str__(self) -> str:
         lines = [self.headline] if self.headline else []
         if not self:
             lines.append("No problems found.")
-        return "\n".join(lines + [f"- {finding}" for finding in self.findings])
+        return "\n".join(lines + [f"- {finding}" for finding in self])
 
     __repr__ = __str__
 
@@ -202,20 +163,18 @@ class Diagnosis(Sequence[Finding]):
         text = f"<p>{escape(self.headline)}</p>" if self.headline else ""
         if not self:
             text += "<p>No problems found.</p>"
-        if not self.findings:
+        if not len(self):
             return text
+        left = 'style="text-align: left"'
         rows = ""
-        for finding in self.findings:
-            color = _COLORS.get(finding.severity, _COLORS["warning"])
+        for finding in self:
             figure = "" if finding.figure is None else f"{finding.figure:.3g}"
-            rows += f'<tr><td style="color: {color}; font-weight: bold">{escape(finding.severity)}</td>'
-            for cell in (finding.name, figure, finding.message, finding.remedy):
-                rows += f'<td style="text-align: left">{escape(cell)}</td>'
-            rows += "</tr>"
-        header = "".join(
-            f'<th style="text-align: left">{title}</th>' for title in ("Severity", "Finding", "Figure", "", "Remedy")
-        )
-        return f"{text}<table><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>"
+            color = f'style="color: {_COLORS[finding.severity]}; font-weight: bold"'
+            cells = (finding.name, figure, finding.message, finding.remedy)
+            rows += f"<tr><td {color}>{escape(finding.severity)}</td>"
+            rows += "".join(f"<td {left}>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        titles = "".join(f"<th {left}>{title}</th>" for title in ("Severity", "Finding", "Figure", "", "Remedy"))
+        return f"{text}<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = False) -> Finding:
@@ -231,7 +190,7 @@ def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = F
     message += "too much energy) or had a clipped gradient (far too long)"
     if share > 0:
         message += f", {100 * share:.{3 if share > 0.095 else 2}g} % of all updates"
-    remedy = f"{_capital(remedy)}, or reparameterize."
+    remedy = f"{remedy[:1].upper()}{remedy[1:]}, or reparameterize."
     if share > MAX_FLAGGED:
         return Finding(
             "flagged_updates", "error", float(count), f"{message}, so the step-size bias is unknown.", remedy
@@ -247,55 +206,45 @@ def to_json(findings: Iterable[Finding]) -> str:
 
 
 def from_json(text: str) -> list[Finding]:
-    """Return the findings that :func:`to_json` wrote; ignores fields that this version does not know."""
-    nothing: dict[str, Any] = {"name": "warmup", "severity": "warning", "figure": None, "message": "", "remedy": ""}
-    found = [nothing | one for one in json.loads(text)]
-    return [Finding(*(one[field] for field in Finding._fields)) for one in found]
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _level(finding: Finding) -> int:
-    """Return the rank of a finding's severity; one that this version does not know counts as a warning."""
-    return SEVERITIES.index(finding.severity) if finding.severity in SEVERITIES else 1
+    """Return the findings that :func:`to_json` wrote."""
+    return [Finding(**finding) for finding in json.loads(text)]
 
 
 def _place(finding: Finding) -> tuple[int, int]:
-    return -_level(finding), _ORDER.index(finding.name) if finding.name in _ORDER else len(_ORDER)
+    order = list(RULES)
+    return -_level(finding), order.index(finding.name) if finding.name in order else len(order)
+
+
+def _level(finding: Finding) -> int:
+    return SEVERITIES.index(finding.severity)
 
 
 def _badness(finding: Finding) -> tuple[int, float]:
-    if finding.figure is None:
-        return _level(finding), -math.inf
-    return _level(finding), -finding.figure if finding.name in _WORSE_IF_SMALL else finding.figure
+    figure = -math.inf if finding.figure is None else finding.figure
+    return _level(finding), -figure if finding.name in _WORSE_IF_SMALL else figure
 
 
-def _merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
     """Return each name once, worst first, without covered findings; remedies of symptoms refer to their causes."""
     worst: dict[str, Finding] = {}
     for finding in findings:
         if finding.name not in worst or _badness(finding) > _badness(worst[finding.name]):
             worst[finding.name] = finding
+    rules = {name: rule for name, rule in RULES.items() if name in worst}
     covered = {
         name
-        for name, finding in worst.items()
-        for other in worst.values()
-        if name in _COVERS.get(other.name, ()) and _level(finding) <= _level(other)
+        for cause, rule in rules.items()
+        for name in rule.covers.split()
+        if name in worst and _level(worst[name]) <= _level(worst[cause])
     }
     kept = {name: finding for name, finding in worst.items() if name not in covered}
-    for cause in reversed(_ORDER):
-        if cause in kept and (symptoms := [kept[name] for name in _CAUSES.get(cause, ()) if name in kept]):
-            # A cause is as serious as its worst symptom.
-            kept[cause] = kept[cause]._replace(severity=max([kept[cause], *symptoms], key=_level).severity)
+    causes = {name: [x for x in rule.causes.split() if x in kept] for name, rule in rules.items() if name in kept}
+    for cause, symptoms in reversed(causes.items()):
+        # A cause is as serious as its worst symptom.
+        severity = max([kept[cause], *(kept[name] for name in symptoms)], key=_level).severity
+        kept[cause] = kept[cause]._replace(severity=severity)
     ordered = sorted(kept.values(), key=_place)
-    return tuple(_with_cause(finding, ordered) for finding in ordered)
-
-
-def _with_cause(finding: Finding, others: Sequence[Finding]) -> Finding:
-    """Return the finding; its remedy refers to the first of its causes among the others, if there is one."""
-    for other in others:
-        if finding.name in _CAUSES.get(other.name, ()):
-            return finding._replace(remedy=f'The likely cause is "{other.name}"; address it first.')
-    return finding
+    for i, finding in enumerate(ordered):
+        if cause := next((other.name for other in ordered if finding.name in causes.get(other.name, ())), ""):
+            ordered[i] = finding._replace(remedy=f'The likely cause is "{cause}"; address it first.')
+    return ordered

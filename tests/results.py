@@ -21,7 +21,16 @@ def logistic(X, y):
         numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
 
 
-def run(kernel, *args, num_samples=20, num_chains=6, extra_fields=(), **kwargs):
-    mcmc = vectorized(kernel, 0, num_samples, num_chains, **kwargs)
-    mcmc.run(random.key(0), *args, extra_fields=extra_fields)
+def made(kernel, num_samples=20, num_chains=6, num_warmup=0, **settings):
+    """An ``MCMC`` of particles, without a progress bar."""
+    return vectorized(kernel, num_warmup, num_samples, num_chains, **settings)
+
+
+def run(kernel, *args, key=0, num_samples=20, num_chains=6, num_warmup=0, **given):
+    """The same, after a run on the arguments of a model; of a potential energy from starts ``(L, 2)``."""
+    if kernel.model is None:
+        given.setdefault("init_params", random.normal(random.key(1), (num_chains, 2)))
+    settings = {name: given.pop(name) for name in ("thinning", "chain_method") if name in given}
+    mcmc = made(kernel, num_samples, num_chains, num_warmup, **settings)
+    mcmc.run(random.key(key), *args, **given)
     return mcmc

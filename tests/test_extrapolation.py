@@ -5,19 +5,17 @@ from collections import OrderedDict
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
 import numpy as np
 import pytest
+from results import run as ran
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
     RBF,
     SGHMC,
     SGLD,
-    SVGD,
     SVRG,
     Antithetic,
     Archive,
@@ -43,12 +41,10 @@ def square(z):
     return (z / SCALES) ** 2
 
 
-def run(kernel, num_samples=300, num_warmup=0, chain_method="vectorized", starts=None, args=(), key=0, **kwargs):
-    mcmc = vectorized(kernel, num_warmup, num_samples, CHAINS, chain_method=chain_method)
+def run(kernel, num_samples=300, starts=None, args=(), **kwargs):
     if starts is None and kernel.model is None:
         starts = SCALES * random.normal(random.key(1), (CHAINS, 2))
-    mcmc.run(random.key(key), *args, init_params=starts, **kwargs)
-    return mcmc
+    return ran(kernel, *args, num_samples=num_samples, num_chains=CHAINS, init_params=starts, **kwargs)
 
 
 def euler(step_size=0.2, **settings):
@@ -171,8 +167,7 @@ def test_positions_in_an_order_of_their_own():
 
 
 def test_thinned_draws_count_as_iterations():
-    mcmc = vectorized(euler(), 0, 1800, CHAINS, thinning=10)
-    mcmc.run(random.key(0), init_params=SCALES * random.normal(random.key(1), (CHAINS, 2)))
+    mcmc = run(euler(), num_samples=1800, thinning=10)
     by_default, given = (extrapolate(mcmc, square, num_samples=number) for number in (None, 200))
     np.testing.assert_array_equal(by_default.shift, given.shift)
 
@@ -224,12 +219,6 @@ def test_every_kind_of_run_can_be_asked(kernel):
 
 
 def test_misuse_is_refused(monkeypatch):
-    with pytest.raises(TypeError, match="extrapolate takes a numpyro.infer.MCMC.*got int"):
-        extrapolate(3)
-    with pytest.raises(ValueError, match="call mcmc.run"):
-        extrapolate(MCMC(euler(), num_warmup=1, num_samples=1))
-    with pytest.raises(ValueError, match="optimizer of the cloud.*Use SGLDR"):
-        extrapolate(run(SVGD(potential_fn=gaussian, step_size=0.1), num_samples=1))
     with pytest.raises(ValueError, match="that of no step size"):
         extrapolate(run(SGLD(potential_fn=gaussian, step_size=Cyclical(0.4, length=10)), num_samples=1))
     with pytest.raises(ValueError, match="four draws of each particle or more; the run has 3"):
@@ -257,10 +246,6 @@ def test_misuse_is_refused(monkeypatch):
             extrapolate(mcmc, num_samples=number)
     with pytest.raises(ValueError, match="`levels` must be"):
         extrapolate(mcmc, levels=0)
-    only_warmup = vectorized(SGLD(minibatched), 50, 1, 4)
-    only_warmup.warmup(random.key(0), Y, collect_warmup=True)
-    with pytest.raises(ValueError, match="draws of warmup"):
-        extrapolate(only_warmup)
 
 
 def test_errors_know_what_a_long_step_leaves():

@@ -5,11 +5,12 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from results import run as ran
 
 import numpyro
 import numpyro.distributions as dist
 from numpyro.handlers import mask, uncondition
-from numpyro.infer import MCMC, Predictive
+from numpyro.infer import Predictive
 
 from numpyro_repulsion import SGLD, Rows, all_rows, init_around, predict
 from numpyro_repulsion.contrib import Localized, llc
@@ -27,18 +28,10 @@ SEEN = np.random.default_rng(1).random(N) < 0.5
 HIDDEN = np.where(SEEN, Y, 999.0)
 
 
-def run(model, *args, num_samples=10, init=None, **kwargs):
+def run(model, *args, init=None, **given):
     strategy = {} if init is None else {"init_strategy": init}
-    mcmc = MCMC(
-        SGLD(model, step_size=1e-3, **strategy),
-        num_warmup=20,
-        num_samples=num_samples,
-        num_chains=5,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(0), *args, **kwargs)
-    return mcmc
+    kernel = SGLD(model, step_size=1e-3, **strategy)
+    return ran(kernel, *args, num_warmup=20, num_chains=5, **({"num_samples": 10} | given))
 
 
 def line(size, batch):
@@ -59,8 +52,7 @@ def test_fewer_rows_than_a_plate_has_are_refused(batch, kind):
     mcmc = run(line(N, batch), jnp.asarray(X), jnp.asarray(Y))
     for args in ((kind(X[:NEW]),), (kind(X[:NEW]), kind(Y[:NEW])), (kind(X), kind(Y[:NEW]))):
         with pytest.raises(
-            (ValueError, IndexError),
-            match=f"entry {N - 1} of an axis of length {NEW}.* plate .rows. of size {N}",
+            (ValueError, IndexError), match=f"entry {N - 1} of an axis of length {NEW}.* plate .rows. of size {N}"
         ):
             predict(mcmc, *args)
     assert predict(mcmc, kind(X), kind(Y)).log_likelihood.shape == (N,)

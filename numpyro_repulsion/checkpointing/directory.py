@@ -1,26 +1,35 @@
-"""A run on disk: its draws in one ``.npy`` file per site, its identity, and the state from which it continues."""
+"""A run on disk: its draws in one ``.npy`` file per site, its identity, and the state from which it continues.
+
+Every file found there is complete: draws have their full length from the start, and other files are replaced at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import errno
+import io
 import itertools
 import json
 import os
 from pathlib import Path
+import re
 from typing import Any, NamedTuple
 import warnings
+import zipfile
+import zlib
 
+import jax
+from jax import random
+import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.checkpointing.draws import DrawFile, checksum, make_room
-from numpyro_repulsion.checkpointing.identity import PROGRAMS, compare_densities, differences, makers
-from numpyro_repulsion.checkpointing.stored import Torn, pack, replace, unpack
+from numpyro_repulsion.checkpointing.identity import differences, makers, shapes_of
+from numpyro_repulsion.processes import are_several, broadcast, by_the_first
 
-__all__ = ["DRAWS", "Directory", "Draws", "load_draws"]
+__all__ = ["Directory", "Draws", "load_draws", "plan"]
 
 _NOTHING: dict[str, Any] = {"iteration": 0, "rows": [0, 0]}
-_RUN, DRAWS, _STATES = "run.json", "draws", ("state-0.npz", "state-1.npz")
+_RUN, _DRAWS, _STATES = "run.json", "draws", ("state-0.npz", "state-1.npz")
+_WRITE = os.O_WRONLY | getattr(os, "O_BINARY", 0)
 
 
 class Draws(NamedTuple):
@@ -74,17 +83,19 @@ def load_draws(directory: str | os.PathLike) -> Draws:
     extra_fields: dict[str, np.ndarray] = {}
     for file in itertools.starmap(DrawFile, run["files"]):
         group = samples if file.is_sample else extra_fields
-        group[file.name] = file.map(path / DRAWS)[:, : note["rows"][1]]
+        group[file.name] = file.map(path / _DRAWS)[:, : note["rows"][1]]
     return Draws(samples, extra_fields, note["iteration"], note["iteration"] == run["num_iterations"])
 
 
 class Directory:
     """A directory that one run at a time may write to.
 
-    :param path: the directory, made if it does not exist.
+    Of several processes, the first does all but read draws. Its errors are raised in all, so that none waits for it.
+
+    :param path: the directory, made if it does not exist, on a file system that all processes share.
     :param num_iterations: number of iterations of the run, warmup included.
     :raises OSError: if the directory cannot be written to.
-    :raises RuntimeError: if another process is writing to it.
+    :raises RuntimeError: if another run is writing to it.
     """
 
     #: Whether a later process may find what is saved.
@@ -95,88 +106,82 @@ class Directory:
         self.num_iterations = num_iterations
         self._next_slot = 0
         self._draws: list[DrawFile] = []
-        self._files: list[int] = []
-        self._lock: int | None = None
-        self._run: dict[str, Any] = {}
+        self._open_files: list[int] = []
+        by_the_first(self._take)
+
+    def _take(self):
+        """Make the directory, and take its lock."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _explained(error, f"The directory {self.path} cannot be made") from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"The directory {self.path} cannot be written to.")
-        self._take_lock()
+        try:
+            import fcntl
+        except ImportError:  # not on Windows
+            return
+        self._open_files.append(os.open(self.path, os.O_RDONLY))
+        try:
+            # The lock ends with the process, however that ends.
+            fcntl.flock(self._open_files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise RuntimeError(f"Another run is writing to {self.path}; wait for it, or stop it.") from None
+        except OSError:  # a file system without locks
+            pass
 
-    def open(
-        self,
-        identity: dict[str, Any],
-        files: list[DrawFile],
-        densities: Callable[[], dict[str, list]] = dict,
-        is_opaque: bool = False,
-    ) -> None:
+    def open(self, identity: dict[str, Any], files: list[DrawFile]) -> None:
         """Reserve room for all draws, or find those of the same run.
 
         :param identity: of :func:`~numpyro_repulsion.checkpointing.identity.identify`.
-        :param files: of :func:`~numpyro_repulsion.checkpointing.draws.plan`.
-        :param densities: returns the densities of the model's sites, compared if programs cannot be.
-        :param is_opaque: whether programs call back into Python, which digests do not cover.
+        :param files: of :func:`plan`.
         :raises ValueError: if the directory holds another run, something else, or damaged files.
         """
+        self._draws = files
+        by_the_first(lambda: self._open(identity))
+
+    def _open(self, identity):
         path = self.path / _RUN
         if path.exists():
-            self._run = json.loads(path.read_text())
-            others = [name for name, value in makers().items() if self._run["makers"].get(name) != value]
-            self._require_same(identity, densities, bool(others), is_opaque)
-            if others:
-                warnings.warn(
-                    f"The run in {self.path} began with a different {' and '.join(others)}. It continues, but may "
-                    "round differently.",
-                    stacklevel=4,
-                )
+            self._require_same(json.loads(path.read_text()), identity)
         else:
-            strange = {x.name for x in self.path.iterdir() if not x.name.startswith(".")} - {DRAWS, f"{_RUN}.part"}
-            if strange:
-                raise ValueError(
-                    f"{self.path} contains other files ({', '.join(sorted(strange)[:3])}) and no run; give a new or "
-                    "empty directory."
-                )
-            size = sum(file.num_bytes for file in files) / 2**20
-            self._saving(lambda: make_room(self.path / DRAWS, files), f"there is no room for {size:.1f} MiB of draws")
-            self._run = {
-                "identity": identity,
-                "densities": densities(),
-                "makers": makers(),
-                "num_iterations": self.num_iterations,
-                "files": files,
-            }
-            self._saving(lambda: replace(path, json.dumps(self._run, indent=1).encode()), "the run cannot be begun")
-        self._draws = [DrawFile(*file) for file in self._run["files"]]
+            self._begin(path, identity)
         for file in self._draws:
-            name = self.path / DRAWS / file.file
+            name = self.path / _DRAWS / file.file
             size = name.stat().st_size if name.exists() else 0
             if size != file.file_size:
                 raise ValueError(
                     f"{name} has {size} bytes, not {file.file_size}: draws were lost. Delete {self.path} to begin "
                     "again."
                 )
-            self._files.append(file.open(self.path / DRAWS))
+            self._open_files.append(file.open(self.path / _DRAWS))
 
-    def _require_same(self, identity, densities, has_other_makers, is_opaque):
-        saved = self._run["identity"]
-        if "densities" not in self._run:
+    def _begin(self, path, identity):
+        strange = {x.name for x in self.path.iterdir() if not x.name.startswith(".")} - {_DRAWS, f"{_RUN}.part"}
+        if strange:
             raise ValueError(
-                f"{self.path} holds a run that an earlier version of this package began. That version did not record "
-                "what the model computes, so the runs cannot be compared. Give another directory (load_draws reads the "
-                "draws of this one)."
+                f"{self.path} contains other files ({', '.join(sorted(strange)[:3])}) and no run; give a new or "
+                "empty directory."
             )
-        found = differences(saved, identity)
-        if has_other_makers:
-            # Other versions make other programs from the same functions.
-            found = [sentence for sentence in found if not sentence.startswith(PROGRAMS)]
-        if found or has_other_makers or is_opaque:
-            found += compare_densities(self._run["densities"], densities())
-        if found:
+        size = sum(file.num_bytes for file in self._draws) / 2**20
+        run = {"identity": identity, "makers": makers(), "num_iterations": self.num_iterations, "files": self._draws}
+        self._saving(
+            lambda: _make_room(self.path / _DRAWS, self._draws), f"there is no room for {size:.1f} MiB of draws"
+        )
+        self._saving(lambda: _replace(path, json.dumps(run, indent=1).encode()), "the run cannot be begun")
+
+    def _require_same(self, run, identity):
+        others = [name for name, value in makers().items() if run["makers"].get(name) != value]
+        if found := differences(run["identity"], identity, has_other_programs=bool(others)):
             raise ValueError(
                 f"{self.path} holds another run: {'; '.join(found)}. Give another directory, or delete this one."
+            )
+        if others:
+            warnings.warn(
+                f"The run in {self.path} began with a different {' and '.join(others)}. It continues, but may round "
+                "differently.",
+                stacklevel=6,
             )
 
     def restore(self, like: Any) -> tuple[int, Any] | None:
@@ -185,15 +190,25 @@ class Directory:
         :param like: the structure of the states, with shapes and types.
         :raises ValueError: if no saved state is intact.
         """
+        found = by_the_first(lambda: self._restore(like))
+        if not are_several():
+            return found
+        data = broadcast(b"" if found is None else _pack(found[1], {"iteration": found[0]}))
+        if not data:
+            return None
+        states, note = _unpack(data, like)
+        return note["iteration"], states
+
+    def _restore(self, like):
         found = sorted(_whole_states(self.path, like), key=lambda state: -state[1]["iteration"])
         for states, note, slot in found:
             first, stop = note["rows"]
-            if note["checksum"] == checksum([array[:, first:stop] for array in self.draws()]):
+            if note["checksum"] == _checksum([array[:, first:stop] for array in self.draws()]):
                 if len(found) < sum((self.path / name).exists() for name in _STATES) or states is not found[0][0]:
                     warnings.warn(
                         f"A saved file in {self.path} is damaged; the run continues from iteration "
                         f"{note['iteration']}, where all are intact.",
-                        stacklevel=4,
+                        stacklevel=6,
                     )
                 self._next_slot = 1 - slot
                 return note["iteration"], states
@@ -208,27 +223,33 @@ class Directory:
         :param first_row: number of the first draw of the piece.
         :param draws: in the order of the files, each ``(chains, draws of the piece, ...)``.
         """
-        rows = [first_row, first_row + draws[0].shape[1]]
-        note = {"iteration": iteration, "rows": rows, "checksum": checksum(draws)}
 
         def save():
-            for file, place, array in zip(self._files, self._draws, draws, strict=True):
+            for file, place, array in zip(self._open_files[-len(draws) :], self._draws, draws, strict=True):
                 place.put(file, first_row, array)
-            replace(self.path / _STATES[self._next_slot], pack(states, note))
+            rows = [first_row, first_row + draws[0].shape[1]]
+            note = {"iteration": iteration, "rows": rows, "checksum": _checksum(draws)}
+            _replace(self.path / _STATES[self._next_slot], _pack(states, note))
 
         after = ". What was saved before is intact: the same call continues from there."
-        self._saving(save, f"iterations up to {iteration} cannot be saved", after)
+        by_the_first(lambda: self._saving(save, f"iterations up to {iteration} cannot be saved", after))
         self._next_slot = 1 - self._next_slot
 
     def draws(self) -> list[np.ndarray]:
         """Return all draws, ``(chains, draws, ...)``, mapped from disk, in the order of the files."""
-        return [file.map(self.path / DRAWS) for file in self._draws]
+        try:
+            return [file.map(self.path / _DRAWS) for file in self._draws]
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"This process does not see the run in {self.path.absolute()}. Give a directory on a file system that "
+                "all processes share."
+            ) from error
 
     def close(self) -> None:
-        """Close the files and releases the lock on the directory."""
-        for file in (*self._files, *(() if self._lock is None else (self._lock,))):
+        """Close the files and release the lock on the directory."""
+        for file in self._open_files:
             os.close(file)
-        self._files, self._lock = [], None
+        self._open_files = []
 
     def _saving(self, save, failure, after=""):
         try:
@@ -238,33 +259,222 @@ class Directory:
                 part.unlink(missing_ok=True)
             raise _explained(error, f"{self.path}: {failure}", after) from error
 
-    def _take_lock(self):
-        try:
-            import fcntl
-        except ImportError:  # not on Windows
-            return
-        self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            # The lock ends with the process, however that ends.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise RuntimeError(f"Another run is writing to {self.path}; wait for it, or stop it.") from None
-        except OSError:  # a file system without locks
-            pass
-
 
 def _whole_states(path, like=None):
     """Return ``(states, note, slot)`` of each intact state file."""
     found = []
     for slot, name in enumerate(_STATES):
         try:
-            states, note = unpack((path / name).read_bytes(), like)
+            states, note = _unpack((path / name).read_bytes(), like)
             found.append((states, note, slot))
-        except (FileNotFoundError, Torn):
+        except (FileNotFoundError, _Torn):
             continue
     return found
 
 
 def _explained(error, text, after=""):
     return type(error)(error.errno, f"{text} ({error.strerror or error}){after}")
+
+
+class DrawFile(NamedTuple):
+    """One file of draws.
+
+    - **file** - the name of the file.
+    - **name** - the name of the site or field.
+    - **is_sample** - whether it is a site.
+    - **dtype**, **shape** - those of the whole array, ``(chains, draws, ...)``.
+    """
+
+    file: str
+    name: str
+    is_sample: bool
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def header(self) -> bytes:
+        """The header of the file."""
+        file, dtype = io.BytesIO(), np.dtype(self.dtype)
+        # NumPy does not know all types, such as bfloat16.
+        kind = dtype if dtype.kind != "V" else np.dtype(f"V{dtype.itemsize}")
+        description = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": tuple(self.shape)}
+        np.lib.format.write_array_header_1_0(file, description)
+        return file.getvalue()
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the array in bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    @property
+    def file_size(self) -> int:
+        """The size of the file in bytes."""
+        return len(self.header) + self.num_bytes
+
+    def open(self, folder: Path, flags: int = 0) -> int:
+        """Open the file for writing."""
+        return os.open(folder / self.file, _WRITE | flags, 0o666)
+
+    def map(self, folder: Path) -> np.ndarray:
+        """Return the array, mapped read-only."""
+        found = np.load(folder / self.file, mmap_mode="r" if self.num_bytes else None)
+        return np.asarray(found).view(self.dtype)
+
+    def put(self, file: int, first_row: int, rows: np.ndarray) -> None:
+        """Write rows ``(chains, rows, ...)`` to their places in the file."""
+        if not rows.size:
+            return
+        rows = np.ascontiguousarray(rows)
+        stride, start = rows[0, 0].nbytes, len(self.header)
+        for chain, own in enumerate(rows):
+            _write(file, _bytes(own), start + (chain * self.shape[1] + first_row) * stride)
+        os.fsync(file)
+
+
+def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows: int) -> list[DrawFile]:
+    """Return the files for the collected draws, in the order of the leaves, named after sites and fields.
+
+    :param collected: shapes of one draw, ``(chains, ...)``, by field.
+    """
+    files: list[DrawFile] = []
+    taken = set()
+    leaves = jax.tree.leaves_with_path(collected)
+    paths = [path for (field, *path), _ in leaves if field.key == sample_field]
+    has_sites = all(len(path) == 1 and isinstance(path[0], jax.tree_util.DictKey) for path in paths)
+    for (field, *path), leaf in leaves:
+        is_sample = field.key == sample_field
+        name = (
+            str(path[0].key)
+            if is_sample and has_sites
+            else field.key + jax.tree_util.keystr(tuple(path)).replace("'", "")
+        )
+        stem = re.sub(r"[^\w.-]", "_", name)[:100].strip(".") or "_"
+        while stem.lower() in taken:  # Some file systems ignore case.
+            stem += f"_{len(files)}"
+        taken.add(stem.lower())
+        shape = (num_chains, num_rows, *leaf.shape[1:])
+        files.append(DrawFile(f"{stem}.npy", name, is_sample, str(leaf.dtype), shape))
+    return files
+
+
+def _make_room(folder: Path, files: list[DrawFile]) -> None:
+    """Make files of full length, so that a disk that is too small fails before anything is computed.
+
+    :raises OSError: if the disk is too small; the files are removed.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        for one in files:
+            file = one.open(folder, os.O_CREAT | os.O_TRUNC)
+            try:
+                _write(file, one.header, 0)
+                _reserve(file, one.file_size)
+                os.fsync(file)
+            finally:
+                os.close(file)
+        _sync_folder(folder)
+    except OSError:
+        for one in files:
+            (folder / one.file).unlink(missing_ok=True)
+        raise
+
+
+def _checksum(arrays: list[np.ndarray]) -> int:
+    """Return a checksum over the values of arrays."""
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(_bytes(array), found)
+    return found
+
+
+def _bytes(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _reserve(file, size):
+    if hasattr(os, "posix_fallocate"):
+        try:
+            return os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    os.ftruncate(file, size)
+
+
+class _Torn(Exception):
+    """Raised if a file does not hold what was written."""
+
+
+def _write(file: int, data: Any, offset: int) -> None:
+    """Write all of a contiguous array, or bytes, at an offset of an open file."""
+    rest = memoryview(data).cast("B")
+    os.lseek(file, offset, os.SEEK_SET)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file atomically: a reader sees the old one or the new one, also after a crash."""
+    part = path.with_name(path.name + ".part")
+    file = os.open(part, _WRITE | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        _write(file, data, 0)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.replace(part, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names of files in a folder durable, on systems where folders can be opened."""
+    if os.name == "posix":
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def _pack(tree: Any, note: dict[str, Any]) -> bytes:
+    """Return a pytree of arrays and keys of either style, with a note, as an ``.npz`` file, which has checksums."""
+    arrays: dict[str, Any] = {}
+    implementations = []
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        implementations.append(str(random.key_impl(leaf)) if is_key else None)
+        arrays[str(i)] = np.asarray(random.key_data(leaf) if is_key else leaf)
+    note = note | {"keys": implementations, "leaves": shapes_of(tree)}
+    arrays["note"] = np.frombuffer(json.dumps(note).encode(), np.uint8)
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def _unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
+    """Return the pytree and the note that :func:`_pack` packed.
+
+    :param like: a pytree of the same structure with shapes and types; without it, only the note is read.
+    :raises _Torn: if ``data`` is not a complete file by :func:`_pack`.
+    :raises ValueError: for another structure.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            arrays = dict(file)
+        note = json.loads(arrays.pop("note").tobytes())
+        leaves = [arrays[str(i)] for i in range(len(arrays))]
+    except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, OSError, NotImplementedError) as error:
+        raise _Torn(str(error)) from error
+    if like is None:
+        return None, note
+    if other := differences(note["leaves"], shapes_of(like)):
+        raise ValueError(
+            f"The saved state is not one of this run: {'; '.join(other)}, as after an update of the package. Give "
+            "another directory; load_draws reads the saved draws."
+        )
+    found = []
+    for shape, leaf, key in zip(jax.tree.leaves(like), leaves, note["keys"], strict=True):
+        if leaf.dtype.kind == "V":  # types that are not NumPy's own, such as bfloat16
+            leaf = leaf.view(shape.dtype)
+        found.append(jnp.asarray(leaf) if key is None else random.wrap_key_data(jnp.asarray(leaf), impl=key))
+    return jax.tree.unflatten(jax.tree.structure(like), found), note

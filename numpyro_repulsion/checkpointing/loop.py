@@ -13,12 +13,12 @@ import numpy as np
 from numpyro.infer import MCMC
 from numpyro.util import cached_by, nested_attrgetter
 
-from numpyro_repulsion.checkpointing.program import Program, trace
+from numpyro_repulsion.checkpointing.identity import trace
 from numpyro_repulsion.kernels.mcmc import arguments, collected_fields, compiled_functions, jits_arguments
 from numpyro_repulsion.kernels.state import check_chains
 from numpyro_repulsion.layout import place_everywhere
 
-__all__ = ["Loop", "starts", "unweakened"]
+__all__ = ["Loop", "start", "unweakened"]
 
 
 class Loop:
@@ -43,10 +43,9 @@ class Loop:
         self.num_rows = mcmc.num_samples // mcmc.thinning
         self.num_iterations = num_warmup + mcmc.num_samples
         self.offset = num_warmup + mcmc.num_samples % mcmc.thinning
-        #: Whether one state holds all chains; otherwise there is one state per chain.
-        self.is_joint = mcmc.num_chains == 1 or mcmc.chain_method == "vectorized"
-        self._collect = _collector(compiled_functions(mcmc)[1], self.fields, self.removed)
-        #: Shapes and types of one draw of one state, by field.
+        self._key = self.fields, self.removed, mcmc.num_chains > 1
+        self._collect = _collector(compiled_functions(mcmc)[1], *self._key)
+        #: Shapes and types of one draw of the chains, by field.
         self.prototype = jax.eval_shape(self._collect, self._value(state))
 
     def rows(self, iteration: int) -> int:
@@ -64,8 +63,8 @@ class Loop:
         self.mcmc.sampler.warn(value[0], stop - first, before)
         return value[0], collected
 
-    def trace(self, state) -> Program:
-        """Return the program of one iteration, with what it collects.
+    def digest(self, state) -> str:
+        """Return the digest of the program of one iteration, with what it collects.
 
         :param state: a state, or its shapes.
         """
@@ -74,7 +73,7 @@ class Loop:
             value = compiled_functions(self.mcmc)[0](value)
             return value, self._collect(value)
 
-        return trace(iterate, self._value(state), known=arguments(self.mcmc))
+        return trace(iterate, self._value(state), known=arguments(self.mcmc))[0]
 
     def empty(self, piece_size: int) -> dict[str, Any]:
         """Return buffers for the draws of a piece of ``piece_size`` iterations."""
@@ -82,21 +81,9 @@ class Loop:
         size = -(-(min(piece_size, self.num_iterations) - 1) // self.thinning) + 1
         return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), self.prototype)
 
-    @property
-    def prototype_of_chain(self) -> dict[str, Any]:
-        """Shapes and types of one draw of one chain, by field."""
-        drop = int(self._has_chains)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[drop:], x.dtype), self.prototype)
-
     def on_host(self, collected, num_rows: int) -> list[np.ndarray]:
         """Return the draws collected with one state, as NumPy arrays ``(chains, num_rows, ...)``."""
-        rows = [np.asarray(x)[:num_rows] for x in jax.tree.leaves(collected)]
-        return [x.swapaxes(0, 1) if self._has_chains else x[None] for x in rows]
-
-    @property
-    def _has_chains(self):
-        """Whether the draws collected with one state have an axis of chains."""
-        return self.is_joint and self.mcmc.num_chains > 1
+        return [np.asarray(x)[:num_rows].swapaxes(0, 1) for x in jax.tree.leaves(collected)]
 
     def _value(self, state):
         mcmc = self.mcmc
@@ -108,7 +95,7 @@ class Loop:
         collect = self._collect
 
         # As long as NumPyro caches its own programs, this one serves further runs on the same arguments.
-        @cached_by(Loop, sample, postprocess, self.fields, self.removed)
+        @cached_by(Loop, sample, postprocess, *self._key)
         def advance(first, stop, base, offset, thinning, value, collected):
             def iterate(i, carry):
                 value, collected = carry
@@ -126,42 +113,32 @@ class Loop:
         return jax.jit(advance, donate_argnums=6)
 
 
-def _collector(postprocess, fields, removed):
-    """Return a function that collects the fields of a value of the program."""
+def _collector(postprocess, fields, removed, has_chains):
+    """Return a function that collects the fields of a value of the program, ``(chains, ...)`` each."""
 
     def collect(value):
         found = {name: nested_attrgetter(name)(value[0]) for name in fields}
         sites = postprocess(found[fields[0]], *value[1:])
         if removed:
             sites = {name: site for name, site in sites.items() if name not in removed}
-        return found | {fields[0]: sites}
+        found |= {fields[0]: sites}
+        return found if has_chains else jax.tree.map(lambda x: jnp.asarray(x)[None], found)
 
     return collect
 
 
-def starts(mcmc: MCMC, rng_key, init_params) -> tuple:
-    """Return the states before the first iteration: one for all chains, or one for each chain that runs by itself.
+def start(mcmc: MCMC, rng_key, init_params):
+    """Return the state before the first iteration.
 
     :param rng_key: the key of the run, or one for each chain.
     """
-    kernel, chains = mcmc.sampler, mcmc.num_chains
-    is_joint = chains == 1 or mcmc.chain_method == "vectorized"
     stored = mcmc.post_warmup_state
-    if stored is not None:
-        check_chains(np.size(stored.potential_energy), stored.warmup, mcmc)
-        if is_joint:
-            found = [stored._replace(rng_key=rng_key if chains == 1 else rng_key[0])]
-        else:
-            stored = stored._replace(rng_key=rng_key)
-            found = [jax.tree.map(lambda x, i=i: x[i], stored) for i in range(chains)]
-    elif is_joint:
-        found = [kernel.init(rng_key, mcmc.num_warmup, init_params, *arguments(mcmc))]
+    if stored is None:
+        state = mcmc.sampler.init(rng_key, mcmc.num_warmup, init_params, *arguments(mcmc))
     else:
-        found = []
-        for i in range(chains):
-            own = jax.tree.map(lambda x, i=i: x[i], init_params)
-            found.append(kernel.init(rng_key[i], mcmc.num_warmup, own, *arguments(mcmc)))
-    return tuple(jax.tree.map(unweakened, found))
+        check_chains(np.size(stored.potential_energy), stored.warmup, mcmc)
+        state = stored._replace(rng_key=rng_key if mcmc.num_chains == 1 else rng_key[0])
+    return jax.tree.map(unweakened, state)
 
 
 def unweakened(x) -> jax.Array:

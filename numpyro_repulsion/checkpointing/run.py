@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import jax
 from jax import lax, random
@@ -14,22 +13,19 @@ import tqdm
 from numpyro.infer import MCMC
 from numpyro.util import is_prng_key
 
-from numpyro_repulsion.checkpointing.directory import Directory
-from numpyro_repulsion.checkpointing.draws import plan
-from numpyro_repulsion.checkpointing.identity import densities, identify
-from numpyro_repulsion.checkpointing.loop import Loop, starts, unweakened
-from numpyro_repulsion.checkpointing.program import trace
-from numpyro_repulsion.checkpointing.shared import SharedDirectory
+from numpyro_repulsion.checkpointing.directory import Directory, plan
+from numpyro_repulsion.checkpointing.identity import identify, trace
+from numpyro_repulsion.checkpointing.loop import Loop, start, unweakened
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.kernels import bound_of, kernel_of
 from numpyro_repulsion.kernels.mcmc import arguments, jit_spread_arguments, set_arguments, set_results
 from numpyro_repulsion.kernels.requirements import require_agreement
-from numpyro_repulsion.processes import are_several, here, must_stop
+from numpyro_repulsion.processes import here, must_stop
 
 __all__ = ["run_in_pieces"]
 
-#: Limits, in seconds, of the time between moves of the progress bar.
-_QUICK, _SLOW = 0.05, 0.5
+#: How often the progress bar moves in a run.
+NUM_MOVES = 200
 
 
 def run_in_pieces(
@@ -54,8 +50,7 @@ def run_in_pieces(
     from disk, read-only, and memory holds one piece of them. :func:`~numpyro_repulsion.load_draws` reads them without
     the model.
 
-    :param mcmc: an ``MCMC`` with a kernel of this package. ``chain_method`` is ``"vectorized"``, or for kernels that
-        do not interact ``"sequential"``, in which each piece runs one chain after the other.
+    :param mcmc: an ``MCMC`` with a kernel of this package. ``chain_method`` is ``"vectorized"``.
     :param rng_key: a key of either style, or one for each chain.
     :param args: arguments of the model.
     :param piece_size: iterations in a piece, including those of warmup and those that thinning drops. A killed process
@@ -92,7 +87,12 @@ def run_in_pieces(
         >>> mcmc.get_samples(group_by_chain=True)["x"].shape
         (4, 20)
     """
-    _check(mcmc, piece_size, extra_fields)
+    kernel_of(mcmc, "run_in_pieces")
+    integer("`piece_size`", piece_size)
+    if not isinstance(extra_fields, tuple | list):
+        raise TypeError(f'`extra_fields` must be a tuple of names, such as ("gradient",); got {extra_fields!r}.')
+    if mcmc.num_chains > 1 and mcmc.chain_method != "vectorized":
+        raise ValueError(f'run_in_pieces needs chain_method="vectorized"; got {mcmc.chain_method!r}.')
     set_arguments(mcmc, args, kwargs)
     init_params = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), init_params)
     if init_params is not None and mcmc.num_chains > 1:
@@ -104,13 +104,12 @@ def run_in_pieces(
             )
     jit_spread_arguments(mcmc)
     keys = random.split(rng_key, mcmc.num_chains) if mcmc.num_chains > 1 and is_prng_key(rng_key) else rng_key
-    start = mcmc.post_warmup_state if init_params is None else init_params
+    given = mcmc.post_warmup_state if init_params is None else init_params
     pieces = {"piece_size": piece_size, "extra_fields": tuple(extra_fields), "directory": str(directory)}
-    require_agreement(mcmc.sampler, mcmc, keys, mcmc.num_warmup, start, args, kwargs, **pieces)
+    require_agreement(mcmc.sampler, mcmc, keys, mcmc.num_warmup, given, args, kwargs, **pieces)
     bound_of(mcmc).share_data()
     num_warmup = 0 if mcmc.post_warmup_state is not None else mcmc.num_warmup
-    kind = SharedDirectory if are_several() else Directory
-    store = _Memory() if directory is None else kind(directory, num_warmup + mcmc.num_samples)
+    store = _Memory() if directory is None else Directory(directory, num_warmup + mcmc.num_samples)
     try:
         _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup)
     finally:
@@ -119,54 +118,48 @@ def run_in_pieces(
 
 def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
     def begin():
-        return starts(mcmc, keys, init_params)
+        return start(mcmc, keys, init_params)
 
+    state = None
     if store.is_lasting:
-        states, start = None, trace(begin, known=arguments(mcmc))
-        like = start.output
+        beginning, like = trace(begin, known=arguments(mcmc))
     else:
-        states = like = begin()
-    loop = Loop(mcmc, extra_fields, num_warmup, like[0])
-    files = plan(loop.prototype_of_chain, loop.fields[0], mcmc.num_chains, loop.num_rows)
+        state = like = begin()
+    loop = Loop(mcmc, extra_fields, num_warmup, like)
+    files = plan(loop.prototype, loop.fields[0], mcmc.num_chains, loop.num_rows)
     if store.is_lasting:
-        programs = loop.trace(like[0]), start
-        identity = identify(mcmc, keys, init_params, like[0], loop.prototype, programs)
-        store.open(identity, files, lambda: densities(mcmc, like[0]), any(program.is_opaque for program in programs))
+        programs = loop.digest(like), beginning
+        store.open(identify(mcmc, keys, init_params, like, loop.prototype, programs), files)
     else:
         store.open(files)
     done = 0
     if (saved := store.restore(like)) is not None:
-        done, states = saved[0], jax.tree.map(unweakened, saved[1])
-    elif states is None:
-        states = begin()
-    with _Bar(mcmc, num_warmup, loop, done) as bar:
+        done, state = saved[0], jax.tree.map(unweakened, saved[1])
+    elif state is None:
+        state = begin()
+    with _Bar(mcmc, num_warmup, loop, done, piece_size) as bar:
         for number in range(-(-(loop.num_iterations - done) // piece_size)):
             stop = min(done + piece_size, loop.num_iterations)
-            states, draws = _piece(loop, states, done, stop, piece_size, bar)
-            store.save(stop, states, loop.rows(done), draws)
+            state, draws = _piece(loop, state, done, stop, piece_size, bar)
+            store.save(stop, state, loop.rows(done), draws)
             done = stop
             if must_stop(number):
                 kept = "The same call continues from there." if store.is_lasting else "Nothing is kept."
                 raise SystemExit(f"A signal stopped the run after {done} of {loop.num_iterations} iterations. {kept}")
     found = jax.tree.unflatten(jax.tree.structure(loop.prototype), store.draws())
-    last_state = states[0] if loop.is_joint else jax.tree.map(lambda *x: jnp.stack(x), *states)
-    set_results(mcmc, {name: found[name] for name in loop.fields}, here(last_state))
+    set_results(mcmc, {name: found[name] for name in loop.fields}, here(state))
 
 
-def _piece(loop, states, first, stop, piece_size, bar):
-    """Return the states after a piece, and its draws, ``(chains, draws, ...)`` each."""
-    after, found = [], []
-    for state in states:
-        collected = loop.empty(piece_size)
-        at = first
-        while at < stop:
-            to = min(at + bar.stride(piece_size), stop)
-            state, collected = loop.advance(state, collected, at, to, first)
-            bar.move(at, to, state)
-            at = to
-        after.append(state)
-        found.append(loop.on_host(collected, loop.rows(stop) - loop.rows(first)))
-    return tuple(after), [np.concatenate(x) if len(x) > 1 else x[0] for x in zip(*found, strict=True)]
+def _piece(loop, state, first, stop, piece_size, bar):
+    """Return the state after a piece, and its draws, ``(chains, draws, ...)`` each."""
+    collected = loop.empty(piece_size)
+    at = first
+    while at < stop:
+        to = min(at + bar.stride, stop)
+        state, collected = loop.advance(state, collected, at, to, first)
+        bar.move(at, to, state)
+        at = to
+    return state, loop.on_host(collected, loop.rows(stop) - loop.rows(first))
 
 
 class _Memory:
@@ -191,28 +184,16 @@ class _Memory:
         pass
 
 
-def _check(mcmc, piece_size, extra_fields):
-    kernel_of(mcmc, "run_in_pieces")
-    integer("`piece_size`", piece_size)
-    if not isinstance(extra_fields, tuple | list):
-        raise TypeError(f'`extra_fields` must be a tuple of names, such as ("gradient",); got {extra_fields!r}.')
-    if mcmc.num_chains > 1 and mcmc.chain_method not in ("vectorized", "sequential"):
-        raise ValueError(
-            f'run_in_pieces needs chain_method="vectorized", or "sequential" for plain chains; got '
-            f"{mcmc.chain_method!r}."
-        )
-
-
 class _Bar:
     """The progress bar of a run, if it has one, and the number of iterations between its moves."""
 
-    def __init__(self, mcmc, num_warmup, loop, done):
+    def __init__(self, mcmc, num_warmup, loop, done, piece_size):
         self._kernel, self._num_warmup = mcmc.sampler, num_warmup
-        copies = 1 if loop.is_joint else mcmc.num_chains
-        self._bar = None
-        if mcmc.progress_bar and done < loop.num_iterations and jax.process_index() == 0:
-            self._bar = tqdm.tqdm(total=copies * loop.num_iterations, initial=copies * done)
-        self._rate, self._stride, self._since = mcmc.progress_rate, 1, None
+        is_shown = mcmc.progress_bar and done < loop.num_iterations
+        # Processes must make the same calls, whether they show the bar or not.
+        self.stride = mcmc.progress_rate or max(1, loop.num_iterations // NUM_MOVES) if is_shown else piece_size
+        is_shown &= jax.process_index() == 0
+        self._bar = tqdm.tqdm(total=loop.num_iterations, initial=done) if is_shown else None
 
     def __enter__(self):
         return self
@@ -221,23 +202,8 @@ class _Bar:
         if self._bar is not None:
             self._bar.close()
 
-    def stride(self, piece_size):
-        if are_several():  # They must make the same calls, whatever their clocks say.
-            return self._rate or piece_size
-        return piece_size if self._bar is None else self._rate or self._stride
-
     def move(self, at, to, state):
-        if self._bar is None:
-            return
-        text = self._kernel.progress(state)  # waits for the state
-        now = time.perf_counter()
-        if self._since is not None:  # The first time includes compilation.
-            spent = now - self._since
-            if spent < _QUICK:
-                self._stride *= 2
-            elif spent > _SLOW:
-                self._stride = max(1, self._stride // 2)
-        self._since = now
-        self._bar.set_description("warmup" if at < self._num_warmup else "sample", refresh=False)
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(to - at)
+        if self._bar is not None:
+            self._bar.set_description("warmup" if at < self._num_warmup else "sample", refresh=False)
+            self._bar.set_postfix_str(self._kernel.progress(state), refresh=False)  # waits for the state
+            self._bar.update(to - at)

@@ -100,10 +100,7 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "
 
 
 def find_diverged_chains(
-    draws: Mapping[str, jax.Array | np.ndarray],
-    energy: jax.Array | np.ndarray,
-    dimension: int,
-    in_basins: bool = False,
+    draws: Mapping[str, jax.Array | np.ndarray], energy: jax.Array | np.ndarray, dimension: int, in_basins: bool = False
 ) -> tuple[np.ndarray, int]:
     """Return which particles have left the others or stand still, ``(chain,)``; and how many are in a wider mode.
 

@@ -180,14 +180,7 @@ def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
     def why(x, groups, repels):
         return _variance_of_mean(normal_scores(x), groups, repels)[1]
 
-    found = each(draws, num_ensembles, _in_blocks(why))
-    if isinstance(found, dict):
-        return {name: _as_reasons(one) for name, one in found.items()}
-    return _as_reasons(found)
-
-
-def _as_reasons(found):
-    return np.where(np.isnan(found), NOTHING, found).astype(int)
+    return each(draws, num_ensembles, _in_blocks(why, NOTHING))
 
 
 def num_independent(attributes: dict[str, Any], num_chains: int) -> int:
@@ -249,13 +242,16 @@ def normal_scores(x):
     return norm.ppf((rankdata(flat, axis=0) - 0.375) / (len(flat) + 0.25)).reshape(x.shape)
 
 
-def _in_blocks(function):
-    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory."""
+def _in_blocks(function, unknown=np.nan):
+    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory.
+
+    :param unknown: its result where draws do not vary or are not finite.
+    """
 
     def apply(x, groups, repels):
         flat = x.reshape(*x.shape[:2], -1)
         width = max(1, BLOCK // (flat.shape[0] * flat.shape[1]))
-        found = np.full(flat.shape[2], np.nan)
+        found = np.full(flat.shape[2], unknown)
         for start in range(0, flat.shape[2], width):
             part = flat[..., start : start + width]
             usable = np.isfinite(part).all((0, 1))

@@ -396,10 +396,7 @@ def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tupl
     except NotImplementedError as error:
         reason = str(error) or "a site has no sampler"
         raise ValueError(f"The prior of this model cannot be drawn from: {reason}. Leave prior=None.") from error
-    return (
-        {name: found[name] for name in names if name not in statistics},
-        {name: found[name] for name in predicted},
-    )
+    return ({name: found[name] for name in names if name not in statistics}, {name: found[name] for name in predicted})
 
 
 def by_draw(name: str, given: Mapping, shape: tuple[int, ...], is_sampler: bool = True) -> dict[str, np.ndarray]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 import warnings
 
 import numpy as np
@@ -13,10 +14,9 @@ from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias
 from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, why_unknown
 from numpyro_repulsion.findings import LARGE_BIAS, MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
 from numpyro_repulsion.inference_data import to_inference_data
-from numpyro_repulsion.kernels import kernel_of
-from numpyro_repulsion.report.groups import group_findings
+from numpyro_repulsion.kernels import kernel_of_run
 
-__all__ = ["data_of", "diagnose", "diagnosis_of"]
+__all__ = ["data_of", "diagnose", "diagnosis_of", "group_findings"]
 
 #: R-hat above which particles have not mixed.
 MAX_R_HAT = 1.1
@@ -24,6 +24,15 @@ MAX_R_HAT = 1.1
 MIN_DRAWS = 4
 #: A given step that inflates variances by more is too long; `BiasBudget` allows as much.
 MAX_BIAS = 0.05
+#: A scale and the size of its effects are called dependent above this correlation of their logarithms.
+MIN_CORRELATION = 0.7
+#: Their product, or their ratio, must vary by less than this share of how much the size varies, in logarithms. Others,
+#: such as the weight of a mixture and the places of its parts, may be correlated too.
+MAX_SPREAD = 0.8
+#: Groups of at most so many levels hardly determine their scale.
+FEW_LEVELS = 5
+#: Draws that are looked at.
+MAX_DRAWS = 20_000
 
 
 def diagnose(run) -> Diagnosis:
@@ -73,20 +82,19 @@ def data_of(run: Any, who: str) -> Any:
     :raises ValueError: before the run, or if there are only draws of warmup.
     """
     if isinstance(run, MCMC):
-        kernel_of(run, who, " For other kernels use arviz.summary." if who == "summary" else "")
-    with warnings.catch_warnings():
-        # About groups of inference data that a table does not show.
-        warnings.filterwarnings("ignore", ".*depend on latent sites, so they are not data")
-        data = to_inference_data(run) if isinstance(run, MCMC) else run
-    if isinstance(run, MCMC) and "warmup_posterior" in data:
-        raise ValueError("This MCMC holds only the draws of warmup; call mcmc.run(key, ...) first.")
+        instead = " For other kernels use arviz.summary." if who == "summary" else ""
+        kernel_of_run(run, who, instead, of_optimizer=True)
+        with warnings.catch_warnings():
+            # About groups of inference data that a table does not show.
+            warnings.filterwarnings("ignore", ".*depend on latent sites, so they are not data")
+            return to_inference_data(run)
     try:
-        library = data["posterior"].attrs.get("inference_library")
+        library = run["posterior"].attrs.get("inference_library")
     except (KeyError, TypeError, AttributeError, IndexError):
         library = None
     if library != "numpyro_repulsion":
         raise TypeError(f"`{who}` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
-    return data
+    return run
 
 
 def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
@@ -96,68 +104,46 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     :param posterior: the draws to diagnose, a dataset with the attributes of the run.
     """
     attributes = posterior.attrs
-    findings = _of_warmup(attributes)
-    flagged = int(attributes.get("num_flagged_updates", 0))
-    share = float(attributes.get("share_flagged", 0.0))
-    if flagged:
-        is_measured = attributes.get("step_size_measured") == "true"
-        findings.append(flagged_updates(flagged, share, attributes.get("remedy", "shorten the step"), is_measured))
+    findings = from_json(attributes["findings"])
     is_short = any(finding.name == "short_run" for finding in findings)
+    if flagged := int(attributes["num_flagged_updates"]):
+        is_measured = attributes["step_size_measured"] == "true"
+        share, remedy = float(attributes["share_flagged"]), attributes["remedy"]
+        findings.append(flagged_updates(flagged, share, remedy, is_measured))
     findings += _of_strays(posterior) + _of_widths(posterior)
-    known = None
-    if attributes.get("is_sampler", "true") != "true":
-        count = int(attributes.get("num_particles", posterior.sizes["draw"]))
-        findings.append(
-            Finding(
-                "optimizer",
-                "note",
-                None,
-                f"This is an optimizer, not a sampler: its last cloud of {count} points is narrower than the "
-                "posterior.",
-                "Use SGLDR for draws.",
-            )
+    sd = None
+    if attributes["is_sampler"] != "true":
+        message = (
+            f"This is an optimizer, not a sampler: its last cloud of {attributes['num_particles']} points is narrower "
+            "than the posterior."
         )
+        findings.append(Finding("optimizer", "note", None, message, "Use SGLDR for draws."))
     elif not is_short:
-        known, found = _of_bias(_bias(run, attributes), share, attributes)
+        sd, found = _of_bias(run, attributes)
         findings += found + _of_draws(posterior)
-    return Diagnosis(findings, _headline(attributes, known))
+    return Diagnosis(findings, _headline(attributes, sd))
 
 
-def _of_warmup(attributes):
-    """Return the findings in the attributes of the run."""
-    return from_json(attributes["findings"]) if "findings" in attributes else []
-
-
-def _bias(run, attributes):
-    """Return the relative inflation of variances by the step, NaN if unknown, and that from gradient noise alone.
-
-    The latter is ``None`` if warmup measured the step.
-    """
-    is_other = attributes.get("other_data") == "true"
-    if attributes.get("step_size_measured") == "true" and not is_other:
-        return float(attributes.get("step_size_bias", np.nan)), None
-    return predict_bias(run, is_other) if isinstance(run, MCMC) else (np.nan, None)
-
-
-def _of_bias(bias, share, attributes):
-    """Return the inflation of standard deviations by the step size if it is small, else ``None``; and findings.
-
-    :param bias: the inflation of variances, and that from gradient noise alone.
-    """
-    inflation, noise = bias
-    # Warmup has its own finding about a measured step that is too long.
-    is_small = noise is None or inflation <= MAX_BIAS
-    if np.isnan(inflation) or (is_small and share > MAX_FLAGGED):
-        return None, []
+def _of_bias(run, attributes):
+    """Return the relative inflation of standard deviations by the step size if it is small, else ``None``; and findings
+    about one that is not."""
+    is_other, is_measured = attributes["other_data"] == "true", attributes["step_size_measured"] == "true"
+    if is_measured and not is_other:
+        # Warmup has its own finding about a measured step that is too long.
+        inflation, noise, limit = float(attributes["step_size_bias"]), 0.0, np.inf
+    else:
+        inflation, noise = predict_bias(run, is_other) if isinstance(run, MCMC) else (np.nan, np.nan)
+        limit = MAX_BIAS
     sd = float(np.sqrt(1.0 + inflation) - 1.0)
-    if is_small:
-        return sd, []
-    measured = attributes.get("step_size_measured") == "true"
+    if np.isnan(inflation):
+        return None, []
+    if inflation <= limit:
+        return None if float(attributes["share_flagged"]) > MAX_FLAGGED else sd, []
     is_large = inflation > LARGE_BIAS
-    remedy = attributes.get("remedy", "") if measured or is_large else "halve `step_size`"
+    remedy = attributes["remedy"] if is_measured or is_large else "halve `step_size`"
     by_noise = noise > inflation / 2
-    if by_noise and attributes.get("other_data") != "true":
-        gradient = str(attributes.get("gradient"))
+    if by_noise and not is_other:
+        gradient = attributes["gradient"]
         corrected = gradient.startswith(("ControlVariates", "SVRG")) or "control_variates=True" in gradient
         instead = "" if corrected else "set gradient=ControlVariates(), "
         remedy = f"raise `subsample_size`, {instead}or {remedy}"
@@ -225,90 +211,135 @@ def _of_draws(posterior):
         message = f"{number} draw{'s' * (number > 1)} of each particle cannot tell whether particles have mixed."
         remedy = f"Raise `num_samples`, to {MIN_DRAWS} and far more."
         return [Finding("short_run", "warning", float(number), message, remedy)]
-    reasons = np.concatenate([np.ravel(x) for x in why_unknown(posterior).values()])
+    reasons = why_unknown(posterior)
+    names = np.repeat(list(reasons), [np.size(x) for x in reasons.values()])
+    reasons = np.concatenate([np.ravel(x) for x in reasons.values()])
     r_hat = np.full(reasons.shape, np.nan)
     if posterior.sizes["chain"] > 1:
         with np.errstate(divide="ignore", invalid="ignore"):
             r_hat = np.concatenate([np.ravel(x) for x in arviz.rhat(posterior).values()])
-    apart = reasons == MODES
-    mixed = ~(r_hat > MAX_R_HAT)
+    apart, mixed = reasons == MODES, ~(r_hat > MAX_R_HAT)
     findings = []
-
-    def add(name, severity, figure, message, remedy):
-        findings.append(Finding(name, severity, float(figure) if np.isfinite(figure) else None, message, remedy))
-
     if stay := int(apart.sum()):
-        add(
-            "separate_modes",
-            "error",
-            stay,
+        message = (
             f"For {stay} of {len(reasons)} quantities particles move but stay apart from each other, as in separate "
-            "modes or label permutations, so effective sample sizes and standard errors are unknown.",
-            "Order the labels, or set moves=Archive(), with gradient=FullData() if rows are subsampled.",
+            "modes or label permutations, so effective sample sizes and standard errors are unknown."
         )
+        remedy = "Order the labels, or set moves=Archive(), with gradient=FullData() if rows are subsampled."
+        findings.append(Finding("separate_modes", "error", float(stay), message, remedy))
     if (slow := ~apart & ~mixed).any():
         worst = int(np.argmax(np.where(slow, r_hat, -np.inf)))
+        label = _label(posterior, names[worst], worst - int(np.argmax(names == names[worst])))
         # Particles that repel each other may keep their order on a line while their average goes everywhere.
         is_known = bool((reasons[slow] == KNOWN).all())
-        is_plain = posterior.attrs.get("algorithm") in ("SGLD", "SGLDR")
-        add(
-            "not_mixed",
-            "warning" if is_known else "error",
-            r_hat[worst],
-            f"R-hat is {r_hat[worst]:.2f} for {_label(posterior, worst)}, so "
-            + (
-                "single particles have not mixed, though standard errors of averages over all of them are known."
-                if is_known
-                else "the particles have not mixed."
-            ),
-            # Against the exact gradients of all rows, momenta cost nothing, and they go straight for longer.
-            ("Take the kernel SGHMC, or raise " if is_plain and not posterior.attrs.get("minibatches") else "Raise ")
-            + "`num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model.",
-        )
-    findings += group_findings(posterior, _by_name(posterior, apart | ~mixed))
+        said = "the particles have not mixed."
+        if is_known:
+            said = "single particles have not mixed, though standard errors of averages over all of them are known."
+        # Against the exact gradients of all rows, momenta cost nothing, and they go straight for longer.
+        has_momenta = posterior.attrs["algorithm"] not in ("SGLD", "SGLDR")
+        first = "Raise " if has_momenta or posterior.attrs["minibatches"] else "Take the kernel SGHMC, or raise "
+        remedy = f"{first}`num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model."
+        figure = float(r_hat[worst]) if np.isfinite(r_hat[worst]) else None
+        message = f"R-hat is {r_hat[worst]:.2f} for {label}, so {said}"
+        findings.append(Finding("not_mixed", "warning" if is_known else "error", figure, message, remedy))
+    findings += group_findings(posterior, set(names[apart | ~mixed]))
     if short := int(((reasons == SHORT) & mixed).sum()):
-        add(
-            "short_run",
-            "warning",
-            short,
+        message = (
             f"For {short} of {len(reasons)} quantities the run is short compared with the mixing time of the "
-            "particles, so effective sample sizes and standard errors are unknown.",
-            "Raise `num_samples` or `num_steps`.",
+            "particles, so effective sample sizes and standard errors are unknown."
+        )
+        findings.append(Finding("short_run", "warning", float(short), message, "Raise `num_samples` or `num_steps`."))
+    return findings
+
+
+class _Pair(NamedTuple):
+    scale: str
+    effects: str
+    levels: int
+    correlation: float
+
+
+def group_findings(posterior: Any, slow: Collection[str]) -> list[Finding]:
+    """Return findings about groups of effects whose scale, or whose effects, have not mixed.
+
+    - ``noncentered``: a scale falls as its effects grow, because the data determine their product.
+    - ``few_levels``: the effects follow their scale, which few levels hardly determine.
+
+    :param posterior: the draws, a dataset.
+    :param slow: the quantities that have not mixed.
+    """
+    pairs = [pair for pair in _pairs(posterior) if pair.scale in slow or pair.effects in slow]
+    products = [pair for pair in pairs if pair.correlation < -MIN_CORRELATION]
+    few = [pair for pair in pairs if pair.correlation > MIN_CORRELATION and pair.levels <= FEW_LEVELS]
+    findings = []
+    if products:
+        worst = min(products, key=lambda pair: pair.correlation)
+        names = ", ".join(f"{pair.effects} (with {pair.scale})" for pair in products)
+        findings.append(
+            Finding(
+                "noncentered",
+                "error",
+                worst.correlation,
+                f"The data determine products of a scale and its effects, not the effects themselves: {names}. "
+                "Particles cannot move along such a ridge.",
+                f"Write these effects centered, numpyro.sample({worst.effects!r}, dist.Normal(0, {worst.scale})), and "
+                "drop the product.",
+            )
+        )
+    if few:
+        worst = max(few, key=lambda pair: pair.correlation)
+        findings.append(
+            Finding(
+                "few_levels",
+                "warning",
+                worst.levels,
+                f"{worst.effects} has {worst.levels} levels, which hardly determine {worst.scale}: the width of the "
+                "effects varies more than constant scales suit.",
+                f"Use SGHMC, which moves faster there, give {worst.scale} a prior away from 0 and infinity, or give "
+                "the levels a prior of fixed width.",
+            )
         )
     return findings
 
 
-def _by_name(posterior, flags):
-    """Return by quantity whether any of its entries is flagged."""
-    ends = np.cumsum([draws.isel(chain=0, draw=0).size for draws in posterior.values()])
-    parts = np.split(flags, ends[:-1])
-    return {name: bool(part.any()) for name, part in zip(posterior, parts, strict=True)}
+def _pairs(posterior):
+    """Return for each group of effects the positive scalar that its size depends on most, if it may be their scale."""
+    draws = {name: np.asarray(x.values, float).reshape(-1, *x.shape[2:]) for name, x in posterior.items()}
+    total = max((len(x) for x in draws.values()), default=0)
+    draws = {name: x[:: -(-total // MAX_DRAWS) or 1] for name, x in draws.items()}
+    scales = {name: np.log(x) for name, x in draws.items() if x.ndim == 1 and (x > 0).all() and x.std() > 0}
+    found = []
+    for name, x in draws.items():
+        size = np.sqrt(np.mean(x**2, -1))
+        if x.ndim != 2 or x.shape[1] < 2 or not scales or not (np.isfinite(size) & (size > 0)).all() or not size.std():
+            continue
+        size = np.log(size)
+        correlations = {scale: float(np.corrcoef(size, y)[0, 1]) for scale, y in scales.items()}
+        scale, correlation = max(correlations.items(), key=lambda pair: abs(pair[1]))
+        # The logarithm of the product where one falls as the other grows, of the ratio otherwise.
+        if (size - np.sign(correlation) * scales[scale]).std() < MAX_SPREAD * size.std():
+            found.append(_Pair(scale, name, x.shape[1], correlation))
+    return found
 
 
-def _label(posterior, place):
-    """Return the name of a quantity, as in the table, from its place among all of them."""
-    for name, draws in posterior.items():
-        rest = draws.isel(chain=0, draw=0)
-        if place < rest.size:
-            where = np.unravel_index(place, rest.shape)
-            at = [str(rest[axis].values[i]) for axis, i in zip(rest.dims, where, strict=True)]
-            return f"{name}[{', '.join(at)}]" if at else name
-        place -= rest.size
-    raise IndexError(place)
+def _label(posterior, name, place):
+    """Return the name of an entry of a variable, as in the table."""
+    rest = posterior[name].isel(chain=0, draw=0)
+    where = np.unravel_index(place, rest.shape)
+    at = [str(rest[axis].values[i]) for axis, i in zip(rest.dims, where, strict=True)]
+    return f"{name}[{', '.join(at)}]" if at else name
 
 
-def _headline(attributes, known):
+def _headline(attributes, sd):
     """Return one line on what was run.
 
-    :param known: the inflation of standard deviations by the step, if it is small.
+    :param sd: the inflation of standard deviations by the step, if it is small.
     """
-    count, ensembles = int(attributes.get("num_particles", 0)), int(attributes.get("num_ensembles", 1))
-    text = f"{attributes.get('algorithm', 'numpyro_repulsion')}: "
-    text += f"{count} particle{'s' * (count > 1)} in {ensembles} ensemble{'s' * (ensembles > 1)}"
-    if "num_steps" in attributes and "step_size" in attributes:
-        text += f", {attributes['num_steps']} updates of size {float(attributes['step_size']):.3g}"
-        text += " (measured in warmup)" * (attributes.get("step_size_measured") == "true") + " per draw"
-    if known is not None:
-        size = "below 0.1" if known < 0.0005 else f"at most {100 * known:.1f}"
+    count, ensembles = int(attributes["num_particles"]), int(attributes["num_ensembles"])
+    text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in {ensembles} "
+    text += f"ensemble{'s' * (ensembles > 1)}, {attributes['num_steps']} updates of size {attributes['step_size']:.3g}"
+    text += " (measured in warmup)" * (attributes["step_size_measured"] == "true") + " per draw"
+    if sd is not None:
+        size = "below 0.1" if sd < 0.0005 else f"at most {100 * sd:.1f}"
         text += f", step-size bias {size} % of a posterior sd"
     return text + "."

@@ -7,6 +7,7 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from results import run
 import xarray
 
 import numpyro
@@ -253,9 +254,13 @@ def test_standard_errors_of_particles_that_repel(size, bandwidth, step_size, num
     groups, draws = 60, 300
     kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=step_size, interaction=RBF(bandwidth),
                    num_ensembles=groups, num_steps=num_steps)  # fmt: skip
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=draws, num_chains=groups * size, chain_method="vectorized",
-                progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(1), init_params=random.normal(random.key(0), (groups * size, 2)))
+    mcmc = run(
+        kernel,
+        key=1,
+        num_samples=draws,
+        num_chains=groups * size,
+        init_params=random.normal(random.key(0), (groups * size, 2)),
+    )
     x = np.asarray(mcmc.get_samples(group_by_chain=True), float).reshape(groups, size, draws, 2)
     # Coordinates and ensembles are repeats of each other.
     x = np.moveaxis(x, 0, 2).reshape(size, draws, -1)
@@ -275,9 +280,13 @@ def test_an_average_may_be_known_of_particles_that_keep_their_order():
     groups, size, draws = 40, 20, 400
     kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.01, interaction=RBF(0.7),
                    num_ensembles=groups, num_steps=10)  # fmt: skip
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=draws, num_chains=groups * size, chain_method="vectorized",
-                progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(1), init_params=random.normal(random.key(0), (groups * size,)))
+    mcmc = run(
+        kernel,
+        key=1,
+        num_samples=draws,
+        num_chains=groups * size,
+        init_params=random.normal(random.key(0), (groups * size,)),
+    )
     x = np.asarray(mcmc.get_samples(group_by_chain=True), float).reshape(groups, size, draws)
     x = np.moveaxis(x, 0, 2)
 
@@ -471,9 +480,12 @@ def test_some_chains_of_inference_data(mcmc):
 
 
 def test_an_optimizer_has_no_worth():
-    mcmc = MCMC(SVGD(potential_fn=lambda z: jnp.sum(z**2), step_size=0.1), num_warmup=0, num_samples=5, num_chains=4,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (4, 2)))
+    mcmc = run(
+        SVGD(potential_fn=lambda z: jnp.sum(z**2), step_size=0.1),
+        num_samples=5,
+        num_chains=4,
+        init_params=random.normal(random.key(1), (4, 2)),
+    )
     for function in (ensemble_ess, ensemble_mcse, nested_rhat):
         with pytest.raises(ValueError, match="SVGD is an optimizer"):
             function(to_inference_data(mcmc))
@@ -483,15 +495,7 @@ def test_an_optimizer_has_no_worth():
 def mcmc():
     from benchmarks.problems.targets import gaussian
 
-    mcmc = MCMC(
-        SGLD(gaussian, step_size=0.3, num_ensembles=2),
-        num_warmup=10,
-        num_samples=100,
-        num_chains=8,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(0))
+    mcmc = run(SGLD(gaussian, step_size=0.3, num_ensembles=2), num_warmup=10, num_samples=100, num_chains=8)
     return mcmc
 
 

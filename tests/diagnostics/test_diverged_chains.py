@@ -6,8 +6,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from numpyro.infer import MCMC
+from results import made
 
 from numpyro_repulsion import SGLD, diagnose, summary, to_inference_data
 from numpyro_repulsion.diagnostics import find_diverged_chains
@@ -116,14 +115,7 @@ def run():
         ledge = 500.0 + 50.0 * jnp.sum((z - 100.0) ** 2)
         return -jnp.logaddexp(-jnp.sum(z**2) / 2, -ledge)
 
-    mcmc = MCMC(
-        SGLD(potential_fn=potential, step_size=0.01),
-        num_warmup=0,
-        num_samples=500,
-        num_chains=6,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = made(SGLD(potential_fn=potential, step_size=0.01), num_samples=500, num_chains=6)
     starts = random.normal(random.key(1), (6, 2)).at[4].set(100.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

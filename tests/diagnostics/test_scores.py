@@ -1,20 +1,20 @@
 """Scores of a run's draws: the gradient of NumPyro's own potential, where the draws were."""
 
+from functools import partial
+
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
 import numpy as np
 import pytest
+from results import run as ran
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import potential_energy
 
 from numpyro_repulsion import SGLD, SGLDR, SVGD, Subsampled, ksd, scores
 from numpyro_repulsion.dynamics import Overdamped
-from numpyro_repulsion.plots.draws import read_draws
 
 Y = 1.0 + random.normal(random.key(2), (60,))
 
@@ -27,10 +27,7 @@ def model(y, size=20):
         numpyro.sample("y", dist.Normal(weights[0], scale), obs=y[i])
 
 
-def run(kernel, *args, num_samples=50, init_params=None):
-    mcmc = vectorized(kernel, 0, num_samples, 8)
-    mcmc.run(random.key(0), *args, init_params=init_params, extra_fields=())
-    return mcmc
+run = partial(ran, num_samples=50, num_chains=8)
 
 
 @pytest.fixture(scope="module")
@@ -83,27 +80,11 @@ def test_scores_of_an_optimizer_are_of_its_last_cloud():
     np.testing.assert_allclose(found, -z, rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:num_warmup")
-def test_warmup_that_kept_nothing_has_no_scores():
-    # NumPyro leaves zeros in the place of draws.
-    mcmc = vectorized(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), 3, 3, 4)
-    mcmc.warmup(random.key(0), init_params=jnp.arange(4.0))
-    with pytest.raises(ValueError, match="only warmed up and kept no draws"):
-        scores(mcmc)
-    with pytest.raises(ValueError, match="only warmed up and kept no draws"):
-        read_draws(mcmc)
-
-
 def test_misuse_is_refused(mcmc):
-    with pytest.raises(TypeError, match="kernel of this package; got NUTS|got MCMC"):
-        scores(MCMC(NUTS(model), num_warmup=1, num_samples=1))
-    with pytest.raises(ValueError, match="call mcmc.run"):
-        scores(MCMC(SGLD(model), num_warmup=1, num_samples=1))
     with pytest.raises(ValueError, match="`num_draws` must be an integer, 1 or more; got 0"):
         scores(mcmc, num_draws=0)
     with pytest.raises(TypeError, match="such as FullData.. or Subsampled..; got 'full'"):
         scores(mcmc, gradient="full")
-    short = vectorized(SGLD(model, step_size=1e-3), 0, 2, 8)
-    short.run(random.key(0), Y, extra_fields=("~z.scale",))
+    short = run(SGLD(model, step_size=1e-3), Y, num_samples=2, extra_fields=("~z.scale",))
     with pytest.raises(ValueError, match="all latent sites, and .'scale'. are missing"):
         scores(short)

@@ -7,14 +7,15 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from results import run as ran
 from scipy import stats
 
 import numpyro
 import numpyro.distributions as dist
 from numpyro.handlers import mask, scale
-from numpyro.infer import MCMC, log_likelihood
+from numpyro.infer import log_likelihood
 
-from numpyro_repulsion import SGLD, SVGD, all_rows, to_inference_data
+from numpyro_repulsion import SGLD, all_rows, to_inference_data
 from numpyro_repulsion.inference_data import rows
 
 ROWS, BATCH = 40, 8
@@ -102,14 +103,6 @@ def test_crossed_plates_some_of_them_subsampled(run):
     np.testing.assert_allclose(values(data), stats.norm(mu, 1).logpdf(table), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_chunks_of_draws_change_nothing(run, monkeypatch):
-    mcmc = run(regression, X, Y)
-    whole = values(to_inference_data(mcmc, log_likelihood=True))
-    monkeypatch.setattr(rows, "CHUNK_BYTES", 7 * ROWS * 4)
-    np.testing.assert_allclose(values(to_inference_data(mcmc, log_likelihood=True)), whole, rtol=1e-6)
-
-
 def test_too_large_for_memory_is_refused(run, monkeypatch):
     mcmc = run(regression, X, Y)
     monkeypatch.setattr(rows, "MAX_BYTES", 4 * 6 * ROWS * 4 - 1)
@@ -117,15 +110,6 @@ def test_too_large_for_memory_is_refused(run, monkeypatch):
         ValueError, match="log likelihood of \\['y'\\] over all rows.*24 draws.*False or fewer.*thinning"
     ):
         to_inference_data(mcmc, log_likelihood=True)
-
-
-@pytest.mark.slow
-def test_last_cloud_of_an_optimizer(run):
-    mcmc = run(regression, X, Y, kernel=SVGD)
-    found = to_inference_data(mcmc, log_likelihood=True)["log_likelihood"]["y"]
-    last = {name: value[:, -1] for name, value in mcmc.get_samples(group_by_chain=True).items()}
-    assert found.shape == (1, 4, ROWS)
-    np.testing.assert_allclose(found.values[0], log_likelihood(all_rows(regression), last, X, Y)["y"], rtol=1e-5)
 
 
 HIDDEN = np.arange(ROWS) % 4 == 0
@@ -281,9 +265,9 @@ def test_draws_of_all_sites_are_needed(run):
 
 
 def test_a_bare_potential_has_none(run):
-    mcmc = MCMC(SGLD(potential_fn=lambda z: z**2, step_size=0.1), num_warmup=0, num_samples=3, num_chains=2,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), init_params=jnp.arange(2.0))
+    mcmc = ran(
+        SGLD(potential_fn=lambda z: z**2, step_size=0.1), num_samples=3, num_chains=2, init_params=jnp.arange(2.0)
+    )
     with pytest.raises(ValueError, match="has no model to compute \\['log_likelihood'\\]"):
         to_inference_data(mcmc, log_likelihood=True)
 
@@ -328,21 +312,3 @@ def test_loo_of_a_gaussian(run):
 
     assert abs(z(exact)) <= 4.5
     assert abs(z(scaled)) > 9, "control: the scale of the plate left on"
-
-
-@pytest.mark.slow
-def test_compare(run):
-    def skeptical(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 0.01))
-        with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
-            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-
-    results = {}
-    for model, precision in ((conjugate, 1.0), (skeptical, 1e4)):
-        mcmc = run(model, jnp.asarray(Y), num_samples=200)
-        mean, sd = Y.sum() / (ROWS + precision), (ROWS + precision) ** -0.5
-        mcmc._states["z"]["mu"] = mean + sd * random.normal(random.key(0), (4, 200))
-        results[model.__name__] = to_inference_data(mcmc, log_likelihood=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pandas, on what ArviZ does
-        assert list(arviz.compare(results).index) == ["conjugate", "skeptical"]

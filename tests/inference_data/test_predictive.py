@@ -108,12 +108,6 @@ def test_prior(data):
     assert abs(z_of_mean(Y, X[0].sum(), sd[0])) > 9, "control: the data, which the prior does not expect"
 
 
-@pytest.mark.slow
-def test_deterministic_sites_of_the_prior_may_be_left_out(mcmc):
-    data = to_inference_data(mcmc, prior=random.key(2), deterministic=False)
-    assert set(data["prior"].data_vars) == {"beta", "sum"}
-
-
 def test_keys_decide(mcmc, data):
     again = to_inference_data(mcmc, posterior_predictive=random.key(1), prior=random.key(3))
     np.testing.assert_array_equal(again["posterior_predictive"]["y"].values, data["posterior_predictive"]["y"].values)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from numpyro_repulsion.report.groups import group_findings
+from numpyro_repulsion.report.diagnosis import group_findings
 
 xarray = pytest.importorskip("xarray")
 
@@ -27,7 +27,7 @@ def draws(seed, levels, product):
     return {"s": scale, "effects": fixed / scale[:, None] if product else standard * scale[:, None]}
 
 
-SLOW = {"s": True, "effects": True}
+SLOW = {"s", "effects"}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -46,7 +46,7 @@ def test_a_group_of_few_levels_is_named(seed):
 
 
 def test_what_mixes_is_not_named():
-    assert not group_findings(posterior(**draws(0, 10, True)), {"s": False, "effects": False})
+    assert not group_findings(posterior(**draws(0, 10, True)), set())
     rng = np.random.default_rng(0)
     apart = posterior(s=np.exp(rng.standard_normal(4000)), effects=rng.standard_normal((4000, 3)))
     assert not group_findings(apart, SLOW)
