@@ -191,9 +191,9 @@ an off-by-one in the draws of a run in pieces that thins | checkpointing/loop.py
 +row = (i + 1 - offset) // thinning
 
 both states of a run in pieces in one slot | checkpointing/directory.py | test_checkpointing | death or torn or dies
--cannot be saved", after)
+-cannot be saved", after))
 -        self._next_slot = 1 - self._next_slot
-+cannot be saved", after)
++cannot be saved", after))
 
 standard errors of ensembles without the number of ensembles | diagnostics/precision.py | test_diagnostics | ensembles or standard_errors
 -variance = (within + between) / freedom / (groups * number)
