@@ -658,7 +658,7 @@ class OwnGradient(Gradient):
 def test_rows_outside_of_their_plate_leave_plain_minibatches(model, expected):
     target = ModelTarget(model)
     assert target.rows_outside == expected
-    assert choose_gradient(None, target) == Subsampled()
+    assert choose_gradient("auto", target) == Subsampled()
     for gradient in (Subsampled(shared=True), Subsampled(block_size=2)):
         assert choose_gradient(gradient, target) is gradient
     (name, (plate,)), *_ = expected.items()
@@ -670,7 +670,7 @@ def test_rows_outside_of_their_plate_leave_plain_minibatches(model, expected):
 def test_sites_for_any_number_of_rows_leave_every_gradient():
     for model in (outside_for_any_number, handlers.scale(outside_for_any_number, scale=0.5), series, plain):
         target = ModelTarget(model)
-        assert choose_gradient(None, target) == ControlVariates()
+        assert choose_gradient("auto", target) == ControlVariates()
         for gradient in (Subsampled(), SVRG(), FullData()):
             assert choose_gradient(gradient, target) is gradient
 

@@ -79,7 +79,7 @@ SETTINGS = {
     "num_steps": (1, 2, 3),
     "num_ensembles": (1, 2),
     "gradient": ("auto", *having(GRADIENTS).values()),
-    "moves": (None, *(2 * [None]), *having(MOVES).values()),
+    "moves": (*(3 * ["auto"]), *having(MOVES).values()),
     "init_strategy": (init_to_sample, init_to_uniform, init_to_median),
 }
 KERNELS = having(PRESETS)
@@ -100,7 +100,7 @@ def cases(draw):
     num_warmup = one_of(0, 0, 0, 6, 60) if draw(st.integers(0, 2)) == 0 else 0
     if num_warmup == 0 and draw(st.integers(0, 3)):
         # What needs a warmup, and mostly has one.
-        chosen |= {"moves": None, "step_size": chosen["step_size"] or 0.01}
+        chosen |= {"moves": "auto", "step_size": 0.01 if chosen["step_size"] == "auto" else chosen["step_size"]}
     size = one_of(1, 2, 7, 12, 40)
     rare = draw(st.integers(0, 3)) == 0
     return Case(

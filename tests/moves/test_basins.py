@@ -160,7 +160,7 @@ def test_a_single_basin_is_left_alone():
         numpyro.sample("z", dist.Normal(0, 1).expand([5]).to_event(1))
 
     draws, states = [], []
-    for moves in (None, False):
+    for moves in ("auto", False):
         ((found, words, mcmc),) = runs(normal, [0], num_warmup=100, num_samples=20, moves=moves)
         draws.append(np.asarray(found["z"]))
         states.append(mcmc.last_state)
