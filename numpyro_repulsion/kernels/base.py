@@ -219,7 +219,7 @@ class ParticleKernel(Fixed, MCMCKernel):
     def progress(self, state: ParticleState) -> str:
         """Return the step size in use and the number of divergences, in words."""
         count, step_size = int(state.num_flagged_updates), float(jnp.ravel(state.step_size)[0])
-        return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} diverged" if count else "")
+        return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} flagged" if count else "")
 
     def warn(self, state: ParticleState, iterations: int, num_flagged_updates: int) -> int:
         """Warn of what the last iterations revealed, on the host; return the number of divergences.
