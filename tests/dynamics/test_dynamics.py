@@ -52,7 +52,9 @@ def test_sgldr_without_interaction_is_sgld_bit_for_bit(starts, dynamics):
     setting = {"potential_fn": potential, "step_size": 0.05, "interaction": Independent(), "dynamics": dynamics}
     sgld, sgldr = (run(kernel(**setting), starts).get_samples(group_by_chain=True) for kernel in (SGLD, SGLDR))
     assert np.array_equal(sgld, sgldr)
-    with_rbf = run(SGLDR(**setting | {"interaction": RBF(), "dynamics": "auto"}), starts).get_samples(group_by_chain=True)
+    with_rbf = run(SGLDR(**setting | {"interaction": RBF(), "dynamics": "auto"}), starts).get_samples(
+        group_by_chain=True
+    )
     assert not np.allclose(sgld, with_rbf)
 
 

@@ -74,8 +74,10 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
     assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), (after.z, scales)))
     # Gradients of a unit's weights depend on its other weights, which is no funnel.
     assert after.warmup.symptoms.dependence > 0.5
-    (finding,) = [f for f in sampler.findings(after) if f.severity == "error"]
-    assert finding.name == "several_basins" and "predict(mcmc, ...)" in finding.remedy
+    found = {f.name: f for f in sampler.findings(after) if f.severity == "error"}
+    # Of so short a warmup, the step may be too long as well.
+    assert "several_basins" in found and found.keys() <= {"several_basins", "step_bias"}
+    assert "predict(mcmc, ...)" in found["several_basins"].remedy
     if scale == "dense":
         np.testing.assert_array_equal(scales.scale, np.diag(np.diag(scales.scale)))
     if scale == "low_rank":
