@@ -119,7 +119,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         times as many iterations of the run. Standard errors of the observed bias are about ``sqrt(2 / ESS)`` of the
         segment, and it is too low by about ``1 / ESS``; those of the fall by half the step are far smaller, but for
         particles that repel each other.
-    :return: see :class:`StepBias`.
+    :return: see :class:`~numpyro_repulsion.bias.StepBias`.
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
     :raises ValueError: before the run, for an optimizer (SVGD), or if ``num_samples`` is neither 0 nor 8 or more.
 

@@ -181,7 +181,7 @@ class Independent(Interaction):
         return jnp.eye(u.shape[0], dtype=u.dtype), jnp.zeros_like(u)
 
     def similarity(self, u, bandwidth):
-        """See :meth:`Gram.similarity`."""
+        """See :meth:`~numpyro_repulsion.interactions.Gram.similarity`."""
         return self.gram(u, bandwidth)[0]
 
 

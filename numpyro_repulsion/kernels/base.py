@@ -103,7 +103,7 @@ class ParticleKernel(Fixed, MCMCKernel):
     :param init_strategy: where particles start; by default, each at a draw from the prior, nearer if U explodes. See
         also :func:`~numpyro_repulsion.init_from_guide`, :func:`~numpyro_repulsion.init_from_idata` and
         :func:`~numpyro_repulsion.init_around`.
-    :raises ValueError: if a setting is out of range; see also :meth:`init`.
+    :raises ValueError: if a setting is out of range.
     :raises TypeError: if a setting has a wrong type.
     """
 
