@@ -33,8 +33,7 @@ def plot_calibration(
     - ``"coverage"``: the share of observations in central intervals, against the share that they should hold. Above
       the diagonal intervals are too wide, below it too narrow.
     - ``"pit"``: a histogram of :meth:`~numpyro_repulsion.predictions.Predictions.pit`, flat where predictions are
-    calibrated, shaped like ∪ where they
-      are too narrow and like ∩ where they are too wide.
+      calibrated, shaped like ∪ where they are too narrow and like ∩ where they are too wide.
     - ``"reliability"``, for classes: how often the most probable class is right, against its probability, in bins of
       equally many observations. The legend has the expected calibration error, the mean distance from the diagonal.
 
