@@ -27,7 +27,14 @@ from numpyro_repulsion.kernels import (
     has_other_data,
     kernel_of_run,
 )
-from numpyro_repulsion.warmup import Measurements, estimate_curvature, measure_steepness, summarize_curvature
+from numpyro_repulsion.warmup import (
+    UNKNOWN,
+    Measured,
+    Measurements,
+    estimate_curvature,
+    measure_steepness,
+    summarize_curvature,
+)
 
 __all__ = ["ExtrapolatedMeans", "StepBias", "extrapolate", "predict_bias", "step_bias"]
 
@@ -149,14 +156,13 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     if num_samples == 0:
         return known
     state = mcmc.last_state
-    particles = state.z if np.ndim(state.potential_energy) else jax.tree.map(lambda x: x[None], state.z)
-    flat, unravel = ravel_cloud(particles)
+    flat, unravel = ravel_cloud(state.with_particle_axis().z)
     # As many coordinates as fit, evenly spread.
     followed = evenly_spread(flat.shape[1], max(1, MAX_ENTRIES // (num_samples * len(flat))))
     center = (flat if state.coordinates is None else state.coordinates[0]).mean(0)
 
-    def observe(iteration, warmup, cloud):
-        change = warmup.scales.preconditioner
+    def observe(iteration, learned, cloud):
+        change = learned.preconditioner
         # Centered, because squares of positions far from the origin lose their digits in single precision.
         z, gradient = change.to_positions(cloud.z) - center, change.unwhiten_gradient(cloud.gradient)
         z, gradient = z[..., followed], gradient[..., followed]
@@ -324,14 +330,14 @@ def extrapolate(
     plain, shaped = flat_values(values, 2)
     mean = plain.mean((0, 1))
 
-    def observe(iteration, warmup, cloud):
+    def observe(iteration, learned, cloud):
         def one(z):
             draw = target.constrain(iteration.unravel(z))
             draw = {name: draw[name] for name in draws} if isinstance(target, ModelTarget) else draw
             found = jax.tree.leaves(draw if function is None else function(draw))
             return jnp.concatenate([jnp.ravel(x).astype(z.dtype) for x in found])
 
-        found = jax.vmap(jax.vmap(one))(iteration.recover(warmup, cloud.z).z)
+        found = jax.vmap(jax.vmap(one))(iteration.recover(learned, cloud.z).z)
         # Averages of large values would lose their digits in single precision.
         return found - mean.astype(found.dtype)
 
@@ -414,26 +420,29 @@ def _step_in_use(mcmc):
 
 def _predict(kernel, is_other, target, state, step_size):
     iteration, cloud = kernel.parts(state, target.args, target.kwargs)
-    warmup, plan, dynamics = state.warmup, iteration.plan, kernel.dynamics
+    learned, plan, dynamics = state.learned, iteration.plan, kernel.dynamics
     interaction = kernel.interaction.at(random.key(0), state.num_updates)
-    coupling = interaction.couple(cloud.z, warmup.bandwidth)
-    if is_other or warmup.step.measurements is None or not plan.measures:
-        one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
+    coupling, known = interaction.couple(cloud.z, learned.bandwidth), learned.measurements
+    if is_other or known is None or not plan.measures:
         width = WIDTH * jnp.sqrt(step_size)
-        in_use = jnp.zeros((), bool) if warmup.reference is None else warmup.reference.in_use
         curvature, noise, isotropic_noise = estimate_curvature(
-            random.key(0), cloud.z, width, iteration.energy_and_grad(warmup), in_use, False
+            random.key(0),
+            cloud.z,
+            width,
+            lambda key, u, _: iteration.energy_and_grad(learned)(key, u),
+            jnp.zeros((), bool),
+            False,
         )
         if not plan.noise:
             noise = isotropic_noise = jnp.zeros_like(noise)
-        steepness = measure_steepness(random.key(0), interaction, cloud.z, warmup.bandwidth)
-        measurements = one.add(curvature, noise, isotropic_noise, steepness)
-        warmup = warmup._replace(step=warmup.step._replace(measurements=measurements))
-    spread = jnp.inf if is_other or warmup.scales.moments is None else warmup.spread(dynamics)
-    both = warmup.noise, warmup.isotropic_noise
-    stats = summarize_curvature(
-        warmup.step.measurements, both, spread, coupling, dynamics, iteration.shares_minibatches, plan.sweep
-    )
+        steepness = measure_steepness(random.key(0), interaction, cloud.z, learned.bandwidth)
+        one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
+        one = one.add(curvature, noise, isotropic_noise, steepness)
+        # Without control variates to choose from, both columns are those of the gradient in use.
+        found = one.typical_curvature, one.largest_curvature, one.typical_steepness
+        known = Measured(*found, one.mean_noise[0], one.mean_isotropic_noise[0], *jnp.array([jnp.inf, UNKNOWN]))
+    both = known.noise, known.isotropic_noise
+    stats = summarize_curvature(known, both, known.spread, coupling, dynamics, iteration.shares_minibatches, plan.sweep)
     error = dynamics.step_error(coupling)
     without_curvature = CurvatureStats(
         jnp.zeros(()), jnp.zeros(()), error.remaining_noise(step_size, stats), isotropic_noise=stats.isotropic_noise

@@ -5,6 +5,7 @@ Every file found there is complete: draws have their full length from the start,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import errno
 import io
 import itertools
@@ -184,23 +185,23 @@ class Directory:
                 stacklevel=6,
             )
 
-    def restore(self, like: Any) -> tuple[int, Any] | None:
+    def restore(self, *likes: Any) -> tuple[int, Any] | None:
         """Return the iteration to continue from and the states there, or ``None`` before the first piece.
 
-        :param like: the structure of the states, with shapes and types.
+        :param likes: the structures that the states may have, with shapes and types.
         :raises ValueError: if no saved state is intact.
         """
-        found = by_the_first(lambda: self._restore(like))
+        found = by_the_first(lambda: self._restore(likes))
         if not are_several():
             return found
         data = broadcast(b"" if found is None else _pack(found[1], {"iteration": found[0]}))
         if not data:
             return None
-        states, note = _unpack(data, like)
+        states, note = _unpack(data, likes)
         return note["iteration"], states
 
-    def _restore(self, like):
-        found = sorted(_whole_states(self.path, like), key=lambda state: -state[1]["iteration"])
+    def _restore(self, likes):
+        found = sorted(_whole_states(self.path, likes), key=lambda state: -state[1]["iteration"])
         for states, note, slot in found:
             first, stop = note["rows"]
             if note["checksum"] == _checksum([array[:, first:stop] for array in self.draws()]):
@@ -260,12 +261,12 @@ class Directory:
             raise _explained(error, f"{self.path}: {failure}", after) from error
 
 
-def _whole_states(path, like=None):
+def _whole_states(path, likes=()):
     """Return ``(states, note, slot)`` of each intact state file."""
     found = []
     for slot, name in enumerate(_STATES):
         try:
-            states, note = _unpack((path / name).read_bytes(), like)
+            states, note = _unpack((path / name).read_bytes(), likes)
             found.append((states, note, slot))
         except (FileNotFoundError, _Torn):
             continue
@@ -451,10 +452,10 @@ def _pack(tree: Any, note: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
+def _unpack(data: bytes, likes: Sequence[Any] = ()) -> tuple[Any, dict[str, Any]]:
     """Return the pytree and the note that :func:`_pack` packed.
 
-    :param like: a pytree of the same structure with shapes and types; without it, only the note is read.
+    :param likes: pytrees of the structures that it may have, with shapes and types; without any, only the note is read.
     :raises _Torn: if ``data`` is not a complete file by :func:`_pack`.
     :raises ValueError: for another structure.
     """
@@ -465,9 +466,11 @@ def _unpack(data: bytes, like: Any = None) -> tuple[Any, dict[str, Any]]:
         leaves = [arrays[str(i)] for i in range(len(arrays))]
     except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, OSError, NotImplementedError) as error:
         raise _Torn(str(error)) from error
-    if like is None:
+    if not likes:
         return None, note
-    if other := differences(note["leaves"], shapes_of(like)):
+    others = [differences(note["leaves"], shapes_of(like)) for like in likes]
+    like, other = min(zip(likes, others, strict=True), key=lambda pair: len(pair[1]))
+    if other:
         raise ValueError(
             f"The saved state is not one of this run: {'; '.join(other)}, as after an update of the package. Give "
             "another directory; load_draws reads the saved draws."

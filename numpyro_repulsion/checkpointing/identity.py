@@ -18,12 +18,13 @@ from numpyro_repulsion.digests import digest, digest_of_program
 from numpyro_repulsion.gradients import ModelTarget, compiled, fingerprint
 from numpyro_repulsion.kernels import arguments, bound_of
 from numpyro_repulsion.kernels.requirements import described
+from numpyro_repulsion.kernels.warming import Warming, warm
 from numpyro_repulsion.version import __version__
 
-__all__ = ["differences", "identify", "makers", "shapes_of", "trace"]
+__all__ = ["differences", "digest_of_warmup", "identify", "makers", "shapes_of", "trace"]
 
 #: Entries that are programs: other versions of JAX make other programs from the same functions.
-PROGRAMS = ("what an iteration computes", "how particles start")
+PROGRAMS = ("what an iteration computes", "what warmup computes", "how particles start")
 #: Relative to one plus its size, a density may differ by this much if another program rounds it.
 _TOLERANCE = 1e-5
 
@@ -38,12 +39,21 @@ def trace(function: Callable, *args: Any, known: Any = ()) -> tuple[str, Any]:
     return digest_of_program(program, known), output
 
 
-def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple[str, str]) -> dict[str, Any]:
+def digest_of_warmup(mcmc: MCMC, state: Warming) -> str:
+    """Return the digest of the program of warmup.
+
+    :param state: a state of the warmup, or its shapes.
+    """
+    bound = bound_of(mcmc)
+    return trace(lambda state: warm(bound, None, state, jnp.ones((), int)), state, known=arguments(mcmc))[0]
+
+
+def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple[str, str, str]) -> dict[str, Any]:
     """Return everything on which the draws depend, by name, in a form that JSON can hold.
 
     :param state: the (first) state of the run, or its shapes.
     :param collected: shapes of one draw, by field.
-    :param programs: digests of the programs of an iteration and of the start.
+    :param programs: digests of the programs of an iteration, of an iteration of warmup, and of the start.
     """
     identity = {
         "key": digest(rng_key),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
+import itertools
 from typing import Any
 
 import jax
@@ -15,10 +17,11 @@ from numpyro.util import cached_by, nested_attrgetter
 
 from numpyro_repulsion.checkpointing.identity import trace
 from numpyro_repulsion.kernels.mcmc import arguments, collected_fields, compiled_functions, jits_arguments
-from numpyro_repulsion.kernels.state import check_chains
+from numpyro_repulsion.kernels.state import ParticleState, check_chains
+from numpyro_repulsion.kernels.warming import Frozen, Warming
 from numpyro_repulsion.layout import place_everywhere
 
-__all__ = ["Loop", "start", "unweakened"]
+__all__ = ["Loop", "frozen", "start", "unweakened", "ways_to_freeze"]
 
 
 class Loop:
@@ -60,7 +63,7 @@ class Loop:
         scalars = map(np.int32, (first, stop, self.rows(begin), self.offset, self.thinning))
         before = int(state.num_flagged_updates)
         value, collected = self._program(*scalars, self._value(state), collected)
-        self.mcmc.sampler.warn(value[0], stop - first, before)
+        self.mcmc.sampler.warn_of_flagged(value[0], before)
         return value[0], collected
 
     def digest(self, state) -> str:
@@ -74,6 +77,11 @@ class Loop:
             return value, self._collect(value)
 
         return trace(iterate, self._value(state), known=arguments(self.mcmc))[0]
+
+    def nothing(self) -> list[np.ndarray]:
+        """Return no draws, as of a piece of warmup."""
+        leaves = jax.tree.leaves(self.prototype)
+        return [np.empty((x.shape[0], 0, *x.shape[1:]), x.dtype) for x in leaves]
 
     def empty(self, piece_size: int) -> dict[str, Any]:
         """Return buffers for the draws of a piece of ``piece_size`` iterations."""
@@ -127,18 +135,40 @@ def _collector(postprocess, fields, removed, has_chains):
     return collect
 
 
-def start(mcmc: MCMC, rng_key, init_params):
+def start(mcmc: MCMC, rng_key, init_params) -> Warming | ParticleState:
     """Return the state before the first iteration.
 
     :param rng_key: the key of the run, or one for each chain.
     """
-    stored = mcmc.post_warmup_state
+    stored, kernel = mcmc.post_warmup_state, mcmc.sampler
     if stored is None:
-        state = mcmc.sampler.init(rng_key, mcmc.num_warmup, init_params, *arguments(mcmc))
+        state = kernel.start(rng_key, mcmc.num_warmup, init_params, *arguments(mcmc))
     else:
-        check_chains(np.size(stored.potential_energy), stored.warmup, mcmc)
-        state = stored._replace(rng_key=rng_key if mcmc.num_chains == 1 else rng_key[0])
+        check_chains(stored, mcmc)
+        state = kernel.resumed(stored, *arguments(mcmc))
+        state = state._replace(rng_key=rng_key if mcmc.num_chains == 1 else rng_key[0])
     return jax.tree.map(unweakened, state)
+
+
+def frozen(mcmc: MCMC, state: Warming) -> ParticleState:
+    """Return the state from which draws are made, after the last iteration of warmup."""
+    return mcmc.sampler.freeze(state, *arguments(mcmc), mcmc.num_chains == 1, mcmc.num_warmup)
+
+
+def ways_to_freeze(mcmc: MCMC, state: Warming) -> Iterator[ParticleState]:
+    """Return the shapes of all states that a warmup may become, that with all it may switch on first.
+
+    :param state: the shapes of a state of the warmup.
+    """
+    warmup, kernel = state.warmup, mcmc.sampler
+    may_be_on = (True, False) if warmup.reference is not None else (False,)
+    for on in itertools.product(
+        may_be_on,
+        (True, False) if warmup.jumps is not None else (False,),
+        (True, False) if warmup.basins is not None else (False,),
+    ):
+        how = Frozen(on, True, False, mcmc.num_warmup, mcmc.num_chains == 1)
+        yield jax.eval_shape(lambda state, how=how: kernel.frozen_as(how, state, *arguments(mcmc)), state)
 
 
 def unweakened(x) -> jax.Array:

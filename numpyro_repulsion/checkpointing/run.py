@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import jax
@@ -14,12 +15,13 @@ from numpyro.infer import MCMC
 from numpyro.util import is_prng_key
 
 from numpyro_repulsion.checkpointing.directory import Directory, plan
-from numpyro_repulsion.checkpointing.identity import identify, trace
-from numpyro_repulsion.checkpointing.loop import Loop, start, unweakened
+from numpyro_repulsion.checkpointing.identity import digest_of_warmup, identify, trace
+from numpyro_repulsion.checkpointing.loop import Loop, frozen, start, unweakened, ways_to_freeze
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.kernels import bound_of, kernel_of
 from numpyro_repulsion.kernels.mcmc import arguments, jit_spread_arguments, set_arguments, set_results
 from numpyro_repulsion.kernels.requirements import require_agreement
+from numpyro_repulsion.kernels.warming import Warming
 from numpyro_repulsion.processes import here, must_stop
 
 __all__ = ["run_in_pieces"]
@@ -40,7 +42,7 @@ def run_in_pieces(
 ) -> None:
     """Run ``mcmc.run(rng_key, *args, ...)`` in pieces: the same draws, bit for bit, move to the host after each piece.
 
-    Warmup runs in pieces too. One compiled program serves all pieces, whatever their length. Afterwards
+    Warmup runs in pieces too, and one compiled program serves all pieces of each, whatever their length. Afterwards
     ``get_samples``, ``get_extra_fields``, ``print_summary`` and ``last_state`` of the ``mcmc``, and
     :func:`~numpyro_repulsion.summary` and :func:`~numpyro_repulsion.to_inference_data`, are as after ``mcmc.run``, with
     draws that are NumPy arrays.
@@ -120,34 +122,58 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
     def begin():
         return start(mcmc, keys, init_params)
 
-    state = None
+    state, beginning = None, ""
     if store.is_lasting:
         beginning, like = trace(begin, known=arguments(mcmc))
     else:
         state = like = begin()
-    loop = Loop(mcmc, extra_fields, num_warmup, like)
+    warms = isinstance(like, Warming)
+    likes = list(itertools.islice(ways_to_freeze(mcmc, like), None if store.is_lasting else 1)) if warms else [like]
+    loop = Loop(mcmc, extra_fields, num_warmup, likes[0])
     files = plan(loop.prototype, loop.fields[0], mcmc.num_chains, loop.num_rows)
     if store.is_lasting:
-        programs = loop.digest(like), beginning
-        store.open(identify(mcmc, keys, init_params, like, loop.prototype, programs), files)
+        warmup = digest_of_warmup(mcmc, like) if warms else ""
+        programs = loop.digest(likes[0]), warmup, beginning
+        store.open(identify(mcmc, keys, init_params, likes[0], loop.prototype, programs), files)
     else:
         store.open(files)
     done = 0
-    if (saved := store.restore(like)) is not None:
+    if (saved := store.restore(*([like] if warms else []), *likes)) is not None:
         done, state = saved[0], jax.tree.map(unweakened, saved[1])
     elif state is None:
         state = begin()
+    ends = (num_warmup, loop.num_iterations) if warms else (loop.num_iterations,)
     with _Bar(mcmc, num_warmup, loop, done, piece_size) as bar:
-        for number in range(-(-(loop.num_iterations - done) // piece_size)):
-            stop = min(done + piece_size, loop.num_iterations)
-            state, draws = _piece(loop, state, done, stop, piece_size, bar)
+        for number in itertools.count():
+            if done == loop.num_iterations:
+                break
+            stop = min(done + piece_size, *(end for end in ends if end > done))
+            if isinstance(state, Warming):
+                state = _warmed(mcmc, state, done, stop, bar)
+                state = frozen(mcmc, state) if stop == num_warmup else state
+                draws = loop.nothing()
+            else:
+                state, draws = _piece(loop, state, done, stop, piece_size, bar)
             store.save(stop, state, loop.rows(done), draws)
+            if warms and stop == num_warmup:
+                mcmc.sampler.warn_of_warmup(state)
             done = stop
             if must_stop(number):
                 kept = "The same call continues from there." if store.is_lasting else "Nothing is kept."
                 raise SystemExit(f"A signal stopped the run after {done} of {loop.num_iterations} iterations. {kept}")
     found = jax.tree.unflatten(jax.tree.structure(loop.prototype), store.draws())
     set_results(mcmc, {name: found[name] for name in loop.fields}, here(state))
+
+
+def _warmed(mcmc, state, first, stop, bar):
+    """Return the state after a piece of warmup."""
+    at = first
+    while at < stop:
+        to = min(at + bar.stride, stop)
+        state = mcmc.sampler.warm(state, to - at, mcmc.num_warmup, *arguments(mcmc))
+        bar.move(at, to)
+        at = to
+    return state
 
 
 def _piece(loop, state, first, stop, piece_size, bar):
@@ -170,7 +196,7 @@ class _Memory:
     def open(self, files):
         self._draws = [np.empty(file.shape, file.dtype) for file in files]
 
-    def restore(self, like):
+    def restore(self, *likes):
         return None
 
     def save(self, iteration, states, first_row, draws):
@@ -202,8 +228,9 @@ class _Bar:
         if self._bar is not None:
             self._bar.close()
 
-    def move(self, at, to, state):
+    def move(self, at, to, state=None):
         if self._bar is not None:
             self._bar.set_description("warmup" if at < self._num_warmup else "sample", refresh=False)
-            self._bar.set_postfix_str(self._kernel.progress(state), refresh=False)  # waits for the state
+            if state is not None:
+                self._bar.set_postfix_str(self._kernel.progress(state), refresh=False)  # waits for the state
             self._bar.update(to - at)

@@ -93,13 +93,13 @@ class ControlVariates(Subsampled):
             return total[0] + sign * energy, total[1] + sign * gradient
 
         # A loop of one or two turns halves the compile time, and the cost while no reference is in use.
+        in_use = reference.in_use
         start = (jnp.zeros(z.shape[:-1], z.dtype), jnp.zeros_like(z))
-        energy, gradient = lax.fori_loop(0, 1 + reference.in_use.astype(int), accumulate, start)
+        energy, gradient = lax.fori_loop(0, 2 if in_use is None else 1 + in_use.astype(int), accumulate, start)
         known = reference.potential_energy + jnp.sum(reference.gradient * offset, -1)
-        return (
-            energy + jnp.where(reference.in_use, known, 0.0),
-            gradient + jnp.where(reference.in_use, reference.gradient, 0.0),
-        )
+        if in_use is None:
+            return energy + known, gradient + reference.gradient
+        return energy + jnp.where(in_use, known, 0.0), gradient + jnp.where(in_use, reference.gradient, 0.0)
 
 
 @dataclass(frozen=True)
@@ -185,12 +185,8 @@ def evaluate_reference(key: jax.Array, target: Target, unravel: Callable, refere
     # All particles use one chunk at a time, so its rows are gathered once.
     evaluate = jnp.vectorize(lambda z: full_gradient(key, target, unravel, z, share), signature="(d)->(),(d)")
     energy, gradient = evaluate(position)
-    return reference._replace(
-        potential_energy=energy,
-        gradient=gradient,
-        age=jnp.zeros((), jnp.int32),
-        is_stale=jnp.zeros((), bool),
-    )
+    age = None if reference.age is None else jnp.zeros((), jnp.int32)
+    return reference._replace(potential_energy=energy, gradient=gradient, age=age)
 
 
 @unrounded()

@@ -30,27 +30,25 @@ class Reference(NamedTuple):
     - **position** - ẑ, unconstrained and flat, ``(d,)`` or ``(G, L, d)``.
     - **potential_energy** - U(ẑ) over all rows, a scalar or ``(G, L)``.
     - **gradient** - ∇U(ẑ) over all rows, ``(d,)`` or ``(G, L, d)``.
-    - **in_use** - whether it corrects gradients.
     - **data** - the identity of the data and the model that it was computed from, four words; zeros if there is no
       reference yet.
-    - **age** - the number of updates since the last renewal, for references that are renewed.
-    - **is_stale** - whether it was computed from other data than the current ones.
+    - **in_use** - whether it corrects gradients; ``None`` if it always does, as after warmup.
+    - **age** - the number of updates since the last renewal; ``None`` for a common reference, which is not renewed.
     """
 
     position: ReferenceVectors
     potential_energy: ReferenceNumbers
     gradient: ReferenceVectors
-    in_use: Flag
     data: Words
-    age: Count
-    is_stale: Flag
+    in_use: Flag = None  # type: ignore[assignment]
+    age: Count = None  # type: ignore[assignment]
 
     @staticmethod
     def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Reference:
         """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``."""
         zero = jnp.zeros(shape, dtype)
-        count, no = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
-        return Reference(zero, zero[..., 0], zero, jnp.asarray(in_use), jnp.zeros(4, jnp.uint32), count, no)
+        age = jnp.zeros((), jnp.int32) if zero.ndim == 3 else None
+        return Reference(zero, zero[..., 0], zero, jnp.zeros(4, jnp.uint32), jnp.asarray(in_use), age)  # type: ignore[arg-type]
 
 
 class Gradient:
@@ -89,6 +87,11 @@ class Gradient:
         """
         del num_updates, seed
         return self
+
+    @property
+    def depends_on_updates(self) -> bool:
+        """Whether the gradient of an update depends on how many were done before."""
+        return type(self).at is not Gradient.at
 
     def sweep_length(self, target: Target) -> int | None:
         """Return the number of updates that pass through all rows once; ``None`` if their minibatches are

@@ -195,7 +195,7 @@ def to_inference_data(
     if all_count:
         dimension = mcmc.last_state.gradient.shape[-1]
         temperature = kernel.dynamics.temperature or 1.0
-        is_network = bool(np.any(mcmc.last_state.warmup.arrival.is_prolonged))
+        is_network = _is_network(mcmc.last_state)
         energy = -statistics["lp"] / temperature
         diverged, facts["num_wide"] = find_diverged_chains(latent or posterior, energy, dimension, is_network)
         of_chains["diverged_chains"] = diverged
@@ -291,7 +291,8 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
     measured = isinstance(kernel.step_size, BiasBudget)
     is_other = has_other_data(mcmc)
     findings = ([OTHER_DATA] if is_other else kernel.findings(state)) + _of_momenta(kernel, state)
-    bias = float(np.ravel(state.warmup.step.bias)[0])
+    measured = state.learned.measurements
+    bias = -1.0 if measured is None else float(measured.bias)
     coupling, num_independent = coupling_of(mcmc)
     return {
         "created_at": datetime.now(UTC).isoformat(),
@@ -340,9 +341,14 @@ def _of_momenta(kernel, state):
     return [Finding("cold_momenta", "error", share, message, remedy)]
 
 
+def _is_network(state):
+    """Return whether warmup prolonged the arrival, as for networks."""
+    return state.learned.problems is not None and bool(state.learned.problems.is_prolonged)
+
+
 def _centering(state):
     """Return by how much hierarchical sites are centered, in words; empty if all sites are as in the model."""
-    centering = state.warmup.scales.centering
+    centering = state.learned.centering
     if centering is None:
         return ""
     shares = ravel_cloud(state.z)[1](centering.share)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, cast
 import warnings
 
 import jax
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,7 +20,7 @@ from numpyro.util import identity, is_prng_key, not_jax_tracer
 from numpyro_repulsion.checks import integer, is_auto
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
-from numpyro_repulsion.gradients import Gradient, Sweeps, ravel_cloud
+from numpyro_repulsion.gradients import Gradient, compiled, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Interaction
 from numpyro_repulsion.kernels.bound import (
     Binder,
@@ -30,8 +32,9 @@ from numpyro_repulsion.kernels.bound import (
     step_schedule,
 )
 from numpyro_repulsion.kernels.initialization import Initializer
-from numpyro_repulsion.kernels.iteration import NUM_KEYS, Iteration, Keys
-from numpyro_repulsion.kernels.mcmc import arguments, entering_mcmc, jits_arguments
+from numpyro_repulsion.kernels.iteration import Iteration, Keys
+from numpyro_repulsion.kernels.mcmc import arguments, collects_warmup, entering_mcmc, progress_bar
+from numpyro_repulsion.kernels.programs import BoundProgram, compiler_options, is_traced
 from numpyro_repulsion.kernels.requirements import (
     can_jump,
     check_ensembles,
@@ -49,19 +52,19 @@ from numpyro_repulsion.kernels.state import (
     ParticleState,
     check_chains,
     check_state,
-    last_word,
     map_particles,
-    per_particle,
     row_seed,
     whitened_cloud,
-    with_data,
 )
-from numpyro_repulsion.layout import place_everywhere, place_particles
+from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze, warm, what_is_on
+from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.warmup import Stage, diagnose_warmup
 
 __all__ = ["ParticleKernel"]
+
+#: How often the progress bar of a warmup moves.
+NUM_MOVES = 20
 
 
 class ParticleKernel(Fixed, MCMCKernel):
@@ -205,47 +208,94 @@ class ParticleKernel(Fixed, MCMCKernel):
             return True
         self._num_shown = int(np.max(state.num_flagged_updates))
         require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
-        bound = self.bind(*arguments(mcmc))
-        bound.share_data()
-        if mcmc is not None and jits_arguments(mcmc):
-            mcmc.post_warmup_state = with_data(state, bound)
-        return check_chains(np.size(state.potential_energy), state.warmup, mcmc)
+        has_chains = check_chains(state, mcmc)
+        self.bind(*arguments(mcmc)).share_data()
+        if mcmc is not None:
+            mcmc.post_warmup_state = self.resumed(state, *arguments(mcmc))
+        return has_chains
+
+    def resumed(self, state: ParticleState, args, kwargs) -> ParticleState:
+        """Return a stored state for a run, with references on the data of the run."""
+        reference, bound = state.learned.reference, self.bind(args, kwargs)
+        data = None if reference is None else bound.data()
+        if reference is None or data is None or np.array_equal(reference.data, data):
+            return state
+        if reference.age is not None:
+            new = reference._replace(data=jnp.zeros_like(reference.data))  # Each particle renews its own.
+        else:
+            iteration, _ = self.parts(state, args, kwargs)
+            position = jnp.asarray(reference.position)
+            size = np.size(state.potential_energy)
+
+            def evaluate(target, position):
+                on = replace(iteration, bound=replace(iteration.bound, target=target), data=None)
+                return on.evaluate_reference(random.key(0), state.learned, reference._replace(position=position), size)
+
+            new = compiled(evaluate, bound.target)(position)._replace(data=jnp.asarray(data))
+        return state._replace(learned=state.learned._replace(reference=new))
 
     def get_diagnostics_str(self, state):
         """Return the text of the progress bar; warn of problems in the last iteration."""
-        self._num_shown = self.warn(state, 1, self._num_shown)
+        self._num_shown = self.warn_of_flagged(state, self._num_shown)
         return self.progress(state)
 
     def progress(self, state: ParticleState) -> str:
-        """Return the step size in use and the number of divergences, in words."""
+        """Return the step size in use and the number of flagged updates, in words."""
         count, step_size = int(state.num_flagged_updates), float(jnp.ravel(state.step_size)[0])
         return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} flagged" if count else "")
 
-    def warn(self, state: ParticleState, iterations: int, num_flagged_updates: int) -> int:
-        """Warn of what the last iterations revealed, on the host; return the number of divergences.
+    def warn_of_flagged(self, state: ParticleState, num_flagged_updates: int) -> int:
+        """Warn, on the host and once, of many flagged updates; return their number.
 
-        :param iterations: how many iterations were made since the last call.
-        :param num_flagged_updates: the number of divergences before them.
+        :param num_flagged_updates: their number when this was last called.
         """
-        count, since_warmup = int(state.num_flagged_updates), int(state.warmup.iteration - state.warmup.num_warmup)
-        many = MAX_FLAGGED * int(state.warmup.num_warmup) * self.num_steps * np.size(state.potential_energy)
+        count = int(state.num_flagged_updates)
+        many = MAX_FLAGGED * int(state.num_warmup) * self.num_steps * np.size(state.potential_energy)
         if num_flagged_updates <= many < count:
             words = "Updates were flagged `diverging` (this warning comes once; `diagnose` has the final count)"
             warnings.warn(f"{words}:\n{Diagnosis([flagged_updates(count, 0.0, self.remedy)])}", RuntimeWarning, 3)
-        if 0 <= since_warmup < iterations and (found := Diagnosis(self.findings(state))):
-            warnings.warn(f"Warmup found problems:\n{found}", RuntimeWarning, 3)
         return count
 
+    def warn_of_warmup(self, state: ParticleState) -> None:
+        """Warn, on the host, of problems that warmup found."""
+        if found := Diagnosis(self.findings(state)):
+            warnings.warn(f"Warmup found problems:\n{found}", RuntimeWarning, 3)
+
     def init(self, rng_key, num_warmup, init_params=None, model_args=(), model_kwargs=None):
-        """Return the first state: at ``init_params``, or at draws of ``init_strategy`` with finite U and ∇U.
+        """Return the state from which draws are made: start the particles, and make the whole warmup.
+
+        Particles start at ``init_params``, or at draws of ``init_strategy`` with finite U and ∇U. Within ``MCMC.run``,
+        NumPyro's own iterations of warmup then pass without an update, unless ``collect_warmup=True``, which makes them
+        frozen draws. If there is nothing to learn (a given step, no control variates), they are iterations like others.
 
         :param rng_key: L keys for L particles, or a single key for one chain (kernels that do not interact).
         :param num_warmup: iterations that learn the step size, preconditioner, bandwidth and control variates.
         :param init_params: unconstrained positions, each leaf ``(L, ...)``.
         :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
-            not fit, a model that cannot be sampled, or data with NaN.
+            not fit, a model that cannot be sampled, data with NaN, or a warmup within ``jax.jit`` or ``pmap``.
         """
         mcmc, left_out = entering_mcmc()
+        state = self.start(rng_key, num_warmup, init_params, model_args, model_kwargs, mcmc, left_out)
+        if isinstance(state, ParticleState):
+            return state
+        is_within = mcmc is not None and not collects_warmup(mcmc)
+        bar = progress_bar(mcmc is not None and mcmc.progress_bar, num_warmup)
+        with bar, hinting(self.model, model_args, model_kwargs or {}):
+            stride = max(1, num_warmup // NUM_MOVES) if mcmc is not None and mcmc.progress_bar else num_warmup
+            for done in range(0, num_warmup, stride):
+                number = min(stride, num_warmup - done)
+                state = self.warm(state, number, num_warmup, model_args, model_kwargs)
+                bar.update(number)
+        done = 0 if mcmc is not None else num_warmup
+        state = self.freeze(state, model_args, model_kwargs, is_prng_key(rng_key), done, is_within)
+        if mcmc is not None and mcmc.progress_bar:
+            self.warn_of_warmup(state)
+        return state
+
+    def start(
+        self, rng_key, num_warmup, init_params, model_args, model_kwargs, mcmc=None, left_out=()
+    ) -> Warming | ParticleState:
+        """Return the state before warmup, or that from which draws are made if there is nothing to learn."""
         is_single = is_prng_key(rng_key)
         if is_single:
             chains = 1 if mcmc is None else mcmc.num_chains
@@ -267,59 +317,91 @@ class ParticleKernel(Fixed, MCMCKernel):
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
+        plan, how = bound.plan("diagonal"), None
+        if num_warmup == 0 or not plan.learns:
+            how = Frozen((plan.epoch is not None, False, False), False, False, 0, is_single)
         with hinting(self.model, model_args, model_kwargs or {}):
-            start = self._initializer(bound, rng_key, num_warmup, init_params, model_args, model_kwargs)
-        state, cloud, eigenvalue = start
-        if not_jax_tracer(cloud.z):
-            self._initializer.check(bound.target, state.z, cloud, eigenvalue, init_params is not None)
-        warn_of_short_warmup(num_warmup if bound.plan("diagonal").arrives else 0)
-        return map_particles(lambda x: x[0], state) if is_single else state
+            start = self._initializer(bound, rng_key, num_warmup, init_params, how)
+        if not_jax_tracer(start.cloud.z):
+            eigenvalue = start.smallest_eigenvalue
+            self._initializer.check(bound.target, start.z, start.cloud, eigenvalue, init_params is not None)
+        warn_of_short_warmup(num_warmup if plan.arrives else 0)
+        return start.state
+
+    def warm(self, state: Warming, number: int, num_warmup: int, args, kwargs) -> Warming:
+        """Make a number of iterations of warmup.
+
+        :param num_warmup: how many there are in all, which decides how the program is compiled.
+        """
+        if is_traced():
+            raise ValueError(
+                f"{type(self).__name__} learns its step size, scales or references before the first draw, outside of "
+                'compiled programs, and was started within one: use MCMC(kernel, chain_method="vectorized", ...), with '
+                "a mesh for several devices, call kernel.init outside of jax.jit, or give step_size=0.01 and "
+                'gradient="plain".'
+            )
+        bound, shape = self.bind(args, kwargs), state.cloud.z.shape
+        options = compiler_options(bound, num_warmup * self.num_steps, shape[0] * shape[1], shape[2])
+        return self._warm(bound, None, state, number, options=options)
+
+    def freeze(self, state: Warming, args, kwargs, is_single: bool, iteration: int, passes: bool = False):
+        """Return the state from which draws are made, with all that a warmup learned.
+
+        :param iteration: how many iterations count as done.
+        :param passes: whether NumPyro's iterations of warmup pass without an update.
+        """
+        how = Frozen(what_is_on(self, state.warmup), True, passes, iteration, is_single)
+        return self.frozen_as(how, state, args, kwargs)
+
+    def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
+        """Return a state for which it is known what is on, also for the shapes of a warmup."""
+        bound, shape = self.bind(args, kwargs), state.cloud.z.shape
+        return self._freeze(bound, how, state, options=compiler_options(bound, 1, shape[0] * shape[1], shape[2]))
 
     def sample(self, state, model_args, model_kwargs):
         """Make one MCMC iteration: ``num_steps`` updates of all particles."""
-        is_single = jnp.ndim(state.potential_energy) == 0
+        if not state.origin.passes:
+            return self._sample(state, model_args, model_kwargs)
+        return lax.cond(
+            state.iteration < state.num_warmup,
+            lambda: place_everywhere(state._replace(iteration=state.iteration + 1)),
+            lambda: self._sample(state, model_args, model_kwargs),
+        )
+
+    def _sample(self, given, model_args, model_kwargs):
         # At both ends, so that the loops of callers leave the state there.
-        state = place_everywhere(map_particles(lambda x: x[None], state) if is_single else state)
-        warmup, size = state.warmup, state.potential_energy.shape[0]
+        state = place_everywhere(given.with_particle_axis())
         iteration, cloud = self.parts(state, model_args, model_kwargs)
-        plan = iteration.plan
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, NUM_KEYS)
-        stage = Stage.of(warmup.iteration, warmup.num_warmup, warmup.arrival.is_prolonged, plan.late)
-        warmup = iteration.recognize_data(stage, cloud, warmup)
-        progress, warmup, in_use = iteration.move(keys, stage, cloud, warmup, state.num_updates)
-        kept_after = warmup.num_warmup if plan.arrives else 0
-        count = state.num_flagged_updates + jnp.where(warmup.iteration >= kept_after, progress.flagged.sum(), 0)
-        cloud, warmup = iteration.learn(keys, stage, progress.cloud, warmup)
-        found = iteration.recover(warmup, cloud.z)
-        coordinates, centering = None, warmup.scales.centering
-        if centering is not None:
-            y = warmup.scales.preconditioner.to_positions(cloud.z)
-            coordinates = y.reshape(size, -1), cloud.potential_energy.reshape(size)
-            volume = iteration.centered(centering).log_volume(found)
-            cloud = cloud._replace(potential_energy=cloud.potential_energy + volume)
-        state = ParticleState(
-            z=place_particles(jax.vmap(iteration.unravel)(found.z.reshape(size, -1))),
-            **per_particle(cloud, warmup, in_use),
-            coordinates=coordinates,
-            diverging=(progress.flagged > 0).reshape(size),
-            warmup=warmup,
-            num_updates=progress.num_updates,
+        learned, is_counted = iteration.with_references(cloud, state.learned), True
+        rng_key, keys = Keys.of(state.rng_key, self.num_steps, learned.basins is not None)
+        now, learned = iteration.move(keys, cloud, learned, state.num_updates)
+        if state.origin.has_warmed:
+            is_counted = state.iteration >= state.num_warmup
+        count = state.num_flagged_updates + jnp.where(is_counted, now.flagged.sum(), 0)
+        found = ParticleState.of(
+            iteration,
+            now.cloud,
+            learned,
+            iteration.step_size(learned, now.num_updates - 1),
+            now.flagged,
+            rng_key,
+            iteration.row_seed,
+            iteration=state.iteration + 1,
+            num_warmup=state.num_warmup,
+            num_updates=now.num_updates,
             num_flagged_updates=count.astype(jnp.int32),
-            rng_key=rng_key,
-            row_seed=jnp.stack([iteration.row_seed, last_word(rng_key)]),
             origin=state.origin,
         )
-        return place_everywhere(map_particles(lambda x: x[0], state) if is_single else state)
+        return place_everywhere(map_particles(lambda x: x[0], found) if given.is_single else found)
 
     def parts(self, state: ParticleState, args, kwargs) -> tuple[Iteration, Cloud]:
         """Return the iteration for a state, and its particles in whitened coordinates, ``(G, L, d)``."""
-        if jnp.ndim(state.potential_energy) == 0:
-            state = map_particles(lambda x: x[None], state)
+        state = state.with_particle_axis()
         bound = self.bind(args, kwargs)
-        data = None if state.warmup.reference is None else bound.data()
+        data = None if state.learned.reference is None else bound.data()
         bound = bound.within(state.num_updates)
-        plan = bound.plan(state.warmup.scales.preconditioner.kind)
-        check_state(self, state.origin, state.z, state.warmup, bound.target, bound.gradient)
+        plan = bound.plan(state.learned.preconditioner.kind)
+        check_state(self, state.origin, state.z, state.learned, bound.target, bound.gradient)
         _, unravel = ravel_cloud(state.z)
         cloud = whitened_cloud(state, self.num_ensembles)
         iteration = Iteration(bound, plan, unravel, row_seed(state), data, self.schedule)
@@ -331,16 +413,8 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def findings(self, state: ParticleState) -> list[Finding]:
         """Return the problems found at the end of warmup; an empty list without a warmup."""
-        warmup = state.warmup
-        if warmup.step.measurements is None or (warmup.step.measurements.number == 0 and warmup.jumps is None):
-            return []
-        with jax.debug_nans(False):  # In a diagnosis, NaN marks unknown numbers.
-            return jax.tree.map(np.asarray, self._diagnosis(warmup)).findings()
-
-    def _diagnose_warmup(self, warmup):
-        is_jumping = None if self.moves is None or warmup.jumps is None else self.moves.is_on(warmup.jumps)
-        needs_reference = not isinstance(self.gradient, Sweeps)
-        return diagnose_warmup(warmup, self._rule, self.dynamics, is_jumping, needs_reference)
+        found = state.learned.problems
+        return [] if found is None else found.findings()
 
     @property
     def remedy(self) -> str:
@@ -353,12 +427,12 @@ class ParticleKernel(Fixed, MCMCKernel):
     def _prepare(self):
         """Make what caches compiled programs, and can be made again."""
         self._initializer, self._binder = Initializer(self), Binder(self)
-        self._diagnosis = jax.jit(self._diagnose_warmup)
+        self._warm, self._freeze = BoundProgram(self, warm), BoundProgram(self, freeze)
         self._num_shown = 0
 
     def __getstate__(self):
         state = self.__dict__.copy()
-        del state["_initializer"], state["_binder"], state["_diagnosis"]
+        del state["_initializer"], state["_binder"], state["_warm"], state["_freeze"]
         return state
 
     def __setstate__(self, state):

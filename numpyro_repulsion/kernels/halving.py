@@ -18,14 +18,14 @@ from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.mcmc import arguments
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.shapes import Columns, Count
-from numpyro_repulsion.warmup import Stage, WarmupState
+from numpyro_repulsion.warmup import Learned
 
 __all__ = ["halved_series"]
 
 #: Numbers ``(G, L, m)`` of the particles of a cloud.
-Observe = Callable[[Iteration, WarmupState, Cloud], Columns]
-#: A cloud, how many updates it made, and its state of warmup.
-Moved = tuple[Cloud, Count, WarmupState]
+Observe = Callable[[Iteration, Learned, Cloud], Columns]
+#: A cloud, how many updates it made, and what its sampler learned.
+Moved = tuple[Cloud, Count, Learned]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def halved_series(
     :param rng_key: ``None`` goes on with the key of the run.
     :param num_samples: the number of iterations with ε that are returned; half as many go before.
     :param step_size: ε.
-    :param observe: ``(iteration, warmup, cloud) -> numbers (G, L, m)``.
+    :param observe: ``(iteration, learned, cloud) -> numbers (G, L, m)``.
     :return: the means over each group with ε, ``(groups, num_samples, m)``, and the differences with ε/2 from them.
         Means are over all updates of an iteration; with ``moves``, which change the distribution within an iteration,
         those after the last one.
@@ -74,8 +74,8 @@ def halved_series(
     def run(state, step_size):
         iteration, cloud = kernel.parts(state, args, kwargs)
         iteration = replace(iteration, schedule=None)
-        warmups = (_with_step(state.warmup, step) for step in (step_size, step_size / 2))
-        clouds = tuple((cloud, state.num_updates, warmup) for warmup in warmups)
+        both = (_with_step(state.learned, step) for step in (step_size, step_size / 2))
+        clouds = tuple((cloud, state.num_updates, learned) for learned in both)
 
         def iterate(clouds, key):
             clouds, (one, other) = _iterate(iteration, key, clouds, observe)
@@ -90,9 +90,8 @@ def halved_series(
     return one, difference
 
 
-def _with_step(warmup, step_size):
-    size = jnp.asarray(step_size, warmup.step.size.dtype)
-    return warmup._replace(step=warmup.step._replace(size=size))
+def _with_step(learned, step_size):
+    return learned._replace(step_size=jnp.asarray(step_size, learned.step_size.dtype))
 
 
 def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], observe: Observe):
@@ -102,14 +101,11 @@ def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], 
     """
     basins_key, updates_key = random.split(key)
 
-    def begun(cloud, count, warmup):
-        late = warmup.arrival.is_prolonged, iteration.plan.late
-        stage = Stage.of(warmup.iteration, warmup.num_warmup, *late)
-        warmup = iteration.recognize_data(stage, cloud, warmup)
-        now, basins = iteration.jump_between_basins(basins_key, iteration.begin(cloud, count, warmup), warmup)
-        return now, warmup._replace(basins=basins)
+    def begun(cloud, count, learned):
+        learned = iteration.with_references(cloud, learned)
+        return iteration.jump_between_basins(basins_key[None], iteration.begin(cloud, count, learned), learned)
 
-    (now, warmup), (half, half_warmup) = (begun(*moved) for moved in clouds)
+    (now, learned), (half, half_learned) = (begun(*moved) for moved in clouds)
     # Each particle by itself moves as with any noise with K = I; that of neighbors would part two particles whose
     # clouds differ ever so little in their order.
     interaction = iteration.interaction
@@ -119,13 +115,13 @@ def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], 
         now, half = carry
         interaction_key, noise_key, *gradient_keys = random.split(key, 4)
         at = interaction.at(interaction_key, now.num_updates)
-        now = iteration.advance(noise_key, gradient_keys[0], _Summed(at), now, warmup)
+        now = iteration.advance(noise_key, gradient_keys[0], _Summed(at), now, learned)
         keys = random.split(noise_key), jnp.stack(gradient_keys)
-        half, found = lax.scan(lambda half, keys: seen(iteration.advance(*keys, at, half, half_warmup)), half, keys)
+        half, found = lax.scan(lambda half, keys: seen(iteration.advance(*keys, at, half, half_learned)), half, keys)
         return (now, half), (seen(now)[1], summarized(found))
 
     def seen(now):
-        return now, observe(iteration, warmup, now.cloud).mean(-2)
+        return now, observe(iteration, learned, now.cloud).mean(-2)
 
     def summarized(found):
         # Draws are made at the end of an iteration. With jumps these differ from what is between updates.
@@ -133,7 +129,7 @@ def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], 
 
     keys = random.split(updates_key, iteration.num_steps)
     (now, half), found = lax.scan(update, (now, half), keys)
-    warmup = iteration.ended(now, warmup)
-    half_warmup = iteration.ended(half, half_warmup, 2 * iteration.num_steps)
-    clouds = (now.cloud, now.num_updates, warmup), (half.cloud, half.num_updates, half_warmup)
+    learned = iteration.ended(now, learned)
+    half_learned = iteration.ended(half, half_learned, 2 * iteration.num_steps)
+    clouds = (now.cloud, now.num_updates, learned), (half.cloud, half.num_updates, half_learned)
     return clouds, jax.tree.map(summarized, found)

@@ -153,8 +153,8 @@ def flat_values(values: Any, lead: int) -> tuple[np.ndarray, Callable[[np.ndarra
 
 def is_warmup(mcmc: MCMC) -> bool:
     """Return whether the draws of an ``MCMC`` with a kernel of this package are those of its warmup."""
-    warmup = mcmc.last_state.warmup
-    return bool(np.max(warmup.iteration) <= np.max(warmup.num_warmup))
+    state = mcmc.last_state
+    return int(state.iteration) <= int(state.num_warmup)
 
 
 def has_other_data(mcmc: MCMC) -> bool:
@@ -163,18 +163,15 @@ def has_other_data(mcmc: MCMC) -> bool:
     Those with the same digest are the same. Of others, U at a start of the warmup is compared (of a subsampled plate on
     as many rows as in a minibatch, evenly spread): rows in another order, or of another type, are no other data.
     """
-    state = mcmc.last_state
-    if state.warmup.data_fingerprint is None:
+    learned = mcmc.last_state.learned
+    if learned.start is None:
         return False
-    position, known = state.warmup.data_fingerprint
-    bound = bound_of(mcmc)
-    is_single = np.ndim(state.potential_energy) == 0
-    z = jax.tree.map(lambda x: jnp.asarray(x)[None], state.z) if is_single else state.z
-    if (data := bound.data(z)) is not None and np.array_equal(state.warmup.data, data):
+    position, known = learned.start[:-1], float(learned.start[-1])
+    bound, z = bound_of(mcmc), mcmc.last_state.with_particle_axis().z
+    if (data := bound.data(z)) is not None and np.array_equal(learned.data, data):
         return False
     target, (_, unravel) = bound.target, ravel_cloud(z)
     found = float(compiled(lambda target, z: fingerprint(target, unravel, z), target)(position))
-    known = float(known)
     # Another program may round differently, especially where terms cancel.
     return np.isfinite(known) and not abs(found - known) <= TOLERANCE * (1.0 + abs(known))
 
@@ -182,9 +179,7 @@ def has_other_data(mcmc: MCMC) -> bool:
 def share_flagged(mcmc: MCMC) -> float:
     """Return the share of flagged updates among those that `num_flagged_updates` covers."""
     kernel, state = mcmc.sampler, mcmc.last_state
-    # If particles arrive in warmup, updates of warmup are not counted.
-    waits = bound_of(mcmc).plan("diagonal").arrives
-    counted = int(np.max(state.warmup.iteration)) - waits * int(np.max(state.warmup.num_warmup))
+    counted = int(state.iteration) - (int(state.num_warmup) if state.origin.has_warmed else 0)
     return float(np.sum(state.num_flagged_updates) / max(1, counted * kernel.num_steps * mcmc.num_chains))
 
 

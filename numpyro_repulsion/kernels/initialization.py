@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-from functools import partial
+from typing import NamedTuple
 import warnings
 
 import jax
@@ -15,12 +13,11 @@ import numpy as np
 from numpyro.infer import init_to_sample
 from numpyro.util import not_jax_tracer
 
-from numpyro_repulsion.dynamics import select
+from numpyro_repulsion.dynamics import Cloud, select
 from numpyro_repulsion.gradients import (
     Centering,
-    Gradient,
     ModelTarget,
-    Target,
+    Particle,
     check_rows,
     fingerprint,
     is_finite_on_all_rows,
@@ -28,11 +25,14 @@ from numpyro_repulsion.gradients import (
     sites_not_finite,
 )
 from numpyro_repulsion.interactions import median_bandwidth
-from numpyro_repulsion.kernels.bound import BoundSampler, automatic_scale, first_preconditioner
+from numpyro_repulsion.kernels.bound import automatic_scale, first_preconditioner
+from numpyro_repulsion.kernels.programs import BoundProgram, compiler_options
 from numpyro_repulsion.kernels.requirements import check_room, warn_of_copies
-from numpyro_repulsion.kernels.state import Origin, ParticleState, last_word, per_particle
+from numpyro_repulsion.kernels.state import ParticleState, last_word
+from numpyro_repulsion.kernels.warming import Warming, freeze
 from numpyro_repulsion.layout import place_everywhere, place_particles
 from numpyro_repulsion.moves import Basins
+from numpyro_repulsion.shapes import Scalar
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import MIN_PARTICLES, WarmupState
 
@@ -44,89 +44,52 @@ MAX_DRAWS = 100
 CONTRACTION, EXPLOSION = 0.3, 1e3
 
 
-@dataclass(frozen=True)
-class _Static:
-    """The static input of the program that makes the first state.
-
-    - **target** - without arguments, so that it keeps no data; its structure stands for it in comparisons.
-    - **others** - the leaves of the model's arguments that are not arrays.
-    """
-
-    num_warmup: int
-    treedef: jax.tree_util.PyTreeDef
-    is_array: tuple[bool, ...]
-    others: tuple
-    structure: Hashable
-    gradient: Gradient
-    target: Target = field(compare=False)
-
-
 #: Rows are refused if they have no density at so many starts.
 NUM_STARTS = 5
-#: How XLA compiles the program of the first state, which runs once: optimizing it takes longer than running it.
-QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+class Start(NamedTuple):
+    """The start of a run.
+
+    - **state** - the state of the warmup; or, if there is nothing to learn, that from which draws are made.
+    - **z** - the sites of the particles, each ``(L, ...)``.
+    - **cloud** - the particles in whitened coordinates.
+    - **smallest_eigenvalue** - that of K: 1 if K is always positive definite, NaN if K is not finite.
+    """
+
+    state: Warming | ParticleState
+    z: Particle
+    cloud: Cloud
+    smallest_eigenvalue: Scalar
 
 
 class Initializer:
-    """Make the first state of a kernel, by a program that is compiled once for all data of the same shapes.
+    """Make the start of a kernel's runs, by a program that is compiled once for all data of the same shapes.
 
-    It caches compiled programs (together with the arguments, if the model needs their values) and the posterior that
-    was last searched for NaN; all of it can be made again.
+    It caches this program and the posterior that was last searched for NaN; all of it can be made again.
     """
 
     def __init__(self, kernel):
         self._kernel = kernel
-        self._program = jax.jit(self._start, static_argnums=0, compiler_options=QUICKLY)
-        self._nested_program = jax.jit(self._start, static_argnums=0)
-        self._concrete_program = None
+        self._program = BoundProgram(kernel, self._start)
         self._checked = None
 
-    def __call__(self, bound, rng_key, num_warmup, init_params, args, kwargs):
-        """Return the first state, its cloud and the smallest eigenvalue of K there.
+    def __call__(self, bound, rng_key, num_warmup, init_params, how):
+        """Return the :class:`Start`.
 
         :param rng_key: a key for each particle.
         :param init_params: the starts, or ``None`` to draw them.
+        :param how: how to freeze the start at once, if there is nothing to learn; else ``None``.
         """
-        leaves, treedef = jax.tree.flatten((args, kwargs or {}))
-        is_array = tuple(
-            isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
-            for leaf in leaves
-        )
-        arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
-        others = tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes)
-        target = bound.target.with_arguments((), {})
-        static = _Static(num_warmup, treedef, is_array, others, target.structure, bound.gradient, target)
         data = None
         if num_warmup > 0 or bound.gradient.has_reference:
             data = bound.data(init_params)
             data = np.zeros(4, np.uint32) if data is None else data
-        if _is_hashable(static):
-            try:
-                try:
-                    return self._program(static, arrays, rng_key, init_params, data)
-                except ValueError as error:
-                    # JAX allows compiler options only outside of other programs.
-                    if "compiler_options" not in str(error):
-                        raise
-                return self._nested_program(static, arrays, rng_key, init_params, data)
-            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-                pass  # The model needs the values of its arguments, not only their shapes.
-        known = self._concrete_program
-        if known is None or known[:2] != (num_warmup, bound):
-            self._concrete_program = known = (num_warmup, bound, jax.jit(partial(self._start, num_warmup, bound)))
-        return known[2](rng_key, init_params, data)
+        options = compiler_options(bound, 1, rng_key.shape[0], 1)
+        return self._program(bound, (num_warmup, how), rng_key, init_params, data, options=options)
 
-    def _start(self, static, *given):
-        kernel = self._kernel
-        if isinstance(static, _Static):
-            found, others = iter(given[0]), iter(static.others)
-            leaves = [next(found) if yes else next(others) for yes in static.is_array]
-            args, kwargs = jax.tree.unflatten(static.treedef, leaves)
-            bound = BoundSampler(kernel, static.target.with_arguments(args, kwargs), static.gradient)
-            return self._state(bound, static.num_warmup, *given[1:])
-        return self._state(given[0], static, *given[1:])
-
-    def _state(self, bound, num_warmup, rng_key, init_params, data):
+    def _start(self, bound, settings, rng_key, init_params, data):
+        num_warmup, how = settings
         kernel, target = self._kernel, bound.target
         size = rng_key.shape[0]
         rng_key = place_particles(rng_key)
@@ -173,19 +136,17 @@ class Initializer:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
             position = flat[jnp.argmax(jnp.abs(energy))]
             warmup = warmup._replace(data_fingerprint=(position, fingerprint(target, ravel_cloud(z)[1], position)))
-        state = ParticleState(
-            z=z,
-            **per_particle(cloud, warmup, warmup.step.size),
-            diverging=jnp.zeros(size, bool),
+        state = Warming(
+            cloud=cloud,
             warmup=warmup,
             num_updates=jnp.zeros((), jnp.int32),
             num_flagged_updates=jnp.zeros((), jnp.int32),
             rng_key=state_key,
-            coordinates=(flat, energy) if reparametrizes else None,
-            row_seed=jnp.stack([last_word(memory_key), last_word(state_key)]),
-            origin=Origin.of(kernel, bound.gradient),
+            row_seed=last_word(memory_key) if bound.gradient.depends_on_updates else None,
+            starts=z,
         )
-        return place_everywhere((state, cloud, self._smallest_eigenvalue(u, bandwidth)))
+        eigenvalue = self._smallest_eigenvalue(u, bandwidth)
+        return place_everywhere(Start(state if how is None else freeze(bound, how, state), z, cloud, eigenvalue))
 
     def _smallest_eigenvalue(self, u, bandwidth):
         """Return the smallest eigenvalue of K: 1 if K is always positive definite, NaN if K is not finite."""

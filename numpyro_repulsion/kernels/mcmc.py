@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import jax
+import tqdm
 
 from numpyro.infer import MCMC
 
@@ -17,11 +18,13 @@ __all__ = [
     "arguments",
     "bring_here",
     "collected_fields",
+    "collects_warmup",
     "compiled_functions",
     "draws",
     "entering_mcmc",
     "jit_spread_arguments",
     "jits_arguments",
+    "progress_bar",
     "set_arguments",
     "set_results",
 ]
@@ -76,6 +79,16 @@ def collected_fields(mcmc: MCMC) -> tuple[str, tuple[str, ...]]:
 def compiled_functions(mcmc: MCMC) -> tuple[Callable, Callable]:
     """Return NumPyro's cached functions for one iteration and for postprocessing, for the arguments of the last run."""
     return mcmc._get_cached_fns()
+
+
+def collects_warmup(mcmc: MCMC) -> bool:
+    """Return whether ``MCMC.warmup(collect_warmup=True)`` is running."""
+    return mcmc._collection_params["lower"] == 0 and mcmc.num_warmup > 0
+
+
+def progress_bar(is_shown: bool, total: int) -> tqdm.tqdm:
+    """Return the progress bar of a warmup."""
+    return tqdm.tqdm(total=total, desc="warmup", disable=not is_shown or jax.process_index() > 0)
 
 
 def jits_arguments(mcmc: MCMC) -> bool:

@@ -15,8 +15,10 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.digests import digest, words
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Target, ravel_cloud
-from numpyro_repulsion.kernels.bound import BoundSampler, Settings
-from numpyro_repulsion.warmup import WarmupState
+from numpyro_repulsion.kernels.bound import Settings
+from numpyro_repulsion.kernels.iteration import Iteration
+from numpyro_repulsion.layout import place_particles
+from numpyro_repulsion.warmup import Learned
 
 __all__ = [
     "Origin",
@@ -25,11 +27,9 @@ __all__ = [
     "check_state",
     "last_word",
     "map_particles",
-    "per_particle",
     "row_seed",
     "sampler_positions",
     "whitened_cloud",
-    "with_data",
 ]
 
 _ANEW = (
@@ -41,21 +41,29 @@ _ANEW = (
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Origin:
-    """The settings of the kernel that made a state, by name, in words; static."""
+    """How a state was made; static.
+
+    - **settings** - the settings of its kernel, by name, in words.
+    - **has_warmed** - whether `init` made a warmup; if there was nothing to learn, NumPyro's iterations of warmup are
+      iterations like all others.
+    - **passes** - whether NumPyro's iterations of warmup pass without an update, because `init` made the warmup.
+    """
 
     settings: tuple[tuple[str, str], ...]
+    has_warmed: bool = False
+    passes: bool = False
 
     @staticmethod
-    def of(kernel: Settings, gradient: Gradient) -> Origin:
+    def of(kernel: Settings, gradient: Gradient, has_warmed: bool = False, passes: bool = False) -> Origin:
         """Return the origin of a state that a kernel starts; ``num_steps`` may change."""
         names = ("step_size", "dynamics", "interaction", "moves", "reparam", "num_ensembles")
         found = {"kernel": type(kernel).__name__} | {name: words(getattr(kernel, name)) for name in names}
         found |= {"gradient": words(gradient), "preconditioner": str(digest(kernel.preconditioner))}
-        return Origin(tuple(found.items()))
+        return Origin(tuple(found.items()), has_warmed, passes)
 
 
 def check_state(
-    kernel: Settings, origin: Origin, z: Particle, warmup: WarmupState, target: Target, gradient: Gradient
+    kernel: Settings, origin: Origin, z: Particle, learned: Learned, target: Target, gradient: Gradient
 ) -> None:
     """Raise ``ValueError`` if a state is that of another kernel, model or precision.
 
@@ -63,7 +71,7 @@ def check_state(
 
     :param z: the particles of the state, each leaf with a leading axis of them.
     """
-    _check_precision(warmup, target)
+    _check_precision(learned, target)
     if isinstance(target, ModelTarget):
         size = len(jax.tree.leaves(z)[0])
         expected = {name: (size, *site.shape) for name, site in target.prototype.items()}
@@ -73,7 +81,7 @@ def check_state(
                 f"The state has the sites {found}, and this model has {expected}. Run the model of the state, or set "
                 "mcmc.post_warmup_state = None and start again."
             )
-    if (centering := warmup.scales.centering) is not None:
+    if (centering := learned.centering) is not None:
         found = len(centering.powers), len(centering.bases)
         if not isinstance(target, ModelTarget) or found != (target.num_products, target.num_groups):
             raise ValueError(
@@ -87,19 +95,17 @@ def check_state(
         )
 
 
-def check_chains(number: int, warmup: WarmupState, mcmc: MCMC) -> bool:
-    """Return whether a stored state has several chains; raise ``ValueError`` if it does not fit the run.
-
-    :param number: of chains in the state.
-    """
+def check_chains(state: ParticleState, mcmc: MCMC) -> bool:
+    """Return whether a stored state has several chains; raise ``ValueError`` if it does not fit the run."""
+    number = np.size(state.potential_energy)
     if number != mcmc.num_chains or (number > 1 and mcmc.chain_method != "vectorized"):
         raise ValueError(
             f"`post_warmup_state` is a state of {number} chain{'s' * (number > 1)} that moved together, and this MCMC "
             f"has num_chains={mcmc.num_chains} by {mcmc.chain_method!r}. Use MCMC(..., num_chains={number}, "
             'chain_method="vectorized"), or set mcmc.post_warmup_state = None and start again.'
         )
-    done, num_warmup = int(warmup.iteration), int(warmup.num_warmup)
-    if done < num_warmup:
+    done, num_warmup = int(state.iteration), int(state.num_warmup)
+    if done < num_warmup and not state.origin.has_warmed:
         raise ValueError(
             f"`post_warmup_state` is a state after {done} of {num_warmup} iterations of warmup, so the next draws "
             "would be draws of warmup. Set mcmc.post_warmup_state = None and start again."
@@ -107,9 +113,9 @@ def check_chains(number: int, warmup: WarmupState, mcmc: MCMC) -> bool:
     return number > 1
 
 
-def _check_precision(warmup, target):
+def _check_precision(learned, target):
     """Raise ``ValueError`` for another precision: a model determines its own, and a function only rules out float64."""
-    found = warmup.step.size.dtype
+    found = learned.step_size.dtype
     expected = found if jax.dtypes.canonicalize_dtype(found) == found else np.dtype("float32")
     if isinstance(target, ModelTarget):
         expected = jnp.result_type(*(site.dtype for site in target.prototype.values()))
@@ -136,16 +142,18 @@ class ParticleState(NamedTuple):
       or had its gradient clipped, ``(L,)``.
     - **gradient** - the gradient in the whitened coordinates of the sampler, ``(L, d)``.
     - **memory** - what the dynamics carries, a tuple of ``(L, d)``.
-    - **warmup** - the state of warmup, see :class:`~numpyro_repulsion.warmup.WarmupState`.
+    - **learned** - what warmup learned, see :class:`~numpyro_repulsion.warmup.Learned`.
+    - **iteration** - how many iterations are done, including warmup.
+    - **num_warmup** - how many of them are warmup.
     - **num_updates** - how many updates are done, including warmup; schedules count these.
     - **num_flagged_updates** - how many updates of single particles were rejected, turned back or had a clipped
-      gradient: since the end of warmup, or since the start if step and scales were given.
+      gradient: since the end of warmup, or since the start if there was nothing to learn.
     - **rng_key** - the PRNG key of the next iteration.
     - **coordinates** - where hierarchical sites are centered partly, the positions in the coordinates of the sampler,
       ``(L, d)``, and U there, ``(L,)``; else ``None``.
-    - **row_seed** - the seed of the orders in which particles pass through rows, with ``Sweeps``; and the last word of
-      ``rng_key``, which shows whether the run has a new key and needs other orders, ``(2,)``.
-    - **origin** - what the state was made for, static; a kernel that would misread the memory raises ``ValueError``.
+    - **row_seed** - with ``Sweeps``, the seed of the orders in which particles pass through rows, and the last word of
+      ``rng_key``, which shows whether the run has a new key and needs other orders, ``(2,)``; else ``None``.
+    - **origin** - how the state was made, static; another kernel raises ``ValueError``.
     """
 
     z: Particle
@@ -155,25 +163,64 @@ class ParticleState(NamedTuple):
     diverging: jax.Array
     gradient: jax.Array
     memory: tuple[jax.Array, ...]
-    warmup: WarmupState
+    learned: Learned
+    iteration: jax.Array
+    num_warmup: jax.Array
     num_updates: jax.Array
     num_flagged_updates: jax.Array
     rng_key: jax.Array
-    row_seed: jax.Array
+    row_seed: jax.Array | None
     coordinates: tuple[jax.Array, jax.Array] | None
     origin: Origin
 
+    @property
+    def is_single(self) -> bool:
+        """Whether this is the state of a single plain chain, without the axis L."""
+        return jnp.ndim(self.potential_energy) == 0
 
-def per_particle(cloud: Cloud, warmup: WarmupState, step_size: jax.Array) -> dict[str, Any]:
-    """Return the per-particle fields of a state, except ``z`` and ``diverging``."""
-    size = cloud.potential_energy.size
-    return {
-        "potential_energy": cloud.potential_energy.reshape(size),
-        "step_size": jnp.broadcast_to(step_size, cloud.potential_energy.shape).reshape(size),
-        "bandwidth": jnp.broadcast_to(warmup.bandwidth, (size,)),
-        "gradient": cloud.gradient.reshape(size, -1),
-        "memory": tuple(x.reshape(size, -1) for x in cloud.memory),
-    }
+    def with_particle_axis(self) -> ParticleState:
+        """Return the state with the axis L, also of a single plain chain."""
+        return map_particles(lambda x: x[None], self) if self.is_single else self
+
+    @staticmethod
+    def of(
+        sampler: Iteration,
+        cloud: Cloud,
+        learned: Learned,
+        step_size: jax.Array,
+        flagged: jax.Array,
+        rng_key: jax.Array,
+        row_seed: jax.Array | None,
+        **others: Any,
+    ) -> ParticleState:
+        """Return the state of a cloud in whitened coordinates, ``(G, L, d)``.
+
+        :param sampler: what moved the cloud.
+        :param step_size: ε of the last update.
+        :param flagged: how many updates of the last iteration were flagged, ``(G, L)``.
+        :param row_seed: that of the orders of rows, if they depend on it.
+        :param others: the remaining fields.
+        """
+        size, recovered, coordinates = cloud.potential_energy.size, sampler.recover(learned, cloud.z), None
+        energy = cloud.potential_energy
+        if learned.centering is not None:
+            y = learned.preconditioner.to_positions(cloud.z)
+            coordinates = y.reshape(size, -1), energy.reshape(size)
+            energy = energy + sampler.centered(learned.centering).log_volume(recovered)
+        return ParticleState(
+            z=place_particles(jax.vmap(sampler.unravel)(recovered.z.reshape(size, -1))),
+            potential_energy=energy.reshape(size),
+            step_size=jnp.broadcast_to(step_size, (size,)),
+            bandwidth=jnp.broadcast_to(learned.bandwidth, (size,)),
+            diverging=(flagged > 0).reshape(size),
+            gradient=cloud.gradient.reshape(size, -1),
+            memory=tuple(x.reshape(size, -1) for x in cloud.memory),
+            learned=learned,
+            rng_key=rng_key,
+            row_seed=None if row_seed is None else jnp.stack([row_seed, last_word(rng_key)]),
+            coordinates=coordinates,
+            **others,
+        )
 
 
 def last_word(key: jax.Array) -> jax.Array:
@@ -181,8 +228,10 @@ def last_word(key: jax.Array) -> jax.Array:
     return random.key_data(key).ravel()[-1]
 
 
-def row_seed(state: ParticleState) -> jax.Array:
+def row_seed(state: ParticleState) -> jax.Array | None:
     """Return the seed of the orders of rows: that of the state, or a new one if the run has a key of its own."""
+    if state.row_seed is None:
+        return None
     seed, known = state.row_seed
     word = last_word(state.rng_key)
     return jnp.where(word == known, seed, word)
@@ -196,22 +245,8 @@ def sampler_positions(state: ParticleState) -> tuple[jax.Array, jax.Array]:
 def whitened_cloud(state: ParticleState, num_groups: int) -> Cloud:
     """Return the particles in whitened coordinates, ``(G, L, d)``."""
     flat, energy = sampler_positions(state)
-    cloud = Cloud(state.warmup.scales.preconditioner.whiten(flat), energy, state.gradient, state.memory)
+    cloud = Cloud(state.learned.preconditioner.whiten(flat), energy, state.gradient, state.memory)
     return jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), cloud)
-
-
-def with_data(state: ParticleState, bound: BoundSampler) -> ParticleState:
-    """Return a state, of one or of several chains, for a program to which data are inputs without values."""
-    reference = state.warmup.reference
-    data = bound.data()
-    if reference is None or data is None:
-        return state
-    known = reference.data
-    is_other = jnp.any(known != data, -1) & known.any(-1)
-    reference = reference._replace(
-        data=jnp.where(is_other[..., None], data, known), is_stale=reference.is_stale | is_other
-    )
-    return state._replace(warmup=state.warmup._replace(reference=reference))
 
 
 def map_particles(fn, state: ParticleState) -> ParticleState:

@@ -81,8 +81,15 @@ from numpyro_repulsion.warmup.arrival import (
 )
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
 from numpyro_repulsion.warmup.centering import MIN_PARTICLES, update_centering
-from numpyro_repulsion.warmup.curvature import Measurements, estimate_curvature, measure_steepness, summarize_curvature
+from numpyro_repulsion.warmup.curvature import (
+    UNKNOWN,
+    Measurements,
+    estimate_curvature,
+    measure_steepness,
+    summarize_curvature,
+)
 from numpyro_repulsion.warmup.diagnosis import MIN_WARMUP, WarmupDiagnosis, diagnose_warmup, update_symptoms
+from numpyro_repulsion.warmup.learned import Learned, Measured
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
 from numpyro_repulsion.warmup.scales import update_scales
 from numpyro_repulsion.warmup.state import (
@@ -112,11 +119,14 @@ __all__ = [
     "LAST_ADAPTED",
     "NUM_DEVIATIONS",
     "NUM_HESSIANS",
+    "UNKNOWN",
     "LEARNERS",
     "MIN_PARTICLES",
     "WarmupPlan",
     "MIN_WARMUP",
+    "Learned",
     "Learner",
+    "Measured",
     "Measurements",
     "Moments",
     "Preconditioner",

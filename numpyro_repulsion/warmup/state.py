@@ -64,6 +64,11 @@ class WarmupPlan(NamedTuple):
         return self.step_size is not None or self.scale is not None
 
     @property
+    def learns(self) -> bool:
+        """Whether there is anything to learn."""
+        return self.arrives or self.bandwidth or self.reference or self.jumps
+
+    @property
     def measures(self) -> bool:
         """Whether warmup measures curvature and gradient noise."""
         return self.step_size is not None or self.reference
@@ -233,6 +238,16 @@ class WarmupState(NamedTuple):
     data_fingerprint: tuple[Vector, Scalar] | None = None
 
     @property
+    def preconditioner(self) -> Preconditioner:
+        """The linear change of variables."""
+        return self.scales.preconditioner
+
+    @property
+    def centering(self) -> Centering | None:
+        """How the entries of a particle are centered, before that change."""
+        return self.scales.centering
+
+    @property
     def has_basins(self) -> Flag:
         """Whether warmup found several basins, between which updates do not move."""
         found = jnp.zeros((), bool) if self.symptoms is None else self.symptoms.widest.has_basins
@@ -355,7 +370,9 @@ class Sampler(Protocol):
     def centered(self, centering: Centering) -> CenteredTarget:
         """Return the posterior in coordinates of another centering."""
 
-    def evaluate_reference(self, key: jax.Array, warmup: WarmupState, reference: Reference, cloud: Cloud) -> Reference:
+    def evaluate_reference(
+        self, key: jax.Array, warmup: WarmupState, reference: Reference, num_particles: int
+    ) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""
 
 

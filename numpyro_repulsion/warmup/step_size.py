@@ -39,9 +39,8 @@ def update_reference(
         moves = stage.references_move & stage.is_arriving
         position = warmup.scales.preconditioner.to_positions(cloud.z)
     moved = known._replace(position=jnp.where(moves, position, known.position), in_use=known.in_use | moves)
-    reference = lax.cond(
-        moves | known.is_stale, lambda: sampler.evaluate_reference(key, warmup, moved, cloud), lambda: moved
-    )
+    size = cloud.potential_energy.size
+    reference = lax.cond(moves, lambda: sampler.evaluate_reference(key, warmup, moved, size), lambda: moved)
     return warmup._replace(reference=reference), cloud
 
 

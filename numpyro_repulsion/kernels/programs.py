@@ -1,0 +1,129 @@
+"""Programs outside of NumPyro's loop: compiled once for all data of the same shapes, with options of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_repulsion.gradients import Gradient, Target
+from numpyro_repulsion.kernels.bound import BoundSampler, Settings
+
+__all__ = ["BoundProgram", "compiler_options", "is_traced"]
+
+#: How many operations of updates take about as long without optimization as the optimizing takes.
+FEW_OPERATIONS = 3e8
+
+
+def is_traced() -> bool:
+    """Return whether the caller is being traced, by ``jax.jit`` or another transformation around it."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def compiler_options(bound: BoundSampler, num_updates: int, num_particles: int, dimension: int) -> dict[str, Any]:
+    """Return XLA's options for a program that makes updates, from shapes alone, so that a resumed run has the same.
+
+    On CPUs the fusion emitters double the time of compilation and gain nothing in these programs. Without optimization
+    compilation takes a third, and updates run up to ten times as long, which pays where there are few of them.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    target = bound.target
+    batches = bound.gradient.batches(target)
+    share = min((batches[name] / size for name, (size, _) in target.plates.items()), default=1.0)
+    data = sum(int(np.size(leaf)) for leaf in jax.tree.leaves((target.args, target.kwargs)))
+    entries = share * data + dimension * min(dimension, 100)
+    options: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}
+    if num_updates * num_particles * entries < FEW_OPERATIONS:
+        options["xla_backend_optimization_level"] = 0
+    return options
+
+
+@dataclass(frozen=True)
+class _Static:
+    """The static input of a program.
+
+    - **settings** - what the function takes besides arrays.
+    - **others** - the leaves of the model's arguments that are not arrays.
+    - **target** - without arguments, so that it keeps no data; its structure stands for it in comparisons.
+    """
+
+    settings: Hashable
+    treedef: jax.tree_util.PyTreeDef
+    is_array: tuple[bool, ...]
+    others: tuple
+    structure: Hashable
+    gradient: Gradient
+    target: Target = field(compare=False)
+
+
+class BoundProgram:
+    """A function ``(bound, settings, *arrays)`` of a bound sampler, with the model's arguments as inputs.
+
+    A model that needs the values of its arguments, and not only their shapes, has them in its programs.
+
+    :param kernel: to which samplers are bound.
+    """
+
+    def __init__(self, kernel: Settings, function: Callable[..., Any]):
+        self._kernel, self._function = kernel, function
+        self._programs: dict[tuple, Callable] = {}
+        self._concrete: tuple[tuple, Callable] | None = None
+
+    def __call__(self, bound: BoundSampler, settings: Hashable, *arrays: Any, options: dict[str, Any]) -> Any:
+        """Return what the function returns.
+
+        :param options: see :func:`compiler_options`; left out where XLA does not know them.
+        """
+        if is_traced():
+            return self._function(bound, settings, *arrays)
+        try:
+            return self._call(bound, settings, arrays, options)
+        except jax.errors.JaxRuntimeError as error:
+            if not options or "compile option" not in str(error):
+                raise
+        return self._call(bound, settings, arrays, {})
+
+    def _call(self, bound, settings, arrays, options):
+        leaves, treedef = jax.tree.flatten((bound.target.args, bound.target.kwargs))
+        is_array = tuple(
+            isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
+            for leaf in leaves
+        )
+        data = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
+        others = tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes)
+        target = bound.target.with_arguments((), {})
+        static = _Static(settings, treedef, is_array, others, target.structure, bound.gradient, target)
+        key = tuple(options.items())
+        if _is_hashable(static):
+            if key not in self._programs:
+                self._programs[key] = jax.jit(self._on_arrays, static_argnums=0, compiler_options=options)
+            try:
+                return self._programs[key](static, data, *arrays)
+            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                pass  # The model needs values.
+        known = self._concrete
+        if known is None or known[0] != (settings, bound, key):
+            program = jax.jit(partial(self._function, bound, settings), compiler_options=options)
+            self._concrete = known = (settings, bound, key), program
+        return known[1](*arrays)
+
+    def _on_arrays(self, static, data, *arrays):
+        found, others = iter(data), iter(static.others)
+        leaves = [next(found) if yes else next(others) for yes in static.is_array]
+        args, kwargs = jax.tree.unflatten(static.treedef, leaves)
+        bound = BoundSampler(self._kernel, static.target.with_arguments(args, kwargs), static.gradient)
+        return self._function(bound, static.settings, *arrays)
+
+
+def _is_hashable(value):
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
