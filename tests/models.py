@@ -1,6 +1,13 @@
 """What tests of many rooms run: particles of a kernel, without a bar."""
 
+from functools import partial
+
+import jax
+
 from numpyro.infer import MCMC
+
+from numpyro_repulsion.kernels import ParticleState
+from numpyro_repulsion.kernels.warming import Frozen, warm
 
 
 def vectorized(
@@ -9,3 +16,33 @@ def vectorized(
     """An ``MCMC`` whose chains are particles."""
     settings |= {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
     return MCMC(kernel, chain_method=chain_method, progress_bar=progress_bar, **settings)
+
+
+def warmed(kernel, keys, iterations, num_warmup, *args, init_params=None, **kwargs):
+    """The state of a warmup after so many of its iterations."""
+    state = kernel.start(keys, num_warmup, init_params, args, kwargs)
+    return kernel.warm(state, iterations, num_warmup, args, kwargs)
+
+
+def one_by_one(kernel, keys, num_warmup, *args, iterations=None, init_params=None, **kwargs):
+    """The state of a warmup after each of its iterations."""
+    state = kernel.start(keys, num_warmup, init_params, args, kwargs)
+    for _ in range(num_warmup if iterations is None else iterations):
+        state = kernel.warm(state, 1, num_warmup, args, kwargs)
+        yield state
+
+
+def sites(kernel, state, *args, **kwargs):
+    """The sites of the particles in a warmup, each ``(L, ...)``."""
+    return kernel.freeze(state, args, kwargs, False, 0).z
+
+
+def programs_of(kernel, keys, num_warmup, *args, init_params=None, **kwargs):
+    """The functions of an iteration of warmup and of one after it, each with the shapes of its state."""
+    state = jax.eval_shape(lambda: kernel.start(keys, num_warmup, init_params, args, kwargs))
+    if isinstance(state, ParticleState):
+        return [(lambda state: kernel.sample(state, args, kwargs), state)]
+    how = Frozen((True, True, True), True, False, num_warmup, False)
+    frozen = jax.eval_shape(lambda state: kernel.frozen_as(how, state, args, kwargs), state)
+    warmup = partial(warm, kernel.bind(args, kwargs), None, number=1)
+    return [(warmup, state), (lambda state: kernel.sample(state, args, kwargs), frozen)]

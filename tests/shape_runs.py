@@ -17,7 +17,7 @@ from catalogue import DYNAMICS, GRADIENTS, INTERACTIONS, having
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
+from models import programs_of, vectorized
 
 import numpyro
 import numpyro.distributions as dist
@@ -107,10 +107,11 @@ def run_parts():
 
 
 def sample(kernel, *args, num_chains=4, init_params=None):
-    """Start a run, and pass once through the program of an iteration, which has the warmup in it."""
-    keys = random.split(random.key(0), num_chains)
-    state = kernel.init(keys, 50, init_params, args, {})
-    trace(lambda state: kernel.sample(state, args, {}), state)
+    """Pass once through the programs of an iteration of warmup, and of one after it."""
+    for function, state in programs_of(
+        kernel, random.split(random.key(0), num_chains), 50, *args, init_params=init_params
+    ):
+        trace(function, state)
 
 
 def run_rooms():

@@ -3,6 +3,7 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import programs_of
 from programs import equations
 import pytest
 
@@ -73,8 +74,10 @@ def precisions(function, *args):
     return [e.params["precision"] for e in equations(program.jaxpr) if e.primitive.name in PRODUCTS]
 
 
-def program(kernel, state):
-    return precisions(lambda state: kernel.sample(state, (X, Y), {}), state)
+def program(kernel):
+    """Those of an iteration of warmup and of one after it."""
+    found = programs_of(kernel, random.split(random.key(1), 4), 100, X, Y)
+    return [precision for function, state in found for precision in precisions(function, state)]
 
 
 def full(precision):
@@ -83,17 +86,16 @@ def full(precision):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_products_of_an_iteration_have_full_precision(name):
-    kernel = KERNELS[name]()
-    state = kernel.init(random.split(random.key(1), 4), 100, None, (X, Y), {})
-    found = program(kernel, state)
+    found = program(KERNELS[name]())
     assert found
     assert all(map(full, found))
 
 
 def test_a_potential_function_has_full_precision():
     kernel = SGLDR(potential_fn=lambda z: jnp.sum(product(X, z) ** 2) / 2)
-    state = kernel.init(random.split(random.key(1), 4), 100, random.normal(random.key(2), (4, 4)), (), {})
-    found = precisions(lambda state: kernel.sample(state, (), {}), state)
+    starts = random.normal(random.key(2), (4, 4))
+    programs = programs_of(kernel, random.split(random.key(1), 4), 100, init_params=starts)
+    found = [precision for function, state in programs for precision in precisions(function, state)]
     assert found
     assert all(map(full, found))
 
@@ -114,10 +116,9 @@ def test_functions_of_draws_have_full_precision():
 def test_a_model_has_the_precision_that_the_user_sets(chosen):
     kernel = SGLDR(logistic)
     with jax.default_matmul_precision(chosen):
-        state = kernel.init(random.split(random.key(1), 4), 100, None, (X, Y), {})
-        found = program(kernel, state)
+        found = program(kernel)
     with jax.default_matmul_precision("highest"):
-        others = program(kernel, state)
+        others = program(kernel)
     # Some of the products, forward and backward, are the model's.
     assert 0 < sum(not full(p) for p in found) < len(found) == len(others)
     assert all(map(full, others))

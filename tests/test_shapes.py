@@ -66,7 +66,7 @@ ROOMS = [
     "moves.base.Move.jump",
     "kernels.iteration.clip",
     "kernels.iteration.clip_coordinates",
-    "kernels.iteration.Iteration.energy_on_common_rows",
+    "kernels.warming.WarmupIteration.energy_on_common_rows",
 ]
 
 

@@ -320,7 +320,7 @@ def test_draws_of_warmup_are_refused(pretended):
     local = Localized(regular, center={"w": BEST}, strength=1.0, inverse_temperature=BETA)
     mcmc = pretended(local, X, Y)
     state = mcmc.last_state
-    mcmc._last_state = state._replace(warmup=state.warmup._replace(num_warmup=state.warmup.iteration))
+    mcmc._last_state = state._replace(num_warmup=state.iteration)
     with pytest.raises(ValueError, match="draws of warmup"):
         llc(mcmc)
 

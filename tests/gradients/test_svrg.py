@@ -6,7 +6,7 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import vectorized
+from models import one_by_one, vectorized
 import numpy as np
 import pytest
 
@@ -47,7 +47,7 @@ def anchors(kernel, number, num_warmup=0, y=Y, state=None, size=6):
 
 def renewals(states):
     """In which iterations, from 1, references moved."""
-    x = np.asarray(states.warmup.reference.position)
+    x = np.asarray(states.learned.reference.position)
     x = np.concatenate([np.zeros_like(x[:1]), x]).reshape(len(x) + 1, -1)
     return (np.flatnonzero((x[1:] != x[:-1]).all(1)) + 1).tolist()
 
@@ -130,44 +130,43 @@ def test_references_are_renewed_every_epoch_from_the_first_update_on():
     kernel = SGLDR(two_modes, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=5))
     states, last = anchors(kernel, 9)
     assert renewals(states) == [1, 4, 7]
-    assert np.asarray(states.warmup.reference.age).tolist() == [2, 4, 6] * 3
+    assert np.asarray(states.learned.reference.age).tolist() == [2, 4, 6] * 3
     # A reference is where its particle was.
-    np.testing.assert_array_equal(states.warmup.reference.position[3, 0, :, 0], states.z["theta"][2])
+    np.testing.assert_array_equal(states.learned.reference.position[3, 0, :, 0], states.z["theta"][2])
     # Other states go on with the count: those of a run that is resumed.
     some, middle = anchors(kernel, 5)
     _, end = anchors(kernel, 4, state=middle)
-    assert renewals(some) == [1, 4] and int(end.warmup.reference.age) == 6
+    assert renewals(some) == [1, 4] and int(end.learned.reference.age) == 6
     np.testing.assert_array_equal(end.z["theta"], last.z["theta"])
-    jax.tree.map(np.testing.assert_array_equal, end.warmup.reference, last.warmup.reference)
+    jax.tree.map(np.testing.assert_array_equal, end.learned.reference, last.learned.reference)
 
 
 @pytest.mark.slow
 def test_runs_can_be_resumed_by_the_host():
     mcmc = vectorized(SGLDR(two_modes, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=5)), 0, 5, 6)
     mcmc.run(random.key(0), Y)
-    reference = mcmc.last_state.warmup.reference
+    reference = mcmc.last_state.learned.reference
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(mcmc.post_warmup_state.rng_key, Y)
-    again = mcmc.last_state.warmup.reference
+    again = mcmc.last_state.learned.reference
     # Of ten iterations the last is the first of an epoch.
     assert (int(reference.age), int(again.age)) == (4, 2) and (reference.position != again.position).all()
 
 
 def test_warmup_measures_in_the_middle_of_an_epoch():
-    kernel = SGLD(two_modes, num_steps=1, gradient=SVRG(epoch=4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        states, _ = anchors(kernel, 112, num_warmup=100)
-    reference = states.warmup.reference
+    kernel, keys = SGLD(two_modes, num_steps=1, gradient=SVRG(epoch=4)), random.split(random.key(0), 6)
+    states = list(one_by_one(kernel, keys, 100, Y))
+    in_use = np.array([bool(state.warmup.reference.in_use) for state in states])
+    ages = np.array([int(state.warmup.reference.age) for state in states])
     # Particles arrive by plain minibatches.
-    assert not reference.in_use[:24].any() and reference.in_use[24:].all()
-    assert renewals(states)[0] == 25
+    assert not in_use[:24].any() and in_use[24:].all() and not states[23].warmup.reference.position.any()
     for end in (30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100):
-        assert reference.age[end - 1] == 2
-    assert reference.age[25:].max() == 4
+        assert ages[end - 1] == 2
+    assert ages[25:].max() == 4
     # After warmup epochs have their length.
-    assert np.asarray(reference.age[100:]).tolist() == [3, 4] + [1, 2, 3, 4] * 2 + [1, 2]
-    plain, corrected = states.warmup.step.measurements.noise[99, -1]
+    sampling, _ = anchors(kernel, 12, state=kernel.freeze(states[-1], (Y,), {}, False, 100))
+    assert np.asarray(sampling.learned.reference.age).tolist() == [3, 4] + [1, 2, 3, 4] * 2 + [1, 2]
+    plain, corrected = states[-1].warmup.measurements.noise[-1]
     assert corrected < 1e-2 * plain
 
 
@@ -175,9 +174,8 @@ def test_warmup_measures_in_the_middle_of_an_epoch():
 def test_references_that_do_not_help_are_let_go():
     kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
     state = kernel.init(random.split(random.key(0), 6), 0, None, (Y,), {})
-    unused = state.warmup.reference._replace(in_use=jnp.array(False))
-    states, _ = anchors(kernel, 5, state=state._replace(warmup=state.warmup._replace(reference=unused)))
-    assert renewals(states) == []
+    _, state = anchors(kernel, 5, state=state._replace(learned=state.learned._replace(reference=None)))
+    assert state.learned.reference is None
 
 
 def test_other_data_renew_all_references():
@@ -185,14 +183,16 @@ def test_other_data_renew_all_references():
     _, state = anchors(kernel, 2)
     other = 1.0 + Y[::-1]
     states, after = anchors(kernel, 2, y=other, state=state)
-    reference = after.warmup.reference
+    reference = after.learned.reference
     assert renewals(states) == [1] and int(reference.age) == 20
     np.testing.assert_array_equal(reference.position.ravel(), state.z["theta"])
     position = np.asarray(reference.position, float)
     slope = position / 9 + 2 * position * (400 * position**2 - float(other.sum()))
     np.testing.assert_allclose(reference.gradient, slope, rtol=1e-3, atol=1.0)
     states, _ = anchors(kernel, 2, y=other, state=after)
-    assert (states.warmup.reference.position == reference.position).all() and int(states.warmup.reference.age[-1]) == 40
+    assert (states.learned.reference.position == reference.position).all() and int(
+        states.learned.reference.age[-1]
+    ) == 40
 
 
 def test_a_reference_without_a_finite_gradient_is_not_taken():
@@ -206,9 +206,9 @@ def test_a_reference_without_a_finite_gradient_is_not_taken():
     kernel = SGLD(bounded, step_size=1e-6, num_steps=1, gradient=SVRG(epoch=1), interaction=Independent())
     state = kernel.init(random.split(KEY, 2), 0, {"mu": jnp.array([0.5, 0.6])}, (Y,), {})
     state = kernel.sample(state, (Y,), {})
-    before = state.warmup.reference
+    before = state.learned.reference
     state = kernel.sample(state._replace(z={"mu": jnp.array([0.5, 1.5])}), (Y,), {})
-    reference = state.warmup.reference
+    reference = state.learned.reference
     assert np.isfinite(reference.gradient).all() and reference.position[0, 0, 0] == 0.5
     assert reference.position[0, 1, 0] == before.position[0, 1, 0]
 
@@ -218,8 +218,8 @@ def test_a_single_chain_has_a_reference(make_key):
     kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
     state = kernel.init(make_key(0), 0, None, (Y,), {})
     after = jax.jit(lambda state: kernel.sample(state, (Y,), {}))(state)
-    assert after.z["theta"].shape == () and after.warmup.reference.position.shape == (1, 1, 1)
-    np.testing.assert_array_equal(after.warmup.reference.position[0, 0, 0], state.z["theta"])
+    assert after.z["theta"].shape == () and after.learned.reference.position.shape == (1, 1, 1)
+    np.testing.assert_array_equal(after.learned.reference.position[0, 0, 0], state.z["theta"])
 
 
 # --- The law. ---
@@ -264,10 +264,10 @@ def test_long_run_fails_without_correction_or_with_that_of_other_data(seed):
     def stale(state):
         # Taken for references on these data, which those shifted by half a standard deviation are not.
         target = ModelTarget(mean_of, (DATA + 0.5,))
-        reference = state.warmup.reference._replace(position=state.z["mu"].reshape(1, 64, 1))
+        reference = state.learned.reference._replace(position=state.z["mu"].reshape(1, 64, 1))
         reference = evaluate_reference(KEY, target, lambda z: {"mu": z[0]}, reference, 64)
         own = SGLD(mean_of, step_size=0.1, gradient=SVRG()).bind((DATA,)).data()
-        return state._replace(warmup=state.warmup._replace(reference=reference._replace(data=jnp.asarray(own))))
+        return state._replace(learned=state.learned._replace(reference=reference._replace(data=jnp.asarray(own))))
 
     assert scores(SVRG(epoch=10**6), DATA, stale, seed)[0] > 9.0
 
@@ -290,10 +290,8 @@ def test_far_modes_come_out_in_their_own_size(seed):
     draws = np.abs(np.asarray(mcmc.get_samples(group_by_chain=True)["theta"], float))
     error = ((draws - mean) ** 2).mean(1) / variance - 1
     assert (abs(error.mean()) - 0.05) / (error.std(ddof=1) / 20**0.5) < 4.5
-    warmup = mcmc.last_state.warmup
-    plain, corrected = warmup.step.measurements.mean_noise
     # Gradients are long here, but none is cut.
-    assert bool(warmup.reference.in_use) and corrected < 1e-2 * plain and int(mcmc.last_state.num_flagged_updates) == 0
+    assert mcmc.last_state.learned.reference is not None and int(mcmc.last_state.num_flagged_updates) == 0
 
 
 # --- What is refused. ---

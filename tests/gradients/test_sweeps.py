@@ -289,7 +289,7 @@ def test_chains_have_orders_of_their_own():
 def test_warmup_chooses_between_sweeps_and_control_variates():
     # A normal mean has the same noise everywhere, so control variates remove all of it.
     mcmc = run(SGLD(model, gradient=Sweeps()), num_warmup=200)
-    assert mcmc.last_state.warmup.reference.in_use
+    assert mcmc.last_state.learned.reference is not None
 
     def two_modes(y):
         theta = numpyro.sample("theta", dist.Normal(0.0, 1.0))
@@ -297,11 +297,11 @@ def test_warmup_chooses_between_sweeps_and_control_variates():
             numpyro.sample("y", dist.Normal(theta**2, 1.0), obs=y[i])
 
     mcmc = run(SGLD(two_modes, gradient=Sweeps()), y=1.0 + Y, num_warmup=200)
-    assert not mcmc.last_state.warmup.reference.in_use
+    assert mcmc.last_state.learned.reference is None
     plain = run(SGLD(two_modes, gradient=Subsampled()), y=1.0 + Y, num_warmup=200)
-    assert mcmc.last_state.warmup.step.size > 2 * plain.last_state.warmup.step.size
+    assert mcmc.last_state.learned.step_size > 2 * plain.last_state.learned.step_size
     without = run(SGLD(model, gradient=Sweeps(control_variates=False)), num_warmup=200)
-    assert without.last_state.warmup.reference is None
+    assert without.last_state.learned.reference is None
 
 
 def test_thermostats_are_refused():

@@ -110,8 +110,8 @@ def run(kernel, **kwargs):
 )
 def test_warmup_learns_what_they_need(kernel, interaction):
     mcmc = run(kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, interaction=interaction), num_samples=200)
-    warmup = mcmc.last_state.warmup
-    assert np.isfinite(warmup.bandwidth) and warmup.step.size > 0.01
+    learned = mcmc.last_state.learned
+    assert np.isfinite(learned.bandwidth) and learned.step_size > 0.01
     z = np.asarray(mcmc.get_samples(group_by_chain=True), float)
     squares = (z**2).mean((1, 2))
     # The tolerated bias, and the standard error over particles, which are nearly independent.

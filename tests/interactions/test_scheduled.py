@@ -119,8 +119,8 @@ def test_warmup_reckons_with_the_largest_eigenvalue(u):
 def test_an_optax_schedule_is_a_weight_and_warmup_learns_the_rest():
     weight = optax.linear_schedule(1.0, 0.0, transition_steps=800)
     mcmc = run(SGLDR(potential_fn=quadratic, interaction=Scheduled(RBF(), weight)), 20, 60, 200)
-    warmup = mcmc.last_state.warmup
-    assert np.isfinite(warmup.bandwidth) and warmup.step.size > 0.01
+    learned = mcmc.last_state.learned
+    assert np.isfinite(learned.bandwidth) and learned.step_size > 0.01
     squares = (np.asarray(mcmc.get_samples(group_by_chain=True), float) ** 2).mean((1, 2))
     # The tolerated bias, and the standard error over particles, which are nearly independent.
     assert abs(squares.mean() - 1) < 0.05 + 4.5 * squares.std(ddof=1) / len(squares) ** 0.5

@@ -3,7 +3,7 @@
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
+from models import programs_of, vectorized
 import numpy as np
 import pytest
 
@@ -37,8 +37,8 @@ def asks_for_values(x, group, y, batch=20):
 
 def users_of_constants(kernel, args):
     """The operations of the program of an iteration that use a constant with N rows; "inner" for those of parts."""
-    state = kernel.init(random.split(random.key(2), L), 60, None, args, {})
-    program = jax.make_jaxpr(lambda state: kernel.sample(state, args, {}))(state)
+    function, state = programs_of(kernel, random.split(random.key(2), L), 60, *args)[-1]
+    program = jax.make_jaxpr(function)(state)
     large = {var for var in program.jaxpr.constvars if var.aval.shape[:1] == (N,)}
     found = [eqn.primitive.name for eqn in program.jaxpr.eqns if large.intersection(map(_as_key, eqn.invars))]
     return found + ["inner"] * _count_inner(program.jaxpr)

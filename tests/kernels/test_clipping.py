@@ -13,17 +13,18 @@ import numpyro.distributions as dist
 from numpyro_repulsion import SGLD
 from numpyro_repulsion.findings import MAX_FLAGGED
 from numpyro_repulsion.kernels import iteration
-from numpyro_repulsion.kernels.iteration import clip, clip_coordinates
+from numpyro_repulsion.kernels.iteration import clip, clip_coordinates, coordinate_limit, length_limit
 
 
 def test_lengths_and_flags():
     gradient = jnp.array([[[3.0, 4.0], [300.0, 400.0]]])
-    clipped, flags = clip(gradient, jnp.array([1.0, 1.0]))
     limit = 20.0 * 2**0.5
+    assert float(length_limit(jnp.array([1.0, 1.0]))) == pytest.approx(limit)
+    clipped, flags = clip(gradient, limit)
     np.testing.assert_allclose(clipped, [[[3.0, 4.0], [0.6 * limit, 0.8 * limit]]], rtol=1e-6)
     assert flags.tolist() == [[False, True]]
     # What was clipped is still recognized.
-    assert clip(clipped, jnp.array([1.0, 1.0]))[1].tolist() == [[False, True]]
+    assert clip(clipped, limit)[1].tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize(("dimension", "limit"), [(2, 10.0), (64, 18.4), (2048, 32.4)])
@@ -31,10 +32,10 @@ def test_coordinates_of_many_parameters_may_be_longer(dimension, limit):
     variance = 4.0
     sizes = 2.0 * limit * jnp.array([0.99, 1.01])
     gradient = jnp.zeros((1, 2, dimension)).at[0, :, 0].set(-sizes)
-    clipped, flags = clip_coordinates(gradient, variance, jnp.array(False))
+    clipped, flags = clip_coordinates(gradient, coordinate_limit(variance, dimension))
     np.testing.assert_allclose(clipped[0, :, 0], [-0.99 * 2 * limit, -2 * limit], rtol=1e-6)
     assert flags.tolist() == [[False, True]] and (clipped[..., 1:] == 0).all()
-    in_warmup, flags = clip_coordinates(gradient, variance, jnp.array(True))
+    in_warmup, flags = clip_coordinates(gradient, coordinate_limit(variance, dimension, True))
     np.testing.assert_allclose(in_warmup[0, :, 0], -12.0, rtol=1e-6)
     assert flags.all()
 

@@ -67,9 +67,9 @@ def check(mcmc):
 def test_a_run_with_control_variates():
     mcmc = make(SGLD(model, num_steps=2))
     mcmc.run(random.key(0), Y)
-    assert not any(np.isnan(x).any() for x in jax.tree.leaves((mcmc.last_state.warmup, mcmc.last_state.z)))
-    assert mcmc.last_state.warmup.reference.data.all()
-    assert float(mcmc.last_state.warmup.step.bias) > 0
+    assert not any(np.isnan(x).any() for x in jax.tree.leaves((mcmc.last_state.learned, mcmc.last_state.z)))
+    assert mcmc.last_state.learned.reference.data.all()
+    assert float(mcmc.last_state.learned.measurements.bias) > 0
 
 
 @pytest.mark.slow

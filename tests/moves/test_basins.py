@@ -149,7 +149,7 @@ def test_weights_are_right_or_the_words_are(model):
 def test_without_jumps_the_weights_are_those_of_the_start_and_the_words_say_so():
     inside, weight = BASINS[spike_and_slab]
     ((draws, words, mcmc),) = runs(spike_and_slab, [1], moves=False, num_samples=200)
-    assert WORDS in words and "moves=Archive()" in words and mcmc.last_state.warmup.basins is None
+    assert WORDS in words and "moves=Archive()" in words and mcmc.last_state.learned.basins is None
     assert abs(np.asarray(inside(draws)).mean() - weight) > 0.05
     # Longer steps would not help, so that warmup does not take them.
     assert "too large" not in words
@@ -167,7 +167,7 @@ def test_a_single_basin_is_left_alone():
         assert words == ""
     # The same draws, but that two programs round differently.
     np.testing.assert_allclose(*draws, atol=1e-3)
-    assert not states[0].warmup.basins.is_on and int(states[0].warmup.basins.tally[0]) == 0
+    assert states[0].learned.basins is None
 
 
 def two_modes(z):
@@ -248,13 +248,13 @@ def test_far_basins_do_not_round_the_density_away():
     ],
 )
 def test_where_jumps_would_not_be_exact_or_are_not_wanted_there_are_none(kernel, settings):
-    state = kernel(labels, **settings).init(random.split(random.key(0), 4), 100, None, (), {})
-    assert state.warmup.basins is None
+    state = kernel(labels, **settings).start(random.split(random.key(0), 4), 100, None, (), {})
+    assert not hasattr(state, "warmup") or state.warmup.basins is None
 
 
 def test_momenta_and_kernels_with_other_dynamics_may_jump():
     for kernel in (SGNHT(labels), SGLDR(labels, dynamics=Overdamped("euler"))):
-        assert kernel.init(random.split(random.key(0), 4), 100, None, (), {}).warmup.basins is not None
+        assert kernel.start(random.split(random.key(0), 4), 100, None, (), {}).warmup.basins is not None
 
 
 def test_minibatches_do_not_jump():
@@ -263,19 +263,18 @@ def test_minibatches_do_not_jump():
         with numpyro.plate("rows", len(y), subsample_size=5) as i:
             numpyro.sample("y", dist.Normal(z**2, 1), obs=y[i])
 
-    assert SGLD(model).init(random.split(random.key(0), 4), 100, None, (jnp.arange(20.0),), {}).warmup.basins is None
+    assert SGLD(model).start(random.split(random.key(0), 4), 100, None, (jnp.arange(20.0),), {}).warmup.basins is None
 
 
 def test_a_kernel_that_never_jumps_does_not_go_on_jumping(spiked):
     _, _, state = spiked
-    assert state.warmup.basins.is_on
+    assert state.learned.basins.is_on
 
-    def tally_after(**settings):
-        kernel = SGLD(spike_and_slab, **settings)
-        return float(jax.jit(lambda state: kernel.sample(state, (), {}))(state).warmup.basins.tally[0])
+    def tally_after(state):
+        return jax.jit(lambda state: SGLD(spike_and_slab).sample(state, (), {}))(state).learned.basins
 
-    before = float(state.warmup.basins.tally[0])
-    assert tally_after() == before + 1 and tally_after(moves=False) == before
+    assert float(tally_after(state).tally[0]) == float(state.learned.basins.tally[0]) + 1
+    assert tally_after(state._replace(learned=state.learned._replace(basins=None))) is None
 
 
 def test_true_is_no_kind_of_move():

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import one_by_one
 import numpy as np
 import pytest
 
@@ -45,16 +46,14 @@ def relative(u, tolerance):
     return float(found / rule)
 
 
-def course(kernel, num_warmup, num_samples, size=20, dimension=2):
-    """Every state of a run, stacked."""
-    starts = random.normal(random.key(1), (size, dimension))
-    state = kernel.init(random.split(random.key(0), size), num_warmup, starts, (), {})
+KEYS, STARTS = random.split(random.key(0), 20), random.normal(random.key(1), (20, 2))
 
-    def iterate(state, _):
-        state = kernel.sample(state, (), {})
-        return state, state
 
-    return jax.jit(lambda state: lax.scan(iterate, state, length=num_warmup + num_samples))(state)[1]
+def learned(interaction=LEARNED):
+    """The bandwidths of a warmup of 100 iterations, and the states that they belong to."""
+    kernel = SGLDR(potential_fn=quadratic, interaction=interaction, step_size=STRICT)
+    states = list(one_by_one(kernel, KEYS, 100, init_params=STARTS))
+    return np.array([float(state.warmup.bandwidth) for state in states]), states
 
 
 def test_gains_are_those_of_matrices(x64):
@@ -182,22 +181,19 @@ def test_other_words_are_refused(kind):
 
 
 def test_bandwidth_is_learned_and_frozen():
-    states = course(SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT), 100, 20)
-    found = np.asarray(states.bandwidth[:, 0])
+    found, states = learned()
     changes = np.flatnonzero(found[1:] != found[:-1]) + 2
     assert set(changes[changes > 60]) <= {65, 70, 75, 80, 85, 90, 95, 100} and changes[-1] > 90
-    assert (np.asarray(states.bandwidth)[99:] == found[-1]).all()
     # By the rule until scales are frozen, and wider from the first window after.
     for iteration, is_wider in ((60, False), (70, True), (100, True)):
-        state = jax.tree.map(lambda x, i=iteration: x[i - 1], states)
-        rule = float(RBF().learn_bandwidth(state.warmup.scales.preconditioner.whiten(state.z)[None]))
+        rule = float(RBF().learn_bandwidth(states[iteration - 1].cloud.z))
         assert found[iteration - 1] > 2.0 * rule if is_wider else found[iteration - 1] == pytest.approx(rule, rel=1e-3)
 
 
 @pytest.mark.slow
 def test_draws_are_those_of_the_frozen_bandwidth_if_given(x64):
-    states = course(SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT), 100, 20)
-    last = jax.tree.map(lambda x: x[-1], states)
+    kernel = SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT)
+    last = kernel.init(KEYS, 100, STARTS)
     # A kernel of another interaction needs the step to be given.
     h, step_size = float(last.bandwidth[0]), float(last.step_size[0])
     plan, same, other = (
@@ -225,5 +221,6 @@ def test_no_warmup_takes_the_median_rule():
 )
 def test_all_dynamics_take_it(kernel, interaction, step_size):
     kernel = kernel(potential_fn=quadratic, interaction=interaction, step_size=step_size)
-    h = np.asarray(course(kernel, 60, 5).bandwidth)[:, 0]
-    assert np.isfinite(h).all() and len(set(h[59:])) == 1
+    state = kernel.init(KEYS, 60, STARTS)
+    after = jax.jit(lambda state: kernel.sample(state, (), {}))(state)
+    assert np.isfinite(state.bandwidth).all() and np.array_equal(state.bandwidth, after.bandwidth)

@@ -3,6 +3,7 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import sites, warmed
 import numpy as np
 import pytest
 
@@ -11,9 +12,8 @@ import numpyro.distributions as dist
 
 from benchmarks.problems.targets import bayesian_neural_network as network
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, Subsampled
-from numpyro_repulsion.kernels import iteration
+from numpyro_repulsion.kernels import warming
 from numpyro_repulsion.warmup import ARRIVED, FIRST_WHITENED, arrival, scales, step_size
-from numpyro_repulsion.warmup.adam import LATE_RATE
 
 N, BATCH, PARTICLES = 200, 20, 8
 X = random.normal(random.key(0), (N, 4))
@@ -26,15 +26,10 @@ def regression(X, y, subsample_size):
         numpyro.sample("y", dist.Normal(X[i] @ w, 0.3), obs=y[i])
 
 
-def warmed(kernel, iterations, num_warmup=100, seed=2, hidden=None, num_particles=PARTICLES, y=Y, **others):
-    """The kernel, its state after so many iterations of a warmup, and the arguments of the model."""
+def after(kernel, iterations, num_warmup=100, seed=2, hidden=None, y=Y, **others):
+    """The state after so many iterations of a warmup, and the arguments of the model."""
     kwargs = {"subsample_size": BATCH} | others | ({} if hidden is None else {"hidden": hidden})
-    keys = random.split(random.key(seed), num_particles)
-    state = kernel.init(keys, num_warmup, None, (X, y), kwargs)
-    sample = jax.jit(lambda state: kernel.sample(state, (X, y), kwargs))
-    for _ in range(iterations):
-        state = sample(state)
-    return state, kwargs
+    return warmed(kernel, random.split(random.key(seed), PARTICLES), iterations, num_warmup, X, y, **kwargs), kwargs
 
 
 @pytest.mark.parametrize(
@@ -47,34 +42,34 @@ def warmed(kernel, iterations, num_warmup=100, seed=2, hidden=None, num_particle
 )
 def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, monkeypatch):
     sampler = kernel(network, preconditioner=scale)
-    before, kwargs = warmed(sampler, int(100 * ARRIVED), hidden=10)
+    before, kwargs = after(sampler, int(100 * ARRIVED), hidden=10)
     warmup = before.warmup
     assert warmup.arrival.is_prolonged and not warmup.reference.in_use
-    assert (warmup.scales.centering.share == 0).all() and (warmup.arrival.adam.unit == 1).all()
+    assert (warmup.centering.share == 0).all() and (warmup.arrival.adam.unit == 1).all()
     # In units of the prior's scale for weights, and of the spread of the starts for their precision.
-    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.z))
-    lengths = unravel(warmup.scales.preconditioner.lengths())
+    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.starts))
+    lengths = unravel(warmup.preconditioner.lengths())
     np.testing.assert_allclose(lengths["w1"], 1.0)
     assert (lengths["weight_precision"] == unravel(warmup.arrival.spread)["weight_precision"]).all()
     # Particles are where the first half of the arrival ended, and not where the mean curvature has sent them.
-    halfway, _ = warmed(kernel(network, preconditioner=scale), int(100 * FIRST_WHITENED), hidden=10)
+    halfway, _ = after(kernel(network, preconditioner=scale), int(100 * FIRST_WHITENED), hidden=10)
     monkeypatch.setattr(arrival, "STAYS_NOISY", np.inf)
-    usual, _ = warmed(kernel(network, preconditioner=scale), int(100 * ARRIVED), hidden=10)
+    usual, _ = after(kernel(network, preconditioner=scale), int(100 * ARRIVED), hidden=10)
     assert not usual.warmup.arrival.is_prolonged
-    for name in before.z:
-        np.testing.assert_allclose(before.z[name], halfway.z[name], rtol=2e-4, atol=1e-5)
-        assert not np.allclose(usual.z[name], halfway.z[name], rtol=2e-4, atol=1e-5)
-    after = before
-    sample = jax.jit(lambda state: sampler.sample(state, (X, Y), kwargs))
-    for _ in range(80):
-        after = sample(after)
-    assert after.warmup.arrival.is_prolonged and after.warmup.step.size > 0
-    assert after.warmup.step.measurements.number > 1
-    scales = after.warmup.scales.preconditioner
-    assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), (after.z, scales)))
+    there = sites(sampler, halfway, X, Y, **kwargs)
+    for name, z in sites(sampler, before, X, Y, **kwargs).items():
+        np.testing.assert_allclose(z, there[name], rtol=2e-4, atol=1e-5)
+        assert not np.allclose(sites(sampler, usual, X, Y, **kwargs)[name], there[name], rtol=2e-4, atol=1e-5)
+    monkeypatch.undo()
+    end = sampler.warm(before, 75, 100, (X, Y), kwargs)
+    assert end.warmup.arrival.is_prolonged and end.warmup.step.size > 0
+    assert end.warmup.step.measurements.number > 1
+    scales = end.warmup.preconditioner
+    assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), (end.cloud, scales)))
     # Gradients of a unit's weights depend on its other weights, which is no funnel.
-    assert after.warmup.symptoms.dependence > 0.5
-    found = {f.name: f for f in sampler.findings(after) if f.severity == "error"}
+    assert end.warmup.symptoms.dependence > 0.5
+    state = sampler.freeze(end, (X, Y), kwargs, False, 100)
+    found = {f.name: f for f in sampler.findings(state) if f.severity == "error"}
     # Of so short a warmup, the step may be too long as well.
     assert "several_basins" in found and found.keys() <= {"several_basins", "step_bias"}
     assert "predict(mcmc, ...)" in found["several_basins"].remedy
@@ -85,7 +80,7 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
 
 
 def test_posteriors_that_the_data_determine_arrive_as_usual():
-    state, _ = warmed(SGLD(regression), 30)
+    state, _ = after(SGLD(regression), 30)
     assert not state.warmup.arrival.is_prolonged and state.warmup.reference.in_use
 
 
@@ -95,19 +90,19 @@ def test_noise_that_hardly_matters_prolongs_nothing(monkeypatch):
     monkeypatch.setattr(arrival, "MIN_NOISE", 1e3)
     monkeypatch.setattr(arrival, "spread_of_energies", lambda dimension: 1e6)
     kernel = SGLD(network, preconditioner="diagonal")
-    state, _ = warmed(kernel, 25, hidden=5)
+    state, _ = after(kernel, 25, hidden=5)
     assert not state.warmup.arrival.is_prolonged
     plain, corrected = state.warmup.measurements.mean_isotropic_noise
     assert 0.1 < plain < 1e3 and corrected > 0.5 * plain
     # The curvature around a few lost networks hides the noise, but not that others have not arrived either.
     monkeypatch.setattr(arrival, "spread_of_energies", lambda dimension: 0.0)
-    state, _ = warmed(kernel, 25, hidden=5)
+    state, _ = after(kernel, 25, hidden=5)
     assert state.warmup.arrival.is_prolonged
 
 
 @pytest.mark.parametrize("settings", [{"gradient": Subsampled()}, {"gradient": SVRG()}, {"step_size": 1e-5}])
 def test_without_a_common_reference_nothing_can_be_told(settings):
-    state, _ = warmed(SGLD(network, **settings), 1, hidden=5)
+    state, _ = after(SGLD(network, **settings), 1, hidden=5)
     assert state.warmup.arrival.is_prolonged is None
 
 
@@ -120,14 +115,9 @@ def test_standardized_weights_have_no_neck(monkeypatch):
 
     def precision(seed, **settings):
         kernel = SGNHT(network, num_steps=10, preconditioner="diagonal", **settings)
-        keys = random.split(random.key(seed), PARTICLES)
-        kwargs = {"subsample_size": BATCH, "hidden": 50}
-        state = kernel.init(keys, 160, None, (X, noise), kwargs)
-        sample = jax.jit(lambda state: kernel.sample(state, (X, noise), kwargs))
-        for _ in range(128):
-            state = sample(state)
+        state, kwargs = after(kernel, 128, 160, seed, 50, noise)
         assert state.warmup.arrival.is_prolonged
-        return np.exp(np.asarray(state.z["weight_precision"]))
+        return np.exp(np.asarray(sites(kernel, state, X, noise, **kwargs)["weight_precision"]))
 
     assert np.median(precision(0)) < 200
     assert np.median(precision(0, reparam=None)) > 1000
@@ -138,9 +128,10 @@ def test_a_long_second_half_ends_after_a_number_of_passes(monkeypatch):
     """With 200 rows and minibatches of 20, one pass takes one iteration of ten updates."""
 
     def arriving(iterations):
-        state, _ = warmed(SGNHT(network, preconditioner="diagonal"), iterations, hidden=5)
+        state, _ = after(SGNHT(network, preconditioner="diagonal"), iterations, hidden=5)
         assert state.warmup.arrival.is_prolonged
-        return (np.asarray(state.step_size) == np.float32(LATE_RATE)).all()
+        # The count of Adam grows until then.
+        return state.warmup.arrival.adam.count == 10 * (iterations - 25)
 
     assert arriving(30)
     monkeypatch.setattr(arrival, "MAX_PASSES", 2)
@@ -149,15 +140,18 @@ def test_a_long_second_half_ends_after_a_number_of_passes(monkeypatch):
 
 def test_particles_follow_the_direction_of_svgd_only_while_their_arrival_is_prolonged(monkeypatch):
     def positions(kernel, **settings):
-        return warmed(kernel, 40, **settings)[0].z
+        state, kwargs = after(kernel, 40, **settings)
+        return sites(kernel, state, X, Y, **kwargs)
 
     def along_gradients():
-        monkeypatch.setattr(iteration, "svgd_direction", lambda u, gradient: gradient)
+        monkeypatch.setattr(warming, "svgd_direction", lambda u, gradient: gradient)
 
-    network_kernel = SGNHT(network, preconditioner="diagonal")
-    together, usual = positions(network_kernel, hidden=5), positions(SGLD(regression))
+    def network_kernel():
+        return SGNHT(network, preconditioner="diagonal")
+
+    together, usual = positions(network_kernel(), hidden=5), positions(SGLD(regression))
     along_gradients()
-    alone = positions(network_kernel, hidden=5)
+    alone = positions(network_kernel(), hidden=5)
     assert not np.allclose(together["w1"], alone["w1"], rtol=1e-2)
     # Another program rounds differently.
     np.testing.assert_allclose(positions(SGLD(regression))["w"], usual["w"], rtol=1e-3, atol=1e-4)
@@ -176,7 +170,7 @@ def test_particles_on_their_way_to_one_mode_arrive_as_usual(seed, monkeypatch):
     y = random.poisson(random.key(3), jnp.exp(X @ jnp.array([0.5, -0.5, 0.2, 0.0]))).astype(jnp.float32)
 
     def arrived():
-        state, _ = warmed(SGLD(counts), round(20 * ARRIVED), 20, seed, y=y, prior=2.0)
+        state, _ = after(SGLD(counts), round(20 * ARRIVED), 20, seed, y=y, prior=2.0)
         return bool(state.warmup.arrival.is_prolonged)
 
     assert not arrived()
@@ -191,17 +185,20 @@ def test_particles_that_the_scales_sent_away_return_and_arrive_longer(scale, mon
     """So far away U may be convex between networks, which says nothing of where they came from."""
     monkeypatch.setattr(arrival, "CONVEX", 0.0)
     kernel = SGNHT(network, preconditioner=scale)
-    state, kwargs = warmed(kernel, int(100 * ARRIVED) - 1, hidden=5)
-    halfway = state.warmup.arrival.halfway
-    sample = jax.jit(lambda state: kernel.sample(state, (X, Y), kwargs))
-    positions, energy = state.coordinates
-    away = state._replace(coordinates=(30.0 * positions, energy))
-    assert not sample(state).warmup.arrival.is_prolonged
-    found = sample(away)
+    state, kwargs = after(kernel, int(100 * ARRIVED) - 1, hidden=5)
+
+    def one_more(state):
+        return kernel.warm(state, 1, 100, (X, Y), kwargs)
+
+    change = state.warmup.preconditioner
+    away = change.whiten(30.0 * change.to_positions(state.cloud.z))
+    assert not one_more(state).warmup.arrival.is_prolonged
+    found = one_more(state._replace(cloud=state.cloud._replace(z=away)))
     assert found.warmup.arrival.is_prolonged
-    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], state.z))
-    for name, back in jax.vmap(unravel)(halfway.reshape(PARTICLES, -1)).items():
-        np.testing.assert_allclose(found.z[name], back, rtol=2e-4, atol=1e-5)
+    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], state.starts))
+    halfway = jax.vmap(unravel)(state.warmup.arrival.halfway.reshape(PARTICLES, -1))
+    for name, z in sites(kernel, found, X, Y, **kwargs).items():
+        np.testing.assert_allclose(z, halfway[name], rtol=2e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -211,16 +208,14 @@ def before_arrival():
     kwargs = {"subsample_size": BATCH}
 
     def states(scale):
-        kernel = SGLD(counts, preconditioner=scale)
-        state = kernel.init(random.split(random.key(2), PARTICLES), 100, None, (X, y), kwargs)
-        sample = jax.jit(lambda state: kernel.sample(state, (X, y), kwargs))
-        for _ in range(int(100 * ARRIVED) - 1):
-            state = sample(state)
+        state, _ = after(SGLD(counts, preconditioner=scale), int(100 * ARRIVED) - 1, y=y)
         # Its expected counts are thousands, and so is the curvature there.
-        lost = state._replace(z={"w": state.z["w"].at[3, 0].add(3.0)})
+        change = state.warmup.preconditioner
+        away = change.to_positions(state.cloud.z).at[0, 3, 0].add(3.0)
+        lost = state._replace(cloud=state.cloud._replace(z=change.whiten(away)))
 
         # Compiled anew after a change of the package.
-        return state, lost, lambda state: jax.jit(lambda state: kernel.sample(state, (X, y), kwargs))(state)
+        return state, lost, lambda state: SGLD(counts, preconditioner=scale).warm(state, 1, 100, (X, y), kwargs)
 
     return states
 
@@ -236,7 +231,7 @@ def test_a_lost_particle_does_not_set_the_scales_of_all(before_arrival, scale, m
 
     def drift(state):
         """How much the scales differ from the usual ones."""
-        there, here = (x.warmup.scales.preconditioner.lengths() for x in (state, usual))
+        there, here = (x.warmup.preconditioner.lengths() for x in (state, usual))
         return float(jnp.abs(jnp.log(there / here)).max())
 
     without = drift(found)

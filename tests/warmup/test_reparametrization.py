@@ -3,7 +3,7 @@
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
+from models import vectorized, warmed
 import numpy as np
 import pytest
 
@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 
 from numpyro_repulsion import SGHMC, SGLD, SVGD, SVRG, Archive, diagnose, run_in_pieces, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.kernels.iteration import ALL_LEARNERS, NUM_KEYS, keys_of_learners
+from numpyro_repulsion.kernels.warming import ALL_LEARNERS, NUM_KEYS, keys_of_learners
 
 EFFECTS = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 ERRORS = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
@@ -40,7 +40,7 @@ def run(kernel, *args, seed=0, num_warmup=1000, num_samples=1000, num_chains=20,
 
 
 def centering(mcmc):
-    return np.asarray(mcmc.last_state.warmup.scales.centering.share)
+    return np.asarray(mcmc.last_state.learned.centering.share)
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_funnel_is_drawn_from(kernel, seed):
 @pytest.mark.slow
 def test_without_it_the_neck_is_missed():
     mcmc = run(SGLD(funnel, reparam=None))
-    assert mcmc.last_state.warmup.scales.centering is None
+    assert mcmc.last_state.learned.centering is None
     assert mcmc.get_samples()["v"].std() < 2.7
     assert "funnel" in [finding.name for finding in diagnose(mcmc)]
 
@@ -81,7 +81,7 @@ def test_eight_schools(kernel):
     shares = centering(mcmc)
     assert (shares[:2] == 1).all() and (low < shares[2:]).all() and (shares[2:] < high).all()
     # The control: errors a quarter as large determine the effects better.
-    assert not (run(kernel(schools), EFFECTS, 0.25).last_state.warmup.scales.centering.share[2:] < high).all()
+    assert not (run(kernel(schools), EFFECTS, 0.25).last_state.learned.centering.share[2:] < high).all()
     # posteriordb, eight_schools-eight_schools_noncentered: 4.41 and 3.31, 3.60 and 3.20
     assert abs(draws["mu"].mean() - 4.41) < 0.1 and abs(draws["mu"].std() - 3.31) < 0.15
     assert abs(draws["tau"].mean() - 3.60) < 0.15 and abs(draws["tau"].std() - 3.20) < 0.3
@@ -101,7 +101,7 @@ def schools_by_hand(effects, unit=1.0):
 def test_products_by_hand_are_centered_as_far_as_the_data_say(kernel):
     for unit, low, high in ((1.0, 0.0, 0.4), (0.05, 0.9, 1.0)):
         mcmc = run(kernel(schools_by_hand), EFFECTS, unit)
-        assert mcmc.last_state.warmup.scales.centering.powers.tolist() == [1.0]
+        assert mcmc.last_state.learned.centering.powers.tolist() == [1.0]
         shares = centering(mcmc)[:8]
         assert low <= shares.min() and shares.max() <= high
         draws = mcmc.get_samples()
@@ -178,7 +178,7 @@ def check_pieces(effects, directory):
 )
 def test_kernels_that_keep_the_coordinates_of_the_model(settings):
     state = SGLD(schools, **settings).init(random.split(random.key(0), 6), 100, None, (EFFECTS,), {})
-    assert state.coordinates is None and state.warmup.scales.centering is None
+    assert state.coordinates is None and state.learned.centering is None
 
 
 def test_optimizers_few_particles_and_own_references_keep_them_too():
@@ -207,17 +207,12 @@ def test_energies_go_on_where_coordinates_change():
             numpyro.sample("y", dist.Normal(theta[i % 6], 20.0), obs=y[i])
 
     y = 400.0 + 20.0 * random.normal(random.key(5), (300,))
-    kernel, num_warmup = SGLD(rows, num_steps=1), 100
-    state = kernel.init(random.split(random.key(0), 8), num_warmup, None, (y,), {})
-    step = jax.jit(lambda state: kernel.sample(state, (y,), {}))
-    shares, energies = {}, {}
-    for iteration in range(1, 31):
-        state = step(state)
-        shares[iteration] = np.asarray(state.warmup.scales.centering.share)
-        energies[iteration] = float(state.potential_energy.mean())
-    assert (shares[30] != shares[29]).any() and state.warmup.reference.in_use
+    kernel, keys = SGLD(rows, num_steps=1), random.split(random.key(0), 8)
+    before, after = (warmed(kernel, keys, iterations, 100, y) for iterations in (29, 30))
+    assert (before.warmup.centering.share != after.warmup.centering.share).any() and after.warmup.reference.in_use
     # Evaluated by the reference of the old coordinates, they would be eight times as high.
-    assert energies[30] < 1.5 * energies[29]
+    there, here = (kernel.freeze(x, (y,), {}, False, 0).potential_energy.mean() for x in (before, after))
+    assert here < 1.5 * there
 
 
 def bounded(y, upper):
@@ -235,7 +230,7 @@ def test_arguments_may_be_inputs_of_the_program():
         mcmc = vectorized(SGLD(bounded, num_steps=2), 60, 3, 6, jit_model_args=jit_model_args)
         mcmc.run(random.key(0), EFFECTS, 20.0)
         draws.append(mcmc.get_samples()["tau"])
-        assert len(mcmc.last_state.warmup.scales.centering.powers) == 1
+        assert len(mcmc.last_state.learned.centering.powers) == 1
     np.testing.assert_allclose(*draws, rtol=1e-3)
 
 
@@ -281,13 +276,10 @@ def test_learners_have_keys_of_their_own():
 def test_energies_are_those_of_the_new_coordinates_at_once():
     effects, keys = jnp.asarray(EFFECTS, float), random.split(random.key(0), 20)
     kernel = SGLD(schools, num_steps=2)
-    state = kernel.init(keys, 100, None, (effects,), {})
-    step = jax.jit(lambda state: kernel.sample(state, (effects,), {}))
-    before = state
-    for _ in range(25):
-        before, state = state, step(state)
-    shares = [np.asarray(each.warmup.scales.centering.share) for each in (before, state)]
+    before, after = (warmed(kernel, keys, iterations, 100, effects) for iterations in (24, 25))
+    shares = [np.asarray(each.warmup.centering.share) for each in (before, after)]
     assert (shares[0] == 1.0).all() and shares[1].min() < 0.9
+    state = kernel.freeze(after, (effects,), {}, False, 0)
     target = ModelTarget(schools, (effects,))
     energies = jax.vmap(lambda z: target.potential_energy(z, {}, random.key(0)))(state.z)
     np.testing.assert_allclose(state.potential_energy, energies, rtol=1e-4)

@@ -8,7 +8,7 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import vectorized
+from models import vectorized, warmed
 import numpy as np
 import pytest
 
@@ -154,8 +154,9 @@ def test_memory_of_large_clouds(particles, width, most, state_most, is_large, mo
             numpyro.sample("y", dist.Normal((jnp.tanh(jnp.tanh(x[i] @ first) @ second)).sum(-1), 1), obs=y[i])
 
     kernel = SGLD(network)
-    state = jax.eval_shape(lambda: kernel.init(random.split(random.key(0), particles), 100, None, (x, y), {}))
-    program = jax.jit(lambda state: kernel.sample(state, (x, y), {}), donate_argnums=0).lower(state).compile()
+    state = jax.eval_shape(lambda: kernel.start(random.split(random.key(0), particles), 100, None, (x, y), {}))
+    bound = kernel.bind((x, y))
+    program = jax.jit(partial(warm, bound, None, number=1), donate_argnums=0).lower(state).compile()
     cloud = 4 * particles * (50 + width) * width
     clouds = program.memory_analysis().temp_size_in_bytes / cloud
     assert (clouds < most) == is_large, clouds
@@ -774,13 +775,9 @@ def test_a_particle_that_does_not_move_does_not_attract():
 
 def test_arriving_on_minibatches_keeps_particles_apart():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
-    kernel = SGLDR(noisy_mean)
-    state = kernel.init(random.split(random.key(0), 20), 200, None, (y, 2), {})
-    sample = jax.jit(lambda state: kernel.sample(state, (y, 2), {}))
-    for _ in range(50):
-        state = sample(state)
+    state = warmed(SGLDR(noisy_mean), random.split(random.key(0), 20), 50, 200, y, 2)
     # So few rows say little on who is lost, but copies have parted again when repulsion begins.
-    assert len(np.unique(state.z["mu"])) == 20
+    assert len(np.unique(state.cloud.z)) == 20
 
 
 def test_exact_draws_are_hardly_ever_lost():
@@ -1098,8 +1095,8 @@ def test_noise_that_rules_the_step_is_named():
     # The likelihood is quadratic: control variates leave no noise at all.
     words, mcmc = expectations(SGLD(noisy_mean), y, 2)
     assert words == ""
-    reference = mcmc.last_state.warmup.reference
-    assert bool(reference.in_use) and mcmc.last_state.warmup.noise < 1e-3
+    learned = mcmc.last_state.learned
+    assert learned.reference is not None and learned.measurements.noise < 1e-3
 
 
 @pytest.mark.slow
@@ -1113,9 +1110,10 @@ def test_control_variates_are_given_up_where_they_add_noise():
 
     y = random.normal(random.key(5), (400,))
     words, mcmc = expectations(SGLD(model), y, num_warmup=100)
-    plain, corrected = mcmc.last_state.warmup.step.measurements.mean_noise
-    assert corrected > 100 * plain and not mcmc.last_state.warmup.reference.in_use
-    assert "Control variates add noise" in words
+    assert mcmc.last_state.learned.reference is None and "Control variates add noise" in words
+    warmup = warmed(SGLD(model), random.split(random.key(0), 20), 100, 100, y).warmup
+    plain, corrected = warmup.measurements.mean_noise
+    assert corrected > 100 * plain and not warmup.reference.in_use
 
 
 def curved(x, y, subsample_size):
@@ -1149,16 +1147,16 @@ def test_minibatches_with_control_variates_give_the_posterior():
         errors = draws.mean(1) - mean, square.mean(1) - 1
         standard = [error.std(0, ddof=1) / 20**0.5 for error in errors]
         inflation = np.abs(errors[1].mean(0)) - 0.05
-        return words, np.abs(errors[0].mean(0) / standard[0]), inflation / standard[1], mcmc.last_state.warmup
+        return words, np.abs(errors[0].mean(0) / standard[0]), inflation / standard[1], mcmc.last_state.learned
 
-    words, of_mean, of_variance, warmup = scores()
-    assert words == "" and bool(warmup.reference.in_use)
+    words, of_mean, of_variance, learned = scores()
+    assert words == "" and learned.reference is not None
     assert (of_mean < 4.5).all() and (of_variance < 4.5).all()
     # Plain minibatches with the same step and scales inflate the variances.
-    scale = np.asarray(warmup.scales.preconditioner.scale)
+    scale = np.asarray(learned.preconditioner.scale)
     _, _, of_variance, _ = scores(
         gradient=Subsampled(),
-        step_size=float(warmup.step.size),
+        step_size=float(learned.step_size),
         preconditioner=scale @ scale.T,
         dynamics=Overdamped("lm"),
     )
@@ -1172,14 +1170,12 @@ def test_groups_share_what_is_learned_and_nothing_else():
 
     kernel = SGLDR(potential_fn=energy, num_ensembles=2)
     starts = random.normal(random.key(1), (12, 2))
-    mcmc = MCMC(kernel, num_warmup=60, num_samples=5, num_chains=12, chain_method="vectorized", progress_bar=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mcmc.warmup(random.key(0), init_params=starts)
-    state = mcmc.last_state
-    assert state.warmup.arrival.step_size.shape == (2, 6) and state.warmup.step.size.shape == ()
+    keys = random.split(random.key(0), 12)
+    warmup = warmed(kernel, keys, 60, 60, init_params=starts).warmup
+    assert warmup.arrival.step_size.shape == (2, 6) and warmup.step.size.shape == ()
     # The moments are of all 12 particles: from 69 on, at every iteration.
-    assert state.warmup.scales.moments.number == 12 * (60 - int(0.7 * 60))
+    assert warmup.moments.number == 12 * (60 - int(0.7 * 60))
+    state = kernel.init(keys, 60, starts)
 
     @jax.jit
     def draws(z):
@@ -1216,8 +1212,9 @@ def test_auto_is_dense_up_to_64_parameters(dimension, dense):
     def shape(**kwargs):
         kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, **kwargs)
         starts = random.normal(random.key(1), (4, dimension))
-        state = jax.eval_shape(lambda key: kernel.init(key, 100, starts, (), {}), random.split(random.key(0), 4))
-        return None if (scale := state.warmup.scales.preconditioner.scale) is None else scale.shape
+        state = jax.eval_shape(lambda key: kernel.start(key, 100, starts, (), {}), random.split(random.key(0), 4))
+        learned = state.warmup if hasattr(state, "warmup") else state.learned
+        return None if (scale := learned.preconditioner.scale) is None else scale.shape
 
     assert shape() == ((dimension, dimension) if dense else (dimension,))
     assert shape(preconditioner="dense") == shape(preconditioner="dense", step_size=0.1) == (dimension, dimension)
@@ -1250,7 +1247,7 @@ def test_random_likelihoods_are_recognized():
     y = 5.0 + random.normal(random.key(5), (200,))
     # By default without control variates, and none on demand.
     _, mcmc = expectations(SGLD(random_mean), y, 20, 3.0, num_warmup=100, num_samples=300)
-    assert mcmc.last_state.warmup.reference is None
+    assert mcmc.last_state.learned.reference is None
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float)
     exact = float(y.sum() / (200 + 0.01))
     means = draws.mean(1)
@@ -1262,12 +1259,8 @@ def test_random_likelihoods_are_recognized():
 def test_particles_arrive_under_a_random_likelihood():
     # A lucky estimate must not be kept for ever, which would hold its particle and shrink its steps.
     y = 5.0 + random.normal(random.key(5), (200,))
-    kernel = SGLD(random_mean)
-    state = kernel.init(random.split(random.key(0), 20), 200, None, (y, None, 5.0), {})
-    sample = jax.jit(lambda state: kernel.sample(state, (y, None, 5.0), {}))
-    for _ in range(49):
-        state = sample(state)
-    assert len(np.unique(state.z["mu"])) == 20
+    state = warmed(SGLD(random_mean), random.split(random.key(0), 20), 49, 200, y, None, 5.0)
+    assert len(np.unique(state.cloud.z)) == 20
     assert (state.warmup.arrival.step_size > 1e-3).all()
 
 
@@ -1279,8 +1272,8 @@ def test_long_gradients_are_cut_and_counted():
     kernel = SGLD(potential_fn=energy, step_size=BiasBudget(0.5))
     starts = random.normal(random.key(1), (4, 1))
     state = kernel.init(random.split(random.key(0), 4), 100, starts, (), {})
-    steps = state.warmup._replace(iteration=jnp.asarray(100), step=state.warmup.step._replace(size=jnp.asarray(0.1)))
-    over = state._replace(warmup=steps, gradient=state.gradient.at[2].set(1e5))
+    learned = state.learned._replace(step_size=jnp.asarray(0.1))
+    over = state._replace(learned=learned, gradient=state.gradient.at[2].set(1e5))
     after = jax.jit(lambda state: kernel.sample(state, (), {}))(over)
     assert after.diverging.tolist() == [False, False, True, False]
     assert int(after.num_flagged_updates) >= 1
