@@ -171,8 +171,8 @@ a learner that sees the wrong window: from its beginning on | warmup/windows.py 
 +np.where(_LAST <= ARRIVED, 0.5, 0.0)
 
 windows that end an iteration late | warmup/windows.py | test_warmup | windows or warmup_ends
--is_warmup, window_ends = iteration < num_warmup, until_end == 1
-+is_warmup, window_ends = iteration < num_warmup, jnp.any(left == 0)
+-window_ends = until_end == 1
++window_ends = jnp.any(left == 0)
 
 merged moments without the weight of the first batch | warmup/preconditioner.py | test_warmup | moments
 -weight = self.number * added / count

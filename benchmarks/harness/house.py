@@ -22,6 +22,7 @@ import numpyro.distributions as dist
 from benchmarks.harness.store import ROOT, table
 import numpyro_repulsion
 from numpyro_repulsion import SGLDR
+from numpyro_repulsion.kernels.warming import Frozen
 
 PACKAGE = ROOT / "numpyro_repulsion"
 ROWS, DIMENSION, BATCH, PARTICLES = 200, 3, 20, 20
@@ -37,6 +38,8 @@ TARGETS = {
     "`is None`": 250,
     "public names": 40,
     "files that an update enters": 14,
+    "equations of an iteration": 1_200,
+    "leaves of the state": 25,
 }
 
 
@@ -86,7 +89,10 @@ def walk() -> dict[str, Any]:
     kernel = SGLDR(model)
     args = random.normal(random.key(1), (ROWS, DIMENSION)), jnp.arange(ROWS) % 2
     keys = random.split(random.key(0), PARTICLES)
-    state = jax.eval_shape(lambda keys: kernel.init(keys, 1000, None, args, {}), keys)
+    start = jax.eval_shape(lambda keys: kernel.start(keys, 1000, None, args, {}), keys)
+    # With control variates in use, as usual.
+    how = Frozen((True, False, False), True, False, 1000, False)
+    state = jax.eval_shape(lambda start: kernel.frozen_as(how, start, args, {}), start)
     calls: dict[str, list[str]] = {"an update": [], "an iteration": []}
     within = 0
 

@@ -215,7 +215,7 @@ def ours(name, kernel, seed=0, iterations=1000):
     parameters = int(sum(x[0].size for x in mcmc.last_state.z.values()))
     row = {"parameters": parameters, "seconds": seconds, "findings": findings}
     found = scalars(draws, problem.quantities)
-    step = float(mcmc.last_state.warmup.step.size)
+    step = float(mcmc.last_state.learned.step_size)
     return row | {"draws": [PARTICLES, iterations], "step": step} | errors(name, found) | mixing(name, found)
 
 

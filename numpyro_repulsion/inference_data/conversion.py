@@ -291,8 +291,8 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
     measured = isinstance(kernel.step_size, BiasBudget)
     is_other = has_other_data(mcmc)
     findings = ([OTHER_DATA] if is_other else kernel.findings(state)) + _of_momenta(kernel, state)
-    measured = state.learned.measurements
-    bias = -1.0 if measured is None else float(measured.bias)
+    known = state.learned.measurements
+    bias = -1.0 if known is None else float(known.bias)
     coupling, num_independent = coupling_of(mcmc)
     return {
         "created_at": datetime.now(UTC).isoformat(),

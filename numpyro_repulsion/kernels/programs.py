@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from numpyro_repulsion.kernels.bound import BoundSampler, Settings
 
 __all__ = ["BoundProgram", "compiler_options", "is_traced"]
 
+#: How many of the programs in use last are kept. JAX and NumPyro keep every kernel that has run, and XLA takes hundreds
+#: of memory maps for a program, of which Linux allows a process 65,530.
+NUM_KEPT = 24
 #: How many operations of updates take about as long without optimization as the optimizing takes.
 FEW_OPERATIONS = 3e8
 
@@ -65,10 +69,13 @@ class _Static:
 class BoundProgram:
     """A function ``(bound, settings, *arrays)`` of a bound sampler, with the model's arguments as inputs.
 
-    A model that needs the values of its arguments, and not only their shapes, has them in its programs.
+    A model that needs the values of its arguments, and not only their shapes, has them in its programs. What was not
+    used for a while is dropped, and compiled again if it is needed.
 
     :param kernel: to which samplers are bound.
     """
+
+    _in_use: ClassVar[list[weakref.ref[BoundProgram]]] = []
 
     def __init__(self, kernel: Settings, function: Callable[..., Any]):
         self._kernel, self._function = kernel, function
@@ -82,6 +89,7 @@ class BoundProgram:
         """
         if is_traced():
             return self._function(bound, settings, *arrays)
+        self._remember()
         try:
             return self._call(bound, settings, arrays, options)
         except jax.errors.JaxRuntimeError as error:
@@ -112,6 +120,14 @@ class BoundProgram:
             program = jax.jit(partial(self._function, bound, settings), compiler_options=options)
             self._concrete = known = (settings, bound, key), program
         return known[1](*arrays)
+
+    def _remember(self):
+        """Count this program as the one in use last, and drop the oldest."""
+        others = [known for known in self._in_use if known() not in (None, self)]
+        for known in others[: -NUM_KEPT + 1]:
+            if (program := known()) is not None:
+                program._programs, program._concrete = {}, None
+        self._in_use[:] = [*others[-NUM_KEPT + 1 :], weakref.ref(self)]
 
     def _on_arrays(self, static, data, *arrays):
         found, others = iter(data), iter(static.others)

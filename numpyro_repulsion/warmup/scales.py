@@ -38,13 +38,8 @@ def update_scales(
     key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
     """Add the cloud to the moments; at the end of a window, until the scales are frozen, whiten the coordinates."""
-    known = warmup.scales.moments
-
-    def observe():
-        fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), known)
-        return fresh.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
-
-    moments = lax.cond(stage.is_warmup, observe, lambda: known)
+    fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), warmup.scales.moments)
+    moments = fresh.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
     warmup = warmup._replace(scales=warmup.scales._replace(moments=moments))
     plan = sampler.plan
     if plan.scale is None:

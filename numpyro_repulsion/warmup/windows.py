@@ -74,12 +74,11 @@ class Stage(NamedTuple):
     - **num_warmup** - how many iterations are warmup.
     - **is_prolonged** - whether the arrival is prolonged; ``None`` if it cannot be.
     - **latest** - after how many parts of warmup a prolonged arrival ends; ``None`` if it cannot be prolonged.
-    - **is_warmup** - whether this iteration is warmup.
     - **is_arriving** - whether particles still arrive.
-    - **is_settling** - whether this is warmup with frozen scales.
+    - **is_settling** - whether the scales are frozen.
     - **window_starts** - whether the sums of a window start with this iteration.
     - **window_ends** - whether a window ends with this iteration.
-    - **until_end** - how many iterations, including this one, complete the window; after the last, a huge number.
+    - **until_end** - how many iterations, including this one, complete the window.
     - **has_arrived** - whether particles have arrived after this iteration.
     - **finds_lost** - whether lost particles are looked for after this iteration, if a window ends.
     - **may_rescue** - whether they may then move to others. Not at the end of the last window of the arrival, because
@@ -97,7 +96,6 @@ class Stage(NamedTuple):
     num_warmup: Count
     is_prolonged: Flag | None
     latest: Count | None
-    is_warmup: Flag
     is_arriving: Flag
     is_settling: Flag
     window_starts: Flag
@@ -129,7 +127,7 @@ class Stage(NamedTuple):
         arrived, frozen = at(ARRIVED), at(FREEZE)
         left = at(ENDS) - iteration
         until_end = jnp.min(jnp.where(left > 0, left, jnp.iinfo(left.dtype).max))
-        is_warmup, window_ends = iteration < num_warmup, until_end == 1
+        window_ends = until_end == 1
         noise_ends, shares = (np.array(column) for column in zip(*ANNEALING, strict=True))
         curvature_ends, weights = (np.array(column) for column in zip(*CURVATURE_WEIGHTS, strict=True))
         return Stage(
@@ -137,9 +135,8 @@ class Stage(NamedTuple):
             num_warmup=num_warmup,
             is_prolonged=is_prolonged,
             latest=latest,
-            is_warmup=is_warmup,
             is_arriving=iteration < arrived,
-            is_settling=(iteration >= frozen) & is_warmup,
+            is_settling=iteration >= frozen,
             window_starts=jnp.any(iteration == at(BEGINNINGS)),
             window_ends=window_ends,
             until_end=until_end,

@@ -167,7 +167,8 @@ def test_hold_keeps_whatever_is_not_finite_where_it_was(field, bad):
 @pytest.mark.parametrize("interaction", [RBF(2.0), RBF(), IMQ(2.0), Balanced()])
 def test_a_diverging_particle_does_not_infect_the_others(interaction):
     def energy(z):
-        return jnp.where(z[0] > 3.0, jnp.nan, jnp.sum(z**2) / 2)
+        inside = jnp.where(z[0] > 2.0, -40.0 * z[0], jnp.sum(z**2) / 2)  # beyond 2 it falls toward a wall
+        return jnp.where(z[0] > 3.0, jnp.nan, inside)
 
     starts = random.normal(random.key(0), (8, 2)).clip(-1.5, 1.5).at[3].set(jnp.array([2.99, 0.0]))
     kernel = SGLDR(potential_fn=energy, step_size=0.05, interaction=interaction, num_steps=1)

@@ -10,6 +10,7 @@ from catalogue import having
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import programs_of
 import numpy as np
 import optax
 import pytest
@@ -98,13 +99,9 @@ def test_one_iteration_keeps_shapes_and_types(make_key, double, source, every):
     with jax.enable_x64(double):
         keys = random.split(make_key(0), 6)
         for kernel in itertools.islice(source(), 0, None, every):
-
-            def iterate(keys, y, kernel=kernel):
-                state = kernel.init(keys, 0, None, (y,), {})
-                return state, kernel.sample(state, (y,), {})
-
-            before, after = jax.eval_shape(iterate, keys, jnp.asarray(Y, float))
-            assert describe(before) == describe(after)
+            for function, before in programs_of(kernel, keys, 50, jnp.asarray(Y, float)):
+                after = jax.eval_shape(function, before)
+                assert describe(before) == describe(after)
             assert after.potential_energy.dtype == (jnp.float64 if double else jnp.float32)
             # Fields that may be collected lead with the particles, and the key is a single one.
             for name in kernel.default_fields:

@@ -173,8 +173,8 @@ def test_only_layers_that_use_a_key_make_the_likelihood_random(net):
 
 
 def test_networks_of_modules_have_control_variates():
-    mcmc = run(SGNHT(regression), NETS["linen"](2), X, Y)
-    assert mcmc.last_state.learned.reference is not None
+    kernel, args = SGNHT(regression), (NETS["linen"](2), X, Y)
+    assert kernel.start(random.split(random.key(0), 4), 50, None, args, {}).warmup.reference is not None
 
 
 FLAX = {"net": {"Dense_0": {"kernel": np.zeros((HIDDEN, 2)), "bias": np.zeros(2)}}}

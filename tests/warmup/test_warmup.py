@@ -1,6 +1,7 @@
 """What warmup learns, against known answers."""
 
 from collections.abc import Callable
+from functools import partial
 import math
 from typing import NamedTuple
 import warnings
@@ -35,6 +36,7 @@ from numpyro_repulsion import (
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, EulerError, Overdamped, Thermostat, Underdamped
 from numpyro_repulsion.interactions import Coupling, Interaction, Laplacian, RandomFeatures, RandomGroups, base
 from numpyro_repulsion.kernels.bound import automatic_scale
+from numpyro_repulsion.kernels.warming import warm
 from numpyro_repulsion.warmup import (
     LEARNERS,
     ArrivalState,
@@ -572,17 +574,13 @@ def test_windows_of_warmup():
     ends = [1, 2, 5, 10, 15, 25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
     assert [n for n in range(120) if at(n - 1).window_ends] == ends
     assert [n for n in range(120) if at(n).is_arriving] == list(range(25))
-    assert [n for n in range(120) if at(n).is_settling] == list(range(60, 100))
-    assert [n for n in range(120) if at(n).is_warmup] == list(range(100))
+    assert [n for n in range(100) if at(n).is_settling] == list(range(60, 100))
     assert [n for n in range(120) if at(n - 1).references_move] == [25, 30, 40, 60]
     assert [int(at(n - 1).num_settled) for n in (64, 65, 70, 100, 101)] == [0, 1, 2, 8, 8]
     # Sums count in the second half of a window, later in its last three quarters.
     assert [n for n in range(120) if at(n).window_starts] == [1, 3, 7, 12, 20, 26, 32, 45, 70]
-    for n in range(110):
-        following = [end for end in ends if end > n]
-        assert at(n).until_end == (following[0] - n if following else np.iinfo(np.int32).max)
-    nothing = [at(n, 0) for n in range(120)]
-    assert not any(s.window_ends or s.is_arriving or s.is_settling or s.is_warmup for s in nothing)
+    for n in range(100):
+        assert at(n).until_end == next(end for end in ends if end > n) - n
 
 
 def test_windows_of_a_prolonged_arrival():
