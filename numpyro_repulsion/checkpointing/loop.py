@@ -17,11 +17,12 @@ from numpyro.util import cached_by, nested_attrgetter
 
 from numpyro_repulsion.checkpointing.identity import trace
 from numpyro_repulsion.kernels.mcmc import arguments, collected_fields, compiled_functions, jits_arguments
+from numpyro_repulsion.kernels.programs import unweakened
 from numpyro_repulsion.kernels.state import ParticleState, check_chains
 from numpyro_repulsion.kernels.warming import Frozen, Warming
 from numpyro_repulsion.layout import place_everywhere
 
-__all__ = ["Loop", "frozen", "start", "unweakened", "ways_to_freeze"]
+__all__ = ["Loop", "frozen", "start", "ways_to_freeze"]
 
 
 class Loop:
@@ -152,7 +153,8 @@ def start(mcmc: MCMC, rng_key, init_params) -> Warming | ParticleState:
 
 def frozen(mcmc: MCMC, state: Warming) -> ParticleState:
     """Return the state from which draws are made, after the last iteration of warmup."""
-    return mcmc.sampler.freeze(state, *arguments(mcmc), mcmc.num_chains == 1, mcmc.num_warmup)
+    # As that of ``MCMC.run``, after NumPyro's iterations of warmup have passed.
+    return mcmc.sampler.freeze(state, *arguments(mcmc), mcmc.num_chains == 1, mcmc.num_warmup, True)
 
 
 def ways_to_freeze(mcmc: MCMC, state: Warming) -> Iterator[ParticleState]:
@@ -167,11 +169,5 @@ def ways_to_freeze(mcmc: MCMC, state: Warming) -> Iterator[ParticleState]:
         (True, False) if warmup.jumps is not None else (False,),
         (True, False) if warmup.basins is not None else (False,),
     ):
-        how = Frozen(on, True, False, mcmc.num_warmup, mcmc.num_chains == 1)
+        how = Frozen(on, True, True, mcmc.num_warmup, mcmc.num_chains == 1)
         yield jax.eval_shape(lambda state, how=how: kernel.frozen_as(how, state, *arguments(mcmc)), state)
-
-
-def unweakened(x) -> jax.Array:
-    """Return an array without weak type, so that the program is not compiled for both."""
-    x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else lax.convert_element_type(x, x.dtype)

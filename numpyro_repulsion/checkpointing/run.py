@@ -16,10 +16,11 @@ from numpyro.util import is_prng_key
 
 from numpyro_repulsion.checkpointing.directory import Directory, plan
 from numpyro_repulsion.checkpointing.identity import digest_of_warmup, identify, trace
-from numpyro_repulsion.checkpointing.loop import Loop, frozen, start, unweakened, ways_to_freeze
+from numpyro_repulsion.checkpointing.loop import Loop, frozen, start, ways_to_freeze
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.kernels import bound_of, kernel_of
 from numpyro_repulsion.kernels.mcmc import arguments, jit_spread_arguments, set_arguments, set_results
+from numpyro_repulsion.kernels.programs import unweakened
 from numpyro_repulsion.kernels.requirements import require_agreement
 from numpyro_repulsion.kernels.warming import Warming
 from numpyro_repulsion.processes import here, must_stop

@@ -140,7 +140,6 @@ class Initializer:
             cloud=cloud,
             warmup=warmup,
             num_updates=jnp.zeros((), jnp.int32),
-            num_flagged_updates=jnp.zeros((), jnp.int32),
             rng_key=state_key,
             row_seed=last_word(memory_key) if bound.gradient.depends_on_updates else None,
             starts=z,

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import weakref
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.gradients import Gradient, Target
 from numpyro_repulsion.kernels.bound import BoundSampler, Settings
 
-__all__ = ["BoundProgram", "compiler_options", "is_traced"]
+__all__ = ["BoundProgram", "compiler_options", "is_traced", "unweakened"]
 
 #: How many of the programs in use last are kept. JAX and NumPyro keep every kernel that has run, and XLA takes hundreds
 #: of memory maps for a program, of which Linux allows a process 65,530.
@@ -117,7 +118,7 @@ class BoundProgram:
                 pass  # The model needs values.
         known = self._concrete
         if known is None or known[0] != (settings, bound, key):
-            program = jax.jit(partial(self._function, bound, settings), compiler_options=options)
+            program = jax.jit(partial(self._concretely, bound, settings), compiler_options=options)
             self._concrete = known = (settings, bound, key), program
         return known[1](*arrays)
 
@@ -134,7 +135,16 @@ class BoundProgram:
         leaves = [next(found) if yes else next(others) for yes in static.is_array]
         args, kwargs = jax.tree.unflatten(static.treedef, leaves)
         bound = BoundSampler(self._kernel, static.target.with_arguments(args, kwargs), static.gradient)
-        return self._function(bound, static.settings, *arrays)
+        return self._concretely(bound, static.settings, *arrays)
+
+    def _concretely(self, bound, settings, *arrays):
+        return jax.tree.map(unweakened, self._function(bound, settings, *arrays))
+
+
+def unweakened(x: Any) -> jax.Array:
+    """Return an array without weak type, so that no other program is compiled for both."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else lax.convert_element_type(x, x.dtype)
 
 
 def _is_hashable(value):

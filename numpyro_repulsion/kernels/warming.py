@@ -67,7 +67,6 @@ class Warming(NamedTuple):
     - **cloud** - the particles in whitened coordinates, ``(G, L, d)``.
     - **warmup** - what is learned so far.
     - **num_updates** - how many updates are done.
-    - **num_flagged_updates** - how many of them were rejected, turned back or had a clipped gradient.
     - **rng_key** - the key of the next iteration.
     - **row_seed** - the seed of the orders of rows; ``None`` unless the gradient depends on the number of the update.
     - **starts** - the sites of the particles at their starts, each ``(L, ...)``.
@@ -76,7 +75,6 @@ class Warming(NamedTuple):
     cloud: Cloud
     warmup: WarmupState
     num_updates: jax.Array
-    num_flagged_updates: jax.Array
     rng_key: jax.Array
     row_seed: jax.Array | None
     starts: Particle
@@ -140,25 +138,23 @@ class WarmupIteration(Iteration):
                 return self._approach(key, stage, carry, warmup), None
 
             (position, arrival), _ = lax.scan(update, (cloud[:3], warmup.arrival), keys.updates)
-            none = jnp.zeros_like(state.num_flagged_updates)
-            return Cloud(*position, cloud.memory), warmup._replace(arrival=arrival), none
+            return Cloud(*position, cloud.memory), warmup._replace(arrival=arrival)
 
         def travel():
             now, learned = self.move(keys, cloud, self.learned(warmup), state.num_updates)
             moved = warmup._replace(jumps=learned.jumps, basins=learned.basins, reference=learned.reference)
-            return now.cloud, moved, now.flagged.sum().astype(state.num_flagged_updates.dtype)
+            return now.cloud, moved
 
         if self.plan.arrives:
-            cloud, warmup, flagged = lax.cond(stage.is_arriving, approach, travel)
+            cloud, warmup = lax.cond(stage.is_arriving, approach, travel)
         else:
-            cloud, warmup, flagged = travel()
+            cloud, warmup = travel()
         own = keys_of_learners(keys.others[1:], warmup.centering is not None)
         warmup, cloud = warmup_update(own, stage, warmup, cloud, self, ALL_LEARNERS)
         return state._replace(
             cloud=cloud,
             warmup=warmup,
             num_updates=state.num_updates + self.num_steps,
-            num_flagged_updates=state.num_flagged_updates + flagged,
             rng_key=rng_key,
         )
 
@@ -302,7 +298,7 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming) -> ParticleState:
         iteration=jnp.asarray(how.iteration, jnp.int32),
         num_warmup=warmup.num_warmup,
         num_updates=state.num_updates,
-        num_flagged_updates=jnp.zeros((), jnp.int32) if plan.arrives else state.num_flagged_updates,
+        num_flagged_updates=jnp.zeros((), jnp.int32),
         origin=Origin.of(kernel, bound.gradient, how.has_warmed, how.passes),
     )
     return place_everywhere(map_particles(lambda x: x[0], found) if how.is_single else found)

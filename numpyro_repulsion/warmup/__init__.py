@@ -11,9 +11,9 @@ Warmup has three parts, each divided into windows (``windows.py``):
    measured in the new coordinates.
 3. *Settling.* The scales are frozen. The step size and the bandwidth average over all windows of this part.
 
-Everything that warmup learned is constant afterwards, because a quantity that follows the particles while draws are
-kept changes the stationary distribution. Only jumps are still counted, and references renewed: each particle's own
-(``SVRG``) after every epoch, and a common one if the data change.
+Everything that warmup learned is constant afterwards (``learned.py``), because a quantity that follows the particles
+while draws are kept changes the stationary distribution. Only jumps are still counted, and each particle's own
+reference (``SVRG``) renewed after every epoch.
 
 With ``num_warmup=1000`` the windows end at these iterations, and the learners act as marked::
 
@@ -66,7 +66,7 @@ update_prolongation  arrival.py       the noise with and without control        
                                       variates                                  the new coordinates
 ===================  ===============  ========================================  ========================================
 
-The kernels add learners of jumps (``kernels/iteration.py``). The last state gives the diagnosis (``diagnosis.py``).
+The kernels add learners of jumps (``kernels/warming.py``). The last state gives the diagnosis (``diagnosis.py``).
 """
 
 from numpyro_repulsion.warmup.adam import Adam, Surroundings, descend, svgd_direction

@@ -1,0 +1,162 @@
+"""Warmup beside the sampler: what its programs are, what passes, and what a run leaves behind."""
+
+import gc
+from pathlib import Path
+
+import jax
+from jax import random
+import jax.numpy as jnp
+from models import programs_of, vectorized
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+
+from benchmarks.harness.house import equations
+from numpyro_repulsion import SGLD, SGLDR, run_in_pieces
+from numpyro_repulsion.kernels import programs
+from numpyro_repulsion.kernels.programs import BoundProgram, compiler_options
+
+KEYS, Y = random.split(random.key(0), 6), 2.0 + random.normal(random.key(1), (40,))
+
+
+def model(y, center=0.0):
+    mu = numpyro.sample("mu", dist.Normal(center, 10).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=8) as i:
+        numpyro.sample("y", dist.Normal(mu.sum(), 1), obs=y[i])
+
+
+def size(kernel):
+    """The number of equations of an iteration after warmup, and of the arrays of its state."""
+    function, state = programs_of(kernel, KEYS, 100, Y)[-1]
+    return len(list(equations(jax.make_jaxpr(function)(state).jaxpr))), len(jax.tree.leaves(state))
+
+
+def test_the_program_of_draws_holds_no_learner():
+    number, leaves = size(SGLD(model))
+    assert number <= 1200 and leaves <= 25
+    # Nothing that is off is in it: jumps and control variates.
+    assert size(SGLD(model, gradient="plain"))[0] < number
+    warmup, state = programs_of(SGLD(model), KEYS, 100, Y)[0]
+    assert len(list(equations(jax.make_jaxpr(warmup)(state).jaxpr))) > 1200
+
+
+def test_iterations_of_warmup_pass_or_are_frozen_draws():
+    kernel = SGLD(model)
+    state = kernel.init(KEYS, 60, None, (Y,), {})
+    mcmc = vectorized(kernel, 60, 5)
+    mcmc.warmup(random.key(0), Y)
+    assert int(mcmc.last_state.iteration) == 60
+    # Keys of MCMC are split once more, so only what it does counts here.
+    again = vectorized(kernel, 60, 5)
+    again.warmup(random.key(0), Y, collect_warmup=True)
+    learned = again.last_state.learned
+    jax.tree.map(np.testing.assert_array_equal, mcmc.last_state.learned, learned)
+    draws = again.get_samples(group_by_chain=True)["mu"]
+    assert draws.shape == (6, 60, 2) and (draws[:, 1:] != draws[:, :-1]).any(-1).all()
+    assert np.unique(again.get_extra_fields()["step_size"]).tolist() == [float(learned.step_size)]
+    assert int(mcmc.last_state.num_updates) == int(state.num_updates) == 600
+    assert int(again.last_state.num_updates) == 1200
+
+
+def test_without_anything_to_learn_iterations_of_warmup_are_updates():
+    mcmc = vectorized(SGLD(model, step_size=1e-3, gradient="plain"), 7, 5)
+    mcmc.run(random.key(0), Y)
+    state = mcmc.last_state
+    assert int(state.num_updates) == 120 and not state.origin.has_warmed and state.learned.diagnosis is None
+
+
+def test_an_interrupted_warmup_leaves_a_kernel_that_works(monkeypatch):
+    kernel, plain = SGLD(model), SGLD.warm
+    expected = kernel.init(KEYS, 60, None, (Y,), {})
+
+    def interrupted(*arguments):
+        plain(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SGLD, "warm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kernel.init(KEYS, 60, None, (Y,), {})
+    monkeypatch.undo()
+    found = kernel.init(KEYS, 60, None, (Y,), {})
+    jax.tree.map(np.testing.assert_array_equal, found.z, expected.z)
+
+
+def test_a_bar_of_its_own_and_what_is_said_at_its_end(monkeypatch, capsys):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+    def two(y):
+        numpyro.sample(
+            "z", dist.MixtureSameFamily(dist.Categorical(jnp.ones(2) / 2), dist.Normal(jnp.array([-20, 20.0]), 1))
+        )
+
+    mcmc = vectorized(SGLDR(two), 60, 5, 8, progress_bar=True)
+    with pytest.warns(RuntimeWarning, match="Warmup found problems:\n.*several_basins"):
+        mcmc.run(random.key(0), Y)
+    assert "warmup: 100%" in capsys.readouterr().err
+
+
+def test_pieces_of_warmup_are_stored_and_go_on(tmp_path, monkeypatch):
+    """A process that dies in any piece of warmup, or just after it, goes on to the same draws."""
+    from numpyro_repulsion.checkpointing.directory import Directory
+
+    def run(directory):
+        mcmc = vectorized(SGLD(model), 60, 20)
+        run_in_pieces(mcmc, random.key(0), Y, piece_size=25, directory=directory)
+        return np.asarray(mcmc.get_samples()["mu"])
+
+    plain = Directory.save
+    for dies in range(4):
+        saved = []
+
+        def save(self, *arguments, saved=saved, dies=dies):
+            plain(self, *arguments)
+            saved.append(arguments[0])
+            if len(saved) > dies:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Directory, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / str(dies))
+        assert saved == [25, 50, 60, 80][: dies + 1]
+        monkeypatch.undo()
+        assert np.array_equal(run(tmp_path / str(dies)), run(None))
+
+
+def test_options_follow_from_shapes():
+    few, many = (SGLD(model).bind((jnp.zeros(rows),)) for rows in (40, 40_000_000))
+    assert compiler_options(few, 1000, 20, 2)["xla_backend_optimization_level"] == 0
+    assert "xla_backend_optimization_level" not in compiler_options(few, 100_000_000, 20, 2)
+    assert compiler_options(many, 1000, 20, 2) == compiler_options(few, 1000, 20, 2)  # minibatches have 8 rows
+
+
+def test_options_that_xla_does_not_know_are_left_out():
+    bound = SGLD(model).bind((Y,))
+    program = BoundProgram(bound.kernel, lambda bound, settings, x: settings * x)
+    assert program(bound, 2, jnp.ones(()), options={"xla_no_such_option": True}) == 2.0
+
+
+def test_programs_of_forgotten_kernels_are_dropped(monkeypatch):
+    monkeypatch.setattr(programs, "NUM_KEPT", 2)
+    bound = SGLD(model).bind((Y,))
+    found = [BoundProgram(bound.kernel, lambda bound, settings, x: x) for _ in range(3)]
+    for program in found:
+        program(bound, None, Y, options={})
+    assert [len(program._programs) for program in found] == [0, 1, 1]
+    assert np.array_equal(found[0](bound, None, Y, options={}), Y)
+
+
+@pytest.mark.slow
+def test_a_process_can_fit_many_models():
+    """Linux allows 65,530 memory maps; NumPyro and JAX keep the programs of draws."""
+
+    def fit(number):
+        mcmc = vectorized(SGLD(model), 50, 10, 4)
+        mcmc.run(random.key(number), Y, float(number))
+        gc.collect()
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+
+    maps = [fit(number) for number in range(14)]
+    assert max(np.diff(maps[9:])) < 400
