@@ -17,7 +17,7 @@ PACKAGE = "numpyro_repulsion"
 ROOT = Path(numpyro_repulsion.__file__).parent
 #: Files by dotted name: a noun is a file, or a folder of files whose imports of each other are its own affair.
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
-MATHEMATICS = {"jax", "numpy"}
+MATHEMATICS = {"jax", "jaxtyping", "numpy"}
 HOST = MATHEMATICS | {"numpyro"}
 #: What each file may import: packages, and files of this one.
 ARROWS = {
@@ -25,25 +25,24 @@ ARROWS = {
     "findings": (set(), set()),
     "noise": (MATHEMATICS, set()),
     "rounding": (MATHEMATICS, set()),
-    # Which imports jaxtyping where it is installed.
-    "shapes": ({"jax", "jaxtyping"}, set()),
     "version": (set(), set()),
     "rows": (MATHEMATICS, {"digests", "layout", "processes"}),
     "processes": (MATHEMATICS, set()),
     "digests": (MATHEMATICS, set()),
     "layout": (MATHEMATICS, {"processes"}),
-    "interactions": (MATHEMATICS, {"checks", "noise", "rounding", "shapes"}),
+    "interactions": (MATHEMATICS, {"checks", "noise", "rounding"}),
     "schedules": (MATHEMATICS, {"checks"}),
-    "dynamics": (MATHEMATICS, {"checks", "noise", "rounding", "shapes", "interactions"}),
-    "gradients": (HOST, {"checks", "layout", "noise", "processes", "rounding", "rows", "shapes"}),
+    "dynamics": (MATHEMATICS, {"checks", "noise", "rounding", "interactions"}),
+    "gradients": (HOST, {"checks", "layout", "noise", "processes", "rounding", "rows"}),
     "starts": (HOST, {"checks"}),
     "warmup": (
         MATHEMATICS,
-        {"findings", "noise", "rounding", "shapes", "interactions", "schedules", "dynamics", "gradients"},
+        {"findings", "noise", "rounding", "interactions", "schedules", "dynamics", "gradients"},
     ),
-    "moves": (MATHEMATICS, {"checks", "noise", "rounding", "shapes", "dynamics", "warmup"}),
+    "moves": (MATHEMATICS, {"checks", "noise", "rounding", "dynamics", "warmup"}),
     "kernels": (
-        HOST,
+        # The progress bar of a warmup.
+        HOST | {"tqdm"},
         {
             "checks",
             "digests",
@@ -51,7 +50,6 @@ ARROWS = {
             "noise",
             "processes",
             "rows",
-            "shapes",
             "interactions",
             "schedules",
             "dynamics",
@@ -80,8 +78,7 @@ ARROWS = {
     "checkpointing": (HOST | {"tqdm"}, {"checks", "digests", "layout", "processes", "version", "gradients", "kernels"}),
     "__init__": (
         set(),
-        {name.split(".")[0] for name in FILES}
-        - {"checks", "contrib", "digests", "noise", "processes", "rounding", "shapes"},
+        {name.split(".")[0] for name in FILES} - {"checks", "contrib", "digests", "noise", "processes", "rounding"},
     ),
 }
 

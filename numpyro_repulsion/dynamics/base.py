@@ -7,15 +7,17 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Shaped
 
 from numpyro_repulsion.dynamics.step_error import StepError, UnknownError
 from numpyro_repulsion.interactions import Coupling
-from numpyro_repulsion.shapes import Flags, Memory, Number, Numbers, Scalar, Vectors
 
 __all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "acceptance", "reject_nonfinite", "select", "turn_back"]
 
-EnergyAndGrad = Callable[[Vectors], tuple[Numbers, Vectors]]
-Couple = Callable[[Vectors], Coupling]
+EnergyAndGrad = Callable[
+    [Float[Array, "*particles d"]], tuple[Float[Array, "*particles"], Float[Array, "*particles d"]]
+]
+Couple = Callable[[Float[Array, "*particles d"]], Coupling]
 
 #: A pytree of arrays.
 Tree = TypeVar("Tree")
@@ -34,10 +36,10 @@ class Cloud(NamedTuple):
     - **memory** - further variables of the dynamics: a tuple of arrays ``(..., L, m)``, with any m.
     """
 
-    z: Vectors
-    potential_energy: Numbers
-    gradient: Vectors
-    memory: tuple[Memory, ...] = ()
+    z: Float[Array, "*particles d"]
+    potential_energy: Float[Array, "*particles"]
+    gradient: Float[Array, "*particles d"]
+    memory: tuple[Shaped[Array, "*particles _"], ...] = ()
 
 
 class Dynamics:
@@ -110,12 +112,12 @@ class Dynamics:
         del interacts
         return self.is_sampler
 
-    def jumped(self, cloud: Cloud, which: Flags) -> Cloud:
+    def jumped(self, cloud: Cloud, which: Bool[Array, "*particles"]) -> Cloud:
         """Return the cloud with its memory adapted to jumps of the particles ``which``; unchanged by default."""
         del which
         return cloud
 
-    def settled(self, cloud: Cloud, step_size: Scalar, noise: Scalar) -> Cloud:
+    def settled(self, cloud: Cloud, step_size: Float[Array, ""], noise: Float[Array, ""]) -> Cloud:
         """Return the cloud with its memory adapted to another step and to other scales; unchanged by default.
 
         :param noise: the mean variance of the gradient over all directions.
@@ -123,12 +125,12 @@ class Dynamics:
         del step_size, noise
         return cloud
 
-    def hamiltonian(self, cloud: Cloud) -> Numbers | None:
+    def hamiltonian(self, cloud: Cloud) -> Float[Array, "*particles"] | None:
         """Return H, the potential energy with that of the momenta, ``(..., L)``; ``None`` without momenta."""
         del cloud
         return None
 
-    def kinetic_temperature(self, memory: tuple[Memory, ...]) -> Scalar | None:
+    def kinetic_temperature(self, memory: tuple[Shaped[Array, "*particles _"], ...]) -> Float[Array, ""] | None:
         """Return the temperature that momenta have, about T in equilibrium; ``None`` if it is not known."""
         del memory
         return None
@@ -137,18 +139,25 @@ class Dynamics:
         """Return the cloud with all momenta reversed."""
         return cloud
 
-    def init(self, key: jax.Array, z: Vectors, energy_and_grad: EnergyAndGrad, couple: Couple) -> Cloud:
+    def init(
+        self, key: jax.Array, z: Float[Array, "*particles d"], energy_and_grad: EnergyAndGrad, couple: Couple
+    ) -> Cloud:
         """Return a new cloud at positions ``z`` of shape ``(..., L, d)``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `init`.")
 
     def step(
-        self, key: jax.Array, cloud: Cloud, energy_and_grad: EnergyAndGrad, couple: Couple, step_size: Number
+        self,
+        key: jax.Array,
+        cloud: Cloud,
+        energy_and_grad: EnergyAndGrad,
+        couple: Couple,
+        step_size: Float[Array, ""] | float,
     ) -> Cloud:
         """Update all particles at once; the last operation is one gradient evaluation at the new positions."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `step`.")
 
 
-def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, Flags]:
+def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, Bool[Array, "*particles"]]:
     """Return the proposal, except for particles with a value in it that is not finite: these keep their old values.
 
     :return: the new cloud, and which particles were rejected, ``(..., L)``.
@@ -159,7 +168,9 @@ def reject_nonfinite(cloud: Cloud, proposal: Cloud) -> tuple[Cloud, Flags]:
     return select(finite, proposal, cloud), ~finite
 
 
-def turn_back(cloud: Cloud, proposal: Cloud, dynamics: Dynamics, has_turned: Flags) -> tuple[Cloud, Flags]:
+def turn_back(
+    cloud: Cloud, proposal: Cloud, dynamics: Dynamics, has_turned: Bool[Array, "*particles"]
+) -> tuple[Cloud, Bool[Array, "*particles"]]:
     """Return the proposal, except for particles that gain far more energy than friction and noise give them.
 
     In a place that is too stiff for the step, momenta grow without bound. Such a particle stays, with its momentum
@@ -178,13 +189,15 @@ def turn_back(cloud: Cloud, proposal: Cloud, dynamics: Dynamics, has_turned: Fla
     return select(gains, dynamics.turned(cloud), proposal), gains
 
 
-def acceptance(log_ratio: Numbers, is_usable: Flags) -> Numbers:
+def acceptance(
+    log_ratio: Float[Array, "*particles"], is_usable: Bool[Array, "*particles"]
+) -> Float[Array, "*particles"]:
     """Return the probability to accept a proposal with this log Metropolis-Hastings ratio: 0 where it is not usable."""
     is_usable = is_usable & jnp.isfinite(log_ratio)
     return jnp.where(is_usable, jnp.exp(jnp.minimum(jnp.where(is_usable, log_ratio, 0.0), 0.0)), 0.0)
 
 
-def select(which: Flags, new: Tree, old: Tree) -> Tree:
+def select(which: Bool[Array, "*particles"], new: Tree, old: Tree) -> Tree:
     """Return ``new`` where ``which``, ``(..., L)``, is true, else ``old``: pytrees of arrays with these first axes."""
 
     def choose(a, b):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from numpyro_repulsion.dynamics.step_error import UnknownError
 __all__ = ["Descent"]
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """A gradient transformation, such as those of optax: functions of pytrees."""
 

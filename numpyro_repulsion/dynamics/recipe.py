@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 import numpy as np
 
 from numpyro_repulsion.checks import integer, keep, positive
@@ -15,7 +16,6 @@ from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import UnknownError
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import einsum, matmul
-from numpyro_repulsion.shapes import List, Memory, Numbers, Table, Vectors
 
 __all__ = ["Recipe"]
 
@@ -29,7 +29,7 @@ def _unless(is_wrong: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.where(is_wrong, jnp.nan, matrix)
 
 
-def _squares(extra: Vectors) -> Numbers:
+def _squares(extra: Float[Array, "*particles d"]) -> Float[Array, "*particles"]:
     return 0.5 * jnp.sum(extra**2, -1)
 
 
@@ -87,10 +87,10 @@ class Recipe(Dynamics):
         (400, 2)
     """
 
-    D: Callable[[List], Table]
-    Q: Callable[[List], Table] | None = None
+    D: Callable[[Float[Array, "n d"]], Float[Array, "_ _"]]
+    Q: Callable[[Float[Array, "n d"]], Float[Array, "_ _"]] | None = None
     extra: int = 0
-    energy: Callable[[Vectors], Numbers] = _squares
+    energy: Callable[[Float[Array, "*particles d"]], Float[Array, "*particles"]] = _squares
     temperature: float = 1.0
 
     interacts: ClassVar[bool] = True
@@ -115,7 +115,7 @@ class Recipe(Dynamics):
 
     def init(self, key, z, energy_and_grad, couple):
         self._require_identity(couple(z))
-        memory: tuple[Memory, ...] = ()
+        memory: tuple[Shaped[Array, "*particles _"], ...] = ()
         if self.extra:
             memory = (self.temperature**0.5 * normal(key, (*z.shape[:-1], self.extra), z.dtype),)
         energy, gradient = energy_and_grad(z)
@@ -136,7 +136,7 @@ class Recipe(Dynamics):
         energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (extra,) if self.extra else ())
 
-    def drift(self, x: List, slope: List) -> List:
+    def drift(self, x: Float[Array, "n d"], slope: Float[Array, "n d"]) -> Float[Array, "n d"]:
         """Return ``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ``slope``, ∇H there, of the same shape."""
 
         def matrix(flat):

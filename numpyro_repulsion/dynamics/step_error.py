@@ -7,9 +7,9 @@ from typing import ClassVar, NamedTuple
 
 from jax import lax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from numpyro_repulsion.interactions import Coupling
-from numpyro_repulsion.shapes import Number, Scalar
 
 __all__ = [
     "AveragedError",
@@ -37,12 +37,12 @@ class CurvatureStats(NamedTuple):
     - **isotropic_noise** - V̄, the mean of that variance over all directions.
     """
 
-    curvature: Scalar
-    largest: Scalar
-    noise: Scalar
-    steepness: Number = 0.0
+    curvature: Float[Array, ""]
+    largest: Float[Array, ""]
+    noise: Float[Array, ""]
+    steepness: Float[Array, ""] | float = 0.0
     sweep: int | None = None
-    isotropic_noise: Number = 0.0
+    isotropic_noise: Float[Array, ""] | float = 0.0
 
 
 class StepError:
@@ -53,11 +53,11 @@ class StepError:
     `remaining_noise`.
     """
 
-    def bias(self, step_size: Scalar, stats: CurvatureStats) -> Scalar:
+    def bias(self, step_size: Float[Array, ""], stats: CurvatureStats) -> Float[Array, ""]:
         """Return the expected relative inflation of variances by a step; NaN if unknown."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `bias`.")
 
-    def remaining_noise(self, step_size: Scalar, stats: CurvatureStats) -> Scalar:
+    def remaining_noise(self, step_size: Float[Array, ""], stats: CurvatureStats) -> Float[Array, ""]:
         """Return the variance of independent minibatches with the same bias; V by default.
 
         The noise of successive minibatches of a sweep partly cancels.
@@ -65,23 +65,25 @@ class StepError:
         del step_size
         return stats.noise
 
-    def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> Scalar:
+    def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> Float[Array, ""]:
         """Return the step that inflates variances by the relative ``tolerance`` δ."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `max_step_for_bias`.")
 
-    def max_step_for_short_run(self, stats: CurvatureStats, draws_per_step: Number) -> Scalar:
+    def max_step_for_short_run(
+        self, stats: CurvatureStats, draws_per_step: Float[Array, ""] | float
+    ) -> Float[Array, ""]:
         """Return the longest step that still helps a run with few draws, ``draws_per_step`` times ε."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `max_step_for_short_run`.")
 
-    def stability_limit(self, stats: CurvatureStats) -> Scalar:
+    def stability_limit(self, stats: CurvatureStats) -> Float[Array, ""]:
         """Return the step above which particles diverge."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `stability_limit`.")
 
-    def relaxation_rate(self, variance: Scalar) -> Scalar:
+    def relaxation_rate(self, variance: Float[Array, ""]) -> Float[Array, ""]:
         """Return the relaxation rate of a direction with this variance, per unit of time (updates times step size)."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `relaxation_rate`.")
 
-    def from_overdamped_step(self, step_size: Scalar) -> Scalar:
+    def from_overdamped_step(self, step_size: Float[Array, ""]) -> Float[Array, ""]:
         """Return the step that moves a particle about as far as this step of overdamped dynamics."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `from_overdamped_step`.")
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from numpyro_repulsion.checks import keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import MomentumError, UnknownError
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.shapes import Numbers, Vectors
 
 __all__ = [
     "Momenta",
@@ -86,15 +86,15 @@ class Relativistic:
     def __post_init__(self):
         keep(self, "speed", positive)
 
-    def energy(self, m: Vectors) -> Numbers:
+    def energy(self, m: Float[Array, "*particles d"]) -> Float[Array, "*particles"]:
         """Return the energy of momenta ``(..., d)``, of shape ``(...)``."""
         return self.speed**2 * jnp.sum(jnp.sqrt(1.0 + (m / self.speed) ** 2), -1)
 
-    def velocity(self, m: Vectors) -> Vectors:
+    def velocity(self, m: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
         """Return the gradient of the energy."""
         return m / jnp.sqrt(1.0 + (m / self.speed) ** 2)
 
-    def momenta(self, white: Vectors, temperature: float) -> Vectors:
+    def momenta(self, white: Float[Array, "*particles d"], temperature: float) -> Float[Array, "*particles d"]:
         """Map standard normal variables to momenta from ``exp(−energy / T)``, through its distribution function."""
         width = temperature**0.5 + temperature / self.speed
         grid = jnp.linspace(-12.0 * width, 12.0 * width, 4001)

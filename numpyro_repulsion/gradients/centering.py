@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 
 from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_gradients
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
-from numpyro_repulsion.shapes import Counts, Numbers, OtherVector, Scalar, Vector, Vectors
 
 __all__ = ["CenteredTarget", "Centering", "Recovered"]
 
@@ -25,9 +25,9 @@ class Centering(NamedTuple):
     - **bases** - for each group of effects, the entry that their mean is added to, ``(g,)``; -1 for none.
     """
 
-    share: Vector
-    powers: OtherVector
-    bases: Counts
+    share: Float[Array, " d"]
+    powers: Float[Array, " _"]
+    bases: Integer[Array, ...]
 
     @staticmethod
     def none(target: Target, dimension: int, dtype: jnp.dtype) -> Centering:
@@ -49,14 +49,19 @@ class Recovered(NamedTuple):
     - **log_volume** - ``log dx/dz``.
     """
 
-    z: Vectors
-    centered: Vectors
-    location: Vectors
-    scale: Vectors
-    log_volume: Vectors
+    z: Float[Array, "*particles d"]
+    centered: Float[Array, "*particles d"]
+    location: Float[Array, "*particles d"]
+    scale: Float[Array, "*particles d"]
+    log_volume: Float[Array, "*particles d"]
 
     @staticmethod
-    def of(z: Vectors, location: Vectors, scale: Vectors, log_volume: Vectors) -> Recovered:
+    def of(
+        z: Float[Array, "*particles d"],
+        location: Float[Array, "*particles d"],
+        scale: Float[Array, "*particles d"],
+        log_volume: Float[Array, "*particles d"],
+    ) -> Recovered:
         """Return the particle z with its centered form."""
         return Recovered(z, z * jnp.exp(log_volume), location, scale, log_volume)
 
@@ -96,7 +101,7 @@ class CenteredTarget(Target):
         shares = self._unravel(self._centering.share)
         return {name: shares[name] for name in self._target.location_scale}
 
-    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> Scalar:
+    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> Float[Array, ""]:
         z, volume = self._standardized(z)
         if not self._target.location_scale:
             return self._target.potential_energy(z, indices, key) - volume
@@ -149,7 +154,7 @@ class CenteredTarget(Target):
     def crossed_plates(self):
         return self._target.crossed_plates()
 
-    def recover(self, y: Vector) -> Recovered:
+    def recover(self, y: Float[Array, " d"]) -> Recovered:
         """Return a flat particle y, ``(d,)``, in the coordinates of the model."""
         z, _ = self._standardized(self._unravel(y))
         products = self._target.products.log_scales(z, self._centering.powers)
@@ -163,7 +168,7 @@ class CenteredTarget(Target):
         location, log_scale = (flat({name: prior[i] for name, prior in priors.items()}) for i in (0, 1))
         return Recovered.of(flat(z), location, jnp.exp(log_scale), flat(products))
 
-    def to_coordinates(self, found: Recovered) -> Vectors:
+    def to_coordinates(self, found: Recovered) -> Float[Array, "*particles d"]:
         """Return y for particles ``(..., d)`` recovered in the coordinates of the model."""
         share, _, bases = self._centering
         deviation = found.centered - found.location
@@ -177,7 +182,7 @@ class CenteredTarget(Target):
             y = y.at[..., bases].add(mean)
         return y
 
-    def log_volume(self, found: Recovered) -> Numbers:
+    def log_volume(self, found: Recovered) -> Float[Array, "*particles"]:
         """Return the logarithm of the determinant of dz/dy, which is the difference of U in the two coordinates."""
         share, _, bases = self._centering
         log_weights = (1.0 - share) * jnp.log(found.scale)

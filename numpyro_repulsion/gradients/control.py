@@ -11,13 +11,13 @@ from typing import NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 import numpy as np
 
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
 from numpyro_repulsion.gradients.target import Target
 from numpyro_repulsion.rounding import unrounded
-from numpyro_repulsion.shapes import Scalar, Vector
 
 __all__ = [
     "SVRG",
@@ -191,8 +191,8 @@ def evaluate_reference(key: jax.Array, target: Target, unravel: Callable, refere
 
 @unrounded()
 def full_gradient(
-    key: jax.Array, target: Target, unravel: Callable, position: Vector, size: int
-) -> tuple[Scalar, Vector]:
+    key: jax.Array, target: Target, unravel: Callable, position: Float[Array, " d"], size: int
+) -> tuple[Float[Array, ""], Float[Array, " d"]]:
     """Return U and ∇U at one flat particle over all rows of all subsampled plates, in chunks.
 
     :param size: the number of minibatches that fit into memory at once.
@@ -220,7 +220,7 @@ def full_gradient(
     return total
 
 
-def fingerprint(target: Target, unravel: Callable, position: Vector) -> Scalar:
+def fingerprint(target: Target, unravel: Callable, position: Float[Array, " d"]) -> Float[Array, ""]:
     """Return U at one flat particle, on rows of minibatch size spread evenly over each plate, to compare data."""
     rows = {name: jnp.asarray(np.arange(batch) * size // batch) for name, (size, batch) in target.plates.items()}
     return target.potential_energy(unravel(position), rows, jax.random.key(0)).astype(position.dtype)

@@ -12,6 +12,7 @@ import jax
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.checks import boolean, integer, keep
@@ -19,7 +20,6 @@ from numpyro_repulsion.gradients.subsampling import on_shares, share, shares_row
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.noise import integers_below
 from numpyro_repulsion.rounding import unrounded
-from numpyro_repulsion.shapes import Count, Flag, Group, Numbers, ReferenceNumbers, ReferenceVectors, Vectors, Words
 
 __all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud", "rows_to_compare"]
 
@@ -36,12 +36,12 @@ class Reference(NamedTuple):
     - **age** - the number of updates since the last renewal; ``None`` for a common reference, which is not renewed.
     """
 
-    position: ReferenceVectors
-    potential_energy: ReferenceNumbers
-    gradient: ReferenceVectors
-    data: Words
-    in_use: Flag = None  # type: ignore[assignment]
-    age: Count = None  # type: ignore[assignment]
+    position: Float[Array, "*references d"]
+    potential_energy: Float[Array, "*references"]
+    gradient: Float[Array, "*references d"]
+    data: Integer[Array, 4]
+    in_use: Bool[Array, ""] = None  # type: ignore[assignment]
+    age: Integer[Array, ""] = None  # type: ignore[assignment]
 
     @staticmethod
     def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Reference:
@@ -79,7 +79,7 @@ class Gradient:
         """Whether it corrects gradients at reference points, with gradients over all rows there."""
         return False
 
-    def at(self, num_updates: Count, seed: Count) -> Gradient:
+    def at(self, num_updates: Integer[Array, ""], seed: Integer[Array, ""]) -> Gradient:
         """Return the gradient to use in one update; the same unless successive minibatches depend on each other.
 
         :param num_updates: how many updates were done before.
@@ -141,8 +141,13 @@ class Gradient:
         raise NotImplementedError(f"{type(self).__name__} does not implement `rows`.")
 
     def energy_and_grad(
-        self, key: jax.Array, target: Target, unravel: Callable, z: Vectors, reference: Reference | None = None
-    ) -> tuple[Numbers, Vectors]:
+        self,
+        key: jax.Array,
+        target: Target,
+        unravel: Callable,
+        z: Float[Array, "*particles d"],
+        reference: Reference | None = None,
+    ) -> tuple[Float[Array, "*particles"], Float[Array, "*particles d"]]:
         """Return ``(U, ∇U)`` of shapes ``(G, L)`` and ``(G, L, d)`` at the particles ``z`` of shape ``(G, L, d)``.
 
         :param reference: the reference points, for gradients with control variates.
@@ -313,7 +318,7 @@ def draw_indices(
     return indices
 
 
-def ravel_cloud(z: Particle) -> tuple[Group, Callable]:
+def ravel_cloud(z: Particle) -> tuple[Float[Array, "L d"], Callable]:
     """Return a pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the inverse for one particle ``(d,)``."""
     _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], z))
     return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 import numpy as np
 
 import numpyro
@@ -17,7 +18,6 @@ from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.gradients.target import Indices, Target
 from numpyro_repulsion.layout import ROWS, Layout, num_devices
 from numpyro_repulsion.rows import Rows, Shards, host_rows, share_rows
-from numpyro_repulsion.shapes import Numbers, Vectors
 
 __all__ = [
     "TakesRows",
@@ -159,8 +159,8 @@ def share(target: Target, batches: Mapping[str, int] | None, block_size: int) ->
 
 
 def on_shares(
-    evaluate: Callable, target: Target, z: Vectors, indices: Indices, axes: int, keys: jax.Array
-) -> tuple[Numbers, Vectors]:
+    evaluate: Callable, target: Target, z: Float[Array, "*particles d"], indices: Indices, axes: int, keys: jax.Array
+) -> tuple[Float[Array, "*particles"], Float[Array, "*particles d"]]:
     """Return ``(U, ∇U)`` as the mean over the devices for rows, of which each uses its part of each minibatch.
 
     A minibatch has a row, or a block of rows, from each of strata in order, so that equal parts of it lie in the shares

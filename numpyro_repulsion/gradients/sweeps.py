@@ -9,11 +9,11 @@ import math
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jaxtyping import Array, Integer
 import numpy as np
 
 from numpyro_repulsion.checks import boolean, keep
 from numpyro_repulsion.gradients.control import ControlVariates
-from numpyro_repulsion.shapes import Count
 
 __all__ = ["Sweeps"]
 
@@ -126,8 +126,8 @@ class Sweeps(ControlVariates):
 class _Update(Sweeps):
     """The minibatches of one update, by its number and the seed of the run."""
 
-    num_updates: Count = field(kw_only=True)
-    seed: Count = field(kw_only=True)
+    num_updates: Integer[Array, ""] = field(kw_only=True)
+    seed: Integer[Array, ""] = field(kw_only=True)
 
     def rows(self, key, target, shape):
         del key

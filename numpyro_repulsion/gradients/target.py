@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rounding import unrounded
-from numpyro_repulsion.shapes import RowNumbers, Scalar
 
 __all__ = ["FunctionTarget", "Indices", "Particle", "SitesTarget", "Target", "compiled", "quickly"]
 
 Particle = Any
 #: ``{plate: rows}``
-Indices = dict[str, RowNumbers]
+Indices = dict[str, Integer[Array, "... _"]]
 
 
 class Target:
@@ -44,7 +44,7 @@ class Target:
     num_products: int = 0
     num_groups: int = 0
 
-    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> Scalar:
+    def potential_energy(self, z: Particle, indices: Indices, key: jax.Array) -> Float[Array, ""]:
         """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
 

@@ -10,11 +10,11 @@ from typing import ClassVar, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 
 from numpyro_repulsion.checks import positive
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import matmul
-from numpyro_repulsion.shapes import Columns, Count, Group, Number, Numbers, Pairs, Scalar, Vector, Vectors
 
 __all__ = [
     "Coupling",
@@ -30,7 +30,9 @@ __all__ = [
 NARROWEST = 0.1
 
 
-def bisect_bandwidth(mean_similarity: Callable[[Scalar], Scalar], u: Vectors, target: float) -> Scalar:
+def bisect_bandwidth(
+    mean_similarity: Callable[[Float[Array, ""]], Float[Array, ""]], u: Float[Array, "*particles d"], target: float
+) -> Float[Array, ""]:
     """Return the bandwidth at which the mean similarity of ``u``, ``(G, L, d)``, is ``target`` times its largest value.
 
     It is at least :data:`NARROWEST` times the variance of a coordinate. With many particles on a line, repulsion would
@@ -65,16 +67,16 @@ class Coupling(NamedTuple):
       ``(..., L)``. The stationary bias of a step grows with its mean, and warmup takes that into account.
     """
 
-    apply: Callable[[Columns], Columns]
-    repulsion: Vectors | float
-    draw: Callable[[jax.Array], Vectors]
-    bound: Number
+    apply: Callable[[Float[Array, "*particles k"]], Float[Array, "*particles k"]]
+    repulsion: Float[Array, "*particles d"] | float
+    draw: Callable[[jax.Array], Float[Array, "*particles d"]]
+    bound: Float[Array, ""] | float
     is_identity: bool = False
-    white: Callable[[jax.Array], Vectors] | None = None
-    diagonal: Numbers | Number = 1.0
+    white: Callable[[jax.Array], Float[Array, "*particles d"]] | None = None
+    diagonal: Float[Array, "*particles"] | Float[Array, ""] | float = 1.0
 
     @staticmethod
-    def identity(white: Callable[[jax.Array], Vectors]) -> Coupling:
+    def identity(white: Callable[[jax.Array], Float[Array, "*particles d"]]) -> Coupling:
         """Return the coupling ``K = I`` with this noise."""
         return Coupling(lambda x: x, 0.0, white, 1.0, is_identity=True, white=white)
 
@@ -103,7 +105,7 @@ class Interaction:
     #: So that NumPy leaves ``np.float64(0.5) * RBF()`` to `__rmul__` and does not make an array of objects.
     __array_ufunc__ = None
 
-    def at(self, key: jax.Array | None, count: Count | int) -> Interaction:
+    def at(self, key: jax.Array | None, count: Integer[Array, ""] | int) -> Interaction:
         """Return the interaction of one update: itself, unless it is redrawn or changes with time.
 
         :param key: a PRNG key if the interaction is redrawn, otherwise ``None``.
@@ -137,11 +139,11 @@ class Interaction:
         """Whether warmup chooses it by its measured gain, not by the rule of `learn_bandwidth` alone."""
         return False
 
-    def learn_bandwidth(self, u: Vectors) -> Scalar:
+    def learn_bandwidth(self, u: Float[Array, "*particles d"]) -> Float[Array, ""]:
         """Return the bandwidth for particles ``(G, L, d)``; NaN if the interaction has none to learn."""
         return jnp.asarray(jnp.nan, u.dtype)
 
-    def couple(self, u: Vectors, bandwidth: Number | None = None) -> Coupling:
+    def couple(self, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float | None = None) -> Coupling:
         """Return the coupling of the cloud.
 
         :param u: particles, ``(L, d)`` or ``(G, L, d)``.
@@ -246,7 +248,9 @@ class Gram(Interaction):
     diagonal_varies: bool = True
     nugget: float = 1e-3
 
-    def evaluate(self, x: Vector, y: Vector, bandwidth: Number | None) -> Scalar:
+    def evaluate(
+        self, x: Float[Array, " d"], y: Float[Array, " d"], bandwidth: Float[Array, ""] | float | None
+    ) -> Float[Array, ""]:
         """Return the kernel k for a pair of points of shape ``(d,)``: symmetric, and differentiable also at ``x = y``.
 
         ``bandwidth`` is meaningless unless ``learns_bandwidth`` is true. A kernel that uses it otherwise raises
@@ -254,7 +258,9 @@ class Gram(Interaction):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `evaluate`.")
 
-    def gram(self, u: Group, bandwidth: Number | None) -> tuple[Pairs, Group]:
+    def gram(
+        self, u: Float[Array, "L d"], bandwidth: Float[Array, ""] | float | None
+    ) -> tuple[Float[Array, "L L"], Float[Array, "L d"]]:
         """Return K of shape ``(L, L)`` and Γ of shape ``(L, d)`` for one group ``u`` of shape ``(L, d)``."""
 
         def k(x, y):
@@ -269,7 +275,7 @@ class Gram(Interaction):
         gram = jax.vmap(jax.vmap(k, (None, 0)), (0, None))(u, u)
         return gram + self.nugget * jnp.eye(len(u), dtype=u.dtype), lax.map(repulsion, u)
 
-    def similarity(self, u: Group, bandwidth: Number | None) -> Pairs:
+    def similarity(self, u: Float[Array, "L d"], bandwidth: Float[Array, ""] | float | None) -> Float[Array, "L L"]:
         """Return the similarity matrix ``(L, L)`` from which the bandwidth is learned; K by default."""
         return self.gram(u, bandwidth)[0]
 

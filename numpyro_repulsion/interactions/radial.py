@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 import numpy as np
 
 from numpyro_repulsion.checks import keep, positive
 from numpyro_repulsion.interactions.base import Gram, Independent, Sum, Wrapping
 from numpyro_repulsion.rounding import matmul
-from numpyro_repulsion.shapes import Group, Pairs, Scalar, Vectors
 
 __all__ = [
     "IMQ",
@@ -165,13 +165,13 @@ class IMQ(Radial):
         return lax.rsqrt(1.0 + s)
 
 
-def squared_distances(u: Group) -> Pairs:
+def squared_distances(u: Float[Array, "L d"]) -> Float[Array, "L L"]:
     """Return squared distances ``(L, L)`` of points ``(L, d)``, by one matrix product; infinite for diverged points."""
     _, squared, together = _centered(u)
     return jnp.where(together, squared, jnp.inf)
 
 
-def median_bandwidth(u: Vectors) -> Scalar:
+def median_bandwidth(u: Float[Array, "*particles d"]) -> Float[Array, ""]:
     """Return the median rule ``h = median ‖u_i − u_j‖² / log L`` over the pairs ``i ≠ j`` of each group.
 
     :param u: particles, ``(L, d)`` or ``(G, L, d)`` with ``L > 1``.

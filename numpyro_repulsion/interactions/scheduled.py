@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from jax import random
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from numpyro_repulsion.interactions.base import Interaction, Wrapping
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.shapes import Number
 
 __all__ = ["Scheduled"]
 
@@ -59,9 +59,9 @@ class Scheduled(Wrapping):
     """
 
     interaction: Interaction
-    weight: Callable[..., Number]
+    weight: Callable[..., Float[Array, ""] | float]
     #: The weight of the current update. It is 1 if not set, as when warmup measures.
-    now: Number | None = field(default=None, repr=False, compare=False)
+    now: Float[Array, ""] | float | None = field(default=None, repr=False, compare=False)
 
     interacts: ClassVar[bool] = True
 

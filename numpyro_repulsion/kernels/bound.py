@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 import hashlib
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 from jax import lax, random
@@ -273,6 +273,7 @@ def _of_rows(model, args, kwargs, error):
 LARGE_BYTES = 1 << 22
 
 
+@runtime_checkable
 class Settings(Protocol):
     """The settings of a kernel that a run depends on; see :class:`~numpyro_repulsion.kernels.ParticleKernel`."""
 

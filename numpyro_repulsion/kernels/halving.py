@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 import numpy as np
 
 from numpyro.infer import MCMC
@@ -17,15 +18,14 @@ from numpyro_repulsion.interactions import Antithetic, Balanced, Interaction
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.mcmc import arguments
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.shapes import Columns, Count
 from numpyro_repulsion.warmup import Learned
 
 __all__ = ["halved_series"]
 
 #: Numbers ``(G, L, m)`` of the particles of a cloud.
-Observe = Callable[[Iteration, Learned, Cloud], Columns]
+Observe = Callable[[Iteration, Learned, Cloud], Float[Array, "*particles k"]]
 #: A cloud, how many updates it made, and what its sampler learned.
-Moved = tuple[Cloud, Count, Learned]
+Moved = tuple[Cloud, Integer[Array, ""], Learned]
 
 
 @dataclass(frozen=True)

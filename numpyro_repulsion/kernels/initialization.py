@@ -8,6 +8,7 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 import numpy as np
 
 from numpyro.infer import init_to_sample
@@ -32,7 +33,6 @@ from numpyro_repulsion.kernels.state import ParticleState, last_word
 from numpyro_repulsion.kernels.warming import Warming, freeze
 from numpyro_repulsion.layout import place_everywhere, place_particles
 from numpyro_repulsion.moves import Basins
-from numpyro_repulsion.shapes import Scalar
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import MIN_PARTICLES, WarmupState
 
@@ -60,7 +60,7 @@ class Start(NamedTuple):
     state: Warming | ParticleState
     z: Particle
     cloud: Cloud
-    smallest_eigenvalue: Scalar
+    smallest_eigenvalue: Float[Array, ""]
 
 
 class Initializer:

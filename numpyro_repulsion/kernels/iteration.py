@@ -27,6 +27,7 @@ from typing import NamedTuple, cast
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select, turn_back
@@ -43,7 +44,6 @@ from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.layout import Layout
 from numpyro_repulsion.moves import Basins
-from numpyro_repulsion.shapes import Count, Counts, Flag, Flags, Scalar, Vector, Vectors
 from numpyro_repulsion.warmup import Learned, WarmupPlan, WarmupState
 
 __all__ = [
@@ -87,10 +87,10 @@ class Progress(NamedTuple):
     """
 
     cloud: Cloud
-    num_updates: Count
-    flagged: Counts
-    has_turned: Flags
-    tally: tuple[Scalar, Scalar] | None
+    num_updates: Integer[Array, ""]
+    flagged: Integer[Array, ...]
+    has_turned: Bool[Array, "*particles"]
+    tally: tuple[Float[Array, ""], Float[Array, ""]] | None
 
 
 #: Jumps that switch themselves on if warmup finds several basins.
@@ -115,7 +115,7 @@ WARMUP_LIMIT, COORDINATE_LIMIT, LIMIT_PER_DOUBLING = 6.0, 10.0, 2.8
 AT_LIMIT = 1.0 - 1e-4
 
 
-def length_limit(variances: Vector) -> Scalar:
+def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
     """Return the length at which gradients are clipped.
 
     :param variances: those expected of the gradient in whitened coordinates, ``(d,)``.
@@ -123,7 +123,7 @@ def length_limit(variances: Vector) -> Scalar:
     return GRADIENT_LIMIT * jnp.sqrt(jnp.sum(variances))
 
 
-def coordinate_limit(variance: Scalar, dimension: int, is_warmup: bool = False) -> Scalar:
+def coordinate_limit(variance: Float[Array, ""], dimension: int, is_warmup: bool = False) -> Float[Array, ""]:
     """Return the size at which single coordinates of gradients are clipped.
 
     :param variance: that expected of a coordinate.
@@ -132,14 +132,18 @@ def coordinate_limit(variance: Scalar, dimension: int, is_warmup: bool = False) 
     return (WARMUP_LIMIT if is_warmup else usual) * jnp.sqrt(variance)
 
 
-def clip(gradient: Vectors, limit: Scalar) -> tuple[Vectors, Flags]:
+def clip(
+    gradient: Float[Array, "*particles d"], limit: Float[Array, ""]
+) -> tuple[Float[Array, "*particles d"], Bool[Array, "*particles"]]:
     """Return gradients ``(G, L, d)`` clipped by their length, and which of them reach the limit, ``(G, L)``."""
     length = jnp.linalg.norm(gradient, axis=-1)
     is_clipped = length > AT_LIMIT * limit
     return gradient * jnp.minimum(limit / jnp.where(length > 0, length, 1.0), 1.0)[..., None], is_clipped
 
 
-def clip_coordinates(gradient: Vectors, limit: Scalar) -> tuple[Vectors, Flags]:
+def clip_coordinates(
+    gradient: Float[Array, "*particles d"], limit: Float[Array, ""]
+) -> tuple[Float[Array, "*particles d"], Bool[Array, "*particles"]]:
     """Return gradients clipped by coordinate, and which of them reach the limit.
 
     One long coordinate, as in the neck of a funnel, would send a particle off.
@@ -162,7 +166,7 @@ class Iteration:
     bound: BoundSampler
     plan: WarmupPlan
     unravel: Callable
-    row_seed: Count | None
+    row_seed: Integer[Array, ""] | None
     data: np.ndarray | jax.Array | None
     schedule: Callable | None
 
@@ -187,12 +191,12 @@ class Iteration:
         centering, target = learned.centering, self.bound.target
         return target if centering is None else self.centered(centering)
 
-    def layout(self, u: Vectors) -> Layout:
+    def layout(self, u: Float[Array, "*particles d"]) -> Layout:
         """Return how a cloud lies on the devices."""
         shape = u.shape[0], u.shape[1], u.shape[2]
         return Layout.of(shape, self.interaction.interacts or self.dynamics.interacts)
 
-    def recover(self, learned: Learned | WarmupState, u: Vectors) -> Recovered:
+    def recover(self, learned: Learned | WarmupState, u: Float[Array, "*particles d"]) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = learned.preconditioner.to_positions(u)
         target = self.target(learned)
@@ -205,7 +209,9 @@ class Iteration:
         # Only models have sites that can be centered.
         return CenteredTarget(cast(ModelTarget, self.bound.target), centering, self.unravel)
 
-    def energy_and_grad(self, learned: Learned | WarmupState, num_updates: Count | None = None) -> Callable:
+    def energy_and_grad(
+        self, learned: Learned | WarmupState, num_updates: Integer[Array, ""] | None = None
+    ) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.
 
         :param num_updates: how many updates were done before; ``None`` for rows that no update depends on.
@@ -239,13 +245,15 @@ class Iteration:
         value = learned.step_size if self.schedule is None else self.schedule(num_updates)
         return jnp.asarray(value, learned.step_size.dtype)
 
-    def begin(self, cloud: Cloud, num_updates: Count, learned: Learned) -> Progress:
+    def begin(self, cloud: Cloud, num_updates: Integer[Array, ""], learned: Learned) -> Progress:
         """Return the quantities that updates change, before the first update of an iteration."""
         shape = cloud.potential_energy.shape
         tally = None if learned.jumps is None else learned.jumps.tally
         return Progress(cloud, num_updates, jnp.zeros(shape, int), jnp.zeros(shape, bool), tally)
 
-    def move(self, keys: Keys, cloud: Cloud, learned: Learned, num_updates: Count) -> tuple[Progress, Learned]:
+    def move(
+        self, keys: Keys, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""]
+    ) -> tuple[Progress, Learned]:
         """Make ``num_steps`` updates, after one jump if there are several basins.
 
         :param num_updates: how many updates were done before.
@@ -369,7 +377,12 @@ class Iteration:
         return learned._replace(reference=self.renewed(due, cloud, learned, reference, is_stale))
 
     def renewed(
-        self, due: Flag, cloud: Cloud, learned: Learned | WarmupState, reference: Reference, is_stale: Flag
+        self,
+        due: Bool[Array, ""],
+        cloud: Cloud,
+        learned: Learned | WarmupState,
+        reference: Reference,
+        is_stale: Bool[Array, ""],
     ) -> Reference:
         """Move each particle's reference to its current position, if that is due."""
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import (
@@ -31,7 +32,6 @@ from numpyro_repulsion.kernels.bound import BoundSampler, Settings
 from numpyro_repulsion.kernels.iteration import BASINS, Iteration, Keys, coordinate_limit, length_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
-from numpyro_repulsion.shapes import Count, Numbers, Scalar, Vectors
 from numpyro_repulsion.warmup import (
     LEARNERS,
     Learned,
@@ -162,7 +162,7 @@ class WarmupIteration(Iteration):
         """Return what is learned so far, for updates of the sampler."""
         return Learned.of(warmup, self._gradient_limit(warmup, is_warmup))
 
-    def _gradient_limit(self, warmup, is_warmup) -> Scalar | None:
+    def _gradient_limit(self, warmup, is_warmup) -> Float[Array, ""] | None:
         """Return from where gradients are clipped, if warmup measures their usual size."""
         if self.plan.scale is None or not self.plan.measures or warmup.scales.moments is None:
             return None
@@ -210,13 +210,13 @@ class WarmupIteration(Iteration):
         due = is_needed & (is_new | is_middle | (reference.age >= self.plan.epoch))
         return warmup._replace(reference=self.renewed(due, cloud, warmup, reference, is_new))
 
-    def energy_on_common_rows(self, warmup: WarmupState, u: Vectors) -> Numbers:
+    def energy_on_common_rows(self, warmup: WarmupState, u: Float[Array, "*particles d"]) -> Float[Array, "*particles"]:
         """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
         target = self.target(warmup)
         one = jnp.vectorize(lambda z: fingerprint(target, self.unravel, z), signature="(d)->()")
         return one(warmup.preconditioner.to_positions(u))
 
-    def energies_to_compare(self, *places: tuple[WarmupState, Cloud]) -> list[Numbers]:
+    def energies_to_compare(self, *places: tuple[WarmupState, Cloud]) -> list[Float[Array, "*particles"]]:
         """Return energies of the likelihood alone, on the same rows for all; or U, where all rows are used."""
         if not self.bound.target.plates:
             return [cloud.potential_energy for _, cloud in places]
@@ -241,7 +241,7 @@ def _iteration(bound: BoundSampler, state: Warming) -> WarmupIteration:
     return WarmupIteration(bound, plan, unravel, state.row_seed, data, bound.kernel.schedule)
 
 
-def warm(bound: BoundSampler, _: None, state: Warming, number: Count) -> Warming:
+def warm(bound: BoundSampler, _: None, state: Warming, number: Integer[Array, ""] | int) -> Warming:
     """Make a number of iterations of warmup."""
     state = place_everywhere(state)
     iteration = _iteration(bound, state)

@@ -7,10 +7,10 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 import jax
 from jax import random
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import uniform
-from numpyro_repulsion.shapes import Flag, Flags, Numbers, Vectors
 from numpyro_repulsion.warmup import JumpsState, Stage, WarmupState
 
 __all__ = ["Jumped", "Move", "Proposal"]
@@ -29,11 +29,11 @@ class Proposal(NamedTuple):
       ``None`` if the base class draws them.
     """
 
-    position: Vectors
-    potential_energy: Numbers
-    gradient: Vectors
-    log_ratio: Numbers
-    threshold: Numbers | None = None
+    position: Float[Array, "*particles d"]
+    potential_energy: Float[Array, "*particles"]
+    gradient: Float[Array, "*particles d"]
+    log_ratio: Float[Array, "*particles"]
+    threshold: Float[Array, "*particles"] | None = None
 
 
 class Jumped(NamedTuple):
@@ -45,8 +45,8 @@ class Jumped(NamedTuple):
     """
 
     cloud: Cloud
-    accepted: Flags
-    probability: Numbers
+    accepted: Bool[Array, "*particles"]
+    probability: Float[Array, "*particles"]
 
 
 class Move(Generic[State]):
@@ -126,7 +126,7 @@ class Move(Generic[State]):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `propose`.")
 
-    def is_on(self, state: State) -> Flag:
+    def is_on(self, state: State) -> Bool[Array, ""]:
         """Return whether particles jump; a scalar, always true by default."""
         del state
         return jnp.ones((), bool)

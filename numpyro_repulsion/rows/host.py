@@ -7,7 +7,7 @@ from copy import copy
 from functools import reduce
 import hashlib
 import mmap
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.extend.core import Primitive
@@ -92,6 +92,7 @@ def lost(array: Any) -> str:
     return Contents.of(array).losses(array.dtype) if may_be else ""
 
 
+@runtime_checkable
 class Source(Protocol):
     """Rows on the host."""
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 
 from numpyro_repulsion.dynamics import EnergyAndGrad, select
 from numpyro_repulsion.interactions import RBF, median_bandwidth
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.shapes import Count, Flags, Number, Numbers, Scalar, Vector, Vectors
 
 __all__ = [
     "Adam",
@@ -30,20 +30,20 @@ class Surroundings(NamedTuple):
     - **square** - the sum of the squared whitened gradient, ``(G, L, d)``.
     """
 
-    number: Scalar
-    energy: Numbers
-    square: Vectors
+    number: Float[Array, ""]
+    energy: Float[Array, "*particles"]
+    square: Float[Array, "*particles d"]
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype) -> Surroundings:
         """Return empty sums for particles ``(G, L, d)``."""
         return Surroundings(jnp.zeros((), dtype), jnp.zeros(shape[:2], dtype), jnp.zeros(shape, dtype))
 
-    def add(self, energy: Numbers, gradient: Vectors) -> Surroundings:
+    def add(self, energy: Float[Array, "*particles"], gradient: Float[Array, "*particles d"]) -> Surroundings:
         """Return the sums with one more iteration."""
         return Surroundings(self.number + 1.0, self.energy + energy, self.square + gradient**2)
 
-    def is_lost(self) -> Flags:
+    def is_lost(self) -> Bool[Array, "*particles"]:
         """Return which particles, ``(G, L)``, have almost no posterior mass around them compared with the best one.
 
         In a basin of curvature H, the mean of U is its minimum plus ``d/2`` and the mean of ``g gᵀ`` is H. So the basin
@@ -84,7 +84,7 @@ FAR, GROWTH, RECESSION = 0.8, 0.1, 0.1
 LAST_RATE = 1e-3
 
 #: ``(u, U, ∇U)``
-Position = tuple[Vectors, Numbers, Vectors]
+Position = tuple[Float[Array, "*particles d"], Float[Array, "*particles"], Float[Array, "*particles d"]]
 
 
 class Adam(NamedTuple):
@@ -97,14 +97,14 @@ class Adam(NamedTuple):
     - **unit** - the spread of the starts, ``(d,)``.
     """
 
-    number: Count
-    mean: Vectors
-    square: Vectors
-    growth: Vectors
-    unit: Vector
+    number: Integer[Array, ""]
+    mean: Float[Array, "*particles d"]
+    square: Float[Array, "*particles d"]
+    growth: Float[Array, "*particles d"]
+    unit: Float[Array, " d"]
 
     @staticmethod
-    def start(u: Vectors, unit: Vector | Number = 1.0) -> Adam:
+    def start(u: Float[Array, "*particles d"], unit: Float[Array, " d"] | Float[Array, ""] | float = 1.0) -> Adam:
         """Return the state for particles ``(G, L, d)`` at their starts.
 
         :param unit: the unit of coordinates in which starts do not differ, as for a single particle.
@@ -116,14 +116,16 @@ class Adam(NamedTuple):
         return Adam(jnp.zeros((), jnp.int32), nothing, nothing, nothing, unit.astype(u.dtype))
 
 
-def first_rates(shape: tuple[int, ...], dtype) -> Numbers:
+def first_rates(shape: tuple[int, ...], dtype) -> Float[Array, "*particles"]:
     """Return the rates of particles ``(G, L)``, spread evenly in logarithm."""
     low, high = RATES
     share = (jnp.arange(shape[1], dtype=dtype) + 0.5) / shape[1]
     return jnp.broadcast_to(low * (high / low) ** share, shape[:2])
 
 
-def svgd_direction(u: Vectors, gradient: Vectors) -> Vectors:
+def svgd_direction(
+    u: Float[Array, "*particles d"], gradient: Float[Array, "*particles d"]
+) -> Float[Array, "*particles d"]:
     r"""Return :math:`K \nabla U - \Gamma` with a Gaussian kernel of the median bandwidth; of one particle, ∇U.
 
     :param u: ``(G, L, d)``.
@@ -141,13 +143,13 @@ def svgd_direction(u: Vectors, gradient: Vectors) -> Vectors:
 def descend(
     key: jax.Array,
     position: Position,
-    slope: Vectors,
+    slope: Float[Array, "*particles d"],
     state: Adam,
-    rate: Numbers,
-    share_done: Number,
-    temperature: Number,
+    rate: Float[Array, "*particles"],
+    share_done: Float[Array, ""] | float,
+    temperature: Float[Array, ""] | float,
     energy_and_grad: EnergyAndGrad,
-) -> tuple[Position, Adam, Numbers]:
+) -> tuple[Position, Adam, Float[Array, "*particles"]]:
     r"""Move each particle by one update of Adam with Langevin noise.
 
     .. math::

@@ -10,11 +10,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.scipy.special import ndtr
+from jaxtyping import Array, Bool, Float
 import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import hashed, normal, signs
-from numpyro_repulsion.shapes import Flag, Flags, Number, Numbers
 from numpyro_repulsion.warmup.adam import Position
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
@@ -44,9 +44,9 @@ Tree = TypeVar("Tree")
 def arrive(
     key: jax.Array,
     position: Position,
-    step_size: Numbers,
+    step_size: Float[Array, "*particles"],
     energy_and_grad: EnergyAndGrad,
-) -> tuple[Position, Numbers]:
+) -> tuple[Position, Float[Array, "*particles"]]:
     """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to an acceptance of 0.6.
 
     The update need not be exact; it only brings the particles to the posterior, whatever its scale. It needs exact
@@ -73,7 +73,7 @@ def arrive(
     return moved, step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
-def spread_of_energies(dimension: int, noise: Number = 0.0) -> Number:
+def spread_of_energies(dimension: int, noise: Float[Array, ""] | float = 0.0) -> Float[Array, ""] | float:
     """Return by how much energies of exact draws rarely differ.
 
     Exact energies differ by about ``sqrt(d)``, and those from minibatches by ``sqrt(V d)`` more.
@@ -83,7 +83,12 @@ def spread_of_energies(dimension: int, noise: Number = 0.0) -> Number:
     return 10.0 + 5.0 * jnp.sqrt(dimension * (1.0 + noise))
 
 
-def left_behind(energy: Numbers, dimension: int, noise: Number = 0.0, in_basins: Flag | bool = False) -> Flags:
+def left_behind(
+    energy: Float[Array, "*particles"],
+    dimension: int,
+    noise: Float[Array, ""] | float = 0.0,
+    in_basins: Bool[Array, ""] | bool = False,
+) -> Bool[Array, "*particles"]:
     """Return which particles, ``(G, L)``, have an energy far above the median; exact draws rarely do.
 
     The limit is :func:`spread_of_energies` above it. It is also ``NUM_DEVIATIONS`` median absolute deviations if
@@ -102,7 +107,7 @@ def left_behind(energy: Numbers, dimension: int, noise: Number = 0.0, in_basins:
     return ~(energy <= middle + limit)
 
 
-def rescue(key: jax.Array, particles: Tree, lost: Flags) -> Tree:
+def rescue(key: jax.Array, particles: Tree, lost: Bool[Array, "*particles"]) -> Tree:
     """Move each lost particle to the position of a random other one, with all that belongs to it.
 
     :param particles: a pytree of arrays ``(G, L, ...)``.

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, EulerError
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.shapes import Count, Number, Scalar, Vectors
 from numpyro_repulsion.warmup.curvature import measure_steepness
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Stage
@@ -32,17 +32,19 @@ class Gains(NamedTuple):
     - **step** - the longest step whose bias is within the budget, in units of 1 / curvature.
     """
 
-    mean: Scalar
-    square: Scalar
-    step: Scalar
+    mean: Float[Array, ""]
+    square: Float[Array, ""]
+    step: Float[Array, ""]
 
     @property
-    def score(self) -> Scalar:
+    def score(self) -> Float[Array, ""]:
         """Return the log of the product of both numbers of effective draws per gradient, up to a constant."""
         return jnp.log(self.mean) + jnp.log(self.square) + 2.0 * jnp.log(self.step)
 
 
-def gains(interaction: Interaction, u: Vectors, bandwidth: Number, tolerance: float) -> Gains:
+def gains(
+    interaction: Interaction, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float, tolerance: float
+) -> Gains:
     """Estimate from one cloud what the interaction gains at a bandwidth.
 
     Overdamped dynamics is reversible, so the rate of a function f is at most its Dirichlet form,
@@ -85,7 +87,9 @@ def _largest_eigenvalue(apply, start):
     return sizes[-1].max()
 
 
-def best_bandwidth(interaction: Interaction, u: Vectors, rule: Scalar, tolerance: float) -> Scalar:
+def best_bandwidth(
+    interaction: Interaction, u: Float[Array, "*particles d"], rule: Float[Array, ""], tolerance: float
+) -> Float[Array, ""]:
     """Return the multiple of the rule's bandwidth with the best score on a cloud ``(G, L, d)``, or the rule's."""
     candidates = rule * jnp.asarray(MULTIPLES, u.dtype)
     scores = lax.map(lambda h: gains(interaction, u, h, tolerance).score, candidates)
@@ -95,12 +99,12 @@ def best_bandwidth(interaction: Interaction, u: Vectors, rule: Scalar, tolerance
 
 def next_bandwidth(
     interaction: Interaction,
-    u: Vectors,
-    previous: Scalar,
-    number: Count,
+    u: Float[Array, "*particles d"],
+    previous: Float[Array, ""],
+    number: Integer[Array, ""],
     tolerance: float,
-    bias: Number,
-) -> Scalar:
+    bias: Float[Array, ""] | float,
+) -> Float[Array, ""]:
     """Return the next bandwidth: the rule's, or, once the scales are frozen, the average of the best ones so far.
 
     :param u: particles, ``(G, L, d)``.

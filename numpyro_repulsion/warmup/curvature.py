@@ -8,12 +8,12 @@ from typing import NamedTuple
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 
 from numpyro_repulsion.dynamics import CurvatureStats, Dynamics
 from numpyro_repulsion.interactions import Coupling, Interaction
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.rounding import einsum
-from numpyro_repulsion.shapes import Count, Flag, Number, Numbers, OtherVector, Pair, Scalar, Table, Vectors
 
 __all__ = [
     "UNKNOWN",
@@ -34,7 +34,10 @@ LARGE, NUM_KEPT = 1_000_000, 4
 QUANTILE = 0.9
 
 #: ``(key, u, corrected) -> (U, ∇U)`` on clouds; ``corrected`` says whether control variates correct the gradient.
-CorrectableEnergyAndGrad = Callable[[jax.Array, Vectors, Flag], tuple[Numbers, Vectors]]
+CorrectableEnergyAndGrad = Callable[
+    [jax.Array, Float[Array, "*particles d"], Bool[Array, ""]],
+    tuple[Float[Array, "*particles"], Float[Array, "*particles d"]],
+]
 
 
 class Measurements(NamedTuple):
@@ -50,11 +53,11 @@ class Measurements(NamedTuple):
     Unknown or non-finite numbers are negative.
     """
 
-    number: Count
-    curvature: Table
-    noise: Table
-    isotropic_noise: Table
-    steepness: OtherVector
+    number: Integer[Array, ""]
+    curvature: Float[Array, "_ _"]
+    noise: Float[Array, "_ _"]
+    isotropic_noise: Float[Array, "_ _"]
+    steepness: Float[Array, " _"]
 
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
@@ -62,46 +65,52 @@ class Measurements(NamedTuple):
         rows_of = (jnp.full((rows, *shape), UNKNOWN, dtype) for shape in ((particles,), (2,), (2,), ()))
         return Measurements(jnp.zeros((), jnp.int32), *rows_of)
 
-    def add(self, curvature: OtherVector, noise: Pair, isotropic_noise: Pair, steepness: Scalar) -> Measurements:
+    def add(
+        self,
+        curvature: Float[Array, " _"],
+        noise: Float[Array, 2],
+        isotropic_noise: Float[Array, 2],
+        steepness: Float[Array, ""],
+    ) -> Measurements:
         """Return the measurements with one more cloud."""
         row = jnp.minimum(self.number, len(self.curvature) - 1)
         found = zip(self[1:], (curvature, noise, isotropic_noise, steepness), strict=True)
         return Measurements(row + 1, *(known.at[row].set(new) for known, new in found))
 
     @property
-    def typical_curvature(self) -> Scalar:
+    def typical_curvature(self) -> Float[Array, ""]:
         """The curvature that one particle in ten exceeds; 0 if unknown."""
         return jnp.nan_to_num(jnp.nanquantile(_known(self.curvature), QUANTILE))
 
     @property
-    def largest_curvature(self) -> Scalar:
+    def largest_curvature(self) -> Float[Array, ""]:
         """The largest curvature; 0 if unknown."""
         return jnp.nan_to_num(jnp.nanmax(_known(self.curvature)))
 
     @property
-    def mean_noise(self) -> Pair:
+    def mean_noise(self) -> Float[Array, 2]:
         """The mean gradient noise without control variates and with them, ``(2,)``."""
         return jnp.nan_to_num(jnp.nanmean(_known(self.noise), 0))
 
     @property
-    def mean_isotropic_noise(self) -> Pair:
+    def mean_isotropic_noise(self) -> Float[Array, 2]:
         """The mean of the isotropic gradient noise without control variates and with them, ``(2,)``."""
         return jnp.nan_to_num(jnp.nanmean(_known(self.isotropic_noise), 0))
 
     @property
-    def typical_steepness(self) -> Scalar:
+    def typical_steepness(self) -> Float[Array, ""]:
         """The root mean square of the steepness; 0 if unknown."""
         return jnp.nan_to_num(jnp.sqrt(jnp.nanmean(_known(self.steepness) ** 2)))
 
 
 def estimate_curvature(
     key: jax.Array,
-    u: Vectors,
-    width: Numbers | Number,
+    u: Float[Array, "*particles d"],
+    width: Float[Array, "*particles"] | Float[Array, ""] | float,
     energy_and_grad: CorrectableEnergyAndGrad,
-    corrected: Flag,
+    corrected: Bool[Array, ""],
     compare: bool,
-) -> tuple[OtherVector, Pair, Pair]:
+) -> tuple[Float[Array, " _"], Float[Array, 2], Float[Array, 2]]:
     """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
     Both sides of a difference use the same minibatch, and each iteration uses another one. So midpoints differ between
@@ -150,8 +159,8 @@ def estimate_curvature(
 
 def summarize_curvature(
     measurements: Measurements,
-    noise: tuple[Scalar, Scalar],
-    spread: Number,
+    noise: tuple[Float[Array, ""], Float[Array, ""]],
+    spread: Float[Array, ""] | float,
     coupling: Coupling,
     dynamics: Dynamics,
     shared: bool,
@@ -176,7 +185,9 @@ def summarize_curvature(
     return CurvatureStats(curvature, largest, largest_noise, steepness, sweep, isotropic_noise)
 
 
-def measure_steepness(key: jax.Array, interaction: Interaction, u: Vectors, bandwidth: Number) -> Scalar:
+def measure_steepness(
+    key: jax.Array, interaction: Interaction, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float
+) -> Float[Array, ""]:
     """Return how fast Γ changes along a random direction of all particles at once, as a root mean square.
 
     :param u: particles, ``(G, L, d)``.

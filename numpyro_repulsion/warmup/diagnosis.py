@@ -7,12 +7,12 @@ from typing import NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.findings import LARGE_BIAS, Finding
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.shapes import Count, Flag, Scalar
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.symptoms import BASINS_SHARE
 from numpyro_repulsion.warmup.windows import Stage
@@ -62,20 +62,20 @@ class WarmupDiagnosis(NamedTuple):
     - **thermostat_helps** - whether the same particles with a thermostat could make longer steps.
     """
 
-    num_warmup: Count | Scalar
-    effective_draws: Scalar
-    bias: Scalar
-    condition: Scalar
-    curvature_ratio: Scalar
-    dependence: Scalar
-    has_heavy_tails: Flag
-    has_basins: Flag
-    is_diagonal: Flag
-    noise_ratio: Scalar
-    control_variates_off: Flag
-    jumps_off: Flag
-    is_prolonged: Flag
-    thermostat_helps: Flag
+    num_warmup: Integer[Array, ""] | Float[Array, ""]
+    effective_draws: Float[Array, ""]
+    bias: Float[Array, ""]
+    condition: Float[Array, ""]
+    curvature_ratio: Float[Array, ""]
+    dependence: Float[Array, ""]
+    has_heavy_tails: Bool[Array, ""]
+    has_basins: Bool[Array, ""]
+    is_diagonal: Bool[Array, ""]
+    noise_ratio: Float[Array, ""]
+    control_variates_off: Bool[Array, ""]
+    jumps_off: Bool[Array, ""]
+    is_prolonged: Bool[Array, ""]
+    thermostat_helps: Bool[Array, ""]
 
     def findings(self) -> list[Finding]:
         """Return the problems, each with its remedy."""
@@ -215,7 +215,7 @@ def diagnose_warmup(
     warmup: WarmupState,
     rule: BiasBudget | None,
     dynamics: Dynamics,
-    is_jumping: Flag | None = None,
+    is_jumping: Bool[Array, ""] | None = None,
     needs_reference: bool = True,
 ) -> WarmupDiagnosis:
     """Diagnose the run at the end of warmup.

@@ -8,10 +8,10 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 from jax.scipy.linalg import cholesky
+from jaxtyping import Array, Bool, Float, Integer
 
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.rounding import matmul
-from numpyro_repulsion.shapes import Count, Directions, Flag, Matrix, OtherVector, Scalar, Scale, Vector, Vectors
 
 __all__ = [
     "NUM_PROBES",
@@ -45,7 +45,7 @@ SMALLEST_DIAGONAL = 0.1
 CONVERGED = 0.3
 
 #: ``(key, u) -> ∇U``
-Gradient = Callable[[jax.Array, Vectors], Vectors]
+Gradient = Callable[[jax.Array, Float[Array, "*particles d"]], Float[Array, "*particles d"]]
 
 
 def num_minibatches(dimension: int, rows: int, rank: int | None = None) -> int:
@@ -62,13 +62,13 @@ def num_minibatches(dimension: int, rows: int, rank: int | None = None) -> int:
 
 def hessian_and_noise(
     key: jax.Array,
-    u: Vectors,
-    gradient: Callable[[jax.Array, Vectors, Flag], Vectors],
+    u: Float[Array, "*particles d"],
+    gradient: Callable[[jax.Array, Float[Array, "*particles d"], Bool[Array, ""]], Float[Array, "*particles d"]],
     width: float,
     number: int,
-    noise_number: Count | int,
-    only_diagonal: Flag | bool = False,
-) -> tuple[Matrix, Matrix]:
+    noise_number: Integer[Array, ""] | int,
+    only_diagonal: Bool[Array, ""] | bool = False,
+) -> tuple[Float[Array, "d d"], Float[Array, "d d"]]:
     """Return the mean Hessian of U and the covariance of the minibatch noise over particles ``(G, L, d)``.
 
     All columns of the Hessian use the same minibatches, because only then do the errors of small eigenvalues stay
@@ -120,7 +120,9 @@ def hessian_and_noise(
     return (hessian + hessian.T) / (2.0 * repetitions), covariance / jnp.maximum(noise_number, 1)
 
 
-def mean_diagonal(key: jax.Array, u: Vectors, gradient: Gradient, width: float, number: int) -> Vector:
+def mean_diagonal(
+    key: jax.Array, u: Float[Array, "*particles d"], gradient: Gradient, width: float, number: int
+) -> Float[Array, " d"]:
     """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, ``(d,)``, from products with random signs.
 
     :param number: the number of products for each particle.
@@ -141,8 +143,13 @@ def num_noise_pairs(dimension: int, particles: int) -> int:
 
 
 def mean_product(
-    key: jax.Array, u: Vectors, direction: Vector, gradient: Gradient, width: float, number: int
-) -> Vector:
+    key: jax.Array,
+    u: Float[Array, "*particles d"],
+    direction: Float[Array, " d"],
+    gradient: Gradient,
+    width: float,
+    number: int,
+) -> Float[Array, " d"]:
     """Return the product of the mean Hessian over particles ``(G, L, d)`` with a unit vector, ``(d,)``.
 
     The same key gives the same minibatches, and so one symmetric matrix for all directions.
@@ -156,7 +163,9 @@ def mean_product(
     return lax.fori_loop(0, number, add_minibatch, jnp.zeros_like(direction)) / number
 
 
-def extremes(start: Vector, product: Callable[[Vector], Vector], rank: int) -> tuple[Directions, OtherVector]:
+def extremes(
+    start: Float[Array, " d"], product: Callable[[Float[Array, " d"]], Float[Array, " d"]], rank: int
+) -> tuple[Float[Array, "d k"], Float[Array, " _"]]:
     """Return the eigenvectors, ``(d, rank)``, and absolute eigenvalues, ``(rank,)``, that differ most from 1.
 
     They come from Lanczos's method with full reorthogonalization. A pair that has not converged is replaced by a zero
@@ -191,7 +200,7 @@ def extremes(start: Vector, product: Callable[[Vector], Vector], rank: int) -> t
     return jnp.where(usable, vectors, 0.0), jnp.where(usable, absolute[chosen], 1.0)
 
 
-def whitening(curvature: Scale) -> Scale:
+def whitening(curvature: Float[Array, " d"] | Float[Array, "d d"]) -> Float[Array, " d"] | Float[Array, "d d"]:
     """Return S, lower triangular or ``(d,)``, with ``S Sᵀ`` the inverse of a curvature made positive.
 
     Negative eigenvalues count by their absolute value, as in a saddle, whose scale they give as well as positive ones.
@@ -205,7 +214,9 @@ def whitening(curvature: Scale) -> Scale:
     return _root(jnp.outer(unit, unit) * matmul(vectors / values, vectors.T), unit)
 
 
-def shrink_noisy_directions(covariance: Matrix, num_draws: int, allowed: Scalar) -> tuple[Matrix, Scalar]:
+def shrink_noisy_directions(
+    covariance: Float[Array, "d d"], num_draws: int, allowed: Float[Array, ""]
+) -> tuple[Float[Array, "d d"], Float[Array, ""]]:
     """Return S, lower triangular, that rescales noisy directions until their gradient noise is at most the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
@@ -246,7 +257,7 @@ def _difference(key, u, offset, gradient):
     return lax.fori_loop(0, 2, add, jnp.zeros_like(u))
 
 
-def particle_mean(x: Vectors) -> Vector:
+def particle_mean(x: Float[Array, "*particles d"]) -> Float[Array, " d"]:
     """Return the mean over the particles ``(G, L, d)`` with finite values, ``(d,)``."""
     usable = jnp.isfinite(x).all(-1, keepdims=True)
     return jnp.where(usable, x, 0.0).sum((0, 1)) / jnp.maximum(usable.sum(), 1)

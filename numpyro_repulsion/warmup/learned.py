@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import Centering, Reference
-from numpyro_repulsion.shapes import OtherVector, Scalar, Vector, Words
 from numpyro_repulsion.warmup.curvature import UNKNOWN
 from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
@@ -28,13 +28,13 @@ class Measured(NamedTuple):
     - **bias** - the relative inflation of variances that the step is expected to cause; negative if unknown.
     """
 
-    typical_curvature: Scalar
-    largest_curvature: Scalar
-    typical_steepness: Scalar
-    noise: Scalar
-    isotropic_noise: Scalar
-    spread: Scalar
-    bias: Scalar
+    typical_curvature: Float[Array, ""]
+    largest_curvature: Float[Array, ""]
+    typical_steepness: Float[Array, ""]
+    noise: Float[Array, ""]
+    isotropic_noise: Float[Array, ""]
+    spread: Float[Array, ""]
+    bias: Float[Array, ""]
 
     @staticmethod
     def of(warmup: WarmupState, dynamics: Dynamics) -> Measured:
@@ -76,16 +76,16 @@ class Learned(NamedTuple):
 
     preconditioner: Preconditioner
     centering: Centering | None
-    step_size: Scalar
-    bandwidth: Scalar
-    gradient_limit: Scalar | None = None
+    step_size: Float[Array, ""]
+    bandwidth: Float[Array, ""]
+    gradient_limit: Float[Array, ""] | None = None
     reference: Reference | None = None
     jumps: JumpsState | None = None
     basins: SwitchedState | None = None
-    measured: OtherVector | None = None
-    diagnosis: OtherVector | None = None
-    data: Words | None = None
-    start: Vector | None = None
+    measured: Float[Array, " _"] | None = None
+    diagnosis: Float[Array, " _"] | None = None
+    data: Integer[Array, 4] | None = None
+    start: Float[Array, " d"] | None = None
 
     @property
     def measurements(self) -> Measured | None:
@@ -101,7 +101,7 @@ class Learned(NamedTuple):
         return WarmupDiagnosis(*np.where(numbers < 0, np.nan, numbers))
 
     @staticmethod
-    def of(warmup: WarmupState, gradient_limit: Scalar | None) -> Learned:
+    def of(warmup: WarmupState, gradient_limit: Float[Array, ""] | None) -> Learned:
         """Return what a warmup has learned so far."""
         return Learned(
             preconditioner=warmup.preconditioner,

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Bool, Float, Integer
 
 from numpyro_repulsion.rounding import matmul
-from numpyro_repulsion.shapes import Count, Directions, Flag, List, Matrix, OtherVector, Scalar, Scale, Vector, Vectors
 
 __all__ = ["RANK", "Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
 
@@ -32,10 +32,10 @@ class Preconditioner(NamedTuple):
     - **stretch** - the diagonal of F, ``(k,)``, above -1.
     """
 
-    scale: Scale | None = None
-    center: Vector | None = None
-    vectors: Directions | None = None
-    stretch: OtherVector | None = None
+    scale: Float[Array, " d"] | Float[Array, "d d"] | None = None
+    center: Float[Array, " d"] | None = None
+    vectors: Float[Array, "d k"] | None = None
+    stretch: Float[Array, " _"] | None = None
 
     @property
     def kind(self) -> str:
@@ -44,7 +44,7 @@ class Preconditioner(NamedTuple):
             return "low_rank"
         return "dense" if self.scale is not None and self.scale.ndim == 2 else "diagonal"
 
-    def whiten(self, z: Vectors) -> Vectors:
+    def whiten(self, z: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
         """Return u for positions z, ``(..., d)``."""
         if self.center is not None:
             z = z - self.center
@@ -54,19 +54,19 @@ class Preconditioner(NamedTuple):
             return self._stretch(z / self.scale, inverse=True)
         return solve_triangular(self.scale, z.reshape(-1, z.shape[-1]).T, lower=True).T.reshape(z.shape)
 
-    def to_positions(self, u: Vectors) -> Vectors:
+    def to_positions(self, u: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
         """Return z for whitened positions u, ``(..., d)``."""
         if self.scale is not None:
             u = self._stretch(u) * self.scale if self.scale.ndim == 1 else matmul(u, self.scale.T)
         return u if self.center is None else self.center + u
 
-    def whiten_gradient(self, gradient: Vectors) -> Vectors:
+    def whiten_gradient(self, gradient: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
         """Return the gradient with respect to u, ``Sᵀ ∇_z U``, from gradients ``(..., d)`` with respect to z."""
         if self.scale is None:
             return gradient
         return self._stretch(gradient * self.scale) if self.scale.ndim == 1 else matmul(gradient, self.scale)
 
-    def unwhiten_gradient(self, gradient: Vectors) -> Vectors:
+    def unwhiten_gradient(self, gradient: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
         """Return the gradient with respect to z from gradients ``(..., d)`` with respect to u."""
         if self.scale is None:
             return gradient
@@ -75,7 +75,9 @@ class Preconditioner(NamedTuple):
         flat = gradient.reshape(-1, gradient.shape[-1])
         return solve_triangular(self.scale, flat.T, lower=True, trans=1).T.reshape(gradient.shape)
 
-    def by_coordinate(self, u: Vectors, gradient: Vectors) -> tuple[Vectors, Vectors]:
+    def by_coordinate(
+        self, u: Float[Array, "*particles d"], gradient: Float[Array, "*particles d"]
+    ) -> tuple[Float[Array, "*particles d"], Float[Array, "*particles d"]]:
         """Return positions and gradients, ``(..., d)``, along the coordinates of z, each in units of its scale.
 
         :param u: whitened positions.
@@ -104,7 +106,7 @@ class Preconditioner(NamedTuple):
         factor = 1.0 / (1.0 + self.stretch) - 1.0 if inverse else self.stretch
         return x + matmul(matmul(x, self.vectors) * factor, self.vectors.T)
 
-    def lengths(self) -> Vector | Scalar:
+    def lengths(self) -> Float[Array, " d"] | Float[Array, ""]:
         """Return the lengths of the rows of S, the scales of the coordinates of z; a scalar 1 without scales."""
         if self.scale is None:
             return jnp.ones(())
@@ -113,7 +115,7 @@ class Preconditioner(NamedTuple):
         return self.scale if self.scale.ndim == 1 else jnp.linalg.norm(self.scale, axis=1)
 
 
-def first_scale(z: List, gradient: List, kind: str) -> Preconditioner:
+def first_scale(z: Float[Array, "n d"], gradient: Float[Array, "n d"], kind: str) -> Preconditioner:
     """Estimate diagonal scales at the starts: for a Gaussian, spread over gradient is the variance.
 
     :param z: starts, ``(L, d)``.
@@ -133,7 +135,7 @@ def first_scale(z: List, gradient: List, kind: str) -> Preconditioner:
     return Preconditioner(jnp.diag(scale) if kind == "dense" else scale, center)
 
 
-def inverse_root(covariance: Scale) -> Scale:
+def inverse_root(covariance: Float[Array, " d"] | Float[Array, "d d"]) -> Float[Array, " d"] | Float[Array, "d d"]:
     """Return S with ``S Sᵀ`` the inverse of a covariance, lower triangular or ``(d,)``; identity where not finite."""
     if covariance.ndim == 1:
         scale = covariance**-0.5
@@ -146,7 +148,7 @@ def inverse_root(covariance: Scale) -> Scale:
     return jnp.where(jnp.isfinite(scale).all(), scale, identity)
 
 
-def shrink(covariance: Matrix, number: Scalar | Count) -> Matrix:
+def shrink(covariance: Float[Array, "d d"], number: Float[Array, ""] | Integer[Array, ""]) -> Float[Array, "d d"]:
     """Shrink the correlations of a covariance ``(d, d)`` from ``number`` particles of successive clouds."""
     # Successive clouds are similar, so one in ten counts. Few draws cannot distinguish correlation from chance.
     draws = number / 10.0
@@ -162,11 +164,11 @@ class Moments(NamedTuple):
       their squares, ``(d,)``.
     """
 
-    number: Scalar
-    position: Vector
-    gradient: Vector
-    position_scatter: Scale
-    gradient_scatter: Scale
+    number: Float[Array, ""]
+    position: Float[Array, " d"]
+    gradient: Float[Array, " d"]
+    position_scatter: Float[Array, " d"] | Float[Array, "d d"]
+    gradient_scatter: Float[Array, " d"] | Float[Array, "d d"]
 
     @staticmethod
     def empty(size: int, dtype, dense: bool) -> Moments:
@@ -174,7 +176,7 @@ class Moments(NamedTuple):
         mean, scatter = jnp.zeros(size, dtype), jnp.zeros((size, size) if dense else size, dtype)
         return Moments(jnp.zeros((), dtype), mean, mean, scatter, scatter)
 
-    def add(self, u: List, gradient: List) -> Moments:
+    def add(self, u: Float[Array, "n d"], gradient: Float[Array, "n d"]) -> Moments:
         """Return the moments with the particles ``(L, d)`` of one more iteration."""
         added = jnp.asarray(len(u), u.dtype)
         count = self.number + added
@@ -192,7 +194,7 @@ class Moments(NamedTuple):
         slope, gradient_scatter = merge(self.gradient, self.gradient_scatter, gradient)
         return Moments(count, position, slope, position_scatter, gradient_scatter)
 
-    def to_preconditioner(self, dense: Flag | bool) -> Preconditioner:
+    def to_preconditioner(self, dense: Bool[Array, ""] | bool) -> Preconditioner:
         """Return the change of variables after which positions and gradients have the same covariance.
 
         For a Gaussian with exact gradients this whitens: the covariance of the gradients is the inverse of that of the
@@ -234,12 +236,12 @@ class Moments(NamedTuple):
             self.number, change.whiten(self.position), change.whiten_gradient(self.gradient), position, gradient
         )
 
-    def variances(self) -> Vector:
+    def variances(self) -> Float[Array, " d"]:
         """Return the variance of each coordinate, ``(d,)``."""
         scatter = self.position_scatter
         return (scatter if scatter.ndim == 1 else jnp.diagonal(scatter)) / jnp.maximum(self.number, 1.0)
 
-    def spread(self) -> Scalar:
+    def spread(self) -> Float[Array, ""]:
         """Return the largest variance of the positions in any direction."""
         covariance = self.position_scatter / jnp.maximum(self.number, 1.0)
         return covariance.max() if covariance.ndim == 1 else jnp.linalg.eigvalsh(covariance)[-1]

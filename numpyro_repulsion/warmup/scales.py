@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.rounding import matmul
-from numpyro_repulsion.shapes import Vector, Vectors
 from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.hessian import (
     NUM_PROBES,
@@ -159,7 +159,7 @@ def _low_rank(key, stage, warmup, cloud, sampler):
     return warmup._replace(scales=warmup.scales._replace(preconditioner=change, moments=moments)), cloud
 
 
-def wide_direction(key: jax.Array, y: Vectors) -> Vector:
+def wide_direction(key: jax.Array, y: Float[Array, "*particles d"]) -> Float[Array, " d"]:
     """Return a start for Lanczos's method: a random direction plus the widest of the cloud ``(G, L, d)``.
 
     From a random direction alone, the method is slow to find a flat direction among thousands.

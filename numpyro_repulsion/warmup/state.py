@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import CenteredTarget, Centering, Recovered, Reference
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.shapes import Count, Flag, Flags, Number, Numbers, Scalar, Vector, Vectors, Words
 from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, CorrectableEnergyAndGrad, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
@@ -74,25 +74,27 @@ class WarmupPlan(NamedTuple):
         return self.step_size is not None or self.reference
 
 
+@runtime_checkable
 class JumpsState(Protocol):
     """The state of a move; it is a ``NamedTuple``."""
 
     @property
-    def tally(self) -> tuple[Scalar, Scalar]:
+    def tally(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The number of jumps, and the sum of their acceptance probabilities."""
 
-    def _replace(self, *, tally: tuple[Scalar, Scalar]) -> JumpsState: ...
+    def _replace(self, *, tally: tuple[Float[Array, ""], Float[Array, ""]]) -> JumpsState: ...
 
 
+@runtime_checkable
 class SwitchedState(JumpsState, Protocol):
     """The state of a move that switches itself on."""
 
     @property
-    def is_on(self) -> Flag:
+    def is_on(self) -> Bool[Array, ""]:
         """Whether particles jump."""
 
     @property
-    def acceptance(self) -> Scalar:
+    def acceptance(self) -> Float[Array, ""]:
         """The mean acceptance probability."""
 
 
@@ -109,7 +111,7 @@ class ScalesState(NamedTuple):
 
     preconditioner: Preconditioner
     moments: Moments | None
-    noise_shrinkage: Scalar
+    noise_shrinkage: Float[Array, ""]
     centering: Centering | None = None
 
 
@@ -127,16 +129,16 @@ class ArrivalState(NamedTuple):
     - **is_prolonged** - whether the arrival is prolonged; ``None`` if it cannot be.
     """
 
-    step_size: Numbers
-    lost: Flags
+    step_size: Float[Array, "*particles"]
+    lost: Bool[Array, "*particles"]
     surroundings: Surroundings | None
     adam: Adam | None = None
-    spread: Vector | None = None
-    halfway: Vectors | None = None
-    is_prolonged: Flag | None = None
+    spread: Float[Array, " d"] | None = None
+    halfway: Float[Array, "*particles d"] | None = None
+    is_prolonged: Bool[Array, ""] | None = None
 
     @staticmethod
-    def start(u: Vectors, scales: ScalesState, plan: WarmupPlan | None) -> ArrivalState:
+    def start(u: Float[Array, "*particles d"], scales: ScalesState, plan: WarmupPlan | None) -> ArrivalState:
         """Return the state for particles ``(G, L, d)`` at their starts.
 
         :param plan: what the warmup learns; ``None`` without a warmup.
@@ -155,17 +157,17 @@ class ArrivalState(NamedTuple):
         return state._replace(spread=spread, halfway=u, is_prolonged=jnp.zeros((), bool))
 
     @property
-    def temperature(self) -> Number:
+    def temperature(self) -> Float[Array, ""] | float:
         """The variance of Adam's noise, in units of that of Langevin dynamics."""
         # While the arrival is prolonged, sites are standardized, so that densities have no necks, and noise would only
         # delay the particles.
         return 1.0 if self.is_prolonged is None else jnp.where(self.is_prolonged, 0.0, 1.0)
 
-    def restarted(self, u: Vectors) -> ArrivalState:
+    def restarted(self, u: Float[Array, "*particles d"]) -> ArrivalState:
         """Return the state for particles in whitened coordinates, whose unit is a standard deviation."""
         return self if self.adam is None else self._replace(adam=Adam.start(u))
 
-    def prolonged(self, u: Vectors) -> ArrivalState:
+    def prolonged(self, u: Float[Array, "*particles d"]) -> ArrivalState:
         """Return the state for particles in units of the spread of the starts, where the second half begins again."""
         rates = jnp.full(u.shape[:2], LATE_RATE, u.dtype)
         adam = Adam.start(u)._replace(unit=jnp.ones(u.shape[-1:], u.dtype))
@@ -185,14 +187,14 @@ class StepState(NamedTuple):
     - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
     """
 
-    size: Scalar
-    bias: Scalar
-    effective_draws: Scalar
-    noise_share: Scalar
+    size: Float[Array, ""]
+    bias: Float[Array, ""]
+    effective_draws: Float[Array, ""]
+    noise_share: Float[Array, ""]
     measurements: Measurements | None
 
     @staticmethod
-    def start(size: Number, particles: int, dtype, learns: bool) -> StepState:
+    def start(size: Float[Array, ""] | float, particles: int, dtype, learns: bool) -> StepState:
         """Return the state before the first measurement."""
         return StepState(
             size=jnp.asarray(size, dtype),
@@ -224,18 +226,18 @@ class WarmupState(NamedTuple):
       data with another identity has other data than its warmup; ``None`` without a warmup.
     """
 
-    iteration: Count
-    num_warmup: Count
+    iteration: Integer[Array, ""]
+    num_warmup: Integer[Array, ""]
     arrival: ArrivalState
     scales: ScalesState
     step: StepState
-    bandwidth: Scalar
+    bandwidth: Float[Array, ""]
     reference: Reference | None
     symptoms: Symptoms | None
     jumps: JumpsState | None
     basins: SwitchedState | None
-    data: Words | None = None
-    data_fingerprint: tuple[Vector, Scalar] | None = None
+    data: Integer[Array, 4] | None = None
+    data_fingerprint: tuple[Float[Array, " d"], Float[Array, ""]] | None = None
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -248,7 +250,7 @@ class WarmupState(NamedTuple):
         return self.scales.centering
 
     @property
-    def has_basins(self) -> Flag:
+    def has_basins(self) -> Bool[Array, ""]:
         """Whether warmup found several basins, between which updates do not move."""
         found = jnp.zeros((), bool) if self.symptoms is None else self.symptoms.widest.has_basins
         # Once particles jump between basins, the symptoms disappear.
@@ -269,12 +271,12 @@ class WarmupState(NamedTuple):
         return self.step.measurements
 
     @property
-    def noise(self) -> Scalar:
+    def noise(self) -> Float[Array, ""]:
         """The largest variance of the gradient in use, in any direction."""
         return self._in_use(self.measurements.mean_noise)
 
     @property
-    def isotropic_noise(self) -> Scalar:
+    def isotropic_noise(self) -> Float[Array, ""]:
         """The mean variance of the gradient in use, over all directions."""
         return self._in_use(self.measurements.mean_isotropic_noise)
 
@@ -282,7 +284,7 @@ class WarmupState(NamedTuple):
         plain, corrected = noise
         return plain if self.reference is None else jnp.where(self.reference.in_use, corrected, plain)
 
-    def spread(self, dynamics: Dynamics) -> Scalar:
+    def spread(self, dynamics: Dynamics) -> Float[Array, ""]:
         """Return the largest variance of the positions in any direction, in units of the temperature."""
         return self.moments.spread() / (dynamics.temperature or 1.0)
 
@@ -290,8 +292,8 @@ class WarmupState(NamedTuple):
     def start(
         num_warmup: int,
         preconditioner: Preconditioner,
-        step_size: Number,
-        bandwidth: Scalar,
+        step_size: Float[Array, ""] | float,
+        bandwidth: Float[Array, ""],
         cloud: Cloud,
         plan: WarmupPlan,
         jumps: JumpsState | None = None,
@@ -330,6 +332,7 @@ class WarmupState(NamedTuple):
         )
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """What learners may use of the sampler."""
 
@@ -358,13 +361,13 @@ class Sampler(Protocol):
     def energy_and_grad(self, warmup: WarmupState) -> CorrectableEnergyAndGrad:
         """Return the function for U and ∇U in whitened coordinates."""
 
-    def energy_on_common_rows(self, warmup: WarmupState, u: Vectors) -> Numbers:
+    def energy_on_common_rows(self, warmup: WarmupState, u: Float[Array, "*particles d"]) -> Float[Array, "*particles"]:
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""
 
-    def energies_to_compare(self, *places: tuple[WarmupState, Cloud]) -> list[Numbers]:
+    def energies_to_compare(self, *places: tuple[WarmupState, Cloud]) -> list[Float[Array, "*particles"]]:
         """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)`` each."""
 
-    def recover(self, warmup: WarmupState, u: Vectors) -> Recovered:
+    def recover(self, warmup: WarmupState, u: Float[Array, "*particles d"]) -> Recovered:
         """Return the particles in the coordinates of the model."""
 
     def centered(self, centering: Centering) -> CenteredTarget:

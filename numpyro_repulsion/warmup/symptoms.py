@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 import numpy as np
 
 from numpyro_repulsion.rounding import matmul
-from numpyro_repulsion.shapes import Flag, List, Scalar, Table, Vector
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 
 __all__ = ["Symptoms", "Widest"]
@@ -43,20 +43,20 @@ class Widest(NamedTuple):
       one particle over time.
     """
 
-    variance: Scalar
-    share: Scalar
-    explored: Scalar
-    pull: Scalar
-    least_pull: Scalar
-    gap: Scalar
+    variance: Float[Array, ""]
+    share: Float[Array, ""]
+    explored: Float[Array, ""]
+    pull: Float[Array, ""]
+    least_pull: Float[Array, ""]
+    gap: Float[Array, ""]
 
     @property
-    def has_basins(self) -> Flag:
+    def has_basins(self) -> Bool[Array, ""]:
         """Whether the particles are in several basins, between which they do not move; false if unknown."""
         return self._apart & (self.explored > BASINS_EXPLORED) & (self.pull < BASINS_PULL)
 
     @property
-    def may_have_basins(self) -> Flag:
+    def may_have_basins(self) -> Bool[Array, ""]:
         """Whether particles keep apart, and no force is seen to pull them together."""
         return self._apart & (self.least_pull <= 0)
 
@@ -86,15 +86,15 @@ class Symptoms(NamedTuple):
     - **widest** - statistics along the direction of the last complete window.
     """
 
-    number: Scalar
-    origin: Vector
-    powers: Table
-    logs: Table
-    products: Table
-    direction: Vector
-    images: Table
-    along: Table
-    length: Scalar
+    number: Float[Array, ""]
+    origin: Float[Array, " d"]
+    powers: Float[Array, "_ _"]
+    logs: Float[Array, "_ _"]
+    products: Float[Array, "_ _"]
+    direction: Float[Array, " d"]
+    images: Float[Array, "_ _"]
+    along: Float[Array, "_ _"]
+    length: Float[Array, ""]
     widest: Widest
 
     @staticmethod
@@ -116,7 +116,7 @@ class Symptoms(NamedTuple):
             widest=Widest(*[nothing] * 6),
         )
 
-    def add(self, u: List, gradient: List, change: Preconditioner) -> Symptoms:
+    def add(self, u: Float[Array, "n d"], gradient: Float[Array, "n d"], change: Preconditioner) -> Symptoms:
         """Return the sums with the particles of one more iteration.
 
         :param u: whitened positions, ``(P, d)``.
@@ -178,7 +178,7 @@ class Symptoms(NamedTuple):
         )
 
     @property
-    def dependence(self) -> Scalar:
+    def dependence(self) -> Float[Array, ""]:
         """How strongly the logarithm of squared gradients depends on a coordinate, as in a funnel.
 
         This is ``|β ρ|``, with β the change of s per standard deviation of x and ρ their correlation: the largest value
@@ -194,21 +194,21 @@ class Symptoms(NamedTuple):
         return jnp.max(jnp.where(jnp.isfinite(found) & ~own, found, 0.0))
 
     @property
-    def kurtosis(self) -> Vector:
+    def kurtosis(self) -> Float[Array, " d"]:
         """``E x⁴ / (E x²)²`` of each coordinate, ``(d,)``: 3 for a Gaussian, 0 if unknown."""
         _, square, fourth, *_ = self._means
         found = fourth / square**2
         return jnp.where(jnp.isfinite(found), found, 0.0)
 
     @property
-    def tail_gradient(self) -> Vector:
+    def tail_gradient(self) -> Float[Array, " d"]:
         """``E x² g² / (E x² E g²)`` of each coordinate, ``(d,)``: 3 for a Gaussian, infinite if unknown."""
         _, square, _, slope, both = self._means
         found = both / (square * slope)
         return jnp.where(jnp.isfinite(found), found, jnp.inf)
 
     @property
-    def has_heavy_tails(self) -> Flag:
+    def has_heavy_tails(self) -> Bool[Array, ""]:
         """Whether a coordinate has heavy tails: some particles are far away, where the gradient is smaller."""
         return jnp.any((self.kurtosis > MAX_KURTOSIS) & (self.tail_gradient < MIN_TAIL_GRADIENT))
 

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 import numpy as np
-
-from numpyro_repulsion.shapes import Count, Flag, Scalar
 
 __all__ = [
     "ARRIVED",
@@ -92,28 +91,33 @@ class Stage(NamedTuple):
     - **noise_share** - the share of the gradient noise that limits the step.
     """
 
-    done: Count
-    num_warmup: Count
-    is_prolonged: Flag | None
-    latest: Count | None
-    is_arriving: Flag
-    is_settling: Flag
-    window_starts: Flag
-    window_ends: Flag
-    until_end: Count
-    has_arrived: Flag
-    finds_lost: Flag
-    may_rescue: Flag
-    is_adapting: Flag
-    whitens: Flag
-    uses_correlations: Flag
-    references_move: Flag
-    num_settled: Count
-    curvature_weight: Scalar
-    noise_share: Scalar
+    done: Integer[Array, ""]
+    num_warmup: Integer[Array, ""]
+    is_prolonged: Bool[Array, ""] | None
+    latest: Integer[Array, ""] | None
+    is_arriving: Bool[Array, ""]
+    is_settling: Bool[Array, ""]
+    window_starts: Bool[Array, ""]
+    window_ends: Bool[Array, ""]
+    until_end: Integer[Array, ""]
+    has_arrived: Bool[Array, ""]
+    finds_lost: Bool[Array, ""]
+    may_rescue: Bool[Array, ""]
+    is_adapting: Bool[Array, ""]
+    whitens: Bool[Array, ""]
+    uses_correlations: Bool[Array, ""]
+    references_move: Bool[Array, ""]
+    num_settled: Integer[Array, ""]
+    curvature_weight: Float[Array, ""]
+    noise_share: Float[Array, ""]
 
     @staticmethod
-    def of(iteration: Count, num_warmup: Count, is_prolonged: Flag | None = None, late: int | None = None) -> Stage:
+    def of(
+        iteration: Integer[Array, ""],
+        num_warmup: Integer[Array, ""],
+        is_prolonged: Bool[Array, ""] | None = None,
+        late: int | None = None,
+    ) -> Stage:
         """Return the stage of the iteration that follows ``iteration`` others.
 
         :param late: how many iterations the second half of a prolonged arrival has at most; ``None`` for no limit.
@@ -153,13 +157,13 @@ class Stage(NamedTuple):
         )
 
     @property
-    def share_of_approach(self) -> Scalar:
+    def share_of_approach(self) -> Float[Array, ""]:
         """How much of the present half of the arrival is done, before and after the coordinates are whitened."""
         middle, end, done = self.at(FIRST_WHITENED), self.at(ARRIVED), self.done - 1
         is_first = done < middle
         return jnp.where(is_first, done / middle, (done - middle) / jnp.maximum(end - middle, 1))
 
-    def at(self, fraction: float) -> Count:
+    def at(self, fraction: float) -> Integer[Array, ""]:
         """Return how many iterations a fraction of warmup has, at least one."""
         return _iteration_at(fraction, self.num_warmup, self.is_prolonged, self.latest)
 

@@ -1,12 +1,12 @@
 """Summaries of runs: the numbers of ensembles, and what is wrong. On ArviZ 0.23 and on 1.x."""
 
 from functools import partial
-import re
 import importlib.metadata
 from itertools import permutations
 import json
 from pathlib import Path
 import pickle
+import re
 import warnings
 
 import arviz
