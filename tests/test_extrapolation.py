@@ -255,4 +255,4 @@ def test_errors_know_what_a_long_step_leaves():
     found = extrapolate(mcmc, lambda draw: jnp.log(draw["g"]), num_samples=2000, rng_key=random.key(100))
     error = float(found.mean - 0.42278)
     chance = float(jnp.hypot(found.plain_mcse, found.shift_mcse))
-    assert abs(error) < 2.0 * found.mcse and abs(error) > 2.0 * chance and found.mcse < 0.03
+    assert abs(error) < 2.0 * found.mcse and abs(error) > 2.0 * chance and found.mcse < 0.05

@@ -140,7 +140,7 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
         store.open(files)
     done = 0
     if (saved := store.restore(*([like] if warms else []), *likes)) is not None:
-        done, state = saved[0], jax.tree.map(unweakened, saved[1])
+        done, state = saved[0], mcmc.sampler.resumed(jax.tree.map(unweakened, saved[1]), *arguments(mcmc))
     elif state is None:
         state = begin()
     ends = (num_warmup, loop.num_iterations) if warms else (loop.num_iterations,)
@@ -172,7 +172,7 @@ def _warmed(mcmc, state, first, stop, bar):
     while at < stop:
         to = min(at + bar.stride, stop)
         state = mcmc.sampler.warm(state, to - at, mcmc.num_warmup, *arguments(mcmc))
-        bar.move(at, to)
+        bar.move(at, to, state)
         at = to
     return state
 
@@ -229,9 +229,9 @@ class _Bar:
         if self._bar is not None:
             self._bar.close()
 
-    def move(self, at, to, state=None):
+    def move(self, at, to, state):
         if self._bar is not None:
             self._bar.set_description("warmup" if at < self._num_warmup else "sample", refresh=False)
-            if state is not None:
-                self._bar.set_postfix_str(self._kernel.progress(state), refresh=False)  # waits for the state
+            if not isinstance(jax.block_until_ready(state), Warming):
+                self._bar.set_postfix_str(self._kernel.progress(state), refresh=False)
             self._bar.update(to - at)

@@ -26,7 +26,7 @@ from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_energi
 from numpyro_repulsion.gradients.structure import check_values, influenced
 from numpyro_repulsion.gradients.subsampling import check_rows
 from numpyro_repulsion.gradients.sweeps import Sweeps
-from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled
+from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled, quickly
 
 __all__ = [
     "SVRG",
@@ -54,6 +54,7 @@ __all__ = [
     "is_finite_on_all_rows",
     "sites_not_finite",
     "likelihood_energies",
+    "quickly",
     "ravel_cloud",
     "rows_to_compare",
 ]

@@ -56,7 +56,7 @@ from numpyro_repulsion.kernels.state import (
     row_seed,
     whitened_cloud,
 )
-from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze, warm, what_is_on
+from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze, relabeled, warm, what_is_on
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
@@ -200,8 +200,11 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     @property
     def is_ensemble_kernel(self):
-        """Whether one state holds all chains; raises ``ValueError`` if a stored state has other chains than the run."""
-        # NumPyro reads this property before it continues from a stored state.
+        """Whether one state holds all chains; raises ``ValueError`` if a stored state has other chains than the run.
+
+        NumPyro reads this property before it continues from a stored state, whose references are evaluated here on the
+        data of the run.
+        """
         mcmc, _ = entering_mcmc()
         state = None if mcmc is None else mcmc.post_warmup_state
         if not isinstance(state, ParticleState):
@@ -214,14 +217,21 @@ class ParticleKernel(Fixed, MCMCKernel):
             mcmc.post_warmup_state = self.resumed(state, *arguments(mcmc))
         return has_chains
 
-    def resumed(self, state: ParticleState, args, kwargs) -> ParticleState:
-        """Return a stored state for a run, with references on the data of the run."""
-        reference, bound = state.learned.reference, self.bind(args, kwargs)
+    def resumed(self, state: ParticleState | Warming, args, kwargs) -> ParticleState | Warming:
+        """Return a stored state for a run, with references on the data of the run.
+
+        ``MCMC.run`` and `run_in_pieces` call this. Whoever calls `sample` with a state and other data calls it first.
+        """
+        bound = self.bind(args, kwargs)
+        if isinstance(state, Warming):
+            return relabeled(state, bound.data(state.starts))
+        reference = state.learned.reference
         data = None if reference is None else bound.data()
         if reference is None or data is None or np.array_equal(reference.data, data):
             return state
         if reference.age is not None:
-            new = reference._replace(data=jnp.zeros_like(reference.data))  # Each particle renews its own.
+            # Each particle renews its own.
+            new = reference._replace(data=jnp.asarray(data), age=-jnp.ones_like(reference.age))
         else:
             iteration, _ = self.parts(state, args, kwargs)
             position = jnp.asarray(reference.position)
@@ -241,7 +251,7 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def progress(self, state: ParticleState) -> str:
         """Return the step size in use and the number of flagged updates, in words."""
-        count, step_size = int(state.num_flagged_updates), float(jnp.ravel(state.step_size)[0])
+        count, step_size = int(state.num_flagged_updates), float(np.ravel(state.step_size)[0])
         return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} flagged" if count else "")
 
     def warn_of_flagged(self, state: ParticleState, num_flagged_updates: int) -> int:
@@ -280,11 +290,13 @@ class ParticleKernel(Fixed, MCMCKernel):
             return state
         is_within = mcmc is not None and not collects_warmup(mcmc)
         bar = progress_bar(mcmc is not None and mcmc.progress_bar, num_warmup)
-        with bar, hinting(self.model, model_args, model_kwargs or {}):
+        with bar:
             stride = max(1, num_warmup // NUM_MOVES) if mcmc is not None and mcmc.progress_bar else num_warmup
             for done in range(0, num_warmup, stride):
                 number = min(stride, num_warmup - done)
                 state = self.warm(state, number, num_warmup, model_args, model_kwargs)
+                if not bar.disable:
+                    jax.block_until_ready(state)
                 bar.update(number)
         done = 0 if mcmc is not None else num_warmup
         state = self.freeze(state, model_args, model_kwargs, is_prng_key(rng_key), done, is_within)
@@ -337,12 +349,13 @@ class ParticleKernel(Fixed, MCMCKernel):
             raise ValueError(
                 f"{type(self).__name__} learns its step size, scales or references before the first draw, outside of "
                 'compiled programs, and was started within one: use MCMC(kernel, chain_method="vectorized", ...), with '
-                "a mesh for several devices, call kernel.init outside of jax.jit, or give step_size=0.01 and "
-                'gradient="plain".'
+                "a mesh for several devices, call kernel.init outside of jax.jit, or learn nothing, as with "
+                "step_size=0.01 and num_warmup=0."
             )
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
         options = compiler_options(bound, num_warmup * self.num_steps, shape[0] * shape[1], shape[2])
-        return self._warm(bound, None, state, number, options=options)
+        with hinting(self.model, args, kwargs or {}):
+            return self._warm(bound, None, state, number, options=options)
 
     def freeze(self, state: Warming, args, kwargs, is_single: bool, iteration: int, passes: bool = False):
         """Return the state from which draws are made, with all that a warmup learned.
@@ -350,8 +363,9 @@ class ParticleKernel(Fixed, MCMCKernel):
         :param iteration: how many iterations count as done.
         :param passes: whether NumPyro's iterations of warmup pass without an update.
         """
-        how = Frozen(what_is_on(self, state.warmup), True, passes, iteration, is_single)
-        return self.frozen_as(how, state, args, kwargs)
+        with hinting(self.model, args, kwargs or {}):
+            how = Frozen(what_is_on(self, state.warmup), True, passes, iteration, is_single)
+            return self.frozen_as(how, state, args, kwargs)
 
     def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
         """Return a state for which it is known what is on, also for the shapes of a warmup."""

@@ -209,7 +209,7 @@ def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]
         yield
     except Exception as error:
         for (first, *path), leaf in rows:
-            if isinstance(error, jax.errors.JaxRuntimeError) and (failure := leaf.failure) is not None:
+            if (failure := leaf.failure) is not None:
                 where = f"The model's {first.key}{jax.tree_util.keystr(tuple(path))}"
                 raise type(failure)(f"{where}: {failure}") from None
         if isinstance(error, NotImplementedError) and "vmap_method" in str(error):

@@ -1,4 +1,4 @@
-"""The first state: particles start at finite draws of an ``init_strategy``, or at positions that the user gives."""
+"""The start: particles begin at finite draws of an ``init_strategy``, or at positions that the user gives."""
 
 from __future__ import annotations
 
@@ -304,11 +304,3 @@ class Initializer:
 def _contracted(x):
     center = jnp.median(x, 0)
     return center + CONTRACTION * (x - center)
-
-
-def _is_hashable(value):
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

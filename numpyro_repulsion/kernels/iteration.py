@@ -337,7 +337,8 @@ class Iteration:
         :param keys: of which the first one is used, if any.
         """
         state = learned.basins
-        if state is None:
+        # Of the same kernel with another model, the energies may be noisy.
+        if state is None or not self.plan.basins:
             return now, learned
 
         def jump():
@@ -360,8 +361,9 @@ class Iteration:
     def with_references(self, cloud: Cloud, learned: Learned) -> Learned:
         """Renew each particle's own reference, if its epoch is over or the data changed.
 
-        A common reference is evaluated on other data before their run (`ParticleKernel.resumed`). Where that was left
-        out, its energy becomes NaN, so that every update is rejected instead of sampling another posterior.
+        A common reference is evaluated on other data before their run, by `ParticleKernel.resumed`. Where that was left
+        out, and the data are constants of the program, its energy becomes NaN: every update is rejected, instead of
+        sampling another posterior. Data that are inputs of a program have no identity there.
         """
         reference = learned.reference
         if reference is None:
@@ -372,7 +374,7 @@ class Iteration:
                 return learned
             energy = jnp.where(is_other, jnp.nan, reference.potential_energy)
             return learned._replace(reference=reference._replace(potential_energy=energy))
-        is_stale = ~reference.data.any() | is_other
+        is_stale = ~reference.data.any() | is_other | (reference.age < 0)
         due = is_stale | (reference.age >= self.plan.epoch)
         return learned._replace(reference=self.renewed(due, cloud, learned, reference, is_stale))
 

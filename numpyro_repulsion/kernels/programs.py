@@ -13,7 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.gradients import Gradient, Target
+from numpyro_repulsion.gradients import Gradient, Target, quickly
 from numpyro_repulsion.kernels.bound import BoundSampler, Settings
 
 __all__ = ["BoundProgram", "compiler_options", "is_traced", "unweakened"]
@@ -21,6 +21,8 @@ __all__ = ["BoundProgram", "compiler_options", "is_traced", "unweakened"]
 #: How many of the programs in use last are kept. JAX and NumPyro keep every kernel that has run, and XLA takes hundreds
 #: of memory maps for a program, of which Linux allows a process 65,530.
 NUM_KEPT = 24
+#: Arrays of 64 bits are inputs of programs if narrowing moves no entry by more than this share of a deviation.
+ROUNDING = 1e-6
 #: How many operations of updates take about as long without optimization as the optimizing takes.
 FEW_OPERATIONS = 3e8
 
@@ -43,10 +45,10 @@ def compiler_options(bound: BoundSampler, num_updates: int, num_particles: int, 
     share = min((batches[name] / size for name, (size, _) in target.plates.items()), default=1.0)
     data = sum(int(np.size(leaf)) for leaf in jax.tree.leaves((target.args, target.kwargs)))
     entries = share * data + dimension * min(dimension, 100)
-    options: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}
+    options = quickly()
     if num_updates * num_particles * entries < FEW_OPERATIONS:
-        options["xla_backend_optimization_level"] = 0
-    return options
+        return options
+    return {name: value for name, value in options.items() if name != "xla_backend_optimization_level"}
 
 
 @dataclass(frozen=True)
@@ -82,40 +84,33 @@ class BoundProgram:
         self._kernel, self._function = kernel, function
         self._programs: dict[tuple, Callable] = {}
         self._concrete: tuple[tuple, Callable] | None = None
+        self._split: tuple[BoundSampler, tuple[bool, ...]] | None = None
+        self._need_values: set[_Static] = set()
 
     def __call__(self, bound: BoundSampler, settings: Hashable, *arrays: Any, options: dict[str, Any]) -> Any:
         """Return what the function returns.
 
-        :param options: see :func:`compiler_options`; left out where XLA does not know them.
+        :param options: see :func:`compiler_options`.
         """
         if is_traced():
             return self._function(bound, settings, *arrays)
         self._remember()
-        try:
-            return self._call(bound, settings, arrays, options)
-        except jax.errors.JaxRuntimeError as error:
-            if not options or "compile option" not in str(error):
-                raise
-        return self._call(bound, settings, arrays, {})
-
-    def _call(self, bound, settings, arrays, options):
         leaves, treedef = jax.tree.flatten((bound.target.args, bound.target.kwargs))
-        is_array = tuple(
-            isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
-            for leaf in leaves
-        )
+        if self._split is None or self._split[0] is not bound:
+            self._split = bound, tuple(map(_may_be_input, leaves))
+        is_array = self._split[1]
         data = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
         others = tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes)
         target = bound.target.with_arguments((), {})
         static = _Static(settings, treedef, is_array, others, target.structure, bound.gradient, target)
         key = tuple(options.items())
-        if _is_hashable(static):
+        if _is_hashable(static) and static not in self._need_values:
             if key not in self._programs:
                 self._programs[key] = jax.jit(self._on_arrays, static_argnums=0, compiler_options=options)
             try:
                 return self._programs[key](static, data, *arrays)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-                pass  # The model needs values.
+                self._need_values.add(static)
         known = self._concrete
         if known is None or known[0] != (settings, bound, key):
             program = jax.jit(partial(self._concretely, bound, settings), compiler_options=options)
@@ -127,7 +122,7 @@ class BoundProgram:
         others = [known for known in self._in_use if known() not in (None, self)]
         for known in others[: -NUM_KEPT + 1]:
             if (program := known()) is not None:
-                program._programs, program._concrete = {}, None
+                program._programs, program._concrete, program._split = {}, None, None
         self._in_use[:] = [*others[-NUM_KEPT + 1 :], weakref.ref(self)]
 
     def _on_arrays(self, static, data, *arrays):
@@ -145,6 +140,24 @@ def unweakened(x: Any) -> jax.Array:
     """Return an array without weak type, so that no other program is compiled for both."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else lax.convert_element_type(x, x.dtype)
+
+
+def _may_be_input(leaf):
+    """Return whether a model computes the same with a leaf as an input of its program as with its value.
+
+    With arrays of NumPy it may compute in double precision, as in ``(t - t.mean()) / t.std()`` of times in seconds, and
+    inputs are narrowed.
+    """
+    if not isinstance(leaf, np.ndarray):
+        return isinstance(leaf, jax.Array)
+    narrow = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if leaf.dtype.kind not in "biufc" or narrow == leaf.dtype:
+        return leaf.dtype.kind in "biufc"
+    known = np.where(np.isfinite(leaf), leaf, 0)
+    with np.errstate(all="ignore"):
+        rounding = np.abs(known.astype(narrow).astype(leaf.dtype) - known)
+    spread = known.std(0) if leaf.ndim and leaf.size else 0.0
+    return bool((rounding <= ROUNDING * np.where(spread > 0, spread, np.abs(known))).all())
 
 
 def _is_hashable(value):

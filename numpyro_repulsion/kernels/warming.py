@@ -18,6 +18,7 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
+import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import (
@@ -56,6 +57,7 @@ __all__ = [
     "WarmupIteration",
     "freeze",
     "keys_of_learners",
+    "relabeled",
     "warm",
     "what_is_on",
 ]
@@ -235,6 +237,7 @@ class WarmupIteration(Iteration):
 
 def _iteration(bound: BoundSampler, state: Warming) -> WarmupIteration:
     """Return the iteration of a warmup."""
+    bound = bound.within(state.num_updates)
     plan, data = bound.plan(state.warmup.preconditioner.kind), state.warmup.data
     unravel = ravel_cloud(state.starts)[1]
     data = None if data is None else jnp.maximum(data, 1)
@@ -250,11 +253,21 @@ def warm(bound: BoundSampler, _: None, state: Warming, number: Integer[Array, ""
     return place_everywhere(state)
 
 
+def relabeled(state: Warming, data: np.ndarray | None) -> Warming:
+    """Return the state of a warmup of the same run whose data and model have another identity, as by another JAX."""
+    warmup, reference = state.warmup, state.warmup.reference
+    if data is None or warmup.data is None:
+        return state
+    if reference is not None:
+        reference = reference._replace(data=jnp.where(reference.data.any(), data, reference.data))
+    return state._replace(warmup=warmup._replace(data=jnp.asarray(data), reference=reference))
+
+
 def what_is_on(kernel: Settings, warmup: WarmupState) -> tuple[bool, bool, bool]:
     """Return whether warmup left the reference, the jumps and the basins in use, as numbers of the host."""
     reference, moves, basins = warmup.reference, kernel.moves, warmup.basins
     return (
-        reference is not None and (reference.in_use is None or bool(reference.in_use)),
+        reference is not None and bool(reference.in_use),
         moves is not None and bool(moves.is_on(warmup.jumps)),
         basins is not None and bool(basins.is_on),
     )
@@ -291,7 +304,7 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming) -> ParticleState:
         iteration,
         cloud,
         limited.completed(warmup, measured, problems, how.on),
-        warmup.step.size if iteration.schedule is None else iteration.schedule(jnp.maximum(state.num_updates - 1, 0)),
+        iteration.step_size(limited, jnp.maximum(state.num_updates - 1, 0)),
         jnp.zeros(cloud.potential_energy.shape, int),
         state.rng_key,
         state.row_seed,

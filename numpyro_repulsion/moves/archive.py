@@ -115,7 +115,7 @@ class Archive(Move[ArchiveState]):
         >>> mcmc = MCMC(SGLD(model, moves=Archive(), init_strategy=init_to_uniform), num_warmup=50,
         ...             num_samples=50, num_chains=20, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0))
-        >>> int(mcmc.last_state.warmup.jumps.kind)
+        >>> int(mcmc.last_state.learned.jumps.kind)
         2
     """
 

@@ -208,7 +208,7 @@ class StepState(NamedTuple):
 class WarmupState(NamedTuple):
     """What warmup has learned so far, and the sums it learns from; one part for each learner.
 
-    After warmup it is constant, except for the count, the tallies of jumps and references that are renewed.
+    It ends with the warmup; :class:`~numpyro_repulsion.warmup.Learned` is what remains of it.
 
     - **iteration** - how many MCMC iterations are done.
     - **num_warmup** - how many iterations are warmup.

@@ -92,8 +92,9 @@ def test_a_bar_of_its_own_and_what_is_said_at_its_end(monkeypatch, capsys):
             "z", dist.MixtureSameFamily(dist.Categorical(jnp.ones(2) / 2), dist.Normal(jnp.array([-20, 20.0]), 1))
         )
 
-    mcmc = vectorized(SGLDR(two), 60, 5, 8, progress_bar=True)
-    with pytest.warns(RuntimeWarning, match="Warmup found problems:\n.*several_basins"):
+    mcmc = vectorized(SGLDR(two), 60, 5, 8)
+    mcmc.progress_bar = True  # NumPyro switches it off in tests.
+    with pytest.warns(RuntimeWarning, match="Warmup found problems"):
         mcmc.run(random.key(0), Y)
     assert "warmup: 100%" in capsys.readouterr().err
 
@@ -132,12 +133,6 @@ def test_options_follow_from_shapes():
     assert compiler_options(many, 1000, 20, 2) == compiler_options(few, 1000, 20, 2)  # minibatches have 8 rows
 
 
-def test_options_that_xla_does_not_know_are_left_out():
-    bound = SGLD(model).bind((Y,))
-    program = BoundProgram(bound.kernel, lambda bound, settings, x: settings * x)
-    assert program(bound, 2, jnp.ones(()), options={"xla_no_such_option": True}) == 2.0
-
-
 def test_programs_of_forgotten_kernels_are_dropped(monkeypatch):
     monkeypatch.setattr(programs, "NUM_KEPT", 2)
     bound = SGLD(model).bind((Y,))
@@ -146,6 +141,71 @@ def test_programs_of_forgotten_kernels_are_dropped(monkeypatch):
         program(bound, None, Y, options={})
     assert [len(program._programs) for program in found] == [0, 1, 1]
     assert np.array_equal(found[0](bound, None, Y, options={}), Y)
+
+
+def test_arrays_that_a_model_computes_on_in_double_precision_are_no_inputs():
+    """As inputs they would be narrowed, and warmup would see other data than the draws."""
+    seconds = 1.7e9 + np.arange(200.0)
+
+    def regression(t, y):
+        x = jnp.asarray((t - t.mean()) / t.std())
+        slope = numpyro.sample("slope", dist.Normal(0, 10))
+        with numpyro.plate("rows", 200, subsample_size=20) as i:
+            numpyro.sample("y", dist.Normal(slope * x[i], 1), obs=y[i])
+
+    y = 2.0 * (seconds - seconds.mean()) / seconds.std() + np.random.default_rng(0).standard_normal(200)
+    y = jnp.asarray(y)
+    mcmc = vectorized(SGLD(regression), 100, 200, 10)
+    mcmc.run(random.key(0), seconds, y)
+    exact = ((seconds - seconds.mean()) / seconds.std() * y).sum() / (200 + 0.01)
+    assert abs(float(mcmc.get_samples()["slope"].mean()) - exact) < 0.3 / 200**0.5
+    may = programs._may_be_input
+    assert not may(seconds) and not may(np.array([2**40, 1])) and may(seconds - seconds.mean()) and may(np.arange(3))
+    assert may(np.full((3, 2), 0.1)) and may(np.array([1.0, np.nan, 2.0])) and may(np.float64(0.1).reshape(()))
+
+
+def test_a_directory_goes_on_where_the_digest_of_the_model_is_another(tmp_path, monkeypatch):
+    """As with another JAX: the references are evaluated again, and no update is rejected for them."""
+    from numpyro_repulsion.checkpointing import directory, identity
+    from numpyro_repulsion.checkpointing.directory import Directory
+    from numpyro_repulsion.kernels import bound
+
+    plain, digest, makers = Directory.save, bound.digest_of_program, identity.makers()
+    for dies in (1, 3):
+        saved = []
+
+        def save(self, *arguments, saved=saved, dies=dies):
+            plain(self, *arguments)
+            saved.append(arguments[0])
+            if len(saved) == dies:
+                raise KeyboardInterrupt
+
+        def run(path=tmp_path / str(dies)):
+            mcmc = vectorized(SGLD(model), 60, 40)
+            run_in_pieces(mcmc, random.key(0), Y, piece_size=30, directory=path)
+            return mcmc
+
+        monkeypatch.setattr(Directory, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        monkeypatch.undo()
+        for module in (bound, identity):
+            monkeypatch.setattr(module, "digest_of_program", lambda *args: digest(*args) + " by another JAX")
+        monkeypatch.setattr(directory, "makers", lambda: makers | {"jax": "another"})
+        with pytest.warns(UserWarning, match="may round differently"):
+            mcmc = run()
+        assert int(mcmc.last_state.num_flagged_updates) == 0 and mcmc.last_state.learned.reference is not None
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("step_size", [0.1, lambda count: jnp.ones((), int)])
+@pytest.mark.parametrize("num_warmup", [0, 60])
+def test_steps_have_the_precision_of_the_particles(step_size, num_warmup):
+    with jax.enable_x64():
+        kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=step_size)
+        mcmc = vectorized(kernel, num_warmup, 3)
+        mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2), jnp.float32))
+        assert mcmc.get_extra_fields()["step_size"].dtype == jnp.float32
 
 
 @pytest.mark.slow
