@@ -157,7 +157,8 @@ def _may_be_input(leaf):
     with np.errstate(all="ignore"):
         rounding = np.abs(known.astype(narrow).astype(leaf.dtype) - known)
     spread = known.std(0) if leaf.ndim and leaf.size else 0.0
-    return bool((rounding <= ROUNDING * np.where(spread > 0, spread, np.abs(known))).all())
+    varies = spread > 1e-12 * np.abs(known)  # but for the rounding of a mean
+    return bool((rounding <= ROUNDING * np.where(varies, spread, np.abs(known))).all())
 
 
 def _is_hashable(value):
