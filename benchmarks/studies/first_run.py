@@ -119,8 +119,7 @@ def measure_here(problem: str, name: str) -> dict:
     ours = name != "NUTS"
     settings = settings if ours else {}
     spent = dict.fromkeys(EVENTS, 0.0) | {"init": 0.0}
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
     def listen(event, duration, **_):
         for kind, events in EVENTS.items():
@@ -139,19 +138,13 @@ def measure_here(problem: str, name: str) -> dict:
 
     kernel.init = timed_init
     row: dict[str, float] = {}
-
-    def timed_run(number, progress_bar, mcmc=None):
-        mcmc = mcmc or vectorized(kernel, ITERATIONS, ITERATIONS, 20 if ours else 4, progress_bar=progress_bar)
+    mcmc, quiet = (vectorized(kernel, ITERATIONS, ITERATIONS, 20 if ours else 4, progress_bar=x) for x in (True, False))
+    for name, each in (("first", mcmc), ("second", mcmc), ("without a bar", quiet)):
         began = time.perf_counter()
-        mcmc.run(random.key(0), *args, **settings)
-        jax.block_until_ready(mcmc.get_samples())
-        row[number] = time.perf_counter() - began
-        return mcmc
-
-    mcmc = timed_run("first", True)
-    row |= spent | {"cpu": time.process_time()}
-    timed_run("second", True, mcmc)
-    timed_run("without a bar", False)
+        each.run(random.key(0), *args, **settings)
+        jax.block_until_ready(each.get_samples())
+        row[name] = time.perf_counter() - began
+        row |= {} if "cpu" in row else spent | {"cpu": time.process_time()}
     if ours:
         sample = jax.jit(partial(kernel.sample, model_args=args, model_kwargs=settings))
         row["lines"] = sample.lower(mcmc.last_state).as_text().count("\n")
