@@ -23,8 +23,9 @@ __all__ = ["BoundProgram", "compiler_options", "is_traced", "unweakened"]
 NUM_KEPT = 24
 #: Arrays of 64 bits are inputs of programs if narrowing moves no entry by more than this share of a deviation.
 ROUNDING = 1e-6
-#: How many operations of updates take about as long without optimization as the optimizing takes.
-FEW_OPERATIONS = 3e8
+#: How many operations of updates take about as long in two runs without optimization as the optimizing takes: 3e8 for
+#: logistic and probit regressions, 7e7 where each row needs a log-gamma function.
+FEW_OPERATIONS = 1.5e8
 
 
 def is_traced() -> bool:
