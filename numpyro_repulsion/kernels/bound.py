@@ -425,11 +425,14 @@ class Binder:
     def __init__(self, kernel: Settings):
         self._kernel = kernel
         self._last: tuple[tuple, list, BoundSampler, list] | None = None
+        self._of_function: BoundSampler | None = None
 
     def __call__(self, args: tuple, kwargs: dict | None) -> BoundSampler:
         kernel, kwargs = self._kernel, kwargs or {}
         if kernel.model is None:
-            return BoundSampler.of(kernel, FunctionTarget(kernel.potential_fn))
+            if self._of_function is None:
+                self._of_function = BoundSampler.of(kernel, FunctionTarget(kernel.potential_fn))
+            return self._of_function
         leaves, structure = jax.tree.flatten((args, kwargs))
         # The analysis also depends on the precision in use.
         key = (structure, jnp.result_type(float))

@@ -44,7 +44,7 @@ def compiler_options(bound: BoundSampler, num_updates: int, num_particles: int, 
     target = bound.target
     batches = bound.gradient.batches(target)
     share = min((batches[name] / size for name, (size, _) in target.plates.items()), default=1.0)
-    data = sum(int(np.size(leaf)) for leaf in jax.tree.leaves((target.args, target.kwargs)))
+    data = sum(int(np.size(leaf)) for leaf in jax.tree.leaves((target.args, dict(target.kwargs))))
     entries = share * data + dimension * min(dimension, 100)
     options = quickly()
     if num_updates * num_particles * entries < FEW_OPERATIONS:
@@ -96,7 +96,7 @@ class BoundProgram:
         if is_traced():
             return self._function(bound, settings, *arrays)
         self._remember()
-        leaves, treedef = jax.tree.flatten((bound.target.args, bound.target.kwargs))
+        leaves, treedef = jax.tree.flatten((bound.target.args, dict(bound.target.kwargs)))
         if self._split is None or self._split[0] is not bound:
             self._split = bound, tuple(map(_may_be_input, leaves))
         is_array = self._split[1]

@@ -220,3 +220,14 @@ def test_a_process_can_fit_many_models():
 
     maps = [fit(number) for number in range(14)]
     assert max(np.diff(maps[9:])) < 400
+
+
+def test_one_program_serves_all_strides_of_a_bar(caplog):
+    for kernel, args in ((SGLD(model), (Y,)), (SGLD(potential_fn=lambda z: z @ z), ())):
+        with jax.log_compiles():
+            state = kernel.start(KEYS, 60, None if args else random.normal(KEYS[0], (6, 2)), args, {})
+            for _ in range(3):
+                state = kernel.warm(state, 5, 60, args, {})
+        compiled = [message for message in caplog.messages if "Compiling jit(_on_arrays)" in message]
+        assert len(compiled) == 2, compiled
+        caplog.clear()
