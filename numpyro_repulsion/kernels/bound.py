@@ -440,7 +440,7 @@ class Binder:
             known = self._last
             if known is None or known[0] != key or not _fits(known[3], leaves):
                 return self._analyzed(args, kwargs)
-            # What the first state was made for: an analysis of traced values may find less.
+            # What the run was started for: an analysis of traced values may find less.
             return BoundSampler(kernel, known[2].target.with_arguments(args, kwargs), known[2].gradient)
         marks = [_mark(leaf) for leaf in leaves]
         if self._last is None or self._last[0] != key or not _same(self._last[1], marks):

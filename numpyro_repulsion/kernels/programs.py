@@ -23,8 +23,8 @@ __all__ = ["BoundProgram", "compiler_options", "is_traced", "unweakened"]
 NUM_KEPT = 24
 #: Arrays of 64 bits are inputs of programs if narrowing moves no entry by more than this share of a deviation.
 ROUNDING = 1e-6
-#: How many operations of updates take about as long in two runs without optimization as the optimizing takes: 3e8 for
-#: logistic and probit regressions, 7e7 where each row needs a log-gamma function.
+#: How many operations of updates take about as long in two runs without optimization as the optimizing takes: about
+#: 2e8 in a probit regression, and 7e7 in a negative binomial one, which needs a log-gamma function for each row.
 FEW_OPERATIONS = 1.5e8
 
 
