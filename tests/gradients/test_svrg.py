@@ -195,6 +195,19 @@ def test_other_data_renew_all_references():
     ) == 40
 
 
+def test_other_data_that_are_inputs_of_the_program_renew_references_once():
+    mcmc = vectorized(
+        SGLD(mean_of, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=1000)), 0, 3, 6, jit_model_args=True
+    )
+    found = []
+    for seed, y in enumerate((Y, Y + 1.0, Y + 1.0)):
+        mcmc.run(random.key(seed), y)
+        mcmc.post_warmup_state = mcmc.last_state
+        found.append(mcmc.last_state.learned.reference)
+    assert not np.array_equal(found[0].gradient, found[1].gradient) and int(found[1].age) == 6
+    assert np.array_equal(found[1].position, found[2].position) and int(found[2].age) == 12
+
+
 def test_a_reference_without_a_finite_gradient_is_not_taken():
     def bounded(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
