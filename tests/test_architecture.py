@@ -143,6 +143,16 @@ def test_imports_run_downward():
     assert not offenders(upward)
 
 
+def test_the_map_for_contributors_names_all_and_imports_run_downward_in_it():
+    page = (Path(__file__).parents[1] / "docs" / "contributing.md").read_text()
+    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = [(name, row) for row, cell in enumerate(table) for name in re.findall(r"`(\w+)(?:/|\.py)`", cell)]
+    assert sorted(name for name, _ in named) == sorted(set(ARROWS) - {"__init__"})
+    places = dict(named)
+    raised = [(name, other) for name in places for other in ARROWS[name][1] if places[other] > places[name]]
+    assert not raised
+
+
 def circle(sources):
     """Files, by dotted name, that import each other in a circle; for type checkers alone, too."""
     graph = {}
