@@ -111,6 +111,8 @@ def run_in_pieces(
     pieces = {"piece_size": piece_size, "extra_fields": tuple(extra_fields), "directory": str(directory)}
     require_agreement(mcmc.sampler, mcmc, keys, mcmc.num_warmup, given, args, kwargs, **pieces)
     bound_of(mcmc).share_data()
+    # Of several processes, rows that were shared are other inputs, and no program can look through them.
+    bound_of(mcmc)
     num_warmup = 0 if mcmc.post_warmup_state is not None else mcmc.num_warmup
     store = _Memory() if directory is None else Directory(directory, num_warmup + mcmc.num_samples)
     try:
