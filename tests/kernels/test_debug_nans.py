@@ -98,6 +98,7 @@ def test_runs_of_every_kind(kernel, settings):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Warmup found problems")
 def test_a_run_in_pieces(tmp_path):
     run_in_pieces(mcmc := make(SGLD(model)), random.key(0), Y, directory=tmp_path)
     check(mcmc)
