@@ -2,12 +2,14 @@
 
 import json
 import os
+from pathlib import Path
 import subprocess
 import sys
 
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import programs_of
 import numpy as np
 import optax
 import pytest
@@ -226,13 +228,12 @@ def parts():
 
 
 def digests(names):
-    """Of the start and one iteration of kernels that are made by functions of this file, each on a line."""
+    """Of the start and the iterations of kernels that are made by functions of this file, each on a line."""
 
     def of(kernel):
-        def run(keys):
-            return kernel.sample(kernel.init(keys, 60, None, (), {}), (), {})
-
-        return trace(run, random.split(random.key(0), 6))[0]
+        keys = random.split(random.key(0), 6)
+        start = trace(lambda keys: kernel.start(keys, 60, None, (), {}), keys)[0]
+        return " ".join([start, *(trace(run, state)[0] for run, state in programs_of(kernel, keys, 60))])
 
     return "\n".join(of(globals()[name]()) for name in names)
 
@@ -243,8 +244,8 @@ def digests(names):
 def test_another_process_has_the_same_digest(names):
     if "enumerated" in names:
         pytest.importorskip("funsor")
-    folder = os.path.dirname(__file__)
-    script = f"import sys; sys.path.insert(0, {folder!r}); import test_identity as here; print(here.digests({names!r}))"
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    script = f"import sys; sys.path[:0] = {folders!r}; import test_identity as here; print(here.digests({names!r}))"
     environment = os.environ | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
     command = [sys.executable, "-c", script]
     process = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
