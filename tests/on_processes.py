@@ -91,17 +91,17 @@ def slow(arrays, facts):
 
 
 def pieces(name, ends=None):
-    """A run in pieces; after the second one, it may end by a signal to one of its processes."""
+    """A run in pieces; in the third one, of warmup, it may end by a signal to one of its processes."""
     made, count = SGLD(regression), itertools.count()
-    warn = made.warn
+    warm = made.warm
 
     def end(*args):
-        if next(count) == 1 and PROCESS == PROCESSES - 1:
+        if next(count) == 2 and PROCESS == PROCESSES - 1:
             os.kill(os.getpid(), ends)
-        return warn(*args)
+        return warm(*args)
 
     if ends is not None:
-        made.warn = end
+        made.warm = end
     data, where = (Rows(spread(X)), Rows(spread(Y))), f"{DIRECTORY}/{name}"
     return drawn(made, "rows", *data, num_warmup=60, how=run_in_pieces, piece_size=10, directory=where)
 
