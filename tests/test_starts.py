@@ -30,10 +30,10 @@ def model(y):
 
 
 def starts(strategy, size=20, model=model):
-    kernel = SGLDR(model, init_strategy=strategy)
-    state = kernel.start(random.split(random.key(0), size), 50, None, (Y,), {})
+    kernel = SGLDR(model, step_size=0.1, init_strategy=strategy)
+    state = kernel.start(random.split(random.key(0), size), 0, None, (Y,), {})
     target = kernel.bind((Y,)).target
-    return {name: np.asarray(x) for name, x in state.starts.items()}, target
+    return {name: np.asarray(x) for name, x in state.z.items()}, target
 
 
 @pytest.fixture(scope="module", params=[AutoNormal, AutoMultivariateNormal, AutoLaplaceApproximation])
@@ -78,8 +78,9 @@ def test_names_with_a_slash_are_known_again(of_network, tmp_path, is_from_file):
     for name, x in draws.items():
         each = np.asarray(x).reshape(40, 2)
         assert (each == np.asarray(values[name])).all(1).sum() == 1
-    state = SGLDR(network, init_strategy=init_from_idata(data)).start(random.split(random.key(0), 4), 50, None, (), {})
-    assert len(np.unique(state.starts["net/w"], axis=0)) == 4
+    kernel = SGLDR(network, step_size=0.1, init_strategy=init_from_idata(data))
+    state = kernel.start(random.split(random.key(0), 4), 0, None, (), {})
+    assert len(np.unique(state.z["net/w"], axis=0)) == 4
 
 
 def test_dots_for_slashes_in_data_of_others(of_network):
@@ -92,9 +93,10 @@ def test_dots_for_slashes_in_data_of_others(of_network):
         for name in ("net/w", "net/Dense_0.bias"):
             numpyro.sample(name, dist.Normal(0, 1).expand([2]).to_event(1))
 
-    state = SGLDR(others, init_strategy=strategy).start(random.split(random.key(0), 4), 50, None, (), {})
+    kernel = SGLDR(others, step_size=0.1, init_strategy=strategy)
+    state = kernel.start(random.split(random.key(0), 4), 0, None, (), {})
     each = np.asarray(draws["net.w"]).reshape(40, 2)
-    assert all((each == z).all(1).any() for z in np.asarray(state.starts["net/w"]))
+    assert all((each == z).all(1).any() for z in np.asarray(state.z["net/w"]))
     seeded = numpyro.handlers.seed(others, 0)
     found = numpyro.handlers.trace(numpyro.handlers.substitute(seeded, substitute_fn=strategy)).get_trace()
     assert (each == np.asarray(found["net/w"]["value"])).all(1).any()

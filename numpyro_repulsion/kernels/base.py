@@ -224,7 +224,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         """
         bound = self.bind(args, kwargs)
         if isinstance(state, Warming):
-            return relabeled(state, bound.data(state.starts))
+            return relabeled(state, bound.data(state.start))
         reference = state.learned.reference
         data = None if reference is None else bound.data()
         if reference is None or data is None or np.array_equal(reference.data, data):

@@ -142,7 +142,7 @@ class Initializer:
             num_updates=jnp.zeros((), jnp.int32),
             rng_key=state_key,
             row_seed=last_word(memory_key) if bound.gradient.depends_on_updates else None,
-            starts=z,
+            start=jax.tree.map(lambda x: x[:1], z),
         )
         eigenvalue = self._smallest_eigenvalue(u, bandwidth)
         return place_everywhere(Start(state if how is None else freeze(bound, how, state), z, cloud, eigenvalue))

@@ -71,7 +71,7 @@ class Warming(NamedTuple):
     - **num_updates** - how many updates are done.
     - **rng_key** - the key of the next iteration.
     - **row_seed** - the seed of the orders of rows; ``None`` unless the gradient depends on the number of the update.
-    - **starts** - the sites of the particles at their starts, each ``(L, ...)``.
+    - **start** - the sites of one particle at its start, each ``(1, ...)``, which tell their shapes.
     """
 
     cloud: Cloud
@@ -79,7 +79,7 @@ class Warming(NamedTuple):
     num_updates: jax.Array
     rng_key: jax.Array
     row_seed: jax.Array | None
-    starts: Particle
+    start: Particle
 
 
 def _update_jumps(key, stage, warmup, cloud, sampler):
@@ -239,7 +239,7 @@ def _iteration(bound: BoundSampler, state: Warming) -> WarmupIteration:
     """Return the iteration of a warmup."""
     bound = bound.within(state.num_updates)
     plan, data = bound.plan(state.warmup.preconditioner.kind), state.warmup.data
-    unravel = ravel_cloud(state.starts)[1]
+    unravel = ravel_cloud(state.start)[1]
     data = None if data is None else jnp.maximum(data, 1)
     return WarmupIteration(bound, plan, unravel, state.row_seed, data, bound.kernel.schedule)
 

@@ -47,7 +47,7 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
     assert warmup.arrival.is_prolonged and not warmup.reference.in_use
     assert (warmup.centering.share == 0).all() and (warmup.arrival.adam.unit == 1).all()
     # In units of the prior's scale for weights, and of the spread of the starts for their precision.
-    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.starts))
+    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.start))
     lengths = unravel(warmup.preconditioner.lengths())
     np.testing.assert_allclose(lengths["w1"], 1.0)
     assert (lengths["weight_precision"] == unravel(warmup.arrival.spread)["weight_precision"]).all()
@@ -195,7 +195,7 @@ def test_particles_that_the_scales_sent_away_return_and_arrive_longer(scale, mon
     assert not one_more(state).warmup.arrival.is_prolonged
     found = one_more(state._replace(cloud=state.cloud._replace(z=away)))
     assert found.warmup.arrival.is_prolonged
-    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], state.starts))
+    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], state.start))
     halfway = jax.vmap(unravel)(state.warmup.arrival.halfway.reshape(PARTICLES, -1))
     for name, z in sites(kernel, found, X, Y, **kwargs).items():
         np.testing.assert_allclose(z, halfway[name], rtol=2e-4, atol=1e-5)
