@@ -1,22 +1,73 @@
-"""Matrix products in the full precision of their numbers, which GPUs and TPUs do not use unless told."""
+"""Linear algebra on arrays of the host and of JAX, in the full precision of their numbers.
+
+GPUs and TPUs multiply matrices in less unless told. Functions that warmup uses on the host and in programs take the
+library of their arrays, because one operation of JAX outside of a program costs a compilation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.linalg
+import numpy as np
+import scipy.linalg
 
-__all__ = ["einsum", "matmul", "unrounded"]
+__all__ = ["cholesky", "eigh", "einsum", "matmul", "namespace", "solve_triangular", "unrounded", "xp"]
 
 #: JAX's name. By default accelerators round the factors of products to about ten bits: distances of particles would
 #: have errors of 0.001 of the largest norm, and `whiten` would not invert `to_positions`.
 FULL = "highest"
 
-matmul = partial(jnp.matmul, precision=FULL)
 einsum = partial(jnp.einsum, precision=FULL)
+
+
+def namespace(*arrays: Any) -> ModuleType:
+    """Return ``jax.numpy`` if one of the arrays is JAX's, otherwise ``numpy``."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+class _Either:
+    """Functions of ``jax.numpy`` for arrays of JAX, otherwise of ``numpy``."""
+
+    def __getattr__(self, name):
+        return lambda *arrays, **settings: getattr(namespace(*arrays), name)(*arrays, **settings)
+
+
+xp = _Either()
+
+
+def matmul(a: Any, b: Any) -> Any:
+    """Return the product of two arrays."""
+    return jnp.matmul(a, b, precision=FULL) if namespace(a, b) is jnp else np.matmul(a, b)
+
+
+def cholesky(matrix: np.ndarray) -> np.ndarray:
+    """Return the lower Cholesky factor of a matrix of the host; NaN where it has none."""
+    try:
+        return np.linalg.cholesky(matrix)
+    except np.linalg.LinAlgError:
+        return np.full_like(matrix, np.nan)
+
+
+def eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the eigenvalues and eigenvectors of a symmetric matrix of the host; NaN where it is not finite."""
+    try:
+        return np.linalg.eigh(matrix)
+    except np.linalg.LinAlgError:
+        return np.full_like(matrix[0], np.nan), np.full_like(matrix, np.nan)
+
+
+def solve_triangular(scale: Any, x: Any, transposed: bool = False) -> Any:
+    """Return ``S⁻¹ x``, or ``S⁻ᵀ x``, for a lower triangular S."""
+    if namespace(scale, x) is jnp:
+        return jax.scipy.linalg.solve_triangular(scale, x, lower=True, trans=int(transposed))
+    return scipy.linalg.solve_triangular(scale, x, lower=True, trans=int(transposed), check_finite=False)
 
 
 @contextmanager

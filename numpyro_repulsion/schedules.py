@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_repulsion.checks import integer, keep, number, plain, positive
+from numpyro_repulsion.rounding import xp
 
 __all__ = ["BiasBudget", "Constant", "Cyclical", "Polynomial", "as_schedule"]
 
@@ -91,8 +92,8 @@ class BiasBudget:
         :param stability_limit: the longest stable step.
         :param draws_per_step: effective draws of the run after warmup, per unit of ε.
         """
-        raised = jnp.minimum(self.min_draws / draws_per_step, max_step_for_short_run)
-        return jnp.minimum(jnp.maximum(max_step_for_bias, raised), stability_limit)
+        raised = xp.minimum(self.min_draws / draws_per_step, max_step_for_short_run)
+        return xp.minimum(xp.maximum(max_step_for_bias, raised), stability_limit)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from numpyro_repulsion.digests import digest, digest_of_program
 from numpyro_repulsion.gradients import ModelTarget, compiled, fingerprint
 from numpyro_repulsion.kernels import arguments, bound_of
 from numpyro_repulsion.kernels.requirements import described
-from numpyro_repulsion.kernels.warming import Warming, warm
+from numpyro_repulsion.kernels.learning import iterations_of
+from numpyro_repulsion.kernels.warming import Warming
 from numpyro_repulsion.version import __version__
 
 __all__ = ["differences", "digest_of_warmup", "identify", "makers", "shapes_of", "trace"]
@@ -40,12 +41,12 @@ def trace(function: Callable, *args: Any, known: Any = ()) -> tuple[str, Any]:
 
 
 def digest_of_warmup(mcmc: MCMC, state: Warming) -> str:
-    """Return the digest of the program of warmup.
+    """Return the digest of the programs of warmup.
 
     :param state: a state of the warmup, or its shapes.
     """
-    bound = bound_of(mcmc)
-    return trace(lambda state: warm(bound, None, state, jnp.ones((), int)), state, known=arguments(mcmc))[0]
+    steps = iterations_of(bound_of(mcmc), state)
+    return trace(lambda state: [step(state) for step in steps], state, known=arguments(mcmc))[0]
 
 
 def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple[str, str, str]) -> dict[str, Any]:

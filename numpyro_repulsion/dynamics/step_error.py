@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from jax import lax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.rounding import xp
 
 __all__ = [
     "AveragedError",
@@ -98,7 +97,7 @@ class UnknownError(StepError):
     reason: str
 
     def bias(self, step_size, stats):
-        return jnp.full_like(step_size, jnp.nan)
+        return xp.full_like(step_size, float("nan"))
 
     def max_step_for_bias(self, tolerance, stats):
         raise ValueError(self.reason)
@@ -123,17 +122,17 @@ class EulerError(StepError):
     coupling: Coupling
 
     def bias(self, step_size, stats):
-        half = step_size * jnp.mean(self.coupling.diagonal) / 2.0
+        half = step_size * xp.mean(self.coupling.diagonal) / 2.0
         # Euler's chain on a Gaussian: noise adds this much variance, and curvature amplifies it.
         noise = self.remaining_noise(step_size, stats)
-        curved = half * (stats.curvature + noise) / jnp.maximum(1.0 - half * stats.curvature, 1e-3)
-        return jnp.maximum(curved, (step_size * stats.steepness) ** 2 / 10.0)
+        curved = half * (stats.curvature + noise) / xp.maximum(1.0 - half * stats.curvature, 1e-3)
+        return xp.maximum(curved, (step_size * stats.steepness) ** 2 / 10.0)
 
     def remaining_noise(self, step_size, stats):
         if stats.sweep is None:
             return stats.noise
-        passed = step_size * jnp.mean(self.coupling.diagonal) * stats.curvature * (stats.sweep + 1.0)
-        return stats.noise * jnp.minimum(1.0, passed / 3.0)
+        passed = step_size * xp.mean(self.coupling.diagonal) * stats.curvature * (stats.sweep + 1.0)
+        return stats.noise * xp.minimum(1.0, passed / 3.0)
 
     def max_step_for_bias(self, tolerance, stats):
         """Return the step that inflates variances by the relative ``tolerance`` δ.
@@ -143,14 +142,14 @@ class EulerError(StepError):
         dense, repulsion of steepness s inflates it by ``(εs)²/10`` (an empirical value). The larger inflation counts.
         """
         coupling = self.coupling
-        limit = jnp.minimum(2.0 * tolerance / (1.0 + tolerance) / jnp.mean(coupling.diagonal), 0.5 / coupling.bound)
+        limit = xp.minimum(2.0 * tolerance / (1.0 + tolerance) / xp.mean(coupling.diagonal), 0.5 / coupling.bound)
         longest = limit / (stats.curvature + stats.noise)
         if stats.sweep is not None:
             # The noise that remains grows with the step, so the inflation is quadratic in it.
-            square = stats.noise * jnp.mean(coupling.diagonal) * stats.curvature * (stats.sweep + 1.0) / 3.0
-            swept = 2.0 * limit / (stats.curvature + jnp.sqrt(stats.curvature**2 + 4.0 * limit * square))
-            longest = jnp.maximum(longest, swept)
-        return jnp.minimum(longest, jnp.sqrt(10.0 * tolerance) / stats.steepness)
+            square = stats.noise * xp.mean(coupling.diagonal) * stats.curvature * (stats.sweep + 1.0) / 3.0
+            swept = 2.0 * limit / (stats.curvature + xp.sqrt(stats.curvature**2 + 4.0 * limit * square))
+            longest = xp.maximum(longest, swept)
+        return xp.minimum(longest, xp.sqrt(10.0 * tolerance) / stats.steepness)
 
     def max_step_for_short_run(self, stats, draws_per_step):
         """Return the longest step that still helps a run with few draws, if particles are dense.
@@ -163,11 +162,11 @@ class EulerError(StepError):
 
     def stability_limit(self, stats):
         # For one stiff particle K_ii matters, not Λ, which involves the whole group: this bounds λ_max(K½ H K½).
-        own = jnp.max(self.coupling.diagonal)
+        own = xp.max(self.coupling.diagonal)
         return 2.0 / (own * stats.largest + (self.coupling.bound - own) * stats.curvature)
 
     def relaxation_rate(self, variance):
-        return jnp.mean(self.coupling.diagonal) / variance
+        return xp.mean(self.coupling.diagonal) / variance
 
     def from_overdamped_step(self, step_size):
         return step_size
@@ -180,16 +179,16 @@ class AveragedError(EulerError):
     def bias(self, step_size, stats):
         # The larger of the two sources. The largest bias measured in one dimension was (ελ)²/100; this is twenty times
         # as much, because curvature has a direction.
-        return jnp.maximum(self._warming(step_size, stats), (step_size * stats.curvature) ** 2 / 5.0)
+        return xp.maximum(self._warming(step_size, stats), (step_size * stats.curvature) ** 2 / 5.0)
 
     def max_step_for_bias(self, tolerance, stats):
-        limit = min((5.0 * tolerance) ** 0.5, 0.5) / jnp.asarray(stats.curvature)
+        limit = min((5.0 * tolerance) ** 0.5, 0.5) / xp.asarray(stats.curvature)
         return _longest(lambda step_size: self._warming(step_size, stats), tolerance, limit)
 
     def _warming(self, step_size, stats):
         """Return by how much gradient noise inflates variances; exact on a Gaussian of curvature λ."""
         half = step_size / 2.0
-        return half * self.remaining_noise(step_size, stats) / jnp.maximum(1.0 - half * stats.curvature, 1e-3)
+        return half * self.remaining_noise(step_size, stats) / xp.maximum(1.0 - half * stats.curvature, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -209,13 +208,13 @@ class MomentumError(EulerError):
         curved = square**2 / 5.0 if self.is_symmetric else square
         change = step_size * stats.steepness
         # Above the stability limit, measured variances were several times too large.
-        dense = jnp.where(change > 1.0, 1e3, change**2 / 10.0)
-        return jnp.maximum(jnp.maximum(self._warming(step_size, stats), curved), dense)
+        dense = xp.where(change > 1.0, 1e3, change**2 / 10.0)
+        return xp.maximum(xp.maximum(self._warming(step_size, stats), curved), dense)
 
     def remaining_noise(self, step_size, stats):
         if stats.sweep is None:
             return stats.noise
-        return stats.noise * jnp.minimum(1.0, step_size**2 * self._passed(stats) / 12.0)
+        return stats.noise * xp.minimum(1.0, step_size**2 * self._passed(stats) / 12.0)
 
     def max_step_for_bias(self, tolerance, stats):
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature. The
@@ -223,22 +222,22 @@ class MomentumError(EulerError):
         limit = min((5.0 * tolerance) ** 0.5, 0.5) if self.is_symmetric else tolerance
         curved = self.from_overdamped_step(limit / stats.curvature) / self.coupling.bound
         # An empirical value, the same as for overdamped dynamics although the step is one of time.
-        dense = jnp.sqrt(10.0 * tolerance) / stats.steepness
-        return _longest(lambda step_size: self._warming(step_size, stats), tolerance, jnp.minimum(curved, dense))
+        dense = xp.sqrt(10.0 * tolerance) / stats.steepness
+        return _longest(lambda step_size: self._warming(step_size, stats), tolerance, xp.minimum(curved, dense))
 
     def stability_limit(self, stats):
         # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
-        Λ, own = self.coupling.bound, self.coupling.bound * jnp.max(self.coupling.diagonal)
-        limit = 2.0 / jnp.sqrt(own * stats.largest + (Λ**2 - own) * stats.curvature)
-        return jnp.minimum(limit, 1.0 / jnp.asarray(stats.steepness))
+        Λ, own = self.coupling.bound, self.coupling.bound * xp.max(self.coupling.diagonal)
+        limit = 2.0 / xp.sqrt(own * stats.largest + (Λ**2 - own) * stats.curvature)
+        return xp.minimum(limit, 1.0 / xp.asarray(stats.steepness))
 
     def relaxation_rate(self, variance):
         # A direction of frequency ω = K_ii/s relaxes at the rate C/2 if friction is weak, and ω²/C if it is strong.
-        square = jnp.mean(self.coupling.diagonal) ** 2 / variance
-        return jnp.minimum(self.friction / 2.0, square / self.friction)
+        square = xp.mean(self.coupling.diagonal) ** 2 / variance
+        return xp.minimum(self.friction / 2.0, square / self.friction)
 
     def from_overdamped_step(self, step_size):
-        return jnp.sqrt(2.0 * step_size)
+        return xp.sqrt(2.0 * step_size)
 
     def _passed(self, stats):
         """Return the square of the phase that the fastest direction passes through in a sweep, for a step of 1."""
@@ -250,12 +249,12 @@ class MomentumError(EulerError):
         The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters. If an
         update is symmetric, this is exact on a Gaussian of curvature λ.
         """
-        noise = self.coupling.bound * jnp.mean(self.coupling.diagonal) * self.remaining_noise(step_size, stats)
+        noise = self.coupling.bound * xp.mean(self.coupling.diagonal) * self.remaining_noise(step_size, stats)
         heat = step_size * noise / (2.0 * self.friction)
         if not self.is_symmetric:
             return heat
         half = self.friction * step_size / 2.0
-        return heat * half / jnp.tanh(half) / jnp.maximum(1.0 - step_size**2 / 4.0 * stats.curvature, 1e-3)
+        return heat * half / xp.tanh(half) / xp.maximum(1.0 - step_size**2 / 4.0 * stats.curvature, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -271,18 +270,18 @@ class ThermostatError(MomentumError):
     MAX_RISE: ClassVar[float] = 2.0
 
     def _warming(self, step_size, stats):
-        excess = jnp.maximum(stats.noise - stats.isotropic_noise, 0.0)
+        excess = xp.maximum(stats.noise - stats.isotropic_noise, 0.0)
         return step_size * excess / (2.0 * self.friction + step_size * stats.isotropic_noise)
 
     def max_step_for_short_run(self, stats, draws_per_step):
         # A longer step would gain no draws.
-        return jnp.minimum(super().max_step_for_short_run(stats, draws_per_step), self._max_step_for_friction(stats))
+        return xp.minimum(super().max_step_for_short_run(stats, draws_per_step), self._max_step_for_friction(stats))
 
     def max_step_for_bias(self, tolerance, stats):
-        return jnp.minimum(super().max_step_for_bias(tolerance, stats), self._max_step_for_friction(stats))
+        return xp.minimum(super().max_step_for_bias(tolerance, stats), self._max_step_for_friction(stats))
 
     def _max_step_for_friction(self, stats):
-        return 2.0 * self.MAX_RISE * self.friction / jnp.asarray(stats.isotropic_noise)
+        return 2.0 * self.MAX_RISE * self.friction / xp.asarray(stats.isotropic_noise)
 
 
 def _longest(inflation, tolerance, limit):
@@ -294,12 +293,10 @@ def _longest(inflation, tolerance, limit):
     def step(halvings):
         return limit * 2.0**-halvings
 
-    def halve(_, bounds):
-        few, many = bounds
+    few = xp.zeros_like(limit)
+    many = few + MAX_HALVINGS
+    for _ in range(24):
         middle = (few + many) / 2.0
         fits = inflation(step(middle)) <= tolerance
-        return jnp.where(fits, few, middle), jnp.where(fits, middle, many)
-
-    few = jnp.zeros_like(limit)
-    _, many = lax.fori_loop(0, 24, halve, (few, few + MAX_HALVINGS))
-    return jnp.where(inflation(limit) <= tolerance, limit, jnp.where(many < MAX_HALVINGS, step(many), 0.0))
+        few, many = xp.where(fits, few, middle), xp.where(fits, middle, many)
+    return xp.where(inflation(limit) <= tolerance, limit, xp.where(many < MAX_HALVINGS, step(many), 0.0))

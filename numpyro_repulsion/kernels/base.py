@@ -33,8 +33,9 @@ from numpyro_repulsion.kernels.bound import (
 )
 from numpyro_repulsion.kernels.initialization import Initializer
 from numpyro_repulsion.kernels.iteration import Iteration, Keys
+from numpyro_repulsion.kernels.learning import judge, warm
 from numpyro_repulsion.kernels.mcmc import arguments, collects_warmup, entering_mcmc, progress_bar
-from numpyro_repulsion.kernels.programs import BoundProgram, compiler_options, is_traced
+from numpyro_repulsion.kernels.programs import Programs, compiler_options, is_traced
 from numpyro_repulsion.kernels.requirements import (
     can_jump,
     check_ensembles,
@@ -56,7 +57,7 @@ from numpyro_repulsion.kernels.state import (
     row_seed,
     whitened_cloud,
 )
-from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze, relabeled, warm, what_is_on
+from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze, relabeled, what_is_on
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
@@ -355,7 +356,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
         options = compiler_options(bound, num_warmup * self.num_steps, shape[0] * shape[1], shape[2])
         with hinting(self.model, args, kwargs or {}):
-            return self._warm(bound, None, state, number, options=options)
+            return warm(bound, self._programs, options, state, number)
 
     def freeze(self, state: Warming, args, kwargs, is_single: bool, iteration: int, passes: bool = False):
         """Return the state from which draws are made, with all that a warmup learned.
@@ -370,7 +371,9 @@ class ParticleKernel(Fixed, MCMCKernel):
     def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
         """Return a state for which it is known what is on, also for the shapes of a warmup."""
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
-        return self._freeze(bound, how, state, options=compiler_options(bound, 1, shape[0] * shape[1], shape[2]))
+        judged = judge(bound, bound.plan(state.warmup.preconditioner.kind), state)
+        options = compiler_options(bound, 1, shape[0] * shape[1], shape[2])
+        return self._programs(freeze, bound, how, state, judged, options=options)
 
     def sample(self, state, model_args, model_kwargs):
         """Make one MCMC iteration: ``num_steps`` updates of all particles."""
@@ -440,13 +443,13 @@ class ParticleKernel(Fixed, MCMCKernel):
 
     def _prepare(self):
         """Make what caches compiled programs, and can be made again."""
-        self._initializer, self._binder = Initializer(self), Binder(self)
-        self._warm, self._freeze = BoundProgram(self, warm), BoundProgram(self, freeze)
+        self._programs, self._binder = Programs(self), Binder(self)
+        self._initializer = Initializer(self, self._programs)
         self._num_shown = 0
 
     def __getstate__(self):
         state = self.__dict__.copy()
-        del state["_initializer"], state["_binder"], state["_warm"], state["_freeze"]
+        del state["_initializer"], state["_binder"], state["_programs"]
         return state
 
     def __setstate__(self, state):

@@ -27,7 +27,7 @@ from numpyro_repulsion.gradients import (
 )
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import automatic_scale, first_preconditioner
-from numpyro_repulsion.kernels.programs import BoundProgram, compiler_options
+from numpyro_repulsion.kernels.programs import compiler_options
 from numpyro_repulsion.kernels.requirements import check_room, warn_of_copies
 from numpyro_repulsion.kernels.state import ParticleState, last_word
 from numpyro_repulsion.kernels.warming import Warming, freeze
@@ -69,9 +69,8 @@ class Initializer:
     It caches this program and the posterior that was last searched for NaN; all of it can be made again.
     """
 
-    def __init__(self, kernel):
-        self._kernel = kernel
-        self._program = BoundProgram(kernel, self._start)
+    def __init__(self, kernel, programs):
+        self._kernel, self._programs = kernel, programs
         self._checked = None
 
     def __call__(self, bound, rng_key, num_warmup, init_params, how):
@@ -86,7 +85,7 @@ class Initializer:
             data = bound.data(init_params)
             data = np.zeros(4, np.uint32) if data is None else data
         options = compiler_options(bound, 1, rng_key.shape[0], 1)
-        return self._program(bound, (num_warmup, how), rng_key, init_params, data, options=options)
+        return self._programs(self._start, bound, (num_warmup, how), rng_key, init_params, data, options=options)
 
     def _start(self, bound, settings, rng_key, init_params, data):
         num_warmup, how = settings
@@ -145,7 +144,7 @@ class Initializer:
             start=jax.tree.map(lambda x: x[:1], z),
         )
         eigenvalue = self._smallest_eigenvalue(u, bandwidth)
-        return place_everywhere(Start(state if how is None else freeze(bound, how, state), z, cloud, eigenvalue))
+        return place_everywhere(Start(state if how is None else freeze(bound, how, state, None), z, cloud, eigenvalue))
 
     def _smallest_eigenvalue(self, u, bandwidth):
         """Return the smallest eigenvalue of K: 1 if K is always positive definite, NaN if K is not finite."""

@@ -16,11 +16,11 @@ import numpy as np
 from numpyro_repulsion.gradients import Gradient, Target, quickly
 from numpyro_repulsion.kernels.bound import BoundSampler, Settings
 
-__all__ = ["BoundProgram", "compiler_options", "is_traced", "unweakened"]
+__all__ = ["Programs", "compiler_options", "is_traced", "unweakened"]
 
-#: How many of the programs in use last are kept. JAX and NumPyro keep every kernel that has run, and XLA takes hundreds
-#: of memory maps for a program, of which Linux allows a process 65,530.
-NUM_KEPT = 24
+#: How many of the kernels in use last keep their programs. JAX and NumPyro keep every kernel that has run, and XLA takes
+#: hundreds of memory maps for its programs, of which Linux allows a process 65,530.
+NUM_KEPT = 8
 #: Arrays of 64 bits are inputs of programs if narrowing moves no entry by more than this share of a deviation.
 ROUNDING = 1e-6
 #: How many operations of updates take about as long in two runs without optimization as the optimizing takes: about
@@ -70,31 +70,36 @@ class _Static:
     target: Target = field(compare=False)
 
 
-class BoundProgram:
-    """A function ``(bound, settings, *arrays)`` of a bound sampler, with the model's arguments as inputs.
+class Programs:
+    """The compiled functions ``(bound, settings, *arrays)`` of one kernel, with the model's arguments as inputs.
 
-    A model that needs the values of its arguments, and not only their shapes, has them in its programs. What was not
-    used for a while is dropped, and compiled again if it is needed.
+    A model that needs the values of its arguments, and not only their shapes, has them in its programs. The programs of
+    a kernel that was not used for a while are dropped, and compiled again if they are needed.
 
     :param kernel: to which samplers are bound.
     """
 
-    _in_use: ClassVar[list[weakref.ref[BoundProgram]]] = []
+    _in_use: ClassVar[list[weakref.ref[Programs]]] = []
 
-    def __init__(self, kernel: Settings, function: Callable[..., Any]):
-        self._kernel, self._function = kernel, function
-        self._programs: dict[tuple, Callable] = {}
-        self._concrete: tuple[tuple, Callable] | None = None
+    def __init__(self, kernel: Settings):
+        self._kernel = kernel
+        self._forget()
+
+    def _forget(self):
+        self._compiled: dict[tuple, Callable] = {}
+        self._concrete: dict[Callable, tuple[tuple, Callable]] = {}
         self._split: tuple[BoundSampler, tuple[bool, ...]] | None = None
-        self._need_values: set[_Static] = set()
+        self._need_values: set[tuple[Callable, _Static]] = set()
 
-    def __call__(self, bound: BoundSampler, settings: Hashable, *arrays: Any, options: dict[str, Any]) -> Any:
+    def __call__(
+        self, function: Callable, bound: BoundSampler, settings: Hashable, *arrays: Any, options: dict[str, Any]
+    ) -> Any:
         """Return what the function returns.
 
         :param options: see :func:`compiler_options`.
         """
         if is_traced():
-            return self._function(bound, settings, *arrays)
+            return function(bound, settings, *arrays)
         self._remember()
         leaves, treedef = jax.tree.flatten((bound.target.args, dict(bound.target.kwargs)))
         if self._split is None or self._split[0] is not bound:
@@ -105,36 +110,37 @@ class BoundProgram:
         target = bound.target.with_arguments((), {})
         static = _Static(settings, treedef, is_array, others, target.structure, bound.gradient, target)
         key = tuple(options.items())
-        if _is_hashable(static) and static not in self._need_values:
-            if key not in self._programs:
-                self._programs[key] = jax.jit(self._on_arrays, static_argnums=0, compiler_options=options)
+        if _is_hashable(static) and (function, static) not in self._need_values:
+            if (function, key) not in self._compiled:
+                on_arrays = partial(self._on_arrays, function)
+                self._compiled[function, key] = jax.jit(on_arrays, static_argnums=0, compiler_options=options)
             try:
-                return self._programs[key](static, data, *arrays)
+                return self._compiled[function, key](static, data, *arrays)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-                self._need_values.add(static)
-        known = self._concrete
+                self._need_values.add((function, static))
+        known = self._concrete.get(function)
         if known is None or known[0] != (settings, bound, key):
-            program = jax.jit(partial(self._concretely, bound, settings), compiler_options=options)
-            self._concrete = known = (settings, bound, key), program
+            program = jax.jit(partial(self._concretely, function, bound, settings), compiler_options=options)
+            self._concrete[function] = known = (settings, bound, key), program
         return known[1](*arrays)
 
     def _remember(self):
-        """Count this program as the one in use last, and drop the oldest."""
+        """Count this kernel as the one in use last, and drop the programs of the oldest."""
         others = [known for known in self._in_use if known() not in (None, self)]
         for known in others[: -NUM_KEPT + 1]:
-            if (program := known()) is not None:
-                program._programs, program._concrete, program._split = {}, None, None
+            if (programs := known()) is not None:
+                programs._forget()
         self._in_use[:] = [*others[-NUM_KEPT + 1 :], weakref.ref(self)]
 
-    def _on_arrays(self, static, data, *arrays):
+    def _on_arrays(self, function, static, data, *arrays):
         found, others = iter(data), iter(static.others)
         leaves = [next(found) if yes else next(others) for yes in static.is_array]
         args, kwargs = jax.tree.unflatten(static.treedef, leaves)
         bound = BoundSampler(self._kernel, static.target.with_arguments(args, kwargs), static.gradient)
-        return self._concretely(bound, static.settings, *arrays)
+        return self._concretely(function, bound, static.settings, *arrays)
 
-    def _concretely(self, bound, settings, *arrays):
-        return jax.tree.map(unweakened, self._function(bound, settings, *arrays))
+    def _concretely(self, function, bound, settings, *arrays):
+        return jax.tree.map(unweakened, function(bound, settings, *arrays))
 
 
 def unweakened(x: Any) -> jax.Array:

@@ -1,29 +1,31 @@
-"""Warmup of a kernel: iterations that move the cloud and learn, in programs of their own.
+"""Programs of a warmup: iterations that move the cloud, measurements that learners ask for, and its end.
 
-`ParticleKernel.init` starts the particles, makes all iterations of warmup, and freezes what they learned. One
-iteration does this:
+One iteration does this:
 
-1. Compute the stage of warmup. Each particle's own reference (``SVRG``) is renewed if its epoch is over.
+1. Each particle's own reference (``SVRG``) is renewed if its epoch is over.
 2. While particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam with
    minibatches. If the arrival is prolonged, particles descend together, along the direction of SVGD.
 3. Otherwise: the updates of the sampler (``iteration.py``), with what is learned so far.
-4. Every learner sees the new cloud, and the count of iterations grows.
+4. The sums grow that learners need at the end of the window, and the count of iterations.
+
+``learning.py`` calls them, window by window.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import (
+    Centering,
     Particle,
-    Sweeps,
+    Reference,
     fingerprint,
     likelihood_energies,
     ravel_cloud,
@@ -34,33 +36,38 @@ from numpyro_repulsion.kernels.iteration import BASINS, Iteration, Keys, coordin
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.warmup import (
-    LEARNERS,
+    NUM_PROBES,
     Learned,
-    Learner,
-    Measured,
-    Stage,
+    Preconditioner,
     WarmupState,
     arrive,
+    best_bandwidth,
     descend,
-    diagnose_warmup,
+    estimate_curvature,
+    hessian_and_noise,
+    mean_diagonal,
+    mean_product,
+    measure_steepness,
+    recentered,
     svgd_direction,
-    update_centering,
-    update_prolongation,
-    warmup_update,
 )
 
 __all__ = [
-    "ALL_LEARNERS",
-    "NUM_KEYS",
     "Frozen",
+    "Judged",
+    "Now",
+    "Place",
     "Warming",
     "WarmupIteration",
+    "approach",
     "freeze",
-    "keys_of_learners",
     "relabeled",
-    "warm",
+    "travel",
     "what_is_on",
 ]
+
+#: Half the distance over which gradients are compared, in units of the scales.
+WIDTH = 0.2
 
 
 class Warming(NamedTuple):
@@ -82,99 +89,101 @@ class Warming(NamedTuple):
     start: Particle
 
 
-def _update_jumps(key, stage, warmup, cloud, sampler):
-    """Update what the kernel's ``moves`` have learned."""
-    del key
-    if (moves := sampler.bound.kernel.moves) is None:
-        return warmup, cloud
-    jumps = moves.learn(stage, warmup.jumps, warmup, cloud, sampler.dynamics.temperature)
-    return warmup._replace(jumps=jumps), cloud
+class Now(NamedTuple):
+    """What an iteration needs to know of its window; scalars.
 
-
-def _update_basins(key, stage, warmup, cloud, sampler):
-    """Update what the jumps between basins have learned."""
-    del key
-    if warmup.basins is None:
-        return warmup, cloud
-    basins = BASINS.learn(stage, warmup.basins, warmup, cloud, sampler.dynamics.temperature)
-    return warmup._replace(basins=basins), cloud
-
-
-#: In calling order.
-ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
-
-#: How many of them have a key of their own. That of centering derives from another one, for the models that need it,
-#: and that of the prolongation is not used.
-NUM_KEYS = len(ALL_LEARNERS) - 2
-
-
-def keys_of_learners(keys: jax.Array, centers: bool) -> list[jax.Array]:
-    """Return a key for each learner, from ``NUM_KEYS`` keys.
-
-    :param centers: whether the learner of centering needs one.
+    - **ends** - after how many iterations the window ends.
+    - **arrived** - after how many iterations particles have arrived.
+    - **half** - where the present half of the arrival begins and ends.
+    - **is_adapting** - whether the scales are still adapted.
+    - **noise** - the variance of the gradient noise, as measured.
     """
-    own = iter(keys)
-    others = dict.fromkeys((update_centering, update_prolongation), keys[0])
-    if centers:
-        others[update_centering] = random.fold_in(keys[0], 1)
-    return [others[learner] if learner in others else next(own) for learner in ALL_LEARNERS]
+
+    ends: Integer[Array, ""] | np.ndarray
+    arrived: Integer[Array, ""] | np.ndarray
+    half: tuple[Integer[Array, ""] | np.ndarray, Integer[Array, ""] | np.ndarray]
+    is_adapting: Bool[Array, ""] | np.ndarray
+    noise: Float[Array, ""] | np.ndarray
+
+
+class Place(NamedTuple):
+    """Where gradients are evaluated: what :class:`Iteration` reads of a :class:`WarmupState`."""
+
+    preconditioner: Preconditioner
+    centering: Centering | None
+    reference: Reference | None
 
 
 class WarmupIteration(Iteration):
-    """A bound sampler in its warmup; what learners use is :class:`~numpyro_repulsion.warmup.Sampler`."""
+    """A bound sampler in its warmup."""
 
-    @property
-    def minibatch_size(self) -> int:
-        """The number of rows in a minibatch, of the plate with the fewest."""
-        return min((batch for _, batch in self.bound.target.plates.values()), default=1)
-
-    def iterate(self, state: Warming) -> Warming:
-        """Make one iteration of warmup."""
+    def approach(self, state: Warming, now: Now) -> Warming:
+        """Make one iteration in which particles arrive."""
         cloud, warmup = state.cloud, state.warmup
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, 1 + NUM_KEYS)
-        stage = Stage.of(warmup.iteration, warmup.num_warmup, warmup.arrival.is_prolonged, self.plan.late)
-        warmup = self._with_references(stage, cloud, warmup)
+        rng_key, keys = Keys.of(state.rng_key, self.num_steps, 0)
+        begins, ends = now.half
+        share_done = (warmup.iteration - begins) / jnp.maximum(ends - begins, 1)
 
-        def approach():
-            def update(carry, key):
-                return self._approach(key, stage, carry, warmup), None
+        def update(carry, key):
+            return self._approach(key, share_done, carry, warmup), None
 
-            (position, arrival), _ = lax.scan(update, (cloud[:3], warmup.arrival), keys.updates)
-            return Cloud(*position, cloud.memory), warmup._replace(arrival=arrival)
+        (position, arrival), _ = lax.scan(update, (cloud[:3], warmup.arrival), keys.updates)
+        cloud = Cloud(*position, cloud.memory)
+        if arrival.surroundings is not None:
+            seen = arrival.surroundings.add(cloud.potential_energy, cloud.gradient)
+            arrival = arrival._replace(surroundings=seen)
+        return self._counted(state._replace(rng_key=rng_key), now, cloud, warmup._replace(arrival=arrival))
 
-        def travel():
-            now, learned = self.move(keys, cloud, self.learned(warmup), state.num_updates)
-            moved = warmup._replace(jumps=learned.jumps, basins=learned.basins, reference=learned.reference)
-            return now.cloud, moved
+    def travel(self, state: Warming, now: Now) -> Warming:
+        """Make one iteration of the sampler."""
+        rng_key, keys = Keys.of(state.rng_key, self.num_steps, 1)
+        warmup = self._with_references(now, state.cloud, state.warmup)
+        done, learned = self.move(keys, state.cloud, self.learned(warmup, now.noise), state.num_updates)
+        cloud, bandwidth, symptoms = done.cloud, warmup.bandwidth, warmup.symptoms
+        warmup = warmup._replace(jumps=learned.jumps, basins=learned.basins, reference=learned.reference)
+        if self.plan.bandwidth:
+            rule = self.interaction.learn_bandwidth
+            bandwidth = lax.cond(now.is_adapting, rule, lambda _: warmup.bandwidth, cloud.z)
+        if symptoms is not None:
+            u, gradient = (x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient))
+            symptoms = lax.cond(
+                now.is_adapting, lambda: warmup.symptoms, lambda: warmup.symptoms.add(u, gradient, warmup.preconditioner)
+            )
+        warmup = warmup._replace(bandwidth=bandwidth, symptoms=symptoms)
+        return self._counted(state._replace(rng_key=rng_key), now, cloud, warmup)
 
-        if self.plan.arrives:
-            cloud, warmup = lax.cond(stage.is_arriving, approach, travel)
-        else:
-            cloud, warmup = travel()
-        own = keys_of_learners(keys.others[1:], warmup.centering is not None)
-        warmup, cloud = warmup_update(own, stage, warmup, cloud, self, ALL_LEARNERS)
+    def _counted(self, state, now, cloud, warmup):
+        """Return the state after one more iteration, with its moments and what the moves record."""
+        moments = warmup.moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
+        iteration, jumps, basins = warmup.iteration + 1, warmup.jumps, warmup.basins
+        record = warmup.preconditioner, cloud, iteration - now.arrived
+        if (moves := self.bound.kernel.moves) is not None:
+            jumps = moves.record(jumps, *record)
+        if basins is not None:
+            basins = BASINS.record(basins, *record)
+        scales = warmup.scales._replace(moments=moments)
         return state._replace(
             cloud=cloud,
-            warmup=warmup,
+            warmup=warmup._replace(iteration=iteration, scales=scales, jumps=jumps, basins=basins),
             num_updates=state.num_updates + self.num_steps,
-            rng_key=rng_key,
         )
 
-    def learned(self, warmup: WarmupState, is_warmup: bool = True) -> Learned:
-        """Return what is learned so far, for updates of the sampler."""
-        return Learned.of(warmup, self._gradient_limit(warmup, is_warmup))
+    def learned(self, warmup: WarmupState, noise: Float[Array, ""], is_warmup: bool = True) -> Learned:
+        """Return what is learned so far, for updates of the sampler.
 
-    def _gradient_limit(self, warmup, is_warmup) -> Float[Array, ""] | None:
-        """Return from where gradients are clipped, if warmup measures their usual size."""
-        if self.plan.scale is None or not self.plan.measures or warmup.scales.moments is None:
-            return None
-        if self.plan.noise:
-            # Whitened by the curvature, exact gradients have a variance of 1 at most.
-            return coordinate_limit(1.0 + warmup.noise, warmup.moments.position.shape[-1], is_warmup)
-        # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
-        return length_limit(jnp.fmax(warmup.moments.variances(), 1.0))
+        :param noise: the variance of the gradient noise, as measured.
+        """
+        limit = None
+        if self.plan.scale is not None and self.plan.measures and warmup.scales.moments is not None:
+            if self.plan.noise:
+                # Whitened by the curvature, exact gradients have a variance of 1 at most.
+                limit = coordinate_limit(1.0 + noise, warmup.moments.position.shape[-1], is_warmup)
+            else:
+                # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
+                limit = length_limit(jnp.fmax(warmup.moments.variances(), 1.0))
+        return Learned.of(warmup, limit)
 
-    def _approach(self, key, stage, carry, warmup):
+    def _approach(self, key, share_done, carry, warmup):
         """Make one update of arriving particles, each by itself unless their arrival is prolonged."""
         position, arrival = carry
         move_key, gradient_key = self.noise_and_gradient_keys(key)
@@ -189,50 +198,26 @@ class WarmupIteration(Iteration):
         if arrival.adam is None:
             position, steps = arrive(move_key, position, arrival.step_size, energy_and_grad)
             return position, arrival._replace(step_size=steps)
-        share_done = stage.share_of_approach.astype(position[0].dtype)
         u, _, slope = position
         if arrival.is_prolonged is not None:
             slope = lax.cond(arrival.is_prolonged, svgd_direction, lambda u, gradient: gradient, u, slope)
         rate, temperature = arrival.step_size, arrival.temperature
         position, adam, rates = descend(
-            move_key, position, slope, arrival.adam, rate, share_done, temperature, energy_and_grad
+            move_key, position, slope, arrival.adam, rate, share_done.astype(u.dtype), temperature, energy_and_grad
         )
         return position, arrival._replace(step_size=rates, adam=adam)
 
-    def _with_references(self, stage, cloud, warmup):
+    def _with_references(self, now, cloud, warmup):
         """Renew each particle's own reference, if its epoch is over or a measurement is near."""
         reference = warmup.reference
         if reference is None or self.plan.epoch is None:
             return warmup
-        # At the end of each window, warmup tests whether references help, even if they are not in use.
-        is_needed = ~(stage.is_arriving & self.plan.arrives)
-        # Renew them half an epoch before that, so that warmup measures their average noise.
-        is_middle = stage.until_end == (self.plan.epoch // self.num_steps + 1) // 2
+        # At the end of each window, warmup tests whether references help, even if they are not in use. Renew them half
+        # an epoch before that, so that warmup measures their average noise.
+        is_middle = now.ends - warmup.iteration == (self.plan.epoch // self.num_steps + 1) // 2
         is_new = ~reference.data.any()
-        due = is_needed & (is_new | is_middle | (reference.age >= self.plan.epoch))
+        due = is_new | is_middle | (reference.age >= self.plan.epoch)
         return warmup._replace(reference=self.renewed(due, cloud, warmup, reference, is_new))
-
-    def energy_on_common_rows(self, warmup: WarmupState, u: Float[Array, "*particles d"]) -> Float[Array, "*particles"]:
-        """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
-        target = self.target(warmup)
-        one = jnp.vectorize(lambda z: fingerprint(target, self.unravel, z), signature="(d)->()")
-        return one(warmup.preconditioner.to_positions(u))
-
-    def energies_to_compare(self, *places: tuple[WarmupState, Cloud]) -> list[Float[Array, "*particles"]]:
-        """Return energies of the likelihood alone, on the same rows for all; or U, where all rows are used."""
-        if not self.bound.target.plates:
-            return [cloud.potential_energy for _, cloud in places]
-        rows = rows_to_compare(self.bound.target)
-
-        def energies(place):
-            centering, z = place
-            target = self.bound.target if centering is None else self.centered(centering)
-            particles = jax.vmap(self.unravel)(z.reshape(-1, z.shape[-1]))
-            return likelihood_energies(target, particles, rows).reshape(z.shape[:-1]).astype(z.dtype)
-
-        own = [(state.centering, state.preconditioner.to_positions(cloud.z)) for state, cloud in places]
-        # A loop, so that the model is compiled once.
-        return list(lax.map(energies, jax.tree.map(lambda *x: jnp.stack(x), *own)))
 
 
 def _iteration(bound: BoundSampler, state: Warming) -> WarmupIteration:
@@ -244,13 +229,131 @@ def _iteration(bound: BoundSampler, state: Warming) -> WarmupIteration:
     return WarmupIteration(bound, plan, unravel, state.row_seed, data, bound.kernel.schedule)
 
 
-def warm(bound: BoundSampler, _: None, state: Warming, number: Integer[Array, ""] | int) -> Warming:
-    """Make a number of iterations of warmup."""
+def _iterate(bound, step, state, number):
     state = place_everywhere(state)
     iteration = _iteration(bound, state)
     cloud = iteration.layout(state.cloud.z).place(state.cloud)
-    state = lax.fori_loop(0, number, lambda _, state: iteration.iterate(state), state._replace(cloud=cloud))
+    state = lax.fori_loop(0, number, lambda _, state: step(iteration, state), state._replace(cloud=cloud))
     return place_everywhere(state)
+
+
+def approach(bound: BoundSampler, _: None, state: Warming, now: Now, number: Integer[Array, ""] | int) -> Warming:
+    """Make a number of iterations in which particles arrive."""
+    return _iterate(bound, lambda iteration, state: iteration.approach(state, now), state, number)
+
+
+def travel(bound: BoundSampler, _: None, state: Warming, now: Now, number: Integer[Array, ""] | int) -> Warming:
+    """Make a number of iterations of the sampler, within one window."""
+    return _iterate(bound, lambda iteration, state: iteration.travel(state, now), state, number)
+
+
+def _at(bound: BoundSampler, place: Place, start: Particle) -> WarmupIteration:
+    """Return the iteration for measurements."""
+    bound = bound.within(jax.tree.leaves(start)[0])
+    plan = bound.plan(place.preconditioner.kind)
+    return WarmupIteration(bound, plan, ravel_cloud(start)[1], None, None, bound.kernel.schedule)
+
+
+def _plainly(bound, place, start):
+    """Return ``(key, u) -> ∇U`` without control variates, which cancel in differences."""
+    energy_and_grad = _at(bound, place, start).energy_and_grad(place)
+    return lambda key, u: energy_and_grad(key, u, jnp.zeros((), bool))[1]
+
+
+def measure_curvature(bound: BoundSampler, _: None, place: Place, start: Particle, key, u, width) -> Any:
+    """Return what :func:`~numpyro_repulsion.warmup.estimate_curvature` returns."""
+    iteration = _at(bound, place, start)
+    has_reference = place.reference is not None
+    in_use = place.reference.in_use if has_reference else jnp.zeros((), bool)
+    return place_everywhere(
+        estimate_curvature(key, u, width, iteration.energy_and_grad(place), in_use, has_reference)
+    )
+
+
+def measure_hessian(
+    bound: BoundSampler, number: int, place: Place, start: Particle, key, u, noise_number, only_diagonal
+) -> Any:
+    """Return the mean Hessian and the covariance of the noise.
+
+    :param number: of minibatches for the Hessian; static.
+    """
+    energy_and_grad = _at(bound, place, start).energy_and_grad(place)
+    in_use = jnp.zeros((), bool) if place.reference is None else place.reference.in_use
+
+    def gradient(key, u, is_noise):
+        return energy_and_grad(key, u, is_noise & in_use)[1]
+
+    return place_everywhere(hessian_and_noise(key, u, gradient, WIDTH, number, noise_number, only_diagonal))
+
+
+def measure_diagonal(bound: BoundSampler, _: None, place: Place, start: Particle, key, u) -> Any:
+    """Return the diagonal of the mean Hessian."""
+    return place_everywhere(mean_diagonal(key, u, _plainly(bound, place, start), WIDTH, NUM_PROBES))
+
+
+def measure_product(bound: BoundSampler, number: int, place: Place, start: Particle, key, u, direction) -> Any:
+    """Return the product of the mean Hessian with a unit vector."""
+    return place_everywhere(mean_product(key, u, direction, _plainly(bound, place, start), WIDTH, number))
+
+
+def common_energies(bound: BoundSampler, _: None, place: Place, start: Particle, u) -> Any:
+    """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
+    iteration = _at(bound, place, start)
+    target, unravel = iteration.target(place), iteration.unravel
+    one = jnp.vectorize(lambda z: fingerprint(target, unravel, z), signature="(d)->()")
+    return place_everywhere(one(place.preconditioner.to_positions(u)))
+
+
+def energies_to_compare(bound: BoundSampler, _: None, place: Place, start: Particle, u) -> Any:
+    """Return energies of the likelihood alone, on the same rows for all, ``(G, L)``."""
+    iteration = _at(bound, place, start)
+    z = place.preconditioner.to_positions(u).reshape(-1, u.shape[-1])
+    particles, rows = jax.vmap(iteration.unravel)(z), rows_to_compare(iteration.bound.target)
+    energies = likelihood_energies(iteration.target(place), particles, rows)
+    return place_everywhere(energies.reshape(u.shape[:-1]).astype(u.dtype))
+
+
+def reference_at(bound: BoundSampler, size: int, place: Place, start: Particle, key) -> Any:
+    """Return the reference with U and ∇U over all rows at its position.
+
+    :param size: the number of particles; static.
+    """
+    iteration = _at(bound, place, start)
+    return place_everywhere(iteration.evaluate_reference(key, place, place.reference, size))
+
+
+def standardized(bound: BoundSampler, _: None, place: Place, start: Particle, other: Centering, u) -> Any:
+    """Return particles in the coordinates of another centering, and which entries these change, ``(d,)``."""
+    iteration = _at(bound, place, start)
+    found = iteration.recover(place, u)
+    is_other = ((found.scale != 1.0) | (found.location != 0.0)).any((0, 1))
+    return place_everywhere((iteration.centered(other).to_coordinates(found), is_other))
+
+
+def recenter(bound: BoundSampler, _: None, state: Warming, key) -> Any:
+    """Return the state and the cloud with other centering."""
+    return place_everywhere(recentered(key, state.warmup, state.cloud, _iteration(bound, state)))
+
+
+def couple(bound: BoundSampler, _: None, u, bandwidth, is_new) -> Any:
+    """Return the bandwidth, by the rule if it is new, and the bound and the diagonal of K, how steep Γ is, and whether
+    K is the identity."""
+    interaction = bound.kernel.interaction
+    if interaction.learns_bandwidth:
+        bandwidth = lax.cond(is_new, interaction.learn_bandwidth, lambda _: bandwidth, u)
+    coupling = interaction.couple(u, bandwidth)
+    steepness = measure_steepness(random.key(0), interaction, u, bandwidth)
+    return place_everywhere((bandwidth, coupling.bound, coupling.diagonal, steepness, coupling.is_identity))
+
+
+def tuned_bandwidth(bound: BoundSampler, tolerance: float, u, rule) -> Any:
+    """Return the bandwidth that speeds up averages over the cloud most."""
+    return place_everywhere(best_bandwidth(bound.kernel.interaction, u, rule, tolerance))
+
+
+def settle(bound: BoundSampler, _: None, cloud: Cloud, step_size, noise) -> Any:
+    """Return the cloud with what its dynamics carries adapted to a step."""
+    return place_everywhere(bound.kernel.dynamics.settled(cloud, step_size, noise))
 
 
 def relabeled(state: Warming, data: np.ndarray | None) -> Warming:
@@ -289,21 +392,34 @@ class Frozen(NamedTuple):
     is_single: bool
 
 
-def freeze(bound: BoundSampler, how: Frozen, state: Warming) -> ParticleState:
-    """Return the state from which draws are made, with all that warmup learned."""
+class Judged(NamedTuple):
+    """What the host says of a warmup at its end.
+
+    - **noise** - the variance of the gradient noise.
+    - **measured** - the entries of :class:`~numpyro_repulsion.warmup.Measured`, ``(7,)``, or ``None``.
+    - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, or ``None``.
+    """
+
+    noise: Float[Array, ""] | np.ndarray
+    measured: Float[Array, 7] | np.ndarray | None
+    diagnosis: Float[Array, 14] | np.ndarray | None
+
+
+def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | None) -> ParticleState:
+    """Return the state from which draws are made, with all that warmup learned.
+
+    :param judged: ``None`` without a warmup.
+    """
     iteration, kernel, warmup = _iteration(bound, state), bound.kernel, state.warmup
-    plan, measured, problems = iteration.plan, None, None
-    if how.has_warmed and (plan.measures or plan.jumps):
-        is_jumping = None if kernel.moves is None else jnp.asarray(how.on[1])
-        measured = Measured.of(warmup, kernel.dynamics)
-        needs_reference = not isinstance(kernel.gradient, Sweeps)
-        problems = diagnose_warmup(warmup, plan.step_size, kernel.dynamics, is_jumping, needs_reference)
-    limited = iteration.learned(warmup, is_warmup=False) if how.has_warmed else Learned.of(warmup, None)
+    if judged is None:
+        limited, judged = Learned.of(warmup, None), Judged(np.zeros(()), None, None)
+    else:
+        limited = iteration.learned(warmup, judged.noise, is_warmup=False)
     cloud = place_everywhere(state.cloud)
     found = ParticleState.of(
         iteration,
         cloud,
-        limited.completed(warmup, measured, problems, how.on),
+        limited.completed(warmup, judged.measured, judged.diagnosis, how.on),
         iteration.step_size(limited, jnp.maximum(state.num_updates - 1, 0)),
         jnp.zeros(cloud.potential_energy.shape, int),
         state.rng_key,

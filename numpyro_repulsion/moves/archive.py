@@ -16,8 +16,7 @@ from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.moves.base import Move, Proposal
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.rounding import matmul
-from numpyro_repulsion.warmup import ARRIVED, FREEZE, Preconditioner, Stage, WarmupState, inverse_root, shrink
+from numpyro_repulsion.warmup import FREEZE, Preconditioner, inverse_root, shrink
 
 __all__ = ["DENSITY", "DIFFERENCES", "Archive", "ArchiveState"]
 
@@ -151,30 +150,12 @@ class Archive(Move[ArchiveState]):
             tally=(jnp.zeros((), dtype),) * 2,
         )
 
-    def learn(
-        self, stage: Stage, jumps: ArchiveState, warmup: WarmupState, cloud: Cloud, temperature: float
-    ) -> ArchiveState:
-        """Record one more iteration, and renew the archive at the end of a window; constant after warmup."""
-        elapsed = stage.done - stage.at(ARRIVED)
-        is_before_end = stage.done < stage.num_warmup
-
-        def remember():
-            remembered = self._record(jumps, warmup.scales.preconditioner, cloud, elapsed)
-            return lax.cond(stage.window_ends, lambda: renew(remembered), lambda: remembered)
-
-        def renew(jumps):
-            tried = jnp.where(is_before_end & (stage.done >= stage.at(FREEZE)), DENSITY, DIFFERENCES)
-            jumps = self._choose(jumps, jnp.where(is_before_end, tried, -1))
-            return self._fit(jumps, warmup.scales.preconditioner, cloud.z.shape[0] * cloud.z.shape[1], temperature)
-
-        return lax.cond(elapsed >= 0, remember, lambda: jumps)
-
-    def _record(self, jumps, change, cloud, elapsed):
-        """Add the particles of one more iteration, in unconstrained coordinates."""
+    def record(self, jumps, positions, cloud, age):
         z, gradient = (
-            x.reshape(-1, x.shape[-1]) for x in (change.to_positions(cloud.z), change.unwhiten_gradient(cloud.gradient))
+            x.reshape(-1, x.shape[-1])
+            for x in (positions.to_positions(cloud.z), positions.unwhiten_gradient(cloud.gradient))
         )
-        row = jumps.source - elapsed * len(z)
+        row = jumps.source - age * len(z)
         here = (row >= 0) & (row < len(z))
         recorded = tuple(
             jnp.where(here[:, None], new[jnp.clip(row, 0, len(z) - 1)], old)
@@ -182,28 +163,35 @@ class Archive(Move[ArchiveState]):
         )
         return jumps._replace(recorded=recorded, number=jumps.number + here.sum(dtype=jnp.int32))
 
-    def _fit(self, jumps, change, particles, temperature):
-        """Use the archive recorded so far, with S and s² fitted to it."""
+    def learn(self, window, jumps, warmup, cloud, temperature):
+        """Renew the archive, with S and s² fitted to it."""
+        if not window.has_arrived:
+            return jumps
+        tried = DENSITY if window.ends >= window.schedule.at(FREEZE) else DIFFERENCES
+        jumps = self._choose(jumps, None if window.is_last else tried)
         # Until the archive is full, it repeats its positions.
-        filled = jnp.arange(len(jumps.source)) % jnp.maximum(jumps.number, 1)
+        filled = np.arange(len(jumps.source)) % max(int(jumps.number), 1)
+        change = warmup.scales.preconditioner
         z, gradient = (x[filled] for x in jumps.recorded)
-        within = _within(change.whiten_gradient(gradient), jumps, temperature)
-        v, slope = within.whiten(change.whiten(z)), within.whiten_gradient(change.whiten_gradient(gradient))
+        gradient = change.whiten_gradient(gradient)
+        within = _within(gradient, jumps, temperature)
+        v, slope = within.whiten(change.whiten(z)), within.whiten_gradient(gradient)
+        particles = cloud.z.shape[0] * cloud.z.shape[1]
         components, variance = _likeliest(v, slope, jumps.source[filled] % particles, temperature)
-        components = components[_order_in_space(components)]
         return jumps._replace(components=components, variance=variance, scale=within.scale)
 
     def _choose(self, jumps, kind):
-        """Store the window's acceptance and begin another window with this kind of jump; −1 chooses the better kind."""
+        """Store the window's acceptance and begin another window with this kind of jump; ``None`` is the better one."""
         count, total = jumps.tally
-        acceptance = jumps.acceptance.at[jumps.kind].set(
-            jnp.where(count > 0, total / jnp.maximum(count, 1.0), jumps.acceptance[jumps.kind])
-        )
-        differences, density = acceptance[DIFFERENCES], acceptance[DENSITY]
-        best = jnp.where((density >= LEAST_OF_DENSITY) | (density >= differences), DENSITY, DIFFERENCES)
-        best = jnp.where(acceptance[best] >= LEAST, best, NONE)
-        kind = jnp.where(kind < 0, best, kind).astype(jnp.int32)
-        return jumps._replace(kind=kind, acceptance=acceptance, tally=(jnp.zeros_like(count),) * 2)
+        acceptance = jumps.acceptance.copy()
+        if count > 0:
+            acceptance[int(jumps.kind)] = total / count
+        if kind is None:
+            differences, density = acceptance[DIFFERENCES], acceptance[DENSITY]
+            kind = DENSITY if density >= LEAST_OF_DENSITY or density >= differences else DIFFERENCES
+            kind = kind if acceptance[kind] >= LEAST else NONE
+        kind = np.asarray(kind, np.int32)
+        return jumps._replace(kind=kind, acceptance=acceptance, tally=(np.zeros_like(count),) * 2)
 
     def is_on(self, state):
         return state.kind > NONE
@@ -308,15 +296,17 @@ def _within(gradient, jumps, temperature):
     """
     deviation = gradient - gradient.mean(0)
     if jumps.scale.ndim == 1:
-        return Preconditioner(inverse_root(jnp.mean(deviation**2, 0) / temperature))
-    covariance = shrink(matmul(deviation.T, deviation) / len(deviation) / temperature, jumps.number)
-    return Preconditioner(inverse_root(covariance))
+        return Preconditioner(inverse_root(np.mean(deviation**2, 0) / temperature))
+    return Preconditioner(
+        inverse_root(shrink(deviation.T @ deviation / len(deviation) / temperature, float(jumps.number)))
+    )
 
 
+@jax.jit
 def _likeliest(v, slope, owner, temperature):
     """Return components and a variance that maximize the likelihood of each owner's positions under the others' parts.
 
-    Components are positions moved down the gradient, all the way to the mode or a part of it.
+    Components are positions moved down the gradient, all the way to the mode or a part of it, in their order in space.
     """
     stride = max(1, len(v) // MAX_QUERIES)
     others = owner[::stride, None] != owner
@@ -331,6 +321,7 @@ def _likeliest(v, slope, owner, temperature):
 
         return lax.map(of, variances)
 
-    descents, variances = jnp.asarray(DESCENTS, v.dtype), jnp.asarray(temperature * VARIANCES, v.dtype)
+    descents, variances = jnp.asarray(DESCENTS, v.dtype), (temperature * VARIANCES).astype(v.dtype)
     best = jnp.argmax(lax.map(log_likelihood, descents))
-    return v - descents[best // len(VARIANCES)] * slope, variances[best % len(VARIANCES)]
+    components = v - descents[best // len(VARIANCES)] * slope
+    return components[_order_in_space(components)], variances[best % len(VARIANCES)]

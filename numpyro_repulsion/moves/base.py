@@ -7,11 +7,11 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 import jax
 from jax import random
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Integer
 
 from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import uniform
-from numpyro_repulsion.warmup import JumpsState, Stage, WarmupState
+from numpyro_repulsion.warmup import JumpsState, Preconditioner, WarmupState, Window
 
 __all__ = ["Jumped", "Move", "Proposal"]
 
@@ -52,7 +52,7 @@ class Jumped(NamedTuple):
 class Move(Generic[State]):
     """Base class: Metropolis-Hastings steps of single particles, between updates of the dynamics.
 
-    A subclass defines `start`, `learn` and `propose`. Its state is a ``NamedTuple`` of arrays with a field ``tally``,
+    A subclass defines `start` and `propose`, and, if it learns, `record` and `learn`. Its state is a ``NamedTuple`` of arrays with a field ``tally``,
     the number of jumps and the sum of their mean acceptance probabilities, which the sampler updates. The base class
     accepts a proposal y with probability ``min(1, π(y) q(x|y) / (π(x) q(y|x)))``, ``π = exp(−U / T)``. This preserves
     the stationary distribution of each particle if a proposal depends only on the particle and the state, and the state
@@ -78,8 +78,6 @@ class Move(Generic[State]):
         >>> class Reflection(Move):  # for an almost symmetric posterior
         ...     def start(self, cloud, iterations, dense):
         ...         return Nothing((jnp.zeros(()), jnp.zeros(())))
-        ...     def learn(self, stage, state, warmup, cloud, temperature):
-        ...         return state
         ...     def propose(self, key, state, cloud, energy_and_grad, temperature, stratified):
         ...         return Proposal(-cloud.z, *energy_and_grad(-cloud.z), jnp.zeros(cloud.z.shape[:2]))
 
@@ -105,9 +103,19 @@ class Move(Generic[State]):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `start`.")
 
-    def learn(self, stage: Stage, state: State, warmup: WarmupState, cloud: Cloud, temperature: float) -> State:
-        """Return the state after one more iteration; after warmup only the tally changes."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement `learn`.")
+    def record(self, state: State, positions: Preconditioner, cloud: Cloud, age: Integer[Array, ""]) -> State:
+        """Return the state after one more iteration of warmup, in its program; unchanged by default.
+
+        :param positions: the change of variables from whitened to unconstrained coordinates.
+        :param age: how many iterations particles have been where they belong; negative while they arrive.
+        """
+        del positions, cloud, age
+        return state
+
+    def learn(self, window: Window, state: State, warmup: WarmupState, cloud: Cloud, temperature: float) -> State:
+        """Return the state at the end of a window of warmup, from arrays of the host; unchanged by default."""
+        del window, warmup, cloud, temperature
+        return state
 
     def propose(
         self,

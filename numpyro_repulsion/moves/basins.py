@@ -30,7 +30,7 @@ class BasinsState(NamedTuple):
     - **scale** - S, ``(d, d)`` or ``(d,)``.
     - **origin** - the first followed positions of the C particles, ``(C, d)``, in w.
     - **sums** - the sums of w minus the origin and of its squares, ``(2, C, d)``.
-    - **number** - the number of iterations in these sums.
+    - **number** - the number of iterations in these sums; 0 while particles are not followed.
     - **center**, **width** - the centers and widths of the components, ``(C, d)`` each.
     - **is_on** - whether warmup found several basins.
     - **tally** - the number of jumps, and the sum of their acceptance probabilities.
@@ -84,33 +84,33 @@ class Basins(Move[BasinsState]):
     def is_on(self, state):
         return state.is_on
 
-    def learn(self, stage, state, warmup, cloud, temperature):
+    def record(self, state, positions, cloud, age):
+        del positions, age
+        shift = _followed(Preconditioner(state.scale).whiten(cloud.z), len(state.origin)) - state.origin
+        # Particles are followed once `learn` has begun with it.
+        is_followed = state.number > 0
+        sums = state.sums + jnp.where(is_followed, jnp.stack([shift, shift**2]), 0.0)
+        return state._replace(sums=sums, number=state.number + is_followed)
+
+    def learn(self, window, state, warmup, cloud, temperature):
         if warmup.symptoms is None:
             return state
-        widest = warmup.symptoms.widest
-        begins, ends = stage.at(BEGINNING), stage.at(END)
-        is_first, is_last = stage.done == begins, stage.done == ends
-
-        def scale():
-            covariance = warmup.moments.gradient_scatter / jnp.maximum(warmup.moments.number, 1.0) / temperature
-            return inverse_root(covariance)
-
-        def follow():
-            within = lax.cond(is_first, scale, lambda: state.scale)
-            change = Preconditioner(within)
-            w = _followed(change.whiten(cloud.z), len(state.origin))
-            origin = jnp.where(is_first, w, state.origin)
-            shift = w - origin
-            sums = jnp.where(is_first, 0.0, state.sums) + jnp.stack([shift, shift**2])
-            number = jnp.where(is_first, 0.0, state.number) + 1.0
-            mean, square = sums / number
-            width = INFLATION * jnp.sqrt(jnp.maximum(square - mean**2, 0.0))
-            is_on = is_last & widest.has_basins
-            return BasinsState(
-                within, origin, sums, number, origin + mean, jnp.clip(width, *WIDTHS), is_on, state.tally
+        if window.is_at(BEGINNING):
+            moments = warmup.moments
+            scale = inverse_root(moments.gradient_scatter / np.maximum(moments.number, 1.0) / temperature)
+            origin = _followed(Preconditioner(scale).whiten(cloud.z), len(state.origin))
+            one = np.ones_like(state.number)
+            state = state._replace(scale=scale, origin=origin, sums=np.zeros_like(state.sums), number=one)
+        if window.is_at(END):
+            mean, square = state.sums / np.maximum(state.number, 1.0)
+            width = np.clip(INFLATION * np.sqrt(np.maximum(square - mean**2, 0.0)), *WIDTHS)
+            state = state._replace(
+                center=state.origin + mean,
+                width=width,
+                number=np.zeros_like(state.number),
+                is_on=np.asarray(warmup.symptoms.widest.has_basins),
             )
-
-        return lax.cond((stage.done >= begins) & (stage.done <= ends), follow, lambda: state)
+        return state
 
     def propose(self, key, state, cloud, energy_and_grad, temperature, stratified):
         del temperature, stratified

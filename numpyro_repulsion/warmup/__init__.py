@@ -79,8 +79,8 @@ from numpyro_repulsion.warmup.arrival import (
     update_arrival,
     update_prolongation,
 )
-from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, next_bandwidth, update_bandwidth
-from numpyro_repulsion.warmup.centering import MIN_PARTICLES, update_centering
+from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, update_bandwidth
+from numpyro_repulsion.warmup.centering import MIN_PARTICLES, recentered, update_centering
 from numpyro_repulsion.warmup.curvature import (
     UNKNOWN,
     Measurements,
@@ -89,6 +89,7 @@ from numpyro_repulsion.warmup.curvature import (
     summarize_curvature,
 )
 from numpyro_repulsion.warmup.diagnosis import MIN_WARMUP, WarmupDiagnosis, diagnose_warmup, update_symptoms
+from numpyro_repulsion.warmup.hessian import NUM_PROBES, hessian_and_noise, mean_diagonal, mean_product
 from numpyro_repulsion.warmup.learned import Learned, Measured
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
 from numpyro_repulsion.warmup.scales import update_scales
@@ -101,11 +102,10 @@ from numpyro_repulsion.warmup.state import (
     StepState,
     WarmupPlan,
     WarmupState,
-    warmup_update,
 )
 from numpyro_repulsion.warmup.step_size import update_reference, update_step_size
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
-from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Stage
+from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Schedule, Window
 
 __all__ = [
     "Adam",
@@ -119,6 +119,7 @@ __all__ = [
     "LAST_ADAPTED",
     "NUM_DEVIATIONS",
     "NUM_HESSIANS",
+    "NUM_PROBES",
     "UNKNOWN",
     "LEARNERS",
     "MIN_PARTICLES",
@@ -131,31 +132,34 @@ __all__ = [
     "Moments",
     "Preconditioner",
     "Sampler",
-    "Stage",
+    "Schedule",
     "Surroundings",
     "Symptoms",
     "WarmupState",
     "WarmupDiagnosis",
     "Widest",
+    "Window",
     "arrive",
     "best_bandwidth",
     "first_scale",
     "gains",
+    "hessian_and_noise",
     "inverse_root",
+    "mean_diagonal",
+    "mean_product",
     "descend",
     "diagnose_warmup",
     "left_behind",
     "estimate_curvature",
     "measure_steepness",
     "most_late_iterations",
+    "recentered",
     "rescue",
-    "next_bandwidth",
     "shrink",
     "summarize_curvature",
     "svgd_direction",
     "update_centering",
     "update_prolongation",
-    "warmup_update",
 ]
 
 #: In calling order: lost particles return by energies in the old coordinates, so other coordinates come after that, and

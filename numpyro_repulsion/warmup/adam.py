@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Float, Integer
+import numpy as np
 
 from numpyro_repulsion.dynamics import EnergyAndGrad, select
 from numpyro_repulsion.interactions import RBF, median_bandwidth
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.rounding import xp
 
 __all__ = [
     "Adam",
@@ -43,7 +45,7 @@ class Surroundings(NamedTuple):
         """Return the sums with one more iteration."""
         return Surroundings(self.number + 1.0, self.energy + energy, self.square + gradient**2)
 
-    def is_lost(self) -> Bool[Array, "*particles"]:
+    def is_lost(self) -> np.ndarray:
         """Return which particles, ``(G, L)``, have almost no posterior mass around them compared with the best one.
 
         In a basin of curvature H, the mean of U is its minimum plus ``d/2`` and the mean of ``g gᵀ`` is H. So the basin
@@ -52,16 +54,16 @@ class Surroundings(NamedTuple):
         mass around a particle that has not moved; one width for all coordinates underestimates a basin that is narrow
         in some of them. A particle is lost only if it is far behind by both.
         """
-        number, dimension = jnp.maximum(self.number, 1.0), self.square.shape[-1]
+        number, dimension = max(float(self.number), 1.0), self.square.shape[-1]
         energy, square = self.energy / number, self.square / number
-        smallest = jnp.finfo(square.dtype).tiny
+        smallest = np.finfo(square.dtype).tiny
         log_weights = (
-            -energy - 0.5 * jnp.sum(jnp.log(square + smallest), -1),
-            -energy - 0.5 * dimension * jnp.log(jnp.mean(square, -1) + smallest),
+            -energy - 0.5 * np.sum(np.log(square + smallest), -1),
+            -energy - 0.5 * dimension * np.log(np.mean(square, -1) + smallest),
         )
-        lost = jnp.ones(energy.shape, bool)
+        lost = np.ones(energy.shape, bool)
         for log_weight in log_weights:
-            best = jnp.nanmax(jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf))
+            best = np.nanmax(np.where(np.isfinite(log_weight), log_weight, -np.inf))
             lost &= ~(log_weight >= best - 10.0 - 2.0 * dimension**0.5)
         return lost
 
@@ -110,10 +112,10 @@ class Adam(NamedTuple):
         :param unit: the unit of coordinates in which starts do not differ, as for a single particle.
         """
         flat = u.reshape(-1, u.shape[-1])
-        spread = jnp.median(jnp.abs(flat - jnp.median(flat, 0)), 0) / 0.6745
-        nothing = jnp.zeros_like(u)
-        unit = jnp.where(spread > 0, spread, unit)
-        return Adam(jnp.zeros((), jnp.int32), nothing, nothing, nothing, unit.astype(u.dtype))
+        spread = xp.median(xp.abs(flat - xp.median(flat, axis=0)), axis=0) / 0.6745
+        nothing = xp.zeros_like(u)
+        unit = xp.where(spread > 0, spread, unit)
+        return Adam(np.zeros((), np.int32), nothing, nothing, nothing, unit.astype(u.dtype))
 
 
 def first_rates(shape: tuple[int, ...], dtype) -> Float[Array, "*particles"]:

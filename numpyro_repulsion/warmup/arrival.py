@@ -7,18 +7,18 @@ import math
 from typing import TypeVar
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.scipy.special import ndtr
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 import numpy as np
+from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
-from numpyro_repulsion.noise import hashed, normal, signs
+from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup.adam import Position
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
-from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, Stage
+from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, Window
 
 __all__ = [
     "arrive",
@@ -73,22 +73,17 @@ def arrive(
     return moved, step_size * jnp.exp(0.5 * (probability - 0.6))
 
 
-def spread_of_energies(dimension: int, noise: Float[Array, ""] | float = 0.0) -> Float[Array, ""] | float:
+def spread_of_energies(dimension: int, noise: float = 0.0) -> float:
     """Return by how much energies of exact draws rarely differ.
 
     Exact energies differ by about ``sqrt(d)``, and those from minibatches by ``sqrt(V d)`` more.
 
     :param noise: V, the variance of the gradient noise in whitened coordinates.
     """
-    return 10.0 + 5.0 * jnp.sqrt(dimension * (1.0 + noise))
+    return 10.0 + 5.0 * np.sqrt(dimension * (1.0 + noise))
 
 
-def left_behind(
-    energy: Float[Array, "*particles"],
-    dimension: int,
-    noise: Float[Array, ""] | float = 0.0,
-    in_basins: Bool[Array, ""] | bool = False,
-) -> Bool[Array, "*particles"]:
+def left_behind(energy: np.ndarray, dimension: int, noise: float = 0.0, in_basins: bool = False) -> np.ndarray:
     """Return which particles, ``(G, L)``, have an energy far above the median; exact draws rarely do.
 
     The limit is :func:`spread_of_energies` above it. It is also ``NUM_DEVIATIONS`` median absolute deviations if
@@ -98,82 +93,74 @@ def left_behind(
     :param noise: V, the variance of the gradient noise in whitened coordinates.
     :param in_basins: whether particles are in basins of different depth.
     """
-    middle = jnp.nanmedian(energy)
+    middle = np.nanmedian(energy)
     limit = spread_of_energies(dimension, noise)
-    if in_basins is not False:
-        apart = NUM_DEVIATIONS * jnp.nanmedian(jnp.abs(energy - middle))
-        limit = jnp.where(in_basins & (apart > limit), apart, limit)
+    if in_basins:
+        limit = np.fmax(limit, NUM_DEVIATIONS * np.nanmedian(np.abs(energy - middle)))
     # Negated, so that NaN counts as left behind too.
     return ~(energy <= middle + limit)
 
 
-def rescue(key: jax.Array, particles: Tree, lost: Bool[Array, "*particles"]) -> Tree:
+def rescue(rng: Generator, particles: Tree, lost: np.ndarray) -> Tree:
     """Move each lost particle to the position of a random other one, with all that belongs to it.
 
     :param particles: a pytree of arrays ``(G, L, ...)``.
     :param lost: ``(G, L)``; if all are lost, none moves.
     """
-    lost = lost.ravel() & ~lost.all()
-    places = hashed(key, (lost.size, lost.size)) | np.uint32(1)
-    chosen = jnp.where(lost, jnp.argmax(jnp.where(lost, np.uint32(0), places), 1), jnp.arange(lost.size))
+    if lost.all() or not lost.any():
+        return particles
+    chosen = np.arange(lost.size)
+    chosen[lost.ravel()] = rng.choice(np.flatnonzero(~lost), lost.sum())
     return jax.tree.map(lambda x: x.reshape(lost.size, *x.shape[2:])[chosen].reshape(x.shape), particles)
 
 
 def update_arrival(
-    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """Adapt the arrival: sum up surroundings and, at the ends of windows, move lost particles to others."""
-    if not sampler.plan.arrives:
+    """Move lost particles to others."""
+    plan, arrival = sampler.plan, warmup.arrival
+    if not plan.arrives:
         return warmup, cloud
-    arrival = warmup.arrival
-    steps, surroundings, adam = arrival.step_size, arrival.surroundings, arrival.adam
-    if surroundings is not None:
-
-        def look_around():
-            fresh = jax.tree.map(lambda x: jnp.where(stage.window_starts, 0.0, x), arrival.surroundings)
-            return fresh.add(cloud.potential_energy, cloud.gradient)
-
-        surroundings = lax.cond(stage.is_arriving, look_around, lambda: arrival.surroundings)
-
-    def lost():
-        if surroundings is not None:
-            return surroundings.is_lost()
-        # Minibatch noise hides curvature, and energies on different minibatches are not comparable unless control
-        # variates correct them.
-        energy = sampler.energy_on_common_rows(warmup, cloud.z)
-        if warmup.reference is not None:
-            energy = jnp.where(warmup.reference.in_use, cloud.potential_energy, energy)
-        in_basins = False if arrival.is_prolonged is None else arrival.is_prolonged
-        return left_behind(energy, cloud.z.shape[-1], warmup.noise, in_basins)
-
-    # The count and the unit of Adam belong to all particles.
-    momenta = None if adam is None else (adam.mean, adam.square, adam.growth)
-    particles = cloud, steps, momenta
-
-    def rescued():
-        is_lost = lost()
-        moved, *others = rescue(key, particles, is_lost & stage.may_rescue)
-        # Copies that coincide would not repel each other.
-        jitter = jnp.where(stage.is_arriving, 0.0, JITTER) * signs(key, cloud.z.shape, cloud.z.dtype, 1)
-        jitter = jnp.where((moved.z != cloud.z).any(-1, keepdims=True), jitter, 0.0)
-        return (moved._replace(z=moved.z + jitter), *others), is_lost & ~stage.may_rescue
-
-    # After the arrival, particles can be recognized as lost only if the gradient noise has been measured.
-    knows_noise = sampler.plan.noise and sampler.plan.measures
-    due = stage.window_ends & stage.finds_lost & (stage.is_arriving | knows_noise)
-    (cloud, steps, momenta), is_lost = lax.cond(due, rescued, lambda: (particles, arrival.lost))
-    if adam is not None:
-        mean, square, growth = momenta
-        adam = adam._replace(mean=mean, square=square, growth=growth)
-    elif sampler.plan.scale is not None:
-        steps = jnp.where(stage.window_ends, jnp.clip(steps, *ARRIVAL_STEPS), steps)
-    if arrival.halfway is not None and arrival.is_prolonged is not None:
+    if window.is_at(FIRST_WHITENED) and arrival.halfway is not None and not window.is_prolonged:
         # Before the hierarchical sites are centered otherwise, coordinates are those of the model.
-        is_halfway = stage.done == stage.at(FIRST_WHITENED)
-        z = warmup.scales.preconditioner.to_positions(cloud.z)
-        arrival = arrival._replace(halfway=jnp.where(is_halfway & ~arrival.is_prolonged, z, arrival.halfway))
-    arrival = arrival._replace(step_size=steps, lost=is_lost, surroundings=surroundings, adam=adam)
+        arrival = arrival._replace(halfway=warmup.scales.preconditioner.to_positions(cloud.z))
+    # After the arrival, particles can be recognized as lost only if the gradient noise has been measured.
+    if window.finds_lost and (window.was_arrival or (plan.noise and plan.measures)):
+        lost = _lost(warmup, cloud, sampler)
+        if window.may_rescue:
+            arrival, cloud = _rescued(rng, window, arrival, cloud, lost)
+        arrival = arrival._replace(lost=lost & (not window.may_rescue))
+    if arrival.adam is None and plan.scale is not None:
+        arrival = arrival._replace(step_size=np.clip(arrival.step_size, *ARRIVAL_STEPS))
     return warmup._replace(arrival=arrival), cloud
+
+
+def _lost(warmup, cloud, sampler):
+    """Return which particles have almost no posterior mass around them."""
+    arrival = warmup.arrival
+    if arrival.surroundings is not None:
+        return arrival.surroundings.is_lost()
+    # Minibatch noise hides curvature, and energies on different minibatches are not comparable unless control
+    # variates correct them.
+    is_corrected = warmup.reference is not None and bool(warmup.reference.in_use)
+    energy = cloud.potential_energy if is_corrected else sampler.energy_on_common_rows(warmup, cloud.z)
+    return left_behind(energy, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
+
+
+def _rescued(rng, window, arrival, cloud, lost):
+    """Return the arrival and the cloud after lost particles have moved to others."""
+    # The count and the unit of Adam belong to all particles.
+    adam = arrival.adam
+    momenta = None if adam is None else (adam.mean, adam.square, adam.growth)
+    moved, steps, momenta = rescue(rng, (cloud, arrival.step_size, momenta), lost)
+    if adam is not None:
+        adam = adam._replace(mean=momenta[0], square=momenta[1], growth=momenta[2])
+    if not window.was_arrival and moved is not cloud:
+        # Copies that coincide would not repel each other.
+        jitter = JITTER * rng.choice((-1.0, 1.0), moved.z.shape)
+        has_moved = (moved.z != cloud.z).any(-1, keepdims=True)
+        moved = moved._replace(z=moved.z + np.where(has_moved, jitter, 0.0).astype(moved.z.dtype))
+    return arrival._replace(step_size=steps, adam=adam), moved
 
 
 #: The share of the variance of minibatch gradients that control variates leave where particles still have to arrive.
@@ -201,7 +188,7 @@ def most_late_iterations(plates: Mapping[str, tuple[int, int]], num_steps: int) 
 
 
 def update_prolongation(
-    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
     """At the end of the arrival, begin its second half again if gradients of particles and of their mean differ much.
 
@@ -220,62 +207,53 @@ def update_prolongation(
     rows. Hierarchical sites are standardized then, because the density of weights ``N(0, 1/λ)`` and of λ is highest
     where all weights are 0 and λ is in the thousands; that of the standardized weights is not.
     """
-    del key
-    arrival, reference = warmup.arrival, warmup.reference
-    spread, halfway, is_prolonged = arrival.spread, arrival.halfway, arrival.is_prolonged
-    if spread is None or halfway is None or is_prolonged is None or reference is None:
+    del rng
+    arrival = warmup.arrival
+    if arrival.is_prolonged is None or window.is_prolonged or not window.is_at(ARRIVED):
         return warmup, cloud
-    plain, corrected = warmup.measurements.mean_isotropic_noise
-    due = stage.window_ends & (stage.done == stage.at(ARRIVED)) & ~is_prolonged
-
     # The coordinates of the model.
     scales, centering = warmup.scales._replace(preconditioner=Preconditioner()), warmup.scales.centering
     plainly = warmup._replace(scales=scales if centering is None else scales._replace(centering=centering.undone()))
+    if not _differ(warmup, plainly, cloud, sampler):
+        return warmup, cloud
+    y, unit, recentered = arrival.halfway, arrival.spread, centering
+    if centering is not None:
+        recentered = centering._replace(share=np.zeros_like(centering.share))
+        y, is_standardized = sampler.standardized(plainly, recentered, y)
+        # Standardized sites have a prior of unit scale.
+        unit = np.where(is_standardized, 1.0, unit)
+    old = warmup.scales.preconditioner
+    stretch = None if old.stretch is None else np.zeros_like(old.stretch)
+    change = Preconditioner(np.diag(unit) if old.kind == "dense" else unit, y.mean((0, 1)), old.vectors, stretch)
+    scales = warmup.scales._replace(
+        preconditioner=change,
+        moments=jax.tree.map(np.zeros_like, warmup.moments),
+        noise_shrinkage=1.0,
+        centering=recentered,
+    )
+    # With a gradient of 0, the first update only evaluates the gradient in the new coordinates.
+    moved = cloud._replace(z=change.whiten(y), gradient=np.zeros_like(cloud.gradient))
+    unknown = jax.tree.map(np.zeros_like, warmup.reference)
+    return warmup._replace(arrival=arrival.prolonged(moved.z), scales=scales, reference=unknown), moved
 
-    def prolong():
-        found, unit = sampler.recover(plainly, halfway), spread
-        y, recentered = found.z, centering
-        if centering is not None:
-            recentered = centering._replace(share=jnp.zeros_like(centering.share))
-            y = sampler.centered(recentered).to_coordinates(found)
-            # Standardized sites have a prior of unit scale.
-            is_standardized = ((found.scale != 1.0) | (found.location != 0.0)).any((0, 1))
-            unit = jnp.where(is_standardized, 1.0, unit)
-        old = warmup.scales.preconditioner
-        stretch = None if old.stretch is None else jnp.zeros_like(old.stretch)
-        scale = jnp.diag(unit) if old.kind == "dense" else unit
-        change = Preconditioner(scale, jnp.mean(y, (0, 1)), old.vectors, stretch)
-        scales = warmup.scales._replace(
-            preconditioner=change,
-            moments=jax.tree.map(jnp.zeros_like, warmup.moments),
-            noise_shrinkage=jnp.ones_like(warmup.scales.noise_shrinkage),
-            centering=recentered,
-        )
-        # With a gradient of 0, the first update only evaluates the gradient in the new coordinates.
-        moved = cloud._replace(z=change.whiten(y), gradient=jnp.zeros_like(cloud.gradient))
-        unknown = type(reference).none(reference.position.shape, reference.position.dtype)
-        return warmup._replace(arrival=arrival.prolonged(moved.z), scales=scales, reference=unknown), moved
 
-    def differ():
-        """Whether gradients stay noisy and particles are different functions, so that what lies between two of them
-        fits worse than they do; or whether the second half has sent them away."""
-        dimension = cloud.z.shape[-1]
-        z = cloud.z.reshape(-1, dimension)
-        middle = ((z + jnp.roll(z, 1, 0)) / 2.0).reshape(cloud.z.shape)
-        # Where they were is not expressed in the new scales, which single precision may not invert.
-        places = ((warmup, cloud.z), (warmup, middle), (plainly, halfway))
-        found = sampler.energies_to_compare(*((state, cloud._replace(z=place)) for state, place in places))
-        fits, between, before = (energies.ravel() for energies in found)
-        rarely = spread_of_energies(dimension)
-        apart, before_apart = (jnp.nanmedian(jnp.abs(x - jnp.nanmedian(x))) for x in (fits, before))
-        matters = (plain > MIN_NOISE) | (apart > rarely)
-        is_convex = jnp.mean(between < (fits + jnp.roll(fits, 1)) / 2.0) >= CONVEX
-        # Draws lie d / 2 above a mode on average, and on some of the rows energies differ by noise as well, as much as
-        # between where the particles were. Negated, so that NaN of all counts as far away too; there, noise may be too
-        # large to be measured.
-        limit = dimension + jnp.maximum(rarely, NUM_DEVIATIONS * before_apart)
-        have_left = ~(jnp.nanmedian(fits) <= jnp.nanmedian(before) + limit)
-        return ((corrected > STAYS_NOISY * plain) & matters & ~is_convex) | have_left
-
-    is_needed = lax.cond(due, differ, lambda: jnp.zeros((), bool))
-    return lax.cond(is_needed, prolong, lambda: (warmup, cloud))
+def _differ(warmup, plainly, cloud, sampler):
+    """Return whether gradients stay noisy and particles are different functions, so that what lies between two of them
+    fits worse than they do; or whether the second half has sent them away."""
+    plain, corrected = warmup.measurements.mean_isotropic_noise
+    dimension = cloud.z.shape[-1]
+    z = cloud.z.reshape(-1, dimension)
+    middle = ((z + np.roll(z, 1, 0)) / 2.0).reshape(cloud.z.shape)
+    # Where they were is not expressed in the new scales, which single precision may not invert.
+    places = ((warmup, cloud.z), (warmup, middle), (plainly, warmup.arrival.halfway))
+    fits, between, before = (sampler.energy_to_compare(*place).ravel() for place in places)
+    rarely = spread_of_energies(dimension)
+    apart, before_apart = (np.nanmedian(np.abs(x - np.nanmedian(x))) for x in (fits, before))
+    matters = plain > MIN_NOISE or apart > rarely
+    is_convex = np.mean(between < (fits + np.roll(fits, 1)) / 2.0) >= CONVEX
+    # Draws lie d / 2 above a mode on average, and on some of the rows energies differ by noise as well, as much as
+    # between where the particles were. Negated, so that NaN of all counts as far away too; there, noise may be too
+    # large to be measured.
+    limit = dimension + np.maximum(rarely, NUM_DEVIATIONS * before_apart)
+    have_left = not np.nanmedian(fits) <= np.nanmedian(before) + limit
+    return (corrected > STAYS_NOISY * plain and matters and not is_convex) or have_left

@@ -7,17 +7,18 @@ from typing import NamedTuple
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 import numpy as np
+from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, EulerError
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.curvature import measure_steepness
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
-from numpyro_repulsion.warmup.windows import Stage
+from numpyro_repulsion.warmup.windows import Window
 
-__all__ = ["Gains", "best_bandwidth", "gains", "next_bandwidth", "update_bandwidth"]
+__all__ = ["Gains", "best_bandwidth", "gains", "update_bandwidth"]
 
 #: Candidate bandwidths, as multiples of the rule's.
 MULTIPLES = 2.0 ** np.linspace(-4.0, 4.0, 33)
@@ -97,54 +98,25 @@ def best_bandwidth(
     return jnp.where(jnp.isfinite(scores).any(), candidates[jnp.argmax(scores)], rule)
 
 
-def next_bandwidth(
-    interaction: Interaction,
-    u: Float[Array, "*particles d"],
-    previous: Float[Array, ""],
-    number: Integer[Array, ""],
-    tolerance: float,
-    bias: Float[Array, ""] | float,
-) -> Float[Array, ""]:
-    """Return the next bandwidth: the rule's, or, once the scales are frozen, the average of the best ones so far.
-
-    :param u: particles, ``(G, L, d)``.
-    :param previous: the current bandwidth.
-    :param number: how many windows have ended since the scales were frozen, including this one.
-    :param bias: the bias of the step in use; negative if it is unknown.
-    """
-    rule = interaction.learn_bandwidth(u)
-    if not interaction.tunes_bandwidth:
-        return rule
-
-    def average():
-        # If a short run raised the step beyond the bias budget, stability limits the step; a wide K would shorten it.
-        best = jnp.where(bias > 1.05 * tolerance, rule, best_bandwidth(interaction, u, rule, tolerance))
-        # A geometric mean, because one cloud of twenty determines its best only within a factor of about two.
-        return jnp.exp(jnp.log(previous) + (jnp.log(best) - jnp.log(previous)) / number).astype(rule.dtype)
-
-    return lax.cond(number > 0, average, lambda: rule)
-
-
 def update_bandwidth(
-    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """Update the bandwidth in every iteration until the scales are frozen, then only at the ends of windows.
+    """Update the bandwidth: by the rule, or, once the scales are frozen, to the average of the best ones so far.
 
-    A cloud may shrink by a large factor while it moves. With an old bandwidth, all particles would be neighbors, and
-    the step would be too long for the largest eigenvalue of such a K.
+    Until then it also follows the rule in every iteration (``kernels/warming.py``): a cloud may shrink by a large
+    factor while it moves. With an old bandwidth, all particles would be neighbors, and the step would be too long for
+    the largest eigenvalue of such a K.
     """
-    del key
+    del rng
     plan = sampler.plan
-    if not plan.bandwidth:
+    if not plan.bandwidth or (plan.arrives and not window.has_arrived):
         return warmup, cloud
-    interacts = stage.has_arrived if plan.arrives else True
-    follows = interacts & (stage.is_adapting | stage.window_ends)
-    rule = plan.step_size or BiasBudget()
-    bandwidth = lax.cond(
-        follows,
-        lambda: next_bandwidth(
-            sampler.interaction, cloud.z, warmup.bandwidth, stage.num_settled, rule.tolerance, warmup.step.bias
-        ),
-        lambda: warmup.bandwidth,
-    )
+    bandwidth = rule = sampler.bandwidth_of(cloud.z)
+    if sampler.tunes_bandwidth and window.num_settled > 0:
+        tolerance = (plan.step_size or BiasBudget()).tolerance
+        # If a short run raised the step beyond the bias budget, stability limits the step; a wide K would shorten it.
+        is_raised = warmup.step.bias > 1.05 * tolerance
+        best = rule if is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)
+        # A geometric mean, because one cloud of twenty determines its best only within a factor of about two.
+        bandwidth = warmup.bandwidth * (best / warmup.bandwidth) ** (1.0 / window.num_settled)
     return warmup._replace(bandwidth=bandwidth), cloud

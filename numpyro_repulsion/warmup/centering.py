@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, select
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.warmup.hessian import NUM_PROBES, particle_mean
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
-from numpyro_repulsion.warmup.windows import Stage
+from numpyro_repulsion.warmup.windows import Window
 
-__all__ = ["MIN_PARTICLES", "update_centering"]
+__all__ = ["MIN_PARTICLES", "recentered", "update_centering"]
 
 #: With fewer particles, the scales of new coordinates are unknown.
 MIN_PARTICLES = 4
@@ -26,7 +29,7 @@ MIN_CHANGE = 0.1
 
 
 def update_centering(
-    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
     """At the ends of the first windows after the arrival, center each entry by what the data say.
 
@@ -36,22 +39,26 @@ def update_centering(
     is, because its likelihood does not depend on s, and minibatches add no noise to the gradient with respect to s.
     An effect that the model itself multiplies by s is treated likewise, once gradients have told the power of s.
     """
-    if warmup.scales.centering is None:
-        return warmup, cloud
     # Later, scales are averages over windows, which need the same coordinates.
-    due = stage.references_move & (stage.curvature_weight == 1.0)
-    return lax.cond(due, lambda: _learned(key, warmup, cloud, sampler), lambda: (warmup, cloud))
+    is_due = window.moves_references and window.curvature_weight == 1.0
+    return sampler.recenter(rng, warmup, cloud) if is_due and warmup.centering is not None else (warmup, cloud)
 
 
-def _learned(key, warmup, cloud, sampler):
-    found = sampler.recover(warmup, cloud.z)
+def recentered(
+    key: jax.Array, warmup: WarmupState, cloud: Cloud, iteration: Any
+) -> tuple[WarmupState, Cloud]:
+    """Return the state and the cloud with other centering, in a program; unchanged if the centering hardly changes.
+
+    :param iteration: that of the kernel, ``WarmupIteration``.
+    """
+    found = iteration.recover(warmup, cloud.z)
     known, shape = warmup.scales.centering, cloud.z.shape
     flat = jax.tree.map(lambda x: x.reshape(-1, shape[-1]), found)
-    learned, flat = sampler.centered(known).structure_at(flat, MIN_SPREAD)
+    learned, flat = iteration.centered(known).structure_at(flat, MIN_SPREAD)
     found = jax.tree.map(lambda x: x.reshape(shape), flat)
     can_change = jnp.std(jnp.log(flat.scale), 0) > MIN_SPREAD
     plain = learned._replace(share=jnp.where(can_change, 0.0, 1.0).astype(known.share.dtype))
-    y = sampler.centered(plain).to_coordinates(found)
+    y = iteration.centered(plain).to_coordinates(found)
     trial, change = _rescaled(warmup, y, plain)
     u, (probe_key, gradient_key) = change.whiten(y), random.split(key)
 
@@ -60,7 +67,7 @@ def _learned(key, warmup, cloud, sampler):
         curvature = curvature / change.lengths() ** 2
         share = jnp.where(can_change, 1.0 - 1.0 / jnp.maximum(curvature, 1.0), 1.0)
         centering = learned._replace(share=jnp.where(jnp.isfinite(share), share, known.share))
-        y = sampler.centered(centering).to_coordinates(found)
+        y = iteration.centered(centering).to_coordinates(found)
         new, own_change = _rescaled(warmup, y, centering)
         return centering, new, own_change.whiten(y)
 
@@ -70,7 +77,7 @@ def _learned(key, warmup, cloud, sampler):
         is_last, number, side = i == 2 * NUM_PROBES, i // 2, 1.0 - 2.0 * (i % 2)
         probe = signs(probe_key, u.shape, u.dtype, number)
         scales, point = select(is_last, (new.scales, moved), (trial.scales, u + WIDTH * side * probe))
-        energy_and_grad = sampler.energy_and_grad(trial._replace(scales=scales))
+        energy_and_grad = iteration.energy_and_grad(trial._replace(scales=scales))
         energy, gradient = energy_and_grad(random.fold_in(gradient_key, number), point)
         product = probe * (before - gradient) / (2.0 * WIDTH)
         added = jnp.where(is_last | (side > 0), 0.0, particle_mean(product) / NUM_PROBES)

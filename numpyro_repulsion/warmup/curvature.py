@@ -9,6 +9,7 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
+import numpy as np
 
 from numpyro_repulsion.dynamics import CurvatureStats, Dynamics
 from numpyro_repulsion.interactions import Coupling, Interaction
@@ -66,41 +67,40 @@ class Measurements(NamedTuple):
         return Measurements(jnp.zeros((), jnp.int32), *rows_of)
 
     def add(
-        self,
-        curvature: Float[Array, " _"],
-        noise: Float[Array, 2],
-        isotropic_noise: Float[Array, 2],
-        steepness: Float[Array, ""],
+        self, curvature: np.ndarray, noise: np.ndarray, isotropic_noise: np.ndarray, steepness: float
     ) -> Measurements:
         """Return the measurements with one more cloud."""
-        row = jnp.minimum(self.number, len(self.curvature) - 1)
-        found = zip(self[1:], (curvature, noise, isotropic_noise, steepness), strict=True)
-        return Measurements(row + 1, *(known.at[row].set(new) for known, new in found))
+        row = min(int(self.number), len(self.curvature) - 1)
+        arrays = [np.array(known) for known in self[1:]]
+        for known, new in zip(arrays, (curvature, noise, isotropic_noise, steepness), strict=True):
+            known[row] = new
+        return Measurements(np.asarray(row + 1), *arrays)
 
     @property
-    def typical_curvature(self) -> Float[Array, ""]:
+    def typical_curvature(self) -> float:
         """The curvature that one particle in ten exceeds; 0 if unknown."""
-        return jnp.nan_to_num(jnp.nanquantile(_known(self.curvature), QUANTILE))
+        known = self.curvature[self.curvature >= 0]
+        return np.quantile(known, QUANTILE) if known.size else known.sum()
 
     @property
-    def largest_curvature(self) -> Float[Array, ""]:
+    def largest_curvature(self) -> float:
         """The largest curvature; 0 if unknown."""
-        return jnp.nan_to_num(jnp.nanmax(_known(self.curvature)))
+        return self.curvature.max(initial=0.0)
 
     @property
-    def mean_noise(self) -> Float[Array, 2]:
+    def mean_noise(self) -> np.ndarray:
         """The mean gradient noise without control variates and with them, ``(2,)``."""
-        return jnp.nan_to_num(jnp.nanmean(_known(self.noise), 0))
+        return _mean_of_known(self.noise)
 
     @property
-    def mean_isotropic_noise(self) -> Float[Array, 2]:
+    def mean_isotropic_noise(self) -> np.ndarray:
         """The mean of the isotropic gradient noise without control variates and with them, ``(2,)``."""
-        return jnp.nan_to_num(jnp.nanmean(_known(self.isotropic_noise), 0))
+        return _mean_of_known(self.isotropic_noise)
 
     @property
-    def typical_steepness(self) -> Float[Array, ""]:
+    def typical_steepness(self) -> float:
         """The root mean square of the steepness; 0 if unknown."""
-        return jnp.nan_to_num(jnp.sqrt(jnp.nanmean(_known(self.steepness) ** 2)))
+        return _mean_of_known(self.steepness, 2) ** 0.5
 
 
 def estimate_curvature(
@@ -159,8 +159,8 @@ def estimate_curvature(
 
 def summarize_curvature(
     measurements: Measurements,
-    noise: tuple[Float[Array, ""], Float[Array, ""]],
-    spread: Float[Array, ""] | float,
+    noise: tuple[float, float],
+    spread: float,
     coupling: Coupling,
     dynamics: Dynamics,
     shared: bool,
@@ -176,11 +176,11 @@ def summarize_curvature(
     temperature = dynamics.temperature or 1.0
     # K amplifies noise that all particles share by its largest eigenvalue Λ, and each particle's own noise by K_ii.
     largest_noise, isotropic_noise = (
-        x * (coupling.bound / jnp.mean(coupling.diagonal) if shared else 1.0) / temperature for x in noise
+        x * (coupling.bound / np.mean(coupling.diagonal) if shared else 1.0) / temperature for x in noise
     )
     # The mean curvature in a direction is at least 1 / variance, even if the measurements missed it.
-    curvature = jnp.maximum(measurements.typical_curvature, 1.0 / spread)
-    largest = jnp.maximum(measurements.largest_curvature, curvature)
+    curvature = np.maximum(measurements.typical_curvature, 1.0 / spread)
+    largest = np.maximum(measurements.largest_curvature, curvature)
     steepness = temperature * measurements.typical_steepness
     return CurvatureStats(curvature, largest, largest_noise, steepness, sweep, isotropic_noise)
 
@@ -199,9 +199,11 @@ def measure_steepness(
     return jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(change), change, 0.0) ** 2))
 
 
-def _known(x):
-    """Replace the mark of unknown numbers with NaN, within a computation."""
-    return jnp.where(x < 0, jnp.nan, x)
+def _mean_of_known(x, power=1):
+    """Return the mean over rows of numbers that are 0 or more, to a power; 0 where there is none."""
+    is_known = x >= 0
+    total = (np.where(is_known, x, 0.0) ** power).sum(0)
+    return total / np.maximum(is_known.sum(0), 1).astype(x.dtype)
 
 
 def _variances(start, gradients):

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
-from jax import lax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
 import numpy as np
+from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.findings import LARGE_BIAS, Finding
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.symptoms import BASINS_SHARE
-from numpyro_repulsion.warmup.windows import Stage
+from numpyro_repulsion.warmup.windows import Window
 
 __all__ = ["MIN_WARMUP", "WarmupDiagnosis", "diagnose_warmup", "update_symptoms"]
 
@@ -62,20 +59,20 @@ class WarmupDiagnosis(NamedTuple):
     - **thermostat_helps** - whether the same particles with a thermostat could make longer steps.
     """
 
-    num_warmup: Integer[Array, ""] | Float[Array, ""]
-    effective_draws: Float[Array, ""]
-    bias: Float[Array, ""]
-    condition: Float[Array, ""]
-    curvature_ratio: Float[Array, ""]
-    dependence: Float[Array, ""]
-    has_heavy_tails: Bool[Array, ""]
-    has_basins: Bool[Array, ""]
-    is_diagonal: Bool[Array, ""]
-    noise_ratio: Float[Array, ""]
-    control_variates_off: Bool[Array, ""]
-    jumps_off: Bool[Array, ""]
-    is_prolonged: Bool[Array, ""]
-    thermostat_helps: Bool[Array, ""]
+    num_warmup: float
+    effective_draws: float
+    bias: float
+    condition: float
+    curvature_ratio: float
+    dependence: float
+    has_heavy_tails: bool
+    has_basins: bool
+    is_diagonal: bool
+    noise_ratio: float
+    control_variates_off: bool
+    jumps_off: bool
+    is_prolonged: bool
+    thermostat_helps: bool
 
     def findings(self) -> list[Finding]:
         """Return the problems, each with its remedy."""
@@ -190,32 +187,22 @@ class WarmupDiagnosis(NamedTuple):
 
 
 def update_symptoms(
-    key: jax.Array, stage: Stage, warmup: WarmupState, cloud: Cloud, sampler: Sampler
+    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
 ) -> tuple[WarmupState, Cloud]:
-    """While settling, add the cloud to the sums; at the ends of windows, update the direction of largest variance."""
-    del key
-    known = warmup.symptoms
-    if known is None:
+    """While settling, update the direction of largest variance, from the sums over the window."""
+    del rng
+    # Short steps need a longer last window, or slow particles look like particles in different basins.
+    is_short = sampler.plan.noise and window.num_settled > NUM_SHORT_WINDOWS and not window.is_last
+    if warmup.symptoms is None or window.is_adapting or is_short:
         return warmup, cloud
-
-    def examine():
-        u, gradient = (x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient))
-        found = known.add(u, gradient, warmup.scales.preconditioner)
-        temperature = sampler.dynamics.temperature or 1.0
-        ends = stage.window_ends
-        if sampler.plan.noise:
-            # Short steps need a longer last window, or slow particles look like particles in different basins.
-            ends &= (stage.num_settled <= NUM_SHORT_WINDOWS) | (stage.done == stage.num_warmup)
-        return lax.cond(ends, lambda: found.next_window(temperature), lambda: found)
-
-    return warmup._replace(symptoms=lax.cond(stage.is_settling, examine, lambda: known)), cloud
+    return warmup._replace(symptoms=warmup.symptoms.next_window(sampler.dynamics.temperature or 1.0)), cloud
 
 
 def diagnose_warmup(
     warmup: WarmupState,
     rule: BiasBudget | None,
     dynamics: Dynamics,
-    is_jumping: Bool[Array, ""] | None = None,
+    is_jumping: bool | None = None,
     needs_reference: bool = True,
 ) -> WarmupDiagnosis:
     """Diagnose the run at the end of warmup.
@@ -226,8 +213,8 @@ def diagnose_warmup(
     :param is_jumping: whether jumps by ``moves`` are in use; ``None`` without ``moves``.
     :param needs_reference: whether a gradient with control variates has none of the other ways to reduce noise.
     """
-    curvature = warmup.measurements.typical_curvature
-    unknown, no = jnp.full_like(curvature, jnp.nan), jnp.asarray(False)
+    has_reference, is_prolonged = warmup.reference is not None, bool(warmup.arrival.is_prolonged)
+    unknown = np.nan
     found = WarmupDiagnosis(
         num_warmup=unknown,
         effective_draws=unknown,
@@ -235,18 +222,19 @@ def diagnose_warmup(
         condition=unknown,
         curvature_ratio=unknown,
         dependence=unknown,
-        has_heavy_tails=no,
-        has_basins=no,
-        is_diagonal=no,
+        has_heavy_tails=False,
+        has_basins=False,
+        is_diagonal=False,
         noise_ratio=unknown,
-        control_variates_off=~warmup.reference.in_use if warmup.reference is not None and needs_reference else no,
-        jumps_off=no if is_jumping is None else ~is_jumping,
-        is_prolonged=no if warmup.arrival.is_prolonged is None else warmup.arrival.is_prolonged,
-        thermostat_helps=jnp.asarray(needs_reference and dynamics.is_sampler and not dynamics.absorbs_noise),
+        control_variates_off=has_reference and needs_reference and not warmup.reference.in_use,
+        jumps_off=is_jumping is not None and not is_jumping,
+        is_prolonged=is_prolonged,
+        thermostat_helps=needs_reference and dynamics.is_sampler and not dynamics.absorbs_noise,
     )
     symptoms = warmup.symptoms
     if rule is None or symptoms is None:
         return found
+    curvature, step = warmup.measurements.typical_curvature, warmup.step
     widest = symptoms.widest
     is_sampler, is_dense = dynamics.is_sampler, warmup.moments.position_scatter.ndim == 2
     # If particles jump, the updates need not cross the spread over all modes.
@@ -254,28 +242,28 @@ def diagnose_warmup(
     travels = is_sampler and has_no_moves
     spread = warmup.spread(dynamics)
     # With diagonal scales, some direction may vary more than any coordinate.
-    share = spread / jnp.maximum(widest.variance / (dynamics.temperature or 1.0), spread)
+    share = spread / np.maximum(widest.variance / (dynamics.temperature or 1.0), spread)
     # Basins of different widths look like a funnel too, whether particles jump between them or not. In a network the
     # gradients of a unit's weights depend on its other weights without a funnel. Heavy tails make gaps between
     # particles, and their own symptoms are rarer.
-    has_heavy_tails = symptoms.has_heavy_tails & travels & ~found.is_prolonged
+    has_heavy_tails = travels and not is_prolonged and bool(symptoms.has_heavy_tails)
     # Networks, between which U is not convex, are in basins if they keep apart, explored or not.
-    has_basins = (warmup.has_basins | (found.is_prolonged & (widest.share > BASINS_SHARE))) & travels & ~has_heavy_tails
-    dependence = jnp.where(found.is_prolonged | has_basins, jnp.nan, symptoms.dependence) if is_sampler else unknown
-    is_known = travels & ~has_basins & (warmup.step.effective_draws >= 0)
-    jumps_well = jnp.zeros((), bool) if warmup.basins is None else warmup.basins.acceptance > MIN_ACCEPTANCE
+    keeps_apart = warmup.has_basins or (is_prolonged and widest.share > BASINS_SHARE)
+    has_basins = bool(travels and not has_heavy_tails and keeps_apart)
+    jumps_well = warmup.basins is not None and warmup.basins.acceptance > MIN_ACCEPTANCE
     # Noisy directions are wide in whitened coordinates by intent.
     condition = curvature * spread / warmup.scales.noise_shrinkage
+    is_known = travels and not has_basins and step.effective_draws >= 0
+    # Curvature and spread vary harmlessly between basins.
     return found._replace(
         num_warmup=warmup.num_warmup,
-        effective_draws=jnp.where(is_known, share * warmup.step.effective_draws, jnp.nan),
-        bias=jnp.where(is_sampler & (warmup.step.bias > 1.01 * rule.tolerance), warmup.step.bias, jnp.nan),
-        # Curvature and spread vary harmlessly between basins.
-        condition=jnp.where(has_basins, jnp.nan, condition) if has_no_moves and is_dense else unknown,
-        curvature_ratio=jnp.where(has_basins, jnp.nan, warmup.measurements.largest_curvature / curvature),
-        dependence=dependence,
+        effective_draws=share * step.effective_draws if is_known else unknown,
+        bias=step.bias if is_sampler and step.bias > 1.01 * rule.tolerance else unknown,
+        condition=condition if has_no_moves and is_dense and not has_basins else unknown,
+        curvature_ratio=unknown if has_basins else warmup.measurements.largest_curvature / curvature,
+        dependence=symptoms.dependence if is_sampler and not (is_prolonged or has_basins) else unknown,
         has_heavy_tails=has_heavy_tails,
-        has_basins=has_basins & ~jumps_well,
-        is_diagonal=jnp.asarray(warmup.scales.preconditioner.kind == "diagonal"),
-        noise_ratio=warmup.step.noise_share * warmup.noise / curvature,
+        has_basins=has_basins and not jumps_well,
+        is_diagonal=warmup.scales.preconditioner.kind == "diagonal",
+        noise_ratio=step.noise_share * warmup.noise / curvature,
     )

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from jax.scipy.linalg import cholesky
 from jaxtyping import Array, Bool, Float, Integer
+import numpy as np
 
 from numpyro_repulsion.noise import signs
-from numpyro_repulsion.rounding import matmul
+from numpyro_repulsion.rounding import cholesky, eigh, matmul
 
 __all__ = [
     "NUM_PROBES",
@@ -164,8 +164,8 @@ def mean_product(
 
 
 def extremes(
-    start: Float[Array, " d"], product: Callable[[Float[Array, " d"]], Float[Array, " d"]], rank: int
-) -> tuple[Float[Array, "d k"], Float[Array, " _"]]:
+    start: np.ndarray, product: Callable[[np.ndarray], np.ndarray], rank: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the eigenvectors, ``(d, rank)``, and absolute eigenvalues, ``(rank,)``, that differ most from 1.
 
     They come from Lanczos's method with full reorthogonalization. A pair that has not converged is replaced by a zero
@@ -174,49 +174,43 @@ def extremes(
     :param start: a random vector, ``(d,)``.
     :param product: the product of a symmetric matrix with a unit vector.
     """
-    steps, dtype = min(2 * rank, len(start)), start.dtype
-
-    def step(i, carry):
-        basis, diagonal, beside, v = carry
-        basis = basis.at[i].set(v)
-        image = product(v)
-        diagonal = diagonal.at[i].set(matmul(v, image))
+    steps, v = min(2 * rank, len(start)), start / np.linalg.norm(start)
+    basis = np.zeros((steps, len(start)), start.dtype)
+    diagonal, beside = np.zeros((2, steps), start.dtype)
+    for i in range(steps):
+        basis[i], image = v, product(v)
+        diagonal[i] = v @ image
         for _ in range(2):
-            image = image - matmul(matmul(basis, image), basis)
-        size = jnp.linalg.norm(image)
-        return basis, diagonal, beside.at[i].set(size), image / jnp.where(size > 0, size, 1.0)
-
-    nothing = jnp.zeros(steps, dtype)
-    first = jnp.zeros((steps, len(start)), dtype), nothing, nothing, start / jnp.linalg.norm(start)
-    basis, diagonal, beside, _ = lax.fori_loop(0, steps, step, first)
-    values, weights = jnp.linalg.eigh(jnp.diag(diagonal) + jnp.diag(beside[:-1], 1) + jnp.diag(beside[:-1], -1))
-    absolute = jnp.maximum(jnp.abs(values), SMALLEST)
-    residual = jnp.abs(beside[-1] * weights[-1])
-    converged = (residual < CONVERGED * jnp.sqrt(absolute)) & jnp.isfinite(absolute)
-    extremity = jnp.where(converged, jnp.abs(jnp.log(absolute)), 0.0)
-    chosen = jnp.argsort(-extremity)[:rank]
-    vectors = matmul(weights.T, basis)[chosen].T
+            image = image - basis @ image @ basis
+        beside[i] = np.linalg.norm(image)
+        v = image / (beside[i] if beside[i] > 0 else 1.0)
+    values, weights = eigh(np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1))
+    absolute = np.maximum(np.abs(values), SMALLEST)
+    residual = np.abs(beside[-1] * weights[-1])
+    converged = (residual < CONVERGED * np.sqrt(absolute)) & np.isfinite(absolute)
+    extremity = np.where(converged, np.abs(np.log(absolute)), 0.0)
+    chosen = np.argsort(-extremity, kind="stable")[:rank]
     usable = converged[chosen]
-    return jnp.where(usable, vectors, 0.0), jnp.where(usable, absolute[chosen], 1.0)
+    return np.where(usable, (weights.T @ basis)[chosen].T, 0.0), np.where(usable, absolute[chosen], 1.0)
 
 
-def whitening(curvature: Float[Array, " d"] | Float[Array, "d d"]) -> Float[Array, " d"] | Float[Array, "d d"]:
+def whitening(curvature: np.ndarray) -> np.ndarray:
     """Return S, lower triangular or ``(d,)``, with ``S Sᵀ`` the inverse of a curvature made positive.
 
     Negative eigenvalues count by their absolute value, as in a saddle, whose scale they give as well as positive ones.
+
+    :param curvature: ``(d, d)``, or its diagonal ``(d,)``.
     """
-    diagonal = jnp.abs(curvature if curvature.ndim == 1 else jnp.diagonal(curvature))
+    diagonal = np.abs(curvature if curvature.ndim == 1 else curvature.diagonal())
     if curvature.ndim == 1:
-        return jnp.maximum(jnp.where(jnp.isfinite(diagonal), diagonal, 1.0), SMALLEST_DIAGONAL) ** -0.5
-    unit = jnp.where(jnp.isfinite(diagonal) & (diagonal > 0), diagonal, 1.0) ** -0.5
-    values, vectors = jnp.linalg.eigh(curvature * jnp.outer(unit, unit))
-    values = jnp.maximum(jnp.abs(values), SMALLEST)
-    return _root(jnp.outer(unit, unit) * matmul(vectors / values, vectors.T), unit)
+        return np.maximum(np.where(np.isfinite(diagonal), diagonal, 1.0), SMALLEST_DIAGONAL) ** -0.5
+    unit = np.where(np.isfinite(diagonal) & (diagonal > 0), diagonal, 1.0) ** -0.5
+    values, vectors = eigh(curvature * np.outer(unit, unit))
+    values = np.maximum(np.abs(values), SMALLEST)
+    return _root(np.outer(unit, unit) * (vectors / values @ vectors.T), unit)
 
 
-def shrink_noisy_directions(
-    covariance: Float[Array, "d d"], num_draws: int, allowed: Float[Array, ""]
-) -> tuple[Float[Array, "d d"], Float[Array, ""]]:
+def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: float) -> tuple[np.ndarray, float]:
     """Return S, lower triangular, that rescales noisy directions until their gradient noise is at most the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
@@ -229,21 +223,20 @@ def shrink_noisy_directions(
     :param allowed: the largest variance tolerated at the longest stable step.
     :return: S, and the largest factor by which a variance grows in the new coordinates.
     """
-    values, vectors = jnp.linalg.eigh(covariance)
-    dimension, total, square = len(values), values.sum(), jnp.sum(values**2)
+    values, vectors = eigh(covariance)
+    dimension, total, square = len(values), values.sum(), np.sum(values**2)
     spread = (num_draws + 1 - 2 / dimension) * (square - total**2 / dimension)
-    share = jnp.minimum(1.0, ((1 - 2 / dimension) * square + total**2) / jnp.where(spread > 0, spread, 1.0))
+    share = min(1.0, ((1 - 2 / dimension) * square + total**2) / spread) if spread > 0 else 1.0
     values = (1.0 - share) * values + share * total / dimension
-    factor = jnp.maximum(values / allowed, 1.0)
+    factor = np.maximum(values / allowed, 1.0)
     factor = factor / factor.min()
-    scale = _root(matmul(vectors / factor, vectors.T), jnp.ones_like(values))
-    return scale, factor.max()
+    return _root(vectors / factor @ vectors.T, np.ones_like(values)), factor.max()
 
 
 def _root(matrix, otherwise):
     """Return the lower Cholesky factor of a matrix, or a diagonal where it is not finite."""
-    scale = cholesky((matrix + matrix.T) / 2.0, lower=True)
-    return jnp.where(jnp.isfinite(scale).all(), scale, jnp.diag(otherwise))
+    scale = cholesky((matrix + matrix.T) / 2.0)
+    return scale if np.isfinite(scale).all() else np.diag(otherwise)
 
 
 def _difference(key, u, offset, gradient):

@@ -10,7 +10,6 @@ import numpy as np
 
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import Centering, Reference
-from numpyro_repulsion.warmup.curvature import UNKNOWN
 from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import JumpsState, SwitchedState, WarmupState
@@ -28,13 +27,13 @@ class Measured(NamedTuple):
     - **bias** - the relative inflation of variances that the step is expected to cause; negative if unknown.
     """
 
-    typical_curvature: Float[Array, ""]
-    largest_curvature: Float[Array, ""]
-    typical_steepness: Float[Array, ""]
-    noise: Float[Array, ""]
-    isotropic_noise: Float[Array, ""]
-    spread: Float[Array, ""]
-    bias: Float[Array, ""]
+    typical_curvature: float
+    largest_curvature: float
+    typical_steepness: float
+    noise: float
+    isotropic_noise: float
+    spread: float
+    bias: float
 
     @staticmethod
     def of(warmup: WarmupState, dynamics: Dynamics) -> Measured:
@@ -115,33 +114,26 @@ class Learned(NamedTuple):
         )
 
     def completed(
-        self, warmup: WarmupState, measured: Measured | None, problems: WarmupDiagnosis | None, on: tuple[bool, ...]
+        self, warmup: WarmupState, measured: Array | None, diagnosis: Array | None, on: tuple[bool, ...]
     ) -> Learned:
         """Return what sampling needs, without what is off.
 
         :param on: whether the reference, the jumps and the basins are in use.
         """
         has_reference, has_jumps, has_basins = on
-        start, dtype = None, self.step_size.dtype
+        start = None
         if warmup.data_fingerprint is not None:
             position, energy = warmup.data_fingerprint
             start = jnp.append(position, energy)
         reference = None
         if has_reference and self.reference is not None:
             reference = self.reference._replace(in_use=None)  # type: ignore[arg-type]
-
-        def packed(numbers):
-            if numbers is None:
-                return None
-            found = jnp.stack([jnp.asarray(x, dtype) for x in numbers])
-            return jnp.where(jnp.isnan(found), UNKNOWN, found)
-
         return self._replace(
             reference=reference,
             jumps=self.jumps if has_jumps else None,
             basins=self.basins if has_basins else None,
-            measured=packed(measured),
-            diagnosis=packed(problems),
+            measured=measured,
+            diagnosis=diagnosis,
             data=warmup.data,
             start=start,
         )

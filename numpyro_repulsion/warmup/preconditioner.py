@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Float
+import numpy as np
 
-from numpyro_repulsion.rounding import matmul
+from numpyro_repulsion.rounding import cholesky, eigh, matmul, solve_triangular, xp
 
 __all__ = ["RANK", "Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
 
@@ -52,7 +52,7 @@ class Preconditioner(NamedTuple):
             return z
         if self.scale.ndim == 1:
             return self._stretch(z / self.scale, inverse=True)
-        return solve_triangular(self.scale, z.reshape(-1, z.shape[-1]).T, lower=True).T.reshape(z.shape)
+        return solve_triangular(self.scale, z.reshape(-1, z.shape[-1]).T).T.reshape(z.shape)
 
     def to_positions(self, u: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
         """Return z for whitened positions u, ``(..., d)``."""
@@ -73,7 +73,7 @@ class Preconditioner(NamedTuple):
         if self.scale.ndim == 1:
             return self._stretch(gradient, inverse=True) / self.scale
         flat = gradient.reshape(-1, gradient.shape[-1])
-        return solve_triangular(self.scale, flat.T, lower=True, trans=1).T.reshape(gradient.shape)
+        return solve_triangular(self.scale, flat.T, transposed=True).T.reshape(gradient.shape)
 
     def by_coordinate(
         self, u: Float[Array, "*particles d"], gradient: Float[Array, "*particles d"]
@@ -106,13 +106,13 @@ class Preconditioner(NamedTuple):
         factor = 1.0 / (1.0 + self.stretch) - 1.0 if inverse else self.stretch
         return x + matmul(matmul(x, self.vectors) * factor, self.vectors.T)
 
-    def lengths(self) -> Float[Array, " d"] | Float[Array, ""]:
-        """Return the lengths of the rows of S, the scales of the coordinates of z; a scalar 1 without scales."""
+    def lengths(self) -> Float[Array, " d"] | float:
+        """Return the lengths of the rows of S, the scales of the coordinates of z; 1 without scales."""
         if self.scale is None:
-            return jnp.ones(())
+            return 1.0
         if self.vectors is not None and self.stretch is not None:
-            return self.scale * jnp.sqrt(1.0 + matmul(self.vectors**2, (1.0 + self.stretch) ** 2 - 1.0))
-        return self.scale if self.scale.ndim == 1 else jnp.linalg.norm(self.scale, axis=1)
+            return self.scale * (1.0 + matmul(self.vectors**2, (1.0 + self.stretch) ** 2 - 1.0)) ** 0.5
+        return self.scale if self.scale.ndim == 1 else (self.scale**2).sum(1) ** 0.5
 
 
 def first_scale(z: Float[Array, "n d"], gradient: Float[Array, "n d"], kind: str) -> Preconditioner:
@@ -135,24 +135,24 @@ def first_scale(z: Float[Array, "n d"], gradient: Float[Array, "n d"], kind: str
     return Preconditioner(jnp.diag(scale) if kind == "dense" else scale, center)
 
 
-def inverse_root(covariance: Float[Array, " d"] | Float[Array, "d d"]) -> Float[Array, " d"] | Float[Array, "d d"]:
+def inverse_root(covariance: np.ndarray) -> np.ndarray:
     """Return S with ``S Sᵀ`` the inverse of a covariance, lower triangular or ``(d,)``; identity where not finite."""
     if covariance.ndim == 1:
         scale = covariance**-0.5
         # An infinite variance, from a gradient whose square overflows, gives 0.
-        return jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0)
-    identity = jnp.eye(len(covariance), dtype=covariance.dtype)
+        return np.where(np.isfinite(scale) & (scale > 0), scale, 1.0)
+    identity = np.eye(len(covariance), dtype=covariance.dtype)
     # The reversed Cholesky factor of the reversed matrix is upper triangular, and S is the inverse of its transpose.
-    root = jnp.linalg.cholesky(covariance[::-1, ::-1])[::-1, ::-1]
-    scale = solve_triangular(root.T, identity, lower=True)
-    return jnp.where(jnp.isfinite(scale).all(), scale, identity)
+    root = cholesky(covariance[::-1, ::-1])[::-1, ::-1]
+    scale = solve_triangular(root.T, identity)
+    return scale if np.isfinite(scale).all() else identity
 
 
-def shrink(covariance: Float[Array, "d d"], number: Float[Array, ""] | Integer[Array, ""]) -> Float[Array, "d d"]:
+def shrink(covariance: np.ndarray, number: float) -> np.ndarray:
     """Shrink the correlations of a covariance ``(d, d)`` from ``number`` particles of successive clouds."""
     # Successive clouds are similar, so one in ten counts. Few draws cannot distinguish correlation from chance.
     draws = number / 10.0
-    return jnp.where(jnp.eye(len(covariance), dtype=bool), 1.0, draws / (draws + 5.0)) * covariance
+    return np.where(np.eye(len(covariance), dtype=bool), 1.0, draws / (draws + 5.0)) * covariance
 
 
 class Moments(NamedTuple):
@@ -178,7 +178,7 @@ class Moments(NamedTuple):
 
     def add(self, u: Float[Array, "n d"], gradient: Float[Array, "n d"]) -> Moments:
         """Return the moments with the particles ``(L, d)`` of one more iteration."""
-        added = jnp.asarray(len(u), u.dtype)
+        added = float(len(u))
         count = self.number + added
 
         def merge(mean, scatter, x):
@@ -187,14 +187,14 @@ class Moments(NamedTuple):
             offset, x = center - mean, x - center
             weight = self.number * added / count
             if scatter.ndim == 1:
-                return mean + offset * added / count, scatter + jnp.sum(x**2, 0) + weight * offset**2
-            return mean + offset * added / count, scatter + matmul(x.T, x) + weight * jnp.outer(offset, offset)
+                return mean + offset * added / count, scatter + (x**2).sum(0) + weight * offset**2
+            return mean + offset * added / count, scatter + matmul(x.T, x) + weight * offset[:, None] * offset
 
         position, position_scatter = merge(self.position, self.position_scatter, u)
         slope, gradient_scatter = merge(self.gradient, self.gradient_scatter, gradient)
         return Moments(count, position, slope, position_scatter, gradient_scatter)
 
-    def to_preconditioner(self, dense: Bool[Array, ""] | bool) -> Preconditioner:
+    def to_preconditioner(self, dense: bool) -> Preconditioner:
         """Return the change of variables after which positions and gradients have the same covariance.
 
         For a Gaussian with exact gradients this whitens: the covariance of the gradients is the inverse of that of the
@@ -202,24 +202,25 @@ class Moments(NamedTuple):
 
         :param dense: whether to use correlations, if they were recorded.
         """
-        count = jnp.maximum(self.number, 1.0)
+        count = max(float(self.number), 1.0)
         position, gradient = self.position_scatter / count, self.gradient_scatter / count
-        variances = (position, gradient) if position.ndim == 1 else (jnp.diag(position), jnp.diag(gradient))
+        variances = (position, gradient) if position.ndim == 1 else (position.diagonal(), gradient.diagonal())
         unit = (variances[0] / variances[1]) ** 0.25
-        unit = jnp.where(jnp.isfinite(unit) & (unit > 0), unit, 1.0)
+        unit = np.where(np.isfinite(unit) & (unit > 0), unit, 1.0)
         if position.ndim == 1:
             return Preconditioner(unit, self.position)
-        number = jnp.where(dense, count, 0.0)
-        position = shrink(position / jnp.outer(unit, unit), number)
-        gradient = shrink(gradient * jnp.outer(unit, unit), number)
+        if not dense:
+            return Preconditioner(np.diag(unit), self.position)
+        position = shrink(position / np.outer(unit, unit), count)
+        gradient = shrink(gradient * np.outer(unit, unit), count)
         # Σ with Σ C_g Σ = C_u, from C_g = R Rᵀ.
-        root = jnp.linalg.cholesky(gradient)
-        values, vectors = jnp.linalg.eigh(matmul(matmul(root.T, position), root))
-        half = matmul(vectors * jnp.sqrt(jnp.maximum(values, 0.0)), vectors.T)
-        left = solve_triangular(root, half, lower=True, trans=1)
-        covariance = solve_triangular(root, left.T, lower=True, trans=1)
-        scale = unit[:, None] * jnp.linalg.cholesky((covariance + covariance.T) / 2)
-        return Preconditioner(jnp.where(jnp.isfinite(scale).all(), scale, jnp.diag(unit)), self.position)
+        root = cholesky(gradient)
+        values, vectors = eigh(root.T @ position @ root)
+        half = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+        left = solve_triangular(root, half, transposed=True)
+        covariance = solve_triangular(root, left.T, transposed=True)
+        scale = unit[:, None] * cholesky((covariance + covariance.T) / 2)
+        return Preconditioner(scale if np.isfinite(scale).all() else np.diag(unit), self.position)
 
     def compose(self, change: Preconditioner) -> Moments:
         """Return the moments of the same clouds after a change of variables, which must have a scale."""
@@ -229,9 +230,8 @@ class Moments(NamedTuple):
         if scale.ndim == 1:
             position, gradient = self.position_scatter / scale**2, self.gradient_scatter * scale**2
         else:
-            half = solve_triangular(scale, self.position_scatter, lower=True)
-            position = solve_triangular(scale, half.T, lower=True)
-            gradient = matmul(matmul(scale.T, self.gradient_scatter), scale)
+            half = solve_triangular(scale, self.position_scatter)
+            position, gradient = solve_triangular(scale, half.T), scale.T @ self.gradient_scatter @ scale
         return Moments(
             self.number, change.whiten(self.position), change.whiten_gradient(self.gradient), position, gradient
         )
@@ -239,9 +239,9 @@ class Moments(NamedTuple):
     def variances(self) -> Float[Array, " d"]:
         """Return the variance of each coordinate, ``(d,)``."""
         scatter = self.position_scatter
-        return (scatter if scatter.ndim == 1 else jnp.diagonal(scatter)) / jnp.maximum(self.number, 1.0)
+        return (scatter if scatter.ndim == 1 else scatter.diagonal()) / xp.maximum(self.number, 1.0)
 
-    def spread(self) -> Float[Array, ""]:
+    def spread(self) -> float:
         """Return the largest variance of the positions in any direction."""
-        covariance = self.position_scatter / jnp.maximum(self.number, 1.0)
-        return covariance.max() if covariance.ndim == 1 else jnp.linalg.eigvalsh(covariance)[-1]
+        covariance = self.position_scatter / np.maximum(self.number, 1.0)
+        return covariance.max() if covariance.ndim == 1 else eigh(covariance)[0][-1]

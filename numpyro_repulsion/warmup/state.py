@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
+import numpy as np
+from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.gradients import CenteredTarget, Centering, Recovered, Reference
-from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.gradients import Centering, Reference
+from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.rounding import xp
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
-from numpyro_repulsion.warmup.curvature import UNKNOWN, CorrectableEnergyAndGrad, Measurements
+from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.symptoms import Symptoms
-from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Stage
+from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Window
 
 __all__ = [
     "ArrivalState",
@@ -28,7 +30,6 @@ __all__ = [
     "StepState",
     "WarmupPlan",
     "WarmupState",
-    "warmup_update",
 ]
 
 
@@ -161,7 +162,7 @@ class ArrivalState(NamedTuple):
         """The variance of Adam's noise, in units of that of Langevin dynamics."""
         # While the arrival is prolonged, sites are standardized, so that densities have no necks, and noise would only
         # delay the particles.
-        return 1.0 if self.is_prolonged is None else jnp.where(self.is_prolonged, 0.0, 1.0)
+        return 1.0 if self.is_prolonged is None else xp.where(self.is_prolonged, 0.0, 1.0)
 
     def restarted(self, u: Float[Array, "*particles d"]) -> ArrivalState:
         """Return the state for particles in whitened coordinates, whose unit is a standard deviation."""
@@ -169,10 +170,10 @@ class ArrivalState(NamedTuple):
 
     def prolonged(self, u: Float[Array, "*particles d"]) -> ArrivalState:
         """Return the state for particles in units of the spread of the starts, where the second half begins again."""
-        rates = jnp.full(u.shape[:2], LATE_RATE, u.dtype)
-        adam = Adam.start(u)._replace(unit=jnp.ones(u.shape[-1:], u.dtype))
-        lost = jnp.zeros_like(self.lost)
-        return self._replace(adam=adam, step_size=rates, lost=lost, is_prolonged=jnp.ones((), bool))
+        rates = np.full(u.shape[:2], LATE_RATE, u.dtype)
+        adam = Adam.start(u)._replace(unit=np.ones(u.shape[-1:], u.dtype))
+        lost = np.zeros_like(self.lost)
+        return self._replace(adam=adam, step_size=rates, lost=lost, is_prolonged=np.ones((), bool))
 
 
 class StepState(NamedTuple):
@@ -250,11 +251,11 @@ class WarmupState(NamedTuple):
         return self.scales.centering
 
     @property
-    def has_basins(self) -> Bool[Array, ""]:
+    def has_basins(self) -> bool:
         """Whether warmup found several basins, between which updates do not move."""
-        found = jnp.zeros((), bool) if self.symptoms is None else self.symptoms.widest.has_basins
+        found = self.symptoms is not None and self.symptoms.widest.has_basins
         # Once particles jump between basins, the symptoms disappear.
-        return found if self.basins is None else found | self.basins.is_on
+        return bool(found or (self.basins is not None and self.basins.is_on))
 
     @property
     def moments(self) -> Moments:
@@ -271,20 +272,19 @@ class WarmupState(NamedTuple):
         return self.step.measurements
 
     @property
-    def noise(self) -> Float[Array, ""]:
+    def noise(self) -> float:
         """The largest variance of the gradient in use, in any direction."""
         return self._in_use(self.measurements.mean_noise)
 
     @property
-    def isotropic_noise(self) -> Float[Array, ""]:
+    def isotropic_noise(self) -> float:
         """The mean variance of the gradient in use, over all directions."""
         return self._in_use(self.measurements.mean_isotropic_noise)
 
     def _in_use(self, noise):
-        plain, corrected = noise
-        return plain if self.reference is None else jnp.where(self.reference.in_use, corrected, plain)
+        return noise[int(self.reference is not None and bool(self.reference.in_use))]
 
-    def spread(self, dynamics: Dynamics) -> Float[Array, ""]:
+    def spread(self, dynamics: Dynamics) -> float:
         """Return the largest variance of the positions in any direction, in units of the temperature."""
         return self.moments.spread() / (dynamics.temperature or 1.0)
 
@@ -334,14 +334,11 @@ class WarmupState(NamedTuple):
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What learners may use of the sampler."""
+    """What learners may use of the sampler. Arrays are those of the host; random numbers are the generator's."""
 
     @property
     def plan(self) -> WarmupPlan:
         """What this warmup learns."""
-
-    @property
-    def interaction(self) -> Interaction: ...
 
     @property
     def dynamics(self) -> Dynamics: ...
@@ -351,6 +348,10 @@ class Sampler(Protocol):
         """How many updates one iteration makes."""
 
     @property
+    def tunes_bandwidth(self) -> bool:
+        """Whether warmup chooses the bandwidth by its measured gain."""
+
+    @property
     def shares_minibatches(self) -> bool:
         """Whether the particles of a group share their minibatch."""
 
@@ -358,46 +359,56 @@ class Sampler(Protocol):
     def minibatch_size(self) -> int:
         """The number of rows in a minibatch."""
 
-    def energy_and_grad(self, warmup: WarmupState) -> CorrectableEnergyAndGrad:
-        """Return the function for U and ∇U in whitened coordinates."""
+    def couple(self, u: np.ndarray, bandwidth: np.ndarray) -> Coupling:
+        """Return the bound and the diagonal of K for particles ``(G, L, d)``; it has no operations."""
 
-    def energy_on_common_rows(self, warmup: WarmupState, u: Float[Array, "*particles d"]) -> Float[Array, "*particles"]:
+    def steepness(self, u: np.ndarray, bandwidth: np.ndarray) -> np.ndarray:
+        """Return how fast Γ changes along a random direction."""
+
+    def bandwidth_of(self, u: np.ndarray) -> np.ndarray:
+        """Return the bandwidth by the rule of the interaction."""
+
+    def best_bandwidth(self, u: np.ndarray, rule: np.ndarray, tolerance: float) -> np.ndarray:
+        """Return the bandwidth that speeds up averages over the cloud most."""
+
+    def estimate_curvature(
+        self, rng: Generator, warmup: WarmupState, u: np.ndarray, width: np.ndarray | float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return curvature and noise as :func:`~numpyro_repulsion.warmup.estimate_curvature` does."""
+
+    def hessian_and_noise(
+        self, rng: Generator, warmup: WarmupState, u: np.ndarray, number: int, noise_number: int, only_diagonal: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean Hessian of U over particles, and the covariance of the noise, ``(d, d)`` each."""
+
+    def mean_diagonal(self, rng: Generator, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
+        """Return the diagonal of that Hessian, ``(d,)``."""
+
+    def mean_product(
+        self, rng: Generator, warmup: WarmupState, u: np.ndarray, number: int
+    ) -> Callable[[np.ndarray], np.ndarray]:
+        """Return the function from a unit vector to its product with that Hessian, on the same minibatches."""
+
+    def energy_on_common_rows(self, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""
 
-    def energies_to_compare(self, *places: tuple[WarmupState, Cloud]) -> list[Float[Array, "*particles"]]:
-        """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)`` each."""
+    def energy_to_compare(self, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
+        """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)``."""
 
-    def recover(self, warmup: WarmupState, u: Float[Array, "*particles d"]) -> Recovered:
-        """Return the particles in the coordinates of the model."""
+    def standardized(
+        self, warmup: WarmupState, centering: Centering, u: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return particles in the coordinates of another centering, and which entries these change, ``(d,)``."""
 
-    def centered(self, centering: Centering) -> CenteredTarget:
-        """Return the posterior in coordinates of another centering."""
+    def recenter(self, rng: Generator, warmup: WarmupState, cloud: Cloud) -> tuple[WarmupState, Cloud]:
+        """Return the state and the cloud with hierarchical sites centered by what the data say."""
 
-    def evaluate_reference(
-        self, key: jax.Array, warmup: WarmupState, reference: Reference, num_particles: int
-    ) -> Reference:
+    def evaluate_reference(self, rng: Generator, warmup: WarmupState, reference: Reference) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""
 
+    def settled(self, cloud: Cloud, step_size: np.ndarray, noise: np.ndarray) -> Cloud:
+        """Return the cloud with what its dynamics carries adapted to a step."""
 
-#: ``(key, stage, warmup, cloud, sampler) -> (warmup, cloud)``
-Learner = Callable[[jax.Array, Stage, WarmupState, Cloud, Sampler], tuple[WarmupState, Cloud]]
 
-
-def warmup_update(
-    keys: Sequence[jax.Array],
-    stage: Stage,
-    warmup: WarmupState,
-    cloud: Cloud,
-    sampler: Sampler,
-    learners: tuple[Learner, ...],
-) -> tuple[WarmupState, Cloud]:
-    """Count the iteration and run every learner in order.
-
-    :param keys: one for each learner.
-    :param cloud: the particles, in whitened coordinates.
-    :return: the new warmup state, and the cloud in the new coordinates.
-    """
-    warmup = warmup._replace(iteration=stage.done)
-    for learner, own_key in zip(learners, keys, strict=True):
-        warmup, cloud = learner(own_key, stage, warmup, cloud, sampler)
-    return warmup, cloud
+#: ``(rng, window, warmup, cloud, sampler) -> (warmup, cloud)``, called at the end of each window with arrays of the host.
+Learner = Callable[[Generator, Window, WarmupState, Cloud, Sampler], tuple[WarmupState, Cloud]]

@@ -143,78 +143,78 @@ class Symptoms(NamedTuple):
 
     def next_window(self, temperature: float = 1.0) -> Symptoms:
         """Store the statistics of the window, and start the next one along a direction in which positions vary more."""
-        p, squared, q, product = self.along / jnp.maximum(self.length, 1.0)
-        own, variance = jnp.mean(squared - p**2), jnp.mean(squared) - jnp.mean(p) ** 2
+        p, squared, q, product = self.along / max(float(self.length), 1.0)
+        own, variance = np.mean(squared - p**2), np.mean(squared) - np.mean(p) ** 2
         # At least two particles on each side, because a single one may be in the neck of a funnel.
-        gaps = jnp.diff(jnp.sort(p))
+        gaps = np.diff(np.sort(p))
         gaps = gaps[1:-1] if len(p) > 3 else gaps
-        gap = gaps.max() if len(p) > 1 else jnp.zeros_like(variance)
+        gap = gaps.max() if len(p) > 1 else np.zeros_like(variance)
 
         def over(a, b):
-            return jnp.where(b > 0, a / jnp.where(b > 0, b, 1.0), 0.0)
+            return np.where(b > 0, a / np.where(b > 0, b, 1.0), 0.0)
 
-        covariance, scatter, distance = product - p * q, jnp.var(p), p - jnp.mean(p)
-        slope = over(jnp.mean(distance * q), scatter)
-        error = jnp.std(q - slope * distance) / len(p) ** 0.5
-        explored = jnp.mean(covariance) - ERRORS * jnp.std(covariance) / len(p) ** 0.5
+        covariance, scatter, distance = product - p * q, np.var(p), p - np.mean(p)
+        slope = over(np.mean(distance * q), scatter)
+        error = np.std(q - slope * distance) / len(p) ** 0.5
+        explored = np.mean(covariance) - ERRORS * np.std(covariance) / len(p) ** 0.5
         found = Widest(
             variance=variance,
             share=over(scatter, variance),
             explored=explored / temperature,
-            pull=over(slope + ERRORS * over(error, jnp.sqrt(scatter)), over(explored, own)),
-            least_pull=slope - ERRORS * over(error, jnp.sqrt(scatter)),
-            gap=over(gap, jnp.sqrt(own)),
+            pull=over(slope + ERRORS * over(error, np.sqrt(scatter)), over(explored, own)),
+            least_pull=slope - ERRORS * over(error, np.sqrt(scatter)),
+            gap=over(gap, np.sqrt(own)),
         )
-        total, image = self.images / jnp.maximum(self.length * len(p), 1.0)
-        image = image - total * jnp.mean(p)
-        norm = jnp.linalg.norm(image)
-        usable = jnp.isfinite(norm) & (norm > 0)
+        total, image = self.images / max(float(self.length) * len(p), 1.0)
+        image = image - total * np.mean(p)
+        norm = np.linalg.norm(image)
+        usable = np.isfinite(norm) & (norm > 0)
         return self._replace(
-            direction=jnp.where(usable, image / jnp.where(usable, norm, 1.0), self.direction),
-            images=jnp.zeros_like(self.images),
-            along=jnp.zeros_like(self.along),
-            length=jnp.zeros_like(self.length),
+            direction=np.where(usable, image / np.where(usable, norm, 1.0), self.direction),
+            images=np.zeros_like(self.images),
+            along=np.zeros_like(self.along),
+            length=np.zeros_like(self.length),
             widest=found,
         )
 
     @property
-    def dependence(self) -> Float[Array, ""]:
+    def dependence(self) -> float:
         """How strongly the logarithm of squared gradients depends on a coordinate, as in a funnel.
 
         This is ``|β ρ|``, with β the change of s per standard deviation of x and ρ their correlation: the largest value
         over all pairs of a coordinate and a block without it.
         """
-        number = jnp.maximum(self.number, 1.0)
+        number = max(float(self.number), 1.0)
         x, square = self.powers[:2] / number
         s, squared = self.logs / number
         covariance = self.products / number - x[:, None] * s
-        variance, spread = square - x**2, jnp.sqrt(jnp.maximum(squared - s**2, 0.0))
+        variance, spread = square - x**2, np.sqrt(np.maximum(squared - s**2, 0.0))
         found = covariance**2 / (variance[:, None] * spread)
         own = np.arange(len(x))[:, None] // _block_size(len(x), len(s)) == np.arange(len(s))
-        return jnp.max(jnp.where(jnp.isfinite(found) & ~own, found, 0.0))
+        return np.max(np.where(np.isfinite(found) & ~own, found, 0.0))
 
     @property
-    def kurtosis(self) -> Float[Array, " d"]:
+    def kurtosis(self) -> np.ndarray:
         """``E x⁴ / (E x²)²`` of each coordinate, ``(d,)``: 3 for a Gaussian, 0 if unknown."""
         _, square, fourth, *_ = self._means
         found = fourth / square**2
-        return jnp.where(jnp.isfinite(found), found, 0.0)
+        return np.where(np.isfinite(found), found, 0.0)
 
     @property
-    def tail_gradient(self) -> Float[Array, " d"]:
+    def tail_gradient(self) -> np.ndarray:
         """``E x² g² / (E x² E g²)`` of each coordinate, ``(d,)``: 3 for a Gaussian, infinite if unknown."""
         _, square, _, slope, both = self._means
         found = both / (square * slope)
-        return jnp.where(jnp.isfinite(found), found, jnp.inf)
+        return np.where(np.isfinite(found), found, np.inf)
 
     @property
-    def has_heavy_tails(self) -> Bool[Array, ""]:
+    def has_heavy_tails(self) -> bool:
         """Whether a coordinate has heavy tails: some particles are far away, where the gradient is smaller."""
-        return jnp.any((self.kurtosis > MAX_KURTOSIS) & (self.tail_gradient < MIN_TAIL_GRADIENT))
+        return np.any((self.kurtosis > MAX_KURTOSIS) & (self.tail_gradient < MIN_TAIL_GRADIENT))
 
     @property
     def _means(self):
-        return self.powers / jnp.maximum(self.number, 1.0)
+        return self.powers / max(float(self.number), 1.0)
 
 
 def _num_blocks(dimension):

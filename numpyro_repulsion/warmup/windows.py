@@ -1,4 +1,4 @@
-"""The windows of warmup, and the position of an iteration among them.
+"""The windows of warmup, and what is due at their ends.
 
 0      1 % 2.5 % 5 % 10 % 15 %   25 % 30 %   40 %       60 % 65 % 70 % ...                  100 %
 |  ·   |   |     |   |    |       |    |      |          |    |    |                          |
@@ -10,12 +10,8 @@ If the arrival is prolonged (``arrival.py``), its second half begins again at 25
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
-import numpy as np
 
 __all__ = [
     "ARRIVED",
@@ -26,7 +22,8 @@ __all__ = [
     "LAST_ADAPTED",
     "NUM_HESSIANS",
     "SETTLING_ENDS",
-    "Stage",
+    "Schedule",
+    "Window",
 ]
 
 #: Fractions of warmup at which windows end: windows in which particles arrive, ...
@@ -52,149 +49,164 @@ NUM_HESSIANS = len(CURVATURE_WEIGHTS)
 
 FREEZE = ADAPTATION_ENDS[-1]
 ARRIVED = ARRIVAL_ENDS[-1]
-ENDS = np.array(ARRIVAL_ENDS + ADAPTATION_ENDS + SETTLING_ENDS)
-#: Where the moments of a window begin: at half of a window of the arrival, at a quarter of a window of the adaptation,
+ENDS = (*ARRIVAL_ENDS, *ADAPTATION_ENDS, *SETTLING_ENDS)
+#: Where the sums of a window begin: at half of a window of the arrival, at a quarter of a window of the adaptation,
 #: and once in the settling part, at a quarter of it.
-_STARTS = np.array((0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS))
-_LAST = np.array((*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0))
-BEGINNINGS = _STARTS + np.where(_LAST <= ARRIVED, 0.5, 0.25) * (_LAST - _STARTS)
+BEGINNINGS = tuple(
+    begins + (0.5 if ends <= ARRIVED else 0.25) * (ends - begins)
+    for begins, ends in zip(
+        (0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS), (*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0), strict=True
+    )
+)
 #: Windows end at multiples of one part in so many of warmup.
-_PARTS = 4000
-#: More iterations than this never shorten a prolonged arrival, and would overflow.
-_MANY = 500_000
+PARTS = 4000
 #: The share of warmup whose iterations give the final scales.
-LAST_ADAPTED = float(FREEZE - BEGINNINGS[-2])
+LAST_ADAPTED = FREEZE - BEGINNINGS[-2]
 
 
-class Stage(NamedTuple):
-    """The stage of warmup at one iteration, computed once per iteration; scalars.
+class Schedule(NamedTuple):
+    """Where the windows of a warmup lie.
 
-    - **done** - how many iterations are done, including this one.
     - **num_warmup** - how many iterations are warmup.
-    - **is_prolonged** - whether the arrival is prolonged; ``None`` if it cannot be.
-    - **latest** - after how many parts of warmup a prolonged arrival ends; ``None`` if it cannot be prolonged.
-    - **is_arriving** - whether particles still arrive.
-    - **is_settling** - whether the scales are frozen.
-    - **window_starts** - whether the sums of a window start with this iteration.
-    - **window_ends** - whether a window ends with this iteration.
-    - **until_end** - how many iterations, including this one, complete the window.
-    - **has_arrived** - whether particles have arrived after this iteration.
-    - **finds_lost** - whether lost particles are looked for after this iteration, if a window ends.
-    - **may_rescue** - whether they may then move to others. Not at the end of the last window of the arrival, because
-      copies must separate before particles repel each other.
-    - **is_adapting** - whether a window that ends with this iteration changes the scales.
-    - **whitens** - whether it changes them by the curvature, if gradients are noisy.
-    - **uses_correlations** - whether it also changes correlations.
-    - **references_move** - whether a window ends with this iteration and moves reference points.
-    - **num_settled** - how many windows have ended since the scales were frozen.
-    - **curvature_weight** - the weight of the curvature measured at the end of this window in the mean of all.
-    - **noise_share** - the share of the gradient noise that limits the step.
+    - **is_prolonged** - whether the arrival is prolonged.
+    - **late** - how many iterations the second half of a prolonged arrival has at most; ``None`` for no limit.
     """
 
-    done: Integer[Array, ""]
-    num_warmup: Integer[Array, ""]
-    is_prolonged: Bool[Array, ""] | None
-    latest: Integer[Array, ""] | None
-    is_arriving: Bool[Array, ""]
-    is_settling: Bool[Array, ""]
-    window_starts: Bool[Array, ""]
-    window_ends: Bool[Array, ""]
-    until_end: Integer[Array, ""]
-    has_arrived: Bool[Array, ""]
-    finds_lost: Bool[Array, ""]
-    may_rescue: Bool[Array, ""]
-    is_adapting: Bool[Array, ""]
-    whitens: Bool[Array, ""]
-    uses_correlations: Bool[Array, ""]
-    references_move: Bool[Array, ""]
-    num_settled: Integer[Array, ""]
-    curvature_weight: Float[Array, ""]
-    noise_share: Float[Array, ""]
+    num_warmup: int
+    is_prolonged: bool = False
+    late: int | None = None
 
-    @staticmethod
-    def of(
-        iteration: Integer[Array, ""],
-        num_warmup: Integer[Array, ""],
-        is_prolonged: Bool[Array, ""] | None = None,
-        late: int | None = None,
-    ) -> Stage:
-        """Return the stage of the iteration that follows ``iteration`` others.
+    def at(self, fraction: float) -> int:
+        """Return how many iterations a fraction of warmup has, at least one."""
+        # In integers, because 0.3 · 50 is not 15 in floating point.
+        parts = round(fraction * PARTS)
+        if self.is_prolonged:
+            parts = self._when_prolonged(parts)
+        return min(max(parts * self.num_warmup // PARTS, 1), self.num_warmup)
 
-        :param late: how many iterations the second half of a prolonged arrival has at most; ``None`` for no limit.
-        """
-        done = iteration + 1
-        latest = None if is_prolonged is None else _latest(num_warmup, late)
+    def is_end(self, iteration: int) -> bool:
+        """Return whether a window ends after so many iterations."""
+        return iteration in map(self.at, ENDS)
 
-        def at(fraction):
-            return _iteration_at(fraction, num_warmup, is_prolonged, latest)
+    def is_beginning(self, iteration: int) -> bool:
+        """Return whether the sums of a window begin after so many iterations."""
+        return iteration in map(self.at, BEGINNINGS)
 
-        arrived, frozen = at(ARRIVED), at(FREEZE)
-        left = at(ENDS) - iteration
-        until_end = jnp.min(jnp.where(left > 0, left, jnp.iinfo(left.dtype).max))
-        window_ends = until_end == 1
-        noise_ends, shares = (np.array(column) for column in zip(*ANNEALING, strict=True))
-        curvature_ends, weights = (np.array(column) for column in zip(*CURVATURE_WEIGHTS, strict=True))
-        return Stage(
-            done=done,
-            num_warmup=num_warmup,
-            is_prolonged=is_prolonged,
-            latest=latest,
-            is_arriving=iteration < arrived,
-            is_settling=iteration >= frozen,
-            window_starts=jnp.any(iteration == at(BEGINNINGS)),
-            window_ends=window_ends,
-            until_end=until_end,
-            has_arrived=done >= arrived,
-            finds_lost=(done > at(FIRST_RESCUE)) & (done < num_warmup),
-            may_rescue=done != arrived,
-            is_adapting=done <= frozen,
-            whitens=(done >= arrived) | (done == at(FIRST_WHITENED)),
-            uses_correlations=done > at(FIRST_DENSE),
-            references_move=window_ends & (done >= arrived) & (done <= frozen),
-            num_settled=jnp.sum(done >= at(np.array(SETTLING_ENDS))),
-            curvature_weight=jnp.asarray([*weights, 0.0])[jnp.searchsorted(at(curvature_ends), done)],
-            noise_share=jnp.asarray([*shares, 1.0])[jnp.searchsorted(at(noise_ends), done, side="right")],
-        )
+    def next_end(self, iteration: int) -> int:
+        """Return after how many iterations the window ends in which the one after so many others lies."""
+        return min((end for end in map(self.at, ENDS) if end > iteration), default=self.num_warmup)
+
+    def next_stop(self, iteration: int) -> int:
+        """Return after how many iterations a window or its sums begin or end next."""
+        later = (stop for stop in map(self.at, BEGINNINGS) if stop > iteration)
+        return min(*later, self.next_end(iteration), self.num_warmup)
+
+    def is_arriving(self, iteration: int) -> bool:
+        """Return whether particles still arrive in the iteration after so many others."""
+        return iteration < self.at(ARRIVED)
+
+    def half_of_arrival(self, iteration: int) -> tuple[int, int]:
+        """Return where the present half of the arrival begins and ends, before or after coordinates are whitened."""
+        middle, end = self.at(FIRST_WHITENED), self.at(ARRIVED)
+        return (0, middle) if iteration < middle else (middle, end)
+
+    def _when_prolonged(self, parts):
+        """Return where parts of warmup are if the arrival is prolonged, whose second half begins where it ended."""
+        middle, arrived, latest = (round(fraction * PARTS) for fraction in (FIRST_WHITENED, ARRIVED, LATEST))
+        if self.late is not None:
+            latest = min(latest, arrived + -(-PARTS * self.late // max(self.num_warmup, 1)))
+
+        def between(start, end, new_start, new_end):
+            length = end - start
+            return new_start + ((parts - start) * (new_end - new_start) + length // 2) // length
+
+        if parts < middle:
+            return between(0, middle, 0, arrived)
+        if parts < arrived:
+            return between(middle, arrived, arrived, latest)
+        return between(arrived, PARTS, latest, PARTS)
+
+
+class Window(NamedTuple):
+    """A window that has ended, and what is due.
+
+    - **schedule** - where the windows of this warmup lie.
+    - **ends** - after how many iterations it ended.
+    """
+
+    schedule: Schedule
+    ends: int
+
+    def is_at(self, fraction: float) -> bool:
+        """Whether it ended after a fraction of warmup."""
+        return self.ends == self.schedule.at(fraction)
 
     @property
-    def share_of_approach(self) -> Float[Array, ""]:
-        """How much of the present half of the arrival is done, before and after the coordinates are whitened."""
-        middle, end, done = self.at(FIRST_WHITENED), self.at(ARRIVED), self.done - 1
-        is_first = done < middle
-        return jnp.where(is_first, done / middle, (done - middle) / jnp.maximum(end - middle, 1))
+    def is_prolonged(self) -> bool:
+        """Whether the arrival is prolonged."""
+        return self.schedule.is_prolonged
 
-    def at(self, fraction: float) -> Integer[Array, ""]:
-        """Return how many iterations a fraction of warmup has, at least one."""
-        return _iteration_at(fraction, self.num_warmup, self.is_prolonged, self.latest)
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last one."""
+        return self.ends == self.schedule.num_warmup
 
+    @property
+    def was_arrival(self) -> bool:
+        """Whether particles arrived in it."""
+        return self.ends <= self.schedule.at(ARRIVED)
 
-def _iteration_at(fraction, num_warmup, is_prolonged, latest):
-    # In integers, because 0.3 · 50 is not 15 in single precision; in two parts, so that the product does not overflow.
-    parts: np.ndarray | jax.Array = np.round(np.asarray(fraction) * _PARTS).astype(np.int32)
-    if is_prolonged is not None:
-        parts = jnp.where(is_prolonged, _when_prolonged(parts, latest), parts)
-    whole, rest = num_warmup // _PARTS, num_warmup % _PARTS
-    return jnp.clip(parts * whole + parts * rest // _PARTS, 1, num_warmup)
+    @property
+    def has_arrived(self) -> bool:
+        """Whether particles have arrived."""
+        return self.ends >= self.schedule.at(ARRIVED)
 
+    @property
+    def is_adapting(self) -> bool:
+        """Whether it may change the scales."""
+        return self.ends <= self.schedule.at(FREEZE)
 
-def _latest(num_warmup, late):
-    """Return after how many parts of warmup a prolonged arrival ends."""
-    arrived, latest = round(ARRIVED * _PARTS), jnp.full((), round(LATEST * _PARTS), jnp.int32)
-    if late is None:
-        return latest
-    added = -(-_PARTS * min(late, _MANY) // jnp.maximum(num_warmup, 1))
-    return jnp.minimum(latest, arrived + added).astype(jnp.int32)
+    @property
+    def finds_lost(self) -> bool:
+        """Whether lost particles are looked for."""
+        return self.schedule.at(FIRST_RESCUE) < self.ends < self.schedule.num_warmup
 
+    @property
+    def may_rescue(self) -> bool:
+        """Whether they may then move to others.
 
-def _when_prolonged(parts, latest):
-    """Return where the parts of warmup are if the arrival is prolonged, whose second half begins where it ended."""
-    middle, arrived = round(FIRST_WHITENED * _PARTS), round(ARRIVED * _PARTS)
+        Not at the end of the arrival, because copies must separate before particles repel each other.
+        """
+        return not self.is_at(ARRIVED)
 
-    def between(start, end, new_start, new_end):
-        length = end - start
-        return new_start + ((parts - start) * (new_end - new_start) + length // 2) // length
+    @property
+    def whitens(self) -> bool:
+        """Whether it changes the scales by the curvature, if gradients are noisy."""
+        return self.has_arrived or self.is_at(FIRST_WHITENED)
 
-    later = jnp.where(
-        parts < arrived, between(middle, arrived, arrived, latest), between(arrived, _PARTS, latest, _PARTS)
-    )
-    return jnp.where(parts < middle, between(0, middle, 0, arrived), later)
+    @property
+    def uses_correlations(self) -> bool:
+        """Whether it also changes correlations."""
+        return self.ends > self.schedule.at(FIRST_DENSE)
+
+    @property
+    def moves_references(self) -> bool:
+        """Whether it moves reference points."""
+        return self.has_arrived and self.is_adapting
+
+    @property
+    def num_settled(self) -> int:
+        """How many windows have ended since the scales were frozen."""
+        return sum(self.ends >= self.schedule.at(fraction) for fraction in SETTLING_ENDS)
+
+    @property
+    def curvature_weight(self) -> float:
+        """The weight of the curvature measured at its end in the mean of all."""
+        ends, weights = zip(*CURVATURE_WEIGHTS, strict=True)
+        return (*weights, 0.0)[bisect_left([*map(self.schedule.at, ends)], self.ends)]
+
+    @property
+    def noise_share(self) -> float:
+        """The share of the gradient noise that limits the step."""
+        ends, shares = zip(*ANNEALING, strict=True)
+        return (*shares, 1.0)[bisect_right([*map(self.schedule.at, ends)], self.ends)]

@@ -1,0 +1,303 @@
+"""The warmup on the host: a loop over its windows, with programs between them and learners at their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+import warnings
+
+import jax
+from jax import random
+from jax.experimental import multihost_utils
+import numpy as np
+from numpy.random import Generator, Philox, SeedSequence
+
+from numpyro_repulsion.dynamics import Dynamics
+from numpyro_repulsion.gradients import Sweeps
+from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.kernels import warming
+from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.kernels.iteration import BASINS
+from numpyro_repulsion.kernels.programs import Programs, compiler_options
+from numpyro_repulsion.kernels.warming import Judged, Now, Place, Warming, what_is_on
+from numpyro_repulsion.processes import are_several
+from numpyro_repulsion.warmup import (
+    ARRIVED,
+    FREEZE,
+    LEARNERS,
+    NUM_PROBES,
+    UNKNOWN,
+    Learner,
+    Measured,
+    Schedule,
+    WarmupDiagnosis,
+    WarmupPlan,
+    WarmupState,
+    Window,
+    diagnose_warmup,
+)
+
+__all__ = ["HostSampler", "iterations_of", "judge", "now_of", "warm"]
+
+
+def _update_jumps(rng, window, warmup, cloud, sampler):
+    """Update what the kernel's ``moves`` have learned."""
+    del rng
+    if (moves := sampler.bound.kernel.moves) is None:
+        return warmup, cloud
+    jumps = moves.learn(window, warmup.jumps, warmup, cloud, sampler.dynamics.temperature)
+    return warmup._replace(jumps=jumps), cloud
+
+
+def _update_basins(rng, window, warmup, cloud, sampler):
+    """Update what the jumps between basins have learned."""
+    del rng
+    if warmup.basins is None:
+        return warmup, cloud
+    basins = BASINS.learn(window, warmup.basins, warmup, cloud, sampler.dynamics.temperature)
+    return warmup._replace(basins=basins), cloud
+
+
+#: In calling order.
+ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
+
+
+@dataclass(frozen=True, eq=False)
+class HostSampler:
+    """What learners may use of a bound sampler, :class:`~numpyro_repulsion.warmup.Sampler`, by programs.
+
+    - **bound** - the kernel and the posterior.
+    - **plan** - what its warmup learns.
+    - **programs** - those of the kernel.
+    - **state** - the state of the warmup at the end of the window.
+    """
+
+    bound: BoundSampler
+    plan: WarmupPlan
+    programs: Programs
+    state: Warming
+
+    @property
+    def dynamics(self):
+        return self.bound.kernel.dynamics
+
+    @property
+    def num_steps(self):
+        return self.bound.kernel.num_steps
+
+    @property
+    def tunes_bandwidth(self):
+        return self.bound.kernel.interaction.tunes_bandwidth
+
+    @property
+    def shares_minibatches(self):
+        return self.bound.gradient.shared
+
+    @property
+    def minibatch_size(self):
+        return min((batch for _, batch in self.bound.target.plates.values()), default=1)
+
+    def _run(self, function, settings, *arrays, num_gradients=0):
+        """Return what a program returns, on the host."""
+        shape = self.state.cloud.z.shape
+        options = compiler_options(self.bound, num_gradients, shape[0] * shape[1], shape[2])
+        return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
+
+    def _key(self, rng):
+        """Return a key for a program, from random numbers of the host."""
+        return random.fold_in(self.state.rng_key, rng.integers(2**32, dtype=np.uint32))
+
+    def _place(self, warmup):
+        """Return where gradients are evaluated."""
+        dtype = self.state.cloud.z.dtype
+
+        def cast(x):
+            return np.asarray(x, dtype) if np.issubdtype(np.result_type(x), np.floating) else np.asarray(x)
+
+        return jax.tree.map(cast, Place(warmup.preconditioner, warmup.centering, warmup.reference)), self.state.start
+
+    def couple(self, u, bandwidth):
+        _, bound, diagonal, _, is_identity = self._run(warming.couple, None, u, bandwidth, np.False_)
+        return Coupling(_no_operation, 0.0, _no_operation, bound, bool(is_identity), diagonal=diagonal)
+
+    def steepness(self, u, bandwidth):
+        return self._run(warming.couple, None, u, bandwidth, np.False_)[3]
+
+    def bandwidth_of(self, u):
+        return self._run(warming.couple, None, u, self.state.warmup.bandwidth, np.True_)[0]
+
+    def best_bandwidth(self, u, rule, tolerance):
+        return self._run(warming.tuned_bandwidth, tolerance, u, rule)
+
+    def estimate_curvature(self, rng, warmup, u, width):
+        width = np.asarray(width, u.dtype)
+        place = self._place(warmup)
+        return self._run(warming.measure_curvature, None, *place, self._key(rng), u, width, num_gradients=300)
+
+    def hessian_and_noise(self, rng, warmup, u, number, noise_number, only_diagonal):
+        rest = self._key(rng), u, np.int32(noise_number), np.bool_(only_diagonal)
+        num_gradients = 8 * number * u.shape[-1]
+        return self._run(warming.measure_hessian, number, *self._place(warmup), *rest, num_gradients=num_gradients)
+
+    def mean_diagonal(self, rng, warmup, u):
+        rest = self._key(rng), u
+        return self._run(warming.measure_diagonal, None, *self._place(warmup), *rest, num_gradients=8 * NUM_PROBES)
+
+    def mean_product(self, rng, warmup, u, number):
+        place, key = self._place(warmup), self._key(rng)
+
+        def product(v):
+            return self._run(warming.measure_product, number, *place, key, u, v, num_gradients=300 * number)
+
+        return product
+
+    def energy_on_common_rows(self, warmup, u):
+        return self._run(warming.common_energies, None, *self._place(warmup), u)
+
+    def energy_to_compare(self, warmup, u):
+        return self._run(warming.energies_to_compare, None, *self._place(warmup), u)
+
+    def standardized(self, warmup, centering, u):
+        return self._run(warming.standardized, None, *self._place(warmup), centering, u)
+
+    def recenter(self, rng, warmup, cloud):
+        state = self.state._replace(warmup=_like(self.state.warmup, warmup), cloud=cloud)
+        return self._run(warming.recenter, None, state, self._key(rng), num_gradients=8 * NUM_PROBES)
+
+    def evaluate_reference(self, rng, warmup, reference):
+        place, size = self._place(warmup._replace(reference=reference)), self.state.cloud.potential_energy.size
+        found = self._run(warming.reference_at, size, *place, self._key(rng))
+        # What the host said of the data. Where it said nothing, any words say that there is a reference.
+        return found._replace(data=np.maximum(warmup.data, 1))
+
+    def settled(self, cloud, step_size, noise):
+        if type(self.dynamics).settled is Dynamics.settled:
+            return cloud
+        step_size, noise = (np.asarray(x, cloud.z.dtype) for x in (step_size, noise))
+        return self._run(warming.settle, None, cloud, step_size, noise)
+
+
+def _no_operation(x):
+    raise TypeError("This coupling has only a bound and a diagonal.")
+
+
+def _like(given: Any, new: Any) -> Any:
+    """Return new arrays with the types of given ones."""
+    return jax.tree.map(lambda old, value: value if value is old else np.asarray(value, old.dtype), given, new)
+
+
+def _schedule(plan: WarmupPlan, warmup: WarmupState) -> Schedule:
+    return Schedule(int(warmup.num_warmup), bool(warmup.arrival.is_prolonged), plan.late)
+
+
+def now_of(plan: WarmupPlan, schedule: Schedule, warmup: WarmupState, iteration: int) -> Now:
+    """Return what the iteration after so many others needs to know of its window."""
+    noise = jax.device_get(warmup).noise if plan.noise and plan.measures else 0.0
+    begins, ends = schedule.half_of_arrival(iteration)
+    dtype = warmup.step.size.dtype
+    whole = np.int32
+    return Now(
+        whole(schedule.next_end(iteration)),
+        whole(schedule.at(ARRIVED)),
+        (whole(begins), whole(ends)),
+        np.bool_(iteration < schedule.at(FREEZE)),
+        np.asarray(noise, dtype),
+    )
+
+
+def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state: Warming, number: int) -> Warming:
+    """Make a number of iterations of warmup, and learn at the ends of windows.
+
+    :param options: those of the programs that make the iterations.
+    """
+    plan = bound.plan(state.warmup.preconditioner.kind)
+    done = int(state.warmup.iteration)
+    last = done + number
+    while done < last:
+        schedule = _schedule(plan, state.warmup)
+        if schedule.is_beginning(done):
+            state = _without_sums(state, plan.arrives and schedule.is_arriving(done))
+        stop = min(last, schedule.next_stop(done))
+        step = warming.approach if plan.arrives and schedule.is_arriving(done) else warming.travel
+        now = now_of(plan, schedule, state.warmup, done)
+        state = programs(step, bound, None, state, now, np.int32(stop - done), options=options)
+        done = stop
+        if schedule.is_end(done):
+            state = _learn(bound, plan, programs, Window(schedule, done), state)
+    return state
+
+
+def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming], Warming]]:
+    """Return the functions of the iterations that warmup makes, while particles arrive and afterwards.
+
+    :param state: a state of the warmup, or its shapes.
+    """
+    plan, whole = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
+    now = Now(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step.size.dtype))
+    steps = (warming.approach, warming.travel) if plan.arrives else (warming.travel,)
+    return [lambda state, step=step: step(bound, None, state, now, 1) for step in steps]
+
+
+def _without_sums(state, is_arriving):
+    """Return the state where the sums of a window begin."""
+    scales, arrival = state.warmup.scales, state.warmup.arrival
+    empty = partial(jax.tree.map, lambda x: _put(x, np.zeros(x.shape, x.dtype)))
+    if is_arriving and arrival.surroundings is not None:
+        arrival = arrival._replace(surroundings=empty(arrival.surroundings))
+    scales = scales._replace(moments=empty(scales.moments))
+    return state._replace(warmup=state.warmup._replace(scales=scales, arrival=arrival))
+
+
+def _learn(bound, plan, programs, window, state):
+    """Return the state after all learners have seen the end of a window."""
+    given = state.warmup, state.cloud
+    on_host = jax.device_get(given)
+    sampler = HostSampler(bound, plan, programs, state)
+    words = np.asarray(random.key_data(state.rng_key)).ravel()
+    rng = Generator(Philox(SeedSequence([*map(int, words), window.ends])))
+    warmup, cloud = on_host
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for learner in ALL_LEARNERS:
+            warmup, cloud = learner(rng, window, warmup, cloud, sampler)
+    found = _like(on_host, (warmup, cloud))
+    if are_several():
+        found = multihost_utils.broadcast_one_to_all(found)
+        on_host = jax.tree.map(lambda x: None, on_host)
+    # What has not changed stays on its devices.
+    leaves = zip(jax.tree.leaves(given), jax.tree.leaves(on_host), jax.tree.leaves(found), strict=True)
+    new = [x if value is old else _put(x, value) for x, old, value in leaves]
+    warmup, cloud = jax.tree.unflatten(jax.tree.structure(given), new)
+    return state._replace(warmup=warmup, cloud=cloud)
+
+
+def _put(x: jax.Array, value: np.ndarray) -> jax.Array:
+    """Return an array of the host on the devices of another of its shape, so that no other program is compiled."""
+    if value.shape != x.shape:
+        raise ValueError(f"A learner must keep the shapes of the state; got {value.shape} instead of {x.shape}.")
+    return jax.device_put(value, x.sharding) if x.committed else jax.device_put(value)
+
+
+def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
+    """Return what the host says of a warmup at its end."""
+    kernel, shape = bound.kernel, state.warmup.step.size
+    if isinstance(shape, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        is_judged, one = plan.measures or plan.jumps, np.zeros((), shape.dtype)
+        numbers = (np.zeros(len(names._fields), shape.dtype) for names in (Measured, WarmupDiagnosis))
+        return Judged(one, *(numbers if is_judged else (None, None)))
+    warmup = jax.device_get(state.warmup)
+
+    def packed(numbers):
+        found = np.asarray([float(x) for x in numbers], shape.dtype)
+        return np.where(np.isnan(found), np.asarray(UNKNOWN, shape.dtype), found)
+
+    with np.errstate(all="ignore"):
+        noise = np.asarray(warmup.noise, shape.dtype)
+        if not (plan.measures or plan.jumps):
+            return Judged(noise, None, None)
+        is_jumping = None if kernel.moves is None else what_is_on(kernel, warmup)[1]
+        needs_reference = not isinstance(kernel.gradient, Sweeps)
+        problems = diagnose_warmup(warmup, plan.step_size, kernel.dynamics, is_jumping, needs_reference)
+        return Judged(noise, packed(Measured.of(warmup, kernel.dynamics)), packed(problems))
