@@ -1,13 +1,12 @@
 """What tests of many rooms run: particles of a kernel, without a bar."""
 
-from functools import partial
-
 import jax
 
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.kernels import ParticleState
-from numpyro_repulsion.kernels.warming import Frozen, warm
+from numpyro_repulsion.kernels.learning import iterations_of
+from numpyro_repulsion.kernels.warming import Frozen
 
 
 def vectorized(
@@ -38,11 +37,11 @@ def sites(kernel, state, *args, **kwargs):
 
 
 def programs_of(kernel, keys, num_warmup, *args, init_params=None, **kwargs):
-    """The functions of an iteration of warmup and of one after it, each with the shapes of its state."""
+    """The functions of the iterations of warmup and of one after it, each with the shapes of its state."""
     state = jax.eval_shape(lambda: kernel.start(keys, num_warmup, init_params, args, kwargs))
     if isinstance(state, ParticleState):
         return [(lambda state: kernel.sample(state, args, kwargs), state)]
     how = Frozen((True, True, True), True, False, num_warmup, False)
     frozen = jax.eval_shape(lambda state: kernel.frozen_as(how, state, args, kwargs), state)
-    warmup = partial(warm, kernel.bind(args, kwargs), None, number=1)
-    return [(warmup, state), (lambda state: kernel.sample(state, args, kwargs), frozen)]
+    steps = iterations_of(kernel.bind(args, kwargs), state)
+    return [*((step, state) for step in steps), (lambda state: kernel.sample(state, args, kwargs), frozen)]

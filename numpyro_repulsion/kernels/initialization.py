@@ -248,6 +248,7 @@ class Initializer:
                 "init_params."
             )
         self._kernel.dynamics.check(jax.tree.map(np.asarray, cloud))
+        eigenvalue = float(eigenvalue)
         if np.isnan(eigenvalue):
             raise ValueError(
                 f"The Gram matrix of {interaction!r} or its Γ is not finite on the starting particles. `evaluate` must "
@@ -256,7 +257,7 @@ class Initializer:
         if eigenvalue <= 0:
             raise ValueError(
                 f"The Gram matrix of {interaction!r} is not positive definite on the starting particles: its "
-                f"smallest eigenvalue is {float(eigenvalue):.2g}. Use a positive-definite kernel, such as RBF or "
+                f"smallest eigenvalue is {eigenvalue:.2g}. Use a positive-definite kernel, such as RBF or "
                 "IMQ, or a larger nugget."
             )
 

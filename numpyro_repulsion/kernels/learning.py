@@ -106,8 +106,8 @@ class HostSampler:
         return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
 
     def _key(self, rng):
-        """Return a key for a program, from random numbers of the host."""
-        return random.fold_in(self.state.rng_key, rng.integers(2**32, dtype=np.uint32))
+        """Return what a program makes a key of, by :func:`~numpyro_repulsion.kernels.warming.key_of`."""
+        return self.state.rng_key, rng.integers(2**32, dtype=np.uint32)
 
     def _place(self, warmup):
         """Return where gradients are evaluated."""

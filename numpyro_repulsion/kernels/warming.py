@@ -260,18 +260,23 @@ def _plainly(bound, place, start):
     return lambda key, u: energy_and_grad(key, u, jnp.zeros((), bool))[1]
 
 
-def measure_curvature(bound: BoundSampler, _: None, place: Place, start: Particle, key, u, width) -> Any:
+def key_of(seed: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Return a key of the run, and of a random number of the host."""
+    return random.fold_in(*seed)
+
+
+def measure_curvature(bound: BoundSampler, _: None, place: Place, start: Particle, seed, u, width) -> Any:
     """Return what :func:`~numpyro_repulsion.warmup.estimate_curvature` returns."""
     iteration = _at(bound, place, start)
     has_reference = place.reference is not None
     in_use = place.reference.in_use if has_reference else jnp.zeros((), bool)
     return place_everywhere(
-        estimate_curvature(key, u, width, iteration.energy_and_grad(place), in_use, has_reference)
+        estimate_curvature(key_of(seed), u, width, iteration.energy_and_grad(place), in_use, has_reference)
     )
 
 
 def measure_hessian(
-    bound: BoundSampler, number: int, place: Place, start: Particle, key, u, noise_number, only_diagonal
+    bound: BoundSampler, number: int, place: Place, start: Particle, seed, u, noise_number, only_diagonal
 ) -> Any:
     """Return the mean Hessian and the covariance of the noise.
 
@@ -283,17 +288,17 @@ def measure_hessian(
     def gradient(key, u, is_noise):
         return energy_and_grad(key, u, is_noise & in_use)[1]
 
-    return place_everywhere(hessian_and_noise(key, u, gradient, WIDTH, number, noise_number, only_diagonal))
+    return place_everywhere(hessian_and_noise(key_of(seed), u, gradient, WIDTH, number, noise_number, only_diagonal))
 
 
-def measure_diagonal(bound: BoundSampler, _: None, place: Place, start: Particle, key, u) -> Any:
+def measure_diagonal(bound: BoundSampler, _: None, place: Place, start: Particle, seed, u) -> Any:
     """Return the diagonal of the mean Hessian."""
-    return place_everywhere(mean_diagonal(key, u, _plainly(bound, place, start), WIDTH, NUM_PROBES))
+    return place_everywhere(mean_diagonal(key_of(seed), u, _plainly(bound, place, start), WIDTH, NUM_PROBES))
 
 
-def measure_product(bound: BoundSampler, number: int, place: Place, start: Particle, key, u, direction) -> Any:
+def measure_product(bound: BoundSampler, number: int, place: Place, start: Particle, seed, u, direction) -> Any:
     """Return the product of the mean Hessian with a unit vector."""
-    return place_everywhere(mean_product(key, u, direction, _plainly(bound, place, start), WIDTH, number))
+    return place_everywhere(mean_product(key_of(seed), u, direction, _plainly(bound, place, start), WIDTH, number))
 
 
 def common_energies(bound: BoundSampler, _: None, place: Place, start: Particle, u) -> Any:
@@ -313,13 +318,13 @@ def energies_to_compare(bound: BoundSampler, _: None, place: Place, start: Parti
     return place_everywhere(energies.reshape(u.shape[:-1]).astype(u.dtype))
 
 
-def reference_at(bound: BoundSampler, size: int, place: Place, start: Particle, key) -> Any:
+def reference_at(bound: BoundSampler, size: int, place: Place, start: Particle, seed) -> Any:
     """Return the reference with U and ∇U over all rows at its position.
 
     :param size: the number of particles; static.
     """
     iteration = _at(bound, place, start)
-    return place_everywhere(iteration.evaluate_reference(key, place, place.reference, size))
+    return place_everywhere(iteration.evaluate_reference(key_of(seed), place, place.reference, size))
 
 
 def standardized(bound: BoundSampler, _: None, place: Place, start: Particle, other: Centering, u) -> Any:
@@ -330,9 +335,9 @@ def standardized(bound: BoundSampler, _: None, place: Place, start: Particle, ot
     return place_everywhere((iteration.centered(other).to_coordinates(found), is_other))
 
 
-def recenter(bound: BoundSampler, _: None, state: Warming, key) -> Any:
+def recenter(bound: BoundSampler, _: None, state: Warming, seed) -> Any:
     """Return the state and the cloud with other centering."""
-    return place_everywhere(recentered(key, state.warmup, state.cloud, _iteration(bound, state)))
+    return place_everywhere(recentered(key_of(seed), state.warmup, state.cloud, _iteration(bound, state)))
 
 
 def couple(bound: BoundSampler, _: None, u, bandwidth, is_new) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 
 from numpyro_repulsion.moves.base import Move, Proposal
 from numpyro_repulsion.noise import uniform
+from numpyro_repulsion.rounding import xp
 from numpyro_repulsion.warmup import Preconditioner, inverse_root
 
 __all__ = ["BasinsState", "Basins"]
@@ -48,7 +49,7 @@ class BasinsState(NamedTuple):
     @property
     def acceptance(self) -> jax.Array:
         """The mean acceptance probability; 0 before the first jump."""
-        return self.tally[1] / jnp.maximum(self.tally[0], 1.0)
+        return self.tally[1] / xp.maximum(self.tally[0], 1.0)
 
 
 class Basins(Move[BasinsState]):
