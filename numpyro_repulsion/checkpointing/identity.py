@@ -17,8 +17,8 @@ from numpyro.infer.util import compute_log_probs
 from numpyro_repulsion.digests import digest, digest_of_program
 from numpyro_repulsion.gradients import ModelTarget, compiled, fingerprint
 from numpyro_repulsion.kernels import arguments, bound_of
-from numpyro_repulsion.kernels.requirements import described
 from numpyro_repulsion.kernels.learning import iterations_of
+from numpyro_repulsion.kernels.requirements import described
 from numpyro_repulsion.kernels.warming import Warming
 from numpyro_repulsion.version import __version__
 

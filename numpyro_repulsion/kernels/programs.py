@@ -18,8 +18,8 @@ from numpyro_repulsion.kernels.bound import BoundSampler, Settings
 
 __all__ = ["Programs", "compiler_options", "is_traced", "unweakened"]
 
-#: How many of the kernels in use last keep their programs. JAX and NumPyro keep every kernel that has run, and XLA takes
-#: hundreds of memory maps for its programs, of which Linux allows a process 65,530.
+#: How many of the kernels in use last keep their programs. JAX and NumPyro keep every kernel that has run, and XLA
+#: takes hundreds of memory maps for its programs, of which Linux allows a process 65,530.
 NUM_KEPT = 8
 #: Arrays of 64 bits are inputs of programs if narrowing moves no entry by more than this share of a deviation.
 ROUNDING = 1e-6

@@ -147,7 +147,9 @@ class WarmupIteration(Iteration):
         if symptoms is not None:
             u, gradient = (x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient))
             symptoms = lax.cond(
-                now.is_adapting, lambda: warmup.symptoms, lambda: warmup.symptoms.add(u, gradient, warmup.preconditioner)
+                now.is_adapting,
+                lambda: warmup.symptoms,
+                lambda: warmup.symptoms.add(u, gradient, warmup.preconditioner),
             )
         warmup = warmup._replace(bandwidth=bandwidth, symptoms=symptoms)
         return self._counted(state._replace(rng_key=rng_key), now, cloud, warmup)

@@ -16,6 +16,7 @@ from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.moves.base import Move, Proposal
 from numpyro_repulsion.noise import normal
+from numpyro_repulsion.rounding import matmul
 from numpyro_repulsion.warmup import FREEZE, Preconditioner, inverse_root, shrink
 
 __all__ = ["DENSITY", "DIFFERENCES", "Archive", "ArchiveState"]
@@ -297,9 +298,8 @@ def _within(gradient, jumps, temperature):
     deviation = gradient - gradient.mean(0)
     if jumps.scale.ndim == 1:
         return Preconditioner(inverse_root(np.mean(deviation**2, 0) / temperature))
-    return Preconditioner(
-        inverse_root(shrink(deviation.T @ deviation / len(deviation) / temperature, float(jumps.number)))
-    )
+    covariance = matmul(deviation.T, deviation) / len(deviation) / temperature
+    return Preconditioner(inverse_root(shrink(covariance, float(jumps.number))))
 
 
 @jax.jit

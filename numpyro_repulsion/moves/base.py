@@ -52,11 +52,11 @@ class Jumped(NamedTuple):
 class Move(Generic[State]):
     """Base class: Metropolis-Hastings steps of single particles, between updates of the dynamics.
 
-    A subclass defines `start` and `propose`, and, if it learns, `record` and `learn`. Its state is a ``NamedTuple`` of arrays with a field ``tally``,
-    the number of jumps and the sum of their mean acceptance probabilities, which the sampler updates. The base class
-    accepts a proposal y with probability ``min(1, π(y) q(x|y) / (π(x) q(y|x)))``, ``π = exp(−U / T)``. This preserves
-    the stationary distribution of each particle if a proposal depends only on the particle and the state, and the state
-    does not change after warmup.
+    A subclass defines `start` and `propose`, and, if it learns, `record` and `learn`. Its state is a ``NamedTuple`` of
+    arrays with a field ``tally``, the number of jumps and the sum of their mean acceptance probabilities, which the
+    sampler updates. The base class accepts a proposal y with probability ``min(1, π(y) q(x|y) / (π(x) q(y|x)))``,
+    ``π = exp(−U / T)``. This preserves the stationary distribution of each particle if a proposal depends only on the
+    particle and the state, and the state does not change after warmup.
 
     With ``SGLD(model, moves=MyMove())`` every second update is a jump if `is_on` is true.
 

@@ -81,17 +81,18 @@ from numpyro_repulsion.warmup.arrival import (
 )
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, update_bandwidth
 from numpyro_repulsion.warmup.centering import MIN_PARTICLES, recentered, update_centering
-from numpyro_repulsion.warmup.curvature import (
-    UNKNOWN,
-    Measurements,
-    estimate_curvature,
-    measure_steepness,
-    summarize_curvature,
-)
+from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements, summarize_curvature
 from numpyro_repulsion.warmup.diagnosis import MIN_WARMUP, WarmupDiagnosis, diagnose_warmup, update_symptoms
-from numpyro_repulsion.warmup.hessian import NUM_PROBES, hessian_and_noise, mean_diagonal, mean_product
 from numpyro_repulsion.warmup.learned import Learned, Measured
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
+from numpyro_repulsion.warmup.probes import (
+    NUM_PROBES,
+    estimate_curvature,
+    hessian_and_noise,
+    mean_diagonal,
+    mean_product,
+    measure_steepness,
+)
 from numpyro_repulsion.warmup.scales import update_scales
 from numpyro_repulsion.warmup.state import (
     ArrivalState,
@@ -105,7 +106,15 @@ from numpyro_repulsion.warmup.state import (
 )
 from numpyro_repulsion.warmup.step_size import update_reference, update_step_size
 from numpyro_repulsion.warmup.symptoms import Symptoms, Widest
-from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Schedule, Window
+from numpyro_repulsion.warmup.windows import (
+    ARRIVED,
+    FIRST_WHITENED,
+    FREEZE,
+    LAST_ADAPTED,
+    NUM_HESSIANS,
+    Schedule,
+    Window,
+)
 
 __all__ = [
     "Adam",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 from jax import lax, random
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -14,7 +13,7 @@ from numpy.random import Generator
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, EulerError
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.warmup.curvature import measure_steepness
+from numpyro_repulsion.warmup.probes import measure_steepness
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Window
 

@@ -11,8 +11,8 @@ from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, select
 from numpyro_repulsion.noise import signs
-from numpyro_repulsion.warmup.hessian import NUM_PROBES, particle_mean
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
+from numpyro_repulsion.warmup.probes import NUM_PROBES, particle_mean
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Window
 
@@ -44,9 +44,7 @@ def update_centering(
     return sampler.recenter(rng, warmup, cloud) if is_due and warmup.centering is not None else (warmup, cloud)
 
 
-def recentered(
-    key: jax.Array, warmup: WarmupState, cloud: Cloud, iteration: Any
-) -> tuple[WarmupState, Cloud]:
+def recentered(key: jax.Array, warmup: WarmupState, cloud: Cloud, iteration: Any) -> tuple[WarmupState, Cloud]:
     """Return the state and the cloud with other centering, in a program; unchanged if the centering hardly changes.
 
     :param iteration: that of the kernel, ``WarmupIteration``.

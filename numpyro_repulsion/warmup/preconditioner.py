@@ -215,8 +215,8 @@ class Moments(NamedTuple):
         gradient = shrink(gradient * np.outer(unit, unit), count)
         # Σ with Σ C_g Σ = C_u, from C_g = R Rᵀ.
         root = cholesky(gradient)
-        values, vectors = eigh(root.T @ position @ root)
-        half = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+        values, vectors = eigh(matmul(matmul(root.T, position), root))
+        half = matmul(vectors * np.sqrt(np.maximum(values, 0.0)), vectors.T)
         left = solve_triangular(root, half, transposed=True)
         covariance = solve_triangular(root, left.T, transposed=True)
         scale = unit[:, None] * cholesky((covariance + covariance.T) / 2)
@@ -231,7 +231,7 @@ class Moments(NamedTuple):
             position, gradient = self.position_scatter / scale**2, self.gradient_scatter * scale**2
         else:
             half = solve_triangular(scale, self.position_scatter)
-            position, gradient = solve_triangular(scale, half.T), scale.T @ self.gradient_scatter @ scale
+            position, gradient = solve_triangular(scale, half.T), matmul(matmul(scale.T, self.gradient_scatter), scale)
         return Moments(
             self.number, change.whiten(self.position), change.whiten_gradient(self.gradient), position, gradient
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from numpy.random import Generator
 import numpy as np
+from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
 from numpyro_repulsion.warmup.arrival import rescue
@@ -103,7 +103,9 @@ def _low_rank(rng, window, warmup, cloud, sampler):
         # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
         vectors, values = np.zeros_like(old.vectors), np.ones_like(old.stretch)
     else:
-        mean_product = sampler.mean_product(rng, plain, y, num_minibatches(y.shape[-1], _num_rows(cloud, sampler), rank))
+        mean_product = sampler.mean_product(
+            rng, plain, y, num_minibatches(y.shape[-1], _num_rows(cloud, sampler), rank)
+        )
 
         def product(v):
             known = unit * v

@@ -395,9 +395,7 @@ class Sampler(Protocol):
     def energy_to_compare(self, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
         """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)``."""
 
-    def standardized(
-        self, warmup: WarmupState, centering: Centering, u: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def standardized(self, warmup: WarmupState, centering: Centering, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return particles in the coordinates of another centering, and which entries these change, ``(d,)``."""
 
     def recenter(self, rng: Generator, warmup: WarmupState, cloud: Cloud) -> tuple[WarmupState, Cloud]:
@@ -410,5 +408,5 @@ class Sampler(Protocol):
         """Return the cloud with what its dynamics carries adapted to a step."""
 
 
-#: ``(rng, window, warmup, cloud, sampler) -> (warmup, cloud)``, called at the end of each window with arrays of the host.
+#: ``(rng, window, warmup, cloud, sampler) -> (warmup, cloud)``, at the end of each window, on arrays of the host.
 Learner = Callable[[Generator, Window, WarmupState, Cloud, Sampler], tuple[WarmupState, Cloud]]

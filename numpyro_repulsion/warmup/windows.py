@@ -54,9 +54,7 @@ ENDS = (*ARRIVAL_ENDS, *ADAPTATION_ENDS, *SETTLING_ENDS)
 #: and once in the settling part, at a quarter of it.
 BEGINNINGS = tuple(
     begins + (0.5 if ends <= ARRIVED else 0.25) * (ends - begins)
-    for begins, ends in zip(
-        (0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS), (*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0), strict=True
-    )
+    for begins, ends in zip((0.0, *ARRIVAL_ENDS, *ADAPTATION_ENDS), (*ARRIVAL_ENDS, *ADAPTATION_ENDS, 1.0), strict=True)
 )
 #: Windows end at multiples of one part in so many of warmup.
 PARTS = 4000
