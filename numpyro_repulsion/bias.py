@@ -18,6 +18,7 @@ from numpyro_repulsion.checks import device_memory, integer
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.dynamics import CurvatureStats
 from numpyro_repulsion.gradients import ModelTarget, Particle, compiled, ravel_cloud
+from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.kernels import (
     bound_of,
     coupling_of,
@@ -391,11 +392,46 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
     :param halvings: how many times the step is halved.
     """
     is_other = has_other_data(mcmc) if is_other is None else is_other
-    state = mcmc.last_state
-    step_size = jnp.asarray(_step_in_use(mcmc) / 2**halvings, state.step_size.dtype)
-    predict = compiled(partial(_predict, mcmc.sampler, is_other), bound_of(mcmc).target)
-    predicted, noise = predict(state, step_size)
-    return float(predicted), float(noise)
+    kernel, state, target = mcmc.sampler, mcmc.last_state, bound_of(mcmc).target
+    step_size = np.asarray(_step_in_use(mcmc) / 2**halvings, state.step_size.dtype)
+    plan = bound_of(mcmc).plan(state.learned.preconditioner.kind)
+    u, steepness, *figures = jax.device_get(compiled(partial(_figures, kernel), target)(state))
+    coupling, known = Coupling.of_figures(*figures), jax.device_get(state.learned.measurements)
+    if is_other or known is None or not plan.measures:
+        gradient = compiled(partial(_gradient, kernel), target)
+
+        def gradients(cases):
+            return (np.asarray(gradient(state, np.uint32(number), point)) for number, point, _ in cases)
+
+        width, rng = WIDTH * np.sqrt(step_size), np.random.default_rng(0)
+        found = estimate_curvature(rng, u, width, gradients, corrected=False, compare=False)
+        found = found if plan.noise else (found[0], *map(np.zeros_like, found[1:]))
+        one = Measurements.empty(1, u.shape[0] * u.shape[1], u.dtype).add(*found, steepness)
+        # Without control variates to choose from, both columns are those of the gradient in use.
+        largest = one.typical_curvature, one.largest_curvature, one.typical_steepness
+        known = Measured(*largest, one.mean_noise[0], one.mean_isotropic_noise[0], np.inf, UNKNOWN)
+    shared, both = bound_of(mcmc).gradient.shared, (known.noise, known.isotropic_noise)
+    with np.errstate(all="ignore"):
+        stats = summarize_curvature(known, both, known.spread, coupling, kernel.dynamics, shared, plan.sweep)
+        error = kernel.dynamics.step_error(coupling)
+        noise = error.remaining_noise(step_size, stats)
+        without_curvature = CurvatureStats(0.0, 0.0, noise, isotropic_noise=stats.isotropic_noise)
+        return float(error.bias(step_size, stats)), float(error.bias(step_size, without_curvature))
+
+
+def _figures(kernel, target, state):
+    """Return the particles, how steep Γ is there, and the bound, the diagonal of K, and whether K is the identity."""
+    _, cloud = kernel.parts(state, target.args, target.kwargs)
+    interaction = kernel.interaction.at(random.key(0), state.num_updates)
+    coupling, h = interaction.couple(cloud.z, state.learned.bandwidth), state.learned.bandwidth
+    steepness = measure_steepness(random.key(0), interaction, cloud.z, h)
+    return cloud.z, steepness, coupling.bound, coupling.diagonal, coupling.is_identity
+
+
+def _gradient(kernel, target, state, number, u):
+    """Return ∇U at particles in whitened coordinates, on the minibatch of a number."""
+    iteration, _ = kernel.parts(state, target.args, target.kwargs)
+    return iteration.energy_and_grad(state.learned)(random.fold_in(random.key(0), number), u)[1]
 
 
 def _predict_fall(mcmc, levels):
@@ -416,35 +452,3 @@ def _step_in_use(mcmc):
     if callable(mcmc.sampler.step_size):
         return float(np.max(mcmc.get_extra_fields()["step_size"]))
     return float(np.ravel(mcmc.last_state.step_size)[0])
-
-
-def _predict(kernel, is_other, target, state, step_size):
-    iteration, cloud = kernel.parts(state, target.args, target.kwargs)
-    learned, plan, dynamics = state.learned, iteration.plan, kernel.dynamics
-    interaction = kernel.interaction.at(random.key(0), state.num_updates)
-    coupling, known = interaction.couple(cloud.z, learned.bandwidth), learned.measurements
-    if is_other or known is None or not plan.measures:
-        width = WIDTH * jnp.sqrt(step_size)
-        curvature, noise, isotropic_noise = estimate_curvature(
-            random.key(0),
-            cloud.z,
-            width,
-            lambda key, u, _: iteration.energy_and_grad(learned)(key, u),
-            jnp.zeros((), bool),
-            False,
-        )
-        if not plan.noise:
-            noise = isotropic_noise = jnp.zeros_like(noise)
-        steepness = measure_steepness(random.key(0), interaction, cloud.z, learned.bandwidth)
-        one = Measurements.empty(1, cloud.potential_energy.size, cloud.z.dtype)
-        one = one.add(curvature, noise, isotropic_noise, steepness)
-        # Without control variates to choose from, both columns are those of the gradient in use.
-        found = one.typical_curvature, one.largest_curvature, one.typical_steepness
-        known = Measured(*found, one.mean_noise[0], one.mean_isotropic_noise[0], *jnp.array([jnp.inf, UNKNOWN]))
-    both = known.noise, known.isotropic_noise
-    stats = summarize_curvature(known, both, known.spread, coupling, dynamics, iteration.shares_minibatches, plan.sweep)
-    error = dynamics.step_error(coupling)
-    without_curvature = CurvatureStats(
-        jnp.zeros(()), jnp.zeros(()), error.remaining_noise(step_size, stats), isotropic_noise=stats.isotropic_noise
-    )
-    return error.bias(step_size, stats), error.bias(step_size, without_curvature)

@@ -62,7 +62,10 @@ ARROWS = {
     ),
     # NumPyro has the effective sample size of one series, SciPy ranks.
     "diagnostics": (HOST | {"scipy"}, {"checks", "rounding", "gradients", "kernels", "warmup"}),
-    "bias": (HOST, {"checks", "warmup", "dynamics", "gradients", "kernels", "diagnostics", "processes"}),
+    "bias": (
+        HOST,
+        {"checks", "warmup", "dynamics", "interactions", "gradients", "kernels", "diagnostics", "processes"},
+    ),
     "inference_data": (
         HOST | {"arviz", "xarray"},
         {"findings", "schedules", "gradients", "kernels", "diagnostics"},

@@ -80,6 +80,17 @@ class Coupling(NamedTuple):
         """Return the coupling ``K = I`` with this noise."""
         return Coupling(lambda x: x, 0.0, white, 1.0, is_identity=True, white=white)
 
+    @staticmethod
+    def of_figures(
+        bound: Float[Array, ""] | float, diagonal: Float[Array, "*particles"] | float, is_identity: bool
+    ) -> Coupling:
+        """Return a coupling without operations, for :meth:`Dynamics.step_error` on the host."""
+
+        def missing(_):
+            raise TypeError("This coupling has figures only; call `Interaction.couple` for its operations.")
+
+        return Coupling(missing, 0.0, missing, bound, bool(is_identity), diagonal=diagonal)
+
 
 class Interaction:
     """Base class of interactions. One with a Gram matrix derives from :class:`Gram`, which is enough in most cases.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+import itertools
 from typing import Any
 import warnings
 
@@ -27,7 +28,7 @@ from numpyro_repulsion.warmup import (
     ARRIVED,
     FREEZE,
     LEARNERS,
-    NUM_PROBES,
+    MIN_SPREAD,
     UNKNOWN,
     Learner,
     Measured,
@@ -37,9 +38,16 @@ from numpyro_repulsion.warmup import (
     WarmupState,
     Window,
     diagnose_warmup,
+    minibatch,
 )
 
 __all__ = ["HostSampler", "iterations_of", "judge", "now_of", "warm"]
+
+
+#: Gradients are evaluated at so many points at once, and fewer where these have more numbers in all.
+MOST_POINTS, FEW_NUMBERS = 64, 2**16
+#: So many gradients of the cloud does a warmup evaluate for its measurements, about; for the options of the program.
+NUM_GRADIENTS = 500
 
 
 def _update_jumps(rng, window, warmup, cloud, sampler):
@@ -105,10 +113,6 @@ class HostSampler:
         options = compiler_options(self.bound, num_gradients, shape[0] * shape[1], shape[2])
         return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
 
-    def _key(self, rng):
-        """Return what a program makes a key of, by :func:`~numpyro_repulsion.kernels.warming.key_of`."""
-        return self.state.rng_key, rng.integers(2**32, dtype=np.uint32)
-
     def _place(self, warmup):
         """Return where gradients are evaluated."""
         dtype = self.state.cloud.z.dtype
@@ -120,7 +124,7 @@ class HostSampler:
 
     def couple(self, u, bandwidth):
         _, bound, diagonal, _, is_identity = self._run(warming.couple, None, u, bandwidth, np.False_)
-        return Coupling(_no_operation, 0.0, _no_operation, bound, bool(is_identity), diagonal=diagonal)
+        return Coupling.of_figures(bound, diagonal, is_identity)
 
     def steepness(self, u, bandwidth):
         return self._run(warming.couple, None, u, bandwidth, np.False_)[3]
@@ -131,27 +135,24 @@ class HostSampler:
     def best_bandwidth(self, u, rule, tolerance):
         return self._run(warming.tuned_bandwidth, tolerance, u, rule)
 
-    def estimate_curvature(self, rng, warmup, u, width):
-        width = np.asarray(width, u.dtype)
-        place = self._place(warmup)
-        return self._run(warming.measure_curvature, None, *place, self._key(rng), u, width, num_gradients=300)
+    def gradients(self, warmup):
+        return lambda cases: (gradient for _, gradient in self._evaluated(warmup, cases))
 
-    def hessian_and_noise(self, rng, warmup, u, number, noise_number, only_diagonal):
-        rest = self._key(rng), u, np.int32(noise_number), np.bool_(only_diagonal)
-        num_gradients = 8 * number * u.shape[-1]
-        return self._run(warming.measure_hessian, number, *self._place(warmup), *rest, num_gradients=num_gradients)
+    def energy_and_grad(self, warmup, number, u):
+        return next(self._evaluated(warmup, [(number, u, False)]))
 
-    def mean_diagonal(self, rng, warmup, u):
-        rest = self._key(rng), u
-        return self._run(warming.measure_diagonal, None, *self._place(warmup), *rest, num_gradients=8 * NUM_PROBES)
-
-    def mean_product(self, rng, warmup, u, number):
-        place, key = self._place(warmup), self._key(rng)
-
-        def product(v):
-            return self._run(warming.measure_product, number, *place, key, u, v, num_gradients=300 * number)
-
-        return product
+    def _evaluated(self, warmup, cases):
+        """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.Gradients`, by one program."""
+        place, u, cases = self._place(warmup), self.state.cloud.z, iter(cases)
+        most = int(np.clip(FEW_NUMBERS // u.size, 4, MOST_POINTS))
+        while some := list(itertools.islice(cases, most)):
+            numbers, corrected = np.zeros(most, np.uint32), np.zeros(most, bool)
+            points, count = np.zeros((most, *u.shape), u.dtype), len(some)
+            for i, case in enumerate(some):
+                numbers[i], points[i], corrected[i] = case
+            rest = self.state.rng_key, numbers, points, corrected, np.int32(count)
+            found = self._run(warming.gradients, None, *place, *rest, num_gradients=NUM_GRADIENTS)
+            yield from zip(*(x[:count] for x in found), strict=True)
 
     def energy_on_common_rows(self, warmup, u):
         return self._run(warming.common_energies, None, *self._place(warmup), u)
@@ -159,16 +160,17 @@ class HostSampler:
     def energy_to_compare(self, warmup, u):
         return self._run(warming.energies_to_compare, None, *self._place(warmup), u)
 
-    def standardized(self, warmup, centering, u):
-        return self._run(warming.standardized, None, *self._place(warmup), centering, u)
+    def recover(self, warmup, u, learns):
+        return self._run(warming.recover, MIN_SPREAD if learns else None, *self._place(warmup), u)
 
-    def recenter(self, rng, warmup, cloud):
-        state = self.state._replace(warmup=_like(self.state.warmup, warmup), cloud=cloud)
-        return self._run(warming.recenter, None, state, self._key(rng), num_gradients=8 * NUM_PROBES)
+    def to_coordinates(self, centering, found):
+        warmup = self.state.warmup
+        warmup = warmup._replace(scales=warmup.scales._replace(centering=centering))
+        return self._run(warming.to_coordinates, None, *self._place(warmup), found)
 
     def evaluate_reference(self, rng, warmup, reference):
         place, size = self._place(warmup._replace(reference=reference)), self.state.cloud.potential_energy.size
-        found = self._run(warming.reference_at, size, *place, self._key(rng))
+        found = self._run(warming.reference_at, size, *place, self.state.rng_key, np.uint32(minibatch(rng)))
         # What the host said of the data. Where it said nothing, any words say that there is a reference.
         return found._replace(data=np.maximum(warmup.data, 1))
 
@@ -177,10 +179,6 @@ class HostSampler:
             return cloud
         step_size, noise = (np.asarray(x, cloud.z.dtype) for x in (step_size, noise))
         return self._run(warming.settle, None, cloud, step_size, noise)
-
-
-def _no_operation(x):
-    raise TypeError("This coupling has only a bound and a diagonal.")
 
 
 def _like(given: Any, new: Any) -> Any:

@@ -36,19 +36,13 @@ from numpyro_repulsion.kernels.iteration import BASINS, Iteration, Keys, coordin
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.warmup import (
-    NUM_PROBES,
     Learned,
     Preconditioner,
     WarmupState,
     arrive,
     best_bandwidth,
     descend,
-    estimate_curvature,
-    hessian_and_noise,
-    mean_diagonal,
-    mean_product,
     measure_steepness,
-    recentered,
     svgd_direction,
 )
 
@@ -65,9 +59,6 @@ __all__ = [
     "travel",
     "what_is_on",
 ]
-
-#: Half the distance over which gradients are compared, in units of the scales.
-WIDTH = 0.2
 
 
 class Warming(NamedTuple):
@@ -256,51 +247,26 @@ def _at(bound: BoundSampler, place: Place, start: Particle) -> WarmupIteration:
     return WarmupIteration(bound, plan, ravel_cloud(start)[1], None, None, bound.kernel.schedule)
 
 
-def _plainly(bound, place, start):
-    """Return ``(key, u) -> ∇U`` without control variates, which cancel in differences."""
-    energy_and_grad = _at(bound, place, start).energy_and_grad(place)
-    return lambda key, u: energy_and_grad(key, u, jnp.zeros((), bool))[1]
-
-
-def key_of(seed: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Return a key of the run, and of a random number of the host."""
-    return random.fold_in(*seed)
-
-
-def measure_curvature(bound: BoundSampler, _: None, place: Place, start: Particle, seed, u, width) -> Any:
-    """Return what :func:`~numpyro_repulsion.warmup.estimate_curvature` returns."""
-    iteration = _at(bound, place, start)
-    has_reference = place.reference is not None
-    in_use = place.reference.in_use if has_reference else jnp.zeros((), bool)
-    return place_everywhere(
-        estimate_curvature(key_of(seed), u, width, iteration.energy_and_grad(place), in_use, has_reference)
-    )
-
-
-def measure_hessian(
-    bound: BoundSampler, number: int, place: Place, start: Particle, seed, u, noise_number, only_diagonal
+def gradients(
+    bound: BoundSampler, _: None, place: Place, start: Particle, key, numbers, points, corrected, number
 ) -> Any:
-    """Return the mean Hessian and the covariance of the noise.
+    """Return U and ∇U at some points, ``(n, G, L)`` and ``(n, G, L, d)``, of which the first ones are evaluated.
 
-    :param number: of minibatches for the Hessian; static.
+    :param numbers: those of the minibatches, ``(n,)``.
+    :param points: particles, ``(n, G, L, d)``.
+    :param corrected: whether control variates correct each, ``(n,)``.
+    :param number: how many points are evaluated.
     """
     energy_and_grad = _at(bound, place, start).energy_and_grad(place)
-    in_use = jnp.zeros((), bool) if place.reference is None else place.reference.in_use
 
-    def gradient(key, u, is_noise):
-        return energy_and_grad(key, u, is_noise & in_use)[1]
+    def evaluate(i, found):
+        new = energy_and_grad(random.fold_in(key, numbers[i]), points[i], corrected[i])
+        return jax.tree.map(lambda x, y: x.at[i].set(y), found, new)
 
-    return place_everywhere(hessian_and_noise(key_of(seed), u, gradient, WIDTH, number, noise_number, only_diagonal))
-
-
-def measure_diagonal(bound: BoundSampler, _: None, place: Place, start: Particle, seed, u) -> Any:
-    """Return the diagonal of the mean Hessian."""
-    return place_everywhere(mean_diagonal(key_of(seed), u, _plainly(bound, place, start), WIDTH, NUM_PROBES))
-
-
-def measure_product(bound: BoundSampler, number: int, place: Place, start: Particle, seed, u, direction) -> Any:
-    """Return the product of the mean Hessian with a unit vector."""
-    return place_everywhere(mean_product(key_of(seed), u, direction, _plainly(bound, place, start), WIDTH, number))
+    # A loop, so that the gradient is compiled once.
+    return place_everywhere(
+        lax.fori_loop(0, number, evaluate, (jnp.zeros_like(points[..., 0]), jnp.zeros_like(points)))
+    )
 
 
 def common_energies(bound: BoundSampler, _: None, place: Place, start: Particle, u) -> Any:
@@ -320,26 +286,33 @@ def energies_to_compare(bound: BoundSampler, _: None, place: Place, start: Parti
     return place_everywhere(energies.reshape(u.shape[:-1]).astype(u.dtype))
 
 
-def reference_at(bound: BoundSampler, size: int, place: Place, start: Particle, seed) -> Any:
+def reference_at(bound: BoundSampler, size: int, place: Place, start: Particle, key, number) -> Any:
     """Return the reference with U and ∇U over all rows at its position.
 
     :param size: the number of particles; static.
     """
     iteration = _at(bound, place, start)
-    return place_everywhere(iteration.evaluate_reference(key_of(seed), place, place.reference, size))
+    key = random.fold_in(key, number)
+    return place_everywhere(iteration.evaluate_reference(key, place, place.reference, size))
 
 
-def standardized(bound: BoundSampler, _: None, place: Place, start: Particle, other: Centering, u) -> Any:
-    """Return particles in the coordinates of another centering, and which entries these change, ``(d,)``."""
-    iteration = _at(bound, place, start)
+def recover(bound: BoundSampler, min_spread: float | None, place: Place, start: Particle, u) -> Any:
+    """Return the centering, and particles in the coordinates of the model.
+
+    :param min_spread: that of :meth:`CenteredTarget.structure_at`, which then estimates powers and bases; static.
+    """
+    iteration, centering = _at(bound, place, start), place.centering
     found = iteration.recover(place, u)
-    is_other = ((found.scale != 1.0) | (found.location != 0.0)).any((0, 1))
-    return place_everywhere((iteration.centered(other).to_coordinates(found), is_other))
+    if min_spread is not None:
+        flat = jax.tree.map(lambda x: x.reshape(-1, u.shape[-1]), found)
+        centering, flat = iteration.centered(centering).structure_at(flat, min_spread)
+        found = jax.tree.map(lambda x: x.reshape(u.shape), flat)
+    return place_everywhere((centering, found))
 
 
-def recenter(bound: BoundSampler, _: None, state: Warming, seed) -> Any:
-    """Return the state and the cloud with other centering."""
-    return place_everywhere(recentered(key_of(seed), state.warmup, state.cloud, _iteration(bound, state)))
+def to_coordinates(bound: BoundSampler, _: None, place: Place, start: Particle, found) -> Any:
+    """Return particles in the coordinates of a centering."""
+    return place_everywhere(_at(bound, place, start).centered(place.centering).to_coordinates(found))
 
 
 def couple(bound: BoundSampler, _: None, u, bandwidth, is_new) -> Any:

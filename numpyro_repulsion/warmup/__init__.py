@@ -79,20 +79,13 @@ from numpyro_repulsion.warmup.arrival import (
     update_arrival,
     update_prolongation,
 )
-from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, update_bandwidth
-from numpyro_repulsion.warmup.centering import MIN_PARTICLES, recentered, update_centering
+from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, measure_steepness, update_bandwidth
+from numpyro_repulsion.warmup.centering import MIN_PARTICLES, MIN_SPREAD, update_centering
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements, summarize_curvature
 from numpyro_repulsion.warmup.diagnosis import MIN_WARMUP, WarmupDiagnosis, diagnose_warmup, update_symptoms
 from numpyro_repulsion.warmup.learned import Learned, Measured
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
-from numpyro_repulsion.warmup.probes import (
-    NUM_PROBES,
-    estimate_curvature,
-    hessian_and_noise,
-    mean_diagonal,
-    mean_product,
-    measure_steepness,
-)
+from numpyro_repulsion.warmup.probes import Gradients, estimate_curvature, minibatch
 from numpyro_repulsion.warmup.scales import update_scales
 from numpyro_repulsion.warmup.state import (
     ArrivalState,
@@ -125,13 +118,14 @@ __all__ = [
     "ARRIVED",
     "FIRST_WHITENED",
     "FREEZE",
+    "Gradients",
     "LAST_ADAPTED",
     "NUM_DEVIATIONS",
     "NUM_HESSIANS",
-    "NUM_PROBES",
     "UNKNOWN",
     "LEARNERS",
     "MIN_PARTICLES",
+    "MIN_SPREAD",
     "WarmupPlan",
     "MIN_WARMUP",
     "Learned",
@@ -152,17 +146,14 @@ __all__ = [
     "best_bandwidth",
     "first_scale",
     "gains",
-    "hessian_and_noise",
     "inverse_root",
-    "mean_diagonal",
-    "mean_product",
     "descend",
+    "estimate_curvature",
     "diagnose_warmup",
     "left_behind",
-    "estimate_curvature",
     "measure_steepness",
+    "minibatch",
     "most_late_iterations",
-    "recentered",
     "rescue",
     "shrink",
     "summarize_curvature",

@@ -219,9 +219,10 @@ def update_prolongation(
     y, unit, recentered = arrival.halfway, arrival.spread, centering
     if centering is not None:
         recentered = centering._replace(share=np.zeros_like(centering.share))
-        y, is_standardized = sampler.standardized(plainly, recentered, y)
+        _, found = sampler.recover(plainly, y, learns=False)
+        y = sampler.to_coordinates(recentered, found)
         # Standardized sites have a prior of unit scale.
-        unit = np.where(is_standardized, 1.0, unit)
+        unit = np.where(((found.scale != 1.0) | (found.location != 0.0)).any((0, 1)), 1.0, unit)
     old = warmup.scales.preconditioner
     stretch = None if old.stretch is None else np.zeros_like(old.stretch)
     change = Preconditioner(np.diag(unit) if old.kind == "dense" else unit, y.mean((0, 1)), old.vectors, stretch)

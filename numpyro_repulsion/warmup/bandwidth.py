@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 from jax import lax, random
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,12 +13,12 @@ from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, EulerError
 from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.noise import signs
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.warmup.probes import measure_steepness
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Window
 
-__all__ = ["Gains", "best_bandwidth", "gains", "update_bandwidth"]
+__all__ = ["Gains", "best_bandwidth", "gains", "measure_steepness", "update_bandwidth"]
 
 #: Candidate bandwidths, as multiples of the rule's.
 MULTIPLES = 2.0 ** np.linspace(-4.0, 4.0, 33)
@@ -85,6 +86,20 @@ def _largest_eigenvalue(apply, start):
     x, _ = iterate(start, None)
     _, sizes = lax.scan(iterate, x, length=POWER_ITERATIONS)
     return sizes[-1].max()
+
+
+def measure_steepness(
+    key: jax.Array, interaction: Interaction, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float
+) -> Float[Array, ""]:
+    """Return how fast Γ changes along a random direction of all particles at once, as a root mean square.
+
+    :param u: particles, ``(G, L, d)``.
+    """
+    if not interaction.interacts:
+        return jnp.zeros((), u.dtype)
+    direction = signs(key, u.shape, u.dtype)
+    change = jax.jvp(lambda u: interaction.couple(u, bandwidth).repulsion + jnp.zeros_like(u), (u,), (direction,))[1]
+    return jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(change), change, 0.0) ** 2))
 
 
 def best_bandwidth(

@@ -1,30 +1,27 @@
-"""Differences of gradients of the cloud, in programs: curvature of U and noise of the gradient."""
+"""Curvature of U and noise of its gradient over the cloud, from differences of gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import jax
-from jax import lax, random
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
+import numpy as np
+from numpy.random import Generator
 
-from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.noise import signs
-from numpyro_repulsion.rounding import einsum, matmul
 from numpyro_repulsion.warmup.curvature import UNKNOWN
 
 __all__ = [
-    "NUM_PROBES",
-    "CorrectableEnergyAndGrad",
+    "Gradients",
     "estimate_curvature",
     "hessian_and_noise",
     "mean_diagonal",
     "mean_product",
-    "measure_steepness",
+    "minibatch",
     "particle_mean",
+    "signs",
 ]
 
+#: Half the distance over which gradients are compared, in units of the scales.
+WIDTH = 0.2
 #: How many random directions of each particle give the diagonal of the curvature.
 NUM_PROBES = 20
 POWER_ITERATIONS = 8
@@ -32,23 +29,30 @@ POWER_ITERATIONS = 8
 #: on fewer that have that many numbers, because the gradients of all power iterations are kept.
 LARGE, NUM_KEPT = 1_000_000, 4
 
-#: ``(key, u, corrected) -> (U, ∇U)`` on clouds; ``corrected`` says whether control variates correct the gradient.
-CorrectableEnergyAndGrad = Callable[
-    [jax.Array, Float[Array, "*particles d"], Bool[Array, ""]],
-    tuple[Float[Array, "*particles"], Float[Array, "*particles d"]],
-]
-#: ``(key, u) -> ∇U``
-Gradient = Callable[[jax.Array, Float[Array, "*particles d"]], Float[Array, "*particles d"]]
+#: The gradients ``(G, L, d)`` for each case ``(number, point, corrected)``: the number of a minibatch, the particles,
+#: and whether control variates correct the gradient.
+Gradients = Callable[[Iterable[tuple[int, np.ndarray, bool]]], Iterator[np.ndarray]]
+
+
+def minibatch(rng: Generator) -> int:
+    """Return a random number of a minibatch."""
+    return int(rng.integers(2**32))
+
+
+def signs(rng: Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return 1 and -1, each with probability 1/2."""
+    return (2 * rng.integers(2, size=shape, dtype=np.int8) - 1).astype(dtype)
+
+
+def particle_mean(x: np.ndarray) -> np.ndarray:
+    """Return the mean over the particles ``(G, L, d)`` with finite values, ``(d,)``."""
+    usable = np.isfinite(x).all(-1, keepdims=True)
+    return np.where(usable, x, 0.0).sum((0, 1)) / max(usable.sum(), 1)
 
 
 def estimate_curvature(
-    key: jax.Array,
-    u: Float[Array, "*particles d"],
-    width: Float[Array, "*particles"] | Float[Array, ""] | float,
-    energy_and_grad: CorrectableEnergyAndGrad,
-    corrected: Bool[Array, ""],
-    compare: bool,
-) -> tuple[Float[Array, " _"], Float[Array, 2], Float[Array, 2]]:
+    rng: Generator, u: np.ndarray, width: np.ndarray | float, gradients: Gradients, corrected: bool, compare: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
     Both sides of a difference use the same minibatch, and each iteration uses another one. So midpoints differ between
@@ -63,187 +67,100 @@ def estimate_curvature(
         largest variance of the gradient in any direction, pooled over the particles, without control variates and with
         them, ``(2,)``; and the mean of that variance over all directions, ``(2,)``.
     """
-    distance = jnp.broadcast_to(width, u.shape[:-1])[..., None].astype(u.dtype)
-
-    def iterate(direction, key):
-        offset = distance * direction
-        sides = jnp.asarray([1.0, -1.0] + [0.0] * compare, u.dtype)
-        flags = jnp.stack([corrected, corrected] + [~corrected] * compare)
-        # A loop over the points, so that the gradient is compiled once.
-        gradients = lax.map(lambda point: energy_and_grad(key, u + point[0] * offset, point[1])[1], (sides, flags))
-        product = (gradients[0] - gradients[1]) / (2.0 * distance)
-        size = jnp.linalg.norm(product, axis=-1, keepdims=True)
-        usable = jnp.isfinite(size) & (size > 0)
-        middle = (gradients[0] + gradients[1]) / 2.0
-        seen = jnp.stack([middle, gradients[2]] if compare else [middle])[:, :, ::every]
-        return jnp.where(usable, product / jnp.where(usable, size, 1.0), direction), (size[..., 0], seen)
-
-    dimension = u.shape[-1]
-    kept = min(NUM_KEPT, max(1, LARGE // dimension)) if u.size > LARGE else u.shape[1]
+    distance = np.broadcast_to(np.asarray(width, u.dtype), u.shape[:-1])[..., None]
+    direction = signs(rng, u.shape, u.dtype) / np.asarray(u.shape[-1] ** 0.5, u.dtype)
+    kept = min(NUM_KEPT, max(1, LARGE // u.shape[-1])) if u.size > LARGE else u.shape[1]
     every = -(-u.shape[1] // kept)
-    keys = random.split(key, POWER_ITERATIONS)
-    white = signs(key, (u.size // dimension + 2, dimension), u.dtype)
-    direction, start = white[:-2].reshape(u.shape), white[-2:]
-    direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
-    _, (sizes, seen) = lax.scan(iterate, direction, keys)
-    curvature = jnp.where(jnp.isfinite(sizes[-1]), sizes[-1], UNKNOWN).ravel()
-    seen = jnp.moveaxis(seen, 1, 0)
-    # One after the other, so that memory holds the deviations of one.
-    found = lax.map(lambda x: jnp.stack(_variances(start, x)), seen)
-    used, other = found[0], found[-1]
-    largest, mean = jnp.where(corrected, jnp.stack([other, used]), jnp.stack([used, other])).T
-    return curvature, largest, mean
-
-
-def measure_steepness(
-    key: jax.Array, interaction: Interaction, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float
-) -> Float[Array, ""]:
-    """Return how fast Γ changes along a random direction of all particles at once, as a root mean square.
-
-    :param u: particles, ``(G, L, d)``.
-    """
-    if not interaction.interacts:
-        return jnp.zeros((), u.dtype)
-    direction = signs(key, u.shape, u.dtype)
-    change = jax.jvp(lambda u: interaction.couple(u, bandwidth).repulsion + jnp.zeros_like(u), (u,), (direction,))[1]
-    return jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(change), change, 0.0) ** 2))
+    seen: list[list[np.ndarray]] = []
+    for _ in range(POWER_ITERATIONS):
+        number, offset = minibatch(rng), distance * direction
+        cases = [(number, u + offset, corrected), (number, u - offset, corrected), (number, u, not corrected)]
+        plus, minus, *other = gradients(cases if compare else cases[:2])
+        product = (plus - minus) / (2.0 * distance)
+        size = np.linalg.norm(product, axis=-1, keepdims=True)
+        usable = np.isfinite(size) & (size > 0)
+        direction = np.where(usable, product / np.where(usable, size, 1.0), direction)
+        seen.append([x[:, ::every] for x in ((plus + minus) / 2.0, *other)])
+    found = [_variances(rng, np.stack(x)) for x in zip(*seen, strict=True)]
+    largest, mean = np.transpose([found[-1], found[0]] if corrected else [found[0], found[-1]])
+    return np.where(np.isfinite(size), size, UNKNOWN).ravel(), largest, mean
 
 
 def hessian_and_noise(
-    key: jax.Array,
-    u: Float[Array, "*particles d"],
-    gradient: Callable[[jax.Array, Float[Array, "*particles d"], Bool[Array, ""]], Float[Array, "*particles d"]],
-    width: float,
-    number: int,
-    noise_number: Integer[Array, ""] | int,
-    only_diagonal: Bool[Array, ""] | bool = False,
-) -> tuple[Float[Array, "d d"], Float[Array, "d d"]]:
+    rng: Generator, u: np.ndarray, gradients: Gradients, number: int, noise_number: int, corrected: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean Hessian of U and the covariance of the minibatch noise over particles ``(G, L, d)``.
 
     All columns of the Hessian use the same minibatches, because only then do the errors of small eigenvalues stay
     relative to them. The noise comes from differences of gradients on two minibatches.
 
-    :param gradient: ``(key, u, is_noise) -> ∇U`` on clouds.
-    :param width: half the distance over which gradients are compared.
     :param number: the number of minibatches for the Hessian.
     :param noise_number: the number of pairs of minibatches for the noise, 0 or more.
-    :param only_diagonal: whether to estimate only the diagonal of the Hessian, as `mean_diagonal` does.
+    :param corrected: whether control variates correct the gradients whose noise is measured.
     :return: two arrays ``(d, d)``; zeros for the noise without pairs.
     """
     dimension = u.shape[-1]
-    # Not by `mean_diagonal`, so that the gradient is compiled once.
-    num_columns = jnp.where(only_diagonal, NUM_PROBES, number * dimension)
-
-    def add_pair(i, totals):
-        hessian, covariance = totals
-        is_noise, column = i >= num_columns, i % dimension
-        minibatch = jnp.where(only_diagonal, i, i // dimension)
-        own = random.fold_in(key, jnp.where(is_noise, number + i, minibatch))
-        column_probe = jnp.broadcast_to((jnp.arange(dimension) == column).astype(u.dtype), u.shape)
-        probe = jnp.where(only_diagonal, signs(key, u.shape, u.dtype, i), column_probe)
-        offset = jnp.where(is_noise, 0.0, width) * probe
-
-        def add_side(side, total):
-            sign = jnp.where(side == 0, 1.0, -1.0).astype(u.dtype)
-            side_key = random.fold_in(own, jnp.where(is_noise, side, 0))
-            return total + sign * gradient(side_key, u + sign * offset, is_noise)
-
-        # Loops over pairs and sides, so that the gradient is compiled once.
-        difference = lax.fori_loop(0, 2, add_side, jnp.zeros_like(u))
-
-        def add_noise():
-            noise = difference.reshape(-1, dimension)
-            noise = jnp.where(jnp.isfinite(noise).all(-1, keepdims=True), noise, 0.0)
-            return hessian, covariance + matmul(noise.T, noise) / (2.0 * len(noise))
-
-        def add_column():
-            found = particle_mean(difference * jnp.where(only_diagonal, probe, 1.0)) / (2.0 * width)
-            place = jnp.where(only_diagonal, jnp.arange(dimension), column)
-            return hessian.at[place, jnp.arange(dimension)].add(found), covariance
-
-        return lax.cond(is_noise, add_noise, add_column)
-
-    nothing = jnp.zeros((dimension, dimension), u.dtype)
-    hessian, covariance = lax.fori_loop(0, num_columns + noise_number, add_pair, (nothing, nothing))
-    repetitions = jnp.where(only_diagonal, NUM_PROBES, number)
-    return (hessian + hessian.T) / (2.0 * repetitions), covariance / jnp.maximum(noise_number, 1)
+    hessian, covariance = np.zeros((2, dimension, dimension), u.dtype)
+    for _ in range(number):
+        hessian += np.stack(list(_products(u, np.eye(dimension, dtype=u.dtype), gradients, minibatch(rng)))) / number
+    for _ in range(noise_number):
+        one, other = gradients((minibatch(rng), u, corrected) for _ in range(2))
+        noise = (one - other).reshape(-1, dimension)
+        noise = np.where(np.isfinite(noise).all(-1, keepdims=True), noise, 0.0)
+        covariance += noise.T @ noise / (2.0 * len(noise) * noise_number)
+    return (hessian + hessian.T) / 2.0, covariance
 
 
-def mean_diagonal(
-    key: jax.Array, u: Float[Array, "*particles d"], gradient: Gradient, width: float, number: int
-) -> Float[Array, " d"]:
-    """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, ``(d,)``, from products with random signs.
-
-    :param number: the number of products for each particle.
-    """
-
-    def add_probe(i, total):
-        probe = signs(key, u.shape, u.dtype, i)
-        return total + particle_mean(
-            probe * _difference(random.fold_in(key, i), u, width * probe, gradient) / (2.0 * width)
-        )
-
-    return lax.fori_loop(0, number, add_probe, jnp.zeros(u.shape[-1], u.dtype)) / number
+def mean_diagonal(rng: Generator, u: np.ndarray, gradients: Gradients) -> np.ndarray:
+    """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, from products with random signs."""
+    total = np.zeros(u.shape[-1], u.dtype)
+    for _ in range(NUM_PROBES):
+        number, probe = minibatch(rng), signs(rng, u.shape, u.dtype)
+        plus, minus = gradients((number, u + side * WIDTH * probe, False) for side in (1.0, -1.0))
+        total += particle_mean(probe * (plus - minus)) / (2.0 * WIDTH * NUM_PROBES)
+    return total
 
 
-def mean_product(
-    key: jax.Array,
-    u: Float[Array, "*particles d"],
-    direction: Float[Array, " d"],
-    gradient: Gradient,
-    width: float,
-    number: int,
-) -> Float[Array, " d"]:
+def mean_product(u: np.ndarray, direction: np.ndarray, gradients: Gradients, numbers: Sequence[int]) -> np.ndarray:
     """Return the product of the mean Hessian over particles ``(G, L, d)`` with a unit vector, ``(d,)``.
 
-    The same key gives the same minibatches, and so one symmetric matrix for all directions.
+    :param numbers: those of the minibatches. The same give one symmetric matrix for all directions.
     """
-
-    def add_minibatch(i, total):
-        return total + particle_mean(
-            _difference(random.fold_in(key, i), u, width * direction, gradient) / (2.0 * width)
-        )
-
-    return lax.fori_loop(0, number, add_minibatch, jnp.zeros_like(direction)) / number
+    return sum(next(_products(u, direction[None], gradients, number)) for number in numbers) / len(numbers)
 
 
-def _difference(key, u, offset, gradient):
-    """Return the difference of gradients on the same minibatch at two points."""
-
-    def add(side, total):
-        sign = jnp.where(side == 0, 1.0, -1.0).astype(u.dtype)
-        return total + sign * gradient(key, u + sign * offset)
-
-    # A loop over the two sides, so that the gradient is compiled once.
-    return lax.fori_loop(0, 2, add, jnp.zeros_like(u))
+def _products(u, directions, gradients, number):
+    """Yield the product of the mean Hessian on a minibatch with each unit vector, ``(d,)``."""
+    cases = ((number, u + side * WIDTH * v, False) for v in directions for side in (1.0, -1.0))
+    found = gradients(cases)
+    for plus in found:
+        yield particle_mean(plus - next(found)) / (2.0 * WIDTH)
 
 
-def particle_mean(x: Float[Array, "*particles d"]) -> Float[Array, " d"]:
-    """Return the mean over the particles ``(G, L, d)`` with finite values, ``(d,)``."""
-    usable = jnp.isfinite(x).all(-1, keepdims=True)
-    return jnp.where(usable, x, 0.0).sum((0, 1)) / jnp.maximum(usable.sum(), 1)
-
-
-def _variances(start, gradients):
+def _variances(rng, gradients):
     """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, and the mean.
 
     Both are over directions. One half of the times gives the direction of the largest and the other half the variance
     along it, and vice versa, because the largest eigenvalue of a covariance estimated from fewer rows than dimensions
     would be far too large.
     """
-    times = gradients.shape[0] // 2
+    times, dimension = len(gradients) // 2, gradients.shape[-1]
     # Subtract the mean of each half: a common mean would correlate the halves negatively.
-    halves = gradients.reshape(2, times, -1, gradients.shape[-1])
+    halves = gradients.reshape(2, times, -1, dimension)
     deviations = halves - halves.mean(1, keepdims=True)
-    deviations = jnp.where(jnp.isfinite(deviations).all(-1, keepdims=True), deviations, 0.0)
-    halves = deviations.reshape(2, -1, gradients.shape[-1])
+    deviations = np.where(np.isfinite(deviations).all(-1, keepdims=True), deviations, 0.0)
+    halves = deviations.reshape(2, -1, dimension)
     rows = halves.shape[1] * (times - 1) / times
+    directions = [_widest(rng, half) for half in halves]
+    along = [half @ direction for half, direction in zip(halves, directions[::-1], strict=True)]
+    return np.square(along).sum(1).mean() / rows, np.square(halves).sum(1).mean() / rows
 
-    def iterate(directions, _):
-        product = einsum("hnd,hn->hd", halves, einsum("hnd,hd->hn", halves, directions))
-        size = jnp.linalg.norm(product, axis=-1, keepdims=True)
-        return jnp.where(size > 0, product / jnp.where(size > 0, size, 1.0), directions), None
 
-    directions, _ = lax.scan(iterate, start / jnp.linalg.norm(start, axis=-1, keepdims=True), length=POWER_ITERATIONS)
-    largest = jnp.mean(jnp.sum(einsum("hnd,hd->hn", halves, directions[::-1]) ** 2, -1)) / rows
-    return largest, jnp.mean(jnp.sum(halves**2, 1)) / rows
+def _widest(rng, rows):
+    """Return the unit vector along which rows ``(n, d)`` vary most, by power iteration."""
+    direction = signs(rng, rows.shape[-1:], rows.dtype) / rows.shape[-1] ** 0.5
+    for _ in range(POWER_ITERATIONS):
+        product = rows @ direction @ rows
+        size = np.linalg.norm(product)
+        direction = product / size if size > 0 else direction
+    return direction.astype(rows.dtype)

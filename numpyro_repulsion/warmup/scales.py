@@ -15,6 +15,7 @@ from numpyro_repulsion.warmup.hessian import (
     whitening,
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
+from numpyro_repulsion.warmup.probes import hessian_and_noise, mean_diagonal, mean_product, minibatch
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
@@ -53,21 +54,26 @@ def _whitened(rng, window, warmup, cloud, sampler):
     dimension, weight = cloud.z.shape[-1], window.curvature_weight
     # In the scales so far, the mean of the earlier curvatures is one.
     if not is_dense:
-        scale = whitening(weight * sampler.mean_diagonal(rng, warmup, measured) + (1.0 - weight))
+        found = mean_diagonal(rng, measured, sampler.gradients(warmup))
+        scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     # The noise limits the step, and matters for the last scales only.
     measures_step = sampler.plan.step_size is not None
     groups, particles = cloud.potential_energy.shape
     num_independent = groups if sampler.shares_minibatches else groups * particles
     num_pairs = num_noise_pairs(dimension, num_independent)
-    hessian, covariance = sampler.hessian_and_noise(
-        rng,
-        warmup,
-        measured,
-        num_minibatches(dimension, _num_rows(cloud, sampler)),
-        num_pairs if measures_step and window.is_at(FREEZE) and not window.is_prolonged else 0,
-        only_diagonal=window.is_prolonged,
-    )
+    gradients = sampler.gradients(warmup)
+    if window.is_prolonged:
+        hessian, covariance = np.diag(mean_diagonal(rng, measured, gradients)), np.zeros((dimension, dimension))
+    else:
+        hessian, covariance = hessian_and_noise(
+            rng,
+            measured,
+            gradients,
+            num_minibatches(dimension, _num_rows(cloud, sampler)),
+            num_pairs if measures_step and window.is_at(FREEZE) else 0,
+            warmup.reference is not None and bool(warmup.reference.in_use),
+        )
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if measures_step:
         further, factor = shrink_noisy_directions(
@@ -94,7 +100,8 @@ def _low_rank(rng, window, warmup, cloud, sampler):
         return warmup._replace(scales=warmup.scales._replace(preconditioner=change)), change.whiten(measured)
 
     scale = old.scale * _spread(window, warmup)
-    found = sampler.mean_diagonal(rng, *along_coordinates(scale))
+    plain, y = along_coordinates(scale)
+    found = mean_diagonal(rng, y, sampler.gradients(plain))
     unit = whitening(weight * found + (1.0 - weight) * (1.0 + old.vectors**2 @ excess))
     scale = scale * unit
     plain, y = along_coordinates(scale)
@@ -103,14 +110,13 @@ def _low_rank(rng, window, warmup, cloud, sampler):
         # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
         vectors, values = np.zeros_like(old.vectors), np.ones_like(old.stretch)
     else:
-        mean_product = sampler.mean_product(
-            rng, plain, y, num_minibatches(y.shape[-1], _num_rows(cloud, sampler), rank)
-        )
+        number = num_minibatches(y.shape[-1], _num_rows(cloud, sampler), rank)
+        gradients, numbers = sampler.gradients(plain), [minibatch(rng) for _ in range(number)]
 
         def product(v):
             known = unit * v
             known = unit * (known + old.vectors @ (excess * (old.vectors.T @ known)))
-            return weight * mean_product(v) + (1.0 - weight) * known
+            return weight * mean_product(y, v, gradients, numbers) + (1.0 - weight) * known
 
         vectors, values = extremes(wide_direction(rng, y), product, rank)
     center = old.to_positions(warmup.moments.position)

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
-from numpyro_repulsion.gradients import Centering, Reference
+from numpyro_repulsion.gradients import Centering, Recovered, Reference
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.rounding import xp
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
+from numpyro_repulsion.warmup.probes import Gradients
 from numpyro_repulsion.warmup.symptoms import Symptoms
 from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Window
 
@@ -371,23 +372,11 @@ class Sampler(Protocol):
     def best_bandwidth(self, u: np.ndarray, rule: np.ndarray, tolerance: float) -> np.ndarray:
         """Return the bandwidth that speeds up averages over the cloud most."""
 
-    def estimate_curvature(
-        self, rng: Generator, warmup: WarmupState, u: np.ndarray, width: np.ndarray | float
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return curvature and noise as :func:`~numpyro_repulsion.warmup.estimate_curvature` does."""
+    def gradients(self, warmup: WarmupState) -> Gradients:
+        """Return the function for gradients in whitened coordinates."""
 
-    def hessian_and_noise(
-        self, rng: Generator, warmup: WarmupState, u: np.ndarray, number: int, noise_number: int, only_diagonal: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean Hessian of U over particles, and the covariance of the noise, ``(d, d)`` each."""
-
-    def mean_diagonal(self, rng: Generator, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
-        """Return the diagonal of that Hessian, ``(d,)``."""
-
-    def mean_product(
-        self, rng: Generator, warmup: WarmupState, u: np.ndarray, number: int
-    ) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the function from a unit vector to its product with that Hessian, on the same minibatches."""
+    def energy_and_grad(self, warmup: WarmupState, number: int, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return U and ∇U on the minibatch of a number."""
 
     def energy_on_common_rows(self, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""
@@ -395,11 +384,14 @@ class Sampler(Protocol):
     def energy_to_compare(self, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
         """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)``."""
 
-    def standardized(self, warmup: WarmupState, centering: Centering, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return particles in the coordinates of another centering, and which entries these change, ``(d,)``."""
+    def recover(self, warmup: WarmupState, u: np.ndarray, learns: bool) -> tuple[Centering, Recovered]:
+        """Return the particles in the coordinates of the model, and the centering.
 
-    def recenter(self, rng: Generator, warmup: WarmupState, cloud: Cloud) -> tuple[WarmupState, Cloud]:
-        """Return the state and the cloud with hierarchical sites centered by what the data say."""
+        :param learns: whether the centering gets powers and bases estimated from gradients.
+        """
+
+    def to_coordinates(self, centering: Centering, found: Recovered) -> np.ndarray:
+        """Return particles in the coordinates of a centering, ``(G, L, d)``."""
 
     def evaluate_reference(self, rng: Generator, warmup: WarmupState, reference: Reference) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""

@@ -8,6 +8,7 @@ from numpy.random import Generator
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import UNKNOWN, summarize_curvature
+from numpyro_repulsion.warmup.probes import WIDTH, estimate_curvature
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Window
 
@@ -24,10 +25,6 @@ def update_reference(
     position = warmup.scales.preconditioner.to_positions(warmup.moments.position if is_common else cloud.z)
     moved = known._replace(position=position, in_use=np.ones((), bool))
     return warmup._replace(reference=sampler.evaluate_reference(rng, warmup, moved)), cloud
-
-
-#: Half the distance over which gradients are compared, if u has unit scale.
-WIDTH = 0.2
 
 
 def update_step_size(
@@ -52,7 +49,9 @@ def _measured(rng, window, warmup, cloud, sampler):
     width = WIDTH if plan.scale else WIDTH * np.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
     # Curvature and noise around a particle that has run away may be a million times that around the others.
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
-    curvature, noise, isotropic = sampler.estimate_curvature(rng, warmup, measured, width)
+    in_use = plan.reference and bool(warmup.reference.in_use)
+    gradients = sampler.gradients(warmup)
+    curvature, noise, isotropic = estimate_curvature(rng, measured, width, gradients, in_use, plan.reference)
     if not plan.noise:
         # Without minibatches, midpoints differ only by the third derivatives of U.
         noise = isotropic = np.zeros_like(noise)
