@@ -1,24 +1,22 @@
 """The figure of ``docs/warmup.md``: what moves the particles during warmup, and when warmup learns what.
 
-All times come from the package's own ``Stage``. Writes ``docs/_static/warmup-windows.png``.
+All times come from the package's own windows. Writes ``docs/_static/warmup-windows.png``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib.lines import Line2D
 import matplotlib.pyplot as plt
-import numpy as np
 from PIL import Image
 
 from numpyro_repulsion.moves import basins
-from numpyro_repulsion.warmup import Stage
+from numpyro_repulsion.warmup import Schedule, Window
+from numpyro_repulsion.warmup.windows import ENDS
 
 OUTPUT = Path(__file__).parents[1] / "_static" / "warmup-windows.png"
 NUM_WARMUP = 1000
@@ -28,18 +26,15 @@ PALE_BLUE, PALE_GREEN = "#a9d6f2", "#8fd1ba"
 INK, GREY, BLUE = "#1f1f1f", "#8a8a8a", "#0072B2"
 
 
-def stages(is_prolonged):
-    """Return the stages of all iterations of warmup, as arrays."""
-
-    def stage(iteration):
-        return Stage.of(iteration, jnp.asarray(NUM_WARMUP), jnp.asarray(is_prolonged))
-
-    return jax.tree.map(np.asarray, jax.vmap(stage)(jnp.arange(NUM_WARMUP)))
+def windows(is_prolonged):
+    """Return the windows of warmup, in order."""
+    schedule = Schedule(NUM_WARMUP, is_prolonged)
+    return [Window(schedule, end) for end in sorted(map(schedule.at, ENDS))]
 
 
-def at(stage, which):
-    """Return how many iterations are done at the moments that a mask chooses."""
-    return stage.done[which]
+def ends(windows, which=lambda window: True):
+    """Return after how many iterations some windows end."""
+    return [window.ends for window in windows if which(window)]
 
 
 def title(axes, text):
@@ -49,7 +44,7 @@ def title(axes, text):
 def movements(axes, usual, prolonged):
     """Draw what moves the particles: with all rows, with minibatches, and where gradients stay noisy."""
     (arrived, frozen), (late, late_frozen) = (
-        (at(stage, stage.is_arriving).max(), at(stage, stage.is_adapting).max()) for stage in (usual, prolonged)
+        (max(ends(of, lambda x: x.was_arrival)), max(ends(of, lambda x: x.is_adapting))) for of in (usual, prolonged)
     )
     sampler = [
         (frozen, PALE_BLUE, "the sampler; scales change"),
@@ -69,56 +64,68 @@ def movements(axes, usual, prolonged):
             ],
         ),
     )
-    for y, (name, stage, parts) in zip((2, 1, 0), cases, strict=True):
+    for y, (name, of, parts) in zip((2, 1, 0), cases, strict=True):
         start = 0
         for end, color, text in parts:
             axes.barh(y, end - start, left=start, height=0.62, color=color, edgecolor="white", lw=1.5)
             axes.text((start + end) / 2, y, text, ha="center", va="center", fontsize=9, color=INK)
             start = end
-        ends = at(stage, stage.window_ends)
-        if stage is prolonged:
+        ticks = ends(of)
+        if of is prolonged:
             # The arrival is prolonged at its end; until then windows end as usual.
-            ends = np.concatenate([at(usual, usual.window_ends & (usual.done <= arrived)), ends[ends > arrived]])
-        axes.vlines(ends, y - 0.45, y - 0.31, color=INK, lw=1)
+            ticks = [end for end in ends(usual) if end <= arrived] + [end for end in ticks if end > arrived]
+        axes.vlines(ticks, y - 0.45, y - 0.31, color=INK, lw=1)
         axes.text(-12, y, name, ha="right", va="center", fontsize=9, color=INK)
     axes.set(xlim=(0, NUM_WARMUP), ylim=(-0.6, 2.6), xticks=[], yticks=[])
     title(axes, "What moves the particles (ticks: ends of windows)")
     axes.spines[:].set_visible(False)
 
 
-def lessons(axes, stage):
+def lessons(axes, of):
     """Draw when warmup changes what it learns, if the arrival is not prolonged."""
-    ends, none = stage.window_ends, np.zeros(NUM_WARMUP, bool)
-    adapts, rescues = ends & stage.is_adapting, ends & stage.may_rescue
-    arrived, frozen = at(stage, stage.references_move).min(), at(stage, stage.references_move).max()
+    moves = ends(of, lambda x: x.moves_references)
+    arrived, frozen = min(moves), max(moves)
+    rescues = [x for x in of if x.finds_lost and x.may_rescue]
+    begins, stops = (share * NUM_WARMUP for share in (basins.BEGINNING, basins.END))
     # (name, in both cases, with all rows only, with minibatches only, bars)
     rows = (
-        ("lost particles move to others", rescues & stage.is_arriving, none, rescues & ~stage.is_arriving, []),
-        ("scales", adapts & stage.whitens, adapts & ~stage.whitens, none, []),
-        ("centering of hierarchical sites", stage.references_move & (stage.curvature_weight == 1), none, none, []),
-        ("reference of control variates", none, none, stage.references_move, []),
-        ("bandwidth", ends & stage.is_settling, none, none, [(arrived, frozen)]),
-        ("step size", ends & stage.has_arrived, none, none, []),
         (
-            "jumps between basins",
-            none,
-            np.isin(stage.done, round(basins.END * NUM_WARMUP)),
-            none,
-            [(basins.BEGINNING * NUM_WARMUP, basins.END * NUM_WARMUP)],
+            "lost particles move to others",
+            ends(rescues, lambda x: x.was_arrival),
+            [],
+            ends(rescues, lambda x: not x.was_arrival),
+            [],
         ),
+        (
+            "scales",
+            ends(of, lambda x: x.is_adapting and x.whitens),
+            ends(of, lambda x: x.is_adapting and not x.whitens),
+            [],
+            [],
+        ),
+        (
+            "centering of hierarchical sites",
+            ends(of, lambda x: x.moves_references and x.curvature_weight == 1),
+            [],
+            [],
+            [],
+        ),
+        ("reference of control variates", [], [], moves, []),
+        ("bandwidth", ends(of, lambda x: not x.is_adapting), [], [], [(arrived, frozen)]),
+        ("step size", ends(of, lambda x: x.has_arrived), [], [], []),
+        ("jumps between basins", [], [stops], [], [(begins, stops)]),
     )
     markers = (
         ("o", BLUE, "with all rows and with minibatches"),
         ("D", "white", "with all rows only"),
         ("s", INK, "with minibatches only"),
     )
-    for i, (name, *masks, bars) in enumerate(rows):
+    for i, (name, *cases, bars) in enumerate(rows):
         y = -i
         axes.axhline(y, color="#dddddd", lw=0.8, zorder=0)
         for start, end in bars:
             axes.plot((start, end), (y, y), color=BLUE, lw=5, alpha=0.45, solid_capstyle="butt")
-        for mask, (shape, color, _) in zip(masks, markers, strict=True):
-            moments = at(stage, mask)
+        for moments, (shape, color, _) in zip(cases, markers, strict=True):
             axes.plot(moments, [y] * len(moments), shape, mfc=color, mec=INK, ms=6, mew=0.9, clip_on=False, zorder=3)
         axes.text(-12, y, name, ha="right", va="center", fontsize=9, color=INK)
     for x in (arrived, frozen):
@@ -136,7 +143,7 @@ def lessons(axes, stage):
 
 
 def main():
-    usual, prolonged = stages(False), stages(True)
+    usual, prolonged = windows(False), windows(True)
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9.6, 5.6), height_ratios=(1, 1.7), facecolor="white")
     movements(top, usual, prolonged)
     lessons(bottom, usual)

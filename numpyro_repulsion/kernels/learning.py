@@ -157,8 +157,8 @@ class HostSampler:
     def energy_on_common_rows(self, warmup, u):
         return self._run(warming.common_energies, None, *self._place(warmup), u)
 
-    def energy_to_compare(self, warmup, u):
-        return self._run(warming.energies_to_compare, None, *self._place(warmup), u)
+    def energy_to_compare(self, centering, y):
+        return self._run(warming.energies_to_compare, None, centering, self.state.start, y)
 
     def recover(self, warmup, u, learns):
         return self._run(warming.recover, MIN_SPREAD if learns else None, *self._place(warmup), u)

@@ -277,13 +277,15 @@ def common_energies(bound: BoundSampler, _: None, place: Place, start: Particle,
     return place_everywhere(one(place.preconditioner.to_positions(u)))
 
 
-def energies_to_compare(bound: BoundSampler, _: None, place: Place, start: Particle, u) -> Any:
-    """Return energies of the likelihood alone, on the same rows for all, ``(G, L)``."""
-    iteration = _at(bound, place, start)
-    z = place.preconditioner.to_positions(u).reshape(-1, u.shape[-1])
-    particles, rows = jax.vmap(iteration.unravel)(z), rows_to_compare(iteration.bound.target)
+def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | None, start: Particle, y) -> Any:
+    """Return energies of the likelihood alone, on the same rows for all, ``(G, L)``.
+
+    :param y: particles in the coordinates of the centering.
+    """
+    iteration = _at(bound, place := Place(Preconditioner(), centering, None), start)
+    particles, rows = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1])), rows_to_compare(iteration.bound.target)
     energies = likelihood_energies(iteration.target(place), particles, rows)
-    return place_everywhere(energies.reshape(u.shape[:-1]).astype(u.dtype))
+    return place_everywhere(energies.reshape(y.shape[:-1]).astype(y.dtype))
 
 
 def reference_at(bound: BoundSampler, size: int, place: Place, start: Particle, key, number) -> Any:

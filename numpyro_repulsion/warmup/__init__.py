@@ -47,8 +47,9 @@ With ``num_warmup=1000`` the windows end at these iterations, and the learners a
        rows, where all marks of 250 but P are due again, the windows that follow share what is left, and scales are
        diagonal
 
-A learner is a function of the state and the cloud, called in every iteration; it does nothing if the run does not need
-what it learns (``WarmupPlan``). Each writes its own part of ``WarmupState``:
+A learner is a function of the state and the cloud, called at the end of each window, on arrays of the host; it does
+nothing if the run does not need what it learns (``WarmupPlan``). The sums that it needs grow in the programs between
+(``kernels/warming.py``). Each writes its own part of ``WarmupState``:
 
 ===================  ===============  ========================================  ========================================
 learner              file             reads                                     writes
@@ -60,13 +61,13 @@ update_reference     step_size.py     moments of the scales, or positions       
 update_scales        scales.py        positions, gradients; or curvature and    scales; the cloud in the new coordinates
                                       noise (hessian.py)
 update_bandwidth     bandwidth.py     positions, bias of the step               bandwidth
-update_step_size     step_size.py     curvature and noise (curvature.py), and   step; whether the reference is in use
+update_step_size     step_size.py     curvature and noise (probes.py), and      step; whether the reference is in use
                                       what the other learners wrote
 update_prolongation  arrival.py       the noise with and without control        arrival, scales, reference; the cloud in
                                       variates                                  the new coordinates
 ===================  ===============  ========================================  ========================================
 
-The kernels add learners of jumps (``kernels/warming.py``). The last state gives the diagnosis (``diagnosis.py``).
+The kernels add learners of jumps (``kernels/learning.py``). The last state gives the diagnosis (``diagnosis.py``).
 """
 
 from numpyro_repulsion.warmup.adam import Adam, Surroundings, descend, svgd_direction

@@ -246,7 +246,12 @@ def _differ(warmup, plainly, cloud, sampler):
     z = cloud.z.reshape(-1, dimension)
     middle = ((z + np.roll(z, 1, 0)) / 2.0).reshape(cloud.z.shape)
     # Where they were is not expressed in the new scales, which single precision may not invert.
-    places = ((warmup, cloud.z), (warmup, middle), (plainly, warmup.arrival.halfway))
+    to_positions, centering = warmup.preconditioner.to_positions, warmup.centering
+    places = (
+        (centering, to_positions(cloud.z)),
+        (centering, to_positions(middle)),
+        (plainly.centering, warmup.arrival.halfway),
+    )
     fits, between, before = (sampler.energy_to_compare(*place).ravel() for place in places)
     rarely = spread_of_energies(dimension)
     apart, before_apart = (np.nanmedian(np.abs(x - np.nanmedian(x))) for x in (fits, before))

@@ -381,8 +381,9 @@ class Sampler(Protocol):
     def energy_on_common_rows(self, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""
 
-    def energy_to_compare(self, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
-        """Return by how much particles fit: energies without the prior, on the same rows for all, ``(G, L)``."""
+    def energy_to_compare(self, centering: Centering | None, y: np.ndarray) -> np.ndarray:
+        """Return by how much particles in the coordinates of a centering fit: energies without the prior, on the same
+        rows for all, ``(G, L)``."""
 
     def recover(self, warmup: WarmupState, u: np.ndarray, learns: bool) -> tuple[Centering, Recovered]:
         """Return the particles in the coordinates of the model, and the centering.
