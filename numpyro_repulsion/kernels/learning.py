@@ -111,7 +111,9 @@ class HostSampler:
         """Return what a program returns, on the host."""
         shape = self.state.cloud.z.shape
         options = compiler_options(self.bound, num_gradients, shape[0] * shape[1], shape[2])
-        return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
+        # Learners know what to do where a particle has run away.
+        with jax.debug_nans(False):
+            return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
 
     def _place(self, warmup):
         """Return where gradients are evaluated."""
@@ -192,16 +194,14 @@ def _schedule(plan: WarmupPlan, warmup: WarmupState) -> Schedule:
 
 def now_of(plan: WarmupPlan, schedule: Schedule, warmup: WarmupState, iteration: int) -> Now:
     """Return what the iteration after so many others needs to know of its window."""
-    noise = jax.device_get(warmup).noise if plan.noise and plan.measures else 0.0
-    begins, ends = schedule.half_of_arrival(iteration)
-    dtype = warmup.step.size.dtype
-    whole = np.int32
+    noise = warmup._replace(step=jax.device_get(warmup.step)).noise if plan.noise and plan.measures else 0.0
+    begins, ends = map(np.int32, schedule.half_of_arrival(iteration))
     return Now(
-        whole(schedule.next_end(iteration)),
-        whole(schedule.at(ARRIVED)),
-        (whole(begins), whole(ends)),
+        np.int32(schedule.next_end(iteration)),
+        np.int32(schedule.at(ARRIVED)),
+        (begins, ends),
         np.bool_(iteration < schedule.at(FREEZE)),
-        np.asarray(noise, dtype),
+        np.asarray(noise, warmup.step.size.dtype),
     )
 
 
@@ -263,11 +263,8 @@ def _learn(bound, plan, programs, window, state):
     found = _like(on_host, (warmup, cloud))
     if are_several():
         found = multihost_utils.broadcast_one_to_all(found)
-        on_host = jax.tree.map(lambda x: None, on_host)
     # What has not changed stays on its devices.
-    leaves = zip(jax.tree.leaves(given), jax.tree.leaves(on_host), jax.tree.leaves(found), strict=True)
-    new = [x if value is old else _put(x, value) for x, old, value in leaves]
-    warmup, cloud = jax.tree.unflatten(jax.tree.structure(given), new)
+    warmup, cloud = jax.tree.map(lambda x, old, new: x if new is old else _put(x, new), given, on_host, found)
     return state._replace(warmup=warmup, cloud=cloud)
 
 
