@@ -404,9 +404,10 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
             return (np.asarray(gradient(state, np.uint32(number), point)) for number, point, _ in cases)
 
         width, rng = WIDTH * np.sqrt(step_size), np.random.default_rng(0)
-        found = estimate_curvature(rng, u, width, gradients, corrected=False, compare=False)
-        found = found if plan.noise else (found[0], *map(np.zeros_like, found[1:]))
-        one = Measurements.empty(1, u.shape[0] * u.shape[1], u.dtype).add(*found, steepness)
+        curvature, noise, isotropic = estimate_curvature(rng, u, width, gradients, corrected=False, compare=False)
+        if not plan.noise:
+            noise = isotropic = np.zeros_like(noise)
+        one = Measurements.empty(1, len(curvature), u.dtype).add(curvature, noise, isotropic, steepness)
         # Without control variates to choose from, both columns are those of the gradient in use.
         largest = one.typical_curvature, one.largest_curvature, one.typical_steepness
         known = Measured(*largest, one.mean_noise[0], one.mean_isotropic_noise[0], np.inf, UNKNOWN)
@@ -414,8 +415,8 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
     with np.errstate(all="ignore"):
         stats = summarize_curvature(known, both, known.spread, coupling, kernel.dynamics, shared, plan.sweep)
         error = kernel.dynamics.step_error(coupling)
-        noise = error.remaining_noise(step_size, stats)
-        without_curvature = CurvatureStats(0.0, 0.0, noise, isotropic_noise=stats.isotropic_noise)
+        remaining = error.remaining_noise(step_size, stats)
+        without_curvature = CurvatureStats(0.0, 0.0, remaining, isotropic_noise=stats.isotropic_noise)
         return float(error.bias(step_size, stats)), float(error.bias(step_size, without_curvature))
 
 

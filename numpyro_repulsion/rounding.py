@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,13 @@ import jax.scipy.linalg
 import numpy as np
 import scipy.linalg
 
-__all__ = ["cholesky", "eigh", "einsum", "matmul", "namespace", "solve_triangular", "unrounded", "xp"]
+__all__ = ["AnyArray", "cholesky", "eigh", "einsum", "matmul", "namespace", "solve_triangular", "unrounded", "xp"]
 
+if TYPE_CHECKING:  # Checkers know nothing that both have.
+    AnyArray: TypeAlias = Any
+else:
+    #: An array of JAX, or of the host.
+    AnyArray = jax.Array | np.ndarray | np.generic
 #: JAX's name. By default accelerators round the factors of products to about ten bits: distances of particles would
 #: have errors of 0.001 of the largest norm, and `whiten` would not invert `to_positions`.
 FULL = "highest"

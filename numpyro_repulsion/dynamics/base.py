@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from numpyro_repulsion.dynamics.step_error import StepError, UnknownError
 from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.rounding import AnyArray
 
 __all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "acceptance", "reject_nonfinite", "select", "turn_back"]
 
@@ -36,10 +37,10 @@ class Cloud(NamedTuple):
     - **memory** - further variables of the dynamics: a tuple of arrays ``(..., L, m)``, with any m.
     """
 
-    z: Float[Array, "*particles d"]
-    potential_energy: Float[Array, "*particles"]
-    gradient: Float[Array, "*particles d"]
-    memory: tuple[Shaped[Array, "*particles _"], ...] = ()
+    z: Float[AnyArray, "*particles d"]
+    potential_energy: Float[AnyArray, "*particles"]
+    gradient: Float[AnyArray, "*particles d"]
+    memory: tuple[Shaped[AnyArray, "*particles _"], ...] = ()
 
 
 class Dynamics:

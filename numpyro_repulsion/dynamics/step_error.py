@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from numpyro_repulsion.interactions import Coupling
-from numpyro_repulsion.rounding import xp
+from numpyro_repulsion.rounding import AnyArray, xp
 
 __all__ = [
     "AveragedError",
@@ -36,12 +36,12 @@ class CurvatureStats(NamedTuple):
     - **isotropic_noise** - V̄, the mean of that variance over all directions.
     """
 
-    curvature: Float[Array, ""]
-    largest: Float[Array, ""]
-    noise: Float[Array, ""]
-    steepness: Float[Array, ""] | float = 0.0
+    curvature: Float[AnyArray, ""]
+    largest: Float[AnyArray, ""]
+    noise: Float[AnyArray, ""]
+    steepness: Float[AnyArray, ""] | float = 0.0
     sweep: int | None = None
-    isotropic_noise: Float[Array, ""] | float = 0.0
+    isotropic_noise: Float[AnyArray, ""] | float = 0.0
 
 
 class StepError:
@@ -52,11 +52,11 @@ class StepError:
     `remaining_noise`.
     """
 
-    def bias(self, step_size: Float[Array, ""], stats: CurvatureStats) -> Float[Array, ""]:
+    def bias(self, step_size: Float[AnyArray, ""], stats: CurvatureStats) -> Float[AnyArray, ""]:
         """Return the expected relative inflation of variances by a step; NaN if unknown."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `bias`.")
 
-    def remaining_noise(self, step_size: Float[Array, ""], stats: CurvatureStats) -> Float[Array, ""]:
+    def remaining_noise(self, step_size: Float[AnyArray, ""], stats: CurvatureStats) -> Float[AnyArray, ""]:
         """Return the variance of independent minibatches with the same bias; V by default.
 
         The noise of successive minibatches of a sweep partly cancels.
@@ -64,25 +64,25 @@ class StepError:
         del step_size
         return stats.noise
 
-    def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> Float[Array, ""]:
+    def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> Float[AnyArray, ""]:
         """Return the step that inflates variances by the relative ``tolerance`` δ."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `max_step_for_bias`.")
 
     def max_step_for_short_run(
-        self, stats: CurvatureStats, draws_per_step: Float[Array, ""] | float
-    ) -> Float[Array, ""]:
+        self, stats: CurvatureStats, draws_per_step: Float[AnyArray, ""] | float
+    ) -> Float[AnyArray, ""]:
         """Return the longest step that still helps a run with few draws, ``draws_per_step`` times ε."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `max_step_for_short_run`.")
 
-    def stability_limit(self, stats: CurvatureStats) -> Float[Array, ""]:
+    def stability_limit(self, stats: CurvatureStats) -> Float[AnyArray, ""]:
         """Return the step above which particles diverge."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `stability_limit`.")
 
-    def relaxation_rate(self, variance: Float[Array, ""]) -> Float[Array, ""]:
+    def relaxation_rate(self, variance: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
         """Return the relaxation rate of a direction with this variance, per unit of time (updates times step size)."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `relaxation_rate`.")
 
-    def from_overdamped_step(self, step_size: Float[Array, ""]) -> Float[Array, ""]:
+    def from_overdamped_step(self, step_size: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
         """Return the step that moves a particle about as far as this step of overdamped dynamics."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `from_overdamped_step`.")
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 
 from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_gradients
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
+from numpyro_repulsion.rounding import AnyArray
 
 __all__ = ["CenteredTarget", "Centering", "Recovered"]
 
@@ -25,9 +26,9 @@ class Centering(NamedTuple):
     - **bases** - for each group of effects, the entry that their mean is added to, ``(g,)``; -1 for none.
     """
 
-    share: Float[Array, " d"]
-    powers: Float[Array, " _"]
-    bases: Integer[Array, ...]
+    share: Float[AnyArray, " d"]
+    powers: Float[AnyArray, " _"]
+    bases: Integer[AnyArray, ...]
 
     @staticmethod
     def none(target: Target, dimension: int, dtype: jnp.dtype) -> Centering:
@@ -49,18 +50,18 @@ class Recovered(NamedTuple):
     - **log_volume** - ``log dx/dz``.
     """
 
-    z: Float[Array, "*particles d"]
-    centered: Float[Array, "*particles d"]
-    location: Float[Array, "*particles d"]
-    scale: Float[Array, "*particles d"]
-    log_volume: Float[Array, "*particles d"]
+    z: Float[AnyArray, "*particles d"]
+    centered: Float[AnyArray, "*particles d"]
+    location: Float[AnyArray, "*particles d"]
+    scale: Float[AnyArray, "*particles d"]
+    log_volume: Float[AnyArray, "*particles d"]
 
     @staticmethod
     def of(
-        z: Float[Array, "*particles d"],
-        location: Float[Array, "*particles d"],
-        scale: Float[Array, "*particles d"],
-        log_volume: Float[Array, "*particles d"],
+        z: Float[AnyArray, "*particles d"],
+        location: Float[AnyArray, "*particles d"],
+        scale: Float[AnyArray, "*particles d"],
+        log_volume: Float[AnyArray, "*particles d"],
     ) -> Recovered:
         """Return the particle z with its centered form."""
         return Recovered(z, z * jnp.exp(log_volume), location, scale, log_volume)

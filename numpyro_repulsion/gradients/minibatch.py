@@ -19,7 +19,7 @@ from numpyro_repulsion.checks import boolean, integer, keep
 from numpyro_repulsion.gradients.subsampling import on_shares, share, shares_rows
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.noise import integers_below
-from numpyro_repulsion.rounding import unrounded
+from numpyro_repulsion.rounding import AnyArray, unrounded
 
 __all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud", "rows_to_compare"]
 
@@ -36,19 +36,19 @@ class Reference(NamedTuple):
     - **age** - the number of updates since the last renewal; ``None`` for a common reference, which is not renewed.
     """
 
-    position: Float[Array, "*references d"]
-    potential_energy: Float[Array, "*references"]
-    gradient: Float[Array, "*references d"]
-    data: Integer[Array, 4]
-    in_use: Bool[Array, ""] = None  # type: ignore[assignment]
-    age: Integer[Array, ""] = None  # type: ignore[assignment]
+    position: Float[AnyArray, "*references d"]
+    potential_energy: Float[AnyArray, "*references"]
+    gradient: Float[AnyArray, "*references d"]
+    data: Integer[AnyArray, 4]
+    in_use: Bool[AnyArray, ""] = None
+    age: Integer[AnyArray, ""] = None
 
     @staticmethod
     def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Reference:
         """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``."""
         zero = jnp.zeros(shape, dtype)
         age = jnp.zeros((), jnp.int32) if zero.ndim == 3 else None
-        return Reference(zero, zero[..., 0], zero, jnp.zeros(4, jnp.uint32), jnp.asarray(in_use), age)  # type: ignore[arg-type]
+        return Reference(zero, zero[..., 0], zero, jnp.zeros(4, jnp.uint32), jnp.asarray(in_use), age)
 
 
 class Gradient:

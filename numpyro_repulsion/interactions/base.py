@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer
 
 from numpyro_repulsion.checks import positive
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.rounding import matmul
+from numpyro_repulsion.rounding import AnyArray, matmul
 
 __all__ = [
     "Coupling",
@@ -67,22 +67,22 @@ class Coupling(NamedTuple):
       ``(..., L)``. The stationary bias of a step grows with its mean, and warmup takes that into account.
     """
 
-    apply: Callable[[Float[Array, "*particles k"]], Float[Array, "*particles k"]]
-    repulsion: Float[Array, "*particles d"] | float
-    draw: Callable[[jax.Array], Float[Array, "*particles d"]]
-    bound: Float[Array, ""] | float
+    apply: Callable[[Float[AnyArray, "*particles k"]], Float[AnyArray, "*particles k"]]
+    repulsion: Float[AnyArray, "*particles d"] | float
+    draw: Callable[[jax.Array], Float[AnyArray, "*particles d"]]
+    bound: Float[AnyArray, ""] | float
     is_identity: bool = False
-    white: Callable[[jax.Array], Float[Array, "*particles d"]] | None = None
-    diagonal: Float[Array, "*particles"] | Float[Array, ""] | float = 1.0
+    white: Callable[[jax.Array], Float[AnyArray, "*particles d"]] | None = None
+    diagonal: Float[AnyArray, "*particles"] | Float[AnyArray, ""] | float = 1.0
 
     @staticmethod
-    def identity(white: Callable[[jax.Array], Float[Array, "*particles d"]]) -> Coupling:
+    def identity(white: Callable[[jax.Array], Float[AnyArray, "*particles d"]]) -> Coupling:
         """Return the coupling ``K = I`` with this noise."""
         return Coupling(lambda x: x, 0.0, white, 1.0, is_identity=True, white=white)
 
     @staticmethod
     def of_figures(
-        bound: Float[Array, ""] | float, diagonal: Float[Array, "*particles"] | float, is_identity: bool
+        bound: Float[AnyArray, ""] | float, diagonal: Float[AnyArray, "*particles"] | float, is_identity: bool
     ) -> Coupling:
         """Return a coupling without operations, for :meth:`Dynamics.step_error` on the host."""
 

@@ -44,7 +44,7 @@ from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.layout import Layout
 from numpyro_repulsion.moves import Basins
-from numpyro_repulsion.warmup import Learned, WarmupPlan, WarmupState
+from numpyro_repulsion.warmup import Learned, Place, WarmupPlan, WarmupState
 
 __all__ = [
     "BASINS",
@@ -186,7 +186,7 @@ class Iteration:
     def shares_minibatches(self) -> bool:
         return self.bound.gradient.shared
 
-    def target(self, learned: Learned | WarmupState) -> Target:
+    def target(self, learned: Learned | WarmupState | Place) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
         centering, target = learned.centering, self.bound.target
         return target if centering is None else self.centered(centering)
@@ -196,7 +196,7 @@ class Iteration:
         shape = u.shape[0], u.shape[1], u.shape[2]
         return Layout.of(shape, self.interaction.interacts or self.dynamics.interacts)
 
-    def recover(self, learned: Learned | WarmupState, u: Float[Array, "*particles d"]) -> Recovered:
+    def recover(self, learned: Learned | WarmupState | Place, u: Float[Array, "*particles d"]) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = learned.preconditioner.to_positions(u)
         target = self.target(learned)
@@ -210,7 +210,7 @@ class Iteration:
         return CenteredTarget(cast(ModelTarget, self.bound.target), centering, self.unravel)
 
     def energy_and_grad(
-        self, learned: Learned | WarmupState, num_updates: Integer[Array, ""] | None = None
+        self, learned: Learned | WarmupState | Place, num_updates: Integer[Array, ""] | None = None
     ) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.
 
@@ -232,7 +232,7 @@ class Iteration:
         return energy_and_grad
 
     def evaluate_reference(
-        self, key: jax.Array, learned: Learned | WarmupState, reference: Reference, num_particles: int
+        self, key: jax.Array, learned: Learned | WarmupState | Place, reference: Reference, num_particles: int
     ) -> Reference:
         """Return the reference with U and ∇U over all rows at its position."""
         new = evaluate_reference(key, self.target(learned), self.unravel, reference, num_particles)
@@ -382,7 +382,7 @@ class Iteration:
         self,
         due: Bool[Array, ""],
         cloud: Cloud,
-        learned: Learned | WarmupState,
+        learned: Learned | WarmupState | Place,
         reference: Reference,
         is_stale: Bool[Array, ""],
     ) -> Reference:

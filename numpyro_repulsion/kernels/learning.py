@@ -22,7 +22,7 @@ from numpyro_repulsion.kernels import warming
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.iteration import BASINS
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
-from numpyro_repulsion.kernels.warming import Judged, Now, Place, Warming, what_is_on
+from numpyro_repulsion.kernels.warming import Judged, Now, Warming, what_is_on
 from numpyro_repulsion.processes import are_several
 from numpyro_repulsion.warmup import (
     ARRIVED,
@@ -32,6 +32,7 @@ from numpyro_repulsion.warmup import (
     UNKNOWN,
     Learner,
     Measured,
+    Place,
     Schedule,
     WarmupDiagnosis,
     WarmupPlan,
@@ -166,13 +167,12 @@ class HostSampler:
         return self._run(warming.recover, MIN_SPREAD if learns else None, *self._place(warmup), u)
 
     def to_coordinates(self, centering, found):
-        warmup = self.state.warmup
-        warmup = warmup._replace(scales=warmup.scales._replace(centering=centering))
-        return self._run(warming.to_coordinates, None, *self._place(warmup), found)
+        return self._run(warming.to_coordinates, None, *self._place(self.state.warmup), centering, found)
 
     def evaluate_reference(self, rng, warmup, reference):
-        place, size = self._place(warmup._replace(reference=reference)), self.state.cloud.potential_energy.size
-        found = self._run(warming.reference_at, size, *place, self.state.rng_key, np.uint32(minibatch(rng)))
+        size, number = self.state.cloud.potential_energy.size, np.uint32(minibatch(rng))
+        place = self._place(warmup._replace(reference=None))
+        found = self._run(warming.reference_at, size, *place, reference, self.state.rng_key, number)
         # What the host said of the data. Where it said nothing, any words say that there is a reference.
         return found._replace(data=np.maximum(warmup.data, 1))
 
@@ -235,7 +235,7 @@ def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming
     plan, whole = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
     now = Now(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step.size.dtype))
     steps = (warming.approach, warming.travel) if plan.arrives else (warming.travel,)
-    return [lambda state, step=step: step(bound, None, state, now, 1) for step in steps]
+    return [partial(step, bound, None, now=now, number=1) for step in steps]
 
 
 def _without_sums(state, is_arriving):

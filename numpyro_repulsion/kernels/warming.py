@@ -25,6 +25,7 @@ from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import (
     Centering,
     Particle,
+    Recovered,
     Reference,
     fingerprint,
     likelihood_energies,
@@ -35,8 +36,10 @@ from numpyro_repulsion.kernels.bound import BoundSampler, Settings
 from numpyro_repulsion.kernels.iteration import BASINS, Iteration, Keys, coordinate_limit, length_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
+from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.warmup import (
     Learned,
+    Place,
     Preconditioner,
     WarmupState,
     arrive,
@@ -50,7 +53,6 @@ __all__ = [
     "Frozen",
     "Judged",
     "Now",
-    "Place",
     "Warming",
     "WarmupIteration",
     "approach",
@@ -90,19 +92,11 @@ class Now(NamedTuple):
     - **noise** - the variance of the gradient noise, as measured.
     """
 
-    ends: Integer[Array, ""] | np.ndarray
-    arrived: Integer[Array, ""] | np.ndarray
-    half: tuple[Integer[Array, ""] | np.ndarray, Integer[Array, ""] | np.ndarray]
-    is_adapting: Bool[Array, ""] | np.ndarray
-    noise: Float[Array, ""] | np.ndarray
-
-
-class Place(NamedTuple):
-    """Where gradients are evaluated: what :class:`Iteration` reads of a :class:`WarmupState`."""
-
-    preconditioner: Preconditioner
-    centering: Centering | None
-    reference: Reference | None
+    ends: Integer[AnyArray, ""]
+    arrived: Integer[AnyArray, ""]
+    half: tuple[Integer[AnyArray, ""], Integer[AnyArray, ""]]
+    is_adapting: Bool[AnyArray, ""]
+    noise: Float[AnyArray, ""]
 
 
 class WarmupIteration(Iteration):
@@ -161,7 +155,7 @@ class WarmupIteration(Iteration):
             num_updates=state.num_updates + self.num_steps,
         )
 
-    def learned(self, warmup: WarmupState, noise: Float[Array, ""], is_warmup: bool = True) -> Learned:
+    def learned(self, warmup: WarmupState, noise: Any, is_warmup: bool = True) -> Learned:
         """Return what is learned so far, for updates of the sampler.
 
         :param noise: the variance of the gradient noise, as measured.
@@ -288,14 +282,15 @@ def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | Non
     return place_everywhere(energies.reshape(y.shape[:-1]).astype(y.dtype))
 
 
-def reference_at(bound: BoundSampler, size: int, place: Place, start: Particle, key, number) -> Any:
-    """Return the reference with U and ∇U over all rows at its position.
+def reference_at(
+    bound: BoundSampler, size: int, place: Place, start: Particle, reference: Reference, key, number
+) -> Any:
+    """Return a reference with U and ∇U over all rows at its position.
 
     :param size: the number of particles; static.
     """
-    iteration = _at(bound, place, start)
-    key = random.fold_in(key, number)
-    return place_everywhere(iteration.evaluate_reference(key, place, place.reference, size))
+    iteration, key = _at(bound, place, start), random.fold_in(key, number)
+    return place_everywhere(iteration.evaluate_reference(key, place, reference, size))
 
 
 def recover(bound: BoundSampler, min_spread: float | None, place: Place, start: Particle, u) -> Any:
@@ -305,16 +300,18 @@ def recover(bound: BoundSampler, min_spread: float | None, place: Place, start: 
     """
     iteration, centering = _at(bound, place, start), place.centering
     found = iteration.recover(place, u)
-    if min_spread is not None:
+    if min_spread is not None and centering is not None:
         flat = jax.tree.map(lambda x: x.reshape(-1, u.shape[-1]), found)
         centering, flat = iteration.centered(centering).structure_at(flat, min_spread)
         found = jax.tree.map(lambda x: x.reshape(u.shape), flat)
     return place_everywhere((centering, found))
 
 
-def to_coordinates(bound: BoundSampler, _: None, place: Place, start: Particle, found) -> Any:
+def to_coordinates(
+    bound: BoundSampler, _: None, place: Place, start: Particle, centering: Centering, found: Recovered
+) -> Any:
     """Return particles in the coordinates of a centering."""
-    return place_everywhere(_at(bound, place, start).centered(place.centering).to_coordinates(found))
+    return place_everywhere(_at(bound, place, start).centered(centering).to_coordinates(found))
 
 
 def couple(bound: BoundSampler, _: None, u, bandwidth, is_new) -> Any:
@@ -382,9 +379,9 @@ class Judged(NamedTuple):
     - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, or ``None``.
     """
 
-    noise: Float[Array, ""] | np.ndarray
-    measured: Float[Array, 7] | np.ndarray | None
-    diagnosis: Float[Array, 14] | np.ndarray | None
+    noise: Float[AnyArray, ""]
+    measured: Float[AnyArray, 7] | None
+    diagnosis: Float[AnyArray, 14] | None
 
 
 def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | None) -> ParticleState:

@@ -84,7 +84,7 @@ from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, measure_st
 from numpyro_repulsion.warmup.centering import MIN_PARTICLES, MIN_SPREAD, update_centering
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements, summarize_curvature
 from numpyro_repulsion.warmup.diagnosis import MIN_WARMUP, WarmupDiagnosis, diagnose_warmup, update_symptoms
-from numpyro_repulsion.warmup.learned import Learned, Measured
+from numpyro_repulsion.warmup.learned import Learned, Measured, Place
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, first_scale, inverse_root, shrink
 from numpyro_repulsion.warmup.probes import Gradients, estimate_curvature, minibatch
 from numpyro_repulsion.warmup.scales import update_scales
@@ -134,6 +134,7 @@ __all__ = [
     "Measured",
     "Measurements",
     "Moments",
+    "Place",
     "Preconditioner",
     "Sampler",
     "Schedule",

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import EnergyAndGrad, select
 from numpyro_repulsion.interactions import RBF, median_bandwidth
 from numpyro_repulsion.noise import normal
-from numpyro_repulsion.rounding import xp
+from numpyro_repulsion.rounding import AnyArray, xp
 
 __all__ = [
     "Adam",
@@ -32,16 +32,16 @@ class Surroundings(NamedTuple):
     - **square** - the sum of the squared whitened gradient, ``(G, L, d)``.
     """
 
-    number: Float[Array, ""]
-    energy: Float[Array, "*particles"]
-    square: Float[Array, "*particles d"]
+    number: Float[AnyArray, ""]
+    energy: Float[AnyArray, "*particles"]
+    square: Float[AnyArray, "*particles d"]
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype) -> Surroundings:
         """Return empty sums for particles ``(G, L, d)``."""
         return Surroundings(jnp.zeros((), dtype), jnp.zeros(shape[:2], dtype), jnp.zeros(shape, dtype))
 
-    def add(self, energy: Float[Array, "*particles"], gradient: Float[Array, "*particles d"]) -> Surroundings:
+    def add(self, energy: Float[AnyArray, "*particles"], gradient: Float[AnyArray, "*particles d"]) -> Surroundings:
         """Return the sums with one more iteration."""
         return Surroundings(self.number + 1.0, self.energy + energy, self.square + gradient**2)
 
@@ -86,7 +86,7 @@ FAR, GROWTH, RECESSION = 0.8, 0.1, 0.1
 LAST_RATE = 1e-3
 
 #: ``(u, U, ∇U)``
-Position = tuple[Float[Array, "*particles d"], Float[Array, "*particles"], Float[Array, "*particles d"]]
+Position = tuple[Float[AnyArray, "*particles d"], Float[AnyArray, "*particles"], Float[AnyArray, "*particles d"]]
 
 
 class Adam(NamedTuple):
@@ -99,14 +99,16 @@ class Adam(NamedTuple):
     - **unit** - the spread of the starts, ``(d,)``.
     """
 
-    number: Integer[Array, ""]
-    mean: Float[Array, "*particles d"]
-    square: Float[Array, "*particles d"]
-    growth: Float[Array, "*particles d"]
-    unit: Float[Array, " d"]
+    number: Integer[AnyArray, ""]
+    mean: Float[AnyArray, "*particles d"]
+    square: Float[AnyArray, "*particles d"]
+    growth: Float[AnyArray, "*particles d"]
+    unit: Float[AnyArray, " d"]
 
     @staticmethod
-    def start(u: Float[Array, "*particles d"], unit: Float[Array, " d"] | Float[Array, ""] | float = 1.0) -> Adam:
+    def start(
+        u: Float[AnyArray, "*particles d"], unit: Float[AnyArray, " d"] | Float[AnyArray, ""] | float = 1.0
+    ) -> Adam:
         """Return the state for particles ``(G, L, d)`` at their starts.
 
         :param unit: the unit of coordinates in which starts do not differ, as for a single particle.
@@ -118,7 +120,7 @@ class Adam(NamedTuple):
         return Adam(np.zeros((), np.int32), nothing, nothing, nothing, unit.astype(u.dtype))
 
 
-def first_rates(shape: tuple[int, ...], dtype) -> Float[Array, "*particles"]:
+def first_rates(shape: tuple[int, ...], dtype) -> Float[AnyArray, "*particles"]:
     """Return the rates of particles ``(G, L)``, spread evenly in logarithm."""
     low, high = RATES
     share = (jnp.arange(shape[1], dtype=dtype) + 0.5) / shape[1]
@@ -126,8 +128,8 @@ def first_rates(shape: tuple[int, ...], dtype) -> Float[Array, "*particles"]:
 
 
 def svgd_direction(
-    u: Float[Array, "*particles d"], gradient: Float[Array, "*particles d"]
-) -> Float[Array, "*particles d"]:
+    u: Float[AnyArray, "*particles d"], gradient: Float[AnyArray, "*particles d"]
+) -> Float[AnyArray, "*particles d"]:
     r"""Return :math:`K \nabla U - \Gamma` with a Gaussian kernel of the median bandwidth; of one particle, ∇U.
 
     :param u: ``(G, L, d)``.
@@ -145,13 +147,13 @@ def svgd_direction(
 def descend(
     key: jax.Array,
     position: Position,
-    slope: Float[Array, "*particles d"],
+    slope: Float[AnyArray, "*particles d"],
     state: Adam,
-    rate: Float[Array, "*particles"],
-    share_done: Float[Array, ""] | float,
-    temperature: Float[Array, ""] | float,
+    rate: Float[AnyArray, "*particles"],
+    share_done: Float[AnyArray, ""] | float,
+    temperature: Float[AnyArray, ""] | float,
     energy_and_grad: EnergyAndGrad,
-) -> tuple[Position, Adam, Float[Array, "*particles"]]:
+) -> tuple[Position, Adam, Float[AnyArray, "*particles"]]:
     r"""Move each particle by one update of Adam with Langevin noise.
 
     .. math::

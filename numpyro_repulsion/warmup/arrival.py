@@ -151,10 +151,10 @@ def _rescued(rng, window, arrival, cloud, lost):
     """Return the arrival and the cloud after lost particles have moved to others."""
     # The count and the unit of Adam belong to all particles.
     adam = arrival.adam
-    momenta = None if adam is None else (adam.mean, adam.square, adam.growth)
+    momenta = () if adam is None else (adam.mean, adam.square, adam.growth)
     moved, steps, momenta = rescue(rng, (cloud, arrival.step_size, momenta), lost)
     if adam is not None:
-        adam = adam._replace(mean=momenta[0], square=momenta[1], growth=momenta[2])
+        adam = adam._replace(**dict(zip(("mean", "square", "growth"), momenta, strict=True)))
     if not window.was_arrival and moved is not cloud:
         # Copies that coincide would not repel each other.
         jitter = JITTER * rng.choice((-1.0, 1.0), moved.z.shape)
@@ -209,7 +209,7 @@ def update_prolongation(
     """
     del rng
     arrival = warmup.arrival
-    if arrival.is_prolonged is None or window.is_prolonged or not window.is_at(ARRIVED):
+    if arrival.spread is None or arrival.halfway is None or window.is_prolonged or not window.is_at(ARRIVED):
         return warmup, cloud
     # The coordinates of the model.
     scales, centering = warmup.scales._replace(preconditioner=Preconditioner()), warmup.scales.centering

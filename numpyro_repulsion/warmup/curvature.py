@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import CurvatureStats, Dynamics
 from numpyro_repulsion.interactions import Coupling
+from numpyro_repulsion.rounding import AnyArray
 
 __all__ = ["UNKNOWN", "Measurements", "summarize_curvature"]
 
@@ -32,11 +33,11 @@ class Measurements(NamedTuple):
     Unknown or non-finite numbers are negative.
     """
 
-    number: Integer[Array, ""]
-    curvature: Float[Array, "_ _"]
-    noise: Float[Array, "_ _"]
-    isotropic_noise: Float[Array, "_ _"]
-    steepness: Float[Array, " _"]
+    number: Integer[AnyArray, ""]
+    curvature: Float[AnyArray, "_ _"]
+    noise: Float[AnyArray, "_ _"]
+    isotropic_noise: Float[AnyArray, "_ _"]
+    steepness: Float[AnyArray, " _"]
 
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:

@@ -213,7 +213,7 @@ def diagnose_warmup(
     :param is_jumping: whether jumps by ``moves`` are in use; ``None`` without ``moves``.
     :param needs_reference: whether a gradient with control variates has none of the other ways to reduce noise.
     """
-    has_reference, is_prolonged = warmup.reference is not None, bool(warmup.arrival.is_prolonged)
+    reference, is_prolonged = warmup.reference, bool(warmup.arrival.is_prolonged)
     unknown = np.nan
     found = WarmupDiagnosis(
         num_warmup=unknown,
@@ -226,7 +226,7 @@ def diagnose_warmup(
         has_basins=False,
         is_diagonal=False,
         noise_ratio=unknown,
-        control_variates_off=has_reference and needs_reference and not warmup.reference.in_use,
+        control_variates_off=reference is not None and needs_reference and not reference.in_use,
         jumps_off=is_jumping is not None and not is_jumping,
         is_prolonged=is_prolonged,
         thermostat_helps=needs_reference and dynamics.is_sampler and not dynamics.absorbs_noise,

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Float, Integer
 import numpy as np
 
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import Centering, Reference
+from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import JumpsState, SwitchedState, WarmupState
 
-__all__ = ["Learned", "Measured"]
+__all__ = ["Learned", "Measured", "Place"]
 
 
 class Measured(NamedTuple):
@@ -50,6 +51,14 @@ class Measured(NamedTuple):
         )
 
 
+class Place(NamedTuple):
+    """Coordinates and control variates: where gradients are evaluated, as in a :class:`Learned`."""
+
+    preconditioner: Preconditioner
+    centering: Centering | None
+    reference: Reference | None
+
+
 class Learned(NamedTuple):
     """What a run learned before its first draw.
 
@@ -75,16 +84,16 @@ class Learned(NamedTuple):
 
     preconditioner: Preconditioner
     centering: Centering | None
-    step_size: Float[Array, ""]
-    bandwidth: Float[Array, ""]
-    gradient_limit: Float[Array, ""] | None = None
+    step_size: Float[AnyArray, ""]
+    bandwidth: Float[AnyArray, ""]
+    gradient_limit: Float[AnyArray, ""] | None = None
     reference: Reference | None = None
     jumps: JumpsState | None = None
     basins: SwitchedState | None = None
-    measured: Float[Array, " _"] | None = None
-    diagnosis: Float[Array, " _"] | None = None
-    data: Integer[Array, 4] | None = None
-    start: Float[Array, " d"] | None = None
+    measured: Float[AnyArray, " _"] | None = None
+    diagnosis: Float[AnyArray, " _"] | None = None
+    data: Integer[AnyArray, 4] | None = None
+    start: Float[AnyArray, " d"] | None = None
 
     @property
     def measurements(self) -> Measured | None:
@@ -100,7 +109,7 @@ class Learned(NamedTuple):
         return WarmupDiagnosis(*np.where(numbers < 0, np.nan, numbers))
 
     @staticmethod
-    def of(warmup: WarmupState, gradient_limit: Float[Array, ""] | None) -> Learned:
+    def of(warmup: WarmupState, gradient_limit: Float[AnyArray, ""] | None) -> Learned:
         """Return what a warmup has learned so far."""
         return Learned(
             preconditioner=warmup.preconditioner,
@@ -114,7 +123,7 @@ class Learned(NamedTuple):
         )
 
     def completed(
-        self, warmup: WarmupState, measured: Array | None, diagnosis: Array | None, on: tuple[bool, ...]
+        self, warmup: WarmupState, measured: AnyArray | None, diagnosis: AnyArray | None, on: tuple[bool, ...]
     ) -> Learned:
         """Return what sampling needs, without what is off.
 
@@ -127,7 +136,7 @@ class Learned(NamedTuple):
             start = jnp.append(position, energy)
         reference = None
         if has_reference and self.reference is not None:
-            reference = self.reference._replace(in_use=None)  # type: ignore[arg-type]
+            reference = self.reference._replace(in_use=None)
         return self._replace(
             reference=reference,
             jumps=self.jumps if has_jumps else None,

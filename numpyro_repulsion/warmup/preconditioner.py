@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Float
 import numpy as np
 
-from numpyro_repulsion.rounding import cholesky, eigh, matmul, solve_triangular, xp
+from numpyro_repulsion.rounding import AnyArray, cholesky, eigh, matmul, solve_triangular, xp
 
 __all__ = ["RANK", "Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
 
@@ -32,10 +32,10 @@ class Preconditioner(NamedTuple):
     - **stretch** - the diagonal of F, ``(k,)``, above -1.
     """
 
-    scale: Float[Array, " d"] | Float[Array, "d d"] | None = None
-    center: Float[Array, " d"] | None = None
-    vectors: Float[Array, "d k"] | None = None
-    stretch: Float[Array, " _"] | None = None
+    scale: Float[AnyArray, " d"] | Float[AnyArray, "d d"] | None = None
+    center: Float[AnyArray, " d"] | None = None
+    vectors: Float[AnyArray, "d k"] | None = None
+    stretch: Float[AnyArray, " _"] | None = None
 
     @property
     def kind(self) -> str:
@@ -44,7 +44,7 @@ class Preconditioner(NamedTuple):
             return "low_rank"
         return "dense" if self.scale is not None and self.scale.ndim == 2 else "diagonal"
 
-    def whiten(self, z: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
+    def whiten(self, z: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return u for positions z, ``(..., d)``."""
         if self.center is not None:
             z = z - self.center
@@ -54,19 +54,19 @@ class Preconditioner(NamedTuple):
             return self._stretch(z / self.scale, inverse=True)
         return solve_triangular(self.scale, z.reshape(-1, z.shape[-1]).T).T.reshape(z.shape)
 
-    def to_positions(self, u: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
+    def to_positions(self, u: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return z for whitened positions u, ``(..., d)``."""
         if self.scale is not None:
             u = self._stretch(u) * self.scale if self.scale.ndim == 1 else matmul(u, self.scale.T)
         return u if self.center is None else self.center + u
 
-    def whiten_gradient(self, gradient: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
+    def whiten_gradient(self, gradient: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return the gradient with respect to u, ``Sᵀ ∇_z U``, from gradients ``(..., d)`` with respect to z."""
         if self.scale is None:
             return gradient
         return self._stretch(gradient * self.scale) if self.scale.ndim == 1 else matmul(gradient, self.scale)
 
-    def unwhiten_gradient(self, gradient: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
+    def unwhiten_gradient(self, gradient: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return the gradient with respect to z from gradients ``(..., d)`` with respect to u."""
         if self.scale is None:
             return gradient
@@ -76,8 +76,8 @@ class Preconditioner(NamedTuple):
         return solve_triangular(self.scale, flat.T, transposed=True).T.reshape(gradient.shape)
 
     def by_coordinate(
-        self, u: Float[Array, "*particles d"], gradient: Float[Array, "*particles d"]
-    ) -> tuple[Float[Array, "*particles d"], Float[Array, "*particles d"]]:
+        self, u: Float[AnyArray, "*particles d"], gradient: Float[AnyArray, "*particles d"]
+    ) -> tuple[Float[AnyArray, "*particles d"], Float[AnyArray, "*particles d"]]:
         """Return positions and gradients, ``(..., d)``, along the coordinates of z, each in units of its scale.
 
         :param u: whitened positions.
@@ -106,7 +106,7 @@ class Preconditioner(NamedTuple):
         factor = 1.0 / (1.0 + self.stretch) - 1.0 if inverse else self.stretch
         return x + matmul(matmul(x, self.vectors) * factor, self.vectors.T)
 
-    def lengths(self) -> Float[Array, " d"] | float:
+    def lengths(self) -> Float[AnyArray, " d"] | float:
         """Return the lengths of the rows of S, the scales of the coordinates of z; 1 without scales."""
         if self.scale is None:
             return 1.0
@@ -115,7 +115,7 @@ class Preconditioner(NamedTuple):
         return self.scale if self.scale.ndim == 1 else (self.scale**2).sum(1) ** 0.5
 
 
-def first_scale(z: Float[Array, "n d"], gradient: Float[Array, "n d"], kind: str) -> Preconditioner:
+def first_scale(z: Float[AnyArray, "n d"], gradient: Float[AnyArray, "n d"], kind: str) -> Preconditioner:
     """Estimate diagonal scales at the starts: for a Gaussian, spread over gradient is the variance.
 
     :param z: starts, ``(L, d)``.
@@ -164,11 +164,11 @@ class Moments(NamedTuple):
       their squares, ``(d,)``.
     """
 
-    number: Float[Array, ""]
-    position: Float[Array, " d"]
-    gradient: Float[Array, " d"]
-    position_scatter: Float[Array, " d"] | Float[Array, "d d"]
-    gradient_scatter: Float[Array, " d"] | Float[Array, "d d"]
+    number: Float[AnyArray, ""]
+    position: Float[AnyArray, " d"]
+    gradient: Float[AnyArray, " d"]
+    position_scatter: Float[AnyArray, " d"] | Float[AnyArray, "d d"]
+    gradient_scatter: Float[AnyArray, " d"] | Float[AnyArray, "d d"]
 
     @staticmethod
     def empty(size: int, dtype, dense: bool) -> Moments:
@@ -176,7 +176,7 @@ class Moments(NamedTuple):
         mean, scatter = jnp.zeros(size, dtype), jnp.zeros((size, size) if dense else size, dtype)
         return Moments(jnp.zeros((), dtype), mean, mean, scatter, scatter)
 
-    def add(self, u: Float[Array, "n d"], gradient: Float[Array, "n d"]) -> Moments:
+    def add(self, u: Float[AnyArray, "n d"], gradient: Float[AnyArray, "n d"]) -> Moments:
         """Return the moments with the particles ``(L, d)`` of one more iteration."""
         added = float(len(u))
         count = self.number + added
@@ -236,7 +236,7 @@ class Moments(NamedTuple):
             self.number, change.whiten(self.position), change.whiten_gradient(self.gradient), position, gradient
         )
 
-    def variances(self) -> Float[Array, " d"]:
+    def variances(self) -> Float[AnyArray, " d"]:
         """Return the variance of each coordinate, ``(d,)``."""
         scatter = self.position_scatter
         return (scatter if scatter.ndim == 1 else scatter.diagonal()) / xp.maximum(self.number, 1.0)

@@ -136,7 +136,7 @@ def wide_direction(rng: Generator, y: np.ndarray) -> np.ndarray:
     """
     flat = (y - y.mean((0, 1))).reshape(-1, y.shape[-1])
     flat = np.where(np.isfinite(flat), flat, 0.0)
-    drawn = rng.standard_normal(y.shape[-1]).astype(y.dtype)
+    drawn = rng.standard_normal(y.shape[-1:]).astype(y.dtype)
     direction = drawn = drawn / np.linalg.norm(drawn)
     for _ in range(NUM_POWER_ITERATIONS):
         product = flat @ direction @ flat

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer
 import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics
 from numpyro_repulsion.gradients import Centering, Recovered, Reference
 from numpyro_repulsion.interactions import Coupling
-from numpyro_repulsion.rounding import xp
+from numpyro_repulsion.rounding import AnyArray, xp
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
 from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
@@ -81,10 +81,10 @@ class JumpsState(Protocol):
     """The state of a move; it is a ``NamedTuple``."""
 
     @property
-    def tally(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def tally(self) -> tuple[Float[AnyArray, ""], Float[AnyArray, ""]]:
         """The number of jumps, and the sum of their acceptance probabilities."""
 
-    def _replace(self, *, tally: tuple[Float[Array, ""], Float[Array, ""]]) -> JumpsState: ...
+    def _replace(self, *, tally: tuple[Float[AnyArray, ""], Float[AnyArray, ""]]) -> JumpsState: ...
 
 
 @runtime_checkable
@@ -92,11 +92,11 @@ class SwitchedState(JumpsState, Protocol):
     """The state of a move that switches itself on."""
 
     @property
-    def is_on(self) -> Bool[Array, ""]:
+    def is_on(self) -> Bool[AnyArray, ""]:
         """Whether particles jump."""
 
     @property
-    def acceptance(self) -> Float[Array, ""]:
+    def acceptance(self) -> Float[AnyArray, ""]:
         """The mean acceptance probability."""
 
 
@@ -113,7 +113,7 @@ class ScalesState(NamedTuple):
 
     preconditioner: Preconditioner
     moments: Moments | None
-    noise_shrinkage: Float[Array, ""]
+    noise_shrinkage: Float[AnyArray, ""]
     centering: Centering | None = None
 
 
@@ -131,16 +131,16 @@ class ArrivalState(NamedTuple):
     - **is_prolonged** - whether the arrival is prolonged; ``None`` if it cannot be.
     """
 
-    step_size: Float[Array, "*particles"]
-    lost: Bool[Array, "*particles"]
+    step_size: Float[AnyArray, "*particles"]
+    lost: Bool[AnyArray, "*particles"]
     surroundings: Surroundings | None
     adam: Adam | None = None
-    spread: Float[Array, " d"] | None = None
-    halfway: Float[Array, "*particles d"] | None = None
-    is_prolonged: Bool[Array, ""] | None = None
+    spread: Float[AnyArray, " d"] | None = None
+    halfway: Float[AnyArray, "*particles d"] | None = None
+    is_prolonged: Bool[AnyArray, ""] | None = None
 
     @staticmethod
-    def start(u: Float[Array, "*particles d"], scales: ScalesState, plan: WarmupPlan | None) -> ArrivalState:
+    def start(u: Float[AnyArray, "*particles d"], scales: ScalesState, plan: WarmupPlan | None) -> ArrivalState:
         """Return the state for particles ``(G, L, d)`` at their starts.
 
         :param plan: what the warmup learns; ``None`` without a warmup.
@@ -159,17 +159,17 @@ class ArrivalState(NamedTuple):
         return state._replace(spread=spread, halfway=u, is_prolonged=jnp.zeros((), bool))
 
     @property
-    def temperature(self) -> Float[Array, ""] | float:
+    def temperature(self) -> Float[AnyArray, ""] | float:
         """The variance of Adam's noise, in units of that of Langevin dynamics."""
         # While the arrival is prolonged, sites are standardized, so that densities have no necks, and noise would only
         # delay the particles.
         return 1.0 if self.is_prolonged is None else xp.where(self.is_prolonged, 0.0, 1.0)
 
-    def restarted(self, u: Float[Array, "*particles d"]) -> ArrivalState:
+    def restarted(self, u: Float[AnyArray, "*particles d"]) -> ArrivalState:
         """Return the state for particles in whitened coordinates, whose unit is a standard deviation."""
         return self if self.adam is None else self._replace(adam=Adam.start(u))
 
-    def prolonged(self, u: Float[Array, "*particles d"]) -> ArrivalState:
+    def prolonged(self, u: Float[AnyArray, "*particles d"]) -> ArrivalState:
         """Return the state for particles in units of the spread of the starts, where the second half begins again."""
         rates = np.full(u.shape[:2], LATE_RATE, u.dtype)
         adam = Adam.start(u)._replace(unit=np.ones(u.shape[-1:], u.dtype))
@@ -189,14 +189,14 @@ class StepState(NamedTuple):
     - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
     """
 
-    size: Float[Array, ""]
-    bias: Float[Array, ""]
-    effective_draws: Float[Array, ""]
-    noise_share: Float[Array, ""]
+    size: Float[AnyArray, ""]
+    bias: Float[AnyArray, ""]
+    effective_draws: Float[AnyArray, ""]
+    noise_share: Float[AnyArray, ""]
     measurements: Measurements | None
 
     @staticmethod
-    def start(size: Float[Array, ""] | float, particles: int, dtype, learns: bool) -> StepState:
+    def start(size: Float[AnyArray, ""] | float, particles: int, dtype, learns: bool) -> StepState:
         """Return the state before the first measurement."""
         return StepState(
             size=jnp.asarray(size, dtype),
@@ -228,18 +228,18 @@ class WarmupState(NamedTuple):
       data with another identity has other data than its warmup; ``None`` without a warmup.
     """
 
-    iteration: Integer[Array, ""]
-    num_warmup: Integer[Array, ""]
+    iteration: Integer[AnyArray, ""]
+    num_warmup: Integer[AnyArray, ""]
     arrival: ArrivalState
     scales: ScalesState
     step: StepState
-    bandwidth: Float[Array, ""]
+    bandwidth: Float[AnyArray, ""]
     reference: Reference | None
     symptoms: Symptoms | None
     jumps: JumpsState | None
     basins: SwitchedState | None
-    data: Integer[Array, 4] | None = None
-    data_fingerprint: tuple[Float[Array, " d"], Float[Array, ""]] | None = None
+    data: Integer[AnyArray, 4] | None = None
+    data_fingerprint: tuple[Float[AnyArray, " d"], Float[AnyArray, ""]] | None = None
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -293,8 +293,8 @@ class WarmupState(NamedTuple):
     def start(
         num_warmup: int,
         preconditioner: Preconditioner,
-        step_size: Float[Array, ""] | float,
-        bandwidth: Float[Array, ""],
+        step_size: Float[AnyArray, ""] | float,
+        bandwidth: Float[AnyArray, ""],
         cloud: Cloud,
         plan: WarmupPlan,
         jumps: JumpsState | None = None,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 import numpy as np
 
-from numpyro_repulsion.rounding import matmul
+from numpyro_repulsion.rounding import AnyArray, matmul
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 
 __all__ = ["Symptoms", "Widest"]
@@ -43,20 +43,20 @@ class Widest(NamedTuple):
       one particle over time.
     """
 
-    variance: Float[Array, ""]
-    share: Float[Array, ""]
-    explored: Float[Array, ""]
-    pull: Float[Array, ""]
-    least_pull: Float[Array, ""]
-    gap: Float[Array, ""]
+    variance: Float[AnyArray, ""]
+    share: Float[AnyArray, ""]
+    explored: Float[AnyArray, ""]
+    pull: Float[AnyArray, ""]
+    least_pull: Float[AnyArray, ""]
+    gap: Float[AnyArray, ""]
 
     @property
-    def has_basins(self) -> Bool[Array, ""]:
+    def has_basins(self) -> Bool[AnyArray, ""]:
         """Whether the particles are in several basins, between which they do not move; false if unknown."""
         return self._apart & (self.explored > BASINS_EXPLORED) & (self.pull < BASINS_PULL)
 
     @property
-    def may_have_basins(self) -> Bool[Array, ""]:
+    def may_have_basins(self) -> Bool[AnyArray, ""]:
         """Whether particles keep apart, and no force is seen to pull them together."""
         return self._apart & (self.least_pull <= 0)
 
@@ -86,15 +86,15 @@ class Symptoms(NamedTuple):
     - **widest** - statistics along the direction of the last complete window.
     """
 
-    number: Float[Array, ""]
-    origin: Float[Array, " d"]
-    powers: Float[Array, "_ _"]
-    logs: Float[Array, "_ _"]
-    products: Float[Array, "_ _"]
-    direction: Float[Array, " d"]
-    images: Float[Array, "_ _"]
-    along: Float[Array, "_ _"]
-    length: Float[Array, ""]
+    number: Float[AnyArray, ""]
+    origin: Float[AnyArray, " d"]
+    powers: Float[AnyArray, "_ _"]
+    logs: Float[AnyArray, "_ _"]
+    products: Float[AnyArray, "_ _"]
+    direction: Float[AnyArray, " d"]
+    images: Float[AnyArray, "_ _"]
+    along: Float[AnyArray, "_ _"]
+    length: Float[AnyArray, ""]
     widest: Widest
 
     @staticmethod
@@ -116,7 +116,7 @@ class Symptoms(NamedTuple):
             widest=Widest(*[nothing] * 6),
         )
 
-    def add(self, u: Float[Array, "n d"], gradient: Float[Array, "n d"], change: Preconditioner) -> Symptoms:
+    def add(self, u: Float[AnyArray, "n d"], gradient: Float[AnyArray, "n d"], change: Preconditioner) -> Symptoms:
         """Return the sums with the particles of one more iteration.
 
         :param u: whitened positions, ``(P, d)``.
@@ -210,7 +210,7 @@ class Symptoms(NamedTuple):
     @property
     def has_heavy_tails(self) -> bool:
         """Whether a coordinate has heavy tails: some particles are far away, where the gradient is smaller."""
-        return np.any((self.kurtosis > MAX_KURTOSIS) & (self.tail_gradient < MIN_TAIL_GRADIENT))
+        return bool(np.any((self.kurtosis > MAX_KURTOSIS) & (self.tail_gradient < MIN_TAIL_GRADIENT)))
 
     @property
     def _means(self):
