@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from jaxtyping import Float
+import numpy as np
 
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.rounding import AnyArray, xp
@@ -143,13 +144,13 @@ class EulerError(StepError):
         """
         coupling = self.coupling
         limit = xp.minimum(2.0 * tolerance / (1.0 + tolerance) / xp.mean(coupling.diagonal), 0.5 / coupling.bound)
-        longest = limit / (stats.curvature + stats.noise)
+        longest = _over(limit, stats.curvature + stats.noise)
         if stats.sweep is not None:
             # The noise that remains grows with the step, so the inflation is quadratic in it.
             square = stats.noise * xp.mean(coupling.diagonal) * stats.curvature * (stats.sweep + 1.0) / 3.0
             swept = 2.0 * limit / (stats.curvature + xp.sqrt(stats.curvature**2 + 4.0 * limit * square))
             longest = xp.maximum(longest, swept)
-        return xp.minimum(longest, xp.sqrt(10.0 * tolerance) / stats.steepness)
+        return xp.minimum(longest, _over((10.0 * tolerance) ** 0.5, stats.steepness))
 
     def max_step_for_short_run(self, stats, draws_per_step):
         """Return the longest step that still helps a run with few draws, if particles are dense.
@@ -158,12 +159,12 @@ class EulerError(StepError):
         uncertain by ``sqrt(2/n)``. Above the step at which the two are equal, the bias costs more than further draws
         gain.
         """
-        return (200.0 / (stats.steepness**4 * draws_per_step)) ** 0.2
+        return _over(200.0, stats.steepness**4 * draws_per_step) ** 0.2
 
     def stability_limit(self, stats):
         # For one stiff particle K_ii matters, not Λ, which involves the whole group: this bounds λ_max(K½ H K½).
         own = xp.max(self.coupling.diagonal)
-        return 2.0 / (own * stats.largest + (self.coupling.bound - own) * stats.curvature)
+        return _over(2.0, own * stats.largest + (self.coupling.bound - own) * stats.curvature)
 
     def relaxation_rate(self, variance):
         return xp.mean(self.coupling.diagonal) / variance
@@ -182,7 +183,7 @@ class AveragedError(EulerError):
         return xp.maximum(self._warming(step_size, stats), (step_size * stats.curvature) ** 2 / 5.0)
 
     def max_step_for_bias(self, tolerance, stats):
-        limit = min((5.0 * tolerance) ** 0.5, 0.5) / xp.asarray(stats.curvature)
+        limit = _over(min((5.0 * tolerance) ** 0.5, 0.5), stats.curvature)
         return _longest(lambda step_size: self._warming(step_size, stats), tolerance, limit)
 
     def _warming(self, step_size, stats):
@@ -220,16 +221,16 @@ class MomentumError(EulerError):
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature. The
         # first-order integrator gets a third of that step.
         limit = min((5.0 * tolerance) ** 0.5, 0.5) if self.is_symmetric else tolerance
-        curved = self.from_overdamped_step(limit / stats.curvature) / self.coupling.bound
+        curved = self.from_overdamped_step(_over(limit, stats.curvature)) / self.coupling.bound
         # An empirical value, the same as for overdamped dynamics although the step is one of time.
-        dense = xp.sqrt(10.0 * tolerance) / stats.steepness
+        dense = _over((10.0 * tolerance) ** 0.5, stats.steepness)
         return _longest(lambda step_size: self._warming(step_size, stats), tolerance, xp.minimum(curved, dense))
 
     def stability_limit(self, stats):
         # K acts twice, on the kick and on the drift, and the diagonal of K² is at most Λ K_ii.
         Λ, own = self.coupling.bound, self.coupling.bound * xp.max(self.coupling.diagonal)
-        limit = 2.0 / xp.sqrt(own * stats.largest + (Λ**2 - own) * stats.curvature)
-        return xp.minimum(limit, 1.0 / xp.asarray(stats.steepness))
+        limit = _over(2.0, xp.sqrt(own * stats.largest + (Λ**2 - own) * stats.curvature))
+        return xp.minimum(limit, _over(1.0, stats.steepness))
 
     def relaxation_rate(self, variance):
         # A direction of frequency ω = K_ii/s relaxes at the rate C/2 if friction is weak, and ω²/C if it is strong.
@@ -281,7 +282,13 @@ class ThermostatError(MomentumError):
         return xp.minimum(super().max_step_for_bias(tolerance, stats), self._max_step_for_friction(stats))
 
     def _max_step_for_friction(self, stats):
-        return 2.0 * self.MAX_RISE * self.friction / xp.asarray(stats.isotropic_noise)
+        return _over(2.0 * self.MAX_RISE * self.friction, stats.isotropic_noise)
+
+
+@np.errstate(divide="ignore", invalid="ignore")
+def _over(a, b):
+    """Return a / b, infinite for b = 0, where nothing limits the step."""
+    return a / xp.asarray(b)
 
 
 def _longest(inflation, tolerance, limit):

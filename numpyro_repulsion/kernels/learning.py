@@ -121,7 +121,8 @@ class HostSampler:
         dtype = self.state.cloud.z.dtype
 
         def cast(x):
-            return np.asarray(x, dtype) if np.issubdtype(np.result_type(x), np.floating) else np.asarray(x)
+            x = np.asarray(x)
+            return x.astype(dtype, copy=False) if np.issubdtype(x.dtype, np.floating) else x
 
         return jax.tree.map(cast, Place(warmup.preconditioner, warmup.centering, warmup.reference)), self.state.start
 
