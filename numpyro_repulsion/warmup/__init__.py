@@ -162,6 +162,7 @@ __all__ = [
     "svgd_direction",
     "update_centering",
     "update_prolongation",
+    "update_step_size",
 ]
 
 #: In calling order: lost particles return by energies in the old coordinates, so other coordinates come after that, and

@@ -64,7 +64,7 @@ class Measurements(NamedTuple):
     @property
     def largest_curvature(self) -> float:
         """The largest curvature; 0 if unknown."""
-        return self.curvature.max(initial=0.0)
+        return self.curvature[self.curvature >= 0].max(initial=0.0)
 
     @property
     def mean_noise(self) -> np.ndarray:
