@@ -157,9 +157,11 @@ def test_the_density_is_as_wide_as_the_temperature_makes_modes(temperature):
 
 
 def test_gradients_too_long_to_be_squared_leave_their_scale_alone():
-    gradient = random.normal(random.key(0), (64, 2)).at[0, 1].set(1e30)
+    gradient = np.array(random.normal(random.key(0), (64, 2)))
+    gradient[0, 1] = 1e30
     jumps = Archive(64).start(Cloud(jnp.zeros((1, 4, 2)), *energy_and_grad(jnp.zeros((1, 4, 2)))), 100, False)
-    scale = moves._within(gradient, jumps, 1.0).scale
+    with np.errstate(over="ignore"):  # as learners run
+        scale = moves._within(gradient, jumps, 1.0).scale
     assert scale[1] == 1.0 and 0.5 < scale[0] < 2.0
 
 
@@ -247,8 +249,8 @@ def test_all_modes_are_met_at_their_width(kernel):
 
 def test_what_works_best_is_chosen():
     def chosen(differences, density):
-        jumps = filled(moves.DENSITY)._replace(acceptance=jnp.array([0.0, differences, density]))
-        return int(Archive()._choose(jumps, -1).kind)
+        jumps = jax.device_get(filled(moves.DENSITY))._replace(acceptance=np.array([0.0, differences, density]))
+        return int(Archive()._choose(jumps, None).kind)
 
     assert chosen(0.5, 0.12) == moves.DENSITY
     assert chosen(0.5, 0.05) == moves.DIFFERENCES
@@ -256,8 +258,8 @@ def test_what_works_best_is_chosen():
     assert chosen(0.01, 0.015) == moves.NONE
 
 
-def wide(d=60):
-    """Two modes that no density of a few hundred points covers."""
+def wide(d=200):
+    """Two modes that no density of a few hundred points covers, by chance neither."""
     shift = jnp.zeros(d).at[0].set(4.0)
     heavy = dist.StudentT(4.0, jnp.stack([-shift, shift]), 1.0).to_event(1)
     numpyro.sample("z", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(2) / 2), heavy))

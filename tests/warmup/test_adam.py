@@ -120,7 +120,7 @@ def test_units_are_the_spread_of_the_starts():
     np.testing.assert_array_equal(Adam.start(jnp.ones((1, 5, 2)), jnp.array([2.0, 3.0])).unit, [2, 3])
 
 
-def test_a_single_chain_arrives_on_minibatches():
+def test_single_chains_arrive_on_minibatches():
     rng = np.random.default_rng(0)
     X = rng.standard_normal((20_000, 3)).astype(np.float32)
     y = (X @ np.array([1.0, -2.0, 0.5]) + 0.5 * rng.standard_normal(20_000)).astype(np.float32)
@@ -131,12 +131,15 @@ def test_a_single_chain_arrives_on_minibatches():
             numpyro.sample("y", dist.Normal(X[i] @ beta, 0.5), obs=y[i])
 
     mcmc = MCMC(SGLD(model), num_warmup=300, num_samples=300, num_chains=1, progress_bar=False)
-    mcmc.run(random.key(0), X, y)
-    exact = np.linalg.lstsq(X, y)[0]
-    draws = np.asarray(mcmc.get_samples()["beta"], float)
-    sd = 0.5 / 20_000**0.5
-    assert (np.abs(draws.mean(0) - exact) < sd).all()
-    assert (np.abs(draws.std(0) / sd - 1) < 0.4).all()
+    exact, sd, num_right = np.linalg.lstsq(X, y)[0], 0.5 / 20_000**0.5, 0
+    for seed in range(4):
+        mcmc.run(random.key(seed), X, y)
+        draws = np.asarray(mcmc.get_samples()["beta"], float)
+        is_right = (np.abs(draws.mean(0) - exact) < sd).all() and (np.abs(draws.std(0) / sd - 1) < 0.4).all()
+        # In one of seven runs a single particle gets a wrong step, and words say so.
+        assert is_right or any(finding.severity == "error" for finding in diagnose(mcmc))
+        num_right += is_right
+    assert num_right >= 3
 
 
 def counts(x, y):
@@ -179,9 +182,9 @@ def test_single_chains_stay_where_they_have_arrived(monkeypatch):
 
 
 def test_a_single_chain_restarts_in_units_of_whitened_coordinates():
-    state = ArrivalState(jnp.ones((1, 1)), jnp.zeros((1, 1), bool), None, Adam.start(jnp.ones((1, 1, 2)), 1e4))
+    state = ArrivalState(np.ones((1, 1)), np.zeros((1, 1), bool), None, Adam.start(np.ones((1, 1, 2)), 1e4))
     np.testing.assert_array_equal(state.adam.unit, 1e4)
-    np.testing.assert_array_equal(state.restarted(jnp.ones((1, 1, 2))).adam.unit, 1.0)
+    np.testing.assert_array_equal(state.restarted(np.ones((1, 1, 2))).adam.unit, 1.0)
 
 
 @pytest.mark.parametrize("size", [2, 5, MOST_COMPARED + 20])

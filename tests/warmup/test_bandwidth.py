@@ -1,6 +1,7 @@
 """The bandwidth that is learned by what it gains, against matrices, long runs and the rule."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 from jax import lax, random
@@ -12,7 +13,9 @@ import pytest
 from numpyro_repulsion import IMQ, RBF, SGHMCR, SGLDR, SVGD, Balanced, BiasBudget, Independent
 from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups, Scheduled, median_bandwidth
-from numpyro_repulsion.warmup import best_bandwidth, gains, next_bandwidth
+from numpyro_repulsion.warmup import Schedule, WarmupPlan, WarmupState, Window, best_bandwidth, gains
+from numpyro_repulsion.warmup.bandwidth import update_bandwidth
+from numpyro_repulsion.warmup.state import StepState
 
 LEARNED = RBF("learned")
 #: A budget with which K may widen at no cost.
@@ -142,13 +145,27 @@ def test_best_bandwidth_of_a_broken_cloud_is_the_rule():
 
 def test_windows_count_alike_once_scales_are_frozen():
     u = random.normal(random.key(0), (1, 20, 5))
-    found, rule = best(LEARNED, u, 0.01)
-    settle = jax.jit(lambda number, bias: next_bandwidth(LEARNED, u, jnp.float32(7.0), number, 0.01, bias))
-    expected = [rule, found, 7.0**0.75 * found**0.25]
-    np.testing.assert_allclose([settle(n, jnp.nan) for n in (0, 1, 4)], expected, rtol=1e-5)
+    found, rule = map(float, best(LEARNED, u, 0.01))
+    cloud, schedule = SimpleNamespace(z=np.asarray(u)), Schedule(100)
+    plan = WarmupPlan(step_size=STRICT, scale="dense", bandwidth=True, reference=False)
+
+    def settled(ends, bias, tunes_bandwidth=True):
+        def best_bandwidth(u, by_rule, tolerance):
+            assert (u is cloud.z, by_rule, tolerance) == (True, rule, 0.01)
+            return found
+
+        sampler = SimpleNamespace(
+            plan=plan, tunes_bandwidth=tunes_bandwidth, bandwidth_of=lambda u: rule, best_bandwidth=best_bandwidth
+        )
+        step = StepState(0.1, bias, 0.0, 1.0, None)
+        warmup = WarmupState(*[None] * 10)._replace(step=step, bandwidth=7.0)
+        return update_bandwidth(None, Window(schedule, ends), warmup, cloud, sampler)[0].bandwidth
+
+    expected = [7.0, rule, found, 7.0**0.75 * found**0.25]
+    np.testing.assert_allclose([settled(ends, -1.0) for ends in (15, 60, 65, 80)], expected, rtol=1e-5)
     # A step within its budget, and one that a short run has raised.
-    np.testing.assert_allclose([settle(1, bias) for bias in (0.01, 0.02)], [found, rule], rtol=1e-5)
-    assert next_bandwidth(RBF(), u, jnp.float32(7.0), 4, 0.01, 0.01) == pytest.approx(float(rule), rel=1e-5)
+    np.testing.assert_allclose([settled(65, bias) for bias in (0.01, 0.02)], [found, rule], rtol=1e-5)
+    assert settled(80, 0.01, tunes_bandwidth=False) == pytest.approx(rule, rel=1e-5)
 
 
 @pytest.mark.slow

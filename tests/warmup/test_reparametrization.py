@@ -13,7 +13,9 @@ import numpyro.distributions as dist
 
 from numpyro_repulsion import SGHMC, SGLD, SVGD, SVRG, Archive, diagnose, run_in_pieces, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.kernels.warming import ALL_LEARNERS, NUM_KEYS, keys_of_learners
+from numpyro_repulsion.kernels import learning
+from numpyro_repulsion.warmup import centering as update, minibatch
+from numpyro_repulsion.warmup.windows import ENDS
 
 EFFECTS = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 ERRORS = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
@@ -158,7 +160,7 @@ def check_states():
     np.testing.assert_allclose(data["sample_stats"]["lp"][:, -1], -energies, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Warmup found problems")
+@pytest.mark.filterwarnings("ignore:Warmup found problems", "ignore:Updates were flagged")
 def test_runs_go_on_in_their_coordinates(tmp_path):
     with jax.enable_x64():
         check_pieces(jnp.asarray(EFFECTS, float), tmp_path)
@@ -196,7 +198,7 @@ def test_optimizers_few_particles_and_own_references_keep_them_too():
     assert SGLD(rows).init(keys, 100, None, (EFFECTS,), {}).coordinates is not None
 
 
-def test_energies_go_on_where_coordinates_change():
+def test_energies_go_on_where_coordinates_change(monkeypatch):
     """At 30 % of warmup a reference is in use, in the old coordinates until it moves."""
 
     def rows(y):
@@ -208,9 +210,18 @@ def test_energies_go_on_where_coordinates_change():
 
     y = 400.0 + 20.0 * random.normal(random.key(5), (300,))
     kernel, keys = SGLD(rows, num_steps=1), random.split(random.key(0), 8)
-    before, after = (warmed(kernel, keys, iterations, 100, y) for iterations in (29, 30))
-    assert (before.warmup.centering.share != after.warmup.centering.share).any() and after.warmup.reference.in_use
-    # Evaluated by the reference of the old coordinates, they would be eight times as high.
+
+    def sees(curvature):
+        monkeypatch.setattr(update, "MIN_SPREAD", 0.0)
+        monkeypatch.setattr(update, "mean_diagonal", lambda rng, u, gradients: np.full(u.shape[-1], curvature))
+
+    sees(np.inf)
+    before = warmed(kernel, keys, 29, 100, y)
+    assert (before.warmup.centering.share == 1).all() and before.warmup.reference.in_use
+    sees(0.0)
+    after = kernel.warm(before, 1, 100, (y,), {})
+    assert (after.warmup.centering.share == 0).sum() == 6 and after.warmup.reference.in_use
+    # Evaluated by the reference of the old coordinates, they would be seventy times as high.
     there, here = (kernel.freeze(x, (y,), {}, False, 0).potential_energy.mean() for x in (before, after))
     assert here < 1.5 * there
 
@@ -265,12 +276,22 @@ def test_states_with_other_products_are_told():
         SGLD(other).sample(state, (EFFECTS, 20.0), {})
 
 
-def test_learners_have_keys_of_their_own():
-    keys = random.split(random.key(0), NUM_KEYS)
-    found = keys_of_learners(keys, True)
-    assert len(found) == len(ALL_LEARNERS)
-    # The prolongation of the arrival uses none.
-    assert len({tuple(random.key_data(key).tolist()) for key in found}) == len(ALL_LEARNERS) - 1
+def test_learners_draw_numbers_of_their_own_in_each_window(monkeypatch):
+    def drawn(seed):
+        found = []
+
+        def draw(rng, window, warmup, cloud, sampler):
+            found.append(minibatch(rng))
+            return warmup, cloud
+
+        monkeypatch.setattr(learning, "ALL_LEARNERS", (draw, draw))
+        kernel, keys = SGLD(potential_fn=lambda z: z @ z / 2), random.split(random.key(seed), 4)
+        warmed(kernel, keys, 100, 100, init_params=jnp.ones((4, 2)))
+        return found
+
+    numbers = drawn(0) + drawn(1)
+    assert len(set(numbers)) == len(numbers) == 4 * len(ENDS)
+    assert drawn(0) == numbers[: 2 * len(ENDS)]
 
 
 def test_energies_are_those_of_the_new_coordinates_at_once():

@@ -165,7 +165,8 @@ def test_slow_particles_are_not_in_several_basins(seed):
 def test_particles_that_do_not_move_have_no_symptoms_and_no_nan():
     found = seen(lambda z: jnp.sum(z**2) / 2, np.ones((ITERATIONS, PARTICLES, 3)))
     assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), found))
-    assert not found.widest.has_basins and found.dependence == 0.0
+    with np.errstate(all="ignore"):  # as at the end of warmup
+        assert not found.widest.has_basins and found.dependence == 0.0
 
 
 # Whole warmups
