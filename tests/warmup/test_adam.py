@@ -136,7 +136,7 @@ def test_single_chains_arrive_on_minibatches():
         mcmc.run(random.key(seed), X, y)
         draws = np.asarray(mcmc.get_samples()["beta"], float)
         is_right = (np.abs(draws.mean(0) - exact) < sd).all() and (np.abs(draws.std(0) / sd - 1) < 0.4).all()
-        # In one of seven runs a single particle gets a wrong step, and words say so.
+        # In one of six runs a single particle gets a wrong step, and words say so.
         assert is_right or any(finding.severity == "error" for finding in diagnose(mcmc))
         num_right += is_right
     assert num_right >= 3
