@@ -404,11 +404,10 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
             return (np.asarray(gradient(state, np.uint32(number), point)) for number, point, _ in cases)
 
         width, rng = WIDTH * np.sqrt(step_size), np.random.default_rng(0)
-        curvature, noise, isotropic = estimate_curvature(rng, u, width, gradients, corrected=False, compare=False)
+        curvature, noise, isotropic = estimate_curvature(rng, u, width, gradients, orders=[0])
         if not plan.noise:
             noise = isotropic = np.zeros_like(noise)
         one = Measurements.empty(1, len(curvature), u.dtype).add(curvature, noise, isotropic, steepness)
-        # Without control variates to choose from, both columns are those of the gradient in use.
         largest = one.typical_curvature, one.largest_curvature, one.typical_steepness
         known = Measured(*largest, one.mean_noise[0], one.mean_isotropic_noise[0], np.inf, UNKNOWN)
     shared, both = bound_of(mcmc).gradient.shared, (known.noise, known.isotropic_noise)

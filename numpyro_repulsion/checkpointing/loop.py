@@ -163,9 +163,10 @@ def ways_to_freeze(mcmc: MCMC, state: Warming) -> Iterator[ParticleState]:
     :param state: the shapes of a state of the warmup.
     """
     warmup, kernel = state.warmup, mcmc.sampler
-    may_be_on = (True, False) if warmup.reference is not None else (False,)
+    reference = warmup.reference
+    orders = (0,) if reference is None else (1, 0) if reference.hessian is None else (2, 1, 0)
     for on in itertools.product(
-        may_be_on,
+        orders,
         (True, False) if warmup.jumps is not None else (False,),
         (True, False) if warmup.basins is not None else (False,),
     ):

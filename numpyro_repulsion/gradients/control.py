@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import itertools
 import math
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
 from numpyro_repulsion.gradients.target import Target
-from numpyro_repulsion.rounding import unrounded
+from numpyro_repulsion.rounding import matmul, unrounded
 
 __all__ = [
     "SVRG",
@@ -27,6 +27,12 @@ __all__ = [
     "fingerprint",
     "full_gradient",
 ]
+
+
+#: The Hessian over all rows costs little up to so many parameters, and to so many products of two of them in a row.
+MAX_DIMENSION, MAX_PRODUCTS = 512, 2e10
+#: Along so many directions at a time.
+NUM_DIRECTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class ControlVariates(Subsampled):
 
         >>> from numpyro_repulsion import ControlVariates
         >>> ControlVariates()
-        ControlVariates(shared=False, block_size=1)
+        ControlVariates(shared=False, block_size=1, order=None)
     """
 
     @property
@@ -79,11 +85,36 @@ class ControlVariates(Subsampled):
     def has_reference(self):
         return True
 
+    order: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.order not in (None, 1, 2):
+            raise ValueError(f"ControlVariates: `order` must be 1, 2 or None (the better one); got {self.order!r}.")
+
+    def has_hessian(self, target: Target, dimension: int) -> bool:
+        """Whether warmup computes the Hessian over all rows: if that is asked for, or costs little.
+
+        :param dimension: d.
+        """
+        rows = sum(size for size, _ in target.plates.values())
+        is_cheap = dimension <= MAX_DIMENSION and rows * dimension**2 <= MAX_PRODUCTS
+        return self.order == 2 or (self.order is None and is_cheap)
+
     def energy_and_grad(self, key, target, unravel, z, reference=None):
-        if reference is None:
-            return super().energy_and_grad(key, target, unravel, z)
-        offset = z - reference.position
         plain = super().energy_and_grad
+        if reference is None:
+            return plain(key, target, unravel, z)
+        offset, order = z - reference.position, reference.order
+        if reference.hessian is not None:
+            found = plain(key, target, unravel, z)
+            if order is None:
+                return self._expanded(key, target, unravel, found, offset, reference, 1.0)
+            return lax.cond(
+                order > 0,
+                lambda: self._expanded(key, target, unravel, found, offset, reference, (order > 1).astype(z.dtype)),
+                lambda: found,
+            )
 
         def accumulate(i, total):
             energy, gradient = plain(key, target, unravel, jnp.where(i == 0, z, reference.position))
@@ -93,13 +124,30 @@ class ControlVariates(Subsampled):
             return total[0] + sign * energy, total[1] + sign * gradient
 
         # A loop of one or two turns halves the compile time, and the cost while no reference is in use.
-        in_use = reference.in_use
         start = (jnp.zeros(z.shape[:-1], z.dtype), jnp.zeros_like(z))
-        energy, gradient = lax.fori_loop(0, 2 if in_use is None else 1 + in_use.astype(int), accumulate, start)
+        energy, gradient = lax.fori_loop(0, 2 if order is None else 1 + jnp.minimum(order, 1), accumulate, start)
         known = reference.potential_energy + jnp.sum(reference.gradient * offset, -1)
-        if in_use is None:
+        if order is None:
             return energy + known, gradient + reference.gradient
-        return energy + jnp.where(in_use, known, 0.0), gradient + jnp.where(in_use, reference.gradient, 0.0)
+        is_used = order > 0
+        return energy + jnp.where(is_used, known, 0.0), gradient + jnp.where(is_used, reference.gradient, 0.0)
+
+    def _expanded(self, key, target, unravel, found, offset, reference, curved):
+        """Return U and ∇U with the expansion about ẑ on the minibatch exchanged for that on all rows.
+
+        :param found: U and ∇U on the minibatch.
+        :param curved: 1 for the expansion to second order, 0 for the one to first order.
+        """
+
+        def at(x):
+            return super(ControlVariates, self).energy_and_grad(key, target, unravel, x)
+
+        position = jnp.broadcast_to(reference.position, offset.shape)
+        (energy, gradient), (_, product) = jax.jvp(at, (position,), (offset,))
+        bend = curved * (matmul(offset, reference.hessian) - product)
+        slope = reference.gradient - gradient
+        energy = found[0] + reference.potential_energy - energy + jnp.sum((slope + bend / 2.0) * offset, -1)
+        return energy, found[1] + slope + bend
 
 
 @dataclass(frozen=True)
@@ -157,6 +205,7 @@ class SVRG(ControlVariates):
     """
 
     epoch: int | None = None
+    order: int | None = field(default=1, init=False, repr=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -175,31 +224,55 @@ class SVRG(ControlVariates):
         return num_steps * -(-int(epoch) // num_steps)
 
 
-def evaluate_reference(key: jax.Array, target: Target, unravel: Callable, reference: Reference, size: int) -> Reference:
+def evaluate_reference(
+    key: jax.Array, target: Target, unravel: Callable, reference: Reference, size: int, with_hessian: bool = True
+) -> Reference:
     """Return the reference with U and ∇U over all rows at its position, or at those of each particle.
 
     :param size: the number of minibatches that fit into memory at once.
+    :param with_hessian: whether its Hessian is evaluated too, if it has one.
     """
     position = reference.position
+    age = None if reference.age is None else jnp.zeros((), jnp.int32)
+    if reference.hessian is not None and with_hessian:
+        energy, gradient, hessian = full_gradient(key, target, unravel, position, size, with_hessian=True)
+        return reference._replace(potential_energy=energy, gradient=gradient, age=age, hessian=hessian)
     share = max(1, size // max(1, math.prod(position.shape[:-1])))
     # All particles use one chunk at a time, so its rows are gathered once.
     evaluate = jnp.vectorize(lambda z: full_gradient(key, target, unravel, z, share), signature="(d)->(),(d)")
     energy, gradient = evaluate(position)
-    age = None if reference.age is None else jnp.zeros((), jnp.int32)
     return reference._replace(potential_energy=energy, gradient=gradient, age=age)
 
 
 @unrounded()
 def full_gradient(
-    key: jax.Array, target: Target, unravel: Callable, position: Float[Array, " d"], size: int
-) -> tuple[Float[Array, ""], Float[Array, " d"]]:
-    """Return U and ∇U at one flat particle over all rows of all subsampled plates, in chunks.
+    key: jax.Array,
+    target: Target,
+    unravel: Callable,
+    position: Float[Array, " d"],
+    size: int,
+    with_hessian: bool = False,
+) -> tuple[Float[Array, ""], Float[Array, " d"]] | tuple[Float[Array, ""], Float[Array, " d"], Float[Array, "d d"]]:
+    """Return U and ∇U at one flat particle over all rows of all subsampled plates, in chunks; and ∇²U, on request.
 
     :param size: the number of minibatches that fit into memory at once.
     """
 
     def energy(flat, rows):
         return target.potential_energy(unravel(flat), rows, key).astype(flat.dtype)
+
+    def evaluate(rows):
+        found = jax.value_and_grad(energy)(position, rows)
+        if not with_hessian:
+            return found
+        # Some directions at a time, so that memory holds the rows of a chunk for each of them.
+        gradient = jax.grad(lambda flat: energy(flat, rows))
+        columns = lax.map(
+            lambda v: jax.jvp(gradient, (position,), (v,))[1],
+            jnp.eye(len(position), dtype=position.dtype),
+            batch_size=min(NUM_DIRECTIONS, len(position)),
+        )
+        return *found, columns
 
     table = chunks(target, size)
     names = list(table.length)
@@ -212,12 +285,13 @@ def full_gradient(
         weight, start, count = term
         # A shorter piece repeats each of its rows equally often.
         rows = {name: start[i] + jnp.arange(table.length[name]) % count[i] for i, name in enumerate(names)}
-        found = jax.value_and_grad(energy)(position, rows)
-        return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, found), None
+        return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, evaluate(rows)), None
 
     terms = (jnp.asarray(table.weight), jnp.asarray(table.start), jnp.asarray(table.num_rows))
-    total, _ = lax.scan(accumulate, (jnp.zeros((), position.dtype), jnp.zeros_like(position)), terms)
-    return total
+    nothing = jnp.zeros((), position.dtype), jnp.zeros_like(position)
+    if with_hessian:
+        nothing = *nothing, jnp.zeros((len(position), len(position)), position.dtype)
+    return lax.scan(accumulate, nothing, terms)[0]
 
 
 def fingerprint(target: Target, unravel: Callable, position: Float[Array, " d"]) -> Float[Array, ""]:

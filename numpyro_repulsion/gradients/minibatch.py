@@ -12,7 +12,7 @@ import jax
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.checks import boolean, integer, keep
@@ -32,7 +32,9 @@ class Reference(NamedTuple):
     - **gradient** - ∇U(ẑ) over all rows, ``(d,)`` or ``(G, L, d)``.
     - **data** - the identity of the data and the model that it was computed from, four words; zeros if there is no
       reference yet.
-    - **in_use** - whether it corrects gradients; ``None`` if it always does, as after warmup.
+    - **order** - that of the correction of gradients: 0 for none, 1 or 2; ``None`` after warmup, if the highest that is
+      known.
+    - **hessian** - ∇²U(ẑ) over all rows, ``(d, d)``; ``None`` if there are no corrections of second order.
     - **age** - the number of updates since the last renewal; ``None`` for a common reference, which is not renewed.
     """
 
@@ -40,15 +42,19 @@ class Reference(NamedTuple):
     potential_energy: Float[AnyArray, "*references"]
     gradient: Float[AnyArray, "*references d"]
     data: Integer[AnyArray, 4]
-    in_use: Bool[AnyArray, ""] = None
+    order: Integer[AnyArray, ""] = None
     age: Integer[AnyArray, ""] = None
+    hessian: Float[AnyArray, "d d"] | None = None
 
     @staticmethod
-    def none(shape: int | tuple[int, ...], dtype, in_use: bool = False) -> Reference:
+    def none(shape: int | tuple[int, ...], dtype, order: int = 0, has_hessian: bool = False) -> Reference:
         """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``."""
         zero = jnp.zeros(shape, dtype)
         age = jnp.zeros((), jnp.int32) if zero.ndim == 3 else None
-        return Reference(zero, zero[..., 0], zero, jnp.zeros(4, jnp.uint32), jnp.asarray(in_use), age)
+        hessian = jnp.zeros((len(zero), len(zero)), dtype) if has_hessian else None
+        return Reference(
+            zero, zero[..., 0], zero, jnp.zeros(4, jnp.uint32), jnp.asarray(order, jnp.int32), age, hessian
+        )
 
 
 class Gradient:
@@ -77,6 +83,14 @@ class Gradient:
     @property
     def has_reference(self) -> bool:
         """Whether it corrects gradients at reference points, with gradients over all rows there."""
+        return False
+
+    def has_hessian(self, target: Target, dimension: int) -> bool:
+        """Whether it corrects gradients to second order, by the Hessian over all rows at a common reference point.
+
+        :param dimension: the number of parameters.
+        """
+        del target, dimension
         return False
 
     def at(self, num_updates: Integer[Array, ""], seed: Integer[Array, ""]) -> Gradient:

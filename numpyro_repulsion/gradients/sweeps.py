@@ -83,7 +83,7 @@ class Sweeps(ControlVariates):
         ...     with numpyro.plate("rows", len(y), subsample_size=20) as i:
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
         >>> SGLD(model, gradient=Sweeps()).gradient
-        Sweeps(shared=False, block_size=1, control_variates=True)
+        Sweeps(shared=False, block_size=1, order=None, control_variates=True)
     """
 
     control_variates: bool = field(default=True, kw_only=True)

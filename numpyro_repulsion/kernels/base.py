@@ -332,7 +332,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
         plan, how = bound.plan("diagonal"), None
         if num_warmup == 0 or not plan.learns:
-            how = Frozen((plan.epoch is not None, False, False), False, False, 0, is_single)
+            how = Frozen((int(plan.epoch is not None), False, False), False, False, 0, is_single)
         with hinting(self.model, model_args, model_kwargs or {}):
             start = self._initializer(bound, rng_key, num_warmup, init_params, how)
         if not_jax_tracer(start.cloud.z):

@@ -129,7 +129,10 @@ class Initializer:
         first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
         reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centers_partly
         centering = Centering.none(target, u.shape[2], u.dtype) if reparametrizes else None
-        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, centering)
+        has_hessian = bound.gradient.has_hessian(target, u.shape[2])
+        warmup = WarmupState.start(
+            num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, centering, has_hessian
+        )
         warmup = warmup._replace(data=data)
         if num_warmup > 0:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.

@@ -212,7 +212,7 @@ class Iteration:
     def energy_and_grad(
         self, learned: Learned | WarmupState | Place, num_updates: Integer[Array, ""] | None = None
     ) -> Callable:
-        """Return ``(key, u) -> (U, ∇U)``; an optional third argument says whether to use control variates.
+        """Return ``(key, u) -> (U, ∇U)``; an optional third argument is the order of control variates.
 
         :param num_updates: how many updates were done before; ``None`` for rows that no update depends on.
         """
@@ -221,8 +221,8 @@ class Iteration:
             gradient = gradient.at(num_updates, self.row_seed)
         change, reference = learned.preconditioner, learned.reference
 
-        def energy_and_grad(key, u, corrected=None):
-            used = reference if reference is None or corrected is None else reference._replace(in_use=corrected)
+        def energy_and_grad(key, u, order=None):
+            used = reference if reference is None or order is None else reference._replace(order=order)
             layout = self.layout(u)
             z = layout.place_particles(change.to_positions(u))
             found = layout.place_particles(gradient.energy_and_grad(key, target, self.unravel, z, used))
@@ -232,10 +232,15 @@ class Iteration:
         return energy_and_grad
 
     def evaluate_reference(
-        self, key: jax.Array, learned: Learned | WarmupState | Place, reference: Reference, num_particles: int
+        self,
+        key: jax.Array,
+        learned: Learned | WarmupState | Place,
+        reference: Reference,
+        num_particles: int,
+        with_hessian: bool = True,
     ) -> Reference:
-        """Return the reference with U and ∇U over all rows at its position."""
-        new = evaluate_reference(key, self.target(learned), self.unravel, reference, num_particles)
+        """Return the reference with U and ∇U over all rows at its position, and ∇²U if it has one."""
+        new = evaluate_reference(key, self.target(learned), self.unravel, reference, num_particles, with_hessian)
         # What the host said. Where it said nothing, any words say that there is a reference.
         data = jnp.maximum(reference.data, 1) if self.data is None else self.data
         return new._replace(data=jnp.asarray(data, jnp.uint32))

@@ -143,18 +143,18 @@ class HostSampler:
         return lambda cases: (gradient for _, gradient in self._evaluated(warmup, cases))
 
     def energy_and_grad(self, warmup, number, u):
-        return next(self._evaluated(warmup, [(number, u, False)]))
+        return next(self._evaluated(warmup, [(number, u, 0)]))
 
     def _evaluated(self, warmup, cases):
         """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.Gradients`, by one program."""
         place, u, cases = self._place(warmup), self.state.cloud.z, iter(cases)
         most = int(np.clip(FEW_NUMBERS // u.size, 4, MOST_POINTS))
         while some := list(itertools.islice(cases, most)):
-            numbers, corrected = np.zeros(most, np.uint32), np.zeros(most, bool)
+            numbers, orders = np.zeros(most, np.uint32), np.zeros(most, np.int32)
             points, count = np.zeros((most, *u.shape), u.dtype), len(some)
             for i, case in enumerate(some):
-                numbers[i], points[i], corrected[i] = case
-            rest = self.state.rng_key, numbers, points, corrected, np.int32(count)
+                numbers[i], points[i], orders[i] = case
+            rest = self.state.rng_key, numbers, points, orders, np.int32(count)
             found = self._run(warming.gradients, None, *place, *rest, num_gradients=NUM_GRADIENTS)
             yield from zip(*(x[:count] for x in found), strict=True)
 
@@ -170,10 +170,10 @@ class HostSampler:
     def to_coordinates(self, centering, found):
         return self._run(warming.to_coordinates, None, *self._place(self.state.warmup), centering, found)
 
-    def evaluate_reference(self, rng, warmup, reference):
+    def evaluate_reference(self, rng, warmup, reference, with_hessian):
         size, number = self.state.cloud.potential_energy.size, np.uint32(minibatch(rng))
         place = self._place(warmup._replace(reference=None))
-        found = self._run(warming.reference_at, size, *place, reference, self.state.rng_key, number)
+        found = self._run(warming.reference_at, (size, with_hessian), *place, reference, self.state.rng_key, number)
         # What the host said of the data. Where it said nothing, any words say that there is a reference.
         return found._replace(data=np.maximum(warmup.data, 1))
 

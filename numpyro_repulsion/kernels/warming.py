@@ -241,20 +241,18 @@ def _at(bound: BoundSampler, place: Place, start: Particle) -> WarmupIteration:
     return WarmupIteration(bound, plan, ravel_cloud(start)[1], None, None, bound.kernel.schedule)
 
 
-def gradients(
-    bound: BoundSampler, _: None, place: Place, start: Particle, key, numbers, points, corrected, number
-) -> Any:
+def gradients(bound: BoundSampler, _: None, place: Place, start: Particle, key, numbers, points, orders, number) -> Any:
     """Return U and ∇U at some points, ``(n, G, L)`` and ``(n, G, L, d)``, of which the first ones are evaluated.
 
     :param numbers: those of the minibatches, ``(n,)``.
     :param points: particles, ``(n, G, L, d)``.
-    :param corrected: whether control variates correct each, ``(n,)``.
+    :param orders: those of the control variates, ``(n,)``.
     :param number: how many points are evaluated.
     """
     energy_and_grad = _at(bound, place, start).energy_and_grad(place)
 
     def evaluate(i, found):
-        new = energy_and_grad(random.fold_in(key, numbers[i]), points[i], corrected[i])
+        new = energy_and_grad(random.fold_in(key, numbers[i]), points[i], orders[i])
         return jax.tree.map(lambda x, y: x.at[i].set(y), found, new)
 
     # A loop, so that the gradient is compiled once.
@@ -283,14 +281,14 @@ def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | Non
 
 
 def reference_at(
-    bound: BoundSampler, size: int, place: Place, start: Particle, reference: Reference, key, number
+    bound: BoundSampler, settings: tuple[int, bool], place: Place, start: Particle, reference: Reference, key, number
 ) -> Any:
     """Return a reference with U and ∇U over all rows at its position.
 
-    :param size: the number of particles; static.
+    :param settings: the number of particles, and whether the Hessian is evaluated too; static.
     """
     iteration, key = _at(bound, place, start), random.fold_in(key, number)
-    return place_everywhere(iteration.evaluate_reference(key, place, reference, size))
+    return place_everywhere(iteration.evaluate_reference(key, place, reference, *settings))
 
 
 def recover(bound: BoundSampler, min_spread: float | None, place: Place, start: Particle, u) -> Any:
@@ -345,11 +343,11 @@ def relabeled(state: Warming, data: np.ndarray | None) -> Warming:
     return state._replace(warmup=warmup._replace(data=jnp.asarray(data), reference=reference))
 
 
-def what_is_on(kernel: Settings, warmup: WarmupState) -> tuple[bool, bool, bool]:
-    """Return whether warmup left the reference, the jumps and the basins in use, as numbers of the host."""
+def what_is_on(kernel: Settings, warmup: WarmupState) -> tuple[int, bool, bool]:
+    """Return the order of the control variates that warmup left in use, and whether jumps and basins are."""
     reference, moves, basins = warmup.reference, kernel.moves, warmup.basins
     return (
-        reference is not None and bool(reference.in_use),
+        0 if reference is None else int(reference.order),
         moves is not None and bool(moves.is_on(warmup.jumps)),
         basins is not None and bool(basins.is_on),
     )
@@ -358,13 +356,13 @@ def what_is_on(kernel: Settings, warmup: WarmupState) -> tuple[bool, bool, bool]
 class Frozen(NamedTuple):
     """How a state is made of a warmup; static.
 
-    - **on** - whether the reference, the jumps and the basins are in use.
+    - **on** - the order of the control variates in use, and whether jumps and basins are.
     - **has_warmed**, **passes** - those of the state's :class:`Origin`.
     - **iteration** - how many iterations count as done.
     - **is_single** - whether the state is that of a single plain chain.
     """
 
-    on: tuple[bool, bool, bool]
+    on: tuple[int, bool, bool]
     has_warmed: bool
     passes: bool
     iteration: int

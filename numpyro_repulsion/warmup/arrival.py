@@ -142,7 +142,7 @@ def _lost(warmup, cloud, sampler):
         return arrival.surroundings.is_lost()
     # Minibatch noise hides curvature, and energies on different minibatches are not comparable unless control
     # variates correct them.
-    is_corrected = warmup.reference is not None and bool(warmup.reference.in_use)
+    is_corrected = warmup.reference is not None and bool(warmup.reference.order)
     energy = cloud.potential_energy if is_corrected else sampler.energy_on_common_rows(warmup, cloud.z)
     return left_behind(energy, cloud.z.shape[-1], warmup.noise, bool(arrival.is_prolonged))
 
@@ -241,7 +241,7 @@ def update_prolongation(
 def _differ(warmup, plainly, cloud, sampler):
     """Return whether gradients stay noisy and particles are different functions, so that what lies between two of them
     fits worse than they do; or whether the second half has sent them away."""
-    plain, corrected = warmup.measurements.mean_isotropic_noise
+    plain, corrected = warmup.measurements.mean_isotropic_noise[:2]
     dimension = cloud.z.shape[-1]
     z = cloud.z.reshape(-1, dimension)
     middle = ((z + np.roll(z, 1, 0)) / 2.0).reshape(cloud.z.shape)

@@ -12,10 +12,12 @@ from numpyro_repulsion.dynamics import CurvatureStats, Dynamics
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.rounding import AnyArray
 
-__all__ = ["UNKNOWN", "Measurements", "summarize_curvature"]
+__all__ = ["NUM_ORDERS", "UNKNOWN", "Measurements", "summarize_curvature"]
 
 #: Marks an unknown number in a state whose known values are 0 or more; not NaN, because `jax_debug_nans` stops at it.
 UNKNOWN = -1.0
+#: Of control variates: 0 for none, 1 and 2.
+NUM_ORDERS = 3
 #: The step suits the curvature at nine particles in ten; `largest_curvature` keeps the others stable.
 QUANTILE = 0.9
 
@@ -25,9 +27,9 @@ class Measurements(NamedTuple):
 
     - **number** - how many clouds.
     - **curvature** - the largest absolute curvature at each particle, ``(rows, particles)``.
-    - **noise** - the largest variance of the gradient in any direction, without control variates and with,
-      ``(rows, 2)``.
-    - **isotropic_noise** - the mean of that variance over all directions, ``(rows, 2)``.
+    - **noise** - the largest variance of the gradient in any direction, by the order of control variates,
+      ``(rows, 3)``.
+    - **isotropic_noise** - the mean of that variance over all directions, ``(rows, 3)``.
     - **steepness** - how fast Γ changes, ``(rows,)``.
 
     Unknown or non-finite numbers are negative.
@@ -42,7 +44,9 @@ class Measurements(NamedTuple):
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
         """Return no measurements, with room for ``rows`` clouds."""
-        rows_of = (jnp.full((rows, *shape), UNKNOWN, dtype) for shape in ((particles,), (2,), (2,), ()))
+        rows_of = (
+            jnp.full((rows, *shape), UNKNOWN, dtype) for shape in ((particles,), (NUM_ORDERS,), (NUM_ORDERS,), ())
+        )
         return Measurements(jnp.zeros((), jnp.int32), *rows_of)
 
     def add(
@@ -68,12 +72,12 @@ class Measurements(NamedTuple):
 
     @property
     def mean_noise(self) -> np.ndarray:
-        """The mean gradient noise without control variates and with them, ``(2,)``."""
+        """The mean gradient noise by the order of control variates, ``(3,)``."""
         return _mean_of_known(self.noise)
 
     @property
     def mean_isotropic_noise(self) -> np.ndarray:
-        """The mean of the isotropic gradient noise without control variates and with them, ``(2,)``."""
+        """The mean of the isotropic gradient noise by the order of control variates, ``(3,)``."""
         return _mean_of_known(self.isotropic_noise)
 
     @property

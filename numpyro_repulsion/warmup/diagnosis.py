@@ -226,7 +226,7 @@ def diagnose_warmup(
         has_basins=False,
         is_diagonal=False,
         noise_ratio=unknown,
-        control_variates_off=reference is not None and needs_reference and not reference.in_use,
+        control_variates_off=reference is not None and needs_reference and not reference.order,
         jumps_off=is_jumping is not None and not is_jumping,
         is_prolonged=is_prolonged,
         thermostat_helps=needs_reference and dynamics.is_sampler and not dynamics.absorbs_noise,

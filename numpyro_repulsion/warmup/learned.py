@@ -123,20 +123,20 @@ class Learned(NamedTuple):
         )
 
     def completed(
-        self, warmup: WarmupState, measured: AnyArray | None, diagnosis: AnyArray | None, on: tuple[bool, ...]
+        self, warmup: WarmupState, measured: AnyArray | None, diagnosis: AnyArray | None, on: tuple[int, bool, bool]
     ) -> Learned:
         """Return what sampling needs, without what is off.
 
-        :param on: whether the reference, the jumps and the basins are in use.
+        :param on: the order of the control variates in use, and whether jumps and basins are.
         """
-        has_reference, has_jumps, has_basins = on
+        order, has_jumps, has_basins = on
         start = None
         if warmup.data_fingerprint is not None:
             position, energy = warmup.data_fingerprint
             start = jnp.append(position, energy)
         reference = None
-        if has_reference and self.reference is not None:
-            reference = self.reference._replace(in_use=None)
+        if order and self.reference is not None:
+            reference = self.reference._replace(order=None, hessian=self.reference.hessian if order == 2 else None)
         return self._replace(
             reference=reference,
             jumps=self.jumps if has_jumps else None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.random import Generator
 
-from numpyro_repulsion.warmup.curvature import UNKNOWN
+from numpyro_repulsion.warmup.curvature import NUM_ORDERS, UNKNOWN
 
 __all__ = [
     "Gradients",
@@ -29,9 +29,9 @@ POWER_ITERATIONS = 8
 #: on fewer that have that many numbers, because the gradients of all power iterations are kept.
 LARGE, NUM_KEPT = 1_000_000, 4
 
-#: The gradients ``(G, L, d)`` for each case ``(number, point, corrected)``: the number of a minibatch, the particles,
-#: and whether control variates correct the gradient.
-Gradients = Callable[[Iterable[tuple[int, np.ndarray, bool]]], Iterator[np.ndarray]]
+#: The gradients ``(G, L, d)`` for each case ``(number, point, order)``: the number of a minibatch, the particles,
+#: and the order of the control variates.
+Gradients = Callable[[Iterable[tuple[int, np.ndarray, int]]], Iterator[np.ndarray]]
 
 
 def minibatch(rng: Generator) -> int:
@@ -51,7 +51,7 @@ def particle_mean(x: np.ndarray) -> np.ndarray:
 
 
 def estimate_curvature(
-    rng: Generator, u: np.ndarray, width: np.ndarray | float, gradients: Gradients, corrected: bool, compare: bool
+    rng: Generator, u: np.ndarray, width: np.ndarray | float, gradients: Gradients, orders: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
@@ -61,11 +61,10 @@ def estimate_curvature(
 
     :param u: particles, ``(G, L, d)``.
     :param width: half the distance over which gradients are compared, ``(G, L)`` or a scalar.
-    :param corrected: whether control variates are in use.
-    :param compare: whether to measure the noise both without and with control variates.
+    :param orders: those of the control variates: the one in use, and others whose noise is measured too.
     :return: the largest absolute curvature at each particle, ``(G L,)``, negative where it is not finite; and the
-        largest variance of the gradient in any direction, pooled over the particles, without control variates and with
-        them, ``(2,)``; and the mean of that variance over all directions, ``(2,)``.
+        largest variance of the gradient in any direction, pooled over the particles, for each order of control
+        variates, ``(3,)``; and the mean of that variance over all directions, ``(3,)``; negative where unknown.
     """
     distance = np.broadcast_to(np.asarray(width, u.dtype), u.shape[:-1])[..., None]
     direction = signs(rng, u.shape, u.dtype) / np.asarray(u.shape[-1] ** 0.5, u.dtype)
@@ -74,20 +73,21 @@ def estimate_curvature(
     seen: list[list[np.ndarray]] = []
     for _ in range(POWER_ITERATIONS):
         number, offset = minibatch(rng), distance * direction
-        cases = [(number, u + offset, corrected), (number, u - offset, corrected), (number, u, not corrected)]
-        plus, minus, *other = gradients(cases if compare else cases[:2])
+        sides = [(number, u + side * offset, orders[0]) for side in (1.0, -1.0)]
+        plus, minus, *other = gradients([*sides, *((number, u, order) for order in orders[1:])])
         product = (plus - minus) / (2.0 * distance)
         size = np.linalg.norm(product, axis=-1, keepdims=True)
         usable = np.isfinite(size) & (size > 0)
         direction = np.where(usable, product / np.where(usable, size, 1.0), direction)
         seen.append([x[:, ::every] for x in ((plus + minus) / 2.0, *other)])
-    found = [_variances(rng, np.stack(x)) for x in zip(*seen, strict=True)]
-    largest, mean = np.transpose([found[-1], found[0]] if corrected else [found[0], found[-1]])
-    return np.where(np.isfinite(size), size, UNKNOWN).ravel(), largest, mean
+    noise = np.full((2, NUM_ORDERS), UNKNOWN, u.dtype)
+    for order, x in zip(orders, zip(*seen, strict=True), strict=True):
+        noise[:, order] = _variances(rng, np.stack(x))
+    return np.where(np.isfinite(size), size, UNKNOWN).ravel(), *noise
 
 
 def hessian_and_noise(
-    rng: Generator, u: np.ndarray, gradients: Gradients, number: int, noise_number: int, corrected: bool
+    rng: Generator, u: np.ndarray, gradients: Gradients, number: int, noise_number: int, order: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean Hessian of U and the covariance of the minibatch noise over particles ``(G, L, d)``.
 
@@ -96,7 +96,7 @@ def hessian_and_noise(
 
     :param number: the number of minibatches for the Hessian.
     :param noise_number: the number of pairs of minibatches for the noise, 0 or more.
-    :param corrected: whether control variates correct the gradients whose noise is measured.
+    :param order: that of the control variates of the gradients whose noise is measured.
     :return: two arrays ``(d, d)``; zeros for the noise without pairs.
     """
     dimension = u.shape[-1]
@@ -104,7 +104,7 @@ def hessian_and_noise(
     for _ in range(number):
         hessian += np.stack(list(_products(u, np.eye(dimension, dtype=u.dtype), gradients, minibatch(rng)))) / number
     for _ in range(noise_number):
-        one, other = gradients((minibatch(rng), u, corrected) for _ in range(2))
+        one, other = gradients((minibatch(rng), u, order) for _ in range(2))
         noise = (one - other).reshape(-1, dimension)
         noise = np.where(np.isfinite(noise).all(-1, keepdims=True), noise, 0.0)
         covariance += noise.T @ noise / (2.0 * len(noise) * noise_number)
@@ -116,7 +116,7 @@ def mean_diagonal(rng: Generator, u: np.ndarray, gradients: Gradients) -> np.nda
     total = np.zeros(u.shape[-1], u.dtype)
     for _ in range(NUM_PROBES):
         number, probe = minibatch(rng), signs(rng, u.shape, u.dtype)
-        plus, minus = gradients((number, u + side * WIDTH * probe, False) for side in (1.0, -1.0))
+        plus, minus = gradients((number, u + side * WIDTH * probe, 0) for side in (1.0, -1.0))
         total += particle_mean(probe * (plus - minus)) / (2.0 * WIDTH * NUM_PROBES)
     return total
 
@@ -131,7 +131,7 @@ def mean_product(u: np.ndarray, direction: np.ndarray, gradients: Gradients, num
 
 def _products(u, directions, gradients, number):
     """Yield the product of the mean Hessian on a minibatch with each unit vector, ``(d,)``."""
-    cases = ((number, u + side * WIDTH * v, False) for v in directions for side in (1.0, -1.0))
+    cases = ((number, u + side * WIDTH * v, 0) for v in directions for side in (1.0, -1.0))
     found = gradients(cases)
     for plus in found:
         yield particle_mean(plus - next(found)) / (2.0 * WIDTH)

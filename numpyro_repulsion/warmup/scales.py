@@ -72,7 +72,7 @@ def _whitened(rng, window, warmup, cloud, sampler):
             gradients,
             num_minibatches(dimension, _num_rows(cloud, sampler)),
             num_pairs if measures_step and window.is_at(FREEZE) else 0,
-            warmup.reference is not None and bool(warmup.reference.in_use),
+            0 if warmup.reference is None else int(warmup.reference.order),
         )
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if measures_step:

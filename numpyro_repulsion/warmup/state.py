@@ -283,7 +283,7 @@ class WarmupState(NamedTuple):
         return self._in_use(self.measurements.mean_isotropic_noise)
 
     def _in_use(self, noise):
-        return noise[int(self.reference is not None and bool(self.reference.in_use))]
+        return noise[0 if self.reference is None else int(self.reference.order)]
 
     def spread(self, dynamics: Dynamics) -> float:
         """Return the largest variance of the positions in any direction, in units of the temperature."""
@@ -300,19 +300,21 @@ class WarmupState(NamedTuple):
         jumps: JumpsState | None = None,
         basins: SwitchedState | None = None,
         centering: Centering | None = None,
+        has_hessian: bool = False,
     ) -> WarmupState:
         """Return the state before the first iteration.
 
         :param centering: that of the model's own coordinates; ``None`` if they stay.
+        :param has_hessian: whether control variates may be of second order.
         """
         shape, dtype = cloud.z.shape, cloud.z.dtype
         particles, dimension = shape[0] * shape[1], shape[2]
         learns = num_warmup > 0
         reference = None
         if plan.epoch is not None:
-            reference = Reference.none(shape, dtype, in_use=not (learns and plan.arrives))
+            reference = Reference.none(shape, dtype, order=int(not (learns and plan.arrives)))
         elif learns and plan.reference:
-            reference = Reference.none(dimension, dtype)
+            reference = Reference.none(dimension, dtype, has_hessian=has_hessian)
         scales = ScalesState(
             preconditioner,
             Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
@@ -394,8 +396,10 @@ class Sampler(Protocol):
     def to_coordinates(self, centering: Centering, found: Recovered) -> np.ndarray:
         """Return particles in the coordinates of a centering, ``(G, L, d)``."""
 
-    def evaluate_reference(self, rng: Generator, warmup: WarmupState, reference: Reference) -> Reference:
-        """Return the reference with U and ∇U over all rows at its position."""
+    def evaluate_reference(
+        self, rng: Generator, warmup: WarmupState, reference: Reference, with_hessian: bool
+    ) -> Reference:
+        """Return the reference with U and ∇U over all rows at its position, and ∇²U on request."""
 
     def settled(self, cloud: Cloud, step_size: np.ndarray, noise: np.ndarray) -> Cloud:
         """Return the cloud with what its dynamics carries adapted to a step."""

@@ -10,7 +10,7 @@ from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import UNKNOWN, summarize_curvature
 from numpyro_repulsion.warmup.probes import WIDTH, estimate_curvature
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
-from numpyro_repulsion.warmup.windows import Window
+from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 __all__ = ["update_reference", "update_step_size"]
 
@@ -23,8 +23,10 @@ def update_reference(
     if known is None or not window.moves_references or not (is_common or window.was_arrival):
         return warmup, cloud
     position = warmup.scales.preconditioner.to_positions(warmup.moments.position if is_common else cloud.z)
-    moved = known._replace(position=position, in_use=np.ones((), bool))
-    return warmup._replace(reference=sampler.evaluate_reference(rng, warmup, moved)), cloud
+    # The Hessian costs a pass over the rows for each parameter, and noise limits the steps until then anyway.
+    has_hessian = known.hessian is not None and window.is_at(FREEZE)
+    moved = known._replace(position=position, order=np.asarray(1 + has_hessian, np.int32))
+    return warmup._replace(reference=sampler.evaluate_reference(rng, warmup, moved, has_hessian)), cloud
 
 
 def update_step_size(
@@ -49,9 +51,12 @@ def _measured(rng, window, warmup, cloud, sampler):
     width = WIDTH if plan.scale else WIDTH * np.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
     # Curvature and noise around a particle that has run away may be a million times that around the others.
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
-    in_use = plan.reference and bool(warmup.reference.in_use)
-    gradients = sampler.gradients(warmup)
-    curvature, noise, isotropic = estimate_curvature(rng, measured, width, gradients, in_use, plan.reference)
+    orders = [0]
+    if plan.reference:
+        has_hessian = warmup.reference.hessian is not None and (window.is_at(FREEZE) or not window.is_adapting)
+        in_use = int(warmup.reference.order)
+        orders = [in_use, *(order for order in range(2 + has_hessian) if order != in_use)]
+    curvature, noise, isotropic = estimate_curvature(rng, measured, width, sampler.gradients(warmup), orders)
     if not plan.noise:
         # Without minibatches, midpoints differ only by the third derivatives of U.
         noise = isotropic = np.zeros_like(noise)
@@ -61,26 +66,27 @@ def _measured(rng, window, warmup, cloud, sampler):
     known = known.add(curvature, noise, isotropic, sampler.steepness(cloud.z, warmup.bandwidth))
     warmup = warmup._replace(step=warmup.step._replace(measurements=known))
     if plan.reference:
-        in_use = np.asarray(_prefers_reference(warmup, cloud, sampler))
-        warmup = warmup._replace(reference=warmup.reference._replace(in_use=in_use))
+        order = np.asarray(_best_order(warmup, cloud, sampler, orders), np.int32)
+        warmup = warmup._replace(reference=warmup.reference._replace(order=order))
     return warmup
 
 
-def _prefers_reference(warmup, cloud, sampler):
-    """Return whether control variates help: by their noise; in sweeps by the step, because they cost two gradients."""
+def _best_order(warmup, cloud, sampler, orders):
+    """Return the best order of control variates: by the noise; in sweeps by the step, because each costs gradients."""
     plan, dynamics = sampler.plan, sampler.dynamics
     known = warmup.step.measurements
-    plain, corrected = known.mean_noise
     if plan.sweep is None or plan.step_size is None:
-        return corrected <= plain
+        # Of equal ones the highest.
+        return min(sorted(orders, reverse=True), key=lambda order: known.mean_noise[order])
     coupling, spread = sampler.couple(cloud.z, warmup.bandwidth), warmup.spread(dynamics)
     error = dynamics.step_error(coupling)
-    plain, corrected = zip(known.mean_noise, known.mean_isotropic_noise, strict=True)
-    with_reference, without = (
-        error.max_step_for_bias(plan.step_size.tolerance, _stats(warmup, noise, spread, coupling, sampler))
-        for noise in (corrected, plain)
-    )
-    return with_reference >= 2.0 * without
+
+    def step(order):
+        noise = known.mean_noise[order], known.mean_isotropic_noise[order]
+        stats = _stats(warmup, noise, spread, coupling, sampler)
+        return error.max_step_for_bias(plan.step_size.tolerance, stats) / (2.0 if order else 1.0)
+
+    return max(sorted(orders, reverse=True), key=step)
 
 
 def _stats(warmup, noise, spread, coupling, sampler):
