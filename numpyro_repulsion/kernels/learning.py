@@ -109,8 +109,17 @@ class HostSampler:
         return min((batch for _, batch in self.bound.target.plates.values()), default=1)
 
     def _run(self, function, settings, *arrays, num_gradients=0):
-        """Return what a program returns, on the host."""
-        shape = self.state.cloud.z.shape
+        """Return what a program returns, on the host.
+
+        :param arrays: of which the host may have made floats more precise.
+        """
+        shape, dtype = self.state.cloud.z.shape, self.state.cloud.z.dtype
+
+        def narrowed(x):
+            is_float = isinstance(x, (np.ndarray, np.generic)) and np.issubdtype(x.dtype, np.floating)
+            return np.asarray(x, dtype) if is_float else x
+
+        arrays = jax.tree.map(narrowed, arrays)
         options = compiler_options(self.bound, num_gradients, shape[0] * shape[1], shape[2])
         # Learners know what to do where a particle has run away.
         with jax.debug_nans(False):
@@ -118,13 +127,7 @@ class HostSampler:
 
     def _place(self, warmup):
         """Return where gradients are evaluated."""
-        dtype = self.state.cloud.z.dtype
-
-        def cast(x):
-            x = np.asarray(x)
-            return x.astype(dtype, copy=False) if np.issubdtype(x.dtype, np.floating) else x
-
-        return jax.tree.map(cast, Place(warmup.preconditioner, warmup.centering, warmup.reference)), self.state.start
+        return Place(warmup.preconditioner, warmup.centering, warmup.reference), self.state.start
 
     def couple(self, u, bandwidth):
         _, bound, diagonal, _, is_identity = self._run(warming.couple, None, u, bandwidth, np.False_)
@@ -180,7 +183,6 @@ class HostSampler:
     def settled(self, cloud, step_size, noise):
         if type(self.dynamics).settled is Dynamics.settled:
             return cloud
-        step_size, noise = (np.asarray(x, cloud.z.dtype) for x in (step_size, noise))
         return self._run(warming.settle, None, cloud, step_size, noise)
 
 
@@ -260,8 +262,7 @@ def _learn(bound, plan, programs, window, state):
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         for learner in ALL_LEARNERS:
-            warmup, cloud = learner(rng, window, warmup, cloud, sampler)
-    found = _like(on_host, (warmup, cloud))
+            warmup, cloud = found = _like(on_host, learner(rng, window, warmup, cloud, sampler))
     if are_several():
         found = multihost_utils.broadcast_one_to_all(found)
     # What has not changed stays on its devices.

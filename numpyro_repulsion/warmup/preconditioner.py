@@ -152,7 +152,7 @@ def shrink(covariance: np.ndarray, number: float) -> np.ndarray:
     """Shrink the correlations of a covariance ``(d, d)`` from ``number`` particles of successive clouds."""
     # Successive clouds are similar, so one in ten counts. Few draws cannot distinguish correlation from chance.
     draws = number / 10.0
-    return np.where(np.eye(len(covariance), dtype=bool), 1.0, draws / (draws + 5.0)) * covariance
+    return np.where(np.eye(len(covariance), dtype=bool), covariance, draws / (draws + 5.0) * covariance)
 
 
 class Moments(NamedTuple):

@@ -209,18 +209,21 @@ def test_bandwidth_is_learned_and_frozen():
 
 @pytest.mark.slow
 def test_draws_are_those_of_the_frozen_bandwidth_if_given(x64):
-    kernel = SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT)
-    last = kernel.init(KEYS, 100, STARTS)
-    # A kernel of another interaction needs the step to be given.
-    h, step_size = float(last.bandwidth[0]), float(last.step_size[0])
-    plan, same, other = (
-        SGLDR(potential_fn=quadratic, interaction=interaction, step_size=step_size, dynamics=Overdamped("lm"))
-        .sample(last, (), {})
-        .z
-        for interaction in (LEARNED, RBF(h), RBF(h / 2))
-    )
-    np.testing.assert_allclose(plan, same, rtol=1e-9)
-    assert np.abs(plan - other).max() > 1e-2
+    def kernel(interaction):
+        return SGLDR(potential_fn=quadratic, interaction=interaction, step_size=0.1, dynamics=Overdamped("lm"))
+
+    starts = jnp.asarray(STARTS, float)
+    last = kernel(LEARNED).init(KEYS, 100, starts)
+    h = float(last.bandwidth[0])
+
+    def drawn(interaction):
+        # Only a state that says so belongs to a kernel of another interaction.
+        origin = kernel(interaction).init(KEYS, 100, starts).origin
+        return kernel(interaction).sample(last._replace(origin=origin), (), {}).z
+
+    plain, same, other = map(drawn, (LEARNED, RBF(h), RBF(h / 2)))
+    np.testing.assert_allclose(plain, same, rtol=1e-9)
+    assert np.abs(plain - other).max() > 1e-2
 
 
 def test_no_warmup_takes_the_median_rule():
