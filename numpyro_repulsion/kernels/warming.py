@@ -174,6 +174,8 @@ class WarmupIteration(Iteration):
         """Make one update of arriving particles, each by itself unless their arrival is prolonged."""
         position, arrival = carry
         move_key, gradient_key = self.noise_and_gradient_keys(key)
+        # References are found when particles have arrived.
+        warmup = warmup._replace(reference=None)
         if arrival.is_prolonged is None:
             # Until particles have arrived, they are in the coordinates of the model, whose gradient compiles faster.
             warmup = warmup._replace(scales=warmup.scales._replace(centering=None))

@@ -14,7 +14,7 @@ import pytest
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import SGLD, ControlVariates, FullData, Subsampled
+from numpyro_repulsion import SGLD, SVRG, ControlVariates, FullData, Subsampled
 from numpyro_repulsion.gradients import ModelTarget, Reference, draw_indices, evaluate_reference, full_gradient
 from numpyro_repulsion.gradients.control import chunks
 
@@ -127,16 +127,29 @@ def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
     np.testing.assert_allclose(counted, 1.0, rtol=1e-9)
 
 
-def reference_at(target, z, unravel, in_use=True):
-    return evaluate_reference(KEY, target, unravel, Reference.none(z.shape, z.dtype, in_use)._replace(position=z), 20)
+def reference_at(target, z, unravel, order=1):
+    empty = Reference.none(z.shape, z.dtype, order, order == 2)._replace(position=z)
+    return jax.jit(lambda empty: evaluate_reference(KEY, target, unravel, empty, 20))(empty)
 
 
-def test_corrected_gradients_are_unbiased_by_enumeration():
-    # One row from each of two strata of three: nine equally likely minibatches.
-    target = ModelTarget(rows_model(6, 2))
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("model", [rows_model(23, 4), crossed(), disjoint()], ids=["prime", "crossed", "disjoint"])
+def test_the_hessian_in_chunks_is_that_on_all_rows(model, size):
+    target = ModelTarget(model)
     z, unravel = flat(target)
-    point, _ = flat(target, 1)
-    reference = reference_at(target, point, unravel)
+    run = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, size, with_hessian=True))
+    energy, gradient, hessian = run(z)
+    expected = jax.hessian(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY))(z)
+    np.testing.assert_allclose(hessian, expected, rtol=2e-5, atol=2e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4),
+        (energy, gradient),
+        exact(target, z, unravel),
+    )
+
+
+def means_over_all_minibatches(target, z, unravel, reference):
+    """The means of U and ∇U over the nine minibatches of one row from each of two strata of three."""
 
     class Given(ControlVariates):
         def rows(self, key, target, shape):
@@ -152,17 +165,35 @@ def test_corrected_gradients_are_unbiased_by_enumeration():
 
     for chosen in itertools.product(range(3), range(3, 6)):
         values.append(energy_and_grad(jnp.array(chosen)))
-    energy, slope = (np.mean([np.asarray(v, float) for v in part], 0) for part in zip(*values, strict=True))
+    return (np.mean([np.asarray(v, float)[0, 0] for v in part], 0) for part in zip(*values, strict=True))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_corrected_gradients_are_unbiased_by_enumeration(order):
+    target = ModelTarget(rows_model(6, 2))
+    z, unravel = flat(target)
+    point, _ = flat(target, 1)
+    reference = reference_at(target, point, unravel, order)
     expected = exact(target, z, unravel)
-    np.testing.assert_allclose(energy[0, 0], expected[0], rtol=1e-4)
-    np.testing.assert_allclose(slope[0, 0], expected[1], rtol=1e-4, atol=1e-4)
+    for given in (reference, reference._replace(order=None)):
+        energy, slope = means_over_all_minibatches(target, z, unravel, given)
+        np.testing.assert_allclose(energy, expected[0], rtol=1e-4)
+        np.testing.assert_allclose(slope, expected[1], rtol=1e-4, atol=1e-4)
+    # What is not exact is a bias: of the Hessian a missing entry, that of some rows, or that at another point.
+    some = ModelTarget(rows_model(5, 2))
+    wrong = [] if order == 1 else [reference.hessian.at[0, 1].set(0.0)]
+    wrong += [] if order == 1 else [reference_at(*at, unravel, 2).hessian for at in ((some, point), (target, z))]
+    for hessian in wrong:
+        _, slope = means_over_all_minibatches(target, z, unravel, reference._replace(hessian=hessian))
+        assert not np.allclose(slope, expected[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("shared", [False, True])
-def test_at_the_reference_there_is_no_noise_and_far_off_there_is(shared):
+def test_at_the_reference_there_is_no_noise_and_far_off_there_is(shared, order):
     target = ModelTarget(rows_model(40, 4))
     point, unravel = flat(target)
-    reference = reference_at(target, point, unravel)
+    reference = reference_at(target, point, unravel, order)
     gradient = ControlVariates(shared)
     z = jnp.broadcast_to(point, (2, 3, 3))
     energy, slope = gradient.energy_and_grad(random.key(7), target, unravel, z, reference)
@@ -175,9 +206,29 @@ def test_at_the_reference_there_is_no_noise_and_far_off_there_is(shared):
         return float(np.var([draw(key) for key in random.split(KEY, 40)], 0).sum(-1).mean())
 
     plain = noise(Subsampled(shared), reference, z + 0.01)
-    near, far = noise(gradient, reference, z + 0.01), noise(gradient, reference, z + 0.1)
-    # The noise is linear in the distance from the reference.
-    assert near < 1e-2 * plain and 50 < far / near < 200
+    # The standard deviation of the noise is linear in the distance from the reference, or quadratic.
+    near, far = 0.05, 0.2
+    small, large = noise(gradient, reference, z + near), noise(gradient, reference, z + far)
+    assert small < 1e-1 * plain and abs(np.log(large / small) / np.log(far / near) / 2 - order) < 0.35
+
+
+def test_of_gaussian_rows_second_order_leaves_no_noise():
+    x = jnp.sin(jnp.arange(60.0)).reshape(20, 3)
+
+    def model():
+        slope = numpyro.sample("slope", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", 20, subsample_size=2) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ slope, 0.5), obs=jnp.cos(jnp.arange(20.0))[i])
+
+    target = ModelTarget(model)
+    point, unravel = flat(target)
+    z = point + 3.0 * random.normal(KEY, (1, 5, 3))
+    expected = jax.vmap(lambda z: exact(target, z, unravel))(z[0])
+    for order, is_exact in ((2, True), (1, False)):
+        reference = reference_at(target, point, unravel, order)
+        energy, slope = ControlVariates().energy_and_grad(KEY, target, unravel, z, reference)
+        assert np.allclose(energy[0], expected[0], rtol=1e-4) == is_exact
+        assert np.allclose(slope[0], expected[1], rtol=1e-4, atol=1e-3) == is_exact
 
 
 def test_without_a_reference_it_is_the_plain_minibatch():
@@ -185,16 +236,17 @@ def test_without_a_reference_it_is_the_plain_minibatch():
     z, unravel = flat(target)
     cloud = z + 0.1 * random.normal(KEY, (1, 5, 3))
     plain = Subsampled().energy_and_grad(KEY, target, unravel, cloud)
-    unused = reference_at(target, z, unravel, in_use=False)
-    for reference in (None, unused, Reference.none(3, z.dtype)):
+    unused = [reference_at(target, z, unravel, order)._replace(order=jnp.asarray(0)) for order in (1, 2)]
+    for reference in (None, *unused, Reference.none(3, z.dtype)):
         found = ControlVariates().energy_and_grad(KEY, target, unravel, cloud, reference)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, plain)
 
 
-def test_energy_is_that_of_the_gradient():
+@pytest.mark.parametrize("order", [1, 2])
+def test_energy_is_that_of_the_gradient(order):
     target = ModelTarget(rows_model(40, 4))
     point, unravel = flat(target)
-    reference = reference_at(target, point, unravel)
+    reference = reference_at(target, point, unravel, order)
     z = point + jnp.array([0.3, -0.2, 0.1])
 
     @jax.jit
@@ -221,6 +273,16 @@ def test_minibatches_are_those_of_subsampled():
     rows, axes = ControlVariates().rows(KEY, target, (2, 3))
     np.testing.assert_array_equal(rows["rows"], draw_indices(KEY, plates, (2, 3))["rows"])
     assert axes == 2 and ControlVariates(shared=True).rows(KEY, target, (2, 3))[1] == 1
+
+
+def test_which_order_warmup_may_take():
+    few, many = (ModelTarget(rows_model(size, 4)) for size in (40, 1_000_000))
+    assert ControlVariates().has_hessian(few, 3) and ControlVariates().has_hessian(many, 3)
+    assert not ControlVariates().has_hessian(many, 200) and not ControlVariates().has_hessian(few, 600)
+    assert ControlVariates(order=2).has_hessian(many, 200) and not ControlVariates(order=1).has_hessian(few, 3)
+    assert not SVRG().has_hessian(few, 3)
+    with pytest.raises(ValueError, match="must be 1, 2 or None .* got 3"):
+        ControlVariates(order=3)
 
 
 def mean_of(y, subsample_size):
