@@ -265,13 +265,10 @@ def full_gradient(
         found = jax.value_and_grad(energy)(position, rows)
         if not with_hessian:
             return found
-        # Some directions at a time, so that memory holds the rows of a chunk for each of them.
-        gradient = jax.grad(lambda flat: energy(flat, rows))
-        columns = lax.map(
-            lambda v: jax.jvp(gradient, (position,), (v,))[1],
-            jnp.eye(len(position), dtype=position.dtype),
-            batch_size=min(NUM_DIRECTIONS, len(position)),
-        )
+        # Rows are read once, and some directions are taken at a time, for each of which memory holds the chunk.
+        _, product = jax.linearize(jax.grad(lambda flat: energy(flat, rows)), position)
+        directions = jnp.eye(len(position), dtype=position.dtype)
+        columns = lax.map(product, directions, batch_size=min(NUM_DIRECTIONS, len(position)))
         return *found, columns
 
     table = chunks(target, size)
