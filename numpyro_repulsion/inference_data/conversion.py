@@ -304,6 +304,7 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
         "dynamics": repr(kernel.dynamics),
         "moves": repr(kernel.moves),
         "gradient": repr(bound_of(mcmc).gradient),
+        "control_variates": _control_variates(state.learned.reference),
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
         "centering": _centering(state),
         "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
@@ -325,6 +326,13 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
         "num_flagged_updates": int(np.sum(state.num_flagged_updates)),
         "share_flagged": share_flagged(mcmc),
     }
+
+
+def _control_variates(reference):
+    """Return the order of the control variates in use, in words."""
+    if reference is None:
+        return "none"
+    return "first order" if reference.hessian is None else "second order"
 
 
 def _of_momenta(kernel, state):

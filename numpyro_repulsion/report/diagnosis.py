@@ -339,6 +339,9 @@ def _headline(attributes, sd):
     text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in {ensembles} "
     text += f"ensemble{'s' * (ensembles > 1)}, {attributes['num_steps']} updates of size {attributes['step_size']:.3g}"
     text += " (measured in warmup)" * (attributes["step_size_measured"] == "true") + " per draw"
+    # Results that are stored may be older.
+    if (order := attributes.get("control_variates", "none")) != "none":
+        text += f", control variates of {order}"
     if sd is not None:
         size = "below 0.1" if sd < 0.0005 else f"at most {100 * sd:.1f}"
         text += f", step-size bias {size} % of a posterior sd"

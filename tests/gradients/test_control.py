@@ -14,7 +14,7 @@ import pytest
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import SGLD, SVRG, ControlVariates, FullData, Subsampled
+from numpyro_repulsion import SGLD, SVRG, ControlVariates, FullData, Subsampled, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget, Reference, draw_indices, evaluate_reference, full_gradient
 from numpyro_repulsion.gradients.control import chunks
 
@@ -283,6 +283,20 @@ def test_which_order_warmup_may_take():
     assert not SVRG().has_hessian(few, 3)
     with pytest.raises(ValueError, match="must be 1, 2 or None .* got 3"):
         ControlVariates(order=3)
+
+
+@pytest.mark.parametrize(("order", "words"), [(None, "second order"), (1, "first order")])
+def test_warmup_takes_the_order_with_the_least_noise(order, words):
+    y = 5.0 + random.normal(random.key(1), (400,))
+    mcmc = vectorized(SGLD(mean_of, gradient=ControlVariates(order=order)), 200, 300, 10)
+    mcmc.run(random.key(0), y, 20)
+    learned = mcmc.last_state.learned
+    assert (learned.reference.hessian is not None) == (words == "second order")
+    # Rows with tails are not quadratic, but nearly so within a posterior as narrow as this.
+    assert (float(learned.measurements.noise) < 1e-3) == (words == "second order")
+    assert to_inference_data(mcmc).posterior.attrs["control_variates"] == words
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float)
+    assert draws.std() == pytest.approx((8 / 6 / 400) ** 0.5, rel=0.15)  # of Fisher's information of a Student-t
 
 
 def mean_of(y, subsample_size):
