@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 import numpy as np
@@ -110,10 +111,22 @@ class ControlVariates(Subsampled):
         """Whether warmup computes the Hessian over all rows: if that is asked for, or costs little.
 
         :param dimension: d.
+        :raises ValueError: if it is asked for, and the model has a rule of its own for derivatives, of the first order.
         """
         rows = sum(size for size, _ in target.plates.values())
         is_cheap = dimension <= MAX_DIMENSION and rows * dimension**2 <= MAX_PRODUCTS
-        return self.order == 2 or (self.order is None and is_cheap)
+        if self.order == 1 or not target.plates or not (self.order == 2 or is_cheap):
+            return False
+        try:
+            _derive_twice(target)
+        except (TypeError, NotImplementedError) as error:
+            if self.order is None:
+                return False
+            raise ValueError(
+                f"{self!r} needs second derivatives of the log density, which this model does not have ({error}). Take "
+                "ControlVariates(order=1), or replace jax.custom_vjp by jax.custom_jvp."
+            ) from error
+        return True
 
     def energy_and_grad(self, key, target, unravel, z, reference=None):
         plain = super().energy_and_grad
@@ -121,14 +134,7 @@ class ControlVariates(Subsampled):
             return plain(key, target, unravel, z)
         offset, order = z - reference.position, reference.order
         if reference.hessian is not None:
-            found = plain(key, target, unravel, z)
-            if order is None:
-                return self._expanded(key, target, unravel, found, offset, reference, 1.0)
-            return lax.cond(
-                order > 0,
-                lambda: self._expanded(key, target, unravel, found, offset, reference, (order > 1).astype(z.dtype)),
-                lambda: found,
-            )
+            return self._to_second_order(key, target, unravel, z, offset, reference)
 
         def accumulate(i, total):
             energy, gradient = plain(key, target, unravel, jnp.where(i == 0, z, reference.position))
@@ -146,22 +152,64 @@ class ControlVariates(Subsampled):
         is_used = order > 0
         return energy + jnp.where(is_used, known, 0.0), gradient + jnp.where(is_used, reference.gradient, 0.0)
 
-    def _expanded(self, key, target, unravel, found, offset, reference, curved):
-        """Return U and ∇U with the expansion about ẑ on the minibatch exchanged for that on all rows.
+    def _to_second_order(self, key, target, unravel, z, offset, reference):
+        order, dimension = reference.order, z.shape[-1]
+        curved = jnp.ones((), z.dtype) if order is None else (order > 1).astype(z.dtype)
+        weights = jnp.stack([jnp.ones_like(z[..., 0])] * 2 + [jnp.broadcast_to(curved, z.shape[:-1])], -1)
+        both = jnp.concatenate((z, jnp.broadcast_to(reference.position, z.shape), offset, weights), -1)
+        _, found = super().energy_and_grad(key, _Expansion(target, unravel), lambda x: x, both)
+        # At ẑ the gradient has the product of the Hessian with the offset in it.
+        here, there = found[..., :dimension], found[..., dimension : 2 * dimension]
+        energy, energy_there, along = jnp.moveaxis(found[..., -3:], -1, 0)
+        bend = curved * matmul(offset, reference.hessian)
+        on_rows = energy_there + along + curved * (jnp.sum(there * offset, -1) - along) / 2.0
+        on_all = reference.potential_energy + jnp.sum((reference.gradient + bend / 2.0) * offset, -1)
+        corrected = energy + on_all - on_rows, here + reference.gradient + bend - there
+        if order is None:
+            return corrected
+        return jax.tree.map(lambda new, old: jnp.where(order > 0, new, old), corrected, (energy, here))
 
-        :param found: U and ∇U on the minibatch.
-        :param curved: 1 for the expansion to second order, 0 for the one to first order.
-        """
 
-        def at(x):
-            return super(ControlVariates, self).energy_and_grad(key, target, unravel, x)
+class _Expansion(Target):
+    """``w₀ U(z) + w₁ U(ẑ) + τ DU(ẑ) δ`` of flat particles ``(z, ẑ, δ, w₀, w₁, τ)``.
 
-        position = jnp.broadcast_to(reference.position, offset.shape)
-        (energy, gradient), (_, product) = jax.jvp(at, (position,), (offset,))
-        bend = curved * (matmul(offset, reference.hessian) - product)
-        slope = reference.gradient - gradient
-        energy = found[0] + reference.potential_energy - energy + jnp.sum((slope + bend / 2.0) * offset, -1)
-        return energy, found[1] + slope + bend
+    Its gradient has all that an expansion to second order needs: by z and ẑ those of U, the latter with the product of
+    the Hessian and δ, and by the weights the three terms. Both points pass through the model together, once forward,
+    once along δ and once back.
+    """
+
+    def __init__(self, target: Target, unravel: Callable):
+        self._target, self._unravel = target, unravel
+        self.args, self.kwargs = target.args, target.kwargs
+        self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
+
+    def with_arguments(self, args, kwargs):
+        return _Expansion(self._target.with_arguments(args, kwargs), self._unravel)
+
+    def crossed_plates(self):
+        return self._target.crossed_plates()
+
+    def potential_energy(self, z, indices, key):
+        *positions, offset = z[:-3].reshape(3, -1)
+        offset = lax.stop_gradient(offset)
+
+        def energies(x):
+            return jax.vmap(lambda x: self._target.potential_energy(self._unravel(x), indices, key))(x).astype(x.dtype)
+
+        points = jnp.stack(positions)
+        found, along = jax.jvp(energies, (points,), (jnp.stack((jnp.zeros_like(offset), offset)),))
+        return z[-3] * found[0] + z[-2] * found[1] + z[-1] * along[1]
+
+
+def _derive_twice(target):
+    """Derive the potential energy of a model as second-order control variates do; raise JAX's error where it cannot."""
+    position, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
+    particle = jnp.concatenate((position, position, position, jnp.ones(3, position.dtype)))
+
+    def energy(z):
+        return _Expansion(target, unravel).potential_energy(z, target.first_rows, jax.random.key(0))
+
+    jax.eval_shape(jax.grad(energy), particle)
 
 
 @dataclass(frozen=True)
