@@ -49,6 +49,7 @@ ARROWS = {
             "findings",
             "noise",
             "processes",
+            "rounding",
             "rows",
             "interactions",
             "schedules",
