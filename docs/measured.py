@@ -347,7 +347,7 @@ def far_modes():
         if reference is None:
             _, gradient = Subsampled().energy_and_grad(random.key(2), target, unravel, z)
         else:
-            reference = Reference.none(1, z.dtype, in_use=True)._replace(position=jnp.array([reference]))
+            reference = Reference.none(1, z.dtype, order=1)._replace(position=jnp.array([reference]))
             reference = evaluate_reference(random.key(0), target, unravel, reference, 100)
             _, gradient = ControlVariates().energy_and_grad(random.key(2), target, unravel, z, reference)
         return f"{float(jnp.var(gradient)):.3g}"

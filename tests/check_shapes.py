@@ -66,7 +66,7 @@ def test_dynamics(dynamics):
 def test_gradients(gradient):
     target = ModelTarget(rows, (Y,))
     _, unravel = ravel_cloud({"mu": CLOUD[0]})
-    reference = Reference.none(CLOUD.shape, CLOUD.dtype, in_use=True) if gradient.has_reference else None
+    reference = Reference.none(CLOUD.shape, CLOUD.dtype, order=1) if gradient.has_reference else None
 
     def at(key, count):
         now = gradient.at(count, jnp.zeros((), jnp.uint32))

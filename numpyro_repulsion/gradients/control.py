@@ -314,7 +314,7 @@ def full_gradient(
     position: Float[Array, " d"],
     size: int,
     with_hessian: bool = False,
-) -> tuple[Float[Array, ""], Float[Array, " d"]] | tuple[Float[Array, ""], Float[Array, " d"], Float[Array, "d d"]]:
+) -> tuple[Array, ...]:
     """Return U and ∇U at one flat particle over all rows of all subsampled plates, in chunks; and ∇²U, on request.
 
     :param size: the number of minibatches that fit into memory at once.
@@ -347,7 +347,7 @@ def full_gradient(
         return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, evaluate(rows)), None
 
     terms = (jnp.asarray(table.weight), jnp.asarray(table.start), jnp.asarray(table.num_rows))
-    nothing = jnp.zeros((), position.dtype), jnp.zeros_like(position)
+    nothing: tuple[Array, ...] = jnp.zeros((), position.dtype), jnp.zeros_like(position)
     if with_hessian:
         nothing = *nothing, jnp.zeros((len(position), len(position)), position.dtype)
     return lax.scan(accumulate, nothing, terms)[0]

@@ -102,7 +102,7 @@ def test_references_are_those_of_each_particle():
     np.testing.assert_allclose(reference.gradient, slope, rtol=1e-3, atol=1e-2)
     # At its reference a particle has no noise, in whichever mode.
     energy, found = SVRG().energy_and_grad(
-        KEY, target, lambda z: {"theta": z[0]}, position, reference._replace(in_use=jnp.array(True))
+        KEY, target, lambda z: {"theta": z[0]}, position, reference._replace(order=jnp.array(1))
     )
     np.testing.assert_allclose(found, reference.gradient, rtol=1e-3, atol=1e-2)
     np.testing.assert_allclose(energy, reference.potential_energy, rtol=1e-4)
@@ -156,7 +156,7 @@ def test_runs_can_be_resumed_by_the_host():
 def test_warmup_measures_in_the_middle_of_an_epoch():
     kernel, keys = SGLD(two_modes, num_steps=1, gradient=SVRG(epoch=4)), random.split(random.key(0), 6)
     states = list(one_by_one(kernel, keys, 100, Y))
-    in_use = np.array([bool(state.warmup.reference.in_use) for state in states])
+    in_use = np.array([bool(state.warmup.reference.order) for state in states])
     ages = np.array([int(state.warmup.reference.age) for state in states])
     # Particles arrive by plain minibatches.
     assert not in_use[:24].any() and in_use[24:].all() and not states[23].warmup.reference.position.any()
@@ -166,7 +166,7 @@ def test_warmup_measures_in_the_middle_of_an_epoch():
     # After warmup epochs have their length.
     sampling, _ = anchors(kernel, 12, state=kernel.freeze(states[-1], (Y,), {}, False, 100))
     assert np.asarray(sampling.learned.reference.age).tolist() == [3, 4] + [1, 2, 3, 4] * 2 + [1, 2]
-    plain, corrected = states[-1].warmup.measurements.noise[-1]
+    plain, corrected, _ = states[-1].warmup.measurements.noise[-1]
     assert corrected < 1e-2 * plain
 
 

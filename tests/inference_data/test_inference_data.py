@@ -93,7 +93,7 @@ def test_attributes_name_the_algorithm_and_the_ensembles(data):
     attributes = data["posterior"].attrs
     assert attributes["algorithm"] == "SGLDR"
     assert attributes["interaction"] == repr(RBF())
-    assert attributes["gradient"] == "ControlVariates(shared=False, block_size=1)"
+    assert attributes["gradient"] == "ControlVariates(shared=False, block_size=1, order=None)"
     assert attributes["minibatches"] == "8 of 40 rows"
     assert attributes["step_size"] == pytest.approx(1e-3)
     assert attributes["num_steps"] == 10

@@ -44,7 +44,7 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
     sampler = kernel(network, preconditioner=scale)
     before, kwargs = after(sampler, int(100 * ARRIVED), hidden=10)
     warmup = before.warmup
-    assert warmup.arrival.is_prolonged and not warmup.reference.in_use
+    assert warmup.arrival.is_prolonged and not warmup.reference.order
     assert (warmup.centering.share == 0).all() and (warmup.arrival.adam.unit == 1).all()
     # In units of the prior's scale for weights, and of the spread of the starts for their precision.
     _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.start))
@@ -81,7 +81,7 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
 
 def test_posteriors_that_the_data_determine_arrive_as_usual():
     state, _ = after(SGLD(regression), 30)
-    assert not state.warmup.arrival.is_prolonged and state.warmup.reference.in_use
+    assert not state.warmup.arrival.is_prolonged and state.warmup.reference.order
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_a_lost_particle_neither_shortens_the_step_nor_prolongs_the_arrival(befo
     state, lost, sample = before_arrival("dense")
     usual, found = sample(state).warmup, sample(lost).warmup
     np.testing.assert_allclose(found.step.size, usual.step.size, rtol=0.5)
-    assert found.reference.in_use
+    assert found.reference.order
     monkeypatch.setattr(arrival, "CONVEX", 1.1)
     assert not sample(lost).warmup.arrival.is_prolonged
     monkeypatch.setattr(step_size, "rescue", lambda rng, particles, lost: particles)

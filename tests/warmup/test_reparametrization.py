@@ -217,10 +217,10 @@ def test_energies_go_on_where_coordinates_change(monkeypatch):
 
     sees(np.inf)
     before = warmed(kernel, keys, 29, 100, y)
-    assert (before.warmup.centering.share == 1).all() and before.warmup.reference.in_use
+    assert (before.warmup.centering.share == 1).all() and before.warmup.reference.order
     sees(0.0)
     after = kernel.warm(before, 1, 100, (y,), {})
-    assert (after.warmup.centering.share == 0).sum() == 6 and after.warmup.reference.in_use
+    assert (after.warmup.centering.share == 0).sum() == 6 and after.warmup.reference.order
     # Evaluated by the reference of the old coordinates, they would be seventy times as high.
     there, here = (kernel.freeze(x, (y,), {}, False, 0).potential_energy.mean() for x in (before, after))
     assert here < 1.5 * there
