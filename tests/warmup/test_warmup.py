@@ -604,12 +604,12 @@ def windows(schedule):
 def test_windows_of_warmup():
     schedule, ends = Schedule(100), [1, 2, 5, 10, 15, 25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
     found = windows(schedule)
-    assert [window.ends for window in found] == ends
+    assert [window.ends for window in found] == [n for n in range(1, 120) if schedule.is_end(n)] == ends
     assert [n for n in range(120) if schedule.is_arriving(n)] == list(range(25))
     assert [window.ends for window in found if window.was_arrival] == [1, 2, 5, 10, 15, 25]
     assert [window.ends for window in found if not window.is_adapting] == ends[9:]
     assert [window.ends for window in found if window.moves_references] == [25, 30, 40, 60]
-    assert [Window(schedule, n).num_settled for n in (60, 65, 70, 100)] == [0, 1, 2, 8]
+    assert [Window(schedule, n).num_settled for n in (64, 65, 70, 100, 101)] == [0, 1, 2, 8, 8]
     # Sums count in the second half of a window, later in its last three quarters.
     begins = [n for n in range(120) if schedule.is_beginning(n)]
     assert begins == [1, 3, 7, 12, 20, 26, 32, 45, 70]
@@ -983,10 +983,10 @@ def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
         found = kernel.warm(state, 1, 100, (), {})
         return float(kernel.interaction.couple(found.cloud.z, found.warmup.bandwidth).bound)
 
-    assert bound_after(32) == pytest.approx(float(kernel.interaction.couple(start.cloud.z, before).bound), rel=1e-2)
+    assert bound_after(32) == pytest.approx(float(kernel.interaction.couple(start.cloud.z, before).bound), rel=1e-3)
     # With the bandwidth of the last window they would all be neighbors: λ_max(K) is their number.
     old_rule = float(kernel.interaction.couple(start.cloud.z / 20.0, before).bound)
-    assert old_rule > 19.0 and bound_after(72) == pytest.approx(old_rule, rel=1e-3)
+    assert old_rule > 19.0 and bound_after(72) == pytest.approx(old_rule)
 
 
 # The verdict, and whole warmups
@@ -1132,8 +1132,8 @@ def test_control_variates_are_given_up_where_they_add_noise():
     words, mcmc = expectations(SGLD(model), y, num_warmup=100)
     assert mcmc.last_state.learned.reference is None and "Control variates add noise" in words
     warmup = warmed(SGLD(model), random.split(random.key(0), 20), 100, 100, y).warmup
-    plain, corrected = warmup.measurements.mean_noise
-    assert corrected > 100 * plain and not warmup.reference.order
+    plain, *corrected = warmup.measurements.mean_noise
+    assert min(corrected) > 100 * plain and not warmup.reference.order
 
 
 def curved(x, y, subsample_size):
