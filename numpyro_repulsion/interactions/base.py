@@ -84,7 +84,7 @@ class Coupling(NamedTuple):
     def of_figures(
         bound: Float[AnyArray, ""] | float, diagonal: Float[AnyArray, "*particles"] | float, is_identity: bool
     ) -> Coupling:
-        """Return a coupling without operations, for :meth:`Dynamics.step_error` on the host."""
+        """Return a coupling without operations, for ``Dynamics.step_error`` on the host."""
 
         def missing(_):
             raise TypeError("This coupling has figures only; call `Interaction.couple` for its operations.")
