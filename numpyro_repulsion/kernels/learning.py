@@ -129,15 +129,20 @@ class HostSampler:
         """Return where gradients are evaluated."""
         return Place(warmup.preconditioner, warmup.centering, warmup.reference), self.state.start
 
+    def _couple(self, u, bandwidth, is_new=False):
+        # Each window measures along directions of its own.
+        number = np.uint32(int(self.state.warmup.iteration))
+        return self._run(warming.couple, None, u, bandwidth, np.bool_(is_new), self.state.rng_key, number)
+
     def couple(self, u, bandwidth):
-        _, bound, diagonal, _, is_identity = self._run(warming.couple, None, u, bandwidth, np.False_)
+        _, bound, diagonal, _, is_identity = self._couple(u, bandwidth)
         return Coupling.of_figures(bound, diagonal, is_identity)
 
     def steepness(self, u, bandwidth):
-        return self._run(warming.couple, None, u, bandwidth, np.False_)[3]
+        return self._couple(u, bandwidth)[3]
 
     def bandwidth_of(self, u):
-        return self._run(warming.couple, None, u, self.state.warmup.bandwidth, np.True_)[0]
+        return self._couple(u, self.state.warmup.bandwidth, is_new=True)[0]
 
     def best_bandwidth(self, u, rule, tolerance):
         return self._run(warming.tuned_bandwidth, tolerance, u, rule)

@@ -314,14 +314,14 @@ def to_coordinates(
     return place_everywhere(_at(bound, place, start).centered(centering).to_coordinates(found))
 
 
-def couple(bound: BoundSampler, _: None, u, bandwidth, is_new) -> Any:
-    """Return the bandwidth, by the rule if it is new, and the bound and the diagonal of K, how steep Γ is, and whether
-    K is the identity."""
+def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, number) -> Any:
+    """Return the bandwidth, by the rule if it is new, and the bound and the diagonal of K, how steep Γ is along the
+    random directions of a number, and whether K is the identity."""
     interaction = bound.kernel.interaction
     if interaction.learns_bandwidth:
         bandwidth = lax.cond(is_new, interaction.learn_bandwidth, lambda _: bandwidth, u)
     coupling = interaction.couple(u, bandwidth)
-    steepness = measure_steepness(random.key(0), interaction, u, bandwidth)
+    steepness = measure_steepness(random.fold_in(key, number), interaction, u, bandwidth)
     return place_everywhere((bandwidth, coupling.bound, coupling.diagonal, steepness, coupling.is_identity))
 
 
