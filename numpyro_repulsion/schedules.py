@@ -23,6 +23,9 @@ __all__ = ["BiasBudget", "Constant", "Cyclical", "Polynomial", "as_schedule"]
 
 Schedule = Callable[..., jax.Array | float]
 
+#: The automatic tolerance, and that where neither the integrator nor gradient noise needs so much.
+TOLERANCE, SMALL_TOLERANCE = 0.05, 0.01
+
 
 @dataclass(frozen=True)
 class BiasBudget:
@@ -40,7 +43,7 @@ class BiasBudget:
     of V is not:
 
     .. math::
-        \epsilon = \min\Bigl(\frac{\min(\sqrt{5\delta}, \frac12)}{\lambda}, \frac{2\delta}{(1+\delta)\, V}\Bigr)
+        \epsilon = \min\Bigl(\frac{\min(5 \sqrt\delta, \frac12)}{\lambda}, \frac{2\delta}{(1+\delta)\, V}\Bigr)
 
     With momenta (:class:`~numpyro_repulsion.dynamics.Underdamped`), ``ε²/2`` replaces ε for the curvature. The step
     never exceeds the stability limit at the stiffest particle. Except in short runs (below) it also stays below
@@ -52,10 +55,12 @@ class BiasBudget:
     the uncertainty of the variances, :math:`\sqrt{2/n}` after n effective draws. Warmup then warns and states the
     expected bias.
 
-    :param tolerance: δ, the tolerated relative inflation of a posterior variance.
+    :param tolerance: δ, the tolerated relative inflation of a posterior variance. ``"auto"`` is 0.01 if the bias of the
+        integrator is second order in ε and gradients take all rows, or minibatches with control variates of second
+        order; otherwise 0.05.
     :param min_draws: the effective draws that a run as long as its warmup must be worth, if necessary by longer steps.
         With 0 the step always keeps the tolerance.
-    :raises ValueError: unless 0 < δ < 1 and ``min_draws`` is 0 or above.
+    :raises ValueError: unless 0 < δ < 1, and ``min_draws`` is 0 or above.
 
     **References:**
 
@@ -71,12 +76,20 @@ class BiasBudget:
         BiasBudget(tolerance=0.1, min_draws=200.0)
     """
 
-    tolerance: float = 0.05
+    tolerance: float | str = "auto"
     min_draws: float = 200.0
 
     def __post_init__(self):
-        keep(self, "tolerance", number, expected="a number between 0 and 1", accepts=lambda x: 0.0 < x < 1.0)
+        if self.tolerance != "auto":
+            expected = '"auto", or a number between 0 and 1'
+            keep(self, "tolerance", number, expected=expected, accepts=lambda x: 0.0 < x < 1.0)
         keep(self, "min_draws", positive, or_zero=True)
+
+    def tolerance_for(self, is_second_order: bool) -> float:
+        """Return δ, given whether integrator and control variates are of second order."""
+        if isinstance(self.tolerance, str):
+            return SMALL_TOLERANCE if is_second_order else TOLERANCE
+        return self.tolerance
 
     def step_size(
         self,

@@ -86,7 +86,7 @@ def test_bias_budget_refuses_tolerances_outside_0_and_1(tolerance):
 def test_settings_are_values():
     assert Cyclical(np.float32(0.5), np.int64(20)) == Cyclical(0.5, 20) != Cyclical(0.5, 21)
     assert Polynomial(0.1) == Polynomial(0.1, 1000.0, 0.55) != Polynomial(0.2)
-    assert len({BiasBudget(), BiasBudget(0.05), BiasBudget(0.1)}) == 2
+    assert len({BiasBudget(), BiasBudget("auto"), BiasBudget(0.05), BiasBudget(0.1)}) == 3
 
 
 @pytest.mark.parametrize("number", [0.01, 1, np.float32(0.25), np.float64(0.25), np.array(0.25), jnp.array(0.25)])

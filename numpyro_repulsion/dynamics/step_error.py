@@ -50,8 +50,13 @@ class StepError:
 
     Warmup measures the step size through these methods. A dynamics returns an instance from
     :meth:`Dynamics.step_error <numpyro_repulsion.dynamics.Dynamics.step_error>`; a subclass defines all but
-    `remaining_noise`.
+    `remaining_noise` and `is_second_order`.
     """
+
+    @property
+    def is_second_order(self) -> bool:
+        """Whether the bias from curvature is of second order in ε."""
+        return False
 
     def bias(self, step_size: Float[AnyArray, ""], stats: CurvatureStats) -> Float[AnyArray, ""]:
         """Return the expected relative inflation of variances by a step; NaN if unknown."""
@@ -177,13 +182,14 @@ class EulerError(StepError):
 class AveragedError(EulerError):
     """Overdamped dynamics with ``K = I`` and averaged noise (Leimkuhler & Matthews): a bias of second order in ε."""
 
+    is_second_order = True
+
     def bias(self, step_size, stats):
-        # The larger of the two sources. The largest bias measured in one dimension was (ελ)²/100; this is twenty times
-        # as much, because curvature has a direction.
-        return xp.maximum(self._warming(step_size, stats), (step_size * stats.curvature) ** 2 / 5.0)
+        # The larger of the two sources.
+        return xp.maximum(self._warming(step_size, stats), _of_second_order(step_size * stats.curvature))
 
     def max_step_for_bias(self, tolerance, stats):
-        limit = _over(min((5.0 * tolerance) ** 0.5, 0.5), stats.curvature)
+        limit = _over(_longest_of_second_order(tolerance), stats.curvature)
         return _longest(lambda step_size: self._warming(step_size, stats), tolerance, limit)
 
     def _warming(self, step_size, stats):
@@ -203,10 +209,14 @@ class MomentumError(EulerError):
     friction: float
     is_symmetric: bool
 
+    @property
+    def is_second_order(self):
+        return self.is_symmetric
+
     def bias(self, step_size, stats):
         bound = self.coupling.bound
         square = step_size**2 / 2.0 * stats.curvature * bound**2
-        curved = square**2 / 5.0 if self.is_symmetric else square
+        curved = _of_second_order(square) if self.is_symmetric else square
         change = step_size * stats.steepness
         # Above the stability limit, measured variances were several times too large.
         dense = xp.where(change > 1.0, 1e3, change**2 / 10.0)
@@ -220,7 +230,7 @@ class MomentumError(EulerError):
     def max_step_for_bias(self, tolerance, stats):
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature. The
         # first-order integrator gets a third of that step.
-        limit = min((5.0 * tolerance) ** 0.5, 0.5) if self.is_symmetric else tolerance
+        limit = _longest_of_second_order(tolerance) if self.is_symmetric else tolerance
         curved = self.from_overdamped_step(_over(limit, stats.curvature)) / self.coupling.bound
         # An empirical value, the same as for overdamped dynamics although the step is one of time.
         dense = _over((10.0 * tolerance) ** 0.5, stats.steepness)
@@ -289,6 +299,20 @@ class ThermostatError(MomentumError):
 def _over(a, b):
     """Return a / b, infinite for b = 0, where nothing limits the step."""
     return a / xp.asarray(b)
+
+
+def _of_second_order(change):
+    """Return by how much curvature λ inflates variances, for ``change = ελ``, where the bias is of second order in ε.
+
+    The largest bias measured in one dimension was (ελ)²/100. This is four times as much, because curvature has a
+    direction.
+    """
+    return change**2 / 25.0
+
+
+def _longest_of_second_order(tolerance):
+    """Return the largest ελ within a tolerance, and well within the limit of stability."""
+    return min(5.0 * tolerance**0.5, 0.5)
 
 
 def _longest(inflation, tolerance, limit):

@@ -439,7 +439,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         rule = self._rule
         if rule is None:
             return "divide `step_size` by 2 to 10"
-        return f"set step_size=BiasBudget({rule.tolerance / 5:g}, min_draws=0)"
+        return f"set step_size=BiasBudget({rule.tolerance_for(False) / 5:g}, min_draws=0)"
 
     def _prepare(self):
         """Make what caches compiled programs, and can be made again."""

@@ -127,10 +127,9 @@ def update_bandwidth(
         return warmup, cloud
     bandwidth = rule = sampler.bandwidth_of(cloud.z)
     if sampler.tunes_bandwidth and window.num_settled > 0:
-        tolerance = (plan.step_size or BiasBudget()).tolerance
+        tolerance = (plan.step_size or BiasBudget()).tolerance_for(False)
         # If a short run raised the step beyond the bias budget, stability limits the step; a wide K would shorten it.
-        is_raised = warmup.step.bias > 1.05 * tolerance
-        best = rule if is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)
+        best = rule if warmup.step.is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)
         # A geometric mean, because one cloud of twenty determines its best only within a factor of about two.
         bandwidth = warmup.bandwidth * (best / warmup.bandwidth) ** (1.0 / window.num_settled)
     return warmup._replace(bandwidth=bandwidth), cloud

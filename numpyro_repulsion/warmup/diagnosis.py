@@ -258,7 +258,7 @@ def diagnose_warmup(
     return found._replace(
         num_warmup=warmup.num_warmup,
         effective_draws=share * step.effective_draws if is_known else unknown,
-        bias=step.bias if is_sampler and step.bias > 1.01 * rule.tolerance else unknown,
+        bias=step.bias if is_sampler and step.is_raised else unknown,
         condition=condition if has_no_moves and is_dense and not has_basins else unknown,
         curvature_ratio=unknown if has_basins else warmup.measurements.largest_curvature / curvature,
         dependence=symptoms.dependence if is_sampler and not (is_prolonged or has_basins) else unknown,

@@ -72,7 +72,7 @@ def _whitened(rng, window, warmup, cloud, sampler):
             gradients,
             num_minibatches(dimension, _num_rows(cloud, sampler)),
             num_pairs if measures_step and window.is_at(FREEZE) else 0,
-            0 if warmup.reference is None else int(warmup.reference.order),
+            warmup.order,
         )
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if measures_step:
@@ -167,9 +167,10 @@ def _allowed_noise(warmup, cloud, sampler):
     """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
     error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
     curvature = np.maximum(warmup.measurements.typical_curvature, 1.0)
+    tolerance = sampler.plan.tolerance(error, warmup.order)
 
     def longest(curvature, noise):
-        return error.max_step_for_bias(sampler.plan.step_size.tolerance, CurvatureStats(curvature, curvature, noise))
+        return error.max_step_for_bias(tolerance, CurvatureStats(curvature, curvature, noise))
 
     step_size = longest(curvature, 0.0)
     remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))

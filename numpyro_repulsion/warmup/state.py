@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Integer
 import numpy as np
 from numpy.random import Generator
 
-from numpyro_repulsion.dynamics import Cloud, Dynamics
+from numpyro_repulsion.dynamics import Cloud, Dynamics, StepError
 from numpyro_repulsion.gradients import Centering, Recovered, Reference
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.rounding import AnyArray, xp
@@ -69,6 +69,10 @@ class WarmupPlan(NamedTuple):
     def learns(self) -> bool:
         """Whether there is anything to learn."""
         return self.arrives or self.bandwidth or self.reference or self.jumps
+
+    def tolerance(self, error: StepError, order: int) -> float:
+        """Return δ of the bias budget, for control variates of an order; 0 for none."""
+        return (self.step_size or BiasBudget()).tolerance_for(error.is_second_order and (order == 2 or not self.noise))
 
     @property
     def measures(self) -> bool:
@@ -184,6 +188,7 @@ class StepState(NamedTuple):
     - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
     - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
       direction that moves slowest; negative if the step is not measured.
+    - **is_raised** - whether that exceeds the tolerance, because the run is short.
     - **noise_share** - the share of the gradient noise that successive minibatches do not cancel: 1 unless they depend
       on each other.
     - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
@@ -192,6 +197,7 @@ class StepState(NamedTuple):
     size: Float[AnyArray, ""]
     bias: Float[AnyArray, ""]
     effective_draws: Float[AnyArray, ""]
+    is_raised: Bool[AnyArray, ""]
     noise_share: Float[AnyArray, ""]
     measurements: Measurements | None
 
@@ -202,6 +208,7 @@ class StepState(NamedTuple):
             size=jnp.asarray(size, dtype),
             bias=jnp.asarray(UNKNOWN, dtype),
             effective_draws=jnp.asarray(UNKNOWN, dtype),
+            is_raised=jnp.zeros((), bool),
             noise_share=jnp.ones((), dtype),
             measurements=Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype) if learns else None,
         )
@@ -283,7 +290,12 @@ class WarmupState(NamedTuple):
         return self._in_use(self.measurements.mean_isotropic_noise)
 
     def _in_use(self, noise):
-        return noise[0 if self.reference is None else int(self.reference.order)]
+        return noise[self.order]
+
+    @property
+    def order(self) -> int:
+        """The order of the control variates in use; 0 for none."""
+        return 0 if self.reference is None else int(self.reference.order)
 
     def spread(self, dynamics: Dynamics) -> float:
         """Return the largest variance of the positions in any direction, in units of the temperature."""

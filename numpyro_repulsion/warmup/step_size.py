@@ -84,7 +84,7 @@ def _best_order(warmup, cloud, sampler, orders):
     def step(order):
         noise = known.mean_noise[order], known.mean_isotropic_noise[order]
         stats = _stats(warmup, noise, spread, coupling, sampler)
-        return error.max_step_for_bias(plan.step_size.tolerance, stats) / (2.0 if order else 1.0)
+        return error.max_step_for_bias(plan.tolerance(error, order), stats) / (2.0 if order else 1.0)
 
     return max(sorted(orders, reverse=True), key=step)
 
@@ -112,6 +112,7 @@ def _with_step_size(window, warmup, cloud, sampler):
     stats = _stats(warmup, noise, widest, coupling, sampler)
     rule = plan.step_size
     error = dynamics.step_error(coupling)
+    tolerance = plan.tolerance(error, warmup.order)
     num_updates = float(warmup.arrival.step_size.size * sampler.num_steps * window.schedule.num_warmup)
     draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
@@ -130,7 +131,7 @@ def _with_step_size(window, warmup, cloud, sampler):
         gained = num_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.jumps and not gains_none
     step_size = rule.step_size(
-        max_step_for_bias=error.max_step_for_bias(rule.tolerance, stats),
+        max_step_for_bias=error.max_step_for_bias(tolerance, stats),
         # Half the limit of stability at typical particles.
         max_step_for_short_run=np.minimum(
             error.stability_limit(stats._replace(largest=stats.curvature)) / 2.0,
@@ -148,6 +149,7 @@ def _with_step_size(window, warmup, cloud, sampler):
         size=step_size,
         bias=UNKNOWN if np.isnan(bias) else bias,
         effective_draws=UNKNOWN if np.isnan(effective_draws) else effective_draws,
+        is_raised=bias > 1.01 * tolerance,
         noise_share=remaining,
     )
     return warmup._replace(step=step)

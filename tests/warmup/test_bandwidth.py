@@ -149,7 +149,7 @@ def test_windows_count_alike_once_scales_are_frozen():
     cloud, schedule = SimpleNamespace(z=np.asarray(u)), Schedule(100)
     plan = WarmupPlan(step_size=STRICT, scale="dense", bandwidth=True, reference=False)
 
-    def settled(ends, bias, tunes_bandwidth=True):
+    def settled(ends, is_raised=False, tunes_bandwidth=True):
         def best_bandwidth(u, by_rule, tolerance):
             assert (u is cloud.z, by_rule, tolerance) == (True, rule, 0.01)
             return found
@@ -157,15 +157,15 @@ def test_windows_count_alike_once_scales_are_frozen():
         sampler = SimpleNamespace(
             plan=plan, tunes_bandwidth=tunes_bandwidth, bandwidth_of=lambda u: rule, best_bandwidth=best_bandwidth
         )
-        step = StepState(0.1, bias, 0.0, 1.0, None)
+        step = StepState(0.1, 0.01, 0.0, is_raised, 1.0, None)
         warmup = WarmupState(*[None] * 10)._replace(step=step, bandwidth=7.0)
         return update_bandwidth(None, Window(schedule, ends), warmup, cloud, sampler)[0].bandwidth
 
     expected = [7.0, rule, found, 7.0**0.75 * found**0.25]
-    np.testing.assert_allclose([settled(ends, -1.0) for ends in (15, 60, 65, 80)], expected, rtol=1e-5)
+    np.testing.assert_allclose([settled(ends) for ends in (15, 60, 65, 80)], expected, rtol=1e-5)
     # A step within its budget, and one that a short run has raised.
-    np.testing.assert_allclose([settled(65, bias) for bias in (0.01, 0.02)], [found, rule], rtol=1e-5)
-    assert settled(80, 0.01, tunes_bandwidth=False) == pytest.approx(rule, rel=1e-5)
+    np.testing.assert_allclose([settled(65, is_raised) for is_raised in (False, True)], [found, rule], rtol=1e-5)
+    assert settled(80, tunes_bandwidth=False) == pytest.approx(rule, rel=1e-5)
 
 
 @pytest.mark.slow

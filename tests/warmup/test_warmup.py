@@ -244,7 +244,7 @@ def test_step_size_keeps_the_budget():
     assert step_size(budget) == pytest.approx(0.2 / 1.1 / 5.0)
     assert step_size(budget, bound=4.0) == pytest.approx(0.125 / 5.0)
     assert step_size(budget, averaged) == pytest.approx(0.5 / 4.0)
-    assert step_size(BiasBudget(0.02), averaged, noise=0.0) == pytest.approx(0.1**0.5 / 4.0)
+    assert step_size(BiasBudget(0.004), averaged, noise=0.0) == pytest.approx(5.0 * 0.004**0.5 / 4.0)
     # ε V / (2 − ε λ) = δ.
     assert step_size(budget, averaged, noise=10.0) == pytest.approx(0.2 / (10.0 + 0.1 * 4.0), rel=1e-5)
     # Averaging is of first order where particles interact.
@@ -510,11 +510,29 @@ def test_a_run_that_would_go_nowhere_gets_longer_steps():
     [(EULER, 1.0), (Overdamped(), 1.0), (Underdamped(), 1.0), (Underdamped(3.0), 4.0), (Thermostat(), 4.0)],
 )
 def test_bias_at_the_step_of_the_budget_is_the_tolerance(dynamics, bound):
-    budget = BiasBudget(0.04, min_draws=0.0)
+    budget = BiasBudget(0.008, min_draws=0.0)
     for curvature, noise in ((4.0, 0.0), (1e-6, 3.0)):
         step = step_size(budget, dynamics, curvature=curvature, noise=noise, largest=curvature, bound=bound)
         bias = dynamics.step_error(coupling(bound)).bias(step, CurvatureStats(curvature, curvature, noise))
-        assert float(bias) == pytest.approx(0.04, rel=0.05)
+        assert float(bias) == pytest.approx(0.008, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "noise", "order", "tolerance"),
+    [
+        (Overdamped(), False, 0, 0.01),
+        (Overdamped(), True, 0, 0.05),
+        (Overdamped(), True, 1, 0.05),
+        (Overdamped(), True, 2, 0.01),
+        (Underdamped(), True, 2, 0.01),
+        (EULER, False, 0, 0.05),
+        (EULER, True, 2, 0.05),
+    ],
+)
+def test_automatic_tolerance_is_small_where_nothing_is_of_first_order(dynamics, noise, order, tolerance):
+    plan, error = WarmupPlan(BiasBudget(), None, False, True, noise), dynamics.step_error(coupling(1.0))
+    assert plan.tolerance(error, order) == tolerance
+    assert plan._replace(step_size=BiasBudget(0.2)).tolerance(error, order) == 0.2
 
 
 def test_bias_of_euler_is_that_of_its_recursion():
@@ -589,7 +607,7 @@ def test_laplace_distribution_comes_out_in_its_own_size(kernel, seed):
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
     error = ensemble_mcse(draws, 1 if kernel is SGLDR else 6, method="sd")[0]
     # Its variance is 2, of which the budget is a share; and half that size, or twice, would be seen.
-    assert abs(draws.std() - 2**0.5) < 4.5 * error + 2**0.5 * BiasBudget().tolerance / 2, (draws.std(), error)
+    assert abs(draws.std() - 2**0.5) < 4.5 * error + 2**0.5 * BiasBudget().tolerance_for(kernel is SGLD) / 2, (draws.std(), error)
     assert 9 * error < 2**0.5 / 2
 
 
