@@ -1,7 +1,7 @@
 """Is there a bias left with minibatches? Variances of long runs beside exact ones, and what an update costs.
 
-Nothing is set: `MCMC(kernel(model), 1000, 2000, num_chains=20)`, then further runs of 2,000 draws of each chain from its
-last state. The reference takes all rows, in double precision: draws of the normal distribution of the mode and its
+Nothing is set: `MCMC(kernel(model), 1000, 2000, num_chains=20)`, then further runs of 2,000 draws of each chain from
+its last state. The reference takes all rows, in double precision: draws of the normal distribution of the mode and its
 curvature, weighted by the posterior. Their effective number says how good it is; the error of its variances is that of
 twenty parts.
 All figures are of unconstrained coordinates, relative to the posterior's variances; ± is a standard error, of a bias
@@ -38,7 +38,7 @@ except ImportError:  # an older JAX
 
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
 BATCH, ROWS = 500, 50_000
-RUNS, DRAWS = 20, 2_000
+RUNS, DRAWS = 6, 2_000
 #: Draws of the reference, half of them mirrored, in so many parts.
 REFERENCE, PARTS = 40_000, 20
 #: d and the rows of a minibatch for the time of an update.
@@ -148,7 +148,9 @@ def bias(name: str, kernel: str, seed: int) -> dict:
         if not k:
             row["first"] = time.process_time() - began
             known = to_inference_data(mcmc).posterior.attrs
-            row |= {key: known.get(key) for key in ("control_variates", "step_size", "step_size_bias", "gradient_noise")}
+            row |= {
+                key: known.get(key) for key in ("control_variates", "step_size", "step_size_bias", "gradient_noise")
+            }
         x = unconstrained(case, {site: x for site, x in mcmc.get_samples().items() if site in _sites(mcmc)}) - mean
         squares.append((x**2).mean(0))
         means.append(x.mean(0))
@@ -218,7 +220,12 @@ def tables(record: Record) -> str:
     head = ["posterior", "kernel", "d", "control variates", "step", "bias said", "mean bias of variances"]
     head += ["largest bias of a variance", "largest error of a mean, sd", "error of the reference"]
     costs = [
-        [str(row["d"]), f"{1e6 * row['order 1']:.0f}", f"{1e6 * row['order 2']:.0f}", f"{row['order 2'] / row['order 1']:.2f}"]
+        [
+            str(row["d"]),
+            f"{1e6 * row['order 1']:.0f}",
+            f"{1e6 * row['order 2']:.0f}",
+            f"{row['order 2'] / row['order 1']:.2f}",
+        ]
         for row in record.rows.values()
         if "case" not in row
     ]

@@ -155,6 +155,14 @@ class CenteredTarget(Target):
     def crossed_plates(self):
         return self._target.crossed_plates()
 
+    @property
+    def base(self):
+        return self._target
+
+    def to_model(self, y):
+        found = self.recover(y)
+        return found.z, self.log_volume(found)
+
     def recover(self, y: Float[Array, " d"]) -> Recovered:
         """Return a flat particle y, ``(d,)``, in the coordinates of the model."""
         z, _ = self._standardized(self._unravel(y))

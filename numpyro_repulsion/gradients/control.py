@@ -129,6 +129,15 @@ class ControlVariates(Subsampled):
         return True
 
     def energy_and_grad(self, key, target, unravel, z, reference=None):
+        if reference is None or target.base is target:
+            return self._corrected(key, target, unravel, z, reference)
+        # Rows are nearly quadratic in the coordinates of the model. In those of a centering, scales of sites multiply
+        # what they depend on, so that corrections would be noise.
+        (x, volume), pull = jax.vjp(jnp.vectorize(target.to_model, signature="(d)->(d),()"), z)
+        energy, gradient = self._corrected(key, target.base, unravel, x, reference)
+        return energy - volume, pull((gradient, -jnp.ones_like(volume)))[0]
+
+    def _corrected(self, key, target, unravel, z, reference):
         plain = super().energy_and_grad
         if reference is None:
             return plain(key, target, unravel, z)
@@ -155,14 +164,14 @@ class ControlVariates(Subsampled):
     def _to_second_order(self, key, target, unravel, z, offset, reference):
         order, dimension = reference.order, z.shape[-1]
         curved = jnp.ones((), z.dtype) if order is None else (order > 1).astype(z.dtype)
+        bend = curved * matmul(offset, reference.hessian)
         weights = jnp.stack([jnp.ones_like(z[..., 0])] * 2 + [jnp.broadcast_to(curved, z.shape[:-1])], -1)
         both = jnp.concatenate((z, jnp.broadcast_to(reference.position, z.shape), offset, weights), -1)
         _, found = super().energy_and_grad(key, _Expansion(target, unravel), lambda x: x, both)
         # At ẑ the gradient has the product of the Hessian with the offset in it.
         here, there = found[..., :dimension], found[..., dimension : 2 * dimension]
         energy, energy_there, along = jnp.moveaxis(found[..., -3:], -1, 0)
-        bend = curved * matmul(offset, reference.hessian)
-        on_rows = energy_there + along + curved * (jnp.sum(there * offset, -1) - along) / 2.0
+        on_rows = energy_there + (jnp.sum(there * offset, -1) + along) / 2.0
         on_all = reference.potential_energy + jnp.sum((reference.gradient + bend / 2.0) * offset, -1)
         corrected = energy + on_all - on_rows, here + reference.gradient + bend - there
         if order is None:

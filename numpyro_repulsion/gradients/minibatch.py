@@ -27,7 +27,7 @@ __all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "r
 class Reference(NamedTuple):
     """The reference point of control variates, one for all particles or one for each.
 
-    - **position** - ẑ, unconstrained and flat, ``(d,)`` or ``(G, L, d)``.
+    - **position** - ẑ in the coordinates of the model, unconstrained and flat, ``(d,)`` or ``(G, L, d)``.
     - **potential_energy** - U(ẑ) over all rows, a scalar or ``(G, L)``.
     - **gradient** - ∇U(ẑ) over all rows, ``(d,)`` or ``(G, L, d)``.
     - **data** - the identity of the data and the model that it was computed from, four words; zeros if there is no

@@ -48,6 +48,15 @@ class Target:
         """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
 
+    @property
+    def base(self) -> Target:
+        """The posterior in the coordinates of the model."""
+        return self
+
+    def to_model(self, y: Float[Array, " d"]) -> tuple[Float[Array, " d"], Float[Array, ""]]:
+        """Return a flat particle z in the coordinates of the model, and log det dz/dy."""
+        return y, jnp.zeros((), y.dtype)
+
     def constrain(self, z: Particle) -> Particle:
         """Return one particle in the form of ``get_samples``."""
         return z

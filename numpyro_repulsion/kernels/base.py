@@ -240,7 +240,7 @@ class ParticleKernel(Fixed, MCMCKernel):
 
             def evaluate(target, position):
                 on = replace(iteration, bound=replace(iteration.bound, target=target), data=None)
-                return on.evaluate_reference(random.key(0), state.learned, reference._replace(position=position), size)
+                return on.evaluate_reference(random.key(0), reference._replace(position=position), size)
 
             new = compiled(evaluate, bound.target)(position)._replace(data=jnp.asarray(data))
         return state._replace(learned=state.learned._replace(reference=new))

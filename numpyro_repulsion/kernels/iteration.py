@@ -234,13 +234,12 @@ class Iteration:
     def evaluate_reference(
         self,
         key: jax.Array,
-        learned: Learned | WarmupState | Place,
         reference: Reference,
         num_particles: int,
         with_hessian: bool = True,
     ) -> Reference:
         """Return the reference with U and ∇U over all rows at its position, and ∇²U if it has one."""
-        new = evaluate_reference(key, self.target(learned), self.unravel, reference, num_particles, with_hessian)
+        new = evaluate_reference(key, self.bound.target, self.unravel, reference, num_particles, with_hessian)
         # What the host said. Where it said nothing, any words say that there is a reference.
         data = jnp.maximum(reference.data, 1) if self.data is None else self.data
         return new._replace(data=jnp.asarray(data, jnp.uint32))
@@ -298,6 +297,9 @@ class Iteration:
     ) -> Progress:
         """Make one update with the interaction of this update, or a jump."""
         energy_and_grad = self.energy_and_grad(learned, now.num_updates)
+        # After warmup, which takes second order only where it leaves hardly any noise in energies either.
+        reference = learned.reference
+        is_nearly_exact = reference is not None and reference.order is None and reference.hessian is not None
 
         def step(now):
             # Once more, because scales and other data change the limits.
@@ -316,7 +318,7 @@ class Iteration:
                 self.step_size(learned, now.num_updates),
             )
             turns = jnp.zeros_like(is_clipped)
-            if not self.plan.noise:
+            if not self.plan.noise or is_nearly_exact:
                 proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned)
             cloud, is_rejected = reject_nonfinite(cloud, self.layout(cloud.z).place(proposal))
             flagged = now.flagged + (is_rejected | turns | is_clipped)
@@ -394,9 +396,9 @@ class Iteration:
         """Move each particle's reference to its current position, if that is due."""
 
         def renew():
-            here = reference._replace(position=learned.preconditioner.to_positions(cloud.z))
+            here = reference._replace(position=self.recover(learned, cloud.z).z)
             # Only random likelihoods would use the key, and `choose_gradient` rejects them.
-            new = self.evaluate_reference(random.key(0), learned, here, cloud.potential_energy.size)
+            new = self.evaluate_reference(random.key(0), here, cloud.potential_energy.size)
             # An old reference is as valid as a new one, and with a non-finite one all updates would be rejected.
             usable = (jnp.isfinite(new.potential_energy) & jnp.isfinite(new.gradient).all(-1)) | is_stale
             position, energy, gradient = select(usable, new[:3], reference[:3])

@@ -285,12 +285,13 @@ def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | Non
 def reference_at(
     bound: BoundSampler, settings: tuple[int, bool], place: Place, start: Particle, reference: Reference, key, number
 ) -> Any:
-    """Return a reference with U and ∇U over all rows at its position.
+    """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows.
 
     :param settings: the number of particles, and whether the Hessian is evaluated too; static.
     """
     iteration, key = _at(bound, place, start), random.fold_in(key, number)
-    return place_everywhere(iteration.evaluate_reference(key, place, reference, *settings))
+    moved = reference._replace(position=iteration.recover(place, reference.position).z)
+    return place_everywhere(iteration.evaluate_reference(key, moved, *settings))
 
 
 def recover(bound: BoundSampler, min_spread: float | None, place: Place, start: Particle, u) -> Any:

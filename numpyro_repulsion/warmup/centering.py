@@ -65,9 +65,6 @@ def _rescaled(warmup, y, centering):
     spread = np.where(np.isfinite(spread) & (spread > 0), spread, 1.0)
     old = warmup.preconditioner
     stretch = None if old.stretch is None else np.zeros_like(old.stretch)
-    if warmup.reference is not None:
-        # It is in the old coordinates until it moves, at the end of the same window.
-        warmup = warmup._replace(reference=warmup.reference._replace(order=np.zeros((), np.int32)))
     scale = np.diag(spread) if old.kind == "dense" else spread
     change = Preconditioner(scale, flat.mean(0), old.vectors, stretch)
     scales = warmup.scales._replace(preconditioner=change, centering=centering)

@@ -411,7 +411,8 @@ class Sampler(Protocol):
     def evaluate_reference(
         self, rng: Generator, warmup: WarmupState, reference: Reference, with_hessian: bool
     ) -> Reference:
-        """Return the reference with U and ∇U over all rows at its position, and ∇²U on request."""
+        """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows, and ∇²U on
+        request."""
 
     def settled(self, cloud: Cloud, step_size: np.ndarray, noise: np.ndarray) -> Cloud:
         """Return the cloud with what its dynamics carries adapted to a step."""

@@ -22,7 +22,7 @@ def update_reference(
     known, is_common = warmup.reference, sampler.plan.epoch is None
     if known is None or not window.moves_references or not (is_common or window.was_arrival):
         return warmup, cloud
-    position = warmup.scales.preconditioner.to_positions(warmup.moments.position if is_common else cloud.z)
+    position = warmup.moments.position if is_common else cloud.z
     # The Hessian costs a pass over the rows for each parameter, and noise limits the steps until then anyway.
     has_hessian = known.hessian is not None and window.is_at(FREEZE)
     moved = known._replace(position=position, order=np.asarray(1 + has_hessian, np.int32))

@@ -11,7 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMC, SGNHT, Independent
+from numpyro_repulsion import SGHMC, SGNHT, ControlVariates, Independent
 from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped, turn_back
 
 MOMENTA = [Underdamped(), Underdamped(kinetic=Relativistic(2.0)), Thermostat()]
@@ -70,3 +70,21 @@ def test_a_run_goes_on_on_other_data(kernel):
     assert all(len(np.unique(particle)) > 150 for particle in draws)
     expected = float(other.sum() / (100 + 0.01))
     assert abs(draws[:, 50:].mean() - expected) < 0.05  # half of a posterior standard deviation
+
+
+def in_minibatches(y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 10.0))
+    with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(mu, 1.0), obs=y[i])
+
+
+@pytest.mark.parametrize(("order", "turns"), [(2, True), (1, False)])
+def test_with_minibatches_they_turn_where_energies_are_hardly_noisy(order, turns):
+    y = random.normal(random.key(3), (100,))
+    kernel = SGHMC(in_minibatches, gradient=ControlVariates(order=order), num_steps=1)
+    mcmc = run(kernel, y, num_samples=1)
+    state = mcmc.last_state
+    fast = state._replace(memory=(state.memory[0].at[0].set(1e3), *state.memory[1:]))
+    after = kernel.sample(fast, (y,), {})
+    assert (after.z["mu"][0] == state.z["mu"][0]) == turns
+    assert after.num_flagged_updates - state.num_flagged_updates == turns

@@ -15,7 +15,15 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, SVRG, ControlVariates, FullData, Subsampled, to_inference_data
-from numpyro_repulsion.gradients import ModelTarget, Reference, draw_indices, evaluate_reference, full_gradient
+from numpyro_repulsion.gradients import (
+    CenteredTarget,
+    Centering,
+    ModelTarget,
+    Reference,
+    draw_indices,
+    evaluate_reference,
+    full_gradient,
+)
 from numpyro_repulsion.gradients.control import chunks
 
 KEY = random.key(0)
@@ -186,6 +194,36 @@ def test_corrected_gradients_are_unbiased_by_enumeration(order):
     for hessian in wrong:
         _, slope = means_over_all_minibatches(target, z, unravel, reference._replace(hessian=hessian))
         assert not np.allclose(slope, expected[1], rtol=1e-4, atol=1e-4)
+
+
+def effects(y):
+    """Effects of three groups, with Gaussian rows."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    theta = numpyro.sample("theta", dist.Normal(jnp.zeros(3), tau).to_event(1))
+    with numpyro.plate("rows", 6, subsample_size=2) as i:
+        numpyro.sample("y", dist.Normal(theta[i % 3], 0.5), obs=y[i])
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_in_a_centering_corrections_are_those_in_coordinates_of_the_model(share, order):
+    target = ModelTarget(effects, (jnp.cos(jnp.arange(6.0)),))
+    y, unravel = flat(target)
+    none = Centering.none(target, len(y), y.dtype)
+    shares = jnp.where(ravel_pytree({"tau": 0.0, "theta": jnp.ones(3)})[0] > 0, share, 1.0)
+    centered = CenteredTarget(target, none._replace(share=shares), unravel)
+    # In coordinates of the model, second order leaves no noise; in its own, which multiply by a scale, it would.
+    reference = reference_at(target, flat(target, 1)[0], unravel, order)
+    expected = full_gradient(KEY, centered, unravel, y, 20)
+    energy, slope = means_over_all_minibatches(centered, y, unravel, reference)
+    np.testing.assert_allclose(energy, expected[0], rtol=1e-4)
+    np.testing.assert_allclose(slope, expected[1], rtol=1e-4, atol=1e-4)
+    own = reference_at(centered, flat(target, 1)[0], unravel, order)
+    gradient = ControlVariates()
+    one = gradient.energy_and_grad(KEY, centered, unravel, y[None, None], reference)[1][0, 0]
+    other = gradient._corrected(KEY, centered, unravel, y[None, None], own)[1][0, 0]
+    noise = [np.abs(x - expected[1]).max() for x in (one, other)]
+    assert (noise[0] < 1e-3) == (order == 2) and noise[1] > 0.05, noise
 
 
 @pytest.mark.parametrize("order", [1, 2])

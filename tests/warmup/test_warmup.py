@@ -607,7 +607,10 @@ def test_laplace_distribution_comes_out_in_its_own_size(kernel, seed):
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
     error = ensemble_mcse(draws, 1 if kernel is SGLDR else 6, method="sd")[0]
     # Its variance is 2, of which the budget is a share; and half that size, or twice, would be seen.
-    assert abs(draws.std() - 2**0.5) < 4.5 * error + 2**0.5 * BiasBudget().tolerance_for(kernel is SGLD) / 2, (draws.std(), error)
+    assert abs(draws.std() - 2**0.5) < 4.5 * error + 2**0.5 * BiasBudget().tolerance_for(kernel is SGLD) / 2, (
+        draws.std(),
+        error,
+    )
     assert 9 * error < 2**0.5 / 2
 
 
