@@ -73,6 +73,7 @@ figures: $(VENV)/.with-demo
 	$(BIN)/python docs/figures/pictures.py
 	$(BIN)/python docs/figures/house.py
 	$(BIN)/python docs/figures/windows.py
+	$(BIN)/python docs/figures/noise.py
 	$(BIN)/python docs/figures/diagnostics.py
 
 measured: $(VENV)/.with-demo

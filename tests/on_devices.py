@@ -263,15 +263,15 @@ def pieces(arrays):
 
     def run(how, stops=False, **settings):
         kernel, count = SGLD(regression), itertools.count()
-        warn = kernel.warn
+        warm = kernel.warm
 
         def stop(*args):
             if next(count) == 1:
                 raise Stopped
-            return warn(*args)
+            return warm(*args)
 
         if stops:
-            kernel.warn = stop
+            kernel.warm = stop
         mcmc = MCMC(kernel, num_warmup=60, num_samples=20, num_chains=8, chain_method="vectorized", progress_bar=False)
         with jax.set_mesh(mesh_of("both")):
             how(mcmc, random.key(0), Rows(X), Rows(Y), **settings)

@@ -19,6 +19,7 @@ PAGES = {
         "mixtures": "Two mixtures",
         "networks": "Neural networks on real data",
         "coverage": "Coverage",
+        "second_order": "The bias that is left",
         "peers": "Peers on 100,000 rows",
         "growth": "How cost grows",
         "real": "Real data",

@@ -12,118 +12,26 @@ counted apart.
     python -m benchmarks.studies.coverage [--again]
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 from jax import random
-import jax.numpy as jnp
 import numpy as np
 from scipy.stats import kstest
 
-import numpyro
 from numpyro.diagnostics import effective_sample_size
-import numpyro.distributions as dist
-from numpyro.distributions.transforms import OrderedTransform
-from numpyro.infer import NUTS, Predictive
+from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import mean_and_error, vectorized
 from benchmarks.harness.store import Record, pm, run, table
+from benchmarks.problems.simulated import problems
 from numpyro_repulsion import SGHMC, SGLDR, diagnose, ensemble_mcse
 
 KERNELS = {"SGLDR": SGLDR, "SGHMC": SGHMC}
 #: How many data sets there are, those of each kernel, of each row, and those with references.
 NUMBER, NUMBERS, AT_ONCE, REFERENCES = 500, {"SGLDR": 500, "SGHMC": 100}, 50, 30
 LEVELS = (50, 90)
-ROWS, BATCH, GROUPS = 400, 40, 20
-
-
-class Simulated(NamedTuple):
-    """A model, its covariates, and the sites that are drawn from the prior and compared."""
-
-    model: Callable
-    covariates: dict[str, jax.Array]
-    sites: tuple[str, ...]
-
-    def draw(self, key: jax.Array, number: int) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Parameters from the prior, and responses to each: ``number`` of both."""
-        found = Predictive(partial(self.model, subsample_size=None), num_samples=number)(key, **self.covariates)
-        return {site: found[site] for site in self.sites}, found["y"]
-
-
-def rows(subsample_size):
-    return numpyro.plate("rows", ROWS, subsample_size=subsample_size)
-
-
-def taken(y, i):
-    """The responses of a minibatch; of none where they are drawn."""
-    return None if y is None else y[i]
-
-
-def normals(name: str, size: int):
-    return numpyro.sample(name, dist.Normal(0, 1).expand([size]).to_event(1))
-
-
-def logistic(x, y=None, subsample_size: int | None = BATCH):
-    b, a = normals("b", 3), numpyro.sample("a", dist.Normal(0, 1.5))
-    with rows(subsample_size) as i:
-        numpyro.sample("y", dist.Bernoulli(logits=a + x[i] @ b), obs=taken(y, i))
-
-
-def poisson(x, group, y=None, subsample_size: int | None = BATCH):
-    a = numpyro.sample("a", dist.Normal(1, 0.5))
-    b = numpyro.sample("b", dist.Normal(0, 0.5).expand([3]).to_event(1))
-    tau = numpyro.sample("tau", dist.HalfNormal(0.5))
-    with numpyro.plate("groups", GROUPS):
-        u = numpyro.sample("u", dist.Normal(a, tau))
-    with rows(subsample_size) as i:
-        numpyro.sample("y", dist.Poisson(jnp.exp(u[group[i]] + x[i] @ b)), obs=taken(y, i))
-
-
-def student(x, y=None, subsample_size: int | None = BATCH):
-    a, b = numpyro.sample("a", dist.Normal(0, 1)), normals("b", 3)
-    sigma, nu = numpyro.sample("sigma", dist.HalfNormal(1)), numpyro.sample("nu", dist.Gamma(2, 0.1))
-    with rows(subsample_size) as i:
-        numpyro.sample("y", dist.StudentT(nu, a + x[i] @ b, sigma), obs=taken(y, i))
-
-
-def negative_binomial(x, y=None, subsample_size: int | None = BATCH):
-    a = numpyro.sample("a", dist.Normal(1, 0.5))
-    b = numpyro.sample("b", dist.Normal(0, 0.5).expand([3]).to_event(1))
-    phi = numpyro.sample("phi", dist.Gamma(2, 0.5))
-    with rows(subsample_size) as i:
-        numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(a + x[i] @ b), phi), obs=taken(y, i))
-
-
-def ordered(x, y=None, subsample_size: int | None = BATCH):
-    b, base = normals("b", 3), dist.Normal(0, 1.5).expand([4]).to_event(1)
-    c = numpyro.sample("c", dist.TransformedDistribution(base, OrderedTransform()))
-    with rows(subsample_size) as i:
-        numpyro.sample("y", dist.OrderedLogistic(x[i] @ b, c), obs=taken(y, i))
-
-
-def mixture(y=None, subsample_size: int | None = BATCH):
-    w, base = numpyro.sample("w", dist.Beta(3, 3)), dist.Normal(jnp.array([-1.0, 0.5]), 1).to_event(1)
-    m = numpyro.sample("m", dist.TransformedDistribution(base, OrderedTransform()))
-    parts = dist.Normal(m, numpyro.sample("s", dist.HalfNormal(1)))
-    with rows(subsample_size) as i:
-        weights = dist.Categorical(probs=jnp.stack([w, 1 - w]))
-        numpyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=taken(y, i))
-
-
-def problems() -> dict[str, Simulated]:
-    """The six, by name; their covariates are the same in each process."""
-    x = random.normal(random.key(0), (ROWS, 3))
-    group = jnp.arange(ROWS) % GROUPS
-    return {
-        "logistic": Simulated(logistic, {"x": x}, ("a", "b")),
-        "Poisson, effects of groups": Simulated(poisson, {"x": x, "group": group}, ("a", "b", "tau", "u")),
-        "Student-t": Simulated(student, {"x": x}, ("a", "b", "sigma", "nu")),
-        "negative binomial": Simulated(negative_binomial, {"x": x}, ("a", "b", "phi")),
-        "ordered": Simulated(ordered, {"x": x}, ("b", "c")),
-        "mixture": Simulated(mixture, {}, ("w", "m", "s")),
-    }
+ROWS, BATCH = 400, 40
 
 
 def listed(values: dict, sites) -> list[float]:
@@ -132,9 +40,16 @@ def listed(values: dict, sites) -> list[float]:
 
 def batch(name: str, kernel: str, first: int) -> dict:
     """A row: some data sets of a model, one compiled program for all."""
-    problem = problems()[name]
+    problem = problems(ROWS)[name]
     truths, responses = problem.draw(random.key(1), NUMBER)
-    mcmc = vectorized(KERNELS[kernel](problem.model), 500, 500, 20, progress_bar=True, jit_model_args=True)
+    mcmc = vectorized(
+        KERNELS[kernel](partial(problem.model, subsample_size=BATCH)),
+        500,
+        500,
+        20,
+        progress_bar=True,
+        jit_model_args=True,
+    )
     row: dict = {"model": name, "kernel": kernel, "first": first, "ranks": [], "errors": [], "means": [], "mcse": []}
     for k in range(first, first + AT_ONCE):
         mcmc.run(random.key(k), **problem.covariates, y=responses[k])
@@ -152,9 +67,9 @@ def batch(name: str, kernel: str, first: int) -> dict:
 
 def reference(name: str) -> dict:
     """A row: posterior means of the first data sets by NUTS, and their errors."""
-    problem = problems()[name]
+    problem = problems(ROWS)[name]
     _, responses = problem.draw(random.key(1), NUMBER)
-    model = partial(problem.model, subsample_size=None)
+    model = problem.model
     nuts = vectorized(NUTS(model, target_accept_prob=0.95), 1000, 2000, 4, jit_model_args=True)
     row: dict = {"model": name, "means": [], "mcse": []}
     for k in range(REFERENCES):
@@ -168,7 +83,7 @@ def reference(name: str) -> dict:
 
 def measure(record: Record) -> None:
     for first in range(0, NUMBER, AT_ONCE):
-        for name in problems():
+        for name in problems(ROWS):
             for kernel in (kernel for kernel in KERNELS if first < NUMBERS[kernel]):
                 record.row(f"{name} / {kernel} / {first}", partial(batch, name, kernel, first))
                 jax.clear_caches()
@@ -192,7 +107,7 @@ def z_scores(record: Record, name: str, kernel: str) -> np.ndarray:
 
 def tables(record: Record) -> str:
     lines = []
-    for name in problems():
+    for name in problems(ROWS):
         for kernel in KERNELS:
             rows = record.select(model=name, kernel=kernel)
             all_ranks = np.concatenate([row["ranks"] for row in rows])

@@ -27,8 +27,7 @@ from numpyro.infer.util import initialize_model, unconstrain_fn
 
 from benchmarks.harness.runs import in_turns, vectorized
 from benchmarks.harness.store import Record, pm, run, table
-from benchmarks.problems import real
-from benchmarks.studies import coverage
+from benchmarks.problems import real, simulated
 from numpyro_repulsion import SGHMC, SGLD, ControlVariates, to_inference_data
 
 try:
@@ -59,7 +58,7 @@ def logistic(x, y, subsample_size=None):
         numpyro.sample("y", dist.Bernoulli(logits=x[i] @ b), obs=y[i])
 
 
-def simulated(rows: int, d: int, freedom: float = np.inf, batch: int = BATCH) -> Case:
+def regression(rows: int, d: int, freedom: float = np.inf, batch: int = BATCH) -> Case:
     """A logistic regression on correlated covariates, heavy-tailed with few degrees of freedom."""
     rng = np.random.default_rng(0)
     distance = np.abs(np.subtract.outer(np.arange(d), np.arange(d)))
@@ -71,9 +70,8 @@ def simulated(rows: int, d: int, freedom: float = np.inf, batch: int = BATCH) ->
 
 
 def of_coverage(name: str) -> Case:
-    """A model of the study of coverage with more rows: their number is its module's."""
-    coverage.ROWS = ROWS
-    problem = coverage.problems()[name]
+    """A model of the study of coverage with more rows."""
+    problem = simulated.problems(ROWS)[name]
     _, responses = problem.draw(random.key(1), 1)
     return Case(problem.model, problem.covariates | {"y": responses[0]}, {"subsample_size": BATCH})
 
@@ -85,9 +83,9 @@ def of_real(name: str) -> Case:
 
 
 CASES = {
-    "logistic, 100,000 × 50": partial(simulated, 100_000, 50),
-    "logistic, 20,000 × 20, t₃ covariates": partial(simulated, 20_000, 20, 3.0, 200),
-    **{f"{name}, {ROWS:,} rows": partial(of_coverage, name) for name in coverage.problems()},
+    "logistic, 100,000 × 50": partial(regression, 100_000, 50),
+    "logistic, 20,000 × 20, t₃ covariates": partial(regression, 20_000, 20, 3.0, 200),
+    **{f"{name}, {ROWS:,} rows": partial(of_coverage, name) for name in simulated.problems(ROWS)},
     "bikes": partial(of_real, "bikes"),
     "wine, all rows": partial(of_real, "wine"),
 }
@@ -171,7 +169,7 @@ def _sites(mcmc):
 
 def update(d: int, batch: int) -> dict:
     """A row: seconds of an update with control variates of either order, in turns."""
-    case = simulated(20_000, d, batch=batch)
+    case = regression(20_000, d, batch=batch)
     programs = {}
     for order in (1, 2):
         mcmc = vectorized(SGLD(case.model, gradient=ControlVariates(order=order)), 300, 500, 20, progress_bar=True)
