@@ -409,7 +409,7 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
             noise = isotropic = np.zeros_like(noise)
         one = Measurements.empty(1, len(curvature), u.dtype).add(curvature, noise, isotropic, steepness)
         largest = one.typical_curvature, one.largest_curvature, one.typical_steepness
-        known = Measured(*largest, one.mean_noise[0], one.mean_isotropic_noise[0], np.inf, UNKNOWN)
+        known = Measured(*largest, one.mean_noise[0], one.mean_isotropic_noise[0], np.inf, UNKNOWN, UNKNOWN)
     shared, both = bound_of(mcmc).gradient.shared, (known.noise, known.isotropic_noise)
     with np.errstate(all="ignore"):
         stats = summarize_curvature(known, both, known.spread, coupling, kernel.dynamics, shared, plan.sweep)

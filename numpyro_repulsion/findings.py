@@ -68,6 +68,7 @@ RULES = {
     "varying_curvature": _Rule("slow_directions step_bias short_run", "not_mixed flagged_updates"),
     "not_mixed": _Rule("short_run"),
     "step_bias": _Rule(causes="flagged_updates"),
+    "many_effects": _Rule(),
     "flagged_updates": _Rule(),
     "gradient_noise": _Rule(),
     "control_variates_off": _Rule(),

@@ -62,6 +62,11 @@ class StepError:
         """Return the expected relative inflation of variances by a step; NaN if unknown."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `bias`.")
 
+    def mean_bias(self, step_size: Float[AnyArray, ""], stats: CurvatureStats) -> Float[AnyArray, ""]:
+        """Return the expected relative inflation as the mean over directions: of noise, and what is of first order."""
+        flat = xp.zeros_like(stats.curvature) if self.is_second_order else stats.curvature
+        return self.bias(step_size, stats._replace(curvature=flat, noise=stats.isotropic_noise))
+
     def remaining_noise(self, step_size: Float[AnyArray, ""], stats: CurvatureStats) -> Float[AnyArray, ""]:
         """Return the variance of independent minibatches with the same bias; V by default.
 

@@ -292,7 +292,8 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
     is_other = has_other_data(mcmc)
     findings = ([OTHER_DATA] if is_other else kernel.findings(state)) + _of_momenta(kernel, state)
     known = state.learned.measurements
-    bias = -1.0 if known is None else float(known.bias)
+    biases = (-1.0, -1.0) if known is None else (float(known.bias), float(known.mean_bias))
+    bias, mean_bias = (np.nan if x < 0.0 or is_other else x for x in biases)
     coupling, num_independent = coupling_of(mcmc)
     return {
         "created_at": datetime.now(UTC).isoformat(),
@@ -311,7 +312,8 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
         "step_size_rule": "schedule" if callable(kernel.step_size) else repr(kernel.step_size),
         "step_size": float(np.ravel(state.step_size)[0]),
         "step_size_measured": str(measured).lower(),
-        "step_size_bias": np.nan if bias < 0.0 or is_other else bias,
+        "step_size_bias": bias,
+        "step_size_mean_bias": mean_bias,
         "remedy": "warm up on these data" if is_other and measured else kernel.remedy,
         "findings": to_json(findings),
         "other_data": str(is_other).lower(),

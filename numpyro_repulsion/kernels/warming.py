@@ -376,12 +376,12 @@ class Judged(NamedTuple):
     """What the host says of a warmup at its end.
 
     - **noise** - the variance of the gradient noise.
-    - **measured** - the entries of :class:`~numpyro_repulsion.warmup.Measured`, ``(7,)``, or ``None``.
+    - **measured** - the entries of :class:`~numpyro_repulsion.warmup.Measured`, ``(8,)``, or ``None``.
     - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, or ``None``.
     """
 
     noise: Float[AnyArray, ""]
-    measured: Float[AnyArray, 7] | None
+    measured: Float[AnyArray, 8] | None
     diagnosis: Float[AnyArray, 14] | None
 
 

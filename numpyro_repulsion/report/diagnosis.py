@@ -31,6 +31,8 @@ MIN_CORRELATION = 0.7
 MAX_SPREAD = 0.8
 #: Groups of at most so many levels hardly determine their scale.
 FEW_LEVELS = 5
+#: A scale that a small bias of many effects shifts by more of its standard deviations is named.
+MAX_SHIFT = 0.25
 #: Draws that are looked at.
 MAX_DRAWS = 20_000
 
@@ -260,15 +262,18 @@ class _Pair(NamedTuple):
 
 
 def group_findings(posterior: Any, slow: Collection[str]) -> list[Finding]:
-    """Return findings about groups of effects whose scale, or whose effects, have not mixed.
+    """Return findings about groups of effects whose scale, or whose effects, have not mixed; and about scales that the
+    bias of many effects shifts.
 
     - ``noncentered``: a scale falls as its effects grow, because the data determine their product.
     - ``few_levels``: the effects follow their scale, which few levels hardly determine.
+    - ``many_effects``: the inflation of each effect's variance adds up.
 
     :param posterior: the draws, a dataset.
     :param slow: the quantities that have not mixed.
     """
-    pairs = [pair for pair in _pairs(posterior) if pair.scale in slow or pair.effects in slow]
+    every = _pairs(posterior)
+    pairs = [pair for pair in every if pair.scale in slow or pair.effects in slow]
     products = [pair for pair in pairs if pair.correlation < -MIN_CORRELATION]
     few = [pair for pair in pairs if pair.correlation > MIN_CORRELATION and pair.levels <= FEW_LEVELS]
     findings = []
@@ -299,12 +304,56 @@ def group_findings(posterior: Any, slow: Collection[str]) -> list[Finding]:
                 "the levels a prior of fixed width.",
             )
         )
-    return findings
+    return findings + _shifted_scales(posterior, every)
+
+
+def _shifted_scales(posterior, pairs):
+    """Return a finding about scales that the inflation δ of their effects' variances shifts.
+
+    Of an effect with posterior variance s² (1 - c), c is the share that the data determine. The score of log s is
+    Σ x²/s² - n, so log s moves by δ Σ(1 - c) / √(2 Σ c²) of its standard deviations, harmless for ten effects and not
+    for thousands.
+    """
+    inflation = float(posterior.attrs.get("step_size_mean_bias", np.nan))
+    shifts = {}
+    for pair in pairs:
+        if pair.correlation > 0.0 and pair.levels > FEW_LEVELS and inflation > 0.0:
+            shares = 1.0 - _variances(posterior[pair.effects]) / np.mean(_flat(posterior[pair.scale]) ** 2)
+            shares = np.clip(shares, 0.0, 1.0)
+            information = 2.0 * np.sum(shares**2)
+            if information > 1.0:
+                shifts[pair] = float(inflation * np.sum(1.0 - shares) / np.sqrt(information))
+    large = {pair: shift for pair, shift in shifts.items() if shift > MAX_SHIFT}
+    if not large:
+        return []
+    worst = max(large, key=large.__getitem__)
+    names = ", ".join(f"{pair.scale} (of {pair.levels:,} {pair.effects})" for pair in large)
+    return [
+        Finding(
+            "many_effects",
+            "warning",
+            large[worst],
+            f"A bias of {100 * inflation:.1f} % of each effect's variance adds up over many effects, and may shift the "
+            f"logarithm of their scale by {large[worst]:.1f} of its standard deviations: {names}.",
+            "Raise `subsample_size`, or set step_size=BiasBudget("
+            f"{max(float(f'{inflation * MAX_SHIFT / large[worst]:.0e}'), 1e-5):g}, min_draws=0).",
+        )
+    ]
+
+
+def _flat(x):
+    return np.asarray(x.values, float).reshape(-1, *x.shape[2:])
+
+
+def _variances(x):
+    """Return the variances of effects about their mean over all of them, which has a location of its own."""
+    x = _flat(x)
+    return np.var(x - x.mean(-1, keepdims=True), 0)
 
 
 def _pairs(posterior):
     """Return for each group of effects the positive scalar that its size depends on most, if it may be their scale."""
-    draws = {name: np.asarray(x.values, float).reshape(-1, *x.shape[2:]) for name, x in posterior.items()}
+    draws = {name: _flat(x) for name, x in posterior.items()}
     total = max((len(x) for x in draws.values()), default=0)
     draws = {name: x[:: -(-total // MAX_DRAWS) or 1] for name, x in draws.items()}
     scales = {name: np.log(x) for name, x in draws.items() if x.ndim == 1 and (x > 0).all() and x.std() > 0}

@@ -25,7 +25,8 @@ class Measured(NamedTuple):
     - **typical_steepness** - how fast Γ changes.
     - **noise**, **isotropic_noise** - the variance of the gradient in use: the largest in any direction, and the mean.
     - **spread** - the largest variance of the positions in any direction, in units of the temperature.
-    - **bias** - the relative inflation of variances that the step is expected to cause; negative if unknown.
+    - **bias**, **mean_bias** - the relative inflation of variances that the step is expected to cause, at most and as
+      the mean over directions; negative if unknown.
     """
 
     typical_curvature: float
@@ -35,6 +36,7 @@ class Measured(NamedTuple):
     isotropic_noise: float
     spread: float
     bias: float
+    mean_bias: float
 
     @staticmethod
     def of(warmup: WarmupState, dynamics: Dynamics) -> Measured:
@@ -48,6 +50,7 @@ class Measured(NamedTuple):
             warmup.isotropic_noise,
             warmup.spread(dynamics),
             warmup.step.bias,
+            warmup.step.mean_bias,
         )
 
 
@@ -74,7 +77,7 @@ class Learned(NamedTuple):
     - **reference** - the reference points of control variates.
     - **jumps** - the state of the kernel's ``moves``.
     - **basins** - the state of the jumps that switched themselves on.
-    - **measured** - the entries of :class:`Measured`, ``(7,)``; ``None`` if nothing was measured.
+    - **measured** - the entries of :class:`Measured`, ``(8,)``; ``None`` if nothing was measured.
     - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, negative where
       unknown; ``None`` likewise.
     - **data** - the identity of the data and the model, four words; zeros where it is unknown.

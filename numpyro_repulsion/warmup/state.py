@@ -188,7 +188,8 @@ class StepState(NamedTuple):
     - **bias** - the relative inflation of variances that this ε is expected to cause; negative if unknown.
     - **effective_draws** - how many independent draws a run as long as the warmup is worth with this ε, for the
       direction that moves slowest; negative if the step is not measured.
-    - **is_raised** - whether that exceeds the tolerance, because the run is short.
+    - **mean_bias** - the same as the mean over directions; negative if unknown.
+    - **is_raised** - whether the bias exceeds the tolerance, because the run is short.
     - **noise_share** - the share of the gradient noise that successive minibatches do not cancel: 1 unless they depend
       on each other.
     - **measurements** - curvature and noise since the scales last changed; ``None`` without a warmup.
@@ -196,6 +197,7 @@ class StepState(NamedTuple):
 
     size: Float[AnyArray, ""]
     bias: Float[AnyArray, ""]
+    mean_bias: Float[AnyArray, ""]
     effective_draws: Float[AnyArray, ""]
     is_raised: Bool[AnyArray, ""]
     noise_share: Float[AnyArray, ""]
@@ -207,6 +209,7 @@ class StepState(NamedTuple):
         return StepState(
             size=jnp.asarray(size, dtype),
             bias=jnp.asarray(UNKNOWN, dtype),
+            mean_bias=jnp.asarray(UNKNOWN, dtype),
             effective_draws=jnp.asarray(UNKNOWN, dtype),
             is_raised=jnp.zeros((), bool),
             noise_share=jnp.ones((), dtype),

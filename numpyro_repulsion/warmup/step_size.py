@@ -144,10 +144,12 @@ def _with_step_size(window, warmup, cloud, sampler):
         # If nothing could be measured, as for particles that do not move, stay well below the steps of the arrival.
         step_size = error.from_overdamped_step(0.1 * np.exp(np.log(warmup.arrival.step_size).mean()))
     bias, effective_draws = error.bias(step_size, stats), step_size * draws_per_step
+    mean_bias = error.mean_bias(step_size, stats)
     remaining = error.remaining_noise(step_size, stats._replace(noise=1.0))
     step = warmup.step._replace(
         size=step_size,
         bias=UNKNOWN if np.isnan(bias) else bias,
+        mean_bias=UNKNOWN if np.isnan(mean_bias) else mean_bias,
         effective_draws=UNKNOWN if np.isnan(effective_draws) else effective_draws,
         is_raised=bias > 1.01 * tolerance,
         noise_share=remaining,

@@ -1,8 +1,15 @@
 """Groups of effects and their scales, named from draws."""
 
+from jax import random
+import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_repulsion import SGLD, diagnose
 from numpyro_repulsion.report.diagnosis import group_findings
 
 xarray = pytest.importorskip("xarray")
@@ -75,3 +82,56 @@ def test_odd_draws_are_passed_over():
     assert not group_findings(posterior(s=one, effects=zero), SLOW)
     assert not group_findings(posterior(s=-one, effects=zero + np.nan), SLOW)
     assert not group_findings(posterior(s=one), SLOW)
+
+
+def effects_of(levels, share, inflation):
+    """A scale of 1 that the effects determine, and effects of which the data determine a share."""
+    rng = np.random.default_rng(0)
+    scale = np.exp(rng.standard_normal(4000) / (2 * levels * share**2) ** 0.5)
+    place = share**0.5 * rng.standard_normal(levels)
+    found = posterior(
+        s=scale, effects=scale[:, None] * (place + (1 - share) ** 0.5 * rng.standard_normal((4000, levels)))
+    )
+    found.attrs["step_size_mean_bias"] = inflation
+    return found
+
+
+def test_a_scale_that_many_effects_shift_is_named():
+    (found,) = group_findings(effects_of(2000, 0.3, 0.04), set())
+    assert found.name == "many_effects" and "s (of 2,000 effects)" in found.message
+    assert found.figure == pytest.approx(0.04 * 2000 * 0.7 / (2 * 2000 * 0.3**2) ** 0.5, rel=0.05)
+    assert "BiasBudget(0.0" in found.remedy
+    for levels, share, inflation in ((20, 0.3, 0.03), (2000, 0.9, 0.02), (2000, 0.3, 0.001), (2000, 0.3, np.nan)):
+        assert not group_findings(effects_of(levels, share, inflation), set())
+
+
+def users(user, y, number):
+    s = numpyro.sample("s", dist.HalfNormal(1.0))
+    with numpyro.plate("users", number):
+        u = numpyro.sample("u", dist.Normal(0.0, s))
+    with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        numpyro.sample("y", dist.Normal(u[user[i]], 1.0), obs=y[i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "rows"), [(1000, 10), (20, 500)])
+def test_the_shift_is_that_of_a_run(number, rows):
+    rng = np.random.default_rng(0)
+    y = (0.3 * rng.standard_normal((number, 1)) + rng.standard_normal((number, rows))).astype(np.float32)
+    # By quadrature: means of users are N(0, s² + 1 / rows).
+    t = np.linspace(-4.0, 1.0, 4001)
+    variance = np.exp(2 * t)[:, None] + 1 / rows
+    log_density = t - np.exp(2 * t) / 2 - (np.log(variance) + y.mean(1) ** 2 / variance).sum(1) / 2
+    weight = np.exp(log_density - log_density.max())
+    weight /= weight.sum()
+    mean = weight @ t
+    sd = (weight @ (t - mean) ** 2) ** 0.5
+    mcmc = vectorized(SGLD(users), 500, 500, 20)
+    mcmc.run(random.key(0), jnp.repeat(jnp.arange(number), rows), jnp.asarray(y.ravel()), number)
+    shift = (np.log(np.asarray(mcmc.get_samples()["s"], float)).mean() - mean) / sd
+    found = [finding for finding in diagnose(mcmc) if finding.name == "many_effects"]
+    if number == 1000:
+        # With control variates of second order, which 20 effects have, there is nothing to name.
+        assert shift > 0.5 and found and found[0].figure == pytest.approx(shift, rel=0.4)
+    else:
+        assert abs(shift) < 0.2 and not found

@@ -157,7 +157,7 @@ def test_windows_count_alike_once_scales_are_frozen():
         sampler = SimpleNamespace(
             plan=plan, tunes_bandwidth=tunes_bandwidth, bandwidth_of=lambda u: rule, best_bandwidth=best_bandwidth
         )
-        step = StepState(0.1, 0.01, 0.0, is_raised, 1.0, None)
+        step = StepState(0.1, 0.01, 0.01, 0.0, is_raised, 1.0, None)
         warmup = WarmupState(*[None] * 10)._replace(step=step, bandwidth=7.0)
         return update_bandwidth(None, Window(schedule, ends), warmup, cloud, sampler)[0].bandwidth
 
