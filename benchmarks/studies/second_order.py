@@ -98,8 +98,8 @@ def all_rows(case: Case) -> dict[str, Any]:
 @cache
 def reference(name: str) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Means, variances, the share of effective draws, and the largest relative error of a variance."""
+    case = CASES[name]()
     with enable_x64():
-        case = CASES[name]()
         model = partial(case.model, **dict.fromkeys(case.minibatch, None))
         data = {key: jnp.asarray(np.asarray(x, float) if x.dtype == jnp.float32 else x) for key, x in case.data.items()}
         start, potential, *_ = initialize_model(random.key(0), model, model_kwargs=data, dynamic_args=False)

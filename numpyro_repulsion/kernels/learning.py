@@ -108,6 +108,10 @@ class HostSampler:
     def minibatch_size(self):
         return min((batch for _, batch in self.bound.target.plates.values()), default=1)
 
+    @property
+    def num_minibatches(self):
+        return max((-(-size // batch) for size, batch in self.bound.target.plates.values()), default=1)
+
     def _run(self, function, settings, *arrays, num_gradients=0):
         """Return what a program returns, on the host.
 

@@ -18,6 +18,8 @@ MAX_GRADIENTS = 2000
 ROWS_FOR_LOW_RANK = 20
 #: Draws for each parameter, which estimate the covariance of the noise, but not from more gradients of the cloud.
 NOISE_DRAWS_PER_PARAMETER, MAX_NOISE_PAIRS = 3, 100
+#: Draws for each minibatch of the data, so that they meet each row about 40 times.
+NOISE_DRAWS_PER_MINIBATCH = 20
 #: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
 SMALLEST = 1e-3
 #: The smallest curvature along a coordinate in the scales so far, which are wider than the posterior at worst; smaller
@@ -39,9 +41,17 @@ def num_minibatches(dimension: int, rows: int, rank: int | None = None) -> int:
     return max(1, min(wanted, MAX_GRADIENTS // (2 * (dimension if rank is None else 2 * rank))))
 
 
-def num_noise_pairs(dimension: int, particles: int) -> int:
-    """Return on how many pairs of minibatches of each particle to measure the covariance of the noise."""
-    return max(1, min(-(-NOISE_DRAWS_PER_PARAMETER * dimension // particles), MAX_NOISE_PAIRS))
+def num_noise_pairs(dimension: int, particles: int, num_minibatches: int, num_updates: int) -> int:
+    """Return on how many pairs of minibatches of each particle to measure the covariance of the noise.
+
+    A few rows may make nearly all of it, so that rows should be met several times, if the warmup is long.
+
+    :param particles: how many particles have minibatches of their own.
+    :param num_minibatches: how many minibatches there are in the data.
+    :param num_updates: the number of updates of the warmup.
+    """
+    few = max(1, min(-(-NOISE_DRAWS_PER_PARAMETER * dimension // particles), MAX_NOISE_PAIRS))
+    return max(few, min(-(-NOISE_DRAWS_PER_MINIBATCH * num_minibatches // particles), num_updates // 100))
 
 
 def extremes(

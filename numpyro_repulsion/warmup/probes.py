@@ -103,9 +103,9 @@ def hessian_and_noise(
     hessian, covariance = np.zeros((2, dimension, dimension), u.dtype)
     for _ in range(number):
         hessian += np.stack(list(_products(u, np.eye(dimension, dtype=u.dtype), gradients, minibatch(rng)))) / number
-    for _ in range(noise_number):
-        one, other = gradients((minibatch(rng), u, order) for _ in range(2))
-        noise = (one - other).reshape(-1, dimension)
+    found = gradients((minibatch(rng), u, order) for _ in range(2 * noise_number))
+    for one in found:
+        noise = (one - next(found)).reshape(-1, dimension)
         noise = np.where(np.isfinite(noise).all(-1, keepdims=True), noise, 0.0)
         covariance += noise.T @ noise / (2.0 * len(noise) * noise_number)
     return (hessian + hessian.T) / 2.0, covariance

@@ -23,6 +23,9 @@ __all__ = ["update_scales", "wide_direction"]
 
 #: How many power iterations find the widest direction of the cloud.
 NUM_POWER_ITERATIONS = 10
+#: How far the noise of second order, which grows with the fourth power of distances, exceeds along its largest direction
+#: what one cloud shows: measured with covariates of heavy tails.
+NOISE_EXCESS = 3.0
 
 
 def update_scales(
@@ -61,7 +64,8 @@ def _whitened(rng, window, warmup, cloud, sampler):
     measures_step = sampler.plan.step_size is not None
     groups, particles = cloud.potential_energy.shape
     num_independent = groups if sampler.shares_minibatches else groups * particles
-    num_pairs = num_noise_pairs(dimension, num_independent)
+    num_updates = window.schedule.num_warmup * sampler.num_steps
+    num_pairs = num_noise_pairs(dimension, num_independent, sampler.num_minibatches, num_updates)
     gradients = sampler.gradients(warmup)
     if window.is_prolonged:
         hessian, covariance = np.diag(mean_diagonal(rng, measured, gradients)), np.zeros((dimension, dimension))
@@ -175,7 +179,7 @@ def _allowed_noise(warmup, cloud, sampler):
     step_size = longest(curvature, 0.0)
     remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
     tiny = np.finfo(cloud.z.dtype).eps
-    return longest(tiny, 1.0) / step_size / remaining
+    return longest(tiny, 1.0) / step_size / remaining / (NOISE_EXCESS if warmup.order == 2 else 1.0)
 
 
 def _changed(warmup, cloud, change):

@@ -377,6 +377,10 @@ class Sampler(Protocol):
     def minibatch_size(self) -> int:
         """The number of rows in a minibatch."""
 
+    @property
+    def num_minibatches(self) -> int:
+        """How many minibatches there are in the data."""
+
     def couple(self, u: np.ndarray, bandwidth: np.ndarray) -> Coupling:
         """Return the bound and the diagonal of K for particles ``(G, L, d)``; it has no operations."""
 

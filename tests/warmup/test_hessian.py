@@ -216,8 +216,10 @@ def test_what_has_not_converged_is_left_out():
 def test_how_much_is_measured():
     assert num_minibatches(167, 10_000) == 4 and num_minibatches(5, 1) == 200 and num_minibatches(900, 10) == 1
     assert num_minibatches(4000, 10_000, rank=40) == 8 and num_minibatches(100, 0) == 1
-    assert num_noise_pairs(100, 20) == 15 and num_noise_pairs(1, 20) == 1
-    assert num_noise_pairs(10_000, 2) == 100
+    assert num_noise_pairs(100, 20, 1, 1000) == 15 and num_noise_pairs(1, 20, 1, 1000) == 1
+    assert num_noise_pairs(10_000, 2, 1, 1000) == 100
+    # All rows are met several times, if the warmup is long.
+    assert num_noise_pairs(20, 20, 100, 10_000) == 100 and num_noise_pairs(20, 20, 100, 1000) == 10
 
 
 def test_a_flat_direction_among_thousands_is_found():
