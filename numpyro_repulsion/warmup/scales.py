@@ -23,7 +23,7 @@ __all__ = ["update_scales", "wide_direction"]
 
 #: How many power iterations find the widest direction of the cloud.
 NUM_POWER_ITERATIONS = 10
-#: How far the noise of second order, which grows with the fourth power of distances, exceeds along its largest direction
+#: How far the noise of second order, which grows with the fourth power of distances, exceeds in its largest direction
 #: what one cloud shows: measured with covariates of heavy tails.
 NOISE_EXCESS = 3.0
 
