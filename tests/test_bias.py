@@ -138,7 +138,7 @@ def test_averaged_noise_has_next_to_no_bias():
     found = step_bias(run(SGLD(potential_fn=gaussian, step_size=0.1)), num_samples=500)
     z = found.observed_by_parameter / found.observed_error_by_parameter
     assert np.abs(z).max() < 4.5, z
-    np.testing.assert_allclose(found.predicted, (0.1 * 4) ** 2 / 5, rtol=1e-3)
+    np.testing.assert_allclose(found.predicted, (0.1 * 4) ** 2 / 25, rtol=1e-3)
 
 
 Y = random.normal(random.key(3), (100,))

@@ -86,5 +86,5 @@ def test_with_minibatches_they_turn_where_energies_are_hardly_noisy(order, turns
     state = mcmc.last_state
     # As if it came from a place with so much less energy.
     after = kernel.sample(state._replace(potential_energy=state.potential_energy.at[0].add(-1e3)), (y,), {})
-    assert (after.z["mu"][0] == state.z["mu"][0]) == turns
+    assert (abs(after.z["mu"][0] - state.z["mu"][0]) < 1e-6) == turns
     assert after.num_flagged_updates - state.num_flagged_updates == turns

@@ -159,7 +159,7 @@ def test_posterior_of_a_gaussian():
 
 def check(draws, mean, sd, repels):
     """Means and standard deviations within their standard errors and the tolerated bias; and not those of others."""
-    tolerance = BiasBudget().tolerance
+    tolerance = BiasBudget().tolerance_for(False)
     if repels:
         dims = ("chain", "draw", "entry")[: draws.ndim]
         draws_of = xarray.Dataset({"f": (dims, draws)}, attrs={"coupling": "interaction", "num_independent": 1})
