@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
+@pytest.mark.slow
 def test_large_data_runs_from_top_to_bottom(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "scale.md").read_text(), re.DOTALL)
     assert len(blocks) == 5

@@ -65,9 +65,8 @@ class Unsettled(Thermostat):
         return cloud
 
 
-@pytest.mark.parametrize(
-    "dynamics, holds", [(Thermostat(), True), pytest.param(Unsettled(), False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamics, holds", [(Thermostat(), True), (Unsettled(), False)])
 def test_a_thermostat_takes_up_the_noise_of_many_rows(dynamics, holds):
     mcmc, standard = run(SGNHT(regression, dynamics=dynamics, gradient=Subsampled()), subsample_size=500)
     assert (np.abs(standard.var((0, 1)).mean() - 1) < 0.1) == holds

@@ -146,6 +146,7 @@ def test_a_long_second_half_ends_after_a_number_of_passes(monkeypatch):
     assert arriving(26) and not arriving(27)
 
 
+@pytest.mark.slow
 def test_particles_follow_the_direction_of_svgd_only_while_their_arrival_is_prolonged(monkeypatch):
     def positions(kernel, **settings):
         state, kwargs = after(kernel, 40, **settings)

@@ -183,6 +183,7 @@ def test_kernels_that_keep_the_coordinates_of_the_model(settings):
     assert state.coordinates is None and state.learned.centering is None
 
 
+@pytest.mark.slow
 def test_optimizers_few_particles_and_own_references_keep_them_too():
     keys = random.split(random.key(0), 6)
     assert SVGD(schools).init(keys, 100, None, (EFFECTS,), {}).coordinates is None
