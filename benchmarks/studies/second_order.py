@@ -131,7 +131,10 @@ def reference(name: str) -> tuple[np.ndarray, np.ndarray, float, float]:
 
 def unconstrained(case: Case, draws: dict[str, Any]) -> np.ndarray:
     """Draws in unconstrained coordinates, ``(draws, d)``."""
-    one = lambda x: ravel_pytree(unconstrain_fn(case.model, (), all_rows(case), x))[0]  # noqa: E731
+
+    def one(x):
+        return ravel_pytree(unconstrain_fn(case.model, (), all_rows(case), x))[0]
+
     return np.asarray(jax.jit(jax.vmap(one))(draws), float)
 
 

@@ -21,7 +21,7 @@ from numpyro_repulsion.checks import integer, is_auto
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.gradients import Gradient, compiled, ravel_cloud
-from numpyro_repulsion.interactions import Balanced, Interaction
+from numpyro_repulsion.interactions import Balanced, Coupling, Interaction
 from numpyro_repulsion.kernels.bound import (
     Binder,
     BoundSampler,
@@ -439,7 +439,9 @@ class ParticleKernel(Fixed, MCMCKernel):
         rule = self._rule
         if rule is None:
             return "divide `step_size` by 2 to 10"
-        return f"set step_size=BiasBudget({rule.tolerance_for(False) / 5:g}, min_draws=0)"
+        # A fifth of what may be in use, which the order of control variates decides too.
+        error = self.dynamics.step_error(Coupling.of_figures(1.0, 1.0, not self.interaction.interacts))
+        return f"set step_size=BiasBudget({rule.tolerance_for(error.is_second_order) / 5:g}, min_draws=0)"
 
     def _prepare(self):
         """Make what caches compiled programs, and can be made again."""

@@ -68,3 +68,11 @@ def test_arguments_are_in_the_help(kernel):
         documented.index(":param model:") < documented.index(":param init_strategy:") < documented.index("References")
     )
     assert documented.count(":param step_size:") == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "step_size", "smaller"),
+    [(SGLD, "auto", 0.002), (SGHMC, "auto", 0.002), (SGLDR, "auto", 0.01), (SGLD, BiasBudget(0.1), 0.02)],
+)
+def test_the_remedy_is_a_budget_below_the_one_in_use(kernel, step_size, smaller):
+    assert f"BiasBudget({smaller}, " in kernel(rows, step_size=step_size).remedy
