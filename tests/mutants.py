@@ -194,7 +194,7 @@ S for Sᵀ in the gradient of whitened coordinates | warmup/preconditioner.py | 
 -self._stretch(gradient * self.scale) if self.scale.ndim == 1 else matmul(gradient, self.scale)
 +self._stretch(gradient * self.scale) if self.scale.ndim == 1 else matmul(gradient, self.scale.T)
 
-jumps that forget the way back | moves/base.py | test_moves | exact
+jumps that forget the way back | moves.py | test_moves | exact
 -/ temperature + proposal.log_ratio
 +/ temperature
 

@@ -165,10 +165,6 @@ def ways_to_freeze(mcmc: MCMC, state: Warming) -> Iterator[ParticleState]:
     warmup, kernel = state.warmup, mcmc.sampler
     reference = warmup.reference
     orders = (0,) if reference is None else (1, 0) if reference.hessian is None else (2, 1, 0)
-    for on in itertools.product(
-        orders,
-        (True, False) if warmup.jumps is not None else (False,),
-        (True, False) if warmup.basins is not None else (False,),
-    ):
+    for on in itertools.product(orders, (False,) if warmup.jumps is None else (True, False)):
         how = Frozen(on, True, True, mcmc.num_warmup, mcmc.num_chains == 1)
         yield jax.eval_shape(lambda state, how=how: kernel.frozen_as(how, state, *arguments(mcmc)), state)

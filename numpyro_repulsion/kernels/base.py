@@ -332,7 +332,7 @@ class ParticleKernel(Fixed, MCMCKernel):
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
         plan, how = bound.plan("diagonal"), None
         if num_warmup == 0 or not plan.learns:
-            how = Frozen((int(plan.epoch is not None), False, False), False, False, 0, is_single)
+            how = Frozen((int(plan.epoch is not None), False), False, False, 0, is_single)
         with hinting(self.model, model_args, model_kwargs or {}):
             start = self._initializer(bound, rng_key, num_warmup, init_params, how)
         if not_jax_tracer(start.cloud.z):
@@ -365,7 +365,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         :param passes: whether NumPyro's iterations of warmup pass without an update.
         """
         with hinting(self.model, args, kwargs or {}):
-            how = Frozen(what_is_on(self, state.warmup), True, passes, iteration, is_single)
+            how = Frozen(what_is_on(self.bind(args, kwargs), state.warmup), True, passes, iteration, is_single)
             return self.frozen_as(how, state, args, kwargs)
 
     def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
@@ -390,7 +390,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         state = place_everywhere(given.with_particle_axis())
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         learned, is_counted = iteration.with_references(cloud, state.learned), True
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, learned.basins is not None)
+        rng_key, keys = Keys.of(state.rng_key, self.num_steps, learned.jumps is not None)
         now, learned = iteration.move(keys, cloud, learned, state.num_updates)
         if state.origin.has_warmed:
             is_counted = state.iteration >= state.num_warmup

@@ -30,7 +30,7 @@ from numpyro_repulsion.gradients import (
     Target,
 )
 from numpyro_repulsion.interactions import Interaction
-from numpyro_repulsion.moves import Move
+from numpyro_repulsion.moves import Basins, Move
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
@@ -319,6 +319,15 @@ class BoundSampler:
         suits = kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
         return learns and suits and bool(self.target.location_scale or self.target.num_products)
 
+    @property
+    def moves(self) -> Move | None:
+        """How particles jump: as given, or if warmup leaves them in several basins, where gradients take all rows."""
+        kernel = self.kernel
+        is_measured = isinstance(kernel.step_size, BiasBudget)
+        if kernel.looks_for_basins and is_measured and not self.gradient.is_noisy(self.target):
+            return Basins()
+        return kernel.moves
+
     def data(self, z: Particle = None) -> np.ndarray | None:
         """Return what tells this posterior from those of other data or models: four words, none of them 0, of a digest
         of the arguments and of the program of U; ``None`` where arguments have no values.
@@ -412,7 +421,6 @@ class BoundSampler:
             late=most_late_iterations(self.target.plates, kernel.num_steps),
             noise=is_noisy,
             jumps=kernel.moves is not None,
-            basins=kernel.looks_for_basins and rule is not None and not is_noisy,
         )
 
 

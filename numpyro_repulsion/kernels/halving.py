@@ -99,11 +99,10 @@ def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], 
 
     :return: the clouds, and for both the means over particles and updates of what is observed, ``(G, m)``.
     """
-    basins_key, updates_key = random.split(key)
+    jump_key, updates_key = random.split(key)
 
     def begun(cloud, count, learned):
-        learned = iteration.with_references(cloud, learned)
-        return iteration.jump_between_basins(basins_key[None], iteration.begin(cloud, count, learned), learned)
+        return iteration.begin(jump_key, cloud, count, iteration.with_references(cloud, learned))
 
     (now, learned), (half, half_learned) = (begun(*moved) for moved in clouds)
     # Each particle by itself moves as with any noise with K = I; that of neighbors would part two particles whose
@@ -129,7 +128,7 @@ def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], 
 
     keys = random.split(updates_key, iteration.num_steps)
     (now, half), found = lax.scan(update, (now, half), keys)
-    learned = iteration.ended(now, learned)
-    half_learned = iteration.ended(half, half_learned, 2 * iteration.num_steps)
+    learned = iteration.ended(learned)
+    half_learned = iteration.ended(half_learned, 2 * iteration.num_steps)
     clouds = (now.cloud, now.num_updates, learned), (half.cloud, half.num_updates, half_learned)
     return clouds, jax.tree.map(summarized, found)

@@ -32,7 +32,6 @@ from numpyro_repulsion.kernels.requirements import check_room, warn_of_copies
 from numpyro_repulsion.kernels.state import ParticleState, last_word
 from numpyro_repulsion.kernels.warming import Warming, freeze
 from numpyro_repulsion.layout import place_everywhere, place_particles
-from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import MIN_PARTICLES, WarmupState
 
@@ -122,17 +121,14 @@ class Initializer:
         cloud = kernel.dynamics.init(
             memory_key, u, lambda _: (whitened_energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
         )
-        jumps = None if kernel.moves is None else kernel.moves.start(cloud, num_warmup, plan.scale == "dense")
-        basins = None
-        if num_warmup > 0 and plan.basins and size >= Basins.min_particles:
-            basins = Basins().start(cloud, num_warmup, plan.scale == "dense")
+        jumps = None
+        if num_warmup > 0 and bound.moves is not None and size >= bound.moves.min_particles:
+            jumps = bound.moves.start(cloud, num_warmup, plan.scale == "dense")
         first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
         reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centers_partly
         centering = Centering.none(target, u.shape[2], u.dtype) if reparametrizes else None
         has_hessian = bound.gradient.has_hessian(target, u.shape[2])
-        warmup = WarmupState.start(
-            num_warmup, change, first, bandwidth, cloud, plan, jumps, basins, centering, has_hessian
-        )
+        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, centering, has_hessian)
         warmup = warmup._replace(data=data)
         if num_warmup > 0:
             # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.

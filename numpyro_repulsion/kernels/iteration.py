@@ -4,8 +4,8 @@
 
 1. Check the state, whiten the positions, and split the random key.
 2. Renew each particle's own reference (``SVRG``), if its epoch is over.
-3. If warmup found several basins, one jump between them.
-4. ``num_steps`` updates. With ``moves`` switched on, every second one is a jump. Each remaining update
+3. With ``moves``, or if warmup found several basins, one jump.
+4. ``num_steps`` updates. Each update
 
    a. flags particles whose gradient had to be clipped because it was far too long,
    b. steps by the dynamics, with a new minibatch,
@@ -43,18 +43,15 @@ from numpyro_repulsion.gradients import (
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.layout import Layout
-from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.warmup import Learned, Place, WarmupPlan, WarmupState
 
 __all__ = [
-    "BASINS",
     "Iteration",
     "Keys",
     "Progress",
     "clip",
     "clip_coordinates",
     "coordinate_limit",
-    "counted",
     "length_limit",
 ]
 
@@ -62,18 +59,18 @@ __all__ = [
 class Keys(NamedTuple):
     """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile.
 
-    - **others** - keys for jumps that switch themselves on, or for the learners of warmup, ``(n,)``.
+    - **jump** - the key of the jump, or ``None``.
     - **updates** - one key for each update, ``(num_steps,)``.
     """
 
-    others: jax.Array
+    jump: jax.Array | None
     updates: jax.Array
 
     @staticmethod
-    def of(key: jax.Array, num_steps: int, num_others: int) -> tuple[jax.Array, Keys]:
+    def of(key: jax.Array, num_steps: int, has_jump: bool) -> tuple[jax.Array, Keys]:
         """Return the key of the next iteration, and the keys of this one."""
-        keys = random.split(key, 1 + num_others + num_steps)
-        return keys[0], Keys(keys[1 : 1 + num_others], keys[1 + num_others :])
+        keys = random.split(key, 1 + has_jump + num_steps)
+        return keys[0], Keys(keys[1] if has_jump else None, keys[1 + has_jump :])
 
 
 class Progress(NamedTuple):
@@ -83,24 +80,12 @@ class Progress(NamedTuple):
     - **num_updates** - how many updates are done.
     - **flagged** - how many updates of the iteration were rejected, turned back or had a clipped gradient, ``(G, L)``.
     - **has_turned** - which particles were turned back in the last update, ``(G, L)``.
-    - **tally** - the number of jumps and the sum of their acceptance probabilities, or ``None``.
     """
 
     cloud: Cloud
     num_updates: Integer[Array, ""]
     flagged: Integer[Array, ...]
     has_turned: Bool[Array, "*particles"]
-    tally: tuple[Float[Array, ""], Float[Array, ""]] | None
-
-
-#: Jumps that switch themselves on if warmup finds several basins.
-BASINS = Basins()
-
-
-def counted(tally, jumped):
-    """Return the tally with one more jump: the number of jumps and the sum of their acceptance probabilities."""
-    number, total = tally
-    return number + 1, total + jumped.probability.mean()
 
 
 #: Gradients longer than this many times their expected length in whitened coordinates are clipped.
@@ -249,30 +234,52 @@ class Iteration:
         value = learned.step_size if self.schedule is None else self.schedule(num_updates)
         return jnp.asarray(value, learned.step_size.dtype)
 
-    def begin(self, cloud: Cloud, num_updates: Integer[Array, ""], learned: Learned) -> Progress:
-        """Return the quantities that updates change, before the first update of an iteration."""
+    def begin(
+        self, key: jax.Array | None, cloud: Cloud, num_updates: Integer[Array, ""], learned: Learned
+    ) -> tuple[Progress, Learned]:
+        """Return the quantities that updates change, before the first update of an iteration, and what was learned.
+
+        If there are jumps, each particle jumps once, and they are counted.
+
+        :param key: that of the jumps; ``None`` without jumps.
+        """
         shape = cloud.potential_energy.shape
-        tally = None if learned.jumps is None else learned.jumps.tally
-        return Progress(cloud, num_updates, jnp.zeros(shape, int), jnp.zeros(shape, bool), tally)
+        now = Progress(cloud, num_updates, jnp.zeros(shape, int), jnp.zeros(shape, bool))
+        moves, state = self.bound.moves, learned.jumps
+        # Of the same kernel with another model, the energies may be noisy.
+        if state is None or moves is None or key is None:
+            return now, learned
+        energy_and_grad = self.energy_and_grad(learned)
+        is_stratified = self.plan.jumps and not (self.interaction.interacts or self.dynamics.interacts)
+
+        def jump():
+            # Particles jump only by gradients of all rows, which need no key.
+            jumped = moves.jump(
+                key, cloud, state, lambda u: energy_and_grad(key, u), self.dynamics.temperature, is_stratified
+            )
+            number, total = state.tally
+            jumps = state._replace(tally=(number + 1, total + jumped.probability.mean()))
+            return now._replace(cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted)), jumps
+
+        now, jumps = lax.cond(moves.is_on(state), jump, lambda: (now, state))
+        return now, learned._replace(jumps=jumps)
 
     def move(
         self, keys: Keys, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""]
     ) -> tuple[Progress, Learned]:
-        """Make ``num_steps`` updates, after one jump if there are several basins.
+        """Make ``num_steps`` updates, after one jump if there are jumps.
 
         :param num_updates: how many updates were done before.
         """
-        now, learned = self.jump_between_basins(keys.others, self.begin(cloud, num_updates, learned), learned)
+        now, learned = self.begin(keys.jump, cloud, num_updates, learned)
         now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys.updates)
-        return now, self.ended(now, learned)
+        return now, self.ended(learned)
 
-    def ended(self, now: Progress, learned: Learned, num_steps: int | None = None) -> Learned:
-        """Return what was learned, with jumps counted and references older, after the last update of an iteration.
+    def ended(self, learned: Learned, num_steps: int | None = None) -> Learned:
+        """Return what was learned, with references older, after the last update of an iteration.
 
         :param num_steps: how many updates it made; ``None`` for those of the kernel.
         """
-        if learned.jumps is not None and now.tally is not None:
-            learned = learned._replace(jumps=learned.jumps._replace(tally=now.tally))
         if learned.reference is not None and self.plan.epoch is not None:
             age = learned.reference.age + (self.num_steps if num_steps is None else num_steps)
             return learned._replace(reference=learned.reference._replace(age=age))
@@ -285,7 +292,7 @@ class Iteration:
         return first, second
 
     def _update(self, key, now, learned):
-        """Make one update by the dynamics, or by a jump if ``moves`` are on and the update is odd."""
+        """Make one update."""
         interaction_key = None
         if self.interaction.is_redrawn:
             key, interaction_key = random.split(key)
@@ -295,75 +302,33 @@ class Iteration:
     def advance(
         self, noise_key: jax.Array, gradient_key: jax.Array, interaction: Interaction, now: Progress, learned: Learned
     ) -> Progress:
-        """Make one update with the interaction of this update, or a jump."""
+        """Make one update with the interaction of this update."""
         energy_and_grad = self.energy_and_grad(learned, now.num_updates)
         # After warmup, which takes second order only where it leaves hardly any noise in energies either.
         reference = learned.reference
         is_nearly_exact = reference is not None and reference.order is None and reference.hessian is not None
 
-        def step(now):
-            # Once more, because scales and other data change the limits.
-            gradient, is_clipped = self._clipped(now.cloud.gradient, learned)
-            cloud = now.cloud._replace(gradient=gradient)
+        # Once more, because scales and other data change the limits.
+        gradient, is_clipped = self._clipped(now.cloud.gradient, learned)
+        cloud = now.cloud._replace(gradient=gradient)
 
-            def clipped(u):
-                energy, gradient = energy_and_grad(gradient_key, u)
-                return energy, self._clipped(gradient, learned)[0]
+        def clipped(u):
+            energy, gradient = energy_and_grad(gradient_key, u)
+            return energy, self._clipped(gradient, learned)[0]
 
-            proposal = self.dynamics.step(
-                noise_key,
-                cloud,
-                clipped,
-                lambda u: interaction.couple(u, learned.bandwidth),
-                self.step_size(learned, now.num_updates),
-            )
-            turns = jnp.zeros_like(is_clipped)
-            if not self.plan.noise or is_nearly_exact:
-                proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned)
-            cloud, is_rejected = reject_nonfinite(cloud, self.layout(cloud.z).place(proposal))
-            flagged = now.flagged + (is_rejected | turns | is_clipped)
-            return now._replace(cloud=cloud, flagged=flagged, has_turned=turns)
-
-        moves = self.bound.kernel.moves
-
-        def jump(now):
-            jumped = self._jump(moves, noise_key, gradient_key, now.cloud, learned.jumps, learned)
-            return now._replace(
-                cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted), tally=counted(now.tally, jumped)
-            )
-
-        if now.tally is None or moves is None:
-            now = step(now)
-        else:
-            now = lax.cond(moves.is_on(learned.jumps) & (now.num_updates % 2 == 1), jump, step, now)
-        return now._replace(num_updates=now.num_updates + 1)
-
-    def jump_between_basins(self, keys: jax.Array, now: Progress, learned: Learned) -> tuple[Progress, Learned]:
-        """Jump between basins if warmup found several; return the progress, and these jumps counted.
-
-        :param keys: of which the first one is used, if any.
-        """
-        state = learned.basins
-        # Of the same kernel with another model, the energies may be noisy.
-        if state is None or not self.plan.basins:
-            return now, learned
-
-        def jump():
-            # Particles jump only by gradients of all rows, which need no key.
-            jumped = self._jump(BASINS, keys[0], keys[0], now.cloud, state, learned)
-            basins = state._replace(tally=counted(state.tally, jumped))
-            return now._replace(cloud=self.dynamics.jumped(jumped.cloud, jumped.accepted)), basins
-
-        now, basins = lax.cond(BASINS.is_on(state), jump, lambda: (now, state))
-        return now, learned._replace(basins=basins)
-
-    def _jump(self, moves, key, gradient_key, cloud, state, learned):
-        """Propose a jump for every particle, and accept or reject it."""
-        energy_and_grad = self.energy_and_grad(learned)
-        is_stratified = not (self.interaction.interacts or self.dynamics.interacts)
-        return moves.jump(
-            key, cloud, state, lambda u: energy_and_grad(gradient_key, u), self.dynamics.temperature, is_stratified
+        proposal = self.dynamics.step(
+            noise_key,
+            cloud,
+            clipped,
+            lambda u: interaction.couple(u, learned.bandwidth),
+            self.step_size(learned, now.num_updates),
         )
+        turns = jnp.zeros_like(is_clipped)
+        if not self.plan.noise or is_nearly_exact:
+            proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned)
+        cloud, is_rejected = reject_nonfinite(cloud, self.layout(cloud.z).place(proposal))
+        flagged = now.flagged + (is_rejected | turns | is_clipped)
+        return Progress(cloud, now.num_updates + 1, flagged, turns)
 
     def with_references(self, cloud: Cloud, learned: Learned) -> Learned:
         """Renew each particle's own reference, if its epoch is over or the data changed.

@@ -20,7 +20,6 @@ from numpyro_repulsion.gradients import Sweeps
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.kernels import warming
 from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.iteration import BASINS
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
 from numpyro_repulsion.kernels.warming import Judged, Now, Warming, what_is_on
 from numpyro_repulsion.processes import are_several
@@ -52,25 +51,16 @@ NUM_GRADIENTS = 500
 
 
 def _update_jumps(rng, window, warmup, cloud, sampler):
-    """Update what the kernel's ``moves`` have learned."""
+    """Update what jumps have learned."""
     del rng
-    if (moves := sampler.bound.kernel.moves) is None:
+    if warmup.jumps is None:
         return warmup, cloud
-    jumps = moves.learn(window, warmup.jumps, warmup, cloud, sampler.dynamics.temperature)
+    jumps = sampler.bound.moves.learn(window, warmup.jumps, warmup, cloud, sampler.dynamics.temperature)
     return warmup._replace(jumps=jumps), cloud
 
 
-def _update_basins(rng, window, warmup, cloud, sampler):
-    """Update what the jumps between basins have learned."""
-    del rng
-    if warmup.basins is None:
-        return warmup, cloud
-    basins = BASINS.learn(window, warmup.basins, warmup, cloud, sampler.dynamics.temperature)
-    return warmup._replace(basins=basins), cloud
-
-
 #: In calling order.
-ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
+ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,7 +293,7 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
         noise = np.asarray(warmup.noise, shape.dtype)
         if not (plan.measures or plan.jumps):
             return Judged(noise, None, None)
-        is_jumping = None if kernel.moves is None else what_is_on(kernel, warmup)[1]
+        is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]
         needs_reference = not isinstance(kernel.gradient, Sweeps)
         problems = diagnose_warmup(warmup, plan.step_size, kernel.dynamics, is_jumping, needs_reference)
         return Judged(noise, packed(Measured.of(warmup, kernel.dynamics)), packed(problems))

@@ -32,8 +32,8 @@ from numpyro_repulsion.gradients import (
     ravel_cloud,
     rows_to_compare,
 )
-from numpyro_repulsion.kernels.bound import BoundSampler, Settings
-from numpyro_repulsion.kernels.iteration import BASINS, Iteration, Keys, coordinate_limit, length_limit
+from numpyro_repulsion.kernels.bound import BoundSampler
+from numpyro_repulsion.kernels.iteration import Iteration, Keys, coordinate_limit, length_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.rounding import AnyArray
@@ -105,7 +105,7 @@ class WarmupIteration(Iteration):
     def approach(self, state: Warming, now: Now) -> Warming:
         """Make one iteration in which particles arrive."""
         cloud, warmup = state.cloud, state.warmup
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, 0)
+        rng_key, keys = Keys.of(state.rng_key, self.num_steps, False)
         begins, ends = now.half
         share_done = (warmup.iteration - begins) / jnp.maximum(ends - begins, 1)
 
@@ -121,11 +121,11 @@ class WarmupIteration(Iteration):
 
     def travel(self, state: Warming, now: Now) -> Warming:
         """Make one iteration of the sampler."""
-        rng_key, keys = Keys.of(state.rng_key, self.num_steps, 1)
+        rng_key, keys = Keys.of(state.rng_key, self.num_steps, True)
         warmup = self._with_references(now, state.cloud, state.warmup)
         done, learned = self.move(keys, state.cloud, self.learned(warmup, now.noise), state.num_updates)
         cloud, bandwidth, symptoms = done.cloud, warmup.bandwidth, warmup.symptoms
-        warmup = warmup._replace(jumps=learned.jumps, basins=learned.basins, reference=learned.reference)
+        warmup = warmup._replace(jumps=learned.jumps, reference=learned.reference)
         if self.plan.bandwidth:
             rule = self.interaction.learn_bandwidth
             bandwidth = lax.cond(now.is_adapting, rule, lambda _: warmup.bandwidth, cloud.z)
@@ -142,16 +142,13 @@ class WarmupIteration(Iteration):
     def _counted(self, state, now, cloud, warmup):
         """Return the state after one more iteration, with its moments and what the moves record."""
         moments = warmup.moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
-        iteration, jumps, basins = warmup.iteration + 1, warmup.jumps, warmup.basins
-        record = warmup.preconditioner, cloud, iteration - now.arrived
-        if (moves := self.bound.kernel.moves) is not None:
-            jumps = moves.record(jumps, *record)
-        if basins is not None:
-            basins = BASINS.record(basins, *record)
+        iteration, jumps = warmup.iteration + 1, warmup.jumps
+        if (moves := self.bound.moves) is not None and jumps is not None:
+            jumps = moves.record(jumps, warmup.preconditioner, cloud, iteration - now.arrived)
         scales = warmup.scales._replace(moments=moments)
         return state._replace(
             cloud=cloud,
-            warmup=warmup._replace(iteration=iteration, scales=scales, jumps=jumps, basins=basins),
+            warmup=warmup._replace(iteration=iteration, scales=scales, jumps=jumps),
             num_updates=state.num_updates + self.num_steps,
         )
 
@@ -346,26 +343,22 @@ def relabeled(state: Warming, data: np.ndarray | None) -> Warming:
     return state._replace(warmup=warmup._replace(data=jnp.asarray(data), reference=reference))
 
 
-def what_is_on(kernel: Settings, warmup: WarmupState) -> tuple[int, bool, bool]:
-    """Return the order of the control variates that warmup left in use, and whether jumps and basins are."""
-    reference, moves, basins = warmup.reference, kernel.moves, warmup.basins
-    return (
-        0 if reference is None else int(reference.order),
-        moves is not None and bool(moves.is_on(warmup.jumps)),
-        basins is not None and bool(basins.is_on),
-    )
+def what_is_on(bound: BoundSampler, warmup: WarmupState) -> tuple[int, bool]:
+    """Return the order of the control variates that warmup left in use, and whether particles jump."""
+    moves, jumps = bound.moves, warmup.jumps
+    return warmup.order, moves is not None and jumps is not None and bool(moves.is_on(jumps))
 
 
 class Frozen(NamedTuple):
     """How a state is made of a warmup; static.
 
-    - **on** - the order of the control variates in use, and whether jumps and basins are.
+    - **on** - the order of the control variates in use, and whether particles jump.
     - **has_warmed**, **passes** - those of the state's :class:`Origin`.
     - **iteration** - how many iterations count as done.
     - **is_single** - whether the state is that of a single plain chain.
     """
 
-    on: tuple[int, bool, bool]
+    on: tuple[int, bool]
     has_warmed: bool
     passes: bool
     iteration: int

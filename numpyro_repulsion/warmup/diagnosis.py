@@ -250,7 +250,8 @@ def diagnose_warmup(
     # Networks, between which U is not convex, are in basins if they keep apart, explored or not.
     keeps_apart = warmup.has_basins or (is_prolonged and widest.share > BASINS_SHARE)
     has_basins = bool(travels and not has_heavy_tails and keeps_apart)
-    jumps_well = warmup.basins is not None and warmup.basins.acceptance > MIN_ACCEPTANCE
+    number, accepted = (0.0, 0.0) if warmup.jumps is None else warmup.jumps.tally
+    jumps_well = accepted > MIN_ACCEPTANCE * np.maximum(number, 1.0)
     # Noisy directions are wide in whitened coordinates by intent.
     condition = curvature * spread / warmup.scales.noise_shrinkage
     is_known = travels and not has_basins and step.effective_draws >= 0

@@ -13,7 +13,7 @@ from numpyro_repulsion.gradients import Centering, Reference
 from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.warmup.diagnosis import WarmupDiagnosis
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
-from numpyro_repulsion.warmup.state import JumpsState, SwitchedState, WarmupState
+from numpyro_repulsion.warmup.state import JumpsState, WarmupState
 
 __all__ = ["Learned", "Measured", "Place"]
 
@@ -75,8 +75,7 @@ class Learned(NamedTuple):
     - **gradient_limit** - from where gradients are clipped: their length, or with minibatches each coordinate; ``None``
       if their usual size is unknown.
     - **reference** - the reference points of control variates.
-    - **jumps** - the state of the kernel's ``moves``.
-    - **basins** - the state of the jumps that switched themselves on.
+    - **jumps** - the state of the kernel's ``moves``, or of jumps that switched themselves on.
     - **measured** - the entries of :class:`Measured`, ``(8,)``; ``None`` if nothing was measured.
     - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, negative where
       unknown; ``None`` likewise.
@@ -92,7 +91,6 @@ class Learned(NamedTuple):
     gradient_limit: Float[AnyArray, ""] | None = None
     reference: Reference | None = None
     jumps: JumpsState | None = None
-    basins: SwitchedState | None = None
     measured: Float[AnyArray, " _"] | None = None
     diagnosis: Float[AnyArray, " _"] | None = None
     data: Integer[AnyArray, 4] | None = None
@@ -122,17 +120,16 @@ class Learned(NamedTuple):
             gradient_limit=gradient_limit,
             reference=warmup.reference,
             jumps=warmup.jumps,
-            basins=warmup.basins,
         )
 
     def completed(
-        self, warmup: WarmupState, measured: AnyArray | None, diagnosis: AnyArray | None, on: tuple[int, bool, bool]
+        self, warmup: WarmupState, measured: AnyArray | None, diagnosis: AnyArray | None, on: tuple[int, bool]
     ) -> Learned:
         """Return what sampling needs, without what is off.
 
-        :param on: the order of the control variates in use, and whether jumps and basins are.
+        :param on: the order of the control variates in use, and whether particles jump.
         """
-        order, has_jumps, has_basins = on
+        order, has_jumps = on
         start = None
         if warmup.data_fingerprint is not None:
             position, energy = warmup.data_fingerprint
@@ -143,7 +140,6 @@ class Learned(NamedTuple):
         return self._replace(
             reference=reference,
             jumps=self.jumps if has_jumps else None,
-            basins=self.basins if has_basins else None,
             measured=measured,
             diagnosis=diagnosis,
             data=warmup.data,

@@ -43,7 +43,6 @@ class WarmupPlan(NamedTuple):
     - **reference** - whether the gradient has control variates.
     - **noise** - whether gradients are noisy.
     - **jumps** - whether the kernel has ``moves``.
-    - **basins** - whether particles may jump between basins that warmup finds.
     - **epoch** - after how many updates each particle's own reference is renewed; ``None`` without such references.
     - **sweep** - how many updates pass through all rows once; ``None`` if minibatches are independent.
     - **late** - how many iterations the second half of a prolonged arrival has at most.
@@ -55,7 +54,6 @@ class WarmupPlan(NamedTuple):
     reference: bool
     noise: bool = False
     jumps: bool = False
-    basins: bool = False
     epoch: int | None = None
     sweep: int | None = None
     late: int | None = None
@@ -89,19 +87,6 @@ class JumpsState(Protocol):
         """The number of jumps, and the sum of their acceptance probabilities."""
 
     def _replace(self, *, tally: tuple[Float[AnyArray, ""], Float[AnyArray, ""]]) -> JumpsState: ...
-
-
-@runtime_checkable
-class SwitchedState(JumpsState, Protocol):
-    """The state of a move that switches itself on."""
-
-    @property
-    def is_on(self) -> Bool[AnyArray, ""]:
-        """Whether particles jump."""
-
-    @property
-    def acceptance(self) -> Float[AnyArray, ""]:
-        """The mean acceptance probability."""
 
 
 class ScalesState(NamedTuple):
@@ -230,8 +215,7 @@ class WarmupState(NamedTuple):
     - **bandwidth** - the bandwidth h in use; 0 if the interaction has none.
     - **reference** - the reference points of control variates, or ``None``.
     - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
-    - **jumps** - the state of the kernel's ``moves``, or ``None``.
-    - **basins** - the state of the jumps that switch themselves on, or ``None`` if they cannot.
+    - **jumps** - the state of the kernel's ``moves``, or of jumps that switch themselves on; else ``None``.
     - **data** - the identity of the data and the model, four words; zeros where it is unknown, ``None`` where nothing
       needs it.
     - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which tells whether a run on
@@ -247,7 +231,6 @@ class WarmupState(NamedTuple):
     reference: Reference | None
     symptoms: Symptoms | None
     jumps: JumpsState | None
-    basins: SwitchedState | None
     data: Integer[AnyArray, 4] | None = None
     data_fingerprint: tuple[Float[AnyArray, " d"], Float[AnyArray, ""]] | None = None
 
@@ -266,7 +249,7 @@ class WarmupState(NamedTuple):
         """Whether warmup found several basins, between which updates do not move."""
         found = self.symptoms is not None and self.symptoms.widest.has_basins
         # Once particles jump between basins, the symptoms disappear.
-        return bool(found or (self.basins is not None and self.basins.is_on))
+        return bool(found or (self.jumps is not None and self.jumps.tally[0] > 0))
 
     @property
     def moments(self) -> Moments:
@@ -313,7 +296,6 @@ class WarmupState(NamedTuple):
         cloud: Cloud,
         plan: WarmupPlan,
         jumps: JumpsState | None = None,
-        basins: SwitchedState | None = None,
         centering: Centering | None = None,
         has_hessian: bool = False,
     ) -> WarmupState:
@@ -346,7 +328,6 @@ class WarmupState(NamedTuple):
             reference=reference,
             symptoms=Symptoms.empty(particles, dimension, dtype) if learns and plan.step_size else None,
             jumps=jumps,
-            basins=basins,
         )
 
 

@@ -3,7 +3,7 @@
 import warnings
 
 import jax
-from jax import lax, random
+from jax import random
 import jax.numpy as jnp
 from models import vectorized
 import numpy as np
@@ -13,9 +13,8 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVGD, ensemble_mcse
-from numpyro_repulsion.dynamics import Cloud, Overdamped
-from numpyro_repulsion.moves import Basins
-from numpyro_repulsion.warmup import Preconditioner
+from numpyro_repulsion.dynamics import Overdamped
+from numpyro_repulsion.moves import DENSITY
 
 LIMIT = 4.5
 WORDS = "several_basins"
@@ -149,7 +148,7 @@ def test_weights_are_right_or_the_words_are(model):
 def test_without_jumps_the_weights_are_those_of_the_start_and_the_words_say_so():
     inside, weight = BASINS[spike_and_slab]
     ((draws, words, mcmc),) = runs(spike_and_slab, [1], moves=False, num_samples=200)
-    assert WORDS in words and "moves=Archive()" in words and mcmc.last_state.learned.basins is None
+    assert WORDS in words and "moves=Archive()" in words and mcmc.last_state.learned.jumps is None
     assert abs(np.asarray(inside(draws)).mean() - weight) > 0.05
     # Longer steps would not help, so that warmup does not take them.
     assert "too large" not in words
@@ -167,75 +166,7 @@ def test_a_single_basin_is_left_alone():
         assert words == ""
     # The same draws, but that two programs round differently.
     np.testing.assert_allclose(*draws, atol=1e-3)
-    assert states[0].learned.basins is None
-
-
-def two_modes(z):
-    return -jax.nn.logsumexp(jnp.array([-((z[0] - 2) ** 2), -((z[0] + 2) ** 2)])) + z[1] ** 2 / 4.0
-
-
-energy_and_grad = jnp.vectorize(jax.value_and_grad(two_modes), signature="(d)->(),(d)")
-
-
-def exact_draws(key, size):
-    sign_key, noise_key = random.split(key)
-    center = jnp.stack([4.0 * random.bernoulli(sign_key, 0.5, (size,)) - 2.0, jnp.zeros(size)], -1)
-    return (center + jnp.array([0.5**0.5, 2.0**0.5]) * random.normal(noise_key, (size, 2)))[None]
-
-
-def jumps(dimension=2):
-    center = jnp.array([[-2.2, 0.3], [-1.9, -0.5], [1.7, 0.1], [2.3, 0.8]])
-    width = jnp.array([[0.5, 1.5], [0.9, 1.2], [0.4, 1.6], [0.8, 1.1]])
-    z = jnp.zeros((1, 4, dimension))
-    empty = Basins().start(Cloud(z, z[..., 0], z), 100, True)
-    scale = jnp.array([[1.0, 0.0], [0.3, 0.8]])
-    change = Preconditioner(scale)
-    return empty._replace(scale=scale, center=change.whiten(center), width=width, is_on=jnp.asarray(True))
-
-
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_jumps_leave_exact_draws_exact(is_exact, monkeypatch):
-    state = jumps()
-    u = exact_draws(random.key(0), 40_000)
-    cloud = Cloud(u, *energy_and_grad(u), ())
-
-    def step(cloud, key):
-        # The negative control accepts by the posterior alone.
-        energy = cloud.potential_energy if is_exact else 0.5 * cloud.potential_energy
-        moved, jumped, _ = Basins().jump(key, cloud._replace(potential_energy=energy), state, felt, 1.0, True)
-        return Cloud(moved.z, *energy_and_grad(moved.z), ()), jumped.mean()
-
-    def felt(u):
-        energy, gradient = energy_and_grad(u)
-        return (energy if is_exact else 0.5 * energy), gradient
-
-    cloud, accepted = lax.scan(step, cloud, random.split(random.key(1), 5))
-    assert accepted.mean() > 0.2
-    x = np.asarray(cloud.z[0], np.float64)
-    statistics = np.stack([x[:, 0], x[:, 0] ** 2, x[:, 1], x[:, 1] ** 2, x[:, 0] * x[:, 1], np.abs(x[:, 0])], -1)
-    start = np.asarray(exact_draws(random.key(2), 400_000)[0], np.float64)
-    expected = np.stack(
-        [start[:, 0], start[:, 0] ** 2, start[:, 1], start[:, 1] ** 2, start[:, 0] * start[:, 1], np.abs(start[:, 0])],
-        -1,
-    )
-    error = np.sqrt(statistics.var(0) / len(x) + expected.var(0) / len(start))
-    z = np.abs(statistics.mean(0) - expected.mean(0)) / error
-    assert (z.max() < LIMIT) == is_exact
-
-
-def test_far_basins_do_not_round_the_density_away():
-    state = jumps()
-    change = Preconditioner(state.scale)
-    center = jnp.array([[0.0, 0.0], [3000.0, -2000.0]])
-    state = state._replace(center=change.whiten(center), width=jnp.ones((2, 2)))
-    u = jnp.tile(center, (50, 1))[None]
-
-    def flat(u):
-        return jnp.zeros(u.shape[:-1]), jnp.zeros_like(u)
-
-    probability = Basins().jump(random.key(0), Cloud(u, *flat(u), ()), state, flat, 1.0, True).probability
-    # From the center of a component to a place in one, with a flat posterior: always accepted.
-    assert float(probability.mean()) == pytest.approx(1.0, abs=1e-3)
+    assert states[0].learned.jumps is None
 
 
 @pytest.mark.parametrize(
@@ -249,12 +180,12 @@ def test_far_basins_do_not_round_the_density_away():
 )
 def test_where_jumps_would_not_be_exact_or_are_not_wanted_there_are_none(kernel, settings):
     state = kernel(labels, **settings).start(random.split(random.key(0), 4), 100, None, (), {})
-    assert not hasattr(state, "warmup") or state.warmup.basins is None
+    assert not hasattr(state, "warmup") or state.warmup.jumps is None
 
 
 def test_momenta_and_kernels_with_other_dynamics_may_jump():
     for kernel in (SGNHT(labels), SGLDR(labels, dynamics=Overdamped("euler"))):
-        assert kernel.start(random.split(random.key(0), 4), 100, None, (), {}).warmup.basins is not None
+        assert kernel.start(random.split(random.key(0), 4), 100, None, (), {}).warmup.jumps is not None
 
 
 def test_minibatches_do_not_jump():
@@ -263,18 +194,18 @@ def test_minibatches_do_not_jump():
         with numpyro.plate("rows", len(y), subsample_size=5) as i:
             numpyro.sample("y", dist.Normal(z**2, 1), obs=y[i])
 
-    assert SGLD(model).start(random.split(random.key(0), 4), 100, None, (jnp.arange(20.0),), {}).warmup.basins is None
+    assert SGLD(model).start(random.split(random.key(0), 4), 100, None, (jnp.arange(20.0),), {}).warmup.jumps is None
 
 
 def test_a_kernel_that_never_jumps_does_not_go_on_jumping(spiked):
     _, _, state = spiked
-    assert state.learned.basins.is_on
+    assert state.learned.jumps.kind == DENSITY
 
     def tally_after(state):
-        return jax.jit(lambda state: SGLD(spike_and_slab).sample(state, (), {}))(state).learned.basins
+        return jax.jit(lambda state: SGLD(spike_and_slab).sample(state, (), {}))(state).learned.jumps
 
-    assert float(tally_after(state).tally[0]) == float(state.learned.basins.tally[0]) + 1
-    assert tally_after(state._replace(learned=state.learned._replace(basins=None))) is None
+    assert float(tally_after(state).tally[0]) == float(state.learned.jumps.tally[0]) + 1
+    assert tally_after(state._replace(learned=state.learned._replace(jumps=None))) is None
 
 
 def test_true_is_no_kind_of_move():

@@ -17,9 +17,8 @@ import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
 from benchmarks.problems.targets import gaussian_mixture
-from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, Archive, Balanced, FullData
+from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, Archive, Balanced, FullData, moves
 from numpyro_repulsion.dynamics import Cloud, Overdamped, Recipe
-from numpyro_repulsion.moves import archive as moves
 
 LIMIT = 4.5
 CENTERS = jnp.array([-1.5, 1.5])
@@ -341,15 +340,3 @@ def test_sizes_that_cannot_be_halved_are_refused(size):
 def test_dynamics_that_couple_particles_get_no_shared_components():
     assert Recipe(lambda x: jnp.eye(x.size)).interacts and RBF().interacts
     assert not Overdamped().interacts and not Balanced().interacts
-
-
-class Careless(Archive):
-    """It says that it draws its thresholds, and does not."""
-
-    draws_threshold = False
-
-
-def test_thresholds_are_drawn_once():
-    jumps, z = filled(moves.DENSITY), exact(random.key(0), (2, 4))
-    with pytest.raises(ValueError, match="must return a `threshold` if, and only if, `draws_threshold` is False"):
-        Careless().jump(random.key(1), Cloud(z, *energy_and_grad(z)), jumps, energy_and_grad, 1.0, False)

@@ -1,25 +1,169 @@
-"""Jumps that use a frozen archive of warmup positions."""
+"""Jumps between updates: Metropolis steps with proposals frozen after warmup, for posteriors with several modes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 from jax.scipy.special import logsumexp
+from jaxtyping import Array, Bool, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.checks import integer, keep
-from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.moves.base import Move, Proposal
-from numpyro_repulsion.noise import normal
+from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
+from numpyro_repulsion.noise import normal, uniform
 from numpyro_repulsion.rounding import matmul
-from numpyro_repulsion.warmup import FREEZE, Preconditioner, inverse_root, shrink
+from numpyro_repulsion.warmup import (
+    ARRIVED,
+    FREEZE,
+    JumpsState,
+    Preconditioner,
+    WarmupState,
+    Window,
+    inverse_root,
+    shrink,
+)
 
-__all__ = ["DENSITY", "DIFFERENCES", "Archive", "ArchiveState"]
+#: The type of the state of a move.
+State = TypeVar("State", bound=JumpsState)
+
+
+class Proposal(NamedTuple):
+    """The proposed jump of each particle.
+
+    - **position**, **potential_energy**, **gradient** - u, U and ∇U at it, ``(G, L, d)``, ``(G, L)``, ``(G, L, d)``.
+    - **log_ratio** - the log proposal density of the reverse jump minus that of the jump, ``(G, L)``.
+    """
+
+    position: Float[Array, "*particles d"]
+    potential_energy: Float[Array, "*particles"]
+    gradient: Float[Array, "*particles d"]
+    log_ratio: Float[Array, "*particles"]
+
+
+class Jumped(NamedTuple):
+    """The result of one jump of every particle.
+
+    - **cloud** - the particles.
+    - **accepted** - which particles jumped, ``(G, L)``.
+    - **probability** - the acceptance probabilities, ``(G, L)``.
+    """
+
+    cloud: Cloud
+    accepted: Bool[Array, "*particles"]
+    probability: Float[Array, "*particles"]
+
+
+class Move(Generic[State]):
+    """Base class: Metropolis-Hastings steps of single particles, one before the updates of each iteration.
+
+    A subclass defines `start` and `propose`, and, if it learns, `record` and `learn`. Its state is a ``NamedTuple`` of
+    arrays with a field ``tally``, the number of jumps and the sum of their mean acceptance probabilities, which the
+    sampler updates. The base class accepts a proposal y with probability ``min(1, π(y) q(x|y) / (π(x) q(y|x)))``,
+    ``π = exp(−U / T)``. This preserves the stationary distribution of each particle if a proposal depends only on the
+    particle and the state, and the state does not change after warmup.
+
+    With ``SGLD(model, moves=MyMove())`` each iteration begins with a jump if `is_on` is true.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from typing import NamedTuple
+        >>> import jax
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLD
+        >>> from numpyro_repulsion.moves import Move, Proposal
+
+        >>> class Nothing(NamedTuple):
+        ...     tally: tuple[jax.Array, jax.Array]
+
+        >>> class Reflection(Move):  # for an almost symmetric posterior
+        ...     def start(self, cloud, iterations, dense):
+        ...         return Nothing((jnp.zeros(()), jnp.zeros(())))
+        ...     def propose(self, key, state, cloud, energy_and_grad, temperature, stratified):
+        ...         return Proposal(-cloud.z, *energy_and_grad(-cloud.z), jnp.zeros(cloud.z.shape[:2]))
+
+        >>> def two_modes(z):
+        ...     return -jnp.logaddexp(-jnp.sum((z - 4) ** 2) / 2, -jnp.sum((z + 4) ** 2) / 2)
+        >>> mcmc = MCMC(SGLD(potential_fn=two_modes, moves=Reflection(), preconditioner=None), num_warmup=200,
+        ...             num_samples=200, num_chains=10, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=4.0 + random.normal(random.key(1), (10, 1)))
+        >>> abs(float((mcmc.get_samples() > 0).mean()) - 0.5) < 0.1
+        True
+    """
+
+    #: The smallest number of particles from which the move can learn.
+    min_particles: ClassVar[int] = 2
+
+    def start(self, cloud: Cloud, iterations: int, dense: bool) -> State:
+        """Return the state before warmup.
+
+        :param iterations: the number of warmup iterations.
+        :param dense: whether scales are matrices.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement `start`.")
+
+    def record(self, state: State, positions: Preconditioner, cloud: Cloud, age: Integer[Array, ""]) -> State:
+        """Return the state after one more iteration of warmup, in its program; unchanged by default.
+
+        :param positions: the change of variables from whitened to unconstrained coordinates.
+        :param age: how many iterations particles have been where they belong; negative while they arrive.
+        """
+        del positions, cloud, age
+        return state
+
+    def learn(self, window: Window, state: State, warmup: WarmupState, cloud: Cloud, temperature: float) -> State:
+        """Return the state at the end of a window of warmup, from arrays of the host; unchanged by default."""
+        del window, warmup, cloud, temperature
+        return state
+
+    def propose(
+        self,
+        key: jax.Array,
+        state: State,
+        cloud: Cloud,
+        energy_and_grad: EnergyAndGrad,
+        temperature: float,
+        stratified: bool,
+    ) -> Proposal:
+        """Return a proposal for every particle.
+
+        :param cloud: the particles, whitened.
+        :param stratified: whether the particles of an ensemble are independent, so that proposals may be stratified
+            over them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement `propose`.")
+
+    def is_on(self, state: State) -> Bool[Array, ""]:
+        """Return whether particles jump; a scalar, always true by default."""
+        del state
+        return jnp.ones((), bool)
+
+    def jump(
+        self,
+        key: jax.Array,
+        cloud: Cloud,
+        state: State,
+        energy_and_grad: EnergyAndGrad,
+        temperature: float,
+        stratified: bool,
+    ) -> Jumped:
+        """Propose one jump for every particle, and accept or reject each one separately."""
+        propose_key, accept_key = random.split(key)
+        proposal = self.propose(propose_key, state, cloud, energy_and_grad, temperature, stratified)
+        log_ratio = (cloud.potential_energy - proposal.potential_energy) / temperature + proposal.log_ratio
+        probability = acceptance(log_ratio, jnp.isfinite(proposal.gradient).all(-1))
+        accepted = uniform(accept_key, probability.shape, probability.dtype) < probability
+        z, energy, gradient = select(accepted, tuple(proposal[:3]), tuple(cloud[:3]))
+        return Jumped(Cloud(z, energy, gradient, cloud.memory), accepted, probability)
+
 
 #: How particles jump.
 NONE, DIFFERENCES, DENSITY = 0, 1, 2
@@ -67,8 +211,8 @@ class ArchiveState(NamedTuple):
 class Archive(Move[ArchiveState]):
     r"""Jumps to all regions that warmup visited, for posteriors with several modes.
 
-    Warmup records the positions of particles. Afterwards every second update is a Metropolis-Hastings step, exact for
-    any fixed archive :math:`a_1, \dots, a_C`. There are two kinds of proposal:
+    Warmup records the positions of particles. Afterwards each iteration begins with a Metropolis-Hastings step, exact
+    for any fixed archive :math:`a_1, \dots, a_C`. There are two kinds of proposal:
 
     - from the archive's *density* :math:`q = \frac{1}{C} \sum_c N(a_c, s^2 S S^\top)`: a proposal y is accepted with
       probability :math:`\min\bigl(1, \frac{\pi(y)\, q(x)}{\pi(x)\, q(y)}\bigr)`. If K = I, the components offered to
@@ -120,6 +264,8 @@ class Archive(Move[ArchiveState]):
     """
 
     size: int = 1024
+    #: From which part of warmup on positions are recorded, and up to which.
+    span: ClassVar[tuple[float, float]] = ARRIVED, 1.0
 
     def __post_init__(self):
         keep(self, "size", integer, least=16, expected="a power of two, 16 or more")
@@ -133,7 +279,8 @@ class Archive(Move[ArchiveState]):
         :param dense: whether S is a matrix.
         """
         groups, particles, dimension = cloud.z.shape
-        total = max(1, min(groups * particles * (iterations * 3 // 4), np.iinfo(np.int32).max))
+        begin, end = (int(iterations * (part - ARRIVED)) * groups * particles for part in self.span)
+        total = max(1, min(end - begin, np.iinfo(np.int32).max))
         # A power of two divides space evenly; the iterations must fill it.
         size = min(self.size, 1 << max(total.bit_length() - 1, 4))
         # Stratum indices up to L C must fit 32 bits.
@@ -142,7 +289,7 @@ class Archive(Move[ArchiveState]):
         return ArchiveState(
             recorded=(jnp.zeros((size, dimension), dtype),) * 2,
             number=jnp.zeros((), jnp.int32),
-            source=jnp.asarray(np.arange(size, dtype=np.int64) * total // size, jnp.int32),
+            source=jnp.asarray(begin + np.arange(size, dtype=np.int64) * total // size, jnp.int32),
             components=jnp.zeros((size, dimension), dtype),
             variance=jnp.ones((), dtype),
             scale=jnp.eye(dimension, dtype=dtype) if dense else jnp.ones(dimension, dtype),
@@ -165,11 +312,13 @@ class Archive(Move[ArchiveState]):
         return jumps._replace(recorded=recorded, number=jumps.number + here.sum(dtype=jnp.int32))
 
     def learn(self, window, jumps, warmup, cloud, temperature):
-        """Renew the archive, with S and s² fitted to it."""
         if not window.has_arrived:
             return jumps
         tried = DENSITY if window.ends >= window.schedule.at(FREEZE) else DIFFERENCES
-        jumps = self._choose(jumps, None if window.is_last else tried)
+        return self._fitted(self._choose(jumps, None if window.is_last else tried), warmup, cloud, temperature)
+
+    def _fitted(self, jumps, warmup, cloud, temperature):
+        """Return the archive with all that is recorded, and S and s² fitted to it."""
         # Until the archive is full, it repeats its positions.
         filled = np.arange(len(jumps.source)) % max(int(jumps.number), 1)
         change = warmup.scales.preconditioner
@@ -210,6 +359,22 @@ class Archive(Move[ArchiveState]):
         visited, log_forth, log_back = lax.cond(state.kind == DENSITY, from_density, by_differences, key)
         position, energy, gradient = visited
         return Proposal(position, energy, gradient, log_back - log_forth)
+
+
+class Basins(Archive):
+    """Jumps from an archive's density that switch themselves on if warmup leaves particles in several basins.
+
+    The archive holds positions from 70 % to 95 % of warmup, when particles settle in their basins.
+    """
+
+    min_particles = 4  # Fewer do not distinguish basins from chance.
+    span = 0.7, 0.95
+
+    def learn(self, window, jumps, warmup, cloud, temperature):
+        is_due = window.is_at(self.span[1]) and warmup.symptoms is not None
+        if not is_due or not warmup.symptoms.widest.has_basins:
+            return jumps
+        return self._fitted(jumps, warmup, cloud, temperature)._replace(kind=np.asarray(DENSITY, np.int32))
 
 
 def _from_density(start, variance, components, visit, stratified, key):
