@@ -95,8 +95,8 @@ class ParticleKernel(Fixed, MCMCKernel):
         ``FullData()`` for others; ``"plain"`` has no control variates; ``SVRG()`` suits several modes.
     :param dynamics: how particles move; ``"auto"`` is the kernel's default.
     :param moves: jumps between updates, such as ``Archive()``. With ``"auto"``, four or more particles jump between
-        basins, by proposals from a mixture of Gaussians fitted in warmup, if warmup measures the step and finds several
-        basins, and each update uses all rows. This does not apply to noise that is averaged over two updates and
+        basins, by proposals from an archive of warmup, if warmup measures the step and finds several basins, and each
+        update uses all rows. This does not apply to noise that is averaged over two updates and
         correlated by K, the default of ``SGLDR`` with a measured step. ``False`` switches these jumps off.
     :param reparam: ``"auto"`` centers hierarchical sites (a normal, Student-t, Cauchy, Laplace, logistic or Gumbel
         prior with a scale that depends on other sites; or a site that the model multiplies by its scale) by a share
