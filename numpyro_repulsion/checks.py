@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["boolean", "device_memory", "integer", "is_auto", "keep", "number", "plain", "positive"]
-
 
 def is_auto(value: Any) -> bool:
     """Return whether a setting is ``"auto"``, the automatic choice."""

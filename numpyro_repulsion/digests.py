@@ -13,8 +13,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["digest", "digest_of_program", "has_parts", "words"]
-
 #: Addresses of objects, which differ between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 #: From so many bytes on, devices compute checksums of their arrays, which take a tenth of the time.

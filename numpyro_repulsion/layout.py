@@ -11,8 +11,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 from numpyro_repulsion.processes import are_several
 
-__all__ = ["PARTICLES", "ROWS", "Layout", "check_mesh", "num_devices", "place_everywhere", "place_particles"]
-
 #: The axes of a mesh over which particles and rows of data lie.
 PARTICLES, ROWS = "particles", "rows"
 #: With fewer parameters, the matrix of an interaction takes as much communication as they do.

@@ -14,8 +14,6 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["hashed", "integers_below", "normal", "signs", "uniform"]
-
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype=float) -> jax.Array:
     """Return standard normal numbers, the same as ``random.normal``."""

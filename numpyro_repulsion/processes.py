@@ -12,8 +12,6 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["IN_ALL", "agree", "are_several", "broadcast", "by_the_first", "here", "is_spread", "must_stop"]
-
 #: What to do where no process has all data.
 IN_ALL = "Call this in all processes, inside of `with jax.set_mesh(mesh):` as the run."
 

@@ -26,8 +26,6 @@ import numpy as np
 from numpyro_repulsion.checkpointing.identity import differences, makers, shapes_of
 from numpyro_repulsion.processes import are_several, broadcast, by_the_first
 
-__all__ = ["Directory", "Draws", "load_draws", "plan"]
-
 _NOTHING: dict[str, Any] = {"iteration": 0, "rows": [0, 0]}
 _RUN, _DRAWS, _STATES = "run.json", "draws", ("state-0.npz", "state-1.npz")
 _WRITE = os.O_WRONLY | getattr(os, "O_BINARY", 0)

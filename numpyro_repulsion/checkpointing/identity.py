@@ -22,8 +22,6 @@ from numpyro_repulsion.kernels.requirements import described
 from numpyro_repulsion.kernels.warming import Warming
 from numpyro_repulsion.version import __version__
 
-__all__ = ["differences", "digest_of_warmup", "identify", "makers", "shapes_of", "trace"]
-
 #: Entries that are programs: other versions of JAX make other programs from the same functions.
 PROGRAMS = ("what an iteration computes", "what warmup computes", "how particles start")
 #: Relative to one plus its size, a density may differ by this much if another program rounds it.

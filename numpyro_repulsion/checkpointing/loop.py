@@ -22,8 +22,6 @@ from numpyro_repulsion.kernels.state import ParticleState, check_chains
 from numpyro_repulsion.kernels.warming import Frozen, Warming
 from numpyro_repulsion.layout import place_everywhere
 
-__all__ = ["Loop", "frozen", "start", "ways_to_freeze"]
-
 
 class Loop:
     """Does what ``MCMC.run`` does in each iteration, with the same warmup, draws and thinning.

@@ -25,8 +25,6 @@ from numpyro_repulsion.kernels.requirements import require_agreement
 from numpyro_repulsion.kernels.warming import Warming
 from numpyro_repulsion.processes import here, must_stop
 
-__all__ = ["run_in_pieces"]
-
 #: How often the progress bar moves in a run.
 NUM_MOVES = 200
 

@@ -62,8 +62,6 @@ from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["ParticleKernel"]
-
 #: How often the progress bar of a warmup moves.
 NUM_MOVES = 20
 

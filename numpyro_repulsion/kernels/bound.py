@@ -43,20 +43,6 @@ from numpyro_repulsion.warmup import (
     most_late_iterations,
 )
 
-__all__ = [
-    "Binder",
-    "BoundSampler",
-    "Fixed",
-    "Settings",
-    "automatic_scale",
-    "choose_gradient",
-    "first_preconditioner",
-    "hinting",
-    "preconditioner_scale",
-    "step_rule",
-    "step_schedule",
-]
-
 #: Bounds on the default limit of dense scales: above it, products with them take longer than most gradients.
 DENSE_LIMITS = (64, 512)
 #: Of more parameters, the 40 directions of low-rank scales take more memory than several particles.

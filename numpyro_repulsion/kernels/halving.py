@@ -20,8 +20,6 @@ from numpyro_repulsion.kernels.mcmc import arguments
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup import Learned
 
-__all__ = ["halved_series"]
-
 #: Numbers ``(G, L, m)`` of the particles of a cloud.
 Observe = Callable[[Iteration, Learned, Cloud], Float[Array, "*particles k"]]
 #: A cloud, how many updates it made, and what its sampler learned.

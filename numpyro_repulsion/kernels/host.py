@@ -18,22 +18,6 @@ from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.mcmc import arguments, bring_here, draws
 
-__all__ = [
-    "bound_of",
-    "chosen_draws",
-    "coupling_of",
-    "evenly_spread",
-    "flat_values",
-    "has_other_data",
-    "is_warmup",
-    "kernel_of",
-    "kernel_of_run",
-    "latent_draws",
-    "require_draws",
-    "share_flagged",
-]
-
-
 #: Data count as the same up to this relative difference of potential energies.
 TOLERANCE = 1e-4
 

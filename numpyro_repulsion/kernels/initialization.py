@@ -36,8 +36,6 @@ from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import MIN_PARTICLES, WarmupState
 
-__all__ = ["MAX_DRAWS", "Initializer"]
-
 MAX_DRAWS = 100
 #: Starts are contracted to this share of their distance from their median if that lowers energies by this factor; a
 #: quadratic energy falls by 11, that of a network of four layers by 10^5.

@@ -46,18 +46,6 @@ from numpyro_repulsion.layout import Layout
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.warmup import Learned, Place, WarmupPlan, WarmupState
 
-__all__ = [
-    "BASINS",
-    "Iteration",
-    "Keys",
-    "Progress",
-    "clip",
-    "clip_coordinates",
-    "coordinate_limit",
-    "counted",
-    "length_limit",
-]
-
 
 class Keys(NamedTuple):
     """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile.

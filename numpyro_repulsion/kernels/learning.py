@@ -42,9 +42,6 @@ from numpyro_repulsion.warmup import (
     minibatch,
 )
 
-__all__ = ["HostSampler", "iterations_of", "judge", "now_of", "warm"]
-
-
 #: Gradients are evaluated at so many points at once, and fewer where these have more numbers in all.
 MOST_POINTS, FEW_NUMBERS = 64, 2**16
 #: So many gradients of the cloud does a warmup evaluate for its measurements, about; for the options of the program.

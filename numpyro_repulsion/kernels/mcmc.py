@@ -14,21 +14,6 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.processes import IN_ALL, are_several, here, is_spread
 from numpyro_repulsion.rows import Rows
 
-__all__ = [
-    "arguments",
-    "bring_here",
-    "collected_fields",
-    "collects_warmup",
-    "compiled_functions",
-    "draws",
-    "entering_mcmc",
-    "jit_spread_arguments",
-    "jits_arguments",
-    "progress_bar",
-    "set_arguments",
-    "set_results",
-]
-
 
 def arguments(mcmc: MCMC) -> tuple[tuple, dict]:
     """Return the model's ``args`` and ``kwargs`` of the last run."""

@@ -16,8 +16,6 @@ import numpy as np
 from numpyro_repulsion.gradients import Gradient, Target, quickly
 from numpyro_repulsion.kernels.bound import BoundSampler, Settings
 
-__all__ = ["Programs", "compiler_options", "is_traced", "unweakened"]
-
 #: How many of the kernels in use last keep their programs. JAX and NumPyro keep every kernel that has run, and XLA
 #: takes hundreds of memory maps for its programs, of which Linux allows a process 65,530.
 NUM_KEPT = 8

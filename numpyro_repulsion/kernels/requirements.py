@@ -26,23 +26,6 @@ from numpyro_repulsion.processes import agree, are_several, is_spread
 from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.warmup import MIN_WARMUP
 
-__all__ = [
-    "can_jump",
-    "check_ensembles",
-    "check_groups",
-    "check_init_params",
-    "check_jumps",
-    "check_moves",
-    "check_reparam",
-    "check_room",
-    "check_sweeps",
-    "described",
-    "require_agreement",
-    "require_instance",
-    "warn_of_copies",
-    "warn_of_short_warmup",
-]
-
 #: Counts of updates at which schedules are evaluated.
 _COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)
 

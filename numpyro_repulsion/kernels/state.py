@@ -20,18 +20,6 @@ from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.warmup import Learned
 
-__all__ = [
-    "Origin",
-    "ParticleState",
-    "check_chains",
-    "check_state",
-    "last_word",
-    "map_particles",
-    "row_seed",
-    "sampler_positions",
-    "whitened_cloud",
-]
-
 _ANEW = (
     "to start again from its positions, set mcmc.post_warmup_state = None and call mcmc.run(key, ..., "
     "init_params=state.z)"

@@ -49,19 +49,6 @@ from numpyro_repulsion.warmup import (
     svgd_direction,
 )
 
-__all__ = [
-    "Frozen",
-    "Judged",
-    "Now",
-    "Warming",
-    "WarmupIteration",
-    "approach",
-    "freeze",
-    "relabeled",
-    "travel",
-    "what_is_on",
-]
-
 
 class Warming(NamedTuple):
     """The state of a warmup.
