@@ -108,7 +108,8 @@ def run_in_pieces(
     given = mcmc.post_warmup_state if init_params is None else init_params
     pieces = {"piece_size": piece_size, "extra_fields": tuple(extra_fields), "directory": str(directory)}
     require_agreement(mcmc.sampler, mcmc, keys, mcmc.num_warmup, given, args, kwargs, **pieces)
-    bound_of(mcmc).share_data()
+    bound = bound_of(mcmc)
+    bound.gradient.share(bound.target)
     # Of several processes, rows that were shared are other inputs, and no program can look through them.
     bound_of(mcmc)
     num_warmup = 0 if mcmc.post_warmup_state is not None else mcmc.num_warmup

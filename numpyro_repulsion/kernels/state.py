@@ -230,13 +230,6 @@ def sampler_positions(state: ParticleState) -> tuple[jax.Array, jax.Array]:
     return (ravel_cloud(state.z)[0], state.potential_energy) if state.coordinates is None else state.coordinates
 
 
-def whitened_cloud(state: ParticleState, num_groups: int) -> Cloud:
-    """Return the particles in whitened coordinates, ``(G, L, d)``."""
-    flat, energy = sampler_positions(state)
-    cloud = Cloud(state.learned.preconditioner.whiten(flat), energy, state.gradient, state.memory)
-    return jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), cloud)
-
-
 def map_particles(fn, state: ParticleState) -> ParticleState:
     """Apply a function to every array of a state that leads with the particles."""
     return state._replace(**{name: jax.tree.map(fn, getattr(state, name)) for name in _PARTICLE_FIELDS})
