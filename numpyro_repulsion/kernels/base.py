@@ -404,7 +404,7 @@ class ParticleKernel(Settings, MCMCKernel):
         data = None if state.learned.reference is None else bound.data()
         bound = bound.within(state.num_updates)
         plan = bound.plan(state.learned.preconditioner.kind)
-        check_state(self, state.origin, state.z, state.learned, bound.target, bound.gradient)
+        check_state(state, self, bound.target, bound.gradient)
         _, unravel = ravel_cloud(state.z)
         flat, energy = sampler_positions(state)
         cloud = Cloud(state.learned.preconditioner.whiten(flat), energy, state.gradient, state.memory)

@@ -28,7 +28,7 @@ from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler, automatic_scale
 from numpyro_repulsion.kernels.state import ParticleState, last_word
 from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze
-from numpyro_repulsion.layout import place_everywhere, place_particles
+from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import MIN_PARTICLES, Preconditioner, WarmupState, first_scale
@@ -40,18 +40,12 @@ CONTRACTION, EXPLOSION = 0.3, 1e3
 
 
 class Start(NamedTuple):
-    """The start of a run.
+    """The start of a run."""
 
-    - **state** - the state of the warmup; or, if there is nothing to learn, that from which draws are made.
-    - **z** - the sites of the particles, each ``(L, ...)``.
-    - **cloud** - the particles in whitened coordinates.
-    - **smallest_eigenvalue** - that of K: 1 if K is always positive definite, NaN if K is not finite.
-    """
-
-    state: Warming | ParticleState
-    z: Particle
-    cloud: Cloud
-    smallest_eigenvalue: Float[Array, ""]
+    state: Warming | ParticleState  # of the warmup; if there is nothing to learn, that from which draws are made
+    z: Particle  # the sites of the particles, each ``(L, ...)``
+    cloud: Cloud  # the particles in whitened coordinates
+    smallest_eigenvalue: Float[Array, ""]  # of K: 1 if K is always positive definite, NaN if K is not finite
 
 
 def start(
@@ -126,7 +120,7 @@ def start(
         start=jax.tree.map(lambda x: x[:1], z),
     )
     eigenvalue = _smallest_eigenvalue(kernel.interaction, u, bandwidth)
-    return place_everywhere(Start(state if how is None else freeze(bound, how, state, None), z, cloud, eigenvalue))
+    return Start(state if how is None else freeze(bound, how, state, None), z, cloud, eigenvalue)
 
 
 def _given_preconditioner(scale, flat):

@@ -48,14 +48,10 @@ from numpyro_repulsion.warmup import Learned, Place, WarmupPlan, WarmupState
 
 
 class Keys(NamedTuple):
-    """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile.
+    """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile."""
 
-    - **others** - keys for jumps that switch themselves on, or for the learners of warmup, ``(n,)``.
-    - **updates** - one key for each update, ``(num_steps,)``.
-    """
-
-    others: jax.Array
-    updates: jax.Array
+    others: jax.Array  # for jumps that switch themselves on, or for the learners of warmup, ``(n,)``
+    updates: jax.Array  # ``(num_steps,)``
 
     @staticmethod
     def of(key: jax.Array, num_steps: int, num_others: int) -> tuple[jax.Array, Keys]:
@@ -65,20 +61,13 @@ class Keys(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The quantities that updates change.
-
-    - **cloud** - the particles.
-    - **num_updates** - how many updates are done.
-    - **flagged** - how many updates of the iteration were rejected, turned back or had a clipped gradient, ``(G, L)``.
-    - **has_turned** - which particles were turned back in the last update, ``(G, L)``.
-    - **tally** - the number of jumps and the sum of their acceptance probabilities, or ``None``.
-    """
+    """The quantities that updates change."""
 
     cloud: Cloud
     num_updates: Integer[Array, ""]
-    flagged: Integer[Array, ...]
-    has_turned: Bool[Array, "*particles"]
-    tally: tuple[Float[Array, ""], Float[Array, ""]] | None
+    flagged: Integer[Array, ...]  # how many updates were rejected, turned back or had a clipped gradient, ``(G, L)``
+    has_turned: Bool[Array, "*particles"]  # which particles were turned back in the last update
+    tally: tuple[Float[Array, ""], Float[Array, ""]] | None  # jumps, and the sum of their acceptance probabilities
 
 
 #: Jumps that switch themselves on if warmup finds several basins.
@@ -91,33 +80,25 @@ def counted(tally, jumped):
     return number + 1, total + jumped.probability.mean()
 
 
-#: Gradients longer than this many times their expected length in whitened coordinates are clipped.
-GRADIENT_LIMIT = 20.0
-#: With minibatches, so is each coordinate longer than this many times its expected size: in warmup, whose steps are
-#: longer; and after it, for up to eight coordinates and for each further doubling of their number. Noise of parameters
-#: that few rows inform has exponential tails: of 1,000 random intercepts, one exceeds 10 in 6 % of the updates, but 20
-#: in 0.06 % (tests/kernels/test_clipping.py); and more often where the expected size, which is measured on a few
-#: minibatches, is too small. For half of it the factor per doubling is twice that of the tails.
-WARMUP_LIMIT, COORDINATE_LIMIT, LIMIT_PER_DOUBLING = 6.0, 10.0, 2.8
+#: Noise of parameters that few rows inform has exponential tails: of 1,000 random intercepts, one exceeds 10 times its
+#: expected size in 6 % of the updates, but 20 times in 0.06 % (tests/kernels/test_clipping.py); and more often where
+#: that size, which is measured on a few minibatches, is too small. For half of it this factor, for each doubling of the
+#: number of coordinates beyond eight, is twice that of the tails.
+LIMIT_PER_DOUBLING = 2.8
 #: A clipped gradient is recognized by reaching the limit, but for rounding.
 AT_LIMIT = 1.0 - 1e-4
 
 
 def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
-    """Return the length at which gradients are clipped.
-
-    :param variances: those expected of the gradient in whitened coordinates, ``(d,)``.
-    """
-    return GRADIENT_LIMIT * jnp.sqrt(jnp.sum(variances))
+    """Return the length at which gradients are clipped, for the variances expected of their whitened coordinates."""
+    return 20.0 * jnp.sqrt(jnp.sum(variances))
 
 
 def coordinate_limit(variance: Float[Array, ""], dimension: int, is_warmup: bool = False) -> Float[Array, ""]:
-    """Return the size at which single coordinates of gradients are clipped.
-
-    :param variance: that expected of a coordinate.
-    """
-    usual = COORDINATE_LIMIT + LIMIT_PER_DOUBLING * max(0.0, math.log2(dimension / 8))
-    return (WARMUP_LIMIT if is_warmup else usual) * jnp.sqrt(variance)
+    """Return the size at which single coordinates of noisy gradients are clipped, for the variance expected of one; it
+    is smaller in warmup, whose steps are longer."""
+    usual = 10.0 + LIMIT_PER_DOUBLING * max(0.0, math.log2(dimension / 8))
+    return (6.0 if is_warmup else usual) * jnp.sqrt(variance)
 
 
 def clip(
@@ -141,22 +122,14 @@ def clip_coordinates(
 
 @dataclass(frozen=True, eq=False)
 class Iteration:
-    """A bound sampler that moves a cloud ``(G, L, d)`` in whitened coordinates.
-
-    - **bound** - the kernel and the posterior.
-    - **plan** - what its warmup learns.
-    - **unravel** - the function from flat positions to those of the sites.
-    - **row_seed** - the seed of the orders of rows, for gradients that depend on the number of the update.
-    - **data** - the identity of the posterior; ``None`` without references, and where the data have no values.
-    - **schedule** - the schedule of step sizes, or ``None`` if the step size is measured.
-    """
+    """A bound sampler that moves a cloud ``(G, L, d)`` in whitened coordinates."""
 
     bound: BoundSampler
-    plan: WarmupPlan
-    unravel: Callable
-    row_seed: Integer[Array, ""] | None
-    data: np.ndarray | jax.Array | None
-    schedule: Callable | None
+    plan: WarmupPlan  # what its warmup learns
+    unravel: Callable  # from flat positions to those of the sites
+    row_seed: Integer[Array, ""] | None  # of the orders of rows, for gradients that depend on the number of the update
+    data: np.ndarray | jax.Array | None  # what tells the posterior from others; not without references or values
+    schedule: Callable | None  # of step sizes, unless they are measured
 
     @property
     def dynamics(self) -> Dynamics:
@@ -176,8 +149,7 @@ class Iteration:
 
     def target(self, learned: Learned | WarmupState | Place) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
-        centering, target = learned.centering, self.bound.target
-        return target if centering is None else self.centered(centering)
+        return self.bound.target if learned.centering is None else self.centered(learned.centering)
 
     def layout(self, u: Float[Array, "*particles d"]) -> Layout:
         """Return how a cloud lies on the devices."""
@@ -220,11 +192,7 @@ class Iteration:
         return energy_and_grad
 
     def evaluate_reference(
-        self,
-        key: jax.Array,
-        reference: Reference,
-        num_particles: int,
-        with_hessian: bool = True,
+        self, key: jax.Array, reference: Reference, num_particles: int, with_hessian: bool = True
     ) -> Reference:
         """Return the reference with U and ∇U over all rows at its position, and ∇²U if it has one."""
         new = evaluate_reference(key, self.bound.target, self.unravel, reference, num_particles, with_hessian)
