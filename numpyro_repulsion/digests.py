@@ -32,7 +32,8 @@ def digest(tree: Any) -> str | None:
             leaf = random.key_data(leaf)
         if isinstance(leaf, jax.Array | np.ndarray | np.generic) and leaf.dtype.kind != "O":
             found.update(f"{name} {leaf.shape} {leaf.dtype}".encode())
-            leaf = np.asarray(_checksums(leaf) if has_parts(leaf) or _is_large(leaf) else leaf)
+            is_large = isinstance(leaf, jax.Array) and leaf.nbytes >= _LARGE
+            leaf = np.asarray(_checksums(leaf) if has_parts(leaf) or is_large else leaf)
             found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
         else:
             found.update(f"{name} {words(leaf)}".encode())
@@ -49,10 +50,6 @@ def words(part: object) -> str:
 def has_parts(x: object) -> bool:
     """Return whether devices have parts of an array, which other processes or meshes have in other parts."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_fully_replicated
-
-
-def _is_large(x):
-    return isinstance(x, jax.Array) and x.nbytes >= _LARGE
 
 
 @jax.jit

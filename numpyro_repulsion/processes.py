@@ -12,10 +12,8 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
-#: What to do where no process has all data.
 IN_ALL = "Call this in all processes, inside of `with jax.set_mesh(mesh):` as the run."
 
-#: A pytree of arrays.
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from numpyro.handlers import seed
-from numpyro.primitives import Messenger
+from numpyro.handlers import seed, trace
 
 from numpyro_repulsion.digests import digest, digest_of_program
 from numpyro_repulsion.dynamics import Dynamics
@@ -205,30 +204,20 @@ def _of_arguments(args, kwargs, error):
             yield f"The model's {name} is an array of dtype {value.dtype}. Encode its values as numbers."
 
 
-class _Plates(Messenger):
-    """Records the subsampled plates of a model, up to an error."""
-
-    def __init__(self, fn):
-        super().__init__(fn)
-        self.found: dict[str, tuple[int, int]] = {}
-
-    def process_message(self, msg):
-        if msg["type"] == "plate" and len(msg["args"]) > 1 and msg["args"][1] and msg["args"][1] < msg["args"][0]:
-            self.found[msg["name"]] = msg["args"][:2]
-
-
 def _of_rows(model, args, kwargs, error):
     """If arrays do not fit together, the commonest reason is that not all of them are taken by rows."""
     if not any(word in str(error) for word in ("broadcast", "shapes")):
         return
-    plates = _Plates(seed(model, random.key(0)))
-    with suppress(Exception):  # The same error.
-        jax.eval_shape(lambda: plates(*args, **kwargs) and None)
-    for name, (size, batch) in plates.found.items():
-        yield (
-            f"The plate '{name}' draws {batch} of {size} rows. Take these rows of all data, inside the plate: `with "
-            f"numpyro.plate('{name}', {size}, subsample_size={batch}) as i:`, then x[i] and y[i]."
-        )
+    seen = trace(seed(model, random.key(0)))
+    with suppress(Exception):  # The same error, up to which sites are seen.
+        jax.eval_shape(lambda: seen(*args, **kwargs) and None)
+    for name, site in getattr(seen, "trace", {}).items():
+        size, batch = site["args"][:2] if site["type"] == "plate" and len(site["args"]) > 1 else (0, None)
+        if batch and batch < size:
+            yield (
+                f"The plate '{name}' draws {batch} of {size} rows. Take these rows of all data, inside the plate: "
+                f"`with numpyro.plate('{name}', {size}, subsample_size={batch}) as i:`, then x[i] and y[i]."
+            )
 
 
 #: From so many bytes on an array is large.
@@ -285,10 +274,12 @@ class BoundSampler:
         """
         if not isinstance(number, jax.core.Tracer):
             return self
-        leaves = jax.tree.leaves((self.target.args, self.target.kwargs))
-        # Arrays of NumPy stay too: with them a model may compute in double precision.
-        large = {place: leaf for place, leaf in enumerate(leaves) if _is_large(leaf)}
-        large = {place: leaf for place, leaf in large.items() if not self._needs_values({place: leaf})}
+        large = {}
+        for place, leaf in enumerate(jax.tree.leaves((self.target.args, self.target.kwargs))):
+            # Arrays of NumPy stay too: with them a model may compute in double precision.
+            is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            if is_here and leaf.nbytes >= LARGE_BYTES and not self._needs_values({place: leaf}):
+                large[place] = leaf
         return replace(self, target=self._with(lax.optimization_barrier(large))) if large else self
 
     def _with(self, arrays):
@@ -350,12 +341,12 @@ class Binder:
         # The analysis also depends on the precision in use.
         key = (structure, jnp.result_type(float))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            if known is None or known[0] != key or not _fits(known[3], leaves):
+            if known is None or known[0] != key or not all(map(_fits, known[3], leaves)):
                 return self._analyzed(args, kwargs)
             # What the run was started for: an analysis of traced values may find less.
             return BoundSampler(self._kernel, known[2].target.with_arguments(args, kwargs), known[2].gradient)
         marks = [_mark(leaf) for leaf in leaves]
-        if known is None or known[0] != key or not _same(known[1], marks):
+        if known is None or known[0] != key or not all(map(_same, known[1], marks)):
             self._last = known = key, marks, self._analyzed(args, kwargs), leaves
         return known[2]
 
@@ -367,22 +358,12 @@ class Binder:
             return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
 
 
-def _is_large(leaf):
-    is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return is_here and leaf.nbytes >= LARGE_BYTES
-
-
-def _fits(known, leaves):
-    """Return whether traced leaves have the shapes and types of known ones, and all others are the same."""
-    numbers = jax.Array | np.ndarray | np.generic | bool | int | float | complex
-
-    def fits(one, leaf):
-        if not isinstance(leaf, jax.core.Tracer):
-            return _same([_mark(one)], [_mark(leaf)])
-        same_shape = isinstance(one, numbers) and jnp.shape(one) == leaf.shape
-        return same_shape and jnp.result_type(one) == leaf.dtype
-
-    return len(known) == len(leaves) and all(map(fits, known, leaves))
+def _fits(one, leaf):
+    """Return whether a traced leaf has the shape and type of a known one; any other is the same."""
+    if not isinstance(leaf, jax.core.Tracer):
+        return _same(_mark(one), _mark(leaf))
+    is_number = isinstance(one, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+    return is_number and jnp.shape(one) == leaf.shape and jnp.result_type(one) == leaf.dtype
 
 
 def _mark(leaf):
@@ -393,9 +374,6 @@ def _mark(leaf):
     return leaf
 
 
-def _same(some, others):
-    """Return whether all marks are the same objects or equal plain values."""
-    return len(some) == len(others) and all(
-        a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str | tuple) and a == b)
-        for a, b in zip(some, others, strict=True)
-    )
+def _same(a, b):
+    """Return whether marks are the same objects or equal plain values."""
+    return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str | tuple) and a == b)

@@ -42,11 +42,6 @@ from numpyro_repulsion.warmup import (
     minibatch,
 )
 
-#: Gradients are evaluated at so many points at once, and fewer where these have more numbers in all.
-MOST_POINTS, FEW_NUMBERS = 64, 2**16
-#: So many gradients of the cloud does a warmup evaluate for its measurements, about; for the options of the program.
-NUM_GRADIENTS = 500
-
 
 def _update_jumps(rng, window, warmup, cloud, sampler):
     """Update what the kernel's ``moves`` have learned."""
@@ -72,18 +67,12 @@ ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps, _update_basins)
 
 @dataclass(frozen=True, eq=False)
 class HostSampler:
-    """What learners may use of a bound sampler, :class:`~numpyro_repulsion.warmup.Sampler`, by programs.
-
-    - **bound** - the kernel and the posterior.
-    - **plan** - what its warmup learns.
-    - **programs** - those of the kernel.
-    - **state** - the state of the warmup at the end of the window.
-    """
+    """What learners may use of a bound sampler, :class:`~numpyro_repulsion.warmup.Sampler`, by programs."""
 
     bound: BoundSampler
     plan: WarmupPlan
     programs: Programs
-    state: Warming
+    state: Warming  # at the end of the window
 
     @property
     def dynamics(self):
@@ -127,7 +116,6 @@ class HostSampler:
             return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
 
     def _place(self, warmup):
-        """Return where gradients are evaluated."""
         return Place(warmup.preconditioner, warmup.centering, warmup.reference), self.state.start
 
     def _couple(self, u, bandwidth, is_new=False):
@@ -157,14 +145,16 @@ class HostSampler:
     def _evaluated(self, warmup, cases):
         """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.Gradients`, by one program."""
         place, u, cases = self._place(warmup), self.state.cloud.z, iter(cases)
-        most = int(np.clip(FEW_NUMBERS // u.size, 4, MOST_POINTS))
+        # So many points at once, and fewer where these have more numbers in all.
+        most = int(np.clip(2**16 // u.size, 4, 64))
         while some := list(itertools.islice(cases, most)):
             numbers, orders = np.zeros(most, np.uint32), np.zeros(most, np.int32)
             points, count = np.zeros((most, *u.shape), u.dtype), len(some)
             for i, case in enumerate(some):
                 numbers[i], points[i], orders[i] = case
             rest = self.state.rng_key, numbers, points, orders, np.int32(count)
-            found = self._run(warming.gradients, None, *place, *rest, num_gradients=NUM_GRADIENTS)
+            # A warmup evaluates about 500 gradients of the cloud for its measurements.
+            found = self._run(warming.gradients, None, *place, *rest, num_gradients=500)
             yield from zip(*(x[:count] for x in found), strict=True)
 
     def energy_on_common_rows(self, warmup, u):

@@ -37,15 +37,16 @@ def bring_here(mcmc: MCMC) -> None:
     """
     if not are_several() or mcmc._states is None:
         return
-    if _has_spread(mcmc) and jax.sharding.get_abstract_mesh().empty:
+    if (
+        any(is_spread(getattr(leaf, "source", leaf)) for leaf in _argument_leaves(mcmc))
+        and jax.sharding.get_abstract_mesh().empty
+    ):
         raise ValueError(f"The data of this run lie in parts in several processes. {IN_ALL}")
     set_results(mcmc, here(mcmc._states), here(mcmc._last_state))
 
 
-def _has_spread(mcmc):
-    """Return whether no process has the whole of some argument of the model."""
-    leaves = jax.tree.leaves((mcmc._args, mcmc._kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
-    return any(is_spread(leaf.source if isinstance(leaf, Rows) else leaf) for leaf in leaves)
+def _argument_leaves(mcmc):
+    return jax.tree.leaves((mcmc._args, mcmc._kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
 
 
 def set_results(mcmc: MCMC, states: dict[str, Any], last_state: Any) -> None:
@@ -84,10 +85,7 @@ def jits_arguments(mcmc: MCMC) -> bool:
 def jit_spread_arguments(mcmc: MCMC) -> None:
     """Make the model's arguments inputs of the compiled program if no process has the whole of some of them: JAX allows
     such arrays nowhere else."""
-    if not are_several():
-        return
-    leaves = jax.tree.leaves((mcmc._args, mcmc._kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
-    if any(is_spread(leaf) or isinstance(leaf, Rows) for leaf in leaves):
+    if are_several() and any(is_spread(leaf) or isinstance(leaf, Rows) for leaf in _argument_leaves(mcmc)):
         mcmc._jit_model_args = True
 
 
