@@ -105,8 +105,7 @@ def cache(tmp_path):
     compilation_cache.reset_cache()
 
 
-@pytest.mark.parametrize("progress_bar", [True, False])
-@pytest.mark.parametrize("run", [at_once, in_pieces])
+@pytest.mark.parametrize(("run", "progress_bar"), [(at_once, True), (at_once, False), (in_pieces, False)])
 def test_programs_are_kept_by_jax(run, progress_bar, cache):
     mcmc = make(SGLDR(potential_fn=quartic, step_size=1e-3))
     mcmc.progress_bar = progress_bar
