@@ -70,10 +70,7 @@ def _checksums(x):
 
 
 def digest_of_program(program: ClosedJaxpr, known: Any = ()) -> str:
-    """Return the digest of a program and its constants, which leaves out what it calls back in Python.
-
-    :param known: arrays whose values need no digest here, because they have one elsewhere.
-    """
+    """Return the digest of a program and its constants, but for known arrays and what it calls back in Python."""
     # Known arrays are recognized by identity, not by value.
     names = {id(x): f"known {i}" for i, x in enumerate(jax.tree.leaves(known)) if isinstance(x, jax.Array | np.ndarray)}
     text = program.jaxpr.pretty_print(use_color=False)

@@ -77,10 +77,7 @@ class Layout:
 
     @staticmethod
     def of(shape: tuple[int, int, int], interacts: bool) -> Layout:
-        """Return the layout of a cloud ``(G, L, d)`` on the mesh of ``jax.set_mesh``.
-
-        :param interacts: whether an update of a particle needs the others.
-        """
+        """Return the layout of a cloud ``(G, L, d)``, in which particles may need each other, on the mesh of JAX."""
         count = num_devices(PARTICLES)
         if count == 1:
             return Layout(None)

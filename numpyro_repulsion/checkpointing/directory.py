@@ -178,10 +178,7 @@ class Directory:
             )
 
     def restore(self, *likes: Any) -> tuple[int, Any] | None:
-        """Return the iteration to continue from and the states there, or ``None`` before the first piece.
-
-        :param likes: the structures that the states may have, with shapes and types.
-        """
+        """Return the iteration to continue from and the states there, with one of these structures, or ``None``."""
         found = by_the_first(lambda: self._restore(likes))
         if not are_several():
             return found
@@ -209,10 +206,7 @@ class Directory:
         return None
 
     def save(self, iteration: int, states: Any, first_row: int, draws: list[np.ndarray]) -> None:
-        """Save the draws of a piece and, once these are on disk, the states after it.
-
-        :param draws: in the order of the files, each ``(chains, draws of the piece, ...)``.
-        """
+        """Save the draws of a piece, in the order of the files, and, once these are on disk, the states after it."""
 
         def save():
             for file, place, array in zip(self._open_files[-len(draws) :], self._draws, draws, strict=True):
@@ -313,10 +307,7 @@ class DrawFile(NamedTuple):
 
 
 def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows: int) -> list[DrawFile]:
-    """Return the files for the collected draws, in the order of the leaves, named after sites and fields.
-
-    :param collected: shapes of one draw, ``(chains, ...)``, by field.
-    """
+    """Return the files for the collected draws, in the order of the leaves, named after sites and fields."""
     files: list[DrawFile] = []
     taken = set()
     leaves = jax.tree.leaves_with_path(collected)
@@ -337,10 +328,7 @@ def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows
 
 
 def _make_room(folder: Path, files: list[DrawFile]) -> None:
-    """Make files of full length, so that a disk that is too small fails before anything is computed.
-
-    :raises OSError: if the disk is too small; the files are removed.
-    """
+    """Make files of full length, or none, so that a disk that is too small fails before anything is computed."""
     try:
         folder.mkdir(exist_ok=True)
         for one in files:
@@ -424,10 +412,8 @@ def _pack(tree: Any, note: dict[str, Any]) -> bytes:
 
 
 def _unpack(data: bytes, likes: Sequence[Any] = ()) -> tuple[Any, dict[str, Any]]:
-    """Return the pytree and the note that :func:`_pack` packed; raise `_Torn` for anything else.
-
-    :param likes: pytrees of the structures that it may have, with shapes and types; without any, only the note is read.
-    """
+    """Return the pytree, which has one of these structures, and the note that `_pack` packed; without a structure, only
+    the note. Raise `_Torn` for a torn file."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = dict(file)

@@ -25,11 +25,7 @@ PROGRAMS = ("what an iteration computes", "what warmup computes", "how particles
 
 
 def trace(function: Callable, *args: Any, known: Any = ()) -> tuple[str, Any]:
-    """Return the digest of the program of a function, and the shapes and types of its results.
-
-    :param args: arguments, or their shapes and types.
-    :param known: arrays whose values need no digest here, because they have one elsewhere.
-    """
+    """Return the digest of the program of a function, but for known arrays, and the shapes and types of its results."""
     program, output = jax.make_jaxpr(function, return_shape=True)(*args)
     return digest_of_program(program, known), output
 
@@ -39,7 +35,7 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
 
     :param state: the (first) state of the run, or its shapes.
     :param collected: shapes of one draw, by field.
-    :param programs: digests of the programs of an iteration, of an iteration of warmup, and of the start.
+    :param programs: digests of those of :data:`PROGRAMS`.
     """
     identity = {
         "key": digest(rng_key),
@@ -57,10 +53,7 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], has_other_programs: bool = False) -> list[str]:
-    """Return the differences between two identities, in words.
-
-    :param has_other_programs: whether their programs cannot be compared, because other versions made them.
-    """
+    """Return the differences between two identities, in words; other versions make programs that cannot be compared."""
     found, unknown = [], []
     for name in dict.fromkeys((*now, *saved)):
         a: Any = saved.get(name)

@@ -203,10 +203,7 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
 
 
 def _frozen(mcmc, state):
-    """Yield the shapes of all states that a warmup may become, that with all it may switch on first.
-
-    :param state: the shapes of a state of the warmup.
-    """
+    """Yield the shapes of all states that a warmup may become, that with all it may switch on first."""
     warmup, kernel = state.warmup, mcmc.sampler
     reference = warmup.reference
     orders = (0,) if reference is None else (1, 0) if reference.hessian is None else (2, 1, 0)
@@ -250,10 +247,7 @@ class _Loop:
         return max(0, (iteration - self.offset) // self.thinning)
 
     def advance(self, state, collected, first, stop, begin):
-        """Return the state after iterations ``first`` to ``stop`` of a piece from ``begin``, and the collected draws.
-
-        :param collected: of :meth:`empty`, or of the previous call; its buffer is donated.
-        """
+        """Return the state and the draws, whose buffer is donated, after iterations of a piece from ``begin``."""
         scalars = map(np.int32, (first, stop, self.rows(begin), self.offset, self.thinning))
         before = int(state.num_flagged_updates)
         value, collected = self._program(*scalars, self._value(state), collected)

@@ -238,10 +238,7 @@ class ParticleKernel(Settings, MCMCKernel):
         return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} flagged" if count else "")
 
     def warn_of_flagged(self, state: ParticleState, num_flagged_updates: int) -> int:
-        """Warn, on the host and once, of many flagged updates; return their number.
-
-        :param num_flagged_updates: their number when this was last called.
-        """
+        """Warn, on the host and once, if many updates were flagged and before only so many; return their number."""
         count = int(state.num_flagged_updates)
         many = MAX_FLAGGED * int(state.num_warmup) * self.num_steps * np.size(state.potential_energy)
         if num_flagged_updates <= many < count:
@@ -328,10 +325,7 @@ class ParticleKernel(Settings, MCMCKernel):
         return begun.state
 
     def warm(self, state: Warming, number: int, num_warmup: int, args, kwargs) -> Warming:
-        """Make a number of iterations of warmup.
-
-        :param num_warmup: how many there are in all, which decides how the program is compiled.
-        """
+        """Make a number of iterations of warmup; how many there are in all decides how the program is compiled."""
         if is_traced():
             raise ValueError(
                 f"{type(self).__name__} learns its step size, scales or references before the first draw, outside of "

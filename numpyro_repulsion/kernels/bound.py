@@ -326,10 +326,7 @@ class BoundSampler:
 
 
 class Binder:
-    """Bind a kernel to arguments of its model, and analyze the model once for equal arguments.
-
-    It keeps only the last arguments, like NumPyro, which keeps their compiled program.
-    """
+    """Bind a kernel to the arguments of its model, which is analyzed once for equal ones; only the last are kept."""
 
     def __init__(self, kernel: Settings):
         self._kernel = kernel

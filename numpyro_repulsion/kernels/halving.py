@@ -93,10 +93,7 @@ def _with_step(learned, step_size):
 
 
 def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], observe: Observe):
-    """Make one iteration with ε, and twice as many updates with ε/2.
-
-    :return: the clouds, and for both the means over particles and updates of what is observed, ``(G, m)``.
-    """
+    """Make one iteration with ε, and twice as many updates with ε/2; also return the means of what is observed."""
     basins_key, updates_key = random.split(key)
 
     def begun(cloud, count, learned):

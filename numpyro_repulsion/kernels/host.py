@@ -95,10 +95,7 @@ def chosen_draws(mcmc: MCMC, most: int, by_chain: bool = False) -> Any:
 
 
 def latent_draws(target: Target, draws: Any, who: str) -> Any:
-    """Return the draws of the latent sites of a model; those of a function are all of them.
-
-    :param who: what needs them, for the message if a site is missing, such as "Scores need".
-    """
+    """Return the draws of the latent sites of a model, whose absence a message says; those of a function are all."""
     if not isinstance(target, ModelTarget):
         return draws
     if missing := [name for name in target.latent if name not in draws]:

@@ -51,12 +51,10 @@ class Start(NamedTuple):
 def start(
     bound: BoundSampler, settings: tuple[int, Frozen | None], rng_key: jax.Array, init_params: Particle | None, data
 ) -> Start:
-    """Return the :class:`Start`.
+    """Start particles, each with a key.
 
     :param settings: the number of iterations of warmup; and how to freeze the start at once, if there is nothing to
         learn; static.
-    :param rng_key: a key for each particle.
-    :param init_params: the starts, or ``None`` to draw them.
     :param data: what tells the posterior from others, or ``None``.
     """
     (num_warmup, how), kernel, target = settings, bound.kernel, bound.target
@@ -189,10 +187,7 @@ def _draw(key, keys, strategy, target, evaluate):
 
 
 def check_start(bound: BoundSampler, start: Start, is_given: bool) -> None:
-    """Raise ``ValueError`` if starts are not finite or coincide, or if K is not positive definite there.
-
-    :param is_given: whether the user gave the starts.
-    """
+    """Raise ``ValueError`` if starts are not finite or coincide, or if K is not positive definite there."""
     kernel, target, cloud = bound.kernel, bound.target, jax.tree.map(np.asarray, start.cloud)
     interaction, eigenvalue = kernel.interaction, float(start.smallest_eigenvalue)
     flat = cloud.z.reshape(-1, cloud.z.shape[-1])

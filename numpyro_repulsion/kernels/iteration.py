@@ -113,10 +113,7 @@ def clip(
 def clip_coordinates(
     gradient: Float[Array, "*particles d"], limit: Float[Array, ""]
 ) -> tuple[Float[Array, "*particles d"], Bool[Array, "*particles"]]:
-    """Return gradients clipped by coordinate, and which of them reach the limit.
-
-    One long coordinate, as in the neck of a funnel, would send a particle off.
-    """
+    """Return gradients clipped by coordinate: a long one, as in the neck of a funnel, would send a particle off."""
     return jnp.clip(gradient, -limit, limit), (jnp.abs(gradient) > AT_LIMIT * limit).any(-1)
 
 
@@ -172,10 +169,8 @@ class Iteration:
     def energy_and_grad(
         self, learned: Learned | WarmupState | Place, num_updates: Integer[Array, ""] | None = None
     ) -> Callable:
-        """Return ``(key, u) -> (U, ∇U)``; an optional third argument is the order of control variates.
-
-        :param num_updates: how many updates were done before; ``None`` for rows that no update depends on.
-        """
+        """Return ``(key, u) -> (U, ∇U)``, with an optional third argument, the order of control variates; without a
+        number of updates, on rows that no update depends on."""
         gradient, target = self.bound.gradient, self.target(learned)
         if num_updates is not None and self.row_seed is not None:
             gradient = gradient.at(num_updates, self.row_seed)
@@ -214,19 +209,13 @@ class Iteration:
     def move(
         self, keys: Keys, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""]
     ) -> tuple[Progress, Learned]:
-        """Make ``num_steps`` updates, after one jump if there are several basins.
-
-        :param num_updates: how many updates were done before.
-        """
+        """Make ``num_steps`` updates, after one jump if there are several basins."""
         now, learned = self.jump_between_basins(keys.others, self.begin(cloud, num_updates, learned), learned)
         now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys.updates)
         return now, self.ended(now, learned)
 
     def ended(self, now: Progress, learned: Learned, num_steps: int | None = None) -> Learned:
-        """Return what was learned, with jumps counted and references older, after the last update of an iteration.
-
-        :param num_steps: how many updates it made; ``None`` for those of the kernel.
-        """
+        """Return what was learned, with jumps counted and references older, after the last update of an iteration."""
         if learned.jumps is not None and now.tally is not None:
             learned = learned._replace(jumps=learned.jumps._replace(tally=now.tally))
         if learned.reference is not None and self.plan.epoch is not None:
@@ -295,10 +284,7 @@ class Iteration:
         return now._replace(num_updates=now.num_updates + 1)
 
     def jump_between_basins(self, keys: jax.Array, now: Progress, learned: Learned) -> tuple[Progress, Learned]:
-        """Jump between basins if warmup found several; return the progress, and these jumps counted.
-
-        :param keys: of which the first one is used, if any.
-        """
+        """Jump between basins if warmup found several; return the progress, and these jumps counted."""
         state = learned.basins
         # Of the same kernel with another model, the energies may be noisy.
         if state is None or not self.plan.basins:

@@ -99,10 +99,7 @@ class HostSampler:
         return max((-(-size // batch) for size, batch in self.bound.target.plates.values()), default=1)
 
     def _run(self, function, settings, *arrays, num_gradients=0):
-        """Return what a program returns, on the host.
-
-        :param arrays: of which the host may have made floats more precise.
-        """
+        """Return on the host what a program returns, for arrays of which the host may have made floats more precise."""
         shape, dtype = self.state.cloud.z.shape, self.state.cloud.z.dtype
 
         def narrowed(x):
@@ -205,10 +202,7 @@ def now_of(plan: WarmupPlan, schedule: Schedule, warmup: WarmupState, iteration:
 
 
 def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state: Warming, number: int) -> Warming:
-    """Make a number of iterations of warmup, and learn at the ends of windows.
-
-    :param options: those of the programs that make the iterations.
-    """
+    """Make a number of iterations of warmup, by programs with these options, and learn at the ends of windows."""
     plan = bound.plan(state.warmup.preconditioner.kind)
     done = int(state.warmup.iteration)
     last = done + number
@@ -227,10 +221,7 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
 
 
 def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming], Warming]]:
-    """Return the functions of the iterations that warmup makes, while particles arrive and afterwards.
-
-    :param state: a state of the warmup, or its shapes.
-    """
+    """Return the functions of the iterations of a warmup: while particles arrive, and afterwards."""
     plan, whole = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
     now = Now(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step.size.dtype))
     steps = (warming.approach, warming.travel) if plan.arrives else (warming.travel,)

@@ -61,7 +61,6 @@ def require_agreement(
 ) -> None:
     """Raise ``ValueError``, in all processes of a run, if one of them was given something else.
 
-    :param start: the positions of particles, or a state.
     :param more: what else decides which programs run; without it, the progress bar does.
     """
     # While a program is traced, all values are; run_in_pieces then has asked before.
@@ -135,12 +134,8 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
 
 
 def check_data(target: Target, gradient: Gradient, mcmc: MCMC | None, size: int, left_out: tuple[str, ...]) -> None:
-    """Raise ``ValueError`` for `Rows` that each update would read whole, and for draws that exceed memory. Put rows on
-    the devices of a mesh.
-
-    :param size: the number of particles.
-    :param left_out: sites of which no draws are kept.
-    """
+    """Put rows on the devices of a mesh. Raise ``ValueError`` for `Rows` that each update would read whole, and for
+    draws, but for the sites that are left out, that exceed memory."""
     gradient.share(target)
     if not isinstance(target, ModelTarget):
         return

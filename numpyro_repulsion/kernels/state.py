@@ -47,10 +47,7 @@ class Origin:
 
 
 def check_state(state: ParticleState, kernel: Settings, target: Target, gradient: Gradient) -> None:
-    """Raise ``ValueError`` if a state with the axis L is that of another kernel, model or precision.
-
-    It looks only at shapes, types and static settings.
-    """
+    """Raise ``ValueError`` if a state with the axis L is, by shapes, types and settings, of another kernel or model."""
     learned, precision = state.learned, state.learned.step_size.dtype
     # A model determines its own precision, and a function only rules out float64.
     other = precision if jax.dtypes.canonicalize_dtype(precision) == precision else np.dtype("float32")

@@ -208,13 +208,8 @@ def travel(bound: BoundSampler, _: None, state: Warming, now: Now, number: Integ
 
 
 def gradients(bound: BoundSampler, _: None, place: Place, start: Particle, key, numbers, points, orders, number) -> Any:
-    """Return U and ∇U at some points, ``(n, G, L)`` and ``(n, G, L, d)``, of which the first ones are evaluated.
-
-    :param numbers: those of the minibatches, ``(n,)``.
-    :param points: particles, ``(n, G, L, d)``.
-    :param orders: those of the control variates, ``(n,)``.
-    :param number: how many points are evaluated.
-    """
+    """Return U and ∇U, ``(n, G, L)`` and ``(n, G, L, d)``, at the first ones of some points, by the numbers of their
+    minibatches and the orders of control variates."""
     energy_and_grad = _at(bound, place, start).energy_and_grad(place)
 
     def evaluate(i, found):
@@ -234,10 +229,7 @@ def common_energies(bound: BoundSampler, _: None, place: Place, start: Particle,
 
 
 def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | None, start: Particle, y) -> Any:
-    """Return energies of the likelihood alone, on the same rows for all, ``(G, L)``.
-
-    :param y: particles in the coordinates of the centering.
-    """
+    """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
     iteration = _at(bound, place := Place(Preconditioner(), centering, None), start)
     particles, rows = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1])), rows_to_compare(iteration.bound.target)
     energies = likelihood_energies(iteration.target(place), particles, rows)
@@ -247,20 +239,14 @@ def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | Non
 def reference_at(
     bound: BoundSampler, settings: tuple[int, bool], place: Place, start: Particle, reference: Reference, key, number
 ) -> Any:
-    """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows.
-
-    :param settings: the number of particles, and whether the Hessian is evaluated too; static.
-    """
+    """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows."""
     iteration, key = _at(bound, place, start), random.fold_in(key, number)
     moved = reference._replace(position=iteration.recover(place, reference.position).z)
     return iteration.evaluate_reference(key, moved, *settings)
 
 
 def recover(bound: BoundSampler, min_spread: float | None, place: Place, start: Particle, u) -> Any:
-    """Return the centering, and particles in the coordinates of the model.
-
-    :param min_spread: that of :meth:`CenteredTarget.structure_at`, which then estimates powers and bases; static.
-    """
+    """Return the centering, on request with estimated powers and bases, and particles in those of the model."""
     iteration, centering = _at(bound, place, start), place.centering
     found = iteration.recover(place, u)
     if min_spread is not None and centering is not None:
@@ -337,10 +323,7 @@ class Judged(NamedTuple):
 
 
 def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | None) -> ParticleState:
-    """Return the state from which draws are made, with all that warmup learned.
-
-    :param judged: ``None`` without a warmup.
-    """
+    """Return the state from which draws are made, with all that warmup learned, if there was one."""
     iteration, warmup = _iteration(bound, state), state.warmup
     if judged is None:
         limited, judged = Learned.of(warmup, None), Judged(np.zeros(()), None, None)
