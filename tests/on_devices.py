@@ -3,12 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
 import sys
-import tempfile
 
 import jax
 from jax import lax, random
@@ -19,7 +17,6 @@ import numpy as np
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
     RBF,
@@ -36,7 +33,6 @@ from numpyro_repulsion import (
     Sweeps,
     layout,
     predict,
-    run_in_pieces,
     summary,
     to_inference_data,
 )
@@ -276,37 +272,6 @@ SLOW = {name: meshes(name) for name in CASES if name not in ("SGLDR", "groups")}
 SLOW |= {"SGLDR": ["rows"], "groups": ["both", "rows"]}
 
 
-class Stopped(Exception):
-    """What ends a run after its second piece."""
-
-
-def pieces(arrays):
-    """A run on devices, the same in pieces, and after an interruption."""
-
-    def run(how, stops=False, **settings):
-        kernel, count = SGLD(regression), itertools.count()
-        warm = kernel.warm
-
-        def stop(*args):
-            if next(count) == 1:
-                raise Stopped
-            return warm(*args)
-
-        if stops:
-            kernel.warm = stop
-        mcmc = MCMC(kernel, num_warmup=60, num_samples=20, num_chains=8, chain_method="vectorized", progress_bar=False)
-        with jax.set_mesh(mesh_of("both")):
-            how(mcmc, random.key(0), Rows(X), Rows(Y), **settings)
-        return np.asarray(mcmc.get_samples()["beta"])
-
-    arrays["pieces/one"] = run(MCMC.run)
-    with tempfile.TemporaryDirectory() as directory:
-        arrays["pieces/whole"] = run(run_in_pieces, piece_size=20, directory=f"{directory}/whole")
-        with contextlib.suppress(Stopped):
-            run(run_in_pieces, stops=True, piece_size=20, directory=f"{directory}/resumed")
-        arrays["pieces/resumed"] = run(run_in_pieces, piece_size=20, directory=f"{directory}/resumed")
-
-
 def results(facts):
     """What follows a run, inside of the mesh."""
     with jax.set_mesh(mesh_of("both")):
@@ -335,7 +300,6 @@ def quick(arrays, facts):
 
 
 def slow(arrays, facts):
-    pieces(arrays)
     compare(SLOW, arrays, facts)
     for name, kind in WIDE_CASES.items():
         make = functools.partial(kind, regression, step_size=1e-4)

@@ -123,12 +123,6 @@ def test_several_processes_are_refused(monkeypatch):
         SGLD(regression, step_size=1e-3).init(random.split(random.key(0), 4), 0, None, (X, Y), {})
 
 
-@pytest.mark.slow
-def test_pieces_of_a_run_on_devices(slow):
-    assert differs(slow, "pieces/whole") < ROUNDING
-    np.testing.assert_array_equal(slow["pieces/resumed"], slow["pieces/whole"])
-
-
 def test_without_a_mesh_nothing_is_placed():
     assert num_devices("particles") == 1
     assert Layout.of((1, 4, 2000), interacts=True) == Layout(None)

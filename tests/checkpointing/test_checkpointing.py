@@ -107,15 +107,6 @@ def test_pieces_are_one_run(begun):
 
 
 @pytest.mark.slow
-def test_pieces_of_old_keys_thinned_in_ensembles():
-    whole, parts = (make(plain(num_ensembles=2), thinning=3, num_samples=32) for _ in range(2))
-    whole.run(random.PRNGKey(0), init_params=SIX, extra_fields=("gradient",))
-    run_in_pieces(parts, random.PRNGKey(0), init_params=SIX, extra_fields=("gradient",), piece_size=7)
-    assert_same(whole, parts)
-    assert all(type(x) is np.ndarray for x in jax.tree.leaves((parts.get_samples(), parts.get_extra_fields(True))))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize(
     ("kernel", "settings"),
@@ -472,36 +463,30 @@ sys.path.insert(0, {folder!r})
 import pytest
 import test_checkpointing as here
 
-directory, how, when, learned = sys.argv[1:]
-mcmc, args, options = here.killed_run(learned == "True")
+directory, how, when = sys.argv[1:]
+mcmc, args, options = here.killed_run()
 here.Fate(pytest.MonkeyPatch(), int(when), how, lambda: os.kill(os.getpid(), signal.SIGKILL))
 here.run_in_pieces(mcmc, *args, **options, directory=directory)
 """
 
 
-def killed_run(learned):
+def killed_run():
     """The run that is killed, and what it is called with."""
-    if learned:
-        mcmc = make(SGLDR(regression), num_warmup=400, num_samples=801, thinning=2)
-        return mcmc, (random.key(5), *data()), {"piece_size": 50}
     return make(plain(), 100, 3001), (random.key(5),), {"init_params": SIX, "piece_size": 50}
 
 
 MOMENTS = [*zip(itertools.cycle(["before", "torn", "after"]), (5, 20, 33, 47, 60, 78), strict=False)]
 
 
-@pytest.mark.parametrize(
-    ("learned", "fates"),
-    [(False, [("torn", 95)]), *(pytest.param(x, MOMENTS, marks=pytest.mark.slow) for x in (False, True))],
-)
+@pytest.mark.parametrize("fates", [[("torn", 95)], pytest.param(MOMENTS, marks=pytest.mark.slow)])
 @pytest.mark.skipif(sys.platform == "win32", reason="no kill -9")
-def test_kill_minus_nine(learned, fates, tmp_path):
+def test_kill_minus_nine(fates, tmp_path):
     script = DOOMED.format(folder=str(Path(__file__).parent))
     for how, when in fates:
-        command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path), how, str(when), str(learned)]
+        command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path), how, str(when)]
         process = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert process.returncode == -signal.SIGKILL, process.stderr
-    (parts, args, options), (whole, _, _) = killed_run(learned), killed_run(learned)
+    (parts, args, options), (whole, _, _) = killed_run(), killed_run()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         run_in_pieces(parts, *args, **options, directory=tmp_path)

@@ -14,7 +14,7 @@ from numpyro.contrib import module
 import numpyro.distributions as dist
 from numpyro.handlers import block, substitute
 
-from numpyro_repulsion import SGLD, SGLDR, SGNHT, BiasBudget, FullData, init_around, predict, to_inference_data
+from numpyro_repulsion import SGLD, SGNHT, BiasBudget, FullData, init_around, predict, to_inference_data
 from numpyro_repulsion.contrib import Localized, llc
 from numpyro_repulsion.gradients import ModelTarget
 
@@ -84,12 +84,6 @@ def regression(make, x, y=None):
         numpyro.sample("y", dist.Normal(mean, jnp.exp(jnp.clip(log_scale, -3, 3))), obs=None if y is None else y[i])
 
 
-def classification(make, x, y=None):
-    net = make()
-    with numpyro.plate("rows", len(x), subsample_size=min(len(x), 16)) as i:
-        numpyro.sample("y", dist.Categorical(logits=net(x[i])), obs=None if y is None else y[i])
-
-
 def run(kernel, *args, num_samples=10):
     mcmc = vectorized(kernel, 60 if kernel.step_size == BiasBudget() else 0, num_samples, 4)
     mcmc.run(random.key(2), *args)
@@ -109,14 +103,6 @@ def test_networks_run_and_predict(net):
     assert data["posterior"].sizes["chain"] == 4
     # The key that a module asks for does not make the likelihood random.
     assert data["log_likelihood"]["y"].shape == (4, 10, 48)
-
-
-def test_classes():
-    make = NETS["equinox"](3)
-    labels = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0)
-    mcmc = run(SGLDR(classification, step_size=1e-4), make, X, labels)
-    found = predict(mcmc, make, X, labels)
-    assert found.probabilities.shape == (48, 3) and found.log_likelihood.shape == (48,)
 
 
 def test_gradients_are_those_of_the_network():

@@ -173,26 +173,6 @@ def test_states_of_other_chains(run, number, num_chains, words, stored):
         run(mcmc, random.key(1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
-@pytest.mark.parametrize("num_chains", [1, 2])
-def test_chains_go_on_with_any_kernel(num_chains, make_key):
-    """A fresh kernel, one that was last used otherwise, and an unpickled one: to the same bits as one long run."""
-    starts = SIX[0] if num_chains == 1 else SIX[:2]
-    used = sgld(num_steps=2)
-    used.init(random.split(random.key(0), 6), 0, SIX, (), {})
-    whole, first = (make(used, num_samples=n, num_chains=num_chains) for n in (8, 4))
-    whole.run(make_key(0), init_params=starts)
-    first.run(make_key(0), init_params=starts)
-    others = [make(kernel, num_samples=4, num_chains=num_chains) for kernel in (sgld(num_steps=2), used)]
-    key = first.last_state.rng_key
-    for mcmc in (*others, pickle.loads(pickle.dumps(first))):
-        mcmc.post_warmup_state = first.last_state
-        mcmc.run(key if num_chains == 1 else jnp.repeat(key[None], num_chains, 0))
-        got = np.concatenate([first.get_samples(True), mcmc.get_samples(True)], 1)
-        np.testing.assert_array_equal(whole.get_samples(True), got)
-
-
 def test_a_state_in_the_midst_of_its_warmup():
     mcmc = make(sgld())
     mcmc.post_warmup_state = sgld().init(random.split(random.key(0), 6), 30, SIX, (), {})
