@@ -12,6 +12,7 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
+import tqdm
 
 from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
@@ -33,7 +34,7 @@ from numpyro_repulsion.kernels.bound import (
 from numpyro_repulsion.kernels.initialization import check_start, start
 from numpyro_repulsion.kernels.iteration import Iteration, Keys
 from numpyro_repulsion.kernels.learning import judge, warm
-from numpyro_repulsion.kernels.mcmc import arguments, collects_warmup, entering_mcmc, progress_bar
+from numpyro_repulsion.kernels.mcmc import arguments, collects_warmup, entering_mcmc
 from numpyro_repulsion.kernels.programs import Programs, compiler_options, is_traced
 from numpyro_repulsion.kernels.requirements import (
     can_jump,
@@ -268,19 +269,19 @@ class ParticleKernel(Settings, MCMCKernel):
         state = self.start(rng_key, num_warmup, init_params, model_args, model_kwargs, mcmc, left_out)
         if isinstance(state, ParticleState):
             return state
-        is_within = mcmc is not None and not collects_warmup(mcmc)
-        bar = progress_bar(mcmc is not None and mcmc.progress_bar, num_warmup)
-        with bar:
-            stride = max(1, num_warmup // 20) if mcmc is not None and mcmc.progress_bar else num_warmup
+        is_shown = mcmc is not None and mcmc.progress_bar
+        stride = max(1, num_warmup // 20) if is_shown else num_warmup
+        with tqdm.tqdm(total=num_warmup, desc="warmup", disable=not is_shown or jax.process_index() > 0) as bar:
             for done in range(0, num_warmup, stride):
                 number = min(stride, num_warmup - done)
                 state = self.warm(state, number, num_warmup, model_args, model_kwargs)
-                if not bar.disable:
+                if is_shown:
                     jax.block_until_ready(state)
                 bar.update(number)
         done = 0 if mcmc is not None else num_warmup
-        state = self.freeze(state, model_args, model_kwargs, is_prng_key(rng_key), done, is_within)
-        if mcmc is not None and mcmc.progress_bar:
+        passes = mcmc is not None and not collects_warmup(mcmc)
+        state = self.freeze(state, model_args, model_kwargs, is_prng_key(rng_key), done, passes)
+        if is_shown:
             self.warn_of_warmup(state)
         return state
 

@@ -72,7 +72,8 @@ def halved_series(
     def run(state, step_size):
         iteration, cloud = kernel.parts(state, args, kwargs)
         iteration = replace(iteration, schedule=None)
-        both = (_with_step(state.learned, step) for step in (step_size, step_size / 2))
+        steps = (jnp.asarray(step, state.learned.step_size.dtype) for step in (step_size, step_size / 2))
+        both = (state.learned._replace(step_size=step) for step in steps)
         clouds = tuple((cloud, state.num_updates, learned) for learned in both)
 
         def iterate(clouds, key):
@@ -86,10 +87,6 @@ def halved_series(
         series = tuple(x.mean(0, keepdims=True) for x in series)
     one, difference = (np.asarray(x[:, num_samples // 2 :], np.float64) for x in series)
     return one, difference
-
-
-def _with_step(learned, step_size):
-    return learned._replace(step_size=jnp.asarray(step_size, learned.step_size.dtype))
 
 
 def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], observe: Observe):

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import jax
-import tqdm
 
 from numpyro.infer import MCMC
 
@@ -70,11 +69,6 @@ def compiled_functions(mcmc: MCMC) -> tuple[Callable, Callable]:
 def collects_warmup(mcmc: MCMC) -> bool:
     """Return whether ``MCMC.warmup(collect_warmup=True)`` is running."""
     return mcmc._collection_params["lower"] == 0 and mcmc.num_warmup > 0
-
-
-def progress_bar(is_shown: bool, total: int) -> tqdm.tqdm:
-    """Return the progress bar of a warmup."""
-    return tqdm.tqdm(total=total, desc="warmup", disable=not is_shown or jax.process_index() > 0)
 
 
 def jits_arguments(mcmc: MCMC) -> bool:
