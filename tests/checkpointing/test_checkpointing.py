@@ -13,12 +13,13 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import NUTS
 
 from numpyro_repulsion import (
     SGHMC,
@@ -62,8 +63,7 @@ def data():
 
 
 def make(kernel, num_warmup=9, num_samples=30, **kwargs):
-    settings = {"num_chains": 6, "chain_method": "vectorized", "progress_bar": False} | kwargs
-    return MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, **settings)
+    return vectorized(kernel, num_warmup, num_samples, **kwargs)
 
 
 def plain(step_size=0.05, **kwargs):
@@ -459,7 +459,7 @@ def test_a_run_begun_elsewhere_is_mentioned(tmp_path):
 #: A process that ends by its own kill -9, at an operation on files.
 DOOMED = """
 import os, signal, sys
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 import pytest
 import test_checkpointing as here
 
@@ -481,7 +481,7 @@ MOMENTS = [*zip(itertools.cycle(["before", "torn", "after"]), (5, 20, 33, 47, 60
 @pytest.mark.parametrize("fates", [[("torn", 95)], pytest.param(MOMENTS, marks=pytest.mark.slow)])
 @pytest.mark.skipif(sys.platform == "win32", reason="no kill -9")
 def test_kill_minus_nine(fates, tmp_path):
-    script = DOOMED.format(folder=str(Path(__file__).parent))
+    script = DOOMED.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
     for how, when in fates:
         command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path), how, str(when)]
         process = subprocess.run(command, capture_output=True, text=True, timeout=300)

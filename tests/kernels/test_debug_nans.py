@@ -5,12 +5,12 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
     RBF,
@@ -41,8 +41,7 @@ def model(y):
 
 
 def make(kernel, num_warmup=50, **kwargs):
-    settings = {"num_chains": 6, "chain_method": "vectorized", "progress_bar": False} | kwargs
-    return MCMC(kernel, num_warmup=num_warmup, num_samples=10, **settings)
+    return vectorized(kernel, num_warmup, 10, **kwargs)
 
 
 @pytest.fixture(autouse=True)

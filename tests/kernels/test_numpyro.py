@@ -4,6 +4,7 @@ from catalogue import PRESETS, having
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 from scipy import stats
@@ -12,17 +13,11 @@ import xarray
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SVGD, BiasBudget, ensemble_mcse
 
 SAMPLERS = tuple(having(PRESETS, "sampler").values())
 REPELS = tuple(having(PRESETS, "repels").values())
-
-
-def make(kernel, num_warmup=400, num_samples=600, num_chains=20, **kwargs):
-    settings = {"chain_method": "vectorized", "progress_bar": False} | kwargs
-    return MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains, **settings)
 
 
 # Posteriors: each case gives a model or potential, its arguments, and functions of a draw with exact means and
@@ -114,7 +109,7 @@ CASES = (
 def run(kernel, case, key):
     target, args, function, mean, sd = case()
     starts = target.pop("starts", None)
-    mcmc = make(kernel(**target))
+    mcmc = vectorized(kernel(**target), 400, 600, 20)
     mcmc.run(key, *args, init_params=starts)
     draws = np.asarray(jax.vmap(jax.vmap(function))(mcmc.get_samples(group_by_chain=True)))
     return draws, np.asarray(mean), np.asarray(sd)

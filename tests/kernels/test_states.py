@@ -7,6 +7,7 @@ import pickle
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized as make
 import numpy as np
 import pytest
 
@@ -29,11 +30,6 @@ def rows(y):
     mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
     with numpyro.plate("rows", 20, subsample_size=4) as i:
         numpyro.sample("y", dist.Normal(mu[0], 1), obs=y[i])
-
-
-def make(kernel, num_warmup=0, num_samples=20, num_chains=6, chain_method="vectorized", **kwargs):
-    settings = {"num_chains": num_chains, "chain_method": chain_method, "progress_bar": False} | kwargs
-    return MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, **settings)
 
 
 def sgld(step_size=0.1, kernel=SGLD, **kwargs):

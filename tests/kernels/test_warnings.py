@@ -6,9 +6,8 @@ import jax
 from jax import random
 from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
+from models import vectorized
 import pytest
-
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SGLDR, run_in_pieces
 
@@ -20,7 +19,7 @@ def quartic(z):
 
 
 def make(kernel, num_warmup=0, num_samples=20):
-    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=6, chain_method="vectorized")
+    mcmc = vectorized(kernel, num_warmup, num_samples)
     mcmc.progress_bar = True  # NumPyro switches it off in tests.
     return mcmc
 
