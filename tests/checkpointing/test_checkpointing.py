@@ -365,7 +365,7 @@ def test_death_at_every_operation_on_files_loses_nothing(how, tmp_path):
 
 def test_death_after_death_loses_nothing(tmp_path):
     moments = np.random.default_rng(0)
-    for number in range(20):
+    for number in range(8):
         tale, alive = Tale(tmp_path / str(number)), False
         while not alive:
             with pytest.MonkeyPatch.context() as patch:
@@ -397,7 +397,7 @@ def test_torn_files_are_recognized(tmp_path):
 
     newest = "state-0.npz"  # of three pieces
     size = (told().path / newest).stat().st_size
-    positions = (None, *range(0, size, 37))
+    positions = (None, *range(0, size, 101))
     recognized = 0
     for position in positions:
         tale = told()
