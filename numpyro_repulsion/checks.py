@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["boolean", "device_memory", "integer", "is_auto", "keep", "number", "plain", "positive"]
-
 
 def is_auto(value: Any) -> bool:
     """Return whether a setting is ``"auto"``, the automatic choice."""
@@ -21,12 +19,10 @@ def is_auto(value: Any) -> bool:
 
 
 def integer(what: str, value: Any, least: int = 1, expected: str | None = None) -> int:
-    """Return an integer of Python, NumPy or JAX as a plain ``int``.
+    """Return an integer of Python, NumPy or JAX as a plain ``int``; raise ``ValueError`` for all else, such as 20.0.
 
     :param what: how the message names the setting, such as "`num_steps`".
-    :param least: the smallest value that is accepted.
     :param expected: what the message says was expected; by default an integer of ``least`` or more.
-    :raises ValueError: for anything else: a ``bool``, a float such as ``20.0``, or an array with axes.
     """
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, int) or found < least:
@@ -37,10 +33,7 @@ def integer(what: str, value: Any, least: int = 1, expected: str | None = None) 
 def number(what: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
     """Return a finite real number as a plain ``float``: other types would carry their precision into results.
 
-    :param what: how the message names the setting.
-    :param expected: what the message says was expected.
-    :param accepts: whether a number is within bounds.
-    :raises ValueError: for numbers out of bounds and for anything else, including a ``bool``.
+    :param expected: what the message says was expected, for numbers that are not accepted and for anything else.
     """
     found = plain(value)
     if isinstance(found, Real) and not isinstance(found, bool) and np.isfinite(float(found)) and accepts(float(found)):

@@ -13,8 +13,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["digest", "digest_of_program", "has_parts", "words"]
-
 #: Addresses of objects, which differ between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 #: From so many bytes on, devices compute checksums of their arrays, which take a tenth of the time.
@@ -34,7 +32,8 @@ def digest(tree: Any) -> str | None:
             leaf = random.key_data(leaf)
         if isinstance(leaf, jax.Array | np.ndarray | np.generic) and leaf.dtype.kind != "O":
             found.update(f"{name} {leaf.shape} {leaf.dtype}".encode())
-            leaf = np.asarray(_checksums(leaf) if has_parts(leaf) or _is_large(leaf) else leaf)
+            is_large = isinstance(leaf, jax.Array) and leaf.nbytes >= _LARGE
+            leaf = np.asarray(_checksums(leaf) if has_parts(leaf) or is_large else leaf)
             found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
         else:
             found.update(f"{name} {words(leaf)}".encode())
@@ -51,10 +50,6 @@ def words(part: object) -> str:
 def has_parts(x: object) -> bool:
     """Return whether devices have parts of an array, which other processes or meshes have in other parts."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_fully_replicated
-
-
-def _is_large(x):
-    return isinstance(x, jax.Array) and x.nbytes >= _LARGE
 
 
 @jax.jit
@@ -75,10 +70,7 @@ def _checksums(x):
 
 
 def digest_of_program(program: ClosedJaxpr, known: Any = ()) -> str:
-    """Return the digest of a program and its constants, which leaves out what it calls back in Python.
-
-    :param known: arrays whose values need no digest here, because they have one elsewhere.
-    """
+    """Return the digest of a program and its constants, but for known arrays and what it calls back in Python."""
     # Known arrays are recognized by identity, not by value.
     names = {id(x): f"known {i}" for i, x in enumerate(jax.tree.leaves(known)) if isinstance(x, jax.Array | np.ndarray)}
     text = program.jaxpr.pretty_print(use_color=False)

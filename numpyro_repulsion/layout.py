@@ -11,8 +11,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 from numpyro_repulsion.processes import are_several
 
-__all__ = ["PARTICLES", "ROWS", "Layout", "check_mesh", "num_devices", "place_everywhere", "place_particles"]
-
 #: The axes of a mesh over which particles and rows of data lie.
 PARTICLES, ROWS = "particles", "rows"
 #: With fewer parameters, the matrix of an interaction takes as much communication as they do.
@@ -23,12 +21,8 @@ Tree = TypeVar("Tree")
 
 
 def check_mesh(num_particles: int, num_groups: int) -> None:
-    """Raise ``ValueError`` if particles cannot lie on the devices of the mesh of ``jax.set_mesh``, or if it does not
-    have the devices of all processes.
-
-    :param num_particles: the number of all particles.
-    :param num_groups: the number of groups that do not interact.
-    """
+    """Raise ``ValueError`` if particles in groups cannot lie on the devices of the mesh of ``jax.set_mesh``, or if it
+    does not have the devices of all processes."""
     mesh = jax.sharding.get_abstract_mesh()
     if are_several() and mesh.size < jax.device_count():
         raise ValueError(
@@ -73,25 +67,17 @@ def place_everywhere(tree: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Layout:
-    """The part of a cloud ``(G, L, d)`` that each of the devices of the mesh has.
+    """The part of a cloud ``(G, L, d)`` that each of the devices of the mesh has."""
 
-    - **particles** - where each device has whole particles: the groups, the particles of each group, or all of them,
-      without a mesh.
-    - **parameters** - whether each device has a part of the parameters of all particles, except for gradients. With
-      K at hand, all else in an update of particles that interact is then done in place; otherwise all devices would
-      need the whole cloud three times.
-    """
-
+    #: Where each device has whole particles: the groups, the particles of each group, or, without a mesh, all of them.
     particles: PartitionSpec | None
+    #: Whether each device has a part of the parameters of all particles, except for gradients. With K at hand, all else
+    #: in an update of particles that interact is then done in place, or all devices would need the cloud three times.
     parameters: bool = False
 
     @staticmethod
     def of(shape: tuple[int, int, int], interacts: bool) -> Layout:
-        """Return the layout of a cloud on the mesh of ``jax.set_mesh``.
-
-        :param shape: ``(G, L, d)``.
-        :param interacts: whether an update of a particle needs the others.
-        """
+        """Return the layout of a cloud ``(G, L, d)``, in which particles may need each other, on the mesh of JAX."""
         count = num_devices(PARTICLES)
         if count == 1:
             return Layout(None)

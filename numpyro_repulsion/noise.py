@@ -14,8 +14,6 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["hashed", "integers_below", "normal", "signs", "uniform"]
-
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype=float) -> jax.Array:
     """Return standard normal numbers, the same as ``random.normal``."""
@@ -41,11 +39,11 @@ def integers_below(key: jax.Array, shape: tuple[int, ...], size: int) -> jax.Arr
     return _upper_word(high, size) + (carried < lower).astype(jnp.uint32)
 
 
-def hashed(key: jax.Array, shape: tuple[int, ...], number: jax.Array | int = 0) -> jax.Array:
-    """Return unsigned 32-bit integers that depend on the key, a number, and the place in the array.
+def signs(key: jax.Array, shape: tuple[int, ...], dtype=float, number: jax.Array | int = 0) -> jax.Array:
+    """Return 1 and -1 that depend on the key, a number, and the place in the array.
 
-    A hash, and no generator that would have to be compiled: for choices that need not be independent, such as those of
-    directions to measure.
+    By a hash, and no generator that would have to be compiled: for choices that need not be independent, such as those
+    of directions to measure.
     """
     words = random.key_data(key).astype(jnp.uint32).ravel()
     bits = jnp.arange(math.prod(shape), dtype=jnp.uint32) * np.uint32(0x9E3779B1)
@@ -53,12 +51,8 @@ def hashed(key: jax.Array, shape: tuple[int, ...], number: jax.Array | int = 0) 
     for word, shift, factor in zip(words[:2], (16, 15), (0x7FEB352D, 0x846CA68B), strict=True):
         bits += word * np.uint32(0x85EBCA6B)
         bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
-    return (bits ^ (bits >> np.uint32(16))).reshape(shape)
-
-
-def signs(key: jax.Array, shape: tuple[int, ...], dtype=float, number: jax.Array | int = 0) -> jax.Array:
-    """Return 1 and -1 by the bits of :func:`hashed`."""
-    return 1.0 - 2.0 * (hashed(key, shape, number) >> np.uint32(31)).astype(dtype)
+    bits = (bits ^ (bits >> np.uint32(16))).reshape(shape)
+    return 1.0 - 2.0 * (bits >> np.uint32(31)).astype(dtype)
 
 
 def _upper_word(x, factor):

@@ -12,12 +12,8 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["IN_ALL", "agree", "are_several", "broadcast", "by_the_first", "here", "is_spread", "must_stop"]
-
-#: What to do where no process has all data.
 IN_ALL = "Call this in all processes, inside of `with jax.set_mesh(mesh):` as the run."
 
-#: A pytree of arrays.
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
 
@@ -50,10 +46,7 @@ def here(tree: Tree) -> Tree:
 
 
 def agree(values: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` in all processes if a value is not the same in all of them.
-
-    :param values: digests, or values in words, by what they are.
-    """
+    """Raise ``ValueError`` in all processes if a value, or its digest, is not the same in all of them, and name it."""
     if not are_several():
         return
     digests = [hashlib.blake2b(f"{name}: {value}".encode(), digest_size=8).digest() for name, value in values.items()]
@@ -81,10 +74,7 @@ def broadcast(data: bytes) -> bytes:
 
 
 def by_the_first(function: Callable[[], Result]) -> Result | None:
-    """Return what a function returns in the first process, and ``None`` in the others; its errors are raised in all.
-
-    :raises RuntimeError: in the other processes, with the words of the error.
-    """
+    """Return what a function returns in the first process, ``None`` in the others; its errors are raised in all."""
     if not are_several():
         return function()
     result, error = None, None
@@ -102,10 +92,7 @@ def by_the_first(function: Callable[[], Result]) -> Result | None:
 
 
 def must_stop(step: int) -> bool:
-    """Return whether a process was told to stop, by SIGTERM; the same in all processes, and in all at the same step.
-
-    :param step: which number of call it is, without gaps.
-    """
+    """Return whether SIGTERM told a process to stop, in all processes at the same step; steps have no gaps."""
     # A process that belongs to no run of several is ended by the signal itself.
     if not are_several():
         return False

@@ -18,8 +18,6 @@ import jax.scipy.linalg
 import numpy as np
 import scipy.linalg
 
-__all__ = ["AnyArray", "cholesky", "eigh", "einsum", "matmul", "namespace", "solve_triangular", "unrounded", "xp"]
-
 if TYPE_CHECKING:  # Checkers know nothing that both have.
     AnyArray: TypeAlias = Any
 else:

@@ -198,7 +198,7 @@ jumps that forget the way back | moves.py | test_moves | exact
 -/ temperature + proposal.log_ratio
 +/ temperature
 
-an off-by-one in the draws of a run in pieces that thins | checkpointing/loop.py | test_checkpointing | pieces or run
+an off-by-one in the draws of a run in pieces that thins | checkpointing/run.py | test_checkpointing | pieces or run
 -row = (i - offset) // thinning
 +row = (i + 1 - offset) // thinning
 

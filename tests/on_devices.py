@@ -3,12 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
 import sys
-import tempfile
 
 import jax
 from jax import lax, random
@@ -19,7 +17,6 @@ import numpy as np
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
     RBF,
@@ -36,10 +33,10 @@ from numpyro_repulsion import (
     Sweeps,
     layout,
     predict,
-    run_in_pieces,
     summary,
     to_inference_data,
 )
+from numpyro_repulsion.gradients import ravel_cloud
 from numpyro_repulsion.rows import shards
 
 RNG = np.random.default_rng(0)
@@ -117,8 +114,9 @@ CASES = {
     "dropout": (lambda: SGLD(with_dropout, step_size=1e-3), 0),
     "warmup": (lambda: SGLD(hierarchical), 60),
 }
-#: Those that `make test` runs.
-QUICK = ["SGLD", "SGLDR", "SGHMC", "groups", "subsample", "awkward", "own rows"]
+#: The runs of `make test`, by mesh; and the cases of which it compares gradients, which compile faster.
+QUICK = {"SGLDR": ["particles", "both"], "SGHMC": ["rows"], "groups": ["particles"]}
+GRADIENTS = ["SGLD", "SGHMC", "subsample", "awkward", "own rows", "dropout"]
 #: Cases of many parameters that interact, of which each device has some.
 WIDE_CASES = {"SGLDR": SGLDR, "SGHMCR": SGHMCR}
 
@@ -139,6 +137,22 @@ def on(mesh, make, num_warmup, x=X, y=Y):
     with jax.set_mesh(mesh):
         found = draws(make, num_warmup, jax.tree.map(Rows, x), Rows(y))
     return np.asarray(found), str(found.sharding.spec)
+
+
+def energies_and_gradients(name, mesh=None):
+    """Those at a cloud, of the same minibatches, in one array ``(particles, 1 + parameters)``."""
+    x = (X, GROUP) if name == "awkward" else X
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        bound = CASES[name][0]().bind((jax.tree.map(Rows, x), Rows(Y)))
+        bound.gradient.share(bound.target)
+        z = {"beta": random.normal(random.key(1), (8, D))}
+
+        def evaluate(z):
+            flat, unravel = ravel_cloud(z)
+            energy, slope = bound.gradient.energy_and_grad(random.key(2), bound.target, unravel, flat[None])
+            return jnp.concatenate([energy[..., None], slope], -1)[0]
+
+        return np.asarray(jax.jit(evaluate)(z))
 
 
 def loop_bytes(mesh, make, x, y):
@@ -232,88 +246,61 @@ def refusals():
         "rows outside of the plate": run(rows, SGLD(outside, step_size=1e-3)),
         "rows on a device": run(rows, x=Rows(jnp.asarray(X))),
         "integers of 64 bits": run(rows, y=Rows(np.int64(2**40) + Y)) + run(plain, y=Rows(np.int64(2**40) + Y)),
-        "nothing wrong": run(rows) + run(plain),
     }
 
 
 def compare(names, arrays, facts):
-    """Make the runs of these cases, on one device and on meshes that can make them."""
+    """Make the runs of these cases, on one device and on meshes."""
     for name in names:
         make, num_warmup = CASES[name]
         x = (X, GROUP) if name == "awkward" else X
         arrays[f"{name}/one"] = np.asarray(draws(make, num_warmup, jax.tree.map(Rows, x), Rows(Y)))
-        for where in meshes(name):
+        for where in names[name]:
             found, spec = on(mesh_of(where), make, num_warmup, x)
             arrays[f"{name}/{where}"], facts["sharding"][f"{name}/{where}"] = found, spec
 
 
 def meshes(name):
-    """The meshes of a case; devices cannot share all of 803 rows, and over particles alone all gradients are alike."""
+    """Those of a slow case; devices cannot share all of 803 rows, and over particles alone all gradients are alike."""
     if name == "SVGD":
         return ["particles"]
     return list(MESHES) if name in ("SGLDR", "groups", "warmup") else ["both", "rows"]
 
 
-class Stopped(Exception):
-    """What ends a run after its second piece."""
-
-
-def pieces(arrays):
-    """A run on devices, the same in pieces, and after an interruption."""
-
-    def run(how, stops=False, **settings):
-        kernel, count = SGLD(regression), itertools.count()
-        warm = kernel.warm
-
-        def stop(*args):
-            if next(count) == 1:
-                raise Stopped
-            return warm(*args)
-
-        if stops:
-            kernel.warm = stop
-        mcmc = MCMC(kernel, num_warmup=60, num_samples=20, num_chains=8, chain_method="vectorized", progress_bar=False)
-        with jax.set_mesh(mesh_of("both")):
-            how(mcmc, random.key(0), Rows(X), Rows(Y), **settings)
-        return np.asarray(mcmc.get_samples()["beta"])
-
-    arrays["pieces/one"] = run(MCMC.run)
-    with tempfile.TemporaryDirectory() as directory:
-        arrays["pieces/whole"] = run(run_in_pieces, piece_size=20, directory=f"{directory}/whole")
-        with contextlib.suppress(Stopped):
-            run(run_in_pieces, stops=True, piece_size=20, directory=f"{directory}/resumed")
-        arrays["pieces/resumed"] = run(run_in_pieces, piece_size=20, directory=f"{directory}/resumed")
+#: All runs of `make test-full`, by mesh.
+SLOW = {name: meshes(name) for name in CASES if name not in ("SGLDR", "groups")}
+SLOW |= {"SGLDR": ["rows"], "groups": ["both", "rows"]}
 
 
 def results(facts):
     """What follows a run, inside of the mesh."""
-    for where in ("particles", "both"):
-        with jax.set_mesh(mesh_of(where)):
-            mcmc = vectorized(SGLD(regression, step_size=1e-3), 0, 4, 8)
-            x, y = Rows(X), Rows(Y)
-            mcmc.run(random.key(0), x, y)
-            summary(mcmc)
-            to_inference_data(mcmc, log_likelihood=True)
-            predict(mcmc, Rows(X[:8]), Rows(Y[:8]))
-            facts[f"last row {where}"] = [np.asarray(x[-1]).tolist(), X[-1].tolist(), message(lambda x=x: x[N])]
+    with jax.set_mesh(mesh_of("both")):
+        mcmc = vectorized(SGLD(regression, step_size=1e-3), 0, 4, 8)
+        x, y = Rows(X), Rows(Y)
+        mcmc.run(random.key(0), x, y)
+        summary(mcmc)
+        to_inference_data(mcmc, log_likelihood=True)
+        predict(mcmc, Rows(X[:8]), Rows(Y[:8]))
+        facts["last row"] = [np.asarray(x[-1]).tolist(), X[-1].tolist(), message(lambda: x[N])]
 
 
 def quick(arrays, facts):
     results(facts)
     facts["refused"] = refusals()
     compare(QUICK, arrays, facts)
-    make, num_warmup = CASES["SGHMC"]
+    for name in GRADIENTS:
+        for where in (None, "both", "rows"):
+            arrays[f"gradient {name}/{where}"] = energies_and_gradients(name, mesh_of(where) if where else None)
     for name, broken in FAULTS.items():
         with fault(*broken):
-            arrays[f"SGHMC/{name}"], _ = on(mesh_of("rows"), make, num_warmup)
+            arrays[f"gradient SGHMC/{name}"] = energies_and_gradients("SGHMC", mesh_of("rows"))
     for name in ("SGLD", "groups"):
         facts["bytes"][name] = loop_bytes(mesh_of("particles"), CASES[name][0], X, Y)
     facts["bytes"]["SGLD, rows"] = loop_bytes(mesh_of("rows"), CASES["SGLD"][0], X, Y)
 
 
 def slow(arrays, facts):
-    pieces(arrays)
-    compare([name for name in CASES if name not in QUICK], arrays, facts)
+    compare(SLOW, arrays, facts)
     for name, kind in WIDE_CASES.items():
         make = functools.partial(kind, regression, step_size=1e-4)
         arrays[f"wide {name}/one"] = np.asarray(draws(make, 0, WIDE, Y))

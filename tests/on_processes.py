@@ -17,7 +17,7 @@ from on_devices import D, X, Y, hierarchical, mesh_of, message, regression
 
 from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGHMC, SGLD, SGLDR, Rows, diagnose, predict, run_in_pieces, summary, to_inference_data
+from numpyro_repulsion import SGHMCR, SGLD, Rows, diagnose, predict, run_in_pieces, summary, to_inference_data
 
 # pytest looks for examples in this file.
 PART, DIRECTORY, PROCESS, PROCESSES = sys.argv[1:5] if __name__ == "__main__" else ("", "", 0, 1)
@@ -52,10 +52,11 @@ def kernel(model=regression, **settings):
 
 
 def quick(arrays, facts):
-    arrays["particles"] = drawn(SGLDR(regression, step_size=1e-3), "particles", X, Y)
+    mcmc = ran(SGHMCR(regression, step_size=1e-3), "particles", X, Y)  # Whose momenta are looked at.
+    arrays["particles"] = np.asarray(mcmc.get_samples()["beta"])
     arrays["rows of a file"] = drawn(kernel(), "rows", Rows(X), Rows(Y))
-    arrays["rows of an array"] = drawn(kernel(), "rows", Rows(spread(X)), Rows(spread(Y)))
-    mcmc = ran(SGHMC(regression, step_size=1e-3), "particles", X, Y)  # Whose momenta are looked at.
+    in_parts = ran(kernel(), "rows", Rows(spread(X)), Rows(spread(Y)))
+    arrays["rows of an array"] = np.asarray(in_parts.get_samples()["beta"])
     if PROCESS == 0:  # What the other process does not wait for.
         facts["alone"] = [list(summary(mcmc).index), sorted(to_inference_data(mcmc, log_likelihood=True).groups())]
         facts["alone"].append([predict(mcmc, X[:5], Y[:5]).mean is None, len(diagnose(mcmc))])
@@ -73,7 +74,7 @@ def quick(arrays, facts):
         "more samples": message(lambda: ran(kernel(), "particles", X, Y, num_samples=4 + PROCESS)),
         "a bar in one process": message(lambda: ran(kernel(), "particles", X, Y, bar=PROCESS == 0)),
         "more arguments": message(lambda: ran(kernel(), "particles", X, Y, *[20] * PROCESS)),
-        "alone with parts": message(lambda: summary(ran(kernel(), "rows", Rows(spread(X)), Rows(spread(Y))))),
+        "alone with parts": message(lambda: summary(in_parts)),
         "odd number of rows": message(lambda: drawn(kernel(), "rows", *map(Rows, odd))),
     }
 

@@ -15,9 +15,7 @@ def values(dtype):
     return (found + 1j * found[::-1]).astype(dtype) if np.dtype(dtype).kind == "c" else found.astype(dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "float16", "float64", "int64", "int32", "uint8", "complex64", "complex128"]
-)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int64", "uint8", "complex128"])
 def test_checksums_on_devices_tell_arrays_apart(dtype, monkeypatch):
     monkeypatch.setattr(digests, "_LARGE", 0)
     with jax.enable_x64(True):

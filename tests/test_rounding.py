@@ -112,10 +112,9 @@ def test_functions_of_draws_have_full_precision():
     assert used[-1] == "highest"
 
 
-@pytest.mark.parametrize("chosen", ["tensorfloat32", "bfloat16"])
-def test_a_model_has_the_precision_that_the_user_sets(chosen):
+def test_a_model_has_the_precision_that_the_user_sets():
     kernel = SGLDR(logistic)
-    with jax.default_matmul_precision(chosen):
+    with jax.default_matmul_precision("tensorfloat32"):
         found = program(kernel)
     with jax.default_matmul_precision("highest"):
         others = program(kernel)

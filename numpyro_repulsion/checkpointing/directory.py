@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import errno
+import functools
 import io
 import itertools
 import json
@@ -26,9 +27,6 @@ import numpy as np
 from numpyro_repulsion.checkpointing.identity import differences, makers, shapes_of
 from numpyro_repulsion.processes import are_several, broadcast, by_the_first
 
-__all__ = ["Directory", "Draws", "load_draws", "plan"]
-
-_NOTHING: dict[str, Any] = {"iteration": 0, "rows": [0, 0]}
 _RUN, _DRAWS, _STATES = "run.json", "draws", ("state-0.npz", "state-1.npz")
 _WRITE = os.O_WRONLY | getattr(os, "O_BINARY", 0)
 
@@ -78,14 +76,12 @@ def load_draws(directory: str | os.PathLike) -> Draws:
     if not (path / _RUN).exists():
         raise FileNotFoundError(f"{path} holds no run: run_in_pieces(..., directory=...) writes {_RUN} there.")
     run = json.loads((path / _RUN).read_text())
-    notes = [note for _, note, _ in _whole_states(path)]
-    note = max(notes, key=lambda note: note["iteration"], default=_NOTHING)
-    samples: dict[str, np.ndarray] = {}
-    extra_fields: dict[str, np.ndarray] = {}
+    saved = [(note["iteration"], note["rows"][1]) for _, note, _ in _whole_states(path)]
+    iteration, num_rows = max(saved, default=(0, 0))
+    found: tuple[dict, dict] = {}, {}
     for file in itertools.starmap(DrawFile, run["files"]):
-        group = samples if file.is_sample else extra_fields
-        group[file.name] = file.map(path / _DRAWS)[:, : note["rows"][1]]
-    return Draws(samples, extra_fields, note["iteration"], note["iteration"] == run["num_iterations"])
+        found[not file.is_sample][file.name] = file.map(path / _DRAWS)[:, :num_rows]
+    return Draws(*found, iteration, iteration == run["num_iterations"])
 
 
 class Directory:
@@ -95,8 +91,6 @@ class Directory:
 
     :param path: the directory, made if it does not exist, on a file system that all processes share.
     :param num_iterations: number of iterations of the run, warmup included.
-    :raises OSError: if the directory cannot be written to.
-    :raises RuntimeError: if another run is writing to it.
     """
 
     #: Whether a later process may find what is saved.
@@ -135,8 +129,6 @@ class Directory:
     def open(self, identity: dict[str, Any], files: list[DrawFile]) -> None:
         """Reserve room for all draws, or find those of the same run.
 
-        :param identity: of :func:`~numpyro_repulsion.checkpointing.identity.identify`.
-        :param files: of :func:`plan`.
         :raises ValueError: if the directory holds another run, something else, or damaged files.
         """
         self._draws = files
@@ -186,11 +178,7 @@ class Directory:
             )
 
     def restore(self, *likes: Any) -> tuple[int, Any] | None:
-        """Return the iteration to continue from and the states there, or ``None`` before the first piece.
-
-        :param likes: the structures that the states may have, with shapes and types.
-        :raises ValueError: if no saved state is intact.
-        """
+        """Return the iteration to continue from and the states there, with one of these structures, or ``None``."""
         found = by_the_first(lambda: self._restore(likes))
         if not are_several():
             return found
@@ -218,12 +206,7 @@ class Directory:
         return None
 
     def save(self, iteration: int, states: Any, first_row: int, draws: list[np.ndarray]) -> None:
-        """Save the draws of a piece and, once these are on disk, the states after it.
-
-        :param iteration: number of iterations done.
-        :param first_row: number of the first draw of the piece.
-        :param draws: in the order of the files, each ``(chains, draws of the piece, ...)``.
-        """
+        """Save the draws of a piece, in the order of the files, and, once these are on disk, the states after it."""
 
         def save():
             for file, place, array in zip(self._open_files[-len(draws) :], self._draws, draws, strict=True):
@@ -278,23 +261,16 @@ def _explained(error, text, after=""):
 
 
 class DrawFile(NamedTuple):
-    """One file of draws.
+    """One file of draws."""
 
-    - **file** - the name of the file.
-    - **name** - the name of the site or field.
-    - **is_sample** - whether it is a site.
-    - **dtype**, **shape** - those of the whole array, ``(chains, draws, ...)``.
-    """
-
-    file: str
-    name: str
-    is_sample: bool
+    file: str  # its name
+    name: str  # of the site or field
+    is_sample: bool  # whether it is a site
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole array, ``(chains, draws, ...)``
 
     @property
     def header(self) -> bytes:
-        """The header of the file."""
         file, dtype = io.BytesIO(), np.dtype(self.dtype)
         # NumPy does not know all types, such as bfloat16.
         kind = dtype if dtype.kind != "V" else np.dtype(f"V{dtype.itemsize}")
@@ -304,12 +280,10 @@ class DrawFile(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the array in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
     @property
     def file_size(self) -> int:
-        """The size of the file in bytes."""
         return len(self.header) + self.num_bytes
 
     def open(self, folder: Path, flags: int = 0) -> int:
@@ -333,10 +307,7 @@ class DrawFile(NamedTuple):
 
 
 def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows: int) -> list[DrawFile]:
-    """Return the files for the collected draws, in the order of the leaves, named after sites and fields.
-
-    :param collected: shapes of one draw, ``(chains, ...)``, by field.
-    """
+    """Return the files for the collected draws, in the order of the leaves, named after sites and fields."""
     files: list[DrawFile] = []
     taken = set()
     leaves = jax.tree.leaves_with_path(collected)
@@ -344,11 +315,9 @@ def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows
     has_sites = all(len(path) == 1 and isinstance(path[0], jax.tree_util.DictKey) for path in paths)
     for (field, *path), leaf in leaves:
         is_sample = field.key == sample_field
-        name = (
-            str(path[0].key)
-            if is_sample and has_sites
-            else field.key + jax.tree_util.keystr(tuple(path)).replace("'", "")
-        )
+        name = field.key + jax.tree_util.keystr(tuple(path)).replace("'", "")
+        if is_sample and has_sites:
+            name = str(path[0].key)
         stem = re.sub(r"[^\w.-]", "_", name)[:100].strip(".") or "_"
         while stem.lower() in taken:  # Some file systems ignore case.
             stem += f"_{len(files)}"
@@ -359,10 +328,7 @@ def plan(collected: dict[str, Any], sample_field: str, num_chains: int, num_rows
 
 
 def _make_room(folder: Path, files: list[DrawFile]) -> None:
-    """Make files of full length, so that a disk that is too small fails before anything is computed.
-
-    :raises OSError: if the disk is too small; the files are removed.
-    """
+    """Make files of full length, or none, so that a disk that is too small fails before anything is computed."""
     try:
         folder.mkdir(exist_ok=True)
         for one in files:
@@ -380,12 +346,8 @@ def _make_room(folder: Path, files: list[DrawFile]) -> None:
         raise
 
 
-def _checksum(arrays: list[np.ndarray]) -> int:
-    """Return a checksum over the values of arrays."""
-    found = 0
-    for array in arrays:
-        found = zlib.crc32(_bytes(array), found)
-    return found
+def _checksum(arrays):
+    return functools.reduce(lambda found, array: zlib.crc32(_bytes(array), found), arrays, 0)
 
 
 def _bytes(array):
@@ -439,26 +401,19 @@ def _sync_folder(path: Path) -> None:
 
 def _pack(tree: Any, note: dict[str, Any]) -> bytes:
     """Return a pytree of arrays and keys of either style, with a note, as an ``.npz`` file, which has checksums."""
-    arrays: dict[str, Any] = {}
-    implementations = []
-    for i, leaf in enumerate(jax.tree.leaves(tree)):
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        implementations.append(str(random.key_impl(leaf)) if is_key else None)
-        arrays[str(i)] = np.asarray(random.key_data(leaf) if is_key else leaf)
-    note = note | {"keys": implementations, "leaves": shapes_of(tree)}
-    arrays["note"] = np.frombuffer(json.dumps(note).encode(), np.uint8)
+    leaves = jax.tree.leaves(tree)
+    are_keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    kinds = [str(random.key_impl(leaf)) if is_key else None for leaf, is_key in zip(leaves, are_keys, strict=True)]
+    note = note | {"keys": kinds, "leaves": shapes_of(tree)}
+    arrays = {str(i): np.asarray(random.key_data(x) if are_keys[i] else x) for i, x in enumerate(leaves)}
     file = io.BytesIO()
-    np.savez(file, **arrays)
+    np.savez(file, **arrays, note=np.frombuffer(json.dumps(note).encode(), np.uint8))  # type: ignore[arg-type]
     return file.getvalue()
 
 
 def _unpack(data: bytes, likes: Sequence[Any] = ()) -> tuple[Any, dict[str, Any]]:
-    """Return the pytree and the note that :func:`_pack` packed.
-
-    :param likes: pytrees of the structures that it may have, with shapes and types; without any, only the note is read.
-    :raises _Torn: if ``data`` is not a complete file by :func:`_pack`.
-    :raises ValueError: for another structure.
-    """
+    """Return the pytree, which has one of these structures, and the note that `_pack` packed; without a structure, only
+    the note. Raise `_Torn` for a torn file."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = dict(file)

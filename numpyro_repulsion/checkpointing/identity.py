@@ -17,36 +17,17 @@ from numpyro.infer.util import compute_log_probs
 from numpyro_repulsion.digests import digest, digest_of_program
 from numpyro_repulsion.gradients import ModelTarget, compiled, fingerprint
 from numpyro_repulsion.kernels import arguments, bound_of
-from numpyro_repulsion.kernels.learning import iterations_of
 from numpyro_repulsion.kernels.requirements import described
-from numpyro_repulsion.kernels.warming import Warming
 from numpyro_repulsion.version import __version__
-
-__all__ = ["differences", "digest_of_warmup", "identify", "makers", "shapes_of", "trace"]
 
 #: Entries that are programs: other versions of JAX make other programs from the same functions.
 PROGRAMS = ("what an iteration computes", "what warmup computes", "how particles start")
-#: Relative to one plus its size, a density may differ by this much if another program rounds it.
-_TOLERANCE = 1e-5
 
 
 def trace(function: Callable, *args: Any, known: Any = ()) -> tuple[str, Any]:
-    """Return the digest of the program of a function, and the shapes and types of its results.
-
-    :param args: arguments, or their shapes and types.
-    :param known: arrays whose values need no digest here, because they have one elsewhere.
-    """
+    """Return the digest of the program of a function, but for known arrays, and the shapes and types of its results."""
     program, output = jax.make_jaxpr(function, return_shape=True)(*args)
     return digest_of_program(program, known), output
-
-
-def digest_of_warmup(mcmc: MCMC, state: Warming) -> str:
-    """Return the digest of the programs of warmup.
-
-    :param state: a state of the warmup, or its shapes.
-    """
-    steps = iterations_of(bound_of(mcmc), state)
-    return trace(lambda state: [step(state) for step in steps], state, known=arguments(mcmc))[0]
 
 
 def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple[str, str, str]) -> dict[str, Any]:
@@ -54,7 +35,7 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
 
     :param state: the (first) state of the run, or its shapes.
     :param collected: shapes of one draw, by field.
-    :param programs: digests of the programs of an iteration, of an iteration of warmup, and of the start.
+    :param programs: digests of those of :data:`PROGRAMS`.
     """
     identity = {
         "key": digest(rng_key),
@@ -72,10 +53,7 @@ def identify(mcmc: MCMC, rng_key, init_params, state, collected, programs: tuple
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], has_other_programs: bool = False) -> list[str]:
-    """Return the differences between two identities, in words.
-
-    :param has_other_programs: whether their programs cannot be compared, because other versions made them.
-    """
+    """Return the differences between two identities, in words; other versions make programs that cannot be compared."""
     found, unknown = [], []
     for name in dict.fromkeys((*now, *saved)):
         a: Any = saved.get(name)
@@ -83,7 +61,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any], has_other_programs: 
         if isinstance(a, list) and isinstance(b, list):
             if not np.isfinite([a, b]).all(0).any():
                 unknown.append(f"{name} is not finite wherever it was compared, so whether it is the same is unknown")
-            elif not np.allclose(a, b, _TOLERANCE, _TOLERANCE, equal_nan=True):
+            elif not np.allclose(a, b, 1e-5, 1e-5, equal_nan=True):  # Another program may round it differently.
                 found.append(f"{name} differs")
         elif a == b or (has_other_programs and name in PROGRAMS):
             continue

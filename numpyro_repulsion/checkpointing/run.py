@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 import itertools
 import os
 
@@ -12,23 +13,28 @@ import numpy as np
 import tqdm
 
 from numpyro.infer import MCMC
-from numpyro.util import is_prng_key
+from numpyro.util import cached_by, is_prng_key, nested_attrgetter
 
 from numpyro_repulsion.checkpointing.directory import Directory, plan
-from numpyro_repulsion.checkpointing.identity import digest_of_warmup, identify, trace
-from numpyro_repulsion.checkpointing.loop import Loop, frozen, start, ways_to_freeze
+from numpyro_repulsion.checkpointing.identity import identify, trace
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.kernels import bound_of, kernel_of
-from numpyro_repulsion.kernels.mcmc import arguments, jit_spread_arguments, set_arguments, set_results
+from numpyro_repulsion.kernels.learning import iterations_of
+from numpyro_repulsion.kernels.mcmc import (
+    arguments,
+    collected_fields,
+    compiled_functions,
+    jit_spread_arguments,
+    jits_arguments,
+    set_arguments,
+    set_results,
+)
 from numpyro_repulsion.kernels.programs import unweakened
 from numpyro_repulsion.kernels.requirements import require_agreement
-from numpyro_repulsion.kernels.warming import Warming
+from numpyro_repulsion.kernels.state import check_chains
+from numpyro_repulsion.kernels.warming import Frozen, Warming
+from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.processes import here, must_stop
-
-__all__ = ["run_in_pieces"]
-
-#: How often the progress bar moves in a run.
-NUM_MOVES = 200
 
 
 def run_in_pieces(
@@ -98,19 +104,13 @@ def run_in_pieces(
         raise ValueError(f'run_in_pieces needs chain_method="vectorized"; got {mcmc.chain_method!r}.')
     set_arguments(mcmc, args, kwargs)
     init_params = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), init_params)
-    if init_params is not None and mcmc.num_chains > 1:
-        shapes = jax.tree.map(jnp.shape, init_params)
-        if any(np.shape(leaf)[:1] != (mcmc.num_chains,) for leaf in jax.tree.leaves(init_params)):
-            raise ValueError(
-                f"`init_params` must have one start for each chain, a leading axis of {mcmc.num_chains}; got "
-                f"shapes {shapes}."
-            )
     jit_spread_arguments(mcmc)
     keys = random.split(rng_key, mcmc.num_chains) if mcmc.num_chains > 1 and is_prng_key(rng_key) else rng_key
     given = mcmc.post_warmup_state if init_params is None else init_params
     pieces = {"piece_size": piece_size, "extra_fields": tuple(extra_fields), "directory": str(directory)}
     require_agreement(mcmc.sampler, mcmc, keys, mcmc.num_warmup, given, args, kwargs, **pieces)
-    bound_of(mcmc).share_data()
+    bound = bound_of(mcmc)
+    bound.gradient.share(bound.target)
     # Of several processes, rows that were shared are other inputs, and no program can look through them.
     bound_of(mcmc)
     num_warmup = 0 if mcmc.post_warmup_state is not None else mcmc.num_warmup
@@ -122,44 +122,71 @@ def run_in_pieces(
 
 
 def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
+    kernel, given = mcmc.sampler, arguments(mcmc)
+
     def begin():
-        return start(mcmc, keys, init_params)
+        """Return the state before the first iteration."""
+        stored = mcmc.post_warmup_state
+        if stored is None:
+            return jax.tree.map(unweakened, kernel.start(keys, mcmc.num_warmup, init_params, *given))
+        check_chains(stored, mcmc)
+        key = keys if mcmc.num_chains == 1 else keys[0]
+        return jax.tree.map(unweakened, kernel.resumed(stored, *given)._replace(rng_key=key))
 
     state, beginning = None, ""
     if store.is_lasting:
-        beginning, like = trace(begin, known=arguments(mcmc))
+        beginning, like = trace(begin, known=given)
     else:
         state = like = begin()
     warms = isinstance(like, Warming)
-    likes = list(itertools.islice(ways_to_freeze(mcmc, like), None if store.is_lasting else 1)) if warms else [like]
-    loop = Loop(mcmc, extra_fields, num_warmup, likes[0])
+    likes = list(itertools.islice(_frozen(mcmc, like), None if store.is_lasting else 1)) if warms else [like]
+    loop = _Loop(mcmc, extra_fields, num_warmup, likes[0])
     files = plan(loop.prototype, loop.fields[0], mcmc.num_chains, loop.num_rows)
     if store.is_lasting:
-        warmup = digest_of_warmup(mcmc, like) if warms else ""
+        warmup = ""
+        if warms:
+            steps = iterations_of(bound_of(mcmc), like)
+            warmup, _ = trace(lambda state: [step(state) for step in steps], like, known=given)
         programs = loop.digest(likes[0]), warmup, beginning
         store.open(identify(mcmc, keys, init_params, likes[0], loop.prototype, programs), files)
     else:
         store.open(files)
     done = 0
     if (saved := store.restore(*([like] if warms else []), *likes)) is not None:
-        done, state = saved[0], mcmc.sampler.resumed(jax.tree.map(unweakened, saved[1]), *arguments(mcmc))
+        done, state = saved[0], kernel.resumed(jax.tree.map(unweakened, saved[1]), *given)
     elif state is None:
         state = begin()
+    is_shown = mcmc.progress_bar and done < loop.num_iterations
+    # Processes must make the same calls, whether they show the bar or not.
+    stride = mcmc.progress_rate or max(1, loop.num_iterations // 200) if is_shown else piece_size
+    is_shown &= jax.process_index() == 0
     ends = (num_warmup, loop.num_iterations) if warms else (loop.num_iterations,)
-    with _Bar(mcmc, num_warmup, loop, done, piece_size) as bar:
+    with tqdm.tqdm(total=loop.num_iterations, initial=done, disable=not is_shown) as bar:
         for number in itertools.count():
             if done == loop.num_iterations:
                 break
             stop = min(done + piece_size, *(end for end in ends if end > done))
-            if isinstance(state, Warming):
-                state = _warmed(mcmc, state, done, stop, bar)
-                state = frozen(mcmc, state) if stop == num_warmup else state
-                draws = loop.nothing()
-            else:
-                state, draws = _piece(loop, state, done, stop, piece_size, bar)
+            is_warmup, draws = isinstance(state, Warming), loop.nothing()
+            collected = None if is_warmup else loop.empty(piece_size)
+            for at in range(done, stop, stride):
+                to = min(at + stride, stop)
+                if is_warmup:
+                    state = kernel.warm(state, to - at, mcmc.num_warmup, *given)
+                else:
+                    state, collected = loop.advance(state, collected, at, to, done)
+                if is_shown:
+                    bar.set_description("warmup" if at < num_warmup else "sample", refresh=False)
+                    if not isinstance(jax.block_until_ready(state), Warming):
+                        bar.set_postfix_str(kernel.progress(state), refresh=False)
+                bar.update(to - at)
+            if not is_warmup:
+                draws = loop.on_host(collected, loop.rows(stop) - loop.rows(done))
+            elif stop == num_warmup:
+                # As after ``MCMC.run``, where NumPyro's iterations of warmup have passed.
+                state = kernel.freeze(state, *given, mcmc.num_chains == 1, mcmc.num_warmup, True)
             store.save(stop, state, loop.rows(done), draws)
             if warms and stop == num_warmup:
-                mcmc.sampler.warn_of_warmup(state)
+                kernel.warn_of_warmup(state)
             done = stop
             if must_stop(number):
                 kept = "The same call continues from there." if store.is_lasting else "Nothing is kept."
@@ -168,27 +195,118 @@ def _run(mcmc, keys, piece_size, store, extra_fields, init_params, num_warmup):
     set_results(mcmc, {name: found[name] for name in loop.fields}, here(state))
 
 
-def _warmed(mcmc, state, first, stop, bar):
-    """Return the state after a piece of warmup."""
-    at = first
-    while at < stop:
-        to = min(at + bar.stride, stop)
-        state = mcmc.sampler.warm(state, to - at, mcmc.num_warmup, *arguments(mcmc))
-        bar.move(at, to, state)
-        at = to
-    return state
+def _frozen(mcmc, state):
+    """Yield the shapes of all states that a warmup may become, that with all it may switch on first."""
+    warmup, kernel = state.warmup, mcmc.sampler
+    reference = warmup.reference
+    orders = (0,) if reference is None else (1, 0) if reference.hessian is None else (2, 1, 0)
+    for on in itertools.product(orders, (False,) if warmup.jumps is None else (True, False)):
+        how = Frozen(on, True, True, mcmc.num_warmup, mcmc.num_chains == 1)
+        yield jax.eval_shape(lambda state, how=how: kernel.frozen_as(how, state, *arguments(mcmc)), state)
 
 
-def _piece(loop, state, first, stop, piece_size, bar):
-    """Return the state after a piece, and its draws, ``(chains, draws, ...)`` each."""
-    collected = loop.empty(piece_size)
-    at = first
-    while at < stop:
-        to = min(at + bar.stride, stop)
-        state, collected = loop.advance(state, collected, at, to, first)
-        bar.move(at, to, state)
-        at = to
-    return state, loop.on_host(collected, loop.rows(stop) - loop.rows(first))
+class _Loop:
+    """Does what ``MCMC.run`` does in each iteration, with the same warmup, draws and thinning, in one program for any
+    number of them.
+
+    Iterations are counted from 0, warmup first. Row r of the draws is the result of iteration ``offset + (r + 1) *
+    thinning - 1``, as in NumPyro.
+
+    :param num_warmup: number of iterations whose draws are not kept.
+    :param state: a state of the run, or its shapes.
+    """
+
+    def __init__(self, mcmc, extra_fields, num_warmup, state):
+        field, default_fields = collected_fields(mcmc)
+        names = (field, *default_fields, *extra_fields)
+        self.removed = tuple(dict.fromkeys(x[len(field) + 2 :] for x in names if x.startswith(f"~{field}.")))
+        self.fields = tuple(dict.fromkeys(x for x in names if not x.startswith(f"~{field}.")))
+        self.mcmc = mcmc
+        self.thinning = mcmc.thinning
+        self.num_rows = mcmc.num_samples // mcmc.thinning
+        self.num_iterations = num_warmup + mcmc.num_samples
+        self.offset = num_warmup + mcmc.num_samples % mcmc.thinning
+        self._key = self.fields, self.removed, mcmc.num_chains > 1
+        self._collect = _collector(compiled_functions(mcmc)[1], *self._key)
+        #: Shapes and types of one draw of the chains, by field.
+        self.prototype = jax.eval_shape(self._collect, self._value(state))
+
+    def rows(self, iteration):
+        """Return how many draws are complete before an iteration."""
+        return max(0, (iteration - self.offset) // self.thinning)
+
+    def advance(self, state, collected, first, stop, begin):
+        """Return the state and the draws, whose buffer is donated, after iterations of a piece from ``begin``."""
+        scalars = map(np.int32, (first, stop, self.rows(begin), self.offset, self.thinning))
+        before = int(state.num_flagged_updates)
+        value, collected = self._program(*scalars, self._value(state), collected)
+        self.mcmc.sampler.warn_of_flagged(value[0], before)
+        return value[0], collected
+
+    def digest(self, state):
+        """Return the digest of the program of one iteration, with what it collects."""
+
+        def iterate(value):
+            value = compiled_functions(self.mcmc)[0](value)
+            return value, self._collect(value)
+
+        return trace(iterate, self._value(state), known=arguments(self.mcmc))[0]
+
+    def nothing(self):
+        """Return no draws, as of a piece of warmup."""
+        leaves = jax.tree.leaves(self.prototype)
+        return [np.empty((x.shape[0], 0, *x.shape[1:]), x.dtype) for x in leaves]
+
+    def empty(self, piece_size):
+        """Return buffers for the draws of a piece of ``piece_size`` iterations."""
+        # The last row of a piece may begin in it and be completed in the next.
+        size = -(-(min(piece_size, self.num_iterations) - 1) // self.thinning) + 1
+        return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), self.prototype)
+
+    def on_host(self, collected, num_rows):
+        """Return the draws collected with one state, as NumPy arrays ``(chains, num_rows, ...)``."""
+        return [np.asarray(x)[:num_rows].swapaxes(0, 1) for x in jax.tree.leaves(collected)]
+
+    def _value(self, state):
+        mcmc = self.mcmc
+        return (state, *arguments(mcmc)) if jits_arguments(mcmc) else (state,)
+
+    @cached_property
+    def _program(self):
+        sample, postprocess = compiled_functions(self.mcmc)
+        collect = self._collect
+
+        # As long as NumPyro caches its own programs, this one serves further runs on the same arguments.
+        @cached_by(_Loop, sample, postprocess, *self._key)
+        def advance(first, stop, base, offset, thinning, value, collected):
+            def iterate(i, carry):
+                value, collected = carry
+                value = sample(value)
+                row = (i - offset) // thinning
+
+                def put(rows, new):
+                    return lax.cond(row >= 0, lambda: rows.at[row - base].set(new), lambda: rows)
+
+                return value, jax.tree.map(put, collected, collect(value))
+
+            (state, *given), collected = lax.fori_loop(first, stop, iterate, (value, collected))
+            return (place_everywhere(state), *given), place_everywhere(collected)
+
+        return jax.jit(advance, donate_argnums=6)
+
+
+def _collector(postprocess, fields, removed, has_chains):
+    """Return a function that collects the fields of a value of the program, ``(chains, ...)`` each."""
+
+    def collect(value):
+        found = {name: nested_attrgetter(name)(value[0]) for name in fields}
+        sites = postprocess(found[fields[0]], *value[1:])
+        if removed:
+            sites = {name: site for name, site in sites.items() if name not in removed}
+        found |= {fields[0]: sites}
+        return found if has_chains else jax.tree.map(lambda x: jnp.asarray(x)[None], found)
+
+    return collect
 
 
 class _Memory:
@@ -211,29 +329,3 @@ class _Memory:
 
     def close(self):
         pass
-
-
-class _Bar:
-    """The progress bar of a run, if it has one, and the number of iterations between its moves."""
-
-    def __init__(self, mcmc, num_warmup, loop, done, piece_size):
-        self._kernel, self._num_warmup = mcmc.sampler, num_warmup
-        is_shown = mcmc.progress_bar and done < loop.num_iterations
-        # Processes must make the same calls, whether they show the bar or not.
-        self.stride = mcmc.progress_rate or max(1, loop.num_iterations // NUM_MOVES) if is_shown else piece_size
-        is_shown &= jax.process_index() == 0
-        self._bar = tqdm.tqdm(total=loop.num_iterations, initial=done) if is_shown else None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self._bar is not None:
-            self._bar.close()
-
-    def move(self, at, to, state):
-        if self._bar is not None:
-            self._bar.set_description("warmup" if at < self._num_warmup else "sample", refresh=False)
-            if not isinstance(jax.block_until_ready(state), Warming):
-                self._bar.set_postfix_str(self._kernel.progress(state), refresh=False)
-            self._bar.update(to - at)

@@ -18,7 +18,7 @@ from numpyro_repulsion.kernels.host import (
 )
 from numpyro_repulsion.kernels.mcmc import arguments
 from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
-from numpyro_repulsion.kernels.state import ParticleState, sampler_positions
+from numpyro_repulsion.kernels.state import ParticleState
 
 __all__ = [
     "SGHMC",
@@ -43,6 +43,5 @@ __all__ = [
     "kernel_of_run",
     "latent_draws",
     "require_draws",
-    "sampler_positions",
     "share_flagged",
 ]

@@ -12,6 +12,7 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
+import tqdm
 
 from numpyro.infer import init_to_sample
 from numpyro.infer.mcmc import MCMCKernel
@@ -25,19 +26,19 @@ from numpyro_repulsion.interactions import Balanced, Coupling, Interaction
 from numpyro_repulsion.kernels.bound import (
     Binder,
     BoundSampler,
-    Fixed,
+    Settings,
     hinting,
     preconditioner_scale,
-    step_rule,
     step_schedule,
 )
-from numpyro_repulsion.kernels.initialization import Initializer
+from numpyro_repulsion.kernels.initialization import check_start, start
 from numpyro_repulsion.kernels.iteration import Iteration, Keys
 from numpyro_repulsion.kernels.learning import judge, warm
-from numpyro_repulsion.kernels.mcmc import arguments, collects_warmup, entering_mcmc, progress_bar
+from numpyro_repulsion.kernels.mcmc import arguments, collects_warmup, entering_mcmc
 from numpyro_repulsion.kernels.programs import Programs, compiler_options, is_traced
 from numpyro_repulsion.kernels.requirements import (
     can_jump,
+    check_data,
     check_ensembles,
     check_groups,
     check_init_params,
@@ -55,20 +56,15 @@ from numpyro_repulsion.kernels.state import (
     check_state,
     map_particles,
     row_seed,
-    whitened_cloud,
+    sampler_positions,
 )
 from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze, relabeled, what_is_on
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["ParticleKernel"]
 
-#: How often the progress bar of a warmup moves.
-NUM_MOVES = 20
-
-
-class ParticleKernel(Fixed, MCMCKernel):
+class ParticleKernel(Settings, MCMCKernel):
     """Base of all kernels: dynamics × interaction × gradient × schedule, with the chains of ``MCMC`` as particles.
 
     :param model: a NumPyro model. Plates with ``subsample_size`` are minibatched.
@@ -173,7 +169,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         check_sweeps(gradient, dynamics)
         if not callable(init_strategy):
             raise TypeError(f"`init_strategy` must be callable, such as init_to_sample; got {init_strategy!r}.")
-        self._model, self._potential_fn = model, potential_fn
+        self.model, self.potential_fn = model, potential_fn
         self.interaction, self.dynamics = interaction, dynamics
         self.gradient = gradient
         self.moves = moves if isinstance(moves, Move) else None
@@ -182,22 +178,11 @@ class ParticleKernel(Fixed, MCMCKernel):
         self.num_steps = integer("`num_steps`", num_steps)
         self.num_ensembles = integer("`num_ensembles`", num_ensembles)
         self.init_strategy = init_strategy
-        self.step_size = step_rule(step_size, dynamics)
-        self.schedule = step_schedule(self.step_size, self.num_steps)
+        self.step_size, self.schedule = step_schedule(step_size, dynamics, self.num_steps)
         self.preconditioner = preconditioner
         self.scale = preconditioner_scale(preconditioner)
         check_ensembles(interaction, self.num_ensembles)
         self._prepare()
-
-    @property
-    def model(self):
-        """The model, or ``None`` for a kernel with a ``potential_fn``."""
-        return self._model
-
-    @property
-    def potential_fn(self):
-        """The potential energy, or ``None`` for a kernel made from a model."""
-        return self._potential_fn
 
     @property
     def is_ensemble_kernel(self):
@@ -207,15 +192,13 @@ class ParticleKernel(Fixed, MCMCKernel):
         data of the run.
         """
         mcmc, _ = entering_mcmc()
-        state = None if mcmc is None else mcmc.post_warmup_state
-        if not isinstance(state, ParticleState):
+        if mcmc is None or not isinstance(state := mcmc.post_warmup_state, ParticleState):
             return True
         self._num_shown = int(np.max(state.num_flagged_updates))
         require_agreement(self, mcmc, None, 0, state, *arguments(mcmc))
-        has_chains = check_chains(state, mcmc)
-        self.bind(*arguments(mcmc)).share_data()
-        if mcmc is not None:
-            mcmc.post_warmup_state = self.resumed(state, *arguments(mcmc))
+        has_chains, bound = check_chains(state, mcmc), self.bind(*arguments(mcmc))
+        bound.gradient.share(bound.target)
+        mcmc.post_warmup_state = self.resumed(state, *arguments(mcmc))
         return has_chains
 
     def resumed(self, state: ParticleState | Warming, args, kwargs) -> ParticleState | Warming:
@@ -256,10 +239,7 @@ class ParticleKernel(Fixed, MCMCKernel):
         return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} flagged" if count else "")
 
     def warn_of_flagged(self, state: ParticleState, num_flagged_updates: int) -> int:
-        """Warn, on the host and once, of many flagged updates; return their number.
-
-        :param num_flagged_updates: their number when this was last called.
-        """
+        """Warn, on the host and once, if many updates were flagged and before only so many; return their number."""
         count = int(state.num_flagged_updates)
         many = MAX_FLAGGED * int(state.num_warmup) * self.num_steps * np.size(state.potential_energy)
         if num_flagged_updates <= many < count:
@@ -289,19 +269,19 @@ class ParticleKernel(Fixed, MCMCKernel):
         state = self.start(rng_key, num_warmup, init_params, model_args, model_kwargs, mcmc, left_out)
         if isinstance(state, ParticleState):
             return state
-        is_within = mcmc is not None and not collects_warmup(mcmc)
-        bar = progress_bar(mcmc is not None and mcmc.progress_bar, num_warmup)
-        with bar:
-            stride = max(1, num_warmup // NUM_MOVES) if mcmc is not None and mcmc.progress_bar else num_warmup
+        is_shown = mcmc is not None and mcmc.progress_bar
+        stride = max(1, num_warmup // 20) if is_shown else num_warmup
+        with tqdm.tqdm(total=num_warmup, desc="warmup", disable=not is_shown or jax.process_index() > 0) as bar:
             for done in range(0, num_warmup, stride):
                 number = min(stride, num_warmup - done)
                 state = self.warm(state, number, num_warmup, model_args, model_kwargs)
-                if not bar.disable:
+                if is_shown:
                     jax.block_until_ready(state)
                 bar.update(number)
         done = 0 if mcmc is not None else num_warmup
-        state = self.freeze(state, model_args, model_kwargs, is_prng_key(rng_key), done, is_within)
-        if mcmc is not None and mcmc.progress_bar:
+        passes = mcmc is not None and not collects_warmup(mcmc)
+        state = self.freeze(state, model_args, model_kwargs, is_prng_key(rng_key), done, passes)
+        if is_shown:
             self.warn_of_warmup(state)
         return state
 
@@ -326,26 +306,27 @@ class ParticleKernel(Fixed, MCMCKernel):
             raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
         require_agreement(self, mcmc, rng_key, num_warmup, init_params, model_args, model_kwargs)
         bound = self.bind(model_args, model_kwargs)
-        self._initializer.check_data(bound, mcmc, size, left_out)
+        check_data(bound.target, bound.gradient, mcmc, size, left_out)
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
         plan, how = bound.plan("diagonal"), None
         if num_warmup == 0 or not plan.learns:
             how = Frozen((int(plan.epoch is not None), False), False, False, 0, is_single)
+        data = None
+        if num_warmup > 0 or bound.gradient.has_reference:
+            data = bound.data(init_params)
+            data = np.zeros(4, np.uint32) if data is None else data
+        options = compiler_options(bound, 1, size, 1)
         with hinting(self.model, model_args, model_kwargs or {}):
-            start = self._initializer(bound, rng_key, num_warmup, init_params, how)
-        if not_jax_tracer(start.cloud.z):
-            eigenvalue = start.smallest_eigenvalue
-            self._initializer.check(bound.target, start.z, start.cloud, eigenvalue, init_params is not None)
+            begun = self._programs(start, bound, (num_warmup, how), rng_key, init_params, data, options=options)
+        if not_jax_tracer(begun.cloud.z):
+            check_start(bound, begun, init_params is not None)
         warn_of_short_warmup(num_warmup if plan.arrives else 0)
-        return start.state
+        return begun.state
 
     def warm(self, state: Warming, number: int, num_warmup: int, args, kwargs) -> Warming:
-        """Make a number of iterations of warmup.
-
-        :param num_warmup: how many there are in all, which decides how the program is compiled.
-        """
+        """Make a number of iterations of warmup; how many there are in all decides how the program is compiled."""
         if is_traced():
             raise ValueError(
                 f"{type(self).__name__} learns its step size, scales or references before the first draw, outside of "
@@ -418,9 +399,11 @@ class ParticleKernel(Fixed, MCMCKernel):
         data = None if state.learned.reference is None else bound.data()
         bound = bound.within(state.num_updates)
         plan = bound.plan(state.learned.preconditioner.kind)
-        check_state(self, state.origin, state.z, state.learned, bound.target, bound.gradient)
+        check_state(state, self, bound.target, bound.gradient)
         _, unravel = ravel_cloud(state.z)
-        cloud = whitened_cloud(state, self.num_ensembles)
+        flat, energy = sampler_positions(state)
+        cloud = Cloud(state.learned.preconditioner.whiten(flat), energy, state.gradient, state.memory)
+        cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
         iteration = Iteration(bound, plan, unravel, row_seed(state), data, self.schedule)
         return iteration, iteration.layout(cloud.z).place(cloud)
 
@@ -436,23 +419,19 @@ class ParticleKernel(Fixed, MCMCKernel):
     @property
     def remedy(self) -> str:
         """How to make the steps of this kernel shorter, as a clause."""
-        rule = self._rule
-        if rule is None:
+        if not isinstance(self.step_size, BiasBudget):
             return "divide `step_size` by 2 to 10"
         # A fifth of what may be in use, which the order of control variates decides too.
         error = self.dynamics.step_error(Coupling.of_figures(1.0, 1.0, not self.interaction.interacts))
-        return f"set step_size=BiasBudget({rule.tolerance_for(error.is_second_order) / 5:g}, min_draws=0)"
+        return f"set step_size=BiasBudget({self.step_size.tolerance_for(error.is_second_order) / 5:g}, min_draws=0)"
 
     def _prepare(self):
         """Make what caches compiled programs, and can be made again."""
         self._programs, self._binder = Programs(self), Binder(self)
-        self._initializer = Initializer(self, self._programs)
         self._num_shown = 0
 
     def __getstate__(self):
-        state = self.__dict__.copy()
-        del state["_initializer"], state["_binder"], state["_programs"]
-        return state
+        return {name: value for name, value in self.__dict__.items() if name not in ("_binder", "_programs")}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -461,8 +440,3 @@ class ParticleKernel(Fixed, MCMCKernel):
     def bind(self, args, kwargs=None) -> BoundSampler:
         """Return this kernel bound to the model's arguments; the model is analyzed once for equal arguments."""
         return self._binder(args, kwargs)
-
-    @property
-    def _rule(self) -> BiasBudget | None:
-        """The rule that measures the step size, or ``None``."""
-        return self.step_size if isinstance(self.step_size, BiasBudget) else None

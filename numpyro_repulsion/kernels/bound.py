@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 import hashlib
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from jax import lax, random
@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from numpyro.handlers import seed
-from numpyro.primitives import Messenger
+from numpyro.handlers import seed, trace
 
 from numpyro_repulsion.digests import digest, digest_of_program
 from numpyro_repulsion.dynamics import Dynamics
@@ -34,40 +33,30 @@ from numpyro_repulsion.moves import Basins, Move
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.schedules import BiasBudget, Cyclical, Schedule, as_schedule
-from numpyro_repulsion.warmup import (
-    LAST_ADAPTED,
-    NUM_HESSIANS,
-    Preconditioner,
-    WarmupPlan,
-    first_scale,
-    most_late_iterations,
-)
-
-__all__ = [
-    "Binder",
-    "BoundSampler",
-    "Fixed",
-    "Settings",
-    "automatic_scale",
-    "choose_gradient",
-    "first_preconditioner",
-    "hinting",
-    "preconditioner_scale",
-    "step_rule",
-    "step_schedule",
-]
-
-#: Bounds on the default limit of dense scales: above it, products with them take longer than most gradients.
-DENSE_LIMITS = (64, 512)
-#: Of more parameters, the 40 directions of low-rank scales take more memory than several particles.
-LOW_RANK_LIMIT = 1_000_000
+from numpyro_repulsion.warmup import LAST_ADAPTED, NUM_HESSIANS, WarmupPlan, most_late_iterations
 
 
-class Fixed:
-    """An object whose settings, the attributes without a leading underscore, can be set only once.
+class Settings:
+    """The settings of a kernel: attributes without a leading underscore, which can be set only once.
 
-    Compiled programs contain the settings, and would ignore a change.
+    Compiled programs contain them, and would ignore a change.
     """
+
+    model: Callable | None
+    potential_fn: Callable | None
+    interaction: Interaction
+    dynamics: Dynamics
+    gradient: Gradient | str
+    moves: Move | None
+    step_size: float | Callable | BiasBudget | str
+    schedule: Schedule | None
+    preconditioner: ArrayLike | None
+    scale: str | np.ndarray | None
+    reparam: str | None
+    num_steps: int
+    num_ensembles: int
+    init_strategy: Callable
+    looks_for_basins: bool
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_") and name in self.__dict__:
@@ -79,28 +68,23 @@ class Fixed:
         super().__setattr__(name, value)
 
 
-def step_rule(
-    step_size: float | Callable | BiasBudget | str | None, dynamics: Dynamics
-) -> float | Callable | BiasBudget | str:
-    """Return the given step size, that of an optimizer, or the rule by which warmup finds it."""
+def step_schedule(
+    step_size: float | Callable | BiasBudget | str | None, dynamics: Dynamics, num_steps: int
+) -> tuple[float | Callable | BiasBudget | str, Schedule | None]:
+    """Return the step size, or the rule by which warmup finds it; and a schedule, ``None`` with a rule."""
     if step_size is None:
-        return BiasBudget() if dynamics.default_step is None else dynamics.default_step
-    if dynamics.default_step is not None and isinstance(step_size, BiasBudget):
+        step_size = BiasBudget() if dynamics.default_step is None else dynamics.default_step
+    if not isinstance(step_size, BiasBudget):
+        schedule = as_schedule(step_size)
+        if isinstance(schedule, Cyclical):
+            schedule.check(num_steps)
+        return step_size, schedule
+    if dynamics.default_step is not None:
         raise ValueError(
             "The steps of an optimizer have no bias that could be measured: give a learning rate, such as "
             f"step_size=0.01, or leave out `step_size`; got {step_size!r}."
         )
-    return step_size
-
-
-def step_schedule(step_size: float | Callable | BiasBudget | str, num_steps: int) -> Schedule | None:
-    """Return the step size as a schedule, checked against ``num_steps``, or ``None`` if warmup finds it."""
-    if isinstance(step_size, BiasBudget):
-        return None
-    schedule = as_schedule(step_size)
-    if isinstance(schedule, Cyclical):
-        schedule.check(num_steps)
-    return schedule
+    return step_size, None
 
 
 def preconditioner_scale(value: ArrayLike | None) -> str | np.ndarray | None:
@@ -145,29 +129,11 @@ def automatic_scale(dimension: int, size: int, num_warmup: int, num_steps: int, 
     gradients as warmup takes updates.
     """
     learned = num_warmup * num_steps / NUM_HESSIANS / 2 if is_noisy else size * num_warmup * LAST_ADAPTED
-    if dimension <= int(np.clip(round(learned), *DENSE_LIMITS)):
+    # Beyond 512, products with dense scales take longer than most gradients; beyond a million, the 40 directions of
+    # low-rank scales take more memory than several particles.
+    if dimension <= int(np.clip(round(learned), 64, 512)):
         return "dense"
-    return "low_rank" if dimension <= LOW_RANK_LIMIT else "diagonal"
-
-
-def first_preconditioner(
-    scale: str | np.ndarray | None, plan: WarmupPlan | None, flat: jax.Array, gradient: jax.Array
-) -> Preconditioner:
-    """Return the first change of variables, for starts ``(L, d)`` and the gradients there.
-
-    :param scale: the result of :func:`preconditioner_scale`.
-    :param plan: what the warmup will learn, or ``None`` without a warmup.
-    """
-    if plan is not None and plan.scale is not None:
-        return first_scale(flat, gradient, plan.scale)
-    if scale is None or isinstance(scale, str):
-        return Preconditioner()
-    if scale.shape[0] != flat.shape[1]:
-        raise ValueError(
-            f"`preconditioner` has shape {scale.shape}, but a particle has {flat.shape[1]} unconstrained parameters; "
-            f"expected ({flat.shape[1]},) or ({flat.shape[1]}, {flat.shape[1]})."
-        )
-    return Preconditioner(jnp.asarray(scale, flat.dtype))
+    return "low_rank" if dimension <= 1_000_000 else "diagonal"
 
 
 def choose_gradient(gradient: Gradient | str, target: Target) -> Gradient:
@@ -189,10 +155,6 @@ def choose_gradient(gradient: Gradient | str, target: Target) -> Gradient:
             "(numpyro.prng_key): use gradient=Subsampled(), its default, or Sweeps(control_variates=False)."
         )
     return gradient
-
-
-#: Modules of tables, which a compiled program cannot index.
-_TABLES = ("pandas", "polars", "pyarrow")
 
 
 @contextmanager
@@ -233,91 +195,43 @@ def _of_arguments(args, kwargs, error):
     named = [(f"args[{i}]", value) for i, value in enumerate(args)] + [(f"{k}=", v) for k, v in kwargs.items()]
     for name, value in named:
         package = type(value).__module__.split(".")[0]
-        if package in _TABLES:
+        is_numbers = isinstance(value, list) and value and all(isinstance(x, bool | int | float) for x in value)
+        if package in ("pandas", "polars", "pyarrow"):
             yield f"The model's {name} is a {type(value).__name__} of {package}. Pass arrays: x.to_numpy()."
-        elif (
-            is_of_index and isinstance(value, list) and value and all(isinstance(x, bool | int | float) for x in value)
-        ):
+        elif is_of_index and is_numbers:
             yield f"The model's {name} is a list. Pass an array: np.asarray(x)."
         elif isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
             yield f"The model's {name} is an array of dtype {value.dtype}. Encode its values as numbers."
-
-
-class _Plates(Messenger):
-    """Records the subsampled plates of a model, up to an error."""
-
-    def __init__(self, fn):
-        super().__init__(fn)
-        self.found: dict[str, tuple[int, int]] = {}
-
-    def process_message(self, msg):
-        if msg["type"] == "plate" and len(msg["args"]) > 1 and msg["args"][1] and msg["args"][1] < msg["args"][0]:
-            self.found[msg["name"]] = msg["args"][:2]
 
 
 def _of_rows(model, args, kwargs, error):
     """If arrays do not fit together, the commonest reason is that not all of them are taken by rows."""
     if not any(word in str(error) for word in ("broadcast", "shapes")):
         return
-    plates = _Plates(seed(model, random.key(0)))
-    with suppress(Exception):  # The same error.
-        jax.eval_shape(lambda: plates(*args, **kwargs) and None)
-    for name, (size, batch) in plates.found.items():
-        yield (
-            f"The plate '{name}' draws {batch} of {size} rows. Take these rows of all data, inside the plate: `with "
-            f"numpyro.plate('{name}', {size}, subsample_size={batch}) as i:`, then x[i] and y[i]."
-        )
+    seen = trace(seed(model, random.key(0)))
+    with suppress(Exception):  # The same error, up to which sites are seen.
+        jax.eval_shape(lambda: seen(*args, **kwargs) and None)
+    for name, site in getattr(seen, "trace", {}).items():
+        size, batch = site["args"][:2] if site["type"] == "plate" and len(site["args"]) > 1 else (0, None)
+        if batch and batch < size:
+            yield (
+                f"The plate '{name}' draws {batch} of {size} rows. Take these rows of all data, inside the plate: "
+                f"`with numpyro.plate('{name}', {size}, subsample_size={batch}) as i:`, then x[i] and y[i]."
+            )
 
 
 #: From so many bytes on an array is large.
 LARGE_BYTES = 1 << 22
 
 
-@runtime_checkable
-class Settings(Protocol):
-    """The settings of a kernel that a run depends on; see :class:`~numpyro_repulsion.kernels.ParticleKernel`."""
-
-    interaction: Interaction
-    dynamics: Dynamics
-    gradient: Gradient | str
-    moves: Move | None
-    step_size: float | Callable | BiasBudget | None
-    schedule: Schedule | None
-    preconditioner: ArrayLike | None
-    scale: str | np.ndarray | None
-    reparam: str | None
-    num_steps: int
-    num_ensembles: int
-    looks_for_basins: bool
-
-    @property
-    def model(self) -> Callable | None: ...
-
-    @property
-    def potential_fn(self) -> Callable | None: ...
-
-
 @dataclass(frozen=True, eq=False)
 class BoundSampler:
-    """A kernel, the posterior that it samples, and the gradient that it uses."""
+    """A kernel, the posterior that it samples, the gradient that it uses, and what is known of these already."""
 
     kernel: Settings
     target: Target
     gradient: Gradient
-    _data: list[np.ndarray] = field(default_factory=list)
-
-    @staticmethod
-    def of(kernel: Settings, target: Target) -> BoundSampler:
-        """Bind a kernel to a target; raise ``ValueError`` if the kernel's gradient does not fit the target."""
-        return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
-
-    @property
-    def centers_partly(self) -> bool:
-        """Whether a warmup learns how to center the hierarchical sites of the model."""
-        kernel, plan = self.kernel, self.plan("diagonal")
-        learns = kernel.reparam is not None and plan.step_size is not None and plan.scale is not None
-        suits = kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
-        return learns and suits and bool(self.target.location_scale or self.target.num_products)
+    known: dict[str, Any] = field(default_factory=dict)
 
     @property
     def moves(self) -> Move | None:
@@ -339,7 +253,7 @@ class BoundSampler:
         """
         target, given = self.target, (self.target.args, self.target.kwargs)
         leaves = jax.tree.leaves(given)
-        if not self._data and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if "data" not in self.known and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), z)
             one = target.prototype if isinstance(target, ModelTarget) else one
             # Shapes alone: what is made here once must leave nothing in a program around it.
@@ -357,8 +271,8 @@ class BoundSampler:
                 found = [leaf.digest() if isinstance(leaf, Rows) else digest(leaf) for leaf in leaves]
                 known = found, digest_of_program(program, leaves)
             words = hashlib.blake2b(str(known).encode(), digest_size=16).digest()
-            self._data.append(np.frombuffer(words, np.uint32) | np.uint32(1))
-        return self._data[0] if self._data else None
+            self.known["data"] = np.frombuffer(words, np.uint32) | np.uint32(1)
+        return self.known.get("data")
 
     def within(self, number: jax.Array) -> BoundSampler:
         """Return the same for use in the program that has this number, with large arguments behind a barrier.
@@ -369,10 +283,12 @@ class BoundSampler:
         """
         if not isinstance(number, jax.core.Tracer):
             return self
-        leaves = jax.tree.leaves((self.target.args, self.target.kwargs))
-        # Arrays of NumPy stay too: with them a model may compute in double precision.
-        large = {place: leaf for place, leaf in enumerate(leaves) if _is_large(leaf)}
-        large = {place: leaf for place, leaf in large.items() if not self._needs_values({place: leaf})}
+        large = {}
+        for place, leaf in enumerate(jax.tree.leaves((self.target.args, self.target.kwargs))):
+            # Arrays of NumPy stay too: with them a model may compute in double precision.
+            is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            if is_here and leaf.nbytes >= LARGE_BYTES and not self._needs_values({place: leaf}):
+                large[place] = leaf
         return replace(self, target=self._with(lax.optimization_barrier(large))) if large else self
 
     def _with(self, arrays):
@@ -396,13 +312,6 @@ class BoundSampler:
             return True
         return False
 
-    def share_data(self) -> None:
-        """Put rows of the data on the devices for rows of a mesh, if there are any.
-
-        :raises ValueError: for minibatches that these devices cannot share.
-        """
-        self.gradient.share(self.target)
-
     def plan(self, automatic: str) -> WarmupPlan:
         """Return what a warmup would learn; ``automatic`` is the kind of scales of ``preconditioner="auto"``."""
         kernel, is_noisy = self.kernel, self.gradient.is_noisy(self.target)
@@ -425,59 +334,41 @@ class BoundSampler:
 
 
 class Binder:
-    """Bind a kernel to arguments of its model, and analyze the model once for equal arguments.
-
-    It keeps only the last arguments, like NumPyro, which keeps their compiled program.
-    """
+    """Bind a kernel to the arguments of its model, which is analyzed once for equal ones; only the last are kept."""
 
     def __init__(self, kernel: Settings):
         self._kernel = kernel
         self._last: tuple[tuple, list, BoundSampler, list] | None = None
-        self._of_function: BoundSampler | None = None
 
     def __call__(self, args: tuple, kwargs: dict | None) -> BoundSampler:
-        kernel, kwargs = self._kernel, kwargs or {}
-        if kernel.model is None:
-            if self._of_function is None:
-                self._of_function = BoundSampler.of(kernel, FunctionTarget(kernel.potential_fn))
-            return self._of_function
+        kwargs, known = kwargs or {}, self._last
         leaves, structure = jax.tree.flatten((args, kwargs))
         # The analysis also depends on the precision in use.
         key = (structure, jnp.result_type(float))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            known = self._last
-            if known is None or known[0] != key or not _fits(known[3], leaves):
+            if known is None or known[0] != key or not all(map(_fits, known[3], leaves)):
                 return self._analyzed(args, kwargs)
             # What the run was started for: an analysis of traced values may find less.
-            return BoundSampler(kernel, known[2].target.with_arguments(args, kwargs), known[2].gradient)
+            return BoundSampler(self._kernel, known[2].target.with_arguments(args, kwargs), known[2].gradient)
         marks = [_mark(leaf) for leaf in leaves]
-        if self._last is None or self._last[0] != key or not _same(self._last[1], marks):
-            bound = self._analyzed(args, kwargs)
-            self._last = key, marks, bound, leaves
-        return self._last[2]
+        if known is None or known[0] != key or not all(map(_same, known[1], marks)):
+            self._last = known = key, marks, self._analyzed(args, kwargs), leaves
+        return known[2]
 
     def _analyzed(self, args, kwargs):
         kernel = self._kernel
         with hinting(kernel.model, args, kwargs):
-            return BoundSampler.of(kernel, ModelTarget(kernel.model, args, kwargs))
+            is_function = kernel.model is None
+            target = FunctionTarget(kernel.potential_fn) if is_function else ModelTarget(kernel.model, args, kwargs)
+            return BoundSampler(kernel, target, choose_gradient(kernel.gradient, target))
 
 
-def _is_large(leaf):
-    is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return is_here and leaf.nbytes >= LARGE_BYTES
-
-
-def _fits(known, leaves):
-    """Return whether traced leaves have the shapes and types of known ones, and all others are the same."""
-    numbers = jax.Array | np.ndarray | np.generic | bool | int | float | complex
-
-    def fits(one, leaf):
-        if not isinstance(leaf, jax.core.Tracer):
-            return _same([_mark(one)], [_mark(leaf)])
-        same_shape = isinstance(one, numbers) and jnp.shape(one) == leaf.shape
-        return same_shape and jnp.result_type(one) == leaf.dtype
-
-    return len(known) == len(leaves) and all(map(fits, known, leaves))
+def _fits(one, leaf):
+    """Return whether a traced leaf has the shape and type of a known one; any other is the same."""
+    if not isinstance(leaf, jax.core.Tracer):
+        return _same(_mark(one), _mark(leaf))
+    is_number = isinstance(one, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+    return is_number and jnp.shape(one) == leaf.shape and jnp.result_type(one) == leaf.dtype
 
 
 def _mark(leaf):
@@ -488,9 +379,6 @@ def _mark(leaf):
     return leaf
 
 
-def _same(some, others):
-    """Return whether all marks are the same objects or equal plain values."""
-    return len(some) == len(others) and all(
-        a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str | tuple) and a == b)
-        for a, b in zip(some, others, strict=True)
-    )
+def _same(a, b):
+    """Return whether marks are the same objects or equal plain values."""
+    return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str | tuple) and a == b)

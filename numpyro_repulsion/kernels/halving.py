@@ -20,8 +20,6 @@ from numpyro_repulsion.kernels.mcmc import arguments
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup import Learned
 
-__all__ = ["halved_series"]
-
 #: Numbers ``(G, L, m)`` of the particles of a cloud.
 Observe = Callable[[Iteration, Learned, Cloud], Float[Array, "*particles k"]]
 #: A cloud, how many updates it made, and what its sampler learned.
@@ -74,7 +72,8 @@ def halved_series(
     def run(state, step_size):
         iteration, cloud = kernel.parts(state, args, kwargs)
         iteration = replace(iteration, schedule=None)
-        both = (_with_step(state.learned, step) for step in (step_size, step_size / 2))
+        steps = (jnp.asarray(step, state.learned.step_size.dtype) for step in (step_size, step_size / 2))
+        both = (state.learned._replace(step_size=step) for step in steps)
         clouds = tuple((cloud, state.num_updates, learned) for learned in both)
 
         def iterate(clouds, key):
@@ -90,15 +89,8 @@ def halved_series(
     return one, difference
 
 
-def _with_step(learned, step_size):
-    return learned._replace(step_size=jnp.asarray(step_size, learned.step_size.dtype))
-
-
 def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], observe: Observe):
-    """Make one iteration with ε, and twice as many updates with ε/2.
-
-    :return: the clouds, and for both the means over particles and updates of what is observed, ``(G, m)``.
-    """
+    """Make one iteration with ε, and twice as many updates with ε/2; also return the means of what is observed."""
     jump_key, updates_key = random.split(key)
 
     def begun(cloud, count, learned):

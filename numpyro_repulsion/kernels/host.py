@@ -18,32 +18,12 @@ from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.mcmc import arguments, bring_here, draws
 
-__all__ = [
-    "bound_of",
-    "chosen_draws",
-    "coupling_of",
-    "evenly_spread",
-    "flat_values",
-    "has_other_data",
-    "is_warmup",
-    "kernel_of",
-    "kernel_of_run",
-    "latent_draws",
-    "require_draws",
-    "share_flagged",
-]
-
-
-#: Data count as the same up to this relative difference of potential energies.
-TOLERANCE = 1e-4
-
 
 def kernel_of(mcmc: object, who: str, instead: str = "") -> ParticleKernel:
-    """Return the kernel of an ``MCMC``.
+    """Return the kernel of an ``MCMC``; raise ``TypeError`` for anything but one of this package.
 
     :param who: what was called with it, for the message.
     :param instead: what to do with other objects, a sentence.
-    :raises TypeError: for anything but an ``MCMC`` with a kernel of this package.
     """
     kernel = getattr(mcmc, "sampler", None)
     if not isinstance(mcmc, MCMC) or not isinstance(kernel, ParticleKernel):
@@ -58,14 +38,10 @@ def kernel_of(mcmc: object, who: str, instead: str = "") -> ParticleKernel:
 def kernel_of_run(
     mcmc: object, who: str, instead: str = "", *, of_warmup: bool = False, of_optimizer: bool = False
 ) -> ParticleKernel:
-    """Return the kernel of an ``MCMC`` that has draws.
+    """Return the kernel of an ``MCMC``, as :func:`kernel_of` does; raise ``ValueError`` if it has no draws.
 
-    :param who: what was called with it, for the messages.
-    :param instead: as for :func:`kernel_of`.
     :param of_warmup: whether the draws may be those of a warmup.
     :param of_optimizer: whether the particles may be those of an optimizer of the cloud.
-    :raises TypeError: as :func:`kernel_of` does.
-    :raises ValueError: if it has no such draws.
     """
     kernel = kernel_of(mcmc, who, instead)
     require_draws(mcmc)
@@ -109,23 +85,17 @@ def chosen_draws(mcmc: MCMC, most: int, by_chain: bool = False) -> Any:
 
     :param by_chain: whether to choose whole iterations, at least 4, and return axes ``(chains, draws)``.
     """
-    if by_chain:
-        most, axis = max(4, most // mcmc.num_chains), 1
-    else:
-        axis = 0
-    kept = mcmc.get_samples(group_by_chain=by_chain or not mcmc.sampler.dynamics.is_sampler)
-    if not by_chain and not mcmc.sampler.dynamics.is_sampler:
+    of_last_cloud = not (by_chain or mcmc.sampler.dynamics.is_sampler)
+    most, axis = (max(4, most // mcmc.num_chains), 1) if by_chain else (most, 0)
+    kept = mcmc.get_samples(group_by_chain=by_chain or of_last_cloud)
+    if of_last_cloud:
         kept = jax.tree.map(lambda x: x[:, -1], kept)
     chosen = evenly_spread(jax.tree.leaves(kept)[0].shape[axis], most)
     return jax.tree.map(lambda x: jnp.asarray(x.take(chosen, axis)), kept)
 
 
 def latent_draws(target: Target, draws: Any, who: str) -> Any:
-    """Return the draws of the latent sites of a model; those of a function are all of them.
-
-    :param who: what needs them, for the message, such as "Scores need".
-    :raises ValueError: if a latent site is missing.
-    """
+    """Return the draws of the latent sites of a model, whose absence a message says; those of a function are all."""
     if not isinstance(target, ModelTarget):
         return draws
     if missing := [name for name in target.latent if name not in draws]:
@@ -136,11 +106,8 @@ def latent_draws(target: Target, draws: Any, who: str) -> Any:
 
 
 def flat_values(values: Any, lead: int) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
-    """Return the leaves of a pytree as one array ``(..., n)`` in double precision, and a function that gives n numbers
-    the structure of one value.
-
-    :param lead: the number of leading axes.
-    """
+    """Return the leaves of a pytree, with so many leading axes, as one array ``(..., n)`` in double precision, and a
+    function that gives n numbers the structure of one value."""
     leaves, structure = jax.tree.flatten(values)
     shapes = [x.shape[lead:] for x in leaves]
 
@@ -173,7 +140,7 @@ def has_other_data(mcmc: MCMC) -> bool:
     target, (_, unravel) = bound.target, ravel_cloud(z)
     found = float(compiled(lambda target, z: fingerprint(target, unravel, z), target)(position))
     # Another program may round differently, especially where terms cancel.
-    return np.isfinite(known) and not abs(found - known) <= TOLERANCE * (1.0 + abs(known))
+    return np.isfinite(known) and not abs(found - known) <= 1e-4 * (1.0 + abs(known))
 
 
 def share_flagged(mcmc: MCMC) -> float:

@@ -19,23 +19,18 @@ from numpyro_repulsion.gradients import (
     Centering,
     ModelTarget,
     Particle,
-    check_rows,
     fingerprint,
     is_finite_on_all_rows,
     ravel_cloud,
     sites_not_finite,
 )
 from numpyro_repulsion.interactions import median_bandwidth
-from numpyro_repulsion.kernels.bound import automatic_scale, first_preconditioner
-from numpyro_repulsion.kernels.programs import compiler_options
-from numpyro_repulsion.kernels.requirements import check_room, warn_of_copies
+from numpyro_repulsion.kernels.bound import BoundSampler, automatic_scale
 from numpyro_repulsion.kernels.state import ParticleState, last_word
-from numpyro_repulsion.kernels.warming import Warming, freeze
-from numpyro_repulsion.layout import place_everywhere, place_particles
+from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze
+from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.starts import JointStrategy
-from numpyro_repulsion.warmup import MIN_PARTICLES, WarmupState
-
-__all__ = ["MAX_DRAWS", "Initializer"]
+from numpyro_repulsion.warmup import MIN_PARTICLES, Preconditioner, WarmupState, first_scale
 
 MAX_DRAWS = 100
 #: Starts are contracted to this share of their distance from their median if that lowers energies by this factor; a
@@ -43,263 +38,233 @@ MAX_DRAWS = 100
 CONTRACTION, EXPLOSION = 0.3, 1e3
 
 
-#: Rows are refused if they have no density at so many starts.
-NUM_STARTS = 5
-
-
 class Start(NamedTuple):
-    """The start of a run.
+    """The start of a run."""
 
-    - **state** - the state of the warmup; or, if there is nothing to learn, that from which draws are made.
-    - **z** - the sites of the particles, each ``(L, ...)``.
-    - **cloud** - the particles in whitened coordinates.
-    - **smallest_eigenvalue** - that of K: 1 if K is always positive definite, NaN if K is not finite.
+    state: Warming | ParticleState  # of the warmup; if there is nothing to learn, that from which draws are made
+    z: Particle  # the sites of the particles, each ``(L, ...)``
+    cloud: Cloud  # the particles in whitened coordinates
+    smallest_eigenvalue: Float[Array, ""]  # of K: 1 if K is always positive definite, NaN if K is not finite
+
+
+def start(
+    bound: BoundSampler, settings: tuple[int, Frozen | None], rng_key: jax.Array, init_params: Particle | None, data
+) -> Start:
+    """Start particles, each with a key.
+
+    :param settings: the number of iterations of warmup; and how to freeze the start at once, if there is nothing to
+        learn; static.
+    :param data: what tells the posterior from others, or ``None``.
     """
+    (num_warmup, how), kernel, target = settings, bound.kernel, bound.target
+    size = rng_key.shape[0]
+    rng_key = place_particles(rng_key)
+    # Keys of a resumed run are copies of one key, so fold in the particle's index.
+    keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
+    state_key, gradient_key, memory_key = random.split(keys[0, 1], 3)
 
-    state: Warming | ParticleState
-    z: Particle
-    cloud: Cloud
-    smallest_eigenvalue: Float[Array, ""]
+    def grouped(x):
+        return x.reshape(kernel.num_ensembles, -1, *x.shape[1:])
+
+    def evaluate(key, z):
+        flat, unravel = ravel_cloud(z)
+        energy, gradient = bound.gradient.energy_and_grad(key, target, unravel, grouped(flat))
+        return flat, energy.reshape(-1), gradient.reshape(flat.shape)
+
+    if init_params is None:
+        z, flat, energy, gradient = _draw(gradient_key, keys[:, 0], kernel.init_strategy, target, evaluate)
+    else:
+        z = init_params
+        if isinstance(target, ModelTarget):
+            z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
+        flat, energy, gradient = evaluate(gradient_key, z)
+    is_noisy = bound.gradient.is_noisy(target)
+    plan = bound.plan(automatic_scale(flat.shape[1], size, num_warmup, kernel.num_steps, is_noisy))
+    if num_warmup > 0 and plan.scale is not None:
+        change = first_scale(flat, gradient, plan.scale)
+    else:
+        change = _given_preconditioner(kernel.scale, flat)
+    u, whitened_energy, gradient = map(grouped, (change.whiten(flat), energy, change.whiten_gradient(gradient)))
+    if kernel.interaction.learns_bandwidth:
+        bandwidth = median_bandwidth(u)
+    else:
+        bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or 0.0, u.dtype)
+    cloud = kernel.dynamics.init(
+        memory_key, u, lambda _: (whitened_energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
+    )
+    jumps = None
+    if num_warmup > 0 and bound.moves is not None and size >= bound.moves.min_particles:
+        jumps = bound.moves.start(cloud, num_warmup, plan.scale == "dense")
+    first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
+    learns = num_warmup > 0 and kernel.reparam is not None and plan.step_size is not None and plan.scale is not None
+    suits = size >= MIN_PARTICLES and kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
+    has_hierarchies = bool(target.location_scale or target.num_products)
+    centering = Centering.none(target, u.shape[2], u.dtype) if learns and suits and has_hierarchies else None
+    has_hessian = bound.gradient.has_hessian(target, u.shape[2])
+    warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, centering, has_hessian)
+    warmup = warmup._replace(data=data)
+    if num_warmup > 0:
+        # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
+        position = flat[jnp.argmax(jnp.abs(energy))]
+        warmup = warmup._replace(data_fingerprint=(position, fingerprint(target, ravel_cloud(z)[1], position)))
+    state = Warming(
+        cloud=cloud,
+        warmup=warmup,
+        num_updates=jnp.zeros((), jnp.int32),
+        rng_key=state_key,
+        row_seed=last_word(memory_key) if bound.gradient.depends_on_updates else None,
+        start=jax.tree.map(lambda x: x[:1], z),
+    )
+    eigenvalue = _smallest_eigenvalue(kernel.interaction, u, bandwidth)
+    return Start(state if how is None else freeze(bound, how, state, None), z, cloud, eigenvalue)
 
 
-class Initializer:
-    """Make the start of a kernel's runs, by a program that is compiled once for all data of the same shapes.
+def _given_preconditioner(scale, flat):
+    if scale is None or isinstance(scale, str):
+        return Preconditioner()
+    if scale.shape[0] != flat.shape[1]:
+        raise ValueError(
+            f"`preconditioner` has shape {scale.shape}, but a particle has {flat.shape[1]} unconstrained parameters; "
+            f"expected ({flat.shape[1]},) or ({flat.shape[1]}, {flat.shape[1]})."
+        )
+    return Preconditioner(jnp.asarray(scale, flat.dtype))
 
-    It caches this program and the posterior that was last searched for NaN; all of it can be made again.
+
+def _smallest_eigenvalue(interaction, u, bandwidth):
+    if getattr(interaction, "positive_definite", True):
+        return jnp.ones(())
+    # NaN reveals an interaction that uses a bandwidth without learning one.
+    h = bandwidth if interaction.learns_bandwidth else jnp.nan
+    gram, repulsion = jax.vmap(lambda v: interaction.gram(v, h))(u)
+    finite = jnp.isfinite(gram).all() & jnp.isfinite(repulsion).all()
+    return jnp.where(finite, jnp.linalg.eigvalsh(gram).min(), jnp.nan)
+
+
+def _draw(key, keys, strategy, target, evaluate):
+    """Draw starts by the ``init_strategy``, each again until it is finite, at most ``MAX_DRAWS`` times.
+
+    Draws from the prior of a deep network may predict so wildly that an optimizer ruins the network in its first
+    steps. While it lowers energies by orders of magnitude, such starts are contracted about their median.
     """
+    size = keys.shape[0]
+    contracts = strategy is init_to_sample and size > 1
 
-    def __init__(self, kernel, programs):
-        self._kernel, self._programs = kernel, programs
-        self._checked = None
+    def draw(key, number):
+        is_joint = isinstance(strategy, JointStrategy)
+        return target.draw(key, strategy.one(key, number, target.latent) if is_joint else strategy)
 
-    def __call__(self, bound, rng_key, num_warmup, init_params, how):
-        """Return the :class:`Start`.
+    def contracted(x):
+        center = jnp.median(x, 0)
+        return center + CONTRACTION * (x - center)
 
-        :param rng_key: a key for each particle.
-        :param init_params: the starts, or ``None`` to draw them.
-        :param how: how to freeze the start at once, if there is nothing to learn; else ``None``.
-        """
-        data = None
-        if num_warmup > 0 or bound.gradient.has_reference:
-            data = bound.data(init_params)
-            data = np.zeros(4, np.uint32) if data is None else data
-        options = compiler_options(bound, 1, rng_key.shape[0], 1)
-        return self._programs(self._start, bound, (num_warmup, how), rng_key, init_params, data, options=options)
+    def attempt(carry):
+        count, key, keys, valid, old, _ = carry
+        key, gradient_key = random.split(key)
+        keys, draw_keys = jnp.moveaxis(jax.vmap(random.split)(keys), 1, 0)
+        z = jax.vmap(draw)(draw_keys, jnp.arange(size))
+        if not contracts:
+            new = select(valid, old, (z, *evaluate(gradient_key, z)))
+            valid = is_finite(new)
+            return count + 1, key, keys, valid, new, valid.all()
+        complete = valid.all()
+        z = jax.tree.map(lambda drawn, known: jnp.where(complete, contracted(known), drawn), z, old[0])
+        tried = z, *evaluate(gradient_key, z)
+        # Energies are known up to a constant, and differ by about the dimension between draws of a posterior.
+        least = jnp.abs(jnp.median(tried[2])) + tried[1].shape[1]
+        is_lower = is_finite(tried).all() & (jnp.median(old[2]) > EXPLOSION * least)
+        new = select(jnp.where(complete, ~is_lower, valid), old, tried)
+        return count + 1, key, keys, is_finite(new), new, complete & ~is_lower
 
-    def _start(self, bound, settings, rng_key, init_params, data):
-        num_warmup, how = settings
-        kernel, target = self._kernel, bound.target
-        size = rng_key.shape[0]
-        rng_key = place_particles(rng_key)
-        # Keys of a resumed run are copies of one key, so fold in the particle's index.
-        keys = jax.vmap(lambda key, i: random.split(random.fold_in(key, i)))(rng_key, jnp.arange(size))
-        state_key, gradient_key, memory_key = random.split(keys[0, 1], 3)
+    def is_finite(starts):
+        return jnp.isfinite(starts[2]) & jnp.isfinite(starts[3]).all(-1)
 
-        def grouped(x):
-            return x.reshape(kernel.num_ensembles, -1, *x.shape[1:])
+    z = {name: jnp.zeros((size, *site.shape), site.dtype) for name, site in target.prototype.items()}
+    u, _ = ravel_cloud(z)
+    first = (0, key, keys, jnp.zeros(size, bool), (z, u, jnp.zeros(size, u.dtype), u), jnp.zeros((), bool))
+    return lax.while_loop(lambda carry: ~carry[5] & (carry[0] < MAX_DRAWS), attempt, first)[4]
 
-        def evaluate(key, z):
-            flat, unravel = ravel_cloud(z)
-            energy, gradient = bound.gradient.energy_and_grad(key, target, unravel, grouped(flat))
-            return flat, energy.reshape(-1), gradient.reshape(flat.shape)
 
-        if init_params is None:
-            z, flat, energy, gradient = self._draw(gradient_key, keys[:, 0], target, evaluate)
-        else:
-            z = init_params
-            if isinstance(target, ModelTarget):
-                z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
-            flat, energy, gradient = evaluate(gradient_key, z)
-        is_noisy = bound.gradient.is_noisy(target)
-        plan = bound.plan(automatic_scale(flat.shape[1], size, num_warmup, kernel.num_steps, is_noisy))
-        change = first_preconditioner(kernel.scale, plan if num_warmup > 0 else None, flat, gradient)
-        u, whitened_energy, gradient = map(grouped, (change.whiten(flat), energy, change.whiten_gradient(gradient)))
-        if kernel.interaction.learns_bandwidth:
-            bandwidth = median_bandwidth(u)
-        else:
-            bandwidth = jnp.asarray(getattr(kernel.interaction, "bandwidth", None) or 0.0, u.dtype)
-        cloud = kernel.dynamics.init(
-            memory_key, u, lambda _: (whitened_energy, gradient), lambda v: kernel.interaction.couple(v, bandwidth)
+def check_start(bound: BoundSampler, start: Start, is_given: bool) -> None:
+    """Raise ``ValueError`` if starts are not finite or coincide, or if K is not positive definite there."""
+    kernel, target, cloud = bound.kernel, bound.target, jax.tree.map(np.asarray, start.cloud)
+    interaction, eigenvalue = kernel.interaction, float(start.smallest_eigenvalue)
+    flat = cloud.z.reshape(-1, cloud.z.shape[-1])
+    gradient = cloud.gradient.reshape(flat.shape)
+    finite = np.isfinite(cloud.potential_energy).ravel() & np.isfinite(gradient).all(1)
+    if not finite.all():
+        where, cause = np.flatnonzero(~finite), "; ".join(target.find_nan())
+        sites = sites_not_finite(target, jax.tree.map(lambda x: x[where[:1]], start.z))
+        remedy = "change these `init_params`" if is_given else "try init_to_uniform(radius=0.1) or init_params"
+        raise ValueError(
+            (f"The data contain NaN: {cause}. Remove or mask these rows. " if cause else "")
+            + f"The potential energy or its gradient is not finite at the start of particles {where.tolist()}"
+            + ("" if is_given else f", after {MAX_DRAWS} draws from init_strategy")
+            + (f"; nor is the log density of {', '.join(sites)}, or its gradient" if sites else "")
+            + ". Look for data outside the support, parameters that are not allowed, such as a negative scale, and "
+            + f"covariates that are not standardized, or {remedy}."
         )
-        jumps = None
-        if num_warmup > 0 and bound.moves is not None and size >= bound.moves.min_particles:
-            jumps = bound.moves.start(cloud, num_warmup, plan.scale == "dense")
-        first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
-        reparametrizes = num_warmup > 0 and size >= MIN_PARTICLES and bound.centers_partly
-        centering = Centering.none(target, u.shape[2], u.dtype) if reparametrizes else None
-        has_hessian = bound.gradient.has_hessian(target, u.shape[2])
-        warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, centering, has_hessian)
-        warmup = warmup._replace(data=data)
-        if num_warmup > 0:
-            # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
-            position = flat[jnp.argmax(jnp.abs(energy))]
-            warmup = warmup._replace(data_fingerprint=(position, fingerprint(target, ravel_cloud(z)[1], position)))
-        state = Warming(
-            cloud=cloud,
-            warmup=warmup,
-            num_updates=jnp.zeros((), jnp.int32),
-            rng_key=state_key,
-            row_seed=last_word(memory_key) if bound.gradient.depends_on_updates else None,
-            start=jax.tree.map(lambda x: x[:1], z),
+    _check_rows(bound, start.z)
+    is_dense = isinstance(kernel.scale, np.ndarray) and kernel.scale.ndim == 2
+    if not (is_dense or target.plates):
+        # A dense preconditioner mixes coordinates, and a minibatch may leave some out.
+        _warn_of_flat_directions(target, flat, gradient)
+    groups = flat.reshape(kernel.num_ensembles, -1, flat.shape[1])
+    if interaction.interacts and any(len({row.tobytes() for row in group}) < len(group) for group in groups):
+        raise ValueError(
+            f"{type(kernel).__name__}: some particles start at the same point and would never repel each other. "
+            "Use an init_strategy that draws, such as init_to_sample or init_around(values), or give distinct "
+            "init_params."
         )
-        eigenvalue = self._smallest_eigenvalue(u, bandwidth)
-        return place_everywhere(Start(state if how is None else freeze(bound, how, state, None), z, cloud, eigenvalue))
-
-    def _smallest_eigenvalue(self, u, bandwidth):
-        """Return the smallest eigenvalue of K: 1 if K is always positive definite, NaN if K is not finite."""
-        interaction = self._kernel.interaction
-        if getattr(interaction, "positive_definite", True):
-            return jnp.ones(())
-        # NaN reveals an interaction that uses a bandwidth without learning one.
-        h = bandwidth if interaction.learns_bandwidth else jnp.nan
-        gram, repulsion = jax.vmap(lambda v: interaction.gram(v, h))(u)
-        finite = jnp.isfinite(gram).all() & jnp.isfinite(repulsion).all()
-        return jnp.where(finite, jnp.linalg.eigvalsh(gram).min(), jnp.nan)
-
-    def _draw(self, key, keys, target, evaluate):
-        """Draw starts by the ``init_strategy``, each again until it is finite, at most ``MAX_DRAWS`` times.
-
-        Draws from the prior of a deep network may predict so wildly that an optimizer ruins the network in its first
-        steps. While it lowers energies by orders of magnitude, such starts are contracted about their median.
-        """
-        strategy, size = self._kernel.init_strategy, keys.shape[0]
-        contracts = strategy is init_to_sample and size > 1
-
-        def draw(key, number):
-            is_joint = isinstance(strategy, JointStrategy)
-            return target.draw(key, strategy.one(key, number, target.latent) if is_joint else strategy)
-
-        def attempt(carry):
-            count, key, keys, valid, old, _ = carry
-            key, gradient_key = random.split(key)
-            keys, draw_keys = jnp.moveaxis(jax.vmap(random.split)(keys), 1, 0)
-            z = jax.vmap(draw)(draw_keys, jnp.arange(size))
-            if not contracts:
-                new = select(valid, old, (z, *evaluate(gradient_key, z)))
-                valid = is_finite(new)
-                return count + 1, key, keys, valid, new, valid.all()
-            complete = valid.all()
-            z = jax.tree.map(lambda drawn, known: jnp.where(complete, _contracted(known), drawn), z, old[0])
-            tried = z, *evaluate(gradient_key, z)
-            # Energies are known up to a constant, and differ by about the dimension between draws of a posterior.
-            least = jnp.abs(jnp.median(tried[2])) + tried[1].shape[1]
-            is_lower = is_finite(tried).all() & (jnp.median(old[2]) > EXPLOSION * least)
-            new = select(jnp.where(complete, ~is_lower, valid), old, tried)
-            return count + 1, key, keys, is_finite(new), new, complete & ~is_lower
-
-        def is_finite(starts):
-            return jnp.isfinite(starts[2]) & jnp.isfinite(starts[3]).all(-1)
-
-        z = {name: jnp.zeros((size, *site.shape), site.dtype) for name, site in target.prototype.items()}
-        u, _ = ravel_cloud(z)
-        none = jnp.zeros(size, bool)
-        start = (0, key, keys, none, (z, u, jnp.zeros(size, u.dtype), u), jnp.zeros((), bool))
-        carry = lax.while_loop(lambda carry: ~carry[5] & (carry[0] < MAX_DRAWS), attempt, start)
-        return carry[4]
-
-    def check_data(self, bound, mcmc, size, left_out):
-        """Raise ``ValueError`` for `Rows` that each update would read whole, and for draws that exceed memory. Put rows
-        on the devices of a mesh."""
-        target = bound.target
-        bound.share_data()
-        if isinstance(target, ModelTarget) and target.summed_out:
-            warnings.warn(
-                f"The deterministic sites {target.summed_out} depend on discrete sites that are summed over, so the "
-                "draws leave them out; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
-                stacklevel=4,
-            )
-        if isinstance(target, ModelTarget):
-            check_room(target, mcmc, size, left_out)
-            warn_of_copies(target, mcmc)
-            batches = bound.gradient.batches(target)
-            if all(batches[name] == size for name, (size, _) in target.plates.items()):
-                check_rows(target.args, target.kwargs)
-
-    def check(self, target, z, cloud, eigenvalue, given):
-        """Raise ``ValueError`` if starts are not finite or coincide, or if K is not positive definite there."""
-        name, interaction = type(self._kernel).__name__, self._kernel.interaction
-        flat = np.asarray(cloud.z).reshape(-1, cloud.z.shape[-1])
-        finite = np.isfinite(np.asarray(cloud.potential_energy)).ravel()
-        finite &= np.isfinite(np.asarray(cloud.gradient).reshape(flat.shape)).all(1)
-        if not finite.all():
-            where, cause = np.flatnonzero(~finite), "; ".join(target.find_nan())
-            sites = sites_not_finite(target, jax.tree.map(lambda x: x[where[:1]], z))
-            raise ValueError(
-                (f"The data contain NaN: {cause}. Remove or mask these rows. " if cause else "")
-                + f"The potential energy or its gradient is not finite at the start of particles {where.tolist()}"
-                + ("" if given else f", after {MAX_DRAWS} draws from init_strategy")
-                + (f"; nor is the log density of {', '.join(sites)}, or its gradient" if sites else "")
-                + ". Look for data outside the support, parameters that are not allowed, such as a negative scale, and "
-                + "covariates that are not standardized"
-                + (
-                    ", or change these `init_params`."
-                    if given
-                    else ", or try init_to_uniform(radius=0.1) or init_params."
-                )
-            )
-        self._check_rows(target, z)
-        self._warn_of_flat_directions(target, flat, np.asarray(cloud.gradient).reshape(flat.shape))
-        groups = flat.reshape(self._kernel.num_ensembles, -1, flat.shape[1])
-        if interaction.interacts and any(len({row.tobytes() for row in group}) < len(group) for group in groups):
-            raise ValueError(
-                f"{name}: some particles start at the same point and would never repel each other. "
-                "Use an init_strategy that draws, such as init_to_sample or init_around(values), or give distinct "
-                "init_params."
-            )
-        self._kernel.dynamics.check(jax.tree.map(np.asarray, cloud))
-        eigenvalue = float(eigenvalue)
-        if np.isnan(eigenvalue):
-            raise ValueError(
-                f"The Gram matrix of {interaction!r} or its Γ is not finite on the starting particles. `evaluate` must "
-                "be differentiable where x = y, and must not use `bandwidth` unless `learns_bandwidth` is true."
-            )
-        if eigenvalue <= 0:
-            raise ValueError(
-                f"The Gram matrix of {interaction!r} is not positive definite on the starting particles: its "
-                f"smallest eigenvalue is {eigenvalue:.2g}. Use a positive-definite kernel, such as RBF or "
-                "IMQ, or a larger nugget."
-            )
-
-    def _check_rows(self, target, z):
-        """Raise ``ValueError`` for rows that minibatches would meet later, and that no start can bear."""
-        if not target.plates or self._checked is target:
-            return
-        starts = jax.tree.map(lambda x: jnp.asarray(x[:NUM_STARTS]), z)
-        each = (jax.tree.map(lambda x, i=i: x[i], starts) for i in range(len(jax.tree.leaves(starts)[0])))
-        if not any(is_finite_on_all_rows(target, start) for start in each) and (
-            sites := sites_not_finite(target, starts, doubtful=True)
-        ):
-            # Data are looked through only where something is wrong.
-            cause = "; ".join(target.find_nan())
-            raise ValueError(
-                (f"The data contain NaN: {cause}. " if cause else "")
-                + f"The log density or its gradient is not finite at {', '.join(sites)}, wherever particles start, so "
-                "every update that draws one of these rows would fail. Look for values outside of their support or at "
-                "its end, such as fractions of exactly 0 or 1 and labels beyond the last class, and for missing ones. "
-                "Remove or correct these rows. To mask them, put allowed numbers in their place as well: the gradient "
-                "of a masked NaN is NaN."
-            )
-        self._checked = target if all(map(not_jax_tracer, target.leaves)) else None
-
-    def _warn_of_flat_directions(self, target, positions, gradient):
-        """Warn of coordinates without any gradient: these starts cannot tell a plateau from an improper posterior."""
-        if np.ndim(self._kernel.scale) == 2 or target.plates:
-            return  # A dense preconditioner mixes coordinates, and a minibatch may leave some out.
-        is_flat = (gradient == 0).all(0) & (positions.max(0) > positions.min(0))
-        if not is_flat.any():
-            return
-        where = f"{is_flat.sum()} of {len(is_flat)} coordinates"
-        if isinstance(target, ModelTarget):
-            ends = np.cumsum([int(np.prod(target.prototype[name].shape)) for name in sorted(target.prototype)])
-            parts = zip(sorted(target.prototype), np.split(is_flat, ends[:-1]), strict=True)
-            where += f", in the sites {[name for name, part in parts if part.any()]}"
-        warnings.warn(
-            f"The potential energy does not change with {where} at any starting particle. A posterior that is flat "
-            "without bound is improper and cannot be sampled: give these a proper prior.",
-            stacklevel=4,
+    kernel.dynamics.check(cloud)
+    if np.isnan(eigenvalue):
+        raise ValueError(
+            f"The Gram matrix of {interaction!r} or its Γ is not finite on the starting particles. `evaluate` must "
+            "be differentiable where x = y, and must not use `bandwidth` unless `learns_bandwidth` is true."
+        )
+    if eigenvalue <= 0:
+        raise ValueError(
+            f"The Gram matrix of {interaction!r} is not positive definite on the starting particles: its "
+            f"smallest eigenvalue is {eigenvalue:.2g}. Use a positive-definite kernel, such as RBF or "
+            "IMQ, or a larger nugget."
         )
 
 
-def _contracted(x):
-    center = jnp.median(x, 0)
-    return center + CONTRACTION * (x - center)
+def _check_rows(bound, z):
+    """Raise ``ValueError`` for rows that minibatches would meet later, and that none of five starts can bear."""
+    target = bound.target
+    if not target.plates or "rows" in bound.known:
+        return
+    starts = jax.tree.map(lambda x: jnp.asarray(x[:5]), z)
+    each = (jax.tree.map(lambda x, i=i: x[i], starts) for i in range(len(jax.tree.leaves(starts)[0])))
+    if not any(is_finite_on_all_rows(target, start) for start in each) and (
+        sites := sites_not_finite(target, starts, doubtful=True)
+    ):
+        # Data are looked through only where something is wrong.
+        cause = "; ".join(target.find_nan())
+        raise ValueError(
+            (f"The data contain NaN: {cause}. " if cause else "")
+            + f"The log density or its gradient is not finite at {', '.join(sites)}, wherever particles start, so "
+            "every update that draws one of these rows would fail. Look for values outside of their support or at "
+            "its end, such as fractions of exactly 0 or 1 and labels beyond the last class, and for missing ones. "
+            "Remove or correct these rows. To mask them, put allowed numbers in their place as well: the gradient "
+            "of a masked NaN is NaN."
+        )
+    if all(map(not_jax_tracer, target.leaves)):
+        bound.known["rows"] = "checked"
+
+
+def _warn_of_flat_directions(target, positions, gradient):
+    """Warn of coordinates without any gradient: these starts cannot tell a plateau from an improper posterior."""
+    is_flat = (gradient == 0).all(0) & (positions.max(0) > positions.min(0))
+    if not is_flat.any():
+        return
+    where = f"{is_flat.sum()} of {len(is_flat)} coordinates"
+    if isinstance(target, ModelTarget):
+        ends = np.cumsum([int(np.prod(target.prototype[name].shape)) for name in sorted(target.prototype)])
+        parts = zip(sorted(target.prototype), np.split(is_flat, ends[:-1]), strict=True)
+        where += f", in the sites {[name for name, part in parts if part.any()]}"
+    warnings.warn(
+        f"The potential energy does not change with {where} at any starting particle. A posterior that is flat "
+        "without bound is improper and cannot be sampled: give these a proper prior.",
+        stacklevel=4,
+    )

@@ -45,26 +45,12 @@ from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.layout import Layout
 from numpyro_repulsion.warmup import Learned, Place, WarmupPlan, WarmupState
 
-__all__ = [
-    "Iteration",
-    "Keys",
-    "Progress",
-    "clip",
-    "clip_coordinates",
-    "coordinate_limit",
-    "length_limit",
-]
-
 
 class Keys(NamedTuple):
-    """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile.
-
-    - **jump** - the key of the jump, or ``None``.
-    - **updates** - one key for each update, ``(num_steps,)``.
-    """
+    """The random keys of an iteration, all from one split, because each split takes a tenth of a second to compile."""
 
     jump: jax.Array | None
-    updates: jax.Array
+    updates: jax.Array  # ``(num_steps,)``
 
     @staticmethod
     def of(key: jax.Array, num_steps: int, has_jump: bool) -> tuple[jax.Array, Keys]:
@@ -74,47 +60,33 @@ class Keys(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The quantities that updates change.
-
-    - **cloud** - the particles.
-    - **num_updates** - how many updates are done.
-    - **flagged** - how many updates of the iteration were rejected, turned back or had a clipped gradient, ``(G, L)``.
-    - **has_turned** - which particles were turned back in the last update, ``(G, L)``.
-    """
+    """The quantities that updates change."""
 
     cloud: Cloud
     num_updates: Integer[Array, ""]
-    flagged: Integer[Array, ...]
-    has_turned: Bool[Array, "*particles"]
+    flagged: Integer[Array, ...]  # how many updates were rejected, turned back or had a clipped gradient, ``(G, L)``
+    has_turned: Bool[Array, "*particles"]  # which particles were turned back in the last update
 
 
-#: Gradients longer than this many times their expected length in whitened coordinates are clipped.
-GRADIENT_LIMIT = 20.0
-#: With minibatches, so is each coordinate longer than this many times its expected size: in warmup, whose steps are
-#: longer; and after it, for up to eight coordinates and for each further doubling of their number. Noise of parameters
-#: that few rows inform has exponential tails: of 1,000 random intercepts, one exceeds 10 in 6 % of the updates, but 20
-#: in 0.06 % (tests/kernels/test_clipping.py); and more often where the expected size, which is measured on a few
-#: minibatches, is too small. For half of it the factor per doubling is twice that of the tails.
-WARMUP_LIMIT, COORDINATE_LIMIT, LIMIT_PER_DOUBLING = 6.0, 10.0, 2.8
+#: Noise of parameters that few rows inform has exponential tails: of 1,000 random intercepts, one exceeds 10 times its
+#: expected size in 6 % of the updates, but 20 times in 0.06 % (tests/kernels/test_clipping.py); and more often where
+#: that size, which is measured on a few minibatches, is too small. For half of it this factor, for each doubling of the
+#: number of coordinates beyond eight, is twice that of the tails.
+LIMIT_PER_DOUBLING = 2.8
 #: A clipped gradient is recognized by reaching the limit, but for rounding.
 AT_LIMIT = 1.0 - 1e-4
 
 
 def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
-    """Return the length at which gradients are clipped.
-
-    :param variances: those expected of the gradient in whitened coordinates, ``(d,)``.
-    """
-    return GRADIENT_LIMIT * jnp.sqrt(jnp.sum(variances))
+    """Return the length at which gradients are clipped, for the variances expected of their whitened coordinates."""
+    return 20.0 * jnp.sqrt(jnp.sum(variances))
 
 
 def coordinate_limit(variance: Float[Array, ""], dimension: int, is_warmup: bool = False) -> Float[Array, ""]:
-    """Return the size at which single coordinates of gradients are clipped.
-
-    :param variance: that expected of a coordinate.
-    """
-    usual = COORDINATE_LIMIT + LIMIT_PER_DOUBLING * max(0.0, math.log2(dimension / 8))
-    return (WARMUP_LIMIT if is_warmup else usual) * jnp.sqrt(variance)
+    """Return the size at which single coordinates of noisy gradients are clipped, for the variance expected of one; it
+    is smaller in warmup, whose steps are longer."""
+    usual = 10.0 + LIMIT_PER_DOUBLING * max(0.0, math.log2(dimension / 8))
+    return (6.0 if is_warmup else usual) * jnp.sqrt(variance)
 
 
 def clip(
@@ -129,31 +101,20 @@ def clip(
 def clip_coordinates(
     gradient: Float[Array, "*particles d"], limit: Float[Array, ""]
 ) -> tuple[Float[Array, "*particles d"], Bool[Array, "*particles"]]:
-    """Return gradients clipped by coordinate, and which of them reach the limit.
-
-    One long coordinate, as in the neck of a funnel, would send a particle off.
-    """
+    """Return gradients clipped by coordinate: a long one, as in the neck of a funnel, would send a particle off."""
     return jnp.clip(gradient, -limit, limit), (jnp.abs(gradient) > AT_LIMIT * limit).any(-1)
 
 
 @dataclass(frozen=True, eq=False)
 class Iteration:
-    """A bound sampler that moves a cloud ``(G, L, d)`` in whitened coordinates.
-
-    - **bound** - the kernel and the posterior.
-    - **plan** - what its warmup learns.
-    - **unravel** - the function from flat positions to those of the sites.
-    - **row_seed** - the seed of the orders of rows, for gradients that depend on the number of the update.
-    - **data** - the identity of the posterior; ``None`` without references, and where the data have no values.
-    - **schedule** - the schedule of step sizes, or ``None`` if the step size is measured.
-    """
+    """A bound sampler that moves a cloud ``(G, L, d)`` in whitened coordinates."""
 
     bound: BoundSampler
-    plan: WarmupPlan
-    unravel: Callable
-    row_seed: Integer[Array, ""] | None
-    data: np.ndarray | jax.Array | None
-    schedule: Callable | None
+    plan: WarmupPlan  # what its warmup learns
+    unravel: Callable  # from flat positions to those of the sites
+    row_seed: Integer[Array, ""] | None  # of the orders of rows, for gradients that depend on the number of the update
+    data: np.ndarray | jax.Array | None  # what tells the posterior from others; not without references or values
+    schedule: Callable | None  # of step sizes, unless they are measured
 
     @property
     def dynamics(self) -> Dynamics:
@@ -173,8 +134,7 @@ class Iteration:
 
     def target(self, learned: Learned | WarmupState | Place) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
-        centering, target = learned.centering, self.bound.target
-        return target if centering is None else self.centered(centering)
+        return self.bound.target if learned.centering is None else self.centered(learned.centering)
 
     def layout(self, u: Float[Array, "*particles d"]) -> Layout:
         """Return how a cloud lies on the devices."""
@@ -197,10 +157,8 @@ class Iteration:
     def energy_and_grad(
         self, learned: Learned | WarmupState | Place, num_updates: Integer[Array, ""] | None = None
     ) -> Callable:
-        """Return ``(key, u) -> (U, ∇U)``; an optional third argument is the order of control variates.
-
-        :param num_updates: how many updates were done before; ``None`` for rows that no update depends on.
-        """
+        """Return ``(key, u) -> (U, ∇U)``, with an optional third argument, the order of control variates; without a
+        number of updates, on rows that no update depends on."""
         gradient, target = self.bound.gradient, self.target(learned)
         if num_updates is not None and self.row_seed is not None:
             gradient = gradient.at(num_updates, self.row_seed)
@@ -217,11 +175,7 @@ class Iteration:
         return energy_and_grad
 
     def evaluate_reference(
-        self,
-        key: jax.Array,
-        reference: Reference,
-        num_particles: int,
-        with_hessian: bool = True,
+        self, key: jax.Array, reference: Reference, num_particles: int, with_hessian: bool = True
     ) -> Reference:
         """Return the reference with U and ∇U over all rows at its position, and ∇²U if it has one."""
         new = evaluate_reference(key, self.bound.target, self.unravel, reference, num_particles, with_hessian)
@@ -237,12 +191,8 @@ class Iteration:
     def begin(
         self, key: jax.Array | None, cloud: Cloud, num_updates: Integer[Array, ""], learned: Learned
     ) -> tuple[Progress, Learned]:
-        """Return the quantities that updates change, before the first update of an iteration, and what was learned.
-
-        If there are jumps, each particle jumps once, and they are counted.
-
-        :param key: that of the jumps; ``None`` without jumps.
-        """
+        """Return what updates change, before the first one of an iteration, after one jump if there are jumps; and what
+        was learned, with the jump counted."""
         shape = cloud.potential_energy.shape
         now = Progress(cloud, num_updates, jnp.zeros(shape, int), jnp.zeros(shape, bool))
         moves, state = self.bound.moves, learned.jumps
@@ -267,19 +217,13 @@ class Iteration:
     def move(
         self, keys: Keys, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""]
     ) -> tuple[Progress, Learned]:
-        """Make ``num_steps`` updates, after one jump if there are jumps.
-
-        :param num_updates: how many updates were done before.
-        """
+        """Make ``num_steps`` updates, after one jump if there are jumps."""
         now, learned = self.begin(keys.jump, cloud, num_updates, learned)
         now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys.updates)
         return now, self.ended(learned)
 
     def ended(self, learned: Learned, num_steps: int | None = None) -> Learned:
-        """Return what was learned, with references older, after the last update of an iteration.
-
-        :param num_steps: how many updates it made; ``None`` for those of the kernel.
-        """
+        """Return what was learned, with references older, after the last update of an iteration."""
         if learned.reference is not None and self.plan.epoch is not None:
             age = learned.reference.age + (self.num_steps if num_steps is None else num_steps)
             return learned._replace(reference=learned.reference._replace(age=age))
@@ -292,7 +236,7 @@ class Iteration:
         return first, second
 
     def _update(self, key, now, learned):
-        """Make one update."""
+        """Make one update by the dynamics, or by a jump if ``moves`` are on and the update is odd."""
         interaction_key = None
         if self.interaction.is_redrawn:
             key, interaction_key = random.split(key)
@@ -302,7 +246,7 @@ class Iteration:
     def advance(
         self, noise_key: jax.Array, gradient_key: jax.Array, interaction: Interaction, now: Progress, learned: Learned
     ) -> Progress:
-        """Make one update with the interaction of this update."""
+        """Make one update with the interaction of this update, or a jump."""
         energy_and_grad = self.energy_and_grad(learned, now.num_updates)
         # After warmup, which takes second order only where it leaves hardly any noise in energies either.
         reference = learned.reference

@@ -41,14 +41,6 @@ from numpyro_repulsion.warmup import (
     minibatch,
 )
 
-__all__ = ["HostSampler", "iterations_of", "judge", "now_of", "warm"]
-
-
-#: Gradients are evaluated at so many points at once, and fewer where these have more numbers in all.
-MOST_POINTS, FEW_NUMBERS = 64, 2**16
-#: So many gradients of the cloud does a warmup evaluate for its measurements, about; for the options of the program.
-NUM_GRADIENTS = 500
-
 
 def _update_jumps(rng, window, warmup, cloud, sampler):
     """Update what jumps have learned."""
@@ -65,18 +57,12 @@ ALL_LEARNERS: tuple[Learner, ...] = (*LEARNERS, _update_jumps)
 
 @dataclass(frozen=True, eq=False)
 class HostSampler:
-    """What learners may use of a bound sampler, :class:`~numpyro_repulsion.warmup.Sampler`, by programs.
-
-    - **bound** - the kernel and the posterior.
-    - **plan** - what its warmup learns.
-    - **programs** - those of the kernel.
-    - **state** - the state of the warmup at the end of the window.
-    """
+    """What learners may use of a bound sampler, :class:`~numpyro_repulsion.warmup.Sampler`, by programs."""
 
     bound: BoundSampler
     plan: WarmupPlan
     programs: Programs
-    state: Warming
+    state: Warming  # at the end of the window
 
     @property
     def dynamics(self):
@@ -103,10 +89,7 @@ class HostSampler:
         return max((-(-size // batch) for size, batch in self.bound.target.plates.values()), default=1)
 
     def _run(self, function, settings, *arrays, num_gradients=0):
-        """Return what a program returns, on the host.
-
-        :param arrays: of which the host may have made floats more precise.
-        """
+        """Return on the host what a program returns, for arrays of which the host may have made floats more precise."""
         shape, dtype = self.state.cloud.z.shape, self.state.cloud.z.dtype
 
         def narrowed(x):
@@ -120,7 +103,6 @@ class HostSampler:
             return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
 
     def _place(self, warmup):
-        """Return where gradients are evaluated."""
         return Place(warmup.preconditioner, warmup.centering, warmup.reference), self.state.start
 
     def _couple(self, u, bandwidth, is_new=False):
@@ -150,14 +132,16 @@ class HostSampler:
     def _evaluated(self, warmup, cases):
         """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.Gradients`, by one program."""
         place, u, cases = self._place(warmup), self.state.cloud.z, iter(cases)
-        most = int(np.clip(FEW_NUMBERS // u.size, 4, MOST_POINTS))
+        # So many points at once, and fewer where these have more numbers in all.
+        most = int(np.clip(2**16 // u.size, 4, 64))
         while some := list(itertools.islice(cases, most)):
             numbers, orders = np.zeros(most, np.uint32), np.zeros(most, np.int32)
             points, count = np.zeros((most, *u.shape), u.dtype), len(some)
             for i, case in enumerate(some):
                 numbers[i], points[i], orders[i] = case
             rest = self.state.rng_key, numbers, points, orders, np.int32(count)
-            found = self._run(warming.gradients, None, *place, *rest, num_gradients=NUM_GRADIENTS)
+            # A warmup evaluates about 500 gradients of the cloud for its measurements.
+            found = self._run(warming.gradients, None, *place, *rest, num_gradients=500)
             yield from zip(*(x[:count] for x in found), strict=True)
 
     def energy_on_common_rows(self, warmup, u):
@@ -208,10 +192,7 @@ def now_of(plan: WarmupPlan, schedule: Schedule, warmup: WarmupState, iteration:
 
 
 def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state: Warming, number: int) -> Warming:
-    """Make a number of iterations of warmup, and learn at the ends of windows.
-
-    :param options: those of the programs that make the iterations.
-    """
+    """Make a number of iterations of warmup, by programs with these options, and learn at the ends of windows."""
     plan = bound.plan(state.warmup.preconditioner.kind)
     done = int(state.warmup.iteration)
     last = done + number
@@ -230,10 +211,7 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
 
 
 def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming], Warming]]:
-    """Return the functions of the iterations that warmup makes, while particles arrive and afterwards.
-
-    :param state: a state of the warmup, or its shapes.
-    """
+    """Return the functions of the iterations of a warmup: while particles arrive, and afterwards."""
     plan, whole = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
     now = Now(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step.size.dtype))
     steps = (warming.approach, warming.travel) if plan.arrives else (warming.travel,)

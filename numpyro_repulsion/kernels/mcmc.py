@@ -7,27 +7,11 @@ import sys
 from typing import Any
 
 import jax
-import tqdm
 
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.processes import IN_ALL, are_several, here, is_spread
 from numpyro_repulsion.rows import Rows
-
-__all__ = [
-    "arguments",
-    "bring_here",
-    "collected_fields",
-    "collects_warmup",
-    "compiled_functions",
-    "draws",
-    "entering_mcmc",
-    "jit_spread_arguments",
-    "jits_arguments",
-    "progress_bar",
-    "set_arguments",
-    "set_results",
-]
 
 
 def arguments(mcmc: MCMC) -> tuple[tuple, dict]:
@@ -52,15 +36,16 @@ def bring_here(mcmc: MCMC) -> None:
     """
     if not are_several() or mcmc._states is None:
         return
-    if _has_spread(mcmc) and jax.sharding.get_abstract_mesh().empty:
+    if (
+        any(is_spread(getattr(leaf, "source", leaf)) for leaf in _argument_leaves(mcmc))
+        and jax.sharding.get_abstract_mesh().empty
+    ):
         raise ValueError(f"The data of this run lie in parts in several processes. {IN_ALL}")
     set_results(mcmc, here(mcmc._states), here(mcmc._last_state))
 
 
-def _has_spread(mcmc):
-    """Return whether no process has the whole of some argument of the model."""
-    leaves = jax.tree.leaves((mcmc._args, mcmc._kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
-    return any(is_spread(leaf.source if isinstance(leaf, Rows) else leaf) for leaf in leaves)
+def _argument_leaves(mcmc):
+    return jax.tree.leaves((mcmc._args, mcmc._kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
 
 
 def set_results(mcmc: MCMC, states: dict[str, Any], last_state: Any) -> None:
@@ -86,11 +71,6 @@ def collects_warmup(mcmc: MCMC) -> bool:
     return mcmc._collection_params["lower"] == 0 and mcmc.num_warmup > 0
 
 
-def progress_bar(is_shown: bool, total: int) -> tqdm.tqdm:
-    """Return the progress bar of a warmup."""
-    return tqdm.tqdm(total=total, desc="warmup", disable=not is_shown or jax.process_index() > 0)
-
-
 def jits_arguments(mcmc: MCMC) -> bool:
     """Return whether the model's arguments are inputs of the compiled program."""
     return mcmc._jit_model_args
@@ -99,10 +79,7 @@ def jits_arguments(mcmc: MCMC) -> bool:
 def jit_spread_arguments(mcmc: MCMC) -> None:
     """Make the model's arguments inputs of the compiled program if no process has the whole of some of them: JAX allows
     such arrays nowhere else."""
-    if not are_several():
-        return
-    leaves = jax.tree.leaves((mcmc._args, mcmc._kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))
-    if any(is_spread(leaf) or isinstance(leaf, Rows) for leaf in leaves):
+    if are_several() and any(is_spread(leaf) or isinstance(leaf, Rows) for leaf in _argument_leaves(mcmc)):
         mcmc._jit_model_args = True
 
 

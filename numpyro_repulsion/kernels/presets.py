@@ -9,8 +9,6 @@ from numpyro_repulsion.dynamics import Overdamped, Thermostat, Underdamped
 from numpyro_repulsion.interactions import RBF, Independent
 from numpyro_repulsion.kernels.base import ParticleKernel
 
-__all__ = ["SGHMC", "SGHMCR", "SGLD", "SGLDR", "SGNHT", "SGNHTR", "SVGD"]
-
 
 class SGLD(ParticleKernel):
     r"""Stochastic-gradient Langevin dynamics of L particles in parallel, tuned by its warmup.

@@ -15,17 +15,11 @@ import numpy as np
 
 from numpyro_repulsion.gradients import Gradient, Target, quickly
 from numpyro_repulsion.kernels.bound import BoundSampler, Settings
-
-__all__ = ["Programs", "compiler_options", "is_traced", "unweakened"]
+from numpyro_repulsion.layout import place_everywhere
 
 #: How many of the kernels in use last keep their programs. JAX and NumPyro keep every kernel that has run, and XLA
 #: takes hundreds of memory maps for its programs, of which Linux allows a process 65,530.
 NUM_KEPT = 8
-#: Arrays of 64 bits are inputs of programs if narrowing moves no entry by more than this share of a deviation.
-ROUNDING = 1e-6
-#: How many operations of updates take about as long in two runs without optimization as the optimizing takes: about
-#: 2e8 in a probit regression, and 7e7 in a negative binomial one, which needs a log-gamma function for each row.
-FEW_OPERATIONS = 1.5e8
 
 
 def is_traced() -> bool:
@@ -47,26 +41,24 @@ def compiler_options(bound: BoundSampler, num_updates: int, num_particles: int, 
     data = sum(int(np.size(leaf)) for leaf in jax.tree.leaves((target.args, dict(target.kwargs))))
     entries = share * data + dimension * min(dimension, 100)
     options = quickly()
-    if num_updates * num_particles * entries < FEW_OPERATIONS:
+    # So many operations take about as long in two runs without optimization as the optimizing takes: about 2e8 in a
+    # probit regression, and 7e7 in a negative binomial one, which needs a log-gamma function for each row.
+    if num_updates * num_particles * entries < 1.5e8:
         return options
     return {name: value for name, value in options.items() if name != "xla_backend_optimization_level"}
 
 
 @dataclass(frozen=True)
 class _Static:
-    """The static input of a program.
-
-    - **settings** - what the function takes besides arrays.
-    - **others** - the leaves of the model's arguments that are not arrays.
-    - **target** - without arguments, so that it keeps no data; its structure stands for it in comparisons.
-    """
+    """The static input of a program."""
 
     settings: Hashable
     treedef: jax.tree_util.PyTreeDef
     is_array: tuple[bool, ...]
-    others: tuple
+    others: tuple  # the leaves of the model's arguments that are not arrays
     structure: Hashable
     gradient: Gradient
+    #: Without arguments, so that it keeps no data; its structure stands for it in comparisons.
     target: Target = field(compare=False)
 
 
@@ -74,9 +66,8 @@ class Programs:
     """The compiled functions ``(bound, settings, *arrays)`` of one kernel, with the model's arguments as inputs.
 
     A model that needs the values of its arguments, and not only their shapes, has them in its programs. The programs of
-    a kernel that was not used for a while are dropped, and compiled again if they are needed.
-
-    :param kernel: to which samplers are bound.
+    a kernel that was not used for a while are dropped, and compiled again if they are needed. What a function returns
+    is placed on all devices if these belong to several processes.
     """
 
     _in_use: ClassVar[list[weakref.ref[Programs]]] = []
@@ -88,29 +79,28 @@ class Programs:
     def _forget(self):
         self._compiled: dict[tuple, Callable] = {}
         self._concrete: dict[Callable, tuple[tuple, Callable]] = {}
-        self._split: tuple[BoundSampler, tuple[bool, ...]] | None = None
         self._need_values: set[tuple[Callable, _Static]] = set()
 
     def __call__(
         self, function: Callable, bound: BoundSampler, settings: Hashable, *arrays: Any, options: dict[str, Any]
     ) -> Any:
-        """Return what the function returns.
-
-        :param options: see :func:`compiler_options`.
-        """
         if is_traced():
-            return function(bound, settings, *arrays)
+            return place_everywhere(function(bound, settings, *arrays))
         self._remember()
         leaves, treedef = jax.tree.flatten((bound.target.args, dict(bound.target.kwargs)))
-        if self._split is None or self._split[0] is not bound:
-            self._split = bound, tuple(map(_may_be_input, leaves))
-        is_array = self._split[1]
+        if "is_array" not in bound.known:
+            bound.known["is_array"] = tuple(map(_may_be_input, leaves))
+        is_array = bound.known["is_array"]
         data = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
         others = tuple(leaf for leaf, yes in zip(leaves, is_array, strict=True) if not yes)
         target = bound.target.with_arguments((), {})
         static = _Static(settings, treedef, is_array, others, target.structure, bound.gradient, target)
-        key = tuple(options.items())
-        if _is_hashable(static) and (function, static) not in self._need_values:
+        key, is_hashable = tuple(options.items()), True
+        try:
+            hash(static)
+        except TypeError:
+            is_hashable = False
+        if is_hashable and (function, static) not in self._need_values:
             if (function, key) not in self._compiled:
                 on_arrays = partial(self._on_arrays, function)
                 self._compiled[function, key] = jax.jit(on_arrays, static_argnums=0, compiler_options=options)
@@ -140,7 +130,7 @@ class Programs:
         return self._concretely(function, bound, static.settings, *arrays)
 
     def _concretely(self, function, bound, settings, *arrays):
-        return jax.tree.map(unweakened, function(bound, settings, *arrays))
+        return jax.tree.map(unweakened, place_everywhere(function(bound, settings, *arrays)))
 
 
 def unweakened(x: Any) -> jax.Array:
@@ -165,12 +155,4 @@ def _may_be_input(leaf):
         rounding = np.abs(known.astype(narrow).astype(leaf.dtype) - known)
     spread = known.std(0) if leaf.ndim and leaf.size else 0.0
     varies = spread > 1e-12 * np.abs(known)  # but for the rounding of a mean
-    return bool((rounding <= ROUNDING * np.where(varies, spread, np.abs(known))).all())
-
-
-def _is_hashable(value):
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+    return bool((rounding <= 1e-6 * np.where(varies, spread, np.abs(known))).all())

@@ -16,7 +16,7 @@ from numpyro.util import not_jax_tracer
 from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.digests import digest, words
 from numpyro_repulsion.dynamics import Dynamics
-from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target
+from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target, check_rows
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import Settings
 from numpyro_repulsion.kernels.mcmc import jits_arguments
@@ -26,33 +26,14 @@ from numpyro_repulsion.processes import agree, are_several, is_spread
 from numpyro_repulsion.rows import Rows
 from numpyro_repulsion.warmup import MIN_WARMUP
 
-__all__ = [
-    "can_jump",
-    "check_ensembles",
-    "check_groups",
-    "check_init_params",
-    "check_jumps",
-    "check_moves",
-    "check_reparam",
-    "check_room",
-    "check_sweeps",
-    "described",
-    "require_agreement",
-    "require_instance",
-    "warn_of_copies",
-    "warn_of_short_warmup",
-]
-
-#: Counts of updates at which schedules are evaluated.
-_COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)
-
 
 def described(kernel: Settings, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the settings of a kernel and the arguments of its model, by name, in a form that JSON can hold."""
+    given = kernel.preconditioner
     found = {
         "kernel": type(kernel).__name__,
         "step_size": _schedule(kernel.step_size),
-        "preconditioner": kernel.preconditioner if _is_word(kernel.preconditioner) else digest(kernel.preconditioner),
+        "preconditioner": given if isinstance(given, str) else digest(given),
     }
     for name in ("interaction", "dynamics", "gradient", "moves", "init_strategy"):
         found[name] = words(getattr(kernel, name))
@@ -61,8 +42,8 @@ def described(kernel: Settings, args: tuple, kwargs: dict) -> dict[str, Any]:
         found["weight of the interaction"] = _schedule(weight)
     for name in ("num_steps", "num_ensembles", "reparam"):
         found[name] = getattr(kernel, name)
-    given = {"args": args, "kwargs": kwargs}
-    for path, leaf in jax.tree.leaves_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows)):
+    arguments = {"args": args, "kwargs": kwargs}
+    for path, leaf in jax.tree.leaves_with_path(arguments, is_leaf=lambda leaf: isinstance(leaf, Rows)):
         value = f"digest {leaf.digest()}" if isinstance(leaf, Rows) else digest(leaf)
         found[f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}"] = value
     return found
@@ -80,7 +61,6 @@ def require_agreement(
 ) -> None:
     """Raise ``ValueError``, in all processes of a run, if one of them was given something else.
 
-    :param start: the positions of particles, or a state.
     :param more: what else decides which programs run; without it, the progress bar does.
     """
     # While a program is traced, all values are; run_in_pieces then has asked before.
@@ -98,15 +78,12 @@ def require_agreement(
     agree({name: str(value) for name, value in given.items()})
 
 
-def _is_word(value):
-    return value is None or isinstance(value, str)
-
-
 def _schedule(schedule: Callable | Any) -> str:
     if not callable(schedule):
         return words(schedule)
     # Schedules of optax are functions, which do not show their settings.
-    return f"{words(schedule)}: {[float(schedule(jnp.asarray(n))) for n in _COUNTS]}"
+    counts = (0, 1, 10, 100, 1000, 10_000, 100_000)
+    return f"{words(schedule)}: {[float(schedule(jnp.asarray(n))) for n in counts]}"
 
 
 #: How often programs may hold the arguments of a model, most of them while they are compiled: of 1 GB, 6.2 times on a
@@ -156,14 +133,28 @@ def check_groups(size: int, num_ensembles: int, interacts: bool) -> None:
     check_mesh(size, num_ensembles)
 
 
-def check_room(target: ModelTarget, mcmc: MCMC | None, size: int, left_out: tuple[str, ...] = ()) -> None:
-    """Raise ``ValueError`` for draws that exceed the memory of the device, where ``MCMC.run`` keeps all of them.
-
-    :param size: the number of particles.
-    :param left_out: sites of which no draws are kept.
-    """
-    if mcmc is None:
+def check_data(target: Target, gradient: Gradient, mcmc: MCMC | None, size: int, left_out: tuple[str, ...]) -> None:
+    """Put rows on the devices of a mesh. Raise ``ValueError`` for `Rows` that each update would read whole, and for
+    draws, but for the sites that are left out, that exceed memory."""
+    gradient.share(target)
+    if not isinstance(target, ModelTarget):
         return
+    if target.summed_out:
+        warnings.warn(
+            f"The deterministic sites {target.summed_out} depend on discrete sites that are summed over, so the "
+            "draws leave them out; numpyro.infer.Predictive(model, samples, infer_discrete=True) draws them.",
+            stacklevel=4,
+        )
+    if mcmc is not None:
+        _check_room(target, mcmc, size, left_out)
+        _warn_of_copies(target, mcmc)
+    batches = gradient.batches(target)
+    if all(batches[name] == size for name, (size, _) in target.plates.items()):
+        check_rows(target.args, target.kwargs)
+
+
+def _check_room(target, mcmc, size, left_out):
+    """Raise ``ValueError`` for draws that exceed the memory of the device, where ``MCMC.run`` keeps all of them."""
     kept = jax.eval_shape(target.constrain, target.prototype)
     kept = {name: site for name, site in kept.items() if name not in left_out}
     each = sum(site.size * site.dtype.itemsize for site in jax.tree.leaves(kept))
@@ -183,11 +174,17 @@ def check_room(target: ModelTarget, mcmc: MCMC | None, size: int, left_out: tupl
         )
 
 
-def warn_of_copies(target: ModelTarget, mcmc: MCMC | None) -> None:
+def _warn_of_copies(target, mcmc):
     """Warn of arguments of which the copies in programs would exceed the memory of the machine."""
-    if mcmc is None or jits_arguments(mcmc) or jax.default_backend() != "cpu":
+    if jits_arguments(mcmc) or jax.default_backend() != "cpu":
         return
-    size, memory = sum(leaf.nbytes for leaf in target.leaves if _enters_programs(leaf)), device_memory()
+
+    def enters_programs(leaf):
+        if isinstance(leaf, np.ndarray):
+            return leaf.dtype.kind in "biufc"
+        return isinstance(leaf, jax.Array) and not_jax_tracer(leaf)
+
+    size, memory = sum(leaf.nbytes for leaf in target.leaves if enters_programs(leaf)), device_memory()
     if MAX_COPIES * size <= memory:
         return
     warnings.warn(
@@ -196,12 +193,6 @@ def warn_of_copies(target: ModelTarget, mcmc: MCMC | None) -> None:
         "plate takes by rows, or set MCMC(..., jit_model_args=True, progress_bar=False).",
         stacklevel=6,
     )
-
-
-def _enters_programs(leaf):
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind in "biufc"
-    return isinstance(leaf, jax.Array) and not_jax_tracer(leaf)
 
 
 def can_jump(interaction: Interaction, dynamics: Dynamics) -> bool:

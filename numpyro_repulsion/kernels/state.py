@@ -20,18 +20,6 @@ from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.warmup import Learned
 
-__all__ = [
-    "Origin",
-    "ParticleState",
-    "check_chains",
-    "check_state",
-    "last_word",
-    "map_particles",
-    "row_seed",
-    "sampler_positions",
-    "whitened_cloud",
-]
-
 _ANEW = (
     "to start again from its positions, set mcmc.post_warmup_state = None and call mcmc.run(key, ..., "
     "init_params=state.z)"
@@ -41,16 +29,12 @@ _ANEW = (
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Origin:
-    """How a state was made; static.
+    """How a state was made; static."""
 
-    - **settings** - the settings of its kernel, by name, in words.
-    - **has_warmed** - whether `init` made a warmup; if there was nothing to learn, NumPyro's iterations of warmup are
-      iterations like all others.
-    - **passes** - whether NumPyro's iterations of warmup pass without an update, because `init` made the warmup.
-    """
-
-    settings: tuple[tuple[str, str], ...]
+    settings: tuple[tuple[str, str], ...]  # of its kernel, by name, in words
+    #: Whether `init` made a warmup. If there was nothing to learn, NumPyro's iterations of warmup are like all others.
     has_warmed: bool = False
+    #: Whether NumPyro's iterations of warmup pass without an update, because `init` made the warmup.
     passes: bool = False
 
     @staticmethod
@@ -62,20 +46,22 @@ class Origin:
         return Origin(tuple(found.items()), has_warmed, passes)
 
 
-def check_state(
-    kernel: Settings, origin: Origin, z: Particle, learned: Learned, target: Target, gradient: Gradient
-) -> None:
-    """Raise ``ValueError`` if a state is that of another kernel, model or precision.
-
-    It looks only at shapes, types and static settings.
-
-    :param z: the particles of the state, each leaf with a leading axis of them.
-    """
-    _check_precision(learned, target)
+def check_state(state: ParticleState, kernel: Settings, target: Target, gradient: Gradient) -> None:
+    """Raise ``ValueError`` if a state with the axis L is, by shapes, types and settings, of another kernel or model."""
+    learned, precision = state.learned, state.learned.step_size.dtype
+    # A model determines its own precision, and a function only rules out float64.
+    other = precision if jax.dtypes.canonicalize_dtype(precision) == precision else np.dtype("float32")
     if isinstance(target, ModelTarget):
-        size = len(jax.tree.leaves(z)[0])
+        other = jnp.result_type(*(site.dtype for site in target.prototype.values()))
+    if precision != other:
+        raise ValueError(
+            f"The state is in {precision}, and this run in {other}: set jax.config.update('jax_enable_x64', "
+            f"{precision == 'float64'}), as in the run that made the state; or, {_ANEW}."
+        )
+    if isinstance(target, ModelTarget):
+        size = state.potential_energy.size
         expected = {name: (size, *site.shape) for name, site in target.prototype.items()}
-        found = jax.tree.map(jnp.shape, z)
+        found = jax.tree.map(jnp.shape, state.z)
         if found != expected:
             raise ValueError(
                 f"The state has the sites {found}, and this model has {expected}. Run the model of the state, or set "
@@ -88,7 +74,7 @@ def check_state(
                 "The state centers hierarchical sites of the model that made it, and this kernel's model has others. "
                 f"Run the model of the state; or, {_ANEW}."
             )
-    pairs = zip(origin.settings, Origin.of(kernel, gradient).settings, strict=True)
+    pairs = zip(state.origin.settings, Origin.of(kernel, gradient).settings, strict=True)
     if changed := [f"{name}={old} and is now {name}={new}" for (name, old), (_, new) in pairs if old != new]:
         raise ValueError(
             f"The state was made with {', '.join(changed)}: continue with the kernel that made it; or, {_ANEW}."
@@ -111,19 +97,6 @@ def check_chains(state: ParticleState, mcmc: MCMC) -> bool:
             "would be draws of warmup. Set mcmc.post_warmup_state = None and start again."
         )
     return number > 1
-
-
-def _check_precision(learned, target):
-    """Raise ``ValueError`` for another precision: a model determines its own, and a function only rules out float64."""
-    found = learned.step_size.dtype
-    expected = found if jax.dtypes.canonicalize_dtype(found) == found else np.dtype("float32")
-    if isinstance(target, ModelTarget):
-        expected = jnp.result_type(*(site.dtype for site in target.prototype.values()))
-    if found != expected:
-        raise ValueError(
-            f"The state is in {found}, and this run in {expected}: set jax.config.update('jax_enable_x64', "
-            f"{found == 'float64'}), as in the run that made the state; or, {_ANEW}."
-        )
 
 
 _PARTICLE_FIELDS = ("z", "potential_energy", "step_size", "bandwidth", "diverging", "gradient", "memory", "coordinates")
@@ -193,12 +166,9 @@ class ParticleState(NamedTuple):
         row_seed: jax.Array | None,
         **others: Any,
     ) -> ParticleState:
-        """Return the state of a cloud in whitened coordinates, ``(G, L, d)``.
+        """Return the state of a cloud in whitened coordinates, ``(G, L, d)``, that a sampler moved.
 
-        :param sampler: what moved the cloud.
-        :param step_size: ε of the last update.
         :param flagged: how many updates of the last iteration were flagged, ``(G, L)``.
-        :param row_seed: that of the orders of rows, if they depend on it.
         :param others: the remaining fields.
         """
         size, recovered, coordinates = cloud.potential_energy.size, sampler.recover(learned, cloud.z), None
@@ -240,13 +210,6 @@ def row_seed(state: ParticleState) -> jax.Array | None:
 def sampler_positions(state: ParticleState) -> tuple[jax.Array, jax.Array]:
     """Return the positions in the coordinates of the sampler, before whitening, ``(L, d)``, and U there, ``(L,)``."""
     return (ravel_cloud(state.z)[0], state.potential_energy) if state.coordinates is None else state.coordinates
-
-
-def whitened_cloud(state: ParticleState, num_groups: int) -> Cloud:
-    """Return the particles in whitened coordinates, ``(G, L, d)``."""
-    flat, energy = sampler_positions(state)
-    cloud = Cloud(state.learned.preconditioner.whiten(flat), energy, state.gradient, state.memory)
-    return jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), cloud)
 
 
 def map_particles(fn, state: ParticleState) -> ParticleState:

@@ -49,54 +49,26 @@ from numpyro_repulsion.warmup import (
     svgd_direction,
 )
 
-__all__ = [
-    "Frozen",
-    "Judged",
-    "Now",
-    "Warming",
-    "WarmupIteration",
-    "approach",
-    "freeze",
-    "relabeled",
-    "travel",
-    "what_is_on",
-]
-
 
 class Warming(NamedTuple):
-    """The state of a warmup.
+    """The state of a warmup."""
 
-    - **cloud** - the particles in whitened coordinates, ``(G, L, d)``.
-    - **warmup** - what is learned so far.
-    - **num_updates** - how many updates are done.
-    - **rng_key** - the key of the next iteration.
-    - **row_seed** - the seed of the orders of rows; ``None`` unless the gradient depends on the number of the update.
-    - **start** - the sites of one particle at its start, each ``(1, ...)``, which tell their shapes.
-    """
-
-    cloud: Cloud
-    warmup: WarmupState
+    cloud: Cloud  # the particles in whitened coordinates, ``(G, L, d)``
+    warmup: WarmupState  # what is learned so far
     num_updates: jax.Array
-    rng_key: jax.Array
-    row_seed: jax.Array | None
-    start: Particle
+    rng_key: jax.Array  # of the next iteration
+    row_seed: jax.Array | None  # of the orders of rows, if the gradient depends on the number of the update
+    start: Particle  # the sites of one particle at its start, each ``(1, ...)``, which tell their shapes
 
 
 class Now(NamedTuple):
-    """What an iteration needs to know of its window; scalars.
+    """What an iteration needs to know of its window."""
 
-    - **ends** - after how many iterations the window ends.
-    - **arrived** - after how many iterations particles have arrived.
-    - **half** - where the present half of the arrival begins and ends.
-    - **is_adapting** - whether the scales are still adapted.
-    - **noise** - the variance of the gradient noise, as measured.
-    """
-
-    ends: Integer[AnyArray, ""]
-    arrived: Integer[AnyArray, ""]
-    half: tuple[Integer[AnyArray, ""], Integer[AnyArray, ""]]
-    is_adapting: Bool[AnyArray, ""]
-    noise: Float[AnyArray, ""]
+    ends: Integer[AnyArray, ""]  # after so many iterations
+    arrived: Integer[AnyArray, ""]  # after how many iterations particles have arrived
+    half: tuple[Integer[AnyArray, ""], Integer[AnyArray, ""]]  # where the present half of the arrival begins and ends
+    is_adapting: Bool[AnyArray, ""]  # whether scales are still adapted
+    noise: Float[AnyArray, ""]  # the variance of the gradient noise, as measured
 
 
 class WarmupIteration(Iteration):
@@ -153,10 +125,7 @@ class WarmupIteration(Iteration):
         )
 
     def learned(self, warmup: WarmupState, noise: Any, is_warmup: bool = True) -> Learned:
-        """Return what is learned so far, for updates of the sampler.
-
-        :param noise: the variance of the gradient noise, as measured.
-        """
+        """Return what is learned so far, for updates of the sampler."""
         limit = None
         if self.plan.scale is not None and self.plan.measures and warmup.scales.moments is not None:
             if self.plan.noise:
@@ -206,21 +175,23 @@ class WarmupIteration(Iteration):
         return warmup._replace(reference=self.renewed(due, cloud, warmup, reference, is_new))
 
 
-def _iteration(bound: BoundSampler, state: Warming) -> WarmupIteration:
-    """Return the iteration of a warmup."""
-    bound = bound.within(state.num_updates)
-    plan, data = bound.plan(state.warmup.preconditioner.kind), state.warmup.data
-    unravel = ravel_cloud(state.start)[1]
-    data = None if data is None else jnp.maximum(data, 1)
-    return WarmupIteration(bound, plan, unravel, state.row_seed, data, bound.kernel.schedule)
+def _at(bound, place, start, row_seed=None, data=None):
+    """Return the iteration at what warmup has learned; for measurements, without a seed and data."""
+    bound = bound.within(jax.tree.leaves(start)[0])
+    plan = bound.plan(place.preconditioner.kind)
+    return WarmupIteration(bound, plan, ravel_cloud(start)[1], row_seed, data, bound.kernel.schedule)
+
+
+def _iteration(bound, state):
+    data = None if state.warmup.data is None else jnp.maximum(state.warmup.data, 1)
+    return _at(bound, state.warmup, state.start, state.row_seed, data)
 
 
 def _iterate(bound, step, state, number):
     state = place_everywhere(state)
     iteration = _iteration(bound, state)
     cloud = iteration.layout(state.cloud.z).place(state.cloud)
-    state = lax.fori_loop(0, number, lambda _, state: step(iteration, state), state._replace(cloud=cloud))
-    return place_everywhere(state)
+    return lax.fori_loop(0, number, lambda _, state: step(iteration, state), state._replace(cloud=cloud))
 
 
 def approach(bound: BoundSampler, _: None, state: Warming, now: Now, number: Integer[Array, ""] | int) -> Warming:
@@ -233,21 +204,9 @@ def travel(bound: BoundSampler, _: None, state: Warming, now: Now, number: Integ
     return _iterate(bound, lambda iteration, state: iteration.travel(state, now), state, number)
 
 
-def _at(bound: BoundSampler, place: Place, start: Particle) -> WarmupIteration:
-    """Return the iteration for measurements."""
-    bound = bound.within(jax.tree.leaves(start)[0])
-    plan = bound.plan(place.preconditioner.kind)
-    return WarmupIteration(bound, plan, ravel_cloud(start)[1], None, None, bound.kernel.schedule)
-
-
 def gradients(bound: BoundSampler, _: None, place: Place, start: Particle, key, numbers, points, orders, number) -> Any:
-    """Return U and ∇U at some points, ``(n, G, L)`` and ``(n, G, L, d)``, of which the first ones are evaluated.
-
-    :param numbers: those of the minibatches, ``(n,)``.
-    :param points: particles, ``(n, G, L, d)``.
-    :param orders: those of the control variates, ``(n,)``.
-    :param number: how many points are evaluated.
-    """
+    """Return U and ∇U, ``(n, G, L)`` and ``(n, G, L, d)``, at the first ones of some points, by the numbers of their
+    minibatches and the orders of control variates."""
     energy_and_grad = _at(bound, place, start).energy_and_grad(place)
 
     def evaluate(i, found):
@@ -255,9 +214,7 @@ def gradients(bound: BoundSampler, _: None, place: Place, start: Particle, key, 
         return jax.tree.map(lambda x, y: x.at[i].set(y), found, new)
 
     # A loop, so that the gradient is compiled once.
-    return place_everywhere(
-        lax.fori_loop(0, number, evaluate, (jnp.zeros_like(points[..., 0]), jnp.zeros_like(points)))
-    )
+    return lax.fori_loop(0, number, evaluate, (jnp.zeros_like(points[..., 0]), jnp.zeros_like(points)))
 
 
 def common_energies(bound: BoundSampler, _: None, place: Place, start: Particle, u) -> Any:
@@ -265,51 +222,42 @@ def common_energies(bound: BoundSampler, _: None, place: Place, start: Particle,
     iteration = _at(bound, place, start)
     target, unravel = iteration.target(place), iteration.unravel
     one = jnp.vectorize(lambda z: fingerprint(target, unravel, z), signature="(d)->()")
-    return place_everywhere(one(place.preconditioner.to_positions(u)))
+    return one(place.preconditioner.to_positions(u))
 
 
 def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | None, start: Particle, y) -> Any:
-    """Return energies of the likelihood alone, on the same rows for all, ``(G, L)``.
-
-    :param y: particles in the coordinates of the centering.
-    """
+    """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
     iteration = _at(bound, place := Place(Preconditioner(), centering, None), start)
     particles, rows = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1])), rows_to_compare(iteration.bound.target)
     energies = likelihood_energies(iteration.target(place), particles, rows)
-    return place_everywhere(energies.reshape(y.shape[:-1]).astype(y.dtype))
+    return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
 def reference_at(
     bound: BoundSampler, settings: tuple[int, bool], place: Place, start: Particle, reference: Reference, key, number
 ) -> Any:
-    """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows.
-
-    :param settings: the number of particles, and whether the Hessian is evaluated too; static.
-    """
+    """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows."""
     iteration, key = _at(bound, place, start), random.fold_in(key, number)
     moved = reference._replace(position=iteration.recover(place, reference.position).z)
-    return place_everywhere(iteration.evaluate_reference(key, moved, *settings))
+    return iteration.evaluate_reference(key, moved, *settings)
 
 
 def recover(bound: BoundSampler, min_spread: float | None, place: Place, start: Particle, u) -> Any:
-    """Return the centering, and particles in the coordinates of the model.
-
-    :param min_spread: that of :meth:`CenteredTarget.structure_at`, which then estimates powers and bases; static.
-    """
+    """Return the centering, on request with estimated powers and bases, and particles in those of the model."""
     iteration, centering = _at(bound, place, start), place.centering
     found = iteration.recover(place, u)
     if min_spread is not None and centering is not None:
         flat = jax.tree.map(lambda x: x.reshape(-1, u.shape[-1]), found)
         centering, flat = iteration.centered(centering).structure_at(flat, min_spread)
         found = jax.tree.map(lambda x: x.reshape(u.shape), flat)
-    return place_everywhere((centering, found))
+    return centering, found
 
 
 def to_coordinates(
     bound: BoundSampler, _: None, place: Place, start: Particle, centering: Centering, found: Recovered
 ) -> Any:
     """Return particles in the coordinates of a centering."""
-    return place_everywhere(_at(bound, place, start).centered(centering).to_coordinates(found))
+    return _at(bound, place, start).centered(centering).to_coordinates(found)
 
 
 def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, number) -> Any:
@@ -320,17 +268,17 @@ def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, number) -> A
         bandwidth = lax.cond(is_new, interaction.learn_bandwidth, lambda _: bandwidth, u)
     coupling = interaction.couple(u, bandwidth)
     steepness = measure_steepness(random.fold_in(key, number), interaction, u, bandwidth)
-    return place_everywhere((bandwidth, coupling.bound, coupling.diagonal, steepness, coupling.is_identity))
+    return bandwidth, coupling.bound, coupling.diagonal, steepness, coupling.is_identity
 
 
 def tuned_bandwidth(bound: BoundSampler, tolerance: float, u, rule) -> Any:
     """Return the bandwidth that speeds up averages over the cloud most."""
-    return place_everywhere(best_bandwidth(bound.kernel.interaction, u, rule, tolerance))
+    return best_bandwidth(bound.kernel.interaction, u, rule, tolerance)
 
 
 def settle(bound: BoundSampler, _: None, cloud: Cloud, step_size, noise) -> Any:
     """Return the cloud with what its dynamics carries adapted to a step."""
-    return place_everywhere(bound.kernel.dynamics.settled(cloud, step_size, noise))
+    return bound.kernel.dynamics.settled(cloud, step_size, noise)
 
 
 def relabeled(state: Warming, data: np.ndarray | None) -> Warming:
@@ -350,40 +298,26 @@ def what_is_on(bound: BoundSampler, warmup: WarmupState) -> tuple[int, bool]:
 
 
 class Frozen(NamedTuple):
-    """How a state is made of a warmup; static.
+    """How a state is made of a warmup; static."""
 
-    - **on** - the order of the control variates in use, and whether particles jump.
-    - **has_warmed**, **passes** - those of the state's :class:`Origin`.
-    - **iteration** - how many iterations count as done.
-    - **is_single** - whether the state is that of a single plain chain.
-    """
-
-    on: tuple[int, bool]
-    has_warmed: bool
+    on: tuple[int, bool]  # the order of the control variates in use, and whether particles jump
+    has_warmed: bool  # this and the next one are those of the state's `Origin`
     passes: bool
-    iteration: int
-    is_single: bool
+    iteration: int  # how many count as done
+    is_single: bool  # whether the state is that of a single plain chain
 
 
 class Judged(NamedTuple):
-    """What the host says of a warmup at its end.
+    """What the host says of a warmup at its end."""
 
-    - **noise** - the variance of the gradient noise.
-    - **measured** - the entries of :class:`~numpyro_repulsion.warmup.Measured`, ``(8,)``, or ``None``.
-    - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, or ``None``.
-    """
-
-    noise: Float[AnyArray, ""]
-    measured: Float[AnyArray, 8] | None
-    diagnosis: Float[AnyArray, 14] | None
+    noise: Float[AnyArray, ""]  # the variance of the gradient noise
+    measured: Float[AnyArray, 8] | None  # the entries of `Measured`
+    diagnosis: Float[AnyArray, 14] | None  # those of `WarmupDiagnosis`
 
 
 def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | None) -> ParticleState:
-    """Return the state from which draws are made, with all that warmup learned.
-
-    :param judged: ``None`` without a warmup.
-    """
-    iteration, kernel, warmup = _iteration(bound, state), bound.kernel, state.warmup
+    """Return the state from which draws are made, with all that warmup learned, if there was one."""
+    iteration, warmup = _iteration(bound, state), state.warmup
     if judged is None:
         limited, judged = Learned.of(warmup, None), Judged(np.zeros(()), None, None)
     else:
@@ -401,6 +335,6 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | No
         num_warmup=warmup.num_warmup,
         num_updates=state.num_updates,
         num_flagged_updates=jnp.zeros((), jnp.int32),
-        origin=Origin.of(kernel, bound.gradient, how.has_warmed, how.passes),
+        origin=Origin.of(bound.kernel, bound.gradient, how.has_warmed, how.passes),
     )
-    return place_everywhere(map_particles(lambda x: x[0], found) if how.is_single else found)
+    return map_particles(lambda x: x[0], found) if how.is_single else found

@@ -22,7 +22,7 @@ from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, Independent, Polynomial, S
 from numpyro_repulsion.checkpointing import identity
 from numpyro_repulsion.checkpointing.directory import Directory
 from numpyro_repulsion.checkpointing.identity import trace
-from numpyro_repulsion.dynamics import Cloud, Descent, Dynamics, Recipe
+from numpyro_repulsion.dynamics import Descent, Recipe
 from numpyro_repulsion.interactions import Gram, Scheduled
 
 N = 200
@@ -81,29 +81,13 @@ class Cosine(Gram):
         return jnp.mean(jnp.cos((x - y) / self.width))
 
 
-class Half(Dynamics):
-    def __init__(self, factor):
-        self.factor = factor
-
-    def __repr__(self):
-        return "Half()"
-
-    def init(self, key, z, energy_and_grad, couple):
-        return Cloud(z, *energy_and_grad(z))
-
-    def step(self, key, cloud, energy_and_grad, couple, step_size):
-        noise = jnp.sqrt(2.0 * step_size) * random.normal(key, cloud.z.shape)
-        z = cloud.z - self.factor * step_size * cloud.gradient + noise
-        return Cloud(z, *energy_and_grad(z))
-
-
 def scheduled(level):
     return bare(interaction=Scheduled(RBF(1.0), lambda count: jnp.where(count == 77, level, 1.0)))
 
 
-def recipe(factor, mass=1.0):
+def recipe(mass):
     def D(x):
-        return factor * jnp.eye(x.size)
+        return jnp.eye(x.size)
 
     return bare(dynamics=Recipe(D, extra=1, energy=lambda extra: mass * jnp.sum(extra**2, -1) / 2))
 
@@ -129,9 +113,7 @@ def starting(radius):
         (bare, 1.0, 1.0 + 1e-6, "what an iteration computes differs", {"init_params": SIX}),
         (scheduled, 1.0, 0.5, "what an iteration computes differs", {"init_params": SIX}),
         (recipe, 1.0, 2.0, "what an iteration computes differs", {"init_params": SIX}),
-        (lambda x: recipe(1.0, x), 1.0, 2.0, "what an iteration computes differs", {"init_params": SIX}),
         (lambda x: bare(interaction=Cosine(x)), 1.0, 2.0, "what an iteration computes", {"init_params": SIX}),
-        (lambda x: bare(dynamics=Half(x)), 1.0, 0.5, "what an iteration computes differs", {"init_params": SIX}),
         (lambda x: bare(step_size=lambda n: jnp.where(n == 77, x, 1.0)), 1.0, 0.5, "what an", {"init_params": SIX}),
         (descent, 0.9, 0.8, "what an iteration computes differs", {"init_params": SIX}),
     ],
@@ -149,7 +131,7 @@ def test_energies_that_are_not_finite_accept_no_model(begin):
 
         def far_away(slope, far=far):
             kernel = bare()
-            kernel._potential_fn = lambda z: jnp.where(z[0] < 50.0, far, slope * jnp.sum(z**2))
+            kernel.__dict__["potential_fn"] = lambda z: jnp.where(z[0] < 50.0, far, slope * jnp.sum(z**2))
             return kernel
 
         begin(far_away(1.0), init_params=SIX + 100.0, directory=str(number))

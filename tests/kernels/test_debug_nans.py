@@ -5,12 +5,12 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import (
     RBF,
@@ -24,12 +24,11 @@ from numpyro_repulsion import (
     Balanced,
     FullData,
     Subsampled,
-    run_in_pieces,
     step_bias,
     summary,
     to_inference_data,
 )
-from numpyro_repulsion.interactions import RandomFeatures, RandomGroups
+from numpyro_repulsion.interactions import RandomFeatures
 
 Y = random.normal(random.key(0), (40,))
 
@@ -42,8 +41,7 @@ def model(y):
 
 
 def make(kernel, num_warmup=50, **kwargs):
-    settings = {"num_chains": 6, "chain_method": "vectorized", "progress_bar": False} | kwargs
-    return MCMC(kernel, num_warmup=num_warmup, num_samples=10, **settings)
+    return vectorized(kernel, num_warmup, 10, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +74,6 @@ def test_a_run_with_control_variates():
 @pytest.mark.parametrize(
     ("kernel", "settings"),
     [
-        (lambda: SGLDR(model), {}),
         (lambda: SGLDR(model, num_ensembles=2, interaction=Balanced(RBF())), {}),
         (lambda: SGLDR(model, gradient=SVRG()), {"progress_bar": True}),
         (lambda: SGLD(model, gradient=Subsampled(), step_size=0.01), {"num_warmup": 0}),
@@ -84,7 +81,6 @@ def test_a_run_with_control_variates():
         (lambda: SGHMC(model, gradient=FullData()), {}),
         (lambda: SGNHT(model), {}),
         (lambda: SVGD(model), {}),
-        (lambda: SGLDR(model, interaction=RandomGroups(RBF("learned"), size=3)), {}),
         (lambda: SGLDR(model, interaction=RandomFeatures()), {}),
         (lambda: SGLD(model), {"num_chains": 1}),
     ],
@@ -95,13 +91,6 @@ def test_runs_of_every_kind(kernel, settings):
     check(mcmc)
     if not isinstance(mcmc.sampler, SVGD):
         step_bias(mcmc)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Warmup found problems")
-def test_a_run_in_pieces(tmp_path):
-    run_in_pieces(mcmc := make(SGLD(model)), random.key(0), Y, directory=tmp_path)
-    check(mcmc)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""What NumPyro asks of its own kernels, asked of these: posteriors with known answers, and the ways of running."""
+"""What NumPyro asks of its own kernels, asked of these: posteriors with known answers."""
 
 from catalogue import PRESETS, having
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 from scipy import stats
@@ -12,18 +13,11 @@ import xarray
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SVGD, BiasBudget, ensemble_mcse
 
 SAMPLERS = tuple(having(PRESETS, "sampler").values())
-KERNELS = tuple(having(PRESETS).values())
 REPELS = tuple(having(PRESETS, "repels").values())
-
-
-def make(kernel, num_warmup=400, num_samples=600, num_chains=20, **kwargs):
-    settings = {"chain_method": "vectorized", "progress_bar": False} | kwargs
-    return MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains, **settings)
 
 
 # Posteriors: each case gives a model or potential, its arguments, and functions of a draw with exact means and
@@ -76,28 +70,6 @@ def logistic_regression():
     return {"model": model}, (X, y), lambda s: s["beta"], mean, jnp.sqrt(weights @ (draws - mean) ** 2)
 
 
-def beta_bernoulli():
-    flips = dist.Bernoulli(jnp.array([0.9, 0.1])).sample(random.key(1), (200,))
-
-    def model(flips):
-        p = numpyro.sample("p", dist.Beta(jnp.full(2, 1.1), jnp.full(2, 1.1)))
-        numpyro.sample("flips", dist.Bernoulli(p), obs=flips)
-
-    law = stats.beta(1.1 + flips.sum(0), 1.1 + 200 - flips.sum(0))
-    return {"model": model}, (flips,), lambda s: s["p"], law.mean(), law.std()
-
-
-def dirichlet_categorical():
-    faces = dist.Categorical(jnp.array([0.1, 0.6, 0.3])).sample(random.key(1), (300,))
-
-    def model(faces):
-        p = numpyro.sample("p", dist.Dirichlet(jnp.ones(3)))
-        numpyro.sample("faces", dist.Categorical(p), obs=faces)
-
-    law = stats.dirichlet(1 + np.bincount(faces, minlength=3))
-    return {"model": model}, (faces,), lambda s: s["p"], law.mean(), np.sqrt(law.var())
-
-
 def rare_binomial():
     def model(n, x):
         p = numpyro.sample("p", dist.Beta(1, 1))
@@ -129,8 +101,6 @@ CASES = (
     gaussian,
     correlated_gaussian,
     logistic_regression,
-    beta_bernoulli,
-    dirichlet_categorical,
     rare_binomial,
     improper,
 )
@@ -139,7 +109,7 @@ CASES = (
 def run(kernel, case, key):
     target, args, function, mean, sd = case()
     starts = target.pop("starts", None)
-    mcmc = make(kernel(**target))
+    mcmc = vectorized(kernel(**target), 400, 600, 20)
     mcmc.run(key, *args, init_params=starts)
     draws = np.asarray(jax.vmap(jax.vmap(function))(mcmc.get_samples(group_by_chain=True)))
     return draws, np.asarray(mean), np.asarray(sd)
@@ -184,34 +154,3 @@ def test_the_last_cloud_of_svgd_has_its_mean_at_the_posterior(case):
     draws, mean, sd = run(SVGD, case, random.key(2))
     assert (np.abs(draws[:, -1].mean(0) - mean) < 0.3 * sd).all()
     assert (draws[:, -1].std(0) < 1.3 * sd).all()
-
-
-# Ways of running.
-
-
-def coin(flips=None):
-    p = numpyro.sample("p", dist.Beta(1.1, 1.1))
-    numpyro.deterministic("odds", p / (1 - p))
-    return numpyro.sample("flips", dist.Bernoulli(p).expand([20]), obs=flips)
-
-
-FLIPS = jnp.arange(20) % 4 == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_runs_after_each_other_and_after_warmup(kernel):
-    mcmc = make(kernel(coin), num_warmup=50, num_samples=8, num_chains=6)
-    mcmc.run(random.PRNGKey(2), FLIPS)
-    first = mcmc.get_samples(group_by_chain=True)
-    assert {name: x.shape for name, x in first.items()} == {"p": (6, 8), "odds": (6, 8)}
-    mcmc.run(random.PRNGKey(3), FLIPS)
-    assert not np.array_equal(first["p"], mcmc.get_samples(group_by_chain=True)["p"])
-    again = make(kernel(coin), num_warmup=50, num_samples=8, num_chains=6, progress_bar=True)
-    again.warmup(random.PRNGKey(2), FLIPS, collect_warmup=True)
-    assert again.get_samples()["p"].shape == (6 * 50,)
-    assert again.post_warmup_state is not None
-    again.run(random.PRNGKey(3), FLIPS)
-    again.post_warmup_state = again.last_state
-    again.run(random.PRNGKey(4), FLIPS)
-    assert again.get_samples()["p"].shape == (6 * 8,)

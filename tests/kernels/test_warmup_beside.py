@@ -15,7 +15,9 @@ import numpyro.distributions as dist
 
 from benchmarks.harness.house import equations
 from numpyro_repulsion import SGLD, SGLDR, run_in_pieces
-from numpyro_repulsion.kernels import programs
+from numpyro_repulsion.checkpointing import directory, identity
+from numpyro_repulsion.checkpointing.directory import Directory
+from numpyro_repulsion.kernels import bound, programs
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
 
 KEYS, Y = random.split(random.key(0), 6), 2.0 + random.normal(random.key(1), (40,))
@@ -25,6 +27,10 @@ def model(y, center=0.0):
     mu = numpyro.sample("mu", dist.Normal(center, 10).expand([2]).to_event(1))
     with numpyro.plate("rows", len(y), subsample_size=8) as i:
         numpyro.sample("y", dist.Normal(mu.sum(), 1), obs=y[i])
+
+
+#: Whose programs are compiled once for all tests that do not need their own.
+KERNEL = SGLD(model)
 
 
 def size(kernel):
@@ -44,21 +50,21 @@ def test_the_program_of_draws_holds_no_learner():
 
 
 def test_iterations_of_warmup_pass_or_are_frozen_draws():
-    kernel = SGLD(model)
-    state = kernel.init(KEYS, 60, None, (Y,), {})
-    mcmc = vectorized(kernel, 60, 5)
+    mcmc = vectorized(KERNEL, 60, 5)
     mcmc.warmup(random.key(0), Y)
     assert int(mcmc.last_state.iteration) == 60
-    # Keys of MCMC are split once more, so only what it does counts here.
-    again = vectorized(kernel, 60, 5)
+    again = vectorized(KERNEL, 60, 5)
     again.warmup(random.key(0), Y, collect_warmup=True)
     learned = again.last_state.learned
     jax.tree.map(np.testing.assert_array_equal, mcmc.last_state.learned, learned)
     draws = again.get_samples(group_by_chain=True)["mu"]
     assert draws.shape == (6, 60, 2) and (draws[:, 1:] != draws[:, :-1]).any(-1).all()
     assert np.unique(again.get_extra_fields()["step_size"]).tolist() == [float(learned.step_size)]
-    assert int(mcmc.last_state.num_updates) == int(state.num_updates) == 600
-    assert int(again.last_state.num_updates) == 1200
+    assert int(mcmc.last_state.num_updates) == 600 and int(again.last_state.num_updates) == 1200
+    # Nothing is learned in the run after it.
+    again.run(random.key(1), Y)
+    jax.tree.map(np.testing.assert_array_equal, again.last_state.learned, learned)
+    assert np.unique(again.get_extra_fields()["bandwidth"]).tolist() == [float(learned.bandwidth)]
 
 
 def test_without_anything_to_learn_iterations_of_warmup_are_updates():
@@ -69,7 +75,7 @@ def test_without_anything_to_learn_iterations_of_warmup_are_updates():
 
 
 def test_an_interrupted_warmup_leaves_a_kernel_that_works(monkeypatch):
-    kernel, plain = SGLD(model), SGLD.warm
+    kernel, plain = KERNEL, SGLD.warm
     expected = kernel.init(KEYS, 60, None, (Y,), {})
 
     def interrupted(*arguments):
@@ -102,14 +108,13 @@ def test_a_bar_of_its_own_and_what_is_said_at_its_end(monkeypatch, capsys):
 
 def test_pieces_of_warmup_are_stored_and_go_on(tmp_path, monkeypatch):
     """A process that dies in any piece of warmup, or just after it, goes on to the same draws."""
-    from numpyro_repulsion.checkpointing.directory import Directory
 
     def run(directory):
-        mcmc = vectorized(SGLD(model), 60, 20)
+        mcmc = vectorized(KERNEL, 60, 20)
         run_in_pieces(mcmc, random.key(0), Y, piece_size=25, directory=directory)
         return np.asarray(mcmc.get_samples()["mu"])
 
-    plain = Directory.save
+    plain, whole = Directory.save, run(None)
     for dies in range(4):
         saved = []
 
@@ -124,7 +129,7 @@ def test_pieces_of_warmup_are_stored_and_go_on(tmp_path, monkeypatch):
             run(tmp_path / str(dies))
         assert saved == [25, 50, 60, 80][: dies + 1]
         monkeypatch.undo()
-        assert np.array_equal(run(tmp_path / str(dies)), run(None))
+        assert np.array_equal(run(tmp_path / str(dies)), whole)
 
 
 def test_options_follow_from_shapes():
@@ -136,16 +141,16 @@ def test_options_follow_from_shapes():
 
 def test_programs_of_forgotten_kernels_are_dropped(monkeypatch):
     monkeypatch.setattr(programs, "NUM_KEPT", 2)
-    bound = SGLD(model).bind((Y,))
+    sampler = KERNEL.bind((Y,))
 
     def same(bound, settings, x):
         return x
 
-    found = [Programs(bound.kernel) for _ in range(3)]
+    found = [Programs(KERNEL) for _ in range(3)]
     for one in found:
-        one(same, bound, None, Y, options={})
+        one(same, sampler, None, Y, options={})
     assert [len(one._compiled) for one in found] == [0, 1, 1]
-    assert np.array_equal(found[0](same, bound, None, Y, options={}), Y)
+    assert np.array_equal(found[0](same, sampler, None, Y, options={}), Y)
 
 
 def test_arrays_that_a_model_computes_on_in_double_precision_are_no_inputs():
@@ -171,10 +176,6 @@ def test_arrays_that_a_model_computes_on_in_double_precision_are_no_inputs():
 
 def test_a_directory_goes_on_where_the_digest_of_the_model_is_another(tmp_path, monkeypatch):
     """As with another JAX: the references are evaluated again, and no update is rejected for them."""
-    from numpyro_repulsion.checkpointing import directory, identity
-    from numpyro_repulsion.checkpointing.directory import Directory
-    from numpyro_repulsion.kernels import bound
-
     plain, digest, makers = Directory.save, bound.digest_of_program, identity.makers()
     for dies in (1, 3):
         saved = []
@@ -203,12 +204,10 @@ def test_a_directory_goes_on_where_the_digest_of_the_model_is_another(tmp_path, 
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("step_size", [0.1, lambda count: jnp.ones((), int)])
-@pytest.mark.parametrize("num_warmup", [0, 60])
-def test_steps_have_the_precision_of_the_particles(step_size, num_warmup):
+def test_steps_have_the_precision_of_the_particles():
     with jax.enable_x64():
-        kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=step_size)
-        mcmc = vectorized(kernel, num_warmup, 3)
+        kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=lambda count: jnp.ones((), int))
+        mcmc = vectorized(kernel, 60, 3)
         mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2), jnp.float32))
         assert mcmc.get_extra_fields()["step_size"].dtype == jnp.float32
 
@@ -227,15 +226,14 @@ def test_a_process_can_fit_many_models():
     assert max(np.diff(maps[9:])) < 400
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_one_program_serves_all_strides_of_a_bar(given, caplog):
+def test_one_program_serves_all_strides_of_a_bar(caplog):
     def count(stride):
-        kernel, args = (SGLD(potential_fn=lambda z: z @ z), ()) if given else (SGLD(model), (Y,))
+        kernel = SGLD(model)
         caplog.clear()
         with jax.log_compiles():
-            state = kernel.start(KEYS, 60, random.normal(KEYS[0], (6, 2)) if given else None, args, {})
+            state = kernel.start(KEYS, 60, None, (Y,), {})
             for _ in range(0, 60, stride):
-                state = kernel.warm(state, stride, 60, args, {})
+                state = kernel.warm(state, stride, 60, (Y,), {})
         return sum("Compiling jit(_on_arrays)" in message for message in caplog.messages)
 
     assert count(5) == count(60) <= 9

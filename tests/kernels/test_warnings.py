@@ -6,9 +6,8 @@ import jax
 from jax import random
 from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
+from models import vectorized
 import pytest
-
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGLD, SGLDR, run_in_pieces
 
@@ -20,7 +19,7 @@ def quartic(z):
 
 
 def make(kernel, num_warmup=0, num_samples=20):
-    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=6, chain_method="vectorized")
+    mcmc = vectorized(kernel, num_warmup, num_samples)
     mcmc.progress_bar = True  # NumPyro switches it off in tests.
     return mcmc
 
@@ -105,8 +104,7 @@ def cache(tmp_path):
     compilation_cache.reset_cache()
 
 
-@pytest.mark.parametrize("progress_bar", [True, False])
-@pytest.mark.parametrize("run", [at_once, in_pieces])
+@pytest.mark.parametrize(("run", "progress_bar"), [(at_once, True), (at_once, False), (in_pieces, False)])
 def test_programs_are_kept_by_jax(run, progress_bar, cache):
     mcmc = make(SGLDR(potential_fn=quartic, step_size=1e-3))
     mcmc.progress_bar = progress_bar
