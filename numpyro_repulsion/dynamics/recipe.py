@@ -17,9 +17,6 @@ from numpyro_repulsion.dynamics.step_error import UnknownError
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import einsum, matmul
 
-__all__ = ["Recipe"]
-
-
 #: Relative tolerance of the checks on D and Q, in units of their largest entries.
 _ROUNDING = 1e-4
 
