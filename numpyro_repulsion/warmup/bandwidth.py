@@ -18,8 +18,6 @@ from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Window
 
-__all__ = ["Gains", "best_bandwidth", "gains", "measure_steepness", "update_bandwidth"]
-
 #: Candidate bandwidths, as multiples of the rule's.
 MULTIPLES = 2.0 ** np.linspace(-4.0, 4.0, 33)
 POWER_ITERATIONS = 16
@@ -121,7 +119,6 @@ def update_bandwidth(
     factor while it moves. With an old bandwidth, all particles would be neighbors, and the step would be too long for
     the largest eigenvalue of such a K.
     """
-    del rng
     plan = sampler.plan
     if not plan.bandwidth or (plan.arrives and not window.has_arrived):
         return warmup, cloud

@@ -10,8 +10,6 @@ import numpy as np
 
 from numpyro_repulsion.rounding import AnyArray, cholesky, eigh, matmul, solve_triangular, xp
 
-__all__ = ["RANK", "Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
-
 #: Bounds on the first scales, because a few gradients far from the posterior may give any value.
 FIRST_SCALES = (1e-4, 1e2)
 #: The number of directions with scales of their own, beside those of the coordinates.

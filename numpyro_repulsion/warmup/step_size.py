@@ -7,12 +7,9 @@ from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.warmup.arrival import rescue
-from numpyro_repulsion.warmup.curvature import UNKNOWN, summarize_curvature
-from numpyro_repulsion.warmup.probes import WIDTH, estimate_curvature
+from numpyro_repulsion.warmup.curvature import UNKNOWN, WIDTH, estimate_curvature, summarize_curvature
 from numpyro_repulsion.warmup.state import Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
-
-__all__ = ["update_reference", "update_step_size"]
 
 
 def update_reference(

@@ -11,8 +11,6 @@ import numpy as np
 from numpyro_repulsion.rounding import AnyArray, matmul
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 
-__all__ = ["Symptoms", "Widest"]
-
 #: The largest number of blocks of coordinates for squared gradients, and of entries in the table of their products.
 MAX_BLOCKS, MAX_ENTRIES = 128, 2**20
 #: Particles are in several basins if more than this share of a variance is between particles, a gap with at least two

@@ -13,19 +13,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
-__all__ = [
-    "ARRIVED",
-    "BEGINNINGS",
-    "ENDS",
-    "FIRST_WHITENED",
-    "FREEZE",
-    "LAST_ADAPTED",
-    "NUM_HESSIANS",
-    "SETTLING_ENDS",
-    "Schedule",
-    "Window",
-]
-
 #: Fractions of warmup at which windows end: windows in which particles arrive, ...
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
 #: With minibatches, the coordinates are first whitened by the curvature there, in the middle of the arrival.

@@ -11,8 +11,8 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import RBF, SGLD, diagnose
-from numpyro_repulsion.warmup import Adam, adam, descend
-from numpyro_repulsion.warmup.adam import MOST_COMPARED, RATES, first_rates, svgd_direction
+from numpyro_repulsion.warmup import adam
+from numpyro_repulsion.warmup.adam import MOST_COMPARED, RATES, Adam, descend, first_rates, svgd_direction
 from numpyro_repulsion.warmup.state import ArrivalState
 
 

@@ -13,8 +13,8 @@ import pytest
 from numpyro_repulsion import IMQ, RBF, SGHMCR, SGLDR, SVGD, Balanced, BiasBudget, Independent
 from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups, Scheduled, median_bandwidth
-from numpyro_repulsion.warmup import Schedule, WarmupPlan, WarmupState, Window, best_bandwidth, gains
-from numpyro_repulsion.warmup.bandwidth import update_bandwidth
+from numpyro_repulsion.warmup import Schedule, WarmupPlan, WarmupState, Window
+from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, update_bandwidth
 from numpyro_repulsion.warmup.state import StepState
 
 LEARNED = RBF("learned")

@@ -13,7 +13,8 @@ import numpyro.distributions as dist
 from benchmarks.problems.targets import bayesian_neural_network as network
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, Subsampled
 from numpyro_repulsion.kernels import warming
-from numpyro_repulsion.warmup import ARRIVED, FIRST_WHITENED, arrival, scales, step_size
+from numpyro_repulsion.warmup import arrival, scales, step_size
+from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED
 
 N, BATCH, PARTICLES = 200, 20, 8
 X = random.normal(random.key(0), (N, 4))

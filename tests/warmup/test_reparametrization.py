@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro_repulsion import SGHMC, SGLD, SVGD, SVRG, Archive, diagnose, run_in_pieces, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels import learning
-from numpyro_repulsion.warmup import centering as update, minibatch
+from numpyro_repulsion.warmup import minibatch, scales
 from numpyro_repulsion.warmup.windows import ENDS
 
 EFFECTS = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
@@ -213,8 +213,8 @@ def test_energies_go_on_where_coordinates_change(monkeypatch):
     kernel, keys = SGLD(rows, num_steps=1), random.split(random.key(0), 8)
 
     def sees(curvature):
-        monkeypatch.setattr(update, "MIN_SPREAD", 0.0)
-        monkeypatch.setattr(update, "mean_diagonal", lambda rng, u, gradients: np.full(u.shape[-1], curvature))
+        monkeypatch.setattr(scales, "MIN_SPREAD", 0.0)
+        monkeypatch.setattr(scales, "mean_diagonal", lambda rng, u, gradients: np.full(u.shape[-1], curvature))
 
     sees(np.inf)
     before = warmed(kernel, keys, 29, 100, y)

@@ -13,9 +13,9 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD
-from numpyro_repulsion.warmup import Preconditioner, Symptoms
-from numpyro_repulsion.warmup.diagnosis import MAX_DEPENDENCE
-from numpyro_repulsion.warmup.symptoms import MIN_TAIL_GRADIENT
+from numpyro_repulsion.warmup import Preconditioner
+from numpyro_repulsion.warmup.learned import MAX_DEPENDENCE
+from numpyro_repulsion.warmup.symptoms import MIN_TAIL_GRADIENT, Symptoms
 
 PARTICLES, ITERATIONS, WINDOW = 20, 200, 50
 
