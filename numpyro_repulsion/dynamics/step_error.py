@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Float
 import numpy as np
@@ -247,9 +247,6 @@ class ThermostatError(MomentumError):
     which is not counted on.
     """
 
-    #: The largest rise of the friction, in units of C: above it, positions move more slowly for longer steps.
-    MAX_RISE: ClassVar[float] = 2.0
-
     def _warming(self, step_size, stats):
         excess = xp.maximum(stats.noise - stats.isotropic_noise, 0.0)
         return step_size * excess / (2.0 * self.friction + step_size * stats.isotropic_noise)
@@ -262,7 +259,8 @@ class ThermostatError(MomentumError):
         return xp.minimum(super().max_step_for_bias(tolerance, stats), self._max_step_for_friction(stats))
 
     def _max_step_for_friction(self, stats):
-        return _over(2.0 * self.MAX_RISE * self.friction, stats.isotropic_noise)
+        # If the friction more than triples, positions move more slowly for longer steps.
+        return _over(4.0 * self.friction, stats.isotropic_noise)
 
 
 @np.errstate(divide="ignore", invalid="ignore")

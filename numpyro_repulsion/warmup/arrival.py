@@ -17,7 +17,7 @@ from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup.adam import Position
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
-from numpyro_repulsion.warmup.state import Sampler, WarmupState
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, Window
 
 #: How many median absolute deviations above the median a network is lost.
@@ -91,9 +91,7 @@ def rescue(rng: Generator, particles: Tree, lost: np.ndarray) -> Tree:
     return jax.tree.map(lambda x: x.reshape(lost.size, *x.shape[2:])[chosen].reshape(x.shape), particles)
 
 
-def update_arrival(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_arrival(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Move lost particles to others."""
     plan, arrival = sampler.plan, warmup.arrival
     if not plan.arrives:
@@ -164,9 +162,7 @@ def most_late_iterations(plates: Mapping[str, tuple[int, int]], num_steps: int) 
     return None if passes is None else math.ceil(MAX_PASSES * passes / num_steps)
 
 
-def update_prolongation(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """At the end of the arrival, begin its second half again if gradients of particles and of their mean differ much.
 
     Near a posterior that the data determine, gradients on the same rows hardly differ between particles, and control
@@ -192,9 +188,7 @@ def update_prolongation(
         y = sampler.to_coordinates(recentered, found)
         # Standardized sites have a prior of unit scale.
         unit = np.where(((found.scale != 1.0) | (found.location != 0.0)).any((0, 1)), 1.0, unit)
-    old = warmup.scales.preconditioner
-    stretch = None if old.stretch is None else np.zeros_like(old.stretch)
-    change = Preconditioner(np.diag(unit) if old.kind == "dense" else unit, y.mean((0, 1)), old.vectors, stretch)
+    change = warmup.preconditioner.along_coordinates(unit, y.mean((0, 1)))
     scales = warmup.scales._replace(
         preconditioner=change,
         moments=jax.tree.map(np.zeros_like, warmup.moments),

@@ -15,7 +15,7 @@ from numpyro_repulsion.dynamics import Cloud, CurvatureStats, EulerError
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.warmup.state import Sampler, WarmupState
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Window
 
 #: Candidate bandwidths, as multiples of the rule's.
@@ -110,9 +110,7 @@ def best_bandwidth(
     return jnp.where(jnp.isfinite(scores).any(), candidates[jnp.argmax(scores)], rule)
 
 
-def update_bandwidth(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_bandwidth(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Update the bandwidth: by the rule, or, once the scales are frozen, to the average of the best ones so far.
 
     Until then it also follows the rule in every iteration (``kernels/warming.py``): a cloud may shrink by a large

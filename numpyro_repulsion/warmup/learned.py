@@ -15,7 +15,7 @@ from numpyro_repulsion.gradients import Centering, Reference
 from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
-from numpyro_repulsion.warmup.state import JumpsState, Sampler, SwitchedState, WarmupState
+from numpyro_repulsion.warmup.state import Found, JumpsState, Sampler, SwitchedState, WarmupState
 from numpyro_repulsion.warmup.symptoms import BASINS_SHARE
 from numpyro_repulsion.warmup.windows import Window
 
@@ -29,7 +29,6 @@ MAX_CURVATURE_RATIO = 25.0
 #: The dependence of squared gradients on a coordinate was 0.8 to 1.9 for funnels of 10 to 500 dimensions, and at most
 #: 0.3 elsewhere.
 MAX_DEPENDENCE = 0.5
-REPARAMETERIZE = "Reparameterize, for example with numpyro.infer.reparam.LocScaleReparam."
 
 
 class WarmupDiagnosis(NamedTuple):
@@ -71,31 +70,30 @@ class WarmupDiagnosis(NamedTuple):
         """Return the problems, each with its remedy."""
         found = []
 
-        def add(name, severity, figure, message, remedy):
-            figure = None if figure is None or not np.isfinite(figure) else float(figure)
-            found.append(Finding(name, severity, figure, message, remedy))
+        def add(name, message, remedy, figure=np.nan, is_error=False):
+            figure = float(figure) if np.isfinite(figure) else None
+            found.append(Finding(name, "error" if is_error else "warning", figure, message, remedy))
 
         if self.num_warmup < MIN_WARMUP:
             add(
                 "short_run",
-                "error",
-                self.num_warmup,
                 f"{int(self.num_warmup)} iterations of warmup are too few to learn the step size and the scales, or to "
                 "see the shape of the posterior, so nothing is known of these draws.",
                 f"Set num_warmup=1000, and at least {MIN_WARMUP}.",
+                self.num_warmup,
+                is_error=True,
             )
             return found
         if self.has_basins:
             add(
                 "several_basins",
-                "error",
-                None,
                 "The particles are in several modes, or label permutations, and do not move between them, so the "
                 "weights of the modes are unknown.",
                 "Order the labels of a mixture; judge a network by its predictions, with predict(mcmc, ...), and not "
                 "by its weights."
                 if self.is_prolonged
                 else "Set moves=Archive(), with gradient=FullData() if rows are subsampled, or order the labels.",
+                is_error=True,
             )
         # From 200 draws variances are known to a tenth. The step may have been raised until the run is worth as many,
         # which is no problem.
@@ -109,65 +107,61 @@ class WarmupDiagnosis(NamedTuple):
                     more = "Take SGNHT, because gradient noise limits the step, or raise `subsample_size`"
             add(
                 "slow_directions",
-                "warning",
-                self.effective_draws,
                 f"{'Correlated parameters move' if correlated else 'The slowest direction moves'} so slowly that a "
                 f"run as long as warmup is worth only about {float(self.effective_draws):.0f} independent draws.",
                 'Set preconditioner="dense".' if correlated else f"{more}, or reparameterize.",
+                self.effective_draws,
             )
         if self.bias > 0:
+            excess = float(np.sqrt(1.0 + self.bias) - 1.0)
             add(
                 "step_bias",
-                "error" if self.bias > LARGE_BIAS else "warning",
-                np.sqrt(1.0 + self.bias) - 1.0,
                 "The step exceeds the bias tolerance because the run is short, and may make posterior sds about "
-                f"{100 * float(np.sqrt(1.0 + self.bias) - 1.0):.0f} % too large.",
+                f"{100 * excess:.0f} % too large.",
                 "Raise `num_steps`, `num_warmup` and `num_samples`, which allows a shorter step.",
+                excess,
+                is_error=self.bias > LARGE_BIAS,
             )
+        reparameterize = "Reparameterize, for example with numpyro.infer.reparam.LocScaleReparam."
+        varying = np.fmax(self.condition / MAX_CONDITION, self.curvature_ratio / MAX_CURVATURE_RATIO)
         if self.dependence > MAX_DEPENDENCE:
             add(
                 "funnel",
-                "error",
-                self.dependence,
                 "Curvature varies strongly along one coordinate, as in a funnel, so the run may miss the narrow part "
                 "of the posterior.",
-                REPARAMETERIZE,
+                reparameterize,
+                self.dependence,
+                is_error=True,
             )
         elif self.has_heavy_tails:
             add(
                 "heavy_tails",
-                "warning",
-                None,
                 "The posterior has heavy tails, in which particles move too slowly.",
                 "Choose a prior with lighter tails, or transform the parameters with "
                 "numpyro.infer.reparam.TransformReparam.",
             )
-        elif self.condition > MAX_CONDITION or self.curvature_ratio > MAX_CURVATURE_RATIO:
+        elif varying > 1.0:
             add(
                 "varying_curvature",
-                "warning",
-                np.fmax(self.condition / MAX_CONDITION, self.curvature_ratio / MAX_CURVATURE_RATIO),
                 "Curvature varies strongly over the posterior, so no step size suits all of it and the run may miss "
                 "narrow parts.",
-                REPARAMETERIZE,
+                reparameterize,
+                varying,
             )
         if self.noise_ratio > 5.0:
             instead = "Take SGNHT, whose thermostat removes most of it, or raise" if self.thermostat_helps else "Raise"
             add(
                 "gradient_noise",
-                "warning",
-                self.noise_ratio,
                 f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, forces a short step.",
                 "Set gradient=SVRG(), with references for each particle, or raise `subsample_size`."
                 if self.is_prolonged
                 else f"{instead} `subsample_size`; estimate a random likelihood more precisely.",
+                self.noise_ratio,
             )
         # Those of networks always add noise, and warmup needs them to tell.
         if self.control_variates_off and not self.is_prolonged:
             add(
                 "control_variates_off",
-                "warning",
-                None,
                 "Control variates add noise here, as with several modes or a distant reference, so warmup switched "
                 "them off.",
                 "Set gradient=SVRG(), with references for each particle, or gradient=Sweeps(), whose noise nearly "
@@ -176,8 +170,6 @@ class WarmupDiagnosis(NamedTuple):
         if self.jumps_off:
             add(
                 "jumps_off",
-                "warning",
-                None,
                 "Jumps are hardly ever accepted, so warmup switched them off and particles stay in their modes.",
                 "Raise `num_warmup` or `num_chains`, which improves the archive.",
             )
@@ -317,9 +309,7 @@ class Learned(NamedTuple):
         )
 
 
-def update_symptoms(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_symptoms(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """While settling, update the direction of largest variance, from the sums over the window."""
     # Minibatches need shorter steps and so a longer last window, or slow particles look like particles in other basins.
     is_short = sampler.plan.noise and window.num_settled > 4 and not window.is_last

@@ -42,6 +42,14 @@ class Preconditioner(NamedTuple):
             return "low_rank"
         return "dense" if self.scale is not None and self.scale.ndim == 2 else "diagonal"
 
+    def along_coordinates(self, scale: Float[AnyArray, " d"], center: Float[AnyArray, " d"]) -> Preconditioner:
+        """Return scales of the same kind, but of the coordinates alone."""
+        if self.kind == "dense":
+            return Preconditioner(np.diag(scale), center)
+        return Preconditioner(
+            scale, center, self.vectors, None if self.stretch is None else np.zeros_like(self.stretch)
+        )
+
     def whiten(self, z: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return u for positions z, ``(..., d)``."""
         if self.center is not None:

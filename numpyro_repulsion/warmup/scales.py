@@ -13,7 +13,7 @@ from numpyro_repulsion.rounding import cholesky, eigh
 from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import hessian_and_noise, mean_diagonal, mean_product, minibatch
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.state import Sampler, WarmupState
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 #: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
@@ -24,9 +24,7 @@ MIN_PARTICLES = 4
 MIN_SPREAD = 0.3
 
 
-def update_scales(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_scales(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Until the scales are frozen, whiten the coordinates."""
     plan = sampler.plan
     if plan.scale is None or not window.is_adapting:
@@ -42,15 +40,13 @@ def update_scales(
 
 def _whitened(rng, window, warmup, cloud, sampler):
     """Whiten by the mean curvature over the cloud, because minibatch noise hides it in the gradients' covariance."""
-    is_dense = sampler.plan.scale == "dense"
-    spread = _spread(window, warmup)
-    first = Preconditioner(np.diag(spread) if is_dense else spread, warmup.moments.position)
+    first = warmup.preconditioner.along_coordinates(_spread(window, warmup), warmup.moments.position)
     warmup, cloud = _changed(warmup, cloud, first)
     # The curvature around a particle that has run away may be a million times that around the others.
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
     dimension, weight = cloud.z.shape[-1], window.curvature_weight
     # In the scales so far, the mean of the earlier curvatures is one.
-    if not is_dense:
+    if sampler.plan.scale != "dense":
         found = mean_diagonal(rng, measured, sampler.gradients(warmup))
         scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
@@ -91,7 +87,7 @@ def _low_rank(rng, window, warmup, cloud, sampler):
     measured = rescue(rng, positions, warmup.arrival.lost)
 
     def along_coordinates(scale):
-        change = old._replace(scale=scale, stretch=np.zeros_like(old.stretch))
+        change = old.along_coordinates(scale, old.center)
         return warmup._replace(scales=warmup.scales._replace(preconditioner=change)), change.whiten(measured)
 
     scale = old.scale * _spread(window, warmup)
@@ -286,9 +282,7 @@ def _root(matrix, otherwise):
     return scale if np.isfinite(scale).all() else np.diag(otherwise)
 
 
-def update_centering(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """At the ends of the first windows after the arrival, center each entry by what the data say.
 
     An entry x with prior location m and scale s has the curvature ``1 + h s²`` in its form ``(x − m) / s``, if the
@@ -328,9 +322,6 @@ def _rescaled(warmup, y, centering):
     flat = y.reshape(-1, y.shape[-1])
     spread = np.std(flat, 0)
     spread = np.where(np.isfinite(spread) & (spread > 0), spread, 1.0)
-    old = warmup.preconditioner
-    stretch = None if old.stretch is None else np.zeros_like(old.stretch)
-    scale = np.diag(spread) if old.kind == "dense" else spread
-    change = Preconditioner(scale, flat.mean(0), old.vectors, stretch)
+    change = warmup.preconditioner.along_coordinates(spread, flat.mean(0))
     scales = warmup.scales._replace(preconditioner=change, centering=centering)
     return warmup._replace(scales=scales), change.whiten(y)

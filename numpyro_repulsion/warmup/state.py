@@ -329,34 +329,30 @@ class WarmupState(NamedTuple):
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What learners may use of the sampler. Arrays are those of the host; random numbers are the generator's."""
+    """What learners may use of the sampler. Arrays are those of the host; random numbers are the generator's.
+
+    - **plan** - what this warmup learns.
+    - **num_steps** - how many updates one iteration makes.
+    - **tunes_bandwidth** - whether warmup chooses the bandwidth by its measured gain.
+    - **shares_minibatches** - whether the particles of a group share their minibatch.
+    - **minibatch_size** - the number of rows in a minibatch.
+    - **num_minibatches** - how many minibatches there are in the data.
+    """
 
     @property
-    def plan(self) -> WarmupPlan:
-        """What this warmup learns."""
-
+    def plan(self) -> WarmupPlan: ...
     @property
     def dynamics(self) -> Dynamics: ...
-
     @property
-    def num_steps(self) -> int:
-        """How many updates one iteration makes."""
-
+    def num_steps(self) -> int: ...
     @property
-    def tunes_bandwidth(self) -> bool:
-        """Whether warmup chooses the bandwidth by its measured gain."""
-
+    def tunes_bandwidth(self) -> bool: ...
     @property
-    def shares_minibatches(self) -> bool:
-        """Whether the particles of a group share their minibatch."""
-
+    def shares_minibatches(self) -> bool: ...
     @property
-    def minibatch_size(self) -> int:
-        """The number of rows in a minibatch."""
-
+    def minibatch_size(self) -> int: ...
     @property
-    def num_minibatches(self) -> int:
-        """How many minibatches there are in the data."""
+    def num_minibatches(self) -> int: ...
 
     def couple(self, u: np.ndarray, bandwidth: np.ndarray) -> Coupling:
         """Return the bound and the diagonal of K for particles ``(G, L, d)``; it has no operations."""
@@ -402,5 +398,6 @@ class Sampler(Protocol):
         """Return the cloud with what its dynamics carries adapted to a step."""
 
 
+Found = tuple[WarmupState, Cloud]
 #: ``(rng, window, warmup, cloud, sampler) -> (warmup, cloud)``, at the end of each window, on arrays of the host.
-Learner = Callable[[Generator, Window, WarmupState, Cloud, Sampler], tuple[WarmupState, Cloud]]
+Learner = Callable[[Generator, Window, WarmupState, Cloud, Sampler], Found]

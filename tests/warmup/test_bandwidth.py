@@ -1,12 +1,12 @@
 """The bandwidth that is learned by what it gains, against matrices, long runs and the rule."""
 
 from functools import partial
+import itertools
 from types import SimpleNamespace
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import one_by_one
 import numpy as np
 import pytest
 
@@ -50,13 +50,6 @@ def relative(u, tolerance):
 
 
 KEYS, STARTS = random.split(random.key(0), 20), random.normal(random.key(1), (20, 2))
-
-
-def learned(interaction=LEARNED):
-    """The bandwidths of a warmup of 100 iterations, and the states that they belong to."""
-    kernel = SGLDR(potential_fn=quadratic, interaction=interaction, step_size=STRICT)
-    states = list(one_by_one(kernel, KEYS, 100, init_params=STARTS))
-    return np.array([float(state.warmup.bandwidth) for state in states]), states
 
 
 def test_gains_are_those_of_matrices(x64):
@@ -198,13 +191,16 @@ def test_other_words_are_refused(kind):
 
 
 def test_bandwidth_is_learned_and_frozen():
-    found, states = learned()
-    changes = np.flatnonzero(found[1:] != found[:-1]) + 2
-    assert set(changes[changes > 60]) <= {65, 70, 75, 80, 85, 90, 95, 100} and changes[-1] > 90
-    # By the rule until scales are frozen, and wider from the first window after.
-    for iteration, is_wider in ((60, False), (70, True), (100, True)):
-        rule = float(RBF().learn_bandwidth(states[iteration - 1].cloud.z))
-        assert found[iteration - 1] > 2.0 * rule if is_wider else found[iteration - 1] == pytest.approx(rule, rel=1e-3)
+    kernel = SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT)
+    state, found, rules = kernel.start(KEYS, 100, STARTS, (), {}), {}, {}
+    for start, end in itertools.pairwise((0, 60, 64, 65, 69, 95, 99, 100)):
+        state = kernel.warm(state, end - start, 100, (), {})
+        found[end], rules[end] = float(state.warmup.bandwidth), float(RBF().learn_bandwidth(state.cloud.z))
+    # It changes at the ends of windows only, ...
+    assert found[60] == found[64] != found[65] == found[69] and found[95] == found[99] != found[100]
+    # ... by the rule until scales are frozen, and wider from the first window after.
+    assert found[60] == pytest.approx(rules[60], rel=1e-3)
+    assert found[69] > 2.0 * rules[69] and found[100] > 2.0 * rules[100]
 
 
 @pytest.mark.slow
