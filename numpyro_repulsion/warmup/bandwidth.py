@@ -18,10 +18,6 @@ from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Window
 
-#: Candidate bandwidths, as multiples of the rule's.
-MULTIPLES = 2.0 ** np.linspace(-4.0, 4.0, 33)
-POWER_ITERATIONS = 16
-
 
 class Gains(NamedTuple):
     """What an interaction gains per unit of time and per update.
@@ -82,7 +78,7 @@ def _largest_eigenvalue(apply, start):
         return product / size, size
 
     x, _ = iterate(start, None)
-    _, sizes = lax.scan(iterate, x, length=POWER_ITERATIONS)
+    _, sizes = lax.scan(iterate, x, length=16)
     return sizes[-1].max()
 
 
@@ -104,7 +100,7 @@ def best_bandwidth(
     interaction: Interaction, u: Float[Array, "*particles d"], rule: Float[Array, ""], tolerance: float
 ) -> Float[Array, ""]:
     """Return the multiple of the rule's bandwidth with the best score on a cloud ``(G, L, d)``, or the rule's."""
-    candidates = rule * jnp.asarray(MULTIPLES, u.dtype)
+    candidates = rule * jnp.asarray(2.0 ** np.linspace(-4.0, 4.0, 33), u.dtype)
     scores = lax.map(lambda h: gains(interaction, u, h, tolerance).score, candidates)
     scores = jnp.where(jnp.isfinite(scores), scores, -jnp.inf)
     return jnp.where(jnp.isfinite(scores).any(), candidates[jnp.argmax(scores)], rule)

@@ -21,11 +21,6 @@ from numpyro_repulsion.warmup.windows import Window
 
 #: With fewer iterations, warmup has too few draws to learn from.
 MIN_WARMUP = 50
-#: The typical curvature times the largest variance is 1 for a Gaussian in whitened coordinates, at most 10 for the
-#: small posteriors that come out right, and 66 or more for the centered eight schools.
-MAX_CONDITION = 40.0
-#: The curvature at the stiffest particle over the typical one is at most 13 for posteriors that come out right.
-MAX_CURVATURE_RATIO = 25.0
 #: The dependence of squared gradients on a coordinate was 0.8 to 1.9 for funnels of 10 to 500 dimensions, and at most
 #: 0.3 elsewhere.
 MAX_DEPENDENCE = 0.5
@@ -123,7 +118,9 @@ class WarmupDiagnosis(NamedTuple):
                 is_error=self.bias > LARGE_BIAS,
             )
         reparameterize = "Reparameterize, for example with numpyro.infer.reparam.LocScaleReparam."
-        varying = np.fmax(self.condition / MAX_CONDITION, self.curvature_ratio / MAX_CURVATURE_RATIO)
+        # Of posteriors that come out right, the condition is at most 10 and the ratio at most 13; the condition of the
+        # centered eight schools is 66 or more.
+        varying = np.fmax(self.condition / 40.0, self.curvature_ratio / 25.0)
         if self.dependence > MAX_DEPENDENCE:
             add(
                 "funnel",

@@ -11,12 +11,8 @@ import numpy as np
 from numpyro_repulsion.rounding import AnyArray, matmul
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 
-#: The largest number of blocks of coordinates for squared gradients, and of entries in the table of their products.
-MAX_BLOCKS, MAX_ENTRIES = 128, 2**20
-#: Particles are in several basins if more than this share of a variance is between particles, a gap with at least two
-#: particles on each side is more than this many times the width of one particle's path, each has explored its
-#: surroundings to this share, and forces between particles grow less than this share as fast with distance as for each.
-BASINS_SHARE, BASINS_GAP, BASINS_EXPLORED, BASINS_PULL = 0.5, 4.0, 0.1, 0.5
+#: Particles are in several basins if more than this share of a variance is between particles, and more (``Widest``).
+BASINS_SHARE = 0.5
 #: How many standard errors count as chance.
 ERRORS = 2.0
 #: Tails are heavy if the kurtosis is larger and the tail gradient smaller than these. Measured values of both: Cauchy
@@ -51,7 +47,7 @@ class Widest(NamedTuple):
     @property
     def has_basins(self) -> Bool[AnyArray, ""]:
         """Whether the particles are in several basins, between which they do not move; false if unknown."""
-        return self._apart & (self.explored > BASINS_EXPLORED) & (self.pull < BASINS_PULL)
+        return self._apart & (self.explored > 0.1) & (self.pull < 0.5)
 
     @property
     def may_have_basins(self) -> Bool[AnyArray, ""]:
@@ -60,7 +56,7 @@ class Widest(NamedTuple):
 
     @property
     def _apart(self):
-        return (self.share > BASINS_SHARE) & (self.gap > BASINS_GAP)
+        return (self.share > BASINS_SHARE) & (self.gap > 4.0)
 
 
 class Symptoms(NamedTuple):
@@ -216,7 +212,8 @@ class Symptoms(NamedTuple):
 
 
 def _num_blocks(dimension):
-    most = int(np.clip(MAX_ENTRIES // dimension, 2, MAX_BLOCKS))
+    # The table of their products with coordinates has a million entries at most.
+    most = int(np.clip(2**20 // dimension, 2, 128))
     return -(-dimension // -(-dimension // most))
 
 

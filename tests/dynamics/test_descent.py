@@ -108,7 +108,7 @@ def test_a_run_in_pieces_on_disk_keeps_the_accumulators(starts, tmp_path):
 
 
 def test_minibatches_of_a_model_whose_parameters_differ_in_scale():
-    """The middle of the cloud is within a posterior deviation of the mode, where plain steps have not arrived yet."""
+    """The middle of the cloud is within a posterior deviation of the mode."""
     X = random.normal(random.key(0), (1000, 3)) * jnp.array([1.0, 10.0, 0.1])
     y = random.bernoulli(random.key(1), jax.nn.sigmoid(X @ jnp.array([1.0, -0.1, 2.0]))).astype(float)
 
@@ -121,17 +121,12 @@ def test_minibatches_of_a_model_whose_parameters_differ_in_scale():
         mode -= jnp.linalg.solve(jax.hessian(energy)(mode), jax.grad(energy)(mode))
     deviations = jnp.sqrt(jnp.diag(jnp.linalg.inv(jax.hessian(energy)(mode))))
 
-    def distance(dynamics, step_size):
-        kernel = SVGD(logistic_regression, gradient=Subsampled(), dynamics=dynamics, step_size=step_size)
-        mcmc = MCMC(kernel, num_warmup=0, num_samples=100, num_chains=6, chain_method="vectorized", progress_bar=False)
-        starts = {"beta": random.normal(random.key(2), (6, 3))}
-        mcmc.run(random.key(3), X, y, subsample_size=50, init_params=starts)
-        return float(jnp.max(jnp.abs(mcmc.last_state.z["beta"].mean(0) - mode) / deviations))
-
-    assert distance(Descent(ADAGRAD), optax.exponential_decay(0.3, 1000, 0.03)) < 1.0
-    # Longer ones run away: the largest curvature is this.
-    longest = 1.0 / float(jnp.linalg.eigvalsh(jax.hessian(energy)(mode))[-1])
-    assert distance("auto", longest) > 1.0
+    step_size = optax.exponential_decay(0.3, 1000, 0.03)
+    kernel = SVGD(logistic_regression, gradient=Subsampled(), dynamics=Descent(ADAGRAD), step_size=step_size)
+    mcmc = vectorized(kernel, 0, 100, 6)
+    starts = {"beta": random.normal(random.key(2), (6, 3))}
+    mcmc.run(random.key(3), X, y, subsample_size=50, init_params=starts)
+    assert jnp.max(jnp.abs(mcmc.last_state.z["beta"].mean(0) - mode) / deviations) < 1.0
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
 
 
 class Compared(NamedTuple):
-    """A sampler, as far as the learner of the prolongation knows one: energies of the particles, halfway, and before."""
+    """A sampler, as far as the learner knows one: energies of the particles, halfway between them, and before."""
 
     energies: Iterator
 
@@ -156,21 +156,6 @@ def test_standardized_weights_have_no_neck(monkeypatch):
 
     assert np.median(precision(0)) < 200
     assert np.median(precision(0, reparam=None)) > 1000
-
-
-@pytest.mark.slow
-def test_a_long_second_half_ends_after_a_number_of_passes(monkeypatch):
-    """With 200 rows and minibatches of 20, one pass takes one iteration of ten updates."""
-
-    def arriving(iterations):
-        state, _ = after(SGNHT(network, preconditioner="diagonal"), iterations, hidden=5)
-        assert state.warmup.arrival.is_prolonged
-        # The count of Adam grows until then, where Adam starts again in other scales.
-        return state.warmup.arrival.adam.number == 10 * (iterations - 25)
-
-    assert arriving(30)
-    monkeypatch.setattr(arrival, "MAX_PASSES", 2)
-    assert arriving(26) and not arriving(27)
 
 
 @pytest.mark.slow

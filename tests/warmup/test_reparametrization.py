@@ -134,12 +134,6 @@ def test_minibatches_of_products_by_hand_need_it():
     assert slowest(SGLD(rows)) > 5.0 * slowest(SGLD(rows, reparam=None))
 
 
-@pytest.mark.slow
-def test_sites_that_the_data_determine_stay_centered():
-    mcmc = run(SGLD(schools), EFFECTS, 0.05)
-    assert (centering(mcmc) > 0.9).all()
-
-
 @pytest.mark.filterwarnings("ignore:Warmup found problems", "ignore:Updates were flagged")
 def test_states_hold_the_sites_of_the_model_and_go_on_in_their_coordinates(x64, tmp_path):
     # In the neck, single precision does not hold the deviation of an effect from its mean.

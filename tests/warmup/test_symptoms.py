@@ -260,15 +260,6 @@ def walk(y):
     numpyro.sample("y", dist.Poisson(rate).to_event(1), obs=y)
 
 
-def positive(dimension):
-    numpyro.sample("a", dist.Gamma(2.0, 1.0).expand([dimension // 2]).to_event(1))
-    numpyro.sample("b", dist.Exponential(1.0).expand([dimension // 2]).to_event(1))
-
-
-def unit_scales(dimension):
-    numpyro.sample("z", dist.Normal(0, jnp.geomspace(1e-2, 1e2, dimension)).to_event(1))
-
-
 def simplex(counts):
     p = numpyro.sample("p", dist.Dirichlet(jnp.ones(len(counts))))
     numpyro.sample("y", dist.Multinomial(int(np.sum(counts)), probs=p), obs=counts)
@@ -277,14 +268,9 @@ def simplex(counts):
 rng = np.random.default_rng(1)
 WELL_BEHAVED = {
     "logistic regression of 100": (logistic, *regression(100, 2000)),
-    "logistic regression of 300": (logistic, *regression(300, 3000)),
     "autoregression of 200": (autoregression, 200),
-    "autoregression of 500": (autoregression, 500, 0.9),
-    "100 groups": (groups, jnp.asarray(rng.standard_normal((100, 1)) + rng.standard_normal((100, 10)))),
     "400 groups": (groups, jnp.asarray(rng.standard_normal((400, 1)) + rng.standard_normal((400, 10)))),
     "Poisson walk": (walk, jnp.asarray(rng.poisson(np.exp(1 + np.sin(np.linspace(0, 6, 200)))))),
-    "positive": (positive, 200),
-    "scales from 0.01 to 100": (unit_scales, 500),
     "simplex": (simplex, rng.integers(5, 50, 150)),
 }
 
