@@ -28,10 +28,7 @@ Tree = TypeVar("Tree")
 
 
 def arrive(
-    key: jax.Array,
-    position: Position,
-    step_size: Float[Array, "*particles"],
-    energy_and_grad: EnergyAndGrad,
+    key: jax.Array, position: Position, step_size: Float[Array, "*particles"], energy_and_grad: EnergyAndGrad
 ) -> tuple[Position, Float[Array, "*particles"]]:
     """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to an acceptance of 0.6.
 

@@ -60,14 +60,9 @@ def _whitened(rng, window, warmup, cloud, sampler):
     if window.is_prolonged:
         hessian, covariance = np.diag(mean_diagonal(rng, measured, gradients)), np.zeros((dimension, dimension))
     else:
-        hessian, covariance = hessian_and_noise(
-            rng,
-            measured,
-            gradients,
-            _num_minibatches(dimension, cloud, sampler),
-            num_pairs if measures_step and window.is_at(FREEZE) else 0,
-            warmup.order,
-        )
+        number = _num_minibatches(dimension, cloud, sampler)
+        noise_number = num_pairs if measures_step and window.is_at(FREEZE) else 0
+        hessian, covariance = hessian_and_noise(rng, measured, gradients, number, noise_number, warmup.order)
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if measures_step:
         further, factor = shrink_noisy_directions(

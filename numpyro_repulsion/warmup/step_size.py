@@ -83,15 +83,8 @@ def _best_order(warmup, cloud, sampler, orders):
 
 
 def _stats(warmup, noise, spread, coupling, sampler):
-    return summarize_curvature(
-        warmup.step.measurements,
-        noise,
-        spread,
-        coupling,
-        sampler.dynamics,
-        sampler.shares_minibatches,
-        sampler.plan.sweep,
-    )
+    plan, shared = sampler.plan, sampler.shares_minibatches
+    return summarize_curvature(warmup.measurements, noise, spread, coupling, sampler.dynamics, shared, plan.sweep)
 
 
 def _with_step_size(window, warmup, cloud, sampler):

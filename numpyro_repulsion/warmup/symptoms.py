@@ -98,7 +98,7 @@ class Symptoms(NamedTuple):
         direction = np.random.default_rng(0).standard_normal(dimension)
         nothing = jnp.zeros((), dtype)
         return Symptoms(
-            number=jnp.zeros((), dtype),
+            number=nothing,
             origin=jnp.zeros(dimension, dtype),
             powers=jnp.zeros((5, dimension), dtype),
             logs=jnp.zeros((2, blocks), dtype),
@@ -106,7 +106,7 @@ class Symptoms(NamedTuple):
             direction=jnp.asarray(direction / np.linalg.norm(direction), dtype),
             images=jnp.zeros((2, dimension), dtype),
             along=jnp.zeros((4, particles), dtype),
-            length=jnp.zeros((), dtype),
+            length=nothing,
             widest=Widest(*[nothing] * 6),
         )
 
@@ -126,8 +126,7 @@ class Symptoms(NamedTuple):
         return self._replace(
             number=self.number + len(u),
             origin=origin,
-            powers=self.powers
-            + jnp.stack([x.sum(0), (x**2).sum(0), (x**4).sum(0), (slope**2).sum(0), ((x * slope) ** 2).sum(0)]),
+            powers=self.powers + jnp.stack([y.sum(0) for y in (x, x**2, x**4, slope**2, (x * slope) ** 2)]),
             logs=self.logs + jnp.stack([s.sum(0), (s**2).sum(0)]),
             products=self.products + matmul(x.T, s),
             images=self.images + jnp.stack([u.sum(0), matmul(p, u)]),
@@ -184,7 +183,7 @@ class Symptoms(NamedTuple):
         covariance = self.products / number - x[:, None] * s
         variance, spread = square - x**2, np.sqrt(np.maximum(squared - s**2, 0.0))
         found = covariance**2 / (variance[:, None] * spread)
-        own = np.arange(len(x))[:, None] // _block_size(len(x), len(s)) == np.arange(len(s))
+        own = np.arange(len(x))[:, None] // -(-len(x) // len(s)) == np.arange(len(s))
         return np.max(np.where(np.isfinite(found) & ~own, found, 0.0))
 
     @property
@@ -217,14 +216,10 @@ def _num_blocks(dimension):
     return -(-dimension // -(-dimension // most))
 
 
-def _block_size(dimension, blocks):
-    return -(-dimension // blocks)
-
-
 def _block_means(x, blocks):
     """Return the means over blocks of successive coordinates, ``(P, B)``."""
     dimension = x.shape[-1]
-    size = _block_size(dimension, blocks)
+    size = -(-dimension // blocks)
     padded = jnp.pad(x, ((0, 0), (0, blocks * size - dimension))).reshape(len(x), blocks, size)
     counts = np.minimum(size, dimension - size * np.arange(blocks))
     return padded.sum(-1) / counts
