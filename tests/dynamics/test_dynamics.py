@@ -320,7 +320,7 @@ def test_splitting_is_exact_for_positions_on_a_gaussian():
 def _long_means(dynamics, interaction, functions, updates, replicas, size, step_size, noise):
     key = random.key(0)
     z = random.normal(key, (replicas, size, 2))
-    cloud = dynamics.init(random.fold_in(key, 1), z, energy_and_grad, interaction.couple)
+    cloud = dynamics.init(random.fold_in(key, 1), z, gaussian_force, interaction.couple)
 
     def update(cloud, key):
         noise_key, step_key = random.split(key)
