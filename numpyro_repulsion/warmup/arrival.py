@@ -138,15 +138,14 @@ def _rescued(rng, window, arrival, cloud, lost):
 #: The share of the variance of minibatch gradients that control variates leave where particles still have to arrive.
 STAYS_NOISY = 0.5
 #: The smallest noise that matters, in whitened coordinates, where the variance of exact gradients is 1. Networks on a
-#: few hundred rows have about 1; a local posterior at a low inverse temperature has 0.01. Networks that have not
-#: arrived may have 0.02, because the curvature around a few of them sets the scales of all; so less noise matters too
-#: where U differs between particles by far more than between draws.
+#: few hundred rows have about 1; a local posterior at a low inverse temperature has 0.01. Less matters too where U
+#: differs between particles by far more than between draws: the curvature around a few sets the scales of all.
 MIN_NOISE = 0.1
 #: The share of pairs of particles between which U is convex if they are on their way to one mode: all of them in a
 #: regression with heavy tails, at most half in networks.
 CONVEX = 0.75
-#: How many times the second half of a prolonged arrival passes through the rows, at most. After 4,000 passes a network
-#: with a learned variance predicted rows of one set with far too much certainty; its validation rows gave this limit.
+#: How many times the second half of a prolonged arrival passes through the rows, at most: validation rows of one set,
+#: which a network predicted with far too much certainty after 4,000 passes, gave this limit.
 MAX_PASSES = 500
 
 
@@ -199,8 +198,8 @@ def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, clo
 
 
 def _differ(warmup, plainly, cloud, sampler):
-    """Return whether gradients stay noisy and particles are different functions, so that what lies between two of them
-    fits worse than they do; or whether the second half has sent them away."""
+    """Return whether gradients stay noisy and what lies between two particles fits worse than they do, or whether the
+    second half has sent them away."""
     plain, corrected = warmup.measurements.mean_isotropic_noise[:2]
     dimension = cloud.z.shape[-1]
     z = cloud.z.reshape(-1, dimension)

@@ -151,8 +151,7 @@ def estimate_curvature(
     """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
     Both sides of a difference use the same minibatch, and each iteration uses another one. So midpoints differ between
-    iterations by the minibatch and, where U is not quadratic, slightly by the direction. In large clouds only those of
-    a few particles are kept.
+    iterations by the minibatch and, where U is not quadratic, slightly by the direction.
 
     :param u: particles, ``(G, L, d)``.
     :param width: half the distance over which gradients are compared, ``(G, L)`` or a scalar.
@@ -186,13 +185,10 @@ def hessian_and_noise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean Hessian of U and the covariance of the minibatch noise over particles ``(G, L, d)``.
 
-    All columns of the Hessian use the same minibatches, because only then do the errors of small eigenvalues stay
-    relative to them. The noise comes from differences of gradients on two minibatches.
-
-    :param number: the number of minibatches for the Hessian.
-    :param noise_number: the number of pairs of minibatches for the noise, 0 or more.
+    :param number: the number of minibatches for the Hessian. All columns use the same ones, because only then do the
+        errors of small eigenvalues stay relative to them.
+    :param noise_number: the number of pairs of minibatches for the noise, which comes from their differences.
     :param order: that of the control variates of the gradients whose noise is measured.
-    :return: two arrays ``(d, d)``; zeros for the noise without pairs.
     """
     dimension = u.shape[-1]
     hessian, covariance = np.zeros((2, dimension, dimension), u.dtype)
@@ -233,12 +229,9 @@ def _products(u, directions, gradients, number):
 
 
 def _variances(rng, gradients):
-    """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, and the mean.
-
-    Both are over directions. One half of the times gives the direction of the largest and the other half the variance
-    along it, and vice versa, because the largest eigenvalue of a covariance estimated from fewer rows than dimensions
-    would be far too large.
-    """
+    """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, and the mean."""
+    # One half of the times gives the direction of the largest and the other half the variance along it, because the
+    # largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large.
     times, dimension = len(gradients) // 2, gradients.shape[-1]
     # Subtract the mean of each half: a common mean would correlate the halves negatively.
     halves = gradients.reshape(2, times, -1, dimension)

@@ -1,9 +1,5 @@
 """The windows of warmup, and what is due at their ends.
 
-0      1 % 2.5 % 5 % 10 % 15 %   25 % 30 %   40 %       60 % 65 % 70 % ...                  100 %
-|  ·   |   |     |   |    |       |    |      |          |    |    |                          |
-particles arrive                  | scales are adapted   | step size and bandwidth settle     | sampling
-
 If the arrival is prolonged (``arrival.py``), its second half begins again at 25 % and ends at 80 %, or after
 ``WarmupPlan.late`` iterations; the windows that follow share what is left in the same proportions.
 """
