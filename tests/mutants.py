@@ -106,9 +106,9 @@ the same key in every update | kernels/iteration.py | test_dynamics | key or han
 -Keys(keys[1 : 1 + num_others], keys[1 + num_others :])
 +Keys(keys[1 : 1 + num_others], keys[jax.numpy.full(num_steps, 1 + num_others)])
 
-temperature forgotten in front of Γ | dynamics/overdamped.py | test_recipe | drift
--return repulsion if self.temperature == 1.0 else self.temperature * repulsion
-+return repulsion
+temperature forgotten in front of Γ | dynamics/base.py | test_recipe | drift
+-(repulsion if temperature == 1.0 else temperature * repulsion)
++repulsion
 
 averaged noise that carries the old half on | dynamics/overdamped.py | test_dynamics | averaged
 -(drawn + memory[0]) / 2, (drawn,)
@@ -118,11 +118,11 @@ the last half kick of BAOAB forgotten | dynamics/underdamped.py | test_dynamics 
 -return Cloud(z, energy, gradient, (m - step_size / 2 * gradient,))
 +return Cloud(z, energy, gradient, (m,))
 
-a thermostat that sums where it should average | dynamics/thermostat.py | test_recipe test_dynamics | thermostat
+a thermostat that sums where it should average | dynamics/underdamped.py | test_recipe test_dynamics | thermostat
 -square = jnp.mean(m**2, -1, keepdims=True)
 +square = jnp.sum(m**2, -1, keepdims=True)
 
-a thermostat of the momenta | dynamics/thermostat.py | test_dynamics | thermostat
+a thermostat of the momenta | dynamics/underdamped.py | test_dynamics | thermostat
 -share = (1.0 - 1.0 / jnp.cosh(step_size * ζ)) / 2.0
 +share = 0.0 * ζ
 

@@ -27,8 +27,7 @@ from numpyro_repulsion.dynamics.step_error import (
     ThermostatError,
     UnknownError,
 )
-from numpyro_repulsion.dynamics.thermostat import Thermostat
-from numpyro_repulsion.dynamics.underdamped import Relativistic, Underdamped
+from numpyro_repulsion.dynamics.underdamped import Relativistic, Thermostat, Underdamped
 
 __all__ = [
     "AveragedError",

@@ -13,8 +13,6 @@ from numpyro_repulsion.dynamics.step_error import StepError, UnknownError
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.rounding import AnyArray
 
-__all__ = ["Cloud", "Couple", "Dynamics", "EnergyAndGrad", "acceptance", "reject_nonfinite", "select", "turn_back"]
-
 EnergyAndGrad = Callable[
     [Float[Array, "*particles d"]], tuple[Float[Array, "*particles"], Float[Array, "*particles d"]]
 ]
@@ -22,10 +20,6 @@ Couple = Callable[[Float[Array, "*particles d"]], Coupling]
 
 #: A pytree of arrays.
 Tree = TypeVar("Tree")
-
-#: The most energy that an update may add to a particle of d parameters, in units of T: the first number, and the second
-#: times the square root of d, for noise alone adds energy with a standard deviation of up to that root.
-ENERGY_LIMIT, SPREAD_LIMIT = 20.0, 5.0
 
 
 class Cloud(NamedTuple):
@@ -56,9 +50,7 @@ class Dynamics:
         >>> from jax import random
         >>> import jax.numpy as jnp
         >>> from numpyro_repulsion import Independent
-        >>> from numpyro_repulsion.dynamics import Dynamics
-        >>> from numpyro_repulsion.dynamics import Cloud
-
+        >>> from numpyro_repulsion.dynamics import Cloud, Dynamics
         >>> class Flow(Dynamics):  # D = 0
         ...     is_sampler = False
         ...     def init(self, key, z, energy_and_grad, couple):
@@ -110,12 +102,10 @@ class Dynamics:
 
         :param interacts: whether K depends on the particles.
         """
-        del interacts
         return self.is_sampler
 
     def jumped(self, cloud: Cloud, which: Bool[Array, "*particles"]) -> Cloud:
         """Return the cloud with its memory adapted to jumps of the particles ``which``; unchanged by default."""
-        del which
         return cloud
 
     def settled(self, cloud: Cloud, step_size: Float[Array, ""], noise: Float[Array, ""]) -> Cloud:
@@ -123,17 +113,14 @@ class Dynamics:
 
         :param noise: the mean variance of the gradient over all directions.
         """
-        del step_size, noise
         return cloud
 
     def hamiltonian(self, cloud: Cloud) -> Float[Array, "*particles"] | None:
         """Return H, the potential energy with that of the momenta, ``(..., L)``; ``None`` without momenta."""
-        del cloud
         return None
 
     def kinetic_temperature(self, memory: tuple[Shaped[Array, "*particles _"], ...]) -> Float[Array, ""] | None:
         """Return the temperature that momenta have, about T in equilibrium; ``None`` if it is not known."""
-        del memory
         return None
 
     def turned(self, cloud: Cloud) -> Cloud:
@@ -185,7 +172,8 @@ def turn_back(
     before, after = dynamics.hamiltonian(cloud), dynamics.hamiltonian(proposal)
     if before is None or after is None:
         return proposal, jnp.zeros(proposal.potential_energy.shape, bool)
-    limit = ENERGY_LIMIT + SPREAD_LIMIT * cloud.z.shape[-1] ** 0.5
+    # Noise alone adds energy with a standard deviation of up to the square root of the dimension.
+    limit = 20.0 + 5.0 * cloud.z.shape[-1] ** 0.5
     gains = (after - before > limit * (dynamics.temperature or 1.0)) & ~has_turned
     return select(gains, dynamics.turned(cloud), proposal), gains
 
@@ -196,6 +184,14 @@ def acceptance(
     """Return the probability to accept a proposal with this log Metropolis-Hastings ratio: 0 where it is not usable."""
     is_usable = is_usable & jnp.isfinite(log_ratio)
     return jnp.where(is_usable, jnp.exp(jnp.minimum(jnp.where(is_usable, log_ratio, 0.0), 0.0)), 0.0)
+
+
+def thermal_drift(
+    coupling: Coupling, gradient: Float[Array, "*particles d"], temperature: float
+) -> Float[Array, "*particles d"]:
+    """Return ``−K ∇U + T Γ``."""
+    repulsion = coupling.repulsion
+    return (repulsion if temperature == 1.0 else temperature * repulsion) - coupling.apply(gradient)
 
 
 def select(which: Bool[Array, "*particles"], new: Tree, old: Tree) -> Tree:

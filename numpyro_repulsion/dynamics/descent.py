@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
 
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
 from numpyro_repulsion.dynamics.step_error import UnknownError
-
-__all__ = ["Descent"]
-
-
-@runtime_checkable
-class Optimizer(Protocol):
-    """A gradient transformation, such as those of optax: functions of pytrees."""
-
-    def init(self, params): ...
-
-    def update(self, updates, state, params=None): ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +68,7 @@ class Descent(Dynamics):
         (5, 2)
     """
 
-    optimizer: Optimizer
+    optimizer: Any
 
     default_step = 0.05
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from numpyro_repulsion.checks import boolean, keep, positive
-from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+from numpyro_repulsion.dynamics.base import Cloud, Dynamics, thermal_drift
 from numpyro_repulsion.dynamics.step_error import AveragedError, EulerError
-
-__all__ = ["Overdamped"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class Overdamped(Dynamics):
 
     def step(self, key, cloud, energy_and_grad, couple, step_size):
         coupling = couple(cloud.z)
-        drift, memory = self._thermal(coupling.repulsion) - coupling.apply(cloud.gradient), cloud.memory
+        drift, memory = thermal_drift(coupling, cloud.gradient, self.temperature), cloud.memory
         if memory:
             # Without the carried half, the remaining half of the noise is that of a quarter of the step.
             has_jumped = jnp.all(memory[0] == 0.0, -1, keepdims=True)
@@ -133,6 +131,3 @@ class Overdamped(Dynamics):
         # In the stationary distribution of averaged noise, z and the carried noise term √(ε/2) ξ have covariance ε/2.
         # A new z needs new noise, and the next update is the step of ε/4 that restores this covariance.
         return cloud._replace(memory=tuple(jnp.where(which[..., None], 0.0, x) for x in cloud.memory))
-
-    def _thermal(self, repulsion):
-        return repulsion if self.temperature == 1.0 else self.temperature * repulsion

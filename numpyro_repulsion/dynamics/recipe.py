@@ -17,9 +17,6 @@ from numpyro_repulsion.dynamics.step_error import UnknownError
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import einsum, matmul
 
-__all__ = ["Recipe"]
-
-
 #: Relative tolerance of the checks on D and Q, in units of their largest entries.
 _ROUNDING = 1e-4
 
@@ -148,25 +145,22 @@ class Recipe(Dynamics):
 
     def check(self, cloud):
         for x in np.concatenate((cloud.z, *cloud.memory), -1):
-            D = np.asarray(self.D(x))
-            n, scale = x.size, max(float(np.abs(D).max(initial=0.0)), 1e-6)
-            if D.shape != (n, n):
-                raise ValueError(f"Recipe: `D` must be of shape ({n}, {n}); got shape {D.shape}.")
-            if not np.allclose(D, D.T, atol=_ROUNDING * scale):
-                gap = np.abs(D - D.T).max()
-                raise ValueError(f"Recipe: `D` must be symmetric; D - D.T has entries up to {gap:.2g}.")
-            if (smallest := float(np.linalg.eigvalsh(D)[0])) < -_ROUNDING * scale:
-                raise ValueError(
-                    f"Recipe: `D` must be positive semidefinite; its smallest eigenvalue is {smallest:.2g}."
-                )
-            if self.Q is None:
-                continue
-            Q = np.asarray(self.Q(x))
-            if Q.shape != (n, n):
-                raise ValueError(f"Recipe: `Q` must be of shape ({n}, {n}); got shape {Q.shape}.")
-            if not np.allclose(Q, -Q.T, atol=_ROUNDING * max(float(np.abs(Q).max()), 1e-6)):
-                gap = np.abs(Q + Q.T).max()
-                raise ValueError(f"Recipe: `Q` must be skew-symmetric; Q + Q.T has entries up to {gap:.2g}.")
+            n = x.size
+            for name, kind, sign in (("D", "symmetric", "-"), ("Q", "skew-symmetric", "+")):
+                if (function := getattr(self, name)) is None:
+                    continue
+                matrix = np.asarray(function(x))
+                if matrix.shape != (n, n):
+                    raise ValueError(f"Recipe: `{name}` must be of shape ({n}, {n}); got shape {matrix.shape}.")
+                allowed = _ROUNDING * max(float(np.abs(matrix).max(initial=0.0)), 1e-6)
+                mirrored = matrix.T if name == "D" else -matrix.T
+                if not np.allclose(matrix, mirrored, atol=allowed):
+                    gap = f"{name} {sign} {name}.T has entries up to {np.abs(matrix - mirrored).max():.2g}"
+                    raise ValueError(f"Recipe: `{name}` must be {kind}; {gap}.")
+                if name == "D" and (smallest := float(np.linalg.eigvalsh(matrix)[0])) < -allowed:
+                    raise ValueError(
+                        f"Recipe: `D` must be positive semidefinite; its smallest eigenvalue is {smallest:.2g}."
+                    )
 
     def _symmetric(self, x):
         D = jnp.asarray(self.D(x), x.dtype)

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Float
 import numpy as np
 
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.rounding import AnyArray, xp
-
-__all__ = [
-    "AveragedError",
-    "CurvatureStats",
-    "EulerError",
-    "MomentumError",
-    "StepError",
-    "ThermostatError",
-    "UnknownError",
-]
-
-#: How many times the longest step that curvature allows may be halved because of gradient noise.
-MAX_HALVINGS = 64.0
 
 
 class CurvatureStats(NamedTuple):
@@ -72,7 +59,6 @@ class StepError:
 
         The noise of successive minibatches of a sweep partly cancels.
         """
-        del step_size
         return stats.noise
 
     def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> Float[AnyArray, ""]:
@@ -110,20 +96,10 @@ class UnknownError(StepError):
     def bias(self, step_size, stats):
         return xp.full_like(step_size, float("nan"))
 
-    def max_step_for_bias(self, tolerance, stats):
+    def _refuse(self, *_):
         raise ValueError(self.reason)
 
-    def max_step_for_short_run(self, stats, draws_per_step):
-        raise ValueError(self.reason)
-
-    def stability_limit(self, stats):
-        raise ValueError(self.reason)
-
-    def relaxation_rate(self, variance):
-        raise ValueError(self.reason)
-
-    def from_overdamped_step(self, step_size):
-        raise ValueError(self.reason)
+    max_step_for_bias = max_step_for_short_run = stability_limit = relaxation_rate = from_overdamped_step = _refuse
 
 
 @dataclass(frozen=True)
@@ -146,12 +122,9 @@ class EulerError(StepError):
         return stats.noise * xp.minimum(1.0, passed / 3.0)
 
     def max_step_for_bias(self, tolerance, stats):
-        """Return the step that inflates variances by the relative ``tolerance`` δ.
-
-        A step ε inflates the stationary variance along a direction of curvature λ by about ``ελ/2``; gradient noise
-        of variance V adds ``εV/2``. Both hold for ``K_ii = 1`` and scale with the mean of ``K_ii``. Where particles are
-        dense, repulsion of steepness s inflates it by ``(εs)²/10`` (an empirical value). The larger inflation counts.
-        """
+        # A step ε inflates the variance along a direction of curvature λ by about ελ/2; gradient noise of variance V
+        # adds εV/2. Both hold for K_ii = 1 and scale with the mean of K_ii. Where particles are dense, repulsion of
+        # steepness s inflates it by (εs)²/10 (an empirical value). The larger inflation counts.
         coupling = self.coupling
         limit = xp.minimum(2.0 * tolerance / (1.0 + tolerance) / xp.mean(coupling.diagonal), 0.5 / coupling.bound)
         longest = _over(limit, stats.curvature + stats.noise)
@@ -163,12 +136,8 @@ class EulerError(StepError):
         return xp.minimum(longest, _over((10.0 * tolerance) ** 0.5, stats.steepness))
 
     def max_step_for_short_run(self, stats, draws_per_step):
-        """Return the longest step that still helps a run with few draws, if particles are dense.
-
-        Repulsion then inflates variances by ``(εs)²/10``, and ``n`` draws, ``draws_per_step`` times ε, leave them
-        uncertain by ``sqrt(2/n)``. Above the step at which the two are equal, the bias costs more than further draws
-        gain.
-        """
+        # n draws leave variances uncertain by sqrt(2/n). Beyond the step at which repulsion inflates them by as much,
+        # (εs)²/10, the bias costs more than further draws gain.
         return _over(200.0, stats.steepness**4 * draws_per_step) ** 0.2
 
     def stability_limit(self, stats):
@@ -190,7 +159,6 @@ class AveragedError(EulerError):
     is_second_order = True
 
     def bias(self, step_size, stats):
-        # The larger of the two sources.
         return xp.maximum(self._warming(step_size, stats), _of_second_order(step_size * stats.curvature))
 
     def max_step_for_bias(self, tolerance, stats):
@@ -198,7 +166,7 @@ class AveragedError(EulerError):
         return _longest(lambda step_size: self._warming(step_size, stats), tolerance, limit)
 
     def _warming(self, step_size, stats):
-        """Return by how much gradient noise inflates variances; exact on a Gaussian of curvature λ."""
+        # By gradient noise; exact on a Gaussian of curvature λ.
         half = step_size / 2.0
         return half * self.remaining_noise(step_size, stats) / xp.maximum(1.0 - half * stats.curvature, 1e-3)
 
@@ -256,15 +224,12 @@ class MomentumError(EulerError):
         return xp.sqrt(2.0 * step_size)
 
     def _passed(self, stats):
-        """Return the square of the phase that the fastest direction passes through in a sweep, for a step of 1."""
+        # The square of the phase that the fastest direction passes through in a sweep, for a step of 1.
         return self.coupling.bound**2 * stats.curvature * (stats.sweep + 1.0) ** 2
 
     def _warming(self, step_size, stats):
-        """Return by how much gradient noise inflates variances.
-
-        The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters. If an
-        update is symmetric, this is exact on a Gaussian of curvature λ.
-        """
+        # The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters. If an
+        # update is symmetric, this is exact on a Gaussian of curvature λ.
         noise = self.coupling.bound * xp.mean(self.coupling.diagonal) * self.remaining_noise(step_size, stats)
         heat = step_size * noise / (2.0 * self.friction)
         if not self.is_symmetric:
@@ -282,9 +247,6 @@ class ThermostatError(MomentumError):
     which is not counted on.
     """
 
-    #: The largest rise of the friction, in units of C: above it, positions move more slowly for longer steps.
-    MAX_RISE: ClassVar[float] = 2.0
-
     def _warming(self, step_size, stats):
         excess = xp.maximum(stats.noise - stats.isotropic_noise, 0.0)
         return step_size * excess / (2.0 * self.friction + step_size * stats.isotropic_noise)
@@ -297,7 +259,8 @@ class ThermostatError(MomentumError):
         return xp.minimum(super().max_step_for_bias(tolerance, stats), self._max_step_for_friction(stats))
 
     def _max_step_for_friction(self, stats):
-        return _over(2.0 * self.MAX_RISE * self.friction, stats.isotropic_noise)
+        # If the friction more than triples, positions move more slowly for longer steps.
+        return _over(4.0 * self.friction, stats.isotropic_noise)
 
 
 @np.errstate(divide="ignore", invalid="ignore")
@@ -307,11 +270,8 @@ def _over(a, b):
 
 
 def _of_second_order(change):
-    """Return by how much curvature λ inflates variances, for ``change = ελ``, where the bias is of second order in ε.
-
-    The largest bias measured in one dimension was (ελ)²/100. This is four times as much, because curvature has a
-    direction.
-    """
+    """Return the inflation of variances by curvature λ, for ``change = ελ``, if the bias is of second order in ε."""
+    # The largest bias measured in one dimension was (ελ)²/100. This is more, because curvature has a direction.
     return change**2 / 25.0
 
 
@@ -321,18 +281,15 @@ def _longest_of_second_order(tolerance):
 
 
 def _longest(inflation, tolerance, limit):
-    """Return the longest step up to ``limit`` with an ``inflation(step)`` of at most ``tolerance``, by bisection.
-
-    It is 0 if not even the shortest one is within it, as for noise that is not finite.
-    """
+    """Return the longest step up to ``limit`` with an ``inflation(step)`` of at most ``tolerance``, or 0."""
 
     def step(halvings):
         return limit * 2.0**-halvings
 
-    few = xp.zeros_like(limit)
-    many = few + MAX_HALVINGS
+    few, most = xp.zeros_like(limit), 64.0
+    many = few + most
     for _ in range(24):
         middle = (few + many) / 2.0
         fits = inflation(step(middle)) <= tolerance
         few, many = xp.where(fits, few, middle), xp.where(fits, middle, many)
-    return xp.where(inflation(limit) <= tolerance, limit, xp.where(many < MAX_HALVINGS, step(many), 0.0))
+    return xp.where(inflation(limit) <= tolerance, limit, xp.where(many < most, step(many), 0.0))

@@ -15,14 +15,6 @@ from numpyro_repulsion.interactions import RBF, median_bandwidth
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import AnyArray, xp
 
-__all__ = [
-    "Adam",
-    "Surroundings",
-    "descend",
-    "first_rates",
-    "svgd_direction",
-]
-
 
 class Surroundings(NamedTuple):
     """Sums of energies and squared gradients of each particle over a window; they estimate nearby posterior mass.
@@ -49,10 +41,9 @@ class Surroundings(NamedTuple):
         """Return which particles, ``(G, L)``, have almost no posterior mass around them compared with the best one.
 
         In a basin of curvature H, the mean of U is its minimum plus ``d/2`` and the mean of ``g gᵀ`` is H. So the basin
-        holds a posterior mass of ``exp(−E U) |E g gᵀ|^(−1/2)``, up to a constant. Energy alone would prefer narrow
-        basins, such as the neck of a funnel. ``E g gᵀ`` has two estimates: one width per coordinate overestimates the
-        mass around a particle that has not moved; one width for all coordinates underestimates a basin that is narrow
-        in some of them. A particle is lost only if it is far behind by both.
+        holds a posterior mass of ``exp(−E U) |E g gᵀ|^(−1/2)``, up to a constant. ``E g gᵀ`` has two estimates: one
+        width per coordinate overestimates the mass around a particle that has not moved; one for all coordinates
+        underestimates a basin that is narrow in some of them. A particle is lost only if it is far behind by both.
         """
         number, dimension = max(float(self.number), 1.0), self.square.shape[-1]
         energy, square = self.energy / number, self.square / number
@@ -68,22 +59,17 @@ class Surroundings(NamedTuple):
         return lost
 
 
-#: Decay rates of the means of gradients and of their squares. The latter forgets the gradients at the starts, which may
-#: be thousands of times longer, within the arrival.
+#: Decay rates of the means of gradients and of their squares, which forget those at the starts within the arrival.
 DECAYS = (0.9, 0.995)
 #: The smallest and largest rate, in units of the spread of the starts. Each particle has its own, so that the fastest
 #: that do not overshoot lead, and the others are moved to them.
 RATES = (0.01, 0.1)
 #: The rate of all particles if the arrival is prolonged, because those that share gradients must keep pace.
 LATE_RATE = 0.07
-#: The median distance is that of so many particles of a group, because there are that many squared distances.
+#: The median distance is that of so many particles of a group: there are their square of distances.
 MOST_COMPARED = 100
-#: A coordinate whose mean gradient exceeds this share of the root mean square gradient is far from where it belongs,
-#: and its step grows by this factor per update; otherwise the growth recedes by this share per update. Minibatch noise
-#: alone gives a share of 0.23, so 0.8 is out of its reach.
-FAR, GROWTH, RECESSION = 0.8, 0.1, 0.1
-#: The last rate is this share of the first.
-LAST_RATE = 1e-3
+#: The step of a coordinate that is far from where it belongs grows by this factor per update.
+GROWTH = 0.1
 
 #: ``(u, U, ∇U)``
 Position = tuple[Float[AnyArray, "*particles d"], Float[AnyArray, "*particles"], Float[AnyArray, "*particles d"]]
@@ -184,10 +170,11 @@ def descend(
     )
     size = jnp.sqrt(unbiased_square)
     direction = unbiased_mean / jnp.where(size > 0, size, 1.0)
-    # The first means are dominated by the first gradient, which says nothing about consistency.
-    is_far = (jnp.abs(direction) > FAR) & (count > 10)
-    growth = jnp.where(is_far, state.growth + GROWTH, (1.0 - RECESSION) * state.growth)
-    cooling = LAST_RATE + (1.0 - LAST_RATE) * 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(share_done, 0.0, 1.0)))
+    # A coordinate is far from where it belongs if its mean gradient exceeds 0.8 of the root mean square gradient:
+    # minibatch noise alone gives 0.23. The first means are dominated by the first gradient.
+    is_far = (jnp.abs(direction) > 0.8) & (count > 10)
+    growth = jnp.where(is_far, state.growth + GROWTH, 0.9 * state.growth)
+    cooling = 1e-3 + (1.0 - 1e-3) * 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(share_done, 0.0, 1.0)))
     step = rate[..., None] * cooling * jnp.exp(growth) * state.unit
     # Not wider than for a posterior as wide as the starts.
     variance = 2.0 * temperature * step / jnp.maximum(size, 1.0 / state.unit)

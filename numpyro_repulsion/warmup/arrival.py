@@ -17,23 +17,9 @@ from numpyro_repulsion.dynamics import Cloud, EnergyAndGrad, acceptance, select
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup.adam import Position
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
-from numpyro_repulsion.warmup.state import Sampler, WarmupState
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED, Window
 
-__all__ = [
-    "arrive",
-    "left_behind",
-    "most_late_iterations",
-    "rescue",
-    "spread_of_energies",
-    "update_arrival",
-    "update_prolongation",
-]
-
-#: Bounds on the step sizes of arriving particles, once the scales have been learned.
-ARRIVAL_STEPS = (math.exp(-12.0), 1.0)
-#: How far from another particle a lost one continues after the arrival, in units of the scales.
-JITTER = 0.1
 #: How many median absolute deviations above the median a network is lost.
 NUM_DEVIATIONS = 10.0
 
@@ -42,19 +28,14 @@ Tree = TypeVar("Tree")
 
 
 def arrive(
-    key: jax.Array,
-    position: Position,
-    step_size: Float[Array, "*particles"],
-    energy_and_grad: EnergyAndGrad,
+    key: jax.Array, position: Position, step_size: Float[Array, "*particles"], energy_and_grad: EnergyAndGrad
 ) -> tuple[Position, Float[Array, "*particles"]]:
     """Move each particle by one Metropolis-adjusted Langevin update and adapt its step to an acceptance of 0.6.
 
-    The update need not be exact; it only brings the particles to the posterior, whatever its scale. It needs exact
-    gradients; with minibatches particles arrive by :func:`~numpyro_repulsion.warmup.adam.descend`.
+    Gradients are exact; with minibatches particles arrive by :func:`~numpyro_repulsion.warmup.adam.descend`.
 
     :param position: ``(u, U, ∇U)`` of shapes ``(G, L, d)``, ``(G, L)`` and ``(G, L, d)``.
     :param step_size: ``(G, L)``.
-    :param energy_and_grad: ``u -> (U, ∇U)``.
     :return: the new position and the new step sizes.
     """
     u = position[0]
@@ -74,24 +55,17 @@ def arrive(
 
 
 def spread_of_energies(dimension: int, noise: float = 0.0) -> float:
-    """Return by how much energies of exact draws rarely differ.
-
-    Exact energies differ by about ``sqrt(d)``, and those from minibatches by ``sqrt(V d)`` more.
-
-    :param noise: V, the variance of the gradient noise in whitened coordinates.
-    """
+    """Return by how much energies of exact draws rarely differ, given the variance of the whitened gradient noise."""
+    # Exact energies differ by about sqrt(d), and those from minibatches by sqrt(V d) more.
     return 10.0 + 5.0 * np.sqrt(dimension * (1.0 + noise))
 
 
 def left_behind(energy: np.ndarray, dimension: int, noise: float = 0.0, in_basins: bool = False) -> np.ndarray:
     """Return which particles, ``(G, L)``, have an energy far above the median; exact draws rarely do.
 
-    The limit is :func:`spread_of_energies` above it. It is also ``NUM_DEVIATIONS`` median absolute deviations if
-    particles are in basins of different depth, as networks are.
-
     :param energy: comparable potential energies, ``(G, L)``.
     :param noise: V, the variance of the gradient noise in whitened coordinates.
-    :param in_basins: whether particles are in basins of different depth.
+    :param in_basins: whether particles are in basins of different depth, as networks are.
     """
     middle = np.nanmedian(energy)
     limit = spread_of_energies(dimension, noise)
@@ -114,9 +88,7 @@ def rescue(rng: Generator, particles: Tree, lost: np.ndarray) -> Tree:
     return jax.tree.map(lambda x: x.reshape(lost.size, *x.shape[2:])[chosen].reshape(x.shape), particles)
 
 
-def update_arrival(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_arrival(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Move lost particles to others."""
     plan, arrival = sampler.plan, warmup.arrival
     if not plan.arrives:
@@ -131,7 +103,7 @@ def update_arrival(
             arrival, cloud = _rescued(rng, window, arrival, cloud, lost)
         arrival = arrival._replace(lost=lost & (not window.may_rescue))
     if arrival.adam is None and plan.scale is not None:
-        arrival = arrival._replace(step_size=np.clip(arrival.step_size, *ARRIVAL_STEPS))
+        arrival = arrival._replace(step_size=np.clip(arrival.step_size, math.exp(-12.0), 1.0))
     return warmup._replace(arrival=arrival), cloud
 
 
@@ -151,13 +123,13 @@ def _rescued(rng, window, arrival, cloud, lost):
     """Return the arrival and the cloud after lost particles have moved to others."""
     # The count and the unit of Adam belong to all particles.
     adam = arrival.adam
-    momenta = () if adam is None else (adam.mean, adam.square, adam.growth)
+    momenta = () if adam is None else adam[1:4]
     moved, steps, momenta = rescue(rng, (cloud, arrival.step_size, momenta), lost)
     if adam is not None:
-        adam = adam._replace(**dict(zip(("mean", "square", "growth"), momenta, strict=True)))
+        adam = type(adam)(adam.number, *momenta, adam.unit)
     if not window.was_arrival and moved is not cloud:
         # Copies that coincide would not repel each other.
-        jitter = JITTER * rng.choice((-1.0, 1.0), moved.z.shape)
+        jitter = 0.1 * rng.choice((-1.0, 1.0), moved.z.shape)
         has_moved = (moved.z != cloud.z).any(-1, keepdims=True)
         moved = moved._replace(z=moved.z + np.where(has_moved, jitter, 0.0).astype(moved.z.dtype))
     return arrival._replace(step_size=steps, adam=adam), moved
@@ -166,15 +138,14 @@ def _rescued(rng, window, arrival, cloud, lost):
 #: The share of the variance of minibatch gradients that control variates leave where particles still have to arrive.
 STAYS_NOISY = 0.5
 #: The smallest noise that matters, in whitened coordinates, where the variance of exact gradients is 1. Networks on a
-#: few hundred rows have about 1; a local posterior at a low inverse temperature has 0.01. Networks that have not
-#: arrived may have 0.02, because the curvature around a few of them sets the scales of all; so less noise matters too
-#: where U differs between particles by far more than between draws.
+#: few hundred rows have about 1; a local posterior at a low inverse temperature has 0.01. Less matters too where U
+#: differs between particles by far more than between draws: the curvature around a few sets the scales of all.
 MIN_NOISE = 0.1
 #: The share of pairs of particles between which U is convex if they are on their way to one mode: all of them in a
 #: regression with heavy tails, at most half in networks.
 CONVEX = 0.75
-#: How many times the second half of a prolonged arrival passes through the rows, at most. After 4,000 passes a network
-#: with a learned variance predicted rows of one set with far too much certainty; its validation rows gave this limit.
+#: How many times the second half of a prolonged arrival passes through the rows, at most: validation rows of one set,
+#: which a network predicted with far too much certainty after 4,000 passes, gave this limit.
 MAX_PASSES = 500
 
 
@@ -187,27 +158,17 @@ def most_late_iterations(plates: Mapping[str, tuple[int, int]], num_steps: int) 
     return None if passes is None else math.ceil(MAX_PASSES * passes / num_steps)
 
 
-def update_prolongation(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_prolongation(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """At the end of the arrival, begin its second half again if gradients of particles and of their mean differ much.
 
     Near a posterior that the data determine, gradients on the same rows hardly differ between particles, and control
     variates remove their noise. The particles of a network are different functions instead, each of which can still
-    improve, and an update by Adam improves it more than one by the sampler. So the arrival takes up to 80 % of warmup
-    instead of 25 %. Halfway between two networks is no good one. If it is in most pairs, particles are on their way to
-    one mode, and warmup goes on as usual.
+    improve, and an update by Adam improves it more than one by the sampler (see ``docs/warmup.md``).
 
     Particles return to where that half began: the mean curvature over different networks, in whose scales they moved,
-    suits none of them, and may have sent all of them far away. Where it has, U may well be convex between them, and the
-    arrival is prolonged without that test.
-
-    Meanwhile particles move in the direction of SVGD, without noise and in units of the spread of the starts. Particles
-    that repel each other and share their gradients predict better than as many alone, most of all in networks with many
-    rows. Hierarchical sites are standardized then, because the density of weights ``N(0, 1/λ)`` and of λ is highest
-    where all weights are 0 and λ is in the thousands; that of the standardized weights is not.
+    suits none of them, and may have sent all of them far away. Particles that then repel each other and share their
+    gradients predict better than as many alone, most of all in networks with many rows.
     """
-    del rng
     arrival = warmup.arrival
     if arrival.spread is None or arrival.halfway is None or window.is_prolonged or not window.is_at(ARRIVED):
         return warmup, cloud
@@ -223,9 +184,7 @@ def update_prolongation(
         y = sampler.to_coordinates(recentered, found)
         # Standardized sites have a prior of unit scale.
         unit = np.where(((found.scale != 1.0) | (found.location != 0.0)).any((0, 1)), 1.0, unit)
-    old = warmup.scales.preconditioner
-    stretch = None if old.stretch is None else np.zeros_like(old.stretch)
-    change = Preconditioner(np.diag(unit) if old.kind == "dense" else unit, y.mean((0, 1)), old.vectors, stretch)
+    change = warmup.preconditioner.along_coordinates(unit, y.mean((0, 1)))
     scales = warmup.scales._replace(
         preconditioner=change,
         moments=jax.tree.map(np.zeros_like, warmup.moments),
@@ -239,8 +198,8 @@ def update_prolongation(
 
 
 def _differ(warmup, plainly, cloud, sampler):
-    """Return whether gradients stay noisy and particles are different functions, so that what lies between two of them
-    fits worse than they do; or whether the second half has sent them away."""
+    """Return whether gradients stay noisy and what lies between two particles fits worse than they do, or whether the
+    second half has sent them away."""
     plain, corrected = warmup.measurements.mean_isotropic_noise[:2]
     dimension = cloud.z.shape[-1]
     z = cloud.z.reshape(-1, dimension)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -15,37 +13,13 @@ from numpyro_repulsion.dynamics import Cloud, CurvatureStats, EulerError
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.noise import signs
 from numpyro_repulsion.schedules import BiasBudget
-from numpyro_repulsion.warmup.state import Sampler, WarmupState
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import Window
-
-__all__ = ["Gains", "best_bandwidth", "gains", "measure_steepness", "update_bandwidth"]
-
-#: Candidate bandwidths, as multiples of the rule's.
-MULTIPLES = 2.0 ** np.linspace(-4.0, 4.0, 33)
-POWER_ITERATIONS = 16
-
-
-class Gains(NamedTuple):
-    """What an interaction gains per unit of time and per update.
-
-    - **mean** - how fast the ensemble mean relaxes, relative to particles without interaction.
-    - **square** - the same for the ensemble average of squares.
-    - **step** - the longest step whose bias is within the budget, in units of 1 / curvature.
-    """
-
-    mean: Float[Array, ""]
-    square: Float[Array, ""]
-    step: Float[Array, ""]
-
-    @property
-    def score(self) -> Float[Array, ""]:
-        """Return the log of the product of both numbers of effective draws per gradient, up to a constant."""
-        return jnp.log(self.mean) + jnp.log(self.square) + 2.0 * jnp.log(self.step)
 
 
 def gains(
     interaction: Interaction, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float, tolerance: float
-) -> Gains:
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Estimate from one cloud what the interaction gains at a bandwidth.
 
     Overdamped dynamics is reversible, so the rate of a function f is at most its Dirichlet form,
@@ -56,6 +30,8 @@ def gains(
 
     :param u: particles, ``(G, L, d)``.
     :param tolerance: δ of the bias budget.
+    :return: how fast the ensemble mean relaxes, relative to particles without interaction; the same for the ensemble
+        average of squares; and the longest step whose bias is within the budget, in units of 1 / curvature.
     """
     coupling = interaction.couple(u, bandwidth)
     size = u.shape[-2]
@@ -72,7 +48,15 @@ def gains(
     one = jnp.ones((), u.dtype)
     stats = CurvatureStats(one, one, 0.0 * one, steepness)
     coupling = coupling._replace(bound=_largest_eigenvalue(coupling.apply, 1.0 + x))
-    return Gains(mean, square, EulerError(coupling).max_step_for_bias(tolerance, stats))
+    return mean, square, EulerError(coupling).max_step_for_bias(tolerance, stats)
+
+
+def score(
+    interaction: Interaction, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float, tolerance: float
+) -> Float[Array, ""]:
+    """Return the log of the product of both numbers of effective draws per gradient, up to a constant."""
+    mean, square, step = gains(interaction, u, bandwidth, tolerance)
+    return jnp.log(mean) + jnp.log(square) + 2.0 * jnp.log(step)
 
 
 def _largest_eigenvalue(apply, start):
@@ -84,7 +68,7 @@ def _largest_eigenvalue(apply, start):
         return product / size, size
 
     x, _ = iterate(start, None)
-    _, sizes = lax.scan(iterate, x, length=POWER_ITERATIONS)
+    _, sizes = lax.scan(iterate, x, length=16)
     return sizes[-1].max()
 
 
@@ -106,22 +90,19 @@ def best_bandwidth(
     interaction: Interaction, u: Float[Array, "*particles d"], rule: Float[Array, ""], tolerance: float
 ) -> Float[Array, ""]:
     """Return the multiple of the rule's bandwidth with the best score on a cloud ``(G, L, d)``, or the rule's."""
-    candidates = rule * jnp.asarray(MULTIPLES, u.dtype)
-    scores = lax.map(lambda h: gains(interaction, u, h, tolerance).score, candidates)
+    candidates = rule * jnp.asarray(2.0 ** np.linspace(-4.0, 4.0, 33), u.dtype)
+    scores = lax.map(lambda h: score(interaction, u, h, tolerance), candidates)
     scores = jnp.where(jnp.isfinite(scores), scores, -jnp.inf)
     return jnp.where(jnp.isfinite(scores).any(), candidates[jnp.argmax(scores)], rule)
 
 
-def update_bandwidth(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_bandwidth(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Update the bandwidth: by the rule, or, once the scales are frozen, to the average of the best ones so far.
 
     Until then it also follows the rule in every iteration (``kernels/warming.py``): a cloud may shrink by a large
     factor while it moves. With an old bandwidth, all particles would be neighbors, and the step would be too long for
     the largest eigenvalue of such a K.
     """
-    del rng
     plan = sampler.plan
     if not plan.bandwidth or (plan.arrives and not window.has_arrived):
         return warmup, cloud

@@ -10,13 +10,6 @@ import numpy as np
 
 from numpyro_repulsion.rounding import AnyArray, cholesky, eigh, matmul, solve_triangular, xp
 
-__all__ = ["RANK", "Moments", "Preconditioner", "first_scale", "inverse_root", "shrink"]
-
-#: Bounds on the first scales, because a few gradients far from the posterior may give any value.
-FIRST_SCALES = (1e-4, 1e2)
-#: The number of directions with scales of their own, beside those of the coordinates.
-RANK = 40
-
 
 class Preconditioner(NamedTuple):
     """The change of variables ``z = c + S u``.
@@ -43,6 +36,14 @@ class Preconditioner(NamedTuple):
         if self.vectors is not None:
             return "low_rank"
         return "dense" if self.scale is not None and self.scale.ndim == 2 else "diagonal"
+
+    def along_coordinates(self, scale: Float[AnyArray, " d"], center: Float[AnyArray, " d"]) -> Preconditioner:
+        """Return scales of the same kind, but of the coordinates alone."""
+        if self.kind == "dense":
+            return Preconditioner(np.diag(scale), center)
+        return Preconditioner(
+            scale, center, self.vectors, None if self.stretch is None else np.zeros_like(self.stretch)
+        )
 
     def whiten(self, z: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return u for positions z, ``(..., d)``."""
@@ -128,9 +129,11 @@ def first_scale(z: Float[AnyArray, "n d"], gradient: Float[AnyArray, "n d"], kin
     slope = jnp.nanmedian(jnp.where(jnp.isfinite(gradient), jnp.abs(gradient), jnp.nan), 0)
     scale = jnp.where(spread > 0, jnp.sqrt(spread / slope), 1.0 / slope)
     scale = jnp.where(jnp.isfinite(scale), scale, 1.0)
-    scale = jnp.clip(scale, *FIRST_SCALES).astype(z.dtype)
+    # A few gradients far from the posterior may give any value.
+    scale = jnp.clip(scale, 1e-4, 1e2).astype(z.dtype)
     if kind == "low_rank":
-        nothing = jnp.zeros((len(scale), min(RANK, len(scale))), z.dtype)
+        # Forty directions have scales of their own, beside those of the coordinates.
+        nothing = jnp.zeros((len(scale), min(40, len(scale))), z.dtype)
         return Preconditioner(scale, center, nothing, nothing[0])
     return Preconditioner(jnp.diag(scale) if kind == "dense" else scale, center)
 

@@ -1,36 +1,30 @@
-"""The learner of scales: from the moments of the cloud, or from its mean curvature (minibatches, low rank)."""
+"""The learners of coordinates: scales, from the moments of the cloud or its mean curvature, and partial centering."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
+from numpyro_repulsion.rounding import cholesky, eigh
 from numpyro_repulsion.warmup.arrival import rescue
-from numpyro_repulsion.warmup.hessian import (
-    extremes,
-    num_minibatches,
-    num_noise_pairs,
-    shrink_noisy_directions,
-    whitening,
-)
+from numpyro_repulsion.warmup.curvature import hessian_and_noise, mean_diagonal, mean_product, minibatch
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.probes import hessian_and_noise, mean_diagonal, mean_product, minibatch
-from numpyro_repulsion.warmup.state import Sampler, WarmupState
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
-__all__ = ["update_scales", "wide_direction"]
+#: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
+SMALLEST = 1e-3
+#: With fewer particles, the scales of new coordinates are unknown.
+MIN_PARTICLES = 4
+#: The smallest standard deviation of log s for which centering matters: below it, the change of variables is linear.
+MIN_SPREAD = 0.3
 
-#: How many power iterations find the widest direction of the cloud.
-NUM_POWER_ITERATIONS = 10
-#: How far the noise of second order, which grows with the fourth power of distances, exceeds in its largest direction
-#: what one cloud shows: measured with covariates of heavy tails.
-NOISE_EXCESS = 3.0
 
-
-def update_scales(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_scales(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Until the scales are frozen, whiten the coordinates."""
     plan = sampler.plan
     if plan.scale is None or not window.is_adapting:
@@ -45,18 +39,14 @@ def update_scales(
 
 
 def _whitened(rng, window, warmup, cloud, sampler):
-    """Whiten by the mean curvature over the cloud, because minibatch noise hides it in the gradients' covariance.
-
-    Lost particles do not count: the curvature around one that has run away may be a million times that of the others.
-    """
-    is_dense = sampler.plan.scale == "dense"
-    spread = _spread(window, warmup)
-    first = Preconditioner(np.diag(spread) if is_dense else spread, warmup.moments.position)
+    """Whiten by the mean curvature over the cloud, because minibatch noise hides it in the gradients' covariance."""
+    first = warmup.preconditioner.along_coordinates(_spread(window, warmup), warmup.moments.position)
     warmup, cloud = _changed(warmup, cloud, first)
+    # The curvature around a particle that has run away may be a million times that around the others.
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
     dimension, weight = cloud.z.shape[-1], window.curvature_weight
     # In the scales so far, the mean of the earlier curvatures is one.
-    if not is_dense:
+    if sampler.plan.scale != "dense":
         found = mean_diagonal(rng, measured, sampler.gradients(warmup))
         scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
@@ -70,14 +60,9 @@ def _whitened(rng, window, warmup, cloud, sampler):
     if window.is_prolonged:
         hessian, covariance = np.diag(mean_diagonal(rng, measured, gradients)), np.zeros((dimension, dimension))
     else:
-        hessian, covariance = hessian_and_noise(
-            rng,
-            measured,
-            gradients,
-            num_minibatches(dimension, _num_rows(cloud, sampler)),
-            num_pairs if measures_step and window.is_at(FREEZE) else 0,
-            warmup.order,
-        )
+        number = _num_minibatches(dimension, cloud, sampler)
+        noise_number = num_pairs if measures_step and window.is_at(FREEZE) else 0
+        hessian, covariance = hessian_and_noise(rng, measured, gradients, number, noise_number, warmup.order)
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if measures_step:
         further, factor = shrink_noisy_directions(
@@ -89,18 +74,15 @@ def _whitened(rng, window, warmup, cloud, sampler):
 
 
 def _low_rank(rng, window, warmup, cloud, sampler):
-    """Scale the coordinates by the diagonal of the mean curvature, and then the directions of its extreme eigenvalues.
-
-    Other than products of matrices, such scales cannot be multiplied, so they are found again from those of the
-    coordinates alone.
-    """
+    """Scale the coordinates by the diagonal of the mean curvature, then the directions of its extreme eigenvalues."""
+    # Such scales cannot be multiplied, so they are found again from those of the coordinates alone.
     old, weight = warmup.scales.preconditioner, window.curvature_weight
     positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
     excess = 1.0 / (1.0 + old.stretch) ** 2 - 1.0  # of the earlier curvatures along V
     measured = rescue(rng, positions, warmup.arrival.lost)
 
     def along_coordinates(scale):
-        change = old._replace(scale=scale, stretch=np.zeros_like(old.stretch))
+        change = old.along_coordinates(scale, old.center)
         return warmup._replace(scales=warmup.scales._replace(preconditioner=change)), change.whiten(measured)
 
     scale = old.scale * _spread(window, warmup)
@@ -114,7 +96,7 @@ def _low_rank(rng, window, warmup, cloud, sampler):
         # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
         vectors, values = np.zeros_like(old.vectors), np.ones_like(old.stretch)
     else:
-        number = num_minibatches(y.shape[-1], _num_rows(cloud, sampler), rank)
+        number = _num_minibatches(y.shape[-1], cloud, sampler, rank)
         gradients, numbers = sampler.gradients(plain), [minibatch(rng) for _ in range(number)]
 
         def product(v):
@@ -134,15 +116,13 @@ def _low_rank(rng, window, warmup, cloud, sampler):
 
 
 def wide_direction(rng: Generator, y: np.ndarray) -> np.ndarray:
-    """Return a start for Lanczos's method: a random direction plus the widest of the cloud ``(G, L, d)``.
-
-    From a random direction alone, the method is slow to find a flat direction among thousands.
-    """
+    """Return a start for Lanczos's method: a random direction plus the widest of the cloud ``(G, L, d)``."""
+    # From a random direction alone, the method is slow to find a flat direction among thousands.
     flat = (y - y.mean((0, 1))).reshape(-1, y.shape[-1])
     flat = np.where(np.isfinite(flat), flat, 0.0)
     drawn = rng.standard_normal(y.shape[-1:]).astype(y.dtype)
     direction = drawn = drawn / np.linalg.norm(drawn)
-    for _ in range(NUM_POWER_ITERATIONS):
+    for _ in range(10):
         product = flat @ direction @ flat
         size = np.linalg.norm(product)
         direction = product / size if size > 0 else direction
@@ -159,12 +139,11 @@ def _spread(window, warmup):
     return np.where(np.isfinite(spread) & (spread > 0), spread, 1.0)
 
 
-def _num_rows(cloud, sampler):
-    """Return the number of rows in one minibatch of every particle; 0 if all rows are used."""
-    if not sampler.plan.noise:
-        return 0
+def _num_minibatches(dimension, cloud, sampler, rank=None):
+    """Return on how many minibatches of each particle to measure the curvature."""
     groups, particles = cloud.potential_energy.shape
-    return sampler.minibatch_size * groups * (1 if sampler.shares_minibatches else particles)
+    rows = sampler.minibatch_size * groups * (1 if sampler.shares_minibatches else particles)
+    return num_minibatches(dimension, rows if sampler.plan.noise else 0, rank)
 
 
 def _allowed_noise(warmup, cloud, sampler):
@@ -179,7 +158,9 @@ def _allowed_noise(warmup, cloud, sampler):
     step_size = longest(curvature, 0.0)
     remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
     tiny = np.finfo(cloud.z.dtype).eps
-    return longest(tiny, 1.0) / step_size / remaining / (NOISE_EXCESS if warmup.order == 2 else 1.0)
+    # The noise of second order grows with the fourth power of distances. With covariates of heavy tails it exceeded in
+    # its largest direction by a factor of 3 what one cloud shows.
+    return longest(tiny, 1.0) / step_size / remaining / (3.0 if warmup.order == 2 else 1.0)
 
 
 def _changed(warmup, cloud, change):
@@ -189,3 +170,153 @@ def _changed(warmup, cloud, change):
     preconditioner, moments = warmup.scales.preconditioner.compose(change), warmup.scales.moments.compose(change)
     scales = warmup.scales._replace(preconditioner=preconditioner, moments=moments, noise_shrinkage=1.0)
     return warmup._replace(scales=scales), cloud
+
+
+def num_minibatches(dimension: int, rows: int, rank: int | None = None) -> int:
+    """Return on how many minibatches of each particle to measure the curvature.
+
+    :param rows: the number of rows in one minibatch of all particles, 0 if all rows are used.
+    :param rank: how many eigenvectors are wanted; ``None`` for all.
+    """
+    if rows == 0:
+        return 1
+    # 200 rows for each parameter estimate a curvature to about a tenth in any direction; fewer suffice for a few
+    # eigenvectors. But not more than 2,000 gradients of the cloud.
+    wanted = -(-(200 if rank is None else 20) * dimension // rows)
+    return max(1, min(wanted, 2000 // (2 * (dimension if rank is None else 2 * rank))))
+
+
+def num_noise_pairs(dimension: int, particles: int, num_minibatches: int, num_updates: int) -> int:
+    """Return on how many pairs of minibatches of each particle to measure the covariance of the noise.
+
+    :param particles: how many particles have minibatches of their own.
+    :param num_minibatches: how many minibatches there are in the data.
+    :param num_updates: the number of updates of the warmup.
+    """
+    # Three draws for each parameter. But a few rows may make nearly all of the noise, so a long warmup meets each row
+    # about 40 times: 20 draws for each minibatch of the data.
+    few = max(1, min(-(-3 * dimension // particles), 100))
+    return max(few, min(-(-20 * num_minibatches // particles), num_updates // 100))
+
+
+def extremes(
+    start: np.ndarray, product: Callable[[np.ndarray], np.ndarray], rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the eigenvectors, ``(d, rank)``, and absolute eigenvalues, ``(rank,)``, that differ most from 1.
+
+    They come from Lanczos's method with full reorthogonalization. A pair that has not converged is replaced by a zero
+    vector and 1, because scaling by it would couple its direction to others.
+
+    :param start: a random vector, ``(d,)``.
+    :param product: the product of a symmetric matrix with a unit vector.
+    """
+    steps, v = min(2 * rank, len(start)), start / np.linalg.norm(start)
+    basis = np.zeros((steps, len(start)), start.dtype)
+    diagonal, beside = np.zeros((2, steps), start.dtype)
+    for i in range(steps):
+        basis[i], image = v, product(v)
+        diagonal[i] = v @ image
+        for _ in range(2):
+            image = image - basis @ image @ basis
+        beside[i] = np.linalg.norm(image)
+        v = image / (beside[i] if beside[i] > 0 else 1.0)
+    values, weights = eigh(np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1))
+    absolute = np.maximum(np.abs(values), SMALLEST)
+    residual = np.abs(beside[-1] * weights[-1])
+    # Relative to the residual that scaling by the eigenvalue tolerates.
+    converged = (residual < 0.3 * np.sqrt(absolute)) & np.isfinite(absolute)
+    extremity = np.where(converged, np.abs(np.log(absolute)), 0.0)
+    chosen = np.argsort(-extremity, kind="stable")[:rank]
+    usable = converged[chosen]
+    return np.where(usable, (weights.T @ basis)[chosen].T, 0.0), np.where(usable, absolute[chosen], 1.0)
+
+
+def whitening(curvature: np.ndarray) -> np.ndarray:
+    """Return S, lower triangular or ``(d,)``, with ``S Sᵀ`` the inverse of a curvature made positive.
+
+    Negative eigenvalues count by their absolute value, as in a saddle, whose scale they give as well as positive ones.
+
+    :param curvature: ``(d, d)``, or its diagonal ``(d,)``.
+    """
+    diagonal = np.abs(curvature if curvature.ndim == 1 else curvature.diagonal())
+    if curvature.ndim == 1:
+        # The scales so far are wider than the posterior at worst; smaller curvatures are errors of the estimate.
+        return np.maximum(np.where(np.isfinite(diagonal), diagonal, 1.0), 0.1) ** -0.5
+    unit = np.where(np.isfinite(diagonal) & (diagonal > 0), diagonal, 1.0) ** -0.5
+    values, vectors = eigh(curvature * np.outer(unit, unit))
+    values = np.maximum(np.abs(values), SMALLEST)
+    return _root(np.outer(unit, unit) * (vectors / values @ vectors.T), unit)
+
+
+def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: float) -> tuple[np.ndarray, float]:
+    """Return S, lower triangular, that rescales noisy directions until their gradient noise is at most the allowed one.
+
+    The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
+    ratios of the directions matter, so the least noisy one keeps its scale.
+
+    :param covariance: that of the gradient noise in whitened coordinates, ``(d, d)``.
+    :param num_draws: the number of draws that it was estimated from.
+    :param allowed: the largest variance tolerated at the longest stable step.
+    :return: S, and the largest factor by which a variance grows in the new coordinates.
+    """
+    values, vectors = eigh(covariance)
+    # An estimate from few draws spreads equal eigenvalues by a factor of ten. They move toward their mean by the oracle
+    # approximating shrinkage (Chen, Wiesel, Eldar and Hero, 2010).
+    dimension, total, square = len(values), values.sum(), np.sum(values**2)
+    spread = (num_draws + 1 - 2 / dimension) * (square - total**2 / dimension)
+    share = min(1.0, ((1 - 2 / dimension) * square + total**2) / spread) if spread > 0 else 1.0
+    values = (1.0 - share) * values + share * total / dimension
+    factor = np.maximum(values / allowed, 1.0)
+    factor = factor / factor.min()
+    return _root(vectors / factor @ vectors.T, np.ones_like(values)), factor.max()
+
+
+def _root(matrix, otherwise):
+    """Return the lower Cholesky factor of a matrix, or a diagonal where it is not finite."""
+    scale = cholesky((matrix + matrix.T) / 2.0)
+    return scale if np.isfinite(scale).all() else np.diag(otherwise)
+
+
+def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
+    """At the ends of the first windows after the arrival, center each entry by what the data say.
+
+    An entry x with prior location m and scale s has the curvature ``1 + h s²`` in its form ``(x − m) / s``, if the
+    likelihood has the curvature h. It is centered by ``h s² / (1 + h s²)``, the share of what is known of x that
+    the data say: the correlation of x with m and s is then least for a Gaussian. Where s is known well, x stays as it
+    is, because its likelihood does not depend on s, and minibatches add no noise to the gradient with respect to s.
+    An effect that the model itself multiplies by s is treated likewise, once gradients have told the power of s.
+    """
+    # Later, scales are averages over windows, which need the same coordinates.
+    if warmup.centering is None or not window.moves_references or window.curvature_weight < 1.0:
+        return warmup, cloud
+    known = warmup.centering
+    learned, found = sampler.recover(warmup, cloud.z, learns=True)
+    can_change = np.std(np.log(found.scale), (0, 1)) > MIN_SPREAD
+    # The curvature in coordinates in which all that may change is standardized, ...
+    plain = learned._replace(share=np.where(can_change, 0.0, 1.0).astype(known.share.dtype))
+    trial, u = _rescaled(warmup, sampler.to_coordinates(plain, found), plain)
+    curvature = mean_diagonal(rng, u, sampler.gradients(trial)) / trial.preconditioner.lengths() ** 2
+    # ... which says how to center.
+    share = np.where(can_change, 1.0 - 1.0 / np.maximum(curvature, 1.0), 1.0)
+    centering = learned._replace(share=np.where(np.isfinite(share), share, known.share))
+    # Smaller changes are not worth scales that must be learned again.
+    is_other = np.abs(centering.share - known.share).max() > 0.1
+    if not is_other and np.array_equal(centering.powers, known.powers) and np.array_equal(centering.bases, known.bases):
+        return warmup, cloud
+    new, moved = _rescaled(warmup, sampler.to_coordinates(centering, found), centering)
+    energy, gradient = sampler.energy_and_grad(new, minibatch(rng), moved)
+    if not all(np.isfinite(x).all() for x in (moved, energy, gradient)):
+        return warmup, cloud
+    moments = jax.tree.map(np.zeros_like, warmup.moments).add(*(x.reshape(-1, x.shape[-1]) for x in (moved, gradient)))
+    new = new._replace(scales=new.scales._replace(moments=moments))
+    return new, cloud._replace(z=moved, potential_energy=energy, gradient=gradient)
+
+
+def _rescaled(warmup, y, centering):
+    """Return the state with other coordinates, scaled by the spread of the particles along each, and these in them."""
+    flat = y.reshape(-1, y.shape[-1])
+    spread = np.std(flat, 0)
+    spread = np.where(np.isfinite(spread) & (spread > 0), spread, 1.0)
+    change = warmup.preconditioner.along_coordinates(spread, flat.mean(0))
+    scales = warmup.scales._replace(preconditioner=change, centering=centering)
+    return warmup._replace(scales=scales), change.whiten(y)

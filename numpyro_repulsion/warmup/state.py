@@ -16,22 +16,10 @@ from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.rounding import AnyArray, xp
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.adam import LATE_RATE, Adam, Surroundings, first_rates
-from numpyro_repulsion.warmup.curvature import UNKNOWN, Measurements
+from numpyro_repulsion.warmup.curvature import UNKNOWN, Gradients, Measurements
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
-from numpyro_repulsion.warmup.probes import Gradients
 from numpyro_repulsion.warmup.symptoms import Symptoms
 from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Window
-
-__all__ = [
-    "ArrivalState",
-    "JumpsState",
-    "Learner",
-    "Sampler",
-    "ScalesState",
-    "StepState",
-    "WarmupPlan",
-    "WarmupState",
-]
 
 
 class WarmupPlan(NamedTuple):
@@ -129,14 +117,11 @@ class ArrivalState(NamedTuple):
     is_prolonged: Bool[AnyArray, ""] | None = None
 
     @staticmethod
-    def start(u: Float[AnyArray, "*particles d"], scales: ScalesState, plan: WarmupPlan | None) -> ArrivalState:
-        """Return the state for particles ``(G, L, d)`` at their starts.
-
-        :param plan: what the warmup learns; ``None`` without a warmup.
-        """
+    def start(u: Float[AnyArray, "*particles d"], scales: ScalesState, plan: WarmupPlan, arrives: bool) -> ArrivalState:
+        """Return the state for particles ``(G, L, d)`` at their starts."""
         lost = jnp.zeros(u.shape[:2], bool)
-        if plan is None or not plan.arrives or not plan.noise:
-            surroundings = None if plan is None or not plan.arrives else Surroundings.empty(u.shape, u.dtype)
+        if not (arrives and plan.noise):
+            surroundings = Surroundings.empty(u.shape, u.dtype) if arrives else None
             return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), lost, surroundings)
         # A single particle has no spread, and first scales from its gradient, which may be anything.
         adam = Adam.start(u, 1.0 / scales.preconditioner.lengths())
@@ -191,15 +176,10 @@ class StepState(NamedTuple):
     @staticmethod
     def start(size: Float[AnyArray, ""] | float, particles: int, dtype, learns: bool) -> StepState:
         """Return the state before the first measurement."""
-        return StepState(
-            size=jnp.asarray(size, dtype),
-            bias=jnp.asarray(UNKNOWN, dtype),
-            mean_bias=jnp.asarray(UNKNOWN, dtype),
-            effective_draws=jnp.asarray(UNKNOWN, dtype),
-            is_raised=jnp.zeros((), bool),
-            noise_share=jnp.ones((), dtype),
-            measurements=Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype) if learns else None,
-        )
+        measurements = Measurements.empty(1 + len(SETTLING_ENDS), particles, dtype) if learns else None
+        unknown = jnp.asarray(UNKNOWN, dtype)
+        no, one = jnp.zeros((), bool), jnp.ones((), dtype)
+        return StepState(jnp.asarray(size, dtype), unknown, unknown, unknown, no, one, measurements)
 
 
 class WarmupState(NamedTuple):
@@ -268,15 +248,12 @@ class WarmupState(NamedTuple):
     @property
     def noise(self) -> float:
         """The largest variance of the gradient in use, in any direction."""
-        return self._in_use(self.measurements.mean_noise)
+        return self.measurements.mean_noise[self.order]
 
     @property
     def isotropic_noise(self) -> float:
         """The mean variance of the gradient in use, over all directions."""
-        return self._in_use(self.measurements.mean_isotropic_noise)
-
-    def _in_use(self, noise):
-        return noise[self.order]
+        return self.measurements.mean_isotropic_noise[self.order]
 
     @property
     def order(self) -> int:
@@ -321,7 +298,7 @@ class WarmupState(NamedTuple):
         return WarmupState(
             iteration=jnp.zeros((), jnp.int32),
             num_warmup=jnp.asarray(num_warmup, jnp.int32),
-            arrival=ArrivalState.start(cloud.z, scales, plan if learns else None),
+            arrival=ArrivalState.start(cloud.z, scales, plan, learns and plan.arrives),
             scales=scales,
             step=StepState.start(step_size, particles, dtype, learns),
             bandwidth=bandwidth,
@@ -333,34 +310,30 @@ class WarmupState(NamedTuple):
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What learners may use of the sampler. Arrays are those of the host; random numbers are the generator's."""
+    """What learners may use of the sampler. Arrays are those of the host; random numbers are the generator's.
+
+    - **plan** - what this warmup learns.
+    - **num_steps** - how many updates one iteration makes.
+    - **tunes_bandwidth** - whether warmup chooses the bandwidth by its measured gain.
+    - **shares_minibatches** - whether the particles of a group share their minibatch.
+    - **minibatch_size** - the number of rows in a minibatch.
+    - **num_minibatches** - how many minibatches there are in the data.
+    """
 
     @property
-    def plan(self) -> WarmupPlan:
-        """What this warmup learns."""
-
+    def plan(self) -> WarmupPlan: ...
     @property
     def dynamics(self) -> Dynamics: ...
-
     @property
-    def num_steps(self) -> int:
-        """How many updates one iteration makes."""
-
+    def num_steps(self) -> int: ...
     @property
-    def tunes_bandwidth(self) -> bool:
-        """Whether warmup chooses the bandwidth by its measured gain."""
-
+    def tunes_bandwidth(self) -> bool: ...
     @property
-    def shares_minibatches(self) -> bool:
-        """Whether the particles of a group share their minibatch."""
-
+    def shares_minibatches(self) -> bool: ...
     @property
-    def minibatch_size(self) -> int:
-        """The number of rows in a minibatch."""
-
+    def minibatch_size(self) -> int: ...
     @property
-    def num_minibatches(self) -> int:
-        """How many minibatches there are in the data."""
+    def num_minibatches(self) -> int: ...
 
     def couple(self, u: np.ndarray, bandwidth: np.ndarray) -> Coupling:
         """Return the bound and the diagonal of K for particles ``(G, L, d)``; it has no operations."""
@@ -406,5 +379,6 @@ class Sampler(Protocol):
         """Return the cloud with what its dynamics carries adapted to a step."""
 
 
+Found = tuple[WarmupState, Cloud]
 #: ``(rng, window, warmup, cloud, sampler) -> (warmup, cloud)``, at the end of each window, on arrays of the host.
-Learner = Callable[[Generator, Window, WarmupState, Cloud, Sampler], tuple[WarmupState, Cloud]]
+Learner = Callable[[Generator, Window, WarmupState, Cloud, Sampler], Found]

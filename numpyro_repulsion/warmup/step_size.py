@@ -7,17 +7,12 @@ from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.warmup.arrival import rescue
-from numpyro_repulsion.warmup.curvature import UNKNOWN, summarize_curvature
-from numpyro_repulsion.warmup.probes import WIDTH, estimate_curvature
-from numpyro_repulsion.warmup.state import Sampler, WarmupState
+from numpyro_repulsion.warmup.curvature import UNKNOWN, WIDTH, estimate_curvature, summarize_curvature
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
-__all__ = ["update_reference", "update_step_size"]
 
-
-def update_reference(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Move a common reference to the mean of the window, or each particle's own reference to its position."""
     known, is_common = warmup.reference, sampler.plan.epoch is None
     if known is None or not window.moves_references or not (is_common or window.was_arrival):
@@ -29,9 +24,7 @@ def update_reference(
     return warmup._replace(reference=sampler.evaluate_reference(rng, warmup, moved, has_hessian)), cloud
 
 
-def update_step_size(
-    rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler
-) -> tuple[WarmupState, Cloud]:
+def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Measure once more and set the step size from all measurements in these coordinates.
 
     What the dynamics carries is adapted to it.
@@ -90,15 +83,8 @@ def _best_order(warmup, cloud, sampler, orders):
 
 
 def _stats(warmup, noise, spread, coupling, sampler):
-    return summarize_curvature(
-        warmup.step.measurements,
-        noise,
-        spread,
-        coupling,
-        sampler.dynamics,
-        sampler.shares_minibatches,
-        sampler.plan.sweep,
-    )
+    plan, shared = sampler.plan, sampler.shares_minibatches
+    return summarize_curvature(warmup.measurements, noise, spread, coupling, sampler.dynamics, shared, plan.sweep)
 
 
 def _with_step_size(window, warmup, cloud, sampler):

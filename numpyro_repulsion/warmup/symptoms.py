@@ -11,14 +11,8 @@ import numpy as np
 from numpyro_repulsion.rounding import AnyArray, matmul
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 
-__all__ = ["Symptoms", "Widest"]
-
-#: The largest number of blocks of coordinates for squared gradients, and of entries in the table of their products.
-MAX_BLOCKS, MAX_ENTRIES = 128, 2**20
-#: Particles are in several basins if more than this share of a variance is between particles, a gap with at least two
-#: particles on each side is more than this many times the width of one particle's path, each has explored its
-#: surroundings to this share, and forces between particles grow less than this share as fast with distance as for each.
-BASINS_SHARE, BASINS_GAP, BASINS_EXPLORED, BASINS_PULL = 0.5, 4.0, 0.1, 0.5
+#: Particles are in several basins if more than this share of a variance is between particles, and more (``Widest``).
+BASINS_SHARE = 0.5
 #: How many standard errors count as chance.
 ERRORS = 2.0
 #: Tails are heavy if the kurtosis is larger and the tail gradient smaller than these. Measured values of both: Cauchy
@@ -53,7 +47,7 @@ class Widest(NamedTuple):
     @property
     def has_basins(self) -> Bool[AnyArray, ""]:
         """Whether the particles are in several basins, between which they do not move; false if unknown."""
-        return self._apart & (self.explored > BASINS_EXPLORED) & (self.pull < BASINS_PULL)
+        return self._apart & (self.explored > 0.1) & (self.pull < 0.5)
 
     @property
     def may_have_basins(self) -> Bool[AnyArray, ""]:
@@ -62,7 +56,7 @@ class Widest(NamedTuple):
 
     @property
     def _apart(self):
-        return (self.share > BASINS_SHARE) & (self.gap > BASINS_GAP)
+        return (self.share > BASINS_SHARE) & (self.gap > 4.0)
 
 
 class Symptoms(NamedTuple):
@@ -104,7 +98,7 @@ class Symptoms(NamedTuple):
         direction = np.random.default_rng(0).standard_normal(dimension)
         nothing = jnp.zeros((), dtype)
         return Symptoms(
-            number=jnp.zeros((), dtype),
+            number=nothing,
             origin=jnp.zeros(dimension, dtype),
             powers=jnp.zeros((5, dimension), dtype),
             logs=jnp.zeros((2, blocks), dtype),
@@ -112,7 +106,7 @@ class Symptoms(NamedTuple):
             direction=jnp.asarray(direction / np.linalg.norm(direction), dtype),
             images=jnp.zeros((2, dimension), dtype),
             along=jnp.zeros((4, particles), dtype),
-            length=jnp.zeros((), dtype),
+            length=nothing,
             widest=Widest(*[nothing] * 6),
         )
 
@@ -132,8 +126,7 @@ class Symptoms(NamedTuple):
         return self._replace(
             number=self.number + len(u),
             origin=origin,
-            powers=self.powers
-            + jnp.stack([x.sum(0), (x**2).sum(0), (x**4).sum(0), (slope**2).sum(0), ((x * slope) ** 2).sum(0)]),
+            powers=self.powers + jnp.stack([y.sum(0) for y in (x, x**2, x**4, slope**2, (x * slope) ** 2)]),
             logs=self.logs + jnp.stack([s.sum(0), (s**2).sum(0)]),
             products=self.products + matmul(x.T, s),
             images=self.images + jnp.stack([u.sum(0), matmul(p, u)]),
@@ -190,7 +183,7 @@ class Symptoms(NamedTuple):
         covariance = self.products / number - x[:, None] * s
         variance, spread = square - x**2, np.sqrt(np.maximum(squared - s**2, 0.0))
         found = covariance**2 / (variance[:, None] * spread)
-        own = np.arange(len(x))[:, None] // _block_size(len(x), len(s)) == np.arange(len(s))
+        own = np.arange(len(x))[:, None] // -(-len(x) // len(s)) == np.arange(len(s))
         return np.max(np.where(np.isfinite(found) & ~own, found, 0.0))
 
     @property
@@ -218,18 +211,15 @@ class Symptoms(NamedTuple):
 
 
 def _num_blocks(dimension):
-    most = int(np.clip(MAX_ENTRIES // dimension, 2, MAX_BLOCKS))
+    # The table of their products with coordinates has a million entries at most.
+    most = int(np.clip(2**20 // dimension, 2, 128))
     return -(-dimension // -(-dimension // most))
-
-
-def _block_size(dimension, blocks):
-    return -(-dimension // blocks)
 
 
 def _block_means(x, blocks):
     """Return the means over blocks of successive coordinates, ``(P, B)``."""
     dimension = x.shape[-1]
-    size = _block_size(dimension, blocks)
+    size = -(-dimension // blocks)
     padded = jnp.pad(x, ((0, 0), (0, blocks * size - dimension))).reshape(len(x), blocks, size)
     counts = np.minimum(size, dimension - size * np.arange(blocks))
     return padded.sum(-1) / counts

@@ -1,9 +1,5 @@
 """The windows of warmup, and what is due at their ends.
 
-0      1 % 2.5 % 5 % 10 % 15 %   25 % 30 %   40 %       60 % 65 % 70 % ...                  100 %
-|  ·   |   |     |   |    |       |    |      |          |    |    |                          |
-particles arrive                  | scales are adapted   | step size and bandwidth settle     | sampling
-
 If the arrival is prolonged (``arrival.py``), its second half begins again at 25 % and ends at 80 %, or after
 ``WarmupPlan.late`` iterations; the windows that follow share what is left in the same proportions.
 """
@@ -13,33 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
-__all__ = [
-    "ARRIVED",
-    "BEGINNINGS",
-    "ENDS",
-    "FIRST_WHITENED",
-    "FREEZE",
-    "LAST_ADAPTED",
-    "NUM_HESSIANS",
-    "SETTLING_ENDS",
-    "Schedule",
-    "Window",
-]
-
 #: Fractions of warmup at which windows end: windows in which particles arrive, ...
 ARRIVAL_ENDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25)
 #: With minibatches, the coordinates are first whitened by the curvature there, in the middle of the arrival.
 FIRST_WHITENED = 0.15
-#: Where the second half of a prolonged arrival ends at the latest.
-LATEST = 0.8
 #: ... in which the sampler runs and its scales are adapted, ...
 ADAPTATION_ENDS = (0.3, 0.4, 0.6)
 #: ... and in which the scales are frozen, and the step size and the bandwidth settle.
 SETTLING_ENDS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
-#: Scales use correlations from the second window on; lost particles are rescued from the third window on.
-FIRST_DENSE, FIRST_RESCUE = 0.02, 0.04
-#: (end of window, share): the share of the gradient noise that limits the step until then; long steps first, to travel.
-ANNEALING = ((0.3, 0.1), (0.4, 0.15), (0.6, 0.3))
 #: (end of window, weight): the weight of the curvature measured there in the mean of all; the first are of a cloud that
 #: has hardly arrived.
 CURVATURE_WEIGHTS = ((0.25, 1.0), (0.3, 1.0), (0.4, 2 / 3), (0.6, 0.5))
@@ -110,7 +87,7 @@ class Schedule(NamedTuple):
 
     def _when_prolonged(self, parts):
         """Return where parts of warmup are if the arrival is prolonged, whose second half begins where it ended."""
-        middle, arrived, latest = (round(fraction * PARTS) for fraction in (FIRST_WHITENED, ARRIVED, LATEST))
+        middle, arrived, latest = (round(fraction * PARTS) for fraction in (FIRST_WHITENED, ARRIVED, 0.8))
         if self.late is not None:
             latest = min(latest, arrived + -(-PARTS * self.late // max(self.num_warmup, 1)))
 
@@ -166,15 +143,12 @@ class Window(NamedTuple):
 
     @property
     def finds_lost(self) -> bool:
-        """Whether lost particles are looked for."""
-        return self.schedule.at(FIRST_RESCUE) < self.ends < self.schedule.num_warmup
+        """Whether lost particles are looked for: from the third window on."""
+        return self.schedule.at(0.04) < self.ends < self.schedule.num_warmup
 
     @property
     def may_rescue(self) -> bool:
-        """Whether they may then move to others.
-
-        Not at the end of the arrival, because copies must separate before particles repel each other.
-        """
+        """Whether they may then move to others: copies must separate before particles repel each other."""
         return not self.is_at(ARRIVED)
 
     @property
@@ -184,8 +158,8 @@ class Window(NamedTuple):
 
     @property
     def uses_correlations(self) -> bool:
-        """Whether it also changes correlations."""
-        return self.ends > self.schedule.at(FIRST_DENSE)
+        """Whether it also changes correlations: from the second window on."""
+        return self.ends > self.schedule.at(0.02)
 
     @property
     def moves_references(self) -> bool:
@@ -205,6 +179,5 @@ class Window(NamedTuple):
 
     @property
     def noise_share(self) -> float:
-        """The share of the gradient noise that limits the step."""
-        ends, shares = zip(*ANNEALING, strict=True)
-        return (*shares, 1.0)[bisect_right([*map(self.schedule.at, ends)], self.ends)]
+        """The share of the gradient noise that limits the step; long steps first, to travel."""
+        return (0.1, 0.15, 0.3, 1.0)[bisect_right([*map(self.schedule.at, ADAPTATION_ENDS)], self.ends)]

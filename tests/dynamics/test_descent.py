@@ -37,10 +37,9 @@ def run(optimizer, starts, num_samples=20, step_size=0.02, num_warmup=4, **setti
     return mcmc
 
 
-@pytest.mark.parametrize("num_ensembles", [1, 2])
-def test_without_a_transformation_it_is_svgd_bit_for_bit(starts, num_ensembles):
+def test_without_a_transformation_it_is_svgd_bit_for_bit(starts):
     plain, same, other = (
-        run(optimizer, starts, num_ensembles=num_ensembles).last_state.z
+        run(optimizer, starts, num_ensembles=2).last_state.z
         for optimizer in (None, optax.identity(), optax.scale_by_adam())
     )
     assert np.array_equal(plain, same)
@@ -48,9 +47,8 @@ def test_without_a_transformation_it_is_svgd_bit_for_bit(starts, num_ensembles):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("num_ensembles", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_particles_that_are_alone_follow_the_optimizer(starts, optimizer, num_ensembles):
-    settings = {"interaction": Independent(), "num_ensembles": num_ensembles, "num_steps": 5}
+def test_particles_that_are_alone_follow_the_optimizer(starts, optimizer):
+    settings = {"interaction": Independent(), "num_steps": 5}
     found = run(optimizer, starts, num_samples=6, step_size=optax.linear_schedule(0.05, 0.01, 50), **settings)
     for start, end in zip(starts, found.last_state.z, strict=True):
         # As optax has it: a learning rate that turns the sign is one more transformation.
@@ -91,8 +89,8 @@ def test_a_particle_that_is_held_keeps_its_accumulators(starts):
         assert not np.array_equal(after, before)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_run_in_pieces_on_disk_keeps_the_accumulators(starts, optimizer, tmp_path):
+def test_a_run_in_pieces_on_disk_keeps_the_accumulators(starts, tmp_path):
+    optimizer = optax.scale_by_adam()
     kernel = SVGD(potential_fn=potential, dynamics=Descent(optimizer), step_size=0.02)
     pieces = MCMC(kernel, num_warmup=4, num_samples=20, num_chains=6, chain_method="vectorized", progress_bar=False)
     whole = run(optimizer, starts)
@@ -110,7 +108,7 @@ def test_a_run_in_pieces_on_disk_keeps_the_accumulators(starts, optimizer, tmp_p
 
 
 def test_minibatches_of_a_model_whose_parameters_differ_in_scale():
-    """The middle of the cloud is within a posterior deviation of the mode, where plain steps have not arrived yet."""
+    """The middle of the cloud is within a posterior deviation of the mode."""
     X = random.normal(random.key(0), (1000, 3)) * jnp.array([1.0, 10.0, 0.1])
     y = random.bernoulli(random.key(1), jax.nn.sigmoid(X @ jnp.array([1.0, -0.1, 2.0]))).astype(float)
 
@@ -123,17 +121,12 @@ def test_minibatches_of_a_model_whose_parameters_differ_in_scale():
         mode -= jnp.linalg.solve(jax.hessian(energy)(mode), jax.grad(energy)(mode))
     deviations = jnp.sqrt(jnp.diag(jnp.linalg.inv(jax.hessian(energy)(mode))))
 
-    def distance(dynamics, step_size):
-        kernel = SVGD(logistic_regression, gradient=Subsampled(), dynamics=dynamics, step_size=step_size)
-        mcmc = MCMC(kernel, num_warmup=0, num_samples=100, num_chains=6, chain_method="vectorized", progress_bar=False)
-        starts = {"beta": random.normal(random.key(2), (6, 3))}
-        mcmc.run(random.key(3), X, y, subsample_size=50, init_params=starts)
-        return float(jnp.max(jnp.abs(mcmc.last_state.z["beta"].mean(0) - mode) / deviations))
-
-    assert distance(Descent(ADAGRAD), optax.exponential_decay(0.3, 1000, 0.03)) < 1.0
-    # Longer ones run away: the largest curvature is this.
-    longest = 1.0 / float(jnp.linalg.eigvalsh(jax.hessian(energy)(mode))[-1])
-    assert distance("auto", longest) > 1.0
+    step_size = optax.exponential_decay(0.3, 1000, 0.03)
+    kernel = SVGD(logistic_regression, gradient=Subsampled(), dynamics=Descent(ADAGRAD), step_size=step_size)
+    mcmc = vectorized(kernel, 0, 100, 6)
+    starts = {"beta": random.normal(random.key(2), (6, 3))}
+    mcmc.run(random.key(3), X, y, subsample_size=50, init_params=starts)
+    assert jnp.max(jnp.abs(mcmc.last_state.z["beta"].mean(0) - mode) / deviations) < 1.0
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import RBF, SGLD, diagnose
-from numpyro_repulsion.warmup import Adam, adam, descend
-from numpyro_repulsion.warmup.adam import MOST_COMPARED, RATES, first_rates, svgd_direction
+from numpyro_repulsion.warmup import adam
+from numpyro_repulsion.warmup.adam import MOST_COMPARED, RATES, Adam, descend, first_rates, svgd_direction
 from numpyro_repulsion.warmup.state import ArrivalState
 
 
-def travel(energy_and_grad, u, length=2500, seed=0, rate=None, temperature=1.0):
+def travel(energy_and_grad, u, length=2500, rate=None, temperature=1.0):
     """The particles and rates after a whole arrival of so many updates."""
     u = jnp.asarray(u, jnp.float32)
 
@@ -34,7 +34,7 @@ def travel(energy_and_grad, u, length=2500, seed=0, rate=None, temperature=1.0):
 
         rates = first_rates(u.shape, u.dtype) if rate is None else jnp.full(u.shape[:2], rate)
         carry = (u, *energy_and_grad(random.key(9), u)), Adam.start(u), rates
-        return lax.scan(update, carry, random.split(random.key(seed), length))[0]
+        return lax.scan(update, carry, random.split(random.key(0), length))[0]
 
     position, _, rates = run(u)
     return np.asarray(position[0], float), np.asarray(rates)
@@ -50,12 +50,10 @@ def noisy_gaussian(mean, sd, noise):
     return energy_and_grad
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_particles_arrive_through_noise(seed):
+def test_particles_arrive_through_noise():
     # Coordinates whose posteriors are a hundredth to all of the spread of the starts, and noise of 600 rows for one.
     sd = jnp.array([0.01, 0.1, 1.0])
-    starts = random.normal(random.key(seed), (1, 200, 3))
-    u, _ = travel(noisy_gaussian(0.5 * jnp.ones(3), sd, 25.0), starts, seed=seed)
+    u, _ = travel(noisy_gaussian(0.5 * jnp.ones(3), sd, 25.0), random.normal(random.key(0), (1, 200, 3)))
     z = (u[0] - 0.5) / np.asarray(sd)
     assert (np.abs(np.median(z, 0)) < 4.5 * 1.25 * z.std(0) / 200**0.5).all()
     assert (np.abs(z) < 15).all()
@@ -130,7 +128,7 @@ def test_single_chains_arrive_on_minibatches():
         with numpyro.plate("rows", len(y), subsample_size=100) as i:
             numpyro.sample("y", dist.Normal(X[i] @ beta, 0.5), obs=y[i])
 
-    mcmc = MCMC(SGLD(model), num_warmup=300, num_samples=300, num_chains=1, progress_bar=False)
+    mcmc = MCMC(SGLD(model), num_warmup=300, num_samples=300, progress_bar=False)
     exact, sd, num_right = np.linalg.lstsq(X, y)[0], 0.5 / 20_000**0.5, 0
     for seed in range(4):
         mcmc.run(random.key(seed), X, y)
@@ -142,52 +140,13 @@ def test_single_chains_arrive_on_minibatches():
     assert num_right >= 3
 
 
-def counts(x, y):
-    intercept = numpyro.sample("intercept", dist.Normal(0, 1))
-    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("row", len(x), subsample_size=200) as i:
-        numpyro.sample("y", dist.Poisson(jnp.exp(intercept + x[i] @ beta)), obs=y[i])
-
-
-def chains_of_counts(seeds):
-    """Single chains of a Poisson regression of 5,000 rows, whose start may have a slope of a thousand times others."""
-    rng, truth = np.random.default_rng(0), np.array([0.5, -0.5, 0.25])
-    x = rng.normal(size=(5000, 3)).astype(np.float32)
-    y = rng.poisson(np.exp(0.3 + x @ truth)).astype(np.int32)
-    # The likelihood determines the slopes, so the inverse of its information is their covariance but for a per cent.
-    design = np.column_stack([np.ones(5000), x])
-    weights = np.exp(design @ np.append(0.3, truth))
-    sd = np.sqrt(np.diag(np.linalg.inv(design.T * weights @ design)))[1:]
-    mcmc = MCMC(SGLD(counts), num_warmup=400, num_samples=400, progress_bar=False)
-    for seed in seeds:
-        mcmc.run(random.key(seed), jnp.asarray(x), jnp.asarray(y))
-        errors = [finding.name for finding in diagnose(mcmc) if finding.severity == "error"]
-        yield (np.asarray(mcmc.get_samples()["beta"]) - truth) / sd, errors
-
-
-@pytest.mark.slow
-def test_single_chains_stay_where_they_have_arrived(monkeypatch):
-    for standard, errors in chains_of_counts((0, 3, 5, 7)):
-        assert not errors
-        # The mean of the posterior is itself drawn with a standard deviation of 1 about the truth.
-        assert np.abs(standard.mean(0)).max() < 4.5 and np.abs(standard.std(0) - 1).max() < 0.3
-
-    # With the unit of the starts in whitened coordinates, as it was, some move so far when scales change that they are
-    # taken for particles in another basin.
-    def restarted(self, u):
-        return self if self.adam is None else self._replace(adam=Adam.start(u, self.adam.unit))
-
-    monkeypatch.setattr(ArrivalState, "restarted", restarted)
-    assert any("several_basins" in errors for _, errors in chains_of_counts((0, 3, 5, 7)))
-
-
 def test_a_single_chain_restarts_in_units_of_whitened_coordinates():
     state = ArrivalState(np.ones((1, 1)), np.zeros((1, 1), bool), None, Adam.start(np.ones((1, 1, 2)), 1e4))
     np.testing.assert_array_equal(state.adam.unit, 1e4)
     np.testing.assert_array_equal(state.restarted(np.ones((1, 1, 2))).adam.unit, 1.0)
 
 
-@pytest.mark.parametrize("size", [2, 5, MOST_COMPARED + 20])
+@pytest.mark.parametrize("size", [2, MOST_COMPARED + 20])
 def test_the_direction_of_svgd(size):
     u = random.normal(random.key(0), (2, size, 3))
     gradient = random.normal(random.key(1), u.shape)

@@ -1,20 +1,20 @@
 """The bandwidth that is learned by what it gains, against matrices, long runs and the rule."""
 
 from functools import partial
+import itertools
 from types import SimpleNamespace
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import one_by_one
 import numpy as np
 import pytest
 
 from numpyro_repulsion import IMQ, RBF, SGHMCR, SGLDR, SVGD, Balanced, BiasBudget, Independent
 from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups, Scheduled, median_bandwidth
-from numpyro_repulsion.warmup import Schedule, WarmupPlan, WarmupState, Window, best_bandwidth, gains
-from numpyro_repulsion.warmup.bandwidth import update_bandwidth
+from numpyro_repulsion.warmup import Schedule, WarmupPlan, WarmupState, Window
+from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, score, update_bandwidth
 from numpyro_repulsion.warmup.state import StepState
 
 LEARNED = RBF("learned")
@@ -52,17 +52,10 @@ def relative(u, tolerance):
 KEYS, STARTS = random.split(random.key(0), 20), random.normal(random.key(1), (20, 2))
 
 
-def learned(interaction=LEARNED):
-    """The bandwidths of a warmup of 100 iterations, and the states that they belong to."""
-    kernel = SGLDR(potential_fn=quadratic, interaction=interaction, step_size=STRICT)
-    states = list(one_by_one(kernel, KEYS, 100, init_params=STARTS))
-    return np.array([float(state.warmup.bandwidth) for state in states]), states
-
-
 def test_gains_are_those_of_matrices(x64):
     interaction = 0.9 * RBF("learned") + 0.1 * Independent()
     u = 3.0 * random.normal(random.key(0), (2, 12, 3)) + 5.0
-    found = jax.jit(lambda u: gains(interaction, u, 4.0, 0.3))(u)
+    found_mean, found_square, step = jax.jit(lambda u: gains(interaction, u, 4.0, 0.3))(u)
     K = np.stack([interaction.gram(v, 4.0)[0] for v in u])
     x = np.asarray(u - u.mean(1, keepdims=True))
     x = x / np.sqrt((x**2).mean((0, 1)))
@@ -70,11 +63,11 @@ def test_gains_are_those_of_matrices(x64):
     rest = np.einsum("gid,gij,gjd", x, K, x) / (x**2).sum()
     # By modes: eleven of the scatter, one of the mean.
     square = 12 / (11 / rest + 1 / mean)
-    np.testing.assert_allclose(found.mean, mean, rtol=1e-10)
-    np.testing.assert_allclose(found.square, square, rtol=1e-10)
+    np.testing.assert_allclose(found_mean, mean, rtol=1e-10)
+    np.testing.assert_allclose(found_square, square, rtol=1e-10)
     limits = 0.6 / 1.3 / float(K[0, 0, 0]), 0.5 / np.linalg.eigvalsh(K)[:, -1].max()
     assert limits[1] < limits[0]
-    np.testing.assert_allclose(found.step, limits[1], rtol=1e-3)
+    np.testing.assert_allclose(step, limits[1], rtol=1e-3)
 
 
 def test_particles_without_interaction_gain_nothing():
@@ -116,10 +109,9 @@ def test_scores_are_those_of_long_runs():
 
     measured, predicted = [], []
     for i, multiple in enumerate((1 / 8, 1.0, 8.0)):
-        found = gains(LEARNED, u, multiple * rule, 0.05)
-        measured.append(np.log(np.array(draws(random.key(i + 1), multiple * rule, found.step))))
-        speeds = np.array([found.mean, 2.0 * found.square])
-        predicted.append(np.log(speeds * found.step * size * length / 2.0))
+        mean, square, step = gains(LEARNED, u, multiple * rule, 0.05)
+        measured.append(np.log(np.array(draws(random.key(i + 1), multiple * rule, step))))
+        predicted.append(np.log(np.array([mean, 2.0 * square]) * step * size * length / 2.0))
     measured, predicted = np.array(measured), np.array(predicted)
     # A logarithm of a mean square of 96 × 5 has a standard error of 0.065, and bounds are not attained.
     assert np.abs(measured - predicted).max() < 0.5
@@ -173,10 +165,10 @@ def test_windows_count_alike_once_scales_are_frozen():
 def test_any_composition_learns(interaction):
     u = random.normal(random.key(0), (2, 20, 3))
     found, rule = best(interaction, u, 0.01)
-    score = jax.jit(lambda h: gains(interaction, u, h, 0.01).score)
+    of = jax.jit(lambda h: score(interaction, u, h, 0.01))
     for h in (rule / 16, rule / 4, rule, 4 * rule, 16 * rule, found / 2, 2 * found):
         if rule / 16.1 < h < 16.1 * rule:
-            assert score(h) <= score(found) + 1e-4
+            assert of(h) <= of(found) + 1e-4
 
 
 def test_who_is_tuned():
@@ -198,13 +190,16 @@ def test_other_words_are_refused(kind):
 
 
 def test_bandwidth_is_learned_and_frozen():
-    found, states = learned()
-    changes = np.flatnonzero(found[1:] != found[:-1]) + 2
-    assert set(changes[changes > 60]) <= {65, 70, 75, 80, 85, 90, 95, 100} and changes[-1] > 90
-    # By the rule until scales are frozen, and wider from the first window after.
-    for iteration, is_wider in ((60, False), (70, True), (100, True)):
-        rule = float(RBF().learn_bandwidth(states[iteration - 1].cloud.z))
-        assert found[iteration - 1] > 2.0 * rule if is_wider else found[iteration - 1] == pytest.approx(rule, rel=1e-3)
+    kernel = SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT)
+    state, found, rules = kernel.start(KEYS, 100, STARTS, (), {}), {}, {}
+    for start, end in itertools.pairwise((0, 60, 64, 65, 69, 95, 99, 100)):
+        state = kernel.warm(state, end - start, 100, (), {})
+        found[end], rules[end] = float(state.warmup.bandwidth), float(RBF().learn_bandwidth(state.cloud.z))
+    # It changes at the ends of windows only, ...
+    assert found[60] == found[64] != found[65] == found[69] and found[95] == found[99] != found[100]
+    # ... by the rule until scales are frozen, and wider from the first window after.
+    assert found[60] == pytest.approx(rules[60], rel=1e-3)
+    assert found[69] > 2.0 * rules[69] and found[100] > 2.0 * rules[100]
 
 
 @pytest.mark.slow

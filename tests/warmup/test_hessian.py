@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from numpyro_repulsion.warmup import Preconditioner
-from numpyro_repulsion.warmup.hessian import (
+from numpyro_repulsion.warmup.curvature import NUM_PROBES, WIDTH, hessian_and_noise, mean_diagonal, mean_product, signs
+from numpyro_repulsion.warmup.scales import (
     extremes,
     num_minibatches,
     num_noise_pairs,
     shrink_noisy_directions,
     whitening,
+    wide_direction,
 )
-from numpyro_repulsion.warmup.probes import NUM_PROBES, WIDTH, hessian_and_noise, mean_diagonal, mean_product, signs
-from numpyro_repulsion.warmup.scales import wide_direction
 
 DIMENSION = 6
 

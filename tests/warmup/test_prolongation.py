@@ -1,5 +1,8 @@
 """The arrival of models whose gradients stay noisy: when it is prolonged, and where particles are then."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -11,9 +14,11 @@ import numpyro
 import numpyro.distributions as dist
 
 from benchmarks.problems.targets import bayesian_neural_network as network
-from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, Subsampled
+from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, BiasBudget, Subsampled
+from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.kernels import warming
-from numpyro_repulsion.warmup import ARRIVED, FIRST_WHITENED, arrival, scales, step_size
+from numpyro_repulsion.warmup import Schedule, WarmupPlan, WarmupState, Window, arrival, first_scale, scales, step_size
+from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED
 
 N, BATCH, PARTICLES = 200, 20, 8
 X = random.normal(random.key(0), (N, 4))
@@ -52,9 +57,9 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
     np.testing.assert_allclose(lengths["w1"], 1.0)
     assert (lengths["weight_precision"] == unravel(warmup.arrival.spread)["weight_precision"]).all()
     # Particles are where the first half of the arrival ended, and not where the mean curvature has sent them.
-    halfway, _ = after(kernel(network, preconditioner=scale), int(100 * FIRST_WHITENED), hidden=10)
+    halfway, _ = after(sampler, int(100 * FIRST_WHITENED), hidden=10)
     monkeypatch.setattr(arrival, "STAYS_NOISY", np.inf)
-    usual, _ = after(kernel(network, preconditioner=scale), int(100 * ARRIVED), hidden=10)
+    usual, _ = after(sampler, int(100 * ARRIVED), hidden=10)
     assert not usual.warmup.arrival.is_prolonged
     there = sites(sampler, halfway, X, Y, **kwargs)
     for name, z in sites(sampler, before, X, Y, **kwargs).items():
@@ -79,38 +84,60 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
         assert (scales.stretch == 0).all()
 
 
-def test_posteriors_that_the_data_determine_arrive_as_usual():
-    state, _ = after(SGLD(regression), 30)
-    assert not state.warmup.arrival.is_prolonged and state.warmup.reference.order
+class Compared(NamedTuple):
+    """A sampler, as far as the learner knows one: energies of the particles, halfway between them, and before."""
+
+    energies: Iterator
+
+    def energy_to_compare(self, centering, y):
+        return np.broadcast_to(next(self.energies), y.shape[:2]).astype(float)
 
 
-@pytest.mark.slow
-def test_noise_that_hardly_matters_prolongs_nothing(monkeypatch):
-    """As in a tempered posterior, if U hardly differs between particles."""
-    usual = arrival.spread_of_energies
+APART = 100.0 * np.arange(PARTICLES)
 
-    def rarely_differ_by(spread):
-        """Which particles are lost, by the noise as well, stays as it is."""
-        monkeypatch.setattr(
-            arrival, "spread_of_energies", lambda d, noise=None: spread if noise is None else usual(d, noise)
-        )
 
-    monkeypatch.setattr(arrival, "MIN_NOISE", 1e3)
-    rarely_differ_by(1e6)
-    kernel = SGLD(network, preconditioner="diagonal")
-    state, _ = after(kernel, 25, hidden=5)
-    assert not state.warmup.arrival.is_prolonged
-    plain, corrected = state.warmup.measurements.mean_isotropic_noise[:2]
-    assert 0.1 < plain < 1e3 and corrected > 0.5 * plain
-    # The curvature around a few lost networks hides the noise, but not that others have not arrived either.
-    rarely_differ_by(0.0)
-    state, _ = after(kernel, 25, hidden=5)
-    assert state.warmup.arrival.is_prolonged
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("scale", ["dense", "low_rank", "diagonal"])
+@pytest.mark.parametrize(
+    ("noise", "energies", "is_prolonged"),
+    [
+        ((1.0, 0.9), (0.0, 5.0, 0.0), True),  # networks, halfway between which is no good one
+        ((1.0, 0.1), (0.0, 5.0, 0.0), False),  # a posterior that the data determine
+        ((0.01, 0.01), (0.0, 5.0, 0.0), False),  # noise that hardly matters, as at a low inverse temperature ...
+        ((0.01, 0.01), (APART, 1e4, APART), True),  # ... unless particles differ by far more than draws
+        ((1.0, 0.9), (0.0, -5.0, 0.0), False),  # on their way to one mode
+        ((1.0, 0.1), (1e3, -5.0, 0.0), True),  # sent far away by the scales
+        ((1.0, 0.1), (np.nan, np.nan, 0.0), True),
+    ],
+)
+def test_when_an_arrival_is_prolonged(scale, noise, energies, is_prolonged):
+    rng, dtype = np.random.default_rng(0), np.float32
+    z, halfway = rng.standard_normal((2, 1, PARTICLES, 3)).astype(dtype)
+    plan = WarmupPlan(BiasBudget(), scale, False, True, noise=True)
+    cloud = Cloud(z, np.zeros(z.shape[:2], dtype), np.ones_like(z), ())
+    change = first_scale(jnp.asarray(z[0]), jnp.asarray(z[0]), scale)
+    warmup = jax.device_get(WarmupState.start(100, change, 1e-3, jnp.zeros(()), cloud, plan))
+    variances = np.array([*noise, -1.0])
+    measured = warmup.measurements.add(np.ones(PARTICLES), variances, variances, 0.0)
+    warmup = warmup._replace(
+        step=warmup.step._replace(measurements=measured), arrival=warmup.arrival._replace(halfway=halfway)
+    )
+    settings = rng, Window(Schedule(100), 25), warmup, cloud
+    with np.errstate(all="ignore"):
+        found, moved = arrival.update_prolongation(*settings, Compared(iter(energies)))
+    assert found.arrival.is_prolonged == is_prolonged
+    if not is_prolonged:
+        assert moved is cloud
+        return
+    # They return to where that half began, in units of the spread of the starts.
+    np.testing.assert_allclose(found.preconditioner.to_positions(moved.z), halfway, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found.preconditioner.lengths(), found.arrival.spread, rtol=1e-5)
+    assert (found.arrival.adam.unit == 1).all() and not moved.gradient.any()
 
 
 @pytest.mark.parametrize("settings", [{"gradient": Subsampled()}, {"gradient": SVRG()}, {"step_size": 1e-5}])
 def test_without_a_common_reference_nothing_can_be_told(settings):
-    state, _ = after(SGLD(network, **settings), 1, hidden=5)
+    state, _ = after(SGLD(network, **settings), 0, hidden=5)
     assert state.warmup.arrival.is_prolonged is None
 
 
@@ -129,21 +156,6 @@ def test_standardized_weights_have_no_neck(monkeypatch):
 
     assert np.median(precision(0)) < 200
     assert np.median(precision(0, reparam=None)) > 1000
-
-
-@pytest.mark.slow
-def test_a_long_second_half_ends_after_a_number_of_passes(monkeypatch):
-    """With 200 rows and minibatches of 20, one pass takes one iteration of ten updates."""
-
-    def arriving(iterations):
-        state, _ = after(SGNHT(network, preconditioner="diagonal"), iterations, hidden=5)
-        assert state.warmup.arrival.is_prolonged
-        # The count of Adam grows until then, where Adam starts again in other scales.
-        return state.warmup.arrival.adam.number == 10 * (iterations - 25)
-
-    assert arriving(30)
-    monkeypatch.setattr(arrival, "MAX_PASSES", 2)
-    assert arriving(26) and not arriving(27)
 
 
 @pytest.mark.slow
@@ -170,44 +182,6 @@ def counts(X, y, subsample_size, prior=1.0):
     w = numpyro.sample("w", dist.Normal(0, prior).expand([4]).to_event(1))
     with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.Poisson(jnp.exp(X[i] @ w)), obs=y[i])
-
-
-@pytest.mark.filterwarnings("ignore:num_warmup=20 is too short")
-@pytest.mark.parametrize("seed", [4, 5])
-def test_particles_on_their_way_to_one_mode_arrive_as_usual(seed, monkeypatch):
-    """Their gradients differ far more than at the mode, but U is convex between them."""
-    y = random.poisson(random.key(3), jnp.exp(X @ jnp.array([0.5, -0.5, 0.2, 0.0]))).astype(jnp.float32)
-
-    def arrived():
-        state, _ = after(SGLD(counts), round(20 * ARRIVED), 20, seed, y=y, prior=2.0)
-        return bool(state.warmup.arrival.is_prolonged)
-
-    assert not arrived()
-    monkeypatch.setattr(arrival, "CONVEX", 1.1)
-    assert arrived()
-
-
-@pytest.mark.parametrize(
-    "scale", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("low_rank", "diagonal"))]
-)
-def test_particles_that_the_scales_sent_away_return_and_arrive_longer(scale, monkeypatch):
-    """So far away U may be convex between networks, which says nothing of where they came from."""
-    monkeypatch.setattr(arrival, "CONVEX", 0.0)
-    kernel = SGNHT(network, preconditioner=scale)
-    state, kwargs = after(kernel, int(100 * ARRIVED) - 1, hidden=5)
-
-    def one_more(state):
-        return kernel.warm(state, 1, 100, (X, Y), kwargs)
-
-    change = state.warmup.preconditioner
-    away = change.whiten(30.0 * change.to_positions(state.cloud.z))
-    assert not one_more(state).warmup.arrival.is_prolonged
-    found = one_more(state._replace(cloud=state.cloud._replace(z=away)))
-    assert found.warmup.arrival.is_prolonged
-    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], state.start))
-    halfway = jax.vmap(unravel)(state.warmup.arrival.halfway.reshape(PARTICLES, -1))
-    for name, z in sites(kernel, found, X, Y, **kwargs).items():
-        np.testing.assert_allclose(z, halfway[name], rtol=2e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro_repulsion import SGHMC, SGLD, SVGD, SVRG, Archive, diagnose, run_in_pieces, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.kernels import learning
-from numpyro_repulsion.warmup import centering as update, minibatch
+from numpyro_repulsion.warmup import minibatch, scales
 from numpyro_repulsion.warmup.windows import ENDS
 
 EFFECTS = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
@@ -134,20 +134,16 @@ def test_minibatches_of_products_by_hand_need_it():
     assert slowest(SGLD(rows)) > 5.0 * slowest(SGLD(rows, reparam=None))
 
 
-@pytest.mark.slow
-def test_sites_that_the_data_determine_stay_centered():
-    mcmc = run(SGLD(schools), EFFECTS, 0.05)
-    assert (centering(mcmc) > 0.9).all()
-
-
-def test_states_hold_the_sites_of_the_model():
-    with jax.enable_x64():  # in the neck, single precision does not hold the deviation of an effect from its mean
-        check_states()
-
-
-def check_states():
-    effects = jnp.asarray(EFFECTS, float)
-    mcmc = run(SGLD(schools, num_steps=2), effects, num_warmup=60, num_samples=3, extra_fields=("potential_energy",))
+@pytest.mark.filterwarnings("ignore:Warmup found problems", "ignore:Updates were flagged")
+def test_states_hold_the_sites_of_the_model_and_go_on_in_their_coordinates(x64, tmp_path):
+    # In the neck, single precision does not hold the deviation of an effect from its mean.
+    effects, settings = jnp.asarray(EFFECTS, float), {"extra_fields": ("potential_energy",)}
+    mcmc, parts = (vectorized(kernel, 60, 10, 8) for kernel in 2 * (SGLD(schools, num_steps=2),))
+    mcmc.run(random.key(0), effects, **settings)
+    run_in_pieces(parts, random.key(0), effects, piece_size=4, directory=tmp_path, **settings)
+    # Programs without optimization may round differently.
+    for name, values in mcmc.get_samples().items():
+        np.testing.assert_allclose(values, parts.get_samples()[name], rtol=1e-6)
     state = mcmc.last_state
     assert set(mcmc.get_samples()) == set(state.z) == {"mu", "tau", "theta"}
     target = ModelTarget(schools, (effects,))
@@ -160,34 +156,20 @@ def check_states():
     np.testing.assert_allclose(data["sample_stats"]["lp"][:, -1], -energies, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Warmup found problems", "ignore:Updates were flagged")
-def test_runs_go_on_in_their_coordinates(tmp_path):
-    with jax.enable_x64():
-        check_pieces(jnp.asarray(EFFECTS, float), tmp_path)
-
-
-def check_pieces(effects, directory):
-    whole, parts = (vectorized(SGLD(schools, num_steps=2), 60, 10, 6) for _ in range(2))
-    whole.run(random.key(0), effects)
-    run_in_pieces(parts, random.key(0), effects, piece_size=4, directory=directory)
-    # Programs without optimization may round differently.
-    for name, values in whole.get_samples().items():
-        np.testing.assert_allclose(values, parts.get_samples()[name], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     "settings", [{"reparam": None}, {"step_size": 0.01}, {"preconditioner": None}, {"moves": Archive()}]
 )
 def test_kernels_that_keep_the_coordinates_of_the_model(settings):
-    state = SGLD(schools, **settings).init(random.split(random.key(0), 6), 100, None, (EFFECTS,), {})
-    assert state.coordinates is None and state.learned.centering is None
+    assert centers(SGLD(schools)) and not centers(SGLD(schools, **settings))
 
 
-@pytest.mark.slow
+def centers(kernel, particles=6):
+    state = jax.eval_shape(lambda: kernel.start(random.split(random.key(0), particles), 100, None, (EFFECTS,), {}))
+    return state.warmup.centering is not None
+
+
 def test_optimizers_few_particles_and_own_references_keep_them_too():
-    keys = random.split(random.key(0), 6)
-    assert SVGD(schools).init(keys, 100, None, (EFFECTS,), {}).coordinates is None
-    assert SGLD(schools).init(keys[:3], 100, None, (EFFECTS,), {}).coordinates is None
+    assert not centers(SVGD(schools)) and not centers(SGLD(schools), 3)
 
     def rows(y):
         tau = numpyro.sample("tau", dist.HalfNormal(1.0))
@@ -195,8 +177,7 @@ def test_optimizers_few_particles_and_own_references_keep_them_too():
         with numpyro.plate("rows", 8, subsample_size=2) as i:
             numpyro.sample("y", dist.Normal(theta, 1.0), obs=y[i])
 
-    assert SGLD(rows, gradient=SVRG()).init(keys, 100, None, (EFFECTS,), {}).coordinates is None
-    assert SGLD(rows).init(keys, 100, None, (EFFECTS,), {}).coordinates is not None
+    assert centers(SGLD(rows)) and not centers(SGLD(rows, gradient=SVRG()))
 
 
 def test_energies_go_on_where_coordinates_change(monkeypatch):
@@ -213,8 +194,8 @@ def test_energies_go_on_where_coordinates_change(monkeypatch):
     kernel, keys = SGLD(rows, num_steps=1), random.split(random.key(0), 8)
 
     def sees(curvature):
-        monkeypatch.setattr(update, "MIN_SPREAD", 0.0)
-        monkeypatch.setattr(update, "mean_diagonal", lambda rng, u, gradients: np.full(u.shape[-1], curvature))
+        monkeypatch.setattr(scales, "MIN_SPREAD", 0.0)
+        monkeypatch.setattr(scales, "mean_diagonal", lambda rng, u, gradients: np.full(u.shape[-1], curvature))
 
     sees(np.inf)
     before = warmed(kernel, keys, 29, 100, y)
@@ -245,6 +226,15 @@ def test_arguments_may_be_inputs_of_the_program():
         assert len(mcmc.last_state.learned.centering.powers) == 1
     np.testing.assert_allclose(*draws, rtol=1e-3)
 
+    def other(y, upper):
+        mu, tau = numpyro.sample("mu", dist.Normal(0.0, 5.0)), numpyro.sample("tau", dist.Uniform(0.0, upper))
+        with numpyro.plate("school", len(y)):
+            z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+            numpyro.sample("y", dist.Normal(mu + tau + z, 10.0), obs=y)
+
+    with pytest.raises(ValueError, match="this kernel's model has others"):
+        SGLD(other, num_steps=2).sample(mcmc.last_state, (EFFECTS, 20.0), {})
+
 
 def test_a_traced_argument_does_not_hide_that_another_changed():
     """The number of rows in a minibatch is a plain number beside traced data."""
@@ -260,21 +250,6 @@ def test_a_traced_argument_does_not_hide_that_another_changed():
         kernel.bind((y, 4))
         jax.eval_shape(lambda y, batch=batch: found.update({batch: kernel.bind((y, batch)).target.plates}) or y, y)
     assert found == {4: {"rows": (40, 4)}, 8: {"rows": (40, 8)}}
-
-
-def test_states_with_other_products_are_told():
-    keys = random.split(random.key(0), 6)
-    kernel = SGLD(bounded)
-    state = kernel.init(keys, 60, None, (EFFECTS, 20.0), {})
-
-    def other(y, upper):
-        mu, tau = numpyro.sample("mu", dist.Normal(0.0, 5.0)), numpyro.sample("tau", dist.Uniform(0.0, upper))
-        with numpyro.plate("school", len(y)):
-            z = numpyro.sample("z", dist.Normal(0.0, 1.0))
-            numpyro.sample("y", dist.Normal(mu + tau + z, 10.0), obs=y)
-
-    with pytest.raises(ValueError, match="this kernel's model has others"):
-        SGLD(other).sample(state, (EFFECTS, 20.0), {})
 
 
 def test_learners_draw_numbers_of_their_own_in_each_window(monkeypatch):

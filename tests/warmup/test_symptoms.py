@@ -1,5 +1,6 @@
 """What the last part of warmup sees of funnels, heavy tails, several basins and slow directions."""
 
+from functools import cache
 import warnings
 
 import jax
@@ -13,9 +14,9 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD
-from numpyro_repulsion.warmup import Preconditioner, Symptoms
-from numpyro_repulsion.warmup.diagnosis import MAX_DEPENDENCE
-from numpyro_repulsion.warmup.symptoms import MIN_TAIL_GRADIENT
+from numpyro_repulsion.warmup import Preconditioner
+from numpyro_repulsion.warmup.learned import MAX_DEPENDENCE
+from numpyro_repulsion.warmup.symptoms import MIN_TAIL_GRADIENT, Symptoms
 
 PARTICLES, ITERATIONS, WINDOW = 20, 200, 50
 
@@ -30,11 +31,16 @@ def watched(symptoms, draws, gradients, change):
     return lax.scan(iteration, symptoms, (draws, gradients))[0]
 
 
+@cache
+def gradient_of(energy):
+    return jax.jit(jax.vmap(jax.vmap(jax.grad(energy))))
+
+
 def seen(energy, draws, change=None, noise=0.0):
     """The symptoms after iterations with these draws, ``(iterations, particles, d)``, and noise in gradients."""
     change = change or Preconditioner(jnp.ones(draws.shape[-1]))
     draws = jnp.asarray(draws, jnp.float32)
-    gradients = jax.jit(jax.vmap(jax.vmap(jax.grad(energy))))(change.to_positions(draws))
+    gradients = gradient_of(energy)(change.to_positions(draws))
     gradients = change.whiten_gradient(gradients) + noise * random.normal(random.key(0), draws.shape)
     symptoms = jax.device_get(Symptoms.empty(draws.shape[1], draws.shape[2], draws.dtype))
     for start in range(0, len(draws), WINDOW):
@@ -47,12 +53,16 @@ def normal(seed, dimension):
     return np.random.default_rng(seed).standard_normal((ITERATIONS, PARTICLES, dimension))
 
 
+def quadratic(z):
+    return jnp.sum(z**2) / 2
+
+
 def funnel_energy(z):
     return z[0] ** 2 / 18 + jnp.sum(z[1:] ** 2) / 2 * jnp.exp(-z[0]) + (len(z) - 1) * z[0] / 2
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("dimension", [3, 10, 100, 500])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("dimension", [3, 100, 500])
 def test_a_funnel_is_seen_in_any_dimension(dimension, seed):
     v = 1.5 * normal(seed, 1)  # Particles reach a part of it only.
     x = normal(seed + 100, dimension - 1) * np.exp(v / 2)
@@ -68,10 +78,10 @@ def test_a_funnel_is_seen_through_dense_scales():
     assert found.dependence > MAX_DEPENDENCE
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("dimension", [1, 2, 10, 100, 500])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("dimension", [1, 10, 500])
 def test_a_normal_has_no_symptoms(dimension, seed):
-    found = seen(lambda z: jnp.sum(z**2) / 2, normal(seed, dimension))
+    found = seen(quadratic, normal(seed, dimension))
     assert (
         found.dependence < MAX_DEPENDENCE / 2
         and found.tail_gradient.min() > 2 * MIN_TAIL_GRADIENT
@@ -80,7 +90,7 @@ def test_a_normal_has_no_symptoms(dimension, seed):
     assert not found.widest.has_basins and abs(found.widest.explored - 1.0) < 0.5
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_small_group_in_a_large_model_may_be_a_funnel(seed):
     # Eight of its coordinates fill a block wherever blocks begin.
     v = 1.5 * normal(seed, 1)
@@ -92,7 +102,7 @@ def test_a_small_group_in_a_large_model_may_be_a_funnel(seed):
     assert seen(energy, np.concatenate((v, few, many), -1)).dependence > MAX_DEPENDENCE
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("location", [0.0, 300.0])
 def test_heavy_tails_are_told_from_light_ones(location, seed):
     rng = np.random.default_rng(seed)
@@ -125,7 +135,7 @@ def test_what_is_seen_does_not_depend_on_where_the_posterior_lies(location):
     assert np.all(abs(found.kurtosis - 3.0) < 0.5) and np.all(abs(found.tail_gradient - 3.0) < 0.5)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_widest_direction_is_found_and_its_basins(seed):
     # Two basins along a direction that is no coordinate's, in 50 dimensions.
     direction = np.random.default_rng(seed).standard_normal(50)
@@ -149,7 +159,7 @@ def test_the_widest_direction_is_found_and_its_basins(seed):
     assert noisy.may_have_basins and not noisy.has_basins
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_slow_particles_are_not_in_several_basins(seed):
     # A direction a hundred times as wide as the others, in which particles have hardly moved.
     rng = np.random.default_rng(seed)
@@ -163,7 +173,7 @@ def test_slow_particles_are_not_in_several_basins(seed):
 
 
 def test_particles_that_do_not_move_have_no_symptoms_and_no_nan():
-    found = seen(lambda z: jnp.sum(z**2) / 2, np.ones((ITERATIONS, PARTICLES, 3)))
+    found = seen(quadratic, np.ones((ITERATIONS, PARTICLES, 3)))
     assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), found))
     with np.errstate(all="ignore"):  # as at the end of warmup
         assert not found.widest.has_basins and found.dependence == 0.0
@@ -250,15 +260,6 @@ def walk(y):
     numpyro.sample("y", dist.Poisson(rate).to_event(1), obs=y)
 
 
-def positive(dimension):
-    numpyro.sample("a", dist.Gamma(2.0, 1.0).expand([dimension // 2]).to_event(1))
-    numpyro.sample("b", dist.Exponential(1.0).expand([dimension // 2]).to_event(1))
-
-
-def unit_scales(dimension):
-    numpyro.sample("z", dist.Normal(0, jnp.geomspace(1e-2, 1e2, dimension)).to_event(1))
-
-
 def simplex(counts):
     p = numpyro.sample("p", dist.Dirichlet(jnp.ones(len(counts))))
     numpyro.sample("y", dist.Multinomial(int(np.sum(counts)), probs=p), obs=counts)
@@ -267,14 +268,9 @@ def simplex(counts):
 rng = np.random.default_rng(1)
 WELL_BEHAVED = {
     "logistic regression of 100": (logistic, *regression(100, 2000)),
-    "logistic regression of 300": (logistic, *regression(300, 3000)),
     "autoregression of 200": (autoregression, 200),
-    "autoregression of 500": (autoregression, 500, 0.9),
-    "100 groups": (groups, jnp.asarray(rng.standard_normal((100, 1)) + rng.standard_normal((100, 10)))),
     "400 groups": (groups, jnp.asarray(rng.standard_normal((400, 1)) + rng.standard_normal((400, 10)))),
     "Poisson walk": (walk, jnp.asarray(rng.poisson(np.exp(1 + np.sin(np.linspace(0, 6, 200)))))),
-    "positive": (positive, 200),
-    "scales from 0.01 to 100": (unit_scales, 500),
     "simplex": (simplex, rng.integers(5, 50, 150)),
 }
 

@@ -9,7 +9,7 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import vectorized, warmed
+from models import programs_of, vectorized, warmed
 import numpy as np
 import pytest
 
@@ -22,43 +22,27 @@ from numpyro_repulsion import (
     RBF,
     SGLD,
     SGLDR,
-    SVGD,
     Balanced,
     BiasBudget,
     ControlVariates,
     Independent,
     Subsampled,
-    diagnose,
     ensemble_mcse,
-    summary,
-    to_inference_data,
 )
-from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, EulerError, Overdamped, Thermostat, Underdamped
-from numpyro_repulsion.interactions import Coupling, Interaction, Laplacian, RandomFeatures, RandomGroups, base
+from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, Overdamped, Thermostat, Underdamped
+from numpyro_repulsion.interactions import Coupling, Laplacian, RandomFeatures, RandomGroups
 from numpyro_repulsion.kernels.bound import automatic_scale
 from numpyro_repulsion.kernels.learning import HostSampler, iterations_of
-from numpyro_repulsion.warmup import (
-    UNKNOWN,
-    ArrivalState,
-    Measurements,
-    Moments,
-    Preconditioner,
-    Schedule,
-    Surroundings,
-    WarmupDiagnosis,
-    WarmupPlan,
-    WarmupState,
-    Window,
-    arrive,
-    estimate_curvature,
-    first_scale,
-    left_behind,
-    measure_steepness,
-    most_late_iterations,
-    probes,
-    rescue,
-    update_step_size,
-)
+from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Schedule, Window, curvature
+from numpyro_repulsion.warmup.adam import Surroundings
+from numpyro_repulsion.warmup.arrival import arrive, left_behind, most_late_iterations, rescue, update_arrival
+from numpyro_repulsion.warmup.bandwidth import measure_steepness
+from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature
+from numpyro_repulsion.warmup.learned import WarmupDiagnosis, diagnose_warmup
+from numpyro_repulsion.warmup.preconditioner import first_scale
+from numpyro_repulsion.warmup.state import ArrivalState, WarmupPlan, WarmupState
+from numpyro_repulsion.warmup.step_size import update_step_size
+from numpyro_repulsion.warmup.symptoms import Symptoms
 
 PRECISION = jnp.array([[9.0, 2.0, 0.0], [2.0, 4.0, 0.5], [0.0, 0.5, 0.01]])
 EULER = Overdamped("euler")
@@ -72,13 +56,6 @@ def generator(seed=1):
 def numbers(seed, shape):
     """Standard normal numbers on the host."""
     return generator(seed).standard_normal(shape).astype(np.float32)
-
-
-def quadratic(precision):
-    def energy_and_grad(key, u, corrected=None):
-        return 0.5 * jnp.einsum("...i,ij,...j", u, precision, u), u @ precision
-
-    return energy_and_grad
 
 
 def linear(matrix):
@@ -138,7 +115,7 @@ def test_noise_is_the_largest_variance_of_the_gradient(orders):
 @pytest.mark.parametrize("is_large", [False, True])
 def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
     if is_large:
-        monkeypatch.setattr(probes, "LARGE", 0)
+        monkeypatch.setattr(curvature, "LARGE", 0)
 
     # The largest eigenvalue of the sample covariance of 140 rows in 200 dimensions would be near (1 + √1.4)² = 4.8.
     def noisy(cases):
@@ -147,7 +124,7 @@ def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
     u = np.zeros((1, 20, 200), np.float32)
     _, found, mean = estimate_curvature(generator(), u, 0.2, noisy, [0])
     # Three degrees of freedom for each particle in each half, along a direction from the other half.
-    degrees = 2 * 3 * (probes.NUM_KEPT if is_large else 20)
+    degrees = 2 * 3 * (curvature.NUM_KEPT if is_large else 20)
     assert abs(found[0] - 1) < 4.5 * (2 / degrees) ** 0.5
     assert abs(mean[0] - 1) < 4.5 * (2 / (degrees * 200)) ** 0.5
 
@@ -181,7 +158,7 @@ def test_memory_of_large_clouds(particles, width, most, state_most):
 @pytest.mark.parametrize("is_large", [True, False])
 def test_memory_of_measurements_on_large_clouds(is_large, monkeypatch):
     """The control keeps the gradients of all particles."""
-    monkeypatch.setattr(probes, "LARGE", 0 if is_large else 10**9)
+    monkeypatch.setattr(curvature, "LARGE", 0 if is_large else 10**9)
     u = np.zeros((1, 40, 5_000), np.float32)
     tracemalloc.start()
     estimate_curvature(generator(), u, 0.2, lambda cases: (u for _, u, _ in cases), [0, 1])
@@ -251,6 +228,12 @@ def test_step_size_keeps_the_budget():
     assert step_size(budget, Overdamped("lm"), bound=4.0) == pytest.approx(0.125 / 5.0)
 
 
+def test_step_size_is_stable_at_the_stiffest_particle():
+    budget = BiasBudget(0.5, min_draws=0.0)
+    assert step_size(budget, largest=99.0) == pytest.approx(2 / 99)
+    assert step_size(budget, largest=99.0, bound=6.0, noise=0.0) == pytest.approx(2 / 119)
+
+
 def test_step_size_of_momenta_is_a_time():
     budget = BiasBudget(0.1)
     # ε²/2 is the step of averaged overdamped dynamics, where curvature sets it.
@@ -293,15 +276,6 @@ def test_steepness_is_that_of_the_repulsion():
     assert measure_steepness(random.key(0), RBF(h), u.at[0, 0].set(jnp.inf), jnp.asarray(h)) > 0.0
 
 
-@pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm")])
-def test_steep_repulsion_shortens_the_step(dynamics):
-    stats, K = CurvatureStats(1.0, 1.0, 0.0, 30.0), coupling(2.0)
-    step = dynamics.step_error(K).max_step_for_bias(0.05, stats)
-    assert step == pytest.approx(0.5**0.5 / 30.0)
-    assert dynamics.step_error(K).bias(step, stats) == pytest.approx(0.05)
-    assert dynamics.step_error(K).bias(step, stats._replace(steepness=0.0)) < 0.02
-
-
 @pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm"), Underdamped()])
 def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynamics):
     stats, per_step = CurvatureStats(1.0, 1.0, 0.0, 300.0), 1e5
@@ -311,26 +285,6 @@ def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynam
     assert jnp.isinf(longest(stats._replace(steepness=jnp.zeros(())), per_step))
     # Where nothing is raised: particles that jump.
     assert longest(stats, jnp.inf) == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_capped", [True, False])
-def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
-    if not is_capped:
-        monkeypatch.setattr(EulerError, "max_step_for_short_run", lambda *_: jnp.asarray(jnp.inf))
-    monkeypatch.setattr(base, "NARROWEST", 1e-6)  # four neighbors for each
-    mcmc = vectorized(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), 50, 50, 100)
-    # The logarithm of an exponential: mean −γ, variance π²/6.
-    variances = []
-    for seed in range(6):
-        mcmc.run(random.key(seed), init_params=random.normal(random.key(100 + seed), (100, 1)))
-        variances.append(float(np.mean((np.asarray(mcmc.get_samples(), float) + np.euler_gamma) ** 2)))
-    inflation = np.array(variances) / (np.pi**2 / 6)
-    upper = inflation.mean() + 4.5 * inflation.std(ddof=1) / 6**0.5
-    lower = inflation.mean() - 4.5 * inflation.std(ddof=1) / 6**0.5
-    # What the step at which the two are equal would cost: about 40 draws, 0.2.
-    assert lower < 1.2 if is_capped else lower > 1.2
-    assert upper < 1.5 or not is_capped
 
 
 @pytest.mark.slow
@@ -360,14 +314,14 @@ def test_no_step_with_momenta_is_measured_where_the_diagonal_of_k_varies(interac
     assert 0.0 < Overdamped().step_error(coupling).max_step_for_bias(0.05, stats) < 0.1
 
 
-@pytest.mark.parametrize("dynamics", [Overdamped("euler"), Underdamped(), Thermostat()])
+@pytest.mark.parametrize("dynamics", [EULER, Overdamped("lm"), Underdamped(), Thermostat()])
 def test_repulsion_that_changes_fast_shortens_the_step(dynamics):
     flat, steep = CurvatureStats(1.0, 1.0, 0.0), CurvatureStats(1.0, 1.0, 0.0, 100.0)
     some = RBF(1.0).couple(random.normal(random.key(0), (8, 2)))
     step = float(dynamics.step_error(some).max_step_for_bias(0.05, steep))
     assert step == pytest.approx(0.5**0.5 / 100) and dynamics.step_error(some).max_step_for_bias(0.05, flat) > 2 * step
     assert float(dynamics.step_error(some).bias(step, steep)) == pytest.approx(0.05)
-    if dynamics != Overdamped("euler"):
+    if not isinstance(dynamics, Overdamped):
         assert float(dynamics.step_error(some).stability_limit(steep)) == pytest.approx(1 / 100)
         assert dynamics.step_error(some).stability_limit(flat) > 0.02
         assert dynamics.step_error(some).bias(0.0101, steep) > 100 > 0.1 > dynamics.step_error(some).bias(0.0099, steep)
@@ -402,38 +356,6 @@ def test_momenta_in_a_dense_cloud_have_the_bias_of_the_budget():
     assert abs(found.mean() - 1) < 0.05 + 4.5 * error and error < 0.02
     # Control.
     assert far.mean() - 1 > 1.0
-
-
-def test_what_warmup_expects_is_the_same_for_a_multiple_of_k():
-    u = random.normal(random.key(0), (1, 8, 2))
-    energy_and_grad = quadratic(jnp.diag(jnp.array([2.0, 1.0])))
-    one, three = (
-        tune(energy_and_grad, u, interaction=weight * RBF(1.0), num_warmup=jnp.asarray(100)).step
-        for weight in (1.0, 3.0)
-    )
-    np.testing.assert_allclose(three.size, one.size / 3, rtol=1e-4)
-    np.testing.assert_allclose(three.bias, one.bias, rtol=1e-4)
-    np.testing.assert_allclose(three.effective_draws, one.effective_draws, rtol=1e-4)
-
-
-def test_step_size_is_stable_at_the_stiffest_particle():
-    budget = BiasBudget(0.5, min_draws=0.0)
-    assert step_size(budget, largest=99.0) == pytest.approx(2 / 99)
-    assert step_size(budget, largest=99.0, bound=6.0, noise=0.0) == pytest.approx(2 / 119)
-
-
-@pytest.mark.parametrize("bound", [1.0, 3.0, 7.0])
-def test_stability_takes_one_stiff_particle_for_one(bound):
-    # λ_max(K½ H K½) is at most λ (Λ − 1) + m where one particle has curvature m and all others λ.
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        gram = rng.normal(size=(6, 30))
-        gram = gram @ gram.T
-        gram /= np.sqrt(np.outer(np.diag(gram), np.diag(gram)))
-        Λ = np.linalg.eigvalsh(gram)[-1]
-        H = np.diag([bound * 10.0, *np.full(5, bound)])
-        root = np.linalg.cholesky(gram)
-        assert np.linalg.eigvalsh(root.T @ H @ root)[-1] <= bound * Λ + bound * 9.0 + 1e-9
 
 
 def momenta_update(dynamics, gram, H, step_size):
@@ -511,9 +433,9 @@ def test_a_run_that_would_go_nowhere_gets_longer_steps():
 )
 def test_bias_at_the_step_of_the_budget_is_the_tolerance(dynamics, bound):
     budget = BiasBudget(0.008, min_draws=0.0)
-    for curvature, noise in ((4.0, 0.0), (1e-6, 3.0)):
-        step = step_size(budget, dynamics, curvature=curvature, noise=noise, largest=curvature, bound=bound)
-        bias = dynamics.step_error(coupling(bound)).bias(step, CurvatureStats(curvature, curvature, noise))
+    for λ, noise in ((4.0, 0.0), (1e-6, 3.0)):
+        step = step_size(budget, dynamics, curvature=λ, noise=noise, largest=λ, bound=bound)
+        bias = dynamics.step_error(coupling(bound)).bias(step, CurvatureStats(λ, λ, noise))
         assert float(bias) == pytest.approx(0.008, rel=0.05)
 
 
@@ -547,70 +469,67 @@ class Sampler(NamedTuple):
 
     plan: WarmupPlan
     gradient: Callable
-    interaction: Interaction = Independent()
     dynamics: Dynamics = Overdamped()
     num_steps: int = 10
     shares_minibatches: bool = False
 
     def gradients(self, warmup):
-        return lambda cases: (np.asarray(self.gradient(None, u)[1]) for _, u, _ in cases)
+        return self.gradient
 
     def couple(self, u, bandwidth):
-        found = self.interaction.couple(u, bandwidth)
-        return Coupling.of_figures(*map(np.asarray, (found.bound, found.diagonal)), found.is_identity)
+        return Coupling.of_figures(1.0, 1.0, True)
 
     def steepness(self, u, bandwidth):
-        return np.asarray(measure_steepness(random.key(0), self.interaction, jnp.asarray(u), bandwidth))
+        return 0.0
 
     def settled(self, cloud, step_size, noise):
         return cloud
 
 
-def tune(energy_and_grad, u, plan=None, interaction=None, **fields):
-    """What is known of the step at the end of warmup."""
-    plan = plan or WarmupPlan(BiasBudget(0.1, min_draws=0.0), None, False, False)
-    cloud = Cloud(u, *energy_and_grad(None, u), ())
+def tune(gradients, u, has_noise=False, **fields):
+    """What is known of the step at the end of a warmup, given the gradients of cases."""
+    plan = WarmupPlan(BiasBudget(0.1, min_draws=0.0), None, False, reference=has_noise, noise=has_noise)
+    cloud = Cloud(u, np.zeros(u.shape[:2], np.float32), next(iter(gradients([(0, u, 0)]))), ())
     warmup = WarmupState.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan)
     moments = warmup.moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
-    warmup = warmup._replace(scales=warmup.scales._replace(moments=moments), **fields)
-    warmup, cloud = jax.device_get((warmup, cloud))
-    sampler = Sampler(plan, energy_and_grad, interaction or Independent())
+    warmup = jax.device_get(warmup._replace(scales=warmup.scales._replace(moments=moments), **fields))
     with np.errstate(all="ignore"):
-        return update_step_size(generator(), Window(Schedule(100), 100), warmup, cloud, sampler)[0]
+        return update_step_size(generator(), Window(Schedule(100), 100), warmup, cloud, Sampler(plan, gradients))[0]
 
 
 def test_where_no_curvature_is_met_the_step_follows_from_the_spread():
-    def cone(key, u, corrected=None):
-        return jnp.abs(u).sum(-1), jnp.sign(u)
+    def cone(cases):
+        return (np.sign(u) for _, u, _ in cases)
 
     # On average, curvature is at least one over the variance.
-    u = 10.0 + random.normal(random.key(0), (1, 6, 3))
-    spread = np.asarray(u).var(1).max()
-    np.testing.assert_allclose(tune(cone, u).step.size, 0.5 * spread, rtol=1e-5)
+    u = 10.0 + numbers(0, (1, 6, 3))
+    np.testing.assert_allclose(tune(cone, u).step.size, 0.5 * u.var(1).max(), rtol=1e-5)
     # Particles that do not move have no spread.
-    found = tune(
-        cone,
-        jnp.ones((1, 6, 3)),
-        arrival=ArrivalState(jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]), jnp.zeros((1, 6), bool), None),
-    )
+    arrival = ArrivalState(jnp.array([[0.1, 0.4, 0.1, 0.4, 0.1, 0.4]]), jnp.zeros((1, 6), bool), None)
+    found = tune(cone, np.ones((1, 6, 3), np.float32), arrival=arrival)
     np.testing.assert_allclose(found.step.size, 0.02, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_laplace_distribution_comes_out_in_its_own_size(kernel, seed):
+@pytest.mark.parametrize(("corrected", "order"), [(0.1, 1), (10.0, 0)])
+def test_control_variates_are_given_up_where_they_add_noise(corrected, order):
+    # As a minibatch would, the noise depends on the number alone.
+    def noisy(cases):
+        return (u + (corrected if of else 1.0) * numbers(number, u.shape) for number, u, of in cases)
+
+    found = tune(noisy, numbers(0, (1, 20, 3)), has_noise=True)
+    assert found.reference.order == order and found.noise == min(found.measurements.mean_noise[:2])
+    diagnosis = diagnose_warmup(found, None, Overdamped())
+    assert [finding.name for finding in diagnosis.findings()] == ([] if order else ["control_variates_off"])
+
+
+def test_laplace_distribution_comes_out_in_its_own_size():
     # Its curvature is all in one point, which few measurements meet.
-    starts = random.normal(random.key(seed + 50), (6, 1))
-    sampler = kernel(potential_fn=lambda z: jnp.abs(z).sum())
-    mcmc = MCMC(sampler, num_warmup=200, num_samples=2000, num_chains=6, chain_method="vectorized", progress_bar=False)
-    mcmc.run(random.key(seed), init_params=starts)
+    mcmc = vectorized(SGLD(potential_fn=lambda z: jnp.abs(z).sum()), 200, 2000)
+    mcmc.run(random.key(0), init_params=random.normal(random.key(50), (6, 1)))
     draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
-    error = ensemble_mcse(draws, 1 if kernel is SGLDR else 6, method="sd")[0]
+    error = ensemble_mcse(draws, 6, method="sd")[0]
     # Its variance is 2, of which the budget is a share; and half that size, or twice, would be seen.
-    assert abs(draws.std() - 2**0.5) < 4.5 * error + 2**0.5 * BiasBudget().tolerance_for(kernel is SGLD) / 2, (
-        draws.std(),
-        error,
-    )
+    assert abs(draws.std() - 2**0.5) < 4.5 * error + 2**0.5 * BiasBudget().tolerance_for(True) / 2
     assert 9 * error < 2**0.5 / 2
 
 
@@ -650,21 +569,11 @@ def test_windows_of_a_prolonged_arrival():
     assert {schedule.half_of_arrival(n) for n in range(250, 800)} == {(250, 800)}
     # The mean of the positions, for the reference, is over the second half.
     assert next(n for n in range(250, 1000) if schedule.is_beginning(n)) == 525
-
-
-@pytest.mark.parametrize(
-    ("late", "ends"),
-    [
-        (150, [400, 440, 520, 680, 720, 760, 800, 840, 880, 920, 960, 1000]),
-        (10**7, [800, 813, 840, 893, 906, 920, 933, 946, 960, 973, 986, 1000]),
-    ],
-)
-def test_a_prolonged_arrival_of_few_iterations(late, ends):
-    schedule = Schedule(1000, True, late)
-    found = [window.ends for window in windows(schedule)]
-    assert found[-12:] == ends
-    assert [n for n in range(1000) if schedule.is_arriving(n)] == list(range(ends[0]))
-    assert [n for n in found if not Window(schedule, n).is_adapting] == ends[4:]
+    # A limit on its iterations shortens that half, and only shortens it.
+    assert [window.ends for window in windows(Schedule(1000, True, 10**7))][-12:] == ends
+    found = [window.ends for window in windows(Schedule(1000, True, 150))]
+    assert found[-12:] == [400, 440, 520, 680, 720, 760, 800, 840, 880, 920, 960, 1000]
+    assert not Schedule(1000, True, 150).is_arriving(400)
 
 
 def test_a_prolonged_arrival_passes_through_the_rows_at_most_500_times():
@@ -688,7 +597,7 @@ def test_every_warmup_ends_with_a_measurement(num_warmup):
 # Arrival
 
 
-@pytest.mark.parametrize("scale", [1e-4, pytest.param(1.0, marks=pytest.mark.slow), 1e3])
+@pytest.mark.parametrize("scale", [1e-4, 1e3])
 def test_particles_arrive_whatever_the_scale(scale):
     def energy_and_grad(u):
         return 0.5 * jnp.sum((u / scale - 3.0) ** 2, -1), (u / scale - 3.0) / scale
@@ -751,6 +660,12 @@ def test_noisy_energies_have_a_wider_limit():
     assert left_behind(energy[0][None].at[0, 3].add(1e4), d, noise)[0, 3]
 
 
+def test_what_is_not_finite_is_left_behind():
+    energy = np.zeros((1, 40))
+    energy[0, [7, 9]] = 1e5, np.nan
+    assert np.argwhere(left_behind(energy, 3)).tolist() == [[0, 7], [0, 9]]
+
+
 def test_networks_in_basins_of_different_depth_are_not_lost():
     depth = 1000.0 * random.normal(random.key(0), (1, 20))
     energy = depth.at[0, 4].set(1e5)
@@ -763,13 +678,6 @@ def test_networks_in_basins_of_different_depth_are_not_lost():
     np.testing.assert_array_equal(left_behind(near, 100, 0.0, jnp.asarray(True)), left_behind(near, 100))
 
 
-def test_what_is_not_finite_is_left_behind():
-    assert np.argwhere(left_behind(jnp.zeros((1, 40)).at[0, 7].set(1e5).at[0, 9].set(jnp.nan), 3)).tolist() == [
-        [0, 7],
-        [0, 9],
-    ]
-
-
 def around(u, energy, gradient, length=40):
     """The surroundings of particles that see draws ``(time, 1, L, d)``."""
     surroundings = Surroundings.empty(u.shape[1:], u.dtype)
@@ -778,10 +686,9 @@ def around(u, energy, gradient, length=40):
     return jax.device_get(surroundings)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_most_particles_leave_a_basin_that_is_lost(seed):
+def test_most_particles_leave_a_basin_that_is_lost():
     # Thirteen of twenty particles in a basin whose floor is 40 higher, and not wider.
-    u = random.normal(random.key(seed), (40, 1, 20, 5))
+    u = random.normal(random.key(0), (40, 1, 20, 5))
     higher = jnp.where(jnp.arange(20) < 13, 40.0, 0.0)
     energy = 0.5 * jnp.sum(u**2, -1) + higher
     assert around(u, energy, u).is_lost()[0].tolist() == [True] * 13 + [False] * 7
@@ -816,11 +723,33 @@ def test_a_particle_that_does_not_move_does_not_attract():
     assert not around(u, 0.5 * jnp.sum(u**2, -1), u).is_lost().any()
 
 
-def test_arriving_on_minibatches_keeps_particles_apart():
-    y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
-    state = warmed(SGLDR(noisy_mean), random.split(random.key(0), 20), 50, 200, y, 2)
-    # So few rows say little on who is lost, but copies have parted again when repulsion begins.
-    assert len(np.unique(state.cloud.z)) == 20
+class Energies(NamedTuple):
+    """A sampler on minibatches, as far as the learner of the arrival knows one."""
+
+    plan: WarmupPlan
+    energy: np.ndarray
+
+    def energy_on_common_rows(self, warmup, u):
+        return self.energy
+
+
+@pytest.mark.parametrize(("ends", "moves", "coincide"), [(30, True, True), (50, False, False), (60, True, False)])
+def test_lost_particles_move_to_others_but_not_where_they_would_coincide(ends, moves, coincide):
+    # At the end of the arrival, after 50 of 200 iterations, copies must part again before repulsion begins.
+    u = random.normal(random.key(0), (1, 10, 3))
+    plan = WarmupPlan(BiasBudget(), None, False, False, noise=True)
+    cloud = Cloud(u, jnp.zeros(u.shape[:2]), jnp.zeros_like(u), ())
+    warmup, cloud = jax.device_get(
+        (WarmupState.start(200, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan), cloud)
+    )
+    energy = np.where(np.arange(10) == 4, 1e4, 0.0)[None]
+    found, moved = update_arrival(generator(), Window(Schedule(200), ends), warmup, cloud, Energies(plan, energy))
+    assert np.flatnonzero((moved.z != cloud.z).any(-1)).tolist() == ([4] if moves else [])
+    assert np.flatnonzero(found.arrival.lost).tolist() == ([] if moves else [4])
+    assert (len(np.unique(moved.z, axis=1)[0]) < 10) == coincide
+    if moves:
+        nearest = np.delete(np.linalg.norm(moved.z[0] - moved.z[0, 4], axis=-1), 4).min()
+        assert nearest == pytest.approx(0.0 if coincide else 0.1 * 3**0.5, abs=1e-6)
 
 
 def test_exact_draws_are_hardly_ever_lost():
@@ -844,12 +773,6 @@ def test_preconditioner_is_a_linear_change_of_variables(scale, center):
 
     expected = jax.grad(lambda u: energy(change.to_positions(u)))(change.whiten(z))
     np.testing.assert_allclose(change.whiten_gradient(jax.grad(energy)(z)), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_changes_of_variables_are_not_rounded_on_accelerators():
-    change, u = Preconditioner(jnp.eye(3), jnp.zeros(3)), jnp.ones((4, 3))
-    for turn in (change.to_positions, change.whiten_gradient):
-        assert "HIGHEST" in str(jax.make_jaxpr(turn)(u))
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -958,8 +881,8 @@ def test_bandwidth_in_a_sum_with_the_identity_is_that_without(weight):
     np.testing.assert_allclose(mixed.learn_bandwidth(u), RBF().learn_bandwidth(u), rtol=1e-3)
 
 
-@pytest.mark.parametrize(("kernel", "dimension"), [(RBF(), 5), (Balanced(RBF()), 5), (IMQ(), 50)], ids=repr)
-@pytest.mark.parametrize("size", [3, 20, 60])
+@pytest.mark.parametrize(("kernel", "dimension"), [(RBF(), 5), (IMQ(), 50)], ids=repr)
+@pytest.mark.parametrize("size", [3, 60])
 def test_bandwidth_makes_a_few_neighbors(kernel, dimension, size):
     u = 1e3 * random.normal(random.key(0), (2, size, dimension))
     h = kernel.learn_bandwidth(u)
@@ -970,8 +893,9 @@ def test_bandwidth_makes_a_few_neighbors(kernel, dimension, size):
     np.testing.assert_allclose(similarity.mean(), min(4 / (size - 1), 0.25) / 1.001, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kernel", [RBF(), IMQ(), RandomFeatures(num_features=32)], ids=repr)
-@pytest.mark.parametrize("width", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize(
+    ("kernel", "width"), [(RBF(), 1e-3), (RBF(), 1e3), (IMQ(), 1.0), (RandomFeatures(num_features=32), 1.0)], ids=repr
+)
 def test_many_particles_on_a_line_have_a_bandwidth_that_a_step_can_follow(kernel, width):
     u = width * random.normal(random.key(0), (1, 200, 1))
     h = kernel.learn_bandwidth(u)
@@ -1013,31 +937,12 @@ def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
 # The verdict, and whole warmups
 
 
-FINE = WarmupDiagnosis(
-    num_warmup=jnp.asarray(1000),
-    effective_draws=jnp.asarray(1000.0),
-    bias=jnp.asarray(jnp.nan),
-    condition=jnp.asarray(5.0),
-    curvature_ratio=jnp.asarray(3.0),
-    dependence=jnp.asarray(0.1),
-    has_heavy_tails=jnp.asarray(False),
-    has_basins=jnp.asarray(False),
-    is_diagonal=jnp.asarray(False),
-    noise_ratio=jnp.asarray(0.1),
-    control_variates_off=jnp.asarray(False),
-    jumps_off=jnp.asarray(False),
-    is_prolonged=jnp.asarray(False),
-    thermostat_helps=jnp.asarray(False),
-)
+FINE = WarmupDiagnosis(1000.0, 1000.0, condition=5.0, curvature_ratio=3.0, dependence=0.1, noise_ratio=0.1)
 
 
-def test_verdict_names_what_is_wrong():
-    assert FINE.findings() == []
-    # The step is raised until the run is worth 200, which rounding must not make a finding.
-    assert FINE._replace(effective_draws=jnp.float32(199.99)).findings() == []
-    numbers = ("num_warmup", "effective_draws", "condition", "curvature_ratio", "dependence", "noise_ratio")
-    assert FINE._replace(**{name: jnp.asarray(jnp.nan) for name in numbers}).findings() == []
-    for field, value, name, figure, words in (
+@pytest.mark.parametrize(
+    ("field", "value", "name", "figure", "words"),
+    [
         ("num_warmup", 20, "short_run", 20.0, "20 iterations of warmup are too few"),
         ("effective_draws", 50.0, "slow_directions", 50.0, "about 50 independent"),
         ("bias", 0.3, "step_bias", 1.3**0.5 - 1, "sds about 14 % too large"),
@@ -1049,20 +954,26 @@ def test_verdict_names_what_is_wrong():
         ("noise_ratio", 20.0, "gradient_noise", 20.0, "Gradient noise, 20 times the curvature"),
         ("control_variates_off", True, "control_variates_off", None, "Control variates add noise"),
         ("jumps_off", True, "jumps_off", None, "Jumps are hardly ever accepted"),
-    ):
-        (finding,) = FINE._replace(**{field: jnp.asarray(value)}).findings()
-        assert finding.name == name and words in str(finding)
-        assert finding.figure == (None if figure is None else pytest.approx(figure))
-    assert [FINE._replace(bias=jnp.asarray(x)).findings()[0].severity for x in (0.15, 0.3)] == ["warning", "error"]
-    slow = FINE._replace(effective_draws=jnp.asarray(50.0), is_diagonal=jnp.asarray(True))
-    assert 'Set preconditioner="dense"' in slow.findings()[0].remedy
-    noisy = FINE._replace(effective_draws=jnp.asarray(50.0), noise_ratio=jnp.asarray(2.0))
-    assert "Raise `subsample_size`" in noisy.findings()[0].remedy
-    noisy = noisy._replace(noise_ratio=jnp.asarray(20.0), thermostat_helps=jnp.asarray(True))
+    ],
+)
+def test_verdict_names_what_is_wrong(field, value, name, figure, words):
+    (finding,) = FINE._replace(**{field: np.float32(value)}).findings()
+    assert finding.name == name and words in str(finding)
+    assert finding.figure == (None if figure is None else pytest.approx(figure))
+
+
+def test_verdict_of_several_figures():
+    assert FINE.findings() == WarmupDiagnosis().findings() == []
+    # The step is raised until the run is worth 200, which rounding must not make a finding.
+    assert FINE._replace(effective_draws=199.99).findings() == []
+    assert [FINE._replace(bias=x).findings()[0].severity for x in (0.15, 0.3)] == ["warning", "error"]
+    slow = FINE._replace(effective_draws=50.0)
+    assert 'Set preconditioner="dense"' in slow._replace(is_diagonal=True).findings()[0].remedy
+    assert "Raise `subsample_size`" in slow._replace(noise_ratio=2.0).findings()[0].remedy
+    noisy = slow._replace(noise_ratio=20.0, thermostat_helps=True)
     assert all(finding.remedy.startswith("Take SGNHT") for finding in noisy.findings())
     # Networks keep to their basins, and their control variates always add noise.
-    yes = jnp.asarray(True)
-    (finding,) = FINE._replace(has_basins=yes, control_variates_off=yes, is_prolonged=yes).findings()
+    (finding,) = FINE._replace(has_basins=True, control_variates_off=True, is_prolonged=True).findings()
     assert finding.name == "several_basins" and "predict(mcmc, ...)" in finding.remedy
 
 
@@ -1073,53 +984,25 @@ def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, 
     return " ".join(map(str, kernel.findings(mcmc.last_state))), mcmc
 
 
-SCHOOLS = (jnp.array([28.0, 8, -3, 7, -1, 1, 18, 12]), jnp.array([15.0, 10, 16, 11, 9, 11, 10, 18]))
-
-
-def schools(centered):
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    tau = numpyro.sample("tau", dist.HalfCauchy(5))
-    with numpyro.plate("school", 8):
-        if centered:
-            theta = numpyro.sample("theta", dist.Normal(mu, tau))
-        else:
-            theta = mu + tau * numpyro.sample("standard", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(theta, SCHOOLS[1]), obs=SCHOOLS[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
-def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel, capsys):
-    words, mcmc = expectations(kernel(schools, reparam=None), True)
-    assert "reparam" in words
-    # Said again where the results are.
-    data = to_inference_data(mcmc)
-    assert "reparam" in data["posterior"].attrs["findings"]
-    assert "funnel" in diagnose(data)
-    summary(data, kind="stats")
-    assert "reparam" in capsys.readouterr().out
-    assert "funnel" not in expectations(kernel(schools), True)[0]
-    words, mcmc = expectations(kernel(schools), False)
-    assert words == "" and to_inference_data(mcmc)["posterior"].attrs["findings"] == "[]"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_funnel_is_flagged_in_every_seed(seed):
-    for kernel in (SGLD, SGLDR):
-        assert "reparam" in expectations(kernel(schools, reparam=None), True, seed=seed)[0]
-
-
-def test_short_warmup_says_so():
+def test_a_short_warmup_is_announced():
     with pytest.warns(UserWarning, match="num_warmup=20 is too short"):
-        words, _ = expectations(SGLD(schools), False, num_warmup=20)
-    assert "20 iterations of warmup are too few" in words
+        jax.eval_shape(lambda: SGLD(noisy_mean).start(random.split(random.key(0), 6), 20, None, (jnp.zeros(9), 2), {}))
 
 
-@pytest.mark.slow
-def test_a_run_that_goes_nowhere_says_so():
-    words, _ = expectations(SGLD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
-    assert "independent draws. Raise `num_steps`" in words
+@np.errstate(invalid="ignore")
+def test_an_optimizer_has_no_draws_to_be_judged():
+    warmup = tune(linear(PRECISION), numbers(0, (1, 8, 3)))
+    warmup = warmup._replace(symptoms=jax.device_get(Symptoms.empty(8, 3, jnp.float32)))
+    sampler, optimizer = (diagnose_warmup(warmup, BiasBudget(), Overdamped(noise=x)).findings() for x in (True, False))
+    assert [finding.name for finding in sampler] == ["slow_directions"] and optimizer == []
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_nothing_is_cut_where_the_noise_was_not_measured(measures):
+    settings = {} if measures else {"step_size": 1e-3}
+    kernel = SGLD(noisy_mean, preconditioner="dense", gradient=Subsampled(), **settings)
+    _, state = programs_of(kernel, random.split(random.key(0), 4), 60, jnp.zeros(2000), 2)[-1]
+    assert (state.learned.gradient_limit is not None) == measures
 
 
 def noisy_mean(y, subsample_size):
@@ -1138,23 +1021,6 @@ def test_noise_that_rules_the_step_is_named():
     assert words == ""
     learned = mcmc.last_state.learned
     assert learned.reference is not None and learned.measurements.noise < 1e-3
-
-
-@pytest.mark.slow
-def test_control_variates_are_given_up_where_they_add_noise():
-    # Two far modes where the likelihood is flat, and between them, where the mean of the cloud lies, it is steep.
-    def model(y):
-        modes = dist.Normal(jnp.array([-5.0, 5.0]), 0.3)
-        x = numpyro.sample("x", dist.MixtureSameFamily(dist.Categorical(jnp.array([0.5, 0.5])), modes))
-        with numpyro.plate("rows", len(y), subsample_size=4) as i:
-            numpyro.sample("y", dist.Normal(jnp.tanh(x) ** 2, 1), obs=y[i])
-
-    y = random.normal(random.key(5), (400,))
-    words, mcmc = expectations(SGLD(model), y, num_warmup=100)
-    assert mcmc.last_state.learned.reference is None and "Control variates add noise" in words
-    warmup = warmed(SGLD(model), random.split(random.key(0), 20), 100, 100, y).warmup
-    plain, *corrected = warmup.measurements.mean_noise
-    assert min(corrected) > 100 * plain and not warmup.reference.order
 
 
 def curved(x, y, subsample_size):
@@ -1228,9 +1094,7 @@ def test_groups_share_what_is_learned_and_nothing_else():
     assert (whole[6:] != disturbed[6:]).all()
 
 
-@pytest.mark.parametrize(
-    "preconditioner", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("diagonal", None))]
-)
+@pytest.mark.parametrize("preconditioner", ["auto", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_single_chain_learns_over_time(preconditioner):
     sd = jnp.array([0.01, 1.0, 100.0])
     kernel = SGLD(potential_fn=lambda z: jnp.sum((z / sd) ** 2) / 2, preconditioner=preconditioner)
@@ -1248,8 +1112,9 @@ def test_a_single_chain_learns_over_time(preconditioner):
     assert (np.abs(samples.var(0) - 1) < 4.5 * (2.2 / 2000) ** 0.5 + 0.01).all()
 
 
-@pytest.mark.parametrize(("dimension", "dense"), [(64, True), (65, False)])
-def test_auto_is_dense_up_to_64_parameters(dimension, dense):
+def test_scales_that_are_learned_and_given():
+    dimension = 5
+
     def shape(**kwargs):
         kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, **kwargs)
         starts = random.normal(random.key(1), (4, dimension))
@@ -1257,24 +1122,12 @@ def test_auto_is_dense_up_to_64_parameters(dimension, dense):
         learned = state.warmup if hasattr(state, "warmup") else state.learned
         return None if (scale := learned.preconditioner.scale) is None else scale.shape
 
-    assert shape() == ((dimension, dimension) if dense else (dimension,))
-    assert shape(preconditioner="dense") == shape(preconditioner="dense", step_size=0.1) == (dimension, dimension)
+    assert shape() == shape(preconditioner="dense") == (dimension, dimension)
+    assert shape(preconditioner="dense", step_size=0.1) == (dimension, dimension)
     assert shape(preconditioner="diagonal") == (dimension,)
     # A given step means what it means in plain SGLD.
     assert shape(step_size=0.1) is None and shape(preconditioner=None) is None
     assert shape(preconditioner=jnp.ones(dimension)) == (dimension,)
-
-
-def test_an_optimizer_has_no_draws_to_be_judged():
-    _, mcmc = expectations(SVGD(schools, num_steps=1), False, num_warmup=50, num_chains=5)
-    assert mcmc.sampler.findings(mcmc.last_state) == []
-
-
-def test_nothing_is_cut_where_the_noise_was_not_measured():
-    y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
-    kernel = SGLD(noisy_mean, step_size=1e-3, preconditioner="dense", gradient=Subsampled())
-    _, mcmc = expectations(kernel, y, 2, num_warmup=60, num_chains=4)
-    assert mcmc.last_state.num_flagged_updates == 0
 
 
 def random_mean(y, subsample_size, noise):
