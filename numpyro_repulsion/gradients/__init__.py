@@ -4,6 +4,7 @@ A :class:`Target` is the posterior in the form that samplers use, one unconstrai
 :class:`Gradient` chooses the rows of the subsampled plates that each particle uses in each update.
 """
 
+from numpyro_repulsion.gradients.all_rows import is_finite_on_all_rows, sites_not_finite
 from numpyro_repulsion.gradients.centering import CenteredTarget, Centering, Recovered
 from numpyro_repulsion.gradients.control import (
     SVRG,
@@ -12,7 +13,6 @@ from numpyro_repulsion.gradients.control import (
     fingerprint,
     full_gradient,
 )
-from numpyro_repulsion.gradients.finite import is_finite_on_all_rows, sites_not_finite
 from numpyro_repulsion.gradients.minibatch import (
     FullData,
     Gradient,

@@ -14,8 +14,6 @@ from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_gradie
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.rounding import AnyArray
 
-__all__ = ["CenteredTarget", "Centering", "Recovered"]
-
 
 class Centering(NamedTuple):
     """How the entries of a particle are centered.

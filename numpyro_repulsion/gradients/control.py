@@ -20,16 +20,6 @@ from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
 from numpyro_repulsion.gradients.target import Target
 from numpyro_repulsion.rounding import matmul, unrounded
 
-__all__ = [
-    "SVRG",
-    "ControlVariates",
-    "chunks",
-    "evaluate_reference",
-    "fingerprint",
-    "full_gradient",
-]
-
-
 #: The Hessian over all rows costs little up to so many parameters, and to so many products of two of them in a row.
 MAX_DIMENSION, MAX_PRODUCTS = 512, 2e10
 #: Along so many directions at a time.

@@ -19,22 +19,10 @@ from numpyro.handlers import substitute
 from numpyro.infer.util import constrain_fn, potential_energy
 from numpyro.ops.provenance import eval_provenance
 
-from numpyro_repulsion.gradients.bounds import CALLS
+from numpyro_repulsion.gradients.all_rows import CALLS
 from numpyro_repulsion.gradients.structure import any_number_of_rows
-from numpyro_repulsion.gradients.target import Indices, Particle, SitesTarget
+from numpyro_repulsion.gradients.target import Indices, Particle
 from numpyro_repulsion.rounding import matmul
-
-__all__ = [
-    "Causes",
-    "Products",
-    "Translations",
-    "base_support",
-    "candidates",
-    "centered_energy",
-    "location_scale_sites",
-    "multiplied",
-    "recovered",
-]
 
 #: Scales may enter as standard deviations, variances or precisions, so powers are multiples of 1/2 up to this.
 MAX_POWER = 1.0
@@ -68,7 +56,7 @@ class Products:
     :param others: sites that are in coordinates of their own already.
     """
 
-    def __init__(self, target: SitesTarget, sites: Mapping[str, dict], others: Collection[str]):
+    def __init__(self, target: Any, sites: Mapping[str, dict], others: Collection[str]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
         self._logarithms = {
             name: logarithm
@@ -264,7 +252,7 @@ class Translations:
        Biometrika 82 (1995)
     """
 
-    def __init__(self, target: SitesTarget, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
+    def __init__(self, target: Any, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
         scales = {name: causes.scale for name, causes in target.location_scale.items() if not causes.location}
         for effect, scale in pairs:
@@ -385,7 +373,7 @@ class _Partly:
         self.found[name] = value, location, scale
         return value
 
-    def apply(self, function: Callable, target: SitesTarget, indices: Indices, key: jax.Array, **settings):
+    def apply(self, function: Callable, target: Any, indices: Indices, key: jax.Array, **settings):
         """Return a function of the model with these values, and of the values of the other sites."""
         model, others = substitute(target.bind(indices, key), substitute_fn=self), dict(self.y)
         for name in self.shares:
@@ -400,7 +388,7 @@ def _base(fn):
     return fn
 
 
-def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict[str, Causes]:
+def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, Causes]:
     """Return the latent sites of a model with a location, and a scale that depends on other latent sites.
 
     :param target: the posterior of the model, without discrete sites.
@@ -421,16 +409,14 @@ def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict
     return {}
 
 
-def centered_energy(
-    target: SitesTarget, y: Particle, indices: Indices, key: jax.Array, shares: Mapping[str, jax.Array]
-):
+def centered_energy(target: Any, y: Particle, indices: Indices, key: jax.Array, shares: Mapping[str, jax.Array]):
     """Return U in coordinates in which some sites are partly centered, by the given share for each of their entries."""
     partly = _Partly(y, shares)
     energy = partly.apply(potential_energy, target, indices, key)
     return energy - sum(jnp.sum((1.0 - shares[k]) * jnp.log(scale)) for k, (_, _, scale) in partly.found.items())
 
 
-def recovered(target: SitesTarget, y: Particle, shares: Mapping[str, jax.Array]) -> tuple[Particle, dict[str, tuple]]:
+def recovered(target: Any, y: Particle, shares: Mapping[str, jax.Array]) -> tuple[Particle, dict[str, tuple]]:
     """Return a particle in the coordinates of the model, and the location and scale of each partly centered site."""
     partly = _Partly(y, shares)
     # NumPyro ends a run of the model there that sees all sites.

@@ -21,8 +21,6 @@ from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.noise import integers_below
 from numpyro_repulsion.rounding import AnyArray, unrounded
 
-__all__ = ["Reference", "FullData", "Gradient", "Subsampled", "draw_indices", "ravel_cloud", "rows_to_compare"]
-
 
 class Reference(NamedTuple):
     """The reference point of control variates, one for all particles or one for each.

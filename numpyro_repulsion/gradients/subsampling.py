@@ -19,16 +19,6 @@ from numpyro_repulsion.gradients.target import Indices, Target
 from numpyro_repulsion.layout import ROWS, Layout, num_devices
 from numpyro_repulsion.rows import Rows, Shards, host_rows, share_rows
 
-__all__ = [
-    "TakesRows",
-    "are_of_a_plate",
-    "check_rows",
-    "check_sizes",
-    "on_shares",
-    "share",
-    "shares_rows",
-]
-
 
 def are_of_a_plate(rows: jax.Array, size: int) -> bool:
     """Whether these are the rows of a plate of this size as the running model got them, and not computed from them."""

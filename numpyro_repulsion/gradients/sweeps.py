@@ -15,8 +15,6 @@ import numpy as np
 from numpyro_repulsion.checks import boolean, keep
 from numpyro_repulsion.gradients.control import ControlVariates
 
-__all__ = ["Sweeps"]
-
 #: Rounds of the Feistel cipher that orders the rows. With so many, half-sums vary as in truly random orders.
 ROUNDS = 6
 #: The number of an update is a signed 32-bit integer.

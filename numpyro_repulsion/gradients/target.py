@@ -15,8 +15,6 @@ from jaxtyping import Array, Float, Integer
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rounding import unrounded
 
-__all__ = ["FunctionTarget", "Indices", "Particle", "SitesTarget", "Target", "compiled", "quickly"]
-
 Particle = Any
 #: ``{plate: rows}``
 Indices = dict[str, Integer[Array, "... _"]]
@@ -86,27 +84,6 @@ class Target:
     def crossed_plates(self) -> list[list[str]]:
         """Return the subsampled plates in groups such that no term of U uses rows of two groups."""
         return [[name] for name in self.plates]
-
-
-class SitesTarget(Target):
-    """The posterior of a model with named sites, as the analysis of the model sees it.
-
-    - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
-    - **prototype** - the shapes of the continuous latent sites, unconstrained.
-    """
-
-    latent: list[str]
-    discrete: list[str]
-    prototype: dict[str, jax.ShapeDtypeStruct]
-
-    @property
-    def first_rows(self) -> Indices:
-        """A minibatch of the first rows of each plate."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement `first_rows`.")
-
-    def bind(self, indices: Indices, key: jax.Array) -> Callable:
-        """Return the model with these rows."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement `bind`.")
 
 
 class FunctionTarget(Target):

@@ -20,17 +20,6 @@ from numpyro_repulsion.layout import ROWS, num_devices
 from numpyro_repulsion.processes import IN_ALL, are_several, is_spread
 from numpyro_repulsion.rows.shards import Shards
 
-__all__ = [
-    "TAKE_ROWS",
-    "Contents",
-    "Rows",
-    "count_nan",
-    "host_rows",
-    "losses",
-    "lost",
-    "share_rows",
-]
-
 #: Types that JAX narrows to 32 bits, unless it has 64 enabled.
 WIDE = ("int64", "uint64", "float64", "complex128")
 

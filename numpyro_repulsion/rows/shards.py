@@ -13,8 +13,6 @@ import numpy as np
 
 from numpyro_repulsion.layout import ROWS
 
-__all__ = ["Shards"]
-
 
 class Shards:
     """The shares of the devices, each of consecutive rows, and some more of the next share for blocks of rows.
