@@ -50,9 +50,8 @@ class Reference(NamedTuple):
         zero = jnp.zeros(shape, dtype)
         age = jnp.zeros((), jnp.int32) if zero.ndim == 3 else None
         hessian = jnp.zeros((len(zero), len(zero)), dtype) if has_hessian else None
-        return Reference(
-            zero, zero[..., 0], zero, jnp.zeros(4, jnp.uint32), jnp.asarray(order, jnp.int32), age, hessian
-        )
+        data = jnp.zeros(4, jnp.uint32)
+        return Reference(zero, zero[..., 0], zero, data, jnp.asarray(order, jnp.int32), age, hessian)
 
 
 class Gradient:
@@ -65,7 +64,6 @@ class Gradient:
 
     def is_noisy(self, target: Target) -> bool:
         """Whether U and ∇U are estimates that differ from update to update; true unless a subclass knows better."""
-        del target
         return True
 
     @property
@@ -84,11 +82,7 @@ class Gradient:
         return False
 
     def has_hessian(self, target: Target, dimension: int) -> bool:
-        """Whether it corrects gradients to second order, by the Hessian over all rows at a common reference point.
-
-        :param dimension: the number of parameters.
-        """
-        del target, dimension
+        """Whether it corrects gradients of so many parameters by the Hessian over all rows at a reference point."""
         return False
 
     def at(self, num_updates: Integer[Array, ""], seed: Integer[Array, ""]) -> Gradient:
@@ -97,7 +91,6 @@ class Gradient:
         :param num_updates: how many updates were done before.
         :param seed: an unsigned integer that the run drew once.
         """
-        del num_updates, seed
         return self
 
     @property
@@ -106,9 +99,7 @@ class Gradient:
         return type(self).at is not Gradient.at
 
     def sweep_length(self, target: Target) -> int | None:
-        """Return the number of updates that pass through all rows once; ``None`` if their minibatches are
-        independent."""
-        del target
+        """Return the number of updates that pass through all rows once; ``None`` for independent minibatches."""
         return None
 
     def check_rows(self, target: Target) -> None:
@@ -141,7 +132,6 @@ class Gradient:
     def epoch_length(self, target: Target, num_steps: int) -> int | None:
         """Return the number of updates, in whole iterations of ``num_steps``, after which each particle renews its
         reference; ``None`` if particles have no references."""
-        del target, num_steps
         return None
 
     def rows(self, key: jax.Array, target: Target, shape: tuple[int, ...]) -> tuple[Indices, int]:
@@ -173,7 +163,6 @@ class Gradient:
                 f"{type(self).__name__}.rows returns rows that particles share ({axes} axes), and its `shared` is "
                 "False: set shared = True in the class, or return rows for each particle, with 2 axes."
             )
-
         keys = random.split(model_key, z.shape[:2]) if target.is_random else model_key
         if self.splits and target.plates and shares_rows():
             evaluate = partial(self._evaluate, unravel=unravel, axes=axes)
@@ -193,9 +182,8 @@ class Gradient:
             return jax.vmap(jax.vmap(energy_and_grad, (0, None, over)), (0, 0, over))(z, indices, keys)
         # One flat axis of particles if the rows allow it, because an axis of length one slows matrix products down.
         count = z.shape[0] * z.shape[1]
-        indices = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[axes:]) if axes else rows, indices)
-        if axes == 1:
-            indices = jax.tree.map(lambda rows: rows[0], indices)
+        if axes:
+            indices = jax.tree.map(lambda rows: rows[0] if axes == 1 else rows.reshape(count, *rows.shape[2:]), indices)
         keys = keys.reshape(count, *keys.shape[2:]) if target.is_random else keys
         batched = jax.vmap(energy_and_grad, (0, 0 if axes == 2 else None, over))
         value, gradient = batched(z.reshape(count, -1), indices, keys)
@@ -225,7 +213,6 @@ class FullData(Gradient):
         return target.is_random
 
     def rows(self, key, target, shape):
-        del key, shape
         return {name: jnp.arange(size) for name, (size, _) in target.plates.items()}, 0
 
 
@@ -294,7 +281,6 @@ def draw_indices(
 ) -> Indices:
     """Return minibatches: for each plate, one row or block of rows from each stratum, with strata of equal size.
 
-    :param key: a PRNG key.
     :param plates: ``{name: (size, subsample_size)}``.
     :param shape: the number of independent minibatches.
     :param block_size: the number of consecutive rows drawn together, where the first row follows the last.

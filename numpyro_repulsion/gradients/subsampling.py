@@ -17,21 +17,11 @@ from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.gradients.target import Indices, Target
 from numpyro_repulsion.layout import ROWS, Layout, num_devices
-from numpyro_repulsion.rows import Rows, Shards, host_rows, share_rows
-
-
-def are_of_a_plate(rows: jax.Array, size: int) -> bool:
-    """Whether these are the rows of a plate of this size as the running model got them, and not computed from them."""
-    handlers = [handler for handler in _PYRO_STACK if isinstance(handler, TakesRows)]
-    return any(rows is own and at.sizes[name] == size for at in handlers for name, own in at.rows.items())
+from numpyro_repulsion.rows import Rows, Shards, host_rows
 
 
 class TakesRows(Messenger):
-    """Let ``numpyro.subsample`` take rows of the plates around it from `Rows`, which NumPyro itself cannot index.
-
-    :param rows: the rows of the subsampled plates.
-    :param sizes: the sizes of the plates.
-    """
+    """Let ``numpyro.subsample`` take rows of the plates around it from `Rows`, which NumPyro itself cannot index."""
 
     def __init__(self, fn: Callable, rows: Mapping[str, jax.Array], sizes: Mapping[str, int]):
         super().__init__(fn)
@@ -94,8 +84,9 @@ class Share(Rows):
 
     def _take(self, rows):
         # Only parts of minibatches lie in the share of the device; all else that a model takes, such as a table that is
-        # indexed by a column, may be anywhere.
-        if are_of_a_plate(rows, len(self)):
+        # indexed by a column, may be anywhere. Rows of a plate are known by identity: not what is computed from them.
+        handlers = [handler for handler in _PYRO_STACK if isinstance(handler, TakesRows)]
+        if any(rows is own and at.sizes[name] == len(self) for at in handlers for name, own in at.rows.items()):
             return self._of_device.local(self._array, rows)
         return self._of_device.gathered(self._array, rows)
 
@@ -120,7 +111,13 @@ def share(target: Target, batches: Mapping[str, int] | None, block_size: int) ->
     :param block_size: the number of consecutive rows drawn together.
     :raises ValueError: for minibatches that the devices cannot share equally, and sites whose terms would be missing.
     """
-    share_rows(host_rows((target.args, target.kwargs)), block_size)
+    found = host_rows((target.args, target.kwargs))
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:
+        found = []  # While a program is traced, they are there already.
+    for rows in found:
+        rows.share(mesh, block_size)
     if batches is None:
         return
     for group in target.crossed_plates():

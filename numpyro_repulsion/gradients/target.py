@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from copy import copy
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -74,7 +75,6 @@ class Target:
 
     def with_arguments(self, args: tuple, kwargs: Mapping) -> Target:
         """Return the posterior given other arguments of the same shapes, without another analysis of the model."""
-        del args, kwargs
         return self
 
     def find_nan(self) -> list[str]:
@@ -84,6 +84,23 @@ class Target:
     def crossed_plates(self) -> list[list[str]]:
         """Return the subsampled plates in groups such that no term of U uses rows of two groups."""
         return [[name] for name in self.plates]
+
+
+class Wrapped(Target):
+    """A posterior in another form: a function of a particle that uses the data and minibatches of a given target."""
+
+    def __init__(self, target: Target):
+        self._target = target
+        self.args, self.kwargs = target.args, target.kwargs
+        self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
+
+    def with_arguments(self, args, kwargs):
+        other = copy(self)
+        Wrapped.__init__(other, self._target.with_arguments(args, kwargs))
+        return other
+
+    def crossed_plates(self):
+        return self._target.crossed_plates()
 
 
 class FunctionTarget(Target):

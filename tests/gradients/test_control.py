@@ -125,12 +125,12 @@ def test_plates_are_crossed_where_a_term_sees_rows_of_both():
 @pytest.mark.parametrize(("total", "batch"), [(20_011, 50), (20_000, 200), (97, 10), (1_000_003, 1000), (2, 1)])
 def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
     target = ModelTarget(rows_model(total, batch))
-    table = chunks(target, 20)
-    length = table.length["rows"]
+    lengths, weights, starts, counts = chunks(target, 20)
+    length = lengths["rows"]
     assert length <= 20 * batch
-    assert len(table.weight) <= 2 * total / min(total, 20 * batch) + np.log2(20 * batch)
+    assert len(weights) <= 2 * total / min(total, 20 * batch) + np.log2(20 * batch)
     counted = np.zeros(total)
-    for weight, (start,), (count,) in zip(table.weight, table.start, table.num_rows, strict=True):
+    for weight, start, count in zip(weights, starts["rows"], counts["rows"], strict=True):
         np.add.at(counted, start + np.arange(length) % count, weight * total / length)
     np.testing.assert_allclose(counted, 1.0, rtol=1e-9)
 

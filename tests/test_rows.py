@@ -29,12 +29,13 @@ from numpyro_repulsion import (
     Subsampled,
     Sweeps,
     predict,
+    rows as host,
     run_in_pieces,
     summary,
     to_inference_data,
 )
 from numpyro_repulsion.gradients import ModelTarget, subsampling
-from numpyro_repulsion.rows import count_nan, host
+from numpyro_repulsion.rows import count_nan
 
 N = 300
 RNG = np.random.default_rng(0)
