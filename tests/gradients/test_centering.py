@@ -81,7 +81,7 @@ def test_models_without_such_sites():
     assert ModelTarget(flat, (Y,)).location_scale == ModelTarget(enumerated, (Y,)).location_scale == {}
 
 
-@pytest.mark.parametrize("value", [1.0, 0.0, 0.3, "random"])
+@pytest.mark.parametrize("value", [0.0, "random"])
 def test_it_is_a_change_of_variables(target, value):
     z, unravel = ravel_cloud(jax.tree.map(lambda x: x[None], particle(target)))
     z, share = z[0], share_of(target, value)
@@ -94,8 +94,7 @@ def test_it_is_a_change_of_variables(target, value):
     np.testing.assert_allclose(jnp.linalg.slogdet(jacobian)[1], volume, rtol=1e-4, atol=1e-5)
     energies = [one.potential_energy(unravel(x), {}, random.key(0)) for one, x in ((centered, y), (target, z))]
     np.testing.assert_allclose(energies[0], energies[1] - volume, rtol=1e-5)
-    if value != 1.0:
-        assert abs(energies[0] - energies[1]) > 0.1  # without the volume
+    assert abs(energies[0] - energies[1]) > 0.1  # without the volume
 
 
 def test_an_entry_that_is_not_centered_is_standardized(target):
@@ -137,10 +136,8 @@ def schools(y):
 
 HANDLED = {
     "scope": lambda: numpyro.handlers.scope(schools, prefix="a"),
-    "scope in scope": lambda: numpyro.handlers.scope(numpyro.handlers.scope(schools, prefix="a"), prefix="b"),
     "what is exposed": lambda: numpyro.handlers.block(schools, expose=["tau", "inner/theta", "groups", "rows", "y"]),
     "names hidden": lambda: numpyro.handlers.block(schools, hide_fn=lambda site: "_" in str(site.get("name"))),
-    "without a divider": lambda: numpyro.handlers.scope(schools, prefix="a", divider="_"),
 }
 
 

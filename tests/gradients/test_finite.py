@@ -38,13 +38,7 @@ def model_of(family, batch=BATCH):
 
 
 FAULTS = {
-    "a fraction of one": (lambda b: dist.Beta(2 + jnp.exp(b[0]), 2 + jnp.exp(b[1])), outcomes(1, 30, 399)),
     "a label beyond the last class": (lambda b: dist.Categorical(logits=b), outcomes(7, 30, 399, typical=1, dtype=int)),
-    "a negative count": (lambda b: dist.Poisson(jnp.exp(b[0])), outcomes(-1, 30, 399, typical=2, dtype=int)),
-    "more successes than trials": (
-        lambda b: dist.Binomial(9, logits=b[0]),
-        outcomes(12, 30, 399, typical=2, dtype=int),
-    ),
     "a size below zero": (lambda b: dist.LogNormal(b[0], 1), outcomes(-1, 30, 399)),
     "an infinite value": (lambda b: dist.Normal(b[0], 1), outcomes(np.inf, 30, 399)),
 }

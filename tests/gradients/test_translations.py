@@ -36,12 +36,9 @@ def model(y, prior=5.0, batch=None):
         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y[i])
 
 
-def particles(target, number=20, seed=3):
-    return jax.vmap(lambda key: target.draw(key, init_to_uniform))(random.split(random.key(seed), number))
-
-
-def learned(target, min_spread=0.3, **settings):
-    z, unravel = ravel_cloud(particles(target, **settings))
+def learned(target, min_spread=0.3):
+    keys = random.split(random.key(3), 20)
+    z, unravel = ravel_cloud(jax.vmap(lambda key: target.draw(key, init_to_uniform))(keys))
     plain = CenteredTarget(target, Centering.none(target, z.shape[1], z.dtype), unravel)
     return *plain.structure_at(jax.vmap(plain.recover)(z), min_spread), unravel
 
@@ -53,10 +50,9 @@ def names_of(target, centering, unravel):
 
 
 @pytest.mark.parametrize("batch", [None, 20])
-@pytest.mark.parametrize("seed", [3, 4])
-def test_gradients_tell_bases(batch, seed):
+def test_gradients_tell_bases(batch):
     target = ModelTarget(model, (Y,), {"batch": batch})
-    centering, _, unravel = learned(target, seed=seed)
+    centering, _, unravel = learned(target)
     assert names_of(target, centering, unravel) == {
         "alone": None,
         "group": "intercept[0]",
@@ -95,7 +91,7 @@ def test_models_without_bases_have_no_groups():
         assert ModelTarget(one, (Y,)).num_groups == 0, one.__name__
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, "random"])
+@pytest.mark.parametrize("value", [0.0, "random"])
 def test_it_is_a_change_of_variables(value):
     target = ModelTarget(model, (Y,))
     centering, found, unravel = learned(target)
