@@ -34,7 +34,7 @@ from numpyro_repulsion import (
     summary,
     to_inference_data,
 )
-from numpyro_repulsion.gradients import ModelTarget, subsampling
+from numpyro_repulsion.gradients import ModelTarget, minibatch
 from numpyro_repulsion.rows import count_nan
 
 N = 300
@@ -364,7 +364,7 @@ def test_nan_is_found_and_named():
 
 
 def test_data_that_a_device_does_not_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(subsampling, "device_memory", lambda: 4 * X.nbytes - 4)
+    monkeypatch.setattr(minibatch, "device_memory", lambda: 4 * X.nbytes - 4)
     with pytest.raises(ValueError, match="leave it on disk"):
         ModelTarget(by_index, (on_disk(X, tmp_path), Y))
     with pytest.raises(ValueError, match="subsample_size"):
@@ -372,10 +372,10 @@ def test_data_that_a_device_does_not_hold(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="FullData"):
         draws(SGLD(by_index, step_size=1e-3, gradient=FullData()), Rows(X), Rows(Y))
     draws(SGLD(by_index, step_size=1e-3), Rows(X), Rows(Y))
-    monkeypatch.setattr(subsampling, "device_memory", lambda: 4 * X.nbytes)
+    monkeypatch.setattr(minibatch, "device_memory", lambda: 4 * X.nbytes)
     ModelTarget(by_index, (on_disk(X, tmp_path), Y))
     monkeypatch.undo()
-    assert subsampling.device_memory() > 2**20
+    assert minibatch.device_memory() > 2**20
 
 
 def test_digests_are_those_of_values(monkeypatch):

@@ -18,13 +18,13 @@ from numpyro_repulsion.gradients.minibatch import (
     Gradient,
     Reference,
     Subsampled,
+    check_rows,
     draw_indices,
     ravel_cloud,
     rows_to_compare,
 )
 from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_energies
 from numpyro_repulsion.gradients.structure import check_values, influenced
-from numpyro_repulsion.gradients.subsampling import check_rows
 from numpyro_repulsion.gradients.sweeps import Sweeps
 from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled, quickly
 

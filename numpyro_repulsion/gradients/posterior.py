@@ -28,6 +28,7 @@ from numpyro_repulsion.gradients.location_scale import (
     location_scale_sites,
     recovered,
 )
+from numpyro_repulsion.gradients.minibatch import TakesRows, check_sizes
 from numpyro_repulsion.gradients.structure import (
     Probes,
     Watch,
@@ -43,7 +44,6 @@ from numpyro_repulsion.gradients.structure import (
     point,
     rows_outside,
 )
-from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
 from numpyro_repulsion.gradients.target import Indices, Particle, Target, compiled, quickly
 from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.rows import host_rows
