@@ -1,6 +1,5 @@
 """Runs on rows of the host or of a disk: those of arrays up to rounding; and what is no use of rows is refused."""
 
-from collections.abc import Mapping
 import os
 import pickle
 import signal
@@ -432,14 +431,3 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     np.save(tmp_path / "y.npy", 1 - Y)
     with pytest.raises(ValueError, match="args"):
         in_pieces(tmp_path)
-
-
-def test_a_mapping_holds_rows():
-    """In dictionaries, and in nested arguments."""
-
-    def model(data: Mapping):
-        by_index(data["x"], data["more"][0])
-
-    expected, _ = draws(SGLD(by_index, step_size=1e-3), jnp.asarray(X), jnp.asarray(Y))
-    found, _ = draws(SGLD(model, step_size=1e-3), {"x": Rows(X), "more": [Rows(Y)]})
-    np.testing.assert_allclose(found, expected, atol=ROUNDING)

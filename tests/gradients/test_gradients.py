@@ -35,7 +35,9 @@ from numpyro_repulsion.gradients import (
     Subsampled,
     draw_indices,
     is_finite_on_all_rows,
+    likelihood_energies,
     ravel_cloud,
+    rows_to_compare,
 )
 
 KEY = random.key(0)
@@ -657,15 +659,6 @@ def test_data_whose_rows_are_all_equal_are_no_reason_to_refuse():
         jax.jit(lambda y: ModelTarget(model, (y,)).potential_energy({"z": 0.1}, {"rows": jnp.arange(3)}, KEY))(y)
 
 
-def test_nothing_is_computed_on_the_data():
-    def model(y):
-        z = numpyro.sample("z", dist.Normal(0, 1))
-        with numpyro.plate("rows", y.shape[0], subsample_size=3) as i:
-            numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
-
-    jax.eval_shape(lambda y: ModelTarget(model, (y,)).first_rows, jax.ShapeDtypeStruct((10**9,), jnp.float32))
-
-
 AT = {"z": jnp.float32(0.3)}
 
 
@@ -750,3 +743,22 @@ def test_shared_rows_must_be_called_so():
         Common().energy_and_grad(KEY, target, lambda flat: {"z": flat}, z)
     Common.shared = True
     assert Common().energy_and_grad(KEY, target, lambda flat: {"z": flat}, z)[0].shape == (2, 3)
+
+
+def test_energies_to_compare_are_of_the_likelihood_alone():
+    x, y = jnp.cos(jnp.arange(600.0)).reshape(200, 3), jnp.sin(jnp.arange(200.0))
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0, 10).expand([3]).to_event(1))
+        with numpyro.plate("rows", 200, subsample_size=30) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ w, 0.3), obs=y[i])
+
+    target, w = ModelTarget(model), random.normal(random.key(4), (5, 3))
+    rows = rows_to_compare(target)
+    chosen = np.ravel(rows["rows"])
+    assert rows["rows"].shape == (6, 30) and len(np.unique(chosen)) == 180 and chosen.max() > 190
+    found = likelihood_energies(target, {"w": w}, rows)
+    expected = -200 * jax.vmap(lambda w: dist.Normal(x[chosen] @ w, 0.3).log_prob(y[chosen]).mean())(w)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    prior = -jax.vmap(lambda w: dist.Normal(0, 10).log_prob(w).sum())(w)
+    assert not np.allclose(found, expected + prior, rtol=1e-4)
