@@ -46,15 +46,15 @@ Y = (RNG.random(N) < 1 / (1 + np.exp(-X[:, 0]))).astype(np.int32)
 ROUNDING = 1e-4
 
 
-def by_index(x, y, batch=20):
+def by_index(x, y, batch=20, more=0):
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("rows", len(x), subsample_size=batch) as i:
+    with numpyro.plate("rows", len(x) + more, subsample_size=batch) as i:
         numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
 
 
-def by_subsample(x, y, batch=20):
+def by_subsample(x, y, batch=20, more=0):
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("rows", len(x), subsample_size=batch):
+    with numpyro.plate("rows", len(x) + more, subsample_size=batch):
         logits = numpyro.subsample(x, event_dim=1) @ beta
         numpyro.sample("y", dist.Bernoulli(logits=logits), obs=numpyro.subsample(y, event_dim=0))
 
@@ -79,6 +79,12 @@ def draws(kernel, *args, num_warmup=0, **settings):
     mcmc = vectorized(kernel, num_warmup, 4, 4, **settings)
     mcmc.run(random.key(0), *args)
     return np.asarray(mcmc.get_samples()["beta"]), mcmc
+
+
+@pytest.fixture(scope="module")
+def on_arrays():
+    """The draws, and the run."""
+    return draws(SGLD(by_index, step_size=1e-3), jnp.asarray(X), jnp.asarray(Y))
 
 
 @pytest.mark.parametrize(
@@ -204,9 +210,9 @@ def test_the_same_array_compiles_nothing_anew():
     assert Rows(X) == Rows(X) and hash(Rows(X)) == hash(Rows(X)) and Rows(X) != Rows(X.copy()) and Rows(X) != X
 
 
-def test_arguments_of_the_program():
+def test_arguments_of_the_program(on_arrays):
     """``jit_model_args`` hands the model what it makes of a pytree."""
-    expected, _ = draws(SGLD(by_index, step_size=1e-3), jnp.asarray(X), jnp.asarray(Y))
+    expected, _ = on_arrays
     for wrap in (Rows, lambda x: Rows(jnp.asarray(x))):
         found, _ = draws(SGLD(by_index, step_size=1e-3), wrap(X), wrap(Y), jit_model_args=True)
         np.testing.assert_allclose(found, expected, atol=ROUNDING)
@@ -217,9 +223,10 @@ def test_arguments_of_the_program():
     assert one == other and hash(one) == hash(other)
 
 
-def test_results_of_a_run(capsys):
-    _, mcmc = draws(SGLD(by_index, step_size=1e-3), Rows(X), Rows(Y))
-    _, other = draws(SGLD(by_index, step_size=1e-3), jnp.asarray(X), jnp.asarray(Y))
+def test_results_of_a_run(capsys, on_arrays):
+    found, mcmc = draws(SGLD(by_index, step_size=1e-3), Rows(X), Rows(Y))
+    expected, other = on_arrays
+    np.testing.assert_allclose(found, expected, atol=ROUNDING)
     summary(mcmc)
     assert "particles" in capsys.readouterr().out
     found, expected = (to_inference_data(run, log_likelihood=True) for run in (mcmc, other))
@@ -294,22 +301,10 @@ def test_rows_that_do_not_exist():
     with pytest.raises(IndexError, match=f"no row {N + 5}"):
         Rows(File(X)).read(np.arange(N - 3, N + 6))
 
-    def longer(x, y):
-        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
-        with numpyro.plate("rows", N + 1, subsample_size=20) as i:
-            numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
-
     with pytest.raises(ValueError, match=f"entry {N} of an axis of length {N}.* plate 'rows' of size {N + 1}"):
-        ModelTarget(longer, (Rows(X), Rows(Y)))
-
-    def of_other_length(x, y):
-        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
-        with numpyro.plate("rows", N + 1, subsample_size=20):
-            logits = numpyro.subsample(x, 1) @ beta
-            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=numpyro.subsample(y, 0))
-
+        ModelTarget(by_index, (Rows(X), Rows(Y)), {"more": 1})
     with pytest.raises(ValueError, match=f"has {N + 1} rows, and axis 0"):
-        ModelTarget(of_other_length, (Rows(X), Rows(Y)))
+        ModelTarget(by_subsample, (Rows(X), Rows(Y)), {"more": 1})
 
 
 def only_labels(x, y):

@@ -6,13 +6,7 @@ A :class:`Target` is the posterior in the form that samplers use, one unconstrai
 
 from numpyro_repulsion.gradients.all_rows import is_finite_on_all_rows, sites_not_finite
 from numpyro_repulsion.gradients.centering import CenteredTarget, Centering, Recovered
-from numpyro_repulsion.gradients.control import (
-    SVRG,
-    ControlVariates,
-    evaluate_reference,
-    fingerprint,
-    full_gradient,
-)
+from numpyro_repulsion.gradients.control import SVRG, ControlVariates, evaluate_reference, fingerprint
 from numpyro_repulsion.gradients.minibatch import (
     FullData,
     Gradient,
@@ -49,7 +43,6 @@ __all__ = [
     "evaluate_reference",
     "draw_indices",
     "fingerprint",
-    "full_gradient",
     "influenced",
     "is_finite_on_all_rows",
     "sites_not_finite",

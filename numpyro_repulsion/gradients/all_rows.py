@@ -288,9 +288,9 @@ def _apply(jaxpr, equation, given, fill, lengths):
 
 
 def _index(name, params, given):
-    """Return for a primitive that takes entries: indices ``(..., k)``; by axis, the last that exists and its length;
+    """Return the indices ``(..., k)`` of a primitive that takes entries, by axis the last that exists and its length.
 
-    and the axes of the result that are no axes of the indices. ``None`` where the model states what to do.
+    The last part is the axes of the result that are no axes of the indices. ``None`` where the model states what to do.
     """
     position = None
     if name == "gather":

@@ -116,10 +116,7 @@ class Products:
 
 
 def multiplied(function: Callable, argument: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """Return the pairs (z, s) such that a program multiplies or divides a term linear in z by one in s.
-
-    It reads the jaxpr equation by equation, without running it.
-    """
+    """Return the pairs (z, s) such that a program multiplies or divides a term linear in z by one in s."""
     pairs: set = set()
     program = jax.make_jaxpr(function)(dict(argument))
     _walk(program, [_Use(frozenset([name]), frozenset([name])) for name in sorted(argument)], pairs)
@@ -376,13 +373,10 @@ def recovered(target: Any, y: Particle, shares: Mapping[str, jax.Array]) -> tupl
 
 
 def _partly_centered(function, target, y, indices, key, shares):
-    """Return a function of the model at y, in coordinates in which some sites are partly centered; and of each of these
-
-    its value, and the location and scale of its prior. A site is met with the name and the prior that it has outside of
-    all handlers, so these do not matter.
-    """
+    """Return a function of the model at y, and of each partly centered site its value, its location and its scale."""
     found: dict = {}
 
+    # A site is met with the name and the prior that it has outside of all handlers, so these do not matter.
     def value_of(site=None):
         name, fn = site["name"], site["fn"]
         if name not in shares or site["type"] != "sample":

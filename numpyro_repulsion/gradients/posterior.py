@@ -116,13 +116,11 @@ class ModelTarget(Target):
     The model is traced abstractly, without computation on the data, and checked here.
 
     - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
-    - **observed**, **factors** - the observed sites, and the factors.
     - **deterministic**, **minibatched**, **summed_out** - the deterministic sites; those that use rows of subsampled
       plates; and those that depend on discrete sites.
     - **prototype** - the shapes of the continuous latent sites, unconstrained.
     - **subsampled** - by sample site, the subsampled plates that contain it.
-    - **dims**, **plate_sizes** - by site, the dimension of each plate; the size of each plate.
-    - **usage** - what the sites depend on.
+    - **dims** - by site, the dimension of each plate.
 
     :raises ValueError: for a model that cannot be sampled correctly: without a continuous latent site, or with such a
         site inside a subsampled plate or with a prior that depends on its rows; with a discrete site that cannot be
@@ -153,7 +151,10 @@ class ModelTarget(Target):
                 raise
             # Rows that are drawn in the compiled program cannot index NumPy arrays.
             with jax.ensure_compile_time_eval():
-                self.args, self.kwargs = jax.tree.map(_as_jax, (self.args, self.kwargs))
+                self.args, self.kwargs = jax.tree.map(
+                    lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biufc" else x,
+                    (self.args, self.kwargs),
+                )
             sites, watch = self._inspect()
         if refusal and not self._is_same_in_double():
             raise refusal
@@ -363,7 +364,7 @@ class ModelTarget(Target):
 
         def runs(target, cases):
             def run(case):
-                z = point(case.number, self.prototype)
+                z = point(case.point, self.prototype)
                 values = {name: jnp.full(x.shape, case.discrete[name], x.dtype) for name, x in shapes.items()}
                 densities, *others = target._evaluation(case.rows, values, z, random.key(case.key))
                 return densities, {name: _total(x) for part in others for name, x in part.items()}
@@ -505,7 +506,3 @@ def _weight(site):
     """Return the weight of a site's log density without the power to which a handler says that it raised it."""
     power = site["infer"].get("inverse_temperature")
     return site["scale"] if power is None else site["scale"] / power
-
-
-def _as_jax(leaf):
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf

@@ -56,10 +56,8 @@ class Watch(Messenger):
             msg["args"] = tuple(self._watched(arg) if callable(arg) else arg for arg in msg["args"])
 
     def check(self) -> None:
-        """Raise ``ValueError`` for latent sites with fixed values, and subsampled plates whose rows cannot be chosen.
-
-        NumPyro gives a key to each latent site that no handler has given a value.
-        """
+        """Raise ``ValueError`` for latent sites with fixed values, and subsampled plates whose rows cannot be chosen."""
+        # NumPyro gives a key to each latent site that no handler has given a value.
         if fixed := [name for name, is_fixed in self._fixed.items() if is_fixed]:
             raise ValueError(
                 f"A handler inside the model gives the latent sites {fixed} values, so the posterior would not depend "
@@ -213,12 +211,9 @@ class Usage(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Inputs of a run of the model: the number of a point; rows by plate; one value of all entries of each discrete
+    """Inputs of a run of the model; of discrete sites one value for all entries. A batch of cases has leading axes."""
 
-    site; and the number of a key. A batch of them has leading axes.
-    """
-
-    number: Any
+    point: Any
     rows: dict[str, Any]
     discrete: dict[str, Any]
     key: Any
@@ -312,10 +307,7 @@ def point(number: jax.Array | int, prototype: Mapping[str, jax.ShapeDtypeStruct]
 
 
 def abstract_usage(evaluate: Callable, rows: Mapping, discrete: Mapping, z: Mapping) -> Usage:
-    """Return the usage by the structure of the program, for a model whose data have no values.
-
-    :param evaluate: ``(rows, discrete values, z, key) -> dictionaries by site``.
-    """
+    """Return the usage by the structure of a program ``(rows, discrete, z, key) -> dictionaries by site``."""
     given = {"rows ": rows, "discrete ": discrete}
 
     def run(z, key, **inputs):
@@ -459,10 +451,8 @@ def _equal(a, b):
 def rows_outside(target: Any, scales: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the sites that use rows of subsampled plates from outside, with these plates.
 
-    It omits sites that are multiplied by size / number of rows for any number of rows, as NumPyro does in a plate.
-
-    :param scales: by name of each observed site and factor, the scale of its log density.
-    :raises ValueError: for a site that only its own plates scale.
+    It omits those that are multiplied by size / number of rows for any number of rows, as NumPyro does in a plate, and
+    raises ``ValueError`` for those that only their own plates scale.
     """
     found = {}
     for name, scale in scales.items():
@@ -495,11 +485,7 @@ def _is_scaled(scale, other, wanted):
 
 
 def check_enumeration(target: Any, sites: Mapping[str, dict]) -> None:
-    """Raise an error for discrete latent sites that cannot be summed over, in general or with minibatches.
-
-    :raises ImportError: if funsor, which computes the sums, is not installed.
-    :raises ValueError: for a site that cannot be summed over.
-    """
+    """Raise an error for discrete latent sites that cannot be summed over, in general or with minibatches."""
     if target.discrete and importlib.util.find_spec("funsor") is None:
         raise ImportError(
             f"The sites {sorted(target.discrete)} are discrete and have no observations (obs is None); to observe "

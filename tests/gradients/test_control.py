@@ -21,9 +21,8 @@ from numpyro_repulsion.gradients import (
     ModelTarget,
     Reference,
     evaluate_reference,
-    full_gradient,
 )
-from numpyro_repulsion.gradients.control import chunks
+from numpyro_repulsion.gradients.control import chunks, full_gradient
 
 KEY = random.key(0)
 

@@ -20,7 +20,8 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_repulsion import SGLDR, Subsampled, to_inference_data
-from numpyro_repulsion.gradients import ModelTarget, full_gradient
+from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.gradients.control import full_gradient
 
 funsor_infer = pytest.importorskip("numpyro.contrib.funsor")
 

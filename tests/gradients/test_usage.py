@@ -25,7 +25,8 @@ from numpyro_repulsion import (
     scores,
     to_inference_data,
 )
-from numpyro_repulsion.gradients import Gradient, ModelTarget, draw_indices, full_gradient, influenced, minibatch
+from numpyro_repulsion.gradients import Gradient, ModelTarget, draw_indices, influenced, minibatch
+from numpyro_repulsion.gradients.control import full_gradient
 from numpyro_repulsion.kernels.bound import choose_gradient
 
 KEY = random.key(0)
