@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 import itertools
 import math
 
@@ -99,8 +100,13 @@ class ControlVariates(Subsampled):
         is_cheap = dimension <= 512 and rows * dimension**2 <= 2e10
         if self.order == 1 or not target.plates or not (self.order == 2 or is_cheap):
             return False
+        position, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
+        particle = jnp.concatenate((position, position, position, jnp.ones(3, position.dtype)))
+        expansion = partial(
+            _Expansion(target, unravel).potential_energy, indices=target.first_rows, key=jax.random.key(0)
+        )
         try:
-            _derive_twice(target)
+            jax.eval_shape(jax.grad(expansion), particle)
         except (TypeError, NotImplementedError) as error:
             if self.order is None:
                 return False
@@ -185,17 +191,6 @@ class _Expansion(Wrapped):
         return z[-3] * found[0] + z[-2] * found[1] + z[-1] * along[1]
 
 
-def _derive_twice(target):
-    """Derive the potential energy of a model as second-order control variates do; raise JAX's error where it cannot."""
-    position, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
-    particle = jnp.concatenate((position, position, position, jnp.ones(3, position.dtype)))
-
-    def energy(z):
-        return _Expansion(target, unravel).potential_energy(z, target.first_rows, jax.random.key(0))
-
-    jax.eval_shape(jax.grad(energy), particle)
-
-
 @dataclass(frozen=True)
 class SVRG(ControlVariates):
     r"""Stochastic variance-reduced gradients: a reference point for each particle, renewed every epoch.
@@ -261,12 +256,10 @@ class SVRG(ControlVariates):
     def epoch_length(self, target, num_steps):
         epoch = self.epoch
         if epoch is None:
-            groups = target.crossed_plates() if len(target.plates) > 1 else [list(target.plates)]
+            groups = [[target.plates[name] for name in group] for group in target.crossed_plates()]
             # In integers, because rounding errors could add an update.
-            sizes = [[target.plates[name] for name in group] for group in groups]
-            epoch = max(
-                -(-math.prod(size for size, _ in group) // math.prod(batch for _, batch in group)) for group in sizes
-            )
+            counts = (-(-math.prod(n for n, _ in group) // math.prod(b for _, b in group)) for group in groups)
+            epoch = max(counts, default=1)
         return num_steps * -(-int(epoch) // num_steps)
 
 

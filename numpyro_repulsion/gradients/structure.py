@@ -56,7 +56,7 @@ class Watch(Messenger):
             msg["args"] = tuple(self._watched(arg) if callable(arg) else arg for arg in msg["args"])
 
     def check(self) -> None:
-        """Raise ``ValueError`` for latent sites with fixed values, and subsampled plates whose rows cannot be chosen."""
+        """Raise ``ValueError`` for latent sites with fixed values, and for plates whose rows cannot be chosen."""
         # NumPyro gives a key to each latent site that no handler has given a value.
         if fixed := [name for name, is_fixed in self._fixed.items() if is_fixed]:
             raise ValueError(
