@@ -91,7 +91,7 @@ class ControlVariates(Subsampled):
     def has_reference(self):
         return True
 
-    def has_hessian(self, target: Target, dimension: int) -> bool:
+    def has_hessian(self, target, dimension):
         """Whether warmup computes the Hessian over all rows: if that is asked for, or costs little.
 
         :raises ValueError: if it is asked for, and the model has a rule of its own for derivatives, of the first order.
