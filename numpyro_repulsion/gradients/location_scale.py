@@ -263,11 +263,8 @@ class Translations:
         self.members = np.stack([flat({name: 1.0}) for name in groups]) if self.groups else np.zeros((0, 0))
         self.sizes = self.members.sum(1)
         ends = np.cumsum([math.prod(shapes[name]) for name in sorted(shapes)])
-        starts = dict(zip(sorted(shapes), [0, *ends[:-1]], strict=True))
-        self.places = {
-            name: starts[name] + np.arange(math.prod(shapes[name]), dtype=np.int32).reshape(shapes[name])
-            for name in sorted(bases)
-        }
+        places = dict(zip(sorted(shapes), np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1]), strict=True))
+        self.places = {name: places[name].reshape(shapes[name]) for name in sorted(bases)}
         self._variance = flat({name: _variance(sites[name]["fn"]) for name in bases}) if self.groups else np.zeros(0)
 
     def bases(self, gradient: jax.Array, scale: jax.Array, min_spread: float) -> jax.Array:

@@ -336,17 +336,6 @@ def test_other_data_after_warmup_are_recognized(size):
     assert abs(draws.mean() - float(jnp.median(then))) < 0.2
 
 
-def test_the_same_data_leave_the_reference_alone():
-    y = random.normal(random.key(1), (400,))
-    kernel = SGLD(mean_of)
-    state = kernel.init(random.split(random.key(0), 6), 60, None, (y, 20), {})
-    sample, before = jax.jit(lambda state: kernel.sample(state, (y, 20), {})), state.learned.reference
-    assert before.data.all()
-    for _ in range(3):
-        state = sample(state)
-        assert is_same(before, state.learned.reference)
-
-
 def short_run(model, *args, mcmc=None, jit=False):
     """A run of a few iterations of one update each, or its continuation."""
     if mcmc is None:

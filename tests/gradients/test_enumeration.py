@@ -77,23 +77,6 @@ def single_rows_by_hand():
     local_by_hand(1)
 
 
-def chain(batch=2):
-    means, weight, _ = parameters()
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
-        c = numpyro.sample("c", dist.Bernoulli(weight))
-        d = numpyro.sample("d", dist.Bernoulli(jnp.where(c == 1, 0.2, 0.7)))
-        numpyro.sample("y", dist.Normal(means[d], 1), obs=take(Y, i))
-        numpyro.sample("x", dist.Normal(means[c], 2), obs=take(X, i))
-
-
-def chain_by_hand(batch=2):
-    means, weight, _ = parameters()
-    with numpyro.plate("rows", 5, subsample_size=batch) as i:
-        y, x = take(Y, i), take(X, i)
-        inner = [sums(normal(y, means[0]), normal(y, means[1]), p) for p in (0.7, 0.2)]
-        numpyro.factor("f", sums(inner[0] + normal(x, means[0], 2.0), inner[1] + normal(x, means[1], 2.0), weight))
-
-
 def two_plates(batch=2):
     means, weight, _ = parameters()
     with numpyro.plate("rows", 5, subsample_size=batch) as i:
@@ -187,7 +170,6 @@ def hidden_markov_by_hand(batch=2):
 PAIRS = [
     (local, local_by_hand),
     (single_rows, single_rows_by_hand),
-    (chain, chain_by_hand),
     (two_plates, two_plates_by_hand),
     (cells, cells_by_hand),
     (scaled_and_masked, scaled_and_masked_by_hand),
