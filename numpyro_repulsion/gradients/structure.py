@@ -288,11 +288,9 @@ class Probes:
 def _rows(rng, size, batch, scattered):
     if not scattered:
         return (rng.integers(size) + np.arange(batch)) % size
-    return (
-        rng.choice(size, batch, replace=False)
-        if size < 1 << 20
-        else np.unique(rng.integers(size, size=2 * batch))[:batch]
-    )
+    if size < 1 << 20:
+        return rng.choice(size, batch, replace=False)
+    return np.unique(rng.integers(size, size=2 * batch))[:batch]
 
 
 def point(number: jax.Array | int, prototype: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
