@@ -2,7 +2,6 @@
 
 from functools import cache, partial
 import itertools
-import warnings
 
 import jax
 from jax import random
@@ -704,18 +703,6 @@ def test_nan_is_found_behind_a_likelihood_that_hides_it(mask):
     assert jnp.isfinite(energy) and jnp.isnan(gradient)
     assert not is_finite_on_all_rows(target, AT)
     assert is_finite_on_all_rows(ModelTarget(with_missing_covariates, (jnp.ones(7), mask)), AT)
-
-
-def test_full_data_of_a_minibatched_model_raise_no_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        target = ModelTarget(rich)
-        FullData().energy_and_grad(KEY, target, lambda flat: {"z": flat}, jnp.ones((1, 2, 2)))
-        (
-            target.observations(),
-            is_finite_on_all_rows(target, {"z": X[0]}),
-            target.minibatched_values(target.constrain({"z": X[0]})),
-        )
 
 
 class Every(Gradient):
