@@ -134,13 +134,13 @@ particles that are not finite are not held | dynamics/base.py | test_dynamics | 
 -return select(finite, proposal, cloud), ~finite
 +return proposal, ~finite
 
-N/B forgotten for enumerated sites | gradients/enumeration.py | test_enumeration | minibatch
+N/B forgotten for enumerated sites | gradients/posterior.py | test_enumeration | minibatch
 -energy = energy - weight * log_density(
 +energy = energy - log_density(
 
 N/B forgotten for the last piece of a pass over all rows | gradients/control.py | test_control | pass
--fraction = np.prod([c / target.plates[name][0] for name, _, c in combination])
-+fraction = np.prod([length[name] / target.plates[name][0] for name, _, c in combination])
+-math.prod(count / target.plates[name][0] for name, (_, count) in combination)
++math.prod(length[name] / target.plates[name][0] for name, _ in combination)
 
 the last row of a minibatch never | gradients/minibatch.py | test_gradients | rows or minibatch or indices
 -integers_below(plate_key, (*shape, count), size)

@@ -37,7 +37,7 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.gradients import ravel_cloud
-from numpyro_repulsion.rows import shards
+from numpyro_repulsion.rows import Shards
 
 RNG = np.random.default_rng(0)
 N, D = 803, 6
@@ -199,12 +199,12 @@ def row_of_any_share(self, array, rows):
     return array[jnp.asarray(rows, jnp.int32) % len(array)]
 
 
-INIT = shards.Shards.__init__
+INIT = Shards.__init__
 #: What is broken, each of which must show.
 FAULTS = {
     "sum in place of the mean": (lax, "pmean", lax.psum),
-    "no offset of a share": (shards.Shards, "local", row_of_any_share),
-    "blocks beyond a share": (shards.Shards, "__init__", share_without_blocks),
+    "no offset of a share": (Shards, "local", row_of_any_share),
+    "blocks beyond a share": (Shards, "__init__", share_without_blocks),
 }
 
 

@@ -4,27 +4,21 @@ A :class:`Target` is the posterior in the form that samplers use, one unconstrai
 :class:`Gradient` chooses the rows of the subsampled plates that each particle uses in each update.
 """
 
+from numpyro_repulsion.gradients.all_rows import is_finite_on_all_rows, sites_not_finite
 from numpyro_repulsion.gradients.centering import CenteredTarget, Centering, Recovered
-from numpyro_repulsion.gradients.control import (
-    SVRG,
-    ControlVariates,
-    evaluate_reference,
-    fingerprint,
-    full_gradient,
-)
-from numpyro_repulsion.gradients.finite import is_finite_on_all_rows, sites_not_finite
+from numpyro_repulsion.gradients.control import SVRG, ControlVariates, evaluate_reference, fingerprint
 from numpyro_repulsion.gradients.minibatch import (
     FullData,
     Gradient,
     Reference,
     Subsampled,
+    check_rows,
     draw_indices,
     ravel_cloud,
     rows_to_compare,
 )
 from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_energies
 from numpyro_repulsion.gradients.structure import check_values, influenced
-from numpyro_repulsion.gradients.subsampling import check_rows
 from numpyro_repulsion.gradients.sweeps import Sweeps
 from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled, quickly
 
@@ -49,7 +43,6 @@ __all__ = [
     "evaluate_reference",
     "draw_indices",
     "fingerprint",
-    "full_gradient",
     "influenced",
     "is_finite_on_all_rows",
     "sites_not_finite",

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_gradients
-from numpyro_repulsion.gradients.target import Indices, Particle, Target
+from numpyro_repulsion.gradients.target import Indices, Particle, Target, Wrapped
 from numpyro_repulsion.rounding import AnyArray
-
-__all__ = ["CenteredTarget", "Centering", "Recovered"]
 
 
 class Centering(NamedTuple):
@@ -67,7 +65,7 @@ class Recovered(NamedTuple):
         return Recovered(z, z * jnp.exp(log_volume), location, scale, log_volume)
 
 
-class CenteredTarget(Target):
+class CenteredTarget(Wrapped):
     r"""A posterior in coordinates y in which a site x with location m and scale s is centered by a share c.
 
     .. math::
@@ -78,8 +76,7 @@ class CenteredTarget(Target):
     It also holds for a site z of the model if ``x = s z``, with m = 0: then ``z = s^{-c} y``. The mean of effects that
     are added to another coefficient has coordinates of its own; see `Translations`.
 
-    :param target: the posterior of a model, a ``ModelTarget``.
-    :param centering: how its entries are centered.
+    :param centering: how the entries of a particle are centered.
     :param unravel: the function from flat particles to those of the sites.
 
     **References:**
@@ -90,13 +87,11 @@ class CenteredTarget(Target):
        https://arxiv.org/abs/1906.03028
     """
 
-    def __init__(self, target: ModelTarget, centering: Centering, unravel: Callable):
-        self._target, self._centering, self._unravel = target, centering, unravel
-        self.args, self.kwargs = target.args, target.kwargs
-        self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
+    _target: ModelTarget
 
-    def with_arguments(self, args, kwargs):
-        return CenteredTarget(self._target.with_arguments(args, kwargs), self._centering, self._unravel)
+    def __init__(self, target: ModelTarget, centering: Centering, unravel: Callable):
+        super().__init__(target)
+        self._centering, self._unravel = centering, unravel
 
     def _shares(self):
         shares = self._unravel(self._centering.share)
@@ -119,10 +114,8 @@ class CenteredTarget(Target):
         return z, volume
 
     def _translated(self, y, products):
-        """Return a particle with the means of its groups as the bases of the model need them, and the log volume.
-
-        It is computed site by site, because flat particles are slow to compile.
-        """
+        """Return a particle with the means of its groups as the bases of the model need them, and the log volume."""
+        # Site by site, because flat particles are slow to compile.
         volume = jnp.zeros(())
         if not self._target.num_groups:
             return y, volume
@@ -151,9 +144,6 @@ class CenteredTarget(Target):
             own = self._target.recovered(y, self._shares())[1]
             priors |= {name: (location, jnp.log(scale)) for name, (location, scale) in own.items()}
         return priors
-
-    def crossed_plates(self):
-        return self._target.crossed_plates()
 
     @property
     def base(self):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 import itertools
 import math
-from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -17,23 +17,8 @@ import numpy as np
 
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
-from numpyro_repulsion.gradients.target import Target
+from numpyro_repulsion.gradients.target import Target, Wrapped
 from numpyro_repulsion.rounding import matmul, unrounded
-
-__all__ = [
-    "SVRG",
-    "ControlVariates",
-    "chunks",
-    "evaluate_reference",
-    "fingerprint",
-    "full_gradient",
-]
-
-
-#: The Hessian over all rows costs little up to so many parameters, and to so many products of two of them in a row.
-MAX_DIMENSION, MAX_PRODUCTS = 512, 2e10
-#: Along so many directions at a time.
-NUM_DIRECTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -91,15 +76,6 @@ class ControlVariates(Subsampled):
         ControlVariates(shared=False, block_size=1, order=None)
     """
 
-    @property
-    def keeps_subsample_size(self):
-        # The reference uses all rows, in pieces that fit into memory.
-        return False
-
-    @property
-    def has_reference(self):
-        return True
-
     order: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
@@ -107,18 +83,30 @@ class ControlVariates(Subsampled):
         if self.order not in (None, 1, 2):
             raise ValueError(f"ControlVariates: `order` must be 1, 2 or None (the better one); got {self.order!r}.")
 
-    def has_hessian(self, target: Target, dimension: int) -> bool:
+    @property
+    def keeps_subsample_size(self):
+        return False  # The reference uses all rows, in pieces that fit into memory.
+
+    @property
+    def has_reference(self):
+        return True
+
+    def has_hessian(self, target, dimension):
         """Whether warmup computes the Hessian over all rows: if that is asked for, or costs little.
 
-        :param dimension: d.
         :raises ValueError: if it is asked for, and the model has a rule of its own for derivatives, of the first order.
         """
         rows = sum(size for size, _ in target.plates.values())
-        is_cheap = dimension <= MAX_DIMENSION and rows * dimension**2 <= MAX_PRODUCTS
+        is_cheap = dimension <= 512 and rows * dimension**2 <= 2e10
         if self.order == 1 or not target.plates or not (self.order == 2 or is_cheap):
             return False
+        position, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
+        particle = jnp.concatenate((position, position, position, jnp.ones(3, position.dtype)))
+        expansion = partial(
+            _Expansion(target, unravel).potential_energy, indices=target.first_rows, key=jax.random.key(0)
+        )
         try:
-            _derive_twice(target)
+            jax.eval_shape(jax.grad(expansion), particle)
         except (TypeError, NotImplementedError) as error:
             if self.order is None:
                 return False
@@ -179,7 +167,7 @@ class ControlVariates(Subsampled):
         return jax.tree.map(lambda new, old: jnp.where(order > 0, new, old), corrected, (energy, here))
 
 
-class _Expansion(Target):
+class _Expansion(Wrapped):
     """``w₀ U(z) + w₁ U(ẑ) + τ DU(ẑ) δ`` of flat particles ``(z, ẑ, δ, w₀, w₁, τ)``.
 
     Its gradient has all that an expansion to second order needs: by z and ẑ those of U, the latter with the product of
@@ -188,15 +176,8 @@ class _Expansion(Target):
     """
 
     def __init__(self, target: Target, unravel: Callable):
-        self._target, self._unravel = target, unravel
-        self.args, self.kwargs = target.args, target.kwargs
-        self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
-
-    def with_arguments(self, args, kwargs):
-        return _Expansion(self._target.with_arguments(args, kwargs), self._unravel)
-
-    def crossed_plates(self):
-        return self._target.crossed_plates()
+        super().__init__(target)
+        self._unravel = unravel
 
     def potential_energy(self, z, indices, key):
         *positions, offset = z[:-3].reshape(3, -1)
@@ -208,17 +189,6 @@ class _Expansion(Target):
         points = jnp.stack(positions)
         found, along = jax.jvp(energies, (points,), (jnp.stack((jnp.zeros_like(offset), offset)),))
         return z[-3] * found[0] + z[-2] * found[1] + z[-1] * along[1]
-
-
-def _derive_twice(target):
-    """Derive the potential energy of a model as second-order control variates do; raise JAX's error where it cannot."""
-    position, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
-    particle = jnp.concatenate((position, position, position, jnp.ones(3, position.dtype)))
-
-    def energy(z):
-        return _Expansion(target, unravel).potential_energy(z, target.first_rows, jax.random.key(0))
-
-    jax.eval_shape(jax.grad(energy), particle)
 
 
 @dataclass(frozen=True)
@@ -286,12 +256,10 @@ class SVRG(ControlVariates):
     def epoch_length(self, target, num_steps):
         epoch = self.epoch
         if epoch is None:
-            groups = target.crossed_plates() if len(target.plates) > 1 else [list(target.plates)]
+            groups = [[target.plates[name] for name in group] for group in target.crossed_plates()]
             # In integers, because rounding errors could add an update.
-            sizes = [[target.plates[name] for name in group] for group in groups]
-            epoch = max(
-                -(-math.prod(size for size, _ in group) // math.prod(batch for _, batch in group)) for group in sizes
-            )
+            counts = (-(-math.prod(n for n, _ in group) // math.prod(b for _, b in group)) for group in groups)
+            epoch = max(counts, default=1)
         return num_steps * -(-int(epoch) // num_steps)
 
 
@@ -336,30 +304,28 @@ def full_gradient(
         found = jax.value_and_grad(energy)(position, rows)
         if not with_hessian:
             return found
-        # Rows are read once, and some directions are taken at a time, for each of which memory holds the chunk.
+        # Rows are read once, and 16 directions are taken at a time, for each of which memory holds the chunk.
         _, product = jax.linearize(jax.grad(lambda flat: energy(flat, rows)), position)
         directions = jnp.eye(len(position), dtype=position.dtype)
-        columns = lax.map(product, directions, batch_size=min(NUM_DIRECTIONS, len(position)))
+        columns = lax.map(product, directions, batch_size=min(16, len(position)))
         return *found, columns
 
-    table = chunks(target, size)
-    names = list(table.length)
+    length, *terms = chunks(target, size)
     try:
-        jax.eval_shape(energy, position, {name: jnp.arange(length) for name, length in table.length.items()})
+        jax.eval_shape(energy, position, {name: jnp.arange(count) for name, count in length.items()})
     except (TypeError, ValueError):
-        table = chunks(target)  # A model that works for its own number of rows only.
+        length, *terms = chunks(target)  # A model that works for its own number of rows only.
 
     def accumulate(total, term):
         weight, start, count = term
         # A shorter piece repeats each of its rows equally often.
-        rows = {name: start[i] + jnp.arange(table.length[name]) % count[i] for i, name in enumerate(names)}
+        rows = {name: start[name] + jnp.arange(length[name]) % count[name] for name in length}
         return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, evaluate(rows)), None
 
-    terms = (jnp.asarray(table.weight), jnp.asarray(table.start), jnp.asarray(table.num_rows))
     nothing: tuple[Array, ...] = jnp.zeros((), position.dtype), jnp.zeros_like(position)
     if with_hessian:
         nothing = *nothing, jnp.zeros((len(position), len(position)), position.dtype)
-    return lax.scan(accumulate, nothing, terms)[0]
+    return lax.scan(accumulate, nothing, jax.tree.map(jnp.asarray, tuple(terms)))[0]
 
 
 def fingerprint(target: Target, unravel: Callable, position: Float[Array, " d"]) -> Float[Array, ""]:
@@ -368,25 +334,17 @@ def fingerprint(target: Target, unravel: Callable, position: Float[Array, " d"])
     return target.potential_energy(unravel(position), rows, jax.random.key(0)).astype(position.dtype)
 
 
-class Chunks(NamedTuple):
-    """A weighted sum of minibatches that equals the full data: T terms over P plates."""
-
-    length: dict[str, int]
-    weight: np.ndarray  # (T,)
-    start: np.ndarray  # (T, P)
-    num_rows: np.ndarray  # (T, P)
-
-
-def chunks(target: Target, size: int | None = None) -> Chunks:
-    """Return minibatches and weights with potential energies that sum to that of all rows.
+def chunks(target: Target, size: int | None = None) -> tuple[dict[str, int], np.ndarray, dict, dict]:
+    """Return minibatches with potential energies that sum to that of all rows, if multiplied by weights.
 
     The minibatch estimates of chunks of c out of N rows, weighted by c / N, sum to the full potential energy. Plates
     that meet in a site need all pairs of their chunks. Plates that do not meet are processed one after another, with
     the others at their first chunk, and the surplus estimates of these first chunks are subtracted.
 
     :param size: the size of a chunk in minibatches. ``None`` uses minibatches of exactly each plate's size.
+    :return: the length of a chunk, by plate; of T terms the weights, ``(T,)``; and by plate the first rows, ``(T,)``,
+        and numbers of rows. Of fewer rows than the length, all are repeated equally often.
     """
-    names = list(target.plates)
     groups = target.crossed_plates()
     length = {name: batch for name, (_, batch) in target.plates.items()}
     for group in groups if size is not None else ():
@@ -396,30 +354,17 @@ def chunks(target: Target, size: int | None = None) -> Chunks:
         for name in group:
             # A power of two leaves few pieces over.
             length[name] = 1 << (min(target.plates[name][0], share).bit_length() - 1)
-    weight, start, count = [], [], []
-
-    def add(chunk, w):
-        weight.append(w)
-        start.append([chunk[name][0] for name in names])
-        count.append([chunk[name][1] for name in names])
-
-    first = {name: (0, length[name]) for name in names}
+    first = {name: (0, length[name]) for name in length}
+    terms = []
     for group in groups:
-        pieces = []
-        for name in group:
-            pieces.append([(name, *piece) for piece in _pieces(target.plates[name][0], length[name])])
+        pieces = ([(name, piece) for piece in _pieces(target.plates[name][0], length[name])] for name in group)
         for combination in itertools.product(*pieces):
-            fraction = np.prod([c / target.plates[name][0] for name, _, c in combination])
-            add(first | {name: (s, c) for name, s, c in combination}, fraction)
+            fraction = math.prod(count / target.plates[name][0] for name, (_, count) in combination)
+            terms.append((fraction, first | dict(combination)))
     if len(groups) > 1:
-        add(first, 1.0 - len(groups))
-    shape = (len(weight), len(names))
-    return Chunks(
-        length,
-        np.asarray(weight, np.float64),
-        np.asarray(start, np.int32).reshape(shape),
-        np.asarray(count, np.int32).reshape(shape),
-    )
+        terms.append((1.0 - len(groups), first))
+    start, count = ({name: np.array([at[name][k] for _, at in terms], np.int32) for name in first} for k in (0, 1))
+    return length, np.array([weight for weight, _ in terms]), start, count
 
 
 def _pieces(total: int, length: int) -> list[tuple[int, int]]:

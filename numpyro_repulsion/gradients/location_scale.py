@@ -19,32 +19,21 @@ from numpyro.handlers import substitute
 from numpyro.infer.util import constrain_fn, potential_energy
 from numpyro.ops.provenance import eval_provenance
 
-from numpyro_repulsion.gradients.bounds import CALLS
+from numpyro_repulsion.gradients.all_rows import CALLS, program_of
 from numpyro_repulsion.gradients.structure import any_number_of_rows
-from numpyro_repulsion.gradients.target import Indices, Particle, SitesTarget
+from numpyro_repulsion.gradients.target import Indices, Particle
 from numpyro_repulsion.rounding import matmul
 
-__all__ = [
-    "Causes",
-    "Products",
-    "Translations",
-    "base_support",
-    "candidates",
-    "centered_energy",
-    "location_scale_sites",
-    "multiplied",
-    "recovered",
-]
-
-#: Scales may enter as standard deviations, variances or precisions, so powers are multiples of 1/2 up to this.
-MAX_POWER = 1.0
-#: The largest part of a gradient that a power may leave unexplained, to allow for rounding.
-MAX_RESIDUAL = 0.02
+#: Families with a location and a scale.
+FAMILIES = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic, dist.Gumbel)
 #: Operations whose result is linear in their first argument, whatever the others.
 _LINEAR = """
     broadcast_in_dim convert_element_type copy dynamic_slice expand_dims gather neg reduce_sum reshape slice squeeze
     transpose
 """
+
+
+# --- Products of effects and scales that a model has in itself. ---
 
 
 class _Use(NamedTuple):
@@ -63,12 +52,12 @@ class Products:
     centered by a share c, its coordinate is ``y = s^c z``. This is a change of variables for any p, so the posterior
     never depends on it.
 
-    :param target: the posterior of the model.
-    :param sites: its sites.
     :param others: sites that are in coordinates of their own already.
+
+    - **pairs** - the names of an effect and a scale, to each of which a power belongs.
     """
 
-    def __init__(self, target: SitesTarget, sites: Mapping[str, dict], others: Collection[str]):
+    def __init__(self, target: Any, sites: Mapping[str, dict], others: Collection[str]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
         self._logarithms = {
             name: logarithm
@@ -78,7 +67,7 @@ class Products:
         effects = {
             name
             for name in set(target.latent) - set(others)
-            if base_support(sites[name]["fn"].support) is constraints.real and sites[name]["scale"] is None
+            if _is_real(sites[name]["fn"]) and sites[name]["scale"] is None
         }
         found = set()
         if effects and self._logarithms and not target.discrete:
@@ -90,7 +79,6 @@ class Products:
         ]
         # An effect of one product that is the scale of another would be in coordinates that depend on each other.
         scaled = {effect for effect, _ in pairs}
-        #: (effect, scale), by name; a power belongs to each.
         self.pairs = [(effect, scale) for effect, scale in pairs if scale not in scaled]
 
     def log_scales(self, z: Particle, powers: jax.Array) -> dict[str, jax.Array]:
@@ -121,20 +109,17 @@ class Products:
             for i in numbers:
                 effect = self.pairs[i][0]
                 product = particles[effect] * gradients[effect]
-                columns.append(jax.vmap(lambda x, like: _summed_to(x, like))(product, u).ravel())
+                columns.append(jax.vmap(_summed_to)(product, u).ravel())
             for i, power in zip(numbers, _fitted(jnp.stack(columns, 1), (slope / speed).ravel()), strict=True):
                 found[i] = power
         return jnp.stack(found)
 
 
 def multiplied(function: Callable, argument: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """Return the pairs (z, s) such that a program multiplies or divides a term linear in z by one in s.
-
-    It reads the jaxpr equation by equation, without running it.
-    """
+    """Return the pairs (z, s) such that a program multiplies or divides a term linear in z by one in s."""
     pairs: set = set()
-    program = jax.make_jaxpr(lambda leaves: function(dict(zip(argument, leaves, strict=True))))(list(argument.values()))
-    _walk(program, [_Use(frozenset([name]), frozenset([name])) for name in argument], pairs)
+    program = jax.make_jaxpr(function)(dict(argument))
+    _walk(program, [_Use(frozenset([name]), frozenset([name])) for name in sorted(argument)], pairs)
     return pairs
 
 
@@ -153,13 +138,11 @@ def _walk(program, inputs, pairs):
 
 
 def _results(equation, given, pairs):
-    name, params = equation.primitive.name, equation.params
-    program = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
-    fits = program is not None and len(getattr(program, "jaxpr", program).invars) == len(given)
-    if name in CALLS and fits:
+    name, params, program = equation.primitive.name, equation.params, program_of(equation)
+    if name in CALLS and program is not None:
         return _walk(program, given, pairs)
     causes = frozenset().union(*(use.causes for use in given))
-    if name == "scan" and fits:
+    if name == "scan" and program is not None:
         # What a loop carries may depend on all that enters it.
         first = params.get("num_consts", 0)
         carried = range(first, first + params.get("num_carry", 0))
@@ -188,18 +171,18 @@ def _fitted(columns, target):
     power = matmul(unit.T, target)
     if unit.shape[1] > 1:
         power = jnp.linalg.solve(matmul(unit.T, unit) + 1e-6 * jnp.eye(unit.shape[1], dtype=unit.dtype), power)
+    # Scales may enter as standard deviations, variances or precisions: as powers of 1/2 or 1, up to the sign.
     power = jnp.round(2.0 * power / lengths) / 2.0
-    error = jnp.linalg.norm(target - matmul(columns, power))
-    usable = (error <= MAX_RESIDUAL * jnp.linalg.norm(target)) & (jnp.linalg.norm(target) > 0)
-    return jnp.where(usable & (jnp.abs(power) <= MAX_POWER), power, 0.0)
+    error, length = jnp.linalg.norm(target - matmul(columns, power)), jnp.linalg.norm(target)
+    # The part that is left unexplained allows for rounding.
+    usable = (error <= 0.02 * length) & (length > 0)
+    return jnp.where(usable & (jnp.abs(power) <= 1.0), power, 0.0)
 
 
 def _summed_to(x, like):
     """Return the sums of x over the axes along which ``like`` would be repeated to its shape."""
-    extra = x.ndim - like.ndim
-    x = x.sum(tuple(range(extra)))
-    repeated = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
-    return x.sum(repeated, keepdims=True)
+    (summed,) = jax.vjp(lambda like: jnp.broadcast_to(like, x.shape), like)[1](x)
+    return summed
 
 
 def _fits(small, large):
@@ -231,8 +214,7 @@ def _logarithm(support, shape):
     return (lambda u: u) if isinstance(inner, ExpTransform) else lambda u: jnp.log(transform(u))
 
 
-#: The largest part of a gradient that may differ, to allow for rounding.
-MAX_DIFFERENCE = 0.01
+# --- Effects that a model adds to another coefficient. ---
 
 
 class Translations:
@@ -249,9 +231,7 @@ class Translations:
     with weights ``s_j^{1-c_j}`` in the mean ȳ, the geometric mean s̄ of the scales, and the share c by which each effect
     is centered. This is a change of variables for any a, so the posterior never depends on it.
 
-    :param target: the posterior of the model.
-    :param sites: its sites.
-    :param pairs: its products of effects and scales, by name.
+    :param pairs: the products of effects and scales, by name.
 
     - **groups** - the names of the sites of effects, which have one axis.
     - **members** - which entries of a flat particle belong to each group, ``(g, d)``; 1 or 0.
@@ -264,7 +244,7 @@ class Translations:
        Biometrika 82 (1995)
     """
 
-    def __init__(self, target: SitesTarget, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
+    def __init__(self, target: Any, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
         scales = {name: causes.scale for name, causes in target.location_scale.items() if not causes.location}
         for effect, scale in pairs:
@@ -273,7 +253,7 @@ class Translations:
         taken = frozenset().union(*scales.values())
         groups = sorted(name for name in scales.keys() - taken if len(shapes[name]) == 1 and shapes[name][0] > 1)
         taken |= frozenset(target.location_scale)
-        bases = {name for name in target.latent if name not in taken and _is_real(sites[name])}
+        bases = {name for name in target.latent if name not in taken and _is_real(sites[name]["fn"])}
         self.groups = groups if bases - set(groups) else []
 
         def flat(values):
@@ -283,11 +263,8 @@ class Translations:
         self.members = np.stack([flat({name: 1.0}) for name in groups]) if self.groups else np.zeros((0, 0))
         self.sizes = self.members.sum(1)
         ends = np.cumsum([math.prod(shapes[name]) for name in sorted(shapes)])
-        starts = dict(zip(sorted(shapes), [0, *ends[:-1]], strict=True))
-        self.places = {
-            name: starts[name] + np.arange(math.prod(shapes[name]), dtype=np.int32).reshape(shapes[name])
-            for name in sorted(bases)
-        }
+        places = dict(zip(sorted(shapes), np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1]), strict=True))
+        self.places = {name: places[name].reshape(shapes[name]) for name in sorted(bases)}
         self._variance = flat({name: _variance(sites[name]["fn"]) for name in bases}) if self.groups else np.zeros(0)
 
     def bases(self, gradient: jax.Array, scale: jax.Array, min_spread: float) -> jax.Array:
@@ -306,7 +283,8 @@ class Translations:
         variance = (jnp.mean(jnp.exp(2.0 * log_scale), 0) / self.sizes)[:, None]
         can_be = (scale == 1.0).all(0) & (jnp.asarray(self._variance, scale.dtype) > variance) & (size > 0)
         error = jnp.where(can_be, residual / jnp.where(size > 0, size, 1.0), jnp.inf)
-        found = (jnp.min(error, 1) < MAX_DIFFERENCE**2) & (jnp.std(log_scale, 0) > min_spread)
+        # Gradients may differ by a hundredth, to allow for rounding.
+        found = (jnp.min(error, 1) < 1e-4) & (jnp.std(log_scale, 0) > min_spread)
         return jnp.where(found, jnp.argmin(error, 1), -1).astype(jnp.int32)
 
     def sums(self, x: jax.Array) -> jax.Array:
@@ -322,8 +300,8 @@ class Translations:
         return matmul(x, jnp.asarray(self.members, x.dtype))
 
 
-def _is_real(site):
-    return base_support(site["fn"].support) is constraints.real
+def _is_real(fn):
+    return base_support(fn.support) is constraints.real
 
 
 def _variance(fn):
@@ -334,8 +312,7 @@ def _variance(fn):
     return np.inf
 
 
-#: Families with a location and a scale.
-FAMILIES = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic, dist.Gumbel)
+# --- Sites with a location and a scale. ---
 
 
 class Causes(NamedTuple):
@@ -345,68 +322,19 @@ class Causes(NamedTuple):
     scale: frozenset[str]
 
 
-def candidates(sites: Mapping[str, dict], latent: list[str]) -> list[str]:
-    """Return the latent location-scale sites whose scale may depend on other sites.
+def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, Causes]:
+    """Return the latent sites of a model with a location, and a scale that depends on other latent sites.
 
     A site with a weight, by ``numpyro.handlers.scale``, is left out: the volume of its coordinates has none.
     """
-    found = []
-    for name in latent:
-        if sites[name]["scale"] is not None:
-            continue
+
+    def may_have(name):
         fn = _base(sites[name]["fn"])
-        if type(fn) in FAMILIES and fn.support is constraints.real and isinstance(fn.scale, jax.core.Tracer):
-            found.append(name)
-    return found if len(latent) > 1 else []
+        is_real = type(fn) in FAMILIES and fn.support is constraints.real
+        return sites[name]["scale"] is None and is_real and isinstance(fn.scale, jax.core.Tracer)
 
-
-class _Partly:
-    """Give sites the values that belong to coordinates in which they are partly centered.
-
-    A site is met with the name and the prior that it has outside of all handlers, so these do not matter.
-
-    - **found** - by site, its value, and the location and scale of its prior.
-    """
-
-    def __init__(self, y: Particle, shares: Mapping[str, jax.Array]):
-        self.y, self.shares = y, shares
-        self.found: dict[str, tuple[jax.Array, ...]] = {}
-
-    def __call__(self, site=None):
-        name, fn = site["name"], site["fn"]
-        if name not in self.shares or site["type"] != "sample":
-            return None
-        shape, base = fn.shape(site["kwargs"]["sample_shape"]), _base(fn)
-        if shape != self.y[name].shape:
-            return None  # A site inside `scan` is shown for one step.
-        location, scale = (jnp.broadcast_to(x, shape) for x in (base.loc, base.scale))
-        share = self.shares[name]
-        value = location + scale ** (1.0 - share) * (self.y[name] - share * location)
-        self.found[name] = value, location, scale
-        return value
-
-    def apply(self, function: Callable, target: SitesTarget, indices: Indices, key: jax.Array, **settings):
-        """Return a function of the model with these values, and of the values of the other sites."""
-        model, others = substitute(target.bind(indices, key), substitute_fn=self), dict(self.y)
-        for name in self.shares:
-            del others[name]
-        with any_number_of_rows():
-            return function(model, target.args, target.kwargs, others, **settings)
-
-
-def _base(fn):
-    while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-        fn = fn.base_dist
-    return fn
-
-
-def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict[str, Causes]:
-    """Return the latent sites of a model with a location, and a scale that depends on other latent sites.
-
-    :param target: the posterior of the model, without discrete sites.
-    :param sites: its sites.
-    """
-    if target.discrete or not (names := candidates(sites, target.latent)):
+    names = [name for name in target.latent if may_have(name)]
+    if target.discrete or not names or len(target.latent) == 1:
         return {}
     centered = {name: jnp.ones(target.prototype[name].shape) for name in names}
 
@@ -421,19 +349,44 @@ def location_scale_sites(target: SitesTarget, sites: Mapping[str, dict]) -> dict
     return {}
 
 
-def centered_energy(
-    target: SitesTarget, y: Particle, indices: Indices, key: jax.Array, shares: Mapping[str, jax.Array]
-):
+def _base(fn):
+    while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
+def centered_energy(target: Any, y: Particle, indices: Indices, key: jax.Array, shares: Mapping[str, jax.Array]):
     """Return U in coordinates in which some sites are partly centered, by the given share for each of their entries."""
-    partly = _Partly(y, shares)
-    energy = partly.apply(potential_energy, target, indices, key)
-    return energy - sum(jnp.sum((1.0 - shares[k]) * jnp.log(scale)) for k, (_, _, scale) in partly.found.items())
+    energy, found = _partly_centered(potential_energy, target, y, indices, key, shares)
+    return energy - sum(jnp.sum((1.0 - shares[name]) * jnp.log(scale)) for name, (_, _, scale) in found.items())
 
 
-def recovered(target: SitesTarget, y: Particle, shares: Mapping[str, jax.Array]) -> tuple[Particle, dict[str, tuple]]:
+def recovered(target: Any, y: Particle, shares: Mapping[str, jax.Array]) -> tuple[Particle, dict[str, tuple]]:
     """Return a particle in the coordinates of the model, and the location and scale of each partly centered site."""
-    partly = _Partly(y, shares)
     # NumPyro ends a run of the model there that sees all sites.
-    partly.apply(constrain_fn, target, target.first_rows, random.key(0))
-    found = partly.found.items()
-    return y | {name: value for name, (value, *_) in found}, {name: tuple(prior) for name, (_, *prior) in found}
+    _, found = _partly_centered(constrain_fn, target, y, target.first_rows, random.key(0), shares)
+    values = {name: value for name, (value, *_) in found.items()}
+    return y | values, {name: tuple(prior) for name, (_, *prior) in found.items()}
+
+
+def _partly_centered(function, target, y, indices, key, shares):
+    """Return a function of the model at y, and of each partly centered site its value, its location and its scale."""
+    found: dict = {}
+
+    # A site is met with the name and the prior that it has outside of all handlers, so these do not matter.
+    def value_of(site=None):
+        name, fn = site["name"], site["fn"]
+        if name not in shares or site["type"] != "sample":
+            return None
+        shape, base = fn.shape(site["kwargs"]["sample_shape"]), _base(fn)
+        if shape != y[name].shape:
+            return None  # A site inside `scan` is shown for one step.
+        location, scale = (jnp.broadcast_to(x, shape) for x in (base.loc, base.scale))
+        share = shares[name]
+        found[name] = location + scale ** (1.0 - share) * (y[name] - share * location), location, scale
+        return found[name][0]
+
+    model = substitute(target.bind(indices, key), substitute_fn=value_of)
+    others = {name: x for name, x in y.items() if name not in shares}
+    with any_number_of_rows():
+        return function(model, target.args, target.kwargs, others), found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
+import math
 from types import MappingProxyType
 
 import jax
@@ -13,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro.distributions import biject_to
-from numpyro.handlers import seed, substitute, trace, uncondition
+from numpyro.handlers import block, scale, seed, substitute, trace, uncondition
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_errors, potential_energy
 from numpyro.primitives import Messenger
 
-from numpyro_repulsion.gradients.bounds import check_indices
-from numpyro_repulsion.gradients.enumeration import check_enumeration, enumerated_energy, subsampled
+from numpyro_repulsion.gradients.all_rows import check_indices
 from numpyro_repulsion.gradients.location_scale import (
     Products,
     Translations,
@@ -28,11 +28,13 @@ from numpyro_repulsion.gradients.location_scale import (
     location_scale_sites,
     recovered,
 )
+from numpyro_repulsion.gradients.minibatch import TakesRows, check_sizes
 from numpyro_repulsion.gradients.structure import (
     Probes,
     Watch,
     abstract_usage,
     any_number_of_rows,
+    check_enumeration,
     check_kinds,
     check_latent,
     check_sites,
@@ -42,22 +44,15 @@ from numpyro_repulsion.gradients.structure import (
     point,
     rows_outside,
 )
-from numpyro_repulsion.gradients.subsampling import TakesRows, check_sizes
-from numpyro_repulsion.gradients.target import Indices, Particle, SitesTarget, Target, compiled, quickly
+from numpyro_repulsion.gradients.target import Indices, Particle, Target, compiled, quickly
 from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.rows import host_rows
-
-__all__ = [
-    "ModelTarget",
-    "likelihood_energies",
-    "likelihood_gradients",
-]
 
 
 class _Weighted(Messenger):
     """Multiply the log densities of some sites, and the volumes of their transforms, by weights."""
 
-    def __init__(self, fn: Callable, weights: dict[str, jax.Array]):
+    def __init__(self, fn, weights):
         super().__init__(fn)
         self._weights = weights | {f"_{name}_log_det": weight for name, weight in weights.items()}
 
@@ -82,7 +77,7 @@ def likelihood_energies(target: Target, particles: Particle, rows: Indices) -> j
     """
 
     def energy(z, rows):
-        if not isinstance(target, SitesTarget) or target.discrete:
+        if not isinstance(target, ModelTarget) or target.discrete:
             return target.potential_energy(z, rows, random.key(0))
         return _weighted_energy(target, z, rows, dict.fromkeys(target.latent, jnp.zeros(())))
 
@@ -96,10 +91,11 @@ def likelihood_energies(target: Target, particles: Particle, rows: Indices) -> j
 
 
 @unrounded()
-def likelihood_gradients(target: SitesTarget, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
+def likelihood_gradients(target: ModelTarget, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
     """Return the gradients of U without the priors of some sites, at particles with leaves ``(n, ...)``.
 
-    :param target: the posterior of a model. Minibatches consist of rows at equal distances.
+    Minibatches consist of rows at equal distances.
+
     :param without: sets of latent sites. For each, the result has the gradients without their priors.
     """
     rows = {name: jnp.arange(batch) * (size // batch) for name, (size, batch) in target.plates.items()}
@@ -114,14 +110,18 @@ def likelihood_gradients(target: SitesTarget, particles: Particle, without: Sequ
     return [{name: leaf[i] for name, leaf in found.items()} for i in range(len(without))]
 
 
-class ModelTarget(SitesTarget):
+class ModelTarget(Target):
     """The posterior of a NumPyro model given its arguments.
 
     The model is traced abstractly, without computation on the data, and checked here.
 
-    :param model: a callable with NumPyro primitives.
-    :param args: its arguments.
-    :param kwargs: its keyword arguments.
+    - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
+    - **deterministic**, **minibatched**, **summed_out** - the deterministic sites; those that use rows of subsampled
+      plates; and those that depend on discrete sites.
+    - **prototype** - the shapes of the continuous latent sites, unconstrained.
+    - **subsampled** - by sample site, the subsampled plates that contain it.
+    - **dims** - by site, the dimension of each plate.
+
     :raises ValueError: for a model that cannot be sampled correctly: without a continuous latent site, or with such a
         site inside a subsampled plate or with a prior that depends on its rows; with a discrete site that cannot be
         summed over; with a site in a subsampled plate that does not use its rows, or one outside that uses them without
@@ -151,7 +151,10 @@ class ModelTarget(SitesTarget):
                 raise
             # Rows that are drawn in the compiled program cannot index NumPy arrays.
             with jax.ensure_compile_time_eval():
-                self.args, self.kwargs = jax.tree.map(_as_jax, (self.args, self.kwargs))
+                self.args, self.kwargs = jax.tree.map(
+                    lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biufc" else x,
+                    (self.args, self.kwargs),
+                )
             sites, watch = self._inspect()
         if refusal and not self._is_same_in_double():
             raise refusal
@@ -165,27 +168,25 @@ class ModelTarget(SitesTarget):
             raise ValueError(f"The latent sites {self.latent} have no elements. Give one a shape without 0.")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves):
             # The values of the data are unknown.
-            usage = abstract_usage(self._evaluate, self.first_rows, self._discrete_shapes, self.prototype)
+            self.usage = self._abstract_usage()
         else:
             # Inside of a program, what is run here must have values; outside, this would hide constant indices.
             is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
             with jax.ensure_compile_time_eval() if is_traced else nullcontext():
                 # First, because a host has no rows beyond the end.
-                check_indices(self, ModelTarget._at_point, self.plates, self.plate_sizes, self.dims)
-                usage = self._use(watch)
-        self._usage = usage
-        self.is_random = bool(usage.random & self._subsampled.keys())
-        check_enumeration({name: sites[name] for name in self.discrete}, self.plates, self._dependents)
+                check_indices(self)
+                self._probe(watch)
+        self.is_random = bool(self.usage.random & self.subsampled.keys())
+        check_enumeration(self, sites)
         scales = {name: _weight(sites[name]) for name in (*self.observed, *self.factors)}
-        self.rows_outside = rows_outside(
-            usage, scales, self._scales_over_all_rows, self.factors, self._subsampled, self.plates
-        )
+        self.rows_outside = rows_outside(self, scales)
         if self.discrete:
             self._try_to_sum()
         deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
-        self.summed_out = [name for name in deterministic if usage.discrete[name]]
+        self.summed_out = [name for name in deterministic if self.usage.discrete[name]]
         deterministic = [name for name in deterministic if name not in self.summed_out]
-        self.minibatched = [name for name in deterministic if usage.rows[name] or self.plates.keys() & self.dims[name]]
+        by_rows = {name for name in deterministic if self.usage.rows[name] or self.plates.keys() & self.dims[name]}
+        self.minibatched = [name for name in deterministic if name in by_rows]
         self.deterministic = [name for name in deterministic if name not in self.minibatched]
         self.location_scale = location_scale_sites(self, sites)
         self.products = Products(self, sites, self.location_scale)
@@ -216,7 +217,7 @@ class ModelTarget(SitesTarget):
         other._share_traces()
         return other
 
-    def _scales_over_all_rows(self):
+    def scales_over_all_rows(self) -> dict:
         """Return the scale of each site over all rows; empty if the model works for its own number of rows only."""
         sites: dict = {}
         try:
@@ -241,20 +242,42 @@ class ModelTarget(SitesTarget):
     def _potential_energy(self, z, indices, key):
         model = self.bind(indices, key)
         with any_number_of_rows():
-            if not self.discrete:
-                return potential_energy(model, self.args, self.kwargs, z)
-            values = self._constrain(z, indices) if self._groups else {}
-            weights = {name: size / len(indices.get(name, range(batch))) for name, (size, batch) in self.plates.items()}
-            return enumerated_energy(
-                model,
-                self.args,
-                self.kwargs,
-                z,
-                {name: values[name] for name in self.latent if self._groups},
-                weights,
-                self._groups,
-                self._enumeration_dim,
-            )
+            if self.discrete:
+                return self._enumerated_energy(model, z, indices)
+            return potential_energy(model, self.args, self.kwargs, z)
+
+    def _enumerated_energy(self, model, z, indices):
+        r"""Return U at one particle, summed over the values of discrete latent sites.
+
+        NumPyro multiplies the log density of each site by N / B for a minibatch of B of the N rows of its plate, and
+        then sums over discrete values. For values of single rows the sum over rows must come last, and the factor with
+        it: :math:`-\frac{N}{B} \sum_{i \in \text{batch}} \log \sum_c p(c) p(y_i | c)`. So sites are processed plate
+        by plate without the factor, and the result is multiplied by it. No sum has terms of different plates, which
+        `check_enumeration` ensures.
+        """
+        from numpyro.contrib.funsor import config_enumerate, enum, log_density
+
+        def enumerated():
+            return enum(config_enumerate(model), self._enumeration_dim)
+
+        def only(group, model):
+            return block(model, hide_fn=lambda site: site["type"] == "sample" and self._around(site) != group)
+
+        energy = potential_energy(only(frozenset(), enumerated()), self.args, self.kwargs, z, enum=True)
+        weights = {name: size / len(indices.get(name, range(batch))) for name, (size, batch) in self.plates.items()}
+        values = {}
+        if self._groups:
+            values = constrain_fn(self.bind(indices, random.key(0)), self.args, self.kwargs, z)
+            values = {name: values[name] for name in self.latent}
+        for group in self._groups:
+            weight = math.prod(weights[name] for name in group)
+            known = scale(substitute(enumerated(), data=values), scale=1.0 / weight)
+            energy = energy - weight * log_density(only(group, known), self.args, self.kwargs, {})[0]
+        return energy
+
+    def _around(self, site):
+        """Return the subsampled plates that contain a site."""
+        return frozenset(frame.name for frame in site["cond_indep_stack"]) & frozenset(self.plates)
 
     def constrain(self, z):
         """Return the latent sites in their supports, and the deterministic sites that do not use a minibatch."""
@@ -272,7 +295,7 @@ class ModelTarget(SitesTarget):
     def plates_of(self, name: str) -> list[str]:
         """Return the subsampled plates whose rows a site uses."""
         # Equal rows do not show.
-        used = {*self._usage.rows.get(name, ()), *self._subsampled.get(name, ())}
+        used = {*self.usage.rows.get(name, ()), *self.subsampled.get(name, ())}
         return [plate for plate in self.plates if plate in used]
 
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -288,8 +311,8 @@ class ModelTarget(SitesTarget):
 
     def crossed_plates(self):
         groups = [{name} for name in self.plates]
-        for name in self._subsampled:
-            seen = self._usage.rows[name] | self._subsampled[name]
+        for name in self.subsampled:
+            seen = self.usage.rows[name] | self.subsampled[name]
             met = [group for group in groups if group & seen]
             if len(met) > 1:
                 groups = [group for group in groups if group not in met] + [set().union(*met)]
@@ -304,15 +327,6 @@ class ModelTarget(SitesTarget):
                 f"The discrete latent sites {self.discrete} cannot be summed over ({error}). Every batch dimension of "
                 "a sample site must belong to a numpyro.plate, or be made part of the event by `.to_event(...)`."
             ) from error
-
-    def _dependents(self):
-        """Return for each discrete site the sites whose log density depends on it, with the plates that they use."""
-        usage = self._usage
-        found: dict[str, dict[str, set]] = {name: {} for name in self.discrete}
-        for site, own in self._subsampled.items():
-            for name in usage.discrete[site]:
-                found[name][site] = set(own) | usage.rows[site]
-        return found
 
     def _evaluation(self, rows, discrete, z, key=None):
         """Return by site: log densities, entry by entry; latent values in their supports; deterministic values."""
@@ -329,13 +343,16 @@ class ModelTarget(SitesTarget):
         deterministic = {name: site["value"] for name, site in sites.items() if site["type"] == "deterministic"}
         return densities, {name: sites[name]["value"] for name in self.latent}, deterministic
 
-    def _use(self, watch):
-        """Return how the sites of the model depend on rows, discrete sites and the key, and check that it is right."""
+    def _abstract_usage(self):
+        return abstract_usage(self._evaluate, self.first_rows, self._discrete_shapes, self.prototype)
+
+    def _probe(self, watch):
+        """Find how the sites of the model depend on rows, discrete sites and the key, and check that it is right."""
         taken, shapes = self.plates, self._discrete_shapes
         if not (taken or shapes):
-            usage = abstract_usage(self._evaluate, {}, {}, self.prototype)
-            if not usage.random:
-                return usage
+            self.usage = self._abstract_usage()
+            if not self.usage.random:
+                return
         if any(batch == 1 < size for size, batch in taken.values()):
             # A single row shows no variation.
             two = {name: (size, min(size, max(batch, 2))) for name, (size, batch) in taken.items()}
@@ -347,7 +364,7 @@ class ModelTarget(SitesTarget):
 
         def runs(target, cases):
             def run(case):
-                z = point(case.number, self.prototype)
+                z = point(case.point, self.prototype)
                 values = {name: jnp.full(x.shape, case.discrete[name], x.dtype) for name, x in shapes.items()}
                 densities, *others = target._evaluation(case.rows, values, z, random.key(case.key))
                 return densities, {name: _total(x) for part in others for name, x in part.items()}
@@ -355,22 +372,20 @@ class ModelTarget(SitesTarget):
             return lax.map(run, cases)
 
         probes = Probes(compiled(runs, self, quickly()), taken, self.discrete)
-        usage = probes.usage()
-        if watch.blocks and (random_sites := sorted(usage.random & self._subsampled.keys())):
+        self.usage = usage = probes.usage()
+        if watch.blocks and (random_sites := sorted(usage.random & self.subsampled.keys())):
             raise ValueError(
                 f"The densities of the sites {random_sites} differ from key to key, and numpyro.handlers.block hides "
                 "what asks for a key: a latent site or a subsampled plate that it hides would be drawn anew in every "
                 "update. Hide only sites that have values, as in block(substitute(model, data=values), hide=[...])."
             )
-        check_latent(usage, self.latent)
-        if unseen := self.plates.keys() - set().union(*(usage.rows[name] for name in self._subsampled)):
+        check_latent(self)
+        if unseen := self.plates.keys() - set().union(*(usage.rows[name] for name in self.subsampled)):
             # Data whose rows are all alike, or a plate that the likelihood does not use.
-            structure = abstract_usage(self._evaluate, self.first_rows, self._discrete_shapes, self.prototype)
-            check_use({name: self.plates[name] for name in sorted(unseen)}, structure, self._subsampled)
-        check_sites(probes, usage, self._subsampled, self.dims, self.plates)
-        return usage
+            check_use(self, unseen, self._abstract_usage())
+        check_sites(self, probes)
 
-    def _at_point(self, z, rows):
+    def at_point(self, z: dict | int, rows: Mapping) -> dict[str, jax.Array]:
         """Return the densities and deterministic values at a point, by site; ``z`` may be the number of a point."""
         z = z if isinstance(z, dict) else point(z, self.prototype)
         nothing = {name: jnp.zeros(x.shape, x.dtype) for name, x in self._discrete_shapes.items()}
@@ -386,7 +401,7 @@ class ModelTarget(SitesTarget):
                 z = point(0, self.prototype)
                 # At 0 too, where a slope shows signs that large squares hide.
                 starts = jax.tree.map(jnp.zeros_like, z), z
-                found.append([jax.jvp(lambda z: self._at_point(z, self.all_rows), (at,), (z,)) for at in starts])
+                found.append([jax.jvp(lambda z: self.at_point(z, self.all_rows), (at,), (z,)) for at in starts])
         pairs = zip(*map(jax.tree.leaves, found), strict=True)
         return len(found) == 2 and all(np.isfinite(b).all() and np.allclose(a, b, 1e-3, 1e-3) for a, b in pairs)
 
@@ -454,27 +469,20 @@ class ModelTarget(SitesTarget):
             for name, site in sites.items()
             if site["type"] in ("sample", "deterministic")
         }
-        self.events = {
-            name: (site["fn"].event_dim, site["infer"].get("event_dims", ()))
-            for name, site in sites.items()
-            if site["type"] == "sample"
-        }
-        self.factors = [
-            name
-            for name, site in sites.items()
-            if site["type"] == "sample" and _factor(site) and not site["infer"].get("is_prior")
-        ]
-        self.observed = [n for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] and not _factor(s)]
-        latent = {name: site for name, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
+        sampled = {name: site for name, site in sites.items() if site["type"] == "sample"}
+        self.subsampled = {name: self._around(site) for name, site in sampled.items()}
+        self.events = {name: (x["fn"].event_dim, x["infer"].get("event_dims", ())) for name, x in sampled.items()}
+        factors = [name for name, site in sampled.items() if site["infer"].get("is_auxiliary")]
+        self.factors = [name for name in factors if not sampled[name]["infer"].get("is_prior")]
+        self.observed = [name for name, site in sampled.items() if site["is_observed"] and name not in factors]
+        latent = {name: site for name, site in sampled.items() if not site["is_observed"]}
         self.discrete = [name for name, site in latent.items() if site["fn"].support.is_discrete]
         self.latent = [name for name in latent if name not in self.discrete]
-        check_kinds(latent, self.discrete, self.dims, self.plates)
+        check_kinds(self, latent)
         # The first dimension that is free for enumeration.
         frames = [frame.dim for site in sites.values() for frame in site.get("cond_indep_stack", ())]
         self._enumeration_dim = min(frames, default=0) - 1
-        sampled = {name: site for name, site in sites.items() if site["type"] == "sample"}
-        self._subsampled = {name: subsampled(site, self.plates) for name, site in sampled.items()}
-        self._groups = frozenset(self._subsampled.values()) - {frozenset()}
+        self._groups = frozenset(self.subsampled.values()) - {frozenset()}
 
     def bind(self, indices: Indices, key: jax.Array):
         """Return the model with the rows of its subsampled plates, and a key for random likelihoods."""
@@ -487,11 +495,6 @@ class ModelTarget(SitesTarget):
         with any_number_of_rows():
             return trace(substitute(model, substitute_fn=init_strategy)).get_trace(*self.args, **self.kwargs)
 
-    def _constrain(self, z, indices):
-        model = self.bind(indices, random.key(0))
-        with any_number_of_rows():
-            return constrain_fn(model, self.args, self.kwargs, z, return_deterministic=True)
-
 
 def _total(value):
     """Return a number that changes with a value."""
@@ -503,11 +506,3 @@ def _weight(site):
     """Return the weight of a site's log density without the power to which a handler says that it raised it."""
     power = site["infer"].get("inverse_temperature")
     return site["scale"] if power is None else site["scale"] / power
-
-
-def _factor(site):
-    return site["infer"].get("is_auxiliary", False)
-
-
-def _as_jax(leaf):
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf

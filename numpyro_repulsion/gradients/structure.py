@@ -1,9 +1,10 @@
-"""Checks of the plates, latent sites and data of a model."""
+"""What the sites of a model depend on, and checks of its plates, latent sites and data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+import importlib.util
 import math
 import operator
 from typing import Any, NamedTuple
@@ -22,58 +23,30 @@ from numpyro.util import not_jax_tracer
 
 from numpyro_repulsion.rows import Rows, count_nan, losses
 
-__all__ = [
-    "Probes",
-    "Usage",
-    "Watch",
-    "abstract_usage",
-    "any_number_of_rows",
-    "check_kinds",
-    "check_latent",
-    "check_sites",
-    "check_use",
-    "check_values",
-    "find_nan",
-    "influenced",
-    "point",
-    "rows_outside",
-]
-
-#: The largest 32-bit integer, which numbers rows.
-MAX_ROWS = 2**31 - 1
-
 
 class Watch(Messenger):
     """Records the sites and plates of a model, also in the bodies of ``scan`` and ``cond``, unlike other handlers.
 
-    - **asks_for_keys** - whether there is a ``numpyro.prng_key()``.
     - **blocks** - whether ``numpyro.handlers.block`` is around what asks for a key.
-    - **hidden_plates** - the subsampled plates in those bodies.
-    - **unclear_plates** - the plates in those bodies, and those that share their name with a plate of another size.
     """
 
     def __init__(self):
         super().__init__(None)
-        self.asks_for_keys = self.blocks = False
-        self.hidden_plates: list[str] = []
-        self.unclear_plates: set[str] = set()
+        self.blocks, self._depth = False, 0
         self._plates: dict[str, tuple[int, int]] = {}
+        self._hidden_plates: list[str] = []
         self._names: set[str] = set()
         self._fixed: dict[str, bool] = {}
-        self._depth = 0
 
     def process_message(self, msg):
         if msg["type"] == "prng_key":
-            self.asks_for_keys = True
             # Bodies of loops run inside of a block of NumPyro's own.
             self.blocks |= not self._depth and any(isinstance(handler, block) for handler in _PYRO_STACK)
         elif msg["type"] == "plate":
             size, batch = msg["args"]
             self._check_plate(msg["name"], size, size if batch is None else batch)
-            if self._depth:
-                self.unclear_plates.add(msg["name"])
-                if batch is not None and batch < size:
-                    self.hidden_plates.append(msg["name"])
+            if self._depth and batch is not None and batch < size:
+                self._hidden_plates.append(msg["name"])
         elif msg["type"] in ("sample", "deterministic", "param"):
             self._names.add(msg["name"])
             # What NumPyro shows once more after a `scan` has its value from inside.
@@ -83,19 +56,17 @@ class Watch(Messenger):
             msg["args"] = tuple(self._watched(arg) if callable(arg) else arg for arg in msg["args"])
 
     def check(self) -> None:
-        """Raise ``ValueError`` for latent sites with fixed values, and subsampled plates whose rows cannot be chosen.
-
-        NumPyro gives a key to each latent site that no handler has given a value.
-        """
+        """Raise ``ValueError`` for latent sites with fixed values, and for plates whose rows cannot be chosen."""
+        # NumPyro gives a key to each latent site that no handler has given a value.
         if fixed := [name for name, is_fixed in self._fixed.items() if is_fixed]:
             raise ValueError(
                 f"A handler inside the model gives the latent sites {fixed} values, so the posterior would not depend "
                 "on their draws. To hold them there, write block(substitute(model, data=values), "
                 f"hide={fixed}) with both from numpyro.handlers; to start there, init_strategy=init_around(values)."
             )
-        if self.hidden_plates:
+        if self._hidden_plates:
             raise ValueError(
-                f"The subsampled plate {self.hidden_plates} lies inside `scan` or `cond`, where its rows cannot be "
+                f"The subsampled plate {self._hidden_plates} lies inside `scan` or `cond`, where its rows cannot be "
                 "chosen. Put the plate around the sites outside, or drop its `subsample_size`."
             )
 
@@ -112,10 +83,10 @@ class Watch(Messenger):
                 f"The plate '{name}' has subsample_size={batch}, more than its {size} rows. Use "
                 f"subsample_size=min({batch}, {size}), which uses all rows in every update, or omit it."
             )
-        if batch < size > MAX_ROWS:
+        if batch < size > (most := 2**31 - 1):
             raise ValueError(
                 f"The subsampled plate '{name}' has {size} rows; rows are numbered by 32-bit integers, so it can have "
-                f"{MAX_ROWS} at most. Split the data over several plates."
+                f"{most} at most. Split the data over several plates."
             )
         if name in self._names:
             raise ValueError(
@@ -123,8 +94,6 @@ class Watch(Messenger):
                 "posterior. Give one of them another name."
             )
         first = self._plates.setdefault(name, (size, batch))
-        if first != (size, batch):
-            self.unclear_plates.add(name)
         if first != (size, batch) and (first[0] > first[1] or size > batch):
             raise ValueError(
                 f"Two plates have the name '{name}', one with size={first[0]} and subsample_size={first[1]}, the other "
@@ -144,14 +113,8 @@ class Watch(Messenger):
         return watched
 
 
-def check_kinds(latent: Mapping[str, dict], discrete: list[str], dims: Mapping[str, Mapping], plates: Mapping) -> None:
-    """Raise ``ValueError`` for latent sites that particles cannot represent.
-
-    :param latent: the latent sites by name.
-    :param discrete: the names of the discrete ones.
-    :param dims: by site, the dimension of each plate.
-    :param plates: the subsampled plates.
-    """
+def check_kinds(target: Any, latent: Mapping[str, dict]) -> None:
+    """Raise ``ValueError`` for latent sites that particles cannot represent."""
     for name, site in latent.items():
         if isinstance(site["fn"], dist.Delta):
             raise ValueError(
@@ -162,33 +125,32 @@ def check_kinds(latent: Mapping[str, dict], discrete: list[str], dims: Mapping[s
                 f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro's "
                 "transforms and densities do not support; leave the site out if it is empty."
             )
-        around = [plate for plate in dims[name] if plate in plates]
-        if around and (base := name.removesuffix("_unobserved")) != name and f"{base}_observed" in dims:
+        around = [plate for plate in target.dims[name] if plate in target.plates]
+        if around and (base := name.removesuffix("_unobserved")) != name and f"{base}_observed" in target.dims:
             raise ValueError(
                 f"The site '{base}' has an `obs_mask` inside of the subsampled plate '{around[0]}', so NumPyro imputes "
                 "its hidden entries as latent variables of rows, and each minibatch would need others. Leave them out "
                 f"instead, `with numpyro.handlers.mask(mask=mask[i]): numpyro.sample('{base}', ..., obs=y[i])`: the "
                 "posterior of the parameters is the same. To impute them, drop `subsample_size`."
             )
-        if around and name not in discrete:
+        if around and name not in target.discrete:
             raise ValueError(
                 f"Latent site '{name}' lies inside the subsampled plate '{around[0]}', where each minibatch would "
                 "need different latent variables. Move it out of the plate and index it, marginalize it, or drop "
                 "`subsample_size`."
             )
-    if len(latent) == len(discrete):
+    if not target.latent:
         raise ValueError(
             "The model has no continuous latent site, so there is nothing to sample; it needs at least one "
-            f"`numpyro.sample` statement without `obs`. Discrete latent sites: {discrete or 'none'}."
+            f"`numpyro.sample` statement without `obs`. Discrete latent sites: {target.discrete or 'none'}."
         )
 
 
-def _may_be_empty(distribution) -> bool:
+def _may_be_empty(distribution):
     """Whether NumPyro's transforms and densities support values without elements."""
-    is_whole = (
-        0 not in distribution.batch_shape and getattr(distribution.support, "base_constraint", None) is constraints.real
-    )
-    return distribution.support is constraints.real or is_whole
+    support = distribution.support
+    is_whole = 0 not in distribution.batch_shape and getattr(support, "base_constraint", None) is constraints.real
+    return support is constraints.real or is_whole
 
 
 def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, Any]) -> list[str]:
@@ -198,10 +160,7 @@ def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, Any]) -> l
 
 
 def check_values(
-    args: tuple = (),
-    kwargs: Mapping = {},
-    observations: Mapping[str, Any] = {},
-    of_rows: bool = False,
+    args: tuple = (), kwargs: Mapping = {}, observations: Mapping[str, Any] = {}, of_rows: bool = False
 ) -> None:
     """Raise ``ValueError`` for values that JAX would change in silence, by narrower types and without masks.
 
@@ -230,6 +189,8 @@ def any_number_of_rows():
         yield
 
 
+# --- What depends on what. ---
+
 #: The radii of the points at which the model is run: far from zero, where terms differ, and near, where none saturates.
 RADII = (1.0, 1.0, 0.1)
 #: Densities count as equal up to this part of them: rounding differs from place to place in a minibatch.
@@ -250,15 +211,9 @@ class Usage(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Inputs of a run of the model; a batch of them has leading axes.
+    """Inputs of a run of the model; of discrete sites one value for all entries. A batch of cases has leading axes."""
 
-    - **number** - of the point, an index of `RADII`.
-    - **rows** - by plate.
-    - **discrete** - by discrete site, the value of all its entries.
-    - **key** - the number of the key.
-    """
-
-    number: Any
+    point: Any
     rows: dict[str, Any]
     discrete: dict[str, Any]
     key: Any
@@ -278,74 +233,64 @@ class Probes:
     """
 
     def __init__(self, run: Callable, plates: Mapping[str, tuple[int, int]], discrete: list[str]):
-        self._plates, self._order = plates, {}
-        self._cases: list[Case] = []
+        self._plates, self._discrete, self._order = plates, discrete, {}
+        cases: dict[tuple, Case] = {}
         rng = np.random.default_rng(0)
         nothing = dict.fromkeys(discrete, 0)
         for number in range(len(RADII) if plates else 1):
             # Neighbors too: a lag shows among them, and may not among scattered rows.
             rows = {name: _rows(rng, *counts, scattered=number > 0) for name, counts in plates.items()}
-            self._add((None, number), Case(number, rows, nothing, 0))
+            cases["rows", number] = Case(number, rows, nothing, 0)
             for name, (size, batch) in plates.items():
                 old, order, keep = rows[name], rng.permutation(batch), rng.random(batch) < 0.5
                 keep[rng.integers(batch)] = True
                 others = np.setdiff1d(np.arange(size), old) if size <= 4 * batch else _rows(rng, size, 3 * batch, True)
                 new = np.resize(rng.permutation(others) if len(others) else old[::-1], batch)
                 self._order[name, number] = order, keep
-                probes = (np.where(keep, old, new), old[order], np.where(keep, new[::-1], old))
-                for kind, probe in enumerate((*probes, np.where(keep, new[::-1], new))):
-                    self._add((name, number, kind), Case(number, rows | {name: probe}, nothing, 0))
-        first = self._cases[0]
-        self._add(("key",), first._replace(key=1))
-        for name in discrete:
-            self._add((name,), first._replace(discrete=nothing | {name: 1}))
-        cases = jax.tree.map(lambda *x: jnp.asarray(np.stack(x), jnp.int32), *self._cases)
-        self.densities, self._values = jax.tree.map(np.asarray, run(cases))
+                rest = np.where(keep, new[::-1], old), np.where(keep, new[::-1], new)
+                for kind, probe in enumerate((np.where(keep, old, new), old[order], *rest)):
+                    cases["rows", number, name, kind] = Case(number, rows | {name: probe}, nothing, 0)
+        first = cases["rows", 0]
+        cases["key", 0] = first._replace(key=1)
+        cases |= {("discrete", name): first._replace(discrete=nothing | {name: 1}) for name in discrete}
+        found = run(jax.tree.map(lambda *x: jnp.asarray(np.stack(x), jnp.int32), *cases.values()))
+        self.densities, values = jax.tree.map(np.asarray, found)
+        self._names, self._both = list(self.densities | values), (self.densities, values)
+        self._place = {case: place for place, case in enumerate(cases)}
 
-    def _add(self, name, case):
-        self._place = getattr(self, "_place", {}) | {name: len(self._cases)}
-        self._cases.append(case)
-
-    def _of(self, name: str, *case) -> list:
-        """Return what a site has in a case."""
-        return [found[name][self._place[case]] for found in (self.densities, self._values) if name in found]
-
-    def _differ(self, name, one, other):
-        pairs = zip(self._of(name, *one), self._of(name, *other), strict=True)
-        return any(not np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+    def _depends(self, name, *case, number=0):
+        """Whether what a site has differs from the first case of a point."""
+        one, other = self._place["rows", number], self._place[case]
+        found = [part[name] for part in self._both if name in part]
+        return any(not np.array_equal(x[one], x[other], equal_nan=True) for x in found)
 
     def usage(self) -> Usage:
         """Return on what the sites depend."""
-        names = list(self.densities | self._values)
-
-        def depends(name, plate):
-            points = range(len(RADII))
-            return any(self._differ(name, (None, k), (plate, k, kind)) for k in points for kind in (0, 2))
-
-        discrete = [case[0] for case in self._place if len(case) == 1 and case != ("key",)]
-        return Usage(
-            {name: {plate for plate in self._plates if depends(name, plate)} for name in names},
-            {name: {site for site in discrete if self._differ(name, (None, 0), (site,))} for name in names},
-            {name for name in names if self._differ(name, (None, 0), ("key",))},
-        )
+        probes = [(k, kind) for k in range(len(RADII)) for kind in (0, 2)]
+        rows = {
+            name: {
+                plate
+                for plate in self._plates
+                if any(self._depends(name, "rows", k, plate, kind, number=k) for k, kind in probes)
+            }
+            for name in self._names
+        }
+        discrete = {name: {x for x in self._discrete if self._depends(name, "discrete", x)} for name in self._names}
+        return Usage(rows, discrete, {name for name in self._names if self._depends(name, "key", 0)})
 
     def runs(self, name: str, plate: str) -> Iterator[tuple]:
         """Yield, point by point, the densities of a site in the five cases, the order and the rows kept."""
         for k in range(len(RADII)):
-            found = (
-                self.densities[name][self._place[case]] for case in ((None, k), *((plate, k, i) for i in range(4)))
-            )
-            yield *found, *self._order[plate, k]
+            cases = ("rows", k), *(("rows", k, plate, kind) for kind in range(4))
+            yield *(self.densities[name][self._place[case]] for case in cases), *self._order[plate, k]
 
 
 def _rows(rng, size, batch, scattered):
     if not scattered:
         return (rng.integers(size) + np.arange(batch)) % size
-    return (
-        rng.choice(size, batch, replace=False)
-        if size < 1 << 20
-        else np.unique(rng.integers(size, size=2 * batch))[:batch]
-    )
+    if size < 1 << 20:
+        return rng.choice(size, batch, replace=False)
+    return np.unique(rng.integers(size, size=2 * batch))[:batch]
 
 
 def point(number: jax.Array | int, prototype: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -360,23 +305,18 @@ def point(number: jax.Array | int, prototype: Mapping[str, jax.ShapeDtypeStruct]
 
 
 def abstract_usage(evaluate: Callable, rows: Mapping, discrete: Mapping, z: Mapping) -> Usage:
-    """Return the usage by the structure of the program, for a model whose data have no values.
+    """Return the usage by the structure of a program ``(rows, discrete, z, key) -> dictionaries by site``."""
+    given = {"rows ": rows, "discrete ": discrete}
 
-    :param evaluate: ``(rows, discrete values, z, key) -> dictionaries by site``.
-    """
+    def run(z, key, **inputs):
+        parts = ({name: inputs[kind + name] for name in part} for kind, part in given.items())
+        return evaluate(*parts, z, key)
 
-    def named(**inputs):
-        parts: dict = {"rows": {}, "discrete": {}}
-        for name, value in inputs.items():
-            kind, _, label = name.partition(" ")
-            parts.setdefault(kind, {})[label] = value
-        return evaluate(parts["rows"], parts["discrete"], parts["z"][""], parts["key"][""])
-
-    inputs = {f"rows {name}": x for name, x in rows.items()} | {f"discrete {name}": x for name, x in discrete.items()}
+    inputs = {kind + name: x for kind, part in given.items() for name, x in part.items()}
     found: dict = {}
-    for part in eval_provenance(named, **inputs, z=z, key=jax.random.key(0)):
+    for part in eval_provenance(run, **inputs, z=z, key=jax.random.key(0)):
         for name, causes in part.items():
-            found[name] = found.get(name, frozenset()).union(*jax.tree.leaves(causes, is_leaf=_is_set))
+            found[name] = found.get(name, frozenset()).union(*_sets(causes))
 
     def of(kind):
         return {name: {cause[len(kind) :] for cause in each if cause.startswith(kind)} for name, each in found.items()}
@@ -387,17 +327,20 @@ def abstract_usage(evaluate: Callable, rows: Mapping, discrete: Mapping, z: Mapp
 def influenced(fn: Callable, cause: Any, *rest: Any) -> list[bool]:
     """Return for each output of ``fn(cause, *rest)`` whether it depends on ``cause``, by the program's structure."""
     found = eval_provenance(lambda cause, rest: fn(cause, *rest), cause=cause, rest=rest)
-    return ["cause" in causes for causes in jax.tree.leaves(found, is_leaf=_is_set)]
+    return ["cause" in causes for causes in _sets(found)]
 
 
-def _is_set(x):
-    return isinstance(x, frozenset)
+def _sets(causes):
+    return jax.tree.leaves(causes, is_leaf=lambda x: isinstance(x, frozenset))
 
 
-def check_latent(usage: Usage, latent: list[str]) -> None:
+# --- What may depend on what. ---
+
+
+def check_latent(target: Any) -> None:
     """Raise ``ValueError`` for priors that depend on the minibatch."""
-    for name in latent:
-        if seen := sorted(usage.rows[name]):
+    for name in target.latent:
+        if seen := sorted(target.usage.rows[name]):
             raise ValueError(
                 f"The prior of the latent site '{name}' depends on the rows of the subsampled plate '{seen[0]}': every "
                 "minibatch would have a different prior. Compute what the prior needs from the whole data, outside "
@@ -405,10 +348,11 @@ def check_latent(usage: Usage, latent: list[str]) -> None:
             )
 
 
-def check_use(plates: Mapping, usage: Usage, names: Iterable[str]) -> None:
-    """Raise ``ValueError`` for subsampled plates whose rows no site uses."""
-    for plate, (size, batch) in plates.items():
-        if not any(plate in usage.rows[name] for name in names):
+def check_use(target: Any, plates: set[str], usage: Usage) -> None:
+    """Raise ``ValueError`` for those of some subsampled plates whose rows no site uses."""
+    for plate in sorted(plates):
+        if not any(plate in usage.rows[name] for name in target.subsampled):
+            size, batch = target.plates[plate]
             raise ValueError(
                 f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every update "
                 f"would use the same {batch} of {size} rows. {_remedy(plate, size, batch)}"
@@ -422,41 +366,31 @@ def _remedy(plate, size, batch):
     )
 
 
-def check_sites(probes: Probes, usage: Usage, own: Mapping[str, frozenset], dims: Mapping, plates: Mapping) -> None:
-    """Raise ``ValueError`` for sites whose minibatches do not add up to all rows.
-
-    :param own: by name of each sample site, the subsampled plates that contain it.
-    :param dims: by site, the dimension of each plate.
-    :param plates: ``{name: (size, subsample_size)}`` of the subsampled plates.
-    """
-    for plate, counts in plates.items():
-        for name in own:
-            if plate in own[name]:
-                local = any(plate in own[site] for site in usage.discrete[name])
-                _check_inside(probes, name, plate, dims[name][plate], local, usage, counts)
-            elif plate in usage.rows[name]:
+def check_sites(target: Any, probes: Probes) -> None:
+    """Raise ``ValueError`` for sites whose minibatches do not add up to all rows."""
+    for plate in target.plates:
+        for name, own in target.subsampled.items():
+            if plate in own:
+                _check_inside(target, probes, name, plate)
+            elif plate in target.usage.rows[name]:
                 _check_outside(probes, name, plate)
 
 
-def _check_inside(probes, name, plate, dim, local, usage, counts):
-    (size, batch), remedy = counts, _remedy(plate, *counts)
+def _check_inside(target, probes, name, plate):
+    usage, dim, (size, batch) = target.usage, target.dims[name][plate], target.plates[plate]
+    remedy = _remedy(plate, size, batch)
+    is_local = any(plate in target.subsampled[site] for site in usage.discrete[name])
     for a, b, permuted, c, d, order, keep in probes.runs(name, plate):
         # Of sites without an axis for the plate, and those that have the same value for all its rows.
-        is_one = a.ndim < -dim or all(
-            np.array_equal(x, np.broadcast_to(x.take([0], dim), x.shape), equal_nan=True) for x in (a, b, d)
-        )
+        is_one = a.ndim < -dim or all(_is_same(x, np.broadcast_to(x.take([0], dim), x.shape)) for x in (a, b, d))
         if plate not in usage.rows[name]:
-            if not is_one and not local and name not in usage.random:
+            if not is_one and not is_local and name not in usage.random:
                 raise ValueError(
                     f"The site '{name}' does not depend on which rows the subsampled plate '{plate}' draws, but "
                     f"other sites do: every update would use the same {batch} of {size} rows of it. {remedy}"
                 )
             continue
-        if (
-            is_one
-            and len(order) > 1
-            and not (np.array_equal(a, b, equal_nan=True) and np.array_equal(a, d, equal_nan=True))
-        ):
+        if is_one and len(order) > 1 and not (_is_same(a, b) and _is_same(a, d)):
             raise ValueError(
                 f"The site '{name}' has one log density for a whole minibatch of the subsampled plate '{plate}', "
                 "and NumPyro would count it once for every row. Give it one log density for each row (no sum over "
@@ -493,8 +427,7 @@ def _check_inside(probes, name, plate, dim, local, usage, counts):
 
 def _check_outside(probes, name, plate):
     for a, b, _, c, d, *_ in probes.runs(name, plate):
-        sums = [np.sum(x, dtype=float) for x in (a, b, c, d)]
-        a, b, c, d = sums
+        a, b, c, d = sums = [np.sum(x, dtype=float) for x in (a, b, c, d)]
         if abs((b - a) - (d - c)) > 0.2 * ROUNDING * max(map(abs, sums)) + ROUNDING:
             raise ValueError(
                 f"The site '{name}' uses rows of the subsampled plate '{plate}' outside of that plate, and its log "
@@ -504,54 +437,80 @@ def _check_outside(probes, name, plate):
             )
 
 
+def _is_same(a, b):
+    return np.array_equal(a, b, equal_nan=True)
+
+
 def _equal(a, b):
     with np.errstate(invalid="ignore"):
         return bool(np.all((a == b) | (np.abs(a - b) <= ROUNDING * (1 + np.abs(a))) | (np.isnan(a) & np.isnan(b))))
 
 
-def rows_outside(
-    usage: Usage,
-    scales: Mapping[str, Any],
-    over_all_rows: Callable[[], Mapping[str, Any]],
-    factors: list[str],
-    own: Mapping[str, frozenset],
-    plates: Mapping,
-) -> dict[str, list[str]]:
+def rows_outside(target: Any, scales: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the sites that use rows of subsampled plates from outside, with these plates.
 
-    It omits sites that are multiplied by size / number of rows for any number of rows, as NumPyro does in a plate.
-
-    :param scales: by name of each observed site and factor, the scale of its log density.
-    :param over_all_rows: returns the same over all rows, if the model works for these.
-    :param factors: the names of the factors, whose values may include the scale.
-    :raises ValueError: for a site that only its own plates scale.
+    It omits those that are multiplied by size / number of rows for any number of rows, as NumPyro does in a plate, and
+    raises ``ValueError`` for those that only their own plates scale.
     """
     found = {}
     for name, scale in scales.items():
-        outside = sorted(usage.rows[name] - own[name])
+        own = target.subsampled[name]
+        outside = sorted(target.usage.rows[name] - own)
         if not outside:
             continue
         factor, needed = (
-            math.prod(plates[plate][0] / plates[plate][1] for plate in names) for names in (own[name], outside)
+            math.prod(target.plates[plate][0] / target.plates[plate][1] for plate in names) for names in (own, outside)
         )
-        if _is(_ratio(scale, 1.0), factor) and name not in factors:
-            size, batch = plates[outside[0]]
+        # The value of a factor may include the scale.
+        if _is_scaled(scale, 1.0, factor) and name not in target.factors:
+            size, batch = target.plates[outside[0]]
             raise ValueError(
                 f"The site '{name}' uses rows of the subsampled plate '{outside[0]}' outside of that plate, so its "
                 f"log density is that of {batch} of {size} rows. Put it into the plate, or scale its log "
                 f"density: `with numpyro.handlers.scale(scale={size} / len(i)): ...`."
             )
-        if not _is(_ratio(scale, over_all_rows().get(name, math.nan)), factor * needed):
+        if not _is_scaled(scale, target.scales_over_all_rows().get(name, math.nan), factor * needed):
             found[name] = outside
     return found
 
 
-def _ratio(scale, other):
-    """Return the ratio of two scales of a log density; NaN if they are unknown."""
+def _is_scaled(scale, other, wanted):
+    """Whether two scales of a log density have the wanted ratio; not if they are unknown."""
     if any(isinstance(x, jax.core.Tracer) for x in (scale, other)):
-        return math.nan
-    return np.divide(*(np.asarray(1.0 if x is None else x, float) for x in (scale, other)))
+        return False
+    one, other = (np.asarray(1.0 if x is None else x, float) for x in (scale, other))
+    return bool(np.all(np.isclose(one / other, wanted)))
 
 
-def _is(ratio, wanted):
-    return bool(np.all(np.isclose(ratio, wanted)))
+def check_enumeration(target: Any, sites: Mapping[str, dict]) -> None:
+    """Raise an error for discrete latent sites that cannot be summed over, in general or with minibatches."""
+    if target.discrete and importlib.util.find_spec("funsor") is None:
+        raise ImportError(
+            f"The sites {sorted(target.discrete)} are discrete and have no observations (obs is None); to observe "
+            "them, pass the data to the model. Summing over them needs funsor: pip install funsor; or marginalize them "
+            "by hand (numpyro.distributions.MixtureSameFamily)."
+        )
+    for name in target.discrete:
+        distribution = sites[name]["fn"]
+        if not distribution.has_enumerate_support:
+            raise ValueError(
+                f"Discrete latent site '{name}' has a {type(distribution).__name__} distribution, whose values cannot "
+                "be summed over. Marginalize it by hand, or replace it by a distribution with few values, such as "
+                "numpyro.distributions.Categorical."
+            )
+        if (asked := sites[name]["infer"].get("enumerate", "parallel")) != "parallel":
+            raise ValueError(
+                f"Discrete latent site '{name}' asks for enumerate={asked!r}, but particles have no discrete "
+                "coordinates, so it must be summed over: write infer={'enumerate': 'parallel'}."
+            )
+    for name in target.discrete if target.plates else ():
+        for other, around in target.subsampled.items():
+            seen = around | target.usage.rows[other]
+            if name in target.usage.discrete[other] and (plate := sorted(seen ^ target.subsampled[name])):
+                raise ValueError(
+                    f"Discrete latent site '{name}' would be summed over, and the density of the site '{other}' "
+                    f"depends on it, but only one of them uses the rows of the subsampled plate {plate}: the logarithm "
+                    "of a sum over its values is not a sum over rows, so no minibatch estimates it. Marginalize it "
+                    "by hand (numpyro.distributions.MixtureSameFamily), put both into the plate, or drop "
+                    "`subsample_size`."
+                )

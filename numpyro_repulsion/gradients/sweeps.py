@@ -15,12 +15,8 @@ import numpy as np
 from numpyro_repulsion.checks import boolean, keep
 from numpyro_repulsion.gradients.control import ControlVariates
 
-__all__ = ["Sweeps"]
-
 #: Rounds of the Feistel cipher that orders the rows. With so many, half-sums vary as in truly random orders.
 ROUNDS = 6
-#: The number of an update is a signed 32-bit integer.
-_MAX_UPDATES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,6 @@ class _Update(Sweeps):
     seed: Integer[Array, ""] = field(kw_only=True)
 
     def rows(self, key, target, shape):
-        del key
         lead = shape[:1] if self.shared else shape
         count, number = jnp.asarray(self.num_updates, jnp.uint32), math.prod(lead)
         particle = jnp.arange(number, dtype=jnp.uint32)
@@ -139,7 +134,7 @@ class _Update(Sweeps):
             # Batches follow each other in a sequence of places 0, ..., N-1, N-1, ..., 0 for each order. Particles begin
             # at different places, so that their biases within a sweep cancel in means over particles.
             period = 2 * size
-            sweep, place = divide_product(count, _MAX_UPDATES, batch, period)
+            sweep, place = divide_product(count, 2**31 - 1, batch, period)
             start = np.arange(number, dtype=np.int64) * period // number
             place, is_next = _advance(place, jnp.asarray(start, jnp.uint32), period)
             sweep = sweep + is_next

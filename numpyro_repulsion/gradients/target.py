@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from copy import copy
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -14,8 +15,6 @@ from jaxtyping import Array, Float, Integer
 
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rounding import unrounded
-
-__all__ = ["FunctionTarget", "Indices", "Particle", "SitesTarget", "Target", "compiled", "quickly"]
 
 Particle = Any
 #: ``{plate: rows}``
@@ -76,7 +75,6 @@ class Target:
 
     def with_arguments(self, args: tuple, kwargs: Mapping) -> Target:
         """Return the posterior given other arguments of the same shapes, without another analysis of the model."""
-        del args, kwargs
         return self
 
     def find_nan(self) -> list[str]:
@@ -88,25 +86,21 @@ class Target:
         return [[name] for name in self.plates]
 
 
-class SitesTarget(Target):
-    """The posterior of a model with named sites, as the analysis of the model sees it.
+class Wrapped(Target):
+    """A posterior in another form: a function of a particle that uses the data and minibatches of a given target."""
 
-    - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
-    - **prototype** - the shapes of the continuous latent sites, unconstrained.
-    """
+    def __init__(self, target: Target):
+        self._target = target
+        self.args, self.kwargs = target.args, target.kwargs
+        self.plates, self.rows_outside, self.is_random = target.plates, target.rows_outside, target.is_random
 
-    latent: list[str]
-    discrete: list[str]
-    prototype: dict[str, jax.ShapeDtypeStruct]
+    def with_arguments(self, args, kwargs):
+        other = copy(self)
+        Wrapped.__init__(other, self._target.with_arguments(args, kwargs))
+        return other
 
-    @property
-    def first_rows(self) -> Indices:
-        """A minibatch of the first rows of each plate."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement `first_rows`.")
-
-    def bind(self, indices: Indices, key: jax.Array) -> Callable:
-        """Return the model with these rows."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement `bind`.")
+    def crossed_plates(self):
+        return self._target.crossed_plates()
 
 
 class FunctionTarget(Target):

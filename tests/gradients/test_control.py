@@ -14,17 +14,15 @@ import pytest
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import SGLD, SVRG, ControlVariates, FullData, Subsampled, to_inference_data
+from numpyro_repulsion import SGLD, SVRG, ControlVariates, Subsampled, to_inference_data
 from numpyro_repulsion.gradients import (
     CenteredTarget,
     Centering,
     ModelTarget,
     Reference,
-    draw_indices,
     evaluate_reference,
-    full_gradient,
 )
-from numpyro_repulsion.gradients.control import chunks
+from numpyro_repulsion.gradients.control import chunks, full_gradient
 
 KEY = random.key(0)
 
@@ -83,17 +81,28 @@ def exact(target, z, unravel):
     return jax.value_and_grad(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY))(z)
 
 
-@pytest.mark.parametrize("size", [1, 8, 1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 20))])
 @pytest.mark.parametrize(
-    "model",
-    [rows_model(23, 4), rows_model(24, 4), rows_model(24, 23), crossed(), disjoint()],
-    ids=["prime", "even", "nearly all", "crossed", "disjoint"],
+    ("model", "size", "with_hessian"),
+    [
+        (rows_model(23, 4), 1, True),
+        (rows_model(23, 4), 8, False),
+        (rows_model(24, 4), 8, False),
+        (rows_model(24, 23), 1000, True),
+        (crossed(), 1, True),
+        (crossed(), 8, True),
+        (disjoint(), 1, False),
+        (disjoint(), 1000, True),
+    ],
 )
-def test_the_pass_in_chunks_is_the_gradient_on_all_rows(model, size):
+def test_the_pass_in_chunks_is_that_on_all_rows(model, size, with_hessian):
     target = ModelTarget(model)
     z, unravel = flat(target)
-    found = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, size))(z)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4), found, exact(target, z, unravel))
+    found = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, size, with_hessian))(z)
+    expected = exact(target, z, unravel)
+    if with_hessian:
+        hessian = jax.hessian(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY))(z)
+        expected = *expected, hessian
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4), found, expected)
 
 
 def test_a_model_that_insists_on_its_number_of_rows_gets_chunks_of_that():
@@ -122,15 +131,15 @@ def test_plates_are_crossed_where_a_term_sees_rows_of_both():
     assert groups(disjoint()) == [["ws", "ys"], ["xs"]]
 
 
-@pytest.mark.parametrize(("total", "batch"), [(20_011, 50), (20_000, 200), (97, 10), (1_000_003, 1000), (2, 1)])
+@pytest.mark.parametrize(("total", "batch"), [(20_011, 50), (97, 10), (1_000_003, 1000), (2, 1)])
 def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
     target = ModelTarget(rows_model(total, batch))
-    table = chunks(target, 20)
-    length = table.length["rows"]
+    lengths, weights, starts, counts = chunks(target, 20)
+    length = lengths["rows"]
     assert length <= 20 * batch
-    assert len(table.weight) <= 2 * total / min(total, 20 * batch) + np.log2(20 * batch)
+    assert len(weights) <= 2 * total / min(total, 20 * batch) + np.log2(20 * batch)
     counted = np.zeros(total)
-    for weight, (start,), (count,) in zip(table.weight, table.start, table.num_rows, strict=True):
+    for weight, start, count in zip(weights, starts["rows"], counts["rows"], strict=True):
         np.add.at(counted, start + np.arange(length) % count, weight * total / length)
     np.testing.assert_allclose(counted, 1.0, rtol=1e-9)
 
@@ -138,22 +147,6 @@ def test_memory_is_bounded_and_few_chunks_are_needed(total, batch):
 def reference_at(target, z, unravel, order=1):
     empty = Reference.none(z.shape, z.dtype, order, order == 2)._replace(position=z)
     return jax.jit(lambda empty: evaluate_reference(KEY, target, unravel, empty, 20))(empty)
-
-
-@pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize("model", [rows_model(23, 4), crossed(), disjoint()], ids=["prime", "crossed", "disjoint"])
-def test_the_hessian_in_chunks_is_that_on_all_rows(model, size):
-    target = ModelTarget(model)
-    z, unravel = flat(target)
-    run = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, size, with_hessian=True))
-    energy, gradient, hessian = run(z)
-    expected = jax.hessian(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY))(z)
-    np.testing.assert_allclose(hessian, expected, rtol=2e-5, atol=2e-4)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4),
-        (energy, gradient),
-        exact(target, z, unravel),
-    )
 
 
 def means_over_all_minibatches(target, z, unravel, reference):
@@ -204,8 +197,7 @@ def effects(y):
         numpyro.sample("y", dist.Normal(theta[i % 3], 0.5), obs=y[i])
 
 
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize(("share", "order"), [(0.6, 1), (0.6, 2), (0.0, 2)])
 def test_in_a_centering_corrections_are_those_in_coordinates_of_the_model(share, order):
     target = ModelTarget(effects, (jnp.cos(jnp.arange(6.0)),))
     y, unravel = flat(target)
@@ -226,8 +218,7 @@ def test_in_a_centering_corrections_are_those_in_coordinates_of_the_model(share,
     assert (noise[0] < 1e-3) == (order == 2) and noise[1] > 0.05, noise
 
 
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("shared", "order"), [(False, 1), (False, 2), (True, 1)])
 def test_at_the_reference_there_is_no_noise_and_far_off_there_is(shared, order):
     target = ModelTarget(rows_model(40, 4))
     point, unravel = flat(target)
@@ -297,22 +288,6 @@ def test_energy_is_that_of_the_gradient(order):
     np.testing.assert_allclose(numerical, slope, rtol=5e-3, atol=0.1)
 
 
-def test_full_data_ignores_the_reference():
-    target = ModelTarget(rows_model(40, 4))
-    z, unravel = flat(target)
-    reference = reference_at(target, z + 1.0, unravel)
-    found = FullData().energy_and_grad(KEY, target, unravel, z[None, None], reference)
-    np.testing.assert_allclose(found[1][0, 0], exact(target, z, unravel)[1], rtol=1e-5, atol=1e-5)
-
-
-def test_minibatches_are_those_of_subsampled():
-    plates = {"rows": (40, 4)}
-    target = ModelTarget(rows_model(40, 4))
-    rows, axes = ControlVariates().rows(KEY, target, (2, 3))
-    np.testing.assert_array_equal(rows["rows"], draw_indices(KEY, plates, (2, 3))["rows"])
-    assert axes == 2 and ControlVariates(shared=True).rows(KEY, target, (2, 3))[1] == 1
-
-
 def test_which_order_warmup_may_take():
     few, many = (ModelTarget(rows_model(size, 4)) for size in (40, 1_000_000))
     assert ControlVariates().has_hessian(few, 3) and ControlVariates().has_hessian(many, 3)
@@ -359,17 +334,6 @@ def test_other_data_after_warmup_are_recognized(size):
     # The first draws travel.
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"][:, 100:], float)
     assert abs(draws.mean() - float(jnp.median(then))) < 0.2
-
-
-def test_the_same_data_leave_the_reference_alone():
-    y = random.normal(random.key(1), (400,))
-    kernel = SGLD(mean_of)
-    state = kernel.init(random.split(random.key(0), 6), 60, None, (y, 20), {})
-    sample, before = jax.jit(lambda state: kernel.sample(state, (y, 20), {})), state.learned.reference
-    assert before.data.all()
-    for _ in range(3):
-        state = sample(state)
-        assert is_same(before, state.learned.reference)
 
 
 def short_run(model, *args, mcmc=None, jit=False):
@@ -439,7 +403,7 @@ def test_a_program_that_rounds_differently_leaves_the_reference_alone():
 
 
 @pytest.mark.filterwarnings("ignore:num_warmup")
-@pytest.mark.parametrize("num_warmup", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5))])
+@pytest.mark.parametrize("num_warmup", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_warmup_of_one_iteration_finds_a_reference(num_warmup):
     y = 5.0 + random.normal(random.key(1), (400,))
     kernel = SGLD(mean_of, step_size=1e-3)

@@ -59,52 +59,6 @@ def ensemble_kalman(a, key, size):
     return lax.scan(step, random.normal(first, (size,)), (Y, random.split(key, len(Y))))[1].sum()
 
 
-def particle_filter(a, key, size, weighted):
-    """The bootstrap filter, with the gradient of the weights carried through the resampling, or dropped there."""
-    first, key = random.split(key)
-
-    def step(carry, at):
-        x, weights = carry
-        y, key = at
-        move, choose = random.split(key)
-        x = a * x + STEP * random.normal(move, x.shape)
-        weights = weights + dist.Normal(x, NOISE).log_prob(y)
-        density = jax.nn.logsumexp(weights)
-        chosen = lax.stop_gradient(weights - density)
-        i = jnp.searchsorted(jnp.cumsum(jnp.exp(chosen)), random.uniform(choose, x.shape)).clip(max=size - 1)
-        # Of value 0, but with the gradient of the weights by which particles were chosen.
-        left = (weights - density - chosen)[i] if weighted else jnp.zeros(size)
-        return (x[i], left - jnp.log(size)), density
-
-    start = (random.normal(first, (size,)), jnp.full(size, -jnp.log(size)))
-    return lax.scan(step, start, (Y, random.split(key, len(Y))))[1].sum()
-
-
-FILTERS = {
-    "ensemble": ensemble_kalman,
-    "weighted": lambda a, key, size: particle_filter(a, key, size, True),
-    "plain": lambda a, key, size: particle_filter(a, key, size, False),
-}
-
-
-@pytest.mark.parametrize(
-    "name", ["ensemble", *(pytest.param(x, marks=pytest.mark.slow) for x in ("weighted", "plain"))]
-)
-def test_gradients_of_filters(name):
-    # The bias of a filter with P members is of order 1/P, and 2 g(2P) − g(P) is rid of it.
-    keys = random.split(random.key(0), 4000)
-
-    def gradients(size):
-        return jax.jit(jax.vmap(lambda key: jax.grad(FILTERS[name])(0.4, key, size)))(keys)
-
-    values = 2 * np.asarray(gradients(64)) - np.asarray(gradients(32))
-    z = (values.mean() - jax.grad(kalman)(0.4)) / (values.std(ddof=1) / len(values) ** 0.5)
-    if name == "plain":
-        assert abs(z) > 9  # The control: without the gradient of the weights it is wrong with any number of particles.
-    else:
-        assert abs(z) < 4.5
-
-
 def model(fixed=None, size=16):
     a = numpyro.sample("a", dist.Normal(0, PRIOR))
     key = numpyro.prng_key() if fixed is None else random.key(fixed)
@@ -120,8 +74,7 @@ def moments(log_density):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
-@pytest.mark.parametrize("size", [16, 128])
+@pytest.mark.parametrize(("kernel", "size"), [(SGLDR, 16), (SGLD, 128)])
 def test_posterior_with_an_ensemble_kalman_filter(kernel, size):
     # With fresh randomness in every update the stationary law has the *average of the logarithm* of the estimate.
     keys = random.split(random.key(1), 4000)

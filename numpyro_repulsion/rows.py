@@ -1,35 +1,25 @@
-"""`Rows`: data that a model takes by rows."""
+"""Data that stay on the host, on disk or on many devices, of which a compiled program takes rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import reduce
 import hashlib
 import mmap
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from numpyro_repulsion.digests import digest, has_parts
-from numpyro_repulsion.layout import ROWS, num_devices
+from numpyro_repulsion.layout import ROWS
 from numpyro_repulsion.processes import IN_ALL, are_several, is_spread
-from numpyro_repulsion.rows.shards import Shards
-
-__all__ = [
-    "TAKE_ROWS",
-    "Contents",
-    "Rows",
-    "count_nan",
-    "host_rows",
-    "losses",
-    "lost",
-    "share_rows",
-]
 
 #: Types that JAX narrows to 32 bits, unless it has 64 enabled.
 WIDE = ("int64", "uint64", "float64", "complex128")
@@ -60,7 +50,6 @@ class Contents(NamedTuple):
         return Contents(*counts, array.min(initial=0, where=finite).item(), array.max(initial=0, where=finite).item())
 
     def join(self, other: Contents) -> Contents:
-        """Return the contents of two blocks."""
         counts = self.num_nan + other.num_nan, self.num_masked + other.num_masked
         return Contents(*counts, min(self.least, other.least), max(self.greatest, other.greatest))
 
@@ -86,59 +75,118 @@ class Contents(NamedTuple):
         )
 
 
-def lost(array: Any) -> str:
-    """Return `Contents.losses` of an array in memory, at which it looks only if there may be some."""
-    may_be = isinstance(array, np.ma.MaskedArray) or (array.dtype.name in WIDE and jnp.result_type(float).itemsize < 8)
-    return Contents.of(array).losses(array.dtype) if may_be else ""
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Rows on the host."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    def read(self, rows: np.ndarray) -> np.ndarray: ...
-
-
-def _taken(rows, source: Source):
-    return jax.core.ShapedArray((*rows.shape, *source.shape[1:]), source.dtype)
-
-
-def _from_host(rows, source: Source):
+def _from_host(rows, source):
     output = jax.ShapeDtypeStruct((*rows.shape, *source.shape[1:]), source.dtype)
     found = jax.pure_callback(lambda rows: source.read(np.asarray(rows)), output, rows)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}:
         # One device calls back; the result of a program may not stay with it alone.
-        found = jax.lax.with_sharding_constraint(found, jax.sharding.PartitionSpec())
+        found = lax.with_sharding_constraint(found, PartitionSpec())
     return found
 
 
-def _batched(arguments, axes, source: Source):
+def _batched(arguments, axes, source):
     return TAKE_ROWS.bind(jnp.moveaxis(arguments[0], axes[0], 0), source=source), 0
 
 
 #: ``rows -> source[rows]``: to the analysis of models it is what `gather` is for arrays.
 TAKE_ROWS = Primitive("take_rows")
 TAKE_ROWS.def_impl(lambda rows, source: jnp.asarray(source.read(np.asarray(rows))))
-TAKE_ROWS.def_abstract_eval(_taken)
+TAKE_ROWS.def_abstract_eval(lambda rows, source: jax.core.ShapedArray((*rows.shape, *source.shape[1:]), source.dtype))
 batching.primitive_batchers[TAKE_ROWS] = _batched
 mlir.register_lowering(TAKE_ROWS, mlir.lower_fun(_from_host, multiple_results=False))
 
 
+class Shards:
+    """The shares of the devices, each of consecutive rows, and some more of the next share for blocks of rows.
+
+    Of R devices, device k owns the rows from ``floor(k N / R)`` to ``floor((k + 1) N / R)``. If R divides B, these are
+    exactly ``B / R`` rows of a minibatch with one row from each of B strata.
+
+    - **array** - all shares, ``(R * length, ...)``, each on its device.
+    """
+
+    array: Any
+
+    def __init__(self, total: int, mesh: jax.sharding.Mesh, block_size: int):
+        count = mesh.shape[ROWS]
+        self.mesh, self.block_size, self._total = mesh, block_size, total
+        self._first = np.array([k * total // count for k in range(count)])
+        self._end = np.append(self._first[1:], total)
+        # The last stratum of a share reaches into the next share, where R does not divide N, and so does a block.
+        self._length = -(-total // count) + block_size
+
+    @staticmethod
+    def read(read: Callable, shape: tuple[int, ...], mesh: jax.sharding.Mesh, block_size: int) -> Shards:
+        """Return the shares of rows on the host, of which all have this shape."""
+        found = Shards(shape[0], mesh, block_size)
+        length, shares = found._length, {}
+
+        def share(index):
+            start = int(found._first[(index[0].start or 0) // length])
+            if start not in shares:  # Devices for other particles have the same.
+                shares[start] = read((start + np.arange(length)) % shape[0])
+            return shares[start]
+
+        whole = mesh.shape[ROWS] * length, *shape[1:]
+        found.array = jax.make_array_from_callback(whole, NamedSharding(mesh, PartitionSpec(ROWS)), share)
+        return found
+
+    @staticmethod
+    def of_array(array: jax.Array, mesh: jax.sharding.Mesh, block_size: int) -> Shards:
+        """Return the shares of an array whose rows lie on the devices of several processes."""
+        count, found = mesh.shape[ROWS], Shards(len(array), mesh, block_size)
+        if len(array) % count:
+            raise ValueError(
+                f"The {len(array)} rows of an array cannot be shared equally by {count} devices. Give a multiple of "
+                f"{count} rows, or Rows of a file that all processes read."
+            )
+
+        def extended(own):
+            # The first rows of the next share.
+            places = [((k + 1) % count, k) for k in range(count)]
+            return jnp.concatenate([own, lax.ppermute(own[:block_size], ROWS, places)])
+
+        specs = PartitionSpec(ROWS)
+        extend = jax.shard_map(extended, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+        found.array = jax.jit(extend)(array)
+        return found
+
+    def local(self, array: Any, rows: Any) -> jax.Array:
+        """Return rows of the part of a minibatch that lies in the share of the device; inside of ``shard_map``."""
+        start = jnp.asarray(self._first, jnp.int32)[lax.axis_index(ROWS)]
+        place = jnp.asarray(rows, jnp.int32) - start
+        return array[jnp.where(place < 0, place + self._total, place)]
+
+    def gathered(self, array: Any, rows: Any) -> jax.Array:
+        """Return any rows by their numbers, other ones on each device; inside of ``shard_map``."""
+        return self._summed(array, lax.all_gather(jnp.asarray(rows, jnp.int32), ROWS))[lax.axis_index(ROWS)]
+
+    def take(self, rows: jax.Array) -> jax.Array:
+        """Return any rows by their numbers; outside of ``shard_map``."""
+        specs = PartitionSpec(ROWS), PartitionSpec()
+        summed = jax.shard_map(self._summed, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        return summed(self.array, jnp.asarray(rows, jnp.int32))
+
+    def _summed(self, array, rows):
+        """Return rows, the same on all devices; those that own them send them to the others."""
+        # As in arrays on a device, negative numbers count from the end, and too large ones mean the last row.
+        rows = jnp.clip(jnp.where(rows < 0, rows + self._total, rows), 0, self._total - 1)
+        device = lax.axis_index(ROWS)
+        first, end = jnp.asarray(self._first, jnp.int32)[device], jnp.asarray(self._end, jnp.int32)[device]
+        found = self.local(array, jnp.clip(rows, first, end - 1))
+        is_own = ((rows >= first) & (rows < end)).reshape(*rows.shape, *(1,) * (found.ndim - rows.ndim))
+        # A sum of one number and zeros.
+        sent = jnp.where(is_own, found, jnp.zeros_like(found))
+        if sent.dtype == bool:
+            return lax.psum(sent.astype(jnp.int32), ROWS).astype(bool)
+        return lax.psum(sent, ROWS)
+
+
 #: Passes over all rows read about this many bytes at once.
 BLOCK_BYTES = 1 << 26
-#: Of files, blocks of so many rows on average are read one by one, and single rows all at once.
-MIN_BLOCK = 4
-#: Of more bytes than this, a digest covers about as many, in evenly spread blocks of rows ...
+#: Of more bytes than this, a digest covers about as many, in evenly spread blocks of rows.
 DIGEST_BYTES = 1 << 28
-#: ... of which there are this many.
-NUM_BLOCKS = 1000
 
 
 @jax.tree_util.register_pytree_node_class
@@ -181,6 +229,12 @@ class Rows:
                [6., 7., 8.]], dtype=float32)
     """
 
+    __iter__ = None
+    failure: Exception | None = None
+    _last: tuple[np.ndarray, np.ndarray] | None = None
+    _contents: Contents | None = None
+    _shards: Shards | None = None
+
     def __init__(self, source: Any):
         if type(source).__module__.split(".")[0] in ("pandas", "polars"):
             source = source.to_numpy()  # These are indexed by labels.
@@ -196,10 +250,6 @@ class Rows:
             raise ValueError(f"Rows takes an array with rows; got shape {tuple(source.shape)}.")
         self.source = source
         self.is_on_host = not isinstance(source, jax.Array)
-        self._last: tuple[np.ndarray, np.ndarray] | None = None
-        self._contents: Contents | None = None
-        self.failure: Exception | None = None
-        self._shards: Shards | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -248,8 +298,6 @@ class Rows:
             raise ValueError(f"{self!r} lies in parts in several processes. {IN_ALL}")
         return TAKE_ROWS.bind(rows, source=self) if self.is_on_host else self.source[rows]
 
-    __iter__ = None
-
     def _refuse(self, *_, **__):
         raise TypeError(
             f"{self!r} is not in memory, so whole it is no array. Take rows inside the plate, `x[i]` or "
@@ -260,10 +308,7 @@ class Rows:
     __array__ = __jax_array__ = _refuse
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows by an array of integers, on the host.
-
-        :raises IndexError: for rows that do not exist.
-        """
+        """Return rows by an array of integers, on the host."""
         last = self._last
         # The two gradients of control variates take the same rows.
         if last is not None and last[0].shape == rows.shape and (last[0] == rows).all():
@@ -290,7 +335,7 @@ class Rows:
             # Files of HDF5 want each row once, in order.
             unique, places = np.unique(rows, return_inverse=True)
             found = np.asanyarray(self.source[unique])[places.reshape(rows.shape)]
-        if words := lost(found):
+        if words := losses(found):
             raise ValueError(f"{self!r} {words}")
         return np.asarray(found, self.dtype)
 
@@ -308,10 +353,7 @@ class Rows:
             yield np.asanyarray(self.source[first : first + step])
 
     def share(self, mesh: jax.sharding.Mesh, block_size: int) -> None:
-        """Put the rows on the devices of a mesh, each its share.
-
-        :raises ValueError: for an array that is on a device already.
-        """
+        """Put the rows on the devices of a mesh, each its share."""
         if not self.is_on_host and len(self.source.sharding.device_set) == 1:
             raise ValueError(
                 f"{self!r} is an array of JAX, which lies on its device; to share its rows among the devices of the "
@@ -322,7 +364,7 @@ class Rows:
             if self.is_on_host:
                 self._shards = Shards.read(self.fetch, self.shape, mesh, block_size)
             else:
-                self._shards = Shards.of_array(self.source, self.shape, mesh, block_size)
+                self._shards = Shards.of_array(self.source, mesh, block_size)
 
     def shards(self) -> Shards | None:
         """Return the shares on the devices of the mesh in use, if there are any."""
@@ -345,7 +387,7 @@ class Rows:
         found = hashlib.blake2b(f"{self.shape} {self.source.dtype}".encode(), digest_size=16)
         blocks = self.blocks()
         if self.nbytes > DIGEST_BYTES:
-            count = min(NUM_BLOCKS, len(self))
+            count = min(1000, len(self))
             size = max(1, DIGEST_BYTES * len(self) // (self.nbytes * count))
             starts = np.linspace(0, len(self) - size, count).astype(int)
             blocks = (np.asarray(self.source[first : first + size]) for first in starts)
@@ -378,18 +420,16 @@ class Rows:
 
     @classmethod
     def tree_unflatten(cls, whole, children):
-        if whole is not None and children:
+        if not children:
+            return whole
+        found = object.__new__(cls)
+        if whole is None:
+            found.source, found.is_on_host = children[0], False
+        else:
             # Not by `copy`, which would open a file again.
-            found = object.__new__(cls)
             found.__dict__.update(whole.__dict__)
             found._shards = copy(whole._shards)
             found._shards.array = children[0]
-            return found
-        if whole is not None:
-            return whole
-        found = object.__new__(cls)
-        found.source, found.is_on_host = children[0], False
-        found._last = found._contents = found._shards = found.failure = None
         return found
 
 
@@ -401,7 +441,7 @@ def _blocks(rows: np.ndarray) -> list[tuple[int, int]] | None:
     """Return the first row of each of the consecutive blocks, and the one after its last; ``None`` for short ones."""
     flat = rows.reshape(-1)
     ends = np.append(np.flatnonzero(np.diff(flat) != 1) + 1, len(flat))
-    if len(flat) < MIN_BLOCK * len(ends) or (flat < 0).any():
+    if len(flat) < 4 * len(ends) or (flat < 0).any():
         return None
     first = flat[np.append(0, ends[:-1])]
     return list(zip(first.tolist(), (flat[ends - 1] + 1).tolist(), strict=True))
@@ -413,18 +453,6 @@ def host_rows(tree) -> list[Rows]:
     return [leaf for leaf in leaves if isinstance(leaf, Rows)]
 
 
-def share_rows(rows: list[Rows], block_size: int) -> None:
-    """Put `Rows` on the devices of the mesh of ``jax.set_mesh``, each its share, if the mesh has an axis of rows."""
-    if not rows or num_devices(ROWS) == 1:
-        return
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:
-        return  # While a program is traced, they are there already.
-    for one in rows:
-        one.share(mesh, block_size)
-
-
 def count_nan(array: Any) -> int:
     """Return how many numbers of an array or of `Rows` are NaN."""
     return (array.contents() if isinstance(array, Rows) else Contents.of(array)).num_nan
@@ -432,4 +460,7 @@ def count_nan(array: Any) -> int:
 
 def losses(array: Any) -> str:
     """Return, in words, what JAX would lose of an array or of `Rows` in silence; empty if nothing but digits."""
-    return array.contents().losses(np.dtype(array.source.dtype)) if isinstance(array, Rows) else lost(array)
+    if isinstance(array, Rows):
+        return array.contents().losses(np.dtype(array.source.dtype))
+    may_be = isinstance(array, np.ma.MaskedArray) or (array.dtype.name in WIDE and jnp.result_type(float).itemsize < 8)
+    return Contents.of(array).losses(array.dtype) if may_be else ""
