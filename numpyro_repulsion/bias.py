@@ -37,8 +37,6 @@ from numpyro_repulsion.warmup import (
     summarize_curvature,
 )
 
-__all__ = ["ExtrapolatedMeans", "StepBias", "extrapolate", "predict_bias", "step_bias"]
-
 #: Half the distance over which gradients are compared, in units of the distance of one update.
 WIDTH = 0.2
 #: Largest number of entries of one series of a segment; for larger particles only some coordinates are followed.

@@ -8,18 +8,6 @@ import json
 import math
 from typing import NamedTuple
 
-__all__ = [
-    "LARGE_BIAS",
-    "MAX_FLAGGED",
-    "RULES",
-    "SEVERITIES",
-    "Diagnosis",
-    "Finding",
-    "flagged_updates",
-    "from_json",
-    "to_json",
-]
-
 #: From harmless to serious.
 SEVERITIES = ("note", "warning", "error")
 #: Above this share of rejected updates and clipped gradients, the step-size bias is unknown.

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 from numpyro_repulsion.checks import integer, keep, number, plain, positive
 from numpyro_repulsion.rounding import xp
 
-__all__ = ["BiasBudget", "Constant", "Cyclical", "Polynomial", "as_schedule"]
-
 Schedule = Callable[..., jax.Array | float]
 
 #: The automatic tolerance, and that where neither the integrator nor gradient noise needs so much.

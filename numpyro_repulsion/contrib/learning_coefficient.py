@@ -19,8 +19,6 @@ from numpyro_repulsion.gradients import ModelTarget, compiled, influenced
 from numpyro_repulsion.inference_data import map_draws, visible
 from numpyro_repulsion.kernels import bound_of, chosen_draws, coupling_of, kernel_of_run, latent_draws
 
-__all__ = ["LearningCoefficient", "llc"]
-
 #: A mean loss below that of the center by more standard errors is no chance.
 ERRORS = 2.0
 

@@ -17,8 +17,6 @@ from numpyro.primitives import Messenger
 from numpyro_repulsion.checks import positive
 from numpyro_repulsion.gradients.location_scale import base_support
 
-__all__ = ["TETHER", "Localized"]
-
 #: The name of the factor that holds parameters near a center. It belongs to the prior.
 TETHER = "tether"
 

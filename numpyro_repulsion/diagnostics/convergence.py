@@ -11,8 +11,6 @@ import numpy as np
 from numpyro_repulsion.diagnostics.precision import each, normal_scores
 from numpyro_repulsion.warmup import NUM_DEVIATIONS
 
-__all__ = ["nested_rhat", "find_diverged_chains"]
-
 #: A particle stands still if more than this share of its draws repeat the draw before.
 STILL = 0.5
 #: The energy above the others' from which a particle has left, in units of T: the first number, and the second times

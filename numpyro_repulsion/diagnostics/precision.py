@@ -8,19 +8,6 @@ import numpy as np
 
 from numpyro.diagnostics import effective_sample_size
 
-__all__ = [
-    "KNOWN",
-    "MODES",
-    "NOTHING",
-    "SHORT",
-    "each",
-    "ensemble_ess",
-    "ensemble_mcse",
-    "normal_scores",
-    "num_independent",
-    "why_unknown",
-]
-
 #: Why there is no figure: there is one; draws do not vary or are not finite; particles mix, each in its own place, but
 #: not with each other; the run is short compared with the mixing time of a particle.
 KNOWN, NOTHING, MODES, SHORT = range(4)

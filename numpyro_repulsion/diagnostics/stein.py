@@ -18,8 +18,6 @@ from numpyro_repulsion.gradients import FullData, Gradient, compiled, ravel_clou
 from numpyro_repulsion.kernels import bound_of, chosen_draws, coupling_of, flat_values, kernel_of_run, latent_draws
 from numpyro_repulsion.rounding import matmul
 
-__all__ = ["ControlledMeans", "stein_control_variates", "ksd", "scores"]
-
 #: Kinds of control variates, from most to fewest; the number of coefficients is at most this share of the draws.
 DEGREES, SHARE = ("quadratic", "squares", "linear"), 8
 

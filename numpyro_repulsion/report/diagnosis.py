@@ -16,8 +16,6 @@ from numpyro_repulsion.findings import LARGE_BIAS, MAX_FLAGGED, Diagnosis, Findi
 from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.kernels import kernel_of_run
 
-__all__ = ["data_of", "diagnose", "diagnosis_of", "group_findings"]
-
 #: R-hat above which particles have not mixed.
 MAX_R_HAT = 1.1
 #: Fewer draws of each particle have no R-hat.

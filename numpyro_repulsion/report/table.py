@@ -11,8 +11,6 @@ from numpyro_repulsion.checks import boolean
 from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, nested_rhat
 from numpyro_repulsion.report.diagnosis import data_of, diagnosis_of
 
-__all__ = ["summary"]
-
 #: Columns of ArviZ's summary that presume independent chains, and their replacements for interacting particles.
 _OF_ENSEMBLES: dict[str, Callable] = {
     "mcse_mean": ensemble_mcse,
