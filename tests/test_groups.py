@@ -10,7 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, diagnose
-from numpyro_repulsion.report.diagnosis import group_findings
+from numpyro_repulsion.report import group_findings
 
 xarray = pytest.importorskip("xarray")
 
