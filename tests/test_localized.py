@@ -18,17 +18,7 @@ from numpyro.handlers import scale, scope, seed, trace
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.reparam import LocScaleReparam
 
-from numpyro_repulsion import (
-    SGHMC,
-    SGLD,
-    SGLDR,
-    SGNHT,
-    FullData,
-    ensemble_mcse,
-    init_around,
-    predict,
-    to_inference_data,
-)
+from numpyro_repulsion import SGLD, ensemble_mcse, init_around, predict, to_inference_data
 from numpyro_repulsion.contrib import Localized
 from numpyro_repulsion.gradients import ModelTarget
 
@@ -71,32 +61,15 @@ def energy(model, z, rows=None, *args):
 LOCAL = Localized(model, center=CENTER, strength=GAMMA, inverse_temperature=BETA)
 
 
-@pytest.mark.parametrize("rows", [np.arange(N), np.array([1, 4, 5, 9]), np.array([2, 3])])
-def test_potential_energies_are_those_by_hand(rows):
+def test_potential_energies_are_those_by_hand(x64):
     """With all rows, and with minibatches: the tether counts once, and β multiplies N / B."""
-    np.testing.assert_allclose(energy(LOCAL, Z, rows), by_hand(Z, rows), rtol=2e-6)
-    wrong = by_hand(Z, rows, gamma=GAMMA * N / len(rows) if len(rows) < N else 2 * GAMMA)
-    assert abs(energy(LOCAL, Z, rows) - wrong) > 0.1
-
-
-def test_potential_energies_in_double_precision(x64):
     z = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), float), Z)
-    rows = np.array([1, 4, 5, 9])
-    found = energy(LOCAL, z, rows)
-    assert found.dtype == jnp.float64
-    np.testing.assert_allclose(found, by_hand(z, rows), rtol=1e-12)
-
-
-def test_minibatches_are_unbiased():
-    """The mean over the minibatches of one row is U of all rows, and so are the gradients."""
     target = ModelTarget(LOCAL, (Y,))
-
-    def value(z, rows):
-        return target.potential_energy(z, {"rows": rows}, random.key(0))
-
-    one = jax.vmap(lambda i: jax.value_and_grad(value)(Z, i[None]))(jnp.arange(N))
-    full = jax.value_and_grad(value)(Z, jnp.arange(N))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a.mean(0), b, rtol=1e-5, atol=1e-5), one, full)
+    for rows in (np.arange(N), np.array([1, 4, 5, 9]), np.array([2, 3])):
+        found = target.potential_energy(z, {"rows": rows}, random.key(0))
+        np.testing.assert_allclose(found, by_hand(z, rows), rtol=1e-12)
+        wrong = by_hand(z, rows, gamma=GAMMA * N / len(rows) if len(rows) < N else 2 * GAMMA)
+        assert abs(found - wrong) > 0.1
 
 
 def test_some_sites_may_have_no_tether_and_the_temperature_none():
@@ -316,11 +289,10 @@ def agrees(mcmc, mean, sd, bias=0.0):
     return bool(is_mean), bool(is_sd)
 
 
-@pytest.mark.parametrize("kernel", [SGLD, SGLDR, SGHMC, SGNHT])
-def test_draws_are_those_of_the_local_posterior(kernel):
+def test_draws_are_those_of_the_local_posterior():
     """With nothing set but the start, by minibatches: a step may widen a variance by 5 %."""
     local = Localized(regression, center={"w": AT}, strength=STRENGTH, inverse_temperature=POWER)
-    mcmc = vectorized(kernel(local, init_strategy=init_around({"w": AT})), 300, 600, 8)
+    mcmc = vectorized(SGLD(local, init_strategy=init_around({"w": AT})), 300, 600, 8)
     mcmc.run(random.key(3), X, TARGETS)
     assert agrees(mcmc, *exact(), bias=0.025) == (True, True)
     # The controls: a tether of half the strength, and a likelihood of full power.
@@ -339,12 +311,10 @@ def test_nuts_samples_it_too():
     assert agrees(mcmc, *exact()) == (True, True)
 
 
-def test_results_of_a_run_know_the_tether():
-    local = Localized(regression, center={"w": AT}, strength=STRENGTH)
-    mcmc = vectorized(SGLD(local, step_size=1e-3, gradient=FullData()), 0, 10, 4)
-    mcmc.run(random.key(0), X, TARGETS)
+def test_results_of_a_run_know_the_tether(pretended):
+    mcmc = pretended(Localized(regression, center={"w": AT}, strength=STRENGTH), X, TARGETS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data = to_inference_data(mcmc, log_likelihood=True)
-    assert data["log_likelihood"]["y"].shape == (4, 10, ROWS)
+    assert data["log_likelihood"]["y"].shape == (4, 6, ROWS)
     assert predict(mcmc, X, TARGETS).mean.shape == (ROWS,)
