@@ -37,8 +37,6 @@ from numpyro_repulsion.warmup import (
     summarize_curvature,
 )
 
-#: Half the distance over which gradients are compared, in units of the distance of one update.
-WIDTH = 0.2
 #: Largest number of entries of one series of a segment; for larger particles only some coordinates are followed.
 MAX_ENTRIES = 2**24
 #: With a larger inflation the step is near or beyond the limit of stability, and the size means nothing.
@@ -344,10 +342,7 @@ def extrapolate(
     shift, variance = np.zeros(number), np.zeros(number)
     keys = [rng_key]
     if levels > 1:
-        state = mcmc.last_state
-        # Of several plain chains, the key of the first.
-        own = state.rng_key
-        keys = list(random.split(own if rng_key is None else rng_key, levels))
+        keys = list(random.split(mcmc.last_state.rng_key if rng_key is None else rng_key, levels))
     for level, key in enumerate(keys):
         _, change = halved_series(mcmc, key, num_samples * 2**level, step / 2**level, observe)
         weight = 1.0 / (1.0 - fall) if level == levels - 1 else 1.0
@@ -362,10 +357,7 @@ def extrapolate(
 
 
 def _num_values(function, draws):
-    """Return how many numbers a function of one draw returns.
-
-    :raises ValueError: for no values, for complex ones, and for sites that are not there.
-    """
+    """Return how many numbers a function of one draw returns; raise ``ValueError`` for what has no mean."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), draws)
     try:
         found = one if function is None else jax.eval_shape(function, one)
@@ -384,10 +376,8 @@ def _num_values(function, draws):
 def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) -> tuple[float, float]:
     """Return the predicted relative inflation of variances for the step in use, and that from gradient noise alone.
 
-    :param mcmc: for several plain chains, the first one counts.
     :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
         ``None`` finds out.
-    :param halvings: how many times the step is halved.
     """
     is_other = has_other_data(mcmc) if is_other is None else is_other
     kernel, state, target = mcmc.sampler, mcmc.last_state, bound_of(mcmc).target
@@ -401,7 +391,8 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
         def gradients(cases):
             return (np.asarray(gradient(state, np.uint32(number), point)) for number, point, _ in cases)
 
-        width, rng = WIDTH * np.sqrt(step_size), np.random.default_rng(0)
+        # Half the distance over which gradients are compared: a fifth of that of one update.
+        width, rng = 0.2 * np.sqrt(step_size), np.random.default_rng(0)
         curvature, noise, isotropic = estimate_curvature(rng, u, width, gradients, orders=[0])
         if not plan.noise:
             noise = isotropic = np.zeros_like(noise)
@@ -435,8 +426,7 @@ def _gradient(kernel, target, state, number, u):
 def _predict_fall(mcmc, levels):
     """Return the predicted bias with the smallest step as a share of that with twice this step; and the latter.
 
-    The share is 1/2 for a bias of first order in ε, as that of minibatches, and 1/4 for one of second order. Where
-    nothing is predicted, it is 1/2, and the bias 0.
+    The share is 1/2 for a bias of first order in ε, as that of minibatches, or an unknown one; 1/4 for second order.
     """
     is_other = has_other_data(mcmc)
     before, after = (predict_bias(mcmc, is_other, k)[0] for k in (levels - 1, levels))

@@ -194,10 +194,7 @@ class Localized(Messenger):
             )
 
     def _is_likelihood(self, name):
-        """Return whether a factor of the model belongs to the likelihood.
-
-        :raises ValueError: if that is unknown and matters.
-        """
+        """Return whether a factor belongs to the likelihood; raise ``ValueError`` if that is unknown and matters."""
         # NumPyro adds factors for the volumes of transforms, with all handlers inside it at work.
         if any(name.endswith(f"_{latent}_log_det") for latent in self._latent):
             return False
@@ -412,10 +409,7 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
 
 
 def _localized(model, target):
-    """Return the model of a run as one that is localized at all of its sites, and its posterior.
-
-    :raises ValueError: for others.
-    """
+    """Return the model of a run as one that is localized at all of its sites, and its posterior, or raise an error."""
     if not isinstance(model, Localized) or not isinstance(target, ModelTarget):
         raise ValueError(
             "llc needs a run of the local posterior: SGLD(Localized(model, center=..., strength=1.0, "
@@ -442,11 +436,7 @@ def _localized(model, target):
 
 def _terms(target, values, key=None):
     """Return for the tempered sites over all rows the log likelihood of each entry, without the temperature, and the
-    number of entries that no mask hides.
-
-    :param key: what random likelihoods use, and modules that draw initial values, which have no effect.
-    :raises ValueError: if there are no such sites.
-    """
+    number of entries that no mask hides; random likelihoods use the ``key``."""
     found = {}
     for name, site in target.sites(values, key).items():
         if site["type"] == "sample" and "inverse_temperature" in site["infer"]:

@@ -207,12 +207,7 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "
 
 
 def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
-    """Return why :func:`ensemble_ess` is NaN: ``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not.
-
-    :param draws: as for :func:`ensemble_ess`.
-    :param num_ensembles: as for :func:`ensemble_ess`.
-    :return: an array of the shape of one draw, or a dictionary of such.
-    """
+    """Return why :func:`ensemble_ess` is NaN: ``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not."""
 
     def why(x, groups, repels):
         return _variance_of_mean(normal_scores(x), groups, repels)[1]
@@ -221,13 +216,10 @@ def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
 
 
 def num_independent(attributes: dict[str, Any], num_chains: int) -> int:
-    """Return the number of independent groups of chains in inference data; groups are equal and in chain order.
+    """Return the number of independent groups of chains by the attributes of inference data; of another library, one.
 
     Each chain is a group if nothing couples chains, and each ensemble if ensembles do not interact. Ensembles that are
     balanced against each other are one group.
-
-    :param attributes: attributes of inference data; of another library there is one group.
-    :param num_chains: number of chains of the data.
     """
     return num_chains if attributes.get("coupling") == "none" else int(attributes.get("num_independent", 1))
 
@@ -280,10 +272,8 @@ def normal_scores(x):
 
 
 def _in_blocks(function, unknown=np.nan):
-    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory.
-
-    :param unknown: its result where draws do not vary or are not finite.
-    """
+    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory; what is
+    ``unknown`` is its result where draws do not vary or are not finite."""
 
     def apply(x, groups, repels):
         flat = x.reshape(*x.shape[:2], -1)
@@ -302,11 +292,8 @@ def _in_blocks(function, unknown=np.nan):
 
 
 def _variance_of_mean(f, groups, repels=False, scores=None):
-    """Return the variance of the mean of ``f`` over all draws, and why it is NaN, each ``(columns,)``.
-
-    :param repels: whether the particles interact, but are independent at any one time.
-    :param scores: normal scores of the draws that f is a function of; these must have mixed too.
-    """
+    """Return the variance of the mean of ``f`` over all draws, and why it is NaN, each ``(columns,)``. The draws that f
+    is a function of must have mixed too, by their normal ``scores``."""
     times = _all_times(f, groups, repels)
     blocked = KNOWN
     if scores is not None and scores is not f:
@@ -321,11 +308,7 @@ def _variance_of_mean(f, groups, repels=False, scores=None):
 
 
 def _look(f, groups, times, repels):
-    """Return the variance of the mean of ``f``, its degrees of freedom, and a reason if particles have not mixed.
-
-    :param f: ``(chains, draws, columns)``.
-    :param times: the result of :func:`_all_times`.
-    """
+    """Return the variance of the mean of ``f``, its degrees of freedom, and a reason if particles have not mixed."""
     from scipy.fft import dct
 
     (chains, number, _), (own_times, times) = f.shape, times
@@ -390,12 +373,9 @@ def _count(times, number):
 
 
 def _squares(waves, times, number):
-    """Return squares at frequency 0, squares at the lowest other frequencies, and how many these are.
+    """Return sums over series of squares at frequency 0 and at the lowest others, and how many these are.
 
-    The squares are sums over series. Those above frequency 0 are divided by the spectrum of an autoregression, relative
-    to its value at 0.
-
-    :param times: autocorrelation times in the run, which determine the number of frequencies and the spectrum.
+    The latter are divided by the spectrum of an autoregression, relative to its value at 0.
     """
     rho = (number / times - 1.0) / (number / times + 1.0)
     order, count = np.arange(waves.shape[1])[:, None], _count(times, number)

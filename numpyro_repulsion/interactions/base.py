@@ -109,10 +109,16 @@ class Interaction:
     is_redrawn: bool = False
     #: Whether whole ensembles are balanced against each other, which needs two or more.
     balances_ensembles: bool = False
+    #: The given bandwidth, if there is one.
+    bandwidth: float | str | None = None
     #: Whether warmup chooses a bandwidth.
     learns_bandwidth: bool = False
     #: Whether warmup chooses it by its measured gain, not by the rule of `learn_bandwidth` alone.
     tunes_bandwidth: bool = False
+    #: Whether K is known to be positive definite. If not, it is tested on the starting cloud.
+    positive_definite: bool = True
+    #: Whether ``K_ii`` may depend on the positions. If so, warmup cannot measure steps with momenta.
+    diagonal_varies: bool = False
 
     def at(self, key: jax.Array | None, count: Integer[Array, ""] | int) -> Interaction:
         """Return the interaction of one update: itself, unless it is redrawn or changes with time.
@@ -180,7 +186,7 @@ class Wrapping(Interaction):
 
     @property
     def bandwidth(self):
-        return getattr(self._inner, "bandwidth", None)
+        return self._inner.bandwidth
 
     @property
     def learns_bandwidth(self):
@@ -192,7 +198,7 @@ class Wrapping(Interaction):
 
     @property
     def positive_definite(self):
-        return getattr(self._inner, "positive_definite", True)
+        return self._inner.positive_definite
 
     def learn_bandwidth(self, u):
         return self._inner.learn_bandwidth(u)
@@ -224,10 +230,8 @@ class Gram(Interaction):
     """
 
     interacts = True
-    #: Whether k is known to be positive definite. If not, K is tested on the starting cloud.
-    positive_definite: bool = False
-    #: Whether ``K_ii`` may depend on the positions. If so, warmup cannot measure steps with momenta.
-    diagonal_varies: bool = True
+    positive_definite = False
+    diagonal_varies = True
     nugget: float = 1e-3
 
     def evaluate(
@@ -328,12 +332,12 @@ class Sum(Gram):
 
     @property
     def bandwidth(self):
-        given = {h for _, term in self.terms if (h := getattr(term, "bandwidth", None)) is not None}
+        given = {term.bandwidth for _, term in self.terms} - {None}
         return given.pop() if len(given) == 1 else None
 
     @property
     def positive_definite(self):
-        return all(getattr(term, "positive_definite", True) for _, term in self.terms)
+        return all(term.positive_definite for _, term in self.terms)
 
     @property
     def learns_bandwidth(self):
@@ -345,7 +349,7 @@ class Sum(Gram):
 
     @property
     def diagonal_varies(self):
-        return any(getattr(term, "diagonal_varies", False) for _, term in self.terms)
+        return any(term.diagonal_varies for _, term in self.terms)
 
     def similarity(self, u, bandwidth):
         return sum(weight * term.similarity(u, bandwidth) for weight, term in self.terms)

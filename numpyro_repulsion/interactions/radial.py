@@ -42,9 +42,8 @@ class Radial(Gram):
         '0.37'
     """
 
-    positive_definite: bool = True
-    diagonal_varies: bool = False
-    bandwidth: float | str | None = None
+    positive_definite = True
+    diagonal_varies = False
 
     def __post_init__(self):
         if self.bandwidth is not None and not (self.tunes_bandwidth and self.bandwidth == "learned"):
@@ -70,9 +69,8 @@ class Radial(Gram):
     def _bandwidth(self, learned):
         h = learned if self.learns_bandwidth else self.bandwidth
         if h is None:
-            raise ValueError(
-                f"{self!r} has no bandwidth yet; pass `bandwidth`, or write {type(self).__name__}(bandwidth=1.0)."
-            )
+            name = type(self).__name__
+            raise ValueError(f"{self!r} has no bandwidth yet; pass `bandwidth`, or write {name}(bandwidth=1.0).")
         return h
 
     def gram(self, u, bandwidth=None):
@@ -173,8 +171,8 @@ def median_bandwidth(u: Float[Array, "*particles d"]) -> Float[Array, ""]:
 
 def _centered(u):
     """Return points ``(L, d)`` relative to a central one, their squared distances, and which pairs are finite."""
-    # ‖x‖² + ‖y‖² − 2 x·y cancels badly far from the origin. One diverged particle would move the mean and ruin the
-    # distances of all others, so center on the median of three.
+    # ‖x‖² + ‖y‖² − 2 x·y cancels badly far from the origin. One diverged particle would move the mean, and ruin the
+    # distances of all others, so the center is the median of three.
     first, second, third = u[0], u[len(u) // 2], u[-1]
     center = jnp.maximum(jnp.minimum(first, second), jnp.minimum(jnp.maximum(first, second), third))
     x = u - lax.stop_gradient(center)
