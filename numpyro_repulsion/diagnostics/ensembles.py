@@ -272,8 +272,8 @@ def normal_scores(x):
 
 
 def _in_blocks(function, unknown=np.nan):
-    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory; what is
-    ``unknown`` is its result where draws do not vary or are not finite."""
+    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory; ``unknown`` is
+    the result where draws do not vary or are not finite."""
 
     def apply(x, groups, repels):
         flat = x.reshape(*x.shape[:2], -1)

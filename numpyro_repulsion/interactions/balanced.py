@@ -76,12 +76,6 @@ class Balanced(Wrapping):
             )
         return self.interaction.couple(u, bandwidth, white)
 
-    def gram(self, u, bandwidth):
-        """Return K and Γ of one group, if groups are balanced."""
-        if self.interaction is None:
-            raise TypeError("Balanced() has no Gram matrix within a group; Independent() has.")
-        return self.interaction.gram(u, bandwidth)
-
 
 @dataclass(frozen=True)
 class Antithetic(Interaction):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -181,7 +181,7 @@ class Wrapping(Interaction):
     interaction: Interaction | None
 
     @property
-    def _inner(self):
+    def _inner(self) -> Any:
         return Independent() if self.interaction is None else self.interaction
 
     @property
@@ -202,6 +202,10 @@ class Wrapping(Interaction):
 
     def learn_bandwidth(self, u):
         return self._inner.learn_bandwidth(u)
+
+    def gram(self, u, bandwidth):
+        """Return K and Γ of one group ``(L, d)``, if the interaction has a Gram matrix."""
+        return self._inner.gram(u, bandwidth)
 
 
 class Gram(Interaction):

@@ -317,7 +317,6 @@ class Scheduled(Wrapping):
         )
 
     def gram(self, u, bandwidth):
-        """Return K and Γ of one group ``(L, d)``, if the interaction or its redrawn groups have a Gram matrix."""
-        gram, repulsion = self.interaction.gram(u, bandwidth)  # type: ignore[attr-defined]
+        gram, repulsion = super().gram(u, bandwidth)
         w = 1.0 if self.now is None else jnp.asarray(self.now, u.dtype)
         return w * gram + (1.0 - w) * jnp.eye(gram.shape[-1], dtype=u.dtype), w * repulsion
