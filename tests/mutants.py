@@ -231,7 +231,7 @@ half of the budget of bias | dynamics/step_error.py | test_warmup test_kernels |
 -xp.minimum(2.0 * tolerance / (1.0 + tolerance) / xp.mean
 +xp.minimum(tolerance / (1.0 + tolerance) / xp.mean
 
-Stein discrepancies with the wrong sign of a kernel's slope | diagnostics/stein.py | test_diagnostics | ksd or stein
+Stein discrepancies with the wrong sign of a kernel's slope | diagnostics/stein.py | test_stein | discrepancy
 -* k + slope * jnp.sum(gap * (s - si), -1) + trace
 +* k - slope * jnp.sum(gap * (s - si), -1) + trace
 

@@ -324,7 +324,7 @@ def test_an_average_that_never_moves_is_not_known():
 
 
 def test_ensembles_add_up():
-    x = np.concatenate([autoregression(random.key(seed), sized(shared, 100, L)) for seed in (3, 4)])
+    x = np.concatenate([autoregression(random.key(seed), shared) for seed in (3, 4)])
     one, two = np.nanmean(ensemble_ess(x[:L], method="mean")), ensemble_ess(x, 2, method="mean").mean()
     assert 1.8 < two / one < 2.2
     # As one ensemble of independent parts they are worth the same.
