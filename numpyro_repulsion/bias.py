@@ -37,10 +37,6 @@ from numpyro_repulsion.warmup import (
     summarize_curvature,
 )
 
-__all__ = ["ExtrapolatedMeans", "StepBias", "extrapolate", "predict_bias", "step_bias"]
-
-#: Half the distance over which gradients are compared, in units of the distance of one update.
-WIDTH = 0.2
 #: Largest number of entries of one series of a segment; for larger particles only some coordinates are followed.
 MAX_ENTRIES = 2**24
 #: With a larger inflation the step is near or beyond the limit of stability, and the size means nothing.
@@ -63,10 +59,9 @@ class StepBias(NamedTuple):
       one particle; for sites that warmup centered partly, in the coordinates in which they move. It is 0 for the
       posterior; for a Gaussian it is the relative inflation of the variance. It is negative for a cloud that is too
       narrow.
-    - **observed_error_by_parameter** - standard errors of ``observed_by_parameter``.
     - **halving_by_parameter** - the relative fall of each variance when the step is halved: about half the bias if that
       is of first order in ε, three quarters if it is of second order.
-    - **halving_error_by_parameter** - standard errors of ``halving_by_parameter``.
+    - **observed_error_by_parameter**, **halving_error_by_parameter** - standard errors of these two.
 
     **Example**
 
@@ -151,8 +146,7 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
         '0.111'
     """
     kernel = kernel_of_run(mcmc, "step_bias", of_warmup=True)
-    if 0 < (num_samples := integer("`num_samples`", num_samples, 0, "0, or 8 or more")) < 8:
-        raise ValueError(f"`num_samples` must be 0, or 8 or more; got {num_samples!r}.")
+    num_samples = integer("`num_samples`", num_samples, 8 if num_samples else 0, "0, or 8 or more")
     known = StepBias(_step_in_use(mcmc), *predict_bias(mcmc))
     if num_samples == 0:
         return known
@@ -312,12 +306,12 @@ def extrapolate(
             "`step_size`, or without one."
         )
     draws, target = mcmc.get_samples(group_by_chain=True), bound_of(mcmc).target
+    function = (lambda draw: draw) if function is None else function
     number = _num_values(function, draws)
     shape = jax.tree.leaves(draws)[0].shape[:2]
     if num_samples is None:
         num_samples = max(8, shape[1] * mcmc.thinning // (9 * (2**levels - 1)))
-    if integer("`num_samples`", num_samples, 1, "8 or more") < 8:
-        raise ValueError(f"`num_samples` must be 8 or more; got {num_samples!r}.")
+    num_samples = integer("`num_samples`", num_samples, 8)
     if shape[1] < 4:
         raise ValueError(f"Standard errors need four draws of each particle or more; the run has {shape[1]}.")
     # Of both clouds, with what goes before.
@@ -327,16 +321,14 @@ def extrapolate(
             f"{number:,} values in {num_samples} iterations would take {needed / 2**30:.1f} GiB. Give a `function` "
             "of a draw with fewer values."
         )
-    values = draws if function is None else jax.jit(jax.vmap(jax.vmap(function)))(jax.tree.map(jnp.asarray, draws))
-    plain, shaped = flat_values(values, 2)
+    plain, shaped = flat_values(jax.jit(jax.vmap(jax.vmap(function)))(jax.tree.map(jnp.asarray, draws)), 2)
     mean = plain.mean((0, 1))
 
     def observe(iteration, learned, cloud):
         def one(z):
             draw = target.constrain(iteration.unravel(z))
             draw = {name: draw[name] for name in draws} if isinstance(target, ModelTarget) else draw
-            found = jax.tree.leaves(draw if function is None else function(draw))
-            return jnp.concatenate([jnp.ravel(x).astype(z.dtype) for x in found])
+            return jnp.concatenate([jnp.ravel(x).astype(z.dtype) for x in jax.tree.leaves(function(draw))])
 
         found = jax.vmap(jax.vmap(one))(iteration.recover(learned, cloud.z).z)
         # Averages of large values would lose their digits in single precision.
@@ -346,10 +338,7 @@ def extrapolate(
     shift, variance = np.zeros(number), np.zeros(number)
     keys = [rng_key]
     if levels > 1:
-        state = mcmc.last_state
-        # Of several plain chains, the key of the first.
-        own = state.rng_key
-        keys = list(random.split(own if rng_key is None else rng_key, levels))
+        keys = list(random.split(mcmc.last_state.rng_key if rng_key is None else rng_key, levels))
     for level, key in enumerate(keys):
         _, change = halved_series(mcmc, key, num_samples * 2**level, step / 2**level, observe)
         weight = 1.0 / (1.0 - fall) if level == levels - 1 else 1.0
@@ -364,13 +353,10 @@ def extrapolate(
 
 
 def _num_values(function, draws):
-    """Return how many numbers a function of one draw returns.
-
-    :raises ValueError: for no values, for complex ones, and for sites that are not there.
-    """
+    """Return how many numbers a function of one draw returns; raise ``ValueError`` for what has no mean."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), draws)
     try:
-        found = one if function is None else jax.eval_shape(function, one)
+        found = jax.eval_shape(function, one)
     except KeyError as error:
         raise ValueError(
             f"The run has no site {error}; it kept {sorted(draws)}. Sites that extra_fields=('~z.site',) leaves out "
@@ -386,10 +372,8 @@ def _num_values(function, draws):
 def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) -> tuple[float, float]:
     """Return the predicted relative inflation of variances for the step in use, and that from gradient noise alone.
 
-    :param mcmc: for several plain chains, the first one counts.
     :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
         ``None`` finds out.
-    :param halvings: how many times the step is halved.
     """
     is_other = has_other_data(mcmc) if is_other is None else is_other
     kernel, state, target = mcmc.sampler, mcmc.last_state, bound_of(mcmc).target
@@ -403,7 +387,8 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
         def gradients(cases):
             return (np.asarray(gradient(state, np.uint32(number), point)) for number, point, _ in cases)
 
-        width, rng = WIDTH * np.sqrt(step_size), np.random.default_rng(0)
+        # Half the distance over which gradients are compared: a fifth of that of one update.
+        width, rng = 0.2 * np.sqrt(step_size), np.random.default_rng(0)
         curvature, noise, isotropic = estimate_curvature(rng, u, width, gradients, orders=[0])
         if not plan.noise:
             noise = isotropic = np.zeros_like(noise)
@@ -437,8 +422,7 @@ def _gradient(kernel, target, state, number, u):
 def _predict_fall(mcmc, levels):
     """Return the predicted bias with the smallest step as a share of that with twice this step; and the latter.
 
-    The share is 1/2 for a bias of first order in ε, as that of minibatches, and 1/4 for one of second order. Where
-    nothing is predicted, it is 1/2, and the bias 0.
+    The share is 1/2 for a bias of first order in ε, as that of minibatches, or an unknown one; 1/4 for second order.
     """
     is_other = has_other_data(mcmc)
     before, after = (predict_bias(mcmc, is_other, k)[0] for k in (levels - 1, levels))

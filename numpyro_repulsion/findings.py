@@ -8,18 +8,6 @@ import json
 import math
 from typing import NamedTuple
 
-__all__ = [
-    "LARGE_BIAS",
-    "MAX_FLAGGED",
-    "RULES",
-    "SEVERITIES",
-    "Diagnosis",
-    "Finding",
-    "flagged_updates",
-    "from_json",
-    "to_json",
-]
-
 #: From harmless to serious.
 SEVERITIES = ("note", "warning", "error")
 #: Above this share of rejected updates and clipped gradients, the step-size bias is unknown.
@@ -29,13 +17,9 @@ LARGE_BIAS = 0.2
 
 
 class _Rule(NamedTuple):
-    """What a finding explains.
-
-    - **covers** - findings that it makes superfluous: it names their cause or states the same more precisely.
-    - **causes** - findings that it probably causes. These stay in the list, and their remedy refers to it.
-    """
-
+    #: Findings that it makes superfluous: it names their cause or states the same more precisely.
     covers: str = ""
+    #: Findings that it probably causes. These stay in the list, and their remedy refers to it.
     causes: str = ""
 
 
@@ -74,10 +58,6 @@ RULES = {
     "control_variates_off": _Rule(),
     "optimizer": _Rule(),
 }
-#: Findings that get worse as their figure falls.
-_WORSE_IF_SMALL = {"slow_directions"}
-_COLORS = {"note": "#33659c", "warning": "#b7791f", "error": "#b3261e"}
-
 #: Names of an earlier version.
 _RENAMED = {"strayed": "diverged_chains", "noncentred": "noncentered"}
 
@@ -161,16 +141,14 @@ class Diagnosis(tuple[Finding, ...]):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        text = f"<p>{escape(self.headline)}</p>" if self.headline else ""
-        if not self:
-            text += "<p>No problems found.</p>"
+        text = f"<p>{escape(self.headline)}</p>" * bool(self.headline) + "<p>No problems found.</p>" * (not self)
         if not len(self):
             return text
-        left = 'style="text-align: left"'
+        left, colors = 'style="text-align: left"', {"note": "#33659c", "warning": "#b7791f", "error": "#b3261e"}
         rows = ""
         for finding in self:
             figure = "" if finding.figure is None else f"{finding.figure:.3g}"
-            color = f'style="color: {_COLORS[finding.severity]}; font-weight: bold"'
+            color = f'style="color: {colors[finding.severity]}; font-weight: bold"'
             cells = (finding.name, figure, finding.message, finding.remedy)
             rows += f"<tr><td {color}>{escape(finding.severity)}</td>"
             rows += "".join(f"<td {left}>{escape(cell)}</td>" for cell in cells) + "</tr>"
@@ -181,7 +159,6 @@ class Diagnosis(tuple[Finding, ...]):
 def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = False) -> Finding:
     """Return the finding about updates that were rejected, turned back, or had a clipped gradient.
 
-    :param count: number of such updates.
     :param share: their share of all updates; 0 where it is unknown.
     :param remedy: what makes steps shorter, as a clause.
     :param is_measured: whether warmup measured the step. A few flagged updates then are those of minibatches with
@@ -222,7 +199,8 @@ def _level(finding: Finding) -> int:
 
 def _badness(finding: Finding) -> tuple[int, float]:
     figure = -math.inf if finding.figure is None else finding.figure
-    return _level(finding), -figure if finding.name in _WORSE_IF_SMALL else figure
+    # The figure of slow directions is how many draws the run is worth.
+    return _level(finding), -figure if finding.name == "slow_directions" else figure
 
 
 def _merged(findings: Iterable[Finding]) -> list[Finding]:

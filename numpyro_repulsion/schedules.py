@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 import math
 from numbers import Real
 
@@ -19,12 +18,7 @@ import jax.numpy as jnp
 from numpyro_repulsion.checks import integer, keep, number, plain, positive
 from numpyro_repulsion.rounding import xp
 
-__all__ = ["BiasBudget", "Constant", "Cyclical", "Polynomial", "as_schedule"]
-
 Schedule = Callable[..., jax.Array | float]
-
-#: The automatic tolerance, and that where neither the integrator nor gradient noise needs so much.
-TOLERANCE, SMALL_TOLERANCE = 0.05, 0.01
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class BiasBudget:
     def tolerance_for(self, is_second_order: bool) -> float:
         """Return δ, given whether integrator and control variates are of second order."""
         if isinstance(self.tolerance, str):
-            return SMALL_TOLERANCE if is_second_order else TOLERANCE
+            return 0.01 if is_second_order else 0.05
         return self.tolerance
 
     def step_size(
@@ -100,9 +94,6 @@ class BiasBudget:
     ) -> jax.Array:
         """Return the step for these measurements; infinite if they set no limit.
 
-        :param max_step_for_bias: the step at which variances are inflated by the tolerance.
-        :param max_step_for_short_run: the longest step for a run that is worth too few draws.
-        :param stability_limit: the longest stable step.
         :param draws_per_step: effective draws of the run after warmup, per unit of ε.
         """
         raised = xp.minimum(self.min_draws / draws_per_step, max_step_for_short_run)
@@ -135,8 +126,8 @@ class Polynomial:
     power: float = 0.55
 
     def __post_init__(self):
-        for name in ("step_size", "offset"):
-            keep(self, name, positive)
+        keep(self, "step_size", positive)
+        keep(self, "offset", positive)
         keep(self, "power", number, expected="a number in (0.5, 1] (Robbins-Monro)", accepts=lambda x: 0.5 < x <= 1.0)
 
     def __call__(self, count):
@@ -207,13 +198,7 @@ class Constant:
     step_size: float
 
     def __call__(self, count):
-        del count
         return self.step_size
-
-
-def _traced(step_size, count):
-    del count
-    return step_size
 
 
 def as_schedule(step_size: float | Schedule | str) -> Schedule:
@@ -224,7 +209,8 @@ def as_schedule(step_size: float | Schedule | str) -> Schedule:
     """
     if isinstance(step_size, jax.core.Tracer):
         # A function, because a setting that contains a tracer has no hash.
-        return as_schedule(partial(_traced, step_size))
+        traced = step_size
+        return as_schedule(lambda count: traced)
     step_size = plain(step_size)
     if isinstance(step_size, Real) and not isinstance(step_size, bool):
         schedule, first, least = Constant(float(step_size)), step_size, math.ulp(0.0)

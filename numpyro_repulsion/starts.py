@@ -18,8 +18,6 @@ from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_repulsion.checks import positive
 
-__all__ = ["JointStrategy", "init_around", "init_from_guide", "init_from_idata"]
-
 
 class JointStrategy:
     """An initialization strategy whose values of all sites belong together.

@@ -78,11 +78,11 @@ half of Γ for the Laplacian | interactions/radial.py | test_interactions | dive
 -affinity, -2.0 * self.strength * repulsion
 +affinity, -1.0 * self.strength * repulsion
 
-nugget in the noise and not in the drift | interactions/base.py | test_interactions | apply
+nugget in the noise and not in the drift | interactions/base.py | test_interactions | applies
 -apply=lambda x: matmul(gram, x),
 +apply=lambda x: gram @ x - self.nugget * x,
 
-Γ that does not follow the schedule | interactions/scheduled.py | test_scheduled | between
+Γ that does not follow the schedule | interactions/redrawn.py | test_redrawn | between
 -            repulsion=w * coupling.repulsion,
 +            repulsion=coupling.repulsion,
 
@@ -90,7 +90,7 @@ balanced noise without its scale | interactions/balanced.py | test_interactions 
 -return (size / (size - 1)) ** 0.5 * (noise
 +return 1.0 * (noise
 
-random features with the weight for its root | interactions/linear_cost.py | test_linear_cost | noise
+random features with the weight for its root | interactions/redrawn.py | test_interactions | noise
 -own + weight**0.5 * matmul(Φ, common)
 +own + weight * matmul(Φ, common)
 
@@ -154,7 +154,7 @@ momenta never turn back with minibatches | kernels/iteration.py | test_turning |
 -if not self.plan.noise or is_nearly_exact:
 +if not self.plan.noise:
 
-the shift of a scale without the information on it | report/diagnosis.py | test_groups | many
+the shift of a scale without the information on it | report.py | test_groups | many
 -np.sum(1.0 - shares) / np.sqrt(information))
 +np.sum(1.0 - shares) / information)
 
@@ -207,7 +207,7 @@ both states of a run in pieces in one slot | checkpointing/directory.py | test_c
 -        self._next_slot = 1 - self._next_slot
 +cannot be saved", after))
 
-standard errors of ensembles without the number of ensembles | diagnostics/precision.py | test_diagnostics | ensembles or standard_errors
+standard errors of ensembles without the number of ensembles | diagnostics/ensembles.py | test_diagnostics | ensembles or standard_errors
 -variance = (within + between) / freedom / (groups * number)
 +variance = (within + between) / freedom / number
 
@@ -215,7 +215,7 @@ log likelihood on the first minibatch alone | inference_data/rows.py | test_like
 -msg["value"] = jnp.arange(size)
 +msg["value"] = jnp.arange(size) % msg["args"][1]
 
-groups that are never drawn anew | interactions/linear_cost.py | test_linear_cost | anew
+groups that are never drawn anew | interactions/redrawn.py | test_redrawn | anew
 -return self.interaction.learn_bandwidth(self._split(u, self._order(u)))
 -
 +return self.interaction.learn_bandwidth(self._split(u, self._order(u)))
@@ -231,7 +231,7 @@ half of the budget of bias | dynamics/step_error.py | test_warmup test_kernels |
 -xp.minimum(2.0 * tolerance / (1.0 + tolerance) / xp.mean
 +xp.minimum(tolerance / (1.0 + tolerance) / xp.mean
 
-Stein discrepancies with the wrong sign of a kernel's slope | diagnostics/stein.py | test_diagnostics | ksd or stein
+Stein discrepancies with the wrong sign of a kernel's slope | diagnostics/stein.py | test_stein | discrepancy
 -* k + slope * jnp.sum(gap * (s - si), -1) + trace
 +* k - slope * jnp.sum(gap * (s - si), -1) + trace
 

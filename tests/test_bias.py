@@ -5,7 +5,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from results import made, run as ran
+from results import run as ran
 
 import numpyro
 import numpyro.distributions as dist
@@ -20,7 +20,9 @@ from numpyro_repulsion import (
     Independent,
     Subsampled,
     bias,
+    diagnose,
     ensemble_mcse,
+    report,
     step_bias,
     summary,
 )
@@ -47,9 +49,8 @@ def euler(curvature, step_size):
     return 1.0 / (1.0 - step_size * curvature / 2.0) - 1.0
 
 
-@pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_prediction_is_exact_for_eulers_chain(temperature):
-    dynamics = Overdamped("euler", temperature=temperature)
+def test_prediction_is_exact_for_eulers_chain():
+    dynamics = Overdamped("euler", temperature=3.0)
     found = step_bias(run(SGLD(potential_fn=gaussian, step_size=0.1, dynamics=dynamics)))
     np.testing.assert_allclose(found.predicted, euler(4.0, 0.1), rtol=1e-3)
     assert found.predicted_noise == 0.0
@@ -123,12 +124,11 @@ def test_of_a_schedule_the_longest_step_counts(capsys):
     assert "mostly through curvature. Divide `step_size` by 2 to 10." in capsys.readouterr().out
 
 
-def test_a_step_near_the_limit_of_stability_has_no_figure():
+def test_what_has_no_figure():
+    """A step near the limit of stability; the error of a segment that is too short."""
     assert "more than 300 % too large by estimate, if it is stable at all." in str(StepBias(1.0, 999.0, 0.0))
     assert "at most about 299.0 %" in str(StepBias(1.0, 2.99, 0.0))
 
-
-def test_a_segment_that_is_too_short_has_no_error():
     text = str(StepBias(0.1, 0.05, 0.0, 0.02, float("nan")))
     assert text.endswith("2.0 % on average, as observed, with unknown precision: take a longer segment (num_samples).")
     assert "nan" not in text
@@ -169,18 +169,16 @@ def test_gradient_noise_is_seen(capsys):
     assert "mostly through minibatches. Raise `subsample_size`, set gradient=ControlVariates(), or" in said
 
 
-@pytest.mark.parametrize(
-    "step_size, said",
-    [
-        (0.01, "per draw, step-size bias at most 1.0 % of a posterior sd.\n"),
+def test_the_diagnosis_says_how_large_it_is(monkeypatch):
+    mcmc = run(SGLD(potential_fn=gaussian, step_size=0.01, dynamics=Overdamped("euler")))
+    assert "per draw, step-size bias at most 1.0 % of a posterior sd.\n" in str(diagnose(mcmc))
+    for step_size, said in (
         (0.05, "[warning] step_bias: The step size makes posterior sds up to 5 % too large, mostly through curvature."),
         (0.2, "[error] step_bias: The step size makes posterior sds up to 29 % too large, mostly through curvature."),
         (0.45, "posterior sds more than 100 % too large, if the step is stable at all"),
-    ],
-)
-def test_summary_says_how_large_it_is(step_size, said, capsys):
-    summary(run(SGLD(potential_fn=gaussian, step_size=step_size, dynamics=Overdamped("euler"))))
-    assert said in capsys.readouterr().out
+    ):
+        monkeypatch.setattr(report, "predict_bias", lambda *_, step_size=step_size: (euler(4.0, step_size), 0.0))
+        assert said in str(diagnose(mcmc))
 
 
 @pytest.mark.filterwarnings("ignore:num_warmup")
@@ -235,17 +233,17 @@ def test_every_kind_of_run_can_be_asked(kernel, chains):
 
 def test_large_particles_are_followed_in_part(monkeypatch):
     monkeypatch.setattr(bias, "MAX_ENTRIES", 8 * 6 * 5)
-    mcmc = made(
-        SGLD(potential_fn=lambda z: sum(jnp.sum(x**2) for x in z.values()), step_size=0.1), num_samples=4, num_chains=6
-    )
     keys = random.split(random.key(0))
-    mcmc.run(random.key(0), init_params={"a": random.normal(keys[0], (6, 7)), "b": random.normal(keys[1], (6, 2, 2))})
+    starts = {"a": random.normal(keys[0], (6, 7)), "b": random.normal(keys[1], (6, 2, 2))}
+    kernel = SGLD(potential_fn=lambda z: sum(jnp.sum(x**2) for x in z.values()), step_size=0.1)
+    mcmc = ran(kernel, num_samples=4, init_params=starts)
     found = step_bias(mcmc, num_samples=8).observed_by_parameter
     assert found["a"].shape == (7,) and found["b"].shape == (2, 2)
     assert sum(int(jnp.isfinite(x).sum()) for x in found.values()) == 5
 
 
 def test_misuse_is_refused():
+    mcmc = run(SGLD(potential_fn=gaussian, step_size=0.1), num_samples=1)
     for number in (-1, 7, 1.5):
         with pytest.raises(ValueError, match=f"`num_samples` must be 0, or 8 or more; got {number}"):
-            step_bias(run(SGLD(potential_fn=gaussian, step_size=0.1), num_samples=1), num_samples=number)
+            step_bias(mcmc, num_samples=number)

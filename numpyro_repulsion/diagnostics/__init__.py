@@ -1,12 +1,13 @@
 """Effective sample sizes, standard errors, nested R-hat, stray particles, and Stein's identity for draws of a run."""
 
-from numpyro_repulsion.diagnostics.convergence import find_diverged_chains, nested_rhat
-from numpyro_repulsion.diagnostics.precision import (
+from numpyro_repulsion.diagnostics.ensembles import (
     KNOWN,
     MODES,
     SHORT,
     ensemble_ess,
     ensemble_mcse,
+    find_diverged_chains,
+    nested_rhat,
     num_independent,
     why_unknown,
 )
@@ -17,13 +18,13 @@ __all__ = [
     "MODES",
     "SHORT",
     "ControlledMeans",
-    "stein_control_variates",
     "ensemble_ess",
     "ensemble_mcse",
+    "find_diverged_chains",
     "ksd",
     "nested_rhat",
     "num_independent",
     "scores",
-    "find_diverged_chains",
+    "stein_control_variates",
     "why_unknown",
 ]

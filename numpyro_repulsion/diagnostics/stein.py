@@ -13,15 +13,10 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.checks import integer
-from numpyro_repulsion.diagnostics.precision import ensemble_mcse
+from numpyro_repulsion.diagnostics.ensembles import ensemble_mcse
 from numpyro_repulsion.gradients import FullData, Gradient, compiled, ravel_cloud
 from numpyro_repulsion.kernels import bound_of, chosen_draws, coupling_of, flat_values, kernel_of_run, latent_draws
 from numpyro_repulsion.rounding import matmul
-
-__all__ = ["ControlledMeans", "stein_control_variates", "ksd", "scores"]
-
-#: Kinds of control variates, from most to fewest; the number of coefficients is at most this share of the draws.
-DEGREES, SHARE = ("quadratic", "squares", "linear"), 8
 
 
 def ksd(draws: jax.Array, scores: jax.Array, *, scale: float | jax.Array = 1.0, exponent: float = -0.5) -> jax.Array:
@@ -231,8 +226,8 @@ def stein_control_variates(
         (3.0, 13.0)
     """
     kernel_of_run(mcmc, "stein_control_variates")
-    if degree is not None and degree not in DEGREES:
-        raise ValueError(f"`degree` must be one of {', '.join(map(repr, DEGREES))} or None; got {degree!r}.")
+    if degree not in ("quadratic", "squares", "linear", None):
+        raise ValueError(f"`degree` must be one of 'quadratic', 'squares', 'linear' or None; got {degree!r}.")
     draws = chosen_draws(mcmc, integer("`num_draws`", num_draws), by_chain=True)
     shape = jax.tree.leaves(draws)[0].shape[:2]
     draws = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws)
@@ -257,12 +252,12 @@ def stein_control_variates(
 def _degree(degree, count, dimension):
     """Return the kind of control variates; raise ``ValueError`` if there are too few draws for it."""
     sizes = {"quadratic": dimension * (dimension + 3) // 2, "squares": 2 * dimension, "linear": dimension}
-    for name in DEGREES if degree is None else (degree,):
-        if SHARE * sizes[name] <= count:
+    for name in sizes if degree is None else (degree,):
+        if 8 * sizes[name] <= count:
             return name
     raise ValueError(
-        f"{count} draws are too few for {sizes[degree or 'linear']} coefficients of {degree or 'linear'} control "
-        f"variates: there must be {SHARE} for each. Raise `num_draws`, keep more draws, or use another `degree`."
+        f"{count} draws are too few for {sizes[name]} coefficients of {name} control variates: there must be 8 for "
+        "each. Raise `num_draws`, keep more draws, or use another `degree`."
     )
 
 

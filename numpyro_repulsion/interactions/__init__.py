@@ -7,9 +7,8 @@ product with K, the repulsion Γ, a draw with covariance K, and a bound on the l
 
 from numpyro_repulsion.interactions.balanced import Antithetic, Balanced
 from numpyro_repulsion.interactions.base import Coupling, Gram, Independent, Interaction, Sum
-from numpyro_repulsion.interactions.linear_cost import RandomFeatures, RandomGroups
-from numpyro_repulsion.interactions.radial import IMQ, RBF, Laplacian, Radial, median_bandwidth, squared_distances
-from numpyro_repulsion.interactions.scheduled import Scheduled
+from numpyro_repulsion.interactions.radial import IMQ, RBF, Laplacian, Radial, median_bandwidth
+from numpyro_repulsion.interactions.redrawn import RandomFeatures, RandomGroups, Scheduled
 
 __all__ = [
     "IMQ",
@@ -27,5 +26,4 @@ __all__ = [
     "Scheduled",
     "Sum",
     "median_bandwidth",
-    "squared_distances",
 ]

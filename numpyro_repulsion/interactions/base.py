@@ -1,11 +1,14 @@
 """The coupling of a cloud, and interactions with a Gram matrix."""
 
+# Of flags, subclasses make constants and properties.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 import math
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -16,28 +19,15 @@ from numpyro_repulsion.checks import positive
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import AnyArray, matmul
 
-__all__ = [
-    "Coupling",
-    "Gram",
-    "Independent",
-    "Interaction",
-    "Sum",
-    "Wrapping",
-    "bisect_bandwidth",
-]
-
-#: The smallest bandwidth, divided by the variance of a coordinate.
+#: The smallest bandwidth, divided by the variance of a coordinate. With many particles on a line, repulsion would
+#: otherwise change over the distance of neighbors, and a step short enough to follow it would hardly move them.
 NARROWEST = 0.1
 
 
 def bisect_bandwidth(
     mean_similarity: Callable[[Float[Array, ""]], Float[Array, ""]], u: Float[Array, "*particles d"], target: float
 ) -> Float[Array, ""]:
-    """Return the bandwidth at which the mean similarity of ``u``, ``(G, L, d)``, is ``target`` times its largest value.
-
-    It is at least :data:`NARROWEST` times the variance of a coordinate. With many particles on a line, repulsion would
-    otherwise change over the distance of neighbors, and a step short enough to follow it would hardly move them.
-    """
+    """Return the bandwidth at which the mean similarity of ``u``, ``(G, L, d)``, is ``target`` times its largest."""
     scale = jnp.log(jnp.mean(jnp.var(u, -2)))
     scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
     narrow, wide = scale + math.log(NARROWEST), scale + math.log(u.shape[-1]) + 14.0
@@ -85,11 +75,9 @@ class Coupling(NamedTuple):
         bound: Float[AnyArray, ""] | float, diagonal: Float[AnyArray, "*particles"] | float, is_identity: bool
     ) -> Coupling:
         """Return a coupling without operations, for ``Dynamics.step_error`` on the host."""
-
-        def missing(_):
-            raise TypeError("This coupling has figures only; call `Interaction.couple` for its operations.")
-
-        return Coupling(missing, 0.0, missing, bound, bool(is_identity), diagonal=diagonal)
+        return Coupling.identity(lambda key: key)._replace(
+            bound=bound, diagonal=diagonal, is_identity=bool(is_identity)
+        )
 
 
 class Interaction:
@@ -115,6 +103,22 @@ class Interaction:
 
     #: So that NumPy leaves ``np.float64(0.5) * RBF()`` to `__rmul__` and does not make an array of objects.
     __array_ufunc__ = None
+    #: Whether K depends on the cloud, which must then have two distinct particles.
+    interacts: bool = False
+    #: Whether every update redraws K, independently of the cloud.
+    is_redrawn: bool = False
+    #: Whether whole ensembles are balanced against each other, which needs two or more.
+    balances_ensembles: bool = False
+    #: The given bandwidth, if there is one.
+    bandwidth: float | str | None = None
+    #: Whether warmup chooses a bandwidth.
+    learns_bandwidth: bool = False
+    #: Whether warmup chooses it by its measured gain, not by the rule of `learn_bandwidth` alone.
+    tunes_bandwidth: bool = False
+    #: Whether K is known to be positive definite. If not, it is tested on the starting cloud.
+    positive_definite: bool = True
+    #: Whether ``K_ii`` may depend on the positions. If so, warmup cannot measure steps with momenta.
+    diagonal_varies: bool = False
 
     def at(self, key: jax.Array | None, count: Integer[Array, ""] | int) -> Interaction:
         """Return the interaction of one update: itself, unless it is redrawn or changes with time.
@@ -124,31 +128,6 @@ class Interaction:
         """
         del key, count
         return self
-
-    @property
-    def interacts(self) -> bool:
-        """Whether K depends on the cloud, which must then have two distinct particles."""
-        return False
-
-    @property
-    def is_redrawn(self) -> bool:
-        """Whether every update redraws K, independently of the cloud."""
-        return False
-
-    @property
-    def balances_ensembles(self) -> bool:
-        """Whether whole ensembles are balanced against each other, which needs two or more."""
-        return False
-
-    @property
-    def learns_bandwidth(self) -> bool:
-        """Whether warmup chooses a bandwidth."""
-        return False
-
-    @property
-    def tunes_bandwidth(self) -> bool:
-        """Whether warmup chooses it by its measured gain, not by the rule of `learn_bandwidth` alone."""
-        return False
 
     def learn_bandwidth(self, u: Float[Array, "*particles d"]) -> Float[Array, ""]:
         """Return the bandwidth for particles ``(G, L, d)``; NaN if the interaction has none to learn."""
@@ -190,11 +169,9 @@ class Independent(Interaction):
         return Coupling.identity(lambda key: normal(key, u.shape, u.dtype))
 
     def gram(self, u, bandwidth):
-        """Return the identity and zero, as a sum needs them."""
         return jnp.eye(u.shape[0], dtype=u.dtype), jnp.zeros_like(u)
 
     def similarity(self, u, bandwidth):
-        """See :meth:`~numpyro_repulsion.interactions.Gram.similarity`."""
         return self.gram(u, bandwidth)[0]
 
 
@@ -204,12 +181,12 @@ class Wrapping(Interaction):
     interaction: Interaction | None
 
     @property
-    def _inner(self):
+    def _inner(self) -> Any:
         return Independent() if self.interaction is None else self.interaction
 
     @property
     def bandwidth(self):
-        return getattr(self._inner, "bandwidth", None)
+        return self._inner.bandwidth
 
     @property
     def learns_bandwidth(self):
@@ -221,10 +198,14 @@ class Wrapping(Interaction):
 
     @property
     def positive_definite(self):
-        return getattr(self._inner, "positive_definite", True)
+        return self._inner.positive_definite
 
     def learn_bandwidth(self, u):
         return self._inner.learn_bandwidth(u)
+
+    def gram(self, u, bandwidth):
+        """Return K and Γ of one group ``(L, d)``, if the interaction has a Gram matrix."""
+        return self._inner.gram(u, bandwidth)
 
 
 class Gram(Interaction):
@@ -252,11 +233,9 @@ class Gram(Interaction):
         [[-0.8399999737739563], [0.8399999737739563]]
     """
 
-    interacts: ClassVar[bool] = True
-    #: Whether k is known to be positive definite. If not, K is tested on the starting cloud.
-    positive_definite: bool = False
-    #: Whether ``K_ii`` may depend on the positions. If so, warmup cannot measure steps with momenta.
-    diagonal_varies: bool = True
+    interacts = True
+    positive_definite = False
+    diagonal_varies = True
     nugget: float = 1e-3
 
     def evaluate(
@@ -287,7 +266,7 @@ class Gram(Interaction):
         return gram + self.nugget * jnp.eye(len(u), dtype=u.dtype), lax.map(repulsion, u)
 
     def similarity(self, u: Float[Array, "L d"], bandwidth: Float[Array, ""] | float | None) -> Float[Array, "L L"]:
-        """Return the similarity matrix ``(L, L)`` from which the bandwidth is learned; K by default."""
+        """Return the matrix ``(L, L)`` from which the bandwidth is learned; K by default."""
         return self.gram(u, bandwidth)[0]
 
     def learn_bandwidth(self, u):
@@ -349,19 +328,20 @@ class Sum(Gram):
             return interaction
         if not isinstance(interaction, Gram | Independent):
             raise TypeError(
-                f"Only interactions with a Gram matrix can be added; got {interaction!r}. Wrap the sum to schedule or "
-                "redraw it: Scheduled(a + b, weight), RandomGroups(a + b)."
+                "Only interactions with a Gram matrix can be added, and multiplied by a weight; got "
+                f"{interaction!r}. Wrap the sum to balance, schedule or redraw it: Balanced(a + b), "
+                "Scheduled(a + b, weight), RandomGroups(a + b). The term for K = I is Independent()."
             )
         return Sum(((1.0, interaction),))
 
     @property
     def bandwidth(self):
-        given = {h for _, term in self.terms if (h := getattr(term, "bandwidth", None)) is not None}
+        given = {term.bandwidth for _, term in self.terms} - {None}
         return given.pop() if len(given) == 1 else None
 
     @property
-    def positive_definite(self):  # type: ignore[override]
-        return all(getattr(term, "positive_definite", True) for _, term in self.terms)
+    def positive_definite(self):
+        return all(term.positive_definite for _, term in self.terms)
 
     @property
     def learns_bandwidth(self):
@@ -372,14 +352,11 @@ class Sum(Gram):
         return any(term.tunes_bandwidth for _, term in self.terms)
 
     @property
-    def diagonal_varies(self):  # type: ignore[override]
-        return any(getattr(term, "diagonal_varies", False) for _, term in self.terms)
+    def diagonal_varies(self):
+        return any(term.diagonal_varies for _, term in self.terms)
 
     def similarity(self, u, bandwidth):
         return sum(weight * term.similarity(u, bandwidth) for weight, term in self.terms)
-
-    def evaluate(self, x, y, bandwidth=None):
-        raise NotImplementedError("A sum does not implement `evaluate`; use `gram` or `couple`.")
 
     def gram(self, u, bandwidth):
         parts = [(weight, term.gram(u, bandwidth)) for weight, term in self.terms]

@@ -1,5 +1,7 @@
 """Kernels of the distance between particles, computed by two matrix products, and the median bandwidth rule."""
 
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,18 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 import numpy as np
 
-from numpyro_repulsion.checks import keep, positive
+from numpyro_repulsion.checks import keep, number, positive
 from numpyro_repulsion.interactions.base import Gram, Independent, Sum, Wrapping
 from numpyro_repulsion.rounding import matmul
-
-__all__ = [
-    "IMQ",
-    "RBF",
-    "Laplacian",
-    "Radial",
-    "median_bandwidth",
-    "squared_distances",
-]
 
 
 class Radial(Gram):
@@ -49,19 +42,14 @@ class Radial(Gram):
         '0.37'
     """
 
-    positive_definite: bool = True
-    diagonal_varies: bool = False
-    bandwidth: float | str | None = None
+    positive_definite = True
+    diagonal_varies = False
 
     def __post_init__(self):
-        if isinstance(self.bandwidth, str) and self.bandwidth != "learned":
-            raise ValueError(
-                f"{type(self).__name__}: `bandwidth` must be a positive, finite number, None (a rule) or 'learned'; "
-                f"got {self.bandwidth!r}."
-            )
-        for name in ("nugget",) if self.tunes_bandwidth else ("bandwidth", "nugget"):
-            if getattr(self, name) is not None:
-                keep(self, name, positive)
+        if self.bandwidth is not None and not (self.tunes_bandwidth and self.bandwidth == "learned"):
+            expected = "a positive, finite number, None (a rule) or 'learned'"
+            keep(self, "bandwidth", number, expected=expected, accepts=lambda x: x > 0.0)
+        keep(self, "nugget", positive)
 
     @property
     def learns_bandwidth(self):
@@ -81,9 +69,8 @@ class Radial(Gram):
     def _bandwidth(self, learned):
         h = learned if self.learns_bandwidth else self.bandwidth
         if h is None:
-            raise ValueError(
-                f"{self!r} has no bandwidth yet; pass `bandwidth`, or write {type(self).__name__}(bandwidth=1.0)."
-            )
+            name = type(self).__name__
+            raise ValueError(f"{self!r} has no bandwidth yet; pass `bandwidth`, or write {name}(bandwidth=1.0).")
         return h
 
     def gram(self, u, bandwidth=None):
@@ -165,20 +152,18 @@ class IMQ(Radial):
         return lax.rsqrt(1.0 + s)
 
 
-def squared_distances(u: Float[Array, "L d"]) -> Float[Array, "L L"]:
-    """Return squared distances ``(L, L)`` of points ``(L, d)``, by one matrix product; infinite for diverged points."""
-    _, squared, together = _centered(u)
-    return jnp.where(together, squared, jnp.inf)
-
-
 def median_bandwidth(u: Float[Array, "*particles d"]) -> Float[Array, ""]:
     """Return the median rule ``h = median ‖u_i − u_j‖² / log L`` over the pairs ``i ≠ j`` of each group.
 
     :param u: particles, ``(L, d)`` or ``(G, L, d)`` with ``L > 1``.
     """
+
+    def distances(group):
+        _, squared, together = _centered(group)
+        return jnp.where(together, squared, jnp.inf)
+
     size = u.shape[-2]
-    squared = jnp.vectorize(squared_distances, signature="(l,d)->(l,l)")(u)
-    pairs = squared[..., *jnp.triu_indices(size, 1)]
+    pairs = jnp.vectorize(distances, signature="(l,d)->(l,l)")(u)[..., *jnp.triu_indices(size, 1)]
     # If the median is not positive and finite (coincident or diverged particles), any positive bandwidth is exact.
     h = jnp.median(pairs) / jnp.log(jnp.asarray(float(size), u.dtype))
     return jnp.where(jnp.isfinite(h) & (h > 0), h, 1.0).astype(u.dtype)
@@ -186,8 +171,8 @@ def median_bandwidth(u: Float[Array, "*particles d"]) -> Float[Array, ""]:
 
 def _centered(u):
     """Return points ``(L, d)`` relative to a central one, their squared distances, and which pairs are finite."""
-    # ‖x‖² + ‖y‖² − 2 x·y cancels badly far from the origin. One diverged particle would move the mean and ruin the
-    # distances of all others, so center on the median of three.
+    # ‖x‖² + ‖y‖² − 2 x·y cancels badly far from the origin. One diverged particle would move the mean, and ruin the
+    # distances of all others, so the center is the median of three.
     first, second, third = u[0], u[len(u) // 2], u[-1]
     center = jnp.maximum(jnp.minimum(first, second), jnp.minimum(jnp.maximum(first, second), third))
     x = u - lax.stop_gradient(center)
@@ -199,7 +184,7 @@ def _centered(u):
 
 
 @dataclass(frozen=True)
-class Laplacian(Wrapping, Gram):  # type: ignore[override]
+class Laplacian(Wrapping, Gram):
     r"""Particles that move apart faster than together: K is the identity plus a graph Laplacian.
 
     .. math::
@@ -244,7 +229,19 @@ class Laplacian(Wrapping, Gram):  # type: ignore[override]
     strength: float = 1.0
 
     def __post_init__(self):
-        _require_affinity(self.interaction)
+        inner = self.interaction
+        terms = [term for _, term in inner.terms] if isinstance(inner, Sum) else [inner]
+        radial = [term for term in terms if isinstance(term, Radial)]
+        if not radial or any(not isinstance(term, Radial | Independent) for term in terms):
+            raise TypeError(
+                f"Laplacian takes a radial kernel, such as Laplacian(RBF()), or a sum of such kernels; got {inner!r}."
+            )
+        for term in radial:
+            # A kernel may be made while a program is traced.
+            with jax.ensure_compile_time_eval():
+                affinity = np.asarray(term.profile(jnp.linspace(0.0, 12.0, 4001) ** 4))
+            if not (affinity >= 0.0).all():
+                raise ValueError(f"Laplacian takes kernels that are nowhere negative, such as RBF(); got {term!r}.")
         keep(self, "strength", positive)
 
     def similarity(self, u, bandwidth):
@@ -256,19 +253,3 @@ class Laplacian(Wrapping, Gram):  # type: ignore[override]
         affinity = self.strength * gram * (1.0 - eye)
         # ∇_{u_j} k_ij = −∇_{u_i} k_ij for radial k: once from −k_ij, and once from the k_ij of the diagonal.
         return eye * (1.0 + affinity.sum(1)) - affinity, -2.0 * self.strength * repulsion
-
-
-def _require_affinity(interaction):
-    """Raise an error unless this is a radial kernel without negative values, or a sum of such kernels."""
-    terms = [term for _, term in interaction.terms] if isinstance(interaction, Sum) else [interaction]
-    for term in terms:
-        if isinstance(term, Radial):
-            # A kernel may be made while a program is traced.
-            with jax.ensure_compile_time_eval():
-                affinity = np.asarray(term.profile(jnp.linspace(0.0, 12.0, 4001) ** 4))
-            if not (affinity >= 0.0).all():
-                raise ValueError(f"Laplacian takes kernels that are nowhere negative, such as RBF(); got {term!r}.")
-        elif not (isinstance(term, Independent) and len(terms) > 1):
-            raise TypeError(
-                f"Laplacian takes a radial kernel, such as Laplacian(RBF()), or a sum of such kernels; got {term!r}."
-            )

@@ -1,53 +1,22 @@
-"""Effective sample sizes and standard errors of averages over interacting particles."""
+"""Effective sample sizes, standard errors and nested R-hat of interacting particles, and those that have left."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from numpyro.diagnostics import effective_sample_size
 
-__all__ = [
-    "KNOWN",
-    "MODES",
-    "NOTHING",
-    "SHORT",
-    "each",
-    "ensemble_ess",
-    "ensemble_mcse",
-    "normal_scores",
-    "num_independent",
-    "why_unknown",
-]
+from numpyro_repulsion.warmup import NUM_DEVIATIONS
 
 #: Why there is no figure: there is one; draws do not vary or are not finite; particles mix, each in its own place, but
 #: not with each other; the run is short compared with the mixing time of a particle.
 KNOWN, NOTHING, MODES, SHORT = range(4)
-
-#: A run of fewer autocorrelation times of a particle has not forgotten its start.
-MIN_TIMES = 5.0
-#: Frequencies used for each autocorrelation time in the run. At the last of them the spectrum of an autoregression has
-#: fallen to 0.7 of its value at 0; the estimate is corrected for that.
-FREQUENCIES = 0.4
-#: With fewer degrees of freedom a standard error is off by more than a quarter too often.
-MIN_FREEDOM = 10
 #: The relative variance of an estimated autocorrelation time is this over the number of such times in the draws.
 TIME_VARIANCE = 6.0
-#: Particles do not mix if the squared distances between their means exceed by this factor what their own spectra
-#: explain (a standard error about a fifth too small), beyond what chance does once in ten thousand times.
-EXCESS, CHANCE = 1.5, 1e-4
-#: Averages count as faster than particles if the run has this many times as many of their autocorrelation times; and,
-#: unless particles are known to repel each other, if the excess is also this many standard errors.
-FASTER, FASTER_ERRORS = 3.0, 2.5
-#: An average has explored its distribution if its variance over time is this share of its known stationary variance.
-EXPLORED = 0.9
-#: Particles mix where they are if the run has more than this many autocorrelation times about their own means.
-MIXED_WITHIN = 15.0
-#: Most batches per chain in the test of whether few batches make all the variance.
-MAX_BATCHES = 64
-#: Most entries of draws processed at once.
-BLOCK = 2**24
 
 
 def ensemble_ess(
@@ -155,7 +124,6 @@ def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str =
         >>> bool(0.008 < error < 0.012)
         True
     """
-
     if method not in ("mean", "sd"):
         raise ValueError(f"`method` must be 'mean' or 'sd'; got {method!r}.")
 
@@ -169,13 +137,77 @@ def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str =
     return each(draws, num_ensembles, _in_blocks(error))
 
 
-def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
-    """Return why :func:`ensemble_ess` is NaN: ``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not.
+def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "rank") -> Any:
+    r"""Return the nested :math:`\hat R`, with ensembles as superchains.
+
+    .. math::
+        \hat R = \sqrt{1 + B / W}
+
+    B is the variance of the ensembles' means. W is the mean over ensembles of the variance within: the variance between
+    its particles' means, plus the mean variance of each particle over time. Particles of an ensemble may interact,
+    because ensembles do not. The method presumes that the particles of an ensemble start at one point; particles that
+    stay where they started pass it, so check the plain R-hat of particles too. The numbers are those of
+    ``arviz_stats.rhat_nested``, which ArviZ 0.x lacks.
 
     :param draws: as for :func:`ensemble_ess`.
-    :param num_ensembles: as for :func:`ensemble_ess`.
-    :return: an array of the shape of one draw, or a dictionary of such.
+    :param num_ensembles: as for :func:`ensemble_ess`; two or more.
+    :param method: ``"rank"`` splits each particle's series into halves, and takes the larger of the values for the
+        draws and for their distances from the median, both as normal scores of ranks. ``"identity"`` uses the draws as
+        they are.
+    :return: an array of the shape of one draw, NaN where draws do not vary or are not finite; or a dictionary of such.
+    :raises ValueError: for a single ensemble, an unknown method, and as :func:`ensemble_ess` does.
+
+    **References:**
+
+    1. *Nested R-hat: Assessing the Convergence of Markov Chain Monte Carlo When Running Many Short Chains*,
+       C. C. Margossian, M. D. Hoffman, P. Sountsov, L. Riou-Durand, A. Vehtari and A. Gelman,
+       https://arxiv.org/abs/2110.13017
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> from numpyro_repulsion import nested_rhat
+        >>> draws = random.normal(random.key(0), (20, 100))
+        >>> f"{nested_rhat(draws, num_ensembles=4):.2f}"
+        '1.00'
     """
+    if method not in ("rank", "identity"):
+        raise ValueError(f"`method` must be 'rank' or 'identity'; got {method!r}.")
+
+    def ratio(x, groups):
+        x = x.reshape(groups, -1, *x.shape[1:])
+        within = x.var(2, ddof=1).mean(1)
+        if x.shape[1] > 1:
+            within = within + x.mean(2).var(1, ddof=1)
+        between = x.mean((1, 2)).var(0, ddof=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.sqrt(1.0 + between / within.mean(0))
+
+    def rhat(x, groups, _):
+        if groups < 2:
+            raise ValueError(
+                "nested_rhat compares ensembles and needs two or more; got one. Run the kernel with several, such as "
+                "num_ensembles=4, or pass `num_ensembles`."
+            )
+        usable = np.isfinite(x).all((0, 1))
+        x = np.where(usable, x, np.nan)
+        if method == "identity":
+            return ratio(x, groups)
+        half = x.shape[1] // 2
+        # The halves of a particle count as two particles of the same ensemble.
+        x = np.stack((x[:, :half], x[:, -half:]), 1).reshape(-1, half, *x.shape[2:])
+        folded = np.abs(x - np.median(x, (0, 1)))
+        found = np.maximum(*(ratio(normal_scores(part), groups) for part in (x, folded)))
+        return np.where(usable, found, np.nan)[()]
+
+    # Balanced ensembles lie further apart than independent ones, so the value is conservative.
+    return each(draws, num_ensembles, rhat, adds_up=False)
+
+
+def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
+    """Return why :func:`ensemble_ess` is NaN: ``NOTHING``, ``MODES`` or ``SHORT``; ``KNOWN`` (0) where it is not."""
 
     def why(x, groups, repels):
         return _variance_of_mean(normal_scores(x), groups, repels)[1]
@@ -184,13 +216,10 @@ def why_unknown(draws: Any, num_ensembles: int | None = None) -> Any:
 
 
 def num_independent(attributes: dict[str, Any], num_chains: int) -> int:
-    """Return the number of independent groups of chains in inference data; groups are equal and in chain order.
+    """Return the number of independent groups of chains by the attributes of inference data; of another library, one.
 
     Each chain is a group if nothing couples chains, and each ensemble if ensembles do not interact. Ensembles that are
     balanced against each other are one group.
-
-    :param attributes: attributes of inference data; of another library there is one group.
-    :param num_chains: number of chains of the data.
     """
     return num_chains if attributes.get("coupling") == "none" else int(attributes.get("num_independent", 1))
 
@@ -243,14 +272,12 @@ def normal_scores(x):
 
 
 def _in_blocks(function, unknown=np.nan):
-    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory.
-
-    :param unknown: its result where draws do not vary or are not finite.
-    """
+    """Apply a function of ``(chains, draws, columns)`` to as many columns at a time as fit into memory; ``unknown`` is
+    the result where draws do not vary or are not finite."""
 
     def apply(x, groups, repels):
         flat = x.reshape(*x.shape[:2], -1)
-        width = max(1, BLOCK // (flat.shape[0] * flat.shape[1]))
+        width = max(1, 2**24 // (flat.shape[0] * flat.shape[1]))
         found = np.full(flat.shape[2], unknown)
         for start in range(0, flat.shape[2], width):
             part = flat[..., start : start + width]
@@ -265,11 +292,8 @@ def _in_blocks(function, unknown=np.nan):
 
 
 def _variance_of_mean(f, groups, repels=False, scores=None):
-    """Return the variance of the mean of ``f`` over all draws, and why it is NaN, each ``(columns,)``.
-
-    :param repels: whether the particles interact, but are independent at any one time.
-    :param scores: normal scores of the draws that f is a function of; these must have mixed too.
-    """
+    """Return the variance of the mean of ``f`` over all draws, and why it is NaN, each ``(columns,)``. The draws that f
+    is a function of must have mixed too, by their normal ``scores``."""
     times = _all_times(f, groups, repels)
     blocked = KNOWN
     if scores is not None and scores is not f:
@@ -277,17 +301,14 @@ def _variance_of_mean(f, groups, repels=False, scores=None):
         times = np.minimum(times, _all_times(scores, groups, repels))
         _, _, blocked = _look(scores, groups, times, repels)
     variance, freedom, why = _look(f, groups, times, repels)
-    why = np.where((why == KNOWN) & (freedom < MIN_FREEDOM), SHORT, why)
+    # With fewer degrees of freedom a standard error is off by more than a quarter too often.
+    why = np.where((why == KNOWN) & (freedom < 10), SHORT, why)
     why = np.where((why == KNOWN) & (blocked != NOTHING), blocked, why)
     return np.where(why == KNOWN, variance, np.nan), why
 
 
 def _look(f, groups, times, repels):
-    """Return the variance of the mean of ``f``, its degrees of freedom, and a reason if particles have not mixed.
-
-    :param f: ``(chains, draws, columns)``.
-    :param times: the result of :func:`_all_times`.
-    """
+    """Return the variance of the mean of ``f``, its degrees of freedom, and a reason if particles have not mixed."""
     from scipy.fft import dct
 
     (chains, number, _), (own_times, times) = f.shape, times
@@ -315,15 +336,16 @@ def _look(f, groups, times, repels):
     total = groups * number
     least = _averages(f, groups).var((0, 1)) / (total * np.log10(total))
     variance = np.maximum(variance, least)
-    is_short = own_times < MIN_TIMES
+    # A shorter run has not forgotten its start. Particles that mix about their own means meanwhile are in modes.
+    is_short = own_times < 5.0
     if is_short.any():
-        apart[is_short] |= _times((f - f.mean(1, keepdims=True))[..., is_short]) > MIXED_WITHIN
+        apart[is_short] |= _times((f - f.mean(1, keepdims=True))[..., is_short]) > 15.0
     why = np.select([apart, is_short], [MODES, SHORT], KNOWN)
     if repels:
         # Particles that repel each other may keep their order on a line while their average goes everywhere: then the
-        # average varies over time as much as the averages of independent sets of particles.
+        # average varies over time nearly as much as the averages of independent sets of particles.
         spread = _averages(f, groups).var((0, 1)) * (chains // groups)
-        why = np.where(spread > EXPLORED * f.var((0, 1)), KNOWN, why)
+        why = np.where(spread > 0.9 * f.var((0, 1)), KNOWN, why)
     # An average that stays where it began is unknown, however exactly its noises cancel.
     freedom = np.minimum(freedom, _freedom_of_events(f, own_times))
     return variance, freedom, np.where(least > 1e-24 * f.var((0, 1)), why, NOTHING)
@@ -337,24 +359,23 @@ def _all_times(f, groups, repels):
     """Return how many autocorrelation times the run has, of a particle and of the averages over ensembles.
 
     Averages get the particles' number unless they are clearly faster, as with repulsion: a single series tells little.
+    Unless particles are known to repel each other, the excess must also be 2.5 standard errors.
     """
     own = _times(f)
     averages = _times(_averages(f, groups)) if groups < f.shape[0] else own
-    factor = FASTER if repels else np.maximum(FASTER, np.exp(FASTER_ERRORS * np.sqrt(TIME_VARIANCE / (groups * own))))
+    factor = 3.0 if repels else np.maximum(3.0, np.exp(2.5 * np.sqrt(TIME_VARIANCE / (groups * own))))
     return np.stack((own, np.where(averages > factor * own, averages, own)))
 
 
 def _count(times, number):
-    return np.clip(FREQUENCIES * times, 0, number // 2).astype(int)
+    # At the last of so many frequencies the spectrum of an autoregression has fallen to 0.7 of its value at 0.
+    return np.clip(0.4 * times, 0, number // 2).astype(int)
 
 
 def _squares(waves, times, number):
-    """Return squares at frequency 0, squares at the lowest other frequencies, and how many these are.
+    """Return sums over series of squares at frequency 0 and at the lowest others, and how many these are.
 
-    The squares are sums over series. Those above frequency 0 are divided by the spectrum of an autoregression, relative
-    to its value at 0.
-
-    :param times: autocorrelation times in the run, which determine the number of frequencies and the spectrum.
+    The latter are divided by the spectrum of an autoregression, relative to its value at 0.
     """
     rho = (number / times - 1.0) / (number / times + 1.0)
     order, count = np.arange(waves.shape[1])[:, None], _count(times, number)
@@ -369,7 +390,7 @@ def _freedom_of_events(f, times):
     A batch is about as long as an autocorrelation time.
     """
     chains, number, columns = f.shape
-    batches = 2 ** np.clip(np.log2(times).round(), 1, np.log2(min(MAX_BATCHES, number))).astype(int)
+    batches = 2 ** np.clip(np.log2(times).round(), 1, np.log2(min(64, number))).astype(int)
     found = np.empty(columns)
     for count in np.unique(batches):
         chosen = batches == count
@@ -391,12 +412,16 @@ def _times(f):
 
 
 def _exceeds(squares, number, others, other_number):
-    """Return whether ``squares`` exceed ``others`` by more than chance and a smooth spectrum explain."""
+    """Return whether ``squares`` exceed ``others`` by more than chance and a smooth spectrum explain.
+
+    That is by a factor of 1.5, where a standard error is about a fifth too small, beyond what chance does once in ten
+    thousand times.
+    """
     from scipy.stats import f as ratio
 
     found = (squares / number) / (others / other_number)
     some = np.maximum(number, 1), np.maximum(other_number, 1)
-    return (np.asarray(number) > 0) & (other_number > 0) & (ratio.sf(found / EXCESS, *some) < CHANCE)
+    return (np.asarray(number) > 0) & (other_number > 0) & (ratio.sf(found / 1.5, *some) < 1e-4)
 
 
 def _below(x, prob):
@@ -411,3 +436,71 @@ _STATISTICS = {
     "tail": lambda x, scores, _: [_below(x, 0.05), _below(x, 0.95)],
     "quantile": lambda x, scores, prob: [_below(x, prob)],
 }
+
+
+def find_diverged_chains(
+    draws: Mapping[str, jax.Array | np.ndarray], energy: jax.Array | np.ndarray, dimension: int, in_basins: bool = False
+) -> tuple[np.ndarray, int]:
+    """Return which particles have left the others or stand still, ``(chain,)``; and how many are in a wider mode.
+
+    A particle has left if its mean energy is far above the median of all particles, or not finite. If most particles
+    differ that much, the lowest energies take the place of the median. If most were that much higher in the first half
+    of their draws than in the second, they have not arrived. Entries that are not finite for most particles
+    are those of the model, such as padding.
+
+    Particles in other modes of a posterior do not count. A wide mode has a higher energy than a narrow one that holds
+    as much of the posterior, so the energy less the logarithm of the volume that a particle visits must be far above
+    the others' too. Where it is not, and two particles or more are on either side of a gap in energy, they are in modes
+    of different widths.
+
+    :param draws: those of latent sites, ``(chain, draw, ...)`` by variable.
+    :param energy: potential energies in units of the temperature, ``(chain, draw)``; estimates on minibatches may do.
+    :param dimension: the number of parameters.
+    :param in_basins: whether particles are in basins of different depth, as networks are. Then a particle has left only
+        if its mean energy is ``NUM_DEVIATIONS`` median absolute deviations above the median too.
+    """
+    size, number = energy.shape
+    parts = [np.asarray(x).reshape(size, number, -1) for x in draws.values()]
+    step = -(-sum(part.shape[-1] for part in parts) // 500)
+    flat = np.concatenate([part[..., ::step] for part in parts], -1)
+    finite = np.isfinite(flat).all(1)
+    flat, finite = flat[..., finite.mean(0) > 0.5], finite[:, finite.mean(0) > 0.5]
+    diverged = ~(finite.all(1) & np.isfinite(energy).all(1))
+    # Fewer particles or draws show no majority, and no motion.
+    if size < 4 or number < 10 or diverged.all():
+        return diverged, 0
+    # A particle stands still if most of its draws repeat the draw before.
+    diverged |= (flat[:, 1:] == flat[:, :-1]).all(-1).mean(1) > 0.5
+    usable = np.flatnonzero(~diverged)
+    if not usable.size:
+        return diverged, 0
+    energy, flat = np.asarray(energy, float)[usable], np.asarray(flat, float)[usable]
+    times = np.stack([part.mean(1) for part in np.array_split(energy, 10, axis=1)])
+    # From second differences, in which a fall cancels.
+    noise = 1.48 * np.median(np.abs(np.diff(times, 2, axis=0))) / 6**0.5
+    # Energies of draws have a standard deviation of about the root of the dimension; five standard errors are chance.
+    means, limit = energy.mean(1), 10.0 + 5.0 * dimension**0.5 + 5.0 * noise / len(times) ** 0.5
+    if in_basins:
+        limit = max(limit, NUM_DEVIATIONS * np.median(np.abs(means - np.median(means))))
+    # Positive entries are sampled as their logarithms.
+    positive = (flat > 0).all((0, 1))
+    flat = np.where(positive, np.log(np.where(positive, flat, 1.0)), flat)
+    volume = np.log(flat.std(1) + np.finfo(float).tiny).sum(-1) * (dimension / max(flat.shape[-1], 1))
+    is_high, is_light = (_far_above(x, limit, in_basins) for x in (means, means - volume))
+    gone = is_high & is_light
+    first, second = (half.mean(0) for half in np.array_split(times, 2))
+    if np.mean(falls := first > np.median(second) + limit + 5.0 * noise) > 0.5:
+        gone |= falls
+    diverged[usable] |= gone
+    if in_basins:
+        return diverged, 0
+    ordered = np.sort(means[~gone])
+    gaps = np.diff(ordered)[1:-1]
+    wide = 0 if not gaps.size or gaps.max() < limit else len(ordered) - 2 - int(gaps.argmax())
+    return diverged, wide
+
+
+def _far_above(x, limit, in_basins):
+    """Return which numbers are further above the others than the limit."""
+    has_majority = in_basins or np.subtract(*np.quantile(x, (0.75, 0.25))) <= limit
+    return x > np.quantile(x, 0.5 if has_majority else 0.1) + limit

@@ -1,8 +1,9 @@
-"""Diagnosis of a run from its attributes and its draws. ArviZ is imported when called."""
+"""Reports on a run: a summary table, and the problems found. ArviZ is imported when called."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 import warnings
 
@@ -11,30 +12,86 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias
-from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, why_unknown
+from numpyro_repulsion.checks import boolean
+from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, ensemble_ess, ensemble_mcse, nested_rhat, why_unknown
 from numpyro_repulsion.findings import LARGE_BIAS, MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
 from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.kernels import kernel_of_run
 
-__all__ = ["data_of", "diagnose", "diagnosis_of", "group_findings"]
-
-#: R-hat above which particles have not mixed.
-MAX_R_HAT = 1.1
-#: Fewer draws of each particle have no R-hat.
-MIN_DRAWS = 4
-#: A given step that inflates variances by more is too long; `BiasBudget` allows as much.
-MAX_BIAS = 0.05
 #: A scale and the size of its effects are called dependent above this correlation of their logarithms.
 MIN_CORRELATION = 0.7
-#: Their product, or their ratio, must vary by less than this share of how much the size varies, in logarithms. Others,
-#: such as the weight of a mixture and the places of its parts, may be correlated too.
-MAX_SPREAD = 0.8
 #: Groups of at most so many levels hardly determine their scale.
 FEW_LEVELS = 5
 #: A scale that a small bias of many effects shifts by more of its standard deviations is named.
 MAX_SHIFT = 0.25
-#: Draws that are looked at.
-MAX_DRAWS = 20_000
+
+#: Columns of ArviZ's summary that presume independent chains, and their replacements for interacting particles.
+OF_ENSEMBLES: dict[str, Callable] = {
+    "mcse_mean": ensemble_mcse,
+    "mcse_sd": partial(ensemble_mcse, method="sd"),
+    "ess_bulk": ensemble_ess,
+    "ess_tail": partial(ensemble_ess, method="tail"),
+}
+
+
+def summary(run, *, exclude_diverged: bool = False, **kwargs):
+    """Return ArviZ's summary of a run; prints what was run, and the problems found, worst first.
+
+    Effective sample sizes and standard errors are those for interacting particles,
+    :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, instead of ArviZ's for
+    independent chains. ``ess_mean`` takes the place of ArviZ's ``ess_bulk``: the number of independent draws whose mean
+    would be as precise. It exceeds the number of draws where noise cancels between particles, as by default. ``r_hat``
+    compares particles; runs of several ensembles also have a column ``nested_r_hat``.
+    The printed text is :func:`~numpyro_repulsion.diagnose` of the variables, chains and draws in the table.
+
+    For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) the table describes the last cloud, without the
+    columns that need draws of a sampler.
+
+    :param run: an ``MCMC`` that has run with a kernel of this package, or its result from :func:`to_inference_data`.
+    :param exclude_diverged: whether to leave out particles that have left the others or stand still, the chains with
+        the coordinate ``diverged_chains`` of :func:`to_inference_data`.
+    :param kwargs: passed to ``arviz.summary``.
+    :return: a pandas DataFrame.
+    :raises TypeError: for any other ``run``.
+    :raises ValueError: before the run, if there are only draws of warmup, for a ``fmt`` other than ``"wide"``, and if
+        ``exclude_diverged`` leaves no particle.
+
+    **Example**
+
+    .. doctest::
+
+        >>> from jax import random
+        >>> import jax.numpy as jnp
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_repulsion import SGLDR, summary
+        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.05), num_warmup=10, num_samples=500,
+        ...             num_chains=10, chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 2)))
+        >>> table = summary(mcmc)
+        SGLDR: 10 particles in 1 ensemble, 10 updates of size 0.05 per draw, step-size bias at most ... % of a
+        posterior sd.
+        No problems found.
+        >>> list(table.index)
+        ['z[0]', 'z[1]']
+    """
+    import arviz
+
+    if kwargs.get("fmt", "wide") != "wide":
+        raise ValueError(
+            f"`summary` puts the columns for ensembles into the wide table; got fmt={kwargs['fmt']!r}. For ArviZ's own "
+            "call arviz.summary(to_inference_data(mcmc), fmt=...)."
+        )
+    data, posterior = _data_of(run, "summary")
+    if boolean("`exclude_diverged`", exclude_diverged):
+        kwargs["coords"] = _kept(posterior, kwargs.get("coords") or {})
+    is_sampler = posterior.attrs.get("is_sampler", "true") == "true"
+    table = arviz.summary(data, **({"kind": "all" if is_sampler else "stats"} | kwargs))
+    if is_sampler and kwargs.get("group", "posterior") == "posterior":
+        variables = [_variable(label, posterior) for label in table.index]
+        posterior = _part(posterior, variables, kwargs.get("coords") or {})
+        _put_ensembles_in(table, variables, posterior, kwargs.get("round_to", 3))
+    print(diagnosis_of(run, posterior))
+    return table
 
 
 def diagnose(run) -> Diagnosis:
@@ -72,39 +129,34 @@ def diagnose(run) -> Diagnosis:
         >>> bool(found), "funnel" in found
         (True, False)
     """
-    posterior = data_of(run, "diagnose")["posterior"]
-    return diagnosis_of(run, getattr(posterior, "dataset", posterior))
+    return diagnosis_of(run, _data_of(run, "diagnose")[1])
 
 
-def data_of(run: Any, who: str) -> Any:
-    """Return the inference data of a run.
+def _data_of(run, who):
+    """Return the inference data of a run, and the dataset of its posterior.
 
     :param who: the name of the public function, for the message.
-    :raises TypeError: for any other ``run``.
-    :raises ValueError: before the run, or if there are only draws of warmup.
     """
+    data = run
     if isinstance(run, MCMC):
         instead = " For other kernels use arviz.summary." if who == "summary" else ""
         kernel_of_run(run, who, instead, of_optimizer=True)
         with warnings.catch_warnings():
             # About groups of inference data that a table does not show.
             warnings.filterwarnings("ignore", ".*depend on latent sites, so they are not data")
-            return to_inference_data(run)
+            data = to_inference_data(run)
     try:
-        library = run["posterior"].attrs.get("inference_library")
+        posterior = data["posterior"]
+        is_ours = posterior.attrs.get("inference_library") == "numpyro_repulsion"
     except (KeyError, TypeError, AttributeError, IndexError):
-        library = None
-    if library != "numpyro_repulsion":
+        is_ours = False
+    if not is_ours:
         raise TypeError(f"`{who}` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
-    return run
+    return data, getattr(posterior, "dataset", posterior)
 
 
 def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
-    """Return the diagnosis of a run.
-
-    :param run: an ``MCMC``; for anything else the bias of a given step is unknown.
-    :param posterior: the draws to diagnose, a dataset with the attributes of the run.
-    """
+    """Return the diagnosis of the draws in a dataset, by its attributes; the bias of a given step by an ``MCMC``."""
     attributes = posterior.attrs
     findings = from_json(attributes["findings"])
     is_short = any(finding.name == "short_run" for finding in findings)
@@ -135,7 +187,7 @@ def _of_bias(run, attributes):
         inflation, noise, limit = float(attributes["step_size_bias"]), 0.0, np.inf
     else:
         inflation, noise = predict_bias(run, is_other) if isinstance(run, MCMC) else (np.nan, np.nan)
-        limit = MAX_BIAS
+        limit = 0.05  # `BiasBudget` allows as much.
     sd = float(np.sqrt(1.0 + inflation) - 1.0)
     if np.isnan(inflation):
         return None, []
@@ -159,10 +211,7 @@ def _of_bias(run, attributes):
 
 def _of_strays(posterior):
     """Return a finding about particles that have left the others or stand still."""
-    if (
-        "diverged_chains" not in posterior.coords
-        or not (diverged := np.atleast_1d(posterior["diverged_chains"].values)).any()
-    ):
+    if not (diverged := _diverged(posterior)).any():
         return []
     names = np.atleast_1d(posterior["chain"].values)[diverged]
     some = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
@@ -192,6 +241,12 @@ def _of_strays(posterior):
     return [Finding("diverged_chains", "error", float(len(names)), message, remedy)]
 
 
+def _diverged(posterior):
+    """Return which particles have left the others or stand still; stored results may be older and not say."""
+    known = posterior.coords.get("diverged_chains")
+    return np.zeros(posterior.sizes["chain"], bool) if known is None else np.atleast_1d(known.values)
+
+
 def _of_widths(posterior):
     """Return a finding about particles that stay in wider surroundings, which make up for their higher energy."""
     if not (wide := int(posterior.attrs.get("num_wide", 0))):
@@ -209,9 +264,9 @@ def _of_draws(posterior):
     """Return findings about how particles mix; each quantity counts for one finding only."""
     import arviz
 
-    if (number := posterior.sizes["draw"]) < MIN_DRAWS:
+    if (number := posterior.sizes["draw"]) < 4:
         message = f"{number} draw{'s' * (number > 1)} of each particle cannot tell whether particles have mixed."
-        remedy = f"Raise `num_samples`, to {MIN_DRAWS} and far more."
+        remedy = "Raise `num_samples`, to 4 and far more."
         return [Finding("short_run", "warning", float(number), message, remedy)]
     reasons = why_unknown(posterior)
     names = np.repeat(list(reasons), [np.size(x) for x in reasons.values()])
@@ -220,7 +275,7 @@ def _of_draws(posterior):
     if posterior.sizes["chain"] > 1:
         with np.errstate(divide="ignore", invalid="ignore"):
             r_hat = np.concatenate([np.ravel(x) for x in arviz.rhat(posterior).values()])
-    apart, mixed = reasons == MODES, ~(r_hat > MAX_R_HAT)
+    apart, mixed = reasons == MODES, ~(r_hat > 1.1)
     findings = []
     if stay := int(apart.sum()):
         message = (
@@ -262,16 +317,8 @@ class _Pair(NamedTuple):
 
 
 def group_findings(posterior: Any, slow: Collection[str]) -> list[Finding]:
-    """Return findings about groups of effects whose scale, or whose effects, have not mixed; and about scales that the
-    bias of many effects shifts.
-
-    - ``noncentered``: a scale falls as its effects grow, because the data determine their product.
-    - ``few_levels``: the effects follow their scale, which few levels hardly determine.
-    - ``many_effects``: the inflation of each effect's variance adds up.
-
-    :param posterior: the draws, a dataset.
-    :param slow: the quantities that have not mixed.
-    """
+    """Return findings about groups of effects whose scale, or whose effects, are among the quantities that have not
+    mixed; and about scales that the bias of many effects shifts."""
     every = _pairs(posterior)
     pairs = [pair for pair in every if pair.scale in slow or pair.effects in slow]
     products = [pair for pair in pairs if pair.correlation < -MIN_CORRELATION]
@@ -280,30 +327,26 @@ def group_findings(posterior: Any, slow: Collection[str]) -> list[Finding]:
     if products:
         worst = min(products, key=lambda pair: pair.correlation)
         names = ", ".join(f"{pair.effects} (with {pair.scale})" for pair in products)
-        findings.append(
-            Finding(
-                "noncentered",
-                "error",
-                worst.correlation,
-                f"The data determine products of a scale and its effects, not the effects themselves: {names}. "
-                "Particles cannot move along such a ridge.",
-                f"Write these effects centered, numpyro.sample({worst.effects!r}, dist.Normal(0, {worst.scale})), and "
-                "drop the product.",
-            )
+        message = (
+            f"The data determine products of a scale and its effects, not the effects themselves: {names}. Particles "
+            "cannot move along such a ridge."
         )
+        remedy = (
+            f"Write these effects centered, numpyro.sample({worst.effects!r}, dist.Normal(0, {worst.scale})), and drop "
+            "the product."
+        )
+        findings.append(Finding("noncentered", "error", worst.correlation, message, remedy))
     if few:
         worst = max(few, key=lambda pair: pair.correlation)
-        findings.append(
-            Finding(
-                "few_levels",
-                "warning",
-                worst.levels,
-                f"{worst.effects} has {worst.levels} levels, which hardly determine {worst.scale}: the width of the "
-                "effects varies more than constant scales suit.",
-                f"Use SGHMC, which moves faster there, give {worst.scale} a prior away from 0 and infinity, or give "
-                "the levels a prior of fixed width.",
-            )
+        message = (
+            f"{worst.effects} has {worst.levels} levels, which hardly determine {worst.scale}: the width of the "
+            "effects varies more than constant scales suit."
         )
+        remedy = (
+            f"Use SGHMC, which moves faster there, give {worst.scale} a prior away from 0 and infinity, or give the "
+            "levels a prior of fixed width."
+        )
+        findings.append(Finding("few_levels", "warning", worst.levels, message, remedy))
     return findings + _shifted_scales(posterior, every)
 
 
@@ -328,17 +371,13 @@ def _shifted_scales(posterior, pairs):
         return []
     worst = max(large, key=large.__getitem__)
     names = ", ".join(f"{pair.scale} (of {pair.levels:,} {pair.effects})" for pair in large)
-    return [
-        Finding(
-            "many_effects",
-            "warning",
-            large[worst],
-            f"A bias of {100 * inflation:.1f} % of each effect's variance adds up over many effects, and may shift the "
-            f"logarithm of their scale by {large[worst]:.1f} of its standard deviations: {names}.",
-            "Raise `subsample_size`, or set step_size=BiasBudget("
-            f"{max(float(f'{inflation * MAX_SHIFT / large[worst]:.0e}'), 1e-5):g}, min_draws=0).",
-        )
-    ]
+    message = (
+        f"A bias of {100 * inflation:.1f} % of each effect's variance adds up over many effects, and may shift the "
+        f"logarithm of their scale by {large[worst]:.1f} of its standard deviations: {names}."
+    )
+    budget = max(float(f"{inflation * MAX_SHIFT / large[worst]:.0e}"), 1e-5)
+    remedy = f"Raise `subsample_size`, or set step_size=BiasBudget({budget:g}, min_draws=0)."
+    return [Finding("many_effects", "warning", large[worst], message, remedy)]
 
 
 def _flat(x):
@@ -355,7 +394,7 @@ def _pairs(posterior):
     """Return for each group of effects the positive scalar that its size depends on most, if it may be their scale."""
     draws = {name: _flat(x) for name, x in posterior.items()}
     total = max((len(x) for x in draws.values()), default=0)
-    draws = {name: x[:: -(-total // MAX_DRAWS) or 1] for name, x in draws.items()}
+    draws = {name: x[:: -(-total // 20_000) or 1] for name, x in draws.items()}
     scales = {name: np.log(x) for name, x in draws.items() if x.ndim == 1 and (x > 0).all() and x.std() > 0}
     found = []
     for name, x in draws.items():
@@ -365,8 +404,9 @@ def _pairs(posterior):
         size = np.log(size)
         correlations = {scale: float(np.corrcoef(size, y)[0, 1]) for scale, y in scales.items()}
         scale, correlation = max(correlations.items(), key=lambda pair: abs(pair[1]))
-        # The logarithm of the product where one falls as the other grows, of the ratio otherwise.
-        if (size - np.sign(correlation) * scales[scale]).std() < MAX_SPREAD * size.std():
+        # Their product, where one falls as the other grows, or their ratio must vary less than the size, in logarithms.
+        # Others, such as the weight of a mixture and the places of its parts, may be correlated too.
+        if (size - np.sign(correlation) * scales[scale]).std() < 0.8 * size.std():
             found.append(_Pair(scale, name, x.shape[1], correlation))
     return found
 
@@ -380,10 +420,7 @@ def _label(posterior, name, place):
 
 
 def _headline(attributes, sd):
-    """Return one line on what was run.
-
-    :param sd: the inflation of standard deviations by the step, if it is small.
-    """
+    """Return one line on what was run; ``sd`` is the inflation of standard deviations by the step, if it is small."""
     count, ensembles = int(attributes["num_particles"]), int(attributes["num_ensembles"])
     text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in {ensembles} "
     text += f"ensemble{'s' * (ensembles > 1)}, {attributes['num_steps']} updates of size {attributes['step_size']:.3g}"
@@ -395,3 +432,68 @@ def _headline(attributes, sd):
         size = "below 0.1" if sd < 0.0005 else f"at most {100 * sd:.1f}"
         text += f", step-size bias {size} % of a posterior sd"
     return text + "."
+
+
+def _kept(posterior, coords):
+    """Return the coordinates to select, without the chains of particles that have left or stand still."""
+    if not (diverged := _diverged(posterior)).any():
+        return coords
+    asked = posterior["chain"].sel(chain=coords["chain"]) if "chain" in coords else posterior["chain"]
+    kept = set(posterior["chain"].values[~diverged].tolist())
+    chosen = [chain for chain in np.atleast_1d(asked.values).tolist() if chain in kept]
+    if not chosen:
+        raise ValueError(
+            "exclude_diverged=True leaves no particle: all of them have left or stand still. Run again with a shorter "
+            "step."
+        )
+    return {**coords, "chain": chosen}
+
+
+def _part(posterior, variables, coords):
+    """Return the part of the posterior that the table covers."""
+    posterior = posterior[list(dict.fromkeys(variables))]
+    chosen = {name: x for name, x in coords.items() if name in posterior.dims}
+    # A single chain or draw keeps its axis.
+    posterior = posterior.sel(
+        {name: [x] if name in ("chain", "draw") and np.isscalar(x) else x for name, x in chosen.items()}
+    )
+    if "chain" in coords:
+        # Only some particles of each ensemble may be left; how many is unknown.
+        posterior = posterior.assign_attrs(num_independent=1, num_ensembles=1)
+    return posterior
+
+
+def _put_ensembles_in(table, variables, posterior, round_to):
+    """Replace the columns that presume independent chains by those for interacting particles."""
+    present = [name for name in OF_ENSEMBLES if name in table]
+    if not present or posterior.sizes["draw"] < 4:
+        return
+    columns = {name: OF_ENSEMBLES[name](posterior) for name in present}
+    ensembles = int(posterior.attrs["num_ensembles"])
+    if "r_hat" in table and 1 < ensembles < posterior.sizes["chain"]:
+        columns["nested_r_hat"] = nested_rhat(posterior)
+    # ArviZ 1.x stores text with the significant digits; from 1.3 on it stores numbers, and text to show instead.
+    is_text = table["mean" if "mean" in table else present[0]].dtype == object
+    shown = getattr(table, "_fmt_map", None)
+    for name, found in columns.items():
+        values = np.concatenate([np.ravel(found[variable]) for variable in dict.fromkeys(variables)])
+        digits = ".0f" if name.startswith("ess") else ".2f" if "r_hat" in name else ".2g"
+        text = [f"{x:{digits}}" for x in values]
+        if is_text:
+            table[name] = text
+        elif shown:
+            table[name] = values
+            shown[name] = dict(zip(table.index, text, strict=True))
+        elif isinstance(round_to, int):
+            table[name] = values.round(0 if name.startswith("ess") else round_to)
+        else:
+            table[name] = values
+    # It is no bulk ESS of ArviZ.
+    table.columns = ["ess_mean" if name == "ess_bulk" else name for name in table.columns]
+    if shown and "ess_bulk" in shown:
+        shown["ess_mean"] = shown.pop("ess_bulk")
+
+
+def _variable(label, posterior):
+    """Return the variable of a row of the table; names may contain brackets themselves."""
+    return max((name for name in posterior if label == name or label.startswith(f"{name}[")), key=len)
