@@ -42,7 +42,9 @@ def public():
     found = {kind for base in (Interaction, Dynamics, Gradient, Move, ParticleKernel) for kind in subclasses(base)}
     # Bases that only share code are in no `__all__` of a folder.
     folders = [value for value in vars(numpyro_repulsion).values() if inspect.ismodule(value)]
-    named = {getattr(folder, name) for folder in folders for name in folder.__all__ if not name.isupper()}
+    named = {
+        getattr(folder, name) for folder in folders for name in getattr(folder, "__all__", ()) if not name.isupper()
+    }
     return {kind for kind in offered | (found & named) if inspect.isclass(kind)} - NO_PARTS
 
 
