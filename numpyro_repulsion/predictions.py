@@ -64,13 +64,12 @@ class Predictions:
 
     def __repr__(self) -> str:
         count, *shape = self.replicates.shape
-        parts = [f"{self.site!r}", f"{count} draws", f"shape {tuple(shape)}"]
+        text = f"{self.site!r}, {count} draws, shape {tuple(shape)}"
         if self.log_likelihood is not None:
-            known = self.log_likelihood[~np.isnan(self.log_likelihood)]
-            parts.append(f"mean log likelihood {known.mean() if known.size else np.nan:.4g}")
-            if known.size < self.log_likelihood.size:
-                parts.append(f"{known.size} of {self.log_likelihood.size} observed")
-        return f"Predictions({', '.join(parts)})"
+            known, total = self.log_likelihood[~np.isnan(self.log_likelihood)], self.log_likelihood.size
+            text += f", mean log likelihood {known.mean() if known.size else np.nan:.4g}"
+            text += f", {known.size} of {total} observed" * (known.size < total)
+        return f"Predictions({text})"
 
     def quantile(self, q: Any) -> np.ndarray:
         """Return quantiles of the mixture, estimated from the replicates.
@@ -99,12 +98,9 @@ class Predictions:
         if self.probabilities is not None:
             raise ValueError(f"The classes of '{self.site}' have no order; compare `probabilities` with `observed`.")
         observed = self.require_observed()
-        below = (self.replicates < observed).sum(0)
-        ties = (self.replicates == observed).sum(0)
-        share = (below + np.random.default_rng(0).uniform(size=observed.shape) * (ties + 1)) / (
-            len(self.replicates) + 1
-        )
-        return np.where(np.isnan(observed), np.nan, share)
+        below, ties = (self.replicates < observed).sum(0), (self.replicates == observed).sum(0)
+        rank = below + np.random.default_rng(0).uniform(size=observed.shape) * (ties + 1)
+        return np.where(np.isnan(observed), np.nan, rank / (len(self.replicates) + 1))
 
     def coverage(self, prob: float = 0.9) -> float:
         """Return the share of observations inside the central interval that should hold the share ``prob`` of them.
@@ -311,8 +307,8 @@ def _some_value(fn, shape):
     support = getattr(fn, "support", None)
     zeros = jnp.zeros(shape, int if getattr(support, "is_discrete", False) else float)
     try:
-        return zeros if support is None else support.feasible_like(zeros)
-    except NotImplementedError:
+        return support.feasible_like(zeros)
+    except (AttributeError, NotImplementedError):
         return zeros
 
 

@@ -7,7 +7,6 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from results import run as ran
 from scipy import stats
 
 import numpyro
@@ -15,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro.handlers import mask, scale
 from numpyro.infer import log_likelihood
 
-from numpyro_repulsion import SGLD, all_rows, to_inference_data
+from numpyro_repulsion import all_rows, to_inference_data
 from numpyro_repulsion.inference_data import rows
 
 ROWS, BATCH = 40, 8
@@ -30,11 +29,6 @@ def regression(X, y, subsample_size=BATCH):
         numpyro.sample("y", dist.Normal(X[i] @ beta, sigma), obs=y[i])
 
 
-@pytest.fixture(scope="module")
-def run(pretended):
-    return pretended
-
-
 def values(data, name="y"):
     return data["log_likelihood"][name].values
 
@@ -46,9 +40,9 @@ def elpd(data, name="y"):
     return float(found.elpd if hasattr(found, "elpd") else found.elpd_loo)
 
 
-def test_exact_over_all_rows(run, x64):
+def test_exact_over_all_rows(pretended, x64):
     X64, y64 = jnp.asarray(X, float), jnp.asarray(Y, float)
-    mcmc = run(regression, X64, y64)
+    mcmc = pretended(regression, X64, y64)
     data = to_inference_data(mcmc, log_likelihood=True, coords={"rows": np.arange(ROWS) + 100})
     found = data["log_likelihood"]["y"]
     assert found.dims == ("chain", "draw", "rows") and found.dtype == np.float64
@@ -62,23 +56,19 @@ def test_exact_over_all_rows(run, x64):
     assert log_likelihood(numpyro.handlers.seed(regression, 0), draws, X64, y64, batch_ndims=2)["y"].shape[-1] == BATCH
     handled = log_likelihood(all_rows(regression), draws, X64, y64, batch_ndims=2)
     np.testing.assert_allclose(found.values, handled["y"], rtol=1e-13)
-
-
-def test_off_unless_asked_for(run):
-    mcmc = run(regression, X, Y)
     for no in (False, []):
-        data = to_inference_data(mcmc, log_likelihood=no)
-        assert "log_likelihood" not in list(data.groups() if callable(data.groups) else data.children)
+        other = to_inference_data(mcmc, log_likelihood=no)
+        assert "log_likelihood" not in list(other.groups() if callable(other.groups) else other.children)
 
 
-def test_numpyro_subsample_and_events(run):
+def test_numpyro_subsample_and_events(pretended):
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
         with numpyro.plate("rows", ROWS, subsample_size=BATCH):
             batch = numpyro.subsample(y, event_dim=1)
             numpyro.sample("y", dist.MultivariateNormal(mu, jnp.eye(2)), obs=batch, infer={"event_dims": ["side"]})
 
-    mcmc = run(model, jnp.asarray(X))
+    mcmc = pretended(model, jnp.asarray(X))
     data = to_inference_data(mcmc, log_likelihood=["y"], coords={"side": ["left", "right"]})
     mu = mcmc.get_samples(group_by_chain=True)["mu"]
     np.testing.assert_allclose(values(data), stats.norm(mu[:, :, None], 1).logpdf(X).sum(-1), rtol=1e-5)
@@ -87,7 +77,7 @@ def test_numpyro_subsample_and_events(run):
     assert list(data["observed_data"]["y"].coords["side"].values) == ["left", "right"]
 
 
-def test_crossed_plates_some_of_them_subsampled(run):
+def test_crossed_plates_some_of_them_subsampled(pretended):
     table = jnp.asarray(random.normal(random.key(2), (5, 1, ROWS)))
 
     def model(y):
@@ -96,20 +86,11 @@ def test_crossed_plates_some_of_them_subsampled(run):
         with numpyro.plate("groups", 5, dim=-3), rows as i:
             numpyro.sample("y", dist.Normal(mu, 1), obs=y[..., i])
 
-    mcmc = run(model, table)
+    mcmc = pretended(model, table)
     data = to_inference_data(mcmc, log_likelihood=True)
     assert data["log_likelihood"]["y"].dims == ("chain", "draw", "groups", "y_dim_1", "rows")
     mu = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])[:, :, None, None, None]
     np.testing.assert_allclose(values(data), stats.norm(mu, 1).logpdf(table), rtol=1e-5)
-
-
-def test_too_large_for_memory_is_refused(run, monkeypatch):
-    mcmc = run(regression, X, Y)
-    monkeypatch.setattr(rows, "MAX_BYTES", 4 * 6 * ROWS * 4 - 1)
-    with pytest.raises(
-        ValueError, match="log likelihood of \\['y'\\] over all rows.*24 draws.*False or fewer.*thinning"
-    ):
-        to_inference_data(mcmc, log_likelihood=True)
 
 
 HIDDEN = np.arange(ROWS) % 4 == 0
@@ -129,8 +110,8 @@ def masked(y, hidden, how):
 
 
 @pytest.mark.parametrize("how", ["handler", "distribution", "obs_mask"])
-def test_masked_observations_are_left_out(run, how):
-    mcmc = run(masked, jnp.asarray(Y), jnp.asarray(HIDDEN), how, num_samples=50)
+def test_masked_observations_are_left_out(pretended, how):
+    mcmc = pretended(masked, jnp.asarray(Y), jnp.asarray(HIDDEN), how, num_samples=50)
     data = to_inference_data(mcmc, log_likelihood=True, posterior_predictive=random.key(1), prior=random.key(2))
     name = "y_observed" if how == "obs_mask" else "y"
     found = data["log_likelihood"][name]
@@ -149,7 +130,7 @@ def test_masked_observations_are_left_out(run, how):
 
 
 @pytest.mark.slow
-def test_partly_masked_events_and_shapes(run):
+def test_partly_masked_events_and_shapes(pretended):
     hidden = np.zeros((3, ROWS), bool)
     hidden[1, 5:] = hidden[2] = True
     both = jnp.stack([jnp.asarray(X)] * 3)
@@ -162,7 +143,7 @@ def test_partly_masked_events_and_shapes(run):
             part = dist.Normal(mu, 1).expand([3, ROWS, 2]).mask(jnp.asarray([True, False])).to_event(1)
             numpyro.sample("part", part, obs=y)
 
-    mcmc = run(model, both)
+    mcmc = pretended(model, both)
     data = to_inference_data(mcmc, log_likelihood=True, posterior_predictive=random.key(0))
     assert values(data).shape == (4, 6, ROWS + 5)
     np.testing.assert_array_equal(data["observed_data"]["y"].values, both[~hidden])
@@ -177,13 +158,13 @@ def test_partly_masked_events_and_shapes(run):
 
 
 @pytest.mark.slow
-def test_a_mask_that_moves_with_the_draws_is_part_of_the_model(run):
+def test_a_mask_that_moves_with_the_draws_is_part_of_the_model(pretended):
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
         with numpyro.plate("rows", ROWS), mask(mask=y > mu):
             numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
-    mcmc = run(model, jnp.asarray(Y))
+    mcmc = pretended(model, jnp.asarray(Y))
     found = to_inference_data(mcmc, log_likelihood=True)["log_likelihood"]["y"]
     assert found.dims == ("chain", "draw", "rows")
     mu = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])[..., None]
@@ -198,8 +179,8 @@ def with_factors(y):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
 
-def test_factors_are_left_out_aloud_unless_named(run):
-    mcmc = run(with_factors, jnp.asarray(Y))
+def test_factors_are_left_out_aloud_unless_named(pretended):
+    mcmc = pretended(with_factors, jnp.asarray(Y))
     with pytest.warns(UserWarning, match="factors \\['penalty', 'cost'\\] are left out"):
         data = to_inference_data(mcmc, log_likelihood=True)
     assert set(data["log_likelihood"].data_vars) == {"y"}
@@ -209,13 +190,13 @@ def test_factors_are_left_out_aloud_unless_named(run):
     assert data["log_likelihood"]["cost"].dims == ("chain", "draw", "rows")
 
 
-def test_weights_are_taken_off_aloud(run):
+def test_weights_are_taken_off_aloud(pretended):
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
         with scale(scale=0.5), numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
             numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
-    mcmc = run(model, jnp.asarray(Y))
+    mcmc = pretended(model, jnp.asarray(Y))
     with pytest.warns(UserWarning, match="A handler weights the sites \\['y'\\]"):
         data = to_inference_data(mcmc, log_likelihood=True)
     mu = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])[..., None]
@@ -251,35 +232,22 @@ def unobserved():
         (unobserved, True, ValueError, "observes nothing"),
     ],
 )
-def test_what_has_no_log_likelihood_is_refused(run, model, which, error, match):
-    mcmc = run(model, *([] if model is unobserved else [jnp.asarray(Y)]))
+def test_what_has_no_log_likelihood_is_refused(pretended, model, which, error, match):
+    mcmc = pretended(model, *([] if model is unobserved else [jnp.asarray(Y)]))
     with pytest.raises(error, match=match):
         to_inference_data(mcmc, log_likelihood=which)
 
 
-def test_draws_of_all_sites_are_needed(run):
-    mcmc = run(regression, X, Y)
+def test_draws_of_all_sites_are_needed_and_room_for_results(pretended, monkeypatch):
+    mcmc = pretended(regression, X, Y)
+    monkeypatch.setattr(rows, "MAX_BYTES", 4 * 6 * ROWS * 4 - 1)
+    with pytest.raises(
+        ValueError, match="log likelihood of \\['y'\\] over all rows.*24 draws.*False or fewer.*thinning"
+    ):
+        to_inference_data(mcmc, log_likelihood=True)
     del mcmc._states["z"]["beta"]  # as extra_fields=("~z.beta",) does
     with pytest.raises(ValueError, match="need the draws of all latent sites \\['beta', 'sigma'\\]"):
         to_inference_data(mcmc, log_likelihood=True)
-
-
-def test_a_bare_potential_has_none(run):
-    mcmc = ran(
-        SGLD(potential_fn=lambda z: z**2, step_size=0.1), num_samples=3, num_chains=2, init_params=jnp.arange(2.0)
-    )
-    with pytest.raises(ValueError, match="has no model to compute \\['log_likelihood'\\]"):
-        to_inference_data(mcmc, log_likelihood=True)
-
-
-def test_a_model_that_insists_on_its_rows_is_refused(run):
-    def stubborn(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1))
-        with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
-            numpyro.sample("y", dist.Normal(mu + jnp.zeros(BATCH), 1), obs=y[i])
-
-    with pytest.raises(ValueError, match="log_likelihood cannot be computed: the model fails.*all rows of"):
-        to_inference_data(run(stubborn, jnp.asarray(Y)), log_likelihood=True)
 
 
 def conjugate(y):
@@ -295,8 +263,8 @@ def exact_loo():
     return stats.norm(mean, np.sqrt(1.0 + variance)).logpdf(Y)
 
 
-def test_loo_of_a_gaussian(run):
-    mcmc = run(conjugate, jnp.asarray(Y), num_samples=500)
+def test_loo_of_a_gaussian(pretended):
+    mcmc = pretended(conjugate, jnp.asarray(Y), num_samples=500)
     mean, sd = Y.sum() / (ROWS + 1), (ROWS + 1) ** -0.5
     exact, scaled = [], []
     for i in range(12):
