@@ -17,13 +17,12 @@ ROWS, DIMENSION, BATCH, PARTICLES = 100_000, 50, 500, 20
 MEAN, SD = 0.05, 0.05
 
 
-def data():
+def data(num_rows=ROWS, dimension=DIMENSION, dtype=float):
     """Standard normal covariates and coefficients of size 1/2."""
     rng = np.random.default_rng(2021)
-    X = rng.standard_normal((ROWS, DIMENSION))
-    beta = rng.standard_normal(DIMENSION) / 2
-    y = rng.random(ROWS) < 1 / (1 + np.exp(-X @ beta))
-    return X, y.astype(float)
+    X = rng.standard_normal((num_rows, dimension), dtype)
+    beta = rng.standard_normal(dimension) / 2
+    return X, (rng.random(num_rows) < 1 / (1 + np.exp(-X @ beta))).astype(float)
 
 
 def newton(X, y, iterations):

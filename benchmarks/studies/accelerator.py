@@ -27,7 +27,7 @@ from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import through_mcmc, vectorized
 from benchmarks.harness.store import Record, run, table
-from benchmarks.problems.logistic_100k import reference
+from benchmarks.problems.logistic_100k import data as logistic_data, newton, reference
 from benchmarks.problems.targets import bayesian_neural_network, logistic_regression
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SVGD
 
@@ -38,12 +38,9 @@ KERNELS = {"SGLD": SGLD, "SGLDR": SGLDR, "SGHMCR": SGHMCR, "SVGD": SVGD}
 WHOLE = {"SGLD": SGLD, "SGLDR": SGLDR, "SGHMC": SGHMC, "NUTS": NUTS}
 
 
-def data(num_rows, dimension, seed=2021):
-    """Standard normal covariates and coefficients of size 1/2."""
-    rng = np.random.default_rng(seed)
-    X = rng.standard_normal((num_rows, dimension), np.float32)
-    beta = rng.standard_normal(dimension) / 2
-    return X, (rng.random(num_rows) < 1 / (1 + np.exp(-X @ beta))).astype(np.float32)
+def data(num_rows, dimension):
+    X, y = logistic_data(num_rows, dimension, np.float32)
+    return X, y.astype(np.float32)
 
 
 def agreement(name: str, precision: str | None) -> dict:
@@ -84,16 +81,12 @@ def rounding(num_rows: int) -> dict:
     dimension = 20
     X, y = data(num_rows, dimension)
     found = {}
-    with jax.enable_x64(True):
-        exact = jnp.asarray(X, float), jnp.asarray(y, float)
-        mode = jnp.zeros(dimension)
-        for _ in range(12):
-            hessian = jax.hessian(energy)(mode, *exact)
-            mode = mode - jnp.linalg.solve(hessian, jax.grad(energy)(mode, *exact))
-        covariance = np.asarray(jnp.linalg.inv(hessian))
-        white = random.normal(random.key(1), (NUM_PARTICLES, dimension))
-        cloud = np.asarray(mode + white @ jnp.linalg.cholesky(jnp.asarray(covariance)).T, np.float32)
-        slopes = np.asarray(jax.vmap(jax.grad(energy), (0, None, None))(jnp.asarray(cloud, float), *exact))
+    exact = X.astype(float)
+    mode, _, hessian = newton(exact, y, 12)
+    covariance = np.linalg.inv(hessian)
+    white = np.random.default_rng(1).standard_normal((NUM_PARTICLES, dimension))
+    cloud = np.asarray(mode + white @ np.linalg.cholesky(covariance).T, np.float32)
+    slopes = (1 / (1 + np.exp(-cloud.astype(float) @ exact.T)) - y) @ exact + cloud
     args = jnp.asarray(cloud), jnp.asarray(X), jnp.asarray(y)
     for precision in (FULL, TF32):
         with jax.default_matmul_precision(precision):
