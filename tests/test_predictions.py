@@ -283,13 +283,6 @@ def test_sites_observed_inside_a_scan_are_refused(run):
         predict(mcmc, jnp.ones(4))
 
 
-def test_observations_may_share_one_distribution(run):
-    def same(y):
-        numpyro.sample("y", dist.Normal(numpyro.sample("mu", dist.Normal(0, 1)), 1.0), obs=y)
-
-    assert predict(run(same, Y), Y).log_likelihood.shape == (60,)
-
-
 # New data
 
 
@@ -346,15 +339,6 @@ def test_arrays_of_numpy_are_indexed_in_full_plates(run, batch):
         assert drawn["y"].shape == (50, count)
 
 
-def test_a_subsample_may_be_larger_than_the_new_data(run):
-    def model(count, y=None):
-        mean = numpyro.sample("mean", dist.Normal(0, 1))
-        with numpyro.plate("rows", count, subsample_size=20) as i:
-            numpyro.sample("y", dist.Normal(mean, 1), obs=None if y is None else y[i])
-
-    assert predict(run(model, N, jnp.asarray(Y)), FEWER).mean.shape == (FEWER,)
-
-
 def test_values_of_param_sites_are_those_of_the_run(run):
     def model(x, y):
         slope = numpyro.sample("slope", dist.Normal(0, 1))
@@ -366,12 +350,29 @@ def test_values_of_param_sites_are_those_of_the_run(run):
     np.testing.assert_allclose(found.mean, np.mean(Y) + 5.0, rtol=1e-4)
 
 
-def test_sites_with_a_sample_shape(run):
-    def model(y=None):
-        b = numpyro.sample("b", dist.Normal(0, 1), sample_shape=(3,))
-        numpyro.sample("y", dist.Normal(b.sum(), 1).expand([N]), obs=y)
+def larger(count, y=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("rows", count, subsample_size=20) as i:
+        numpyro.sample("y", dist.Normal(mean, 1), obs=None if y is None else y[i])
 
-    assert predict(run(model, jnp.asarray(Y))).mean.shape == (N,)
+
+def shaped(y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1), sample_shape=(3,))
+    numpyro.sample("y", dist.Normal(b.sum(), 1).expand([N]), obs=y)
+
+
+def shared(y):
+    numpyro.sample("y", dist.Normal(numpyro.sample("mean", dist.Normal(0, 1)), 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "new", "shape"),
+    [(larger, (N, Y), (FEWER,), (FEWER,)), (shaped, (Y,), (), (N,)), (shared, (Y,), (Y,), ())],
+    ids=["a subsample larger than new data", "a sample shape", "one distribution of all observations"],
+)
+def test_sites_of_other_shapes(run, model, args, new, shape):
+    found = predict(run(model, *args), *new)
+    assert found.mean.shape == shape and (model is not shared or found.log_likelihood.shape == (N,))
 
 
 def masked(how):
@@ -384,8 +385,6 @@ def masked(how):
             if how == "handler":
                 with mask(mask=known):
                     numpyro.sample("y", fn, obs=obs)
-            elif how == "distribution":
-                numpyro.sample("y", fn.mask(known), obs=obs)
             elif how == "obs_mask":
                 numpyro.sample("y", fn, obs=obs, obs_mask=known)
             else:  # a pair, of which the first is hidden in some rows
@@ -396,7 +395,7 @@ def masked(how):
     return model
 
 
-@pytest.mark.parametrize("how", ["handler", "distribution", "obs_mask"])
+@pytest.mark.parametrize("how", ["handler", "obs_mask"])
 def test_hidden_observations_are_missing(run, how):
     mcmc = run(masked(how), jnp.asarray(X), jnp.asarray(HIDDEN), jnp.asarray(SEEN), num_samples=100)
     site = "y_observed" if how == "obs_mask" else "y"

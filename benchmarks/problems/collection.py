@@ -17,6 +17,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions.transforms import OrderedTransform
 
+from benchmarks.problems.targets import normals, sample
+
 CUTS, EFFECTS = [-1.5, 0.0, 1.0], [0.5, -0.5, 0.0]
 #: By name, what makes a model and its arguments.
 COLLECTION: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
@@ -36,14 +38,6 @@ def data(simulate: Callable) -> Callable:
         return model
 
     return add
-
-
-def sample(**laws: dist.Distribution) -> list:
-    return [numpyro.sample(name, law) for name, law in laws.items()]
-
-
-def normals(d: int, scale: float = 1.0, name: str = "beta"):
-    return numpyro.sample(name, dist.Normal(0, scale).expand([d]).to_event(1))
 
 
 def half_normals(d: int, scale: float, name: str):
@@ -315,8 +309,8 @@ def curve(rng):
 def gaussian_process_regression(apart, y):
     length, amplitude = sample(length=dist.InverseGamma(5, 5), amplitude=dist.HalfNormal(1))
     noise = numpyro.sample("noise", dist.HalfNormal(1))
-    K = amplitude**2 * jnp.exp(-apart / (2 * length**2)) + (noise**2 + 1e-5) * jnp.eye(30)
-    numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(30), K), obs=y)
+    K = amplitude**2 * jnp.exp(-apart / (2 * length**2)) + (noise**2 + 1e-5) * jnp.eye(len(y))
+    numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(len(y)), K), obs=y)
 
 
 DOSES = np.array([0.02, 0.06, 0.11, 0.22, 0.56, 1.1] * 2)

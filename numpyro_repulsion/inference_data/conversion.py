@@ -180,7 +180,11 @@ def to_inference_data(
     if "prior" in wanted:
         groups["prior"], groups["prior_predictive"] = from_prior(target, prior, deterministic)
     elif prior is not None:
-        groups["prior"], groups["prior_predictive"] = _split_prior(prior, target, posterior)
+        # What the posterior has too, and predictions.
+        of_prior = {*posterior, *(target.minibatched if target is not None else ())}
+        draws = {name: np.asarray(value)[None] for name, value in prior.items()}
+        groups["prior"] = {name: value for name, value in draws.items() if name in of_prior}
+        groups["prior_predictive"] = {name: value for name, value in draws.items() if name not in of_prior}
     for name in {"posterior_predictive", "prior_predictive"} & set(groups):
         groups[name] = observations.counting(groups[name], 2)
     groups["observed_data"] = observations.counting(observations.values, 0)
@@ -240,16 +244,6 @@ def _require_model(wanted, target, latent, of_warmup):
             f"{sorted(wanted - {'prior'})} need the draws of all latent sites {target.latent}; run without "
             "extra_fields=('~z.site',)."
         )
-
-
-def _split_prior(prior, target, posterior):
-    """Split the user's draws into sites that the posterior has too, and predictions."""
-    draws = {name: np.asarray(value)[None] for name, value in prior.items()}
-    of_prior = set(posterior) | set(target.minibatched if target is not None else ())
-    return (
-        {name: value for name, value in draws.items() if name in of_prior},
-        {name: value for name, value in draws.items() if name not in of_prior},
-    )
 
 
 def _of_warmup(data, num_chains):
