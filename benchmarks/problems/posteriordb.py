@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 import os
 import pathlib
 from typing import Any
@@ -37,18 +38,13 @@ def flat(support=constraints.real, shape=()):
     return dist.ImproperUniform(support, (), shape)
 
 
-def eight_schools(J, y, sigma):
+def eight_schools(J, y, sigma, is_centered=False):
     mu, tau = sample(mu=dist.Normal(0, 5), tau=dist.HalfCauchy(5))
     with numpyro.plate("school", J):
-        standard = numpyro.sample("standard", dist.Normal(0, 1))
-        theta = numpyro.deterministic("theta", mu + tau * standard)
-        numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
-
-
-def eight_schools_centered(J, y, sigma):
-    mu, tau = sample(mu=dist.Normal(0, 5), tau=dist.HalfCauchy(5))
-    with numpyro.plate("school", J):
-        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        if is_centered:
+            theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        else:
+            theta = numpyro.deterministic("theta", mu + tau * numpyro.sample("standard", dist.Normal(0, 1)))
         numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
 
 
@@ -199,7 +195,9 @@ MADE_HERE = {
     "hierarchical logistic": hierarchical_logistic,
     "robust regression": robust_regression,
     "negative binomial": counts,
-    "eight schools, centered": lambda: Posterior(eight_schools_centered, posteriordb("eight_schools_noncentered").args),
+    "eight schools, centered": lambda: Posterior(
+        partial(eight_schools, is_centered=True), posteriordb("eight_schools_noncentered").args
+    ),
 }
 
 

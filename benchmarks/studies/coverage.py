@@ -42,14 +42,8 @@ def batch(name: str, kernel: str, first: int) -> dict:
     """A row: some data sets of a model, one compiled program for all."""
     problem = problems(ROWS)[name]
     truths, responses = problem.draw(random.key(1), NUMBER)
-    mcmc = vectorized(
-        KERNELS[kernel](partial(problem.model, subsample_size=BATCH)),
-        500,
-        500,
-        20,
-        progress_bar=True,
-        jit_model_args=True,
-    )
+    kernel_of_model = KERNELS[kernel](partial(problem.model, subsample_size=BATCH))
+    mcmc = vectorized(kernel_of_model, 500, 500, 20, progress_bar=True, jit_model_args=True)
     row: dict = {"model": name, "kernel": kernel, "first": first, "ranks": [], "errors": [], "means": [], "mcse": []}
     for k in range(first, first + AT_ONCE):
         mcmc.run(random.key(k), **problem.covariates, y=responses[k])

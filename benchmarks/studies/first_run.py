@@ -27,9 +27,9 @@ from numpyro.infer import NUTS
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
-from benchmarks.problems.collection import gaussian_process_regression, half_normals
+from benchmarks.problems.collection import half_normals
 from benchmarks.problems.posteriordb import eight_schools
-from benchmarks.problems.targets import bayesian_neural_network, logistic_regression, normals, sample
+from benchmarks.problems.targets import bayesian_neural_network, logistic_regression, normals
 from numpyro_repulsion import SGLD, SGLDR
 
 KERNELS = {"SGLD": SGLD, "SGLDR": SGLDR, "NUTS": NUTS}
@@ -53,19 +53,6 @@ def hierarchical_logit(x, group, y, subsample_size=None):
         numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
 
 
-def stochastic_volatility(y):
-    mean, phi, sigma = sample(mean=dist.Normal(-1, 1), phi=dist.Beta(20, 1.5), sigma=dist.HalfNormal(0.3))
-    with numpyro.plate("time", len(y)):
-        noise = numpyro.sample("noise", dist.Normal(0, 1))
-
-    def step(h, e):
-        h = phi * h + sigma * e
-        return h, h
-
-    _, h = jax.lax.scan(step, jnp.zeros(()), noise)
-    numpyro.sample("y", dist.Normal(0, jnp.exp((mean + h) / 2)).to_event(1), obs=y)
-
-
 def problems():
     """By name: the model, its arguments, and those that only our kernels get."""
     rng = np.random.default_rng(0)
@@ -73,13 +60,12 @@ def problems():
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    X, x, time = normal(2000, 8), normal(1000), jnp.linspace(-3, 3, 100)
+    X, x = normal(2000, 8), normal(1000)
     y = jnp.asarray(rng.random(2000) < 1 / (1 + np.exp(-np.asarray(X[:, 0]))), jnp.float32)
     covariates = normal(455, 13)
     schools = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
     errors = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
     group, labels = jnp.arange(1000) % 20, jnp.asarray(rng.random(1000) < 0.5, jnp.int32)
-    curve = jnp.sin(time) + 0.1 * normal(100)
     responses = jnp.sin(covariates[:, 0]) + 0.1 * normal(455)
     wide = normal(1000, 60)
     answers = jnp.asarray(rng.random(1000) < 1 / (1 + np.exp(-np.asarray(wide[:, 0]))), jnp.float32)
@@ -88,9 +74,7 @@ def problems():
         "logistic, minibatches": (logistic_regression, (X, y), {"subsample_size": 100}),
         "60 covariates": (logistic_regression, (wide, answers), {}),
         "hierarchical logit": (hierarchical_logit, (x, group, labels), {}),
-        "Gaussian process": (gaussian_process_regression, ((time[:, None] - time) ** 2, curve), {}),
         "the paper's network": (bayesian_neural_network, (covariates, responses), {"subsample_size": 100}),
-        "stochastic volatility": (stochastic_volatility, (0.5 * normal(500),), {}),
     }
 
 
