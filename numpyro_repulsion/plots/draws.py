@@ -95,49 +95,42 @@ class Draws(NamedTuple):
     def num_draws(self) -> int:
         return next(iter(self.values.values())).shape[1]
 
-    @property
-    def num_coordinates(self) -> int:
-        """Number of coordinates of all variables together."""
-        return sum(int(np.prod(value.shape[2:])) for value in self.values.values())
-
     def labels(self) -> list[str]:
         """Return the name of every coordinate, as ArviZ writes it: ``"tau"``, ``"beta[0]"``."""
-        return [f"{name}{inner}" for name in self.values for inner in self._inner(name)]
+        places = [(name, place) for name, axes in self.coordinates.items() for place in itertools.product(*axes)]
+        return [f"{name}[{', '.join(place)}]" if place else name for name, place in places]
 
     def pick(self, label: str | int) -> tuple[np.ndarray, str]:
         """Return a coordinate ``(particles, draws)`` and its label, chosen by label, or of one variable by number."""
-        if isinstance(label, int | np.integer) and not isinstance(label, bool):
-            labels, size = self.labels(), self.num_coordinates
+        labels = self.labels()
+        if isinstance(label, str):
+            # The name of a variable is enough if it has one coordinate.
+            own = [one for one in labels if one == label or one.startswith(f"{label}[")]
+            if len(own) != 1:
+                variable = [one for one in labels if one.startswith(label.split("[")[0] + "[")]
+                raise ValueError(f"There is no coordinate {label!r}; name one, such as {listed(variable or labels)}.")
+            number = labels.index(own[0])
+        elif isinstance(label, int | np.integer) and not isinstance(label, bool):
             if len(self.values) > 1:
                 raise ValueError(
                     f"With several variables a coordinate is named by a label; got {label}. Write one of "
                     f"{listed(labels)}."
                 )
-            if not -size <= label < size:
-                raise ValueError(f"There is no coordinate {label}: the draws have {size}, counted from 0.")
-            label = labels[label]
-        if not isinstance(label, str):
+            if not -len(labels) <= label < len(labels):
+                raise ValueError(f"There is no coordinate {label}: the draws have {len(labels)}, counted from 0.")
+            number = int(label) % len(labels)
+            label = labels[number]
+        else:
             raise TypeError(
                 f"A coordinate is named by a label such as 'beta[0]' or, if there is one variable, by its number; "
                 f"got {label!r}."
             )
-        owners = [name for name in self.values if label == name or label.startswith(f"{name}[")]
-        if not owners:
-            raise ValueError(f"There is no variable {label!r}; there are {listed(self.values)}.")
-        name = max(owners, key=len)
-        inner = self._inner(name)
-        if label == name and len(inner) > 1:
-            raise ValueError(f"{name!r} has {len(inner)} coordinates; name one, such as {name + inner[0]!r}.")
-        wanted = inner[0] if label == name else label[len(name) :]
-        if wanted not in inner:
-            raise ValueError(f"There is no coordinate {label!r}; {name!r} has {listed(name + x for x in inner)}.")
-        value = self.values[name]
-        return value.reshape(*value.shape[:2], -1)[..., inner.index(wanted)], label
-
-    def _inner(self, name):
-        # Without axes there is one coordinate, of no label.
-        places = itertools.product(*self.coordinates[name])
-        return [f"[{', '.join(place)}]" if place else "" for place in places]
+        columns = (value.reshape(*value.shape[:2], -1) for value in self.values.values())
+        for column in columns:
+            if number < column.shape[2]:
+                break
+            number -= column.shape[2]
+        return column[..., number], label
 
 
 def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:
@@ -147,7 +140,11 @@ def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:
     else:
         data = getattr(source, "posterior", source)
         data = getattr(data, "dataset", data)
-        draws = _of_inference_data(data) if hasattr(data, "data_vars") else _of_arrays(source)
+        is_array = not isinstance(data, dict)
+        if hasattr(data, "data_vars"):
+            draws = _of_inference_data(data)
+        else:
+            draws = _checked({"z": data} if is_array else data, 1, 1)._replace(is_array=is_array)
     if num_ensembles is not None:
         num_ensembles = integer("`num_ensembles`", num_ensembles)
         draws = draws._replace(num_ensembles=num_ensembles, num_independent=num_ensembles)
@@ -190,11 +187,6 @@ def _of_inference_data(data):
             [str(x) for x in (data[dim].values if dim in data.coords else range(data.sizes[dim]))] for dim in dims
         ]
     return found._replace(thinning=int(attributes.get("thinning", 1)), is_sampler=is_sampler)
-
-
-def _of_arrays(source):
-    is_array = not isinstance(source, dict)
-    return _checked({"z": source} if is_array else source, 1, 1)._replace(is_array=is_array)
 
 
 def _checked(values, num_ensembles, num_independent):

@@ -13,8 +13,6 @@ from numpyro_repulsion.checks import number
 from numpyro_repulsion.diagnostics import ensemble_mcse
 from numpyro_repulsion.plots.draws import COLORS, check_axes, evaluate, new_axes, numbers, read_draws
 
-#: Standard errors are not computed for fewer draws.
-FEWEST = 10
 #: Marks the lines of estimates among the artists of the axes.
 MARK = "running estimate"
 
@@ -126,12 +124,11 @@ def _series(run, estimand, num_ensembles):
         name = getattr(estimand, "__name__", "<lambda>")
         return draws, _apply(estimand, draws), "running mean" if name == "<lambda>" else f"running mean of {name}"
     if estimand is None:
-        if draws.num_coordinates != 1:
+        if len(labels := draws.labels()) != 1:
             raise ValueError(
-                f"The draws have {draws.num_coordinates} coordinates: name one by `estimand`, or pass a function of a "
-                "draw."
+                f"The draws have {len(labels)} coordinates: name one by `estimand`, or pass a function of a draw."
             )
-        estimand = draws.labels()[0]
+        (estimand,) = labels
     values, label = draws.pick(estimand)
     return draws, values.astype(float), f"running mean of {label}"
 
@@ -144,11 +141,11 @@ def _apply(function, draws):
 
 def _errors(f, num_ensembles):
     """Return the standard error of the mean so far at each draw, NaN at the first draws."""
-    total = f.shape[1]
-    if total < FEWEST:
+    total, first = f.shape[1], 10
+    if total < first:
         return np.full(total, np.nan)
     # They are computed at sixty places and interpolated.
-    places = np.unique(np.linspace(FEWEST, total, 60).astype(int))
+    places = np.unique(np.linspace(first, total, 60).astype(int))
     errors = [float(ensemble_mcse(f[:, :place], num_ensembles)) for place in places]
     return np.interp(np.arange(1, total + 1), places, errors, left=np.nan)
 

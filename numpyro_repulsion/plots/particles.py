@@ -198,12 +198,13 @@ def _stage(draws, potential, pair, iterations, limits, levels, num_ensembles, co
 
 def _pair(draws, pair):
     if pair is None:
-        if draws.num_coordinates != 2:
+        labels = draws.labels()
+        if len(labels) != 2:
             raise ValueError(
-                f"A plot shows two coordinates, and the draws have {draws.num_coordinates}: name two by `pair`, of "
-                f"{listed(draws.labels())}" + (", or by their numbers." if len(draws.values) == 1 else ".")
+                f"A plot shows two coordinates, and the draws have {len(labels)}: name two by `pair`, of "
+                f"{listed(labels)}" + (", or by their numbers." if len(draws.values) == 1 else ".")
             )
-        return draws.labels()
+        return labels
     if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
         raise ValueError(f"`pair` must be two coordinates, such as ('mu', 'beta[0]') or (0, 1); got {pair!r}.")
     return pair
