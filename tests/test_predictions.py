@@ -8,7 +8,6 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from results import run as ran
 
 import numpyro
 from numpyro.contrib.control_flow import scan
@@ -16,7 +15,7 @@ import numpyro.distributions as dist
 from numpyro.handlers import mask, uncondition
 from numpyro.infer import Predictive, log_likelihood
 
-from numpyro_repulsion import SGLD, SVGD, Rows, all_rows, predict
+from numpyro_repulsion import SVGD, Rows, all_rows, predict
 from numpyro_repulsion.contrib import Localized, llc
 from numpyro_repulsion.plots import plot_calibration
 from numpyro_repulsion.predictions import Predictions
@@ -103,7 +102,7 @@ def test_log_likelihoods_are_those_of_numpyro(fitted):
     assert repr(predict(fitted, NEW)) == "Predictions('y', 200 draws, shape (4,))"
 
 
-def test_chunks_make_no_difference(fitted, monkeypatch):
+def test_chunks_make_no_difference_and_all_have_room(fitted, monkeypatch):
     y = jnp.zeros(4)
     whole = predict(fitted, NEW, y, num_draws=97)
     monkeypatch.setattr("numpyro_repulsion.inference_data.rows.CHUNK_SIZE", 10)
@@ -111,6 +110,9 @@ def test_chunks_make_no_difference(fitted, monkeypatch):
     for name in ("mean", "sd", "log_likelihood", "replicates"):
         np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), rtol=1e-5, atol=1e-6)
     assert len(parts.replicates) == 97
+    monkeypatch.setattr("numpyro_repulsion.inference_data.rows.MAX_BYTES", 1000)
+    with pytest.raises(ValueError, match="Lower `num_draws`"):
+        predict(fitted, NEW)
 
 
 def test_deterministic_sites_vary_by_the_draws_alone(fitted):
@@ -222,18 +224,6 @@ def test_distributions_without_moments_use_replicates(run):
 def test_wrong_calls_say_what_to_write(fitted, ask, error, message):
     with pytest.raises(error, match=message):
         ask(fitted)
-
-
-def test_a_potential_predicts_nothing():
-    potential = ran(SGLD(potential_fn=lambda z: 0.5 * z**2, step_size=0.1), init_params=jnp.zeros(6))
-    with pytest.raises(ValueError, match="potential_fn"):
-        predict(potential)
-
-
-def test_too_many_replicates_are_refused(fitted, monkeypatch):
-    monkeypatch.setattr("numpyro_repulsion.inference_data.rows.MAX_BYTES", 1000)
-    with pytest.raises(ValueError, match="Lower `num_draws`"):
-        predict(fitted, NEW)
 
 
 def test_replicates_have_keys_of_their_own(run):

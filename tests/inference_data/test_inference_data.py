@@ -13,7 +13,7 @@ from results import X, Y, logistic, made, run
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, summary, to_inference_data
+from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, predict, to_inference_data
 
 NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
 
@@ -98,7 +98,8 @@ def test_attributes_and_coordinates_name_the_algorithm_and_the_ensembles(data):
     assert data["posterior"]["beta"].groupby("ensemble").mean(...).shape == (2,)
 
 
-def test_netcdf_round_trip(data, tmp_path):
+def test_arviz_reads_and_stores_it(data, tmp_path):
+    assert any("hat" in name for name in arviz.summary(data, var_names=["beta"]).columns)
     pytest.importorskip("h5py")
     path = tmp_path / "posterior.nc"
     if NEW_ARVIZ:
@@ -216,42 +217,21 @@ def test_names_that_collide_are_told_apart_aloud(pretended):
     assert list(data["posterior"].coords["draw_"].values) == ["x", "y", "z"]
 
 
-@pytest.mark.parametrize(
-    ("init_params", "names"),
-    [(jnp.arange(6.0), {"z"}), ({"a": jnp.arange(6.0), "b": [jnp.ones((6, 2))]}, {"z[a]", "z[b][0]"})],
-)
-def test_potential_fn(init_params, names):
+def test_potential_fn():
     def energy(z):
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(z))
 
-    mcmc = run(
-        SGLD(potential_fn=energy, step_size=0.01), num_warmup=5, num_samples=9, num_chains=6, init_params=init_params
-    )
+    start = {"a": jnp.arange(6.0), "b": [jnp.ones((6, 2))]}
+    mcmc = run(SGLD(potential_fn=energy, step_size=0.01), num_warmup=5, num_samples=9, init_params=start)
     data = to_inference_data(mcmc)
-    assert set(data["posterior"].data_vars) == names
-    assert "observed_data" not in groups(data)
+    assert set(data["posterior"].data_vars) == {"z[a]", "z[b][0]"} and "observed_data" not in groups(data)
     with pytest.raises(ValueError, match="has no model to compute \\['log_likelihood'\\]"):
         to_inference_data(mcmc, log_likelihood=True)
+    with pytest.raises(ValueError, match="made from a `potential_fn` has no model to predict from"):
+        predict(mcmc)
 
 
-def test_a_single_chain(pretended):
-    data = to_inference_data(pretended(logistic, X, Y, num_chains=1))
-    assert data["posterior"]["beta"].shape == (1, 6, 3)
-    assert list(np.atleast_1d(data["posterior"].attrs["ensemble"])) == [0]
-
-
-def test_an_optimizer_leaves_its_last_cloud(capsys):
-    mcmc = run(SVGD(logistic, step_size=1e-3), X, Y)
-    data = to_inference_data(mcmc)
-    assert data["posterior"]["beta"].shape == (1, 6, 3)
-    np.testing.assert_array_equal(
-        data["posterior"]["beta"].values[0], mcmc.get_samples(group_by_chain=True)["beta"][:, -1]
-    )
-    table = summary(mcmc, var_names=["beta"])
-    assert "not a sampler: its last cloud of 6 points is narrower" in capsys.readouterr().out
-    assert not [name for name in table.columns if "ess" in name or "hat" in name]
-
-
-def test_arviz_reads_it(mcmc, data):
-    table = arviz.summary(data, var_names=["beta"])
-    assert any("hat" in name for name in table.columns)
+def test_an_optimizer_leaves_its_last_cloud(pretended):
+    mcmc = pretended(logistic, X, Y, kernel=SVGD)
+    cloud = to_inference_data(mcmc)["posterior"]["beta"].values
+    np.testing.assert_array_equal(cloud, mcmc.get_samples(group_by_chain=True)["beta"][None, :, -1])

@@ -49,11 +49,8 @@ def test_coverage_is_that_of_the_predictions():
 
 
 def test_histograms_of_transforms_bend_as_said():
-    for spread, check in (
-        (1.0, lambda d: abs(d - 1).max() < 0.3),
-        (3.0, lambda d: d[5] > 2),
-        (0.3, lambda d: d[0] > 2),
-    ):
+    checks = {1.0: lambda d: abs(d - 1).max() < 0.3, 3.0: lambda d: d[5] > 2, 0.3: lambda d: d[0] > 2}
+    for spread, check in checks.items():
         ax = plot_calibration(gaussian(spread), "pit")
         (steps,) = (patch for patch in ax.patches if patch.get_gid())
         density = steps.get_data().values

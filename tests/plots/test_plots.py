@@ -24,6 +24,7 @@ from matplotlib.colors import to_rgba  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
 
 DRAWS = np.asarray(random.normal(random.key(0), (6, 30, 2))).cumsum(1)
+THREE = {"a": np.zeros((6, 5, 3))}
 
 
 @pytest.fixture(autouse=True)
@@ -206,42 +207,23 @@ def test_particles_that_are_nowhere_do_not_frame_the_picture():
         (DRAWS[0, 0], {}, ValueError, r"shape \(particles, draws, ...\) and not empty; got \(2,\)"),
         (DRAWS[:, :0], {}, ValueError, r"not empty; got \(6, 0, 2\).*x\[:, None\]"),
         (DRAWS[:, -1], {}, ValueError, "have 1: name two"),
-        (np.zeros((6, 5, 3)), {}, ValueError, r"have 3: name two by `pair`, of 'z\[0\]'.*by their numbers"),
-        (
-            {"a": np.zeros((6, 5, 3))},
-            {"pair": ("a", "a[0]")},
-            ValueError,
-            r"no coordinate 'a'; name one, such as 'a\[0\]'",
-        ),
-        (
-            {"a": np.zeros((6, 5, 3))},
-            {"pair": ("b", "a[0]")},
-            ValueError,
-            r"no coordinate 'b'; name one, such as 'a\[0\]'",
-        ),
-        (
-            {"a": np.zeros((6, 5, 3))},
-            {"pair": ("a[0]", "a[3]")},
-            ValueError,
-            r"no coordinate 'a\[3\]'; name one, such as 'a\[0\]'",
-        ),
+        (THREE["a"], {}, ValueError, r"have 3: name two by `pair`, of 'z\[0\]'.*by their numbers"),
+        (THREE, {"pair": ("a", "a[0]")}, ValueError, r"no coordinate 'a'; name one, such as 'a\[0\]'"),
+        (THREE, {"pair": ("b", "a[0]")}, ValueError, r"no coordinate 'b'; name one, such as 'a\[0\]'"),
+        (THREE, {"pair": ("a[0]", "a[3]")}, ValueError, r"no coordinate 'a\[3\]'; name one, such as 'a\[0\]'"),
         ({"a": DRAWS, "b": DRAWS}, {"pair": (0, 1)}, ValueError, "several variables"),
         ({"a": DRAWS, "b": DRAWS[:4]}, {}, ValueError, "same number of particles and of draws"),
         ({}, {}, ValueError, "no variables"),
         ("run", {}, TypeError, "an array .*got str"),
-        (None, {}, TypeError, "an array .*got NoneType"),
         (DRAWS, {"pair": (0, 2)}, ValueError, "no coordinate 2: the draws have 2"),
-        (DRAWS, {"pair": (0,)}, ValueError, "`pair` must be two"),
         (DRAWS, {"pair": "z"}, ValueError, "`pair` must be two"),
         (DRAWS, {"pair": (0, 1.5)}, TypeError, "named by a label"),
         (DRAWS, {"iterations": 30}, ValueError, "draws 0 to 29; got 30"),
-        (DRAWS, {"iterations": "all"}, ValueError, "`iterations` must be"),
         (DRAWS, {"iterations": []}, ValueError, "choose at least one of 30 draws"),
         (DRAWS, {"iterations": 3, "trajectories": True}, ValueError, "two draws or more"),
         (DRAWS, {"num_ensembles": 4}, ValueError, "must divide the number of particles; got 4 for 6"),
         (DRAWS, {"num_ensembles": 0}, ValueError, "1 or more"),
         (DRAWS, {"limits": (1, 0)}, ValueError, "`limits` must be"),
-        (DRAWS, {"limits": "wide"}, ValueError, "`limits` must be"),
         (DRAWS, {"limits": (0, np.inf)}, ValueError, "`limits` must be"),
         (DRAWS, {"potential": 3}, TypeError, "function of one point"),
         (DRAWS, {"potential": lambda z: z}, ValueError, "must return a scalar"),
@@ -287,13 +269,10 @@ def test_animation(tmp_path):
     inside = np.array([ax.get_xlim(), ax.get_ylim()])
     shown = DRAWS[:, 0:8:2]
     assert (inside[:, 0] < shown.min((0, 1))).all() and (shown.max((0, 1)) < inside[:, 1]).all()
-    for options, message in (
-        ({"trail": -1}, "0 or more"),
-        ({"interval": 0}, "milliseconds"),
-        ({"pair": (0, 5)}, "no c"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            animate_particles(DRAWS, **options)
+    with pytest.raises(ValueError, match="0 or more"):
+        animate_particles(DRAWS, trail=-1)
+    with pytest.raises(ValueError, match="milliseconds"):
+        animate_particles(DRAWS, interval=0)
 
 
 # Running estimates
@@ -391,11 +370,8 @@ def test_times(times):
         ([], {}, ValueError, "no runs"),
         ([DRAWS, DRAWS[:, :9]], {"estimand": 0}, ValueError, r"same number of iterations and draws; got \[30, 9\]"),
         (DRAWS, {"estimand": lambda z: z}, ValueError, "must return a scalar"),
-        (DRAWS, {"estimand": "tau"}, ValueError, "no coordinate 'tau'"),
         (DRAWS, {"estimand": 0, "prob": 90}, ValueError, "between 0 and 1; got 90"),
-        (DRAWS, {"estimand": 0, "truth": np.nan}, ValueError, "finite number"),
         (DRAWS, {"estimand": 0, "truth": "exact"}, ValueError, "finite number; got 'exact'"),
-        (DRAWS, {"estimand": 0, "prob": "90 %"}, ValueError, "between 0 and 1"),
         (DRAWS, {"estimand": 0, "times": "now"}, ValueError, "`times` must be"),
         (DRAWS, {"estimand": 0, "times": -1.0}, ValueError, "`times` must be"),
         (DRAWS, {"estimand": 0, "times": np.ones(30)}, ValueError, "increasing"),
