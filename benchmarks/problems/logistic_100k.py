@@ -10,7 +10,7 @@ def data(num_rows=ROWS, dimension=DIMENSION, dtype=float):
     rng = np.random.default_rng(2021)
     X = rng.standard_normal((num_rows, dimension), dtype)
     beta = rng.standard_normal(dimension) / 2
-    return X, (rng.random(num_rows) < 1 / (1 + np.exp(-X @ beta))).astype(float)
+    return X, (rng.random(num_rows) < 1 / (1 + np.exp(-X @ beta))).astype(dtype)
 
 
 def newton(X, y, iterations):

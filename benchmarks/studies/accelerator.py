@@ -27,7 +27,7 @@ from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import through_mcmc, vectorized
 from benchmarks.harness.store import Record, run, table
-from benchmarks.problems.logistic_100k import data as logistic_data, newton, reference
+from benchmarks.problems.logistic_100k import data, newton, reference
 from benchmarks.problems.targets import bayesian_neural_network, logistic_regression
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SVGD
 
@@ -38,14 +38,9 @@ KERNELS = {"SGLD": SGLD, "SGLDR": SGLDR, "SGHMCR": SGHMCR, "SVGD": SVGD}
 WHOLE = {"SGLD": SGLD, "SGLDR": SGLDR, "SGHMC": SGHMC, "NUTS": NUTS}
 
 
-def data(num_rows, dimension):
-    X, y = logistic_data(num_rows, dimension, np.float32)
-    return X, y.astype(np.float32)
-
-
 def agreement(name: str, precision: str | None) -> dict:
     """The largest difference of two positions after 60 updates."""
-    X, y = data(10_000, 10)
+    X, y = data(10_000, 10, np.float32)
     kernel = KERNELS[name](partial(bayesian_neural_network, hidden=20, subsample_size=100), step_size=1e-5)
 
     def draws(device):
@@ -79,7 +74,7 @@ def seconds_of(program, *args):
 def rounding(num_rows: int) -> dict:
     """By precision: the worst shift of a particle in standard deviations, and microseconds of all gradients."""
     dimension = 20
-    X, y = data(num_rows, dimension)
+    X, y = data(num_rows, dimension, np.float32)
     found = {}
     exact = X.astype(float)
     mode, _, hessian = newton(exact, y, 12)
@@ -99,7 +94,7 @@ def rounding(num_rows: int) -> dict:
 def million(name: str) -> dict:
     """Seconds and errors of whole runs, nothing set."""
     dimension = 50
-    X, y = data(1_000_000, dimension)
+    X, y = data(1_000_000, dimension, np.float32)
     mean, sd = reference(np.asarray(X, float), np.asarray(y, float))
     args = jnp.asarray(X), jnp.asarray(y)
 

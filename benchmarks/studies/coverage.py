@@ -92,13 +92,6 @@ def coverage(rows: list[dict], level: float) -> tuple[float, float]:
     return mean_and_error(found.mean(1))
 
 
-def z_scores(record: Record, name: str, kernel: str) -> np.ndarray:
-    """Differences of means from NUTS', in standard errors, ``(data set, parameter)``."""
-    (row,) = [row for row in record.select(model=name, kernel=kernel) if row["first"] == 0]
-    nuts = record.rows[f"{name} / NUTS"]
-    return np.subtract(row["means"], nuts["means"]) / np.hypot(row["mcse"], nuts["mcse"])
-
-
 def tables(record: Record) -> str:
     lines = []
     for name in problems(ROWS):
@@ -113,7 +106,9 @@ def tables(record: Record) -> str:
             unflagged = coverage([{"ranks": [x for part in fine for x in part]}], 90)
             cells = [pm(*(100 * x for x in coverage(rows, level)), 1) for level in LEVELS]
             cells += [pm(*(100 * x for x in unflagged), 1), f"{flagged} of {len(errors)}", f"{worst:.2g}"]
-            z = z_scores(record, name, kernel)
+            # Differences of means from NUTS', in standard errors, (data set, parameter).
+            (row,), nuts = (row for row in rows if row["first"] == 0), record.rows[f"{name} / NUTS"]
+            z = np.subtract(row["means"], nuts["means"]) / np.hypot(row["mcse"], nuts["mcse"])
             known = z[np.isfinite(z)]
             cells += [f"{np.sqrt(np.mean(known**2)):.2f}", f"{100 * np.mean(np.abs(known) > 3):.1f}"]
             cells.append(f"{100 * (1 - known.size / z.size):.1f}")

@@ -20,37 +20,19 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-import numpyro
-import numpyro.distributions as dist
 from numpyro.infer import NUTS
 
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import vectorized
 from benchmarks.harness.store import Record, run, table
-from benchmarks.problems.collection import half_normals
 from benchmarks.problems.posteriordb import eight_schools
-from benchmarks.problems.targets import bayesian_neural_network, logistic_regression, normals
+from benchmarks.problems.targets import bayesian_neural_network, logistic_regression
 from numpyro_repulsion import SGLD, SGLDR
 
 KERNELS = {"SGLD": SGLD, "SGLDR": SGLDR, "NUTS": NUTS}
 ITERATIONS = 100
 #: Of a first run of SGLD over that of NUTS.
-TARGETS = {
-    "eight schools": 0.65, "logistic, minibatches": 0.8, "60 covariates": 0.65, "hierarchical logit": 0.75,
-    "the paper's network": 0.5,
-}  # fmt: skip
-
-
-def hierarchical_logit(x, group, y, subsample_size=None):
-    """A slope and an intercept for each of 20 groups, correlated; the reparameterization is by hand."""
-    mean, scale = normals(2, name="mean"), half_normals(2, 1, "scale")
-    factor = numpyro.sample("factor", dist.LKJCholesky(2, 2.0))
-    with numpyro.plate("group", 20):
-        raw = normals(2, name="raw")
-    effects = mean + raw @ (scale[:, None] * factor).T
-    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
-        logits = effects[group[i], 0] + effects[group[i], 1] * x[i]
-        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
+TARGETS = {"eight schools": 0.65, "logistic, minibatches": 0.8, "60 covariates": 0.65, "the paper's network": 0.5}
 
 
 def problems():
@@ -60,12 +42,11 @@ def problems():
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    X, x = normal(2000, 8), normal(1000)
+    X = normal(2000, 8)
     y = jnp.asarray(rng.random(2000) < 1 / (1 + np.exp(-np.asarray(X[:, 0]))), jnp.float32)
     covariates = normal(455, 13)
     schools = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
     errors = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
-    group, labels = jnp.arange(1000) % 20, jnp.asarray(rng.random(1000) < 0.5, jnp.int32)
     responses = jnp.sin(covariates[:, 0]) + 0.1 * normal(455)
     wide = normal(1000, 60)
     answers = jnp.asarray(rng.random(1000) < 1 / (1 + np.exp(-np.asarray(wide[:, 0]))), jnp.float32)
@@ -73,7 +54,6 @@ def problems():
         "eight schools": (eight_schools, (8, schools, errors), {}),
         "logistic, minibatches": (logistic_regression, (X, y), {"subsample_size": 100}),
         "60 covariates": (logistic_regression, (wide, answers), {}),
-        "hierarchical logit": (hierarchical_logit, (x, group, labels), {}),
         "the paper's network": (bayesian_neural_network, (covariates, responses), {"subsample_size": 100}),
     }
 
