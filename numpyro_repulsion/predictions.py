@@ -304,7 +304,7 @@ class _NewData(Messenger):
 
 def _some_value(fn, shape):
     """Return values in the support of a distribution, zeros if it does not say any."""
-    support = getattr(fn, "support", None)
+    support: Any = getattr(fn, "support", None)
     zeros = jnp.zeros(shape, int if getattr(support, "is_discrete", False) else float)
     try:
         return support.feasible_like(zeros)

@@ -21,8 +21,6 @@ from numpyro_repulsion.gradients import ModelTarget, Target, compiled, influence
 
 #: Results of more bytes raise `ValueError`.
 MAX_BYTES = 2**31
-#: The largest intermediate array of a chunk has at most about this many bytes, unless a single draw has more.
-CHUNK_BYTES = 2**27
 #: Most draws computed at once.
 CHUNK_SIZE = 100
 
@@ -77,10 +75,8 @@ def in_chunks(
     """Yield what ``fn(target, draw)`` returns, arrays by name, for chunks of draws that fit into memory.
 
     :param draws: a pytree of arrays with a leading axis.
-    :param what: what is computed, for the message.
-    :param remedy: what to do instead, for the message.
+    :param what: what is computed, and ``remedy`` what to do instead, for the error if what is kept exceeds 2 GiB.
     :param kept: the result that the caller keeps of all draws; ``None`` if it keeps all.
-    :raises ValueError: if what is kept would exceed 2 GiB.
     """
     total = len(jax.tree.leaves(draws)[0])
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), draws)
@@ -88,7 +84,8 @@ def in_chunks(
     size = total * sum(_bytes(x) for name, x in results.items() if kept in (None, name))
     if size > MAX_BYTES:
         raise ValueError(f"{what} over all rows would take {size / 2**30:.1f} GiB for {total} draws. {remedy}.")
-    chunk = max(1, min(CHUNK_SIZE, CHUNK_BYTES // _largest(program.jaxpr), total))
+    # The largest intermediate array of a chunk has at most about 128 MiB, unless a single draw has more.
+    chunk = max(1, min(CHUNK_SIZE, 2**27 // _largest(program.jaxpr), total))
     of_chunk = compiled(lambda target, draws: jax.vmap(partial(fn, target))(draws), target)
     for start in range(0, total, chunk):
         # The last chunk ends at the last draw, and the draws that it repeats are dropped, so that one program does all.
@@ -145,7 +142,7 @@ class Observations(NamedTuple):
 
 
 def observe(target: ModelTarget | None) -> Observations:
-    """Run the model over all rows and returns what it observes; warns of observed sites that are not data."""
+    """Run the model over all rows and return what it observes; warn of observed sites that are not data."""
     if target is None or not target.observed:
         return Observations({}, {})
     try:
@@ -225,12 +222,15 @@ def _moved(target):
 
 
 def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the log likelihood of every entry of the observed sites over all rows, without subsampling or scaling.
-
-    :param draws: latent sites in their supports, ``(chain, draw, ...)``.
-    :param which: names of observed sites or factors, or ``True`` for all observed sites.
-    """
-    names = _names(target, which)
+    """Return the log likelihood of every entry of the observed sites over all rows, without subsampling or scaling."""
+    if isinstance(which, str) or not (isinstance(which, bool) or all(isinstance(name, str) for name in which)):
+        raise TypeError(f"`log_likelihood` must be True, False or a list of names of observed sites; got {which!r}.")
+    names = list(target.observed if isinstance(which, bool) else which)
+    if unknown := [name for name in names if name not in (*target.observed, *target.factors)]:
+        raise ValueError(
+            f"`log_likelihood` names {unknown}, which the model does not observe. It observes {target.observed}"
+            f"{f', and has the factors {target.factors}' if target.factors else ''}."
+        )
     if not names:
         raise ValueError(
             "There is no log likelihood, because the model observes nothing"
@@ -277,19 +277,6 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
             stacklevel=3,
         )
     return found
-
-
-def _names(target, which):
-    if isinstance(which, bool):
-        return list(target.observed)
-    if isinstance(which, str) or not all(isinstance(name, str) for name in which):
-        raise TypeError(f"`log_likelihood` must be True, False or a list of names of observed sites; got {which!r}.")
-    if unknown := [name for name in which if name not in (*target.observed, *target.factors)]:
-        raise ValueError(
-            f"`log_likelihood` names {unknown}, which the model does not observe. It observes {target.observed}"
-            f"{f', and has the factors {target.factors}' if target.factors else ''}."
-        )
-    return list(which)
 
 
 def _is_weighted(target, name, scale):
@@ -357,11 +344,7 @@ def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tupl
 
 
 def by_draw(name: str, given: Mapping, shape: tuple[int, ...], is_sampler: bool = True) -> dict[str, np.ndarray]:
-    """Return draws that the user passed in, with the leading axes chain and draw.
-
-    :param shape: ``(chains, draws)``.
-    :param is_sampler: whether all draws count, or only the last of each chain.
-    """
+    """Return draws that the user passed in, with the leading axes chain and draw; of an optimizer the last ones."""
     found, total = {}, math.prod(shape)
     for site, value in given.items():
         value = np.asarray(value)

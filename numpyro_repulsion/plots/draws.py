@@ -56,10 +56,7 @@ def numbers(value: Any) -> np.ndarray:
 
 
 def evaluate(name: str, function: Callable, points: Any, point: str) -> np.ndarray:
-    """Return a function's scalars at points, a pytree of arrays with a leading axis.
-
-    :param name: that of the function, for the message; ``point`` is what it gets.
-    """
+    """Return a function's scalars at points, arrays with a leading axis; its name and what it gets are for messages."""
     found = jax.eval_shape(function, jax.tree.map(lambda x: x[0], points))
     if getattr(found, "shape", None) != ():
         raise ValueError(f"`{name}` must return a scalar for {point}; got {found}.")

@@ -172,11 +172,8 @@ def animate_particles(
 
 
 def _stage(draws, potential, pair, iterations, limits, levels, num_ensembles, colors, ax):
-    """Draw everything but the particles; arguments are those of :func:`plot_particles`.
-
-    :return: the axes; the particles ``(ensembles, particles, draws, 2)``; the numbers of these draws; and a color and a
-        label for each ensemble.
-    """
+    """Draw everything but the particles; return the axes, the particles ``(ensembles, particles, draws, 2)``, the
+    numbers of these draws, and a color and a label for each ensemble."""
     check_axes(ax)
     found = read_draws(draws, num_ensembles)
     chosen = _iterations(iterations, found.num_draws)
