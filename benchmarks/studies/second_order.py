@@ -142,15 +142,15 @@ def update(d: int, batch: int) -> dict:
         mcmc = vectorized(SGLD(case.model, gradient=ControlVariates(order=order)), 300, 500, 20, progress_bar=True)
         mcmc.run(random.key(0), **case.kwargs)
         mcmc.post_warmup_state = mcmc.last_state
-        programs[f"order {order}"] = partial(_again, mcmc, case)
+
+        def again(key, mcmc=mcmc):
+            mcmc.run(key, **case.kwargs)
+            return mcmc.last_state.z
+
+        programs[f"order {order}"] = again
     seconds = in_turns(programs, (), 7)
     jax.clear_caches()
     return {"d": d, "batch": batch} | {name: np.median(x) / 5000 for name, x in seconds.items()}
-
-
-def _again(mcmc, case, key):
-    mcmc.run(key, **case.kwargs)
-    return mcmc.last_state.z
 
 
 def measure(record: Record) -> None:
