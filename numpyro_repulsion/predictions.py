@@ -23,10 +23,6 @@ from numpyro_repulsion.inference_data import in_chunks, visible
 from numpyro_repulsion.kernels import bound_of, chosen_draws, kernel_of_run, latent_draws
 from numpyro_repulsion.kernels.bound import hinting
 
-__all__ = ["Predictions", "predict"]
-
-_CLASSES = (dist.CategoricalProbs, dist.CategoricalLogits)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Predictions:
@@ -68,13 +64,12 @@ class Predictions:
 
     def __repr__(self) -> str:
         count, *shape = self.replicates.shape
-        parts = [f"{self.site!r}", f"{count} draws", f"shape {tuple(shape)}"]
+        text = f"{self.site!r}, {count} draws, shape {tuple(shape)}"
         if self.log_likelihood is not None:
-            known = self.log_likelihood[~np.isnan(self.log_likelihood)]
-            parts.append(f"mean log likelihood {known.mean() if known.size else np.nan:.4g}")
-            if known.size < self.log_likelihood.size:
-                parts.append(f"{known.size} of {self.log_likelihood.size} observed")
-        return f"Predictions({', '.join(parts)})"
+            known, total = self.log_likelihood[~np.isnan(self.log_likelihood)], self.log_likelihood.size
+            text += f", mean log likelihood {known.mean() if known.size else np.nan:.4g}"
+            text += f", {known.size} of {total} observed" * (known.size < total)
+        return f"Predictions({text})"
 
     def quantile(self, q: Any) -> np.ndarray:
         """Return quantiles of the mixture, estimated from the replicates.
@@ -103,12 +98,9 @@ class Predictions:
         if self.probabilities is not None:
             raise ValueError(f"The classes of '{self.site}' have no order; compare `probabilities` with `observed`.")
         observed = self.require_observed()
-        below = (self.replicates < observed).sum(0)
-        ties = (self.replicates == observed).sum(0)
-        share = (below + np.random.default_rng(0).uniform(size=observed.shape) * (ties + 1)) / (
-            len(self.replicates) + 1
-        )
-        return np.where(np.isnan(observed), np.nan, share)
+        below, ties = (self.replicates < observed).sum(0), (self.replicates == observed).sum(0)
+        rank = below + np.random.default_rng(0).uniform(size=observed.shape) * (ties + 1)
+        return np.where(np.isnan(observed), np.nan, rank / (len(self.replicates) + 1))
 
     def coverage(self, prob: float = 0.9) -> float:
         """Return the share of observations inside the central interval that should hold the share ``prob`` of them.
@@ -203,67 +195,53 @@ def predict(
         target = ModelTarget(model, args, kwargs)
         model.draws = True
         check_values(args, kwargs, of_rows=True)
-        kept = _Sums(site, _observed(target, site, model.drawn, jax.tree.map(lambda x: x[0], draws)))
+        observed = _observed(target, site, model.drawn, jax.tree.map(lambda x: x[0], draws))
 
     def of_draw(target, numbered):
         place, draw = numbered
         # The model takes keys from its own by splitting, so replicates need another.
         of_model, of_replicate = random.split(random.fold_in(key, place))
-        return _of_draw(target.sites(draw, of_model)[site], of_replicate, kept.observed is not None)
+        return _of_draw(target.sites(draw, of_model)[site], of_replicate, observed is not None)
 
     numbered = jnp.arange(len(next(iter(draws.values())))), draws
     remedy = "Lower `num_draws`, or pass the rows in parts"
-    for found in in_chunks(of_draw, target, numbered, f"Replicates of '{site}'", remedy, kept="replicate"):
-        kept.add(found)
-    return kept.predictions()
+    found = in_chunks(of_draw, target, numbered, f"Replicates of '{site}'", remedy, kept="replicate")
+    return _mixture(site, observed, found)
 
 
-class _Sums:
-    """What accumulates over chunks of draws, in double precision."""
-
-    def __init__(self, site, observed):
-        self.site, self.observed = site, observed
-        self.number = 0
-        self.sums: dict[str, np.ndarray] = {}
-        self.log_likelihood: np.ndarray | None = None
-        self.seen = np.zeros(np.shape(observed), bool)
-        self.replicates: list[np.ndarray] = []
-
-    def add(self, found):
-        self.number += len(found["replicate"])
-        self.replicates.append(found.pop("replicate"))
+def _mixture(site, observed, chunks):
+    """Return the predictions that chunks of draws make together, summed in double precision."""
+    replicates: list = []
+    sums: dict[str, np.ndarray] = {}
+    origin = log_likelihood = mean = sd = None
+    seen = np.zeros(np.shape(observed), bool)
+    for found in chunks:
+        replicates.append(found.pop("replicate"))
         if "log_prob" in found:
-            total, known = np.logaddexp.reduce(found.pop("log_prob"), 0, float), self.log_likelihood
-            self.log_likelihood = total if known is None else np.logaddexp(known, total)
-            self.seen |= found.pop("seen", np.ones(1, bool)).any(0)
+            total = np.logaddexp.reduce(found.pop("log_prob"), 0, float)
+            log_likelihood = total if log_likelihood is None else np.logaddexp(log_likelihood, total)
+            seen |= found.pop("seen", np.ones(1, bool)).any(0)
         if "mean" in found:
             # The first draw is subtracted, so that the variance of means does not cancel.
-            mean = found["mean"].astype(float) - self.sums.setdefault("origin", found["mean"][0].astype(float))
-            found = {"mean": mean, "square": mean**2, "variance": found["variance"]}
+            origin = found["mean"][0].astype(float) if origin is None else origin
+            found["mean"] = found["mean"].astype(float) - origin
+            found["square"] = found["mean"] ** 2
         for name, value in found.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.sum(0, dtype=float)
-
-    def predictions(self):
-        mean = sd = probabilities = None
-        if "mean" in self.sums:
-            shift = self.sums["mean"] / self.number
-            mean = self.sums["origin"] + shift
-            between = np.maximum(self.sums["square"] / self.number - shift**2, 0.0)
-            sd = np.sqrt(self.sums["variance"] / self.number + between)
-        elif "probabilities" in self.sums:
-            probabilities = self.sums["probabilities"] / self.number
-        log_likelihood = None if self.log_likelihood is None else self.log_likelihood - np.log(self.number)
-        observed = self.observed
-        if log_likelihood is not None:
-            seen, events = self.seen, tuple(range(log_likelihood.ndim, observed.ndim))
-            # NumPyro gives NaN a density of 0.
-            is_missing = ~seen.any(events) | (np.isnan(observed) & seen).any(events)
-            log_likelihood = np.where(is_missing, np.nan, log_likelihood)
-            observed = observed if seen.all() else np.where(seen, observed, np.nan)
-        replicates = np.concatenate(self.replicates)
-        if mean is None and probabilities is None:  # a distribution that does not know its moments
-            mean, sd = replicates.mean(0, dtype=float), replicates.std(0, dtype=float)
-        return Predictions(self.site, replicates, observed, mean, sd, probabilities, log_likelihood)
+            sums[name] = sums.get(name, 0.0) + value.sum(0, dtype=float)
+    drawn = np.concatenate(replicates)
+    means = {name: value / len(drawn) for name, value in sums.items()}
+    if origin is not None:
+        mean = origin + means["mean"]
+        sd = np.sqrt(means["variance"] + np.maximum(means["square"] - means["mean"] ** 2, 0.0))
+    elif "probabilities" not in means:  # a distribution that does not know its moments
+        mean, sd = drawn.mean(0, dtype=float), drawn.std(0, dtype=float)
+    if log_likelihood is not None:
+        events = tuple(range(log_likelihood.ndim, observed.ndim))
+        # NumPyro gives NaN a density of 0.
+        is_missing = ~seen.any(events) | (np.isnan(observed) & seen).any(events)
+        log_likelihood = np.where(is_missing, np.nan, log_likelihood - np.log(len(drawn)))
+        observed = observed if seen.all() else np.where(seen, observed, np.nan)
+    return Predictions(site, drawn, observed, mean, sd, means.get("probabilities"), log_likelihood)
 
 
 def _of_draw(msg, key, has_data):
@@ -280,7 +258,7 @@ def _of_draw(msg, key, has_data):
     base, shape = fn, fn.batch_shape + fn.event_shape
     while isinstance(base, dist.Independent | dist.MaskedDistribution | dist.ExpandedDistribution):
         base = base.base_dist
-    if isinstance(base, _CLASSES):
+    if isinstance(base, dist.CategoricalProbs | dist.CategoricalLogits):
         return found | {"probabilities": jnp.broadcast_to(base.probs, (*shape, base.probs.shape[-1]))}
     try:
         return found | {"mean": jnp.broadcast_to(fn.mean, shape), "variance": jnp.broadcast_to(fn.variance, shape)}
@@ -291,13 +269,11 @@ def _of_draw(msg, key, has_data):
 class _NewData(Messenger):
     """A model of new data: its plates take all rows, and sites that have neither data nor draws are drawn.
 
-    :param shapes: those of the draws by name.
+    :param shapes: those of the draws by name. Others are refused, before NumPyro broadcasts them.
 
     - **drawn** - the sites without data or draws.
     - **draws** - whether they are drawn. In the analysis they are observed, at some value of their support that depends
       on nothing: a random value moves along with its mean, so that its density would hide what a wrong index changes.
-
-    :raises ValueError: for latent sites of another shape than their draws, before NumPyro broadcasts them.
     """
 
     def __init__(self, fn, shapes):
@@ -328,16 +304,15 @@ class _NewData(Messenger):
 
 def _some_value(fn, shape):
     """Return values in the support of a distribution, zeros if it does not say any."""
-    support = getattr(fn, "support", None)
+    support: Any = getattr(fn, "support", None)
     zeros = jnp.zeros(shape, int if getattr(support, "is_discrete", False) else float)
     try:
-        return zeros if support is None else support.feasible_like(zeros)
-    except NotImplementedError:
+        return support.feasible_like(zeros)
+    except (AttributeError, NotImplementedError):
         return zeros
 
 
 def _check_arguments(model, args, kwargs):
-    """Raise ``TypeError`` for arguments that the model does not take."""
     try:
         inspect.signature(model).bind(*args, **kwargs)
     except TypeError as error:
@@ -350,7 +325,6 @@ def _check_arguments(model, args, kwargs):
 
 
 def _site(target, site):
-    """Return the name of the site to predict."""
     if target.discrete:
         raise ValueError(
             f"The discrete latent sites {target.discrete} are summed over, and predictions need their values. Use "
@@ -366,10 +340,7 @@ def _site(target, site):
 
 
 def _observed(target, site, drawn, draw):
-    """Return the observations of the site, or ``None``, after a look at the model with these data.
-
-    :raises ValueError: if the site does not exist, or is inside a ``scan``.
-    """
+    """Return the observations of the site, or ``None``, after a look at the model with these data."""
 
     def values(target, draw):
         found = target.sites(draw)

@@ -1,5 +1,6 @@
 """What all tests share: a cache of compiled programs, and live warnings only where they are tested."""
 
+from contextlib import suppress
 import gc
 import itertools
 import os
@@ -54,7 +55,7 @@ def pytest_configure(config):
     gc.set_threshold(200_000, 20, 100)
     config.pluginmanager.register(Precision())
     if not hasattr(config, "workerinput"):
-        trim(CACHE)
+        trim()
 
 
 #: Doctests of presets that `make test` runs: without repulsion, and with it. The others differ from them in a word.
@@ -69,21 +70,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
-def trim(folder, most=LARGEST_CACHE):
-    """Removes what was never written to its end, and the oldest programs of a cache that is too large."""
+def trim():
+    """Remove what was never written to its end, and the oldest programs of a cache that is too large."""
     found = []
-    for path in folder.glob("*-cache"):
-        try:
-            status = path.stat()
-        except FileNotFoundError:  # another run of the tests was faster
-            continue
-        found.append((status.st_size > 0, status.st_mtime, status.st_size, path))
-    left = sum(size for _, _, size, _ in found)
-    for whole, _, size, path in sorted(found):
-        if whole and left <= most:
-            break
-        path.unlink(missing_ok=True)
-        left -= size
+    for path in CACHE.glob("*-cache"):
+        with suppress(FileNotFoundError):  # another run of the tests was faster
+            found.append((path.stat().st_mtime, path.stat().st_size, path))
+    left = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if left > LARGEST_CACHE or not size:
+            path.unlink(missing_ok=True)
+            left -= size
 
 
 @pytest.fixture

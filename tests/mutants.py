@@ -211,7 +211,7 @@ standard errors of ensembles without the number of ensembles | diagnostics/ensem
 -variance = (within + between) / freedom / (groups * number)
 +variance = (within + between) / freedom / number
 
-log likelihood on the first minibatch alone | inference_data/rows.py | test_likelihood test_predictive test_inference_data test_gradients | rows
+log likelihood on the first minibatch alone | inference_data/rows.py | test_from_model test_inference_data test_gradients | rows
 -msg["value"] = jnp.arange(size)
 +msg["value"] = jnp.arange(size) % msg["args"][1]
 

@@ -1,4 +1,4 @@
-"""The code of documentation pages that are no notebooks, and links that Sphinx does not check."""
+"""The code of README and of pages that are no notebooks, and links that Sphinx does not check."""
 
 import json
 import os
@@ -24,6 +24,15 @@ def test_large_data_runs_from_top_to_bottom(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "'x': Rows(shape=(20000, 4), dtype=float32)" in done.stdout and "P('particles',)" in done.stdout
+
+
+@pytest.mark.slow
+def test_readme_runs_and_mixes(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    scope: dict = {}
+    exec(code, scope)
+    assert scope["data"]["posterior"]["beta"].shape == (20, 1000, 3)
+    assert "have not mixed" not in capsys.readouterr().out
 
 
 SETTING = """

@@ -108,7 +108,7 @@ def test_functions_of_draws_have_full_precision():
         used.append(jax.config.jax_default_matmul_precision)
         return {"double": 2 * draw["x"]}
 
-    map_draws(double, FunctionTarget(jnp.sum), {"x": jnp.ones((4, 6, 3))}, (4, 6), "", "")
+    map_draws(double, FunctionTarget(jnp.sum), {"x": jnp.ones((4, 6, 3))}, "", "")
     assert used[-1] == "highest"
 
 

@@ -20,25 +20,24 @@ def log_density(model, z, *args, **kwargs):
     return -target.potential_energy(z, target.all_rows, random.key(0))
 
 
-def test_gaussian_density(x64):
-    mean, covariance = np.array([1.0, -2.0, 0.5]), np.array([[2.0, 0.3, 0.0], [0.3, 1.0, -0.4], [0.0, -0.4, 0.5]])
-    z = np.array([0.3, -1.0, 2.0])
-    expected = stats.multivariate_normal(mean, covariance).logpdf(z)
-    assert log_density(gaussian, {"z": z}, mean, covariance) == pytest.approx(expected, rel=1e-12)
-    assert log_density(gaussian, {"z": z}, mean) == pytest.approx(stats.norm.logpdf(z, mean).sum(), rel=1e-12)
+MEAN, Z = np.array([1.0, -2.0, 0.5]), np.array([0.3, -1.0, 2.0])
+COVARIANCE = np.array([[2.0, 0.3, 0.0], [0.3, 1.0, -0.4], [0.0, -0.4, 0.5]])
+CENTERS = [(a, b) for a in (-2, 0, 2) for b in (-2, 0, 2)]
+DENSITIES = [
+    (gaussian, (MEAN, COVARIANCE), Z, stats.multivariate_normal(MEAN, COVARIANCE).logpdf(Z)),
+    (gaussian, (MEAN,), Z, stats.norm.logpdf(Z, MEAN).sum()),
+]
+for z in (0.01, 0.7, 12.0):
+    density = z * (np.exp(-1.5 * z) / 2 + np.exp(-0.5 * z) / 3)  # of log z
+    DENSITIES.append((exponential_mixture, (), np.log(z), np.log(density)))
+for z in ([0.1, -0.2], [2.0, 1.0], [-1.0, -1.0]):
+    density = np.mean([stats.multivariate_normal(c, 0.1 * np.eye(2)).pdf(z) for c in CENTERS])
+    DENSITIES.append((gaussian_mixture, (), np.array(z), np.log(density)))
 
 
-def test_exponential_mixture_density_in_log_z(x64):
-    for z in (0.01, 0.7, 12.0):
-        expected = np.log(z * (np.exp(-1.5 * z) / 2 + np.exp(-0.5 * z) / 3))
-        assert log_density(exponential_mixture, {"z": np.log(z)}) == pytest.approx(expected, rel=1e-12)
-
-
-def test_gaussian_mixture_density(x64):
-    for z in ([0.1, -0.2], [2.0, 1.0], [-1.0, -1.0]):
-        centers = [(a, b) for a in (-2, 0, 2) for b in (-2, 0, 2)]
-        expected = np.log(np.mean([stats.multivariate_normal(c, 0.1 * np.eye(2)).pdf(z) for c in centers]))
-        assert log_density(gaussian_mixture, {"z": np.array(z)}) == pytest.approx(expected, rel=1e-12)
+def test_densities(x64):
+    for model, args, z, expected in DENSITIES:
+        assert log_density(model, {"z": z}, *args) == pytest.approx(expected, rel=1e-12)
 
 
 def test_logistic_regression_density(x64):

@@ -28,13 +28,12 @@ def apart(
         path, errors = pathlib.Path(folder) / "row.json", pathlib.Path(folder) / "errors.txt"
         command = [sys.executable, "-m", "benchmarks.harness.apart", module, function, json.dumps(arguments), str(path)]
         settings: dict[str, Any] = {"cwd": ROOT, "env": os.environ | (environment or {})}
-        with errors.open("w") as stream, subprocess.Popen(command, stderr=stream, **settings) as child:
+        with errors.open("w") as stream:
             try:
-                child.wait(killed_after)
+                done = subprocess.run(command, stderr=stream, timeout=killed_after, **settings)
             except subprocess.TimeoutExpired:
-                child.kill()
                 return {"failed": f"ended after {killed_after:.0f} s"}
-        row = json.loads(path.read_text()) if path.exists() else {"failed": f"exit status {child.returncode}"}
+        row = json.loads(path.read_text()) if path.exists() else {"failed": f"exit status {done.returncode}"}
         if "failed" in row:
             print(errors.read_text().strip()[-3000:], flush=True)
         return row

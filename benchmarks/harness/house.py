@@ -85,7 +85,7 @@ def model(x, y):
 
 
 def walk() -> dict[str, Any]:
-    """Calls and files of a traced update and of a traced ``sample``, its equations, and the state's leaves."""
+    """Files that a traced update enters, the equations of a traced ``sample``, and the state's leaves."""
     kernel = SGLDR(model)
     args = random.normal(random.key(1), (ROWS, DIMENSION)), jnp.arange(ROWS) % 2
     keys = random.split(random.key(0), PARTICLES)
@@ -93,26 +93,24 @@ def walk() -> dict[str, Any]:
     # With control variates in use, as usual.
     how = Frozen((1, False), True, False, 1000, False)
     state = jax.eval_shape(lambda start: kernel.frozen_as(how, start, args, {}), start)
-    calls: dict[str, list[str]] = {"an update": [], "an iteration": []}
-    within = 0
+    files, within = set(), 0
 
     def listen(frame, event, _):
         nonlocal within
-        if event not in ("call", "return") or str(PACKAGE) not in frame.f_code.co_filename:
-            return
-        within += (frame.f_code.co_qualname == UPDATE) * (1 if event == "call" else -1)
-        if event == "call":
-            for what in ("an iteration", *["an update"] * (within > 0)):
-                calls[what].append(frame.f_code.co_filename)
+        if event in ("call", "return") and str(PACKAGE) in frame.f_code.co_filename:
+            within += (frame.f_code.co_qualname == UPDATE) * (1 if event == "call" else -1)
+            if within:
+                files.add(frame.f_code.co_filename)
 
     sys.setprofile(listen)
     try:
         program = jax.make_jaxpr(lambda state: kernel.sample(state, args, {}))(state)
     finally:
         sys.setprofile(None)
-    found: dict[str, Any] = {f"files that {what} enters": len(set(files)) for what, files in calls.items()}
-    found |= {f"calls in {what}": len(files) for what, files in calls.items()}
-    found["equations of an iteration"] = len(list(equations(program.jaxpr)))
+    found = {
+        "files that an update enters": len(files),
+        "equations of an iteration": len(list(equations(program.jaxpr))),
+    }
     return found | {"leaves of the state": len(jax.tree.leaves(state))}
 
 

@@ -37,11 +37,6 @@ PAGES = {
 }
 
 
-def reference(title: str) -> str:
-    """What GitHub calls a heading in addresses."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
 def study_lines() -> str:
     """A line for each study, in the order of the pages."""
     listed = {name for titles in PAGES.values() for name in titles}
@@ -53,7 +48,9 @@ def study_lines() -> str:
             text = (HERE / "studies" / f"{name}.py").read_text(encoding="utf-8")
             asks = ast.get_docstring(ast.parse(text)).split("\n")[0].replace("``", "`")
             there = pathlib.Path(page).name if page.startswith("benchmarks/") else f"../{page}"
-            lines.append(f"| `bench-{name.replace('_', '-')}` | {asks} | [{title}]({there}#{reference(title)}) |")
+            # What GitHub calls a heading in addresses.
+            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            lines.append(f"| `bench-{name.replace('_', '-')}` | {asks} | [{title}]({there}#{anchor}) |")
     return "\n".join(lines)
 
 

@@ -31,19 +31,6 @@ ROOT = HERE.parent
 STATIC = ROOT / "docs" / "_static" / "results"
 
 
-def provenance() -> dict[str, Any]:
-    """What figures depend on that no script says."""
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
-        "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
-    }
-
-
-def cores() -> int:
-    """How many cores this process may use, fewer than there are under ``taskset``."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class Record:
     """The rows of one study, kept in ``benchmarks/results/full`` as they come; of a GPU in ``gpu``."""
 
@@ -60,8 +47,13 @@ class Record:
         """The row of that name: the stored one, or else ``measure()``, which is stored at once."""
         if key not in self.rows:
             row = measure()
-            self.rows[key] = row | {"date": datetime.date.today().isoformat(), "cores": cores()}
-            self.provenance = provenance()
+            # Fewer cores than there are under `taskset`.
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self.rows[key] = row | {"date": datetime.date.today().isoformat(), "cores": cores}
+            self.provenance = {
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
+                "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
+            }
             self._write()
             print(key, {name: value for name, value in row.items() if len(str(value)) < 200}, flush=True)
         return self.rows[key]

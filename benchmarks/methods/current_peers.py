@@ -38,6 +38,9 @@ class Problem:
     sites: tuple[str, ...]
     rows: float = 1.0
 
+    def density(self) -> "Flat":
+        return Flat(self.posterior.model, self.posterior.args, self.posterior.all_rows)
+
     def scalars(self, draws: dict) -> np.ndarray:
         return np.concatenate([np.asarray(draws[s], float).reshape(len(draws[s]), -1) for s in self.sites], 1)
 
@@ -100,13 +103,9 @@ class Flat:
         return jax.jit(partial(lax.map, lambda x: self.constrain(self.unravel(x)), batch_size=1000))(positions)
 
 
-def flat_density(problem: Problem) -> Flat:
-    return Flat(problem.posterior.model, problem.posterior.args, problem.posterior.all_rows)
-
-
 def chees(problem: Problem) -> Callable:
     """ChEES-HMC with a diagonal metric, as many chains as we have particles."""
-    flat = flat_density(problem)
+    flat = problem.density()
 
     @jax.jit
     def program(key, starts):
@@ -165,7 +164,7 @@ def nutpie_steps(trace: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def nutpie(problem: Problem, low_rank: bool) -> Callable:
-    flat = flat_density(problem)
+    flat = problem.density()
     model = nutpie_model(jax.jit(jax.value_and_grad(flat.log_density)), flat.dimension, np.float32)
 
     def run(seed):

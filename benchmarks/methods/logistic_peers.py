@@ -53,14 +53,11 @@ def no_library(estimate, step_size):
     return step
 
 
-def sgld(estimate, step_size):
-    kernel = blackjax.sgld(estimate)
-    return lambda key, beta, batch: kernel.step(key, beta, batch, step_size)
+def of_kernel(kernel):
+    return lambda estimate, step_size: lambda key, beta, batch: kernel(estimate).step(key, beta, batch, step_size)
 
 
-def sghmc(estimate, step_size):
-    kernel = blackjax.sghmc(estimate, num_integration_steps=INNER)
-    return lambda key, beta, batch: kernel.step(key, beta, batch, step_size)
+sgld, sghmc = of_kernel(blackjax.sgld), of_kernel(partial(blackjax.sghmc, num_integration_steps=INNER))
 
 
 def sgnht(estimate, step_size):

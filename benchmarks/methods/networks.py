@@ -255,10 +255,6 @@ def split(name: str, number: int, validation: bool = False) -> Split:
         # The sets lie sorted in part, and the last rows of such a one would be another law.
         train = np.random.default_rng(number).permutation(train)
         train, test = np.split(train, [len(train) * 4 // 5])
-    return _standardized(X, y, train, test)
-
-
-def _standardized(X, y, train, test):
     spread = X[train].std(0)
     X = (X - X[train].mean(0)) / np.where(spread > 0, spread, 1.0)
     unit = y[train].std()

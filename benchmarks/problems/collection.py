@@ -17,6 +17,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions.transforms import OrderedTransform
 
+from benchmarks.problems.targets import normals, sample
+
 CUTS, EFFECTS = [-1.5, 0.0, 1.0], [0.5, -0.5, 0.0]
 #: By name, what makes a model and its arguments.
 COLLECTION: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
@@ -36,14 +38,6 @@ def data(simulate: Callable) -> Callable:
         return model
 
     return add
-
-
-def sample(**laws: dist.Distribution) -> list:
-    return [numpyro.sample(name, law) for name, law in laws.items()]
-
-
-def normals(d: int, scale: float = 1.0, name: str = "beta"):
-    return numpyro.sample(name, dist.Normal(0, scale).expand([d]).to_event(1))
 
 
 def half_normals(d: int, scale: float, name: str):

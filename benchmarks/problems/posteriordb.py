@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 import os
 import pathlib
 from typing import Any
@@ -14,7 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
-from benchmarks.problems.targets import gaussian, logistic_regression
+from benchmarks.problems.targets import gaussian, logistic_regression, normals, sample
 
 
 @dataclass
@@ -37,44 +38,33 @@ def flat(support=constraints.real, shape=()):
     return dist.ImproperUniform(support, (), shape)
 
 
-def eight_schools(J, y, sigma):
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+def eight_schools(J, y, sigma, is_centered=False):
+    mu, tau = sample(mu=dist.Normal(0, 5), tau=dist.HalfCauchy(5))
     with numpyro.plate("school", J):
-        standard = numpyro.sample("standard", dist.Normal(0, 1))
-        theta = numpyro.deterministic("theta", mu + tau * standard)
-        numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
-
-
-def eight_schools_centered(J, y, sigma):
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    tau = numpyro.sample("tau", dist.HalfCauchy(5))
-    with numpyro.plate("school", J):
-        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        if is_centered:
+            theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        else:
+            theta = numpyro.deterministic("theta", mu + tau * numpyro.sample("standard", dist.Normal(0, 1)))
         numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
 
 
 def kidscore(mom_iq, kid_score):
-    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
-    beta = numpyro.sample("beta", flat(constraints.real_vector, (2,)))
+    sigma, beta = sample(sigma=dist.HalfCauchy(2.5), beta=flat(constraints.real_vector, (2,)))
     numpyro.sample("y", dist.Normal(beta[0] + beta[1] * mom_iq, sigma), obs=kid_score)
 
 
 def logearn(height, earn):
-    beta = numpyro.sample("beta", flat(constraints.real_vector, (2,)))
-    sigma = numpyro.sample("sigma", flat(constraints.positive))
+    beta, sigma = sample(beta=flat(constraints.real_vector, (2,)), sigma=flat(constraints.positive))
     numpyro.sample("y", dist.Normal(beta[0] + beta[1] * height, sigma), obs=jnp.log(earn))
 
 
 def blr(X, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([X.shape[1]]).to_event(1))
-    sigma = numpyro.sample("sigma", dist.HalfNormal(10))
+    beta, sigma = normals(X.shape[1], 10), numpyro.sample("sigma", dist.HalfNormal(10))
     numpyro.sample("y", dist.Normal(X @ beta, sigma), obs=y)
 
 
 def autoregression(K, y):
-    alpha = numpyro.sample("alpha", dist.Normal(0, 10))
-    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([K]).to_event(1))
+    alpha, beta = numpyro.sample("alpha", dist.Normal(0, 10)), normals(K, 10)
     sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
     lags = jnp.stack([y[K - k - 1 : len(y) - k - 1] for k in range(K)], 1)
     numpyro.sample("y", dist.Normal(alpha + lags @ beta, sigma), obs=y[K:])
@@ -90,9 +80,7 @@ def mixture(y):
 
 
 def garch(y, sigma1):
-    mu = numpyro.sample("mu", flat())
-    alpha0 = numpyro.sample("alpha0", flat(constraints.positive))
-    alpha1 = numpyro.sample("alpha1", dist.Uniform(0, 1))
+    mu, alpha0, alpha1 = sample(mu=flat(), alpha0=flat(constraints.positive), alpha1=dist.Uniform(0, 1))
     # Flat, not uniform: a density of 1 whatever the length of the interval.
     beta1 = numpyro.sample("beta1", dist.Uniform(0, 1 - alpha1))
     numpyro.factor("flat", jnp.log1p(-alpha1))
@@ -151,11 +139,10 @@ def hierarchical_logistic() -> Posterior:
     y = (rng.random(2000) < 1 / (1 + np.exp(-logits))).astype(float)
 
     def model(X, y):
-        mu, tau = numpyro.sample("mu", dist.Normal(0, 2)), numpyro.sample("tau", dist.HalfNormal(1))
+        mu, tau = sample(mu=dist.Normal(0, 2), tau=dist.HalfNormal(1))
         with numpyro.plate("groups", 20):
             offset = numpyro.sample("offset", dist.Normal(0, 1))
-        beta = numpyro.sample("beta", dist.Normal(0, 2).expand([3]).to_event(1))
-        numpyro.sample("y", dist.Bernoulli(logits=mu + tau * offset[group] + X @ beta), obs=y)
+        numpyro.sample("y", dist.Bernoulli(logits=mu + tau * offset[group] + X @ normals(3, 2)), obs=y)
 
     return Posterior(model, (jnp.asarray(X), jnp.asarray(y)))
 
@@ -167,8 +154,8 @@ def robust_regression() -> Posterior:
     y = X @ np.array([10.0, 0.3, 50.0]) + rng.standard_t(4, 200)
 
     def model(X, y):
-        beta = numpyro.sample("beta", dist.Normal(0, 100).expand([3]).to_event(1))
-        sigma, nu = numpyro.sample("sigma", dist.HalfNormal(5)), numpyro.sample("nu", dist.Gamma(2, 0.1))
+        beta = normals(3, 100)
+        sigma, nu = sample(sigma=dist.HalfNormal(5), nu=dist.Gamma(2, 0.1))
         numpyro.sample("y", dist.StudentT(nu, X @ beta, sigma), obs=y)
 
     return Posterior(model, (jnp.asarray(X), jnp.asarray(y)))
@@ -182,8 +169,7 @@ def counts() -> Posterior:
     y = rng.negative_binomial(5, 5 / (5 + rate))
 
     def model(y):
-        total = numpyro.sample("total", dist.LogNormal(2, 1))
-        share = numpyro.sample("share", dist.Dirichlet(jnp.ones(4)))
+        total, share = sample(total=dist.LogNormal(2, 1), share=dist.Dirichlet(jnp.ones(4)))
         dispersion = numpyro.sample("dispersion", dist.Gamma(2, 0.2))
         mean = total * share[category] * jnp.asarray(exposure)
         numpyro.sample("y", dist.NegativeBinomial2(mean, dispersion), obs=y)
@@ -209,7 +195,9 @@ MADE_HERE = {
     "hierarchical logistic": hierarchical_logistic,
     "robust regression": robust_regression,
     "negative binomial": counts,
-    "eight schools, centered": lambda: Posterior(eight_schools_centered, posteriordb("eight_schools_noncentered").args),
+    "eight schools, centered": lambda: Posterior(
+        partial(eight_schools, is_centered=True), posteriordb("eight_schools_noncentered").args
+    ),
 }
 
 

@@ -29,6 +29,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import transforms
 
 from benchmarks.problems.posteriordb import data_folder
+from benchmarks.problems.targets import normals, sample
 
 RESULTS = pathlib.Path(__file__).parents[1] / "references"
 BATCH = 500
@@ -76,10 +77,6 @@ def standardized(x: np.ndarray) -> np.ndarray:
     return (x - x.mean(0)) / x.std(0)
 
 
-def normal(name: str, size: int, scale: Any = 1.0):
-    return numpyro.sample(name, dist.Normal(0.0, scale).expand([size]).to_event(1))
-
-
 def shipped(package: str, path: str) -> Any:
     """A table among the files of an installed package, which is not imported: that may need others."""
     import pandas as pd
@@ -100,12 +97,12 @@ def stored(folder: str, name: str) -> Any:
 
 def centered(group: str, size: int):
     scale = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
-    return normal(group, size, scale)
+    return normals(size, scale, group)
 
 
 def noncentered(group: str, size: int):
     scale = numpyro.sample(f"s_{group}", dist.HalfNormal(1.0))
-    return numpyro.deterministic(group, scale * normal(f"z_{group}", size))
+    return numpyro.deterministic(group, scale * normals(size, name=f"z_{group}"))
 
 
 #: In the order of the model's sites.
@@ -135,8 +132,7 @@ def flights_model(groups: dict[str, int], effects: Callable) -> Callable:
     """Logistic regression of coming late, with effects of groups of these sizes."""
 
     def model(late, distance, subsample_size=None, **codes):
-        a = numpyro.sample("a", dist.Normal(-1.0, 1.0))
-        b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+        a, b = sample(a=dist.Normal(-1.0, 1.0), b=dist.Normal(0.0, 1.0))
         of = {group: effects(group, size) for group, size in groups.items()}
         with numpyro.plate("rows", late.shape[0], subsample_size=subsample_size) as i:
             logits = a + b * distance[i]
@@ -162,7 +158,7 @@ BIKES = {"time": 48, "month": 12}
 def bikes_model(count, X, time, month, subsample_size=None):
     """Hourly hires: negative binomial, with effects of the hour on working days and on others, and of the month."""
     intercept = numpyro.sample("intercept", dist.Normal(5.0, 1.0))
-    beta = normal("beta", X.shape[1])
+    beta = normals(X.shape[1])
     of_time, of_month = (centered(f"{group}_effect", size) for group, size in BIKES.items())
     k = numpyro.sample("k", dist.HalfNormal(5.0))
     with numpyro.plate("rows", count.shape[0], subsample_size=subsample_size) as i:
@@ -189,9 +185,8 @@ def bikes() -> Problem:
 def protein_model(X, y, subsample_size=None):
     """Student-t errors of unknown degrees of freedom."""
     intercept = numpyro.sample("intercept", dist.Normal(0.0, 1.0))
-    beta = normal("beta", X.shape[1])
-    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
-    nu = numpyro.sample("nu", dist.Gamma(2.0, 0.1))
+    beta = normals(X.shape[1])
+    sigma, nu = sample(sigma=dist.HalfNormal(1.0), nu=dist.Gamma(2.0, 0.1))
     with numpyro.plate("rows", y.shape[0], subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.StudentT(nu, intercept + X[i] @ beta, sigma), obs=y[i])
 
@@ -211,7 +206,7 @@ CUTPOINTS = ((-5.0, 0.0, 0.0, 0.0, 0.0), (2.0, 1.0, 1.0, 1.0, 1.0))
 
 def wine_model(X, y):
     """Ordered logit of a wine's quality; the prior is on the first cutpoint and on the logarithms of distances."""
-    beta = normal("beta", X.shape[1])
+    beta = normals(X.shape[1])
     location, scale = (jnp.asarray(values) for values in CUTPOINTS)
     free = dist.Normal(location, scale).to_event(1)
     cutpoints = numpyro.sample("cutpoints", dist.TransformedDistribution(free, transforms.OrderedTransform()))
@@ -230,9 +225,8 @@ FEATURES, LENGTHSCALE = 300, 2.0
 
 def kin8nm_model(X, y, subsample_size=None):
     """Linear regression on features, the weights' and the noise's scales unknown."""
-    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
-    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
-    w = normal("w", X.shape[1], tau)
+    tau, sigma = sample(tau=dist.HalfNormal(1.0), sigma=dist.HalfNormal(1.0))
+    w = normals(X.shape[1], tau, "w")
     with numpyro.plate("rows", y.shape[0], subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.Normal(X[i] @ w, sigma), obs=y[i])
 
@@ -260,11 +254,10 @@ def autoregressive(phi, innovations):
 
 def volatility_model(returns):
     """Stochastic volatility: log variances ``h`` follow an autoregression, whose innovations are not centered."""
-    mu = numpyro.sample("mu", dist.Normal(0.0, 2.0))
-    unit = numpyro.sample("phi_unit", dist.Beta(20.0, 1.5))
+    mu, unit = sample(mu=dist.Normal(0.0, 2.0), phi_unit=dist.Beta(20.0, 1.5))
     phi = numpyro.deterministic("phi", 2 * unit - 1)
     sigma = numpyro.sample("sigma", dist.HalfNormal(0.5))
-    z = normal("z", returns.shape[0])
+    z = normals(returns.shape[0], name="z")
     h = numpyro.deterministic("h", mu + autoregressive(phi, sigma * z))
     numpyro.sample("returns", dist.Normal(0.0, jnp.exp(h / 2)), obs=returns)
 
@@ -279,9 +272,8 @@ def volatility() -> Problem:
 
 def gp_classification_model(distances, y):
     """A latent function with a Matérn 3/2 kernel, whitened."""
-    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
-    amplitude = numpyro.sample("amplitude", dist.HalfNormal(3.0))
-    z = normal("z", y.shape[0])
+    lengthscale, amplitude = sample(lengthscale=dist.LogNormal(0.0, 0.5), amplitude=dist.HalfNormal(3.0))
+    z = normals(y.shape[0], name="z")
     r = 3**0.5 * distances / lengthscale
     # The jitter is large, for in single precision the Cholesky factor of 400 close points needs it. The constant, a
     # level of all points, keeps entries of the factor from numbers so small that processors take twenty times as long.
@@ -307,7 +299,7 @@ def gp_classification() -> Problem:
 def survival_model(X, log_time, event):
     """Weibull regression of times that are known (an event) or at least as long as given (censored)."""
     intercept = numpyro.sample("intercept", dist.Normal(0.0, 2.0))
-    beta = normal("beta", X.shape[1])
+    beta = normals(X.shape[1])
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     # Logarithms of Weibull times are a location and a scale of the least extreme value's law.
     z = (log_time - intercept - X @ beta) / sigma

@@ -13,6 +13,8 @@ import numpyro.distributions as dist
 from numpyro.distributions.transforms import OrderedTransform
 from numpyro.infer import Predictive
 
+from benchmarks.problems.targets import normals, sample
+
 GROUPS = 20
 
 
@@ -34,19 +36,14 @@ def taken(y, i):
     return None if y is None else y[i]
 
 
-def normals(name: str, size: int):
-    return numpyro.sample(name, dist.Normal(0, 1).expand([size]).to_event(1))
-
-
 def logistic(x, y=None, subsample_size: int | None = None):
-    b, a = normals("b", 3), numpyro.sample("a", dist.Normal(0, 1.5))
+    b, a = normals(3, name="b"), numpyro.sample("a", dist.Normal(0, 1.5))
     with numpyro.plate("rows", len(x), subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.Bernoulli(logits=a + x[i] @ b), obs=taken(y, i))
 
 
 def poisson(x, group, y=None, subsample_size: int | None = None):
-    a = numpyro.sample("a", dist.Normal(1, 0.5))
-    b = numpyro.sample("b", dist.Normal(0, 0.5).expand([3]).to_event(1))
+    a, b = numpyro.sample("a", dist.Normal(1, 0.5)), normals(3, 0.5, "b")
     tau = numpyro.sample("tau", dist.HalfNormal(0.5))
     with numpyro.plate("groups", GROUPS):
         u = numpyro.sample("u", dist.Normal(a, tau))
@@ -55,22 +52,21 @@ def poisson(x, group, y=None, subsample_size: int | None = None):
 
 
 def student(x, y=None, subsample_size: int | None = None):
-    a, b = numpyro.sample("a", dist.Normal(0, 1)), normals("b", 3)
-    sigma, nu = numpyro.sample("sigma", dist.HalfNormal(1)), numpyro.sample("nu", dist.Gamma(2, 0.1))
+    a, b = numpyro.sample("a", dist.Normal(0, 1)), normals(3, name="b")
+    sigma, nu = sample(sigma=dist.HalfNormal(1), nu=dist.Gamma(2, 0.1))
     with numpyro.plate("rows", len(x), subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.StudentT(nu, a + x[i] @ b, sigma), obs=taken(y, i))
 
 
 def negative_binomial(x, y=None, subsample_size: int | None = None):
-    a = numpyro.sample("a", dist.Normal(1, 0.5))
-    b = numpyro.sample("b", dist.Normal(0, 0.5).expand([3]).to_event(1))
+    a, b = numpyro.sample("a", dist.Normal(1, 0.5)), normals(3, 0.5, "b")
     phi = numpyro.sample("phi", dist.Gamma(2, 0.5))
     with numpyro.plate("rows", len(x), subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(a + x[i] @ b), phi), obs=taken(y, i))
 
 
 def ordered(x, y=None, subsample_size: int | None = None):
-    b, base = normals("b", 3), dist.Normal(0, 1.5).expand([4]).to_event(1)
+    b, base = normals(3, name="b"), dist.Normal(0, 1.5).expand([4]).to_event(1)
     c = numpyro.sample("c", dist.TransformedDistribution(base, OrderedTransform()))
     with numpyro.plate("rows", len(x), subsample_size=subsample_size) as i:
         numpyro.sample("y", dist.OrderedLogistic(x[i] @ b, c), obs=taken(y, i))

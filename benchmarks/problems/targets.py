@@ -10,6 +10,16 @@ import numpyro
 import numpyro.distributions as dist
 
 
+def sample(**laws: dist.Distribution) -> list:
+    """Sites by name, in their order."""
+    return [numpyro.sample(name, law) for name, law in laws.items()]
+
+
+def normals(d: int, scale: ArrayLike = 1.0, name: str = "beta") -> jax.Array:
+    """A vector of independent N(0, scale²)."""
+    return numpyro.sample(name, dist.Normal(0, scale).expand([d]).to_event(1))
+
+
 def gaussian(mean: ArrayLike = (0.0, 0.0), covariance: ArrayLike | None = None) -> None:
     """N(mean, covariance); by default N(0, I₂), from the paper's Section 3.1."""
     mean = jnp.asarray(mean)

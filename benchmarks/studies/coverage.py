@@ -42,14 +42,8 @@ def batch(name: str, kernel: str, first: int) -> dict:
     """A row: some data sets of a model, one compiled program for all."""
     problem = problems(ROWS)[name]
     truths, responses = problem.draw(random.key(1), NUMBER)
-    mcmc = vectorized(
-        KERNELS[kernel](partial(problem.model, subsample_size=BATCH)),
-        500,
-        500,
-        20,
-        progress_bar=True,
-        jit_model_args=True,
-    )
+    kernel_of_model = KERNELS[kernel](partial(problem.model, subsample_size=BATCH))
+    mcmc = vectorized(kernel_of_model, 500, 500, 20, progress_bar=True, jit_model_args=True)
     row: dict = {"model": name, "kernel": kernel, "first": first, "ranks": [], "errors": [], "means": [], "mcse": []}
     for k in range(first, first + AT_ONCE):
         mcmc.run(random.key(k), **problem.covariates, y=responses[k])
@@ -98,13 +92,6 @@ def coverage(rows: list[dict], level: float) -> tuple[float, float]:
     return mean_and_error(found.mean(1))
 
 
-def z_scores(record: Record, name: str, kernel: str) -> np.ndarray:
-    """Differences of means from NUTS', in standard errors, ``(data set, parameter)``."""
-    (row,) = [row for row in record.select(model=name, kernel=kernel) if row["first"] == 0]
-    nuts = record.rows[f"{name} / NUTS"]
-    return np.subtract(row["means"], nuts["means"]) / np.hypot(row["mcse"], nuts["mcse"])
-
-
 def tables(record: Record) -> str:
     lines = []
     for name in problems(ROWS):
@@ -119,7 +106,9 @@ def tables(record: Record) -> str:
             unflagged = coverage([{"ranks": [x for part in fine for x in part]}], 90)
             cells = [pm(*(100 * x for x in coverage(rows, level)), 1) for level in LEVELS]
             cells += [pm(*(100 * x for x in unflagged), 1), f"{flagged} of {len(errors)}", f"{worst:.2g}"]
-            z = z_scores(record, name, kernel)
+            # Differences of means from NUTS', in standard errors, (data set, parameter).
+            (row,), nuts = (row for row in rows if row["first"] == 0), record.rows[f"{name} / NUTS"]
+            z = np.subtract(row["means"], nuts["means"]) / np.hypot(row["mcse"], nuts["mcse"])
             known = z[np.isfinite(z)]
             cells += [f"{np.sqrt(np.mean(known**2)):.2f}", f"{100 * np.mean(np.abs(known) > 3):.1f}"]
             cells.append(f"{100 * (1 - known.size / z.size):.1f}")

@@ -1,11 +1,10 @@
 """What a first run costs, beside NumPyro's NUTS.
 
-Seven models; each run has 100 + 100 iterations, of 20 particles or of 4 vectorized chains of NUTS, which sees all rows.
-Each kernel runs in a process of its own, pinned to one core, without any cache of compiled programs. The first run is
-in seconds of CPU of the whole process, from the import to the draws. All other seconds are of a clock: of `init`,
-tracing and XLA in it; of a second run, with a progress bar and without; and of a first run that finds the programs of
-an earlier process in JAX's persistent compilation cache. Figures are medians over three processes. Lines are those of
-StableHLO of the program of one iteration.
+Each run has 100 + 100 iterations, of 20 particles or of 4 vectorized chains of NUTS, which sees all rows. Each kernel
+runs in a process of its own, pinned to one core, without any cache of compiled programs. The first run is in seconds of
+CPU of the whole process, from the import to the draws. All other seconds are of a clock: of a second run, with a
+progress bar and without; and of a first run that finds the programs of an earlier process in JAX's persistent
+compilation cache. Figures are medians over three processes.
 
     python -m benchmarks.studies.first_run [--again]
 """
@@ -21,8 +20,6 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-import numpyro
-import numpyro.distributions as dist
 from numpyro.infer import NUTS
 
 from benchmarks.harness.apart import apart
@@ -35,52 +32,7 @@ from numpyro_repulsion import SGLD, SGLDR
 KERNELS = {"SGLD": SGLD, "SGLDR": SGLDR, "NUTS": NUTS}
 ITERATIONS = 100
 #: Of a first run of SGLD over that of NUTS.
-TARGETS = {
-    "eight schools": 0.65, "logistic, minibatches": 0.8, "60 covariates": 0.65, "hierarchical logit": 0.75,
-    "the paper's network": 0.5,
-}  # fmt: skip
-#: JAX's names of what a first run spends its time on.
-EVENTS = {
-    "tracing": ("/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration"),
-    "xla": ("/jax/core/compile/backend_compile_duration",),
-}
-
-
-def hierarchical_logit(x, group, y, subsample_size=None):
-    """A slope and an intercept for each of 20 groups, correlated; the reparameterization is by hand."""
-    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([2]).to_event(1))
-    scale = numpyro.sample("scale", dist.HalfNormal(1).expand([2]).to_event(1))
-    factor = numpyro.sample("factor", dist.LKJCholesky(2, 2.0))
-    with numpyro.plate("group", 20):
-        raw = numpyro.sample("raw", dist.Normal(0, 1).expand([2]).to_event(1))
-    effects = mean + raw @ (scale[:, None] * factor).T
-    with numpyro.plate("rows", len(y), subsample_size=subsample_size) as i:
-        logits = effects[group[i], 0] + effects[group[i], 1] * x[i]
-        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
-
-
-def gaussian_process(x, y):
-    length = numpyro.sample("length", dist.InverseGamma(5, 5))
-    amplitude = numpyro.sample("amplitude", dist.HalfNormal(1))
-    noise = numpyro.sample("noise", dist.HalfNormal(1))
-    distance = (x[:, None] - x) / length
-    covariance = amplitude**2 * jnp.exp(-(distance**2) / 2) + (noise**2 + 1e-5) * jnp.eye(len(x))
-    numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(len(x)), covariance), obs=y)
-
-
-def stochastic_volatility(y):
-    mean = numpyro.sample("mean", dist.Normal(-1, 1))
-    phi = numpyro.sample("phi", dist.Beta(20, 1.5))
-    sigma = numpyro.sample("sigma", dist.HalfNormal(0.3))
-    with numpyro.plate("time", len(y)):
-        noise = numpyro.sample("noise", dist.Normal(0, 1))
-
-    def step(h, e):
-        h = phi * h + sigma * e
-        return h, h
-
-    _, h = jax.lax.scan(step, jnp.zeros(()), noise)
-    numpyro.sample("y", dist.Normal(0, jnp.exp((mean + h) / 2)).to_event(1), obs=y)
+TARGETS = {"eight schools": 0.65, "logistic, minibatches": 0.8, "60 covariates": 0.65, "the paper's network": 0.5}
 
 
 def problems():
@@ -90,13 +42,11 @@ def problems():
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    X, x, time = normal(2000, 8), normal(1000), jnp.linspace(-3, 3, 100)
+    X = normal(2000, 8)
     y = jnp.asarray(rng.random(2000) < 1 / (1 + np.exp(-np.asarray(X[:, 0]))), jnp.float32)
     covariates = normal(455, 13)
     schools = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
     errors = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
-    group, labels = jnp.arange(1000) % 20, jnp.asarray(rng.random(1000) < 0.5, jnp.int32)
-    curve = jnp.sin(time) + 0.1 * normal(100)
     responses = jnp.sin(covariates[:, 0]) + 0.1 * normal(455)
     wide = normal(1000, 60)
     answers = jnp.asarray(rng.random(1000) < 1 / (1 + np.exp(-np.asarray(wide[:, 0]))), jnp.float32)
@@ -104,39 +54,17 @@ def problems():
         "eight schools": (eight_schools, (8, schools, errors), {}),
         "logistic, minibatches": (logistic_regression, (X, y), {"subsample_size": 100}),
         "60 covariates": (logistic_regression, (wide, answers), {}),
-        "hierarchical logit": (hierarchical_logit, (x, group, labels), {}),
-        "Gaussian process": (gaussian_process, (time, curve), {}),
         "the paper's network": (bayesian_neural_network, (covariates, responses), {"subsample_size": 100}),
-        "stochastic volatility": (stochastic_volatility, (0.5 * normal(500),), {}),
     }
 
 
 def measure_here(problem: str, name: str) -> dict:
     """Measures one kernel on one model, in this process."""
-    from jax import monitoring
-
     model, args, settings = problems()[problem]
     ours = name != "NUTS"
     settings = settings if ours else {}
-    spent = dict.fromkeys(EVENTS, 0.0) | {"init": 0.0}
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-
-    def listen(event, duration, **_):
-        for kind, events in EVENTS.items():
-            spent[kind] += duration * (event in events)
-
-    jax.block_until_ready(random.normal(random.key(0), (3,)))
-    monitoring.register_event_duration_secs_listener(listen)
     kernel = KERNELS[name](model)
-    init = kernel.init
-
-    def timed_init(*args, **kwargs):
-        began = time.perf_counter()
-        found = jax.block_until_ready(init(*args, **kwargs))
-        spent["init"] += time.perf_counter() - began
-        return found
-
-    kernel.init = timed_init
     row: dict[str, float] = {}
     mcmc, quiet = (vectorized(kernel, ITERATIONS, ITERATIONS, 20 if ours else 4, progress_bar=x) for x in (True, False))
     # A kernel of NUTS serves one MCMC.
@@ -145,10 +73,7 @@ def measure_here(problem: str, name: str) -> dict:
         each.run(random.key(0), *args, **settings)
         jax.block_until_ready(each.get_samples())
         row[name] = time.perf_counter() - began
-        row |= {} if "cpu" in row else spent | {"cpu": time.process_time()}
-    if ours:
-        sample = jax.jit(partial(kernel.sample, model_args=args, model_kwargs=settings))
-        row["lines"] = sample.lower(mcmc.last_state).as_text().count("\n")
+        row.setdefault("cpu", time.process_time())
     return row
 
 
@@ -176,14 +101,11 @@ def tables(record: Record) -> str:
         target = TARGETS.get(row["model"]) if row["kernel"] == "SGLD" else None
         ratio = "" if row["kernel"] == "NUTS" or not nuts else f"{row['cpu'] / nuts['cpu']:.2f}"
         ratio += f" (at most {target})" if target and ratio else ""
-        keys = ("cpu", "init", "tracing", "xla", "second", "without a bar", "stored")
+        keys = ("cpu", "second", "without a bar", "stored")
         seconds = (f"{row[key]:.1f}" if key in row else "" for key in keys)
-        number = f"{row['lines']:,.0f}" if "lines" in row else ""
-        lines.append([row["model"], f"`{row['kernel']}`", ratio, *seconds, number])
-    head = [
-        "", "", "first run over NUTS's", "first run, CPU s", "`init`, s", "tracing, s", "XLA, s", "second run, s",
-        "second run without a bar, s", "stored first run, s", "lines of StableHLO",
-    ]  # fmt: skip
+        lines.append([row["model"], f"`{row['kernel']}`", ratio, *seconds])
+    head = ["", "", "first run over NUTS's", "first run, CPU s", "second run, s", "second run without a bar, s"]
+    head.append("stored first run, s")
     return table(head, lines)
 
 

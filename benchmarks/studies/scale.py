@@ -32,26 +32,19 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-import numpyro
-import numpyro.distributions as dist
-
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import in_turns, through_mcmc, vectorized
 from benchmarks.harness.store import ROOT, Record, run, table
+from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, ControlVariates, Rows, Subsampled, run_in_pieces
 from numpyro_repulsion.interactions import RandomFeatures
 
 STEP_SIZE, NUM_PARTICLES = 1e-6, 20
+logistic = functools.partial(logistic_regression, subsample_size=500)
 SINGLE, BLOCKS = "single rows", "blocks of 100"
 SOURCES = ("arrays", "`Rows`, a JAX array", "`Rows`, in memory", "`Rows`, on disk")
 #: Of the large file: rows, covariates, bytes for everything but mapped files.
 LARGE = 14_000_000, 36, 1_900_000_000
-
-
-def logistic(x, y, batch=500):
-    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("rows", len(x), subsample_size=batch) as i:
-        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
 
 
 def stream(num_rows, num_covariates, size=100_000):
@@ -115,7 +108,7 @@ SENT = {
 def sent(name: str) -> dict:
     """Kilobytes that one of four devices gets from the others in an update; in a process of its own."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    kernel = SENT[name](functools.partial(logistic, batch=200), step_size=STEP_SIZE)
+    kernel = SENT[name](functools.partial(logistic_regression, subsample_size=200), step_size=STEP_SIZE)
     (batch,) = stream(8000, 2100, 8000)
     axis, kind = ("rows", Rows) if name.endswith("rows") else ("particles", jnp.asarray)
     with jax.set_mesh(jax.make_mesh((4,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))):
@@ -136,7 +129,7 @@ def fit_large(folder: str, num_samples: int) -> dict:
     """Fit the large file; in a process of its own, with its memory limited."""
     resource.setrlimit(resource.RLIMIT_DATA, (LARGE[2], LARGE[2]))
     rows = opened(folder)
-    kernel = SGLD(functools.partial(logistic, batch=1000), gradient=ControlVariates(block_size=100))
+    kernel = SGLD(functools.partial(logistic_regression, subsample_size=1000), gradient=ControlVariates(block_size=100))
     mcmc = vectorized(kernel, 500, num_samples, NUM_PARTICLES)
     began = time.perf_counter()
     run_in_pieces(mcmc, random.key(0), rows["x"], rows["y"], piece_size=100, directory=f"{folder}/run")

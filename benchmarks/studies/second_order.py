@@ -12,7 +12,7 @@ over the runs. The largest of d biases that are 0 would be about two to three of
 
 from functools import cache, partial
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import random
@@ -21,19 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import minimize
 
-import numpyro
-import numpyro.distributions as dist
 from numpyro.infer.util import initialize_model, unconstrain_fn
 
 from benchmarks.harness.runs import in_turns, vectorized
 from benchmarks.harness.store import Record, pm, run, table
 from benchmarks.problems import real, simulated
+from benchmarks.problems.real import Problem
+from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import SGHMC, SGLD, ControlVariates, to_inference_data
-
-try:
-    from jax import enable_x64
-except ImportError:  # an older JAX
-    from jax.experimental import enable_x64
 
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
 BATCH, ROWS = 500, 50_000
@@ -44,21 +39,7 @@ REFERENCE, PARTS = 40_000, 20
 UPDATES = ((50, 500), (300, 500))
 
 
-class Case(NamedTuple):
-    """A model, its data, what makes minibatches of it, and its sites."""
-
-    model: Any
-    data: dict[str, Any]
-    minibatch: dict[str, int]
-
-
-def logistic(x, y, subsample_size=None):
-    b = numpyro.sample("b", dist.Normal(0, 1).expand(x.shape[1:]).to_event(1))
-    with numpyro.plate("rows", len(x), subsample_size=subsample_size) as i:
-        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ b), obs=y[i])
-
-
-def regression(rows: int, d: int, freedom: float = np.inf, batch: int = BATCH) -> Case:
+def regression(rows: int, d: int, freedom: float = np.inf, batch: int = BATCH) -> Problem:
     """A logistic regression on correlated covariates, heavy-tailed with few degrees of freedom."""
     rng = np.random.default_rng(0)
     distance = np.abs(np.subtract.outer(np.arange(d), np.arange(d)))
@@ -66,43 +47,32 @@ def regression(rows: int, d: int, freedom: float = np.inf, batch: int = BATCH) -
     if np.isfinite(freedom):
         x /= np.sqrt(rng.chisquare(freedom, (rows, 1)) / freedom)
     y = rng.random(rows) < 1 / (1 + np.exp(-x @ (0.5 * rng.standard_normal(d))))
-    return Case(logistic, real.as_jax(x=x, y=y.astype(float)), {"subsample_size": batch})
+    return Problem("", logistic_regression, real.as_jax(X=x, y=y.astype(float)), batch, ("beta",))
 
 
-def of_coverage(name: str) -> Case:
+def of_coverage(name: str) -> Problem:
     """A model of the study of coverage with more rows."""
     problem = simulated.problems(ROWS)[name]
     _, responses = problem.draw(random.key(1), 1)
-    return Case(problem.model, problem.covariates | {"y": responses[0]}, {"subsample_size": BATCH})
-
-
-def of_real(name: str) -> Case:
-    problem = real.load(name)
-    size = problem.subsample_size
-    return Case(problem.model, problem.data, {} if size is None else {"subsample_size": size})
+    return Problem(name, problem.model, problem.covariates | {"y": responses[0]}, BATCH, problem.sites)
 
 
 CASES = {
     "logistic, 20,000 × 20, t₃ covariates": partial(regression, 20_000, 20, 3.0, 200),
     **{f"{name}, {ROWS:,} rows": partial(of_coverage, name) for name in simulated.problems(ROWS)},
-    "bikes": partial(of_real, "bikes"),
-    "wine, all rows": partial(of_real, "wine"),
+    "bikes": partial(real.load, "bikes"),
+    "wine, all rows": partial(real.load, "wine"),
     "logistic, 100,000 × 50": partial(regression, 100_000, 50),
 }
-
-
-def all_rows(case: Case) -> dict[str, Any]:
-    return case.data | dict.fromkeys(case.minibatch, None)
 
 
 @cache
 def reference(name: str) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Means, variances, the share of effective draws, and the largest relative error of a variance."""
     case = CASES[name]()
-    with enable_x64():
-        model = partial(case.model, **dict.fromkeys(case.minibatch, None))
+    with jax.enable_x64(True):
         data = {key: jnp.asarray(np.asarray(x, float) if x.dtype == jnp.float32 else x) for key, x in case.data.items()}
-        start, potential, *_ = initialize_model(random.key(0), model, model_kwargs=data, dynamic_args=False)
+        start, potential, *_ = initialize_model(random.key(0), case.model, model_kwargs=data, dynamic_args=False)
         flat, unravel = ravel_pytree(start.z)
         energy = jax.jit(lambda z: potential(unravel(z)))
         found = minimize(jax.jit(jax.value_and_grad(lambda z: potential(unravel(z)))), flat, jac=True, method="BFGS")
@@ -129,11 +99,11 @@ def reference(name: str) -> tuple[np.ndarray, np.ndarray, float, float]:
     return mean, variance, float(weight.mean() ** 2 / (weight**2).mean()), float(error.max())
 
 
-def unconstrained(case: Case, draws: dict[str, Any]) -> np.ndarray:
+def unconstrained(case: Problem, draws: dict[str, Any]) -> np.ndarray:
     """Draws in unconstrained coordinates, ``(draws, d)``."""
 
     def one(x):
-        return ravel_pytree(unconstrain_fn(case.model, (), all_rows(case), x))[0]
+        return ravel_pytree(unconstrain_fn(case.model, (), case.data, x))[0]
 
     return np.asarray(jax.jit(jax.vmap(one))(draws), float)
 
@@ -145,14 +115,12 @@ def bias(name: str, kernel: str, seed: int) -> dict:
     mcmc = vectorized(KERNELS[kernel](case.model), 1000, DRAWS, 20, progress_bar=True)
     squares, means, row = [], [], {"case": name, "kernel": kernel, "seed": seed, "d": len(mean)}
     for k in range(RUNS):
-        mcmc.run(random.key(1000 * seed + k), **case.data, **case.minibatch)
+        mcmc.run(random.key(1000 * seed + k), **case.kwargs)
         if not k:
             row["first"] = time.process_time() - began
             known = to_inference_data(mcmc).posterior.attrs
-            row |= {
-                key: known.get(key) for key in ("control_variates", "step_size", "step_size_bias", "gradient_noise")
-            }
-        x = unconstrained(case, {site: x for site, x in mcmc.get_samples().items() if site in _sites(mcmc)}) - mean
+            row |= {key: known[key] for key in ("control_variates", "step_size", "step_size_bias")}
+        x = unconstrained(case, {site: x for site, x in mcmc.get_samples().items() if site in mcmc.last_state.z}) - mean
         squares.append((x**2).mean(0))
         means.append(x.mean(0))
         mcmc.post_warmup_state = mcmc.last_state
@@ -166,27 +134,23 @@ def bias(name: str, kernel: str, seed: int) -> dict:
     return row | {"effective": quality[0], "reference_error": quality[1]}
 
 
-def _sites(mcmc):
-    return set(mcmc.last_state.z)
-
-
 def update(d: int, batch: int) -> dict:
     """A row: seconds of an update with control variates of either order, in turns."""
     case = regression(20_000, d, batch=batch)
     programs = {}
     for order in (1, 2):
         mcmc = vectorized(SGLD(case.model, gradient=ControlVariates(order=order)), 300, 500, 20, progress_bar=True)
-        mcmc.run(random.key(0), **case.data, **case.minibatch)
+        mcmc.run(random.key(0), **case.kwargs)
         mcmc.post_warmup_state = mcmc.last_state
-        programs[f"order {order}"] = partial(_again, mcmc, case)
+
+        def again(key, mcmc=mcmc):
+            mcmc.run(key, **case.kwargs)
+            return mcmc.last_state.z
+
+        programs[f"order {order}"] = again
     seconds = in_turns(programs, (), 7)
     jax.clear_caches()
     return {"d": d, "batch": batch} | {name: np.median(x) / 5000 for name, x in seconds.items()}
-
-
-def _again(mcmc, case, key):
-    mcmc.run(key, **case.data, **case.minibatch)
-    return mcmc.last_state.z
 
 
 def measure(record: Record) -> None:
@@ -198,38 +162,21 @@ def measure(record: Record) -> None:
 
 
 def tables(record: Record) -> str:
-    lines = []
+    lines, costs = [], []
     for row in record.rows.values():
         if "case" not in row:
+            cells = [f"{1e6 * row[order]:.0f}" for order in ("order 1", "order 2")]
+            costs.append([str(row["d"]), *cells, f"{row['order 2'] / row['order 1']:.2f}"])
             continue
         biases = 100 * np.array(row["bias"])
         worst = int(np.abs(biases).argmax())
-        lines.append(
-            [
-                row["case"],
-                f"`{row['kernel']}`",
-                str(row["d"]),
-                row["control_variates"] or "none",
-                f"{float(row['step_size']):.2f}",
-                f"{100 * float(row['step_size_bias']):.1f} %",
-                f"{pm(100 * row['average'], 100 * row['average_error'], 2)} %",
-                f"{pm(biases[worst], 100 * row['error'][worst], 2)} %",
-                f"{np.abs(row['mean']).max():.4f}",
-                f"{100 * row['reference_error']:.2f} %",
-            ]
-        )
+        cells = [row["case"], f"`{row['kernel']}`", str(row["d"]), row["control_variates"] or "none"]
+        cells += [f"{float(row['step_size']):.2f}", f"{100 * float(row['step_size_bias']):.1f} %"]
+        cells += [f"{pm(100 * row['average'], 100 * row['average_error'], 2)} %"]
+        cells += [f"{pm(biases[worst], 100 * row['error'][worst], 2)} %", f"{np.abs(row['mean']).max():.4f}"]
+        lines.append([*cells, f"{100 * row['reference_error']:.2f} %"])
     head = ["posterior", "kernel", "d", "control variates", "step", "bias said", "mean bias of variances"]
     head += ["largest bias of a variance", "largest error of a mean, sd", "error of the reference"]
-    costs = [
-        [
-            str(row["d"]),
-            f"{1e6 * row['order 1']:.0f}",
-            f"{1e6 * row['order 2']:.0f}",
-            f"{row['order 2'] / row['order 1']:.2f}",
-        ]
-        for row in record.rows.values()
-        if "case" not in row
-    ]
     return f"{table(head, lines)}\n\n{table(['d', 'first order, µs', 'second order, µs', 'ratio'], costs)}"
 
 

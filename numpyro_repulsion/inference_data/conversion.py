@@ -16,7 +16,6 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.diagnostics import find_diverged_chains
 from numpyro_repulsion.findings import Finding, to_json
 from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
-from numpyro_repulsion.inference_data.labels import Labels, named_draws, safe_names
 from numpyro_repulsion.inference_data.rows import (
     by_draw,
     from_posterior,
@@ -37,9 +36,7 @@ from numpyro_repulsion.kernels import (
 )
 from numpyro_repulsion.schedules import BiasBudget
 
-__all__ = ["to_inference_data"]
-
-#: The finding about a run with other data than its warmup; it replaces the findings of that warmup.
+#: It replaces the findings of the warmup.
 OTHER_DATA = Finding(
     "other_data",
     "warning",
@@ -47,9 +44,7 @@ OTHER_DATA = Finding(
     "This run has other data than its warmup, so step size, scales and all else that warmup learned may not fit.",
     "Warm up on these data, unless both are alike.",
 )
-#: Momenta below this share of their temperature are cold. Noise and long steps of a thermostat leave more than 0.8.
-MIN_TEMPERATURE = 0.5
-_WARMUP = ("warmup_posterior", "warmup_sample_stats")
+_LEADING = ("chain", "draw")
 
 
 def to_inference_data(
@@ -147,19 +142,23 @@ def to_inference_data(
     kernel = kernel_of_run(mcmc, "to_inference_data", instead, of_warmup=True, of_optimizer=True)
     target: Any = bound_of(mcmc).target if kernel.model is not None else None
     of_warmup = is_warmup(mcmc)
-    posterior, statistics = _draws(mcmc)
-    shape = next(iter(statistics.values())).shape[:2]
+    posterior = named_draws(mcmc.get_samples(group_by_chain=True))
+    statistics = _statistics(mcmc)
+    shape = statistics["lp"].shape
     # Only the last cloud of an optimizer is a result.
     all_count = kernel.dynamics.is_sampler or of_warmup
     if not all_count:
         posterior = {name: value[:, -1:] for name, value in posterior.items()}
         statistics = {name: value[:, -1:] for name, value in statistics.items()}
-    latent = _latent(target, posterior)
+    has_all = target is not None and set(target.latent) <= set(posterior)
+    latent = {name: posterior[name] for name in target.latent} if has_all else {}
     if deterministic and latent and target.minibatched:
-        counted = next(iter(latent.values())).shape[:2]
         what, remedy = f"The deterministic sites {sorted(target.minibatched)}", "Pass deterministic=False"
-        posterior |= map_draws(ModelTarget.minibatched_values, target, latent, counted, what, remedy)
-    wanted = _wanted(log_likelihood=log_likelihood, posterior_predictive=posterior_predictive, prior=prior)
+        posterior |= map_draws(ModelTarget.minibatched_values, target, latent, what, remedy)
+    given = {"posterior_predictive": posterior_predictive, "prior": prior}
+    wanted = {name for name, value in given.items() if value is not None and is_key(name, value)}
+    if log_likelihood is True or (log_likelihood is not False and len(log_likelihood)):
+        wanted.add("log_likelihood")
     _require_model(wanted, target, latent, of_warmup)
     observations = observe(target)
     if observations.failure:
@@ -181,31 +180,37 @@ def to_inference_data(
     if "prior" in wanted:
         groups["prior"], groups["prior_predictive"] = from_prior(target, prior, deterministic)
     elif prior is not None:
-        groups["prior"], groups["prior_predictive"] = _split_prior(prior, target, posterior)
+        # What the posterior has too, and predictions.
+        of_prior = {*posterior, *(target.minibatched if target is not None else ())}
+        draws = {name: np.asarray(value)[None] for name, value in prior.items()}
+        groups["prior"] = {name: value for name, value in draws.items() if name in of_prior}
+        groups["prior_predictive"] = {name: value for name, value in draws.items() if name not in of_prior}
     for name in {"posterior_predictive", "prior_predictive"} & set(groups):
         groups[name] = observations.counting(groups[name], 2)
     groups["observed_data"] = observations.counting(observations.values, 0)
     groups["constant_data"] = dict(constant_data or {})
     groups["predictions_constant_data"] = dict(predictions_constant_data or {})
     variables = [name for group in groups.values() for name in group]
-    names = safe_names(variables, target.plate_sizes if target is not None else ())
-    labels = Labels(target, observations, names, coords, dims)
+    names = _safe_names([*variables, *(target.plate_sizes if target is not None else ())])
+    labels = _Labels(target, observations, names, coords, dims)
     facts = _attributes(mcmc, kernel, target)
     of_chains = {"ensemble": facts["ensemble"]}
     if all_count:
         dimension = mcmc.last_state.gradient.shape[-1]
         temperature = kernel.dynamics.temperature or 1.0
-        is_network = _is_network(mcmc.last_state)
+        problems = mcmc.last_state.learned.problems
+        # Warmup prolonged the arrival, as for networks.
+        is_network = problems is not None and bool(problems.is_prolonged)
         energy = -statistics["lp"] / temperature
         diverged, facts["num_wide"] = find_diverged_chains(latent or posterior, energy, dimension, is_network)
         of_chains["diverged_chains"] = diverged
     datasets = {}
     for name, group in groups.items():
         if group:
-            per_particle = all_count and name in ("posterior", "sample_stats")
-            dataset = labels.dataset(name, group, of_chains if per_particle else {})
+            of_run = name in ("posterior", "sample_stats")
+            dataset = labels.dataset(name, group, of_chains if all_count and of_run else {})
             dataset.attrs.update(facts)
-            datasets[f"warmup_{name}" if of_warmup and name in ("posterior", "sample_stats") else name] = dataset
+            datasets[f"warmup_{name}" if of_warmup and of_run else name] = dataset
     if warmup is not None:
         datasets |= _of_warmup(warmup, mcmc.num_chains)
     if arviz.__version__.startswith("0."):
@@ -215,28 +220,13 @@ def to_inference_data(
     return data
 
 
-def _draws(mcmc):
-    """Return ``(posterior, sample_stats)``."""
+def _statistics(mcmc):
     fields = mcmc.get_extra_fields(group_by_chain=True)
-    statistics = {name: value for name, value in fields.items() if isinstance(value, jax.Array | np.ndarray)}
-    statistics["lp"] = -statistics.pop("potential_energy")
+    found = {name: value for name, value in fields.items() if isinstance(value, jax.Array | np.ndarray)}
+    found["lp"] = -found.pop("potential_energy")
     # In a state, bandwidth 0 means none.
-    statistics["bandwidth"] = np.where(np.asarray(statistics["bandwidth"]) > 0.0, statistics["bandwidth"], np.nan)
-    return named_draws(mcmc.get_samples(group_by_chain=True)), statistics
-
-
-def _latent(target, posterior):
-    """Return the draws of the latent sites, or nothing if the run left some out."""
-    if target is None or not set(target.latent) <= set(posterior):
-        return {}
-    return {name: posterior[name] for name in target.latent}
-
-
-def _wanted(*, log_likelihood, **given):
-    """Return the names of the groups to compute from the model."""
-    asked = log_likelihood if isinstance(log_likelihood, bool) else len(log_likelihood) > 0
-    keys = {name for name, value in given.items() if value is not None and is_key(name, value)}
-    return keys | {"log_likelihood"} if asked else keys
+    found["bandwidth"] = np.where(np.asarray(found["bandwidth"]) > 0.0, found["bandwidth"], np.nan)
+    return found
 
 
 def _require_model(wanted, target, latent, of_warmup):
@@ -256,45 +246,35 @@ def _require_model(wanted, target, latent, of_warmup):
         )
 
 
-def _split_prior(prior, target, posterior):
-    """Split the user's draws into sites that the posterior has too, and predictions."""
-    draws = {name: np.asarray(value)[None] for name, value in prior.items()}
-    of_prior = set(posterior) | set(target.minibatched if target is not None else ())
-    return (
-        {name: value for name, value in draws.items() if name in of_prior},
-        {name: value for name, value in draws.items() if name not in of_prior},
-    )
-
-
 def _of_warmup(data, num_chains):
     """Return the groups of a conversion made after warmup."""
+    names = ["warmup_posterior", "warmup_sample_stats"]
     try:
-        groups = {name: data[name] for name in _WARMUP}
+        groups = {name: data[name] for name in names}
     except (KeyError, TypeError, AttributeError):
         raise ValueError(
             "`warmup` is what to_inference_data(mcmc) returns between mcmc.warmup(..., collect_warmup=True) and "
-            f"mcmc.run(...), with the groups {list(_WARMUP)}; got {type(data).__name__} without them."
+            f"mcmc.run(...), with the groups {names}; got {type(data).__name__} without them."
         ) from None
-    groups = {name: group.to_dataset() if hasattr(group, "to_dataset") else group for name, group in groups.items()}
     if any(group.sizes["chain"] != num_chains for group in groups.values()):
         raise ValueError(
             f"`warmup` must come from this run, with {num_chains} chains; pass what to_inference_data(mcmc) returned "
             "before mcmc.run."
         )
-    return groups
+    return {name: group.to_dataset() if hasattr(group, "to_dataset") else group for name, group in groups.items()}
 
 
 def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) -> dict[str, Any]:
-    """Return the attributes that describe a run."""
     state = mcmc.last_state
     plates = target.plates if target is not None else {}
     measured = isinstance(kernel.step_size, BiasBudget)
     is_other = has_other_data(mcmc)
     findings = ([OTHER_DATA] if is_other else kernel.findings(state)) + _of_momenta(kernel, state)
-    known = state.learned.measurements
+    known, reference = state.learned.measurements, state.learned.reference
     biases = (-1.0, -1.0) if known is None else (float(known.bias), float(known.mean_bias))
     bias, mean_bias = (np.nan if x < 0.0 or is_other else x for x in biases)
     coupling, num_independent = coupling_of(mcmc)
+    order = "none" if reference is None else "first order" if reference.hessian is None else "second order"
     return {
         "created_at": datetime.now(UTC).isoformat(),
         "inference_library": "numpyro_repulsion",
@@ -305,7 +285,7 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
         "dynamics": repr(kernel.dynamics),
         "moves": repr(kernel.moves),
         "gradient": repr(bound_of(mcmc).gradient),
-        "control_variates": _control_variates(state.learned.reference),
+        "control_variates": order,
         "minibatches": ", ".join(f"{size} of {total} {name}" for name, (total, size) in plates.items()),
         "centering": _centering(state),
         "preconditioner": "None" if kernel.preconditioner is None else str(kernel.preconditioner),
@@ -330,30 +310,18 @@ def _attributes(mcmc: MCMC, kernel: ParticleKernel, target: ModelTarget | None) 
     }
 
 
-def _control_variates(reference):
-    """Return the order of the control variates in use, in words."""
-    if reference is None:
-        return "none"
-    return "first order" if reference.hessian is None else "second order"
-
-
 def _of_momenta(kernel, state):
     """Return a finding about momenta that are far colder than in equilibrium, so that particles hardly move."""
     found = kernel.dynamics.kinetic_temperature(state.memory)
     if found is None or not kernel.dynamics.is_sampler:
         return []
     share = float(found) / kernel.dynamics.temperature
-    # The mean of n squares has a standard deviation of sqrt(2 / n).
-    if not share < min(MIN_TEMPERATURE, 1.0 - 4.0 * (2.0 / state.memory[0].size) ** 0.5):
+    # Noise and long steps of a thermostat leave more than 0.8; the mean of n squares has an sd of sqrt(2 / n).
+    if not share < min(0.5, 1.0 - 4.0 * (2.0 / state.memory[0].size) ** 0.5):
         return []
     message = f"Momenta have {100 * share:.0f} % of their temperature, so particles hardly move."
     remedy = "Leave `step_size` to warmup, or raise `num_warmup`: the friction of a thermostat falls slowly."
     return [Finding("cold_momenta", "error", share, message, remedy)]
-
-
-def _is_network(state):
-    """Return whether warmup prolonged the arrival, as for networks."""
-    return state.learned.problems is not None and bool(state.learned.problems.is_prolonged)
 
 
 def _centering(state):
@@ -364,3 +332,115 @@ def _centering(state):
     shares = ravel_cloud(state.z)[1](centering.share)
     ranges = {name: (float(x.min()), float(x.max())) for name, x in shares.items() if x.size and (x != 1.0).any()}
     return ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in ranges.items())
+
+
+def named_draws(samples: Any) -> dict[str, Any]:
+    """Return arrays by name: site names, or for the pytree of a ``potential_fn`` the path of each leaf."""
+    if isinstance(samples, dict) and all(isinstance(value, jax.Array | np.ndarray) for value in samples.values()):
+        return dict(samples)
+    leaves = jax.tree.leaves_with_path(samples)
+    return {("z" + jax.tree_util.keystr(path)).replace("'", ""): leaf for path, leaf in leaves}
+
+
+class _Labels:
+    """Names of variables and of the axes of their arrays, by the plates of the model and by what the user says."""
+
+    def __init__(self, target, observations, names, coords, dims):
+        self.target, self.entries, self.names = target, observations.entries, names
+        self.coords = {names.get(name, name): values for name, values in (coords or {}).items()}
+        self.dims = {names.get(name, name): list(listed) for name, listed in (dims or {}).items()}
+
+    def dataset(self, group, arrays, of_chains):
+        """Return an ``xarray.Dataset`` in which every axis has a name and coordinates."""
+        import xarray
+
+        leading = () if group.endswith("_data") else _LEADING
+        variables: dict[str, tuple] = {}
+        coords: dict[str, Any] = {}
+        for name, value in arrays.items():
+            # JAX arrays are copied so that users may write to them; NumPy arrays may lie on disk and stay there.
+            value = value if isinstance(value, np.ndarray) else np.array(value)
+            safe, shape = self.names[name], value.shape[len(leading) :]
+            axes = self._axes(name, shape, group)
+            for i, size in enumerate(shape):
+                axis = axes[i]
+                # A plate may have two lengths if new rows are predicted.
+                if axis is None or (axis not in self.dims.get(safe, ()) and _differs(coords, axis, size)):
+                    axes[i] = axis = f"{safe}_dim_{i}"
+                if _differs(coords, axis, size):
+                    raise ValueError(
+                        f"Dimension '{axis}' has size {len(coords[axis])}, and would have {size} for '{name}'; give "
+                        "the two different names in `dims`."
+                    )
+                coords.setdefault(axis, self._coordinate(name, axis, size, group))
+            coords |= {axis: np.arange(size) for axis, size in zip(leading, value.shape, strict=False)}
+            variables[safe] = ([*leading, *axes], value, {} if safe == name else {"site": name})
+        taken = {*variables, *coords}
+        coords |= {name: ("chain", values) for name, values in of_chains.items() if name not in taken}
+        return xarray.Dataset(variables, coords)
+
+    def _axes(self, name, shape, group):
+        """Return the names of axes, ``None`` for those without."""
+        given = self.dims.get(self.names[name])
+        if name in self.entries and group != "predictions" and shape[:1] == self.entries[name][1].shape:
+            behind = [] if given is None else given[len(self.entries[name][0]) :]
+            given = [f"{self.names[name]}_entry", *behind]
+        if given is not None:
+            if len(given) > len(shape) and group != "log_likelihood":
+                raise ValueError(
+                    f"`dims['{name}']` must have at most {len(shape)} names, one for each dimension; got {given}."
+                )
+            # Log likelihoods have no event axes.
+            return [*given, *[None] * len(shape)][: len(shape)]
+        return self._plates(name, shape, group)
+
+    def _plates(self, name, shape, group):
+        axes: list[str | None] = [None] * len(shape)
+        if self.target is None:
+            return axes
+        plates, sizes = self.target.dims.get(name, {}), self.target.plate_sizes
+        event, event_names = self.target.events.get(name, (None, ()))
+        event = 0 if group == "log_likelihood" and event is not None else event
+        # Deterministic sites do not say where their batch ends.
+        splits = range(len(shape) + 1) if event is None else [len(shape) - event]
+        for split in splits:
+            axes_of = {split + dim: plate for plate, dim in plates.items()}
+            if min(axes_of, default=0) >= 0 and (
+                group == "predictions" or all(shape[i] == sizes[plate] for i, plate in axes_of.items())
+            ):
+                for i, plate in axes_of.items():
+                    axes[i] = self.names[plate]
+                break
+        if event and len(event_names) == event:
+            axes[-event:] = event_names
+        return axes
+
+    def _coordinate(self, name, axis, size, group):
+        if name in self.entries and axis == f"{self.names[name]}_entry":
+            return self.entries[name][1]
+        values = self.coords.get(axis)
+        if values is None or (group.startswith("predictions") and len(values) != size):
+            return np.arange(size)
+        if len(values) != size:
+            raise ValueError(f"coords['{axis}'] must have {size} values, one for each entry; got {len(values)}.")
+        return np.asarray(values)
+
+
+def _differs(coords, axis, size):
+    return axis in coords and len(coords[axis]) != size
+
+
+def _safe_names(names):
+    """Return unique names for ArviZ, in which "." replaces "/", which separates netCDF groups."""
+    safe: dict[str, str] = {}
+    taken = set(_LEADING)
+    # Names that may stay as they are come first.
+    for name in sorted(dict.fromkeys(names), key=lambda name: "/" in name):
+        found = wished = name.replace("/", ".")
+        while found in taken:
+            found += "_"
+        if found != wished:
+            warnings.warn(f"'{name}' is called '{found}' here, because '{wished}' is taken.", stacklevel=3)
+        taken.add(found)
+        safe[name] = found
+    return safe

@@ -19,28 +19,10 @@ from numpyro.util import is_prng_key
 
 from numpyro_repulsion.gradients import ModelTarget, Target, compiled, influenced
 
-__all__ = [
-    "Observations",
-    "all_rows",
-    "by_draw",
-    "from_posterior",
-    "from_prior",
-    "in_chunks",
-    "is_key",
-    "map_draws",
-    "observe",
-    "pointwise",
-    "visible",
-]
-
 #: Results of more bytes raise `ValueError`.
 MAX_BYTES = 2**31
-#: The largest intermediate array of a chunk has at most about this many bytes, unless a single draw has more.
-CHUNK_BYTES = 2**27
 #: Most draws computed at once.
 CHUNK_SIZE = 100
-#: Number of draws from the prior.
-NUM_PRIOR = 1000
 
 
 class all_rows(Messenger):
@@ -93,10 +75,8 @@ def in_chunks(
     """Yield what ``fn(target, draw)`` returns, arrays by name, for chunks of draws that fit into memory.
 
     :param draws: a pytree of arrays with a leading axis.
-    :param what: what is computed, for the message.
-    :param remedy: what to do instead, for the message.
+    :param what: what is computed, and ``remedy`` what to do instead, for the error if what is kept exceeds 2 GiB.
     :param kept: the result that the caller keeps of all draws; ``None`` if it keeps all.
-    :raises ValueError: if what is kept would exceed 2 GiB.
     """
     total = len(jax.tree.leaves(draws)[0])
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), draws)
@@ -104,7 +84,8 @@ def in_chunks(
     size = total * sum(_bytes(x) for name, x in results.items() if kept in (None, name))
     if size > MAX_BYTES:
         raise ValueError(f"{what} over all rows would take {size / 2**30:.1f} GiB for {total} draws. {remedy}.")
-    chunk = max(1, min(CHUNK_SIZE, CHUNK_BYTES // max(_largest(program.jaxpr), 1), total))
+    # The largest intermediate array of a chunk has at most about 128 MiB, unless a single draw has more.
+    chunk = max(1, min(CHUNK_SIZE, 2**27 // _largest(program.jaxpr), total))
     of_chunk = compiled(lambda target, draws: jax.vmap(partial(fn, target))(draws), target)
     for start in range(0, total, chunk):
         # The last chunk ends at the last draw, and the draws that it repeats are dropped, so that one program does all.
@@ -114,29 +95,22 @@ def in_chunks(
 
 
 def map_draws(
-    fn: Callable[[Any, Any], dict], target: Target, draws: Any, shape: tuple[int, ...], what: str, remedy: str
+    fn: Callable[[Any, Any], dict], target: Target, draws: Any, what: str, remedy: str
 ) -> dict[str, np.ndarray]:
-    """Return what ``fn(target, draw)`` returns of all draws, arrays by name with leading axes ``shape``.
-
-    :param draws: a pytree of arrays with these leading axes.
-    """
-    total = math.prod(shape)
-    flat = jax.tree.map(lambda x: x.reshape(total, *x.shape[len(shape) :]), draws)
+    """Return what ``fn(target, draw)`` returns, arrays by name, for draws ``(chain, draw, ...)``, in the same shape."""
+    shape = jax.tree.leaves(draws)[0].shape[:2]
+    flat = jax.tree.map(lambda x: x.reshape(math.prod(shape), *x.shape[2:]), draws)
     remedy = f"{remedy}, or keep fewer draws (MCMC(..., thinning=...))"
     parts = list(in_chunks(fn, target, flat, what, remedy))
-    found = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return {name: x.reshape(*shape, *x.shape[1:]) for name, x in found.items()}
 
 
 def _largest(jaxpr):
     """Return the size in bytes of the largest intermediate array of a program."""
-    largest = 0
-    for equation in jaxpr.eqns:
-        sizes = [_bytes(variable.aval) for variable in equation.outvars if hasattr(variable.aval, "shape")]
-        inner = [getattr(value, "jaxpr", value) for value in equation.params.values()]
-        sizes += [_largest(value) for value in inner if hasattr(value, "eqns")]
-        largest = max([largest, *sizes])
-    return largest
+    own = [_bytes(x.aval) for equation in jaxpr.eqns for x in equation.outvars if hasattr(x.aval, "shape")]
+    inner = (getattr(value, "jaxpr", value) for equation in jaxpr.eqns for value in equation.params.values())
+    return max([1, *own, *(_largest(program) for program in inner if hasattr(program, "eqns"))])
 
 
 def _bytes(array):
@@ -158,22 +132,17 @@ class Observations(NamedTuple):
 
     def counting(self, group: dict, lead: int) -> dict:
         """Return a group without hidden entries, the others on one flat axis after ``lead`` leading ones."""
-        return {name: self._counting(name, value, lead) for name, value in group.items()}
-
-    def _counting(self, name, value, lead):
-        if name not in self.entries:
-            return value
-        shape, entries = self.entries[name]
-        value = np.asarray(value)
-        # Event axes follow the batch axes; log likelihoods have none.
-        event = np.shape(self.values[name])[len(shape) :] if value.ndim > lead + len(shape) else ()
-        if value.shape[lead:] != (*shape, *event):
-            return value
-        return value.reshape(*value.shape[:lead], -1, *event)[(slice(None),) * lead + (entries,)]
+        found = dict(group)
+        for name in group.keys() & self.entries.keys():
+            (shape, entries), value = self.entries[name], np.asarray(group[name])
+            end = lead + len(shape)
+            if value.shape[lead:end] == shape:
+                found[name] = value.reshape(*value.shape[:lead], -1, *value.shape[end:]).take(entries, lead)
+        return found
 
 
 def observe(target: ModelTarget | None) -> Observations:
-    """Run the model over all rows and returns what it observes; warns of observed sites that are not data."""
+    """Run the model over all rows and return what it observes; warn of observed sites that are not data."""
     if target is None or not target.observed:
         return Observations({}, {})
     try:
@@ -182,21 +151,20 @@ def observe(target: ModelTarget | None) -> Observations:
     except (TypeError, ValueError) as error:
         if not target.plates:
             raise
-        failure = f"the model fails when it is given all rows of {sorted(target.plates)} "
-        return Observations({}, {}, f"{failure}({type(error).__name__}: {str(error).splitlines()[0]}).")
-    if transformed := [name for name in values if name in moved[0]]:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return Observations({}, {}, f"the model fails when it is given all rows of {sorted(target.plates)} ({why}).")
+    moved_values, moved_masks = moved
+    if transformed := [name for name in values if name in moved_values]:
         warnings.warn(
             f"The values of the observed sites {transformed} depend on latent sites, so they are not data and are left "
             "out of observed_data.",
             stacklevel=3,
         )
-    entries = {}
-    for name, mask in masks.items():
-        # A mask that depends on latent sites is part of the model and hides other entries for each draw.
-        if name not in moved[1] and not np.all(mask):
-            entries[name] = (np.shape(mask), np.flatnonzero(mask))
-    kept = {name: np.asarray(value) for name, value in values.items() if name not in moved[0]}
-    return Observations(kept, {name: entry for name, entry in entries.items() if name in kept})
+    kept = {name: np.asarray(value) for name, value in values.items() if name not in moved_values}
+    # A mask that depends on latent sites is part of the model and hides other entries for each draw.
+    fixed = {name: mask for name, mask in masks.items() if name in kept and name not in moved_masks}
+    entries = {name: (np.shape(mask), np.flatnonzero(mask)) for name, mask in fixed.items() if not np.all(mask)}
+    return Observations(kept, entries)
 
 
 def _observed(sites, names):
@@ -254,14 +222,15 @@ def _moved(target):
 
 
 def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the log likelihood of every entry of the observed sites over all rows, without subsampling or scaling.
-
-    :param target: the model and its data.
-    :param draws: latent sites in their supports, ``(chain, draw, ...)``.
-    :param which: names of observed sites or factors, or ``True`` for all observed sites.
-    :raises ValueError: for unknown names, and for models whose draws do not determine the likelihood.
-    """
-    names = _names(target, which)
+    """Return the log likelihood of every entry of the observed sites over all rows, without subsampling or scaling."""
+    if isinstance(which, str) or not (isinstance(which, bool) or all(isinstance(name, str) for name in which)):
+        raise TypeError(f"`log_likelihood` must be True, False or a list of names of observed sites; got {which!r}.")
+    names = list(target.observed if isinstance(which, bool) else which)
+    if unknown := [name for name in names if name not in (*target.observed, *target.factors)]:
+        raise ValueError(
+            f"`log_likelihood` names {unknown}, which the model does not observe. It observes {target.observed}"
+            f"{f', and has the factors {target.factors}' if target.factors else ''}."
+        )
     if not names:
         raise ValueError(
             "There is no log likelihood, because the model observes nothing"
@@ -289,7 +258,7 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
 
     def likelihoods(target, values, key=None):
         sites = target.sites(values, key)
-        scaled[:] = [name for name in names if not _is_one(_scale(target, name, sites[name]["scale"]))]
+        scaled[:] = [name for name in names if _is_weighted(target, name, sites[name]["scale"])]
         return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in names}
 
     # Modules ask for a key too, for initial values that the draws replace.
@@ -299,9 +268,8 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
             "The likelihood is random (numpyro.prng_key): the log likelihood of a draw is only an estimate, and "
             "importance weights from estimates are wrong. Leave log_likelihood=False."
         )
-    shape = next(iter(draws.values())).shape[:2]
     what, remedy = f"The log likelihood of {sorted(names)}", "Pass log_likelihood=False or fewer names"
-    found = map_draws(likelihoods, target, draws, shape, what, remedy)
+    found = map_draws(likelihoods, target, draws, what, remedy)
     if scaled:
         warnings.warn(
             f"A handler weights the sites {scaled} in the posterior but not in "
@@ -311,37 +279,16 @@ def pointwise(target: ModelTarget, draws: dict, which: bool | Sequence[str]) -> 
     return found
 
 
-def _names(target, which):
-    if isinstance(which, bool):
-        return list(target.observed)
-    if isinstance(which, str) or not all(isinstance(name, str) for name in which):
-        raise TypeError(f"`log_likelihood` must be True, False or a list of names of observed sites; got {which!r}.")
-    if unknown := [name for name in which if name not in (*target.observed, *target.factors)]:
-        raise ValueError(
-            f"`log_likelihood` names {unknown}, which the model does not observe. It observes {target.observed}"
-            f"{f', and has the factors {target.factors}' if target.factors else ''}."
-        )
-    return list(which)
-
-
-def _scale(target, name, scale):
-    """Return the scale of a site without the factor that compensates for rows left out of a minibatch."""
+def _is_weighted(target, name, scale):
+    """Return whether a site has a scale beside the factor that makes up for rows left out of a minibatch."""
     if scale is None or isinstance(scale, jax.core.Tracer):
-        return scale
+        return scale is not None
     sizes = [target.plates[plate] for plate in target.rows_outside.get(name, ())]
-    return np.asarray(scale) / math.prod(size / batch for size, batch in sizes)
-
-
-def _is_one(scale):
-    # Traced scales count as weights.
-    return scale is None or (not isinstance(scale, jax.core.Tracer) and bool(np.allclose(scale, 1)))
+    return not np.allclose(np.asarray(scale) / math.prod(size / batch for size, batch in sizes), 1)
 
 
 def is_key(name: str, given: Any) -> bool:
-    """Return whether the user passed a PRNG key; otherwise it must be draws by name.
-
-    :raises TypeError: for anything else.
-    """
+    """Return whether the user passed a PRNG key, or else draws by name."""
     if isinstance(given, Mapping):
         return False
     if not isinstance(given, bool) and hasattr(given, "dtype") and is_prng_key(given):
@@ -353,10 +300,7 @@ def is_key(name: str, given: Any) -> bool:
 
 
 def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str, np.ndarray]:
-    """Return one replicate per draw of the observed sites over all rows, and of deterministic sites made from them.
-
-    :param draws: latent sites in their supports, ``(chain, draw, ...)``.
-    """
+    """Return one replicate per draw of the observed sites over all rows, and of deterministic sites made from them."""
     _require_drawable(target, "posterior_predictive")
     if target.discrete:
         raise ValueError(
@@ -371,9 +315,9 @@ def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str
         return {name: sites[name]["value"] for name in names}
 
     shape = next(iter(draws.values())).shape[:2]
-    numbered = jnp.arange(int(np.prod(shape))).reshape(shape), draws
+    numbered = jnp.arange(math.prod(shape)).reshape(shape), draws
     what = f"posterior_predictive for {sorted(names)}"
-    return map_draws(replicate, target, numbered, shape, what, "Leave posterior_predictive=None")
+    return map_draws(replicate, target, numbered, what, "Leave posterior_predictive=None")
 
 
 def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tuple[dict, dict]:
@@ -384,15 +328,15 @@ def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tupl
     statistics = _statistics(target)
     names = [*target.latent, *target.discrete, *target.deterministic, *(target.minibatched if deterministic else ())]
     predicted = [*target.observed, *statistics]
+    both = {*names, *predicted}
 
     def draw(target, number):
         sites = target.sites({}, random.fold_in(key, number), observed=False)
-        return {name: sites[name]["value"] for name in {*names, *predicted}}
+        return {name: sites[name]["value"] for name in both}
 
-    numbers = jnp.arange(NUM_PRIOR)[None]
     try:
-        what = f"Draws from the prior of {sorted({*names, *predicted})}"
-        found = map_draws(draw, target, numbers, numbers.shape, what, "Leave prior=None")
+        what = f"Draws from the prior of {sorted(both)}"
+        found = map_draws(draw, target, jnp.arange(1000)[None], what, "Leave prior=None")
     except NotImplementedError as error:
         reason = str(error) or "a site has no sampler"
         raise ValueError(f"The prior of this model cannot be drawn from: {reason}. Leave prior=None.") from error
@@ -400,19 +344,15 @@ def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tupl
 
 
 def by_draw(name: str, given: Mapping, shape: tuple[int, ...], is_sampler: bool = True) -> dict[str, np.ndarray]:
-    """Return draws that the user passed in, with the leading axes chain and draw.
-
-    :param shape: ``(chains, draws)``.
-    :param is_sampler: whether all draws count, or only the last of each chain.
-    """
-    found = {}
+    """Return draws that the user passed in, with the leading axes chain and draw; of an optimizer the last ones."""
+    found, total = {}, math.prod(shape)
     for site, value in given.items():
         value = np.asarray(value)
         if value.shape[:2] != shape:
-            if value.shape[:1] != (int(np.prod(shape)),):
+            if value.shape[:1] != (total,):
                 raise ValueError(
                     f"`{name}` needs one value of '{site}' for each of the {shape[0]} × {shape[1]} draws, of shape "
-                    f"({int(np.prod(shape))}, ...) or ({shape[0]}, {shape[1]}, ...); got {value.shape}."
+                    f"({total}, ...) or ({shape[0]}, {shape[1]}, ...); got {value.shape}."
                 )
             value = value.reshape(*shape, *value.shape[1:])
         found[site] = value if is_sampler else value[:, -1:]

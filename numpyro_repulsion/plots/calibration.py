@@ -11,8 +11,6 @@ from numpyro_repulsion.checks import integer, number
 from numpyro_repulsion.plots.draws import COLORS, check_axes, new_axes
 from numpyro_repulsion.predictions import Predictions
 
-__all__ = ["plot_calibration"]
-
 KINDS = ("coverage", "pit", "reliability")
 #: Marks what a call has drawn among the artists of the axes.
 MARK = "calibration"
@@ -28,7 +26,7 @@ def plot_calibration(
     color: Any = None,
     ax: Any = None,
 ) -> Any:
-    r"""Plots whether predictions hold as often as they say.
+    r"""Plot whether predictions hold as often as they say.
 
     - ``"coverage"``: the share of observations in central intervals, against the share that they should hold. Above
       the diagonal intervals are too wide, below it too narrow.

@@ -1,11 +1,13 @@
-"""Draws by variable, chain and iteration, read from arrays, a NumPyro run, or ArviZ's data."""
+"""What plots share: draws read from arrays, a NumPyro run, or ArviZ's data; axes, colors and functions of points."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 import itertools
 from typing import Any, NamedTuple
 
+import jax
+from jax import lax
 import numpy as np
 
 from numpyro.infer import MCMC
@@ -15,24 +17,12 @@ from numpyro_repulsion.diagnostics import num_independent
 from numpyro_repulsion.inference_data import named_draws
 from numpyro_repulsion.kernels import ParticleKernel, coupling_of, require_draws
 
-__all__ = [
-    "COLORS",
-    "Draws",
-    "check_axes",
-    "choose_iterations",
-    "ensemble_colors",
-    "listed",
-    "new_axes",
-    "read_draws",
-    "require_pyplot",
-]
-
 #: Those of Okabe and Ito's colors, which color-blind readers can tell apart, that are legible on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def require_pyplot() -> Any:
-    """Return ``matplotlib.pyplot``, or raises an ``ImportError`` that says how to install it."""
+    """Return ``matplotlib.pyplot``, or raise an ``ImportError`` that says how to install it."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -57,18 +47,21 @@ def new_axes(size: tuple[float, float]) -> Any:
     return ax
 
 
-def ensemble_colors(count: int, colors: str | Sequence[Any] | None = None) -> list[Any]:
-    """Return a color for each ensemble: those given, or the palette's, or a scale's if the palette has too few."""
-    if isinstance(colors, str):
-        return [colors] * count
-    if colors is not None:
-        if len(colors) != count:
-            raise ValueError(f"`colors` must be one color, or one for each of {count} ensembles; got {len(colors)}.")
-        return list(colors)
-    if count <= len(COLORS):
-        return list(COLORS[:count])
-    scale = require_pyplot().get_cmap("viridis")
-    return [scale(0.9 * i / (count - 1)) for i in range(count)]
+def numbers(value: Any) -> np.ndarray:
+    """Return an array of floats, an empty one if the user's value is none."""
+    try:
+        return np.asarray(value, float)
+    except (TypeError, ValueError):
+        return np.empty(0)
+
+
+def evaluate(name: str, function: Callable, points: Any, point: str) -> np.ndarray:
+    """Return a function's scalars at points, arrays with a leading axis; its name and what it gets are for messages."""
+    found = jax.eval_shape(function, jax.tree.map(lambda x: x[0], points))
+    if getattr(found, "shape", None) != ():
+        raise ValueError(f"`{name}` must return a scalar for {point}; got {found}.")
+    # The likelihood of many rows at all points at once would not fit into memory.
+    return np.asarray(jax.jit(lambda points: lax.map(function, points, batch_size=256))(points), float)
 
 
 class Draws(NamedTuple):
@@ -79,9 +72,8 @@ class Draws(NamedTuple):
     - **num_ensembles** - number of equal groups of particles, in their order.
     - **num_independent** - number of independent groups for standard errors: ensembles that are balanced against each
       other are one.
-    - **thinning** - iterations for each draw.
     - **is_sampler** - whether the draws are from a distribution, and not the path of an optimizer.
-    - **is_array** - whether they came as a bare array, whose coordinates have numbers and no name.
+    - **is_array** - whether they came as a bare array.
     """
 
     values: dict[str, np.ndarray]
@@ -100,67 +92,56 @@ class Draws(NamedTuple):
     def num_draws(self) -> int:
         return next(iter(self.values.values())).shape[1]
 
-    @property
-    def num_coordinates(self) -> int:
-        """Number of coordinates of all variables together."""
-        return sum(int(np.prod(value.shape[2:])) for value in self.values.values())
-
     def labels(self) -> list[str]:
         """Return the name of every coordinate, as ArviZ writes it: ``"tau"``, ``"beta[0]"``."""
-        return [f"{name}{inner}" for name in self.values for inner in self._inner(name)]
+        places = [(name, place) for name, axes in self.coordinates.items() for place in itertools.product(*axes)]
+        return [f"{name}[{', '.join(place)}]" if place else name for name, place in places]
 
     def pick(self, label: str | int) -> tuple[np.ndarray, str]:
         """Return a coordinate ``(particles, draws)`` and its label, chosen by label, or of one variable by number."""
-        if isinstance(label, int | np.integer) and not isinstance(label, bool):
-            return self._by_number(int(label))
-        if not isinstance(label, str):
+        labels = self.labels()
+        if isinstance(label, str):
+            # The name of a variable is enough if it has one coordinate.
+            own = [one for one in labels if one == label or one.startswith(f"{label}[")]
+            if len(own) != 1:
+                variable = [one for one in labels if one.startswith(label.split("[")[0] + "[")]
+                raise ValueError(f"There is no coordinate {label!r}; name one, such as {listed(variable or labels)}.")
+            number = labels.index(own[0])
+        elif isinstance(label, int | np.integer) and not isinstance(label, bool):
+            if len(self.values) > 1:
+                raise ValueError(
+                    f"With several variables a coordinate is named by a label; got {label}. Write one of "
+                    f"{listed(labels)}."
+                )
+            if not -len(labels) <= label < len(labels):
+                raise ValueError(f"There is no coordinate {label}: the draws have {len(labels)}, counted from 0.")
+            number = int(label) % len(labels)
+            label = labels[number]
+        else:
             raise TypeError(
                 f"A coordinate is named by a label such as 'beta[0]' or, if there is one variable, by its number; "
                 f"got {label!r}."
             )
-        owners = [name for name in self.values if label == name or label.startswith(f"{name}[")]
-        if not owners:
-            raise ValueError(f"There is no variable {label!r}; there are {listed(self.values)}.")
-        name = max(owners, key=len)
-        inner = self._inner(name)
-        if label == name and len(inner) > 1:
-            raise ValueError(f"{name!r} has {len(inner)} coordinates; name one, such as {name + inner[0]!r}.")
-        wanted = inner[0] if label == name else label[len(name) :]
-        if wanted not in inner:
-            raise ValueError(f"There is no coordinate {label!r}; {name!r} has {listed(name + x for x in inner)}.")
-        return self._column(name, inner.index(wanted)), label
-
-    def _by_number(self, number):
-        if len(self.values) > 1:
-            raise ValueError(
-                f"With several variables a coordinate is named by a label; got {number}. Write one of "
-                f"{listed(self.labels())}."
-            )
-        (name,) = self.values
-        size = self.num_coordinates
-        if not -size <= number < size:
-            raise ValueError(f"There is no coordinate {number}: the draws have {size}, counted from 0.")
-        number %= size
-        return self._column(name, number), f"{name}{self._inner(name)[number]}"
-
-    def _column(self, name, number):
-        value = self.values[name]
-        return value.reshape(*value.shape[:2], -1)[..., number]
-
-    def _inner(self, name):
-        if not self.coordinates[name]:
-            return [""]
-        return [f"[{', '.join(place)}]" for place in itertools.product(*self.coordinates[name])]
+        columns = (value.reshape(*value.shape[:2], -1) for value in self.values.values())
+        for column in columns:
+            if number < column.shape[2]:
+                break
+            number -= column.shape[2]
+        return column[..., number], label
 
 
 def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:
-    """Reads draws from an array ``(particles, draws, ...)``, a dictionary of such, an ``MCMC``, or inference data."""
+    """Read draws from an array ``(particles, draws, ...)``, a dictionary of such, an ``MCMC``, or inference data."""
     if isinstance(source, MCMC):
         draws = _of_run(source)
     else:
         data = getattr(source, "posterior", source)
         data = getattr(data, "dataset", data)
-        draws = _of_inference_data(data) if hasattr(data, "data_vars") else _of_arrays(source)
+        is_array = not isinstance(data, dict)
+        if hasattr(data, "data_vars"):
+            draws = _of_inference_data(data)
+        else:
+            draws = _checked({"z": data} if is_array else data, 1, 1)._replace(is_array=is_array)
     if num_ensembles is not None:
         num_ensembles = integer("`num_ensembles`", num_ensembles)
         draws = draws._replace(num_ensembles=num_ensembles, num_independent=num_ensembles)
@@ -172,34 +153,17 @@ def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:
     return draws
 
 
-def choose_iterations(iterations: Any, number: int) -> np.ndarray:
-    """Return the numbers of the draws that an integer, a slice, or a sequence of integers or booleans chooses."""
-    index = list(iterations) if isinstance(iterations, range | tuple) else iterations
-    try:
-        chosen = np.atleast_1d(np.arange(number)[index])
-    except (IndexError, TypeError) as error:
-        raise ValueError(
-            f"`iterations` must be a draw's number, a slice, or a sequence of numbers, of draws 0 to {number - 1}; got "
-            f"{iterations!r}."
-        ) from error
-    if chosen.ndim > 1 or not chosen.size:
-        raise ValueError(f"`iterations` must choose at least one of {number} draws, in one row; got {iterations!r}.")
-    return chosen
-
-
 def _of_run(mcmc):
     require_draws(mcmc)
-    samples = mcmc.get_samples(group_by_chain=True)
-    kernel = mcmc.sampler
+    samples, kernel = mcmc.get_samples(group_by_chain=True), mcmc.sampler
     # Each chain of another kernel is an ensemble.
     count = independent = mcmc.num_chains
     is_sampler = True
     if isinstance(kernel, ParticleKernel):
-        is_sampler = kernel.dynamics.is_sampler
-        count = kernel.num_ensembles
+        is_sampler, count = kernel.dynamics.is_sampler, kernel.num_ensembles
         _, independent = coupling_of(mcmc)
     draws = _checked(named_draws(samples), count, independent)
-    is_array = not isinstance(samples, dict) and draws.coordinates.keys() == {"z"}
+    is_array = not isinstance(samples, dict) and draws.values.keys() == {"z"}
     return draws._replace(thinning=mcmc.thinning, is_sampler=is_sampler, is_array=is_array)
 
 
@@ -220,11 +184,6 @@ def _of_inference_data(data):
             [str(x) for x in (data[dim].values if dim in data.coords else range(data.sizes[dim]))] for dim in dims
         ]
     return found._replace(thinning=int(attributes.get("thinning", 1)), is_sampler=is_sampler)
-
-
-def _of_arrays(source):
-    is_array = not isinstance(source, dict)
-    return _checked({"z": source} if is_array else source, 1, 1)._replace(is_array=is_array)
 
 
 def _checked(values, num_ensembles, num_independent):

@@ -6,22 +6,13 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
-import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_repulsion.checks import number
 from numpyro_repulsion.diagnostics import ensemble_mcse
-from numpyro_repulsion.plots.draws import COLORS, check_axes, new_axes, read_draws
+from numpyro_repulsion.plots.draws import COLORS, check_axes, evaluate, new_axes, numbers, read_draws
 
-__all__ = ["plot_running_estimates"]
-
-#: Standard errors are computed at this many places and interpolated; and not for fewer draws than this.
-PLACES = 60
-FEWEST = 10
-#: Draws at which a function is evaluated at once.
-BATCH = 1024
 #: Marks the lines of estimates among the artists of the axes.
 MARK = "running estimate"
 
@@ -39,7 +30,7 @@ def plot_running_estimates(
     ax: Any = None,
     **kwargs: Any,
 ) -> Any:
-    r"""Plots the mean over all draws so far, of all particles, against iterations or time.
+    r"""Plot the mean over all draws so far, of all particles, against iterations or time.
 
     For several runs, repeats of each other, the line is the median at each time, and the band holds the share ``prob``
     of them (between interpolated quantiles). For a single run the line is its estimate, and the band is as many
@@ -86,8 +77,8 @@ def plot_running_estimates(
     """
     check_axes(ax)
     prob = number("`prob`", prob, "a number between 0 and 1", lambda x: 0.0 < x < 1.0)
-    if truth is not None and not (np.asarray(truth).dtype.kind in "iuf" and np.ndim(truth) == 0 and np.isfinite(truth)):
-        raise ValueError(f"`truth` must be a finite number; got {truth!r}.")
+    if truth is not None:
+        truth = number("`truth`", truth, "a finite number", lambda x: True)
     found = [_series(run, estimand, num_ensembles) for run in (runs if isinstance(runs, list | tuple) else [runs])]
     if not found:
         raise ValueError("There are no runs; expected one or more.")
@@ -133,45 +124,37 @@ def _series(run, estimand, num_ensembles):
         name = getattr(estimand, "__name__", "<lambda>")
         return draws, _apply(estimand, draws), "running mean" if name == "<lambda>" else f"running mean of {name}"
     if estimand is None:
-        if draws.num_coordinates != 1:
+        if len(labels := draws.labels()) != 1:
             raise ValueError(
-                f"The draws have {draws.num_coordinates} coordinates: name one by `estimand`, or pass a function of a "
-                "draw."
+                f"The draws have {len(labels)} coordinates: name one by `estimand`, or pass a function of a draw."
             )
-        estimand = draws.labels()[0]
+        (estimand,) = labels
     values, label = draws.pick(estimand)
     return draws, values.astype(float), f"running mean of {label}"
 
 
 def _apply(function, draws):
-    shape = (draws.num_particles, draws.num_draws)
     flat = {name: jnp.asarray(value).reshape(-1, *value.shape[2:]) for name, value in draws.values.items()}
-    each = flat["z"] if draws.is_array else flat
-    found = jax.eval_shape(function, jax.tree.map(lambda x: x[0], each))
-    if getattr(found, "shape", None) != ():
-        raise ValueError(f"`estimand` must return a scalar for one draw; got {found}.")
-    values = jax.jit(lambda each: lax.map(function, each, batch_size=BATCH))(each)
-    return np.asarray(values, float).reshape(shape)
+    values = evaluate("estimand", function, flat["z"] if draws.is_array else flat, "one draw")
+    return values.reshape(draws.num_particles, draws.num_draws)
 
 
 def _errors(f, num_ensembles):
     """Return the standard error of the mean so far at each draw, NaN at the first draws."""
-    number = f.shape[1]
-    if number < FEWEST:
-        return np.full(number, np.nan)
-    places = np.unique(np.linspace(FEWEST, number, PLACES).astype(int))
+    total, first = f.shape[1], 10
+    if total < first:
+        return np.full(total, np.nan)
+    # They are computed at sixty places and interpolated.
+    places = np.unique(np.linspace(first, total, 60).astype(int))
     errors = [float(ensemble_mcse(f[:, :place], num_ensembles)) for place in places]
-    return np.interp(np.arange(1, number + 1), places, errors, left=np.nan)
+    return np.interp(np.arange(1, total + 1), places, errors, left=np.nan)
 
 
 def _times(times, draws):
     count = np.arange(1, draws.num_draws + 1)
     if times is None:
         return count * draws.thinning
-    try:
-        x = np.asarray(times, float)
-    except (TypeError, ValueError):
-        x = np.empty(0)
+    x = numbers(times)
     if x.ndim == 0:
         x = x * count / draws.num_draws
     if x.shape != count.shape or not np.isfinite(x).all() or (np.diff(x) <= 0).any() or x[-1] <= 0:

@@ -13,7 +13,7 @@ from results import X, Y, logistic, made, run
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, summary, to_inference_data
+from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, predict, to_inference_data
 
 NEW_ARVIZ = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
 
@@ -28,12 +28,13 @@ def data(logistic_run):
     return logistic_run[1]
 
 
-def test_kind(data):
+def groups(data):
+    return {name.strip("/") for name in data.groups} - {""} if NEW_ARVIZ else set(data.groups())
+
+
+def test_groups_have_chains_draws_and_plates(mcmc, data):
     assert type(data).__name__ == ("DataTree" if NEW_ARVIZ else "InferenceData")
-
-
-def test_posterior_has_chains_draws_and_plates(mcmc, data):
-    posterior = data["posterior"]
+    posterior, stats = data["posterior"], data["sample_stats"]
     dims = {name: posterior[name].dims for name in posterior.data_vars}
     assert dims == {
         "beta": ("chain", "draw", "features"),
@@ -42,9 +43,15 @@ def test_posterior_has_chains_draws_and_plates(mcmc, data):
         "logits": ("chain", "draw", "rows"),
     }
     assert dict(posterior.sizes) == {"chain": 6, "draw": 20, "features": 3, "scale_dim_0": 2, "rows": 40}
-    samples = mcmc.get_samples(group_by_chain=True)
+    samples, fields = mcmc.get_samples(group_by_chain=True), mcmc.get_extra_fields(group_by_chain=True)
     for name in samples:
         np.testing.assert_array_equal(posterior[name].values, samples[name])
+    assert set(stats.data_vars) == {"lp", "step_size", "bandwidth", "diverging"}
+    np.testing.assert_array_equal(stats["lp"].values, -fields["potential_energy"])
+    np.testing.assert_allclose(stats["step_size"].values, 1e-3)
+    assert stats["diverging"].dtype == bool and not stats["diverging"].values.any()
+    np.testing.assert_array_equal(data["observed_data"]["y"].values, Y)
+    assert data["observed_data"]["y"].dims == ("rows",)
 
 
 def test_deterministic_sites_are_computed_over_all_rows(mcmc, data):
@@ -56,40 +63,28 @@ def test_deterministic_sites_are_computed_over_all_rows(mcmc, data):
     assert "logits" not in without.data_vars and "total" in without.data_vars
 
 
-def test_observed_data_has_all_rows(data):
-    np.testing.assert_array_equal(data["observed_data"]["y"].values, Y)
-    assert data["observed_data"]["y"].dims == ("rows",)
-
-
-def test_observed_data_is_left_out_aloud_where_a_model_insists_on_its_rows():
+def test_observed_data_is_left_out_aloud_where_a_model_insists_on_its_rows(pretended):
     def stubborn(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
         with numpyro.plate("rows", 40, subsample_size=8) as i:
             numpyro.sample("y", dist.Normal(mu + jnp.zeros(8), 1), obs=y[i])
 
-    mcmc = run(SGLD(stubborn, step_size=1e-3), X[:, 0])
+    mcmc = pretended(stubborn, X[:, 0])
     with pytest.warns(UserWarning, match="observed_data is left out.*all rows of \\['rows'\\]"):
         data = to_inference_data(mcmc)
-    assert data["posterior"]["mu"].shape == (6, 20)
+    assert data["posterior"]["mu"].shape == (4, 6)
+    with pytest.raises(ValueError, match="log_likelihood cannot be computed: the model fails.*all rows of"):
+        to_inference_data(mcmc, log_likelihood=True)
 
 
-def test_sample_stats(mcmc, data):
-    stats = data["sample_stats"]
-    assert set(stats.data_vars) == {"lp", "step_size", "bandwidth", "diverging"}
-    fields = mcmc.get_extra_fields(group_by_chain=True)
-    np.testing.assert_array_equal(stats["lp"].values, -fields["potential_energy"])
-    np.testing.assert_allclose(stats["step_size"].values, 1e-3)
-    assert stats["diverging"].dtype == bool and not stats["diverging"].values.any()
-
-
-def test_extra_fields_of_the_run_are_kept():
-    mcmc = run(SGLDR(logistic, step_size=1e-3), X, Y, extra_fields=("gradient", "z.beta"))
+def test_extra_fields_of_the_run_are_kept_if_they_are_arrays():
+    mcmc = run(SGLDR(logistic, step_size=1e-3), X, Y, extra_fields=("gradient", "z.beta", "memory"))
     stats = to_inference_data(mcmc)["sample_stats"]
-    assert stats["gradient"].shape == (6, 20, 5)
-    assert stats["z.beta"].shape == (6, 20, 3)
+    assert stats["gradient"].shape == (6, 20, 5) and stats["z.beta"].shape == (6, 20, 3)
+    assert "memory" not in stats.data_vars
 
 
-def test_attributes_name_the_algorithm_and_the_ensembles(data):
+def test_attributes_and_coordinates_name_the_algorithm_and_the_ensembles(data):
     attributes = data["posterior"].attrs
     assert attributes["algorithm"] == "SGLDR"
     assert attributes["interaction"] == repr(RBF())
@@ -98,9 +93,13 @@ def test_attributes_name_the_algorithm_and_the_ensembles(data):
     assert attributes["step_size"] == pytest.approx(1e-3)
     assert attributes["num_steps"] == 10
     assert list(attributes["ensemble"]) == [0, 0, 0, 1, 1, 1]
+    for group in ("posterior", "sample_stats"):
+        assert list(data[group].coords["ensemble"].values) == [0, 0, 0, 1, 1, 1]
+    assert data["posterior"]["beta"].groupby("ensemble").mean(...).shape == (2,)
 
 
-def test_netcdf_round_trip(data, tmp_path):
+def test_arviz_reads_and_stores_it(data, tmp_path):
+    assert any("hat" in name for name in arviz.summary(data, var_names=["beta"]).columns)
     pytest.importorskip("h5py")
     path = tmp_path / "posterior.nc"
     if NEW_ARVIZ:
@@ -119,34 +118,16 @@ def test_coords_and_dims(mcmc):
     data = to_inference_data(mcmc, coords={"features": ["a", "b", "c"], "part": [1, 2]}, dims={"scale": ["part"]})
     assert data["posterior"]["beta"].sel(features="b").shape == (6, 20)
     assert data["posterior"]["scale"].dims == ("chain", "draw", "part")
-
-
-def test_coords_and_dims_that_do_not_fit_are_refused(mcmc):
-    with pytest.raises(ValueError, match="coords\\['features'\\] must have 3 values, one for each entry; got 2"):
-        to_inference_data(mcmc, coords={"features": ["a", "b"]})
-    with pytest.raises(
-        ValueError, match="`dims\\['scale'\\]` must have at most 1 names, one for each dimension; got \\['a', 'b'\\]"
-    ):
-        to_inference_data(mcmc, dims={"scale": ["a", "b"]})
-    with pytest.raises(ValueError, match="Dimension 'features' has size 3, and would have 2 for 'scale'"):
-        to_inference_data(mcmc, dims={"scale": ["features"]})
-
-
-def test_chains_know_their_ensembles(data):
-    for group in ("posterior", "sample_stats"):
-        assert list(data[group].coords["ensemble"].values) == [0, 0, 0, 1, 1, 1]
-    means = data["posterior"]["beta"].groupby("ensemble").mean(...)
-    assert means.shape == (2,)
-
-
-def test_results_may_be_written_to(mcmc):
-    data = to_inference_data(mcmc)
+    # Results may be written to.
     data["sample_stats"]["diverging"].values[0, 3] = True
     assert data["sample_stats"]["diverging"].values.sum() == 1
-
-
-def groups(data):
-    return {name.strip("/") for name in data.groups} - {""} if NEW_ARVIZ else set(data.groups())
+    for given, message in (
+        ({"coords": {"features": ["a", "b"]}}, r"coords\['features'\] must have 3 values, one for each entry; got 2"),
+        ({"dims": {"scale": ["a", "b"]}}, r"`dims\['scale'\]` must have at most 1 names, .*; got \['a', 'b'\]"),
+        ({"dims": {"scale": ["features"]}}, "Dimension 'features' has size 3, and would have 2 for 'scale'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            to_inference_data(mcmc, **given)
 
 
 def fields(mcmc):
@@ -217,6 +198,8 @@ def test_names_that_collide_are_told_apart_aloud(pretended):
             numpyro.sample(name, dist.Normal(0, 1))
         with numpyro.plate("a.b_", 2), numpyro.plate("draw", 3):
             numpyro.sample("y", dist.Normal(0, 1))
+        with numpyro.handlers.scope(prefix="group"), numpyro.plate("plate", 2):
+            numpyro.sample("x", dist.Normal(0, 1))
 
     mcmc = pretended(model)
     with pytest.warns(UserWarning) as warned:
@@ -230,61 +213,25 @@ def test_names_that_collide_are_told_apart_aloud(pretended):
     for name, safe in {"a.b": "a.b", "a/b": "a.b__", "chain": "chain_", "y": "y"}.items():
         np.testing.assert_array_equal(data["posterior"][safe].values, samples[name])
     assert data["posterior"]["y"].dims == ("chain", "draw", "draw_", "a.b_")
+    assert data["posterior"]["group.x"].dims == ("chain", "draw", "group.plate")
     assert list(data["posterior"].coords["draw_"].values) == ["x", "y", "z"]
 
 
-def test_extra_fields_that_are_no_numbers_are_left_out():
-    mcmc = run(SGLDR(lambda: numpyro.sample("x", dist.Normal(0, 1)), step_size=1e-3), extra_fields=("memory",))
-    assert "memory" not in to_inference_data(mcmc)["sample_stats"].data_vars
-
-
-def test_site_names_with_slashes_are_made_safe():
-    def model():
-        with numpyro.handlers.scope(prefix="group"), numpyro.plate("plate", 2):
-            numpyro.sample("x", dist.Normal(0, 1))
-
-    data = to_inference_data(run(SGLD(model, step_size=0.01)))
-    assert data["posterior"]["group.x"].dims == ("chain", "draw", "group.plate")
-
-
-@pytest.mark.parametrize(
-    ("init_params", "names"),
-    [(jnp.arange(6.0), {"z"}), ({"a": jnp.arange(6.0), "b": [jnp.ones((6, 2))]}, {"z[a]", "z[b][0]"})],
-)
-def test_potential_fn(init_params, names):
+def test_potential_fn():
     def energy(z):
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(z))
 
-    mcmc = run(
-        SGLD(potential_fn=energy, step_size=0.01), num_warmup=5, num_samples=9, num_chains=6, init_params=init_params
-    )
+    start = {"a": jnp.arange(6.0), "b": [jnp.ones((6, 2))]}
+    mcmc = run(SGLD(potential_fn=energy, step_size=0.01), num_warmup=5, num_samples=9, init_params=start)
     data = to_inference_data(mcmc)
-    assert set(data["posterior"].data_vars) == names
-    assert "observed_data" not in (data.children if NEW_ARVIZ else data.groups())
+    assert set(data["posterior"].data_vars) == {"z[a]", "z[b][0]"} and "observed_data" not in groups(data)
+    with pytest.raises(ValueError, match="has no model to compute \\['log_likelihood'\\]"):
+        to_inference_data(mcmc, log_likelihood=True)
+    with pytest.raises(ValueError, match="made from a `potential_fn` has no model to predict from"):
+        predict(mcmc)
 
 
-def test_single_chain_and_thinning():
-    mcmc = run(SGLD(logistic, step_size=1e-3), X, Y, num_chains=1, thinning=2)
-    data = to_inference_data(mcmc)
-    assert data["posterior"]["beta"].shape == (1, 10, 3)
-    assert list(np.atleast_1d(data["posterior"].attrs["ensemble"])) == [0]
-
-
-def test_an_optimizer_leaves_its_last_cloud(capsys):
-    mcmc = run(SVGD(logistic, step_size=1e-3), X, Y)
-    data = to_inference_data(mcmc)
-    assert data["posterior"]["beta"].shape == (1, 6, 3)
-    np.testing.assert_array_equal(
-        data["posterior"]["beta"].values[0], mcmc.get_samples(group_by_chain=True)["beta"][:, -1]
-    )
-    table = summary(mcmc, var_names=["beta"])
-    assert "not a sampler: its last cloud of 6 points is narrower" in capsys.readouterr().out
-    assert not [name for name in table.columns if "ess" in name or "hat" in name]
-
-
-def test_arviz_reads_it(mcmc, data):
-    table = arviz.summary(data, var_names=["beta"])
-    assert any("hat" in name for name in table.columns)
-    # NumPyro's own converter works on these runs as well.
-    direct = arviz.from_numpyro(run(SGLDR(lambda: numpyro.sample("x", dist.Normal(0, 1)), step_size=0.1)))
-    assert direct["sample_stats"]["lp"].shape == (6, 20)
+def test_an_optimizer_leaves_its_last_cloud(pretended):
+    mcmc = pretended(logistic, X, Y, kernel=SVGD)
+    cloud = to_inference_data(mcmc)["posterior"]["beta"].values
+    np.testing.assert_array_equal(cloud, mcmc.get_samples(group_by_chain=True)["beta"][None, :, -1])

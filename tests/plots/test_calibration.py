@@ -49,11 +49,8 @@ def test_coverage_is_that_of_the_predictions():
 
 
 def test_histograms_of_transforms_bend_as_said():
-    for spread, check in (
-        (1.0, lambda d: abs(d - 1).max() < 0.3),
-        (3.0, lambda d: d[5] > 2),
-        (0.3, lambda d: d[0] > 2),
-    ):
+    checks = {1.0: lambda d: abs(d - 1).max() < 0.3, 3.0: lambda d: d[5] > 2, 0.3: lambda d: d[0] > 2}
+    for spread, check in checks.items():
         ax = plot_calibration(gaussian(spread), "pit")
         (steps,) = (patch for patch in ax.patches if patch.get_gid())
         density = steps.get_data().values
@@ -71,17 +68,18 @@ def test_reliability_is_a_diagonal_or_the_error_says_so():
     assert float(plot_calibration(categorical(1.0)).get_legend().get_texts()[0].get_text().split()[-1]) < 0.03
 
 
-def test_wrong_calls_say_what_to_write():
-    with pytest.raises(TypeError, match="predict"):
-        plot_calibration(np.zeros(3))
-    with pytest.raises(ValueError, match="one of"):
-        plot_calibration(gaussian(1.0), "roc")
-    with pytest.raises(ValueError, match="is without classes: set kind='coverage' or 'pit'"):
-        plot_calibration(gaussian(1.0), "reliability")
-    with pytest.raises(ValueError, match="has classes: set kind='reliability'"):
-        plot_calibration(categorical(1.0), "pit")
-    with pytest.raises(ValueError, match="no observations"):
-        plot_calibration(Predictions("y", replicates=np.zeros((3, 2))))
-    with pytest.raises(ValueError, match="bins"):
-        plot_calibration(gaussian(1.0), bins=0)
+@pytest.mark.parametrize(
+    ("predictions", "settings", "error", "message"),
+    [
+        (np.zeros(3), {}, TypeError, "predict"),
+        (gaussian(1.0), {"kind": "roc"}, ValueError, "one of"),
+        (gaussian(1.0), {"kind": "reliability"}, ValueError, "is without classes: set kind='coverage' or 'pit"),
+        (categorical(1.0), {"kind": "pit"}, ValueError, "has classes: set kind='reliability'"),
+        (Predictions("y", replicates=np.zeros((3, 2))), {}, ValueError, "no observations"),
+        (gaussian(1.0), {"bins": 0}, ValueError, "bins"),
+    ],
+)
+def test_wrong_calls_say_what_to_write(predictions, settings, error, message):
+    with pytest.raises(error, match=message):
+        plot_calibration(predictions, **settings)
     assert not plt.get_fignums()

@@ -23,10 +23,8 @@ from matplotlib.collections import LineCollection, PathCollection  # noqa: E402
 from matplotlib.colors import to_rgba  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
 
-# Most of these runs are too short to be worth anything, and warmup says so.
-pytestmark = [pytest.mark.filterwarnings("ignore:num_warmup")]
-
 DRAWS = np.asarray(random.normal(random.key(0), (6, 30, 2))).cumsum(1)
+THREE = {"a": np.zeros((6, 5, 3))}
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +39,8 @@ def model():
         numpyro.sample("beta", dist.Normal(0, jnp.array([1.0, 10.0, 100.0])))
 
 
-def run(kernel, num_samples=12, num_chains=6, num_warmup=0, chain_method="vectorized", thinning=1, **kwargs):
-    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains, chain_method=chain_method, thinning=thinning)
+def run(kernel, num_samples=12, num_chains=6, num_warmup=0, thinning=1, **kwargs):
+    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains, thinning=thinning)
     mcmc.run(random.key(0), **kwargs)
     return mcmc
 
@@ -104,6 +102,10 @@ def test_trajectories_by_ensemble():
     np.testing.assert_array_equal(np.concatenate([x.get_offsets() for x in rings]), DRAWS[:, 0])
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["ensemble 0", "ensemble 1", "ensemble 2"]
     assert [tuple(x.get_edgecolors()[0][:3]) for x in rings] == rgb(*COLORS[:3])
+    assert dots(plot_particles(DRAWS, num_ensembles=2, colors=("C0", "C1")))[1] == rgb("C0", "C1")
+    # Many have a scale of colors.
+    ax = plot_particles(np.concatenate([DRAWS, DRAWS]), num_ensembles=12)
+    assert len(set(dots(ax)[1])) == 12 and ax.get_legend() is None
 
 
 @pytest.mark.parametrize(
@@ -136,14 +138,6 @@ def test_axes_are_reused():
     assert left.get_xlim() == (-1, 2) and left.get_ylim() == (-3, 4)
 
 
-def test_many_ensembles_have_a_scale_of_colors():
-    draws = np.asarray(random.normal(random.key(0), (20, 3, 2)))
-    ax = plot_particles(draws, num_ensembles=10)
-    assert len(set(dots(ax)[1])) == 10 and ax.get_legend() is None
-    ax = plot_particles(draws, num_ensembles=2, colors=("C0", "C1"))
-    assert dots(ax)[1] == rgb("C0", "C1")
-
-
 def test_runs_and_their_inference_data_are_drawn_alike(mcmc, data):
     samples = mcmc.get_samples(group_by_chain=True)
     expected = np.stack((samples["mu"], samples["beta"][..., 2]), -1)
@@ -162,9 +156,11 @@ def test_runs_and_their_inference_data_are_drawn_alike(mcmc, data):
 def test_an_optimizer_has_a_path_and_its_data_the_last_cloud(svgd):
     path = np.asarray(svgd.get_samples(group_by_chain=True))
     np.testing.assert_array_equal(trails(plot_particles(svgd, trajectories=True))[0], path)
-    for _ in range(2):
-        (points,), _ = dots(plot_particles(to_inference_data(svgd)))
-        np.testing.assert_array_equal(points, path[:, -1])
+    data = to_inference_data(svgd)
+    np.testing.assert_array_equal(dots(plot_particles(data))[0][0], path[:, -1])
+    for source in (svgd, data):
+        with pytest.raises(ValueError, match="path of an optimizer"):
+            plot_running_estimates(source, 0)
 
 
 @pytest.mark.slow
@@ -211,27 +207,23 @@ def test_particles_that_are_nowhere_do_not_frame_the_picture():
         (DRAWS[0, 0], {}, ValueError, r"shape \(particles, draws, ...\) and not empty; got \(2,\)"),
         (DRAWS[:, :0], {}, ValueError, r"not empty; got \(6, 0, 2\).*x\[:, None\]"),
         (DRAWS[:, -1], {}, ValueError, "have 1: name two"),
-        (np.zeros((6, 5, 3)), {}, ValueError, r"have 3: name two by `pair`, of 'z\[0\]'.*by their numbers"),
-        ({"a": np.zeros((6, 5, 3))}, {"pair": ("a", "a[0]")}, ValueError, r"has 3 coordinates; name one, .*'a\[0\]'"),
-        ({"a": np.zeros((6, 5, 3))}, {"pair": ("b", "a[0]")}, ValueError, "no variable 'b'; there are 'a'"),
-        ({"a": np.zeros((6, 5, 3))}, {"pair": ("a[0]", "a[3]")}, ValueError, r"no coordinate 'a\[3\]'; 'a' has"),
+        (THREE["a"], {}, ValueError, r"have 3: name two by `pair`, of 'z\[0\]'.*by their numbers"),
+        (THREE, {"pair": ("a", "a[0]")}, ValueError, r"no coordinate 'a'; name one, such as 'a\[0\]'"),
+        (THREE, {"pair": ("b", "a[0]")}, ValueError, r"no coordinate 'b'; name one, such as 'a\[0\]'"),
+        (THREE, {"pair": ("a[0]", "a[3]")}, ValueError, r"no coordinate 'a\[3\]'; name one, such as 'a\[0\]'"),
         ({"a": DRAWS, "b": DRAWS}, {"pair": (0, 1)}, ValueError, "several variables"),
         ({"a": DRAWS, "b": DRAWS[:4]}, {}, ValueError, "same number of particles and of draws"),
         ({}, {}, ValueError, "no variables"),
         ("run", {}, TypeError, "an array .*got str"),
-        (None, {}, TypeError, "an array .*got NoneType"),
         (DRAWS, {"pair": (0, 2)}, ValueError, "no coordinate 2: the draws have 2"),
-        (DRAWS, {"pair": (0,)}, ValueError, "`pair` must be two"),
         (DRAWS, {"pair": "z"}, ValueError, "`pair` must be two"),
         (DRAWS, {"pair": (0, 1.5)}, TypeError, "named by a label"),
         (DRAWS, {"iterations": 30}, ValueError, "draws 0 to 29; got 30"),
-        (DRAWS, {"iterations": "all"}, ValueError, "`iterations` must be"),
         (DRAWS, {"iterations": []}, ValueError, "choose at least one of 30 draws"),
         (DRAWS, {"iterations": 3, "trajectories": True}, ValueError, "two draws or more"),
         (DRAWS, {"num_ensembles": 4}, ValueError, "must divide the number of particles; got 4 for 6"),
         (DRAWS, {"num_ensembles": 0}, ValueError, "1 or more"),
         (DRAWS, {"limits": (1, 0)}, ValueError, "`limits` must be"),
-        (DRAWS, {"limits": "wide"}, ValueError, "`limits` must be"),
         (DRAWS, {"limits": (0, np.inf)}, ValueError, "`limits` must be"),
         (DRAWS, {"potential": 3}, TypeError, "function of one point"),
         (DRAWS, {"potential": lambda z: z}, ValueError, "must return a scalar"),
@@ -246,20 +238,15 @@ def test_bad_input_is_refused(draws, options, error, message):
     assert not [number for number in plt.get_fignums() if plt.figure(number).axes[0].has_data()]
 
 
-def test_a_run_is_needed():
-    mcmc = MCMC(SGLDR(model), num_warmup=1, num_samples=1, num_chains=2, chain_method="vectorized")
-    for draw in (plot_particles, animate_particles, plot_running_estimates):
-        with pytest.raises(ValueError, match="call mcmc.run"):
-            draw(mcmc)
-
-
 @pytest.mark.parametrize("draw", [plot_particles, animate_particles, plot_running_estimates])
-def test_matplotlib_is_asked_for(draw, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    arguments = {plot_running_estimates: (DRAWS, 0)}.get(draw, (DRAWS,))
+def test_a_run_and_matplotlib_are_needed(draw, monkeypatch):
+    mcmc = MCMC(SGLDR(model), num_warmup=1, num_samples=1, num_chains=2, chain_method="vectorized")
+    with pytest.raises(ValueError, match="call mcmc.run"):
+        draw(mcmc)
+    for name in ("matplotlib", "matplotlib.pyplot"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match='extra "plots"'):
-        draw(*arguments)
+        draw(DRAWS)
 
 
 # Animation
@@ -282,15 +269,10 @@ def test_animation(tmp_path):
     inside = np.array([ax.get_xlim(), ax.get_ylim()])
     shown = DRAWS[:, 0:8:2]
     assert (inside[:, 0] < shown.min((0, 1))).all() and (shown.max((0, 1)) < inside[:, 1]).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"trail": -1}, "0 or more"), ({"interval": 0}, "milliseconds"), ({"pair": (0, 5)}, "no coordinate 5")],
-)
-def test_bad_animations_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        animate_particles(DRAWS, **options)
+    with pytest.raises(ValueError, match="0 or more"):
+        animate_particles(DRAWS, trail=-1)
+    with pytest.raises(ValueError, match="milliseconds"):
+        animate_particles(DRAWS, interval=0)
 
 
 # Running estimates
@@ -388,11 +370,8 @@ def test_times(times):
         ([], {}, ValueError, "no runs"),
         ([DRAWS, DRAWS[:, :9]], {"estimand": 0}, ValueError, r"same number of iterations and draws; got \[30, 9\]"),
         (DRAWS, {"estimand": lambda z: z}, ValueError, "must return a scalar"),
-        (DRAWS, {"estimand": "tau"}, ValueError, "no variable 'tau'"),
         (DRAWS, {"estimand": 0, "prob": 90}, ValueError, "between 0 and 1; got 90"),
-        (DRAWS, {"estimand": 0, "truth": np.nan}, ValueError, "finite number"),
         (DRAWS, {"estimand": 0, "truth": "exact"}, ValueError, "finite number; got 'exact'"),
-        (DRAWS, {"estimand": 0, "prob": "90 %"}, ValueError, "between 0 and 1"),
         (DRAWS, {"estimand": 0, "times": "now"}, ValueError, "`times` must be"),
         (DRAWS, {"estimand": 0, "times": -1.0}, ValueError, "`times` must be"),
         (DRAWS, {"estimand": 0, "times": np.ones(30)}, ValueError, "increasing"),
@@ -402,14 +381,3 @@ def test_times(times):
 def test_bad_estimates_are_refused(runs, options, error, message):
     with pytest.raises(error, match=message):
         plot_running_estimates(runs, **options)
-
-
-def test_the_path_of_an_optimizer_has_no_mean(svgd):
-    for source in (svgd, to_inference_data(svgd)):
-        with pytest.raises(ValueError, match="path of an optimizer"):
-            plot_running_estimates(source, 0)
-
-
-def test_double_precision(x64):
-    ax = plot_running_estimates(DRAWS.astype(np.float64), lambda z: z[0])
-    np.testing.assert_allclose(ax.lines[0].get_ydata()[-1], DRAWS[..., 0].astype(np.float64).mean(), rtol=1e-12)
