@@ -377,8 +377,7 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
         return {"loss": sum(jnp.sum(at_center[name][0] - found[name][0]) for name in at_center)}
 
     draws = latent_draws(target, chosen_draws(mcmc, num_draws, by_chain=True), "The losses need")
-    shape = next(iter(draws.values())).shape[:2]
-    found = map_draws(excess, target, draws, shape, "The loss", "Lower `num_draws`")
+    found = map_draws(excess, target, draws, "The loss", "Lower `num_draws`")
     losses = np.asarray(found["loss"], np.float64)
     if not np.isfinite(losses).all():
         bad = np.flatnonzero(~np.isfinite(losses).all(1))
