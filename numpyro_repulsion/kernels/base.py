@@ -34,7 +34,7 @@ from numpyro_repulsion.kernels.bound import (
 from numpyro_repulsion.kernels.initialization import check_start, start
 from numpyro_repulsion.kernels.iteration import Iteration, Keys
 from numpyro_repulsion.kernels.learning import judge, warm
-from numpyro_repulsion.kernels.mcmc import arguments, collects_warmup, entering_mcmc
+from numpyro_repulsion.kernels.mcmc import arguments, collects_warmup, calling_mcmc
 from numpyro_repulsion.kernels.programs import Programs, compiler_options, is_traced
 from numpyro_repulsion.kernels.requirements import (
     can_jump,
@@ -188,10 +188,10 @@ class ParticleKernel(Settings, MCMCKernel):
     def is_ensemble_kernel(self):
         """Whether one state holds all chains; raises ``ValueError`` if a stored state has other chains than the run.
 
-        NumPyro reads this property before it continues from a stored state, whose references are evaluated here on the
-        data of the run.
+        ``MCMC.run`` reads this property before it continues from a stored state, whose references are evaluated here on
+        the data of the run. NumPyro's progress bar reads it too, each time that it moves.
         """
-        mcmc, _ = entering_mcmc()
+        mcmc, _ = calling_mcmc("run")
         if mcmc is None or not isinstance(state := mcmc.post_warmup_state, ParticleState):
             return True
         self._num_shown = int(np.max(state.num_flagged_updates))
@@ -265,7 +265,7 @@ class ParticleKernel(Settings, MCMCKernel):
         :raises ValueError: for a wrong ``chain_method`` or number of chains, identical starts, ``init_params`` that do
             not fit, a model that cannot be sampled, data with NaN, or a warmup within ``jax.jit`` or ``pmap``.
         """
-        mcmc, left_out = entering_mcmc()
+        mcmc, left_out = calling_mcmc()
         state = self.start(rng_key, num_warmup, init_params, model_args, model_kwargs, mcmc, left_out)
         if isinstance(state, ParticleState):
             return state

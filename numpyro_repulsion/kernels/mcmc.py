@@ -83,12 +83,17 @@ def jit_spread_arguments(mcmc: MCMC) -> None:
         mcmc._jit_model_args = True
 
 
-def entering_mcmc() -> tuple[MCMC | None, tuple[str, ...]]:
+def calling_mcmc(method: str | None = None) -> tuple[MCMC | None, tuple[str, ...]]:
     """Return the ``MCMC`` whose method called the caller of this function, and the sites of which it keeps no draws
-    (``extra_fields=("~z.site",)``); NumPyro offers kernels no other way."""
-    found = sys._getframe(2).f_locals
-    mcmc = found.get("self")
-    if not isinstance(mcmc, MCMC):
+    (``extra_fields=("~z.site",)``); NumPyro offers kernels no other way.
+
+    Call it directly in what NumPyro calls. Arguments that are spread over processes become inputs of its programs.
+
+    :param method: the name of the method; ``None`` for any.
+    """
+    frame = sys._getframe(2)
+    found, mcmc = frame.f_locals, frame.f_locals.get("self")
+    if not isinstance(mcmc, MCMC) or method not in (None, frame.f_code.co_name):
         return None, ()
     jit_spread_arguments(mcmc)
     return mcmc, tuple(found.get("remove_sites", ()))

@@ -113,6 +113,17 @@ def test_a_state_of_another_model():
         abstractly(SGLD(other, step_size=0.01), state)
 
 
+def test_a_continued_run_prepares_its_state_once(monkeypatch):
+    # NumPyro's bar asks for `is_ensemble_kernel` each time that it moves.
+    mcmc = make(sgld(), num_samples=20, num_chains=4, progress_bar=True)
+    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (4, 2)))
+    mcmc.post_warmup_state, seen = mcmc.last_state, []
+    resumed = SGLD.resumed
+    monkeypatch.setattr(SGLD, "resumed", lambda *args: seen.append(args) or resumed(*args))
+    mcmc.run(random.key(1))
+    assert len(seen) == 1
+
+
 def test_the_advice_is_right():
     """What the errors say to call has the variance of a fresh run, where the old memory had that of Euler, 2."""
     starts = random.normal(random.key(1), (20, 2))
