@@ -34,7 +34,7 @@ from numpyro_repulsion.kernels.bound import (
 from numpyro_repulsion.kernels.initialization import check_start, start
 from numpyro_repulsion.kernels.iteration import Iteration, Keys
 from numpyro_repulsion.kernels.learning import judge, warm
-from numpyro_repulsion.kernels.mcmc import arguments, collects_warmup, calling_mcmc
+from numpyro_repulsion.kernels.mcmc import arguments, calling_mcmc, collects_warmup
 from numpyro_repulsion.kernels.programs import Programs, compiler_options, is_traced
 from numpyro_repulsion.kernels.requirements import (
     can_jump,
