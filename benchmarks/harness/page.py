@@ -24,13 +24,6 @@ GPU = "benchmarks/gpu.md"
 ON_GPU = ("overhead", "peers", "scale")
 
 
-def require_in_tables(name: str, text: str, tables: str) -> None:
-    """Refuses a text that quotes ``mean ± error`` as no table has them: of another run, or mistyped."""
-    quoted = {" ".join(found.split()) for found in re.findall(r"-?[\d.,]*\d\s±\s[\d.,]*\d", text)}
-    if wrong := sorted(number for number in quoted if number not in tables):
-        raise SystemExit(f"findings/{name}.md quotes what no table of studies/{name}.py has: {'; '.join(wrong)}.")
-
-
 def section(record: Record, title: str, with_findings: bool, page: pathlib.Path) -> str:
     """One study: its question, what was found, tables, picture and origin."""
     name = record.name
@@ -41,7 +34,10 @@ def section(record: Record, title: str, with_findings: bool, page: pathlib.Path)
     tables = module.tables(record) if record.rows else ""
     if with_findings and finding.exists():
         text = finding.read_text().strip()
-        require_in_tables(name, text, tables)
+        # Of another run, or mistyped.
+        quoted = {" ".join(found.split()) for found in re.findall(r"-?[\d.,]*\d\s±\s[\d.,]*\d", text)}
+        if wrong := sorted(number for number in quoted if number not in tables):
+            raise SystemExit(f"findings/{name}.md quotes what no table of studies/{name}.py has: {'; '.join(wrong)}.")
         parts.append(text)
     if tables:
         parts.append(tables)

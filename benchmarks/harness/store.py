@@ -54,7 +54,13 @@ class Record:
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
                 "versions": {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_repulsion)},
             }
-            self._write()
+            # A row is a line, so that differences can be read.
+            rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in self.rows.items())
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # A run that is ended while it writes must not lose the rows of hours.
+            scratch = self.path.with_suffix(".part")
+            scratch.write_text(f'{{"provenance": {json.dumps(self.provenance)},\n"rows": {{\n{rows}\n}}}}\n')
+            scratch.replace(self.path)
             print(key, {name: value for name, value in row.items() if len(str(value)) < 200}, flush=True)
         return self.rows[key]
 
@@ -71,16 +77,6 @@ class Record:
         versions = ", ".join(f"{name} {version}" for name, version in self.provenance["versions"].items())
         parts = [" to ".join(dict.fromkeys((dates[0], dates[-1]))), self.provenance["machine"] + held * (alone > 0)]
         return "; ".join([*parts, versions]) + "."
-
-    def _write(self):
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A row is a line, so that differences can be read.
-        rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(row)}" for key, row in self.rows.items())
-        text = f'{{"provenance": {json.dumps(self.provenance)},\n"rows": {{\n{rows}\n}}}}'
-        # A run that is ended while it writes must not lose the rows of hours.
-        scratch = self.path.with_suffix(".part")
-        scratch.write_text(text + "\n")
-        scratch.replace(self.path)
 
 
 def run(doc: str, name: str, measure: Callable, tables: Callable, draw: Callable | None = None) -> None:

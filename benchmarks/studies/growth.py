@@ -40,13 +40,14 @@ KERNELS = {
 ITERATIONS = 20
 
 
-def per_update(make, sizes):
+def timed(varied, size, name):
     """Median seconds of an update, and the bytes that the program sets aside."""
+    sizes = BASE | {varied: size}
     N, d = sizes["N"], sizes["d"]
     rng = np.random.default_rng(0)
     X = jnp.asarray(rng.standard_normal((N, d)), jnp.float32)
     y = jnp.asarray(rng.random(N) < 0.5, jnp.float32)
-    kernel = make(partial(logistic_regression, subsample_size=sizes["batch"]), step_size=1e-6)
+    kernel = KERNELS[name](partial(logistic_regression, subsample_size=sizes["batch"]), step_size=1e-6)
     start = {"beta": jnp.asarray(0.1 * rng.standard_normal((sizes["L"], d)), jnp.float32)}
 
     def whole(key, X, y):
@@ -57,12 +58,9 @@ def per_update(make, sizes):
     compiled = jax.jit(whole).lower(random.key(0), X, y).compile()
     memory = compiled.memory_analysis()
     seconds = [x / (10 * ITERATIONS) for x in in_turns({"one": compiled}, (X, y), 9)["one"]]
-    row = {"seconds": statistics.median(seconds), "range": [min(seconds), max(seconds)]}
+    row = {"varied": varied, "size": size, "kernel": name, "seconds": statistics.median(seconds)}
+    row |= {"range": [min(seconds), max(seconds)]}
     return row | {"bytes": None if memory is None else memory.temp_size_in_bytes}
-
-
-def timed(varied, size, name):
-    return {"varied": varied, "size": size, "kernel": name} | per_update(KERNELS[name], BASE | {varied: size})
 
 
 def measure(record):

@@ -59,9 +59,9 @@ def teacher(widths, rank):
     return {f"w{i}": np.eye(a, b) * (np.arange(a) < rank)[:, None] for i, (a, b) in enumerate(pairs)}
 
 
-def data(widths, rank, number=NUM_ROWS):
+def data(widths, rank):
     """Covariates, uniform on [-10, 10], and the teacher's outputs without noise, so that its loss is the lowest."""
-    x = random.uniform(random.key(0), (number, widths[0]), minval=-10, maxval=10)
+    x = random.uniform(random.key(0), (NUM_ROWS, widths[0]), minval=-10, maxval=10)
     return x, x @ np.linalg.multi_dot([np.eye(widths[0]), *teacher(widths, rank).values()])
 
 
@@ -84,14 +84,14 @@ def loss(weights, gram, truth):
     return 0.5 * (error * (gram @ error)).sum()
 
 
-def settings(widths, rank, number):
-    return {"center": teacher(widths, rank), "strength": 1.0, "inverse_temperature": 1 / math.log(number)}
+def settings(widths, rank):
+    return {"center": teacher(widths, rank), "strength": 1.0, "inverse_temperature": 1 / math.log(NUM_ROWS)}
 
 
 def by_llc(widths, rank, kernel):
     """λ̂ with nothing set."""
     x, y = data(widths, rank)
-    local = Localized(network, **settings(widths, rank, len(x)))
+    local = Localized(network, **settings(widths, rank))
     began = time.perf_counter()
     mcmc = vectorized(KERNELS[kernel](local, init_strategy=init_around(local.center, scale=0.05)), 1000, 1000, 10)
     mcmc.run(random.key(0), widths, x, y)
@@ -108,7 +108,7 @@ def by_nuts(widths, rank):
     def model():
         numpyro.factor("likelihood", -loss(sample_weights(widths), jnp.asarray(gram), truth))
 
-    local = Localized(model, factors=["likelihood"], **settings(widths, rank, len(x)))
+    local = Localized(model, factors=["likelihood"], **settings(widths, rank))
     began = time.perf_counter()
     nuts = NUTS(local, init_strategy=init_to_value(values=center), target_accept_prob=0.9)
     mcmc = vectorized(nuts, 1500, 2000, 2)

@@ -121,14 +121,6 @@ def worth(row: dict, number: float) -> tuple[int, float, float]:
     return worst, 1 / left if left > 0 else np.inf, spread / max(left, 1e-30)
 
 
-def _number(row, number):
-    worst, value, error = worth(row, number)
-    # The spread of so few runs is small by chance; that of one parameter's square is not smaller than this.
-    if value > number or error > 1.0:
-        return worst, f"over {number:,.0f}" if value > number else f"about {value:,.0f}"
-    return worst, f"{value:,.0f} ± {value * error:,.0f}"
-
-
 def tables(record: Record) -> str:
     parts = []
     for name in NAMES:
@@ -139,8 +131,12 @@ def tables(record: Record) -> str:
         lines = []
         for row in rows:
             told = METHODS[row["method"]][1]
-            worst, cell = _number(row, number)
-            value = min(worth(row, number)[1], number)
+            worst, value, error = worth(row, number)
+            cell = f"{value:,.0f} ± {value * error:,.0f}"
+            # The spread of so few runs is small by chance; that of one parameter's square is not smaller than this.
+            if value > number or error > 1.0:
+                cell = f"over {number:,.0f}" if value > number else f"about {value:,.0f}"
+            value = min(value, number)
             each = " · ".join(f"{1 / e:,.0f}" if e > 1e-6 else "over 1e6" for e in np.array(row["errors"]).mean(0))
             gradients = row["gradients"]
             per = f"{1000 * value / gradients:,.1f}" if np.isfinite(gradients) else "not counted"

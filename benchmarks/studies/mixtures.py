@@ -53,14 +53,14 @@ def kernels(model):
     def plain(kernel, **settings):
         return lambda step, h: kernel(model, step_size=step, init_strategy=init_to_uniform, **settings)
 
-    def repulsive(kernel):
-        return lambda step, h: plain(kernel, interaction=RBF(h))(step, h)
-
     return {
         "SGLD": plain(SGLD, interaction=Independent(), dynamics=Overdamped("euler")),
         "SGLD, balanced": plain(SGLD),
         "SGHMC": plain(SGHMC, interaction=Independent()),
-        **{name: repulsive(kernel) for name, kernel in REPULSIVE.items()},
+        **{
+            name: lambda step, h, kernel=kernel: plain(kernel, interaction=RBF(h))(step, h)
+            for name, kernel in REPULSIVE.items()
+        },
     }
 
 

@@ -42,18 +42,15 @@ PAIRS = (
 )
 
 
-def plan() -> list[tuple[str, int]]:
-    """Sets and splits, in an order that makes the first ones useful."""
-    if data_folder() is None:
-        return [(name, number) for name in OWN for number in range(OWN[name])]
-    parts = ((0, 5), (5, 20))
-    return [(name, k) for first, last in parts for name in UCI for k in range(first, min(last, UCI[name]))]
-
-
 def measure(record: Record) -> None:
     if data_folder() is None:
         print("NUMPYRO_REPULSION_DATA is not set: scikit-learn's diabetes set takes the place of UCI's.")
-    fits, current, splits = Fits(), None, plan()
+        splits = [(name, number) for name in OWN for number in range(OWN[name])]
+    else:
+        # In an order that makes the first ones useful.
+        parts = ((0, 5), (5, 20))
+        splits = [(name, k) for first, last in parts for name in UCI for k in range(first, min(last, UCI[name]))]
+    fits, current = Fits(), None
     for name in dict(splits):
         for label in COUNTED:
             record.row(f"{name} / gradients of {label}", partial(gradients, name, label))

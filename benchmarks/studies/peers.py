@@ -41,7 +41,8 @@ def programs(num_updates):
     for shared in (True, False):
 
         def by(step, thinning=THINNING, shared=shared):
-            program = peers.compiled(lambda X, y: step, num_draws=num_draws, thinning=thinning, shared=shared)
+            settings = {"num_draws": num_draws, "thinning": thinning, "shared": shared}
+            program = jax.jit(partial(peers.sample, lambda X, y: step, **settings))
             return lambda key, X, y: program(key, X, y, AT_ZERO)
 
         def ours(kernel, shared=shared, **settings):

@@ -15,15 +15,11 @@ from benchmarks.methods.real_peers import OURS, ours
 from benchmarks.problems import real
 
 
-def measured(name, kernel, seed):
-    return {"problem": name, "kernel": kernel, "seed": seed} | ours(name, kernel, seed)
-
-
 def measure(record: Record) -> None:
     for seed in range(3):
-        for name in real.NAMES:
+        for name in real.PROBLEMS:
             for kernel in OURS:
-                record.row(f"{name} / {kernel} / {seed}", partial(measured, name, kernel, seed))
+                record.row(f"{name} / {kernel} / {seed}", partial(ours, name, kernel, seed))
 
 
 def tables(record: Record) -> str:

@@ -117,7 +117,7 @@ HEAD = (
 
 def tables(record: Record) -> str:
     lines = []
-    for name in real.NAMES:
+    for name in real.PROBLEMS:
         rows = stored(record, name)
         lines += [line(name, row) for row in (*rows, *record.select(problem=name)) if "sampler" in row]
     return table(HEAD, lines)

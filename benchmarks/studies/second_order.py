@@ -12,7 +12,6 @@ over the runs. The largest of d biases that are 0 would be about two to three of
 
 from functools import cache, partial
 import time
-from typing import Any
 
 import jax
 from jax import random
@@ -60,8 +59,8 @@ def of_coverage(name: str) -> Problem:
 CASES = {
     "logistic, 20,000 × 20, t₃ covariates": partial(regression, 20_000, 20, 3.0, 200),
     **{f"{name}, {ROWS:,} rows": partial(of_coverage, name) for name in simulated.problems(ROWS)},
-    "bikes": partial(real.load, "bikes"),
-    "wine, all rows": partial(real.load, "wine"),
+    "bikes": real.PROBLEMS["bikes"],
+    "wine, all rows": real.PROBLEMS["wine"],
     "logistic, 100,000 × 50": partial(regression, 100_000, 50),
 }
 
@@ -99,19 +98,11 @@ def reference(name: str) -> tuple[np.ndarray, np.ndarray, float, float]:
     return mean, variance, float(weight.mean() ** 2 / (weight**2).mean()), float(error.max())
 
 
-def unconstrained(case: Problem, draws: dict[str, Any]) -> np.ndarray:
-    """Draws in unconstrained coordinates, ``(draws, d)``."""
-
-    def one(x):
-        return ravel_pytree(unconstrain_fn(case.model, (), case.data, x))[0]
-
-    return np.asarray(jax.jit(jax.vmap(one))(draws), float)
-
-
 def bias(name: str, kernel: str, seed: int) -> dict:
     """A row: the bias of each variance, and of means in posterior sds."""
     mean, variance, *quality = reference(name)
     case, began = CASES[name](), time.process_time()
+    flat = jax.jit(jax.vmap(lambda x: ravel_pytree(unconstrain_fn(case.model, (), case.data, x))[0]))
     mcmc = vectorized(KERNELS[kernel](case.model), 1000, DRAWS, 20, progress_bar=True)
     squares, means, row = [], [], {"case": name, "kernel": kernel, "seed": seed, "d": len(mean)}
     for k in range(RUNS):
@@ -120,7 +111,8 @@ def bias(name: str, kernel: str, seed: int) -> dict:
             row["first"] = time.process_time() - began
             known = to_inference_data(mcmc).posterior.attrs
             row |= {key: known[key] for key in ("control_variates", "step_size", "step_size_bias")}
-        x = unconstrained(case, {site: x for site, x in mcmc.get_samples().items() if site in mcmc.last_state.z}) - mean
+        draws = {site: x for site, x in mcmc.get_samples().items() if site in mcmc.last_state.z}
+        x = np.asarray(flat(draws), float) - mean
         squares.append((x**2).mean(0))
         means.append(x.mean(0))
         mcmc.post_warmup_state = mcmc.last_state

@@ -18,6 +18,7 @@ from numpyro_repulsion.findings import Finding, to_json
 from numpyro_repulsion.gradients import ModelTarget, ravel_cloud
 from numpyro_repulsion.inference_data.rows import (
     by_draw,
+    counting,
     from_posterior,
     from_prior,
     is_key,
@@ -160,14 +161,14 @@ def to_inference_data(
     if log_likelihood is True or (log_likelihood is not False and len(log_likelihood)):
         wanted.add("log_likelihood")
     _require_model(wanted, target, latent, of_warmup)
-    observations = observe(target)
-    if observations.failure:
+    observed, entries, failure = observe(target)
+    if failure:
         if wanted:
-            raise ValueError(f"{', '.join(sorted(wanted))} cannot be computed: {observations.failure}")
-        warnings.warn(f"observed_data is left out: {observations.failure}", stacklevel=2)
+            raise ValueError(f"{', '.join(sorted(wanted))} cannot be computed: {failure}")
+        warnings.warn(f"observed_data is left out: {failure}", stacklevel=2)
     groups: dict[str, dict] = {"posterior": posterior, "sample_stats": statistics}
     if "log_likelihood" in wanted:
-        groups["log_likelihood"] = observations.counting(pointwise(target, latent, log_likelihood), 2)
+        groups["log_likelihood"] = counting(entries, pointwise(target, latent, log_likelihood), 2)
     if "posterior_predictive" in wanted:
         groups["posterior_predictive"] = from_posterior(target, posterior_predictive, latent)
     elif posterior_predictive is not None:
@@ -186,13 +187,13 @@ def to_inference_data(
         groups["prior"] = {name: value for name, value in draws.items() if name in of_prior}
         groups["prior_predictive"] = {name: value for name, value in draws.items() if name not in of_prior}
     for name in {"posterior_predictive", "prior_predictive"} & set(groups):
-        groups[name] = observations.counting(groups[name], 2)
-    groups["observed_data"] = observations.counting(observations.values, 0)
+        groups[name] = counting(entries, groups[name], 2)
+    groups["observed_data"] = counting(entries, observed, 0)
     groups["constant_data"] = dict(constant_data or {})
     groups["predictions_constant_data"] = dict(predictions_constant_data or {})
     variables = [name for group in groups.values() for name in group]
     names = _safe_names([*variables, *(target.plate_sizes if target is not None else ())])
-    labels = _Labels(target, observations, names, coords, dims)
+    labels = _Labels(target, entries, names, coords, dims)
     facts = _attributes(mcmc, kernel, target)
     of_chains = {"ensemble": facts["ensemble"]}
     if all_count:
@@ -345,8 +346,8 @@ def named_draws(samples: Any) -> dict[str, Any]:
 class _Labels:
     """Names of variables and of the axes of their arrays, by the plates of the model and by what the user says."""
 
-    def __init__(self, target, observations, names, coords, dims):
-        self.target, self.entries, self.names = target, observations.entries, names
+    def __init__(self, target, entries, names, coords, dims):
+        self.target, self.entries, self.names = target, entries, names
         self.coords = {names.get(name, name): values for name, values in (coords or {}).items()}
         self.dims = {names.get(name, name): list(listed) for name, listed in (dims or {}).items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 import math
-from typing import Any, NamedTuple
+from typing import Any
 import warnings
 
 import jax
@@ -117,34 +117,25 @@ def _bytes(array):
     return int(np.prod(array.shape)) * getattr(array.dtype, "itemsize", 0)
 
 
-class Observations(NamedTuple):
-    """The observed sites of a model, over all rows.
+def counting(entries: Mapping, group: dict, lead: int) -> dict:
+    """Return a group without hidden entries, the others on one flat axis after ``lead`` leading ones."""
+    found = dict(group)
+    for name in group.keys() & entries.keys():
+        (shape, seen), value = entries[name], np.asarray(group[name])
+        end = lead + len(shape)
+        if value.shape[lead:end] == shape:
+            found[name] = value.reshape(*value.shape[:lead], -1, *value.shape[end:]).take(seen, lead)
+    return found
 
-    - **values** - whole arrays by name.
-    - **entries** - for sites that a mask hides in part: the shape of the site's batch, and the positions in the
-      flattened batch that the mask does not hide.
-    - **failure** - why there are no values, if the model cannot run over all rows.
+
+def observe(target: ModelTarget | None) -> tuple[dict, dict, str]:
+    """Run the model over all rows; warn of observed sites that are not data.
+
+    :return: what it observes, arrays by name; for sites that a mask hides in part, the shape of the batch and the
+        positions in the flattened batch that the mask does not hide; and, if the model cannot run over all rows, why.
     """
-
-    values: dict[str, np.ndarray]
-    entries: dict[str, tuple[tuple[int, ...], np.ndarray]]
-    failure: str = ""
-
-    def counting(self, group: dict, lead: int) -> dict:
-        """Return a group without hidden entries, the others on one flat axis after ``lead`` leading ones."""
-        found = dict(group)
-        for name in group.keys() & self.entries.keys():
-            (shape, entries), value = self.entries[name], np.asarray(group[name])
-            end = lead + len(shape)
-            if value.shape[lead:end] == shape:
-                found[name] = value.reshape(*value.shape[:lead], -1, *value.shape[end:]).take(entries, lead)
-        return found
-
-
-def observe(target: ModelTarget | None) -> Observations:
-    """Run the model over all rows and return what it observes; warn of observed sites that are not data."""
     if target is None or not target.observed:
-        return Observations({}, {})
+        return {}, {}, ""
     try:
         values, masks = compiled(lambda target: _observed(target.sites({}), target.observed), target)()
         moved = _moved(target)
@@ -152,7 +143,7 @@ def observe(target: ModelTarget | None) -> Observations:
         if not target.plates:
             raise
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        return Observations({}, {}, f"the model fails when it is given all rows of {sorted(target.plates)} ({why}).")
+        return {}, {}, f"the model fails when it is given all rows of {sorted(target.plates)} ({why})."
     moved_values, moved_masks = moved
     if transformed := [name for name in values if name in moved_values]:
         warnings.warn(
@@ -163,8 +154,7 @@ def observe(target: ModelTarget | None) -> Observations:
     kept = {name: np.asarray(value) for name, value in values.items() if name not in moved_values}
     # A mask that depends on latent sites is part of the model and hides other entries for each draw.
     fixed = {name: mask for name, mask in masks.items() if name in kept and name not in moved_masks}
-    entries = {name: (np.shape(mask), np.flatnonzero(mask)) for name, mask in fixed.items() if not np.all(mask)}
-    return Observations(kept, entries)
+    return kept, {name: (np.shape(x), np.flatnonzero(x)) for name, x in fixed.items() if not np.all(x)}, ""
 
 
 def _observed(sites, names):
