@@ -78,7 +78,7 @@ def in_minibatches(y):
         numpyro.sample("y", dist.Normal(mu, 1.0), obs=y[i])
 
 
-@pytest.mark.parametrize(("order", "turns"), [(2, True), (1, False)])
+@pytest.mark.parametrize(("order", "turns"), [(2, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_with_minibatches_they_turn_where_energies_are_hardly_noisy(order, turns):
     y = random.normal(random.key(3), (100,))
     kernel = SGHMC(in_minibatches, gradient=ControlVariates(order=order), num_steps=1)
