@@ -463,30 +463,36 @@ sys.path[:0] = {folders!r}
 import pytest
 import test_checkpointing as here
 
-directory, how, when = sys.argv[1:]
-mcmc, args, options = here.killed_run()
+directory, how, when, learned = sys.argv[1:]
+mcmc, args, options = here.killed_run(learned == "True")
 here.Fate(pytest.MonkeyPatch(), int(when), how, lambda: os.kill(os.getpid(), signal.SIGKILL))
 here.run_in_pieces(mcmc, *args, **options, directory=directory)
 """
 
 
-def killed_run():
+def killed_run(learned):
     """The run that is killed, and what it is called with."""
+    if learned:
+        mcmc = make(SGLDR(regression), num_warmup=400, num_samples=801, thinning=2)
+        return mcmc, (random.key(5), *data()), {"piece_size": 50}
     return make(plain(), 100, 3001), (random.key(5),), {"init_params": SIX, "piece_size": 50}
 
 
 MOMENTS = [*zip(itertools.cycle(["before", "torn", "after"]), (5, 20, 33, 47, 60, 78), strict=False)]
 
 
-@pytest.mark.parametrize("fates", [[("torn", 95)], pytest.param(MOMENTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("learned", "fates"),
+    [(False, [("torn", 95)]), *(pytest.param(x, MOMENTS, marks=pytest.mark.slow) for x in (False, True))],
+)
 @pytest.mark.skipif(sys.platform == "win32", reason="no kill -9")
-def test_kill_minus_nine(fates, tmp_path):
+def test_kill_minus_nine(learned, fates, tmp_path):
     script = DOOMED.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
     for how, when in fates:
-        command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path), how, str(when)]
+        command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path), how, str(when), str(learned)]
         process = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert process.returncode == -signal.SIGKILL, process.stderr
-    (parts, args, options), (whole, _, _) = killed_run(), killed_run()
+    (parts, args, options), (whole, _, _) = killed_run(learned), killed_run(learned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         run_in_pieces(parts, *args, **options, directory=tmp_path)

@@ -70,6 +70,17 @@ def logistic_regression():
     return {"model": model}, (X, y), lambda s: s["beta"], mean, jnp.sqrt(weights @ (draws - mean) ** 2)
 
 
+def dirichlet_categorical():
+    faces = dist.Categorical(jnp.array([0.1, 0.6, 0.3])).sample(random.key(1), (300,))
+
+    def model(faces):
+        p = numpyro.sample("p", dist.Dirichlet(jnp.ones(3)))
+        numpyro.sample("faces", dist.Categorical(p), obs=faces)
+
+    law = stats.dirichlet(1 + np.bincount(faces, minlength=3))
+    return {"model": model}, (faces,), lambda s: s["p"], law.mean(), np.sqrt(law.var())
+
+
 def rare_binomial():
     def model(n, x):
         p = numpyro.sample("p", dist.Beta(1, 1))
@@ -101,6 +112,7 @@ CASES = (
     gaussian,
     correlated_gaussian,
     logistic_regression,
+    dirichlet_categorical,
     rare_binomial,
     improper,
 )
