@@ -428,7 +428,7 @@ def _predict_fall(mcmc, levels):
     before, after = (predict_bias(mcmc, is_other, k)[0] for k in (levels - 1, levels))
     if not 0.0 < before < MAX_PREDICTED:
         return 0.5, 0.0
-    return 0.5 if bound_of(mcmc).plan("diagonal").noise else min(max(after / before, 0.25), 0.5), before
+    return 0.5 if bound_of(mcmc).plan().noise else min(max(after / before, 0.25), 0.5), before
 
 
 def _step_in_use(mcmc):

@@ -208,7 +208,7 @@ class ParticleKernel(Settings, MCMCKernel):
         """
         bound = self.bind(args, kwargs)
         if isinstance(state, Warming):
-            return relabeled(state, bound.data(state.start))
+            return relabeled(state, bound.data(state.prototype))
         reference = state.learned.reference
         data = None if reference is None else bound.data()
         if reference is None or data is None or np.array_equal(reference.data, data):
@@ -279,8 +279,8 @@ class ParticleKernel(Settings, MCMCKernel):
                     jax.block_until_ready(state)
                 bar.update(number)
         done = 0 if mcmc is not None else num_warmup
-        passes = mcmc is not None and not collects_warmup(mcmc)
-        state = self.freeze(state, model_args, model_kwargs, is_prng_key(rng_key), done, passes)
+        skips_warmup = mcmc is not None and not collects_warmup(mcmc)
+        state = self.freeze(state, model_args, model_kwargs, is_prng_key(rng_key), done, skips_warmup)
         if is_shown:
             self.warn_of_warmup(state)
         return state
@@ -310,7 +310,7 @@ class ParticleKernel(Settings, MCMCKernel):
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
-        plan, how = bound.plan("diagonal"), None
+        plan, how = bound.plan(), None
         if num_warmup == 0 or not plan.learns:
             how = Frozen((int(plan.epoch is not None), False), False, False, 0, is_single)
         data = None
@@ -339,14 +339,14 @@ class ParticleKernel(Settings, MCMCKernel):
         with hinting(self.model, args, kwargs or {}):
             return warm(bound, self._programs, options, state, number)
 
-    def freeze(self, state: Warming, args, kwargs, is_single: bool, iteration: int, passes: bool = False):
+    def freeze(self, state: Warming, args, kwargs, is_single: bool, iteration: int, skips_warmup: bool = False):
         """Return the state from which draws are made, with all that a warmup learned.
 
         :param iteration: how many iterations count as done.
-        :param passes: whether NumPyro's iterations of warmup pass without an update.
+        :param skips_warmup: whether NumPyro's iterations of warmup pass without an update.
         """
         with hinting(self.model, args, kwargs or {}):
-            how = Frozen(what_is_on(self.bind(args, kwargs), state.warmup), True, passes, iteration, is_single)
+            how = Frozen(what_is_on(self.bind(args, kwargs), state.warmup), True, skips_warmup, iteration, is_single)
             return self.frozen_as(how, state, args, kwargs)
 
     def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
@@ -358,7 +358,7 @@ class ParticleKernel(Settings, MCMCKernel):
 
     def sample(self, state, model_args, model_kwargs):
         """Make one MCMC iteration: ``num_steps`` updates of all particles."""
-        if not state.origin.passes:
+        if not state.origin.skips_warmup:
             return self._sample(state, model_args, model_kwargs)
         return lax.cond(
             state.iteration < state.num_warmup,

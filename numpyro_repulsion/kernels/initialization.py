@@ -113,7 +113,7 @@ def start(
         num_updates=jnp.zeros((), jnp.int32),
         rng_key=state_key,
         row_seed=last_word(memory_key) if bound.gradient.depends_on_updates else None,
-        start=jax.tree.map(lambda x: x[:1], z),
+        prototype=jax.tree.map(lambda x: x[:1], z),
     )
     eigenvalue = _smallest_eigenvalue(kernel.interaction, u, bandwidth)
     return Start(state if how is None else freeze(bound, how, state, None), z, cloud, eigenvalue)

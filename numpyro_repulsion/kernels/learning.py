@@ -21,7 +21,7 @@ from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.kernels import warming
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
-from numpyro_repulsion.kernels.warming import Judged, Now, Warming, what_is_on
+from numpyro_repulsion.kernels.warming import Judged, Warming, WindowInfo, what_is_on
 from numpyro_repulsion.processes import are_several
 from numpyro_repulsion.warmup import (
     ARRIVED,
@@ -103,7 +103,7 @@ class HostSampler:
             return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
 
     def _place(self, warmup):
-        return Place(warmup.preconditioner, warmup.centering, warmup.reference), self.state.start
+        return Place(warmup.preconditioner, warmup.centering, warmup.reference), self.state.prototype
 
     def _couple(self, u, bandwidth, is_new=False):
         # Each window measures along directions of its own.
@@ -148,7 +148,7 @@ class HostSampler:
         return self._run(warming.common_energies, None, *self._place(warmup), u)
 
     def energy_to_compare(self, centering, y):
-        return self._run(warming.energies_to_compare, None, centering, self.state.start, y)
+        return self._run(warming.energies_to_compare, None, centering, self.state.prototype, y)
 
     def recover(self, warmup, u, learns):
         return self._run(warming.recover, MIN_SPREAD if learns else None, *self._place(warmup), u)
@@ -178,11 +178,11 @@ def _schedule(plan: WarmupPlan, warmup: WarmupState) -> Schedule:
     return Schedule(int(warmup.num_warmup), bool(warmup.arrival.is_prolonged), plan.late)
 
 
-def now_of(plan: WarmupPlan, schedule: Schedule, warmup: WarmupState, iteration: int) -> Now:
+def info_of(plan: WarmupPlan, schedule: Schedule, warmup: WarmupState, iteration: int) -> WindowInfo:
     """Return what the iteration after so many others needs to know of its window."""
     noise = warmup._replace(step=jax.device_get(warmup.step)).noise if plan.noise and plan.measures else 0.0
     begins, ends = map(np.int32, schedule.half_of_arrival(iteration))
-    return Now(
+    return WindowInfo(
         np.int32(schedule.next_end(iteration)),
         np.int32(schedule.at(ARRIVED)),
         (begins, ends),
@@ -202,8 +202,8 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
             state = _without_sums(state, plan.arrives and schedule.is_arriving(done))
         stop = min(last, schedule.next_stop(done))
         step = warming.approach if plan.arrives and schedule.is_arriving(done) else warming.travel
-        now = now_of(plan, schedule, state.warmup, done)
-        state = programs(step, bound, None, state, now, np.int32(stop - done), options=options)
+        info = info_of(plan, schedule, state.warmup, done)
+        state = programs(step, bound, None, state, info, np.int32(stop - done), options=options)
         done = stop
         if schedule.is_end(done):
             state = _learn(bound, plan, programs, Window(schedule, done), state)
@@ -213,9 +213,9 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
 def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming], Warming]]:
     """Return the functions of the iterations of a warmup: while particles arrive, and afterwards."""
     plan, whole = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
-    now = Now(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step.size.dtype))
+    info = WindowInfo(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step.size.dtype))
     steps = (warming.approach, warming.travel) if plan.arrives else (warming.travel,)
-    return [partial(step, bound, None, now=now, number=1) for step in steps]
+    return [partial(step, bound, None, window=info, number=1) for step in steps]
 
 
 def _without_sums(state, is_arriving):
@@ -256,19 +256,19 @@ def _put(x: jax.Array, value: np.ndarray) -> jax.Array:
 
 def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
     """Return what the host says of a warmup at its end."""
-    kernel, shape = bound.kernel, state.warmup.step.size
-    if isinstance(shape, (jax.core.Tracer, jax.ShapeDtypeStruct)):
-        is_judged, one = plan.measures or plan.jumps, np.zeros((), shape.dtype)
-        numbers = (np.zeros(len(names._fields), shape.dtype) for names in (Measured, WarmupDiagnosis))
+    kernel, like = bound.kernel, state.warmup.step.size
+    if isinstance(like, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        is_judged, one = plan.measures or plan.jumps, np.zeros((), like.dtype)
+        numbers = (np.zeros(len(names._fields), like.dtype) for names in (Measured, WarmupDiagnosis))
         return Judged(one, *(numbers if is_judged else (None, None)))
     warmup = jax.device_get(state.warmup)
 
     def packed(numbers):
-        found = np.asarray([float(x) for x in numbers], shape.dtype)
-        return np.where(np.isnan(found), np.asarray(UNKNOWN, shape.dtype), found)
+        found = np.asarray([float(x) for x in numbers], like.dtype)
+        return np.where(np.isnan(found), np.asarray(UNKNOWN, like.dtype), found)
 
     with np.errstate(all="ignore"):
-        noise = np.asarray(warmup.noise, shape.dtype)
+        noise = np.asarray(warmup.noise, like.dtype)
         if not (plan.measures or plan.jumps):
             return Judged(noise, None, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]

@@ -35,15 +35,15 @@ class Origin:
     #: Whether `init` made a warmup. If there was nothing to learn, NumPyro's iterations of warmup are like all others.
     has_warmed: bool = False
     #: Whether NumPyro's iterations of warmup pass without an update, because `init` made the warmup.
-    passes: bool = False
+    skips_warmup: bool = False
 
     @staticmethod
-    def of(kernel: Settings, gradient: Gradient, has_warmed: bool = False, passes: bool = False) -> Origin:
+    def of(kernel: Settings, gradient: Gradient, has_warmed: bool = False, skips_warmup: bool = False) -> Origin:
         """Return the origin of a state that a kernel starts; ``num_steps`` may change."""
         names = ("step_size", "dynamics", "interaction", "moves", "reparam", "num_ensembles")
         found = {"kernel": type(kernel).__name__} | {name: words(getattr(kernel, name)) for name in names}
         found |= {"gradient": words(gradient), "preconditioner": str(digest(kernel.preconditioner))}
-        return Origin(tuple(found.items()), has_warmed, passes)
+        return Origin(tuple(found.items()), has_warmed, skips_warmup)
 
 
 def check_state(state: ParticleState, kernel: Settings, target: Target, gradient: Gradient) -> None:

@@ -58,10 +58,10 @@ class Warming(NamedTuple):
     num_updates: jax.Array
     rng_key: jax.Array  # of the next iteration
     row_seed: jax.Array | None  # of the orders of rows, if the gradient depends on the number of the update
-    start: Particle  # the sites of one particle at its start, each ``(1, ...)``, which tell their shapes
+    prototype: Particle  # the sites of one particle at its start, each ``(1, ...)``, which tell their shapes
 
 
-class Now(NamedTuple):
+class WindowInfo(NamedTuple):
     """What an iteration needs to know of its window."""
 
     ends: Integer[AnyArray, ""]  # after so many iterations
@@ -74,11 +74,11 @@ class Now(NamedTuple):
 class WarmupIteration(Iteration):
     """A bound sampler in its warmup."""
 
-    def approach(self, state: Warming, now: Now) -> Warming:
+    def approach(self, state: Warming, window: WindowInfo) -> Warming:
         """Make one iteration in which particles arrive."""
         cloud, warmup = state.cloud, state.warmup
         rng_key, keys = Keys.of(state.rng_key, self.num_steps, False)
-        begins, ends = now.half
+        begins, ends = window.half
         share_done = (warmup.iteration - begins) / jnp.maximum(ends - begins, 1)
 
         def update(carry, key):
@@ -89,34 +89,34 @@ class WarmupIteration(Iteration):
         if arrival.surroundings is not None:
             seen = arrival.surroundings.add(cloud.potential_energy, cloud.gradient)
             arrival = arrival._replace(surroundings=seen)
-        return self._counted(state._replace(rng_key=rng_key), now, cloud, warmup._replace(arrival=arrival))
+        return self._counted(state._replace(rng_key=rng_key), window, cloud, warmup._replace(arrival=arrival))
 
-    def travel(self, state: Warming, now: Now) -> Warming:
+    def travel(self, state: Warming, window: WindowInfo) -> Warming:
         """Make one iteration of the sampler."""
         rng_key, keys = Keys.of(state.rng_key, self.num_steps, True)
-        warmup = self._with_references(now, state.cloud, state.warmup)
-        done, learned = self.move(keys, state.cloud, self.learned(warmup, now.noise), state.num_updates)
-        cloud, bandwidth, symptoms = done.cloud, warmup.bandwidth, warmup.symptoms
+        warmup = self._with_references(window, state.cloud, state.warmup)
+        progress, learned = self.move(keys, state.cloud, self.learned(warmup, window.noise), state.num_updates)
+        cloud, bandwidth, symptoms = progress.cloud, warmup.bandwidth, warmup.symptoms
         warmup = warmup._replace(jumps=learned.jumps, reference=learned.reference)
         if self.plan.bandwidth:
             rule = self.interaction.learn_bandwidth
-            bandwidth = lax.cond(now.is_adapting, rule, lambda _: warmup.bandwidth, cloud.z)
+            bandwidth = lax.cond(window.is_adapting, rule, lambda _: warmup.bandwidth, cloud.z)
         if symptoms is not None:
             u, gradient = (x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient))
             symptoms = lax.cond(
-                now.is_adapting,
+                window.is_adapting,
                 lambda: warmup.symptoms,
                 lambda: warmup.symptoms.add(u, gradient, warmup.preconditioner),
             )
         warmup = warmup._replace(bandwidth=bandwidth, symptoms=symptoms)
-        return self._counted(state._replace(rng_key=rng_key), now, cloud, warmup)
+        return self._counted(state._replace(rng_key=rng_key), window, cloud, warmup)
 
-    def _counted(self, state, now, cloud, warmup):
+    def _counted(self, state, window, cloud, warmup):
         """Return the state after one more iteration, with its moments and what the moves record."""
         moments = warmup.moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
         iteration, jumps = warmup.iteration + 1, warmup.jumps
         if (moves := self.bound.moves) is not None and jumps is not None:
-            jumps = moves.record(jumps, warmup.preconditioner, cloud, iteration - now.arrived)
+            jumps = moves.record(jumps, warmup.preconditioner, cloud, iteration - window.arrived)
         scales = warmup.scales._replace(moments=moments)
         return state._replace(
             cloud=cloud,
@@ -162,29 +162,29 @@ class WarmupIteration(Iteration):
         )
         return position, arrival._replace(step_size=rates, adam=adam)
 
-    def _with_references(self, now, cloud, warmup):
+    def _with_references(self, window, cloud, warmup):
         """Renew each particle's own reference, if its epoch is over or a measurement is near."""
         reference = warmup.reference
         if reference is None or self.plan.epoch is None:
             return warmup
         # At the end of each window, warmup tests whether references help, even if they are not in use. Renew them half
         # an epoch before that, so that warmup measures their average noise.
-        is_middle = now.ends - warmup.iteration == (self.plan.epoch // self.num_steps + 1) // 2
+        is_middle = window.ends - warmup.iteration == (self.plan.epoch // self.num_steps + 1) // 2
         is_new = ~reference.data.any()
         due = is_new | is_middle | (reference.age >= self.plan.epoch)
         return warmup._replace(reference=self.renewed(due, cloud, warmup, reference, is_new))
 
 
-def _at(bound, place, start, row_seed=None, data=None):
+def _at(bound, place, prototype, row_seed=None, data=None):
     """Return the iteration at what warmup has learned; for measurements, without a seed and data."""
-    bound = bound.within(jax.tree.leaves(start)[0])
+    bound = bound.within(jax.tree.leaves(prototype)[0])
     plan = bound.plan(place.preconditioner.kind)
-    return WarmupIteration(bound, plan, ravel_cloud(start)[1], row_seed, data, bound.kernel.schedule)
+    return WarmupIteration(bound, plan, ravel_cloud(prototype)[1], row_seed, data, bound.kernel.schedule)
 
 
 def _iteration(bound, state):
     data = None if state.warmup.data is None else jnp.maximum(state.warmup.data, 1)
-    return _at(bound, state.warmup, state.start, state.row_seed, data)
+    return _at(bound, state.warmup, state.prototype, state.row_seed, data)
 
 
 def _iterate(bound, step, state, number):
@@ -194,20 +194,26 @@ def _iterate(bound, step, state, number):
     return lax.fori_loop(0, number, lambda _, state: step(iteration, state), state._replace(cloud=cloud))
 
 
-def approach(bound: BoundSampler, _: None, state: Warming, now: Now, number: Integer[Array, ""] | int) -> Warming:
+def approach(
+    bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: Integer[Array, ""] | int
+) -> Warming:
     """Make a number of iterations in which particles arrive."""
-    return _iterate(bound, lambda iteration, state: iteration.approach(state, now), state, number)
+    return _iterate(bound, lambda iteration, state: iteration.approach(state, window), state, number)
 
 
-def travel(bound: BoundSampler, _: None, state: Warming, now: Now, number: Integer[Array, ""] | int) -> Warming:
+def travel(
+    bound: BoundSampler, _: None, state: Warming, window: WindowInfo, number: Integer[Array, ""] | int
+) -> Warming:
     """Make a number of iterations of the sampler, within one window."""
-    return _iterate(bound, lambda iteration, state: iteration.travel(state, now), state, number)
+    return _iterate(bound, lambda iteration, state: iteration.travel(state, window), state, number)
 
 
-def gradients(bound: BoundSampler, _: None, place: Place, start: Particle, key, numbers, points, orders, number) -> Any:
+def gradients(
+    bound: BoundSampler, _: None, place: Place, prototype: Particle, key, numbers, points, orders, number
+) -> Any:
     """Return U and ∇U, ``(n, G, L)`` and ``(n, G, L, d)``, at the first ones of some points, by the numbers of their
     minibatches and the orders of control variates."""
-    energy_and_grad = _at(bound, place, start).energy_and_grad(place)
+    energy_and_grad = _at(bound, place, prototype).energy_and_grad(place)
 
     def evaluate(i, found):
         new = energy_and_grad(random.fold_in(key, numbers[i]), points[i], orders[i])
@@ -217,34 +223,40 @@ def gradients(bound: BoundSampler, _: None, place: Place, start: Particle, key, 
     return lax.fori_loop(0, number, evaluate, (jnp.zeros_like(points[..., 0]), jnp.zeros_like(points)))
 
 
-def common_energies(bound: BoundSampler, _: None, place: Place, start: Particle, u) -> Any:
+def common_energies(bound: BoundSampler, _: None, place: Place, prototype: Particle, u) -> Any:
     """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
-    iteration = _at(bound, place, start)
+    iteration = _at(bound, place, prototype)
     target, unravel = iteration.target(place), iteration.unravel
     one = jnp.vectorize(lambda z: fingerprint(target, unravel, z), signature="(d)->()")
     return one(place.preconditioner.to_positions(u))
 
 
-def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | None, start: Particle, y) -> Any:
+def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | None, prototype: Particle, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
-    iteration = _at(bound, place := Place(Preconditioner(), centering, None), start)
+    iteration = _at(bound, place := Place(Preconditioner(), centering, None), prototype)
     particles, rows = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1])), rows_to_compare(iteration.bound.target)
     energies = likelihood_energies(iteration.target(place), particles, rows)
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
 def reference_at(
-    bound: BoundSampler, settings: tuple[int, bool], place: Place, start: Particle, reference: Reference, key, number
+    bound: BoundSampler,
+    settings: tuple[int, bool],
+    place: Place,
+    prototype: Particle,
+    reference: Reference,
+    key,
+    number,
 ) -> Any:
     """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows."""
-    iteration, key = _at(bound, place, start), random.fold_in(key, number)
+    iteration, key = _at(bound, place, prototype), random.fold_in(key, number)
     moved = reference._replace(position=iteration.recover(place, reference.position).z)
     return iteration.evaluate_reference(key, moved, *settings)
 
 
-def recover(bound: BoundSampler, min_spread: float | None, place: Place, start: Particle, u) -> Any:
+def recover(bound: BoundSampler, min_spread: float | None, place: Place, prototype: Particle, u) -> Any:
     """Return the centering, on request with estimated powers and bases, and particles in those of the model."""
-    iteration, centering = _at(bound, place, start), place.centering
+    iteration, centering = _at(bound, place, prototype), place.centering
     found = iteration.recover(place, u)
     if min_spread is not None and centering is not None:
         flat = jax.tree.map(lambda x: x.reshape(-1, u.shape[-1]), found)
@@ -254,10 +266,10 @@ def recover(bound: BoundSampler, min_spread: float | None, place: Place, start: 
 
 
 def to_coordinates(
-    bound: BoundSampler, _: None, place: Place, start: Particle, centering: Centering, found: Recovered
+    bound: BoundSampler, _: None, place: Place, prototype: Particle, centering: Centering, found: Recovered
 ) -> Any:
     """Return particles in the coordinates of a centering."""
-    return _at(bound, place, start).centered(centering).to_coordinates(found)
+    return _at(bound, place, prototype).centered(centering).to_coordinates(found)
 
 
 def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, number) -> Any:
@@ -302,7 +314,7 @@ class Frozen(NamedTuple):
 
     on: tuple[int, bool]  # the order of the control variates in use, and whether particles jump
     has_warmed: bool  # this and the next one are those of the state's `Origin`
-    passes: bool
+    skips_warmup: bool
     iteration: int  # how many count as done
     is_single: bool  # whether the state is that of a single plain chain
 
@@ -335,6 +347,6 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | No
         num_warmup=warmup.num_warmup,
         num_updates=state.num_updates,
         num_flagged_updates=jnp.zeros((), jnp.int32),
-        origin=Origin.of(bound.kernel, bound.gradient, how.has_warmed, how.passes),
+        origin=Origin.of(bound.kernel, bound.gradient, how.has_warmed, how.skips_warmup),
     )
     return map_particles(lambda x: x[0], found) if how.is_single else found

@@ -52,7 +52,7 @@ def test_networks_go_on_to_arrive_in_standardized_coordinates(kernel, scale, mon
     assert warmup.arrival.is_prolonged and not warmup.reference.order
     assert (warmup.centering.share == 0).all() and (warmup.arrival.adam.unit == 1).all()
     # In units of the prior's scale for weights, and of the spread of the starts for their precision.
-    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.start))
+    _, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(lambda x: x[0], before.prototype))
     lengths = unravel(warmup.preconditioner.lengths())
     np.testing.assert_allclose(lengths["w1"], 1.0)
     assert (lengths["weight_precision"] == unravel(warmup.arrival.spread)["weight_precision"]).all()
