@@ -23,6 +23,7 @@ from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
 from numpyro_repulsion.gradients import Gradient, compiled, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Coupling, Interaction
+from numpyro_repulsion.kernels import initialization, learning, warming
 from numpyro_repulsion.kernels.bound import (
     Binder,
     BoundSampler,
@@ -31,9 +32,7 @@ from numpyro_repulsion.kernels.bound import (
     preconditioner_scale,
     step_schedule,
 )
-from numpyro_repulsion.kernels.initialization import check_start, start
 from numpyro_repulsion.kernels.iteration import Iteration, Keys
-from numpyro_repulsion.kernels.learning import judge, warm
 from numpyro_repulsion.kernels.mcmc import arguments, calling_mcmc, collects_warmup
 from numpyro_repulsion.kernels.programs import Programs, compiler_options, is_traced
 from numpyro_repulsion.kernels.requirements import (
@@ -58,7 +57,7 @@ from numpyro_repulsion.kernels.state import (
     row_seed,
     sampler_positions,
 )
-from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze, relabeled, what_is_on
+from numpyro_repulsion.kernels.warming import Frozen, Warming
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
@@ -208,7 +207,7 @@ class ParticleKernel(Settings, MCMCKernel):
         """
         bound = self.bind(args, kwargs)
         if isinstance(state, Warming):
-            return relabeled(state, bound.data(state.prototype))
+            return warming.relabeled(state, bound.data(state.prototype))
         reference = state.learned.reference
         data = None if reference is None else bound.data()
         if reference is None or data is None or np.array_equal(reference.data, data):
@@ -310,18 +309,27 @@ class ParticleKernel(Settings, MCMCKernel):
         check_init_params(init_params, bound.target, size)
         if self.moves is not None:
             check_jumps(self.moves, bound.gradient, bound.target, num_warmup, size)
-        plan, how = bound.plan(), None
+        plan = bound.plan()
+        how = None
         if num_warmup == 0 or not plan.learns:
-            how = Frozen((int(plan.epoch is not None), False), False, False, 0, is_single)
+            how = Frozen(
+                on=(int(plan.epoch is not None), False),
+                has_warmed=False,
+                skips_warmup=False,
+                iteration=0,
+                is_single=is_single,
+            )
         data = None
         if num_warmup > 0 or bound.gradient.has_reference:
             data = bound.data(init_params)
             data = np.zeros(4, np.uint32) if data is None else data
         options = compiler_options(bound, 1, size, 1)
         with hinting(self.model, model_args, model_kwargs or {}):
-            begun = self._programs(start, bound, (num_warmup, how), rng_key, init_params, data, options=options)
+            begun = self._programs(
+                initialization.start, bound, (num_warmup, how), rng_key, init_params, data, options=options
+            )
         if not_jax_tracer(begun.cloud.z):
-            check_start(bound, begun, init_params is not None)
+            initialization.check_start(bound, begun, init_params is not None)
         warn_of_short_warmup(num_warmup if plan.arrives else 0)
         return begun.state
 
@@ -337,7 +345,7 @@ class ParticleKernel(Settings, MCMCKernel):
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
         options = compiler_options(bound, num_warmup * self.num_steps, shape[0] * shape[1], shape[2])
         with hinting(self.model, args, kwargs or {}):
-            return warm(bound, self._programs, options, state, number)
+            return learning.warm(bound, self._programs, options, state, number)
 
     def freeze(self, state: Warming, args, kwargs, is_single: bool, iteration: int, skips_warmup: bool = False):
         """Return the state from which draws are made, with all that a warmup learned.
@@ -346,15 +354,17 @@ class ParticleKernel(Settings, MCMCKernel):
         :param skips_warmup: whether NumPyro's iterations of warmup pass without an update.
         """
         with hinting(self.model, args, kwargs or {}):
-            how = Frozen(what_is_on(self.bind(args, kwargs), state.warmup), True, skips_warmup, iteration, is_single)
+            how = Frozen(
+                warming.what_is_on(self.bind(args, kwargs), state.warmup), True, skips_warmup, iteration, is_single
+            )
             return self.frozen_as(how, state, args, kwargs)
 
     def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
         """Return a state for which it is known what is on, also for the shapes of a warmup."""
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
-        judged = judge(bound, bound.plan(state.warmup.preconditioner.kind), state)
+        judged = learning.judge(bound, bound.plan(state.warmup.preconditioner.kind), state)
         options = compiler_options(bound, 1, shape[0] * shape[1], shape[2])
-        return self._programs(freeze, bound, how, state, judged, options=options)
+        return self._programs(warming.freeze, bound, how, state, judged, options=options)
 
     def sample(self, state, model_args, model_kwargs):
         """Make one MCMC iteration: ``num_steps`` updates of all particles."""

@@ -312,8 +312,12 @@ class BoundSampler:
             return True
         return False
 
-    def plan(self, automatic: str) -> WarmupPlan:
-        """Return what a warmup would learn; ``automatic`` is the kind of scales of ``preconditioner="auto"``."""
+    def plan(self, automatic: str = "diagonal") -> WarmupPlan:
+        """Return what a warmup would learn.
+
+        :param automatic: the kind of scales of ``preconditioner="auto"``, which the start of a run chooses, and which
+            the preconditioner has from then on. Nothing but the entry ``scale`` of the plan depends on it.
+        """
         kernel, is_noisy = self.kernel, self.gradient.is_noisy(self.target)
         rule = kernel.step_size if isinstance(kernel.step_size, BiasBudget) else None
         scale = kernel.scale if isinstance(kernel.scale, str) else None
