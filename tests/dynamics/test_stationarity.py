@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from numpyro_repulsion import IMQ, RBF, Antithetic, Balanced, Independent
-from numpyro_repulsion.dynamics import Overdamped, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.interactions import RandomFeatures, RandomGroups, Scheduled, median_bandwidth
 
 LIMIT = 4.5
@@ -393,6 +393,47 @@ def test_long_run_fails_when_broken(wrap, interaction, dynamics):
     )
     setting = LONG["gaussian"] | ({"replicas": 400} if is_faint else {})
     scores = extrapolated_scores(GAUSSIAN, interaction, dynamics, wrap=wrap, **setting)
+    assert not max(map(abs, scores.values())) <= 2 * LIMIT, scores
+
+
+@pytest.mark.parametrize(
+    "dynamics",
+    [pytest.param(d, marks=pytest.mark.slow) for d in (Underdamped(), Overdamped(), Overdamped("lm"), Thermostat())],
+)
+def test_repulsion_may_come_and_go_if_its_divergence_does_too(dynamics):
+    # More particles, which feel more of each other.
+    setting = LONG["gaussian"] | {"size": 20}
+    for wrap in (None, with_unscaled_repulsion):
+        scores = extrapolated_scores(GAUSSIAN, Scheduled(RBF(2.0), wave), dynamics, wrap=wrap, **setting)
+        largest = max(map(abs, scores.values()))
+        assert largest < LIMIT if wrap is None else not largest <= 2 * LIMIT, scores
+
+
+class Anticipating(Overdamped):
+    """Averages the white noise instead of the colored: C_t meets ξ_{t−1}, on which it depends."""
+
+    def init(self, key, z, energy_and_grad, couple):
+        return Cloud(z, *energy_and_grad(z), (random.normal(key, z.shape),))
+
+    def step(self, key, cloud, energy_and_grad, couple, step_size):
+        coupling, white = couple(cloud.z), random.normal(key, cloud.z.shape)
+        root = jnp.linalg.cholesky(coupling.apply(_eye(cloud.z)))
+        noise = jnp.sqrt(2.0 * step_size) * root @ ((white + cloud.memory[0]) / 2)
+        z = cloud.z + step_size * (coupling.repulsion - coupling.apply(cloud.gradient)) + noise
+        return Cloud(z, *energy_and_grad(z), (white,))
+
+
+def _eye(z):
+    return jnp.broadcast_to(jnp.eye(z.shape[1]), (z.shape[0], z.shape[1], z.shape[1]))
+
+
+@pytest.mark.slow
+def test_averaged_noise_must_not_anticipate():
+    # A wide kernel and many replicas, for the effect is small.
+    setting = LONG["gaussian"] | {"replicas": 400}
+    scores = extrapolated_scores(GAUSSIAN, RBF(8.0), Overdamped("lm"), **setting)
+    assert max(map(abs, scores.values())) < LIMIT, scores
+    scores = extrapolated_scores(GAUSSIAN, RBF(8.0), Anticipating("lm"), **setting)
     assert not max(map(abs, scores.values())) <= 2 * LIMIT, scores
 
 

@@ -30,7 +30,8 @@ from numpyro_repulsion import (
     ensemble_mcse,
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, Overdamped, Thermostat, Underdamped
-from numpyro_repulsion.interactions import Coupling, Laplacian, RandomFeatures, RandomGroups
+from numpyro_repulsion.dynamics.step_error import EulerError
+from numpyro_repulsion.interactions import Coupling, Laplacian, RandomFeatures, RandomGroups, base
 from numpyro_repulsion.kernels.bound import automatic_scale
 from numpyro_repulsion.kernels.learning import HostSampler, iterations_of
 from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Schedule, Window, curvature
@@ -285,6 +286,26 @@ def test_a_raised_step_costs_no_more_by_steepness_than_its_draws_are_worth(dynam
     assert jnp.isinf(longest(stats._replace(steepness=jnp.zeros(())), per_step))
     # Where nothing is raised: particles that jump.
     assert longest(stats, jnp.inf) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_a_short_run_of_many_particles_on_a_line_is_not_far_too_wide(is_capped, monkeypatch):
+    if not is_capped:
+        monkeypatch.setattr(EulerError, "max_step_for_short_run", lambda *_: jnp.asarray(jnp.inf))
+    monkeypatch.setattr(base, "NARROWEST", 1e-6)  # four neighbors for each
+    mcmc = vectorized(SGLDR(potential_fn=lambda z: jnp.sum(jnp.exp(z) - z)), 50, 50, 100)
+    # The logarithm of an exponential: mean −γ, variance π²/6.
+    variances = []
+    for seed in range(6):
+        mcmc.run(random.key(seed), init_params=random.normal(random.key(100 + seed), (100, 1)))
+        variances.append(float(np.mean((np.asarray(mcmc.get_samples(), float) + np.euler_gamma) ** 2)))
+    inflation = np.array(variances) / (np.pi**2 / 6)
+    upper = inflation.mean() + 4.5 * inflation.std(ddof=1) / 6**0.5
+    lower = inflation.mean() - 4.5 * inflation.std(ddof=1) / 6**0.5
+    # What the step at which the two are equal would cost: about 40 draws, 0.2.
+    assert lower < 1.2 if is_capped else lower > 1.2
+    assert upper < 1.5 or not is_capped
 
 
 @pytest.mark.slow
@@ -982,6 +1003,25 @@ def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, 
     mcmc = vectorized(kernel, num_warmup, num_samples, num_chains)
     mcmc.run(random.key(seed), *args, **kwargs)
     return " ".join(map(str, kernel.findings(mcmc.last_state))), mcmc
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
+@pytest.mark.parametrize("seed", range(6))
+def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel, seed):
+    y, sd = jnp.array([28.0, 8, -3, 7, -1, 1, 18, 12]), jnp.array([15.0, 10, 16, 11, 9, 11, 10, 18])
+
+    def schools(is_centered):
+        mu, tau = numpyro.sample("mu", dist.Normal(0, 5)), numpyro.sample("tau", dist.HalfCauchy(5))
+        with numpyro.plate("school", 8):
+            one = numpyro.sample("one", dist.Normal(mu, tau) if is_centered else dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(one if is_centered else mu + tau * one, sd), obs=y)
+
+    words, mcmc = expectations(kernel(schools, reparam=None), True, seed=seed)
+    # Said again where the results are.
+    assert "reparam" in words and "funnel" in diagnose(to_inference_data(mcmc))
+    assert "funnel" not in expectations(kernel(schools), True, seed=seed)[0]
+    assert expectations(kernel(schools), False, seed=seed)[0] == ""
 
 
 def test_a_short_warmup_is_announced():
