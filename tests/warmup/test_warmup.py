@@ -27,7 +27,9 @@ from numpyro_repulsion import (
     ControlVariates,
     Independent,
     Subsampled,
+    diagnose,
     ensemble_mcse,
+    to_inference_data,
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, Overdamped, Thermostat, Underdamped
 from numpyro_repulsion.dynamics.step_error import EulerError
