@@ -314,7 +314,7 @@ class Archive(Move[ArchiveState]):
     def learn(self, window, jumps, warmup, cloud, temperature):
         if not window.has_arrived:
             return jumps
-        tried = DENSITY if window.ends >= window.schedule.at(FREEZE) else DIFFERENCES
+        tried = DENSITY if window.ends >= window.timetable.at(FREEZE) else DIFFERENCES
         return self._fitted(self._choose(jumps, None if window.is_last else tried), warmup, cloud, temperature)
 
     def _fitted(self, jumps, warmup, cloud, temperature):

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from PIL import Image
 
 from numpyro_repulsion.moves import basins
-from numpyro_repulsion.warmup import Schedule, Window
+from numpyro_repulsion.warmup import Timetable, Window
 from numpyro_repulsion.warmup.windows import ENDS
 
 OUTPUT = Path(__file__).parents[1] / "_static" / "warmup-windows.png"
@@ -28,8 +28,8 @@ INK, GREY, BLUE = "#1f1f1f", "#8a8a8a", "#0072B2"
 
 def windows(is_prolonged):
     """Return the windows of warmup, in order."""
-    schedule = Schedule(NUM_WARMUP, is_prolonged)
-    return [Window(schedule, end) for end in sorted(map(schedule.at, ENDS))]
+    timetable = Timetable(NUM_WARMUP, is_prolonged)
+    return [Window(timetable, end) for end in sorted(map(timetable.at, ENDS))]
 
 
 def ends(windows, which=lambda window: True):

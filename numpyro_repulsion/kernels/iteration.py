@@ -43,7 +43,7 @@ from numpyro_repulsion.gradients import (
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.layout import Layout
-from numpyro_repulsion.warmup import Learned, Place, WarmupPlan, WarmupState
+from numpyro_repulsion.warmup import Coordinates, Learned, WarmupPlan, WarmupState
 
 
 class Keys(NamedTuple):
@@ -132,7 +132,7 @@ class Iteration:
     def shares_minibatches(self) -> bool:
         return self.bound.gradient.shared
 
-    def target(self, learned: Learned | WarmupState | Place) -> Target:
+    def target(self, learned: Learned | WarmupState | Coordinates) -> Target:
         """Return the posterior in the coordinates that the preconditioner whitens."""
         return self.bound.target if learned.centering is None else self.centered(learned.centering)
 
@@ -141,7 +141,7 @@ class Iteration:
         shape = u.shape[0], u.shape[1], u.shape[2]
         return Layout.of(shape, self.interaction.interacts or self.dynamics.interacts)
 
-    def recover(self, learned: Learned | WarmupState | Place, u: Float[Array, "*particles d"]) -> Recovered:
+    def recover(self, learned: Learned | WarmupState | Coordinates, u: Float[Array, "*particles d"]) -> Recovered:
         """Return the particles ``(..., d)`` in the coordinates of the model."""
         y = learned.preconditioner.to_positions(u)
         target = self.target(learned)
@@ -155,7 +155,7 @@ class Iteration:
         return CenteredTarget(cast(ModelTarget, self.bound.target), centering, self.unravel)
 
     def energy_and_grad(
-        self, learned: Learned | WarmupState | Place, num_updates: Integer[Array, ""] | None = None
+        self, learned: Learned | WarmupState | Coordinates, num_updates: Integer[Array, ""] | None = None
     ) -> Callable:
         """Return ``(key, u) -> (U, ∇U)``, with an optional third argument, the order of control variates; without a
         number of updates, on rows that no update depends on."""
@@ -298,7 +298,7 @@ class Iteration:
         self,
         due: Bool[Array, ""],
         cloud: Cloud,
-        learned: Learned | WarmupState | Place,
+        learned: Learned | WarmupState | Coordinates,
         reference: Reference,
         is_stale: Bool[Array, ""],
     ) -> Reference:

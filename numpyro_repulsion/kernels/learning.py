@@ -29,10 +29,10 @@ from numpyro_repulsion.warmup import (
     LEARNERS,
     MIN_SPREAD,
     UNKNOWN,
+    Coordinates,
     Learner,
     Measured,
-    Place,
-    Schedule,
+    Timetable,
     WarmupDiagnosis,
     WarmupPlan,
     WarmupState,
@@ -102,8 +102,8 @@ class HostSampler:
         with jax.debug_nans(False):
             return jax.device_get(self.programs(function, self.bound, settings, *arrays, options=options))
 
-    def _place(self, warmup):
-        return Place(warmup.preconditioner, warmup.centering, warmup.reference), self.state.prototype
+    def _coordinates(self, warmup):
+        return Coordinates(warmup.preconditioner, warmup.centering, warmup.reference), self.state.prototype
 
     def _couple(self, u, bandwidth, is_new=False):
         # Each window measures along directions of its own.
@@ -131,7 +131,7 @@ class HostSampler:
 
     def _evaluated(self, warmup, cases):
         """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.Gradients`, by one program."""
-        place, u, cases = self._place(warmup), self.state.cloud.z, iter(cases)
+        where, u, cases = self._coordinates(warmup), self.state.cloud.z, iter(cases)
         # So many points at once, and fewer where these have more numbers in all.
         most = int(np.clip(2**16 // u.size, 4, 64))
         while some := list(itertools.islice(cases, most)):
@@ -141,25 +141,25 @@ class HostSampler:
                 numbers[i], points[i], orders[i] = case
             rest = self.state.rng_key, numbers, points, orders, np.int32(count)
             # A warmup evaluates about 500 gradients of the cloud for its measurements.
-            found = self._run(warming.gradients, None, *place, *rest, num_gradients=500)
+            found = self._run(warming.gradients, None, *where, *rest, num_gradients=500)
             yield from zip(*(x[:count] for x in found), strict=True)
 
     def energy_on_common_rows(self, warmup, u):
-        return self._run(warming.common_energies, None, *self._place(warmup), u)
+        return self._run(warming.common_energies, None, *self._coordinates(warmup), u)
 
     def energy_to_compare(self, centering, y):
         return self._run(warming.energies_to_compare, None, centering, self.state.prototype, y)
 
     def recover(self, warmup, u, learns):
-        return self._run(warming.recover, MIN_SPREAD if learns else None, *self._place(warmup), u)
+        return self._run(warming.recover, MIN_SPREAD if learns else None, *self._coordinates(warmup), u)
 
     def to_coordinates(self, centering, found):
-        return self._run(warming.to_coordinates, None, *self._place(self.state.warmup), centering, found)
+        return self._run(warming.to_coordinates, None, *self._coordinates(self.state.warmup), centering, found)
 
     def evaluate_reference(self, rng, warmup, reference, with_hessian):
         size, number = self.state.cloud.potential_energy.size, np.uint32(minibatch(rng))
-        place = self._place(warmup._replace(reference=None))
-        found = self._run(warming.reference_at, (size, with_hessian), *place, reference, self.state.rng_key, number)
+        where = self._coordinates(warmup._replace(reference=None))
+        found = self._run(warming.reference_at, (size, with_hessian), *where, reference, self.state.rng_key, number)
         # What the host said of the data. Where it said nothing, any words say that there is a reference.
         return found._replace(data=np.maximum(warmup.data, 1))
 
@@ -174,19 +174,19 @@ def _like(given: Any, new: Any) -> Any:
     return jax.tree.map(lambda old, value: value if value is old else np.asarray(value, old.dtype), given, new)
 
 
-def _schedule(plan: WarmupPlan, warmup: WarmupState) -> Schedule:
-    return Schedule(int(warmup.num_warmup), bool(warmup.arrival.is_prolonged), plan.late)
+def _timetable(plan: WarmupPlan, warmup: WarmupState) -> Timetable:
+    return Timetable(int(warmup.num_warmup), bool(warmup.arrival.is_prolonged), plan.late)
 
 
-def info_of(plan: WarmupPlan, schedule: Schedule, warmup: WarmupState, iteration: int) -> WindowInfo:
+def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iteration: int) -> WindowInfo:
     """Return what the iteration after so many others needs to know of its window."""
     noise = warmup._replace(step=jax.device_get(warmup.step)).noise if plan.noise and plan.measures else 0.0
-    begins, ends = map(np.int32, schedule.half_of_arrival(iteration))
+    begins, ends = map(np.int32, timetable.half_of_arrival(iteration))
     return WindowInfo(
-        np.int32(schedule.next_end(iteration)),
-        np.int32(schedule.at(ARRIVED)),
+        np.int32(timetable.next_end(iteration)),
+        np.int32(timetable.at(ARRIVED)),
         (begins, ends),
-        np.bool_(iteration < schedule.at(FREEZE)),
+        np.bool_(iteration < timetable.at(FREEZE)),
         np.asarray(noise, warmup.step.size.dtype),
     )
 
@@ -197,16 +197,16 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
     done = int(state.warmup.iteration)
     last = done + number
     while done < last:
-        schedule = _schedule(plan, state.warmup)
-        if schedule.is_beginning(done):
-            state = _without_sums(state, plan.arrives and schedule.is_arriving(done))
-        stop = min(last, schedule.next_stop(done))
-        step = warming.approach if plan.arrives and schedule.is_arriving(done) else warming.travel
-        info = info_of(plan, schedule, state.warmup, done)
+        timetable = _timetable(plan, state.warmup)
+        if timetable.is_beginning(done):
+            state = _without_sums(state, plan.arrives and timetable.is_arriving(done))
+        stop = min(last, timetable.next_stop(done))
+        step = warming.approach if plan.arrives and timetable.is_arriving(done) else warming.travel
+        info = info_of(plan, timetable, state.warmup, done)
         state = programs(step, bound, None, state, info, np.int32(stop - done), options=options)
         done = stop
-        if schedule.is_end(done):
-            state = _learn(bound, plan, programs, Window(schedule, done), state)
+        if timetable.is_end(done):
+            state = _learn(bound, plan, programs, Window(timetable, done), state)
     return state
 
 

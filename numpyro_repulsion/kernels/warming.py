@@ -38,8 +38,8 @@ from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.warmup import (
+    Coordinates,
     Learned,
-    Place,
     Preconditioner,
     WarmupState,
     arrive,
@@ -175,10 +175,10 @@ class WarmupIteration(Iteration):
         return warmup._replace(reference=self.renewed(due, cloud, warmup, reference, is_new))
 
 
-def _at(bound, place, prototype, row_seed=None, data=None):
+def _at(bound, where, prototype, row_seed=None, data=None):
     """Return the iteration at what warmup has learned; for measurements, without a seed and data."""
     bound = bound.within(jax.tree.leaves(prototype)[0])
-    plan = bound.plan(place.preconditioner.kind)
+    plan = bound.plan(where.preconditioner.kind)
     return WarmupIteration(bound, plan, ravel_cloud(prototype)[1], row_seed, data, bound.kernel.schedule)
 
 
@@ -209,11 +209,11 @@ def travel(
 
 
 def gradients(
-    bound: BoundSampler, _: None, place: Place, prototype: Particle, key, numbers, points, orders, number
+    bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, key, numbers, points, orders, number
 ) -> Any:
     """Return U and ∇U, ``(n, G, L)`` and ``(n, G, L, d)``, at the first ones of some points, by the numbers of their
     minibatches and the orders of control variates."""
-    energy_and_grad = _at(bound, place, prototype).energy_and_grad(place)
+    energy_and_grad = _at(bound, where, prototype).energy_and_grad(where)
 
     def evaluate(i, found):
         new = energy_and_grad(random.fold_in(key, numbers[i]), points[i], orders[i])
@@ -223,41 +223,41 @@ def gradients(
     return lax.fori_loop(0, number, evaluate, (jnp.zeros_like(points[..., 0]), jnp.zeros_like(points)))
 
 
-def common_energies(bound: BoundSampler, _: None, place: Place, prototype: Particle, u) -> Any:
+def common_energies(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u) -> Any:
     """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
-    iteration = _at(bound, place, prototype)
-    target, unravel = iteration.target(place), iteration.unravel
+    iteration = _at(bound, where, prototype)
+    target, unravel = iteration.target(where), iteration.unravel
     one = jnp.vectorize(lambda z: fingerprint(target, unravel, z), signature="(d)->()")
-    return one(place.preconditioner.to_positions(u))
+    return one(where.preconditioner.to_positions(u))
 
 
 def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | None, prototype: Particle, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
-    iteration = _at(bound, place := Place(Preconditioner(), centering, None), prototype)
+    iteration = _at(bound, where := Coordinates(Preconditioner(), centering, None), prototype)
     particles, rows = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1])), rows_to_compare(iteration.bound.target)
-    energies = likelihood_energies(iteration.target(place), particles, rows)
+    energies = likelihood_energies(iteration.target(where), particles, rows)
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
 def reference_at(
     bound: BoundSampler,
     settings: tuple[int, bool],
-    place: Place,
+    where: Coordinates,
     prototype: Particle,
     reference: Reference,
     key,
     number,
 ) -> Any:
     """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows."""
-    iteration, key = _at(bound, place, prototype), random.fold_in(key, number)
-    moved = reference._replace(position=iteration.recover(place, reference.position).z)
+    iteration, key = _at(bound, where, prototype), random.fold_in(key, number)
+    moved = reference._replace(position=iteration.recover(where, reference.position).z)
     return iteration.evaluate_reference(key, moved, *settings)
 
 
-def recover(bound: BoundSampler, min_spread: float | None, place: Place, prototype: Particle, u) -> Any:
+def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, prototype: Particle, u) -> Any:
     """Return the centering, on request with estimated powers and bases, and particles in those of the model."""
-    iteration, centering = _at(bound, place, prototype), place.centering
-    found = iteration.recover(place, u)
+    iteration, centering = _at(bound, where, prototype), where.centering
+    found = iteration.recover(where, u)
     if min_spread is not None and centering is not None:
         flat = jax.tree.map(lambda x: x.reshape(-1, u.shape[-1]), found)
         centering, flat = iteration.centered(centering).structure_at(flat, min_spread)
@@ -266,10 +266,10 @@ def recover(bound: BoundSampler, min_spread: float | None, place: Place, prototy
 
 
 def to_coordinates(
-    bound: BoundSampler, _: None, place: Place, prototype: Particle, centering: Centering, found: Recovered
+    bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, centering: Centering, found: Recovered
 ) -> Any:
     """Return particles in the coordinates of a centering."""
-    return _at(bound, place, prototype).centered(centering).to_coordinates(found)
+    return _at(bound, where, prototype).centered(centering).to_coordinates(found)
 
 
 def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, number) -> Any:

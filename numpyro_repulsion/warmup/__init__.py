@@ -44,9 +44,9 @@ from numpyro_repulsion.warmup.curvature import (
 )
 from numpyro_repulsion.warmup.learned import (
     MIN_WARMUP,
+    Coordinates,
     Learned,
     Measured,
-    Place,
     WarmupDiagnosis,
     diagnose_warmup,
     update_symptoms,
@@ -64,7 +64,7 @@ from numpyro_repulsion.warmup.state import (
     WarmupState,
 )
 from numpyro_repulsion.warmup.step_size import update_reference, update_step_size
-from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Schedule, Window
+from numpyro_repulsion.warmup.windows import ARRIVED, FREEZE, LAST_ADAPTED, NUM_HESSIANS, Timetable, Window
 
 __all__ = [
     "ARRIVED",
@@ -85,11 +85,11 @@ __all__ = [
     "Measured",
     "Measurements",
     "Moments",
-    "Place",
+    "Coordinates",
     "Preconditioner",
     "Sampler",
     "ScalesState",
-    "Schedule",
+    "Timetable",
     "StepState",
     "WarmupDiagnosis",
     "WarmupPlan",

@@ -209,7 +209,7 @@ class Measured(NamedTuple):
         )
 
 
-class Place(NamedTuple):
+class Coordinates(NamedTuple):
     """Coordinates and control variates: where gradients are evaluated, as in a :class:`Learned`."""
 
     preconditioner: Preconditioner

@@ -54,7 +54,7 @@ def _whitened(rng, window, warmup, cloud, sampler):
     measures_step = sampler.plan.step_size is not None
     groups, particles = cloud.potential_energy.shape
     num_independent = groups if sampler.shares_minibatches else groups * particles
-    num_updates = window.schedule.num_warmup * sampler.num_steps
+    num_updates = window.timetable.num_warmup * sampler.num_steps
     num_pairs = num_noise_pairs(dimension, num_independent, sampler.num_minibatches, num_updates)
     gradients = sampler.gradients(warmup)
     if window.is_prolonged:

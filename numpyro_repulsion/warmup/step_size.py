@@ -99,7 +99,7 @@ def _with_step_size(window, warmup, cloud, sampler):
     rule = plan.step_size
     error = dynamics.step_error(coupling)
     tolerance = plan.tolerance(error, warmup.order)
-    num_updates = float(warmup.arrival.step_size.size * sampler.num_steps * window.schedule.num_warmup)
+    num_updates = float(warmup.arrival.step_size.size * sampler.num_steps * window.timetable.num_warmup)
     draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
     # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too

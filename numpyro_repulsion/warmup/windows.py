@@ -39,7 +39,7 @@ PARTS = 4000
 LAST_ADAPTED = FREEZE - BEGINNINGS[-2]
 
 
-class Schedule(NamedTuple):
+class Timetable(NamedTuple):
     """Where the windows of a warmup lie.
 
     - **num_warmup** - how many iterations are warmup.
@@ -105,46 +105,46 @@ class Schedule(NamedTuple):
 class Window(NamedTuple):
     """A window that has ended, and what is due.
 
-    - **schedule** - where the windows of this warmup lie.
+    - **timetable** - where the windows of this warmup lie.
     - **ends** - after how many iterations it ended.
     """
 
-    schedule: Schedule
+    timetable: Timetable
     ends: int
 
     def is_at(self, fraction: float) -> bool:
         """Whether it ended after a fraction of warmup."""
-        return self.ends == self.schedule.at(fraction)
+        return self.ends == self.timetable.at(fraction)
 
     @property
     def is_prolonged(self) -> bool:
         """Whether the arrival is prolonged."""
-        return self.schedule.is_prolonged
+        return self.timetable.is_prolonged
 
     @property
     def is_last(self) -> bool:
         """Whether it is the last one."""
-        return self.ends == self.schedule.num_warmup
+        return self.ends == self.timetable.num_warmup
 
     @property
     def was_arrival(self) -> bool:
         """Whether particles arrived in it."""
-        return self.ends <= self.schedule.at(ARRIVED)
+        return self.ends <= self.timetable.at(ARRIVED)
 
     @property
     def has_arrived(self) -> bool:
         """Whether particles have arrived."""
-        return self.ends >= self.schedule.at(ARRIVED)
+        return self.ends >= self.timetable.at(ARRIVED)
 
     @property
     def is_adapting(self) -> bool:
         """Whether it may change the scales."""
-        return self.ends <= self.schedule.at(FREEZE)
+        return self.ends <= self.timetable.at(FREEZE)
 
     @property
     def finds_lost(self) -> bool:
         """Whether lost particles are looked for: from the third window on."""
-        return self.schedule.at(0.04) < self.ends < self.schedule.num_warmup
+        return self.timetable.at(0.04) < self.ends < self.timetable.num_warmup
 
     @property
     def may_rescue(self) -> bool:
@@ -159,7 +159,7 @@ class Window(NamedTuple):
     @property
     def uses_correlations(self) -> bool:
         """Whether it also changes correlations: from the second window on."""
-        return self.ends > self.schedule.at(0.02)
+        return self.ends > self.timetable.at(0.02)
 
     @property
     def moves_references(self) -> bool:
@@ -169,15 +169,15 @@ class Window(NamedTuple):
     @property
     def num_settled(self) -> int:
         """How many windows have ended since the scales were frozen."""
-        return sum(self.ends >= self.schedule.at(fraction) for fraction in SETTLING_ENDS)
+        return sum(self.ends >= self.timetable.at(fraction) for fraction in SETTLING_ENDS)
 
     @property
     def curvature_weight(self) -> float:
         """The weight of the curvature measured at its end in the mean of all."""
         ends, weights = zip(*CURVATURE_WEIGHTS, strict=True)
-        return (*weights, 0.0)[bisect_left([*map(self.schedule.at, ends)], self.ends)]
+        return (*weights, 0.0)[bisect_left([*map(self.timetable.at, ends)], self.ends)]
 
     @property
     def noise_share(self) -> float:
         """The share of the gradient noise that limits the step; long steps first, to travel."""
-        return (0.1, 0.15, 0.3, 1.0)[bisect_right([*map(self.schedule.at, ADAPTATION_ENDS)], self.ends)]
+        return (0.1, 0.15, 0.3, 1.0)[bisect_right([*map(self.timetable.at, ADAPTATION_ENDS)], self.ends)]

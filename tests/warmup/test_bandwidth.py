@@ -13,7 +13,7 @@ import pytest
 from numpyro_repulsion import IMQ, RBF, SGHMCR, SGLDR, SVGD, Balanced, BiasBudget, Independent
 from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.interactions import Laplacian, RandomFeatures, RandomGroups, Scheduled, median_bandwidth
-from numpyro_repulsion.warmup import Schedule, WarmupPlan, WarmupState, Window
+from numpyro_repulsion.warmup import Timetable, WarmupPlan, WarmupState, Window
 from numpyro_repulsion.warmup.bandwidth import best_bandwidth, gains, score, update_bandwidth
 from numpyro_repulsion.warmup.state import StepState
 
@@ -138,7 +138,7 @@ def test_best_bandwidth_of_a_broken_cloud_is_the_rule():
 def test_windows_count_alike_once_scales_are_frozen():
     u = random.normal(random.key(0), (1, 20, 5))
     found, rule = map(float, best(LEARNED, u, 0.01))
-    cloud, schedule = SimpleNamespace(z=np.asarray(u)), Schedule(100)
+    cloud, timetable = SimpleNamespace(z=np.asarray(u)), Timetable(100)
     plan = WarmupPlan(step_size=STRICT, scale="dense", bandwidth=True, reference=False)
 
     def settled(ends, is_raised=False, tunes_bandwidth=True):
@@ -151,7 +151,7 @@ def test_windows_count_alike_once_scales_are_frozen():
         )
         step = StepState(0.1, 0.01, 0.01, 0.0, is_raised, 1.0, None)
         warmup = WarmupState(*[None] * 10)._replace(step=step, bandwidth=7.0)
-        return update_bandwidth(None, Window(schedule, ends), warmup, cloud, sampler)[0].bandwidth
+        return update_bandwidth(None, Window(timetable, ends), warmup, cloud, sampler)[0].bandwidth
 
     expected = [7.0, rule, found, 7.0**0.75 * found**0.25]
     np.testing.assert_allclose([settled(ends) for ends in (15, 60, 65, 80)], expected, rtol=1e-5)

@@ -17,7 +17,7 @@ from benchmarks.problems.targets import bayesian_neural_network as network
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, BiasBudget, Subsampled
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.kernels import warming
-from numpyro_repulsion.warmup import Schedule, WarmupPlan, WarmupState, Window, arrival, first_scale, scales, step_size
+from numpyro_repulsion.warmup import Timetable, WarmupPlan, WarmupState, Window, arrival, first_scale, scales, step_size
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED
 
 N, BATCH, PARTICLES = 200, 20, 8
@@ -122,7 +122,7 @@ def test_when_an_arrival_is_prolonged(scale, noise, energies, is_prolonged):
     warmup = warmup._replace(
         step=warmup.step._replace(measurements=measured), arrival=warmup.arrival._replace(halfway=halfway)
     )
-    settings = rng, Window(Schedule(100), 25), warmup, cloud
+    settings = rng, Window(Timetable(100), 25), warmup, cloud
     with np.errstate(all="ignore"):
         found, moved = arrival.update_prolongation(*settings, Compared(iter(energies)))
     assert found.arrival.is_prolonged == is_prolonged

@@ -36,7 +36,7 @@ from numpyro_repulsion.dynamics.step_error import EulerError
 from numpyro_repulsion.interactions import Coupling, Laplacian, RandomFeatures, RandomGroups, base
 from numpyro_repulsion.kernels.bound import automatic_scale
 from numpyro_repulsion.kernels.learning import HostSampler, iterations_of
-from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Schedule, Window, curvature
+from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Timetable, Window, curvature
 from numpyro_repulsion.warmup.adam import Surroundings
 from numpyro_repulsion.warmup.arrival import arrive, left_behind, most_late_iterations, rescue, update_arrival
 from numpyro_repulsion.warmup.bandwidth import measure_steepness
@@ -517,7 +517,7 @@ def tune(gradients, u, has_noise=False, **fields):
     moments = warmup.moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
     warmup = jax.device_get(warmup._replace(scales=warmup.scales._replace(moments=moments), **fields))
     with np.errstate(all="ignore"):
-        return update_step_size(generator(), Window(Schedule(100), 100), warmup, cloud, Sampler(plan, gradients))[0]
+        return update_step_size(generator(), Window(Timetable(100), 100), warmup, cloud, Sampler(plan, gradients))[0]
 
 
 def test_where_no_curvature_is_met_the_step_follows_from_the_spread():
@@ -559,44 +559,44 @@ def test_laplace_distribution_comes_out_in_its_own_size():
 # Windows
 
 
-def windows(schedule):
+def windows(timetable):
     """All windows of a warmup, in order."""
-    return [Window(schedule, n) for n in range(1, schedule.num_warmup + 1) if schedule.is_end(n)]
+    return [Window(timetable, n) for n in range(1, timetable.num_warmup + 1) if timetable.is_end(n)]
 
 
 def test_windows_of_warmup():
-    schedule, ends = Schedule(100), [1, 2, 5, 10, 15, 25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
-    found = windows(schedule)
-    assert [window.ends for window in found] == [n for n in range(1, 120) if schedule.is_end(n)] == ends
-    assert [n for n in range(120) if schedule.is_arriving(n)] == list(range(25))
+    timetable, ends = Timetable(100), [1, 2, 5, 10, 15, 25, 30, 40, 60, 65, 70, 75, 80, 85, 90, 95, 100]
+    found = windows(timetable)
+    assert [window.ends for window in found] == [n for n in range(1, 120) if timetable.is_end(n)] == ends
+    assert [n for n in range(120) if timetable.is_arriving(n)] == list(range(25))
     assert [window.ends for window in found if window.was_arrival] == [1, 2, 5, 10, 15, 25]
     assert [window.ends for window in found if not window.is_adapting] == ends[9:]
     assert [window.ends for window in found if window.moves_references] == [25, 30, 40, 60]
-    assert [Window(schedule, n).num_settled for n in (64, 65, 70, 100, 101)] == [0, 1, 2, 8, 8]
+    assert [Window(timetable, n).num_settled for n in (64, 65, 70, 100, 101)] == [0, 1, 2, 8, 8]
     # Sums count in the second half of a window, later in its last three quarters.
-    begins = [n for n in range(120) if schedule.is_beginning(n)]
+    begins = [n for n in range(120) if timetable.is_beginning(n)]
     assert begins == [1, 3, 7, 12, 20, 26, 32, 45, 70]
     for n in range(100):
-        assert schedule.next_end(n) == next(end for end in ends if end > n)
-        assert schedule.next_stop(n) == next(stop for stop in sorted({*ends, *begins}) if stop > n)
+        assert timetable.next_end(n) == next(end for end in ends if end > n)
+        assert timetable.next_stop(n) == next(stop for stop in sorted({*ends, *begins}) if stop > n)
 
 
 def test_windows_of_a_prolonged_arrival():
-    schedule = Schedule(1000, True)
-    later = [window for window in windows(schedule) if window.ends > 250]
-    assert [n for n in range(250, 1000) if schedule.is_arriving(n)] == list(range(250, 800))
+    timetable = Timetable(1000, True)
+    later = [window for window in windows(timetable) if window.ends > 250]
+    assert [n for n in range(250, 1000) if timetable.is_arriving(n)] == list(range(250, 800))
     ends = [800, 813, 840, 893, 906, 920, 933, 946, 960, 973, 986, 1000]
     assert [window.ends for window in later] == ends
     assert [window.ends for window in later if window.moves_references] == [800, 813, 840, 893]
     assert [window.ends for window in later if not window.is_adapting] == ends[4:]
-    assert {schedule.half_of_arrival(n) for n in range(250, 800)} == {(250, 800)}
+    assert {timetable.half_of_arrival(n) for n in range(250, 800)} == {(250, 800)}
     # The mean of the positions, for the reference, is over the second half.
-    assert next(n for n in range(250, 1000) if schedule.is_beginning(n)) == 525
+    assert next(n for n in range(250, 1000) if timetable.is_beginning(n)) == 525
     # A limit on its iterations shortens that half, and only shortens it.
-    assert [window.ends for window in windows(Schedule(1000, True, 10**7))][-12:] == ends
-    found = [window.ends for window in windows(Schedule(1000, True, 150))]
+    assert [window.ends for window in windows(Timetable(1000, True, 10**7))][-12:] == ends
+    found = [window.ends for window in windows(Timetable(1000, True, 150))]
     assert found[-12:] == [400, 440, 520, 680, 720, 760, 800, 840, 880, 920, 960, 1000]
-    assert not Schedule(1000, True, 150).is_arriving(400)
+    assert not Timetable(1000, True, 150).is_arriving(400)
 
 
 def test_a_prolonged_arrival_passes_through_the_rows_at_most_500_times():
@@ -606,15 +606,15 @@ def test_a_prolonged_arrival_passes_through_the_rows_at_most_500_times():
 
 
 def test_noise_counts_by_and_by():
-    shares = [Window(Schedule(100), n).noise_share for n in (25, 29, 30, 39, 40, 59, 60, 100)]
+    shares = [Window(Timetable(100), n).noise_share for n in (25, 29, 30, 39, 40, 59, 60, 100)]
     assert shares == [0.1, 0.1, 0.15, 0.15, 0.3, 0.3, 1, 1]
 
 
 @pytest.mark.parametrize("num_warmup", [*range(1, 12), 50, 51, 99, 1000, 100_000, 600_000, 2_000_000_000])
 def test_every_warmup_ends_with_a_measurement(num_warmup):
-    schedule = Schedule(num_warmup)
-    assert schedule.is_end(num_warmup) and not schedule.is_end(num_warmup + 1)
-    assert schedule.next_stop(num_warmup - 1) == num_warmup
+    timetable = Timetable(num_warmup)
+    assert timetable.is_end(num_warmup) and not timetable.is_end(num_warmup + 1)
+    assert timetable.next_stop(num_warmup - 1) == num_warmup
 
 
 # Arrival
@@ -766,7 +766,7 @@ def test_lost_particles_move_to_others_but_not_where_they_would_coincide(ends, m
         (WarmupState.start(200, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan), cloud)
     )
     energy = np.where(np.arange(10) == 4, 1e4, 0.0)[None]
-    found, moved = update_arrival(generator(), Window(Schedule(200), ends), warmup, cloud, Energies(plan, energy))
+    found, moved = update_arrival(generator(), Window(Timetable(200), ends), warmup, cloud, Energies(plan, energy))
     assert np.flatnonzero((moved.z != cloud.z).any(-1)).tolist() == ([4] if moves else [])
     assert np.flatnonzero(found.arrival.lost).tolist() == ([] if moves else [4])
     assert (len(np.unique(moved.z, axis=1)[0]) < 10) == coincide
@@ -947,7 +947,7 @@ def test_bandwidth_follows_a_cloud_that_shrinks_until_scales_are_frozen():
     def bound_after(iteration):
         warmup = start.warmup._replace(iteration=jnp.asarray(iteration, jnp.int32), bandwidth=before)
         state = start._replace(cloud=start.cloud._replace(z=start.cloud.z / 20.0), warmup=warmup)
-        assert not Schedule(100).is_end(iteration + 1)
+        assert not Timetable(100).is_end(iteration + 1)
         found = kernel.warm(state, 1, 100, (), {})
         return float(kernel.interaction.couple(found.cloud.z, found.warmup.bandwidth).bound)
 
