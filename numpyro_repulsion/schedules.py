@@ -37,7 +37,7 @@ class BiasBudget:
     of V is not:
 
     .. math::
-        \epsilon = \min\Bigl(\frac{\min(5 \sqrt\delta, \frac12)}{\lambda}, \frac{2\delta}{(1+\delta)\, V}\Bigr)
+        \epsilon = \min\Bigl(\frac{\min(5 \sqrt\delta, \frac12)}{\lambda}, \frac{2\delta}{V + \delta \lambda}\Bigr)
 
     With momenta (:class:`~numpyro_repulsion.dynamics.Underdamped`), ``ε²/2`` replaces ε for the curvature. The step
     never exceeds the stability limit at the stiffest particle. Except in short runs (below) it also stays below

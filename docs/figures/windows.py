@@ -105,7 +105,7 @@ def lessons(axes, of):
         ),
         (
             "centering of hierarchical sites",
-            ends(of, lambda x: x.moves_references and x.curvature_weight == 1),
+            ends(of, lambda x: x.centers),
             [],
             [],
             [],

@@ -131,9 +131,9 @@ def has_other_data(mcmc: MCMC) -> bool:
     as many rows as in a minibatch, evenly spread): rows in another order, or of another type, are no other data.
     """
     learned = mcmc.last_state.learned
-    if learned.start is None:
+    if learned.data_fingerprint is None:
         return False
-    position, known = learned.start[:-1], float(learned.start[-1])
+    position, known = learned.data_fingerprint[:-1], float(learned.data_fingerprint[-1])
     bound, z = bound_of(mcmc), mcmc.last_state.with_particle_axis().z
     if (data := bound.data(z)) is not None and np.array_equal(learned.data, data):
         return False

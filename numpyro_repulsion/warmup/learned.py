@@ -235,7 +235,7 @@ class Learned(NamedTuple):
     - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, negative where
       unknown; ``None`` likewise.
     - **data** - the identity of the data and the model, four words; zeros where it is unknown.
-    - **start** - a start of the warmup, flat and unconstrained, followed by U there on a few rows, ``(d + 1,)``, which
+    - **data_fingerprint** - a start of the warmup, flat and unconstrained, followed by U there on a few rows, ``(d + 1,)``, which
       tells whether a run on data with another identity has other data; ``None`` without a warmup.
     """
 
@@ -249,7 +249,7 @@ class Learned(NamedTuple):
     measured: Float[AnyArray, " _"] | None = None
     diagnosis: Float[AnyArray, " _"] | None = None
     data: Integer[AnyArray, 4] | None = None
-    start: Float[AnyArray, " d"] | None = None
+    data_fingerprint: Float[AnyArray, " d"] | None = None
 
     @property
     def measurements(self) -> Measured | None:
@@ -285,10 +285,10 @@ class Learned(NamedTuple):
         :param on: the order of the control variates in use, and whether particles jump.
         """
         order, has_jumps = on
-        start = None
+        data_fingerprint = None
         if warmup.data_fingerprint is not None:
             position, energy = warmup.data_fingerprint
-            start = jnp.append(position, energy)
+            data_fingerprint = jnp.append(position, energy)
         reference = None
         if order and self.reference is not None:
             reference = self.reference._replace(order=None, hessian=self.reference.hessian if order == 2 else None)
@@ -298,7 +298,7 @@ class Learned(NamedTuple):
             measured=measured,
             diagnosis=diagnosis,
             data=warmup.data,
-            start=start,
+            data_fingerprint=data_fingerprint,
         )
 
 

@@ -287,7 +287,7 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     An effect that the model itself multiplies by s is treated likewise, once gradients have told the power of s.
     """
     # Later, scales are averages over windows, which need the same coordinates.
-    if warmup.centering is None or not window.moves_references or window.curvature_weight < 1.0:
+    if warmup.centering is None or not window.centers:
         return warmup, cloud
     known = warmup.centering
     learned, found = sampler.recover(warmup, cloud.z, learns=True)

@@ -92,7 +92,7 @@ def _with_step_size(window, warmup, cloud, sampler):
     plan, dynamics = sampler.plan, sampler.dynamics
     coupling = sampler.couple(cloud.z, warmup.bandwidth)
     spread = warmup.spread(dynamics)
-    noise = window.noise_share * warmup.noise, window.noise_share * warmup.isotropic_noise
+    noise = window.annealed_share * warmup.noise, window.annealed_share * warmup.isotropic_noise
     # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the spread huge.
     widest = np.minimum(spread, 1.0) if plan.noise and plan.scale is not None else spread
     stats = _stats(warmup, noise, widest, coupling, sampler)

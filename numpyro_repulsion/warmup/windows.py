@@ -167,6 +167,11 @@ class Window(NamedTuple):
         return self.has_arrived and self.is_adapting
 
     @property
+    def centers(self) -> bool:
+        """Whether it changes how hierarchical sites are centered: at the end of the arrival, and once more."""
+        return self.moves_references and self.ends <= self.timetable.at(ADAPTATION_ENDS[0])
+
+    @property
     def num_settled(self) -> int:
         """How many windows have ended since the scales were frozen."""
         return sum(self.ends >= self.timetable.at(fraction) for fraction in SETTLING_ENDS)
@@ -178,6 +183,6 @@ class Window(NamedTuple):
         return (*weights, 0.0)[bisect_left([*map(self.timetable.at, ends)], self.ends)]
 
     @property
-    def noise_share(self) -> float:
+    def annealed_share(self) -> float:
         """The share of the gradient noise that limits the step; long steps first, to travel."""
         return (0.1, 0.15, 0.3, 1.0)[bisect_right([*map(self.timetable.at, ADAPTATION_ENDS)], self.ends)]

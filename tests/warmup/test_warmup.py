@@ -606,7 +606,7 @@ def test_a_prolonged_arrival_passes_through_the_rows_at_most_500_times():
 
 
 def test_noise_counts_by_and_by():
-    shares = [Window(Timetable(100), n).noise_share for n in (25, 29, 30, 39, 40, 59, 60, 100)]
+    shares = [Window(Timetable(100), n).annealed_share for n in (25, 29, 30, 39, 40, 59, 60, 100)]
     assert shares == [0.1, 0.1, 0.15, 0.15, 0.3, 0.3, 1, 1]
 
 
