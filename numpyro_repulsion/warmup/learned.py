@@ -235,8 +235,8 @@ class Learned(NamedTuple):
     - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, negative where
       unknown; ``None`` likewise.
     - **data** - the identity of the data and the model, four words; zeros where it is unknown.
-    - **data_fingerprint** - a start of the warmup, flat and unconstrained, followed by U there on a few rows, ``(d + 1,)``, which
-      tells whether a run on data with another identity has other data; ``None`` without a warmup.
+    - **data_fingerprint** - a start of the warmup, flat and unconstrained, followed by U there on a few rows,
+      ``(d + 1,)``, which tells whether a run on data with another identity has other data; ``None`` without a warmup.
     """
 
     preconditioner: Preconditioner
