@@ -167,8 +167,8 @@ references a whole iteration too old: an off-by-one in epochs | kernels/iteratio
 +due = is_stale | (reference.age > self.plan.epoch)
 
 references of other data kept | kernels/iteration.py | test_svrg | other_data
--is_stale = ~reference.data.any() | is_other
-+is_stale = ~reference.data.any()
+-is_stale = ~reference.posterior_id.any() | is_other
++is_stale = ~reference.posterior_id.any()
 
 a bandwidth that follows the cloud while the step settles | kernels/warming.py | test_kernels test_warmup | freezes or tuned or bandwidth
 -lax.cond(now.is_adapting, rule, lambda _: warmup.bandwidth, cloud.z)

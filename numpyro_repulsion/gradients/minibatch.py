@@ -33,8 +33,8 @@ class Reference(NamedTuple):
     - **position** - ẑ in the coordinates of the model, unconstrained and flat, ``(d,)`` or ``(G, L, d)``.
     - **potential_energy** - U(ẑ) over all rows, a scalar or ``(G, L)``.
     - **gradient** - ∇U(ẑ) over all rows, ``(d,)`` or ``(G, L, d)``.
-    - **data** - the identity of the data and the model that it was computed from, four words; zeros if there is no
-      reference yet.
+    - **posterior_id** - the identity of the data and the model that it was computed from, four words; zeros if
+      there is no reference yet.
     - **order** - that of the correction of gradients: 0 for none, 1 or 2; ``None`` after warmup, if the highest that is
       known.
     - **hessian** - ∇²U(ẑ) over all rows, ``(d, d)``; ``None`` if there are no corrections of second order.
@@ -44,7 +44,7 @@ class Reference(NamedTuple):
     position: Float[AnyArray, "*references d"]
     potential_energy: Float[AnyArray, "*references"]
     gradient: Float[AnyArray, "*references d"]
-    data: Integer[AnyArray, 4]
+    posterior_id: Integer[AnyArray, 4]
     order: Integer[AnyArray, ""] = None
     age: Integer[AnyArray, ""] = None
     hessian: Float[AnyArray, "d d"] | None = None
@@ -55,8 +55,8 @@ class Reference(NamedTuple):
         zero = jnp.zeros(shape, dtype)
         age = jnp.zeros((), jnp.int32) if zero.ndim == 3 else None
         hessian = jnp.zeros((len(zero), len(zero)), dtype) if has_hessian else None
-        data = jnp.zeros(4, jnp.uint32)
-        return Reference(zero, zero[..., 0], zero, data, jnp.asarray(order, jnp.int32), age, hessian)
+        unknown = jnp.zeros(4, jnp.uint32)
+        return Reference(zero, zero[..., 0], zero, unknown, jnp.asarray(order, jnp.int32), age, hessian)
 
 
 class Gradient:

@@ -207,24 +207,24 @@ class ParticleKernel(Settings, MCMCKernel):
         """
         bound = self.bind(args, kwargs)
         if isinstance(state, Warming):
-            return warming.relabeled(state, bound.data(state.prototype))
+            return warming.relabeled(state, bound.posterior_id(state.prototype))
         reference = state.learned.reference
-        data = None if reference is None else bound.data()
-        if reference is None or data is None or np.array_equal(reference.data, data):
+        data = None if reference is None else bound.posterior_id()
+        if reference is None or data is None or np.array_equal(reference.posterior_id, data):
             return state
         if reference.age is not None:
             # Each particle renews its own.
-            new = reference._replace(data=jnp.asarray(data), age=-jnp.ones_like(reference.age))
+            new = reference._replace(posterior_id=jnp.asarray(data), age=-jnp.ones_like(reference.age))
         else:
             iteration, _ = self.parts(state, args, kwargs)
             position = jnp.asarray(reference.position)
             size = np.size(state.potential_energy)
 
             def evaluate(target, position):
-                on = replace(iteration, bound=replace(iteration.bound, target=target), data=None)
+                on = replace(iteration, bound=replace(iteration.bound, target=target), posterior_id=None)
                 return on.evaluate_reference(random.key(0), reference._replace(position=position), size)
 
-            new = compiled(evaluate, bound.target)(position)._replace(data=jnp.asarray(data))
+            new = compiled(evaluate, bound.target)(position)._replace(posterior_id=jnp.asarray(data))
         return state._replace(learned=state.learned._replace(reference=new))
 
     def get_diagnostics_str(self, state):
@@ -321,7 +321,7 @@ class ParticleKernel(Settings, MCMCKernel):
             )
         data = None
         if num_warmup > 0 or bound.gradient.has_reference:
-            data = bound.data(init_params)
+            data = bound.posterior_id(init_params)
             data = np.zeros(4, np.uint32) if data is None else data
         options = compiler_options(bound, 1, size, 1)
         with hinting(self.model, model_args, model_kwargs or {}):
@@ -406,7 +406,7 @@ class ParticleKernel(Settings, MCMCKernel):
         """Return the iteration for a state, and its particles in whitened coordinates, ``(G, L, d)``."""
         state = state.with_particle_axis()
         bound = self.bind(args, kwargs)
-        data = None if state.learned.reference is None else bound.data()
+        data = None if state.learned.reference is None else bound.posterior_id()
         bound = bound.within(state.num_updates)
         plan = bound.plan(state.learned.preconditioner.kind)
         check_state(state, self, bound.target, bound.gradient)

@@ -242,7 +242,7 @@ class BoundSampler:
             return Basins()
         return kernel.moves
 
-    def data(self, z: Particle = None) -> np.ndarray | None:
+    def posterior_id(self, z: Particle = None) -> np.ndarray | None:
         """Return what tells this posterior from those of other data or models: four words, none of them 0, of a digest
         of the arguments and of the program of U; ``None`` where arguments have no values.
 
@@ -253,7 +253,7 @@ class BoundSampler:
         """
         target, given = self.target, (self.target.args, self.target.kwargs)
         leaves = jax.tree.leaves(given)
-        if "data" not in self.known and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if "posterior_id" not in self.known and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), z)
             one = target.prototype if isinstance(target, ModelTarget) else one
             # Shapes alone: what is made here once must leave nothing in a program around it.
@@ -271,8 +271,8 @@ class BoundSampler:
                 found = [leaf.digest() if isinstance(leaf, Rows) else digest(leaf) for leaf in leaves]
                 known = found, digest_of_program(program, leaves)
             words = hashlib.blake2b(str(known).encode(), digest_size=16).digest()
-            self.known["data"] = np.frombuffer(words, np.uint32) | np.uint32(1)
-        return self.known.get("data")
+            self.known["posterior_id"] = np.frombuffer(words, np.uint32) | np.uint32(1)
+        return self.known.get("posterior_id")
 
     def within(self, number: jax.Array) -> BoundSampler:
         """Return the same for use in the program that has this number, with large arguments behind a barrier.

@@ -135,7 +135,7 @@ def has_other_data(mcmc: MCMC) -> bool:
         return False
     position, known = learned.data_fingerprint[:-1], float(learned.data_fingerprint[-1])
     bound, z = bound_of(mcmc), mcmc.last_state.with_particle_axis().z
-    if (data := bound.data(z)) is not None and np.array_equal(learned.data, data):
+    if (data := bound.posterior_id(z)) is not None and np.array_equal(learned.posterior_id, data):
         return False
     target, (_, unravel) = bound.target, ravel_cloud(z)
     found = float(compiled(lambda target, z: fingerprint(target, unravel, z), target)(position))

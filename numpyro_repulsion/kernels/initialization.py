@@ -102,7 +102,7 @@ def start(
     centering = Centering.none(target, u.shape[2], u.dtype) if learns and suits and has_hierarchies else None
     has_hessian = bound.gradient.has_hessian(target, u.shape[2])
     warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, centering, has_hessian)
-    warmup = warmup._replace(data=data)
+    warmup = warmup._replace(posterior_id=data)
     if num_warmup > 0:
         # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
         position = flat[jnp.argmax(jnp.abs(energy))]

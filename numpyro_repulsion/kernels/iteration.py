@@ -113,7 +113,7 @@ class Iteration:
     plan: WarmupPlan  # what its warmup learns
     unravel: Callable  # from flat positions to those of the sites
     row_seed: Integer[Array, ""] | None  # of the orders of rows, for gradients that depend on the number of the update
-    data: np.ndarray | jax.Array | None  # what tells the posterior from others; not without references or values
+    posterior_id: np.ndarray | jax.Array | None  # not without references, or values of the data
     schedule: Callable | None  # of step sizes, unless they are measured
 
     @property
@@ -180,8 +180,8 @@ class Iteration:
         """Return the reference with U and ∇U over all rows at its position, and ∇²U if it has one."""
         new = evaluate_reference(key, self.bound.target, self.unravel, reference, num_particles, with_hessian)
         # What the host said. Where it said nothing, any words say that there is a reference.
-        data = jnp.maximum(reference.data, 1) if self.data is None else self.data
-        return new._replace(data=jnp.asarray(data, jnp.uint32))
+        data = jnp.maximum(reference.posterior_id, 1) if self.posterior_id is None else self.posterior_id
+        return new._replace(posterior_id=jnp.asarray(data, jnp.uint32))
 
     def step_size(self, learned: Learned, num_updates: jax.Array) -> jax.Array:
         """Return ε of the next update."""
@@ -284,13 +284,15 @@ class Iteration:
         reference = learned.reference
         if reference is None:
             return learned
-        is_other = jnp.zeros((), bool) if self.data is None else (reference.data != self.data).any()
+        is_other = (
+            jnp.zeros((), bool) if self.posterior_id is None else (reference.posterior_id != self.posterior_id).any()
+        )
         if self.plan.epoch is None:
-            if self.data is None:
+            if self.posterior_id is None:
                 return learned
             energy = jnp.where(is_other, jnp.nan, reference.potential_energy)
             return learned._replace(reference=reference._replace(potential_energy=energy))
-        is_stale = ~reference.data.any() | is_other | (reference.age < 0)
+        is_stale = ~reference.posterior_id.any() | is_other | (reference.age < 0)
         due = is_stale | (reference.age >= self.plan.epoch)
         return learned._replace(reference=self.renewed(due, cloud, learned, reference, is_stale))
 

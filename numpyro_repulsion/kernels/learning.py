@@ -161,7 +161,7 @@ class HostSampler:
         where = self._coordinates(warmup._replace(reference=None))
         found = self._run(warming.reference_at, (size, with_hessian), *where, reference, self.state.rng_key, number)
         # What the host said of the data. Where it said nothing, any words say that there is a reference.
-        return found._replace(data=np.maximum(warmup.data, 1))
+        return found._replace(posterior_id=np.maximum(warmup.posterior_id, 1))
 
     def settled(self, cloud, step_size, noise):
         if type(self.dynamics).settled is Dynamics.settled:

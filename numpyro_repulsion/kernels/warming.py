@@ -170,7 +170,7 @@ class WarmupIteration(Iteration):
         # At the end of each window, warmup tests whether references help, even if they are not in use. Renew them half
         # an epoch before that, so that warmup measures their average noise.
         is_middle = window.ends - warmup.iteration == (self.plan.epoch // self.num_steps + 1) // 2
-        is_new = ~reference.data.any()
+        is_new = ~reference.posterior_id.any()
         due = is_new | is_middle | (reference.age >= self.plan.epoch)
         return warmup._replace(reference=self.renewed(due, cloud, warmup, reference, is_new))
 
@@ -183,7 +183,7 @@ def _at(bound, where, prototype, row_seed=None, data=None):
 
 
 def _iteration(bound, state):
-    data = None if state.warmup.data is None else jnp.maximum(state.warmup.data, 1)
+    data = None if state.warmup.posterior_id is None else jnp.maximum(state.warmup.posterior_id, 1)
     return _at(bound, state.warmup, state.prototype, state.row_seed, data)
 
 
@@ -293,14 +293,15 @@ def settle(bound: BoundSampler, _: None, cloud: Cloud, step_size, noise) -> Any:
     return bound.kernel.dynamics.settled(cloud, step_size, noise)
 
 
-def relabeled(state: Warming, data: np.ndarray | None) -> Warming:
+def relabeled(state: Warming, posterior_id: np.ndarray | None) -> Warming:
     """Return the state of a warmup of the same run whose data and model have another identity, as by another JAX."""
     warmup, reference = state.warmup, state.warmup.reference
-    if data is None or warmup.data is None:
+    if posterior_id is None or warmup.posterior_id is None:
         return state
     if reference is not None:
-        reference = reference._replace(data=jnp.where(reference.data.any(), data, reference.data))
-    return state._replace(warmup=warmup._replace(data=jnp.asarray(data), reference=reference))
+        known = jnp.where(reference.posterior_id.any(), posterior_id, reference.posterior_id)
+        reference = reference._replace(posterior_id=known)
+    return state._replace(warmup=warmup._replace(posterior_id=jnp.asarray(posterior_id), reference=reference))
 
 
 def what_is_on(bound: BoundSampler, warmup: WarmupState) -> tuple[int, bool]:

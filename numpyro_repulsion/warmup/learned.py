@@ -234,7 +234,7 @@ class Learned(NamedTuple):
     - **measured** - the entries of :class:`Measured`, ``(8,)``; ``None`` if nothing was measured.
     - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, negative where
       unknown; ``None`` likewise.
-    - **data** - the identity of the data and the model, four words; zeros where it is unknown.
+    - **posterior_id** - the identity of the data and the model, four words; zeros where it is unknown.
     - **data_fingerprint** - a start of the warmup, flat and unconstrained, followed by U there on a few rows,
       ``(d + 1,)``, which tells whether a run on data with another identity has other data; ``None`` without a warmup.
     """
@@ -248,7 +248,7 @@ class Learned(NamedTuple):
     jumps: JumpsState | None = None
     measured: Float[AnyArray, " _"] | None = None
     diagnosis: Float[AnyArray, " _"] | None = None
-    data: Integer[AnyArray, 4] | None = None
+    posterior_id: Integer[AnyArray, 4] | None = None
     data_fingerprint: Float[AnyArray, " d"] | None = None
 
     @property
@@ -297,7 +297,7 @@ class Learned(NamedTuple):
             jumps=self.jumps if has_jumps else None,
             measured=measured,
             diagnosis=diagnosis,
-            data=warmup.data,
+            posterior_id=warmup.posterior_id,
             data_fingerprint=data_fingerprint,
         )
 

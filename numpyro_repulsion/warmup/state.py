@@ -196,8 +196,8 @@ class WarmupState(NamedTuple):
     - **reference** - the reference points of control variates, or ``None``.
     - **symptoms** - symptoms of a posterior that no linear scale suits; ``None`` if the step is not measured.
     - **jumps** - the state of the kernel's ``moves``, or of jumps that switch themselves on; else ``None``.
-    - **data** - the identity of the data and the model, four words; zeros where it is unknown, ``None`` where nothing
-      needs it.
+    - **posterior_id** - the identity of the data and the model, four words; zeros where it is unknown, ``None``
+      where nothing needs it.
     - **data_fingerprint** - a start, flat and unconstrained, and U there on a few rows, which tells whether a run on
       data with another identity has other data than its warmup; ``None`` without a warmup.
     """
@@ -211,7 +211,7 @@ class WarmupState(NamedTuple):
     reference: Reference | None
     symptoms: Symptoms | None
     jumps: JumpsState | None
-    data: Integer[AnyArray, 4] | None = None
+    posterior_id: Integer[AnyArray, 4] | None = None
     data_fingerprint: tuple[Float[AnyArray, " d"], Float[AnyArray, ""]] | None = None
 
     @property

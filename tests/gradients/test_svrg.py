@@ -256,8 +256,10 @@ def test_long_run_fails_without_correction_or_with_that_of_other_data():
         target = ModelTarget(mean_of, (DATA + 0.5,))
         reference = state.learned.reference._replace(position=state.z["mu"].reshape(1, 64, 1))
         reference = evaluate_reference(KEY, target, lambda z: {"mu": z[0]}, reference, 64)
-        own = SGLD(mean_of, step_size=0.1, gradient=SVRG()).bind((DATA,)).data()
-        return state._replace(learned=state.learned._replace(reference=reference._replace(data=jnp.asarray(own))))
+        own = SGLD(mean_of, step_size=0.1, gradient=SVRG()).bind((DATA,)).posterior_id()
+        return state._replace(
+            learned=state.learned._replace(reference=reference._replace(posterior_id=jnp.asarray(own)))
+        )
 
     assert scores(SVRG(epoch=10**6), DATA, stale)[0] > 9.0
 
