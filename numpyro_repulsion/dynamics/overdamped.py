@@ -100,6 +100,7 @@ class Overdamped(Dynamics):
 
     def step_error(self, coupling):
         is_second_order = coupling.is_identity and self.averages_noise(True)
+        # With any other K the bias of averaged noise is smaller than that of Euler's step, which bounds it.
         return AveragedError(coupling) if is_second_order else EulerError(coupling)
 
     def allows_jumps(self, interacts):
@@ -115,7 +116,7 @@ class Overdamped(Dynamics):
         coupling = couple(cloud.z)
         drift, memory = thermal_drift(coupling, cloud.gradient, self.temperature), cloud.memory
         if memory:
-            # Without the carried half, the remaining half of the noise is that of a quarter of the step.
+            # Where `jumped` took the carried half, the remaining half of the noise is that of a quarter of the step.
             has_jumped = jnp.all(memory[0] == 0.0, -1, keepdims=True)
             drift = jnp.where(has_jumped, drift / 4, drift)
         z = cloud.z + step_size * drift

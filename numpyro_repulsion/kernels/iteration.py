@@ -217,7 +217,7 @@ class Iteration:
     def move(
         self, keys: Keys, cloud: Cloud, learned: Learned, num_updates: Integer[Array, ""]
     ) -> tuple[Progress, Learned]:
-        """Make ``num_steps`` updates, after one jump if there are jumps."""
+        """Make ``num_steps`` updates, after one jump if there are jumps; `halved_series` does so with two clouds."""
         now, learned = self.begin(keys.jump, cloud, num_updates, learned)
         now, _ = lax.scan(lambda now, key: (self._update(key, now, learned), None), now, keys.updates)
         return now, self.ended(learned)
@@ -236,7 +236,7 @@ class Iteration:
         return first, second
 
     def _update(self, key, now, learned):
-        """Make one update by the dynamics, or by a jump if ``moves`` are on and the update is odd."""
+        """Make one update."""
         interaction_key = None
         if self.interaction.is_redrawn:
             key, interaction_key = random.split(key)
@@ -246,9 +246,10 @@ class Iteration:
     def advance(
         self, noise_key: jax.Array, gradient_key: jax.Array, interaction: Interaction, now: Progress, learned: Learned
     ) -> Progress:
-        """Make one update with the interaction of this update, or a jump."""
+        """Make one update with the interaction of this update."""
         energy_and_grad = self.energy_and_grad(learned, now.num_updates)
-        # After warmup, which takes second order only where it leaves hardly any noise in energies either.
+        # References have an order only in warmup, which compares orders, and takes the second where it leaves hardly
+        # any noise in energies either.
         reference = learned.reference
         is_nearly_exact = reference is not None and reference.order is None and reference.hessian is not None
 
