@@ -306,7 +306,7 @@ def extrapolate(
             "`step_size`, or without one."
         )
     draws, target = mcmc.get_samples(group_by_chain=True), bound_of(mcmc).target
-    function = (lambda draw: draw) if function is None else function
+    has_all, function = function is None, function or (lambda draw: draw)
     number = _num_values(function, draws)
     shape = jax.tree.leaves(draws)[0].shape[:2]
     if num_samples is None:
@@ -321,7 +321,8 @@ def extrapolate(
             f"{number:,} values in {num_samples} iterations would take {needed / 2**30:.1f} GiB. Give a `function` "
             "of a draw with fewer values."
         )
-    plain, shaped = flat_values(jax.jit(jax.vmap(jax.vmap(function)))(jax.tree.map(jnp.asarray, draws)), 2)
+    values = draws if has_all else jax.jit(jax.vmap(jax.vmap(function)))(jax.tree.map(jnp.asarray, draws))
+    plain, shaped = flat_values(values, 2)
     mean = plain.mean((0, 1))
 
     def observe(iteration, learned, cloud):

@@ -266,6 +266,10 @@ class Archive(Move[ArchiveState]):
     size: int = 1024
     #: From which part of warmup on positions are recorded, and up to which.
     span: ClassVar[tuple[float, float]] = ARRIVED, 1.0
+    #: How many numbers the recorded positions may have, if these are more than 32.
+    most_numbers: ClassVar[int] = 2**40
+    #: Whether particles may also jump by relaxed differences.
+    has_differences: ClassVar[bool] = True
 
     def __post_init__(self):
         keep(self, "size", integer, least=16, expected="a power of two, 16 or more")
@@ -283,6 +287,7 @@ class Archive(Move[ArchiveState]):
         total = max(1, min(end - begin, np.iinfo(np.int32).max))
         # A power of two divides space evenly; the iterations must fill it.
         size = min(self.size, 1 << max(total.bit_length() - 1, 4))
+        size = min(size, 1 << max((self.most_numbers // dimension).bit_length() - 1, 5))
         # Stratum indices up to L C must fit 32 bits.
         size = min(size, 1 << max(31 - particles.bit_length(), 4))
         dtype = cloud.z.dtype
@@ -355,20 +360,26 @@ class Archive(Move[ArchiveState]):
             return (u, *energy_and_grad(u))
 
         from_density = partial(_from_density, start, state.variance, components, visit, stratified)
-        by_differences = partial(_by_differences, start, components, visit, within.whiten_gradient, temperature)
-        visited, log_forth, log_back = lax.cond(state.kind == DENSITY, from_density, by_differences, key)
-        position, energy, gradient = visited
+        if self.has_differences:
+            by_differences = partial(_by_differences, start, components, visit, within.whiten_gradient, temperature)
+            found = lax.cond(state.kind == DENSITY, from_density, by_differences, key)
+        else:
+            found = from_density(key)
+        (position, energy, gradient), log_forth, log_back = found
         return Proposal(position, energy, gradient, log_back - log_forth)
 
 
 class Basins(Archive):
     """Jumps from an archive's density that switch themselves on if warmup leaves particles in several basins.
 
-    The archive holds positions from 70 % to 95 % of warmup, when particles settle in their basins.
+    The archive holds positions from 70 % to 95 % of warmup, when particles settle in their basins. Of many parameters
+    it holds fewer, so that it takes little memory. Components are independent, whatever K is.
     """
 
     min_particles = 4  # Fewer do not distinguish basins from chance.
     span = 0.7, 0.95
+    most_numbers = 2**20
+    has_differences = False
 
     def learn(self, window, jumps, warmup, cloud, temperature):
         is_due = window.is_at(self.span[1]) and warmup.symptoms is not None

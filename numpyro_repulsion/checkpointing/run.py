@@ -104,6 +104,13 @@ def run_in_pieces(
         raise ValueError(f'run_in_pieces needs chain_method="vectorized"; got {mcmc.chain_method!r}.')
     set_arguments(mcmc, args, kwargs)
     init_params = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), init_params)
+    if init_params is not None and mcmc.num_chains > 1:
+        shapes = jax.tree.map(jnp.shape, init_params)
+        if any(np.shape(leaf)[:1] != (mcmc.num_chains,) for leaf in jax.tree.leaves(init_params)):
+            raise ValueError(
+                f"`init_params` must have one start for each chain, a leading axis of {mcmc.num_chains}; got "
+                f"shapes {shapes}."
+            )
     jit_spread_arguments(mcmc)
     keys = random.split(rng_key, mcmc.num_chains) if mcmc.num_chains > 1 and is_prng_key(rng_key) else rng_key
     given = mcmc.post_warmup_state if init_params is None else init_params

@@ -96,7 +96,7 @@ class UnknownError(StepError):
     def bias(self, step_size, stats):
         return xp.full_like(step_size, float("nan"))
 
-    def _refuse(self, *_):
+    def _refuse(self, *_, **__):
         raise ValueError(self.reason)
 
     max_step_for_bias = max_step_for_short_run = stability_limit = relaxation_rate = from_overdamped_step = _refuse

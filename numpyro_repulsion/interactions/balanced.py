@@ -76,6 +76,11 @@ class Balanced(Wrapping):
             )
         return self.interaction.couple(u, bandwidth, white)
 
+    def gram(self, u, bandwidth):
+        if self.interaction is None:
+            raise TypeError("Balanced() has no Gram matrix within a group; Independent() has.")
+        return super().gram(u, bandwidth)
+
 
 @dataclass(frozen=True)
 class Antithetic(Interaction):

@@ -75,9 +75,11 @@ class Coupling(NamedTuple):
         bound: Float[AnyArray, ""] | float, diagonal: Float[AnyArray, "*particles"] | float, is_identity: bool
     ) -> Coupling:
         """Return a coupling without operations, for ``Dynamics.step_error`` on the host."""
-        return Coupling.identity(lambda key: key)._replace(
-            bound=bound, diagonal=diagonal, is_identity=bool(is_identity)
-        )
+
+        def missing(_):
+            raise TypeError("This coupling has figures only; call `Interaction.couple` for its operations.")
+
+        return Coupling(missing, 0.0, missing, bound, bool(is_identity), diagonal=diagonal)
 
 
 class Interaction:
@@ -109,8 +111,6 @@ class Interaction:
     is_redrawn: bool = False
     #: Whether whole ensembles are balanced against each other, which needs two or more.
     balances_ensembles: bool = False
-    #: The given bandwidth, if there is one.
-    bandwidth: float | str | None = None
     #: Whether warmup chooses a bandwidth.
     learns_bandwidth: bool = False
     #: Whether warmup chooses it by its measured gain, not by the rule of `learn_bandwidth` alone.
@@ -186,7 +186,7 @@ class Wrapping(Interaction):
 
     @property
     def bandwidth(self):
-        return self._inner.bandwidth
+        return getattr(self._inner, "bandwidth", None)
 
     @property
     def learns_bandwidth(self):
@@ -336,7 +336,7 @@ class Sum(Gram):
 
     @property
     def bandwidth(self):
-        given = {term.bandwidth for _, term in self.terms} - {None}
+        given = {getattr(term, "bandwidth", None) for _, term in self.terms} - {None}
         return given.pop() if len(given) == 1 else None
 
     @property

@@ -42,6 +42,7 @@ class Radial(Gram):
         '0.37'
     """
 
+    bandwidth: float | str | None = None
     positive_definite = True
     diagonal_varies = False
 

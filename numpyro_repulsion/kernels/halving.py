@@ -115,8 +115,8 @@ def _iterate(iteration: Iteration, key: jax.Array, clouds: tuple[Moved, Moved], 
         return now, observe(iteration, learned, now.cloud).mean(-2)
 
     def summarized(found):
-        # Draws are made at the end of an iteration. With jumps these differ from what is between updates.
-        return found.mean(0) if iteration.bound.kernel.moves is None else found[-1]
+        # Draws are made at the end of an iteration, which a jump begins.
+        return found.mean(0) if learned.jumps is None else found[-1]
 
     keys = random.split(updates_key, iteration.num_steps)
     (now, half), found = lax.scan(update, (now, half), keys)

@@ -226,7 +226,7 @@ class WarmupState(NamedTuple):
 
     @property
     def has_basins(self) -> bool:
-        """Whether warmup found several basins, between which updates do not move."""
+        """Whether warmup found several basins, between which updates do not move, or particles jump."""
         found = self.symptoms is not None and self.symptoms.widest.has_basins
         # Once particles jump between basins, the symptoms disappear.
         return bool(found or (self.jumps is not None and self.jumps.tally[0] > 0))
