@@ -1,6 +1,6 @@
 """K, Γ and the noise, against definitions written out here."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
 from itertools import pairwise, product
 import pickle
 
@@ -17,6 +17,7 @@ from scipy.stats import kstest, norm
 from numpyro_repulsion import IMQ, RBF, Antithetic, Balanced, Independent
 from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.interactions import (
+    Coupling,
     Gram,
     Interaction,
     Laplacian,
@@ -496,3 +497,21 @@ def test_what_is_not_implemented_says_so():
         Interaction().couple(cloud())
     with pytest.raises(NotImplementedError, match="Kernelless does not implement `evaluate`"):
         Kernelless().couple(cloud())
+
+
+def test_fields_of_a_dataclass_have_no_default_from_its_base():
+    @dataclass(frozen=True)
+    class Wave(Gram):
+        bandwidth: float
+        power: float
+
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'power'"):
+        Wave(1.0)
+    assert getattr(Balanced(Wave(1.0, 2.0)), "bandwidth", None) == 1.0
+
+
+def test_figures_have_no_operations():
+    with pytest.raises(TypeError, match="has figures only"):
+        Coupling.of_figures(2.0, 1.0, False).apply(3.0)
+    with pytest.raises(TypeError, match="no Gram matrix within a group"):
+        Balanced().gram(jnp.zeros((3, 2)), None)

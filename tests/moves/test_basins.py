@@ -13,8 +13,8 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVGD, ensemble_mcse
-from numpyro_repulsion.dynamics import Overdamped
-from numpyro_repulsion.moves import DENSITY
+from numpyro_repulsion.dynamics import Cloud, Overdamped
+from numpyro_repulsion.moves import DENSITY, Basins
 
 LIMIT = 4.5
 WORDS = "several_basins"
@@ -206,6 +206,15 @@ def test_a_kernel_that_never_jumps_does_not_go_on_jumping(spiked):
 
     assert float(tally_after(state).tally[0]) == float(state.learned.jumps.tally[0]) + 1
     assert tally_after(state._replace(learned=state.learned._replace(jumps=None))) is None
+
+
+def test_jumps_that_nobody_asked_for_take_little_memory():
+    def size(dimension):
+        z = jax.ShapeDtypeStruct((1, 20, dimension), jnp.float32)
+        state = jax.eval_shape(lambda z: Basins().start(Cloud(z, z[..., 0], z), 1000, False), z)
+        return len(state.components)
+
+    assert [size(dimension) for dimension in (3, 1000, 100_000)] == [1024, 1024, 32]
 
 
 def test_true_is_no_kind_of_move():
