@@ -370,14 +370,14 @@ def test_one_other_row_is_recognized(given):
     is_closure, jit = given == "a closure", given == "inputs of the program"
     mcmc, before = short_run(model_of(y) if is_closure else lambda y: mean_of(y, 20), *[y] * (not is_closure), jit=jit)
     _, same = short_run(None, *[y] * (not is_closure), mcmc=mcmc)
-    assert is_same(before, same) and before.data.all()
+    assert is_same(before, same) and before.posterior_id.all()
     _, after = short_run(model_of(other) if is_closure else None, *[other] * (not is_closure), mcmc=mcmc)
     target = ModelTarget(mean_of, (other, 20))
     _, gradient = full_gradient(KEY, target, lambda z: {"mu": z[0]}, before.position, 10)
     np.testing.assert_array_equal(after.position, before.position)
     np.testing.assert_allclose(after.gradient, gradient, rtol=1e-4)
     assert not np.allclose(before.gradient, gradient, rtol=1e-3)
-    assert (after.data != before.data).any()
+    assert (after.posterior_id != before.posterior_id).any()
     # Evaluated once, not in every iteration.
     _, same = short_run(None, *[other] * (not is_closure), mcmc=mcmc)
     assert is_same(after, same)
