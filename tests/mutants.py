@@ -171,7 +171,7 @@ references of other data kept | kernels/iteration.py | test_svrg | other_data
 +is_stale = ~reference.posterior_id.any()
 
 a bandwidth that follows the cloud while the step settles | kernels/warming.py | test_kernels test_warmup | freezes or tuned or bandwidth
--lax.cond(now.is_adapting, rule, lambda _: warmup.bandwidth, cloud.z)
+-lax.cond(window.is_adapting, rule, lambda _: warmup.bandwidth, cloud.z)
 +rule(cloud.z)
 
 scales not frozen for the last part of warmup | warmup/scales.py | test_kernels | freezes
