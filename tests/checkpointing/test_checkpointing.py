@@ -96,6 +96,15 @@ def begun(tmp_path_factory):
     return path, mcmc
 
 
+def test_pieces_have_the_draws_of_a_thinned_run():
+    whole, parts = (make(plain(), num_warmup=5, num_samples=16, thinning=3) for _ in range(2))
+    whole.run(random.key(0), init_params=SIX)
+    run_in_pieces(parts, random.key(0), init_params=SIX, piece_size=7)
+    np.testing.assert_allclose(
+        parts.get_samples(group_by_chain=True), whole.get_samples(group_by_chain=True), rtol=1e-4
+    )
+
+
 @pytest.mark.slow  # compiled as by users: programs of different lengths agree to the bit
 def test_pieces_are_one_run(begun):
     whole = make(SGLDR(regression, step_size=1e-3, num_steps=2))
