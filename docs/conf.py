@@ -31,7 +31,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(jax|numpyro|collections|Exception|ValueError|TypeError)(\..*)?"),
     ("py:obj", r".*\.(T|State)"),
     # Bases that only share code.
-    ("py:class", r"numpyro_repulsion\..*\.(_\w+|Fixed|Momenta|Wrapping)"),
+    ("py:class", r"numpyro_repulsion\..*\.(_\w+|Settings|Momenta|Wrapping)"),
 ]
 
 html_theme = "furo"
