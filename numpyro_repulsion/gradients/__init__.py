@@ -5,6 +5,7 @@ A :class:`Target` is the posterior in the form that samplers use, one unconstrai
 """
 
 from numpyro_repulsion.gradients.all_rows import is_finite_on_all_rows, sites_not_finite
+from numpyro_repulsion.gradients.arrow import Arrow, ArrowRoot, Units
 from numpyro_repulsion.gradients.centering import CenteredTarget, Centering, Recovered
 from numpyro_repulsion.gradients.control import SVRG, ControlVariates, evaluate_reference, fingerprint
 from numpyro_repulsion.gradients.minibatch import (
@@ -24,6 +25,8 @@ from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target,
 
 __all__ = [
     "SVRG",
+    "Arrow",
+    "ArrowRoot",
     "CenteredTarget",
     "Centering",
     "Recovered",
@@ -37,6 +40,7 @@ __all__ = [
     "Subsampled",
     "Sweeps",
     "Target",
+    "Units",
     "check_rows",
     "check_values",
     "compiled",

@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 import numpy as np
 
 from numpyro_repulsion.checks import integer, keep
+from numpyro_repulsion.gradients.arrow import DENSE, Arrow, Units, find_units
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
 from numpyro_repulsion.gradients.target import Target, Wrapped
-from numpyro_repulsion.rounding import matmul, unrounded
+from numpyro_repulsion.rounding import unrounded
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class ControlVariates(Subsampled):
         :class:`~numpyro_repulsion.Subsampled`. With balanced noise and a nearly Gaussian posterior this is faster and
         makes means more precise: the noise common to all particles is that of their mean, which stays at ẑ.
     :param block_size: the number of consecutive rows drawn together, as for :class:`~numpyro_repulsion.Subsampled`.
-    :param order: the highest order that warmup may take, 1 or 2. ``None`` is 2 where the Hessian costs little: up to
-        512 parameters d, and 2e10 products N d² for N rows.
+    :param order: the highest order that warmup may take, 1 or 2. ``None`` is 2 if the Hessian costs little: up to
+        512 parameters d and 2e10 products N d² for N rows; with more parameters, if it is an arrow: if one large group
+        of effects has a block-diagonal Hessian, beside at most 1,024 other parameters.
     :raises ValueError: for another order.
 
     **References:**
@@ -91,15 +93,21 @@ class ControlVariates(Subsampled):
     def has_reference(self):
         return True
 
-    def has_hessian(self, target, dimension):
-        """Whether warmup computes the Hessian over all rows: if that is asked for, or costs little.
+    def hessian_units(self, target, dimension):
+        """Return the units of the Hessian over all rows, which warmup computes if that is asked for or costs little.
 
         :raises ValueError: if it is asked for, and the model has a rule of its own for derivatives, of the first order.
         """
-        rows = sum(size for size, _ in target.plates.values())
-        is_cheap = dimension <= 512 and rows * dimension**2 <= 2e10
-        if self.order == 1 or not target.plates or not (self.order == 2 or is_cheap):
-            return False
+        rows, is_large = sum(size for size, _ in target.plates.values()), dimension > DENSE
+        is_cheap = not is_large and rows * dimension**2 <= 2e10
+        if self.order == 1 or not target.plates or not (self.order == 2 or is_cheap or is_large):
+            return None
+        if not self._has_second_derivatives(target):
+            return None
+        units = find_units(target, dimension) if is_large else None
+        return Units(dimension) if units is None and (self.order == 2 or is_cheap) else units
+
+    def _has_second_derivatives(self, target):
         position, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
         particle = jnp.concatenate((position, position, position, jnp.ones(3, position.dtype)))
         expansion = partial(
@@ -152,7 +160,7 @@ class ControlVariates(Subsampled):
     def _to_second_order(self, key, target, unravel, z, offset, reference):
         order, dimension = reference.order, z.shape[-1]
         curved = jnp.ones((), z.dtype) if order is None else (order > 1).astype(z.dtype)
-        bend = curved * matmul(offset, reference.hessian)
+        bend = curved * reference.hessian.times(offset)
         weights = jnp.stack([jnp.ones_like(z[..., 0])] * 2 + [jnp.broadcast_to(curved, z.shape[:-1])], -1)
         both = jnp.concatenate((z, jnp.broadcast_to(reference.position, z.shape), offset, weights), -1)
         _, found = super().energy_and_grad(key, _Expansion(target, unravel), lambda x: x, both)
@@ -274,7 +282,9 @@ def evaluate_reference(
     position = reference.position
     age = None if reference.age is None else jnp.zeros((), jnp.int32)
     if reference.hessian is not None and with_hessian:
-        energy, gradient, hessian = full_gradient(key, target, unravel, position, size, with_hessian=True)
+        units = reference.hessian.units
+        energy, gradient, products = full_gradient(key, target, unravel, position, size, units.probes_and_checks())
+        hessian = Arrow.checked(units, products)
         return reference._replace(potential_energy=energy, gradient=gradient, age=age, hessian=hessian)
     share = max(1, size // max(1, math.prod(position.shape[:-1])))
     # All particles use one chunk at a time, so its rows are gathered once.
@@ -290,11 +300,12 @@ def full_gradient(
     unravel: Callable,
     position: Float[Array, " d"],
     size: int,
-    with_hessian: bool = False,
+    directions: Float[np.ndarray, "m d"] | None = None,
 ) -> tuple[Array, ...]:
-    """Return U and ∇U at one flat particle over all rows of all subsampled plates, in chunks; and ∇²U, on request.
+    """Return U and ∇U at one flat particle over all rows of all subsampled plates, in chunks.
 
     :param size: the number of minibatches that fit into memory at once.
+    :param directions: if given, ∇²U times these is returned as well, ``(m, d)``.
     """
 
     def energy(flat, rows):
@@ -302,13 +313,12 @@ def full_gradient(
 
     def evaluate(rows):
         found = jax.value_and_grad(energy)(position, rows)
-        if not with_hessian:
+        if directions is None:
             return found
         # Rows are read once, and 16 directions are taken at a time, for each of which memory holds the chunk.
         _, product = jax.linearize(jax.grad(lambda flat: energy(flat, rows)), position)
-        directions = jnp.eye(len(position), dtype=position.dtype)
-        columns = lax.map(product, directions, batch_size=min(16, len(position)))
-        return *found, columns
+        along = jnp.asarray(directions, position.dtype)
+        return *found, lax.map(product, along, batch_size=min(16, len(along)))
 
     length, *terms = chunks(target, size)
     try:
@@ -323,8 +333,8 @@ def full_gradient(
         return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, evaluate(rows)), None
 
     nothing: tuple[Array, ...] = jnp.zeros((), position.dtype), jnp.zeros_like(position)
-    if with_hessian:
-        nothing = *nothing, jnp.zeros((len(position), len(position)), position.dtype)
+    if directions is not None:
+        nothing = *nothing, jnp.zeros(directions.shape, position.dtype)
     return lax.scan(accumulate, nothing, jax.tree.map(jnp.asarray, tuple(terms)))[0]
 
 

@@ -20,6 +20,7 @@ import numpyro
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_repulsion.checks import boolean, device_memory, integer, keep
+from numpyro_repulsion.gradients.arrow import Arrow, Units
 from numpyro_repulsion.gradients.target import Indices, Particle, Target
 from numpyro_repulsion.layout import ROWS, Layout, num_devices
 from numpyro_repulsion.noise import integers_below
@@ -37,7 +38,7 @@ class Reference(NamedTuple):
       there is no reference yet.
     - **order** - that of the correction of gradients: 0 for none, 1 or 2; ``None`` after warmup, if the highest that is
       known.
-    - **hessian** - ∇²U(ẑ) over all rows, ``(d, d)``; ``None`` if there are no corrections of second order.
+    - **hessian** - ∇²U(ẑ) over all rows; ``None`` if there are no corrections of second order.
     - **age** - the number of updates since the last renewal; ``None`` for a common reference, which is not renewed.
     """
 
@@ -47,14 +48,17 @@ class Reference(NamedTuple):
     posterior_id: Integer[AnyArray, 4]
     order: Integer[AnyArray, ""] = None
     age: Integer[AnyArray, ""] = None
-    hessian: Float[AnyArray, "d d"] | None = None
+    hessian: Arrow | None = None
 
     @staticmethod
-    def none(shape: int | tuple[int, ...], dtype, order: int = 0, has_hessian: bool = False) -> Reference:
-        """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``."""
+    def none(shape: int | tuple[int, ...], dtype, order: int = 0, units: Units | None = None) -> Reference:
+        """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``.
+
+        :param units: those of the Hessian, if it has one.
+        """
         zero = jnp.zeros(shape, dtype)
         age = jnp.zeros((), jnp.int32) if zero.ndim == 3 else None
-        hessian = jnp.zeros((len(zero), len(zero)), dtype) if has_hessian else None
+        hessian = None if units is None else Arrow.zeros(units, dtype)
         unknown = jnp.zeros(4, jnp.uint32)
         return Reference(zero, zero[..., 0], zero, unknown, jnp.asarray(order, jnp.int32), age, hessian)
 
@@ -86,9 +90,12 @@ class Gradient:
         """Whether it corrects gradients at reference points, with gradients over all rows there."""
         return False
 
-    def has_hessian(self, target: Target, dimension: int) -> bool:
-        """Whether it corrects gradients of so many parameters by the Hessian over all rows at a reference point."""
-        return False
+    def hessian_units(self, target: Target, dimension: int) -> Units | None:
+        """Return the units of the Hessian over all rows at a reference point, for so many parameters.
+
+        ``None`` if it does not correct gradients by it. Without sites of units, the Hessian is dense.
+        """
+        return None
 
     def at(self, num_updates: Integer[Array, ""], seed: Integer[Array, ""]) -> Gradient:
         """Return the gradient to use in one update; the same unless successive minibatches depend on each other.

@@ -27,6 +27,7 @@ from numpyro_repulsion.gradients import (
     Particle,
     Subsampled,
     Target,
+    Units,
 )
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.moves import Basins, Move
@@ -92,9 +93,10 @@ def preconditioner_scale(value: ArrayLike | None) -> str | np.ndarray | None:
     if value is None:
         return None
     if isinstance(value, str):
-        if value not in ("auto", "diagonal", "dense", "low_rank"):
+        if value not in ("auto", "diagonal", "dense", "low_rank", "arrow"):
             raise ValueError(
-                f"`preconditioner` must be 'auto', 'diagonal', 'dense', 'low_rank', None or an array; got {value!r}."
+                "`preconditioner` must be 'auto', 'diagonal', 'dense', 'low_rank', 'arrow', None or an array; got "
+                f"{value!r}."
             )
         return value
     matrix = np.asarray(value)
@@ -273,6 +275,14 @@ class BoundSampler:
             words = hashlib.blake2b(str(known).encode(), digest_size=16).digest()
             self.known["posterior_id"] = np.frombuffer(words, np.uint32) | np.uint32(1)
         return self.known.get("posterior_id")
+
+    def hessian_units(self) -> Units | None:
+        """Return the units of the Hessian of control variates, found once; ``None`` without a Hessian."""
+        if "units" not in self.known:
+            particle = self.target.prototype if self.target.plates else {}
+            dimension = sum(int(np.prod(site.shape)) for site in particle.values())
+            self.known["units"] = self.gradient.hessian_units(self.target, dimension)
+        return self.known["units"]
 
     def within(self, number: jax.Array) -> BoundSampler:
         """Return the same for use in the program that has this number, with large arguments behind a barrier.

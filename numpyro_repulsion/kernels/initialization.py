@@ -19,6 +19,7 @@ from numpyro_repulsion.gradients import (
     Centering,
     ModelTarget,
     Particle,
+    Units,
     fingerprint,
     is_finite_on_all_rows,
     ravel_cloud,
@@ -48,15 +49,15 @@ class Start(NamedTuple):
 
 
 def start(
-    bound: BoundSampler, settings: tuple[int, Frozen | None], rng_key: jax.Array, init_params: Particle | None, data
+    bound: BoundSampler, settings: tuple[int, Frozen | None, Units | None], rng_key: jax.Array, init_params: Particle | None, data
 ) -> Start:
     """Start particles, each with a key.
 
-    :param settings: the number of iterations of warmup; and how to freeze the start at once, if there is nothing to
-        learn; static.
+    :param settings: the number of iterations of warmup; how to freeze the start at once, if there is nothing to learn;
+        and the units of the Hessian, if there is one; static.
     :param data: what tells the posterior from others, or ``None``.
     """
-    (num_warmup, how), kernel, target = settings, bound.kernel, bound.target
+    (num_warmup, how, units), kernel, target = settings, bound.kernel, bound.target
     size = rng_key.shape[0]
     rng_key = place_particles(rng_key)
     # Keys of a resumed run are copies of one key, so fold in the particle's index.
@@ -79,9 +80,17 @@ def start(
             z = {name: jnp.asarray(z[name], site.dtype) for name, site in target.prototype.items()}
         flat, energy, gradient = evaluate(gradient_key, z)
     is_noisy = bound.gradient.is_noisy(target)
-    plan = bound.plan(automatic_scale(flat.shape[1], size, num_warmup, kernel.num_steps, is_noisy))
+    is_arrow = units is not None and units.sites
+    automatic = "arrow" if is_arrow else automatic_scale(flat.shape[1], size, num_warmup, kernel.num_steps, is_noisy)
+    plan = bound.plan(automatic)
+    if plan.scale == "arrow" and not is_arrow:
+        raise ValueError(
+            "preconditioner='arrow' needs a model of more than 512 parameters with subsampled plates, in which one group "
+            "of effects has a block-diagonal Hessian beside at most 1,024 other parameters, and gradients with "
+            "ControlVariates of order 2; no such group was found. Use preconditioner='auto'."
+        )
     if num_warmup > 0 and plan.scale is not None:
-        change = first_scale(flat, gradient, plan.scale)
+        change = first_scale(flat, gradient, plan.scale, units)
     else:
         change = _given_preconditioner(kernel.scale, flat)
     u, whitened_energy, gradient = map(grouped, (change.whiten(flat), energy, change.whiten_gradient(gradient)))
@@ -100,8 +109,7 @@ def start(
     suits = size >= MIN_PARTICLES and kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
     has_hierarchies = bool(target.location_scale or target.num_products)
     centering = Centering.none(target, u.shape[2], u.dtype) if learns and suits and has_hierarchies else None
-    has_hessian = bound.gradient.has_hessian(target, u.shape[2])
-    warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, centering, has_hessian)
+    warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, centering, units)
     warmup = warmup._replace(posterior_id=data)
     if num_warmup > 0:
         # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.

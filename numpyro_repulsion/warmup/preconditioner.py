@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 import numpy as np
 
+from numpyro_repulsion.gradients import ArrowRoot, Units
 from numpyro_repulsion.rounding import AnyArray, cholesky, eigh, matmul, solve_triangular, xp
 
 
@@ -15,7 +17,7 @@ class Preconditioner(NamedTuple):
     """The change of variables ``z = c + S u``.
 
     S is diagonal, ``(d,)``; or lower triangular, ``(d, d)``; or low rank plus diagonal, ``D (I + V F Vᵀ)`` with D and F
-    diagonal and k orthonormal columns V. The dynamics runs in u, where K is also evaluated, so its diffusion in z is
+    diagonal and k orthonormal columns V; or ``D R`` with the root R of an arrow. The dynamics runs in u, where K is also evaluated, so its diffusion in z is
     ``K ⊗ S Sᵀ``. Because S is constant, Γ needs no extra term. ``None`` means the identity for S and the origin for c;
     c changes no dynamics, but keeps u of order one, as single precision needs.
 
@@ -23,16 +25,20 @@ class Preconditioner(NamedTuple):
     - **center** - c, ``(d,)``.
     - **vectors** - V, ``(d, k)``; ``None`` unless S is of low rank plus diagonal.
     - **stretch** - the diagonal of F, ``(k,)``, above -1.
+    - **root** - R; ``None`` unless S is that of an arrow.
     """
 
     scale: Float[AnyArray, " d"] | Float[AnyArray, "d d"] | None = None
     center: Float[AnyArray, " d"] | None = None
     vectors: Float[AnyArray, "d k"] | None = None
     stretch: Float[AnyArray, " _"] | None = None
+    root: ArrowRoot | None = None
 
     @property
     def kind(self) -> str:
-        """``"dense"``, ``"low_rank"`` or ``"diagonal"``."""
+        """``"dense"``, ``"arrow"``, ``"low_rank"`` or ``"diagonal"``."""
+        if self.root is not None:
+            return "arrow"
         if self.vectors is not None:
             return "low_rank"
         return "dense" if self.scale is not None and self.scale.ndim == 2 else "diagonal"
@@ -41,9 +47,9 @@ class Preconditioner(NamedTuple):
         """Return scales of the same kind, but of the coordinates alone."""
         if self.kind == "dense":
             return Preconditioner(np.diag(scale), center)
-        return Preconditioner(
-            scale, center, self.vectors, None if self.stretch is None else np.zeros_like(self.stretch)
-        )
+        stretch = None if self.stretch is None else np.zeros_like(self.stretch)
+        root = None if self.root is None else jax.device_get(ArrowRoot.identity(self.root.units, scale.dtype))
+        return Preconditioner(scale, center, self.vectors, stretch, root)
 
     def whiten(self, z: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return u for positions z, ``(..., d)``."""
@@ -52,12 +58,15 @@ class Preconditioner(NamedTuple):
         if self.scale is None:
             return z
         if self.scale.ndim == 1:
-            return self._stretch(z / self.scale, inverse=True)
+            z = z / self.scale
+            return self._stretch(z, inverse=True) if self.root is None else self.root.solve(z)
         return solve_triangular(self.scale, z.reshape(-1, z.shape[-1]).T).T.reshape(z.shape)
 
     def to_positions(self, u: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return z for whitened positions u, ``(..., d)``."""
-        if self.scale is not None:
+        if self.root is not None:
+            u = self.root.times(u) * self.scale
+        elif self.scale is not None:
             u = self._stretch(u) * self.scale if self.scale.ndim == 1 else matmul(u, self.scale.T)
         return u if self.center is None else self.center + u
 
@@ -65,12 +74,16 @@ class Preconditioner(NamedTuple):
         """Return the gradient with respect to u, ``Sᵀ ∇_z U``, from gradients ``(..., d)`` with respect to z."""
         if self.scale is None:
             return gradient
+        if self.root is not None:
+            return self.root.transposed_times(gradient * self.scale)
         return self._stretch(gradient * self.scale) if self.scale.ndim == 1 else matmul(gradient, self.scale)
 
     def unwhiten_gradient(self, gradient: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return the gradient with respect to z from gradients ``(..., d)`` with respect to u."""
         if self.scale is None:
             return gradient
+        if self.root is not None:
+            return self.root.transposed_solve(gradient) / self.scale
         if self.scale.ndim == 1:
             return self._stretch(gradient, inverse=True) / self.scale
         flat = gradient.reshape(-1, gradient.shape[-1])
@@ -93,7 +106,7 @@ class Preconditioner(NamedTuple):
     def compose(self, change: Preconditioner) -> Preconditioner:
         """Return this change composed with ``u = c' + S' u'``, which is applied first; both must have scales.
 
-        Of low rank plus diagonal, S must have no stretch yet, and S' is diagonal.
+        Of low rank plus diagonal, or an arrow, S must be diagonal yet, and S' is diagonal.
         """
         if self.scale is None or change.scale is None or change.center is None:
             raise ValueError("Both changes of variables need a `scale`, and the second a `center`; got None.")
@@ -111,18 +124,23 @@ class Preconditioner(NamedTuple):
         """Return the lengths of the rows of S, the scales of the coordinates of z; 1 without scales."""
         if self.scale is None:
             return 1.0
+        if self.root is not None:
+            return self.scale * self.root.squared_lengths() ** 0.5
         if self.vectors is not None and self.stretch is not None:
             return self.scale * (1.0 + matmul(self.vectors**2, (1.0 + self.stretch) ** 2 - 1.0)) ** 0.5
         return self.scale if self.scale.ndim == 1 else (self.scale**2).sum(1) ** 0.5
 
 
-def first_scale(z: Float[AnyArray, "n d"], gradient: Float[AnyArray, "n d"], kind: str) -> Preconditioner:
+def first_scale(
+    z: Float[AnyArray, "n d"], gradient: Float[AnyArray, "n d"], kind: str, units: Units | None = None
+) -> Preconditioner:
     """Estimate diagonal scales at the starts: for a Gaussian, spread over gradient is the variance.
 
     :param z: starts, ``(L, d)``.
     :param gradient: ∇U there; non-finite values are ignored. A single particle has no spread, so its scale is one over
         its gradient.
-    :param kind: that of the scales, ``"dense"``, ``"low_rank"`` or ``"diagonal"``.
+    :param kind: that of the scales, ``"dense"``, ``"low_rank"``, ``"arrow"`` or ``"diagonal"``.
+    :param units: those of the arrow.
     """
     center = jnp.nanmedian(z, 0)
     spread = jnp.nanmedian(jnp.abs(z - center), 0)
@@ -135,6 +153,8 @@ def first_scale(z: Float[AnyArray, "n d"], gradient: Float[AnyArray, "n d"], kin
         # Forty directions have scales of their own, beside those of the coordinates.
         nothing = jnp.zeros((len(scale), min(40, len(scale))), z.dtype)
         return Preconditioner(scale, center, nothing, nothing[0])
+    if kind == "arrow" and units is not None:
+        return Preconditioner(scale, center, root=ArrowRoot.identity(units, z.dtype))
     return Preconditioner(jnp.diag(scale) if kind == "dense" else scale, center)
 
 

@@ -11,7 +11,15 @@ from numpy.random import Generator
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
 from numpyro_repulsion.rounding import cholesky, eigh
 from numpyro_repulsion.warmup.arrival import rescue
-from numpyro_repulsion.warmup.curvature import hessian_and_noise, mean_diagonal, mean_product, minibatch
+from numpyro_repulsion.gradients import Arrow, ArrowRoot
+from numpyro_repulsion.warmup.curvature import (
+    hessian_and_noise,
+    mean_diagonal,
+    mean_product,
+    minibatch,
+    products,
+    signs,
+)
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
@@ -32,7 +40,7 @@ def update_scales(rng: Generator, window: Window, warmup: WarmupState, cloud: Cl
     if plan.noise or (plan.scale == "low_rank" and window.has_arrived):
         if plan.noise and not window.whitens:
             return warmup, cloud
-        adapt = _low_rank if plan.scale == "low_rank" else _whitened
+        adapt = {"low_rank": _low_rank, "arrow": _arrow}.get(plan.scale, _whitened)
         found, moved = adapt(rng, window, warmup, cloud, sampler)
         return found._replace(arrival=found.arrival.restarted(moved.z)), moved
     return _changed(warmup, cloud, warmup.moments.to_preconditioner(window.uses_correlations))
@@ -112,6 +120,34 @@ def _low_rank(rng, window, warmup, cloud, sampler):
     known = warmup.moments
     scatter, mean = np.full_like(known.position_scatter, known.number), np.zeros_like(known.position)
     moments = Moments(known.number, mean, mean, scatter, scatter)
+    return warmup._replace(scales=warmup.scales._replace(preconditioner=change, moments=moments)), cloud
+
+
+def _arrow(rng, window, warmup, cloud, sampler):
+    """Whiten by an arrow: the mean curvature over the cloud, with the likelihood over all rows at the reference."""
+    old, reference = warmup.scales.preconditioner, warmup.reference
+    positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
+    measured = rescue(rng, positions, warmup.arrival.lost)
+    center = old.to_positions(warmup.moments.position)
+    change = old.along_coordinates(old.lengths() * _spread(window, warmup), center)
+
+    def gradients(change):
+        return sampler.gradients(warmup._replace(scales=warmup.scales._replace(preconditioner=change)))
+
+    if not window.has_arrived or not reference.hessian.is_finite:
+        found = mean_diagonal(rng, change.whiten(measured), gradients(change))
+        change = change._replace(scale=change.scale * whitening(found))
+    else:
+        units = change.root.units
+        of_units = signs(rng, (units.number,), positions.dtype)
+        probes, y = units.probes(of_units), change.whiten(measured)
+        found = np.stack(list(products(y, probes, gradients(change), minibatch(rng), order=2)))
+        change = change._replace(root=ArrowRoot.of(Arrow.of_products(units, found, of_units), whitening))
+    # The scales so far do not tell the spread along the new directions, which is about one.
+    known = warmup.moments
+    scatter, mean = np.full_like(known.position_scatter, known.number), np.zeros_like(known.position)
+    moments = Moments(known.number, mean, mean, scatter, scatter)
+    cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
     return warmup._replace(scales=warmup.scales._replace(preconditioner=change, moments=moments)), cloud
 
 

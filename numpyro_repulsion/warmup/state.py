@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics, StepError
-from numpyro_repulsion.gradients import Centering, Recovered, Reference
+from numpyro_repulsion.gradients import Centering, Recovered, Reference, Units
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.rounding import AnyArray, xp
 from numpyro_repulsion.schedules import BiasBudget
@@ -26,7 +26,7 @@ class WarmupPlan(NamedTuple):
     """What a warmup learns; static.
 
     - **step_size** - the rule that measures the step size; ``None`` if the user gave a step size.
-    - **scale** - ``"diagonal"``, ``"dense"`` or ``"low_rank"``; ``None`` if scales are not learned.
+    - **scale** - ``"diagonal"``, ``"dense"``, ``"low_rank"`` or ``"arrow"``; ``None`` if scales are not learned.
     - **bandwidth** - whether the interaction learns a bandwidth.
     - **reference** - whether the gradient has control variates.
     - **noise** - whether gradients are noisy.
@@ -274,12 +274,12 @@ class WarmupState(NamedTuple):
         plan: WarmupPlan,
         jumps: JumpsState | None = None,
         centering: Centering | None = None,
-        has_hessian: bool = False,
+        units: Units | None = None,
     ) -> WarmupState:
         """Return the state before the first iteration.
 
         :param centering: that of the model's own coordinates; ``None`` if they stay.
-        :param has_hessian: whether control variates may be of second order.
+        :param units: those of the Hessian, if control variates may be of second order.
         """
         shape, dtype = cloud.z.shape, cloud.z.dtype
         particles, dimension = shape[0] * shape[1], shape[2]
@@ -288,7 +288,7 @@ class WarmupState(NamedTuple):
         if plan.epoch is not None:
             reference = Reference.none(shape, dtype, order=int(not (learns and plan.arrives)))
         elif learns and plan.reference:
-            reference = Reference.none(dimension, dtype, has_hessian=has_hessian)
+            reference = Reference.none(dimension, dtype, units=units)
         scales = ScalesState(
             preconditioner,
             Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,

@@ -18,10 +18,17 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if known is None or not window.moves_references or not (is_common or window.was_arrival):
         return warmup, cloud
     position = warmup.moments.position if is_common else cloud.z
-    # The Hessian costs a pass over the rows for each parameter, and noise limits the steps until then anyway.
-    has_hessian = known.hessian is not None and window.is_at(FREEZE)
+    has_hessian = _has_hessian(window, known, sampler)
     moved = known._replace(position=position, order=np.asarray(1 + has_hessian, np.int32))
     return warmup._replace(reference=sampler.evaluate_reference(rng, warmup, moved, has_hessian)), cloud
+
+
+def _has_hessian(window, reference, sampler):
+    """Return whether a reference has its Hessian at the end of this window."""
+    # A dense one costs a pass over the rows for each parameter, and noise limits the steps until the last anyway. That
+    # of an arrow costs less, and gives the scales.
+    is_due = window.is_at(FREEZE) or sampler.plan.scale == "arrow"
+    return reference.hessian is not None and (is_due or not window.is_adapting)
 
 
 def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
@@ -46,7 +53,7 @@ def _measured(rng, window, warmup, cloud, sampler):
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
     orders = [0]
     if plan.reference:
-        has_hessian = warmup.reference.hessian is not None and (window.is_at(FREEZE) or not window.is_adapting)
+        has_hessian = _has_hessian(window, warmup.reference, sampler) and warmup.reference.hessian.is_finite
         in_use = int(warmup.reference.order)
         orders = [in_use, *(order for order in range(2 + has_hessian) if order != in_use)]
     curvature, noise, isotropic = estimate_curvature(rng, measured, width, sampler.gradients(warmup), orders)

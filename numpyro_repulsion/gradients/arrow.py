@@ -1,0 +1,343 @@
+"""Arrow-shaped symmetric matrices: Hessians of models whose many effects are independent given all other parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+import math
+from typing import Any
+
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+import numpy as np
+
+from numpyro_repulsion.gradients.target import Target, compiled, quickly
+from numpyro_repulsion.rounding import AnyArray, matmul, namespace, solve_triangular, xp
+
+#: Beyond so many parameters, a Hessian must be an arrow to be computed and used.
+DENSE = 512
+#: Products with other signs differ by less, relative to the diagonal: by nothing, but for rounding.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Units:
+    """Which entries of a flat particle belong to the n units of an arrow; the others are its globals.
+
+    - **dimension** - d, the number of entries of a particle.
+    - **sites** - of each site of units where it begins, its shape, and which axis counts the units. Each site has one
+      or more entries for each unit, k in all. Without sites, all entries are globals and a matrix is dense.
+    """
+
+    dimension: int
+    sites: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+
+    @property
+    def number(self) -> int:
+        """n"""
+        return self.sites[0][1][self.sites[0][2]] if self.sites else 0
+
+    @property
+    def size(self) -> int:
+        """k"""
+        return sum(math.prod(shape) for _, shape, _ in self.sites) // max(self.number, 1)
+
+    @property
+    def num_globals(self) -> int:
+        """The number g of entries outside of the units."""
+        return self.dimension - self.number * self.size
+
+    def split(self, x: Float[AnyArray, "*particles d"]) -> tuple[Float[AnyArray, "*particles g"], AnyArray]:
+        """Return the globals ``(..., g)`` and the units ``(..., n, k)`` of flat particles."""
+        if not self.sites:
+            return x, x[..., :0, None]
+        parts, rest, end = [], [], 0
+        for start, shape, axis in sorted(self.sites):
+            rest.append(x[..., end:start])
+            end = start + math.prod(shape)
+            site = x[..., start:end].reshape(*x.shape[:-1], *shape)
+            parts.append(xp.moveaxis(site, x.ndim - 1 + axis, x.ndim - 1).reshape(*x.shape[:-1], self.number, -1))
+        return _joined([*rest, x[..., end:]]), _joined(parts)
+
+    def join(self, rest: Float[AnyArray, "*particles g"], units: AnyArray) -> Float[AnyArray, "*particles d"]:
+        """Return flat particles with these globals and units."""
+        if not self.sites:
+            return rest
+        lead, parts, at, end, column = rest.shape[:-1], [], 0, 0, 0
+        for start, shape, axis in sorted(self.sites):
+            parts.append(rest[..., at : at + start - end])
+            at, end = at + start - end, start + math.prod(shape)
+            width = (end - start) // self.number
+            others = tuple(length for place, length in enumerate(shape) if place != axis)
+            site = units[..., column : column + width].reshape(*lead, self.number, *others)
+            parts.append(xp.moveaxis(site, len(lead), len(lead) + axis).reshape(*lead, -1))
+            column += width
+        return _joined([*parts, rest[..., at:]])
+
+    def probes_and_checks(self) -> np.ndarray:
+        """Return the probes, and those of the units once more with signs by which products tell other matrices."""
+        probes = self.probes()
+        return np.concatenate((probes, self.probes(_signs(self))[self.num_globals :])) if self.sites else probes
+
+    def probes(self, signs: Float[AnyArray, " n"] | None = None) -> np.ndarray:
+        """Return the directions ``(g + k, d)`` whose products with an arrow determine it.
+
+        :param signs: 1 or -1 for each unit, ``(n,)``, which the columns of the units are multiplied by.
+        """
+        g, n, k = self.num_globals, self.number, self.size
+        signs = np.ones(n, np.float32) if signs is None else signs
+        units = np.eye(k, dtype=np.float32)[:, None] * np.asarray(signs, np.float32)[:, None]
+        rest = self.join(np.eye(g, dtype=np.float32), np.zeros((g, n, k), np.float32))
+        return np.concatenate((rest, self.join(np.zeros((k, g), np.float32), units)))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("rest", "cross", "blocks"), meta_fields=("units",))
+@dataclass(frozen=True)
+class Arrow:
+    r"""A symmetric matrix ``[[A, B], [Bᵀ, D]]`` with D block diagonal: n blocks of ``(k, k)``, one for each unit.
+
+    - **rest** - A, ``(g, g)``.
+    - **cross** - Bᵀ, ``(n, k, g)``.
+    - **blocks** - those of D, ``(n, k, k)``.
+    - **units** - which entries belong to the units.
+    """
+
+    rest: Float[AnyArray, "g g"]
+    cross: Float[AnyArray, "n k g"]
+    blocks: Float[AnyArray, "n k k"]
+    units: Units
+
+    @staticmethod
+    def zeros(units: Units, dtype: Any) -> Arrow:
+        """Return the matrix of zeros."""
+        g, n, k = units.num_globals, units.number, units.size
+        return Arrow(jnp.zeros((g, g), dtype), jnp.zeros((n, k, g), dtype), jnp.zeros((n, k, k), dtype), units)
+
+    @staticmethod
+    def checked(units: Units, products: Float[AnyArray, "m d"]) -> Arrow:
+        """Return the arrow with these products with probes and checks; NaN where the matrix is not an arrow."""
+        found, g, k = Arrow.of_products(units, products), units.num_globals, units.size
+        if not units.sites:
+            return found
+        pair = [products[g : g + k], products[g + k :]]
+        is_arrow = _disagreement(units, pair, [np.ones(units.number, np.float32), _signs(units)]) < TOLERANCE
+        return jax.tree.map(lambda x: xp.where(is_arrow, x, np.nan), found)
+
+    @staticmethod
+    def of_products(
+        units: Units, products: Float[AnyArray, "m d"], signs: Float[AnyArray, " n"] | float = 1.0
+    ) -> Arrow:
+        """Return the arrow with these products ``(g + k, d)`` with the probes of the units.
+
+        :param signs: those of the probes, ``(n,)``.
+        """
+        g, k = units.num_globals, units.size
+        rest, cross = units.split(products[:g])
+        _, blocks = units.split(products[g : g + k])
+        blocks = blocks * np.reshape(signs, (-1, 1))
+        rest, blocks = (rest + rest.T) / 2, xp.moveaxis(blocks, 0, -1)
+        return Arrow(rest, xp.moveaxis(cross, 0, -1), (blocks + xp.swapaxes(blocks, 1, 2)) / 2, units)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it was found to be an arrow."""
+        return bool(np.isfinite(self.rest).all())
+
+    def times(self, x: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
+        """Return the products with particles ``(..., d)``."""
+        if not self.units.sites:
+            return matmul(x, self.rest)
+        rest, own = self.units.split(x)
+        cross = self.cross.reshape(-1, self.cross.shape[-1])
+        flat = own.reshape(*own.shape[:-2], -1)
+        return self.units.join(
+            matmul(rest, self.rest) + matmul(flat, cross),
+            matmul(rest, cross.T).reshape(own.shape) + _by_unit(self.blocks, own),
+        )
+
+    def to_dense(self) -> Float[AnyArray, "d d"]:
+        """Return the matrix, ``(d, d)``."""
+        return self.times(jnp.eye(self.units.dimension, dtype=self.rest.dtype))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("rest", "cross", "blocks"), meta_fields=("units",))
+@dataclass(frozen=True)
+class ArrowRoot:
+    r"""S with ``S Sᵀ = H⁻¹`` for an arrow H, which has the same shape: units follow the globals.
+
+    .. math::
+        x_g = C u_g, \qquad x_l = L u_l - W x_g, \qquad L L^\top = D^{-1},\quad W = D^{-1} B^\top,\quad
+        C C^\top = (A - B W)^{-1}
+
+    - **rest** - C, lower triangular, ``(g, g)``.
+    - **cross** - W, ``(n, k, g)``.
+    - **blocks** - those of L, lower triangular, ``(n, k, k)``.
+    - **units** - which entries belong to the units.
+    """
+
+    rest: Float[AnyArray, "g g"]
+    cross: Float[AnyArray, "n k g"]
+    blocks: Float[AnyArray, "n k k"]
+    units: Units
+
+    @staticmethod
+    def identity(units: Units, dtype: Any) -> ArrowRoot:
+        """Return the identity."""
+        zero = Arrow.zeros(units, dtype)
+        g, k = units.num_globals, units.size
+        return ArrowRoot(jnp.eye(g, dtype=dtype), zero.cross, zero.blocks + jnp.eye(k, dtype=dtype), units)
+
+    @staticmethod
+    def of(curvature: Arrow, root: Callable[[np.ndarray], np.ndarray]) -> ArrowRoot:
+        """Return the root of the inverse of a curvature, on the host and in double precision.
+
+        :param root: returns S, lower triangular, with ``S Sᵀ`` the inverse of a matrix made positive.
+        """
+        rest, cross, blocks = (np.asarray(x, np.float64) for x in (curvature.rest, curvature.cross, curvature.blocks))
+        if blocks.shape[-1] == 1:
+            own = np.maximum(np.abs(blocks), np.finfo(np.float32).tiny) ** -0.5
+        else:
+            own = np.stack([root(block) for block in blocks])
+        across = own @ (np.swapaxes(own, 1, 2) @ cross)
+        schur = rest - cross.reshape(-1, len(rest)).T @ across.reshape(-1, len(rest))
+        return ArrowRoot(root(schur), across, own, curvature.units)
+
+    def scaled(self, factor: Float[np.ndarray, " d"]) -> ArrowRoot:
+        """Return S times a diagonal, ``(d,)``."""
+        rest, own = self.units.split(factor)
+        return ArrowRoot(self.rest * rest, self.cross, self.blocks * own[:, None], self.units)
+
+    def times(self, u: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
+        """Return ``S u``."""
+        rest, own = self.units.split(u)
+        rest = matmul(rest, self.rest.T)
+        return self.units.join(rest, _by_unit(self.blocks, own) - self._across(rest, own))
+
+    def solve(self, x: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
+        """Return ``S⁻¹ x``."""
+        rest, own = self.units.split(x)
+        own = _by_unit(_inverses(self.blocks), own + self._across(rest, own))
+        return self.units.join(self._solved(rest, transposed=False), own)
+
+    def transposed_times(self, gradient: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
+        """Return ``Sᵀ ∇``."""
+        rest, own = self.units.split(gradient)
+        rest = matmul(rest - self._back(own), self.rest)
+        return self.units.join(rest, _by_unit(xp.swapaxes(self.blocks, 1, 2), own))
+
+    def transposed_solve(self, gradient: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
+        """Return ``S⁻ᵀ ∇``."""
+        rest, own = self.units.split(gradient)
+        own = _by_unit(xp.swapaxes(_inverses(self.blocks), 1, 2), own)
+        return self.units.join(self._solved(rest, transposed=True) + self._back(own), own)
+
+    def squared_lengths(self) -> Float[AnyArray, " d"]:
+        """Return the squared lengths of the rows of S, ``(d,)``: the variances of ``S u``."""
+        across = matmul(self.cross.reshape(-1, self.cross.shape[-1]), self.rest)
+        own = (self.blocks**2).sum(-1) + (across**2).sum(-1).reshape(self.cross.shape[:2])
+        return self.units.join((self.rest**2).sum(-1), own)
+
+    def _across(self, rest, own):
+        return matmul(rest, self.cross.reshape(-1, self.cross.shape[-1]).T).reshape(own.shape)
+
+    def _back(self, own):
+        return matmul(own.reshape(*own.shape[:-2], -1), self.cross.reshape(-1, self.cross.shape[-1]))
+
+    def _solved(self, rest, transposed):
+        flat = rest.reshape(-1, rest.shape[-1])
+        return solve_triangular(self.rest, flat.T, transposed=transposed).T.reshape(rest.shape)
+
+
+def _joined(parts):
+    return namespace(*parts).concatenate(parts, -1)
+
+
+def _by_unit(blocks, x):
+    """Return the products of blocks ``(n, k, k)`` with the units ``(..., n, k)``."""
+    if blocks.shape[-1] == 1:
+        return x * blocks[..., 0]
+    return (blocks * x[..., None, :]).sum(-1)
+
+
+def _inverses(blocks):
+    return 1.0 / blocks if blocks.shape[-1] == 1 else xp.linalg.inv(blocks)
+
+
+def find_units(target: Target, dimension: int) -> Units | None:
+    """Return the units of the Hessian of a model with subsampled plates, if it is an arrow; by products on some rows.
+
+    If a set of entries has a diagonal block, products with random signs return this diagonal whatever the signs:
+    entries beside it are exactly zero, because no row and no prior contains two units.
+    """
+    sites = {name: tuple(site.shape) for name, site in target.prototype.items()}
+    starts = dict(zip(sorted(sites), np.cumsum([0, *(math.prod(sites[name]) for name in sorted(sites))]), strict=False))
+    families: dict[int, list] = {}
+    for name, shape in sites.items():
+        for axis, length in enumerate(shape):
+            known = families.setdefault(length, [])
+            if length > 1 and all(site[0] != starts[name] for site in known):
+                known.append((int(starts[name]), shape, axis))
+    candidates = [
+        Units(dimension, tuple(sorted(family)))
+        for sites in families.values()
+        for family in ([sites] if len(sites) < 2 else [sites, *([site] for site in sites)])
+        if family
+    ]
+    candidates = [units for units in candidates if units.size <= 16 and _is_affordable(units, target)]
+    leaves = jax.tree.leaves((target.args, target.kwargs))
+    if not candidates or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return None
+    product = _sample_products(target)
+    for units in sorted(candidates, key=lambda units: units.num_globals + units.size):
+        draws = [_signs(units, seed) for seed in (1, 2)]
+        found = [np.asarray(product(units.probes(signs)[units.num_globals :])) for signs in draws]
+        if _disagreement(units, found, draws) < TOLERANCE:
+            return units
+    return None
+
+
+def _is_affordable(units, target):
+    rows = sum(size for size, _ in target.plates.values())
+    is_small = units.num_globals <= 1024 and units.num_globals * units.dimension <= 1 << 25
+    return is_small and rows * (units.num_globals + units.size) <= 1e9
+
+
+def _disagreement(units, products, draws):
+    """Return the largest difference, relative to the diagonal, between blocks by products ``(k, d)`` with signs."""
+    first, second = (units.split(x)[1] * signs[:, None] for x, signs in zip(products, draws, strict=True))
+    size = xp.maximum(xp.abs(first) + xp.abs(second), 1e-6).max(0, keepdims=True)
+    gap = xp.abs(first - second) / size
+    return xp.where(xp.isfinite(gap), gap, np.inf).max()
+
+
+def _signs(units, seed=0):
+    return np.random.default_rng(seed).choice(np.array([-1.0, 1.0], np.float32), units.number)
+
+
+def _sample_products(target):
+    """Return the function for products ``(m, d)`` of the Hessian near the origin on a sample of the rows."""
+    flat, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
+    position = 0.1 * random.normal(random.key(0), flat.shape, flat.dtype)
+
+    def products(target: Target, rows: dict, directions: Array) -> Array:
+        def energy(z):
+            return target.potential_energy(unravel(z), rows, random.key(0)).astype(z.dtype)
+
+        return jax.lax.map(lambda v: jax.jvp(jax.grad(energy), (position,), (v,))[1], directions)
+
+    rows = {}
+    for name, (size, batch) in target.plates.items():
+        count = min(size, max(batch, 20_000))
+        rows[name] = jnp.asarray(np.arange(count) * size // count)
+    # Options of the compiler are those of outermost programs.
+    run = compiled(products, target, None if isinstance(jnp.zeros(()), jax.core.Tracer) else quickly())
+
+    def evaluate(directions):
+        with jax.ensure_compile_time_eval():
+            return run(rows, jnp.asarray(directions, flat.dtype))
+
+    return evaluate
