@@ -78,21 +78,34 @@ class Units:
             column += width
         return _joined([*parts, rest[..., at:]])
 
-    def probes_and_checks(self) -> np.ndarray:
-        """Return the probes, and those of the units once more with signs by which products tell other matrices."""
-        probes = self.probes()
-        return np.concatenate((probes, self.probes(_signs(self))[self.num_globals :])) if self.sites else probes
+    @property
+    def signs(self) -> np.ndarray:
+        """1 or -1 for each unit, ``(s, n)``: 1 for all, then by the binary digits of their numbers.
 
-    def probes(self, signs: Float[AnyArray, " n"] | None = None) -> np.ndarray:
-        """Return the directions ``(g + k, d)`` whose products with an arrow determine it.
-
-        :param signs: 1 or -1 for each unit, ``(n,)``, which the columns of the units are multiplied by.
+        So the signs of any two units agree in the first and differ in another one.
         """
+        digits = np.arange(self.number) >> np.arange(max(self.number - 1, 0).bit_length())[:, None] & 1
+        return np.concatenate((np.ones((1, self.number)), 1.0 - 2.0 * digits)).astype(np.float32)
+
+    def probes(self) -> np.ndarray:
+        """Return the directions ``(g + k, d)`` whose products with an arrow determine it."""
         g, n, k = self.num_globals, self.number, self.size
-        signs = np.ones(n, np.float32) if signs is None else signs
-        units = np.eye(k, dtype=np.float32)[:, None] * np.asarray(signs, np.float32)[:, None]
         rest = self.join(np.eye(g, dtype=np.float32), np.zeros((g, n, k), np.float32))
-        return np.concatenate((rest, self.join(np.zeros((k, g), np.float32), units)))
+        return np.concatenate((rest, self.checks()[:k])) if self.sites else rest
+
+    def checks(self) -> np.ndarray:
+        """Return the directions of the units with all signs, ``(s k, d)``, whose products tell other matrices."""
+        k = self.size
+        units = np.eye(k, dtype=np.float32)[:, None] * self.signs[:, None, :, None]
+        return self.join(np.zeros((len(self.signs) * k, self.num_globals), np.float32), units.reshape(-1, *units.shape[2:]))
+
+    def disagreement(self, products: Float[AnyArray, "m d"]) -> Float[AnyArray, ""]:
+        """Return the largest difference between blocks by products ``(s k, d)`` with the checks, relative to them."""
+        found = self.split(products)[1].reshape(-1, self.size, self.number, self.size)
+        found = found * self.signs[:, None, :, None]
+        size = xp.maximum(xp.abs(found).max((0, 1), keepdims=True), 1e-6)
+        gap = xp.abs(found - found[:1]) / size
+        return xp.where(xp.isfinite(gap), gap, np.inf).max()
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rest", "cross", "blocks"), meta_fields=("units",))
@@ -119,26 +132,19 @@ class Arrow:
 
     @staticmethod
     def checked(units: Units, products: Float[AnyArray, "m d"]) -> Arrow:
-        """Return the arrow with these products with probes and checks; NaN where the matrix is not an arrow."""
-        found, g, k = Arrow.of_products(units, products), units.num_globals, units.size
+        """Return the arrow with these products with the globals and the checks; NaN if the matrix is not an arrow."""
+        found = Arrow.of_products(units, products)
         if not units.sites:
             return found
-        pair = [products[g : g + k], products[g + k :]]
-        is_arrow = _disagreement(units, pair, [np.ones(units.number, np.float32), _signs(units)]) < TOLERANCE
+        is_arrow = units.disagreement(products[units.num_globals :]) < TOLERANCE
         return jax.tree.map(lambda x: xp.where(is_arrow, x, np.nan), found)
 
     @staticmethod
-    def of_products(
-        units: Units, products: Float[AnyArray, "m d"], signs: Float[AnyArray, " n"] | float = 1.0
-    ) -> Arrow:
-        """Return the arrow with these products ``(g + k, d)`` with the probes of the units.
-
-        :param signs: those of the probes, ``(n,)``.
-        """
+    def of_products(units: Units, products: Float[AnyArray, "m d"]) -> Arrow:
+        """Return the arrow with these products with the probes of the units, and any others after them."""
         g, k = units.num_globals, units.size
         rest, cross = units.split(products[:g])
         _, blocks = units.split(products[g : g + k])
-        blocks = blocks * np.reshape(signs, (-1, 1))
         rest, blocks = (rest + rest.T) / 2, xp.moveaxis(blocks, 0, -1)
         return Arrow(rest, xp.moveaxis(cross, 0, -1), (blocks + xp.swapaxes(blocks, 1, 2)) / 2, units)
 
@@ -264,14 +270,14 @@ def _by_unit(blocks, x):
 
 
 def _inverses(blocks):
-    return 1.0 / blocks if blocks.shape[-1] == 1 else xp.linalg.inv(blocks)
+    return 1.0 / blocks if blocks.shape[-1] == 1 else namespace(blocks).linalg.inv(blocks)
 
 
 def find_units(target: Target, dimension: int) -> Units | None:
     """Return the units of the Hessian of a model with subsampled plates, if it is an arrow; by products on some rows.
 
-    If a set of entries has a diagonal block, products with random signs return this diagonal whatever the signs:
-    entries beside it are exactly zero, because no row and no prior contains two units.
+    If entries have a diagonal block, products with signs return this diagonal whatever the signs: what is beside it is
+    exactly zero, because no row and no prior contains two units.
     """
     sites = {name: tuple(site.shape) for name, site in target.prototype.items()}
     starts = dict(zip(sorted(sites), np.cumsum([0, *(math.prod(sites[name]) for name in sorted(sites))]), strict=False))
@@ -293,29 +299,15 @@ def find_units(target: Target, dimension: int) -> Units | None:
         return None
     product = _sample_products(target)
     for units in sorted(candidates, key=lambda units: units.num_globals + units.size):
-        draws = [_signs(units, seed) for seed in (1, 2)]
-        found = [np.asarray(product(units.probes(signs)[units.num_globals :])) for signs in draws]
-        if _disagreement(units, found, draws) < TOLERANCE:
+        if units.disagreement(np.asarray(product(units.checks()))) < TOLERANCE:
             return units
     return None
 
 
 def _is_affordable(units, target):
     rows = sum(size for size, _ in target.plates.values())
-    is_small = units.num_globals <= 1024 and units.num_globals * units.dimension <= 1 << 25
+    is_small = units.num_globals <= min(1024, units.dimension // 2)
     return is_small and rows * (units.num_globals + units.size) <= 1e9
-
-
-def _disagreement(units, products, draws):
-    """Return the largest difference, relative to the diagonal, between blocks by products ``(k, d)`` with signs."""
-    first, second = (units.split(x)[1] * signs[:, None] for x, signs in zip(products, draws, strict=True))
-    size = xp.maximum(xp.abs(first) + xp.abs(second), 1e-6).max(0, keepdims=True)
-    gap = xp.abs(first - second) / size
-    return xp.where(xp.isfinite(gap), gap, np.inf).max()
-
-
-def _signs(units, seed=0):
-    return np.random.default_rng(seed).choice(np.array([-1.0, 1.0], np.float32), units.number)
 
 
 def _sample_products(target):

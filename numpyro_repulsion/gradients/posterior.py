@@ -239,6 +239,12 @@ class ModelTarget(Target):
     def potential_energy(self, z, indices, key):
         return self._energy(z, indices, key)
 
+    @unrounded()
+    def prior_energy(self, z):
+        hidden = [*self.observed, *self.factors, *self.discrete]
+        with any_number_of_rows():
+            return potential_energy(block(self.bind(self.first_rows, random.key(0)), hide=hidden), self.args, self.kwargs, z)
+
     def _potential_energy(self, z, indices, key):
         model = self.bind(indices, key)
         with any_number_of_rows():

@@ -47,6 +47,10 @@ class Target:
         """Return U at one particle from the rows ``indices`` of subsampled plates; random likelihoods use ``key``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement `potential_energy`.")
 
+    def prior_energy(self, z: Particle) -> Float[Array, ""]:
+        """Return the part of U that uses no data."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `prior_energy`.")
+
     @property
     def base(self) -> Target:
         """The posterior in the coordinates of the model."""

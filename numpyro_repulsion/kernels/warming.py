@@ -254,6 +254,37 @@ def reference_at(
     return iteration.evaluate_reference(key, moved, *settings)
 
 
+def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u, directions) -> Any:
+    """Return products ``(m, d)`` of the curvature: of the prior its mean over the particles, of the likelihood that over
+    all rows at the reference, carried to the mean of the particles."""
+    iteration, reference = _at(bound, where, prototype), where.reference
+    target, unravel, change = iteration.target(where), iteration.unravel, where.preconditioner
+    u = u.reshape(-1, u.shape[-1])
+
+    def prior(z):
+        return target.base.prior_energy(unravel(z)).astype(z.dtype)
+
+    slope, bend = jax.linearize(jax.grad(prior), reference.position)
+    slope = reference.gradient - slope
+
+    def likelihood(z):
+        offset = z - reference.position
+        return jnp.sum((slope + (reference.hessian.times(offset) - bend(offset)) / 2.0) * offset)
+
+    def of_prior(u):
+        z, volume = target.to_model(change.to_positions(u))
+        return prior(z) - volume
+
+    def of_likelihood(u):
+        return likelihood(target.to_model(change.to_positions(u))[0])
+
+    def product(v):
+        over = jax.vmap(lambda u: jax.jvp(jax.grad(of_prior), (u,), (v,))[1])(u)
+        return over.mean(0) + jax.jvp(jax.grad(of_likelihood), (u.mean(0),), (v,))[1]
+
+    return lax.map(product, directions.astype(u.dtype))
+
+
 def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, prototype: Particle, u) -> Any:
     """Return the centering, on request with estimated powers and bases, and particles in those of the model."""
     iteration, centering = _at(bound, where, prototype), where.centering

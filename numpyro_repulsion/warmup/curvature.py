@@ -193,7 +193,7 @@ def hessian_and_noise(
     dimension = u.shape[-1]
     hessian, covariance = np.zeros((2, dimension, dimension), u.dtype)
     for _ in range(number):
-        hessian += np.stack(list(products(u, np.eye(dimension, dtype=u.dtype), gradients, minibatch(rng)))) / number
+        hessian += np.stack(list(_products(u, np.eye(dimension, dtype=u.dtype), gradients, minibatch(rng)))) / number
     found = gradients((minibatch(rng), u, order) for _ in range(2 * noise_number))
     for one in found:
         noise = (one - next(found)).reshape(-1, dimension)
@@ -217,17 +217,25 @@ def mean_product(u: np.ndarray, direction: np.ndarray, gradients: Gradients, num
 
     :param numbers: those of the minibatches. The same give one symmetric matrix for all directions.
     """
-    return sum(next(products(u, direction[None], gradients, number)) for number in numbers) / len(numbers)
+    return sum(next(_products(u, direction[None], gradients, number)) for number in numbers) / len(numbers)
 
 
-def products(
-    u: np.ndarray, directions: np.ndarray, gradients: Gradients, number: int, order: int = 0
-) -> Iterator[np.ndarray]:
-    """Yield the product of the mean Hessian on a minibatch with each direction, ``(d,)``.
+def noise_by_coordinate(rng: Generator, u: np.ndarray, gradients: Gradients, number: int, order: int) -> np.ndarray:
+    """Return the variance of the minibatch noise in each coordinate, pooled over particles ``(G, L, d)``.
 
-    :param order: that of the control variates. Those of second order leave hardly any noise.
+    :param number: the number of pairs of minibatches whose differences give it.
+    :param order: that of the control variates.
     """
-    cases = ((number, u + side * WIDTH * v, order) for v in directions for side in (1.0, -1.0))
+    total = np.zeros(u.shape[-1])
+    found = gradients((minibatch(rng), u, order) for _ in range(2 * number))
+    for one in found:
+        total += particle_mean((one - next(found)) ** 2) / (2.0 * number)
+    return total.astype(u.dtype)
+
+
+def _products(u, directions, gradients, number):
+    """Yield the product of the mean Hessian on a minibatch with each unit vector, ``(d,)``."""
+    cases = ((number, u + side * WIDTH * v, 0) for v in directions for side in (1.0, -1.0))
     found = gradients(cases)
     for plus in found:
         yield particle_mean(plus - next(found)) / (2.0 * WIDTH)

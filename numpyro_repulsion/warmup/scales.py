@@ -17,8 +17,7 @@ from numpyro_repulsion.warmup.curvature import (
     mean_diagonal,
     mean_product,
     minibatch,
-    products,
-    signs,
+    noise_by_coordinate,
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
@@ -124,31 +123,41 @@ def _low_rank(rng, window, warmup, cloud, sampler):
 
 
 def _arrow(rng, window, warmup, cloud, sampler):
-    """Whiten by an arrow: the mean curvature over the cloud, with the likelihood over all rows at the reference."""
+    """Whiten by an arrow: the curvature of the likelihood over all rows at the reference, and of the prior over the
+    cloud, each direction of the globals and of the units."""
     old, reference = warmup.scales.preconditioner, warmup.reference
     positions, slope = old.to_positions(cloud.z), old.unwhiten_gradient(cloud.gradient)
     measured = rescue(rng, positions, warmup.arrival.lost)
     center = old.to_positions(warmup.moments.position)
     change = old.along_coordinates(old.lengths() * _spread(window, warmup), center)
 
-    def gradients(change):
-        return sampler.gradients(warmup._replace(scales=warmup.scales._replace(preconditioner=change)))
+    def scaled(change):
+        return warmup._replace(scales=warmup.scales._replace(preconditioner=change)), change.whiten(measured)
 
+    trial, y = scaled(change)
+    factor = np.ones((), y.dtype)
     if not window.has_arrived or not reference.hessian.is_finite:
-        found = mean_diagonal(rng, change.whiten(measured), gradients(change))
+        found = mean_diagonal(rng, y, sampler.gradients(trial))
         change = change._replace(scale=change.scale * whitening(found))
     else:
         units = change.root.units
-        of_units = signs(rng, (units.number,), positions.dtype)
-        probes, y = units.probes(of_units), change.whiten(measured)
-        found = np.stack(list(products(y, probes, gradients(change), minibatch(rng), order=2)))
-        change = change._replace(root=ArrowRoot.of(Arrow.of_products(units, found, of_units), whitening))
+        found = sampler.mean_curvature(trial, y, units.probes())
+        change = change._replace(root=ArrowRoot.of(Arrow.of_products(units, found), whitening))
+        if sampler.plan.step_size is not None and window.is_at(FREEZE):
+            trial, y = scaled(change)
+            noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
+            # Each noisy coordinate by itself takes shorter steps, rather than all.
+            factors = np.maximum(noise / _allowed_noise(warmup, cloud, sampler), 1.0)
+            factors /= factors.min()
+            factor = factors.max()
+            change = change._replace(root=change.root.scaled(factors**-0.5))
     # The scales so far do not tell the spread along the new directions, which is about one.
     known = warmup.moments
     scatter, mean = np.full_like(known.position_scatter, known.number), np.zeros_like(known.position)
     moments = Moments(known.number, mean, mean, scatter, scatter)
     cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
-    return warmup._replace(scales=warmup.scales._replace(preconditioner=change, moments=moments)), cloud
+    scales = warmup.scales._replace(preconditioner=change, moments=moments, noise_shrinkage=factor)
+    return warmup._replace(scales=scales), cloud
 
 
 def wide_direction(rng: Generator, y: np.ndarray) -> np.ndarray:

@@ -375,6 +375,10 @@ class Sampler(Protocol):
         """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows, and ∇²U on
         request."""
 
+    def mean_curvature(self, warmup: WarmupState, u: np.ndarray, directions: np.ndarray) -> np.ndarray:
+        """Return products ``(m, d)`` of the curvature: of the prior its mean over particles ``(G, L, d)``, of the
+        likelihood that over all rows at the reference, which must have a Hessian."""
+
     def settled(self, cloud: Cloud, step_size: np.ndarray, noise: np.ndarray) -> Cloud:
         """Return the cloud with what its dynamics carries adapted to a step."""
 
