@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import jax
-from jax import random
+from jax import lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -54,7 +54,7 @@ class Units:
     def split(self, x: Float[AnyArray, "*particles d"]) -> tuple[Float[AnyArray, "*particles g"], AnyArray]:
         """Return the globals ``(..., g)`` and the units ``(..., n, k)`` of flat particles."""
         if not self.sites:
-            return x, x[..., :0, None]
+            return x, x[..., :0, None][..., :0]
         parts, rest, end = [], [], 0
         for start, shape, axis in sorted(self.sites):
             rest.append(x[..., end:start])
@@ -88,19 +88,19 @@ class Units:
         return np.concatenate((np.ones((1, self.number)), 1.0 - 2.0 * digits)).astype(np.float32)
 
     def probes(self) -> np.ndarray:
-        """Return the directions ``(g + k, d)`` whose products with an arrow determine it."""
+        """Return directions ``(g + s k, d)``: the first g + k determine an arrow, the others tell other matrices.
+
+        These are the globals one by one, and then the units, one entry of each at a time, with all signs.
+        """
         g, n, k = self.num_globals, self.number, self.size
         rest = self.join(np.eye(g, dtype=np.float32), np.zeros((g, n, k), np.float32))
-        return np.concatenate((rest, self.checks()[:k])) if self.sites else rest
-
-    def checks(self) -> np.ndarray:
-        """Return the directions of the units with all signs, ``(s k, d)``, whose products tell other matrices."""
-        k = self.size
-        units = np.eye(k, dtype=np.float32)[:, None] * self.signs[:, None, :, None]
-        return self.join(np.zeros((len(self.signs) * k, self.num_globals), np.float32), units.reshape(-1, *units.shape[2:]))
+        if not self.sites:
+            return rest
+        units = (np.eye(k, dtype=np.float32)[:, None] * self.signs[:, None, :, None]).reshape(-1, n, k)
+        return np.concatenate((rest, self.join(np.zeros((len(units), g), np.float32), units)))
 
     def disagreement(self, products: Float[AnyArray, "m d"]) -> Float[AnyArray, ""]:
-        """Return the largest difference between blocks by products ``(s k, d)`` with the checks, relative to them."""
+        """Return the largest difference between blocks by products ``(s k, d)`` of the units, relative to them."""
         found = self.split(products)[1].reshape(-1, self.size, self.number, self.size)
         found = found * self.signs[:, None, :, None]
         size = xp.maximum(xp.abs(found).max((0, 1), keepdims=True), 1e-6)
@@ -132,7 +132,7 @@ class Arrow:
 
     @staticmethod
     def checked(units: Units, products: Float[AnyArray, "m d"]) -> Arrow:
-        """Return the arrow with these products with the globals and the checks; NaN if the matrix is not an arrow."""
+        """Return the arrow with these products with all probes; NaN if the matrix is not an arrow."""
         found = Arrow.of_products(units, products)
         if not units.sites:
             return found
@@ -141,7 +141,7 @@ class Arrow:
 
     @staticmethod
     def of_products(units: Units, products: Float[AnyArray, "m d"]) -> Arrow:
-        """Return the arrow with these products with the probes of the units, and any others after them."""
+        """Return the arrow with these products with the first probes, or all."""
         g, k = units.num_globals, units.size
         rest, cross = units.split(products[:g])
         _, blocks = units.split(products[g : g + k])
@@ -277,31 +277,30 @@ def find_units(target: Target, dimension: int) -> Units | None:
     """Return the units of the Hessian of a model with subsampled plates, if it is an arrow; by products on some rows.
 
     If entries have a diagonal block, products with signs return this diagonal whatever the signs: what is beside it is
-    exactly zero, because no row and no prior contains two units.
+    exactly zero, because no row and no prior contains two units. Sites with an axis of one length may be units together,
+    and are tried one after another, the largest first.
     """
-    sites = {name: tuple(site.shape) for name, site in target.prototype.items()}
-    starts = dict(zip(sorted(sites), np.cumsum([0, *(math.prod(sites[name]) for name in sorted(sites))]), strict=False))
-    families: dict[int, list] = {}
-    for name, shape in sites.items():
-        for axis, length in enumerate(shape):
-            known = families.setdefault(length, [])
-            if length > 1 and all(site[0] != starts[name] for site in known):
-                known.append((int(starts[name]), shape, axis))
-    candidates = [
-        Units(dimension, tuple(sorted(family)))
-        for sites in families.values()
-        for family in ([sites] if len(sites) < 2 else [sites, *([site] for site in sites)])
-        if family
-    ]
-    candidates = [units for units in candidates if units.size <= 16 and _is_affordable(units, target)]
-    leaves = jax.tree.leaves((target.args, target.kwargs))
-    if not candidates or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target.args, target.kwargs))):
         return None
-    product = _sample_products(target)
-    for units in sorted(candidates, key=lambda units: units.num_globals + units.size):
-        if units.disagreement(np.asarray(product(units.checks()))) < TOLERANCE:
-            return units
-    return None
+    shapes = {name: tuple(target.prototype[name].shape) for name in sorted(target.prototype)}
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+    families: dict[int, list] = {}
+    for end, shape in zip(ends, shapes.values(), strict=True):
+        for length in set(shape):
+            families.setdefault(length, []).append((int(end) - math.prod(shape), shape, shape.index(length)))
+    product, best = None, None
+    for length, family in sorted(families.items(), reverse=True):
+        # The smallest share of the entries that units can have, and still be worth it.
+        if length == 1 or 2 * sum(math.prod(shape) for _, shape, _ in family) < dimension:
+            continue
+        product, units = product or _sample_products(target), Units(dimension)
+        for site in sorted(family, key=lambda site: -math.prod(site[1])):
+            trial = Units(dimension, tuple(sorted((*units.sites, site))))
+            if trial.size <= 16 and trial.disagreement(product(trial.probes()[trial.num_globals :])) < TOLERANCE:
+                units = trial
+        is_better = best is None or units.num_globals < best.num_globals
+        best = units if is_better and _is_affordable(units, target) else best
+    return best
 
 
 def _is_affordable(units, target):
@@ -319,7 +318,7 @@ def _sample_products(target):
         def energy(z):
             return target.potential_energy(unravel(z), rows, random.key(0)).astype(z.dtype)
 
-        return jax.lax.map(lambda v: jax.jvp(jax.grad(energy), (position,), (v,))[1], directions)
+        return lax.map(lambda v: jax.jvp(jax.grad(energy), (position,), (v,))[1], directions)
 
     rows = {}
     for name, (size, batch) in target.plates.items():
@@ -329,7 +328,10 @@ def _sample_products(target):
     run = compiled(products, target, None if isinstance(jnp.zeros(()), jax.core.Tracer) else quickly())
 
     def evaluate(directions):
+        # One program for few directions of different numbers.
+        padded = np.zeros((-(-len(directions) // 64) * 64, len(flat)), flat.dtype)
+        padded[: len(directions)] = directions
         with jax.ensure_compile_time_eval():
-            return run(rows, jnp.asarray(directions, flat.dtype))
+            return np.asarray(run(rows, jnp.asarray(padded)))[: len(directions)]
 
     return evaluate

@@ -283,8 +283,7 @@ def evaluate_reference(
     age = None if reference.age is None else jnp.zeros((), jnp.int32)
     if reference.hessian is not None and with_hessian:
         units = reference.hessian.units
-        directions = np.concatenate((units.probes()[: units.num_globals], units.checks()))
-        energy, gradient, products = full_gradient(key, target, unravel, position, size, directions)
+        energy, gradient, products = full_gradient(key, target, unravel, position, size, units.probes())
         hessian = Arrow.checked(units, products)
         return reference._replace(potential_energy=energy, gradient=gradient, age=age, hessian=hessian)
     share = max(1, size // max(1, math.prod(position.shape[:-1])))

@@ -1,0 +1,189 @@
+"""Arrow-shaped Hessians: how they are found, their products and roots, and the control variates made of them."""
+
+from dataclasses import replace
+
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_repulsion import ControlVariates
+from numpyro_repulsion.gradients import Arrow, ArrowRoot, ModelTarget, Reference, Units, evaluate_reference
+from numpyro_repulsion.warmup import Preconditioner
+from numpyro_repulsion.warmup.scales import whitening
+
+#: Five units of three entries each, from a site whose second axis counts them and another one, beside five globals.
+UNITS = Units(20, ((3, (2, 5), 1), (15, (5,), 0)))
+KEY = random.key(0)
+
+
+def arrow(units=UNITS, seed=0):
+    rng, g, n, k = np.random.default_rng(seed), units.num_globals, units.number, units.size
+    rest, blocks = rng.normal(size=(g, g)), rng.normal(size=(n, k, k))
+    cross = rng.normal(size=(n, k, g))
+    blocks = blocks @ np.swapaxes(blocks, 1, 2) + np.eye(k)
+    schur = np.einsum("nki,nkl,nlj->ij", cross, np.linalg.inv(blocks), cross)
+    return Arrow(rest @ rest.T + np.eye(g) + schur, cross, blocks, units)
+
+
+def dense(found):
+    return np.asarray(found.times(np.eye(found.units.dimension)))
+
+
+def by_products(units, matrix):
+    return Arrow.checked(units, units.probes() @ matrix)
+
+
+def test_units_are_split_off_and_joined():
+    x = np.random.default_rng(0).normal(size=(4, 3, 20))
+    for namespace in (np, jnp):
+        rest, units = UNITS.split(namespace.asarray(x))
+        assert rest.shape == (4, 3, 5) and units.shape == (4, 3, 5, 3)
+        np.testing.assert_array_equal(UNITS.join(rest, units), namespace.asarray(x))
+    _, units = UNITS.split(np.arange(20))
+    np.testing.assert_array_equal(units[1], [4, 9, 16])
+    rest, none = Units(4).split(x[..., :4])
+    np.testing.assert_array_equal(Units(4).join(rest, none), x[..., :4])
+
+
+@pytest.mark.parametrize("units", [UNITS, Units(4), Units(9, ((1, (8,), 0),))])
+def test_products_determine_an_arrow_and_tell_other_matrices(units):
+    matrix = dense(arrow(units))
+    np.testing.assert_allclose(matrix, matrix.T)
+    np.testing.assert_allclose(dense(by_products(units, matrix)), matrix, atol=1e-12)
+    if units.sites:
+        # A single entry between any two units is seen.
+        entries = units.split(np.arange(units.dimension))[1][..., 0]
+        for one in range(units.number):
+            for other in range(one):
+                wrong = matrix.copy()
+                wrong[entries[one], entries[other]] = wrong[entries[other], entries[one]] = 0.01
+                assert not by_products(units, wrong).is_finite
+
+
+@pytest.mark.parametrize("units", [UNITS, Units(9, ((1, (8,), 0),))])
+def test_a_root_whitens(units):
+    curvature = arrow(units)
+    root, matrix = ArrowRoot.of(curvature, whitening), dense(curvature)
+    scale = root.times(np.eye(units.dimension)).T
+    np.testing.assert_allclose(scale.T @ matrix @ scale, np.eye(units.dimension), atol=1e-12)
+    without = replace(root, cross=np.zeros_like(root.cross))
+    block = without.times(np.eye(units.dimension)).T
+    assert np.abs(block.T @ matrix @ block - np.eye(units.dimension)).max() > 0.1
+    np.testing.assert_allclose(root.squared_lengths(), np.diag(np.linalg.inv(matrix)))
+    factor = np.linspace(0.5, 1.0, units.dimension)
+    np.testing.assert_allclose(root.scaled(factor).times(np.eye(units.dimension)).T, scale * factor)
+
+
+def test_as_a_preconditioner_it_changes_coordinates_and_gradients():
+    root = ArrowRoot.of(arrow(), whitening)
+    change = Preconditioner(np.linspace(1.0, 2.0, 20), np.ones(20), root=root)
+    assert change.kind == "arrow"
+    z = np.random.default_rng(1).normal(size=(2, 3, 20))
+    matrix = change.to_positions(np.eye(20)).T - 1.0
+    u = change.whiten(z)
+    np.testing.assert_allclose(u @ matrix.T + 1.0, z)
+    np.testing.assert_allclose(change.to_positions(u), z)
+    np.testing.assert_allclose(change.whiten_gradient(z), z @ matrix)
+    np.testing.assert_allclose(change.unwhiten_gradient(change.whiten_gradient(z)), z)
+    np.testing.assert_allclose(change.lengths(), np.linalg.norm(matrix, axis=1))
+    on_device = jax.tree.map(jnp.asarray, change)
+    np.testing.assert_allclose(jax.jit(lambda c, z: c.whiten(z))(on_device, jnp.asarray(z)), u, rtol=1e-4, atol=1e-5)
+
+
+def ratings(user, item, y, num_users=600, num_items=20, kind=""):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("users", num_users):
+        effect = numpyro.sample("effect", dist.Normal(0.0, scale))
+        slope = numpyro.sample("slope", dist.Normal(0.0, scale)) if kind == "slopes" else 0.0
+    quality = numpyro.sample("quality", dist.Normal(0, 1).expand([num_items]).to_event(1))
+    if kind == "walk":
+        effect = jnp.cumsum(effect)
+    if kind == "sum":
+        effect = effect - effect.mean()
+    with numpyro.plate("rows", len(y), subsample_size=2) as i:
+        mean = effect[user[i]] + quality[item[i]]
+        if kind == "slopes":
+            mean = mean + slope[user[i]] * y[(i + 1) % len(y)]
+        numpyro.sample("y", dist.StudentT(4.0, mean, 0.5), obs=y[i])
+
+
+def rows(number, num_users=600, num_items=20):
+    rng = np.random.default_rng(0)
+    user, item = rng.integers(num_users, size=number), rng.integers(num_items, size=number)
+    return jnp.asarray(user), jnp.asarray(item), jnp.asarray(rng.normal(size=number))
+
+
+def flat(target, seed=0):
+    zero, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
+    return zero + 0.3 * random.normal(random.key(seed), zero.shape, zero.dtype), unravel
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("", ["effect"]), ("slopes", ["effect", "slope"]), ("walk", None), ("sum", None)]
+)
+def test_which_effects_are_units(kind, names):
+    target = ModelTarget(ratings, (*rows(3000), 600, 20, kind))
+    z, unravel = flat(target)
+    units = ControlVariates().hessian_units(target, len(z))
+    if names is None:
+        assert units is None
+        return
+    inside = ravel_pytree({name: jnp.full(x.shape, name in names) for name, x in target.prototype.items()})[0]
+    rest, own = units.split(np.asarray(inside))
+    assert own.all() and not rest.any() and own.shape == (600, len(names))
+
+
+def test_two_crossed_groups_are_not_units_together():
+    target = ModelTarget(ratings, (*rows(3000, 600, 600), 600, 600, "slopes"))
+    units = ControlVariates().hessian_units(target, 1801)
+    assert units.size == 2 and units.num_globals == 601
+
+
+def test_of_an_arrow_the_corrected_gradient_is_unbiased_by_enumeration():
+    """Over all minibatches of one row from each half of six rows, of which one has no row of its own."""
+    user, item = jnp.array([0, 1, 2, 3, 0, 599]), jnp.arange(6)
+    target = ModelTarget(ratings, (user, item, jnp.cos(jnp.arange(6.0))))
+    (point, unravel), (z, _) = flat(target), flat(target, 1)
+    units = ControlVariates().hessian_units(target, len(z))
+    empty = Reference.none(len(z), z.dtype, 2, units)._replace(position=point, order=None)
+    reference = jax.jit(lambda empty: evaluate_reference(KEY, target, unravel, empty, 20))(empty)
+
+    def energy(z):
+        return target.potential_energy(unravel(z), target.all_rows, KEY)
+
+    np.testing.assert_allclose(dense(reference.hessian), jax.hessian(energy)(point), atol=2e-4)
+
+    class Given(ControlVariates):
+        def rows(self, key, target, shape):
+            return {"rows": jnp.broadcast_to(self.chosen, (*shape, 2))}, 2
+
+    @jax.jit
+    def corrected(chosen, reference):
+        gradient = Given()
+        object.__setattr__(gradient, "chosen", chosen)
+        return gradient.energy_and_grad(KEY, target, unravel, z[None, None], reference)[1][0, 0]
+
+    def mean(reference):
+        batches = [jnp.array([i, j]) for i in range(3) for j in range(3, 6)]
+        return np.mean([np.asarray(corrected(batch, reference), float) for batch in batches], 0)
+
+    expected = np.asarray(jax.grad(energy)(z))
+    np.testing.assert_allclose(mean(reference), expected, rtol=1e-4, atol=2e-4)
+    wrong = replace(reference.hessian, cross=reference.hessian.cross.at[599, 0, 5].set(0.0))
+    assert np.abs(mean(reference._replace(hessian=wrong)) - expected).max() > 0.01
+
+
+def test_a_model_without_such_effects_cannot_have_an_arrow():
+    from models import vectorized
+
+    from numpyro_repulsion import SGLD
+
+    mcmc = vectorized(SGLD(ratings, preconditioner="arrow"), 60, 1, 8)
+    with pytest.raises(ValueError, match="needs a model of more than 512 parameters .* Use preconditioner='auto'"):
+        mcmc.run(KEY, *rows(3000, 30, 20), 30, 20)
