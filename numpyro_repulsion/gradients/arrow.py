@@ -306,7 +306,7 @@ def find_units(target: Target, dimension: int) -> Units | None:
 def _is_affordable(units, target):
     rows = sum(size for size, _ in target.plates.values())
     is_small = units.num_globals <= min(1024, units.dimension // 2)
-    return is_small and rows * (units.num_globals + units.size) <= 1e9
+    return is_small and rows * (units.num_globals + units.size) <= 5e8
 
 
 def _sample_products(target):

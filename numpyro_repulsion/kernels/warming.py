@@ -282,7 +282,7 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: 
         over = jax.vmap(lambda u: jax.jvp(jax.grad(of_prior), (u,), (v,))[1])(u)
         return over.mean(0) + jax.jvp(jax.grad(of_likelihood), (u.mean(0),), (v,))[1]
 
-    return lax.map(product, directions.astype(u.dtype))
+    return lax.map(product, directions.astype(u.dtype), batch_size=min(16, len(directions)))
 
 
 def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, prototype: Particle, u) -> Any:
