@@ -277,8 +277,8 @@ def find_units(target: Target, dimension: int) -> Units | None:
     """Return the units of the Hessian of a model with subsampled plates, if it is an arrow; by products on some rows.
 
     If entries have a diagonal block, products with signs return this diagonal whatever the signs: what is beside it is
-    exactly zero, because no row and no prior contains two units. Sites with an axis of one length may be units together,
-    and are tried one after another, the largest first.
+    exactly zero, because no row and no prior contains two units. Sites with an axis of the same length may be units
+    together, and are tried one after another, the largest first.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target.args, target.kwargs))):
         return None

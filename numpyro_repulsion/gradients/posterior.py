@@ -243,7 +243,9 @@ class ModelTarget(Target):
     def prior_energy(self, z):
         hidden = [*self.observed, *self.factors, *self.discrete]
         with any_number_of_rows():
-            return potential_energy(block(self.bind(self.first_rows, random.key(0)), hide=hidden), self.args, self.kwargs, z)
+            return potential_energy(
+                block(self.bind(self.first_rows, random.key(0)), hide=hidden), self.args, self.kwargs, z
+            )
 
     def _potential_energy(self, z, indices, key):
         model = self.bind(indices, key)

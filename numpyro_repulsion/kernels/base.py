@@ -326,7 +326,13 @@ class ParticleKernel(Settings, MCMCKernel):
         options = compiler_options(bound, 1, size, 1)
         with hinting(self.model, model_args, model_kwargs or {}):
             begun = self._programs(
-                initialization.start, bound, (num_warmup, how, bound.hessian_units()), rng_key, init_params, data, options=options
+                initialization.start,
+                bound,
+                (num_warmup, how, bound.hessian_units()),
+                rng_key,
+                init_params,
+                data,
+                options=options,
             )
         if not_jax_tracer(begun.cloud.z):
             initialization.check_start(bound, begun, init_params is not None)

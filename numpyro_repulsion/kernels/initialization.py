@@ -49,7 +49,11 @@ class Start(NamedTuple):
 
 
 def start(
-    bound: BoundSampler, settings: tuple[int, Frozen | None, Units | None], rng_key: jax.Array, init_params: Particle | None, data
+    bound: BoundSampler,
+    settings: tuple[int, Frozen | None, Units | None],
+    rng_key: jax.Array,
+    init_params: Particle | None,
+    data,
 ) -> Start:
     """Start particles, each with a key.
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
+from numpyro_repulsion.gradients import Arrow, ArrowRoot
 from numpyro_repulsion.rounding import cholesky, eigh
 from numpyro_repulsion.warmup.arrival import rescue
-from numpyro_repulsion.gradients import Arrow, ArrowRoot
 from numpyro_repulsion.warmup.curvature import (
     hessian_and_noise,
     mean_diagonal,
