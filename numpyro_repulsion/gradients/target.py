@@ -25,6 +25,7 @@ class Target:
     """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
 
     - **args**, **kwargs** - the arguments of the model.
+    - **prototype** - the shapes of the unconstrained sites of one particle; empty for functions.
     - **plates** - ``{name: (size, subsample_size)}`` of the subsampled plates.
     - **rows_outside** - the observed sites and factors that use rows of subsampled plates from outside, with these
       plates. Their scale factors fit minibatches of exactly ``subsample_size`` rows.
@@ -36,6 +37,7 @@ class Target:
 
     args: tuple = ()
     kwargs: Mapping[str, Any] = MappingProxyType({})
+    prototype: Mapping[str, Any] = MappingProxyType({})
     plates: Mapping[str, tuple[int, int]] = MappingProxyType({})
     rows_outside: Mapping[str, list[str]] = MappingProxyType({})
     is_random: bool = False

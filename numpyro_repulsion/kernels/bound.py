@@ -279,8 +279,7 @@ class BoundSampler:
     def hessian_units(self) -> Units | None:
         """Return the units of the Hessian of control variates, found once; ``None`` without a Hessian."""
         if "units" not in self.known:
-            particle = self.target.prototype if self.target.plates else {}
-            dimension = sum(int(np.prod(site.shape)) for site in particle.values())
+            dimension = sum(int(np.prod(site.shape)) for site in self.target.prototype.values())
             self.known["units"] = self.gradient.hessian_units(self.target, dimension)
         return self.known["units"]
 

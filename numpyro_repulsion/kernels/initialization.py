@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -53,7 +53,7 @@ def start(
     settings: tuple[int, Frozen | None, Units | None],
     rng_key: jax.Array,
     init_params: Particle | None,
-    data,
+    data: Any,
 ) -> Start:
     """Start particles, each with a key.
 
@@ -89,9 +89,9 @@ def start(
     plan = bound.plan(automatic)
     if plan.scale == "arrow" and not is_arrow:
         raise ValueError(
-            "preconditioner='arrow' needs a model of more than 512 parameters with subsampled plates, in which one group "
-            "of effects has a block-diagonal Hessian beside at most 1,024 other parameters, and gradients with "
-            "ControlVariates of order 2; no such group was found. Use preconditioner='auto'."
+            "preconditioner='arrow' needs a model of more than 512 parameters with subsampled plates and control "
+            "variates of second order, in which one group of effects has a block-diagonal Hessian beside at most 1,024 "
+            "other parameters; no such group was found. Use preconditioner='auto'."
         )
     if num_warmup > 0 and plan.scale is not None:
         change = first_scale(flat, gradient, plan.scale, units)

@@ -255,9 +255,10 @@ def reference_at(
 
 
 def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u, directions) -> Any:
-    """Return products ``(m, d)`` of the curvature: of the prior its mean over the particles, of the likelihood that over
-    all rows at the reference, carried to the mean of the particles."""
-    iteration, reference = _at(bound, where, prototype), where.reference
+    """Return products ``(m, d)`` of the curvature: the mean over the particles of that of the prior, and that of the
+    likelihood over all rows at the reference, in coordinates about the mean of the particles."""
+    iteration = _at(bound, where, prototype)
+    reference: Any = where.reference
     target, unravel, change = iteration.target(where), iteration.unravel, where.preconditioner
     u = u.reshape(-1, u.shape[-1])
 

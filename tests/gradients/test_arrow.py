@@ -6,13 +6,14 @@ import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+from models import vectorized
 import numpy as np
 import pytest
 
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import ControlVariates
+from numpyro_repulsion import SGLD, ControlVariates
 from numpyro_repulsion.gradients import Arrow, ArrowRoot, ModelTarget, Reference, Units, evaluate_reference
 from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.scales import whitening
@@ -129,7 +130,7 @@ def flat(target, seed=0):
 )
 def test_which_effects_are_units(kind, names):
     target = ModelTarget(ratings, (*rows(3000), 600, 20, kind))
-    z, unravel = flat(target)
+    z, _ = flat(target)
     units = ControlVariates().hessian_units(target, len(z))
     if names is None:
         assert units is None
@@ -180,10 +181,6 @@ def test_of_an_arrow_the_corrected_gradient_is_unbiased_by_enumeration():
 
 
 def test_a_model_without_such_effects_cannot_have_an_arrow():
-    from models import vectorized
-
-    from numpyro_repulsion import SGLD
-
     mcmc = vectorized(SGLD(ratings, preconditioner="arrow"), 60, 1, 8)
     with pytest.raises(ValueError, match="needs a model of more than 512 parameters .* Use preconditioner='auto'"):
         mcmc.run(KEY, *rows(3000, 30, 20), 30, 20)
