@@ -18,8 +18,8 @@ class Preconditioner(NamedTuple):
 
     S is diagonal, ``(d,)``; or lower triangular, ``(d, d)``; or low rank plus diagonal, ``D (I + V F Vᵀ)`` with D and F
     diagonal and k orthonormal columns V; or ``D R`` with the root R of an arrow. The dynamics runs in u, where K is
-    evaluated too, so its diffusion in z is ``K ⊗ S Sᵀ``. Because S is constant, Γ needs no extra term. ``None`` means the
-    identity for S and the origin for c; c changes no dynamics, but keeps u of order one, as single precision needs.
+    evaluated too, so its diffusion in z is ``K ⊗ S Sᵀ``. Because S is constant, Γ needs no extra term. ``None`` means
+    the identity for S and the origin for c; c changes no dynamics, but keeps u of order one, as single precision needs.
 
     - **scale** - S or D.
     - **center** - c, ``(d,)``.
