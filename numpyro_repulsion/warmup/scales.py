@@ -141,6 +141,8 @@ def _arrow(rng, window, warmup, cloud, sampler):
         change = change._replace(scale=change.scale * whitening(found))
     else:
         units = change.root.units
+        # So far the root is the identity, by which products would cost most.
+        trial, y = scaled(change._replace(root=None))
         found = sampler.mean_curvature(trial, y, units.probes()[: units.num_globals + units.size])
         change = change._replace(root=ArrowRoot.of(Arrow.of_products(units, found), whitening))
         if sampler.plan.step_size is not None and window.is_at(FREEZE):
