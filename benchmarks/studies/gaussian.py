@@ -11,15 +11,13 @@ too: they stand beside. The bandwidth is the median rule on the starting particl
 from functools import partial
 
 from jax import random
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.runs import mean_and_error, repeats
-from benchmarks.harness.store import Record, plt, pm, run, table
+from benchmarks.harness.store import Record, pm, run, table
 from benchmarks.problems.targets import gaussian
 from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, Independent
 from numpyro_repulsion.dynamics import Overdamped
-from numpyro_repulsion.plots import plot_particles
 
 PARTICLES, UPDATES, STEP, LAST, REPEATS = 6, 200, 0.05, 100, 200
 SAMPLERS = {
@@ -76,14 +74,5 @@ def tables(record: Record) -> str:
     return table(head, lines) + f"\n\nStep {STEP}, means and standard errors over {REPEATS} repeats."
 
 
-def draw(record: Record):
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), sharey=True, layout="constrained")
-    for ax, name in zip(axes, ("SVGD", "SGLD", "SGLD+R"), strict=True):
-        points = jnp.array(record.rows[name]["trajectories"])
-        plot_particles(points, lambda z: z @ z / 2, trajectories=True, limits=(-3.5, 5.0), ax=ax)
-        ax.set(title=name, xlabel="", ylabel="")
-    return figure
-
-
 if __name__ == "__main__":
-    run(__doc__, "gaussian", measure, tables, draw)
+    run(__doc__, "gaussian", measure, tables)

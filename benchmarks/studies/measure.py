@@ -122,13 +122,10 @@ def worth(row: dict, number: float) -> tuple[int, float, float]:
 
 
 def tables(record: Record) -> str:
-    parts = []
+    lines = []
     for name in NAMES:
         rows = record.select(posterior=name)
-        if not rows:
-            continue
         number = np.inf if name in EXACT else (10_000 if name in POSTERIORDB else REFERENCE)
-        lines = []
         for row in rows:
             told = METHODS[row["method"]][1]
             worst, value, error = worth(row, number)
@@ -143,11 +140,10 @@ def tables(record: Record) -> str:
             taken = f"{gradients:,.0f}" if np.isfinite(gradients) else ""
             compiled = f"{row['first'] - row['seconds']:.1f}" if row["first"] is not None else "not known"
             seconds = f"{value / row['seconds']:,.0f}", f"{compiled} · {row['seconds']:.1f}"
-            lines.append([row["method"], f"{cell} ({QUANTITIES[worst]})", each, per, taken, *seconds, told])
-        head = [name, "effective draws of the worst", "each, with the error of the reference"]
-        head += ["of 1,000 gradients", "gradients", "a second, compiled", "seconds: to compile · of a run"]
-        parts.append(table([*head, "has to be told"], lines))
-    return "\n\n".join(parts)
+            lines.append([name, row["method"], f"{cell} ({QUANTITIES[worst]})", each, per, taken, *seconds, told])
+    head = ["posterior", "sampler", "least ESS (of what)", "ESS of each, with the error of the reference"]
+    head += ["ESS per 1,000 gradients", "gradients", "ESS per second, compiled", "seconds: to compile · of a run"]
+    return "**All samplers and posteriors**\n\n" + table([*head, "you supply, besides the model"], lines)
 
 
 if __name__ == "__main__":
