@@ -18,9 +18,9 @@ help:
 	@echo "make notebooks       run the notebooks, leaving them as they are"
 	@echo "make figures         draw the figures of README and docs again"
 	@echo "make measured        print the tables of the docs again"
-	@echo "make bench           measure docs/results.md; hours, goes on where it was ended; AGAIN=--again begins anew"
+	@echo "make bench           measure the studies of STUDIES; hours, goes on where it was ended; AGAIN=--again begins anew"
 	@echo "make bench-NAME      one study: benchmarks/studies/NAME.py"
-	@echo "make bench-pages     write the pages of results, and the index of benchmarks/README.md, from what is stored"
+	@echo "make bench-pages     write docs/benchmarks and the index of benchmarks/README.md from stored rows"
 	@echo "make house           print the size of the package, tests and benchmarks, and what one update walks through"
 	@echo "make release         build dist/, and try the wheel in fresh environments, with the oldest versions and the newest"
 	@echo "make hooks           install the pre-commit hooks"
@@ -69,6 +69,7 @@ notebooks: $(VENV)/.with-docs
 	$(BIN)/python docs/execute.py
 
 figures: $(VENV)/.with-demo
+	$(BIN)/python docs/figures/benchmarks.py
 	$(BIN)/python docs/figures/particles.py
 	$(BIN)/python docs/figures/pictures.py
 	$(BIN)/python docs/figures/house.py

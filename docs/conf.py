@@ -55,8 +55,11 @@ def copy_notebooks(app):
 
 
 def follow_copies(app, docname, source):
-    """Links between pages and notebooks are written for the repository; here they lead to the copies, and from them."""
-    for here, there in (("](../notebooks/", "](notebooks/"), ("](../docs/", "](../")):
+    """Links between pages and notebooks are written for the repository; here they lead to the copies, and from them.
+
+    A number and its error stay on one line.
+    """
+    for here, there in (("](../notebooks/", "](notebooks/"), ("](../docs/", "](../"), (" ± ", "\u00a0±\u00a0")):
         source[0] = source[0].replace(here, there)
 
 

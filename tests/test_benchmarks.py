@@ -40,6 +40,5 @@ def test_imports_run_downward():
 
 def test_findings_and_rows_belong_to_studies():
     studies = {path.stem for path in (BENCHMARKS / "studies").glob("*.py")}
-    pages = {"results", "details", "gpu"}
-    assert {path.stem for path in (BENCHMARKS / "findings").glob("*.md")} <= studies | pages
+    assert {path.stem for path in (BENCHMARKS / "findings").glob("*.md")} == studies
     assert {path.stem for path in (BENCHMARKS / "results").rglob("*.json")} <= studies

@@ -88,7 +88,7 @@ def markdown(page):
 
 
 # Sphinx checks links of docs/, but leaves out those of notebooks that lead to no file.
-PAGES = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/details.md", "benchmarks/gpu.md"]
+PAGES = ["README.md", "CHANGELOG.md", "benchmarks/README.md"]
 NOTEBOOKS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 

@@ -20,17 +20,17 @@ CELLS = 50
 
 
 def folded(tables: str, stem: str) -> str:
-    """Replaces large tables by links to CSV files; a table's name is the bold line before it, or its first cell."""
+    """Replaces large tables by links to CSV files; a table's name is the bold line before it."""
     blocks: list[str] = []
     for block in tables.split("\n\n"):
         lines = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in block.split("\n")]
         if not block.startswith("|") or (len(lines) - 2) * len(lines[0]) <= CELLS:
             blocks.append(block)
             continue
-        name = blocks.pop().strip("*") if blocks and blocks[-1].startswith("**") else lines[0][0] or PAGES[stem]
+        name = blocks.pop().strip("*") if blocks and blocks[-1].startswith("**") else "All rows"
         file = f"tables/{stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.csv"
         path = ROOT / "docs" / "benchmarks" / file
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="") as stream:
             rows = (line for k, line in enumerate(lines) if k != 1)
             csv.writer(stream).writerows([re.sub(r"[*`]", "", cell) for cell in line] for line in rows)

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 from typing import Any
 import warnings
 
@@ -21,14 +22,6 @@ import numpyro
 
 import numpyro_repulsion
 
-#: Plain SGLD, with a user-supplied step and Euler updates, beside this package's kernels of the same names.
-PLAIN = {
-    "SGLD": "plain SGLD",
-    "SGLD, balanced": "SGLD, zero-sum noise",
-    "SGLD+R": "plain SGLD + repulsion",
-    "SGHMC": "plain SGHMC",
-    "SGHMC+R": "plain SGHMC + repulsion",
-}
 HERE = pathlib.Path(__file__).parents[1]
 ROOT = HERE.parent
 
@@ -89,6 +82,12 @@ def run(doc: str, name: str, measure: Callable, tables: Callable) -> None:
     warnings.simplefilter("ignore")
     measure(record)
     print(f"\n{tables(record)}\n\n{record.origin()}")
+
+
+def plain(name: str) -> str:
+    """The displayed name of a stored sampler without this package's defaults, unlike the kernel of the same name."""
+    shown = re.sub(r"^(SGLD|SGHMC)(\+R)?(?=$|, h)", lambda m: f"plain {m[1]}{' + repulsion' * bool(m[2])}", name)
+    return shown.replace("balanced", "zero-sum noise")
 
 
 def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

@@ -1,15 +1,14 @@
-"""Current samplers by one measure: effective draws of the worst of means, squares and quantiles, bias included.
+"""Current samplers by one measure: ESS of the worst of means, squares and quantiles, bias included.
 
 Each sampler makes six runs from its own starts. For each parameter there are four averages over all draws of a run: of
-itself, of its square around the reference's mean, and the shares below the reference's 5 % quantile and above its 95 %
-quantile. The mean over parameters and runs of the squared error, in units of the variance of one draw, is 1 / n if the
-average is worth that of n independent draws: so many effective draws, bias included. Where the reference itself is a
-sample, its known variance is taken off; what is worth more than its draws cannot be told from it, and says "over".
-The least of the four counts.
+the parameter, of its square around the reference's mean, and the shares below the reference's 5% quantile and above its
+95% quantile. Their mean squared error over parameters and runs, in units of the variance of one draw, is 1 / n for n
+independent draws; this n is the ESS. If the reference is a sample, its known variance is subtracted; "over" means that
+the ESS exceeds the reference's draws. The least of the four counts.
 
 Gradients are those of all rows for one chain, with warmup and tuning. Seconds are process time on one core of the
-median run, compiled before; those to compile are beside them. nutpie calls a compiled gradient from Python for each
-step, so that its seconds are mostly those of Python, and its gradients say more.
+median run, compiled before. nutpie calls a compiled gradient from Python at each step, so its seconds are mostly
+Python's.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.measure [--again]
 """
