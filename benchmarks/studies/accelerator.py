@@ -147,7 +147,7 @@ def tables(record: Record) -> str:
     for name in (name for name in WHOLE if f"million {name}" in rows):
         row = rows[f"million {name}"]
         cold, warm = row["seconds"]
-        cells = [f"{cold:.1f}", f"{warm:.1f}", f"{row['mean_error']:.3f}", f"{100 * row['sd_error']:.1f} %"]
+        cells = [f"{cold:.1f}", f"{warm:.1f}", f"{row['mean_error']:.3f}", f"{100 * row['sd_error']:.1f}%"]
         lines.append([f"`{name}`", *cells, f"{row['effective']:,.0f}", f"{row['effective'] / warm:,.0f}"])
     head = ["a million rows", "s, first run", "s, second", "error of a mean, sd", "of an sd", "ESS", "ESS per second"]
     parts.append(table(head, lines))

@@ -38,7 +38,7 @@ NAMES = {
     "hierarchical logistic": 1.0,
     "logistic, N = 20,000, batch 200": 100.0,
 }
-QUANTITIES = ("mean", "square", "below 5 %", "above 95 %")
+QUANTITIES = ("mean", "square", "below 5%", "above 95%")
 #: The variance of one draw, for a normal marginal.
 VARIANCES = np.array([1.0, 2.0, 0.05 * 0.95, 0.05 * 0.95])
 #: Draws of NUTS for a reference, of 4 chains.

@@ -174,7 +174,7 @@ def accuracy_table(record):
     lines = []
     for row in record.select(part="accuracy"):
         errors = []
-        for kind, limit, unit, sign in (("mean", MEAN, 1, ""), ("sd", SD, 100, " %")):
+        for kind, limit, unit, sign in (("mean", MEAN, 1, ""), ("sd", SD, 100, "%")):
             value, error, worst = (unit * row[f"{kind}_error{end}"] for end in ("", "_se", "_at_worst"))
             digits = 3 if unit == 1 else 1
             cell = f"{pm(value, error, digits)}{sign} ({worst:,.{digits}f}{sign})"

@@ -162,10 +162,10 @@ def tables(record: Record) -> str:
         biases = 100 * np.array(row["bias"])
         worst = int(np.abs(biases).argmax())
         cells = [row["case"], f"`{row['kernel']}`", str(row["d"]), row["control_variates"] or "none"]
-        cells += [f"{float(row['step_size']):.2f}", f"{100 * float(row['step_size_bias']):.1f} %"]
-        cells += [f"{pm(100 * row['average'], 100 * row['average_error'], 2)} %"]
-        cells += [f"{pm(biases[worst], 100 * row['error'][worst], 2)} %", f"{np.abs(row['mean']).max():.4f}"]
-        lines.append([*cells, f"{100 * row['reference_error']:.2f} %"])
+        cells += [f"{float(row['step_size']):.2f}", f"{100 * float(row['step_size_bias']):.1f}%"]
+        cells += [f"{pm(100 * row['average'], 100 * row['average_error'], 2)}%"]
+        cells += [f"{pm(biases[worst], 100 * row['error'][worst], 2)}%", f"{np.abs(row['mean']).max():.4f}"]
+        lines.append([*cells, f"{100 * row['reference_error']:.2f}%"])
     head = ["posterior", "kernel", "d", "control variates", "step", "tolerance", "mean bias of variances"]
     head += ["largest bias of a variance", "largest error of a mean, sd", "error of the reference"]
     parts = [table(head, lines)] + [table(["d", "first order, µs", "second order, µs", "ratio"], costs)] * bool(costs)
