@@ -20,7 +20,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "docs" / "_static" / "results"
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = (f"C{i}" for i in range(7))
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = *(f"C{i}" for i in range(6)), "black"
 #: Plain SGLD of the paper, beside this package's ``SGLD``.
 PLAIN = {"SGLD": "plain SGLD", "SGLD+R": "SGLD + repulsion"}
 
@@ -43,7 +43,7 @@ def dots(ax, labels, values, errors=None, color=BLUE, texts=()):
 
 def gaussian():
     """The paths of six particles."""
-    figure, axes = plt.subplots(1, 3, figsize=(7, 2.7), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(7, 2.7), sharey=True)
     circle = np.exp(1j * np.linspace(0, 2 * np.pi, 200))
     found = json.loads((ROOT / "benchmarks" / "results" / "full" / "gaussian.json").read_text())["rows"]
     for ax, name in zip(axes, ("SVGD", "SGLD", "SGLD+R"), strict=True):
@@ -63,7 +63,7 @@ def gaussian():
 
 def mixtures():
     """Left: what repulsion and zero-sum noise do to a mean; right: what moves between modes do."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.3), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.3))
     sizes = (10, 20, 100)
     lines = {
         "SGLD": (PLAIN["SGLD"], ORANGE, (112, 0.074)),
@@ -89,7 +89,7 @@ def mixtures():
         ylim=(0.01, 0.4),
         xlim=(8.5, 650),
     )
-    left.set_title("Exponentials, step 0.01", loc="left")
+    left.set_title("Exponentials, step 0.01")
     left.set_xticks(sizes, sizes)
     left.minorticks_off()
     left.set_yticks((0.01, 0.03, 0.1, 0.3), (0.01, 0.03, 0.1, 0.3))
@@ -102,7 +102,7 @@ def mixtures():
     right.axvline(exact["distance"][0], color="0.5", ls="--", lw=1)
     right.annotate("1,000 independent draws", (exact["distance"][0] * 1.15, -6.42), color="0.4", fontsize=8)
     right.set(xscale="log", xlim=(8e-4, 0.6), ylim=(-6.6, 0.5), xlabel="energy distance to the target")
-    right.set_title("Nine Gaussians, default settings", loc="left")
+    right.set_title("Nine Gaussians, default settings")
     return figure
 
 
@@ -126,7 +126,7 @@ def networks():
         "20 MAP networks, Laplace in the last layer": "20 MAP, last-layer Laplace",
     }
     all_rows = rows("networks")
-    figure, axes = plt.subplots(2, 3, figsize=(7, 4.2), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(2, 3, figsize=(7, 4.2), sharey=True)
     for ax, (name, title) in zip(axes.flat, sets.items(), strict=True):
         by = {}
         for row in all_rows:
@@ -136,7 +136,7 @@ def networks():
         means = [np.mean(x) for x in gains]
         dots(ax, methods.values(), means, [np.std(x, ddof=1) / len(x) ** 0.5 for x in gains])
         ax.axvline(0, color="0.5", lw=1)
-        ax.set_title(f"{title}, {len(gains[0])} splits", loc="left")
+        ax.set_title(f"{title}, {len(gains[0])} splits")
         ax.locator_params(axis="x", nbins=3)
         ax.plot(means[4:], -np.arange(4, 7), "o", color=ORANGE, ms=5, zorder=5)
     figure.supxlabel(
@@ -149,7 +149,7 @@ def coverage():
     """Differences of the ranks' distribution from the uniform one, with simultaneous bands."""
     found = rows("coverage", kernel="SGLDR")
     names = list(dict.fromkeys(row["model"] for row in found))
-    figure, axes = plt.subplots(2, 3, figsize=(7, 4), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(2, 3, figsize=(7, 4), sharex=True, sharey=True)
     at = np.linspace(0.02, 0.98, 49)
     for ax, name in zip(axes.flat, names, strict=True):
         ranks = np.concatenate([row["ranks"] for row in found if row["model"] == name])
@@ -160,7 +160,7 @@ def coverage():
         ax.plot(at, (share - at).T, color=BLUE, lw=0.7, alpha=0.7)
         outside = ((share < low) | (share > high)).any(1).sum()
         print(f"coverage, {name}: {d} parameters, {outside} outside of the band")
-        ax.set_title(f"{name.replace(', effects of', '')} ({d})", loc="left")
+        ax.set_title(f"{name.replace(', effects of', '')} ({d})")
     axes[0, 0].annotate("95% band", (0.5, 0.066), color="0.4", fontsize=8, ha="center")
     figure.supxlabel("rank of the true parameter among the draws", fontsize=9)
     figure.supylabel("share of data sets below, minus rank", fontsize=9)
@@ -169,7 +169,7 @@ def coverage():
 
 def second_order():
     """The bias of variances on average over parameters."""
-    figure, ax = plt.subplots(figsize=(7, 2.8), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7, 2.8))
     found = rows("second_order")
     cases = list(dict.fromkeys(row["case"] for row in found))
     for kernel, color, shift in (("SGLD", BLUE, 0.12), ("SGHMC", ORANGE, -0.12)):
@@ -198,16 +198,14 @@ def peers():
         ):
             best[kind] = row | {"name": name}
     kept = sorted(best.values(), key=lambda row: -row["average_a_second"])
-    figure, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7, 3.4))
     values = np.array([row["average_a_second"] for row in kept])
     texts = [f"{row['average_a_second']:,.0f}   ({row['seconds']:.0f} s a run)" for row in kept]
     labels = [row["name"].replace("own minibatches", "own\nminibatches") for row in kept]
     dots(ax, labels, values, [row["average_a_second_se"] for row in kept], texts=texts)
     ours = [i for i, row in enumerate(kept) if not row["sampler"].startswith(("BlackJAX", "NumPyro"))]
     ax.plot(values[ours], -np.array(ours), "o", color=ORANGE, ms=6, zorder=5)
-    ax.annotate(
-        "orange: this package, default settings", (0.99, 0.12), xycoords="axes fraction", ha="right", color=ORANGE
-    )
+    ax.annotate("orange: this package", (0.99, 0.12), xycoords="axes fraction", ha="right", color=ORANGE)
     ax.set(xscale="log", xlim=(8, 4e5), xlabel="ESS per second over all means, compilation included")
     return figure
 
@@ -216,7 +214,7 @@ def growth():
     """Microseconds of an update as one number grows."""
     names = {"L": "particles", "N": "rows of data", "d": "parameters", "batch": "minibatch rows"}
     shown = {"SGLD": BLUE, "SGLDR": ORANGE, "SGLDR, random features": GREEN, "SGHMC": SKY}
-    figure, axes = plt.subplots(2, 2, figsize=(7, 4.6), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(7, 4.6), sharey=True)
     for ax, (varied, name) in zip(axes.flat, names.items(), strict=True):
         for kernel, color in shown.items():
             found = sorted((row["size"], 1e6 * row["seconds"]) for row in rows("growth", varied=varied, kernel=kernel))
@@ -244,7 +242,7 @@ def real():
     order = sorted(
         {row["problem"] for row in found}, key=lambda n: max(r["mean"][0] for r in found if r["problem"] == n)
     )
-    figure, axes = plt.subplots(1, 2, figsize=(7, 3), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3), sharey=True)
     for ax, key, title in zip(axes, ("mean", "sd"), ("error of a mean, sd", "relative error of an sd"), strict=True):
         for kernel, color, shift in (("SGLD", BLUE, 0.12), ("SGHMC", ORANGE, -0.12)):
             mine = [row for row in found if row["kernel"] == kernel]
@@ -267,7 +265,7 @@ def real_peers():
     ours, theirs = rows("real"), rows("real_peers")
     names = ["flights", "flights_noncentered", "bikes", "protein", "kin8nm", "volatility", "gp_classification"]
     names += ["survival", "wine"]
-    figure, axes = plt.subplots(3, 3, figsize=(7, 6), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(3, 3, figsize=(7, 6), sharex=True, sharey=True)
     for ax, name in zip(axes.flat, names, strict=True):
         ax.axhspan(0.005, 0.15, color="0.94", lw=0)
         points = [(row["seconds"], row["mean"][0]) for row in ours if row["problem"] == name]
@@ -282,12 +280,12 @@ def real_peers():
                 _, color, marker = SHORT[row["sampler"]]
                 ax.plot(row["seconds"], min(row["mean"][0], 8.0), marker, color=color, ms=5)
         ax.set(xscale="log", yscale="log", xlim=(3, 3000), ylim=(0.01, 10))
-        ax.set_title(name, loc="left")
+        ax.set_title(name)
     keys = [("SGLD, SGHMC", BLUE, "o"), *SHORT.values()]
     handles = [
         plt.Line2D([], [], color=color, marker=marker, ls="", ms=5, label=label) for label, color, marker in keys
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False)
+    figure.legend(handles=handles, loc="outside upper center", ncols=5)
     axes[0, 0].annotate("target", (3.5, 0.1), color="0.4", fontsize=8)
     figure.supxlabel("seconds of a run, compilation included", fontsize=9)
     figure.supylabel("largest error of a posterior mean, sd", fontsize=9)
@@ -296,7 +294,7 @@ def real_peers():
 
 def collection():
     """The worst errors of each posterior."""
-    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2), sharex=True, sharey=True)
     for ax, kernel in zip(axes, ("SGLD", "SGHMC"), strict=True):
         found = rows("collection", kernel=kernel)
         ax.fill_between([1e-3, 0.1], 1e-3, 0.1, color="0.94", lw=0)
@@ -311,7 +309,7 @@ def collection():
                 place = row["mean"], row["sd"]
                 ax.annotate(name, place, shift, textcoords="offset points", ha=side, color=ORANGE, fontsize=8)
         ax.set(xscale="log", yscale="log", xlim=(4e-3, 0.5), ylim=(2.5e-3, 3), xlabel="largest error of a mean, sd")
-        ax.set_title(f"{kernel}, 49 posteriors", loc="left")
+        ax.set_title(f"{kernel}, 49 posteriors")
     axes[0].set_ylabel("largest relative error of an sd")
     axes[0].annotate("right", (0.0043, 0.075), color="0.4", fontsize=8)
     axes[1].annotate("orange: flagged by diagnose", (0.0043, 1.9), color=ORANGE, fontsize=8)
@@ -330,7 +328,7 @@ def measure():
     found = rows("measure")
     names = list(dict.fromkeys(row["posterior"] for row in found))
     known = {"eight_schools_noncentered": 1e4, "garch11": 1e4, "arK": 1e4}
-    figure, ax = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7, 3.8))
     for label, (text, color, marker) in shown.items():
         mine = {row["posterior"]: row for row in found if row["method"] == label}
         values = []
@@ -346,7 +344,7 @@ def measure():
     ax.set_yticks(-np.arange(len(names)), titles)
     ax.grid(axis="y", color="0.93")
     ax.set(xscale="log", xlabel="ESS per second once compiled (worst of means, squares, quantiles)")
-    figure.legend(loc="outside upper center", ncols=5, frameon=False)
+    figure.legend(loc="outside upper center", ncols=5)
     return figure
 
 
@@ -354,7 +352,7 @@ def learning_coefficients():
     """Estimates over the theorem's values."""
     theorem = {"(3, 2, 6)": 5, "(5, 3, 5)": 9.5, "(4, 3, 8)": 8.5, "(3, 8, 4)": 6, "(4, 4, 4, 4)": 7.5}
     stored = json.loads((ROOT / "benchmarks" / "results" / "full" / "learning_coefficients.json").read_text())["rows"]
-    figure, ax = plt.subplots(figsize=(7, 2.9), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7, 2.9))
     shown = {"SGLD": BLUE, "SGHMC": ORANGE, "SGNHT": GREEN, "NUTS": BLACK}
     for k, (kernel, color) in enumerate(shown.items()):
         found = [
@@ -372,14 +370,14 @@ def learning_coefficients():
     ax.set_xticks(np.arange(5), labels)
     ax.set(ylabel="estimate / theorem's value", ylim=(0.86, 1.14), xlabel="widths of the network")
     ax.annotate("target", (-0.42, 1.085), color="0.4", fontsize=8)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 
 def accelerator():
     """Seconds of whole runs on a million rows."""
     stored = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "accelerator.json").read_text())["rows"]
-    figure, ax = plt.subplots(figsize=(7, 2.2), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7, 2.2))
     names = ("SGLD", "SGLDR", "SGHMC")
     first, second = np.array([stored[f"million {name}"]["seconds"] for name in names]).T
     y = -np.arange(4)
@@ -403,7 +401,6 @@ FIGURES = (
 
 if __name__ == "__main__":
     plt.style.use(ROOT / "docs" / "style.mplstyle")
-    plt.rcParams["axes.titlesize"] = 9
     STATIC.mkdir(exist_ok=True)
     for draw in FIGURES:
         if draw.__name__ in (sys.argv[1:] or [f.__name__ for f in FIGURES]):
