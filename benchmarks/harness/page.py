@@ -51,7 +51,6 @@ def write(name: str) -> None:
     """Writes one page: figure, finding, how it was measured, tables."""
     how, tables, origin = section(name, "gpu" if name == GPU else "cpu")
     finding = (HERE / "findings" / f"{name}.md").read_text().strip()
-    # Of another run, or mistyped.
     quoted = {" ".join(found.split()) for found in re.findall(r"-?[\d.,]*\d\s±\s[\d.,]*\d", finding)}
     if wrong := sorted(number for number in quoted if number not in tables):
         raise SystemExit(f"findings/{name}.md quotes what no table of studies/{name}.py has: {'; '.join(wrong)}.")

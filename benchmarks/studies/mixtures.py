@@ -1,15 +1,13 @@
 """The paper's two mixtures, Tables 1 and 2 and Figures 3 to 6: exponentials, and nine Gaussians on a grid.
 
-10, 20 or 100 particles start uniformly in (−2, 2) of the unconstrained space, and make 500 updates of warmup and 500 of
-which every tenth is kept. Three protocols: (a) one step for all, as in the paper; (b) each sampler's own best step and
-bandwidth, chosen on other seeds; (c) default settings. An iteration of NumPyro's samplers takes several gradients or
-none.
+10, 20 or 100 particles start uniformly in (−2, 2) of the unconstrained space and make 500 updates of warmup and 500 of
+which every tenth is kept. Protocols: (a) one step for all, as in the paper; (b) each sampler's best step and bandwidth,
+chosen on other seeds; (c) default settings. NumPyro samplers take several gradients per iteration or none.
 
 Errors are mean absolute errors over 200 repeats (for two coordinates, their mean). The ESS is the exact variance over
 the mean squared error of E X, bias included; the nominal ESS is NumPyro's estimate, which treats particles as
 independent chains. The energy distance is measured from the exact distribution. Inflation is the variance within the
-modes over its exact value; for the exponentials it is that of the logarithm. SVGD's result is its last set of
-particles.
+modes over its exact value; for the exponentials it is that of the logarithm. SVGD's result is its last particles.
 
     python -m benchmarks.studies.mixtures [--again]
 """
