@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -99,9 +98,10 @@ def test_steps_and_frictions_of_other_packages():
         np.testing.assert_allclose(other, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_code_of_the_faq_runs():
-    plain, goes_on, begins_again = code_of("faq.md")
+    plain, goes_on, begins_again, many = code_of("faq.md")
     scope: dict = {}
     exec(SETTING + plain, scope)
     mcmc = scope["mcmc"] = MCMC(
@@ -113,8 +113,9 @@ def test_code_of_the_faq_runs():
     assert mcmc.last_state.num_updates == 100
     exec(begins_again, scope)
     assert mcmc.last_state.num_updates == 50
-    inside = jax.jit(lambda key: [mcmc.run(key, x, y), mcmc.get_samples()["beta"]][1])(scope["key"])
-    assert inside.shape == (20, 3)
+    scope["ys"] = np.stack([y, 1 - y])
+    exec(many, scope)
+    assert abs(scope["means"] - np.array([[0.9, 0.05, 0.02], [-0.9, -0.05, -0.02]])).max() < 0.1
 
 
 def anchors(page):
