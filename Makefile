@@ -7,8 +7,8 @@ WORKERS ?= 2
 # The studies that `make bench` measures, one after another: some are about time.
 STUDIES := mixtures networks gaussian coverage peers growth
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-pages bench-index house release \
-	hooks clean
+.PHONY: help demo test test-full lint mypy docs notebooks store-notebooks figures measured bench bench-pages bench-index \
+	house release hooks clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-full       the slow tests too"
 	@echo "make docs            run the notebooks, and build docs/_build/html; warnings are errors"
 	@echo "make notebooks       run the notebooks, leaving them as they are"
+	@echo "make store-notebooks run the notebooks, and store their outputs and thumbnails"
 	@echo "make figures         draw the figures of README and docs again"
 	@echo "make measured        print the tables of the docs again"
 	@echo "make bench           measure the studies of STUDIES; hours, goes on where it was ended; AGAIN=--again begins anew"
@@ -67,6 +68,9 @@ docs: notebooks
 
 notebooks: $(VENV)/.with-docs
 	$(BIN)/python docs/execute.py
+
+store-notebooks: $(VENV)/.with-docs
+	$(BIN)/python docs/execute.py --store
 
 figures: $(VENV)/.with-demo
 	$(BIN)/python docs/figures/benchmarks.py
