@@ -15,6 +15,7 @@ BEGIN, END = "<!-- Made by `make bench-index`: -->", "<!-- End of the index. -->
 #: Which page shows which studies, in which order, under which titles.
 PAGES = {
     "docs/results.md": {
+        "crossover": "From how many rows on",
         "gaussian": "Six particles on a Gaussian",
         "mixtures": "Two mixtures",
         "networks": "Neural networks on real data",
