@@ -48,7 +48,7 @@ def plot_running_estimates(
     :param times: seconds for the x-axis: one number for a whole run, which presumes even speed; or ``(draws,)``
         increasing numbers. ``None`` shows iterations (draws times thinning).
     :param prob: the share that the band holds, between 0 and 1.
-    :param num_ensembles: as for :func:`~numpyro_repulsion.plots.plot_particles`.
+    :param num_ensembles: as for :func:`plot_particles`.
     :param label: the label of the line in the legend.
     :param color: the color of the line and the band; ``None`` takes the next of the palette.
     :param ax: axes to draw on; ``None`` makes a figure.

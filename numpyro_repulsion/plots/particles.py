@@ -116,21 +116,21 @@ def animate_particles(
     ax: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return an animation of the cloud, one frame for each draw: :func:`~numpyro_repulsion.plots.plot_particles` over time.
+    """Return an animation, one frame of :func:`~numpyro_repulsion.plots.plot_particles` for each draw.
 
     Notebooks show ``animation.to_jshtml()``; ``animation.save("cloud.gif", writer="pillow")`` needs nothing beyond
     matplotlib. Keep the animation in a variable until it is saved or shown. Arguments that are not listed are those of
-    :func:`~numpyro_repulsion.plots.plot_particles`.
+    :func:`plot_particles`.
 
     :param iterations: the draws, one for each frame: a slice such as ``slice(0, 200, 2)``, or a sequence of numbers.
         ``None`` is all.
     :param trail: the number of preceding draws over which lines trace the particles; 0 for none.
     :param interval: milliseconds between frames.
-    :param limits: as for :func:`~numpyro_repulsion.plots.plot_particles`; ``None`` includes the particles of all frames.
+    :param limits: as for :func:`plot_particles`; ``None`` includes the particles of all frames.
     :return: ``matplotlib.animation.FuncAnimation``.
     :raises ImportError: without matplotlib.
-    :raises ValueError: as :func:`~numpyro_repulsion.plots.plot_particles` does, and for a negative trail or an interval that is not positive.
-    :raises TypeError: as :func:`~numpyro_repulsion.plots.plot_particles` does.
+    :raises ValueError: as :func:`plot_particles` does, and for a negative trail or an interval that is not positive.
+    :raises TypeError: as :func:`plot_particles` does.
 
     **Example**
 
