@@ -52,7 +52,7 @@ html_theme = "furo"
 html_title = "numpyro-repulsion"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
-# MathJax in one file, from a package that brings all of it, so that formulas need no network; without it, from its host.
+# MathJax in one file, from the package that ships it, so formulas need no network. Without the package, its CDN.
 MATHJAX = "tex-svg.js"
 mathjax = importlib.util.find_spec("sphinx-mathjax-offline")
 if mathjax:

@@ -11,7 +11,7 @@ coefficients of the plain regression, of the relative error of the standard devi
 Each cell is measured in a process of its own, held to one core, without a cache of compiled programs. Seconds are of
 CPU, of that process, from when the data are made. The first run compiles; the second, by another seed, does not. A run
 ends after ten minutes with the part under way, is extrapolated, which an asterisk marks, and is not repeated. A process
-that has not ended after two hours is killed.
+that has not ended after four hours is killed.
 
     python -m benchmarks.studies.crossover [--again]
 """
@@ -42,7 +42,7 @@ from numpyro_repulsion import SGHMC, SGLD, ensemble_ess
 ROWS, MODELS = (1_000, 10_000, 100_000, 1_000_000), ("plain", "hierarchical")
 GROUPS, BATCH, WARMUP, WANTED = 50, 500, 500, 400
 #: Seconds: when a run ends, and when a process is killed.
-BOX, KILLED = 600, 7200
+BOX, KILLED = 600, 14_400
 #: The kernel, the number of chains, and of the draws of each in a part.
 SAMPLERS = {"SGLD": (SGLD, 20, 100), "SGHMC": (SGHMC, 20, 100), "NUTS": (NUTS, 4, 50), "ChEES-HMC": (None, 20, 200)}
 
