@@ -88,13 +88,13 @@ def estimates():
 
 
 def one_estimate():
-    mcmc = prepare(SGLDR(gaussian_mixture, num_ensembles=4), num_samples=1000, num_chains=40, num_warmup=1000)
+    mcmc = prepare(SGLDR(exponential_mixture, num_ensembles=4), num_samples=1000, num_chains=40, num_warmup=1000)
     mcmc.run(random.key(0))
 
     def square(draw):
-        return draw["z"][0] ** 2
+        return draw["z"] ** 2
 
-    ax = plot_running_estimates(mcmc, square, truth=8 / 3 + 0.1)
+    ax = plot_running_estimates(mcmc, square, truth=152 / 27)
     return ax.figure
 
 
