@@ -21,8 +21,8 @@ from numpyro_repulsion import SGLD, BiasBudget, ControlVariates
 #: The gradient, its color, the tolerances (the default first), and where its label stands.
 GRADIENTS = {
     "plain minibatches": ("plain", VERMILION, ("auto", 0.02, 0.1, 0.2, 0.4), (6, 0)),
-    "first-order\ncontrol variates": (ControlVariates(order=1), GREEN, ("auto", 0.02, 0.1, 0.2), (6, 0)),
-    "control variates\nby default": ("auto", BLUE, ("auto",), (-8, 8)),
+    "control variates,\nfirst order": (ControlVariates(order=1), GREEN, ("auto", 0.02), (0, 24)),
+    "second order,\nthe default": ("auto", BLUE, ("auto",), (0, -22)),
 }
 
 
@@ -57,10 +57,16 @@ def main():
         axes.errorbar(step[order], 100 * found[order], 200 * error[order], color=color, marker="o", markersize=3)
         axes.plot(step[0], 100 * found[0], "o", color=color, markersize=10, fillstyle="none")
         last = step[order][-1], 100 * found[order][-1]
-        ha = "right" if place[0] < 0 else "left"
+        ha = "left" if place[0] else "center"
         axes.annotate(name, last, place, textcoords="offset points", color=color, ha=ha, va="center")
     axes.axhline(0, color=GREY, linewidth=0.8, zorder=0)
-    axes.set(xscale="log", xlabel="step size ε (rings: by default)", ylabel="inflation of variances, %")
+    axes.set(
+        xlim=(3e-4, 2),
+        ylim=(-12, 43),
+        xscale="log",
+        xlabel="step size ε (rings: by default)",
+        ylabel="inflation of variances, %",
+    )
     save(figure, "step-bias.png")
 
 

@@ -31,23 +31,33 @@ def main():
         return
     cells = list(json.loads(ROWS.read_text())["rows"].values())
     figure, panels = plt.subplots(1, 2, figsize=(7, 3.4), sharey=True)
+    ends = {}
     for axes, (model, title) in zip(panels, PANELS.items(), strict=True):
         for name, color in COLORS.items():
-            rows = [cell for cell in cells if (cell["model"], cell["name"]) == (model, name)]
+            rows = [cell for cell in cells if (cell["model"], cell["name"]) == (model, name) and "first" in cell]
             rows.sort(key=lambda row: row["rows"])
             curve(axes, rows, "first", color, ":")
-            if end := curve(
-                axes, [{"second": row.get("first")} | row for row in rows if "first" in row], "second", color, "-"
-            ):
-                axes.annotate(name, end, (6, 0), textcoords="offset points", va="center", color=color)
-            for row in (row for row in rows if "failed" in row):
-                axes.plot(row["rows"], axes.get_ylim()[1], "^", color=color, clip_on=False)
+            # A run that took too long is not repeated, and compiling is a small part of it.
+            if end := curve(axes, [{"second": row["first"]} | row for row in rows], "second", color, "-"):
+                ends.setdefault(axes, []).append((end, name, color))
         axes.set(title=title, xscale="log", yscale="log", xlabel="rows")
         low, high = axes.get_xlim()
-        axes.set_xlim(low, high * 3)
+        axes.set_xlim(low, high * 5)
     panels[0].set_ylabel("seconds to 400 effective draws")
     lines = [Line2D([], [], color=GREY, linestyle=style) for style in ("-", ":")]
-    panels[0].legend(lines, ["compiled", "first run"], loc="upper left")
+    lines.append(Line2D([], [], color=GREY, linestyle="", marker="o", markersize=4, mfc="white"))
+    panels[0].legend(lines, ["compiled", "first run", "extrapolated"], loc="upper left")
+    figure.draw_without_rendering()
+    for axes, labels in ends.items():
+        below = -1e9
+        for end, name, color in sorted(labels, key=lambda label: label[0][1]):
+            height = axes.transData.transform(end)[1]
+            below = max(height, below + 13)
+            shift = (6, (below - height) * 72 / figure.dpi)
+            axes.annotate(name, end, shift, textcoords="offset points", va="center", color=color)
+    for cell in cells:
+        if "failed" in cell:
+            print(f"Not drawn: {cell['name']} on {cell['rows']:,} rows, {cell['model']}: {cell['failed']}.")
     save(figure, "crossover.png")
 
 
