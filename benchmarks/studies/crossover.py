@@ -1,17 +1,17 @@
-"""From how many rows on does it pay? Seconds until 400 effective draws of the worst of means and squares.
+"""From how many rows on is ``SGLD`` faster than NUTS? Seconds until 400 effective draws of the worst mean or square.
 
-Two logistic regressions: a plain one with 20 coefficients, and a hierarchical one with 5 coefficients and the effects
-of 50 groups. Ours get minibatches of 500 rows and 20 particles; the others see all rows, in 4 vectorized chains of
-NUTS, or in 20 of ChEES-HMC, which is not run if BlackJAX is not installed. All have 500 iterations of warmup and
-default settings. Draws are then made in equal parts until the least effective sample size over parameters, of means
-and of squared deviations, is 400; the seconds of sampling are scaled to 400. The sample size is estimated from the
-draws themselves and does not see the bias of the step: for this the table has the root mean square, over the
-coefficients of the plain regression, of the relative error of the standard deviation, Laplace's being the reference.
+The study fits two logistic regressions: a plain one with 20 coefficients, and a hierarchical one with 5 coefficients
+and 50 group effects. `SGLD` and `SGHMC` run 20 particles on minibatches of 500 rows. NUTS runs 4 vectorized chains and
+ChEES-HMC 20, both on all rows; ChEES-HMC is left out if BlackJAX is not installed. All have 500 warmup iterations and
+default settings. After warmup, draws are made in equal parts until the smallest effective sample size over parameters,
+for means and for squared deviations, reaches 400; the sampling time is scaled to 400. This sample size is estimated
+from the draws, so it does not include the bias of the step. For that, the table shows the relative error of the
+coefficients' standard deviations (root mean square, plain regression, against Laplace's approximation).
 
-Each cell is measured in a process of its own, held to one core, without a cache of compiled programs. Seconds are of
-CPU, of that process, from when the data are made. The first run compiles; the second, by another seed, does not. A run
-ends after ten minutes with the part under way, is extrapolated, which an asterisk marks, and is not repeated. A process
-that has not ended after four hours is killed.
+Each cell runs in its own process on one core, without a compilation cache. Times are CPU seconds of that process after
+the data are made. The first run includes compilation; the second run has another seed. After ten minutes a run
+finishes its part and stops. Its time is then extrapolated, which an asterisk marks, and there is no second run. A
+process that takes more than four hours is stopped.
 
     python -m benchmarks.studies.crossover [--again]
 """
