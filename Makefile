@@ -80,6 +80,9 @@ figures: $(VENV)/.with-demo
 	$(BIN)/python docs/figures/windows.py
 	$(BIN)/python docs/figures/noise.py
 	$(BIN)/python docs/figures/diagnostics.py
+	$(BIN)/python docs/figures/zero_sum.py
+	$(BIN)/python docs/figures/bias.py
+	$(BIN)/python docs/figures/crossover.py
 
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py

@@ -15,6 +15,7 @@ BEGIN, END = "<!-- Made by `make bench-index`: -->", "<!-- End of the index. -->
 GPU = "accelerator"
 #: The title of each study's page in ``docs/benchmarks``, in the order of the pages.
 PAGES = {
+    "crossover": "From how many rows on",
     "coverage": "Interval coverage",
     "collection": "Accuracy on 49 posteriors",
     "second_order": "Bias with minibatches",
