@@ -7,7 +7,7 @@ import re
 
 #: name: (a pattern, in prose and regardless of case; what to write instead).
 WORDS = {
-    "arrival": (r"\barriv(al|e|ed|ing)s?\b", '"initial phase", "reach"'),
+    "arrival": (r"(?<!late )\barriv(al|e|ed|ing)s?\b(?! (late|delay))", '"initial phase", "reach"'),
     "balanced noise": (r"\bbalanced noise\b", '"zero-sum noise"'),
     "basin": (r"\bbasins?\b", '"mode"'),
     "cloud": (r"\bclouds?\b", '"particles", "ensemble"'),
@@ -20,7 +20,7 @@ WORDS = {
     "kill": (r"\bkill(s|ed|ing)?\b", '"interruption"'),
     "knows": (
         r"\b(averages?|data|draws?|figures?|pages?|particles|runs?|sections?|tables?|warmup)"
-        r" (knows?|says?|sees?|tells?)\b(?! so\b)",
+        r" (knows?|says?|sees|tells?)\b(?! so\b)",
         'a verb for what it does: "lists", "reports", "depends on", …',
     ),
     "law": (r"\blaws?\b", '"distribution"'),
@@ -47,6 +47,7 @@ OPENINGS = re.compile(r"(Of|Where|Wherever|Whatever|What|Not \w+ed (is|are))\b")
 EXCEPTIONS = {
     ("docs/contributing.md", "cloud"): "the class `Cloud`, for those who read the code",
     ("docs/contributing.md", "arrival"): "the module `arrival`, for those who read the code",
+    ("notebooks/06_flights.ipynb", "arrival"): "that of a flight",
     ("notebooks/13_own_parts.ipynb", "cloud"): "the class `Cloud`, which a dynamics takes and returns",
 }
 #: A page of terms lists those that are not used, too.
