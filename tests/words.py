@@ -74,7 +74,7 @@ def prose(markdown: str) -> Iterator[tuple[str, bool]]:
     neither a heading nor a row of a table."""
     for pattern, kept, flags in NO_PROSE:
         markdown = re.sub(pattern, kept, markdown, flags=flags)
-    for block in re.split(r"\n\s*\n|\n(?=\s*([-*:|#>]|\d+\.) ?)", markdown):
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*:|#>]|\d+\.) ?)", markdown):
         if block and (line := " ".join(block.split())):
             yield line, not line.startswith(("#", "|"))
 
