@@ -7,7 +7,11 @@ import re
 
 #: name: (a pattern, in prose and regardless of case; what to write instead).
 WORDS = {
-    "arrival": (r"(?<!late )\barriv(al|e|ed|ing)s?\b(?! (late|delay))", '"initial phase", "reach"'),
+    # But for flights.
+    "arrival": (
+        r"(?<!late )(?<!flight )\barriv(al|e|ed|ing)s?\b(?! (late|delay|more than \d))",
+        '"initial phase", "reach"',
+    ),
     "balanced noise": (r"\bbalanced noise\b", '"zero-sum noise"'),
     "basin": (r"\bbasins?\b", '"mode"'),
     "cloud": (r"\bclouds?\b", '"particles", "ensemble"'),
@@ -16,7 +20,7 @@ WORDS = {
         '"user-supplied step size", "adapted step size"',
     ),
     "has not": (r"\b(has|have) not(?= *([.,;:)|]|$)| (a|an|the|any|and|or|in|at|on)\b)", '"does not have", "lacks"'),
-    "is no": (r"(?<!there )\b(is|are|was|were) no (?!longer\b|more\b|less\b|such\b)[a-z]", '"is not a"'),
+    "is no": (r"(?<!there )\b(is|are|was|were) no (?!more\b|less\b|such\b|worse\b|\w+er\b)[a-z]", '"is not a"'),
     "kill": (r"\bkill(s|ed|ing)?\b", '"interruption"'),
     "knows": (
         r"\b(averages?|data|draws?|figures?|pages?|particles|runs?|sections?|tables?|warmup)"
