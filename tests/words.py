@@ -20,7 +20,10 @@ WORDS = {
         '"user-supplied step size", "adapted step size"',
     ),
     "has not": (r"\b(has|have) not(?= *([.,;:)|]|$)| (a|an|the|any|and|or|in|at|on)\b)", '"does not have", "lacks"'),
-    "is no": (r"(?<!there )\b(is|are|was|were) no (?!more\b|less\b|such\b|worse\b|\w+er\b)[a-z]", '"is not a"'),
+    "is no": (
+        r"(?<!there )\b(is|are|was|were) no (?!(more|less|such|worse|(bett|fast|larg|long|slow|small|wid)er)\b)[a-z]",
+        '"is not a"',
+    ),
     "kill": (r"\bkill(s|ed|ing)?\b", '"interruption"'),
     "knows": (
         r"\b(averages?|data|draws?|figures?|pages?|particles|runs?|sections?|tables?|warmup)"
