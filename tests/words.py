@@ -21,7 +21,7 @@ WORDS = {
     ),
     "has not": (r"\b(has|have) not(?= *([.,;:)|]|$)| (a|an|the|any|and|or|in|at|on)\b)", '"does not have", "lacks"'),
     "is no": (
-        r"(?<!there )\b(is|are|was|were) no (?!(more|less|such|worse|(bett|fast|larg|long|slow|small|wid)er)\b)[a-z]",
+        r"(?<!there )\b(is|are|was|were) no (?!(more|less|such|worse|better|faster|larger|longer|slower)\b)[a-z]",
         '"is not a"',
     ),
     "kill": (r"\bkill(s|ed|ing)?\b", '"interruption"'),
