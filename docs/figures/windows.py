@@ -1,4 +1,4 @@
-"""The figure of ``docs/warmup.md``: what moves the particles during warmup, and when warmup adapts what.
+"""The figure of ``docs/warmup.md``: what moves the particles during warmup, and when warmup learns what.
 
 All times come from the package's own windows. Writes ``docs/_static/warmup-windows.png``.
 """
@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 import matplotlib.pyplot as plt
 from PIL import Image
 
-from numpyro_repulsion.moves import Basins
+from numpyro_repulsion.moves import basins
 from numpyro_repulsion.warmup import Timetable, Window
 from numpyro_repulsion.warmup.windows import ENDS
 
@@ -47,8 +47,8 @@ def movements(axes, usual, prolonged):
         (max(ends(of, lambda x: x.was_arrival)), max(ends(of, lambda x: x.is_adapting))) for of in (usual, prolonged)
     )
     sampler = [
-        (frozen, PALE_BLUE, "the sampler; preconditioner changes"),
-        (NUM_WARMUP, PALE_GREEN, "the sampler; preconditioner is frozen"),
+        (frozen, PALE_BLUE, "the sampler; scales change"),
+        (NUM_WARMUP, PALE_GREEN, "the sampler; scales are frozen"),
     ]
     cases = (
         ("all rows", usual, [(arrived, PALE_ORANGE, "Metropolis steps"), *sampler]),
@@ -72,7 +72,7 @@ def movements(axes, usual, prolonged):
             start = end
         ticks = ends(of)
         if of is prolonged:
-            # The initial phase is extended at its end; until then windows end as usual.
+            # The arrival is prolonged at its end; until then windows end as usual.
             ticks = [end for end in ends(usual) if end <= arrived] + [end for end in ticks if end > arrived]
         axes.vlines(ticks, y - 0.45, y - 0.31, color=INK, lw=1)
         axes.text(-12, y, name, ha="right", va="center", fontsize=9, color=INK)
@@ -82,11 +82,11 @@ def movements(axes, usual, prolonged):
 
 
 def lessons(axes, of):
-    """Draw when warmup changes what it learns, if the initial phase is not extended."""
+    """Draw when warmup changes what it learns, if the arrival is not prolonged."""
     moves = ends(of, lambda x: x.moves_references)
     arrived, frozen = min(moves), max(moves)
     rescues = [x for x in of if x.finds_lost and x.may_rescue]
-    begins, stops = (share * NUM_WARMUP for share in Basins.span)
+    begins, stops = (share * NUM_WARMUP for share in (basins.BEGINNING, basins.END))
     # (name, in both cases, with all rows only, with minibatches only, bars)
     rows = (
         (
@@ -97,7 +97,7 @@ def lessons(axes, of):
             [],
         ),
         (
-            "preconditioner",
+            "scales",
             ends(of, lambda x: x.is_adapting and x.whitens),
             ends(of, lambda x: x.is_adapting and not x.whitens),
             [],
@@ -110,10 +110,10 @@ def lessons(axes, of):
             [],
             [],
         ),
-        ("control-variate reference", [], [], moves, []),
+        ("reference of control variates", [], [], moves, []),
         ("bandwidth", ends(of, lambda x: not x.is_adapting), [], [], [(arrived, frozen)]),
         ("step size", ends(of, lambda x: x.has_arrived), [], [], []),
-        ("jumps between modes", [], [stops], [], [(begins, stops)]),
+        ("jumps between basins", [], [stops], [], [(begins, stops)]),
     )
     markers = (
         ("o", BLUE, "with all rows and with minibatches"),
@@ -137,7 +137,7 @@ def lessons(axes, of):
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.37, -0.24), ncol=4, fontsize=9, frameon=False)
     axes.set(xlim=(0, NUM_WARMUP), ylim=(0.6 - len(rows), 0.6), yticks=[])
     axes.set_xlabel(f"iterations done, for num_warmup={NUM_WARMUP}", fontsize=9, color=INK)
-    title(axes, "When warmup adapts what (without an extended initial phase)")
+    title(axes, "When warmup learns what (without a prolonged arrival)")
     axes.tick_params(labelsize=9)
     axes.spines[["top", "left", "right"]].set_visible(False)
 
