@@ -52,10 +52,7 @@ OPENINGS = re.compile(r"(Of|Where|Wherever|Whatever|What|Not \w+ed (is|are))\b")
 
 #: (page, name): why it may stand there.
 EXCEPTIONS = {
-    ("docs/contributing.md", "cloud"): "the class `Cloud`, for those who read the code",
-    ("docs/contributing.md", "arrival"): "the module `arrival`, for those who read the code",
     ("notebooks/06_flights.ipynb", "arrival"): "that of a flight",
-    ("notebooks/13_own_parts.ipynb", "cloud"): "the class `Cloud`, which a dynamics takes and returns",
 }
 #: A page of terms lists those that are not used, too.
 LEFT_OUT = ("docs/glossary.md",)
