@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from words import EXCEPTIONS, LEFT_OUT, private_words
 
 from numpyro.infer import MCMC
 
@@ -147,3 +148,52 @@ def test_links_lead_somewhere(page):
         assert target.exists(), f"{page.name} leads to {link}, and no such file is there."
         if anchor:
             assert anchor in anchors(target), f"{page.name} leads to {link}, and no such heading is there."
+
+
+#: All that is written for users; docs/notebooks holds copies.
+GENERATED = ("_build", "notebooks")
+PROSE = [
+    "README.md",
+    *(
+        str(page.relative_to(ROOT))
+        for page in sorted(DOCS.rglob("*.md"))
+        if page.relative_to(DOCS).parts[0] not in GENERATED
+    ),
+    *NOTEBOOKS,
+]
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_pages_write_the_words_of_the_field(page):
+    found = private_words(page, markdown(ROOT / page))
+    assert not found, f"{page} has {len(found)} places to write otherwise (tests/words.py):\n" + "\n".join(found)
+
+
+def test_private_words_are_found_in_prose_alone():
+    page = """
+# A cloud
+
+(arrival)=
+The posterior of `cloud` is no
+sampler, and $\\text{cloud}$ has not. See [here](https://cloud.example/basin).
+
+```python
+cloud = "basin"
+```
+
+```{note}
+Of draws, 5 % are worth four draws.
+```
+
+| cloud | What it is |
+"""
+    names = [found.split(":")[0] for found in private_words("page", page)]
+    assert sorted(names) == ["cloud", "cloud", "has not", "is no", "opening", "percent", "worth"]
+    assert not private_words("page", "What is it? There is no bias. It has not mixed: 5% of draws are no longer alike.")
+    assert not private_words(LEFT_OUT[0], page)
+
+
+@pytest.mark.parametrize(("page", "name"), EXCEPTIONS)
+def test_exceptions_are_needed(page, name):
+    found = private_words("elsewhere", markdown(ROOT / page))
+    assert any(place.startswith(f"{name}:") for place in found)
