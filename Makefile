@@ -68,13 +68,14 @@ docs: notebooks
 notebooks: $(VENV)/.with-docs
 	$(BIN)/python docs/execute.py
 
-figures: $(VENV)/.with-demo
+figures: $(VENV)/.with-docs
 	$(BIN)/python docs/figures/particles.py
 	$(BIN)/python docs/figures/pictures.py
 	$(BIN)/python docs/figures/house.py
 	$(BIN)/python docs/figures/windows.py
 	$(BIN)/python docs/figures/noise.py
 	$(BIN)/python docs/figures/diagnostics.py
+	$(BIN)/python docs/figures/against_nuts.py
 
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py

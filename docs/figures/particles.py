@@ -1,7 +1,7 @@
 """Why the noise matters: 20 particles on a Gaussian, moved by SVGD and by SGLD with repulsion.
 
 Both push the particles apart; only SGLD+R also adds the noise that makes the posterior stationary. Prints the
-variances and writes ``docs/_static/particles.png``, the picture in the README.
+variances and writes ``docs/_static/particles.png``.
 """
 
 from __future__ import annotations
