@@ -23,7 +23,7 @@ from benchmarks.problems.real import PROBLEMS, flights_rows, reference
 from numpyro_repulsion import SGLD, summary
 
 OUTPUT = Path(__file__).parents[1] / "_static" / "against-nuts.png"
-GREY, BLUE = "#8a8a8a", "#33659c"
+GREY, BLUE = "#8a8a8a", "#0072B2"
 PANELS = {"hour": "scheduled hour of departure", "month": "month", "carrier": "airline"}
 
 
@@ -69,8 +69,8 @@ def main():
         axis.set_xlabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("effect on the log odds\nof a late arrival")
-    for y, text, color in ((0.93, "NUTS, all rows", GREY), (0.84, "SGLD, 500 rows per update", BLUE)):
-        axes[0].text(0.03, y, text, color=color, transform=axes[0].transAxes, fontweight="bold", fontsize=9)
+    for y, text, color in ((0.13, "NUTS, all rows", GREY), (0.04, "SGLD, 500 rows per update", BLUE)):
+        axes[0].text(0.36, y, text, color=color, transform=axes[0].transAxes, fontweight="bold", fontsize=8.5)
     figure.savefig(OUTPUT, dpi=200)
 
 
