@@ -72,7 +72,7 @@ notebooks: $(VENV)/.with-docs
 store-notebooks: $(VENV)/.with-docs
 	$(BIN)/python docs/execute.py --store
 
-figures: $(VENV)/.with-demo
+figures: $(VENV)/.with-docs
 	$(BIN)/python docs/figures/benchmarks.py
 	$(BIN)/python docs/figures/particles.py
 	$(BIN)/python docs/figures/pictures.py
@@ -83,6 +83,7 @@ figures: $(VENV)/.with-demo
 	$(BIN)/python docs/figures/zero_sum.py
 	$(BIN)/python docs/figures/bias.py
 	$(BIN)/python docs/figures/crossover.py
+	$(BIN)/python docs/figures/against_nuts.py
 
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py

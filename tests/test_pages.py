@@ -36,8 +36,8 @@ def test_readme_runs_and_mixes(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     scope: dict = {}
     exec(code, scope)
-    assert scope["data"]["posterior"]["beta"].shape == (20, 1000, 3)
-    assert "have not mixed" not in capsys.readouterr().out
+    assert scope["mcmc"].get_samples(group_by_chain=True)["slope"].shape == (20, 500, 5)
+    assert "No problems found" in capsys.readouterr().out
 
 
 def code_of(name):

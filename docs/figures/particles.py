@@ -1,7 +1,7 @@
 """Why the noise matters: 20 particles on a Gaussian, moved by SVGD and by SGLDR.
 
 Both push the particles apart; only SGLDR also adds the noise that makes the posterior stationary. Prints the
-variances and writes ``docs/_static/particles.png``, the picture in the README.
+variances and writes ``docs/_static/particles.png``.
 """
 
 from __future__ import annotations
