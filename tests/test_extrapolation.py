@@ -219,7 +219,7 @@ def test_misuse_is_refused(monkeypatch):
         extrapolate(mcmc)
     mcmc.sampler = plain
     monkeypatch.setattr(bias, "predict_bias", lambda *_: (3.1, 0.0))
-    with pytest.raises(ValueError, match="more than 300 % too large by estimate.*Run with a tenth of `step_size`"):
+    with pytest.raises(ValueError, match="more than 300% too large by estimate.*Run with a tenth of `step_size`"):
         extrapolate(mcmc)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="the function returns nothing"):
@@ -236,7 +236,7 @@ def test_misuse_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="`levels` must be"):
         extrapolate(mcmc, levels=0)
     mcmc._states["z"] = mcmc._states["z"][:, :3]
-    with pytest.raises(ValueError, match="four draws of each particle or more; the run has 3"):
+    with pytest.raises(ValueError, match="at least four draws of each particle; the run has 3"):
         extrapolate(mcmc)
 
 

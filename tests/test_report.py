@@ -109,7 +109,7 @@ def test_summary_counts_divergences(capsys):
     flagged = data["posterior"].attrs["num_flagged_updates"]
     assert flagged == int(mcmc.last_state.num_flagged_updates) > 0
     said = capsys.readouterr().out
-    assert f"[error] flagged_updates: {flagged} updates were rejected (not finite), turned back" in said
+    assert f"[error] flagged_updates: {flagged} updates were rejected as not finite, reversed" in said
     # Of a step that is too long nothing is said twice.
     assert said.count("Divide `step_size`") == 1 and 'The likely cause is "step_bias"' in said
 
@@ -155,7 +155,7 @@ def test_summary_knows_other_data_than_those_of_the_warmup(size, gradient, capsy
     for source in (mcmc, to_inference_data(mcmc)):
         summary(source)
         said = capsys.readouterr().out
-        assert "This run has other data than its warmup" in said and "Warm up on these data, unless both" in said
+        assert "The data changed after warmup" in said and "Warm up on these data, unless the two" in said
         assert "BiasBudget" not in said and "% of a posterior sd" not in said
         assert ("step_bias" in said) == (source is mcmc)
         # It is the cause of all the rest, and comes first.
@@ -228,10 +228,10 @@ def test_no_bias_is_promised_where_many_updates_are_flagged(mcmc, capsys):
 
     before = dict(data["posterior"].attrs)
     text = say({"num_flagged_updates": 1, "share_flagged": 1e-4})
-    assert "at most 1.5 %" in text and "[note] flagged_updates: 1 update was rejected" in text
-    assert "0.01 % of all updates. So few hardly matter.\n" in text
+    assert "at most 1.5%" in text and "[note] flagged_updates: 1 update was rejected" in text
+    assert "gradient. The effect on estimates is negligible.\n" in text
     text = say({"num_flagged_updates": 100, "share_flagged": 0.01})
-    assert "(far too long), 1 % of all updates, so the step-size bias is unknown." in text and "at most" not in text
+    assert "gradient, so the step-size bias is unknown." in text and "at most" not in text
 
 
 # Findings, of pretended runs
@@ -280,21 +280,21 @@ def test_a_run_without_problems_has_no_findings():
     found = diagnosis_of(None, pretend())
     assert not found and len(found) == 0 and list(found) == []
     assert str(found) == (
-        "SGLD: 6 particles in 1 ensemble, 10 updates of size 0.01 (measured in warmup) per draw, step-size bias at "
-        "most 1.5 % of a posterior sd.\nNo problems found."
+        "SGLD: 6 particles in 1 ensemble, 10 updates of size 0.01 (adapted in warmup) per draw, step-size bias at "
+        "most 1.5% of a posterior sd.\nNo problems found."
     )
-    assert "below 0.1 % of a posterior sd" in str(diagnosis_of(None, pretend(step_size_bias=1e-5)))
+    assert "below 0.1% of a posterior sd" in str(diagnosis_of(None, pretend(step_size_bias=1e-5)))
 
 
 SAID = {
-    ("not_mixed", None): ["R-hat is ", "Take the kernel SGHMC, or raise `num_steps`"],
+    ("not_mixed", None): ["R-hat is ", "Use the kernel SGHMC, or raise `num_steps`"],
     ("separate_modes", 2.0): [
-        "For 2 of 2 quantities particles move but stay apart",
+        "For 2 of 2 quantities particles explore separate regions",
         "standard errors are unknown. Order",
     ],
     ("short_run", 2.0): ["For 2 of 2 quantities the run is short compared with the mixing time"],
-    ("short_run", 1.0): ["1 draw of each particle cannot tell"],
-    ("short_run", 3.0): ["3 draws of each particle cannot tell"],
+    ("short_run", 1.0): ["Each particle has only 1 draw, too few"],
+    ("short_run", 3.0): ["Each particle has only 3 draws, too few"],
 }
 
 
@@ -475,7 +475,7 @@ def test_of_an_optimizer_only_its_nature_is_noted(capsys):
     summary(mcmc)
     said = capsys.readouterr().out
     assert (
-        "No problems found.\n- [note] optimizer: This is an optimizer, not a sampler: its last cloud of 6 points"
+        "No problems found.\n- [note] optimizer: This is an optimizer, not a sampler: the spread of its 6 particles"
         in said
     )
     assert not diagnose(mcmc) and "posterior sd" not in said

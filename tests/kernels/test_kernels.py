@@ -390,7 +390,7 @@ def test_second_run_compiles_nothing_of_ours(data, monkeypatch, caplog, capsys):
         caplog.clear()
         mcmc.run(random.key(1), *data)
     assert compiled(caplog, "_on_arrays") == compiled(caplog, "_body_fn") == 0
-    assert "10 updates of size 1.00e-03" in capsys.readouterr().err
+    assert "10 steps/draw, ε = 0.001" in capsys.readouterr().err
 
 
 def test_model_that_needs_the_values_of_its_arguments():
@@ -620,7 +620,7 @@ ONES = {"x": jnp.ones((6, 2)), "s": jnp.ones(6)}
         (sgldr(), {}, ONES | {"x": jnp.ones((6, 3))}, "of shapes .*.6, 2.*got .*.6, 3."),
         (sgldr(), {}, ONES | {"x": jnp.ones((5, 2))}, "a leading axis of 6|leading dimension"),
         (sgldr(), {}, jnp.ones((6, 3)), "must be a dictionary with the latent sites"),
-        (sgldr(step_size="auto"), {"num_warmup": 0}, None, "num_warmup=0 no step size can be measured; give `step_s"),
+        (sgldr(step_size="auto"), {"num_warmup": 0}, None, "num_warmup=0 the step size cannot be adapted; give `st"),
         # Interactions and functions of one's own.
         (sgldr(interaction=Distance()), {}, None, "not positive definite on the starting particles"),
         (sgldr(interaction=Undetermined()), {}, None, "not finite on the starting particles.*differentiable where"),
