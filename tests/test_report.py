@@ -50,12 +50,16 @@ def data(logistic_run):
 
 
 @pytest.mark.parametrize("from_data", [False, True])
-def test_summary(mcmc, data, from_data, capsys):
+def test_summary(mcmc, data, from_data, capsys, caplog):
     table = summary(data if from_data else mcmc, var_names=["beta", "total"])
-    assert len(table) == 4
-    text = capsys.readouterr().out
+    assert len(table) == 4 and table.diagnosis == diagnose(data if from_data else mcmc)
+    text = str(table)
     assert text.startswith("SGLDR: 6 particles in 2 ensembles, 10 updates of size 0.001 per draw")
-    assert text == f"{diagnose(data if from_data else mcmc)}\n" and "flagged_updates" not in text
+    assert text.startswith(str(table.diagnosis)) and text.endswith(table.to_string()) and "flagged_updates" not in text
+    # A script that shows no table is told of problems, once and by name; nothing else is printed.
+    assert capsys.readouterr().out == ""
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("summary found 1 problem: not_mixed (error).") and table.diagnosis[0].name == "not_mixed"
 
 
 def test_summary_is_of_ensembles(mcmc, data):
@@ -100,15 +104,14 @@ def test_rows_of_a_summary_find_their_variables():
     assert [_variable(row, names) for row in rows] == ["z", "z", "z[a]", "z[a]", "z[a].b"]
 
 
-def test_summary_counts_divergences(capsys):
+def test_summary_counts_divergences():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         mcmc = run(SGLD(potential_fn=lambda z: jnp.sum(z**4), step_size=3.0), num_samples=9, num_chains=6)
         data = to_inference_data(mcmc)
-        summary(mcmc)
+        said = str(summary(mcmc))
     flagged = data["posterior"].attrs["num_flagged_updates"]
     assert flagged == int(mcmc.last_state.num_flagged_updates) > 0
-    said = capsys.readouterr().out
     assert f"[error] flagged_updates: {flagged} updates were rejected as not finite, reversed" in said
     # Of a step that is too long nothing is said twice.
     assert said.count("Divide `step_size`") == 1 and 'The likely cause is "step_bias"' in said
@@ -139,7 +142,7 @@ def rows_in_a_plate(subsample_size):
 @pytest.mark.parametrize(
     ("size", "gradient"), [(40, "auto"), pytest.param(8, ControlVariates(), marks=pytest.mark.slow)]
 )
-def test_summary_knows_other_data_than_those_of_the_warmup(size, gradient, capsys):
+def test_summary_knows_other_data_than_those_of_the_warmup(size, gradient):
     mcmc = made(SGLD(rows_in_a_plate(size), gradient=gradient), num_warmup=60, num_samples=40, num_chains=6)
     x = X[:, :2]
     mcmc.warmup(random.key(0), x, Y)
@@ -148,13 +151,11 @@ def test_summary_knows_other_data_than_those_of_the_warmup(size, gradient, capsy
     data = to_inference_data(mcmc)
     assert data["posterior"].attrs["other_data"] == "false"
     assert np.isfinite(data["posterior"].attrs["step_size_bias"])
-    summary(mcmc)
-    assert "other data" not in capsys.readouterr().out
+    assert "data changed" not in str(summary(mcmc))
     mcmc.post_warmup_state = state
     mcmc.run(random.key(1), x, Y, 30.0)
     for source in (mcmc, to_inference_data(mcmc)):
-        summary(source)
-        said = capsys.readouterr().out
+        said = str(summary(source))
         assert "The data changed after warmup" in said and "Warm up on these data, unless the two" in said
         assert "BiasBudget" not in said and "% of a posterior sd" not in said
         assert ("step_bias" in said) == (source is mcmc)
@@ -218,20 +219,23 @@ def test_another_rounding_is_no_other_data(is_model):
         assert has_other_data(mcmc)
 
 
-def test_no_bias_is_promised_where_many_updates_are_flagged(mcmc, capsys):
+def test_no_bias_is_promised_where_many_updates_are_flagged(mcmc):
     data = to_inference_data(mcmc)  # of its own, to be written to
 
     def say(share):
         data["posterior"].attrs.update(before | {"step_size_measured": "true", "step_size_bias": 0.03, **share})
-        summary(data)
-        return capsys.readouterr().out
+        return str(summary(data))
 
     before = dict(data["posterior"].attrs)
     text = say({"num_flagged_updates": 1, "share_flagged": 1e-4})
-    assert "at most 1.5%" in text and "[note] flagged_updates: 1 update was rejected" in text
+    assert "at most 1.5%" in text and "[note] flagged_updates: 1 update (0.01% of all updates) was rejected" in text
     assert "gradient. The effect on estimates is negligible.\n" in text
     text = say({"num_flagged_updates": 100, "share_flagged": 0.01})
-    assert "gradient, so the step-size bias is unknown." in text and "at most" not in text
+    assert (
+        "100 updates (1% of all updates) were" in text
+        and "gradient, so the step-size bias is unknown." in text
+        and "at most" not in text
+    )
 
 
 # Findings, of pretended runs
@@ -470,10 +474,10 @@ def test_a_diagnosis_is_a_sequence():
             old in Diagnosis([])  # noqa: B015
 
 
-def test_of_an_optimizer_only_its_nature_is_noted(capsys):
+def test_of_an_optimizer_only_its_nature_is_noted(caplog):
     mcmc = run(SVGD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), num_samples=5, num_chains=6)
-    summary(mcmc)
-    said = capsys.readouterr().out
+    said = str(summary(mcmc))
+    assert not caplog.records
     assert (
         "No problems found.\n- [note] optimizer: This is an optimizer, not a sampler: the spread of its 6 particles"
         in said
