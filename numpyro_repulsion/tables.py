@@ -64,6 +64,6 @@ def _empty(plain):
 
 def with_findings(table: Any, diagnosis: Diagnosis) -> Any:
     """Return a data frame that shows the findings about its run above its rows, and is the same otherwise."""
-    shown = _class_over(type(table))(table).__finalize__(table)
+    shown = _class_over(type(table))(table).__finalize__(table)  # type: ignore[arg-type]
     shown.diagnosis = diagnosis
     return shown

@@ -112,7 +112,8 @@ def test_summary_counts_divergences():
         said = str(summary(mcmc))
     flagged = data["posterior"].attrs["num_flagged_updates"]
     assert flagged == int(mcmc.last_state.num_flagged_updates) > 0
-    assert f"[error] flagged_updates: {flagged} updates were rejected as not finite, reversed" in said
+    assert f"[error] flagged_updates: {flagged} updates (" in said
+    assert "% of all updates) were rejected as not finite, reversed after" in said
     # Of a step that is too long nothing is said twice.
     assert said.count("Divide `step_size`") == 1 and 'The likely cause is "step_bias"' in said
 
