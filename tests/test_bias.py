@@ -125,10 +125,10 @@ def test_of_a_schedule_the_longest_step_counts():
 def test_what_has_no_figure():
     """A step near the limit of stability; the error of a segment that is too short."""
     assert "more than 300% too large by estimate, and the step may be unstable." in str(StepBias(1.0, 999.0, 0.0))
-    assert "at most about 299.0 %" in str(StepBias(1.0, 2.99, 0.0))
+    assert "at most about 299.0%" in str(StepBias(1.0, 2.99, 0.0))
 
     text = str(StepBias(0.1, 0.05, 0.0, 0.02, float("nan")))
-    assert text.endswith("2.0 % on average, as observed, with unknown precision: take a longer segment (num_samples).")
+    assert text.endswith("2.0% on average, as observed, with unknown precision: raise `num_samples`.")
     assert "nan" not in text
 
 

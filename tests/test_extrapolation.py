@@ -212,7 +212,7 @@ def test_misuse_is_refused(monkeypatch):
     mcmc = run(euler(), num_samples=4)
     plain = mcmc.sampler
     mcmc.sampler = SGLD(potential_fn=gaussian, step_size=Cyclical(0.4, length=10))
-    with pytest.raises(ValueError, match="that of no step size"):
+    with pytest.raises(ValueError, match="no single step size to extrapolate"):
         extrapolate(mcmc)
     mcmc.sampler = SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent(), moves=Archive())
     with pytest.raises(ValueError, match="Jumps by `moves` are exact for any step size"):

@@ -412,7 +412,7 @@ def test_torn_files_are_recognized(tmp_path):
         tale = told()
         damage(tale.path / newest, position)
         try:  # Some bytes of a zip file mean nothing.
-            with pytest.warns(UserWarning, match="is damaged; the run continues from iteration 8"):
+            with pytest.warns(UserWarning, match="is damaged. The run continues from iteration 8"):
                 tale.go()
             recognized += 1
         except pytest.fail.Exception:
@@ -420,7 +420,7 @@ def test_torn_files_are_recognized(tmp_path):
     assert recognized > len(positions) / 2
     tale = told()
     damage(tale.path / "draws" / "X_y.npy", -1)
-    with pytest.warns(UserWarning, match="is damaged; the run continues from iteration 8"):
+    with pytest.warns(UserWarning, match="is damaged. The run continues from iteration 8"):
         tale.go()
     for name in ("state-0.npz", "state-1.npz"):
         damage(tale.path / name, None)

@@ -114,7 +114,7 @@ def at(center, model=regular, beta=BETA, **settings):
 def test_a_center_that_is_no_minimum(pretended):
     mcmc = pretended(at({"w": BEST + 1.0}), X, Y)
     mcmc._states["z"]["w"] = BEST + 0.05 * mcmc._states["z"]["w"]
-    with pytest.warns(UserWarning, match="center is not a minimum of the loss.*Train on"):
+    with pytest.warns(UserWarning, match="center is not a minimum of the loss.*Train until"):
         assert llc(mcmc).value < -1.0
 
 

@@ -236,7 +236,7 @@ def test_discrete_sites():
         (CENTER | {"nu": 1.0}, {}, ValueError, "names \\['nu'\\], which are not latent sites.*It has \\['mu', 'sigma'"),
         (CENTER | {"y": Y}, {}, ValueError, "names \\['y'\\]"),
         (CENTER | {"mu": 0.5}, {}, ValueError, "has the shape \\(2,\\), and its value in `center` has \\(\\)"),
-        (CENTER | {"sigma": -0.4}, {}, ValueError, "'sigma'.*outside the site's support.*not the unconstrained"),
+        (CENTER | {"sigma": -0.4}, {}, ValueError, "'sigma'.*outside the site's support.*Give the constrained"),
         (CENTER, {"factors": ["f"]}, ValueError, "the model has no factors"),
     ],
 )

@@ -436,7 +436,7 @@ def test_run_inside_jit(data):
     inside = jax.jit(lambda key: run(key, **given))(random.key(0))
     np.testing.assert_allclose(inside, run(random.key(0), **given), rtol=1e-4, atol=1e-5)
     # What is learned is learned by programs that choose how they are compiled.
-    with raises("was started within one: use MCMC.*call kernel.init outside of jax.jit"):
+    with raises("was started within one. Use MCMC.*call kernel.init outside of jax.jit"):
         jax.jit(run)(random.key(0))
 
 
