@@ -101,7 +101,7 @@ def test_one_process_reads_the_results_alone(quick):
         ("more samples", "On process 1, num_samples differs"),
         ("a bar in one process", "On process 1, progress_bar differs"),
         ("more arguments", "On process 1, the kernel or the names of the arguments differ"),
-        ("alone with parts", "in parts in several processes. Call this in all processes, inside"),
+        ("alone with parts", "divided among several processes. Call this in all processes, inside"),
         ("odd number of rows", "798 rows of an array cannot be shared equally by 4 devices"),
     ],
 )

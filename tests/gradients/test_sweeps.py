@@ -296,7 +296,7 @@ def test_warmup_chooses_between_sweeps_and_control_variates():
 
 def test_thermostats_are_refused():
     for kernel in (SGNHT, SGNHTR):
-        with pytest.raises(ValueError, match="Thermostat would count it as heat"):
+        with pytest.raises(ValueError, match="Thermostat would misread it as temperature"):
             kernel(model, gradient=Sweeps())
 
 
