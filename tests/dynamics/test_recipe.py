@@ -217,7 +217,7 @@ def identity(x):
         (lambda: run(Recipe(lambda x: jnp.eye(2))), ValueError, r"of shape \(16, 16\); got shape \(2, 2\)"),
         (lambda: run(Recipe(identity, identity)), ValueError, r"`Q` must be skew-symmetric; Q \+ Q.T has entries up"),
         (lambda: run(Recipe(identity), SGLDR), ValueError, "contains the interaction in D and Q"),
-        (lambda: run(Recipe(identity), step_size=None), ValueError, "cannot adapt the step size of.*; give `step_size`"),
+        (lambda: run(Recipe(identity), step_size=None), ValueError, "cannot adapt the step size of.*; give `step_"),
         (lambda: Recipe(3), TypeError, "`D` must be a function"),
         (lambda: Recipe(identity, 3), TypeError, "`Q` must be a function"),
         (lambda: Recipe(identity, extra=-1), ValueError, "`extra` must be a number of coordinates"),
