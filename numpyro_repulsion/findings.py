@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from html import escape
 import json
 import math
+import re
 from typing import NamedTuple
 
 #: From harmless to serious.
@@ -151,9 +152,14 @@ class Diagnosis(tuple[Finding, ...]):
             color = f'style="color: {colors[finding.severity]}; font-weight: bold"'
             cells = (finding.name, figure, finding.message, finding.remedy)
             rows += f"<tr><td {color}>{escape(finding.severity)}</td>"
-            rows += "".join(f"<td {left}>{escape(cell)}</td>" for cell in cells) + "</tr>"
+            rows += "".join(f"<td {left}>{_with_code(cell)}</td>" for cell in cells) + "</tr>"
         titles = "".join(f"<th {left}>{title}</th>" for title in ("Severity", "Finding", "Value", "Message", "Remedy"))
         return f"{text}<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _with_code(text: str) -> str:
+    """Return HTML of a sentence, with what stands in backticks as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = False) -> Finding:

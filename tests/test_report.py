@@ -454,9 +454,9 @@ def test_findings_survive_json_and_files(tmp_path, data):
 
 
 def test_html_is_escaped():
-    found = Diagnosis([Finding("<b>", "error", 2.0, "1 < 2 & so on", 'set x="<i>"')], "A <run>")
+    found = Diagnosis([Finding("<b>", "error", 2.0, "1 < 2 & so on", 'set `x="<i>"`')], "A <run>")
     text = found._repr_html_()
-    for piece in ("A &lt;run&gt;", "&lt;b&gt;", "1 &lt; 2 &amp; so on", "x=&quot;&lt;i&gt;&quot;", ">2<"):
+    for piece in ("A &lt;run&gt;", "&lt;b&gt;", "1 &lt; 2 &amp; so on", "<code>x=&quot;&lt;i&gt;&quot;</code><", ">2<"):
         assert piece in text
     assert "<b>" not in text and "<i>" not in text and "No problems" not in text
     assert Diagnosis([])._repr_html_() == "<p>No problems found.</p>"
