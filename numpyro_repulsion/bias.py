@@ -69,7 +69,7 @@ class StepBias(NamedTuple):
 
         >>> from numpyro_repulsion.bias import StepBias
         >>> print(StepBias(step_size=0.1, predicted=0.053, predicted_noise=0.01))
-        Step size 0.1: variances at most about 5.3 % too large by estimate (1.0 % from gradient noise).
+        Step size 0.1: variances at most about 5.3% too large by estimate (1.0% from gradient noise).
     """
 
     step_size: float

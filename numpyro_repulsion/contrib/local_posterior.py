@@ -270,7 +270,7 @@ class LearningCoefficient(NamedTuple):
 
         >>> from numpyro_repulsion.contrib import LearningCoefficient
         >>> LearningCoefficient(2.04, 0.051, 812.0, 500, 0.161, 712.9, 700.2, 4000)
-        LearningCoefficient(2.04 ± 0.051; n = 500, β = 0.161, 812 effective draws)
+        LearningCoefficient(2.04 ± 0.051; n = 500, β = 0.161, ESS 812)
     """
 
     value: float
