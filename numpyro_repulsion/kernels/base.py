@@ -235,7 +235,8 @@ class ParticleKernel(Settings, MCMCKernel):
     def progress(self, state: ParticleState) -> str:
         """Return the step size in use and the number of flagged updates, in words."""
         count, step_size = int(state.num_flagged_updates), float(np.ravel(state.step_size)[0])
-        return f"{self.num_steps} step{'s' * (self.num_steps > 1)}/draw, ε = {step_size:.3g}" + (f", {count} flagged" if count else "")
+        words = f"{self.num_steps} step{'s' * (self.num_steps > 1)}/draw, ε = {step_size:.3g}"
+        return words + (f", {count} flagged" if count else "")
 
     def warn_of_flagged(self, state: ParticleState, num_flagged_updates: int) -> int:
         """Warn, on the host and once, if many updates were flagged and before only so many; return their number."""
