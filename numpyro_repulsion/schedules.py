@@ -204,14 +204,14 @@ def as_schedule(step_size: float | Schedule | str) -> Schedule:
         schedule, first, least = step_size, step_size(0), 0.0
     else:
         raise TypeError(
-            '`step_size` must be "auto" (measured in warmup), a positive number, or a callable of the update count '
+            '`step_size` must be "auto" (adapted in warmup), a positive number, or a callable of the update count '
             f"such as Polynomial(0.01) or an optax schedule; got {step_size!r}."
         )
     # A traced step, as when several steps are tried at once, has no value yet.
     unknown = isinstance(first, jax.core.Tracer)
     if jnp.shape(first) != () or not (unknown or least <= float(first) < float("inf")):
         raise ValueError(
-            f"`step_size` must be positive and finite; got {first!r}{' at update 0' * callable(step_size)}. Omit it to "
-            "have warmup measure it."
+            f"`step_size` must be positive and finite; got {first!r}{' at update 0' * callable(step_size)}. Omit it "
+            "to adapt it in warmup."
         )
     return schedule

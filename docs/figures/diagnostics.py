@@ -181,8 +181,7 @@ def verdicts():
         args = (Y,) if kernel.model is level else ()
         mcmc = run(kernel, *args, num_warmup=1000, num_samples=1000)
         table = summary(mcmc, round_to=2)
-        if "non-centered" in name:
-            print(table.iloc[:3].to_string())
+        print(table.iloc[:3] if "non-centered" in name else table.diagnosis)
 
 
 def discrepancies():
