@@ -3,10 +3,10 @@
 - *Rates.* Logistic regression, 200,000 rows of 50 covariates (40 MB), 20 particles with minibatches of 500 rows each:
   arrays, and the same data as `Rows` in memory and on disk (in the page cache). Programs run in turns in one process,
   after compilation; a ratio is the median of the rounds' ratios.
-- *Bytes.* What one of four devices receives from the others in one update, read from the compiled program; 16
+- *Bytes.* The bytes that one of four devices receives from the others in one update, read from the compiled program; 16
   particles, 2,100 parameters, so all positions take 134 kB. The devices are virtual.
 - *A large file.* 14 million rows of 36 covariates, 2.0 GB, converted from a stream and fitted with default settings and
-  1.9 GB for everything but mapped files (`RLIMIT_DATA`). The run is killed in its middle and started again.
+  1.9 GB for everything but mapped files (`RLIMIT_DATA`). The run is interrupted in its middle and started again.
 - *First runs.* The same regression with more rows: seconds of a run of 300 + 300 iterations, ten updates each,
   compilation included, and the peak memory of its process, which contains the data once.
 
