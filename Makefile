@@ -7,8 +7,8 @@ WORKERS ?= 2
 # The studies that `make bench` measures, one after another: some are about time.
 STUDIES := mixtures networks gaussian coverage peers growth
 
-.PHONY: help demo test test-full lint mypy docs notebooks figures measured bench bench-pages bench-index house release \
-	hooks clean
+.PHONY: help demo test test-full lint mypy docs notebooks store-notebooks figures measured bench bench-pages bench-index \
+	house release hooks clean
 
 help:
 	@echo "make demo            fit the breast-cancer example; writes demo-output/"
@@ -16,11 +16,12 @@ help:
 	@echo "make test-full       the slow tests too"
 	@echo "make docs            run the notebooks, and build docs/_build/html; warnings are errors"
 	@echo "make notebooks       run the notebooks, leaving them as they are"
+	@echo "make store-notebooks run the notebooks, and store their outputs and thumbnails"
 	@echo "make figures         draw the figures of README and docs again"
 	@echo "make measured        print the tables of the docs again"
-	@echo "make bench           measure docs/results.md; hours, goes on where it was ended; AGAIN=--again begins anew"
+	@echo "make bench           measure the studies of STUDIES; hours, goes on where it was ended; AGAIN=--again begins anew"
 	@echo "make bench-NAME      one study: benchmarks/studies/NAME.py"
-	@echo "make bench-pages     write the pages of results, and the index of benchmarks/README.md, from what is stored"
+	@echo "make bench-pages     write docs/benchmarks and the index of benchmarks/README.md from stored rows"
 	@echo "make house           print the size of the package, tests and benchmarks, and what one update walks through"
 	@echo "make release         build dist/, and try the wheel in fresh environments, with the oldest versions and the newest"
 	@echo "make hooks           install the pre-commit hooks"
@@ -68,13 +69,21 @@ docs: notebooks
 notebooks: $(VENV)/.with-docs
 	$(BIN)/python docs/execute.py
 
-figures: $(VENV)/.with-demo
+store-notebooks: $(VENV)/.with-docs
+	$(BIN)/python docs/execute.py --store
+
+figures: $(VENV)/.with-docs
+	$(BIN)/python docs/figures/benchmarks.py
 	$(BIN)/python docs/figures/particles.py
 	$(BIN)/python docs/figures/pictures.py
 	$(BIN)/python docs/figures/house.py
 	$(BIN)/python docs/figures/windows.py
 	$(BIN)/python docs/figures/noise.py
 	$(BIN)/python docs/figures/diagnostics.py
+	$(BIN)/python docs/figures/zero_sum.py
+	$(BIN)/python docs/figures/bias.py
+	$(BIN)/python docs/figures/crossover.py
+	$(BIN)/python docs/figures/against_nuts.py
 
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py

@@ -1,6 +1,9 @@
 """Sphinx configuration. ``make docs`` builds with warnings as errors."""
 
+import collections
+import importlib.util
 import os
+from pathlib import Path
 import shutil
 
 from sphinx.errors import ExtensionError
@@ -11,7 +14,14 @@ project = "numpyro-repulsion"
 author = copyright = "the numpyro-repulsion developers"
 release = version = numpyro_repulsion.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.mathjax", "sphinx_copybutton"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.doctest",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
 myst_heading_anchors = 3
@@ -26,6 +36,10 @@ nb_merge_streams = True
 
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints = "none"
+# Signatures show defaults as the source has them.
+autodoc_preserve_defaults = True
+autosummary_generate = False
+toc_object_entries_show_parents = "hide"
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(jax|numpyro|collections|Exception|ValueError|TypeError)(\..*)?"),
@@ -38,6 +52,11 @@ html_theme = "furo"
 html_title = "numpyro-repulsion"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+# MathJax in one file, from the package that ships it, so formulas need no network. Without the package, its CDN.
+MATHJAX = "tex-svg.js"
+mathjax = importlib.util.find_spec("sphinx-mathjax-offline")
+if mathjax:
+    mathjax_path = MATHJAX
 
 
 def require_public_names(app, env):
@@ -45,7 +64,7 @@ def require_public_names(app, env):
     documented = env.domains.python_domain.objects
     names = [f"numpyro_repulsion.{name}" for name in numpyro_repulsion.__all__]
     if missing := [name for name in names if name not in documented]:
-        raise ExtensionError(f"Public names that docs/api.md does not document: {', '.join(missing)}.")
+        raise ExtensionError(f"Public names that docs/api does not document: {', '.join(missing)}.")
 
 
 def copy_notebooks(app):
@@ -55,12 +74,28 @@ def copy_notebooks(app):
 
 
 def follow_copies(app, docname, source):
-    """Links between pages and notebooks are written for the repository; here they lead to the copies, and from them."""
-    for here, there in (("](../notebooks/", "](notebooks/"), ("](../docs/", "](../")):
+    """Links between pages and notebooks are written for the repository; here they lead to the copies, and from them.
+
+    A number and its error stay on one line.
+    """
+    for here, there in (("](../notebooks/", "](notebooks/"), ("](../docs/", "](../"), (" ± ", "\u00a0±\u00a0")):
         source[0] = source[0].replace(here, there)
 
 
+def copy_mathjax(app, error):
+    if mathjax and not error and app.builder.format == "html":
+        source = Path(mathjax.origin).parent / "static" / "mathjax" / MATHJAX
+        shutil.copy(source, Path(app.outdir) / "_static" / MATHJAX)
+
+
+def skip_fields(app, what, name, obj, skip, options):
+    """The docstrings of named tuples describe their fields; "Alias for field number 0" adds nothing."""
+    return True if isinstance(obj, collections._tuplegetter) else None
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", skip_fields)
+    app.connect("build-finished", copy_mathjax)
     app.connect("builder-inited", copy_notebooks)
     app.connect("source-read", follow_copies)
     app.connect("env-check-consistency", require_public_names)

@@ -1,4 +1,4 @@
-"""Prints tables of the explanations (recipe, exactness, minibatch noise, repulsion) and of docstrings.
+"""Prints tables of the theory pages (recipe, exactness, minibatch-noise, notes/noise) and of docstrings.
 
 ``make measured`` takes two minutes on two cores.
 """
@@ -110,7 +110,7 @@ def balanced_noise():
     settings = {
         "plain, Euler": {"interaction": Independent(), "dynamics": EULER},
         "plain, averaged over two updates": {"interaction": Independent()},
-        "balanced, averaged over two updates (default)": {},
+        "zero-sum, averaged over two updates (default)": {},
     }
     runs = {name: draws(SGLD(logistic_regression, step_size=0.01, **parts), X, y) for name, parts in settings.items()}
     # The reference: a small step with second-order bias, and all its draws.
@@ -123,7 +123,7 @@ def balanced_noise():
         effective = (1 / error).min()
         worst = np.abs(z.var((0, 1)) / variance - 1).max()
         rows.append([name, f"{effective:,.0f}", f"{worst:.1%}"])
-    header = ["noise", "independent draws that 2,000 updates are worth", "worst error of a variance"]
+    header = ["noise", "ESS of 2,000 updates", "worst error of a variance"]
     table("Logistic regression, ε = 0.01, 20 particles", header, rows)
 
 
@@ -363,7 +363,7 @@ def far_modes():
 
 
 def opposed_noise():
-    """Independent draws that averages are worth, by how noise is shared out: the table of Antithetic's docstring."""
+    """ESS of averages by the kind of noise: the tables of Antithetic's docstring and of the note on noise."""
     functions = {
         "E z": lambda z: z,
         "E z²": lambda z: z**2,
@@ -397,11 +397,11 @@ def opposed_noise():
     for step_size in (0.03, 0.1, 0.3):
         found = [runs(interaction, step_size) for interaction in (Independent(), Balanced(), Antithetic())]
         for k, name in enumerate(functions):
-            worth = (float((each[k][1] / each[k][0].var(0)).mean()) for each in found)
-            rows.append([f"ε = {step_size}, {name}", *(f"{x:,.0f}" for x in worth)])
+            ess = (float((each[k][1] / each[k][0].var(0)).mean()) for each in found)
+            rows.append([f"ε = {step_size}, {name}", *(f"{x:,.0f}" for x in ess)])
     table(
-        "Independent draws that averages of 20 particles over 500 updates are worth",
-        ["", "independent", "balanced", "antithetic"],
+        "ESS of averages of 20 particles over 500 updates",
+        ["", "independent", "zero-sum", "antithetic"],
         rows,
     )
 

@@ -81,7 +81,7 @@ def main():
     print(f"Sampled in {time.perf_counter() - began:.0f} s.\n")
 
     data = to_inference_data(mcmc, coords={"feature": features})
-    print(summary(data).to_string())
+    print(summary(data))
     print(f"\nTest accuracy: {accuracy.mean():.1%} of {len(y_test)} patients.")
     if arguments.nuts:
         nuts = MCMC(NUTS(model), num_warmup=1000, num_samples=4000, num_chains=4, chain_method="vectorized")

@@ -85,7 +85,7 @@ def main():
     samples = mcmc.get_samples()
     seconds = time.perf_counter() - began
     print(f"{len(data['late']):,} flights, 20 particles: {seconds:.0f} s with compilation.\n")
-    print(summary(mcmc, var_names=["intercept", "slope", *(f"scale_{group}" for group in GROUPS)]).to_string())
+    print(summary(mcmc, var_names=["intercept", "slope", *(f"scale_{group}" for group in GROUPS)]))
     draw(samples, levels).savefig(OUTPUT / "flights.png", dpi=120)
     print(f"\nWrote {OUTPUT / 'flights.png'}.")
 

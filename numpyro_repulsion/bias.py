@@ -69,7 +69,7 @@ class StepBias(NamedTuple):
 
         >>> from numpyro_repulsion.bias import StepBias
         >>> print(StepBias(step_size=0.1, predicted=0.053, predicted_noise=0.01))
-        Step size 0.1: variances at most about 5.3 % too large by estimate (1.0 % from gradient noise).
+        Step size 0.1: variances at most about 5.3% too large by estimate (1.0% from gradient noise).
     """
 
     step_size: float
@@ -87,16 +87,16 @@ class StepBias(NamedTuple):
         if np.isnan(self.predicted):
             text += "too large by an unknown amount (there is no estimate for this dynamics)"
         elif self.predicted > MAX_PREDICTED:
-            text += f"more than {100 * MAX_PREDICTED:.0f} % too large by estimate, if it is stable at all"
+            text += f"more than {100 * MAX_PREDICTED:.0f}% too large by estimate, and the step may be unstable"
         else:
-            text += f"at most about {100 * self.predicted:.1f} % too large by estimate "
-            text += f"({100 * self.predicted_noise:.1f} % from gradient noise)"
+            text += f"at most about {100 * self.predicted:.1f}% too large by estimate "
+            text += f"({100 * self.predicted_noise:.1f}% from gradient noise)"
         if self.observed is not None:
-            text += f"; {100 * self.observed:.1f} "
+            text += f"; {100 * self.observed:.1f}"
             if self.observed_error is not None and np.isfinite(self.observed_error):
-                text += f"± {100 * self.observed_error:.1f} % on average, as observed"
+                text += f" ± {100 * self.observed_error:.1f}% on average, as observed"
             else:
-                text += "% on average, as observed, with unknown precision: take a longer segment (num_samples)"
+                text += "% on average, as observed, with unknown precision: raise `num_samples`"
         return text + "."
 
 
@@ -289,21 +289,20 @@ def extrapolate(
     kernel = kernel_of_run(mcmc, "extrapolate")
     if callable(kernel.step_size):
         raise ValueError(
-            "The draws of a schedule come from steps of many sizes, and their mean is that of no step size. Run with a "
+            "A schedule uses steps of many sizes, so there is no single step size to extrapolate from. Run with a "
             "number as `step_size`, or without one."
         )
     if kernel.moves is not None:
         raise ValueError(
-            "Jumps by `moves` are exact for any step size, so the bias of draws does not fall in proportion to a power "
-            "of it. Compare with a run with half the `step_size`."
+            "Jumps by `moves` are exact for any step size, so the bias of draws is not proportional to a power of "
+            "it. Compare with a run with half the `step_size`."
         )
     levels = integer("`levels`", levels)
     predicted, _ = predict_bias(mcmc)
     if predicted > MAX_PREDICTED:
         raise ValueError(
-            f"The step size makes variances more than {100 * MAX_PREDICTED:.0f} % too large by estimate, if it is "
-            "stable at all, and no extrapolation leads from there to a step of size zero. Run with a tenth of "
-            "`step_size`, or without one."
+            f"The step size makes variances more than {100 * MAX_PREDICTED:.0f}% too large by estimate, and may be "
+            "unstable. This step is too large to extrapolate. Run with a tenth of `step_size`, or without one."
         )
     draws, target = mcmc.get_samples(group_by_chain=True), bound_of(mcmc).target
     has_all, function = function is None, function or (lambda draw: draw)
@@ -313,7 +312,7 @@ def extrapolate(
         num_samples = max(8, shape[1] * mcmc.thinning // (9 * (2**levels - 1)))
     num_samples = integer("`num_samples`", num_samples, 8)
     if shape[1] < 4:
-        raise ValueError(f"Standard errors need four draws of each particle or more; the run has {shape[1]}.")
+        raise ValueError(f"Standard errors need at least four draws of each particle; the run has {shape[1]}.")
     # Of both clouds, with what goes before.
     needed = 12 * number * kernel.num_ensembles * num_samples * 2 ** (levels - 1)
     if needed > device_memory() / 4:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from html import escape
 import json
 import math
+import re
 from typing import NamedTuple
 
 #: From harmless to serious.
@@ -67,7 +68,7 @@ class Finding(NamedTuple):
 
     - **name** - a stable identifier, such as ``"funnel"``; :doc:`/findings` lists all of them.
     - **severity** - ``"note"``, ``"warning"`` or ``"error"``.
-    - **figure** - the number behind it, or ``None``.
+    - **figure** - the value that triggered it, or ``None``.
     - **message** - what is wrong, in one sentence.
     - **remedy** - what to do, in one sentence.
 
@@ -151,9 +152,14 @@ class Diagnosis(tuple[Finding, ...]):
             color = f'style="color: {colors[finding.severity]}; font-weight: bold"'
             cells = (finding.name, figure, finding.message, finding.remedy)
             rows += f"<tr><td {color}>{escape(finding.severity)}</td>"
-            rows += "".join(f"<td {left}>{escape(cell)}</td>" for cell in cells) + "</tr>"
-        titles = "".join(f"<th {left}>{title}</th>" for title in ("Severity", "Finding", "Figure", "", "Remedy"))
+            rows += "".join(f"<td {left}>{_with_code(cell)}</td>" for cell in cells) + "</tr>"
+        titles = "".join(f"<th {left}>{title}</th>" for title in ("Severity", "Finding", "Value", "Message", "Remedy"))
         return f"{text}<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _with_code(text: str) -> str:
+    """Return HTML of a sentence, with what stands in backticks as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = False) -> Finding:
@@ -164,17 +170,16 @@ def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = F
     :param is_measured: whether warmup measured the step. A few flagged updates then are those of minibatches with
         unusual rows: a clipped gradient is ten times as long as others, and one in a thousand hardly moves a mean.
     """
-    message = f"{f'{count} updates were' if count > 1 else '1 update was'} rejected (not finite), turned back (far "
-    message += "too much energy) or had a clipped gradient (far too long)"
-    if share > 0:
-        message += f", {100 * share:.{3 if share > 0.095 else 2}g} % of all updates"
+    part = f" ({100 * share:.{3 if share > 0.095 else 2}g}% of all updates)" if share > 0 else ""
+    words = f"{count} updates{part} were" if count > 1 else f"1 update{part} was"
+    message = f"{words} rejected as not finite, reversed after a large gain of energy, or used a clipped gradient"
     remedy = f"{remedy[:1].upper()}{remedy[1:]}, or reparameterize."
     if share > MAX_FLAGGED:
         return Finding(
             "flagged_updates", "error", float(count), f"{message}, so the step-size bias is unknown.", remedy
         )
     if is_measured and share > 0:
-        return Finding("flagged_updates", "note", float(count), f"{message}.", "So few hardly matter.")
+        return Finding("flagged_updates", "note", float(count), f"{message}.", "The effect on estimates is negligible.")
     return Finding("flagged_updates", "warning", float(count), f"{message}.", remedy)
 
 

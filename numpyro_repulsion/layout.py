@@ -50,7 +50,7 @@ def check_mesh(num_particles: int, num_groups: int) -> None:
     if num_groups % count and (num_particles // num_groups) % count:
         groups = f" in {num_groups} ensembles" if num_groups > 1 else ""
         raise ValueError(
-            f"{num_particles} particles{groups} cannot be shared equally by {count} devices. Take a multiple of "
+            f"{num_particles} particles{groups} cannot be shared equally by {count} devices. Use a multiple of "
             f"{count} as the number of chains{', in each ensemble, or as the number of ensembles' if groups else ''}."
         )
 

@@ -349,8 +349,8 @@ def _observed(target, site, drawn, draw):
         inside = [name for name in (*target.latent, *target.discrete) if name not in draw]
         if inside or (found[site]["type"] == "sample" and found[site].get("_control_flow_done")):
             raise ValueError(
-                f"The sites {inside or [site]} are inside a `scan` or `cond`, where their distribution cannot be told "
-                "apart by rows. Use numpyro.infer.Predictive on the model without observations."
+                f"The sites {inside or [site]} are inside a `scan` or `cond`, where their distribution cannot be "
+                "separated by rows. Use numpyro.infer.Predictive on the model without observations."
             )
         if site in drawn or not found[site].get("is_observed"):
             return None

@@ -56,8 +56,8 @@ def agree(values: Mapping[str, str]) -> None:
         names = [name for name, yes in zip(values, different, strict=True) if yes]
         process = int(np.flatnonzero((found != found[0]).any((1, 2)))[0])
         raise ValueError(
-            f"Of process {process}, {', '.join(names)} differ{'s' * (len(names) == 1)} from process 0. All "
-            "processes make one run and need the same; of data, each may have a part of one array, by "
+            f"On process {process}, {', '.join(names)} differ{'s' * (len(names) == 1)} from process 0. All processes "
+            "of a run need the same values; each may have a part of one data array, made by "
             "jax.make_array_from_process_local_data."
         )
 

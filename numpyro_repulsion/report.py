@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+import logging
 from typing import Any, NamedTuple
 import warnings
 
@@ -17,6 +18,9 @@ from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, ensemble_ess, ens
 from numpyro_repulsion.findings import LARGE_BIAS, MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
 from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.kernels import kernel_of_run
+from numpyro_repulsion.tables import with_findings
+
+_log = logging.getLogger(__name__)
 
 #: A scale and the size of its effects are called dependent above this correlation of their logarithms.
 MIN_CORRELATION = 0.7
@@ -35,23 +39,28 @@ OF_ENSEMBLES: dict[str, Callable] = {
 
 
 def summary(run, *, exclude_diverged: bool = False, **kwargs):
-    """Return ArviZ's summary of a run; prints what was run, and the problems found, worst first.
+    """Return ArviZ's summary of a run as a table that shows what was run and the problems found, worst first.
+
+    ``print(summary(mcmc))``, or the last line of a notebook's cell, shows one line about the run, the findings of
+    :func:`~numpyro_repulsion.diagnose` for the variables, chains and draws in the table, and then the table. The table
+    is a pandas DataFrame in all other respects; its attribute ``diagnosis`` has the findings, and ``to_string()`` is
+    the text without them. If a finding is a warning or an error, the logger ``numpyro_repulsion.report`` names it in
+    one line on stderr, so a script that never shows the table does not hide it.
 
     Effective sample sizes and standard errors are those for interacting particles,
     :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, instead of ArviZ's for
     independent chains. ``ess_mean`` takes the place of ArviZ's ``ess_bulk``: the number of independent draws whose mean
-    would be as precise. It exceeds the number of draws where noise cancels between particles, as by default. ``r_hat``
+    would be as precise. It exceeds the number of draws if noise cancels between particles, as by default. ``r_hat``
     compares particles; runs of several ensembles also have a column ``nested_r_hat``.
-    The printed text is :func:`~numpyro_repulsion.diagnose` of the variables, chains and draws in the table.
 
-    For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) the table describes the last cloud, without the
-    columns that need draws of a sampler.
+    For an optimizer (:class:`~numpyro_repulsion.SVGD`) the table describes the last positions of the particles, without
+    the columns that need draws of a sampler.
 
     :param run: an ``MCMC`` that has run with a kernel of this package, or its result from :func:`to_inference_data`.
-    :param exclude_diverged: whether to leave out particles that have left the others or stand still, the chains with
-        the coordinate ``diverged_chains`` of :func:`to_inference_data`.
+    :param exclude_diverged: whether to leave out particles that diverged or stand still, the chains with the coordinate
+        ``diverged_chains`` of :func:`to_inference_data`.
     :param kwargs: passed to ``arviz.summary``.
-    :return: a pandas DataFrame.
+    :return: a pandas DataFrame. Selected rows or columns keep the findings; ``pandas.DataFrame(table)`` has none.
     :raises TypeError: for any other ``run``.
     :raises ValueError: before the run, if there are only draws of warmup, for a ``fmt`` other than ``"wide"``, and if
         ``exclude_diverged`` leaves no particle.
@@ -68,9 +77,14 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
         ...             num_chains=10, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 2)))
         >>> table = summary(mcmc)
-        SGLDR: 10 particles in 1 ensemble, 10 updates of size 0.05 per draw, step-size bias at most ... % of a
+        >>> print(table[["mean", "sd", "ess_mean", "r_hat"]])
+        SGLDR: 10 particles in 1 ensemble, 10 updates of size 0.05 per draw, step-size bias at most ...% of a
         posterior sd.
         No problems found.
+        <BLANKLINE>
+                mean    sd  ess_mean  r_hat
+        z[0] ...
+        z[1] ...
         >>> list(table.index)
         ['z[0]', 'z[1]']
     """
@@ -90,12 +104,15 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
         variables = [_variable(label, posterior) for label in table.index]
         posterior = _part(posterior, variables, kwargs.get("coords") or {})
         _put_ensembles_in(table, variables, posterior, kwargs.get("round_to", 3))
-    print(diagnosis_of(run, posterior))
-    return table
+    diagnosis = diagnosis_of(run, posterior)
+    if problems := [f"{found.name} ({found.severity})" for found in diagnosis if found.severity != "note"]:
+        number = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        _log.warning(f"summary found {number}: {', '.join(problems)}. Print its result or diagnose(mcmc) for details.")
+    return with_findings(table, diagnosis)
 
 
 def diagnose(run) -> Diagnosis:
-    """Return the problems of a run, worst first, as an object for programs; ``summary`` prints the same.
+    """Return the problems of a run, worst first, as an object for programs; the table of ``summary`` shows the same.
 
     It combines what warmup found with what the draws show: R-hat, effective sample sizes, updates that were rejected or
     had a clipped gradient, and the predicted bias of the step size (see :func:`~numpyro_repulsion.step_bias`). The bias
@@ -125,7 +142,7 @@ def diagnose(run) -> Diagnosis:
         >>> found = diagnose(mcmc)
         >>> for finding in found:
         ...     print(finding.name, finding.severity, finding.remedy)
-        not_mixed error Take the kernel SGHMC, or raise `num_steps`, `num_warmup` or `num_samples`, or ...
+        not_mixed error Use the kernel SGHMC, or raise `num_steps`, `num_warmup` or `num_samples`, or ...
         >>> bool(found), "funnel" in found
         (True, False)
     """
@@ -168,8 +185,8 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     sd = None
     if attributes["is_sampler"] != "true":
         message = (
-            f"This is an optimizer, not a sampler: its last cloud of {attributes['num_particles']} points is narrower "
-            "than the posterior."
+            f"This is an optimizer, not a sampler: the spread of its {attributes['num_particles']} particles is "
+            "smaller than that of the posterior."
         )
         findings.append(Finding("optimizer", "note", None, message, "Use SGLDR for draws."))
     elif not is_short:
@@ -203,7 +220,7 @@ def _of_bias(run, attributes):
         remedy = f"raise `subsample_size`, {instead}or {remedy}"
     # Near the limit of stability the size means nothing.
     figure = sd if inflation <= MAX_PREDICTED else None
-    size = f"up to {100 * sd:.0f} % too large" if figure else "more than 100 % too large, if the step is stable at all"
+    size = f"up to {100 * sd:.0f}% too large" if figure else "more than 100% too large, and may be unstable"
     message = f"The step size makes posterior sds {size}, mostly through {'minibatches' if by_noise else 'curvature'}."
     remedy = f"{remedy[:1].upper()}{remedy[1:]}."
     return None, [Finding("step_bias", "error" if is_large else "warning", figure, message, remedy)]
@@ -216,27 +233,28 @@ def _of_strays(posterior):
     names = np.atleast_1d(posterior["chain"].values)[diverged]
     some = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
     message = (
-        f"{len(names)} of {diverged.size} particles (chain {some}) have left the others for places of far higher "
-        "energy, or stand still; all figures include them."
+        f"{len(names)} of {diverged.size} particles (chain {some}) diverged to much higher potential energy or "
+        "stopped moving. All results include them."
     )
-    remedy = "Leave them out by summary(..., exclude_diverged=True), and run again with a shorter step."
+    remedy = "Exclude them by summary(..., exclude_diverged=True), and run again with a smaller step size."
     if diverged.mean() > 0.25:
         message = (
-            f"{len(names)} of {diverged.size} particles (chain {some}) have far higher energies than the others, or "
-            "come from there: they have not arrived at the posterior, or have left it; all figures include them."
+            f"{len(names)} of {diverged.size} particles (chain {some}) are, or were in the run, at much higher "
+            "potential energy than the others: they have not reached the posterior, or have left it. All results "
+            "include them."
         )
         remedy = (
-            "Raise `num_warmup`, or start nearer to the posterior, for example with init_from_guide(guide, params)."
+            "Raise `num_warmup`, or start closer to the posterior, for example with init_from_guide(guide, params)."
         )
     if diverged.all():
         message = (
-            f"All {diverged.size} particles stand still, are not finite, or still come down from far higher energies, "
-            "as from starts far away from where the data are, so the draws are no sample of the posterior."
+            f"All {diverged.size} particles have stopped moving, are not finite, or still descend from much higher "
+            "potential energy, as after starts far from the posterior. The draws are not a sample from the posterior."
         )
         remedy = (
-            "Give priors the scale of the parameters, or start nearer to the posterior, for example with "
-            "init_around(values) or init_strategy=numpyro.infer.init_to_uniform(radius=0.1); and check that the "
-            "density is smooth and proper."
+            "Give priors the scale of the parameters, or start closer to the posterior, for example with "
+            "init_around(values) or init_strategy=numpyro.infer.init_to_uniform(radius=0.1). Check that the density "
+            "is smooth and proper."
         )
     return [Finding("diverged_chains", "error", float(len(names)), message, remedy)]
 
@@ -252,9 +270,9 @@ def _of_widths(posterior):
     if not (wide := int(posterior.attrs.get("num_wide", 0))):
         return []
     message = (
-        f"{wide} of {posterior.attrs['num_particles']} particles stay at far higher energies than the others, in "
-        "surroundings that are so much wider that they may hold as much of the posterior, as in modes of different "
-        "widths, so the weights of the modes are unknown."
+        f"{wide} of {posterior.attrs['num_particles']} particles stay at much higher potential energy than the "
+        "others, in regions so much wider that they may contain as much posterior mass (modes of different widths). "
+        "The weights of the modes are unknown."
     )
     remedy = "Set moves=Archive(), with gradient=FullData() if rows are subsampled, or reparameterize."
     return [Finding("several_basins", "error", float(wide), message, remedy)]
@@ -265,8 +283,10 @@ def _of_draws(posterior):
     import arviz
 
     if (number := posterior.sizes["draw"]) < 4:
-        message = f"{number} draw{'s' * (number > 1)} of each particle cannot tell whether particles have mixed."
-        remedy = "Raise `num_samples`, to 4 and far more."
+        message = (
+            f"Each particle has only {number} draw{'s' * (number > 1)}, too few to tell whether particles have mixed."
+        )
+        remedy = "Raise `num_samples` far above 4."
         return [Finding("short_run", "warning", float(number), message, remedy)]
     reasons = why_unknown(posterior)
     names = np.repeat(list(reasons), [np.size(x) for x in reasons.values()])
@@ -279,10 +299,12 @@ def _of_draws(posterior):
     findings = []
     if stay := int(apart.sum()):
         message = (
-            f"For {stay} of {len(reasons)} quantities particles move but stay apart from each other, as in separate "
-            "modes or label permutations, so effective sample sizes and standard errors are unknown."
+            f"For {stay} of {len(reasons)} quantities particles explore separate regions (distinct modes or label "
+            "permutations), so ESS and standard errors are unknown."
         )
-        remedy = "Order the labels, or set moves=Archive(), with gradient=FullData() if rows are subsampled."
+        remedy = (
+            "Order the labels of a mixture, or set moves=Archive(), with gradient=FullData() if rows are subsampled."
+        )
         findings.append(Finding("separate_modes", "error", float(stay), message, remedy))
     if (slow := ~apart & ~mixed).any():
         worst = int(np.argmax(np.where(slow, r_hat, -np.inf)))
@@ -291,19 +313,19 @@ def _of_draws(posterior):
         is_known = bool((reasons[slow] == KNOWN).all())
         said = "the particles have not mixed."
         if is_known:
-            said = "single particles have not mixed, though standard errors of averages over all of them are known."
+            said = "single particles have not mixed. Standard errors of averages over all particles are still valid."
         # Against the exact gradients of all rows, momenta cost nothing, and they go straight for longer.
         has_momenta = posterior.attrs["algorithm"] not in ("SGLD", "SGLDR")
-        first = "Raise " if has_momenta or posterior.attrs["minibatches"] else "Take the kernel SGHMC, or raise "
+        first = "Raise " if has_momenta or posterior.attrs["minibatches"] else "Use the kernel SGHMC, or raise "
         remedy = f"{first}`num_steps`, `num_warmup` or `num_samples`, or rescale or reparameterize the model."
         figure = float(r_hat[worst]) if np.isfinite(r_hat[worst]) else None
-        message = f"R-hat is {r_hat[worst]:.2f} for {label}, so {said}"
+        message = f"R-hat is {r_hat[worst]:.2f} (above 1.1) for {label}, so {said}"
         findings.append(Finding("not_mixed", "warning" if is_known else "error", figure, message, remedy))
     findings += group_findings(posterior, set(names[apart | ~mixed]))
     if short := int(((reasons == SHORT) & mixed).sum()):
         message = (
-            f"For {short} of {len(reasons)} quantities the run is short compared with the mixing time of the "
-            "particles, so effective sample sizes and standard errors are unknown."
+            f"For {short} of {len(reasons)} quantities the run is short compared with the mixing time, so ESS and "
+            "standard errors are unknown."
         )
         findings.append(Finding("short_run", "warning", float(short), message, "Raise `num_samples` or `num_steps`."))
     return findings
@@ -328,8 +350,8 @@ def group_findings(posterior: Any, slow: Collection[str]) -> list[Finding]:
         worst = min(products, key=lambda pair: pair.correlation)
         names = ", ".join(f"{pair.effects} (with {pair.scale})" for pair in products)
         message = (
-            f"The data determine products of a scale and its effects, not the effects themselves: {names}. Particles "
-            "cannot move along such a ridge."
+            f"The data identify only the products of a scale and its effects, not the effects themselves: {names}. "
+            "Particles hardly move along this ridge."
         )
         remedy = (
             f"Write these effects centered, numpyro.sample({worst.effects!r}, dist.Normal(0, {worst.scale})), and drop "
@@ -339,8 +361,8 @@ def group_findings(posterior: Any, slow: Collection[str]) -> list[Finding]:
     if few:
         worst = max(few, key=lambda pair: pair.correlation)
         message = (
-            f"{worst.effects} has {worst.levels} levels, which hardly determine {worst.scale}: the width of the "
-            "effects varies more than constant scales suit."
+            f"{worst.effects} has only {worst.levels} levels, so {worst.scale} is weakly identified, and no fixed "
+            "preconditioner suits the range of its values."
         )
         remedy = (
             f"Use SGHMC, which moves faster there, give {worst.scale} a prior away from 0 and infinity, or give the "
@@ -372,8 +394,8 @@ def _shifted_scales(posterior, pairs):
     worst = max(large, key=large.__getitem__)
     names = ", ".join(f"{pair.scale} (of {pair.levels:,} {pair.effects})" for pair in large)
     message = (
-        f"A bias of {100 * inflation:.1f} % of each effect's variance adds up over many effects, and may shift the "
-        f"logarithm of their scale by {large[worst]:.1f} of its standard deviations: {names}."
+        f"A bias of {100 * inflation:.1f}% in each effect's variance adds up over many effects. It may shift the "
+        f"logarithm of their scale by {large[worst]:.1f} posterior sds (limit {MAX_SHIFT:g}): {names}."
     )
     budget = max(float(f"{inflation * MAX_SHIFT / large[worst]:.0e}"), 1e-5)
     remedy = f"Raise `subsample_size`, or set step_size=BiasBudget({budget:g}, min_draws=0)."
@@ -424,13 +446,13 @@ def _headline(attributes, sd):
     count, ensembles = int(attributes["num_particles"]), int(attributes["num_ensembles"])
     text = f"{attributes['algorithm']}: {count} particle{'s' * (count > 1)} in {ensembles} "
     text += f"ensemble{'s' * (ensembles > 1)}, {attributes['num_steps']} updates of size {attributes['step_size']:.3g}"
-    text += " (measured in warmup)" * (attributes["step_size_measured"] == "true") + " per draw"
+    text += " (adapted in warmup)" * (attributes["step_size_measured"] == "true") + " per draw"
     # Results that are stored may be older.
     if (order := attributes.get("control_variates", "none")) != "none":
-        text += f", control variates of {order}"
+        text += f", {order.replace(' ', '-')} control variates"
     if sd is not None:
         size = "below 0.1" if sd < 0.0005 else f"at most {100 * sd:.1f}"
-        text += f", step-size bias {size} % of a posterior sd"
+        text += f", step-size bias {size}% of a posterior sd"
     return text + "."
 
 
@@ -443,8 +465,8 @@ def _kept(posterior, coords):
     chosen = [chain for chain in np.atleast_1d(asked.values).tolist() if chain in kept]
     if not chosen:
         raise ValueError(
-            "exclude_diverged=True leaves no particle: all of them have left or stand still. Run again with a shorter "
-            "step."
+            "exclude_diverged=True leaves no particles: all of them diverged or stopped moving. Run again with a "
+            "smaller step size."
         )
     return {**coords, "chain": chosen}
 

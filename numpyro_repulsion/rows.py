@@ -69,9 +69,9 @@ class Contents(NamedTuple):
         if first <= value <= last:
             return ""
         return (
-            f"has the value {value}, and JAX turns {dtype} into {narrow}, which ends at {limit}: it would compute with "
-            "another number and not say so. Number ids from 0, np.unique(x, return_inverse=True)[1]; measure in "
-            'another unit; or enable double precision first, jax.config.update("jax_enable_x64", True).'
+            f"has the value {value}, which JAX would silently change: it converts {dtype} to {narrow}, whose limit is "
+            f"{limit}. Number ids from 0, np.unique(x, return_inverse=True)[1]; use another unit; or enable double "
+            'precision first, jax.config.update("jax_enable_x64", True).'
         )
 
 
@@ -295,13 +295,13 @@ class Rows:
         if (shards := self.shards()) is not None:
             return shards.take(rows)
         if is_spread(self.source) and jax.sharding.get_abstract_mesh().empty:
-            raise ValueError(f"{self!r} lies in parts in several processes. {IN_ALL}")
+            raise ValueError(f"{self!r} is divided among several processes. {IN_ALL}")
         return TAKE_ROWS.bind(rows, source=self) if self.is_on_host else self.source[rows]
 
     def _refuse(self, *_, **__):
         raise TypeError(
-            f"{self!r} is not in memory, so whole it is no array. Take rows inside the plate, `x[i]` or "
-            "`numpyro.subsample(x, ...)`; outside of a model, `rows.source` is what was given."
+            f"{self!r} is not in memory and cannot be converted to an array. Take rows inside the plate, `x[i]` or "
+            "`numpyro.subsample(x, ...)`; outside of a model use `rows.source`, the array or file that you gave."
         )
 
     # What JAX and NumPy call to make an array.
@@ -356,8 +356,8 @@ class Rows:
         """Put the rows on the devices of a mesh, each its share."""
         if not self.is_on_host and len(self.source.sharding.device_set) == 1:
             raise ValueError(
-                f"{self!r} is an array of JAX, which lies on its device; to share its rows among the devices of the "
-                "mesh, write Rows(numpy.asarray(array))."
+                f"{self!r} is a JAX array on one device; to divide its rows among the devices of the mesh, write "
+                "Rows(numpy.asarray(array))."
             )
         known = self._shards
         if known is None or known.mesh != mesh or known.block_size < block_size:

@@ -23,37 +23,22 @@ Schedule = Callable[..., jax.Array | float]
 
 @dataclass(frozen=True)
 class BiasBudget:
-    r"""A step size that warmup measures, within a tolerated bias.
+    """A step size that warmup adapts, within a tolerated bias.
 
-    How much a step inflates variances depends on the dynamics. If the bias is first order in ε
-    (:class:`~numpyro_repulsion.dynamics.Overdamped` with repulsion), the step is
+    It is the largest step size that is expected to inflate posterior variances by the relative tolerance δ at most.
+    Warmup measures what this depends on: the curvature that nine particles in ten stay below, the largest variance of
+    the minibatch gradient, and how fast repulsion changes. The formulas are in :ref:`the step size rule
+    <step-size-rule>`. The step size never exceeds the stability limit at the stiffest particle.
 
-    .. math::
-        \epsilon = \min\Bigl(\frac{2\delta}{(1+\delta)\, \kappa}, \frac{1}{2 \Lambda}\Bigr) \Big/ (\lambda + V)
-
-    with λ the curvature that nine particles in ten stay below, and V the largest variance of the minibatch gradient,
-    pooled over the cloud; κ is the mean of K_ii, 1 for :class:`~numpyro_repulsion.RBF`, and Λ, the largest eigenvalue
-    of K, matters for stability only. If K = I and the noise is averaged, the bias of curvature is second order and that
-    of V is not:
-
-    .. math::
-        \epsilon = \min\Bigl(\frac{\min(5 \sqrt\delta, \frac12)}{\lambda}, \frac{2\delta}{V + \delta \lambda}\Bigr)
-
-    With momenta (:class:`~numpyro_repulsion.dynamics.Underdamped`), ``ε²/2`` replaces ε for the curvature. The step
-    never exceeds the stability limit at the stiffest particle. Except in short runs (below) it also stays below
-    :math:`\sqrt{10\,\delta} / s`, with s how fast repulsion changes where particles are dense.
-
-    In a short run such a step would hardly move the particles: variances known from ten effective draws gain nothing
-    from a bias of only 5 %. The step is then raised until the run is worth a minimum of effective draws, but not above
-    the stability limit, nor above the step at which the bias of dense particles, :math:`(\epsilon s)^2 / 10`, equals
-    the uncertainty of the variances, :math:`\sqrt{2/n}` after n effective draws. Warmup then warns and states the
-    expected bias.
+    In a short run such a step size would hardly move the particles: if the ESS is ten, a bias of only 5% gains nothing.
+    Warmup then raises the step size until the ESS of a run of its own length is ``min_draws``, within
+    :ref:`limits <short-runs>`, and warns of the expected bias.
 
     :param tolerance: δ, the tolerated relative inflation of a posterior variance. ``"auto"`` is 0.01 if the bias of the
         integrator is second order in ε and gradients take all rows, or minibatches with control variates of second
         order; otherwise 0.05.
-    :param min_draws: the effective draws that a run as long as its warmup must be worth, if necessary by longer steps.
-        With 0 the step always keeps the tolerance.
+    :param min_draws: the least ESS of a run as long as its warmup, if necessary by a larger step size. With 0 the step
+        size always keeps the tolerance.
     :raises ValueError: unless 0 < δ < 1, and ``min_draws`` is 0 or above.
 
     **References:**
@@ -219,14 +204,14 @@ def as_schedule(step_size: float | Schedule | str) -> Schedule:
         schedule, first, least = step_size, step_size(0), 0.0
     else:
         raise TypeError(
-            '`step_size` must be "auto" (measured in warmup), a positive number, or a callable of the update count '
+            '`step_size` must be "auto" (adapted in warmup), a positive number, or a callable of the update count '
             f"such as Polynomial(0.01) or an optax schedule; got {step_size!r}."
         )
     # A traced step, as when several steps are tried at once, has no value yet.
     unknown = isinstance(first, jax.core.Tracer)
     if jnp.shape(first) != () or not (unknown or least <= float(first) < float("inf")):
         raise ValueError(
-            f"`step_size` must be positive and finite; got {first!r}{' at update 0' * callable(step_size)}. Omit it to "
-            "have warmup measure it."
+            f"`step_size` must be positive and finite; got {first!r}{' at update 0' * callable(step_size)}. Omit it "
+            "to adapt it in warmup."
         )
     return schedule

@@ -74,7 +74,8 @@ ARROWS = {
     # Nothing else imports it, the public face neither.
     "contrib": (HOST, {"checks", "diagnostics", "gradients", "inference_data", "kernels"}),
     "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels", "rows"}),
-    "report": (HOST | {"arviz"}, {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels"}),
+    "tables": ({"pandas"}, {"findings"}),
+    "report": (HOST | {"arviz"}, {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels", "tables"}),
     "plots": (
         HOST | {"matplotlib"},
         {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data", "predictions"},

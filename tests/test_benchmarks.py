@@ -40,6 +40,13 @@ def test_imports_run_downward():
 
 def test_findings_and_rows_belong_to_studies():
     studies = {path.stem for path in (BENCHMARKS / "studies").glob("*.py")}
-    pages = {"results", "details", "gpu"}
-    assert {path.stem for path in (BENCHMARKS / "findings").glob("*.md")} <= studies | pages
+    assert {path.stem for path in (BENCHMARKS / "findings").glob("*.md")} == studies
     assert {path.stem for path in (BENCHMARKS / "results").rglob("*.json")} <= studies
+
+
+def test_summary_lists_all_pages():
+    index = runpy.run_path(str(BENCHMARKS / "harness" / "index.py"))
+    pages = {(BENCHMARKS.parent / index["page_of"](name)).stem for name in index["PAGES"]}
+    folder = BENCHMARKS.parent / "docs" / "benchmarks"
+    assert {path.stem for path in folder.glob("*.md")} == pages | {"index"}, "run `make bench-pages`"
+    assert pages == set((folder / "index.md").read_text(encoding="utf-8").split(":hidden:")[1].split("```")[0].split())

@@ -62,7 +62,7 @@ def test_numbers_out_of_range_are_refused(name):
         (whole, (), {"x": array}, r"kwargs\['x'\]"),
         (line, (Rows(array),), {}, r"args\[0\]"),
     ):
-        with pytest.raises(ValueError, match=f"The model's {where}.* has .*{words}.* which ends at .*enable_x64"):
+        with pytest.raises(ValueError, match=f"The model's {where}.* has .*{words}.* whose limit is .*enable_x64"):
             run(model, *args, **kwargs)
     with pytest.raises(ValueError, match=words):
         Rows(array)[np.arange(N)]
@@ -83,7 +83,7 @@ def test_double_precision_loses_nothing(x64):
     rows = Rows(WRONG["int64"][0])
     assert not losses(rows)
     with jax.enable_x64(False):
-        assert "which ends at" in losses(rows)
+        assert "whose limit is" in losses(rows)
 
 
 def test_other_entries_into_a_model():

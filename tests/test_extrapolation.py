@@ -212,14 +212,14 @@ def test_misuse_is_refused(monkeypatch):
     mcmc = run(euler(), num_samples=4)
     plain = mcmc.sampler
     mcmc.sampler = SGLD(potential_fn=gaussian, step_size=Cyclical(0.4, length=10))
-    with pytest.raises(ValueError, match="that of no step size"):
+    with pytest.raises(ValueError, match="no single step size to extrapolate"):
         extrapolate(mcmc)
     mcmc.sampler = SGLD(potential_fn=gaussian, step_size=0.1, interaction=Independent(), moves=Archive())
     with pytest.raises(ValueError, match="Jumps by `moves` are exact for any step size"):
         extrapolate(mcmc)
     mcmc.sampler = plain
     monkeypatch.setattr(bias, "predict_bias", lambda *_: (3.1, 0.0))
-    with pytest.raises(ValueError, match="more than 300 % too large by estimate.*Run with a tenth of `step_size`"):
+    with pytest.raises(ValueError, match="more than 300% too large by estimate.*Run with a tenth of `step_size`"):
         extrapolate(mcmc)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="the function returns nothing"):
@@ -236,7 +236,7 @@ def test_misuse_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="`levels` must be"):
         extrapolate(mcmc, levels=0)
     mcmc._states["z"] = mcmc._states["z"][:, :3]
-    with pytest.raises(ValueError, match="four draws of each particle or more; the run has 3"):
+    with pytest.raises(ValueError, match="at least four draws of each particle; the run has 3"):
         extrapolate(mcmc)
 
 

@@ -107,7 +107,7 @@ def test_what_devices_send(quick):
         ("odd minibatch", "42 rows in a minibatch of the plate 'rows'.*subsample_size=40"),
         ("odd number of blocks", "40 rows.*multiple of 80"),
         ("odd number of rows", f"{N} rows"),
-        ("crossed plates", "'a', 'b'.*meet in a site"),
+        ("crossed plates", "A site uses rows of all the plates.*'a', 'b'"),
         ("rows outside of the plate", "outside of it"),
         ("integers of 64 bits", "(has the value 10995.*){2}"),
         ("rows on a device", r"Rows\(numpy.asarray"),

@@ -94,14 +94,14 @@ def test_one_process_reads_the_results_alone(quick):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("other data", r"Of process 1, the model's args\[0\] differs.*make_array_from_process_local_data"),
-        ("another step", "Of process 1, step_size differs"),
+        ("other data", r"On process 1, the model's args\[0\] differs.*make_array_from_process_local_data"),
+        ("another step", "On process 1, step_size differs"),
         ("no mesh", r"2 processes here.*jax.set_mesh\(jax.make_mesh\(\(4,\)"),
         ("missing numbers", r"1 in the model's args\[0\]"),
-        ("more samples", "Of process 1, num_samples differs"),
-        ("a bar in one process", "Of process 1, progress_bar differs"),
-        ("more arguments", "Of process 1, the kernel or the names of the arguments differ"),
-        ("alone with parts", "in parts in several processes. Call this in all processes, inside"),
+        ("more samples", "On process 1, num_samples differs"),
+        ("a bar in one process", "On process 1, progress_bar differs"),
+        ("more arguments", "On process 1, the kernel or the names of the arguments differ"),
+        ("alone with parts", "divided among several processes. Call this in all processes, inside"),
         ("odd number of rows", "798 rows of an array cannot be shared equally by 4 devices"),
     ],
 )

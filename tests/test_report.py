@@ -6,6 +6,7 @@ from itertools import permutations
 import json
 from pathlib import Path
 import pickle
+import re
 import warnings
 
 import arviz
@@ -50,12 +51,16 @@ def data(logistic_run):
 
 
 @pytest.mark.parametrize("from_data", [False, True])
-def test_summary(mcmc, data, from_data, capsys):
+def test_summary(mcmc, data, from_data, capsys, caplog):
     table = summary(data if from_data else mcmc, var_names=["beta", "total"])
-    assert len(table) == 4
-    text = capsys.readouterr().out
+    assert len(table) == 4 and table.diagnosis == diagnose(data if from_data else mcmc)
+    text = str(table)
     assert text.startswith("SGLDR: 6 particles in 2 ensembles, 10 updates of size 0.001 per draw")
-    assert text == f"{diagnose(data if from_data else mcmc)}\n" and "flagged_updates" not in text
+    assert text.startswith(str(table.diagnosis)) and text.endswith(table.to_string()) and "flagged_updates" not in text
+    # A script that shows no table is told of problems, once and by name; nothing else is printed.
+    assert capsys.readouterr().out == ""
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("summary found 1 problem: not_mixed (error).") and table.diagnosis[0].name == "not_mixed"
 
 
 def test_summary_is_of_ensembles(mcmc, data):
@@ -100,16 +105,16 @@ def test_rows_of_a_summary_find_their_variables():
     assert [_variable(row, names) for row in rows] == ["z", "z", "z[a]", "z[a]", "z[a].b"]
 
 
-def test_summary_counts_divergences(capsys):
+def test_summary_counts_divergences():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         mcmc = run(SGLD(potential_fn=lambda z: jnp.sum(z**4), step_size=3.0), num_samples=9, num_chains=6)
         data = to_inference_data(mcmc)
-        summary(mcmc)
+        said = str(summary(mcmc))
     flagged = data["posterior"].attrs["num_flagged_updates"]
     assert flagged == int(mcmc.last_state.num_flagged_updates) > 0
-    said = capsys.readouterr().out
-    assert f"[error] flagged_updates: {flagged} updates were rejected (not finite), turned back" in said
+    assert f"[error] flagged_updates: {flagged} updates (" in said
+    assert "% of all updates) were rejected as not finite, reversed after" in said
     # Of a step that is too long nothing is said twice.
     assert said.count("Divide `step_size`") == 1 and 'The likely cause is "step_bias"' in said
 
@@ -139,7 +144,7 @@ def rows_in_a_plate(subsample_size):
 @pytest.mark.parametrize(
     ("size", "gradient"), [(40, "auto"), pytest.param(8, ControlVariates(), marks=pytest.mark.slow)]
 )
-def test_summary_knows_other_data_than_those_of_the_warmup(size, gradient, capsys):
+def test_summary_knows_other_data_than_those_of_the_warmup(size, gradient):
     mcmc = made(SGLD(rows_in_a_plate(size), gradient=gradient), num_warmup=60, num_samples=40, num_chains=6)
     x = X[:, :2]
     mcmc.warmup(random.key(0), x, Y)
@@ -148,14 +153,12 @@ def test_summary_knows_other_data_than_those_of_the_warmup(size, gradient, capsy
     data = to_inference_data(mcmc)
     assert data["posterior"].attrs["other_data"] == "false"
     assert np.isfinite(data["posterior"].attrs["step_size_bias"])
-    summary(mcmc)
-    assert "other data" not in capsys.readouterr().out
+    assert "data changed" not in str(summary(mcmc))
     mcmc.post_warmup_state = state
     mcmc.run(random.key(1), x, Y, 30.0)
     for source in (mcmc, to_inference_data(mcmc)):
-        summary(source)
-        said = capsys.readouterr().out
-        assert "This run has other data than its warmup" in said and "Warm up on these data, unless both" in said
+        said = str(summary(source))
+        assert "The data changed after warmup" in said and "Warm up on these data, unless the two" in said
         assert "BiasBudget" not in said and "% of a posterior sd" not in said
         assert ("step_bias" in said) == (source is mcmc)
         # It is the cause of all the rest, and comes first.
@@ -218,20 +221,23 @@ def test_another_rounding_is_no_other_data(is_model):
         assert has_other_data(mcmc)
 
 
-def test_no_bias_is_promised_where_many_updates_are_flagged(mcmc, capsys):
+def test_no_bias_is_promised_where_many_updates_are_flagged(mcmc):
     data = to_inference_data(mcmc)  # of its own, to be written to
 
     def say(share):
         data["posterior"].attrs.update(before | {"step_size_measured": "true", "step_size_bias": 0.03, **share})
-        summary(data)
-        return capsys.readouterr().out
+        return str(summary(data))
 
     before = dict(data["posterior"].attrs)
     text = say({"num_flagged_updates": 1, "share_flagged": 1e-4})
-    assert "at most 1.5 %" in text and "[note] flagged_updates: 1 update was rejected" in text
-    assert "0.01 % of all updates. So few hardly matter.\n" in text
+    assert "at most 1.5%" in text and "[note] flagged_updates: 1 update (0.01% of all updates) was rejected" in text
+    assert "gradient. The effect on estimates is negligible.\n" in text
     text = say({"num_flagged_updates": 100, "share_flagged": 0.01})
-    assert "(far too long), 1 % of all updates, so the step-size bias is unknown." in text and "at most" not in text
+    assert (
+        "100 updates (1% of all updates) were" in text
+        and "gradient, so the step-size bias is unknown." in text
+        and "at most" not in text
+    )
 
 
 # Findings, of pretended runs
@@ -280,21 +286,21 @@ def test_a_run_without_problems_has_no_findings():
     found = diagnosis_of(None, pretend())
     assert not found and len(found) == 0 and list(found) == []
     assert str(found) == (
-        "SGLD: 6 particles in 1 ensemble, 10 updates of size 0.01 (measured in warmup) per draw, step-size bias at "
-        "most 1.5 % of a posterior sd.\nNo problems found."
+        "SGLD: 6 particles in 1 ensemble, 10 updates of size 0.01 (adapted in warmup) per draw, step-size bias at "
+        "most 1.5% of a posterior sd.\nNo problems found."
     )
-    assert "below 0.1 % of a posterior sd" in str(diagnosis_of(None, pretend(step_size_bias=1e-5)))
+    assert "below 0.1% of a posterior sd" in str(diagnosis_of(None, pretend(step_size_bias=1e-5)))
 
 
 SAID = {
-    ("not_mixed", None): ["R-hat is ", "Take the kernel SGHMC, or raise `num_steps`"],
+    ("not_mixed", None): ["R-hat is ", "Use the kernel SGHMC, or raise `num_steps`"],
     ("separate_modes", 2.0): [
-        "For 2 of 2 quantities particles move but stay apart",
+        "For 2 of 2 quantities particles explore separate regions",
         "standard errors are unknown. Order",
     ],
     ("short_run", 2.0): ["For 2 of 2 quantities the run is short compared with the mixing time"],
-    ("short_run", 1.0): ["1 draw of each particle cannot tell"],
-    ("short_run", 3.0): ["3 draws of each particle cannot tell"],
+    ("short_run", 1.0): ["Each particle has only 1 draw, too few"],
+    ("short_run", 3.0): ["Each particle has only 3 draws, too few"],
 }
 
 
@@ -357,7 +363,8 @@ def test_all_names_have_a_place_in_the_order_and_in_the_documentation():
         assert set(rule.covers.split()) <= set(names)
         assert all(names.index(cause) < names.index(name) for name in rule.causes.split())
     page = (Path(__file__).parents[1] / "docs" / "findings.md").read_text()
-    assert [name for name in names if f"`{name}`" not in page] == []
+    # A section each, whose name is its anchor.
+    assert sorted(re.findall(r"^### `(\w+)`$", page, re.MULTILINE)) == sorted(names)
 
 
 def test_the_worst_comes_first_whatever_the_order():
@@ -447,9 +454,9 @@ def test_findings_survive_json_and_files(tmp_path, data):
 
 
 def test_html_is_escaped():
-    found = Diagnosis([Finding("<b>", "error", 2.0, "1 < 2 & so on", 'set x="<i>"')], "A <run>")
+    found = Diagnosis([Finding("<b>", "error", 2.0, "1 < 2 & so on", 'set `x="<i>"`')], "A <run>")
     text = found._repr_html_()
-    for piece in ("A &lt;run&gt;", "&lt;b&gt;", "1 &lt; 2 &amp; so on", "x=&quot;&lt;i&gt;&quot;", ">2<"):
+    for piece in ("A &lt;run&gt;", "&lt;b&gt;", "1 &lt; 2 &amp; so on", "<code>x=&quot;&lt;i&gt;&quot;</code><", ">2<"):
         assert piece in text
     assert "<b>" not in text and "<i>" not in text and "No problems" not in text
     assert Diagnosis([])._repr_html_() == "<p>No problems found.</p>"
@@ -470,12 +477,12 @@ def test_a_diagnosis_is_a_sequence():
             old in Diagnosis([])  # noqa: B015
 
 
-def test_of_an_optimizer_only_its_nature_is_noted(capsys):
+def test_of_an_optimizer_only_its_nature_is_noted(caplog):
     mcmc = run(SVGD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), num_samples=5, num_chains=6)
-    summary(mcmc)
-    said = capsys.readouterr().out
+    said = str(summary(mcmc))
+    assert not caplog.records
     assert (
-        "No problems found.\n- [note] optimizer: This is an optimizer, not a sampler: its last cloud of 6 points"
+        "No problems found.\n- [note] optimizer: This is an optimizer, not a sampler: the spread of its 6 particles"
         in said
     )
     assert not diagnose(mcmc) and "posterior sd" not in said

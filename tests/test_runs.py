@@ -75,5 +75,5 @@ def test_a_run_is_needed(function, warmed):
 def test_an_optimizer_has_no_draws_of_the_posterior():
     mcmc = run(SVGD(potential_fn=lambda z: jnp.sum(z**2), step_size=0.1), num_samples=2, init_params=jnp.arange(6.0))
     for function in (stein_control_variates, extrapolate, llc, step_bias):
-        with pytest.raises(ValueError, match="SVGD is an optimizer of the cloud.*Use SGLDR for draws"):
+        with pytest.raises(ValueError, match="SVGD is an optimizer, so.*Use SGLDR for draws"):
             function(mcmc)

@@ -1,4 +1,4 @@
-"""The list of studies in ``benchmarks/README.md``, from their docstrings; and on which page each study stands.
+"""The list of studies in ``benchmarks/README.md``, from their docstrings; and the titles of their pages.
 
 Imports nothing but the standard library, so that a quick test can check it.
 
@@ -7,50 +7,48 @@ Imports nothing but the standard library, so that a quick test can check it.
 
 import ast
 import pathlib
-import re
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
 README = HERE / "README.md"
 BEGIN, END = "<!-- Made by `make bench-index`: -->", "<!-- End of the index. -->"
-#: Which page shows which studies, in which order, under which titles.
+#: The study that runs on a GPU alone: its page has the GPU results of other studies too.
+GPU = "accelerator"
+#: The title of each study's page in ``docs/benchmarks``, in the order of the pages.
 PAGES = {
-    "docs/results.md": {
-        "gaussian": "Six particles on a Gaussian",
-        "mixtures": "Two mixtures",
-        "networks": "Neural networks on real data",
-        "coverage": "Coverage",
-        "second_order": "The bias that is left",
-        "peers": "Peers on 100,000 rows",
-        "growth": "How cost grows",
-        "real": "Real data",
-        "real_peers": "Peers on real data",
-    },
-    "benchmarks/details.md": {
-        "overhead": "Overhead",
-        "first_run": "A first run",
-        "learning_coefficients": "Local learning coefficients",
-        "scale": "Large data and many devices",
-        "measure": "Current samplers by one measure",
-        "collection": "Forty-nine posteriors",
-    },
-    "benchmarks/gpu.md": {"accelerator": "Rounding, agreement, a million rows"},
+    "crossover": "From how many rows on",
+    "coverage": "Interval coverage",
+    "collection": "Accuracy on 49 posteriors",
+    "second_order": "Bias with minibatches",
+    "real": "Real data",
+    "real_peers": "Real data: other samplers",
+    "peers": "Other libraries on 100,000 rows",
+    "measure": "Current samplers by one measure",
+    "networks": "Neural networks on UCI data",
+    "mixtures": "Two mixtures of the paper",
+    "gaussian": "Six particles on a Gaussian",
+    "learning_coefficients": "Local learning coefficients",
+    "growth": "How cost grows",
+    "overhead": "Overhead per update",
+    "first_run": "First runs",
+    "scale": "Data on disk and several devices",
+    GPU: "Results on a GPU",
 }
+
+
+def page_of(name: str) -> str:
+    """The path of a study's page."""
+    return f"docs/benchmarks/{'gpu' if name == GPU else name.replace('_', '-')}.md"
 
 
 def study_lines() -> str:
     """A line for each study, in the order of the pages."""
-    listed = {name for titles in PAGES.values() for name in titles}
-    if odd := listed ^ {path.stem for path in (HERE / "studies").glob("[a-z]*.py")}:
+    if odd := set(PAGES) ^ {path.stem for path in (HERE / "studies").glob("[a-z]*.py")}:
         raise SystemExit(f"Either in studies/ or in PAGES of harness/index.py, not in both: {', '.join(sorted(odd))}.")
-    lines = ["| `make` | asks | results |", "| --- | --- | --- |"]
-    for page, titles in PAGES.items():
-        for name, title in titles.items():
-            text = (HERE / "studies" / f"{name}.py").read_text(encoding="utf-8")
-            asks = ast.get_docstring(ast.parse(text)).split("\n")[0].replace("``", "`")
-            there = pathlib.Path(page).name if page.startswith("benchmarks/") else f"../{page}"
-            # What GitHub calls a heading in addresses.
-            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-            lines.append(f"| `bench-{name.replace('_', '-')}` | {asks} | [{title}]({there}#{anchor}) |")
+    lines = ["| `make` | question | results |", "| --- | --- | --- |"]
+    for name, title in PAGES.items():
+        text = (HERE / "studies" / f"{name}.py").read_text(encoding="utf-8")
+        asks = ast.get_docstring(ast.parse(text)).split("\n")[0].replace("``", "`")
+        lines.append(f"| `bench-{name.replace('_', '-')}` | {asks} | [{title}](../{page_of(name)}) |")
     return "\n".join(lines)
 
 

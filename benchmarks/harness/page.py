@@ -1,67 +1,70 @@
-"""Writes the pages of results from stored JSON: ``docs/results.md`` and those of ``benchmarks``.
+"""Writes the pages of ``docs/benchmarks``, but for their summary, from stored JSON.
 
-What the figures mean is written by hand, in ``benchmarks/findings``, and is about those very figures: every number that
-a text there has with its error must stand in a table below it.
+The texts in ``benchmarks/findings`` are written by hand: every number that a text there has with its error must stand
+in a table of its study. Large tables become CSV files, to which the page links.
 
     python -m benchmarks.harness.page
 """
 
+import csv
 import importlib
-import os
-import pathlib
 import re
 
-from benchmarks.harness.index import PAGES
+from benchmarks.harness.index import GPU, PAGES, page_of
 from benchmarks.harness.store import HERE, ROOT, Record
 
-TITLES = {
-    "docs/results.md": "Results",
-    "benchmarks/details.md": "Results of details",
-    "benchmarks/gpu.md": "Results on a GPU",
-}
-GPU = "benchmarks/gpu.md"
-#: Studies of other pages that were run on a GPU too.
+#: Studies that were run on a GPU too.
 ON_GPU = ("overhead", "peers", "scale")
+#: A larger table becomes a file.
+CELLS = 50
 
 
-def section(record: Record, title: str, with_findings: bool, page: pathlib.Path) -> str:
-    """One study: its question, what was found, tables, picture and origin."""
-    name = record.name
-    module = importlib.import_module(f"benchmarks.studies.{name}")
-    # The last paragraph of a study's description is its command line.
-    parts = [f"## {title}", module.__doc__.strip().rsplit("\n\n", 1)[0]]
-    finding = HERE / "findings" / f"{name}.md"
-    tables = module.tables(record) if record.rows else ""
-    if with_findings and finding.exists():
-        text = finding.read_text().strip()
-        # Of another run, or mistyped.
-        quoted = {" ".join(found.split()) for found in re.findall(r"-?[\d.,]*\d\s±\s[\d.,]*\d", text)}
-        if wrong := sorted(number for number in quoted if number not in tables):
-            raise SystemExit(f"findings/{name}.md quotes what no table of studies/{name}.py has: {'; '.join(wrong)}.")
-        parts.append(text)
-    if tables:
-        parts.append(tables)
-    if record.picture.exists():
-        parts.append(f"![{title}]({pathlib.Path(os.path.relpath(record.picture, page.parent)).as_posix()})")
-    parts.append(f"`benchmarks/studies/{name}.py`; {record.origin()}")
-    return "\n\n".join(parts)
+def folded(tables: str, stem: str) -> str:
+    """Replaces large tables by links to CSV files; a table's name is the bold line before it."""
+    blocks: list[str] = []
+    for block in tables.split("\n\n"):
+        lines = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in block.split("\n")]
+        if not block.startswith("|") or (len(lines) - 2) * len(lines[0]) <= CELLS:
+            blocks.append(block)
+            continue
+        name = blocks.pop().strip("*") if blocks and blocks[-1].startswith("**") else "All rows"
+        file = f"tables/{stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.csv"
+        path = ROOT / "docs" / "benchmarks" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="") as stream:
+            rows = (line for k, line in enumerate(lines) if k != 1)
+            csv.writer(stream).writerows([re.sub(r"[*`]", "", cell) for cell in line] for line in rows)
+        blocks.append(f"[{name} (CSV, {len(lines) - 2} rows)]({file})")
+    return "\n\n".join(blocks)
 
 
-def write(listed: str) -> None:
-    """Writes one page."""
-    page, shown = ROOT / listed, PAGES[listed]
-    parts = [f"# {TITLES[listed]}\n\n" + (HERE / "findings" / page.name).read_text().strip()]
-    if listed == GPU:
-        titles = {name: title for of_page in PAGES.values() for name, title in of_page.items()}
-        shown = shown | {name: titles[name] for name in ON_GPU}
-    for name, title in shown.items():
-        record = Record(name, platform="gpu" if listed == GPU else "cpu")
-        # Findings are about the figures of CPUs, but for what was run on a GPU alone.
-        parts.append(section(record, title, listed != GPU or name not in ON_GPU, page))
-    page.write_text("\n\n".join(parts) + "\n")
-    print(f"Wrote {listed}.")
+def section(name: str, platform: str = "cpu") -> tuple[str, str, str]:
+    """One study: its question and how it was measured, its tables, and where they come from."""
+    module, record = importlib.import_module(f"benchmarks.studies.{name}"), Record(name, platform=platform)
+    # The last paragraph is the command line.
+    how = module.__doc__.strip().split("\n\n")[:-1]
+    origin = f"`benchmarks/studies/{name}.py`; {record.origin()}"
+    return "\n\n".join(how), module.tables(record) if record.rows else "", origin
+
+
+def write(name: str) -> None:
+    """Writes one page: figure, finding, how it was measured, tables."""
+    how, tables, origin = section(name, "gpu" if name == GPU else "cpu")
+    finding = (HERE / "findings" / f"{name}.md").read_text().strip()
+    quoted = {" ".join(found.split()) for found in re.findall(r"-?[\d.,]*\d\s±\s[\d.,]*\d", finding)}
+    if wrong := sorted(number for number in quoted if number not in tables):
+        raise SystemExit(f"findings/{name}.md quotes what no table of studies/{name}.py has: {'; '.join(wrong)}.")
+    parts = [f"# {PAGES[name]}"]
+    if (ROOT / "docs" / "_static" / "results" / f"{name}.png").exists():
+        parts.append(f"![{PAGES[name]}](../_static/results/{name}.png)")
+    parts += [finding, "## How it was measured", how, "## Tables", folded(tables, name), origin]
+    for other in ON_GPU if name == GPU else ():
+        _, tables, origin = section(other, "gpu")
+        parts += [f"### {PAGES[other]}", folded(tables, other), origin]
+    (ROOT / page_of(name)).write_text("\n\n".join(part for part in parts if part) + "\n")
+    print(f"Wrote {page_of(name)}.")
 
 
 if __name__ == "__main__":
-    for name in PAGES:
-        write(name)
+    for study in PAGES:
+        write(study)

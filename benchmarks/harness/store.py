@@ -1,9 +1,8 @@
-"""What studies share: the command line, the JSON of their rows, their pictures and tables.
+"""What studies share: the command line, the JSON of their rows, and tables.
 
-A study is a module with ``measure(record)``, which asks :meth:`Record.row` for one row after another;
-``tables(record)``, Markdown; and, if it has a picture, ``draw(record)``, a matplotlib figure. Rows already in the JSON
-are not measured again unless asked for, so that a run of hours can be ended and gone on with. (What an older version of
-a study called otherwise stays in the JSON until all is begun anew.)
+A study is a module with ``measure(record)``, which asks :meth:`Record.row` for one row after another, and
+``tables(record)``, which returns Markdown. ``docs/figures/benchmarks.py`` draws its figure. A row in the JSON is not
+measured again unless you ask for it, so you can stop and continue a run of hours.
 """
 
 import argparse
@@ -13,14 +12,11 @@ import json
 import os
 import pathlib
 import platform
+import re
 from typing import Any
 import warnings
 
 import jax
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 import numpyro
 
@@ -28,7 +24,6 @@ import numpyro_repulsion
 
 HERE = pathlib.Path(__file__).parents[1]
 ROOT = HERE.parent
-STATIC = ROOT / "docs" / "_static" / "results"
 
 
 class Record:
@@ -38,7 +33,6 @@ class Record:
         form = "full" if platform == "cpu" else platform
         self.name = name
         self.path = HERE / "results" / form / f"{name}.json"
-        self.picture = STATIC / form / f"{name}.png"
         stored = json.loads(self.path.read_text()) if self.path.exists() and not again else {}
         self.rows: dict[str, dict[str, Any]] = stored.get("rows", {})
         self.provenance: dict[str, Any] = stored.get("provenance", {})
@@ -79,8 +73,8 @@ class Record:
         return "; ".join([*parts, versions]) + "."
 
 
-def run(doc: str, name: str, measure: Callable, tables: Callable, draw: Callable | None = None) -> None:
-    """A study's command line: measures, prints the tables, leaves JSON and, if there is one, a picture."""
+def run(doc: str, name: str, measure: Callable, tables: Callable) -> None:
+    """A study's command line: measures, prints the tables, leaves JSON."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="begin anew, without the rows in the JSON")
     record = Record(name, parser.parse_args().again, jax.default_backend())
@@ -88,10 +82,12 @@ def run(doc: str, name: str, measure: Callable, tables: Callable, draw: Callable
     warnings.simplefilter("ignore")
     measure(record)
     print(f"\n{tables(record)}\n\n{record.origin()}")
-    if draw is not None:
-        record.picture.parent.mkdir(parents=True, exist_ok=True)
-        draw(record).savefig(record.picture, dpi=110, bbox_inches="tight")
-        plt.close()
+
+
+def plain(name: str) -> str:
+    """The displayed name of a stored sampler without this package's defaults, unlike the kernel of the same name."""
+    shown = re.sub(r"^(SGLD|SGHMC)(\+R)?(?=$|, h)", lambda m: f"plain {m[1]}{' + repulsion' * bool(m[2])}", name)
+    return shown.replace("balanced", "zero-sum noise")
 
 
 def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

@@ -221,12 +221,11 @@ def _finite(x):
     return float(x) if np.isfinite(x) else None
 
 
-#: Short names; the last is what there is without the data folder: scikit-learn's, with splits of our own.
+#: Short names.
 SHOWN = {"yacht": "yacht", "bostonHousing": "Boston", "wine-quality-red": "wine", "kin8nm": "kin8nm"}
-SHOWN |= {"naval-propulsion-plant": "naval", "protein-tertiary-structure": "protein", "diabetes": "diabetes"}
-OWN = {"diabetes": 20}
+SHOWN |= {"naval-propulsion-plant": "naval", "protein-tertiary-structure": "protein"}
 #: How many splits each set has.
-UCI = {name: 5 if SHOWN[name] == "protein" else 20 for name in SHOWN if name not in OWN}
+UCI = {name: 5 if SHOWN[name] == "protein" else 20 for name in SHOWN}
 
 
 class Split(NamedTuple):
@@ -241,13 +240,8 @@ class Split(NamedTuple):
 
 def load(name: str, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Covariates, responses and the test rows of one split."""
-    if name in UCI:
-        stored = np.load(data_folder() / "uci" / f"{name}.npz")
-        return stored["X"].astype(float), stored["y"].astype(float), stored[f"test_{number}"]
-    from sklearn.datasets import load_diabetes
-
-    X, y = load_diabetes(return_X_y=True)
-    return X, y, np.random.default_rng(number).permutation(len(X))[: len(X) // 10]
+    stored = np.load(data_folder() / "uci" / f"{name}.npz")
+    return stored["X"].astype(float), stored["y"].astype(float), stored[f"test_{number}"]
 
 
 def split(name: str, number: int, validation: bool = False) -> Split:

@@ -1,14 +1,14 @@
-"""What an accelerator changes: draws beside those of a CPU, rounded products, and a million rows beside NUTS.
+"""What does an accelerator change? Draws beside those of a CPU, rounded products, and a million rows beside NUTS.
 
 - *Agreement.* A network of 20 hidden units, 10,000 rows of 10 covariates, 20 particles: 60 updates from the same keys
   on the accelerator and on the CPU of its machine; the largest difference of two weights, in standard deviations of the
-  particles. By default the package multiplies in full precision; TF32, JAX's default there, is chosen beside it.
-- *Rounding.* The gradient over all rows at 20 draws from the posterior, in single precision, against double precision.
-  What the rounding does to a particle is the change of the point where its gradient vanishes, in posterior standard
-  deviations: the worst of all particles and coordinates. Beside it is the time of these gradients.
-- *A million rows.* Logistic regression, 50 covariates: whole runs with nothing set, 1,000 draws of each of 20 particles
-  (500 of each of 4 chains of NUTS, which sees all rows), minibatches of 500. Seconds with compilation and, of a second
-  run in the same process, without; errors of means are relative to the mode corrected for the third derivative.
+  particles. By default the package multiplies in full precision; TF32 is JAX's default there.
+- *Rounding.* The gradient over all rows at 20 draws from the posterior, in single precision, against double precision:
+  the resulting shift of the point where it vanishes, in posterior standard deviations, for the worst particle and
+  coordinate.
+- *A million rows.* Logistic regression, 50 covariates: whole runs with default settings, 1,000 draws of each of 20
+  particles (500 of each of 4 chains of NUTS on all rows), minibatches of 500. Seconds of a first run with compilation,
+  and of a second run in the same process; errors of means are relative to the mode corrected for the third derivative.
 
     python -m benchmarks.studies.accelerator [--again]
 """
@@ -134,7 +134,7 @@ def tables(record: Record) -> str:
         [f"`{name}`", *(f"{rows[f'agreement {name} {kind}']['difference']:.1e}" for kind in ("default", TF32))]
         for name in KERNELS
     ]
-    parts = [table(["largest difference to a CPU, sd", "by default", "TF32 chosen"], lines)]
+    parts = [table(["largest difference from a CPU, sd", "full precision", "TF32 chosen"], lines)]
     lines = []
     for number in SIZES:
         found = [rows[f"rounding {number}"][precision] for precision in (FULL, TF32)]
@@ -147,9 +147,9 @@ def tables(record: Record) -> str:
     for name in (name for name in WHOLE if f"million {name}" in rows):
         row = rows[f"million {name}"]
         cold, warm = row["seconds"]
-        cells = [f"{cold:.1f}", f"{warm:.1f}", f"{row['mean_error']:.3f}", f"{100 * row['sd_error']:.1f} %"]
+        cells = [f"{cold:.1f}", f"{warm:.1f}", f"{row['mean_error']:.3f}", f"{100 * row['sd_error']:.1f}%"]
         lines.append([f"`{name}`", *cells, f"{row['effective']:,.0f}", f"{row['effective'] / warm:,.0f}"])
-    head = ["a million rows", "s, first run", "s, second", "worst mean, sd", "worst sd", "effective draws", "a second"]
+    head = ["a million rows", "s, first run", "s, second", "error of a mean, sd", "of an sd", "ESS", "ESS per second"]
     parts.append(table(head, lines))
     return "\n\n".join(parts)
 

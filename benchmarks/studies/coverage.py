@@ -1,13 +1,13 @@
-"""Do intervals cover what they say? Six minibatched models, with parameters and data drawn from their priors.
+"""Do intervals cover as stated? Six minibatched models, with parameters and data drawn from their priors.
 
 For each of 500 data sets of 400 rows (100 for `SGHMC`), parameters come from the prior and responses from the model;
-then `MCMC(kernel(model), 500, 500, num_chains=20)` with default settings and minibatches of 40 rows. If the posterior
-is right, the rank of the parameters among the draws is uniform (Talts and others, arXiv 1804.06788), and intervals of
-90 % hold them in 90 % of the data sets. ± is a standard error over data sets, of the mean over a model's parameters.
+then `MCMC(kernel(model), 500, 500, num_chains=20)` runs with default settings and minibatches of 40 rows. If the
+posterior is right, the rank of the parameters among the draws is uniform (Talts and others, arXiv 1804.06788). ± is a
+standard error over data sets, of the mean over a model's parameters.
 
 z-scores compare a posterior mean with that of a long NUTS run on the first 30 data sets of each model, in units of
-`ensemble_mcse` and of NUTS' own error: their root mean square should be 1. Runs in which `diagnose` finds an error are
-counted apart.
+`ensemble_mcse` and NUTS's own error: their root mean square should be 1. *Flagged* means that `diagnose` finds an
+error.
 
     python -m benchmarks.studies.coverage [--again]
 """
@@ -113,7 +113,7 @@ def tables(record: Record) -> str:
             cells += [f"{np.sqrt(np.mean(known**2)):.2f}", f"{100 * np.mean(np.abs(known) > 3):.1f}"]
             cells.append(f"{100 * (1 - known.size / z.size):.1f}")
             lines.append([name, f"`{kernel}`", f"{len(errors)}", *cells])
-    head = ["model", "", "data sets", "in 50 % intervals, %", "in 90 %", "in 90 %, not flagged", "flagged"]
+    head = ["model", "kernel", "data sets", "coverage of 50%, %", "of 90%, %", "of 90%, not flagged, %", "flagged"]
     head += ["p, ranks uniform", "z-scores, root mean square", "above 3, %", "no error given, %"]
     return table(head, lines)
 

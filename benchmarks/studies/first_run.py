@@ -1,10 +1,9 @@
-"""What a first run costs, beside NumPyro's NUTS.
+"""How long does a first run take, compared with NumPyro's NUTS?
 
-Each run has 100 + 100 iterations, of 20 particles or of 4 vectorized chains of NUTS, which sees all rows. Each kernel
-runs in a process of its own, pinned to one core, without any cache of compiled programs. The first run is in seconds of
-CPU of the whole process, from the import to the draws. All other seconds are of a clock: of a second run, with a
-progress bar and without; and of a first run that finds the programs of an earlier process in JAX's persistent
-compilation cache. Figures are medians over three processes.
+Each run has 100 + 100 iterations, with 20 particles or 4 vectorized chains of NUTS on all rows. Each kernel runs in its
+own process, on one core, without a cache of compiled programs. The first run is measured in CPU seconds of the whole
+process, from the import to the draws; all other seconds are wall-clock time. A stored first run finds an earlier
+process's programs in JAX's persistent compilation cache. Values are medians over three processes.
 
     python -m benchmarks.studies.first_run [--again]
 """
@@ -124,7 +123,7 @@ def tables(record: Record) -> str:
         keys = ("cpu", "second", "without a bar", "stored")
         seconds = (f"{row[key]:.1f}" if key in row else "" for key in keys)
         lines.append([row["model"], f"`{row['kernel']}`", ratio, *seconds])
-    head = ["", "", "first run over NUTS's", "first run, CPU s", "second run, s", "second run without a bar, s"]
+    head = ["model", "kernel", "first run / NUTS's", "first run, CPU s", "second run, s", "second run without a bar, s"]
     head.append("stored first run, s")
     return table(head, lines)
 

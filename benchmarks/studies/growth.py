@@ -1,8 +1,8 @@
-"""How cost grows: time for an update against particles, rows, parameters and rows of a minibatch; memory.
+"""How does cost grow? Time per update against particles, rows, parameters and minibatch rows; memory.
 
-Logistic regression, each particle on minibatches of its own; one of the four numbers varies, the others stay. Whole
-runs of 200 updates through ``MCMC`` are compiled first. Exponents are those of a line through the logarithms of the
-upper half of the sizes. Memory is what XLA sets aside for the program beside its arguments and results.
+Logistic regression, each particle on its own minibatches; one of the four numbers varies. Whole runs of 200 updates
+through `MCMC` are compiled first. Exponents are slopes of a line through the logarithms of the upper half of the sizes.
+Memory is what XLA allocates for the program in addition to its arguments and results.
 
     python -m benchmarks.studies.growth [--again]
 """
@@ -28,7 +28,7 @@ SIZES = {
     "d": (5, 20, 80, 320, 1280),
     "batch": (10, 40, 160, 640, 2560),
 }
-NAMES = {"L": "particles", "N": "rows", "d": "parameters", "batch": "rows of a minibatch"}
+NAMES = {"L": "particles", "N": "rows", "d": "parameters", "batch": "minibatch rows"}
 KERNELS = {
     "SGLD": SGLD,
     "SGLDR": partial(SGLDR, interaction=RBF(1.0)),
@@ -88,10 +88,10 @@ def tables(record: Record) -> str:
             rows = sorted(record.select(varied=varied, kernel=kernel), key=lambda row: row["size"])
             cells = [f"{1e6 * row['seconds']:,.0f} · {(row['bytes'] or np.nan) / 2**20:,.1f}" for row in rows]
             lines.append([f"`{kernel}`", *cells, f"{exponent(rows):.2f}"])
-        head = [f"{name}: µs an update · MiB", *(f"{size:,}" for size in sizes), "exponent"]
+        head = [f"{name}: µs per update · MiB", *(f"{size:,}" for size in sizes), "exponent"]
         sections.append(table(head, lines))
     fixed = ", ".join(f"{size:,} {NAMES[name]}" for name, size in BASE.items())
-    sections.append(f"What does not vary: {fixed}.")
+    sections.append(f"Values that do not vary: {fixed}.")
     return "\n\n".join(sections)
 
 

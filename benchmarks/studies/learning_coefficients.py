@@ -1,9 +1,9 @@
-"""Does `llc` find the learning coefficients of deep linear networks, with nothing set?
+"""Does `llc` find the learning coefficients of deep linear networks with default settings?
 
 20,000 rows, minibatches of 200, noise of variance 1 in the model and none in the data; a tether of strength 1 at the
-teacher, a prior of standard deviation 10, and inverse temperature 1 / log n. Ten particles, 1,000 iterations of warmup
-and as many draws of ten updates. The theorem's value holds for n without end; beside it stands that of this posterior,
-from NUTS on all rows (two chains of 2,000 draws).
+teacher, a prior of standard deviation 10, and inverse temperature 1 / log n. Ten particles make 1,000 iterations of
+warmup and as many draws of ten updates. The theorem's value holds as n goes to infinity; the value for this posterior
+comes from NUTS on all rows (two chains of 2,000 draws).
 
     python -m benchmarks.studies.learning_coefficients [--again]
 """

@@ -1,15 +1,14 @@
-"""Current samplers by one measure: effective draws of the worst of means, squares and quantiles, bias included.
+"""Current samplers by one measure: ESS of the worst of means, squares and quantiles, bias included.
 
 Each sampler makes six runs from its own starts. For each parameter there are four averages over all draws of a run: of
-itself, of its square around the reference's mean, and the shares below the reference's 5 % quantile and above its 95 %
-quantile. The mean over parameters and runs of the squared error, in units of the variance of one draw, is 1 / n if the
-average is worth that of n independent draws: so many effective draws, bias included. Where the reference itself is a
-sample, its known variance is taken off; what is worth more than its draws cannot be told from it, and says "over".
-The least of the four counts.
+the parameter, of its square around the reference's mean, and the shares below the reference's 5% quantile and above its
+95% quantile. Their mean squared error over parameters and runs, in units of the variance of one draw, is 1 / n for n
+independent draws; this n is the ESS. If the reference is a sample, its known variance is subtracted; "over" means that
+the ESS exceeds the reference's draws. The least of the four counts.
 
 Gradients are those of all rows for one chain, with warmup and tuning. Seconds are process time on one core of the
-median run, compiled before; those to compile are beside them. nutpie calls a compiled gradient from Python for each
-step, so that its seconds are mostly those of Python, and its gradients say more.
+median run, compiled before. nutpie calls a compiled gradient from Python at each step, so its seconds are mostly
+Python's.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.measure [--again]
 """
@@ -39,7 +38,7 @@ NAMES = {
     "hierarchical logistic": 1.0,
     "logistic, N = 20,000, batch 200": 100.0,
 }
-QUANTITIES = ("mean", "square", "below 5 %", "above 95 %")
+QUANTITIES = ("mean", "square", "below 5%", "above 95%")
 #: The variance of one draw, for a normal marginal.
 VARIANCES = np.array([1.0, 2.0, 0.05 * 0.95, 0.05 * 0.95])
 #: Draws of NUTS for a reference, of 4 chains.
@@ -122,13 +121,10 @@ def worth(row: dict, number: float) -> tuple[int, float, float]:
 
 
 def tables(record: Record) -> str:
-    parts = []
+    lines = []
     for name in NAMES:
         rows = record.select(posterior=name)
-        if not rows:
-            continue
         number = np.inf if name in EXACT else (10_000 if name in POSTERIORDB else REFERENCE)
-        lines = []
         for row in rows:
             told = METHODS[row["method"]][1]
             worst, value, error = worth(row, number)
@@ -143,11 +139,10 @@ def tables(record: Record) -> str:
             taken = f"{gradients:,.0f}" if np.isfinite(gradients) else ""
             compiled = f"{row['first'] - row['seconds']:.1f}" if row["first"] is not None else "not known"
             seconds = f"{value / row['seconds']:,.0f}", f"{compiled} · {row['seconds']:.1f}"
-            lines.append([row["method"], f"{cell} ({QUANTITIES[worst]})", each, per, taken, *seconds, told])
-        head = [name, "effective draws of the worst", "each, with the error of the reference"]
-        head += ["of 1,000 gradients", "gradients", "a second, compiled", "seconds: to compile · of a run"]
-        parts.append(table([*head, "has to be told"], lines))
-    return "\n\n".join(parts)
+            lines.append([name, row["method"], f"{cell} ({QUANTITIES[worst]})", each, per, taken, *seconds, told])
+    head = ["posterior", "sampler", "least ESS (of what)", "ESS of each, with the error of the reference"]
+    head += ["ESS per 1,000 gradients", "gradients", "ESS per second, compiled", "seconds: to compile · of a run"]
+    return "**All samplers and posteriors**\n\n" + table([*head, "you supply, besides the model"], lines)
 
 
 if __name__ == "__main__":

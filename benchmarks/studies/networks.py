@@ -1,12 +1,10 @@
-"""The paper's Tables 3 and 4: a network of 50 ReLU units on six UCI sets, by our samplers and by what else there is.
+"""The paper's Tables 3 and 4: a network of 50 ReLU units on six UCI sets, by our samplers and by alternatives.
 
-Every method makes 2000 updates with minibatches of 100 rows for each of 20 points; kernels with nothing set measure
-curvature and noise besides, which is counted in the last table. A step set by hand is the one with the
-highest log-likelihood on a fifth of the training rows, after a fit to the others; then all are fitted. Samplers keep
-every tenth update of the last half; the kernels with nothing set have 1600 updates of warmup and keep every tenth of
-400. ± is a standard error over splits.
-
-Without the data folder it runs on scikit-learn's diabetes set, with splits of its own.
+Every method makes 2,000 updates of 20 networks, with minibatches of 100 rows for each. A step set by hand is the one
+with the highest log-likelihood on a fifth of the training rows, after a fit to the others; then all rows are fitted.
+Samplers keep every tenth update of the last half. Kernels with default settings have 1,600 updates of warmup, keep
+every tenth of 400, and also measure curvature and noise, which the table of costs counts. ± is a standard error over
+splits.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.networks [--again]
 """
@@ -19,9 +17,8 @@ import jax
 import numpy as np
 
 from benchmarks.harness.runs import mean_and_error
-from benchmarks.harness.store import HERE, Record, pm, run, table
-from benchmarks.methods.networks import COUNTED, METHODS, OWN, SHOWN, UCI, UPDATES, Fits, gradients, one
-from benchmarks.problems.posteriordb import data_folder
+from benchmarks.harness.store import HERE, Record, plain, pm, run, table
+from benchmarks.methods.networks import COUNTED, METHODS, SHOWN, UCI, UPDATES, Fits, gradients, one
 
 #: Evaluates the model for each pair of points, so that a step is fitted in minutes.
 SLOW = "NumPyro's SVGD"
@@ -43,13 +40,9 @@ PAIRS = (
 
 
 def measure(record: Record) -> None:
-    if data_folder() is None:
-        print("NUMPYRO_REPULSION_DATA is not set: scikit-learn's diabetes set takes the place of UCI's.")
-        splits = [(name, number) for name in OWN for number in range(OWN[name])]
-    else:
-        # In an order that makes the first ones useful.
-        parts = ((0, 5), (5, 20))
-        splits = [(name, k) for first, last in parts for name in UCI for k in range(first, min(last, UCI[name]))]
+    # In an order that makes the first ones useful.
+    parts = ((0, 5), (5, 20))
+    splits = [(name, k) for first, last in parts for name in UCI for k in range(first, min(last, UCI[name]))]
     fits, current = Fits(), None
     for name in dict(splits):
         for label in COUNTED:
@@ -107,7 +100,7 @@ def scores_table(record: Record, measure: str) -> str:
         text += f" ({total} split{'s' * (total > 1)})" if total < splits[name] else ""
         return text + (f" ({total - finite} not finite)" if finite < total else "")
 
-    lines = [[label, *(cell(name, label) for name in sets)] for label in known(record, "method", METHODS)]
+    lines = [[plain(label), *(cell(name, label) for name in sets)] for label in known(record, "method", METHODS)]
     which = list(MEASURES).index(measure)
     for source, quoted in QUOTED.items():
         if set(sets) & set(quoted):
@@ -129,8 +122,8 @@ def differences_table(record: Record) -> str:
             better = sum(mean > 0 for mean, _ in found.values())
             enough = sum(mean > -error for mean, error in found.values())
             cells += [f"{better} of {len(found)}", f"{enough} of {len(found)}"]
-            lines.append([f"{pair[0]} and {pair[1]}", title, *cells])
-    head = ["gain of the first", "", *(SHOWN[name] for name in sets), "better", "within an error, or better"]
+            lines.append([" and ".join(map(plain, pair)), title, *cells])
+    head = ["gain of the first", "measure", *(SHOWN[name] for name in sets), "better", "within an error, or better"]
     return table(head, lines)
 
 
@@ -142,8 +135,8 @@ def calibration_table(record: Record) -> str:
         shares = [[x for x in found if x is not None] for found in of_share]
         return " · ".join(pm(*mean_and_error(found), 2) for found in shares) if all(shares) else "not run"
 
-    lines = [[label, *(cell(name, label) for name in sets)] for label in known(record, "method", METHODS)]
-    return table(["in the intervals of 50 % · 90 %", *(SHOWN[name] for name in sets)], lines)
+    lines = [[plain(label), *(cell(name, label) for name in sets)] for label in known(record, "method", METHODS)]
+    return table(["coverage of intervals of 50% · 90%", *(SHOWN[name] for name in sets)], lines)
 
 
 def costs_table(record: Record) -> str:
@@ -158,21 +151,20 @@ def costs_table(record: Record) -> str:
         else:
             by = label if label in COUNTED else CHOSEN
             counts = sorted(row["gradients"] for row in record.select(counted=by))
-            chosen, edge = "measured", ""
+            chosen, edge = "adapted", ""
             taken = f"{counts[0]:,} to {counts[-1]:,}, counted in {by}" if counts else "not counted"
             taken += ", and passes over all rows" if by == WITH_REFERENCES else ""
         seconds = (np.median([row.get(key, 0.0) for row in rows]) for key in ("tuning_seconds", "seconds"))
-        lines.append([label, chosen, edge, taken, " · ".join(f"{x:.1f}" for x in seconds)])
-    head = ["", "step", "at the edge of those tried", "gradients for each point", "seconds, to choose · to fit"]
+        lines.append([plain(label), chosen, edge, taken, " · ".join(f"{x:.1f}" for x in seconds)])
+    head = ["costs", "step", "at the edge of those tried", "gradients for each point", "seconds, to choose · to fit"]
     return table(head, lines)
 
 
 def tables(record: Record) -> str:
-    where = "scikit-learn's diabetes set, splits of our own" if record.select(data="diabetes") else "UCI sets"
-    parts = [f"{where}; ± is a standard error over splits."]
-    parts += [scores_table(record, measure) for measure in MEASURES]
-    parts += [differences_table(record), calibration_table(record)]
-    return "\n\n".join([*parts, costs_table(record)])
+    parts = {title: scores_table(record, measure) for measure, title in MEASURES.items()}
+    parts |= {"Differences on the same splits": differences_table(record), "Coverage": calibration_table(record)}
+    parts["Costs"] = costs_table(record)
+    return "\n\n".join(f"**{title}**\n\n{part}" for title, part in parts.items())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Real data, nothing set: what `MCMC(SGLD(model), 1000, 1000, num_chains=20)` and `SGHMC` make of ten posteriors.
+"""Real data, default settings: `MCMC(SGLD(model), 1000, 1000, num_chains=20)` and `SGHMC` on ten posteriors.
 
-Errors are against long NUTS runs, in posterior standard deviations: the worst error of a mean, the worst relative error
-of a standard deviation, the largest R-hat and the fewest effective draws of any scalar, and what `diagnose` says.
-Seconds are those of the whole run, compilation included. What others make of these models is a study of its own:
-[peers on real data](#peers-on-real-data). The references took models of the same posteriors that are made by hand.
+Errors are measured against long NUTS runs: the largest error of a mean in posterior standard deviations, the largest
+relative error of a standard deviation, the largest R-hat and the lowest ESS of any scalar, and the findings of
+`diagnose`. Seconds are those of the whole run, compilation included. References come from equivalent models,
+reparameterized by hand.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.real [--again]
 """
@@ -33,8 +33,18 @@ def tables(record: Record) -> str:
         cells = [row["problem"], row["kernel"], str(row["seed"]), str(row["parameters"]), f"{row['seconds']:.0f}"]
         cells += [f"{row[what][0]:.{digits}f} ({row[what][1]})" for what, digits in (("rhat", 2), ("ess", 0))]
         lines.append([*cells, *map(worst, ("mean", "sd", "few mean", "few sd")), ", ".join(row["findings"])])
-    head = ["posterior", "kernel", "seed", "d", "seconds", "R-hat", "effective draws", "mean", "sd"]
-    return table([*head, "mean, few levels", "sd, few levels", "named"], lines)
+    head = [
+        "posterior",
+        "kernel",
+        "seed",
+        "d",
+        "seconds",
+        "R-hat",
+        "least ESS",
+        "error of a mean, sd",
+        "error of an sd",
+    ]
+    return table([*head, "of a mean, few levels", "of an sd, few levels", "findings"], lines)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What data on disk and several devices cost: rates of updates, bytes sent, and a file larger than the memory allowed.
+"""What do data on disk and several devices cost? Update rates, bytes sent, and a file larger than the allowed memory.
 
 - *Rates.* Logistic regression, 200,000 rows of 50 covariates (40 MB), 20 particles with minibatches of 500 rows each:
-  arrays, and the same as `Rows` in memory and on disk (in the page cache). Programs run in turns in one process, after
-  compilation; a ratio is the median of the rounds' ratios.
-- *Bytes.* What one of four devices gets from the others in one update, read off the compiled program; 16 particles,
-  2,100 parameters, so that a cloud has 134 kB. Devices are virtual: their time would say nothing.
-- *A large file.* 14 million rows of 36 covariates, 2.0 GB, converted from a stream and fitted with nothing set, with
-  1.9 GB for everything but mapped files (``RLIMIT_DATA``). The run is killed in its middle and started again.
-- *First runs.* The same regression with more rows: seconds of a run of 300 + 300 iterations, ten updates each, with
-  compilation, and the most memory that its process took, in which the data are once.
+  arrays, and the same data as `Rows` in memory and on disk (in the page cache). Programs run in turns in one process,
+  after compilation; a ratio is the median of the rounds' ratios.
+- *Bytes.* The bytes that one of four devices receives from the others in one update, read from the compiled program; 16
+  particles, 2,100 parameters, so all positions take 134 kB. The devices are virtual.
+- *A large file.* 14 million rows of 36 covariates, 2.0 GB, converted from a stream and fitted with default settings and
+  1.9 GB for everything but mapped files (`RLIMIT_DATA`). The run is interrupted in its middle and started again.
+- *First runs.* The same regression with more rows: seconds of a run of 300 + 300 iterations, ten updates each,
+  compilation included, and the peak memory of its process, which contains the data once.
 
     python -m benchmarks.studies.scale [--again]
 """
@@ -205,7 +205,15 @@ def tables(record: Record) -> str:
     if (row := record.rows.get("large")) is not None:
         lines = [[name, f"{record.rows[f'sent {name}']['kilobytes']:.1f}"] for name in SENT]
         parts.append(table(["over four devices", "kB sent to each in an update"], lines))
-        head = ["rows", "GB", "GB allowed", "s to write", "s to fit", "worst error of a mean, sd", "after a kill"]
+        head = [
+            "rows",
+            "GB",
+            "GB allowed",
+            "s to write",
+            "s to fit",
+            "largest distance of a mean from the truth, sd",
+            "after a restart",
+        ]
         cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}", f"{row['converted']:.0f}"]
         cells += [f"{row['seconds']:.0f}", f"{row['worst_z']:.2f}"]
         parts.append(table(head, [[*cells, "the same draws" if row["is_same"] else "**other draws**"]]))

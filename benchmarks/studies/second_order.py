@@ -1,11 +1,10 @@
-"""Is there a bias left with minibatches? Variances of long runs beside exact ones, and what an update costs.
+"""Is there a bias left with minibatches? Variances of long runs beside exact ones, and the time per update.
 
-Nothing is set: `MCMC(kernel(model), 1000, 2000, num_chains=20)`, then further runs of 2,000 draws of each chain from
-its last state. The reference takes all rows, in double precision: draws of the normal distribution of the mode and its
-curvature, weighted by the posterior. Their effective number says how good it is; the error of its variances is that of
-twenty parts.
-All figures are of unconstrained coordinates, relative to the posterior's variances; ± is a standard error, of a bias
-over the runs. The largest of d biases that are 0 would be about two to three of their errors.
+With default settings, `MCMC(kernel(model), 1000, 2000, num_chains=20)` runs, then five more runs of 2,000 draws of each
+chain start from its last state. The reference takes all rows, in double precision: draws from the normal distribution
+of the mode and its curvature, weighted by the posterior. The error of its variances is that of twenty parts. All values
+are for unconstrained coordinates, relative to the posterior's variances; ± is a standard error over the runs. The
+largest of d biases that are 0 would be about two to three of their errors.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.second_order [--again]
 """
@@ -163,13 +162,14 @@ def tables(record: Record) -> str:
         biases = 100 * np.array(row["bias"])
         worst = int(np.abs(biases).argmax())
         cells = [row["case"], f"`{row['kernel']}`", str(row["d"]), row["control_variates"] or "none"]
-        cells += [f"{float(row['step_size']):.2f}", f"{100 * float(row['step_size_bias']):.1f} %"]
-        cells += [f"{pm(100 * row['average'], 100 * row['average_error'], 2)} %"]
-        cells += [f"{pm(biases[worst], 100 * row['error'][worst], 2)} %", f"{np.abs(row['mean']).max():.4f}"]
-        lines.append([*cells, f"{100 * row['reference_error']:.2f} %"])
-    head = ["posterior", "kernel", "d", "control variates", "step", "bias said", "mean bias of variances"]
+        cells += [f"{float(row['step_size']):.2f}", f"{100 * float(row['step_size_bias']):.1f}%"]
+        cells += [f"{pm(100 * row['average'], 100 * row['average_error'], 2)}%"]
+        cells += [f"{pm(biases[worst], 100 * row['error'][worst], 2)}%", f"{np.abs(row['mean']).max():.4f}"]
+        lines.append([*cells, f"{100 * row['reference_error']:.2f}%"])
+    head = ["posterior", "kernel", "d", "control variates", "step", "tolerance", "mean bias of variances"]
     head += ["largest bias of a variance", "largest error of a mean, sd", "error of the reference"]
-    return f"{table(head, lines)}\n\n{table(['d', 'first order, µs', 'second order, µs', 'ratio'], costs)}"
+    parts = [table(head, lines)] + [table(["d", "first order, µs", "second order, µs", "ratio"], costs)] * bool(costs)
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

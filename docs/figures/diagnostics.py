@@ -6,7 +6,6 @@ Writes ``docs/_static/diagnostics-*.png`` and prints what the page quotes; parts
 
 from __future__ import annotations
 
-from pathlib import Path
 import sys
 import warnings
 
@@ -14,11 +13,9 @@ import arviz
 import jax
 from jax import random
 import jax.numpy as jnp
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from style import BLUE, GREY, VERMILION, save
 
 import numpyro
 import numpyro.distributions as dist
@@ -39,9 +36,6 @@ from numpyro_repulsion import (
     summary,
 )
 from numpyro_repulsion.dynamics import Overdamped
-
-STATIC = Path(__file__).parents[1] / "_static"
-BLUE, ORANGE, GREEN, GREY = "#33659c", "#d1641f", "#3b8a5a", "#8a8a8a"
 
 Y = 0.5 + random.normal(random.key(9), (1000,))
 #: Of the conjugate posterior of the model below.
@@ -84,25 +78,15 @@ def run(kernel, *args, key=0, num_warmup=500, num_samples=500, num_chains=20, in
     return mcmc
 
 
-def save(figure, name):
-    figure.tight_layout()
-    figure.savefig(STATIC / f"diagnostics-{name}.png", dpi=110)
-    plt.close(figure)
-
-
-def tidy(axes):
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def averages():
     """The same particles' traces, and three errors of their average."""
     print("\nThe mean of 1,000 rows, 50 in a minibatch, 20 particles, 500 draws of each")
     kinds = {
-        "minibatches shared": (Independent(), Subsampled(shared=True), ORANGE),
+        "minibatches shared": (Independent(), Subsampled(shared=True), VERMILION),
         "independent": (Independent(), Subsampled(), GREY),
-        "balanced noise": (Balanced(), Subsampled(), BLUE),
+        "zero-sum noise": (Balanced(), Subsampled(), BLUE),
     }
-    figure, panels = plt.subplots(1, 3, figsize=(10, 3.4), sharey=True)
+    figure, panels = plt.subplots(1, 3, figsize=(7, 2.6), sharey=True)
     for axes, (name, (interaction, gradient, to_positions)) in zip(panels, kinds.items(), strict=True):
         kernel = SGLD(level, step_size=1e-4, interaction=interaction, gradient=gradient)
         mcmc, repeats = run(kernel, Y, num_warmup=100), []
@@ -122,11 +106,10 @@ def averages():
         axes.plot(draws[:4, :200].T, color="#c9c9c9", linewidth=0.7)
         axes.plot(draws[:, :200].mean(0), color=to_positions, linewidth=1.6)
         axes.axhline(MEAN, color="black", linewidth=0.8, linestyle=":")
-        axes.set_title(f"{name}\nensemble ESS {worth:,.0f}\nas if independent {usual:,.0f}", fontsize=10)
+        axes.set_title(f"{name}\nensemble ESS {worth:,.0f}")
         axes.set_xlabel("draw")
-        tidy(axes)
     panels[0].set_ylabel("mu")
-    save(figure, "averages")
+    save(figure, "diagnostics-averages.png")
 
 
 def biases():
@@ -150,16 +133,15 @@ def biases():
             f"twice the fall on halving {100 * halved:5.2f} ± {100 * error:.2f}"
         )
     exact, predicted, observed, observed_error, halved, error = 100 * np.array(rows).T
-    figure, axes = plt.subplots(figsize=(6, 3.6))
+    figure, axes = plt.subplots(figsize=(5.5, 3.2))
     fine = np.linspace(0, 0.42, 100)
     axes.plot(fine, 100 * (1 / (1 - fine / 2) - 1), color="black", linewidth=1, label="exact")
     axes.plot(steps, predicted, "s", color=GREY, markersize=7, fillstyle="none", label="predicted")
     axes.errorbar(steps - 0.004, observed, 2 * observed_error, fmt="o", color=BLUE, label="observed, ± 2 s.e.")
-    axes.errorbar(steps + 0.004, halved, 2 * error, fmt="^", color=ORANGE, label="2 × fall on halving, ± 2 s.e.")
+    axes.errorbar(steps + 0.004, halved, 2 * error, fmt="^", color=VERMILION, label="2 × fall on halving, ± 2 s.e.")
     axes.set(xlabel="step size", ylabel="inflation of variances, %", ylim=(0, None), xlim=(0, None))
     axes.legend(frameon=False)
-    tidy(axes)
-    save(figure, "bias")
+    save(figure, "diagnostics-bias.png")
 
 
 def superchains():
@@ -174,12 +156,16 @@ def superchains():
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["x"])
     plain, nested = float(arviz.rhat(draws)), float(nested_rhat(draws, 4))
     print(f"\nTwo far modes, four ensembles of four: R-hat of particles {plain:.2f}, nested R-hat {nested:.3f}")
-    figure, axes = plt.subplots(figsize=(6, 3.2))
-    for ensemble, to_positions in enumerate((BLUE, ORANGE, GREEN, GREY)):
-        axes.plot(draws[4 * ensemble : 4 * ensemble + 4, ::5].T, color=to_positions, linewidth=0.6)
-    axes.set(xlabel="draw, every 5th", ylabel="x", title=f"R-hat of particles {plain:.1f}, nested R-hat {nested:.2f}")
-    tidy(axes)
-    save(figure, "superchains")
+    figure, panels = plt.subplots(1, 4, figsize=(7, 2.4), sharey=True)
+    for number, axes in enumerate(panels):
+        of_ensemble = draws[4 * number : 4 * number + 4, ::5]
+        for x in of_ensemble:
+            axes.plot(x, color=BLUE if x[0] > 0 else VERMILION, linewidth=0.6)
+        axes.axhline(of_ensemble.mean(), color="black", linewidth=1)
+        axes.set(title=f"ensemble {number}", xlabel="draw, every 5th")
+    panels[0].set_ylabel("x")
+    panels[0].annotate("ensemble mean", (0, 0.4), color="black", fontsize=8)
+    save(figure, "diagnostics-superchains.png")
 
 
 def verdicts():
@@ -195,8 +181,7 @@ def verdicts():
         args = (Y,) if kernel.model is level else ()
         mcmc = run(kernel, *args, num_warmup=1000, num_samples=1000)
         table = summary(mcmc, round_to=2)
-        if "non-centered" in name:
-            print(table.iloc[:3].to_string())
+        print(table.iloc[:3] if "non-centered" in name else table.diagnosis)
 
 
 def discrepancies():

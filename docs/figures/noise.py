@@ -5,17 +5,13 @@ Writes ``docs/_static/minibatch-noise.png`` and prints the slopes by regression.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from style import BLUE, GREY, VERMILION, save
 
 import numpyro
 import numpyro.distributions as dist
@@ -23,8 +19,7 @@ import numpyro.distributions as dist
 from numpyro_repulsion import ControlVariates
 from numpyro_repulsion.gradients import ModelTarget, Reference, evaluate_reference
 
-STATIC = Path(__file__).parents[1] / "_static"
-COLORS = {0: "#8a8a8a", 1: "#33659c", 2: "#d1641f"}
+COLORS = {0: GREY, 1: BLUE, 2: VERMILION}
 LABELS = {0: "none", 1: "first order", 2: "second order"}
 ROWS, DIMENSION, BATCH = 20_000, 20, 200
 DISTANCES = 2.0 ** np.arange(-3.0, 3.5)
@@ -83,9 +78,7 @@ def main():
         xlim=(DISTANCES[0], 30.0),
     )
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(STATIC / "minibatch-noise.png", dpi=200)
+    save(figure, "minibatch-noise.png")
 
 
 if __name__ == "__main__":

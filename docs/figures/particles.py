@@ -1,19 +1,15 @@
-"""Why the noise matters: 20 particles on a Gaussian, moved by SVGD and by SGLD with repulsion.
+"""Why the noise matters: 20 particles on a Gaussian, moved by SVGD and by SGLDR.
 
-Both push the particles apart; only SGLD+R also adds the noise that makes the posterior stationary. Prints the
-variances and writes ``docs/_static/particles.png``, the picture in the README.
+Both push the particles apart; only SGLDR also adds the noise that makes the posterior stationary. Prints the
+variances and writes ``docs/_static/particles.png``.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from jax import random
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from style import BLUE, INK, VERMILION, save
 
 from numpyro.infer import MCMC
 
@@ -21,9 +17,9 @@ from benchmarks.problems.targets import gaussian
 from numpyro_repulsion import SGLDR, SVGD
 from numpyro_repulsion.plots import plot_particles
 
-OUTPUT = Path(__file__).parents[1] / "_static" / "particles.png"
 PARTICLES = 20
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#8a8a8a"
+#: The radii of the discs that hold 50% and 90% of N(0, I).
+RADII = {"50%": (2 * np.log(2)) ** 0.5, "90%": (2 * np.log(10)) ** 0.5}
 
 
 def run(kernel, num_samples):
@@ -53,22 +49,20 @@ def panel(ax, points, title, to_positions):
     shown = {"iterations": slice(None), "limits": (-3.3, 3.3), "levels": (0.5, 0.9)}
     plot_particles(points, potential, colors=to_positions, ax=ax, **shown)
     ax.set(title=title, xlabel="", ylabel="", xticks=[-2, 0, 2], yticks=[-2, 0, 2])
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def main():
     svgd = run(SVGD(gaussian, step_size=0.1), 500)[:, -1:]
     sgldr = run(SGLDR(gaussian), 2000)
     print(f"N(0, I) in two dimensions, {PARTICLES} particles; the variance should be 1.")
-    print(f"SVGD, its final cloud: {variance(svgd):.2f}. SGLD+R, all draws: {variance(sgldr):.2f}.")
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3.9))
-    panel(axes[0], svgd, f"SVGD, where it comes to rest\nvariance {variance(svgd):.2f}", ORANGE)
-    panel(axes[1], sgldr[:, -1:], "SGLD+R, one moment\n20 particles of a moving cloud", BLUE)
-    panel(axes[2], sgldr[:, ::20], f"SGLD+R, all moments together\nvariance {variance(sgldr):.2f}", BLUE)
-    figure.suptitle("Target N(0, I), with the discs that hold 50 % and 90 % of it", fontsize=10, color=GREY)
-    figure.tight_layout()
-    figure.savefig(OUTPUT, dpi=130)
-    print(f"Wrote {OUTPUT.relative_to(OUTPUT.parents[2])}.")
+    print(f"SVGD, its final particles: {variance(svgd):.2f}. SGLDR, all draws: {variance(sgldr):.2f}.")
+    figure, axes = plt.subplots(1, 3, figsize=(7, 2.8), sharey=True)
+    panel(axes[0], svgd, f"SVGD at rest\nvariance {variance(svgd):.2f}", VERMILION)
+    panel(axes[1], sgldr[:, -1:], f"SGLDR, one draw\n{PARTICLES} particles, still moving", BLUE)
+    panel(axes[2], sgldr[:, ::20], f"SGLDR, all draws\nvariance {variance(sgldr):.2f}", BLUE)
+    for share, radius in RADII.items():
+        axes[0].text(0, -radius - 0.05, share, ha="center", va="top", fontsize=7, color=INK, zorder=5)
+    save(figure, "particles.png")
 
 
 if __name__ == "__main__":

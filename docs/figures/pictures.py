@@ -6,15 +6,10 @@ Writes them to ``docs/_static``.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from jax import random
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
-from PIL import Image, ImageSequence
+from style import save
 
 import numpyro
 import numpyro.distributions as dist
@@ -25,8 +20,6 @@ from benchmarks.problems.targets import exponential_mixture, gaussian, gaussian_
 from numpyro_repulsion import SGLD, SGLDR, SVGD, Independent, predict
 from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.plots import animate_particles, plot_calibration, plot_particles, plot_running_estimates
-
-OUTPUT = Path(__file__).parents[1] / "_static"
 
 
 def prepare(kernel, num_samples, num_chains, num_warmup=0):
@@ -46,7 +39,7 @@ def mixture_potential(z):
 
 def trajectories():
     start = {"z": 3.0 + 0.5 * random.normal(random.key(0), (6, 2))}
-    figure, axes = plt.subplots(1, 2, figsize=(8, 4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.6), sharey=True)
     for ax, kernel in zip(axes, (SVGD, SGLDR), strict=True):
         mcmc = prepare(kernel(gaussian, step_size=0.05, num_steps=1), num_samples=200, num_chains=6)
         mcmc.run(random.key(1), init_params=start)
@@ -59,18 +52,22 @@ def trajectories():
 def modes():
     mcmc = prepare(SGLDR(gaussian_mixture, num_ensembles=2), num_samples=1000, num_chains=20, num_warmup=1000)
     mcmc.run(random.key(0))
-    figure, axes = plt.subplots(1, 2, figsize=(8, 4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.6), sharey=True)
     plot_particles(mcmc, mixture_potential, limits=(-3.2, 3.2), ax=axes[0])
     plot_particles(mcmc, mixture_potential, iterations=slice(None, None, 10), limits=(-3.2, 3.2), ax=axes[1])
-    axes[0].set_title("one moment")
-    axes[1].set(title="a hundred moments", ylabel="")
+    axes[0].set_title("one draw of 20 particles")
+    axes[1].set(title="a hundred draws", ylabel="")
+    # Below the panels, a legend hides no mode.
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    for ax in axes:
+        ax.get_legend().remove()
     return figure
 
 
 def motion():
     mcmc = prepare(SGLDR(gaussian_mixture, step_size=0.02, num_steps=1), num_samples=40, num_chains=20)
     mcmc.run(random.key(0))
-    ax = plt.subplots(figsize=(3.2, 3.2), layout="constrained")[1]
+    ax = plt.subplots(figsize=(3.2, 3.2))[1]
     return animate_particles(mcmc, mixture_potential, limits=(-3.2, 3.2), trail=5, ax=ax)
 
 
@@ -78,9 +75,9 @@ def estimates():
     plain = {"interaction": Independent(), "dynamics": Overdamped(integrator="euler")}
     kernels = {
         "SGLD": SGLD(exponential_mixture, step_size=0.01, **plain),
-        "SGLD+R": SGLDR(exponential_mixture, step_size=0.01),
+        "SGLDR": SGLDR(exponential_mixture, step_size=0.01),
     }
-    figure, ax = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7, 3.6))
     for name, kernel in kernels.items():
         mcmc, repeats = prepare(kernel, num_samples=500, num_chains=10), []
         for seed in range(20):
@@ -91,13 +88,13 @@ def estimates():
 
 
 def one_estimate():
-    mcmc = prepare(SGLDR(gaussian_mixture, num_ensembles=4), num_samples=1000, num_chains=40, num_warmup=1000)
+    mcmc = prepare(SGLDR(exponential_mixture, num_ensembles=4), num_samples=1000, num_chains=40, num_warmup=1000)
     mcmc.run(random.key(0))
 
     def square(draw):
-        return draw["z"][0] ** 2
+        return draw["z"] ** 2
 
-    ax = plot_running_estimates(mcmc, square, truth=8 / 3 + 0.1)
+    ax = plot_running_estimates(mcmc, square, truth=152 / 27)
     return ax.figure
 
 
@@ -112,7 +109,7 @@ def calibration():
         with numpyro.plate("rows", len(x), subsample_size=100) as i:
             numpyro.sample("y", noise(a + b * x[i], scale), obs=None if y is None else y[i])
 
-    figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.6))
     for name, noise in {"normal": dist.Normal, "Student-t": lambda loc, scale: dist.StudentT(2.0, loc, scale)}.items():
         mcmc = prepare(SGLD(partial(line, noise)), num_samples=500, num_chains=10, num_warmup=500)
         mcmc.run(random.key(1), x[:1000], y[:1000])
@@ -122,34 +119,10 @@ def calibration():
     return figure
 
 
-def shrink(path):
-    """Writes the picture again with few colors, which takes about half the space."""
-    with Image.open(path) as image:
-        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
-        duration = image.info.get("duration")
-    palette = frames[-1].quantize(128 if len(frames) == 1 else 24)
-    frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    # White, as in the corner, stays white beside the page.
-    colors = np.reshape(palette.getpalette(), (-1, 3))
-    colors[np.asarray(frames[0])[0, 0]] = 255
-    for frame in frames:
-        frame.putpalette(colors.ravel().tolist())
-    first, *rest = frames
-    motion = {"save_all": True, "append_images": rest, "duration": duration, "loop": 0} if rest else {}
-    first.save(path, optimize=True, **motion)
-
-
 def main():
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    for draw in (trajectories, modes, estimates, one_estimate, calibration, motion):
-        path = OUTPUT / f"pictures-{draw.__name__.replace('_', '-')}.{'gif' if draw is motion else 'png'}"
-        drawn = draw()
-        if draw is motion:
-            drawn.save(path, writer="pillow", dpi=70)
-        else:
-            drawn.savefig(path, dpi=90)
-        shrink(path)
-        print(f"Wrote {path.relative_to(OUTPUT.parents[1])}.")
+    for draw in (trajectories, modes, estimates, one_estimate, calibration):
+        save(draw(), f"pictures-{draw.__name__.replace('_', '-')}.png")
+    save(motion(), "pictures-motion.gif", writer="pillow", dpi=150)
 
 
 if __name__ == "__main__":

@@ -5,25 +5,19 @@ All times come from the package's own windows. Writes ``docs/_static/warmup-wind
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
 from matplotlib.lines import Line2D
 import matplotlib.pyplot as plt
-from PIL import Image
+from style import BLUE, GREY, save
 
-from numpyro_repulsion.moves import basins
+from numpyro_repulsion.moves import Basins
 from numpyro_repulsion.warmup import Timetable, Window
 from numpyro_repulsion.warmup.windows import ENDS
 
-OUTPUT = Path(__file__).parents[1] / "_static" / "warmup-windows.png"
 NUM_WARMUP = 1000
-# Okabe and Ito's colors, which color-blind readers can tell apart, mixed with white so that dark text is legible.
+# Okabe and Ito's colors, mixed with white so that dark text is legible.
 PALE_ORANGE, PALE_PURPLE, PALE_YELLOW = "#f5cf80", "#e6c3d7", "#f7f0a0"
 PALE_BLUE, PALE_GREEN = "#a9d6f2", "#8fd1ba"
-INK, GREY, BLUE = "#1f1f1f", "#8a8a8a", "#0072B2"
+INK = "#1f1f1f"
 
 
 def windows(is_prolonged):
@@ -47,8 +41,8 @@ def movements(axes, usual, prolonged):
         (max(ends(of, lambda x: x.was_arrival)), max(ends(of, lambda x: x.is_adapting))) for of in (usual, prolonged)
     )
     sampler = [
-        (frozen, PALE_BLUE, "the sampler; scales change"),
-        (NUM_WARMUP, PALE_GREEN, "the sampler; scales are frozen"),
+        (frozen, PALE_BLUE, "sampler; preconditioner adapts"),
+        (NUM_WARMUP, PALE_GREEN, "sampler; preconditioner frozen"),
     ]
     cases = (
         ("all rows", usual, [(arrived, PALE_ORANGE, "Metropolis steps"), *sampler]),
@@ -86,18 +80,18 @@ def lessons(axes, of):
     moves = ends(of, lambda x: x.moves_references)
     arrived, frozen = min(moves), max(moves)
     rescues = [x for x in of if x.finds_lost and x.may_rescue]
-    begins, stops = (share * NUM_WARMUP for share in (basins.BEGINNING, basins.END))
+    begins, stops = (share * NUM_WARMUP for share in Basins.span)
     # (name, in both cases, with all rows only, with minibatches only, bars)
     rows = (
         (
-            "lost particles move to others",
+            "diverged particles move to others",
             ends(rescues, lambda x: x.was_arrival),
             [],
             ends(rescues, lambda x: not x.was_arrival),
             [],
         ),
         (
-            "scales",
+            "preconditioner",
             ends(of, lambda x: x.is_adapting and x.whitens),
             ends(of, lambda x: x.is_adapting and not x.whitens),
             [],
@@ -110,10 +104,10 @@ def lessons(axes, of):
             [],
             [],
         ),
-        ("reference of control variates", [], [], moves, []),
+        ("control-variate reference", [], [], moves, []),
         ("bandwidth", ends(of, lambda x: not x.is_adapting), [], [], [(arrived, frozen)]),
         ("step size", ends(of, lambda x: x.has_arrived), [], [], []),
-        ("jumps between basins", [], [stops], [], [(begins, stops)]),
+        ("jumps between modes", [], [stops], [], [(begins, stops)]),
     )
     markers = (
         ("o", BLUE, "with all rows and with minibatches"),
@@ -137,7 +131,7 @@ def lessons(axes, of):
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.37, -0.24), ncol=4, fontsize=9, frameon=False)
     axes.set(xlim=(0, NUM_WARMUP), ylim=(0.6 - len(rows), 0.6), yticks=[])
     axes.set_xlabel(f"iterations done, for num_warmup={NUM_WARMUP}", fontsize=9, color=INK)
-    title(axes, "When warmup learns what (without a prolonged arrival)")
+    title(axes, "When warmup learns what (without a prolonged initial phase)")
     axes.tick_params(labelsize=9)
     axes.spines[["top", "left", "right"]].set_visible(False)
 
@@ -147,12 +141,7 @@ def main():
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9.6, 5.6), height_ratios=(1, 1.7), facecolor="white")
     movements(top, usual, prolonged)
     lessons(bottom, usual)
-    figure.subplots_adjust(hspace=0.22)
-    figure.savefig(OUTPUT, dpi=150, bbox_inches="tight", pad_inches=0.12)
-    with Image.open(OUTPUT) as image:
-        small = image.convert("RGB").quantize(64)  # A palette of colors halves the file.
-    small.save(OUTPUT, optimize=True)
-    print(f"Wrote {OUTPUT.relative_to(OUTPUT.parents[2])}, {OUTPUT.stat().st_size / 1000:.0f} kB.")
+    save(figure, "warmup-windows.png")
 
 
 if __name__ == "__main__":

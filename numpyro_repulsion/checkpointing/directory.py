@@ -74,7 +74,7 @@ def load_draws(directory: str | os.PathLike) -> Draws:
     """
     path = Path(directory)
     if not (path / _RUN).exists():
-        raise FileNotFoundError(f"{path} holds no run: run_in_pieces(..., directory=...) writes {_RUN} there.")
+        raise FileNotFoundError(f"{path} contains no run: run_in_pieces(..., directory=...) writes {_RUN} there.")
     run = json.loads((path / _RUN).read_text())
     saved = [(note["iteration"], note["rows"][1]) for _, note, _ in _whole_states(path)]
     iteration, num_rows = max(saved, default=(0, 0))
@@ -162,13 +162,13 @@ class Directory:
         self._saving(
             lambda: _make_room(self.path / _DRAWS, self._draws), f"there is no room for {size:.1f} MiB of draws"
         )
-        self._saving(lambda: _replace(path, json.dumps(run, indent=1).encode()), "the run cannot be begun")
+        self._saving(lambda: _replace(path, json.dumps(run, indent=1).encode()), "the run cannot begin")
 
     def _require_same(self, run, identity):
         others = [name for name, value in makers().items() if run["makers"].get(name) != value]
         if found := differences(run["identity"], identity, has_other_programs=bool(others)):
             raise ValueError(
-                f"{self.path} holds another run: {'; '.join(found)}. Give another directory, or delete this one."
+                f"{self.path} contains another run: {'; '.join(found)}. Give another directory, or delete this one."
             )
         if others:
             warnings.warn(
@@ -195,8 +195,8 @@ class Directory:
             if note["checksum"] == _checksum([array[:, first:stop] for array in self.draws()]):
                 if len(found) < sum((self.path / name).exists() for name in _STATES) or states is not found[0][0]:
                     warnings.warn(
-                        f"A saved file in {self.path} is damaged; the run continues from iteration "
-                        f"{note['iteration']}, where all are intact.",
+                        f"A saved file in {self.path} is damaged. The run continues from iteration "
+                        f"{note['iteration']}, the last one whose files are intact.",
                         stacklevel=6,
                     )
                 self._next_slot = 1 - slot
@@ -427,8 +427,8 @@ def _unpack(data: bytes, likes: Sequence[Any] = ()) -> tuple[Any, dict[str, Any]
     like, other = min(zip(likes, others, strict=True), key=lambda pair: len(pair[1]))
     if other:
         raise ValueError(
-            f"The saved state is not one of this run: {'; '.join(other)}, as after an update of the package. Give "
-            "another directory; load_draws reads the saved draws."
+            f"The saved state does not belong to this run: {'; '.join(other)}. An update of the package can cause "
+            "this. Give another directory; load_draws reads the saved draws."
         )
     found = []
     for shape, leaf, key in zip(jax.tree.leaves(like), leaves, note["keys"], strict=True):

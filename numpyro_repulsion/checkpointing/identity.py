@@ -60,7 +60,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any], has_other_programs: 
         b: Any = now.get(name)
         if isinstance(a, list) and isinstance(b, list):
             if not np.isfinite([a, b]).all(0).any():
-                unknown.append(f"{name} is not finite wherever it was compared, so whether it is the same is unknown")
+                unknown.append(f"{name} is not finite wherever it was evaluated, so it cannot be compared")
             elif not np.allclose(a, b, 1e-5, 1e-5, equal_nan=True):  # Another program may round it differently.
                 found.append(f"{name} differs")
         elif a == b or (has_other_programs and name in PROGRAMS):

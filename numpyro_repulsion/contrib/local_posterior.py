@@ -108,7 +108,7 @@ class Localized(Messenger):
             raise TypeError(f"Localized: `factors` must be a list of names; got {factors!r}. Write [{factors!r}].")
         self.center = {name: _number(name, value) for name, value in _by_site(center)}
         if not self.center:
-            raise ValueError("Localized: `center` names no site; give it a value for each latent site of the model.")
+            raise ValueError("Localized: `center` is empty; give it a value for each latent site of the model.")
         self.strength = positive("Localized: `strength`", strength)
         if inverse_temperature is not None:
             inverse_temperature = positive("Localized: `inverse_temperature`", inverse_temperature)
@@ -143,7 +143,7 @@ class Localized(Messenger):
             return
         if unknown := [name for name in self.center if name not in values]:
             raise ValueError(
-                f"Localized: `center` names {unknown}, which are no latent sites of the model. It has "
+                f"Localized: `center` names {unknown}, which are not latent sites of the model. It has "
                 f"{sorted(latent)}: leave the others out."
             )
         if unknown := [name for name in self.factors or () if name not in found]:
@@ -220,7 +220,7 @@ class Localized(Messenger):
                 if not np.all(support(jnp.asarray(center))):
                     raise ValueError(
                         f"Localized: the value of '{name}' in `center` lies outside the site's support, {support}. "
-                        "Give the value that the model has, not the unconstrained one."
+                        "Give the constrained value, as the model uses it."
                     )
         if base_support(support) is not constraints.real:
             transform = biject_to(support)
@@ -270,7 +270,7 @@ class LearningCoefficient(NamedTuple):
 
         >>> from numpyro_repulsion.contrib import LearningCoefficient
         >>> LearningCoefficient(2.04, 0.051, 812.0, 500, 0.161, 712.9, 700.2, 4000)
-        LearningCoefficient(2.04 ± 0.051; n = 500, β = 0.161, 812 effective draws)
+        LearningCoefficient(2.04 ± 0.051; n = 500, β = 0.161, ESS 812)
     """
 
     value: float
@@ -284,7 +284,7 @@ class LearningCoefficient(NamedTuple):
 
     def __repr__(self):
         error = f"± {self.mcse:.2g}" if np.isfinite(self.mcse) else "± an unknown error"
-        worth = f"{self.ess:.0f} effective draws" if np.isfinite(self.ess) else f"{self.num_draws} draws"
+        worth = f"ESS {self.ess:.0f}" if np.isfinite(self.ess) else f"{self.num_draws} draws"
         return (
             f"LearningCoefficient({self.value:.3g} {error}; n = {self.n}, β = {self.inverse_temperature:.3g}, {worth})"
         )
@@ -370,7 +370,7 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
         raise ValueError("The likelihood is random (numpyro.prng_key), so the loss of a draw is unknown.")
     loss_at_center = -sum(np.asarray(density, np.float64).sum() for density, _ in at_center.values())
     if not np.isfinite(loss_at_center):
-        raise ValueError(f"The loss at the center is {loss_at_center}: the center has no likelihood.")
+        raise ValueError(f"The loss at the center is {loss_at_center}. Choose a center with a positive likelihood.")
 
     def excess(target, values):
         found = _terms(target, values)
@@ -382,17 +382,17 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
     if not np.isfinite(losses).all():
         bad = np.flatnonzero(~np.isfinite(losses).all(1))
         raise ValueError(
-            f"The loss is not finite for draws of the particles {bad.tolist()}: no mean is known. Look at "
-            "diagnose(mcmc), and run again with a shorter step."
+            f"The loss is not finite for draws of the particles {bad.tolist()}, so its mean is undefined. Look at "
+            "diagnose(mcmc), and run again with a smaller step size."
         )
     beta = local.inverse_temperature
     _, parts = coupling_of(mcmc)
     mean, error = float(losses.mean()), float(ensemble_mcse(losses, parts))
     if mean < -2.0 * np.nan_to_num(error):
         warnings.warn(
-            f"The center is no minimum of the loss: the draws' mean loss is lower by {-mean:.3g}, so the local "
-            "learning coefficient is negative and means nothing. Train on until the loss no longer falls, and run "
-            "again at the new center.",
+            f"The center is not a minimum of the loss: the draws' mean loss is lower by {-mean:.3g}. The local "
+            "learning coefficient is negative, so the estimate is not meaningful. Train until the loss no longer "
+            "falls, and run again at the new center.",
             stacklevel=2,
         )
     return LearningCoefficient(
@@ -416,8 +416,8 @@ def _localized(model, target):
         )
     if model.inverse_temperature is None:
         raise ValueError(
-            "This run has the likelihood at its own temperature. Localized(..., inverse_temperature=1 / math.log(n)) "
-            "is the usual choice for n observations."
+            "This run does not temper the likelihood. Use Localized(..., inverse_temperature=1 / math.log(n)), the "
+            "usual choice for n observations."
         )
     if missing := [name for name in target.latent if name not in model.center]:
         raise ValueError(

@@ -237,8 +237,9 @@ def each(draws, num_ensembles, function, adds_up=True):
     if hasattr(data, "data_vars"):
         if str(data.attrs.get("is_sampler", "true")) != "true":
             raise ValueError(
-                f"{data.attrs.get('algorithm', 'This')} is an optimizer: its last cloud is not a sample, and has no "
-                "effective sample size, standard error or R-hat. Use SGLDR for draws."
+                f"{data.attrs.get('algorithm', 'This')} is an optimizer: its particles are not a sample from the "
+                "posterior, so the effective sample size, standard errors and R-hat are undefined. Use SGLDR for "
+                "draws."
             )
         repels = data.attrs.get("coupling") == "interaction"
         if num_ensembles is None:

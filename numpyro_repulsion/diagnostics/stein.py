@@ -234,8 +234,8 @@ def stein_control_variates(
     z, score = (np.asarray(x, float) for x in _scores(mcmc, draws, gradient, rng_key))
     if not (np.isfinite(z).all() and np.isfinite(score).all()):
         raise ValueError(
-            "Some draws lie on the boundary of their support, by rounding, or have no finite gradient. Run in double "
-            "precision, jax.config.update('jax_enable_x64', True)."
+            "Some draws lie on the boundary of their support (by rounding), or their gradient is not finite. Run in "
+            "double precision, jax.config.update('jax_enable_x64', True)."
         )
     degree = _degree(degree, *z.shape)
     numbers, shaped = flat_values(draws if function is None else jax.jit(jax.vmap(function))(draws), 1)

@@ -85,7 +85,7 @@ class Dynamics:
     def step_error(self, coupling: Coupling) -> StepError:
         """Return how much a step distorts the stationary distribution, given a coupling; unknown by default."""
         return UnknownError(
-            f"{type(self).__name__} does not define `step_error`, so warmup cannot measure its step size: "
+            f"{type(self).__name__} does not define `step_error`, so warmup cannot adapt its step size: "
             "give `step_size`, or return a StepError from `step_error`."
         )
 

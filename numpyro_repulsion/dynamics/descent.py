@@ -94,8 +94,8 @@ class Descent(Dynamics):
 
     def step_error(self, coupling):
         return UnknownError(
-            "The steps of an optimizer have no bias that could be measured: give a learning rate, "
-            "such as step_size=0.01, or leave out `step_size`."
+            "A bias budget does not apply to an optimizer: give a learning rate, such as step_size=0.01, or omit "
+            "`step_size`."
         )
 
     @property

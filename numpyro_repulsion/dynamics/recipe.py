@@ -102,8 +102,8 @@ class Recipe(Dynamics):
 
     def step_error(self, coupling):
         return UnknownError(
-            "The longest accurate step of Recipe(D, Q) cannot be measured; give `step_size`, as in "
-            "SGLD(model, dynamics=Recipe(D, Q), step_size=1e-3)."
+            "Warmup cannot adapt the step size of Recipe(D, Q); give `step_size`, as in SGLD(model, "
+            "dynamics=Recipe(D, Q), step_size=1e-3)."
         )
 
     @property
@@ -175,8 +175,8 @@ class Recipe(Dynamics):
     def _require_identity(self, coupling):
         if not coupling.is_identity:
             raise ValueError(
-                "Recipe(D, Q) has the interaction in D and Q; write it with interaction=Independent(), as in "
-                "SGLD(model, dynamics=Recipe(D, Q), interaction=Independent())."
+                "Recipe(D, Q) contains the interaction in D and Q; pass interaction=Independent(), as in SGLD(model, "
+                "dynamics=Recipe(D, Q), interaction=Independent())."
             )
 
 

@@ -42,9 +42,9 @@ class _Momenta(Dynamics):
         if jnp.ndim(coupling.diagonal):
             # The drift by K m then distorts volumes, a first-order bias without a known bound.
             return UnknownError(
-                f"With {type(self).__name__} no step can be measured for an interaction whose K_ii depends on the "
-                "particles, such as Laplacian(); give `step_size`, use SGLDR, or, for your own kernel with "
-                "constant k(x, x), set `diagonal_varies = False` in its class."
+                f"{type(self).__name__} cannot adapt its step size for an interaction whose K_ii depends on the "
+                "particles, such as Laplacian(); give `step_size`, use SGLDR, or, for your own kernel with constant "
+                "k(x, x), set `diagonal_varies = False` in its class."
             )
         return MomentumError(coupling, self.friction, self._splits(coupling))
 

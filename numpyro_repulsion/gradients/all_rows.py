@@ -67,10 +67,10 @@ def check_indices(target: Any) -> None:
                 _, index, length = worst[chunk]
                 place = _places(target, where, target.dims[name], rows)
                 raise ValueError(
-                    f"The site '{name}' uses the entry {index} of an axis of length {length}, which does not exist"
-                    f"{place and ', in ' + place}; JAX would take another entry in silence. Number "
-                    "groups from 0, and make plates as long as the data, `numpyro.plate(name, len(y), ...)`; where an "
-                    'end is meant to stand for what is beyond it, write x.at[i].get(mode="clip").'
+                    f"The site '{name}' uses the entry {index} of an axis of length {length}, which does not "
+                    f"exist{place and ', in ' + place}; JAX would silently use another entry. Number groups from 0, "
+                    "and make plates as long as the data, `numpyro.plate(name, len(y), ...)`; if the last entry "
+                    'should stand for those beyond it, write x.at[i].get(mode="clip").'
                 )
     _check_negative(target, lengths)
 
@@ -178,7 +178,7 @@ def _check_negative(target, lengths):
                     raise ValueError(
                         f"The model's {path[0].key}{jax.tree_util.keystr(path[1:])} has negative integers (at "
                         f"{_some(entries)} of its first axis), and uses them as an index into an axis of length "
-                        f"{length}: they count from its end, so missing codes are the last group. Leave these rows "
+                        f"{length}: they count from its end, so missing codes become the last group. Leave these rows "
                         f"out, or write {length} - 1 for the last entry."
                     )
 

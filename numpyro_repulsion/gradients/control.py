@@ -119,7 +119,7 @@ class ControlVariates(Subsampled):
             if self.order is None:
                 return False
             raise ValueError(
-                f"{self!r} needs second derivatives of the log density, which this model does not have ({error}). Take "
+                f"{self!r} needs second derivatives of the log density, which this model does not have ({error}). Use "
                 "ControlVariates(order=1), or replace jax.custom_vjp by jax.custom_jvp."
             ) from error
         return True

@@ -172,7 +172,7 @@ class Gradient:
         are_all = all(indices[name].shape[-1] == size for name, (size, _) in target.plates.items())
         if axes < 2 and not (self.shared or are_all) and z.shape[1] > 1:
             raise ValueError(
-                f"{type(self).__name__}.rows returns rows that particles share ({axes} axes), and its `shared` is "
+                f"{type(self).__name__}.rows returns rows that particles share ({axes} axes), but its `shared` is "
                 "False: set shared = True in the class, or return rows for each particle, with 2 axes."
             )
         keys = random.split(model_key, z.shape[:2]) if target.is_random else model_key
@@ -445,8 +445,8 @@ def _share(target: Target, batches: Mapping[str, int] | None, block_size: int) -
     for group in target.crossed_plates():
         if len(group) > 1:
             raise ValueError(
-                f"The plates {group} meet in a site, and devices that share their rows would leave pairs out. Use a "
-                f"mesh without the axis '{ROWS}', or subsample one of the plates only."
+                f"A site uses rows of all the plates {group}, so devices that divide these rows would omit pairs of "
+                f"rows. Use a mesh without the axis '{ROWS}', or subsample only one of the plates."
             )
     if target.rows_outside:
         raise ValueError(

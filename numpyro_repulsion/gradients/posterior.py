@@ -383,9 +383,10 @@ class ModelTarget(Target):
         self.usage = usage = probes.usage()
         if watch.blocks and (random_sites := sorted(usage.random & self.subsampled.keys())):
             raise ValueError(
-                f"The densities of the sites {random_sites} differ from key to key, and numpyro.handlers.block hides "
-                "what asks for a key: a latent site or a subsampled plate that it hides would be drawn anew in every "
-                "update. Hide only sites that have values, as in block(substitute(model, data=values), hide=[...])."
+                f"The densities of the sites {random_sites} change with the random key, because "
+                "numpyro.handlers.block hides a statement that uses one: a hidden latent site or subsampled plate "
+                "would be drawn anew in every update. Hide only sites that have values, as in "
+                "block(substitute(model, data=values), hide=[...])."
             )
         check_latent(self)
         if unseen := self.plates.keys() - set().union(*(usage.rows[name] for name in self.subsampled)):

@@ -61,7 +61,7 @@ class Watch(Messenger):
         if fixed := [name for name, is_fixed in self._fixed.items() if is_fixed]:
             raise ValueError(
                 f"A handler inside the model gives the latent sites {fixed} values, so the posterior would not depend "
-                "on their draws. To hold them there, write block(substitute(model, data=values), "
+                "on their draws. To fix them, write block(substitute(model, data=values), "
                 f"hide={fixed}) with both from numpyro.handlers; to start there, init_strategy=init_around(values)."
             )
         if self._hidden_plates:
@@ -96,9 +96,9 @@ class Watch(Messenger):
         first = self._plates.setdefault(name, (size, batch))
         if first != (size, batch) and (first[0] > first[1] or size > batch):
             raise ValueError(
-                f"Two plates have the name '{name}', one with size={first[0]} and subsample_size={first[1]}, the other "
-                f"with size={size} and subsample_size={batch}: both would get the rows of one. Give them different "
-                "names."
+                f"Two plates have the name '{name}', one with size={first[0]} and subsample_size={first[1]}, the "
+                f"other with size={size} and subsample_size={batch}, so both would use the rows of one of them. Give "
+                "them different names."
             )
 
     def _watched(self, body):
@@ -413,10 +413,10 @@ def _check_inside(target, probes, name, plate):
         if not all(_equal(x[rows], y[rows]) for x, y, rows in pairs):
             raise ValueError(
                 f"At the site '{name}' the density of a row depends on the other rows that the subsampled plate "
-                f"'{plate}' draws, as after `x[i] - x[i].mean(0)`, a lag inside of a minibatch or batch normalization: "
-                "no average over minibatches is the posterior. Compute what rows share from all rows, outside of the "
-                "plate, and take its rows with `[i]`, as in `y[i - 1]` for a lag; write what is of one row with "
-                "jax.vmap."
+                f"'{plate}' draws, as after `x[i] - x[i].mean(0)`, a lag inside of a minibatch or batch "
+                "normalization, so minibatch gradients are biased. Compute what rows share from all rows, outside of "
+                "the plate, and index it with `[i]`, as in `y[i - 1]` for a lag; use jax.vmap for computations on a "
+                "single row."
             )
         if not keeps_order:
             raise ValueError(
@@ -432,7 +432,7 @@ def _check_outside(probes, name, plate):
             raise ValueError(
                 f"The site '{name}' uses rows of the subsampled plate '{plate}' outside of that plate, and its log "
                 "density is not a sum over these rows: what a row adds to it depends on the others, as with a normal "
-                "distribution of a whole minibatch or a statistic of it. No average over minibatches is the posterior. "
+                "distribution of a whole minibatch or a statistic of it. Minibatch gradients would be biased. "
                 "Compute what rows share from all rows, or drop `subsample_size`."
             )
 
@@ -509,8 +509,8 @@ def check_enumeration(target: Any, sites: Mapping[str, dict]) -> None:
             if name in target.usage.discrete[other] and (plate := sorted(seen ^ target.subsampled[name])):
                 raise ValueError(
                     f"Discrete latent site '{name}' would be summed over, and the density of the site '{other}' "
-                    f"depends on it, but only one of them uses the rows of the subsampled plate {plate}: the logarithm "
-                    "of a sum over its values is not a sum over rows, so no minibatch estimates it. Marginalize it "
-                    "by hand (numpyro.distributions.MixtureSameFamily), put both into the plate, or drop "
-                    "`subsample_size`."
+                    f"depends on it, but only one of them uses the rows of the subsampled plate {plate}: the "
+                    "logarithm of a sum over its values is not a sum over rows, so minibatch gradients would be "
+                    "biased. Marginalize it by hand (numpyro.distributions.MixtureSameFamily), put both into the "
+                    "plate, or drop `subsample_size`."
                 )

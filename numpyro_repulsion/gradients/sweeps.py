@@ -105,9 +105,9 @@ class Sweeps(ControlVariates):
         for group in target.crossed_plates():
             if len(group) > 1:
                 raise ValueError(
-                    f"The subsampled plates {sorted(group)} meet in a site, and {self!r} would pass through the rows "
-                    "of each of them, but not through all their pairs: use gradient=ControlVariates() or Subsampled(), "
-                    "or subsample one of the plates only."
+                    f"A site uses rows of all the subsampled plates {sorted(group)}, and {self!r} would visit every "
+                    "row of each plate, but not every pair of rows: use gradient=ControlVariates() or Subsampled(), "
+                    "or subsample only one of the plates."
                 )
 
     def sweep_length(self, target):

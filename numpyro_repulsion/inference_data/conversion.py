@@ -42,8 +42,8 @@ OTHER_DATA = Finding(
     "other_data",
     "warning",
     None,
-    "This run has other data than its warmup, so step size, scales and all else that warmup learned may not fit.",
-    "Warm up on these data, unless both are alike.",
+    "The data changed after warmup, so the step size, preconditioner and other adapted quantities may be unsuitable.",
+    "Warm up on these data, unless the two data sets are similar.",
 )
 _LEADING = ("chain", "draw")
 
@@ -320,8 +320,8 @@ def _of_momenta(kernel, state):
     # Noise and long steps of a thermostat leave more than 0.8; the mean of n squares has an sd of sqrt(2 / n).
     if not share < min(0.5, 1.0 - 4.0 * (2.0 / state.memory[0].size) ** 0.5):
         return []
-    message = f"Momenta have {100 * share:.0f} % of their temperature, so particles hardly move."
-    remedy = "Leave `step_size` to warmup, or raise `num_warmup`: the friction of a thermostat falls slowly."
+    message = f"The kinetic temperature is {100 * share:.0f}% of its target, so particles hardly move."
+    remedy = "Omit `step_size`, which warmup adapts, or raise `num_warmup`: the friction of a thermostat falls slowly."
     return [Finding("cold_momenta", "error", share, message, remedy)]
 
 

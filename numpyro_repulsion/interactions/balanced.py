@@ -71,14 +71,14 @@ class Balanced(Wrapping):
             return Coupling.identity(white)
         if u.ndim != 3 or u.shape[0] < 2:
             raise ValueError(
-                f"{self!r} balances groups against each other and needs at least two of them, a cloud of shape "
-                f"(G, L, d) with G > 1; got {u.shape}. Set num_ensembles=2 or more, or use {self.interaction!r}."
+                f"{self!r} balances groups against each other and needs at least two of them, positions of shape (G, "
+                f"L, d) with G > 1; got {u.shape}. Set num_ensembles=2 or more, or use {self.interaction!r}."
             )
         return self.interaction.couple(u, bandwidth, white)
 
     def gram(self, u, bandwidth):
         if self.interaction is None:
-            raise TypeError("Balanced() has no Gram matrix within a group; Independent() has.")
+            raise TypeError("Balanced() does not have a Gram matrix within a group; use Independent().")
         return super().gram(u, bandwidth)
 
 

@@ -77,7 +77,7 @@ class Coupling(NamedTuple):
         """Return a coupling without operations, for ``Dynamics.step_error`` on the host."""
 
         def missing(_):
-            raise TypeError("This coupling has figures only; call `Interaction.couple` for its operations.")
+            raise TypeError("This coupling contains statistics only; call `Interaction.couple` for its operations.")
 
         return Coupling(missing, 0.0, missing, bound, bool(is_identity), diagonal=diagonal)
 

@@ -235,14 +235,15 @@ class ParticleKernel(Settings, MCMCKernel):
     def progress(self, state: ParticleState) -> str:
         """Return the step size in use and the number of flagged updates, in words."""
         count, step_size = int(state.num_flagged_updates), float(np.ravel(state.step_size)[0])
-        return f"{self.num_steps} updates of size {step_size:.2e}" + (f". {count} flagged" if count else "")
+        words = f"{self.num_steps} step{'s' * (self.num_steps > 1)}/draw, ε = {step_size:.3g}"
+        return words + (f", {count} flagged" if count else "")
 
     def warn_of_flagged(self, state: ParticleState, num_flagged_updates: int) -> int:
         """Warn, on the host and once, if many updates were flagged and before only so many; return their number."""
         count = int(state.num_flagged_updates)
         many = MAX_FLAGGED * int(state.num_warmup) * self.num_steps * np.size(state.potential_energy)
         if num_flagged_updates <= many < count:
-            words = "Updates were flagged `diverging` (this warning comes once; `diagnose` has the final count)"
+            words = "Updates were flagged `diverging` (shown once; `diagnose` has the final count)"
             warnings.warn(f"{words}:\n{Diagnosis([flagged_updates(count, 0.0, self.remedy)])}", RuntimeWarning, 3)
         return count
 
@@ -302,7 +303,7 @@ class ParticleKernel(Settings, MCMCKernel):
         size, self._num_shown = rng_key.shape[0], 0
         check_groups(size, self.num_ensembles, self.interaction.interacts)
         if num_warmup == 0 and self.schedule is None:
-            raise ValueError("With num_warmup=0 no step size can be measured; give `step_size`, or num_warmup=1000.")
+            raise ValueError("With num_warmup=0 the step size cannot be adapted; give `step_size`, or num_warmup=1000.")
         require_agreement(self, mcmc, rng_key, num_warmup, init_params, model_args, model_kwargs)
         bound = self.bind(model_args, model_kwargs)
         check_data(bound.target, bound.gradient, mcmc, size, left_out)
@@ -343,10 +344,10 @@ class ParticleKernel(Settings, MCMCKernel):
         """Make a number of iterations of warmup; how many there are in all decides how the program is compiled."""
         if is_traced():
             raise ValueError(
-                f"{type(self).__name__} learns its step size, scales or references before the first draw, outside of "
-                'compiled programs, and was started within one: use MCMC(kernel, chain_method="vectorized", ...), with '
-                "a mesh for several devices, call kernel.init outside of jax.jit, or learn nothing, as with "
-                "step_size=0.01 and num_warmup=0."
+                f"{type(self).__name__} adapts its step size, preconditioner or control-variate reference before the "
+                "first draw, outside of compiled programs, but it was started within one. Use MCMC(kernel, "
+                'chain_method="vectorized", ...), with a mesh for several devices; call kernel.init outside of '
+                "jax.jit; or adapt nothing, as with step_size=0.01 and num_warmup=0."
             )
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
         options = compiler_options(bound, num_warmup * self.num_steps, shape[0] * shape[1], shape[2])

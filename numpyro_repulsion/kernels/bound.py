@@ -82,8 +82,8 @@ def step_schedule(
         return step_size, schedule
     if dynamics.default_step is not None:
         raise ValueError(
-            "The steps of an optimizer have no bias that could be measured: give a learning rate, such as "
-            f"step_size=0.01, or leave out `step_size`; got {step_size!r}."
+            "A bias budget does not apply to an optimizer: give a learning rate, such as step_size=0.01, or omit "
+            f"`step_size`; got {step_size!r}."
         )
     return step_size, None
 
@@ -104,7 +104,7 @@ def preconditioner_scale(value: ArrayLike | None) -> str | np.ndarray | None:
         raise ValueError(f"`preconditioner` must be a finite array of shape (d,) or (d, d); got {value!r}.")
     if matrix.ndim == 1:
         if (matrix <= 0).any():
-            raise ValueError(f"A diagonal `preconditioner` holds variances and must be positive; got {value!r}.")
+            raise ValueError(f"A diagonal `preconditioner` contains variances, which must be positive; got {value!r}.")
         return np.sqrt(matrix)
     if matrix.shape[0] != matrix.shape[1]:
         raise ValueError(f"A dense `preconditioner` must be of shape (d, d); got shape {matrix.shape}.")
@@ -178,14 +178,15 @@ def hinting(model: Callable | None, args: tuple, kwargs: dict) -> Iterator[None]
                 raise type(failure)(f"{where}: {failure}") from None
         if isinstance(error, NotImplementedError) and "vmap_method" in str(error):
             raise ValueError(
-                "The model calls jax.pure_callback without a rule for jax.vmap, by which all particles are evaluated "
-                'at once. Write jax.pure_callback(..., vmap_method="sequential"), or vmap_method="expand_dims" if its '
-                "function takes arrays with one more axis in front."
+                "The model calls jax.pure_callback without a rule for jax.vmap, which evaluates all particles at "
+                'once. Write jax.pure_callback(..., vmap_method="sequential"), or vmap_method="expand_dims" if its '
+                "function accepts arrays with an extra leading axis."
             ) from error
         notes = list(_of_arguments(args, kwargs, error))
         if not notes and isinstance(error, jax.errors.TracerArrayConversionError):
             notes = [
-                "NumPy arrays from outside of a model cannot be taken by rows. Pass them as arguments of the model."
+                "NumPy arrays from outside of a model cannot be indexed by the rows of a plate. Pass them as "
+                "arguments of the model."
             ]
         for note in notes or _of_rows(model, args, kwargs, error):
             error.add_note(note)

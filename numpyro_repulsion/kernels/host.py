@@ -49,8 +49,8 @@ def kernel_of_run(
         raise ValueError(f"These are draws of warmup; call {who} after mcmc.run(key, ...).")
     if not of_optimizer and not kernel.dynamics.is_sampler:
         raise ValueError(
-            f"{type(kernel).__name__} is an optimizer of the cloud, whose particles are no draws from the posterior. "
-            "Use SGLDR for draws."
+            f"{type(kernel).__name__} is an optimizer, so its particles are not draws from the posterior. Use SGLDR "
+            "for draws."
         )
     return kernel
 

@@ -40,7 +40,7 @@ def bring_here(mcmc: MCMC) -> None:
         any(is_spread(getattr(leaf, "source", leaf)) for leaf in _argument_leaves(mcmc))
         and jax.sharding.get_abstract_mesh().empty
     ):
-        raise ValueError(f"The data of this run lie in parts in several processes. {IN_ALL}")
+        raise ValueError(f"The data of this run are divided among several processes. {IN_ALL}")
     set_results(mcmc, here(mcmc._states), here(mcmc._last_state))
 
 

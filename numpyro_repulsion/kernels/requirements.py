@@ -102,8 +102,8 @@ def warn_of_short_warmup(num_warmup: int) -> None:
     """Warn of a warmup that is too short to learn from."""
     if 0 < num_warmup < MIN_WARMUP:
         warnings.warn(
-            f"num_warmup={num_warmup} is too short to learn step size and scales well; use num_warmup=1000, and at "
-            f"least {MIN_WARMUP}.",
+            f"num_warmup={num_warmup} is too short to adapt the step size and the preconditioner well; use "
+            f"num_warmup=1000, and at least {MIN_WARMUP}.",
             stacklevel=3,
         )
 
@@ -226,8 +226,8 @@ def check_sweeps(gradient: Gradient | str, dynamics: Dynamics) -> None:
     """Raise ``ValueError`` for sweeps with dynamics that would count their correlated noise as heat."""
     if isinstance(gradient, Sweeps) and not dynamics.allows_sweeps:
         raise ValueError(
-            f"gradient={gradient!r} has noise that cancels over a sweep, and {type(dynamics).__name__} would count "
-            "it as heat and make the draws too narrow: use SGLD, SGHMC or their kernels with repulsion, or "
+            f"The noise of gradient={gradient!r} is autocorrelated; {type(dynamics).__name__} would misread it as "
+            "temperature, and the draws would be too narrow. Use SGLD, SGHMC or their kernels with repulsion, or "
             "gradient=ControlVariates() or Subsampled()."
         )
 
@@ -251,7 +251,7 @@ def check_jumps(moves: Move, gradient: Gradient, target: Target, num_warmup: int
             "it from the rows of subsampled plates: use gradient=FullData(), or drop `moves`."
         )
     if num_warmup == 0:
-        raise ValueError(f"moves={moves!r} learns in warmup; set num_warmup, 100 or more.")
+        raise ValueError(f"moves={moves!r} adapts in warmup; set num_warmup=100 or more.")
     if size < moves.min_particles:
         raise ValueError(
             f"moves={moves!r} needs {moves.min_particles} particles or more: "

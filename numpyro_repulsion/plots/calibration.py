@@ -83,7 +83,7 @@ def plot_calibration(
     if has_classes != (kind == "reliability"):
         applies = "reliability" if has_classes else "coverage' or 'pit"
         raise ValueError(
-            f"'{predictions.site}' {'has' if has_classes else 'is without'} classes: set kind='{applies}'."
+            f"'{predictions.site}' {'has' if has_classes else 'does not have'} classes: set kind='{applies}'."
         )
     # Before a figure is made.
     found = _reliability(predictions, bins) if has_classes else predictions.pit()
@@ -110,7 +110,7 @@ def _draw_coverage(ax, share, width, label, color, bins, is_first):
         ax.fill_between(nominal, nominal - half, nominal + half, color="0.88", linewidth=0)
         ax.plot([0, 1], [0, 1], color="black", linewidth=0.8)
         ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-        ax.set(xlabel="share that central intervals should hold", ylabel="share of observations inside")
+        ax.set(xlabel="nominal coverage of central intervals", ylabel="observed coverage")
     ax.plot(nominal, covered, color=color, linewidth=1.5, label=label, gid=MARK)
 
 
@@ -120,7 +120,7 @@ def _draw_pit(ax, share, width, label, color, bins, is_first):
         half = width * np.sqrt((bins - 1.0) / len(share))
         ax.fill_between([0, 1], 1.0 - half, 1.0 + half, color="0.88", linewidth=0)
         ax.axhline(1.0, color="black", linewidth=0.8)
-        ax.set(xlim=(0, 1), xlabel="share of the prediction below the observation", ylabel="density")
+        ax.set(xlim=(0, 1), xlabel="predictive CDF at the observation (PIT)", ylabel="density")
     ax.stairs(density, edges, baseline=None, color=color, linewidth=1.5, label=label, gid=MARK)
     ax.set_ylim(0, max(1.05 * density.max(), 1.0 if is_first else ax.get_ylim()[1]))
 
@@ -150,4 +150,4 @@ def _draw_reliability(ax, found, width, label, color, is_first):
     low = min(confidence.min(), (center - half).min()) - 0.03
     low = max(0.0, low if is_first else min(low, ax.get_xlim()[0]))
     ax.set(xlim=(low, 1.01), ylim=(low, 1.01))
-    ax.set(xlabel="probability of the most probable class", ylabel="share in which it is right")
+    ax.set(xlabel="probability of the most probable class", ylabel="accuracy")

@@ -200,8 +200,8 @@ def _checked(values, num_ensembles, num_independent):
             raise TypeError(f"Draws must be {kinds}; got {type(value).__name__} with values of type {array.dtype}.")
         if array.ndim < 2 or 0 in array.shape:
             raise ValueError(
-                f"Draws must be of shape (particles, draws, ...) and not empty; got {array.shape} for {name!r}. A "
-                "single cloud x of shape (particles, d) is x[:, None]."
+                f"Draws must be of shape (particles, draws, ...) and not empty; got {array.shape} for {name!r}. For "
+                "one set of particles x of shape (particles, d) pass x[:, None]."
             )
     if len({array.shape[:2] for array in found.values()}) > 1:
         shapes = {name: array.shape for name, array in found.items()}

@@ -116,7 +116,7 @@ def animate_particles(
     ax: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return an animation of the cloud, one frame for each draw: :func:`plot_particles` over time.
+    """Return an animation, one frame of :func:`~numpyro_repulsion.plots.plot_particles` for each draw.
 
     Notebooks show ``animation.to_jshtml()``; ``animation.save("cloud.gif", writer="pillow")`` needs nothing beyond
     matplotlib. Keep the animation in a variable until it is saved or shown. Arguments that are not listed are those of

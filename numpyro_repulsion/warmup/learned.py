@@ -72,8 +72,8 @@ class WarmupDiagnosis(NamedTuple):
         if self.num_warmup < MIN_WARMUP:
             add(
                 "short_run",
-                f"{int(self.num_warmup)} iterations of warmup are too few to learn the step size and the scales, or to "
-                "see the shape of the posterior, so nothing is known of these draws.",
+                f"Warmup has only {int(self.num_warmup)} iterations, too few to adapt the step size and "
+                "preconditioner or to detect problems, so the quality of these draws is unknown.",
                 f"Set num_warmup=1000, and at least {MIN_WARMUP}.",
                 self.num_warmup,
                 is_error=True,
@@ -82,10 +82,10 @@ class WarmupDiagnosis(NamedTuple):
         if self.has_basins:
             add(
                 "several_basins",
-                "The particles are in several modes, or label permutations, and do not move between them, so the "
-                "weights of the modes are unknown.",
-                "Order the labels of a mixture; judge a network by its predictions, with predict(mcmc, ...), and not "
-                "by its weights."
+                "At the end of warmup particles are in several modes (or label permutations) and do not move between "
+                "them, so the weights of the modes are unknown.",
+                "Order the labels of a mixture; judge a neural network by its predictions, predict(mcmc, ...), not by "
+                "its weights."
                 if self.is_prolonged
                 else "Set moves=Archive(), with gradient=FullData() if rows are subsampled, or order the labels.",
                 is_error=True,
@@ -97,13 +97,13 @@ class WarmupDiagnosis(NamedTuple):
             more = "Raise `num_steps`, `num_warmup` and `num_samples`"
             # Half the noise would allow a longer step.
             if self.noise_ratio > 1.0:
-                more = "Raise `subsample_size`, because gradient noise limits the step, or `num_steps`"
+                more = "Raise `subsample_size`, because gradient noise limits the step size, or `num_steps`"
                 if self.thermostat_helps:
-                    more = "Take SGNHT, because gradient noise limits the step, or raise `subsample_size`"
+                    more = "Use SGNHT, because gradient noise limits the step size, or raise `subsample_size`"
             add(
                 "slow_directions",
-                f"{'Correlated parameters move' if correlated else 'The slowest direction moves'} so slowly that a "
-                f"run as long as warmup is worth only about {float(self.effective_draws):.0f} independent draws.",
+                f"{'Correlated parameters mix' if correlated else 'The slowest direction mixes'} slowly: a run as long "
+                f"as warmup would give an ESS of only about {float(self.effective_draws):.0f}.",
                 'Set preconditioner="dense".' if correlated else f"{more}, or reparameterize.",
                 self.effective_draws,
             )
@@ -111,9 +111,9 @@ class WarmupDiagnosis(NamedTuple):
             excess = float(np.sqrt(1.0 + self.bias) - 1.0)
             add(
                 "step_bias",
-                "The step exceeds the bias tolerance because the run is short, and may make posterior sds about "
-                f"{100 * excess:.0f} % too large.",
-                "Raise `num_steps`, `num_warmup` and `num_samples`, which allows a shorter step.",
+                "Because the run is short, warmup chose a step size above the bias budget; posterior sds may be "
+                f"about {100 * excess:.0f}% too large.",
+                "Raise `num_steps`, `num_warmup` and `num_samples`, which allows a smaller step size.",
                 excess,
                 is_error=self.bias > LARGE_BIAS,
             )
@@ -133,24 +133,24 @@ class WarmupDiagnosis(NamedTuple):
         elif self.has_heavy_tails:
             add(
                 "heavy_tails",
-                "The posterior has heavy tails, in which particles move too slowly.",
-                "Choose a prior with lighter tails, or transform the parameters with "
+                "The posterior has heavy tails, from which particles return too slowly.",
+                "Use a prior with lighter tails, or transform the parameters with "
                 "numpyro.infer.reparam.TransformReparam.",
             )
         elif varying > 1.0:
             add(
                 "varying_curvature",
-                "Curvature varies strongly over the posterior, so no step size suits all of it and the run may miss "
-                "narrow parts.",
+                "Curvature varies strongly over the posterior, so no single step size suits all of it, and the run "
+                "may miss narrow parts.",
                 reparameterize,
                 varying,
             )
         if self.noise_ratio > 5.0:
-            instead = "Take SGNHT, whose thermostat removes most of it, or raise" if self.thermostat_helps else "Raise"
+            instead = "Use SGNHT, whose thermostat removes most of it, or raise" if self.thermostat_helps else "Raise"
             add(
                 "gradient_noise",
-                f"Gradient noise, {float(self.noise_ratio):.0f} times the curvature, forces a short step.",
-                "Set gradient=SVRG(), with references for each particle, or raise `subsample_size`."
+                f"Gradient noise ({float(self.noise_ratio):.0f} times the curvature) limits the step size.",
+                "Set gradient=SVRG(), which has a reference for each particle, or raise `subsample_size`."
                 if self.is_prolonged
                 else f"{instead} `subsample_size`; estimate a random likelihood more precisely.",
                 self.noise_ratio,
@@ -159,15 +159,16 @@ class WarmupDiagnosis(NamedTuple):
         if self.control_variates_off and not self.is_prolonged:
             add(
                 "control_variates_off",
-                "Control variates add noise here, as with several modes or a distant reference, so warmup switched "
-                "them off.",
-                "Set gradient=SVRG(), with references for each particle, or gradient=Sweeps(), whose noise nearly "
-                "cancels in long runs.",
+                "Control variates increased the gradient noise, so warmup switched them off. Several modes or a "
+                "distant reference can cause this.",
+                "Set gradient=SVRG(), which has a reference for each particle, or gradient=Sweeps(), whose noise "
+                "nearly cancels in long runs.",
             )
         if self.jumps_off:
             add(
                 "jumps_off",
-                "Jumps are hardly ever accepted, so warmup switched them off and particles stay in their modes.",
+                "Jumps between modes were almost never accepted, so warmup switched them off and particles stay in "
+                "their modes.",
                 "Raise `num_warmup` or `num_chains`, which improves the archive.",
             )
         return found

@@ -121,7 +121,7 @@ def starting(radius):
 def test_what_differs_is_noticed_and_what_does_not_is_not(make, some, other, words, settings, begin):
     begin(make(some), **settings)
     begin(make(some), **settings)
-    with pytest.raises(ValueError, match=f"(?s)holds another run: .*{words}.*Give another directory"):
+    with pytest.raises(ValueError, match=f"(?s)contains another run: .*{words}.*Give another directory"):
         begin(make(other), **settings)
 
 
@@ -161,11 +161,11 @@ def test_another_version_compares_densities(begin, tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="began with a different jax"):
         begin(SGLD(regression(), step_size=0.01))
     # Of one prior alone; in the sum over thousands of rows it would be lost.
-    with pytest.raises(ValueError, match="holds another run: .*the density of site 'sigma' differs"):
+    with pytest.raises(ValueError, match="contains another run: .*the density of site 'sigma' differs"):
         begin(SGLD(regression(sd=1.001), step_size=0.01))
     lost = [name for name in json.loads((tmp_path / "run" / "run.json").read_text())["identity"] if "density" in name]
     edit(tmp_path / "run" / "run.json", lambda run: run["identity"].update({name: [np.nan] * 5 for name in lost}))
-    with pytest.raises(ValueError, match="is not finite wherever it was compared"):
+    with pytest.raises(ValueError, match="is not finite wherever it was evaluated"):
         begin(SGLD(regression(), step_size=0.01))
 
 

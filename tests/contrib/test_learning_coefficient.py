@@ -114,7 +114,7 @@ def at(center, model=regular, beta=BETA, **settings):
 def test_a_center_that_is_no_minimum(pretended):
     mcmc = pretended(at({"w": BEST + 1.0}), X, Y)
     mcmc._states["z"]["w"] = BEST + 0.05 * mcmc._states["z"]["w"]
-    with pytest.warns(UserWarning, match="center is no minimum of the loss.*Train on"):
+    with pytest.warns(UserWarning, match="center is not a minimum of the loss.*Train until"):
         assert llc(mcmc).value < -1.0
 
 
@@ -218,10 +218,10 @@ def test_what_is_no_local_posterior_is_refused(pretended):
         llc(MCMC(localized(regular, {"w": BEST}), num_warmup=1, num_samples=1))
     with pytest.raises(ValueError, match="llc needs a run of the local posterior: SGLD\\(Localized"):
         llc(pretended(regular, X, Y))
-    with pytest.raises(ValueError, match="at its own temperature.*inverse_temperature=1 / math.log"):
+    with pytest.raises(ValueError, match="does not temper the likelihood.*inverse_temperature=1 / math.log"):
         llc(pretended(Localized(regular, center={"w": BEST}, strength=1.0), X, Y))
     local = at({"w": BEST})
-    with pytest.raises(ValueError, match="SVGD is an optimizer of the cloud"):
+    with pytest.raises(ValueError, match="SVGD is an optimizer, so"):
         mcmc = pretended(local, X, Y)
         mcmc.sampler = SVGD(local, step_size=0.1)
         llc(mcmc)

@@ -726,7 +726,7 @@ def test_shared_rows_must_be_called_so():
             return draw_indices(key, target.plates, shape[:1]), 1
 
     target, z = ModelTarget(indexed), jnp.zeros((2, 3, 2))
-    with pytest.raises(ValueError, match="Common.rows returns rows that particles share .1 axes., and its `shared`"):
+    with pytest.raises(ValueError, match="Common.rows returns rows that particles share .1 axes., but its `shared`"):
         Common().energy_and_grad(KEY, target, lambda flat: {"z": flat}, z)
     Common.shared = True
     assert Common().energy_and_grad(KEY, target, lambda flat: {"z": flat}, z)[0].shape == (2, 3)

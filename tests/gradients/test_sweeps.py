@@ -296,7 +296,7 @@ def test_warmup_chooses_between_sweeps_and_control_variates():
 
 def test_thermostats_are_refused():
     for kernel in (SGNHT, SGNHTR):
-        with pytest.raises(ValueError, match="Thermostat would count it as heat"):
+        with pytest.raises(ValueError, match="Thermostat would misread it as temperature"):
             kernel(model, gradient=Sweeps())
 
 
@@ -306,7 +306,7 @@ def test_plates_that_meet_are_refused():
         with numpyro.plate("a", 6, subsample_size=2, dim=-2) as i, numpyro.plate("b", 4, subsample_size=2) as j:
             numpyro.sample("y", dist.Normal(mu, 1.0), obs=y[i[:, None], j])
 
-    with pytest.raises(ValueError, match=r"plates \['a', 'b'\] meet in a site"):
+    with pytest.raises(ValueError, match=r"A site uses rows of all the subsampled plates \['a', 'b'\]"):
         run(SGLD(crossed, step_size=0.01, gradient=Sweeps()), y=jnp.ones((6, 4)))
 
 

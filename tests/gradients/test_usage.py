@@ -652,7 +652,9 @@ def test_indices_that_change_nothing_are_fine():
 
 def test_sites_that_block_draws_anew_are_refused():
     for hidden in (["b"], ["s", "rows"]):
-        with pytest.raises(ValueError, match=r"\['y'\] differ from key to key.*block hides"):
+        with pytest.raises(
+            ValueError, match=r"\['y'\] change with the random key, because numpyro.handlers.block hides"
+        ):
             ModelTarget(handlers.block(plain, hide=hidden))
     fixed = ModelTarget(handlers.block(handlers.substitute(plain, data={"s": 2.0}), hide=["s"]))
     assert not fixed.is_random and fixed.latent == ["b"]

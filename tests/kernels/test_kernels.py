@@ -390,7 +390,7 @@ def test_second_run_compiles_nothing_of_ours(data, monkeypatch, caplog, capsys):
         caplog.clear()
         mcmc.run(random.key(1), *data)
     assert compiled(caplog, "_on_arrays") == compiled(caplog, "_body_fn") == 0
-    assert "10 updates of size 1.00e-03" in capsys.readouterr().err
+    assert "10 steps/draw, ε = 0.001" in capsys.readouterr().err
 
 
 def test_model_that_needs_the_values_of_its_arguments():
@@ -436,7 +436,7 @@ def test_run_inside_jit(data):
     inside = jax.jit(lambda key: run(key, **given))(random.key(0))
     np.testing.assert_allclose(inside, run(random.key(0), **given), rtol=1e-4, atol=1e-5)
     # What is learned is learned by programs that choose how they are compiled.
-    with raises("was started within one: use MCMC.*call kernel.init outside of jax.jit"):
+    with raises("was started within one. Use MCMC.*call kernel.init outside of jax.jit"):
         jax.jit(run)(random.key(0))
 
 
@@ -620,7 +620,7 @@ ONES = {"x": jnp.ones((6, 2)), "s": jnp.ones(6)}
         (sgldr(), {}, ONES | {"x": jnp.ones((6, 3))}, "of shapes .*.6, 2.*got .*.6, 3."),
         (sgldr(), {}, ONES | {"x": jnp.ones((5, 2))}, "a leading axis of 6|leading dimension"),
         (sgldr(), {}, jnp.ones((6, 3)), "must be a dictionary with the latent sites"),
-        (sgldr(step_size="auto"), {"num_warmup": 0}, None, "num_warmup=0 no step size can be measured; give `step_s"),
+        (sgldr(step_size="auto"), {"num_warmup": 0}, None, "num_warmup=0 the step size cannot be adapted; give `st"),
         # Interactions and functions of one's own.
         (sgldr(interaction=Distance()), {}, None, "not positive definite on the starting particles"),
         (sgldr(interaction=Undetermined()), {}, None, "not finite on the starting particles.*differentiable where"),

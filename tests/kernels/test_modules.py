@@ -167,7 +167,7 @@ def test_the_last_layer_alone():
     np.testing.assert_allclose(found.mean, means.mean(0), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:The center is no minimum")
+@pytest.mark.filterwarnings("ignore:The center is not a minimum")
 def test_the_local_posterior_of_the_last_layer():
     """The values of a Flax module may be nested, as its own parameters are."""
     make = NETS["linen"](2)
@@ -178,7 +178,7 @@ def test_the_local_posterior_of_the_last_layer():
         # The data move it by little, and the tether alone has this standard deviation.
         assert np.abs(value).max() < 0.02 and 0.5e-3 < np.std(value - value.mean(0)) < 1.5e-3
     assert np.isfinite(llc(mcmc, num_draws=40).value)
-    with pytest.raises(ValueError, match="Dense_9.*no latent sites of the model. It has.*net/Dense_0.bias"):
+    with pytest.raises(ValueError, match="Dense_9.*not latent sites of the model. It has.*net/Dense_0.bias"):
         run(SGLD(Localized(last, center={"net": {"Dense_9": {"bias": np.zeros(2)}}}, strength=1.0)), make, X, Y)
 
 

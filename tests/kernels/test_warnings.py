@@ -74,7 +74,7 @@ def test_problems_of_the_warmup_are_said_at_its_end(run):
         return said(lambda: run(mcmc, init_params=SIX))
 
     found = problems(1, 60)  # a run that hardly moves
-    assert len(found) == 1 and "Warmup found problems" in found[0] and "independent draws" in found[0]
+    assert len(found) == 1 and "Warmup found problems" in found[0] and "an ESS of only about" in found[0]
     assert not problems(20, 200)
 
 

@@ -73,7 +73,7 @@ def test_reliability_is_a_diagonal_or_the_error_says_so():
     [
         (np.zeros(3), {}, TypeError, "predict"),
         (gaussian(1.0), {"kind": "roc"}, ValueError, "one of"),
-        (gaussian(1.0), {"kind": "reliability"}, ValueError, "is without classes: set kind='coverage' or 'pit"),
+        (gaussian(1.0), {"kind": "reliability"}, ValueError, "does not have classes: set kind='coverage' or 'pit"),
         (categorical(1.0), {"kind": "pit"}, ValueError, "has classes: set kind='reliability'"),
         (Predictions("y", replicates=np.zeros((3, 2))), {}, ValueError, "no observations"),
         (gaussian(1.0), {"bins": 0}, ValueError, "bins"),

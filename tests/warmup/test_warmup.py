@@ -966,17 +966,17 @@ FINE = WarmupDiagnosis(1000.0, 1000.0, condition=5.0, curvature_ratio=3.0, depen
 @pytest.mark.parametrize(
     ("field", "value", "name", "figure", "words"),
     [
-        ("num_warmup", 20, "short_run", 20.0, "20 iterations of warmup are too few"),
-        ("effective_draws", 50.0, "slow_directions", 50.0, "about 50 independent"),
-        ("bias", 0.3, "step_bias", 1.3**0.5 - 1, "sds about 14 % too large"),
+        ("num_warmup", 20, "short_run", 20.0, "Warmup has only 20 iterations, too few"),
+        ("effective_draws", 50.0, "slow_directions", 50.0, "ESS of only about 50"),
+        ("bias", 0.3, "step_bias", 1.3**0.5 - 1, "sds may be about 14% too large"),
         ("condition", 100.0, "varying_curvature", 2.5, "LocScaleReparam"),
         ("curvature_ratio", 100.0, "varying_curvature", 4.0, "LocScaleReparam"),
         ("dependence", 1.0, "funnel", 1.0, "as in a funnel"),
         ("has_heavy_tails", True, "heavy_tails", None, "heavy tails"),
         ("has_basins", True, "several_basins", None, "in several modes"),
-        ("noise_ratio", 20.0, "gradient_noise", 20.0, "Gradient noise, 20 times the curvature"),
-        ("control_variates_off", True, "control_variates_off", None, "Control variates add noise"),
-        ("jumps_off", True, "jumps_off", None, "Jumps are hardly ever accepted"),
+        ("noise_ratio", 20.0, "gradient_noise", 20.0, "Gradient noise (20 times the curvature)"),
+        ("control_variates_off", True, "control_variates_off", None, "Control variates increased the gradient noise"),
+        ("jumps_off", True, "jumps_off", None, "Jumps between modes were almost never accepted"),
     ],
 )
 def test_verdict_names_what_is_wrong(field, value, name, figure, words):
@@ -994,7 +994,7 @@ def test_verdict_of_several_figures():
     assert 'Set preconditioner="dense"' in slow._replace(is_diagonal=True).findings()[0].remedy
     assert "Raise `subsample_size`" in slow._replace(noise_ratio=2.0).findings()[0].remedy
     noisy = slow._replace(noise_ratio=20.0, thermostat_helps=True)
-    assert all(finding.remedy.startswith("Take SGNHT") for finding in noisy.findings())
+    assert all(finding.remedy.startswith("Use SGNHT") for finding in noisy.findings())
     # Networks keep to their basins, and their control variates always add noise.
     (finding,) = FINE._replace(has_basins=True, control_variates_off=True, is_prolonged=True).findings()
     assert finding.name == "several_basins" and "predict(mcmc, ...)" in finding.remedy
@@ -1057,7 +1057,7 @@ def noisy_mean(y, subsample_size):
 def test_noise_that_rules_the_step_is_named():
     y = random.permutation(random.key(5), jnp.linspace(-30.0, 30.0, 2000))
     words, _ = expectations(SGLD(noisy_mean, gradient=Subsampled()), y, 2)
-    assert "Take SGNHT" in words and "or raise `subsample_size`" in words
+    assert "Use SGNHT" in words and "or raise `subsample_size`" in words
     # The likelihood is quadratic: control variates leave no noise at all.
     words, mcmc = expectations(SGLD(noisy_mean), y, 2)
     assert words == ""
