@@ -20,6 +20,8 @@ from numpyro_repulsion.rounding import AnyArray, matmul, namespace, solve_triang
 
 #: Beyond so many parameters, a Hessian must be an arrow to be computed and used.
 DENSE = 512
+#: An arrow, or its probes at once, have at most so many numbers.
+MOST_NUMBERS = 1 << 25
 #: Products with other signs differ by less, relative to the diagonal: by nothing, but for rounding.
 TOLERANCE = 1e-5
 
@@ -280,7 +282,8 @@ def find_units(target: Target, dimension: int) -> Units | None:
     exactly zero, because no row and no prior contains two units. Sites with an axis of the same length may be units
     together, and are tried one after another, the largest first.
     """
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target.args, target.kwargs))):
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target.args, target.kwargs)))
+    if is_traced or 64 * dimension > MOST_NUMBERS:
         return None
     shapes = {name: tuple(target.prototype[name].shape) for name in sorted(target.prototype)}
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
@@ -305,8 +308,9 @@ def find_units(target: Target, dimension: int) -> Units | None:
 
 def _is_affordable(units, target):
     rows = sum(size for size, _ in target.plates.values())
-    is_small = units.num_globals <= min(1024, units.dimension // 2)
-    return is_small and rows * (units.num_globals + units.size) <= 5e8
+    number = units.num_globals
+    is_small = number <= min(1024, units.dimension // 2) and number * units.dimension <= MOST_NUMBERS
+    return is_small and rows * (number + units.size) <= 5e8
 
 
 def _sample_products(target):
