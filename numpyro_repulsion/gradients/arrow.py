@@ -310,7 +310,7 @@ def _is_affordable(units, target):
     rows = sum(size for size, _ in target.plates.values())
     number = units.num_globals
     is_small = number <= min(1024, units.dimension // 2) and number * units.dimension <= MOST_NUMBERS
-    return is_small and rows * (number + units.size) <= 5e8
+    return is_small and rows * (number + units.size) <= 2e8
 
 
 def _sample_products(target):
