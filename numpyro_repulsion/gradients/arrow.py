@@ -167,12 +167,21 @@ class Arrow:
             matmul(rest, cross.T).reshape(own.shape) + _by_unit(self.blocks, own),
         )
 
+    def __add__(self, other: Arrow) -> Arrow:
+        return jax.tree.map(lambda a, b: a + b, self, other)
+
+    def scaled(self, scale: Float[AnyArray, " d"]) -> Arrow:
+        """Return ``S H S`` for a diagonal S, ``(d,)``."""
+        rest, own = self.units.split(scale)
+        cross, blocks = self.cross * own[..., None] * rest, self.blocks * own[..., None] * own[:, None]
+        return Arrow(self.rest * rest[:, None] * rest, cross, blocks, self.units)
+
     def to_dense(self) -> Float[AnyArray, "d d"]:
         """Return the matrix, ``(d, d)``."""
         return self.times(jnp.eye(self.units.dimension, dtype=self.rest.dtype))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("rest", "cross", "blocks"), meta_fields=("units",))
+@partial(jax.tree_util.register_dataclass, data_fields=("rest", "cross", "blocks", "variances"), meta_fields=("units",))
 @dataclass(frozen=True)
 class ArrowRoot:
     r"""S with ``S Sᵀ = H⁻¹`` for an arrow H, which has the same shape: units follow the globals.
@@ -184,12 +193,14 @@ class ArrowRoot:
     - **rest** - C, lower triangular, ``(g, g)``.
     - **cross** - W, ``(n, k, g)``.
     - **blocks** - those of L, lower triangular, ``(n, k, k)``.
+    - **variances** - the diagonal of ``S Sᵀ``, ``(d,)``, whose computation costs more than an update.
     - **units** - which entries belong to the units.
     """
 
     rest: Float[AnyArray, "g g"]
     cross: Float[AnyArray, "n k g"]
     blocks: Float[AnyArray, "n k k"]
+    variances: Float[AnyArray, " d"]
     units: Units
 
     @staticmethod
@@ -197,7 +208,8 @@ class ArrowRoot:
         """Return the identity."""
         zero = Arrow.zeros(units, dtype)
         g, k = units.num_globals, units.size
-        return ArrowRoot(jnp.eye(g, dtype=dtype), zero.cross, zero.blocks + jnp.eye(k, dtype=dtype), units)
+        blocks, ones = zero.blocks + jnp.eye(k, dtype=dtype), jnp.ones(units.dimension, dtype)
+        return ArrowRoot(jnp.eye(g, dtype=dtype), zero.cross, blocks, ones, units)
 
     @staticmethod
     def of(curvature: Arrow, root: Callable[[np.ndarray], np.ndarray]) -> ArrowRoot:
@@ -212,12 +224,18 @@ class ArrowRoot:
             own = np.stack([root(block) for block in blocks])
         across = own @ (np.swapaxes(own, 1, 2) @ cross)
         schur = rest - cross.reshape(-1, len(rest)).T @ across.reshape(-1, len(rest))
-        return ArrowRoot(root(schur), across, own, curvature.units)
+        return ArrowRoot._with_variances(root(schur), across, own, curvature.units)
+
+    @staticmethod
+    def _with_variances(rest, cross, blocks, units):
+        across = matmul(cross.reshape(-1, len(rest)), rest)
+        own = (blocks**2).sum(-1) + (across**2).sum(-1).reshape(cross.shape[:2])
+        return ArrowRoot(rest, cross, blocks, units.join((rest**2).sum(-1), own), units)
 
     def scaled(self, factor: Float[np.ndarray, " d"]) -> ArrowRoot:
         """Return S times a diagonal, ``(d,)``."""
         rest, own = self.units.split(factor)
-        return ArrowRoot(self.rest * rest, self.cross, self.blocks * own[:, None], self.units)
+        return ArrowRoot._with_variances(self.rest * rest, self.cross, self.blocks * own[:, None], self.units)
 
     def times(self, u: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return ``S u``."""
@@ -242,12 +260,6 @@ class ArrowRoot:
         rest, own = self.units.split(gradient)
         own = _by_unit(xp.swapaxes(_inverses(self.blocks), 1, 2), own)
         return self.units.join(self._solved(rest, transposed=True) + self._back(own), own)
-
-    def squared_lengths(self) -> Float[AnyArray, " d"]:
-        """Return the squared lengths of the rows of S, ``(d,)``: the variances of ``S u``."""
-        across = matmul(self.cross.reshape(-1, self.cross.shape[-1]), self.rest)
-        own = (self.blocks**2).sum(-1) + (across**2).sum(-1).reshape(self.cross.shape[:2])
-        return self.units.join((self.rest**2).sum(-1), own)
 
     def _across(self, rest, own):
         return matmul(rest, self.cross.reshape(-1, self.cross.shape[-1]).T).reshape(own.shape)

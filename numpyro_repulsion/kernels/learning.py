@@ -163,8 +163,8 @@ class HostSampler:
         # What the host said of the data. Where it said nothing, any words say that there is a reference.
         return found._replace(posterior_id=np.maximum(warmup.posterior_id, 1))
 
-    def mean_curvature(self, warmup, u, directions):
-        return self._run(warming.mean_curvature, None, *self._coordinates(warmup), u, directions)
+    def mean_curvature(self, warmup, u):
+        return self._run(warming.mean_curvature, None, *self._coordinates(warmup), u)
 
     def settled(self, cloud, step_size, noise):
         if type(self.dynamics).settled is Dynamics.settled:

@@ -23,6 +23,7 @@ import numpy as np
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.gradients import (
+    Arrow,
     Centering,
     Particle,
     Recovered,
@@ -254,36 +255,39 @@ def reference_at(
     return iteration.evaluate_reference(key, moved, *settings)
 
 
-def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u, directions) -> Any:
-    """Return products ``(m, d)`` of the curvature: the mean over the particles of that of the prior, and that of the
-    likelihood over all rows at the reference, in coordinates about the mean of the particles."""
+def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u) -> Arrow:
+    """Return the curvature in diagonally whitened coordinates: the mean over the particles of that of the prior, and
+    that of the likelihood over all rows at the reference."""
     iteration = _at(bound, where, prototype)
     reference: Any = where.reference
     target, unravel, change = iteration.target(where), iteration.unravel, where.preconditioner
-    u = u.reshape(-1, u.shape[-1])
+    units, u = reference.hessian.units, u.reshape(-1, u.shape[-1])
 
     def prior(z):
         return target.base.prior_energy(unravel(z)).astype(z.dtype)
 
     slope, bend = jax.linearize(jax.grad(prior), reference.position)
-    slope = reference.gradient - slope
-
-    def likelihood(z):
-        offset = z - reference.position
-        return jnp.sum((slope + (reference.hessian.times(offset) - bend(offset)) / 2.0) * offset)
 
     def of_prior(u):
         z, volume = target.to_model(change.to_positions(u))
         return prior(z) - volume
 
     def of_likelihood(u):
-        return likelihood(target.to_model(change.to_positions(u))[0])
+        offset = target.to_model(change.to_positions(u))[0] - reference.position
+        return jnp.sum((reference.gradient - slope + (reference.hessian.times(offset) - bend(offset)) / 2.0) * offset)
+
+    is_centered = target.base is not target
 
     def product(v):
-        over = jax.vmap(lambda u: jax.jvp(jax.grad(of_prior), (u,), (v,))[1])(u)
-        return over.mean(0) + jax.jvp(jax.grad(of_likelihood), (u.mean(0),), (v,))[1]
+        mean = jax.vmap(lambda u: jax.jvp(jax.grad(of_prior), (u,), (v,))[1])(u).mean(0)
+        if not is_centered:
+            return mean - bend(v * change.scale) * change.scale
+        # The expansion of the likelihood about the reference, in coordinates about the mean of the particles.
+        return mean + jax.jvp(jax.grad(of_likelihood), (u.mean(0),), (v,))[1]
 
-    return lax.map(product, directions.astype(u.dtype), batch_size=min(16, len(directions)))
+    probes = jnp.asarray(units.probes()[: units.num_globals + units.size], u.dtype)
+    found = Arrow.of_products(units, lax.map(product, probes, batch_size=min(16, len(probes))))
+    return found if is_centered else found + reference.hessian.scaled(change.scale)
 
 
 def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, prototype: Particle, u) -> Any:

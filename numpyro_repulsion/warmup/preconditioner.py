@@ -125,7 +125,7 @@ class Preconditioner(NamedTuple):
         if self.scale is None:
             return 1.0
         if self.root is not None:
-            return self.scale * self.root.squared_lengths() ** 0.5
+            return self.scale * self.root.variances**0.5
         if self.vectors is not None and self.stretch is not None:
             return self.scale * (1.0 + matmul(self.vectors**2, (1.0 + self.stretch) ** 2 - 1.0)) ** 0.5
         return self.scale if self.scale.ndim == 1 else (self.scale**2).sum(1) ** 0.5

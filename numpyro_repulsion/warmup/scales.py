@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
-from numpyro_repulsion.gradients import Arrow, ArrowRoot
+from numpyro_repulsion.gradients import ArrowRoot
 from numpyro_repulsion.rounding import cholesky, eigh
 from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import (
@@ -140,11 +140,9 @@ def _arrow(rng, window, warmup, cloud, sampler):
         found = mean_diagonal(rng, y, sampler.gradients(trial))
         change = change._replace(scale=change.scale * whitening(found))
     else:
-        units = change.root.units
         # So far the root is the identity, by which products would cost most.
-        trial, y = scaled(change._replace(root=None))
-        found = sampler.mean_curvature(trial, y, units.probes()[: units.num_globals + units.size])
-        change = change._replace(root=ArrowRoot.of(Arrow.of_products(units, found), whitening))
+        found = sampler.mean_curvature(*scaled(change._replace(root=None)))
+        change = change._replace(root=ArrowRoot.of(found, whitening))
         if sampler.plan.step_size is not None and window.is_at(FREEZE):
             trial, y = scaled(change)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)

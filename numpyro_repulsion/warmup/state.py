@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud, Dynamics, StepError
-from numpyro_repulsion.gradients import Centering, Recovered, Reference, Units
+from numpyro_repulsion.gradients import Arrow, Centering, Recovered, Reference, Units
 from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.rounding import AnyArray, xp
 from numpyro_repulsion.schedules import BiasBudget
@@ -375,9 +375,9 @@ class Sampler(Protocol):
         """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows, and ∇²U on
         request."""
 
-    def mean_curvature(self, warmup: WarmupState, u: np.ndarray, directions: np.ndarray) -> np.ndarray:
-        """Return products ``(m, d)`` of the curvature: of the prior its mean over particles ``(G, L, d)``, of the
-        likelihood that over all rows at the reference, which must have a Hessian."""
+    def mean_curvature(self, warmup: WarmupState, u: np.ndarray) -> Arrow:
+        """Return the curvature in diagonally whitened coordinates: the mean over particles ``(G, L, d)`` of that of the
+        prior, and that of the likelihood over all rows at the reference, which must have a Hessian."""
 
     def settled(self, cloud: Cloud, step_size: np.ndarray, noise: np.ndarray) -> Cloud:
         """Return the cloud with what its dynamics carries adapted to a step."""

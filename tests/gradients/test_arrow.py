@@ -76,9 +76,12 @@ def test_a_root_whitens(units):
     without = replace(root, cross=np.zeros_like(root.cross))
     block = without.times(np.eye(units.dimension)).T
     assert np.abs(block.T @ matrix @ block - np.eye(units.dimension)).max() > 0.1
-    np.testing.assert_allclose(root.squared_lengths(), np.diag(np.linalg.inv(matrix)))
+    np.testing.assert_allclose(root.variances, np.diag(np.linalg.inv(matrix)))
     factor = np.linspace(0.5, 1.0, units.dimension)
-    np.testing.assert_allclose(root.scaled(factor).times(np.eye(units.dimension)).T, scale * factor)
+    narrower = root.scaled(factor)
+    np.testing.assert_allclose(narrower.times(np.eye(units.dimension)).T, scale * factor)
+    np.testing.assert_allclose(narrower.variances, ((scale * factor) ** 2).sum(1))
+    np.testing.assert_allclose(dense(curvature.scaled(factor) + curvature), matrix * (1.0 + np.outer(factor, factor)))
 
 
 def test_as_a_preconditioner_it_changes_coordinates_and_gradients():
