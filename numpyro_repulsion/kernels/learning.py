@@ -159,12 +159,23 @@ class HostSampler:
     def evaluate_reference(self, rng, warmup, reference, with_hessian):
         size, number = self.state.cloud.potential_energy.size, np.uint32(minibatch(rng))
         where = self._coordinates(warmup._replace(reference=None))
-        found = self._run(warming.reference_at, (size, with_hessian), *where, reference, self.state.rng_key, number)
+        passes = len(reference.hessian.units.probes()) * self.num_minibatches // size if with_hessian else 0
+        found = self._run(
+            warming.reference_at,
+            (size, with_hessian),
+            *where,
+            reference,
+            self.state.rng_key,
+            number,
+            num_gradients=passes,
+        )
         # What the host said of the data. Where it said nothing, any words say that there is a reference.
         return found._replace(posterior_id=np.maximum(warmup.posterior_id, 1))
 
     def mean_curvature(self, warmup, u):
-        return self._run(warming.mean_curvature, None, *self._coordinates(warmup), u)
+        units = warmup.reference.hessian.units
+        number = units.num_globals + units.size
+        return self._run(warming.mean_curvature, None, *self._coordinates(warmup), u, num_gradients=number)
 
     def settled(self, cloud, step_size, noise):
         if type(self.dynamics).settled is Dynamics.settled:
