@@ -12,7 +12,7 @@ import jax
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 import numpy as np
 
 from numpyro_repulsion.gradients.target import Target, compiled, quickly
@@ -81,30 +81,39 @@ class Units:
         return _joined([*parts, rest[..., at:]])
 
     @property
-    def signs(self) -> np.ndarray:
-        """1 or -1 for each unit, ``(s, n)``: 1 for all, then by the binary digits of their numbers.
+    def num_signs(self) -> int:
+        """The number s of sets of signs: 1 for all units, and then by each binary digit of their numbers.
 
         So the signs of any two units agree in the first and differ in another one.
         """
-        digits = np.arange(self.number) >> np.arange(max(self.number - 1, 0).bit_length())[:, None] & 1
-        return np.concatenate((np.ones((1, self.number)), 1.0 - 2.0 * digits)).astype(np.float32)
+        return 1 + max(self.number - 1, 0).bit_length()
 
-    def probes(self) -> np.ndarray:
-        """Return directions ``(g + s k, d)``: the first g + k determine an arrow, the others tell other matrices.
+    @property
+    def num_probes(self) -> int:
+        """The number of directions whose products determine an arrow, and tell other matrices."""
+        return self.num_globals + self.num_signs * self.size
 
-        These are the globals one by one, and then the units, one entry of each at a time, with all signs.
+    def signs(self, which: Integer[Array, ""]) -> Float[Array, " n"]:
+        """Return 1 or -1 for each unit, of one of the sets."""
+        return 1 - 2 * ((which > 0) & (jnp.arange(self.number) >> jnp.maximum(which - 1, 0)) & 1)
+
+    def probe(self, i: Integer[Array, ""]) -> Float[Array, " d"]:
+        """Return one direction: of the globals one by one, then of one entry of each unit, with each set of signs.
+
+        The first g + k determine an arrow.
         """
-        g, n, k = self.num_globals, self.number, self.size
-        rest = self.join(np.eye(g, dtype=np.float32), np.zeros((g, n, k), np.float32))
-        if not self.sites:
-            return rest
-        units = (np.eye(k, dtype=np.float32)[:, None] * self.signs[:, None, :, None]).reshape(-1, n, k)
-        return np.concatenate((rest, self.join(np.zeros((len(units), g), np.float32), units)))
+        g, k = self.num_globals, max(self.size, 1)
+        is_entry = (jnp.arange(self.size) == (i - g) % k) & (i >= g)
+        return self.join(1.0 * (jnp.arange(g) == i), 1.0 * self.signs((i - g) // k)[:, None] * is_entry)
+
+    def probes(self, start: int = 0) -> np.ndarray:
+        """Return all directions ``(g + s k, d)`` from one of them on."""
+        return np.asarray(jax.vmap(self.probe)(jnp.arange(start, self.num_probes)))
 
     def disagreement(self, products: Float[AnyArray, "m d"]) -> Float[AnyArray, ""]:
         """Return the largest difference between blocks by products ``(s k, d)`` of the units, relative to them."""
         found = self.split(products)[1].reshape(-1, self.size, self.number, self.size)
-        found = found * self.signs[:, None, :, None]
+        found = found * jax.vmap(self.signs)(jnp.arange(self.num_signs))[:, None, :, None]
         size = xp.maximum(xp.abs(found).max((0, 1), keepdims=True), 1e-6)
         gap = xp.abs(found - found[:1]) / size
         return xp.where(xp.isfinite(gap), gap, np.inf).max()
@@ -311,7 +320,7 @@ def find_units(target: Target, dimension: int) -> Units | None:
         product, units = product or _sample_products(target), Units(dimension)
         for site in sorted(family, key=lambda site: -math.prod(site[1])):
             trial = Units(dimension, tuple(sorted((*units.sites, site))))
-            if trial.size <= 16 and trial.disagreement(product(trial.probes()[trial.num_globals :])) < TOLERANCE:
+            if trial.size <= 16 and trial.disagreement(product(trial.probes(trial.num_globals))) < TOLERANCE:
                 units = trial
         is_better = best is None or units.num_globals < best.num_globals
         best = units if is_better and _is_affordable(units, target) else best

@@ -283,7 +283,7 @@ def evaluate_reference(
     age = None if reference.age is None else jnp.zeros((), jnp.int32)
     if reference.hessian is not None and with_hessian:
         units = reference.hessian.units
-        energy, gradient, products = full_gradient(key, target, unravel, position, size, units.probes())
+        energy, gradient, products = full_gradient(key, target, unravel, position, size, units)
         hessian = Arrow.checked(units, products)
         return reference._replace(potential_energy=energy, gradient=gradient, age=age, hessian=hessian)
     share = max(1, size // max(1, math.prod(position.shape[:-1])))
@@ -300,12 +300,12 @@ def full_gradient(
     unravel: Callable,
     position: Float[Array, " d"],
     size: int,
-    directions: Float[np.ndarray, "m d"] | None = None,
+    units: Units | None = None,
 ) -> tuple[Array, ...]:
     """Return U and ∇U at one flat particle over all rows of all subsampled plates, in chunks.
 
     :param size: the number of minibatches that fit into memory at once.
-    :param directions: if given, ∇²U times these is returned as well, ``(m, d)``.
+    :param units: if given, the products of ∇²U with their probes are returned as well, ``(m, d)``.
     """
 
     def energy(flat, rows):
@@ -313,12 +313,12 @@ def full_gradient(
 
     def evaluate(rows):
         found = jax.value_and_grad(energy)(position, rows)
-        if directions is None:
+        if units is None:
             return found
         # Rows are read once, and 16 directions are taken at a time, for each of which memory holds the chunk.
         _, product = jax.linearize(jax.grad(lambda flat: energy(flat, rows)), position)
-        along = jnp.asarray(directions, position.dtype)
-        return *found, lax.map(product, along, batch_size=min(16, len(along)))
+        probes, most = jnp.arange(units.num_probes), min(16, units.num_probes)
+        return *found, lax.map(lambda i: product(units.probe(i).astype(position.dtype)), probes, batch_size=most)
 
     length, *terms = chunks(target, size)
     try:
@@ -333,8 +333,8 @@ def full_gradient(
         return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, evaluate(rows)), None
 
     nothing: tuple[Array, ...] = jnp.zeros((), position.dtype), jnp.zeros_like(position)
-    if directions is not None:
-        nothing = *nothing, jnp.zeros(directions.shape, position.dtype)
+    if units is not None:
+        nothing = *nothing, jnp.zeros((units.num_probes, len(position)), position.dtype)
     return lax.scan(accumulate, nothing, jax.tree.map(jnp.asarray, tuple(terms)))[0]
 
 

@@ -159,7 +159,7 @@ class HostSampler:
     def evaluate_reference(self, rng, warmup, reference, with_hessian):
         size, number = self.state.cloud.potential_energy.size, np.uint32(minibatch(rng))
         where = self._coordinates(warmup._replace(reference=None))
-        passes = len(reference.hessian.units.probes()) * self.num_minibatches // size if with_hessian else 0
+        passes = reference.hessian.units.num_probes * self.num_minibatches // size if with_hessian else 0
         found = self._run(
             warming.reference_at,
             (size, with_hessian),

@@ -278,14 +278,15 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: 
 
     is_centered = target.base is not target
 
-    def product(v):
+    def product(i):
+        v = units.probe(i).astype(u.dtype)
         mean = jax.vmap(lambda u: jax.jvp(jax.grad(of_prior), (u,), (v,))[1])(u).mean(0)
         if not is_centered:
             return mean - bend(v * change.scale) * change.scale
         # The expansion of the likelihood about the reference, in coordinates about the mean of the particles.
         return mean + jax.jvp(jax.grad(of_likelihood), (u.mean(0),), (v,))[1]
 
-    probes = jnp.asarray(units.probes()[: units.num_globals + units.size], u.dtype)
+    probes = jnp.arange(units.num_globals + units.size)
     found = Arrow.of_products(units, lax.map(product, probes, batch_size=min(16, len(probes))))
     return found if is_centered else found + reference.hessian.scaled(change.scale)
 

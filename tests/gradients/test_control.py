@@ -99,8 +99,8 @@ def exact(target, z, unravel):
 def test_the_pass_in_chunks_is_that_on_all_rows(model, size, with_hessian):
     target = ModelTarget(model)
     z, unravel = flat(target)
-    directions = np.eye(len(z)) if with_hessian else None
-    found = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, size, directions))(z)
+    units = Units(len(z)) if with_hessian else None
+    found = jax.jit(lambda z: full_gradient(KEY, target, unravel, z, size, units))(z)
     expected = exact(target, z, unravel)
     if with_hessian:
         hessian = jax.hessian(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY))(z)
