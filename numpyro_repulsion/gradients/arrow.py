@@ -93,27 +93,28 @@ class Units:
         """The number of directions whose products determine an arrow, and tell other matrices."""
         return self.num_globals + self.num_signs * self.size
 
-    def signs(self, which: Integer[Array, ""]) -> Float[Array, " n"]:
+    def signs(self, which: Integer[AnyArray, ""] | int) -> Integer[AnyArray, " n"]:
         """Return 1 or -1 for each unit, of one of the sets."""
-        return 1 - 2 * ((which > 0) & (jnp.arange(self.number) >> jnp.maximum(which - 1, 0)) & 1)
+        units = namespace(which)
+        return 1 - 2 * ((which > 0) & (units.arange(self.number) >> units.maximum(which - 1, 0)) & 1)
 
-    def probe(self, i: Integer[Array, ""]) -> Float[Array, " d"]:
+    def probe(self, i: Integer[AnyArray, ""] | int) -> Float[AnyArray, " d"]:
         """Return one direction: of the globals one by one, then of one entry of each unit, with each set of signs.
 
         The first g + k determine an arrow.
         """
-        g, k = self.num_globals, max(self.size, 1)
-        is_entry = (jnp.arange(self.size) == (i - g) % k) & (i >= g)
-        return self.join(1.0 * (jnp.arange(g) == i), 1.0 * self.signs((i - g) // k)[:, None] * is_entry)
+        g, k, numbers = self.num_globals, max(self.size, 1), namespace(i).arange
+        is_entry = (numbers(self.size) == (i - g) % k) & (i >= g)
+        return self.join(1.0 * (numbers(g) == i), 1.0 * self.signs((i - g) // k)[:, None] * is_entry)
 
     def probes(self, start: int = 0) -> np.ndarray:
         """Return all directions ``(g + s k, d)`` from one of them on."""
-        return np.asarray(jax.vmap(self.probe)(jnp.arange(start, self.num_probes)))
+        return np.stack([self.probe(i) for i in range(start, self.num_probes)])
 
     def disagreement(self, products: Float[AnyArray, "m d"]) -> Float[AnyArray, ""]:
         """Return the largest difference between blocks by products ``(s k, d)`` of the units, relative to them."""
         found = self.split(products)[1].reshape(-1, self.size, self.number, self.size)
-        found = found * jax.vmap(self.signs)(jnp.arange(self.num_signs))[:, None, :, None]
+        found = found * np.stack([self.signs(which) for which in range(self.num_signs)])[:, None, :, None]
         size = xp.maximum(xp.abs(found).max((0, 1), keepdims=True), 1e-6)
         gap = xp.abs(found - found[:1]) / size
         return xp.where(xp.isfinite(gap), gap, np.inf).max()
