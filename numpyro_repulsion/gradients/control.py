@@ -43,7 +43,7 @@ class ControlVariates(Subsampled):
 
     An update costs two gradients on its minibatch, of which the one at ẑ comes with its derivative along z - ẑ for the
     second order. Warmup makes four passes over all rows, and for the Hessian one for each parameter, once, when scales
-    are frozen. The plain minibatch gradient is used before the reference is found, and if the correction adds noise
+    are frozen; for an arrow one for each parameter outside of the large group, four times. The plain minibatch gradient is used before the reference is found, and if the correction adds noise
     (distant modes have no common reference; :class:`~numpyro_repulsion.SVRG` has one for each particle). Warmup
     measures the noise of all orders, takes the best, and reports if it is none. A run that continues with other data
     than its warmup recomputes the gradient and the Hessian at the reference. A random likelihood

@@ -76,11 +76,12 @@ class ParticleKernel(Settings, MCMCKernel):
     :param interaction: how particles interact; ``"auto"`` is the kernel's default.
     :param preconditioner: a constant matrix P that makes the diffusion ``K ⊗ P``: an array of shape ``(d,)`` for a
         diagonal or ``(d, d)``, over the flat unconstrained parameters in the order of
-        :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"``, ``"dense"`` and ``"low_rank"`` (diagonal
-        scales, and own ones for the 40 directions that need them most) learn P in warmup and freeze it. ``"auto"`` is
-        dense up to the number of parameters whose correlations warmup can learn (0.15 L W with L particles and W
-        iterations of warmup, W ``num_steps`` / 8 with minibatches; at least 64, at most 512), above it of low rank,
-        and diagonal above a million. With a given ``step_size``, ``"auto"`` is the identity, so that the step is that
+        :func:`jax.flatten_util.ravel_pytree` (sites by name). ``"diagonal"``, ``"dense"``, ``"arrow"`` (for one large
+        group of effects that are independent given all other parameters, in models with subsampled plates) and
+        ``"low_rank"`` (diagonal scales, and own ones for the 40 directions that need them most) learn P in warmup and
+        freeze it. ``"auto"`` is dense up to the number of parameters whose correlations warmup can learn (0.15 L W with
+        L particles and W iterations of warmup, W ``num_steps`` / 8 with minibatches; at least 64, at most 512). Above
+        it is an arrow if the model has such a group, or else of low rank, and diagonal above a million. With a given ``step_size``, ``"auto"`` is the identity, so that the step is that
         of plain SGLD. ``None`` is the identity.
     :param num_steps: updates per MCMC iteration, and so per draw.
     :param num_ensembles: into how many equal groups to split the particles, in order of the chains; groups do not
