@@ -43,13 +43,13 @@ class ControlVariates(Subsampled):
 
     An update costs two gradients on its minibatch, of which the one at ẑ comes with its derivative along z - ẑ for the
     second order. Warmup makes four passes over all rows, and for the Hessian one for each parameter, once, when scales
-    are frozen; for an arrow one for each parameter outside of the large group, four times. The plain minibatch gradient is used before the reference is found, and if the correction adds noise
-    (distant modes have no common reference; :class:`~numpyro_repulsion.SVRG` has one for each particle). Warmup
-    measures the noise of all orders, takes the best, and reports if it is none. A run that continues with other data
-    than its warmup recomputes the gradient and the Hessian at the reference. A random likelihood
-    (``numpyro.prng_key()``) has no full gradient: the default is then :class:`~numpyro_repulsion.Subsampled`. It is
-    also the default for a model in which a site uses rows of a subsampled plate from outside, scaled by hand for
-    minibatches of one size.
+    are frozen; for an arrow one for each parameter outside of the large group, four times. The plain minibatch gradient
+    is used before the reference is found, and if the correction adds noise (distant modes have no common reference;
+    :class:`~numpyro_repulsion.SVRG` has one for each particle). Warmup measures the noise of all orders, takes the
+    best, and reports if it is none. A run that continues with other data than its warmup recomputes the gradient and
+    the Hessian at the reference. A random likelihood (``numpyro.prng_key()``) has no full gradient: the default is then
+    :class:`~numpyro_repulsion.Subsampled`. It is also the default for a model in which a site uses rows of a subsampled
+    plate from outside, scaled by hand for minibatches of one size.
 
     In a logistic regression with 20,000 rows, 20 parameters and minibatches of 200, the worst error of a posterior mean
     was 0.02 to 0.03 posterior standard deviations with control variates. Without them it was 0.14 to 0.39, at a step
