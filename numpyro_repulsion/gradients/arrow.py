@@ -313,7 +313,7 @@ def find_units(target: Target, dimension: int) -> Units | None:
     for end, shape in zip(ends, shapes.values(), strict=True):
         for length in set(shape):
             families.setdefault(length, []).append((int(end) - math.prod(shape), shape, shape.index(length)))
-    product, best = None, None
+    product, found = None, []
     for length, family in sorted(families.items(), reverse=True):
         # The smallest share of the entries that units can have, and still be worth it.
         if length == 1 or 2 * sum(math.prod(shape) for _, shape, _ in family) < dimension:
@@ -323,9 +323,8 @@ def find_units(target: Target, dimension: int) -> Units | None:
             trial = Units(dimension, tuple(sorted((*units.sites, site))))
             if trial.size <= 16 and trial.disagreement(product(trial.probes(trial.num_globals))) < TOLERANCE:
                 units = trial
-        is_better = best is None or units.num_globals < best.num_globals
-        best = units if is_better and _is_affordable(units, target) else best
-    return best
+        found.append(units)
+    return min((units for units in found if _is_affordable(units, target)), key=lambda x: x.num_globals, default=None)
 
 
 def _is_affordable(units, target):
