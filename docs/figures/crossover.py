@@ -43,6 +43,8 @@ def main():
         axes.set(title=title, xscale="log", yscale="log", xlabel="rows")
         low, high = axes.get_xlim()
         axes.set_xlim(low, high * 5)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     panels[0].set_ylabel("seconds to 400 effective draws")
     lines = [Line2D([], [], color=GREY, linestyle=style) for style in ("-", ":")]
     lines.append(Line2D([], [], color=GREY, linestyle="", marker="o", markersize=4, mfc="white"))
