@@ -232,8 +232,8 @@ class ArrowRoot:
             own = np.maximum(np.abs(blocks), np.finfo(np.float32).tiny) ** -0.5
         else:
             own = np.stack([root(block) for block in blocks])
-        across = own @ (np.swapaxes(own, 1, 2) @ cross)
-        schur = rest - cross.reshape(-1, len(rest)).T @ across.reshape(-1, len(rest))
+        across = matmul(own, matmul(np.swapaxes(own, 1, 2), cross))
+        schur = rest - matmul(cross.reshape(-1, len(rest)).T, across.reshape(-1, len(rest)))
         return ArrowRoot._with_variances(root(schur), across, own, curvature.units)
 
     @staticmethod
