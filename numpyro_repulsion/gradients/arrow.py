@@ -131,9 +131,10 @@ class Arrow:
     - **units** - which entries belong to the units.
     """
 
-    rest: Float[AnyArray, "g g"]
-    cross: Float[AnyArray, "n k g"]
-    blocks: Float[AnyArray, "n k k"]
+    # JAX puts shapes and other leaves in their place.
+    rest: Any
+    cross: Any
+    blocks: Any
     units: Units
 
     @staticmethod
@@ -207,10 +208,10 @@ class ArrowRoot:
     - **units** - which entries belong to the units.
     """
 
-    rest: Float[AnyArray, "g g"]
-    cross: Float[AnyArray, "n k g"]
-    blocks: Float[AnyArray, "n k k"]
-    variances: Float[AnyArray, " d"]
+    rest: Any
+    cross: Any
+    blocks: Any
+    variances: Any
     units: Units
 
     @staticmethod
