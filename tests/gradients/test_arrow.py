@@ -187,3 +187,32 @@ def test_a_model_without_such_effects_cannot_have_an_arrow():
     mcmc = vectorized(SGLD(ratings, preconditioner="arrow"), 60, 1, 8)
     with pytest.raises(ValueError, match="needs a model of more than 512 parameters .* Use preconditioner='auto'"):
         mcmc.run(KEY, *rows(3000, 30, 20), 30, 20)
+
+
+def effects(user, y):
+    scale = numpyro.sample("scale", dist.LogNormal(-1.0, 1.0))
+    with numpyro.plate("users", 600):
+        effect = numpyro.sample("effect", dist.Normal(0.0, scale))
+    with numpyro.plate("rows", len(y), subsample_size=20) as i:
+        numpyro.sample("y", dist.Normal(effect[user[i]], 1.0), obs=y[i])
+
+
+@pytest.mark.slow
+def test_the_scale_of_many_effects_is_that_of_quadrature():
+    """Each effect's variance is too large by little with first order, and the scale adds it up over all effects."""
+    rng, user = np.random.default_rng(0), np.arange(3000) % 600
+    y = 0.4 * rng.normal(size=600)[user] + rng.normal(size=3000)
+    log_scale = np.linspace(-2.0, 0.0, 2001)
+    variance, means = np.exp(2 * log_scale) + 0.2, y.reshape(5, 600).mean(0)
+    log_density = -300 * np.log(variance) - (means**2).sum() / 2 / variance - (log_scale + 1) ** 2 / 2
+    weight = np.exp(log_density - log_density.max())
+    weight /= weight.sum()
+    expected = weight @ log_scale
+    sd = np.sqrt(weight @ (log_scale - expected) ** 2)
+    errors = {}
+    for order in (None, 1):
+        mcmc = vectorized(SGLD(effects, gradient=ControlVariates(order=order)), 400, 1000, 20)
+        mcmc.run(KEY, jnp.asarray(user), jnp.asarray(y))
+        assert (mcmc.last_state.learned.preconditioner.kind == "arrow") == (order is None)
+        errors[order] = (np.log(mcmc.get_samples()["scale"]).mean() - expected) / sd
+    assert abs(errors[None]) < 0.15 and errors[1] > 0.5, errors
