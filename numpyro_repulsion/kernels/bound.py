@@ -281,7 +281,9 @@ class BoundSampler:
         """Return the units of the Hessian of control variates, found once; ``None`` without a Hessian."""
         if "units" not in self.known:
             dimension = sum(int(np.prod(site.shape)) for site in self.target.prototype.values())
-            self.known["units"] = self.gradient.hessian_units(self.target, dimension)
+            # What is made here once must leave nothing in a program around it.
+            with jax.ensure_compile_time_eval():
+                self.known["units"] = self.gradient.hessian_units(self.target, dimension)
         return self.known["units"]
 
     def within(self, number: jax.Array) -> BoundSampler:

@@ -68,7 +68,7 @@ def plot_calibration(
         >>> rng = np.random.default_rng(0)
         >>> found = Predictions("y", replicates=rng.normal(size=(200, 50)), observed=rng.normal(size=50))
         >>> plot_calibration(found).get_ylabel()
-        'share of observations inside'
+        'observed coverage'
     """
     check_axes(ax)
     if not isinstance(predictions, Predictions):
