@@ -215,4 +215,5 @@ def test_the_scale_of_many_effects_is_that_of_quadrature():
         mcmc.run(KEY, jnp.asarray(user), jnp.asarray(y))
         assert (mcmc.last_state.learned.preconditioner.kind == "arrow") == (order is None)
         errors[order] = (np.log(mcmc.get_samples()["scale"]).mean() - expected) / sd
-    assert abs(errors[None]) < 0.15 and errors[1] > 0.5, errors
+    # A tenth of a standard deviation is what the finding `many_effects` tolerates; first order is off by 0.3.
+    assert abs(errors[None]) < 0.1 < abs(errors[1]), errors
