@@ -20,6 +20,8 @@ from numpyro_repulsion.rounding import AnyArray, matmul, namespace, solve_triang
 
 #: Beyond so many parameters, a Hessian must be an arrow to be computed and used.
 DENSE = 512
+#: Smaller groups are not worth a program of their own.
+MIN_UNITS = 100
 #: An arrow, or its probes at once, have at most so many numbers.
 MOST_NUMBERS = 1 << 25
 #: Products with other signs differ by less, relative to the diagonal: by nothing, but for rounding.
@@ -314,15 +316,19 @@ def find_units(target: Target, dimension: int) -> Units | None:
     for end, shape in zip(ends, shapes.values(), strict=True):
         for length in set(shape):
             families.setdefault(length, []).append((int(end) - math.prod(shape), shape, shape.index(length)))
-    product, found = None, []
+    quick, product, found = None, None, []
     for length, family in sorted(families.items(), reverse=True):
         # The smallest share of the entries that units can have, and still be worth it.
-        if length == 1 or 2 * sum(math.prod(shape) for _, shape, _ in family) < dimension:
+        if length < MIN_UNITS or 2 * sum(math.prod(shape) for _, shape, _ in family) < dimension:
             continue
-        product, units = product or _sample_products(target), Units(dimension)
+        # A minibatch refuses most, as of networks, whose rows cost much.
+        quick, product = quick or _sample_products(target, 1), product or _sample_products(target, 20_000)
+        units = Units(dimension)
         for site in sorted(family, key=lambda site: -math.prod(site[1])):
             trial = Units(dimension, tuple(sorted((*units.sites, site))))
-            if trial.size <= 16 and trial.disagreement(product(trial.probes(trial.num_globals))) < TOLERANCE:
+            if trial.size > 16 or _is_refused(trial, quick):
+                continue
+            if trial.disagreement(product(trial.probes(trial.num_globals))) < TOLERANCE:
                 units = trial
         found.append(units)
     return min((units for units in found if _is_affordable(units, target)), key=lambda x: x.num_globals, default=None)
@@ -335,8 +341,15 @@ def _is_affordable(units, target):
     return is_small and rows * (number + units.size) <= 2e8
 
 
-def _sample_products(target):
-    """Return the function for products ``(m, d)`` of the Hessian near the origin on a sample of the rows."""
+def _is_refused(units, product):
+    """Return whether two products tell that blocks are not all there is."""
+    found = units.split(product(np.stack([units.probe(units.num_globals + i) for i in (0, units.size)])))[1]
+    first, second = (x * units.signs(which)[:, None] for which, x in enumerate(found))
+    return not np.all(np.abs(first - second) <= TOLERANCE * np.maximum(np.abs(first) + np.abs(second), 1e-6))
+
+
+def _sample_products(target, number):
+    """Return the function for products ``(m, d)`` of the Hessian near the origin on so many rows or a minibatch."""
     flat, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
     position = 0.1 * random.normal(random.key(0), flat.shape, flat.dtype)
 
@@ -348,14 +361,14 @@ def _sample_products(target):
 
     rows = {}
     for name, (size, batch) in target.plates.items():
-        count = min(size, max(batch, 20_000))
+        count = min(size, max(batch, number))
         rows[name] = jnp.asarray(np.arange(count) * size // count)
     # Options of the compiler are those of outermost programs.
     run = compiled(products, target, None if isinstance(jnp.zeros(()), jax.core.Tracer) else quickly())
 
     def evaluate(directions):
-        # One program for few directions of different numbers.
-        padded = np.zeros((-(-len(directions) // 64) * 64, len(flat)), flat.dtype)
+        # One program for directions of similar numbers.
+        padded = np.zeros((1 << (len(directions) - 1).bit_length(), len(flat)), flat.dtype)
         padded[: len(directions)] = directions
         with jax.ensure_compile_time_eval():
             return np.asarray(run(rows, jnp.asarray(padded)))[: len(directions)]
