@@ -164,9 +164,9 @@ class Arrow:
         return Arrow(rest, xp.moveaxis(cross, 0, -1), (blocks + xp.swapaxes(blocks, 1, 2)) / 2, units)
 
     @property
-    def is_finite(self) -> bool:
-        """Whether it was found to be an arrow."""
-        return bool(np.isfinite(self.rest).all())
+    def is_known(self) -> bool:
+        """Whether it was evaluated, and is finite: zeros stand for a matrix that is not known."""
+        return bool(np.isfinite(self.rest).all() and np.any(self.rest))
 
     def times(self, x: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return the products with particles ``(..., d)``."""

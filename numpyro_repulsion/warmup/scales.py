@@ -136,7 +136,7 @@ def _arrow(rng, window, warmup, cloud, sampler):
 
     trial, y = scaled(change)
     factor = np.ones((), y.dtype)
-    if not window.has_arrived or not reference.hessian.is_finite:
+    if not window.has_arrived or not reference.hessian.is_known:
         found = mean_diagonal(rng, y, sampler.gradients(trial))
         change = change._replace(scale=change.scale * whitening(found))
     else:

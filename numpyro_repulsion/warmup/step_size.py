@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 from numpy.random import Generator
 
@@ -20,7 +21,12 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
     position = warmup.moments.position if is_common else cloud.z
     has_hessian = _has_hessian(window, known, sampler)
     moved = known._replace(position=position, order=np.asarray(1 + has_hessian, np.int32))
-    return warmup._replace(reference=sampler.evaluate_reference(rng, warmup, moved, has_hessian)), cloud
+    found = sampler.evaluate_reference(rng, warmup, moved, has_hessian)
+    if has_hessian and found.hessian is not None and not found.hessian.is_known:
+        # Over all rows it is not an arrow. NaN would be in corrections of first order too, even times 0.
+        nothing = jax.tree.map(np.zeros_like, found.hessian)
+        found = found._replace(hessian=nothing, order=np.asarray(1, np.int32))
+    return warmup._replace(reference=found), cloud
 
 
 def _has_hessian(window, reference, sampler):
@@ -53,7 +59,7 @@ def _measured(rng, window, warmup, cloud, sampler):
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
     orders = [0]
     if plan.reference:
-        has_hessian = _has_hessian(window, warmup.reference, sampler) and warmup.reference.hessian.is_finite
+        has_hessian = _has_hessian(window, warmup.reference, sampler) and warmup.reference.hessian.is_known
         in_use = int(warmup.reference.order)
         orders = [in_use, *(order for order in range(2 + has_hessian) if order != in_use)]
     curvature, noise, isotropic = estimate_curvature(rng, measured, width, sampler.gradients(warmup), orders)

@@ -64,7 +64,7 @@ def test_products_determine_an_arrow_and_tell_other_matrices(units):
             for other in range(one):
                 wrong = matrix.copy()
                 wrong[entries[one], entries[other]] = wrong[entries[other], entries[one]] = 0.01
-                assert not by_products(units, wrong).is_finite
+                assert not by_products(units, wrong).is_known
 
 
 @pytest.mark.parametrize("units", [UNITS, Units(9, ((1, (8,), 0),))])
@@ -187,6 +187,28 @@ def test_a_model_without_such_effects_cannot_have_an_arrow():
     mcmc = vectorized(SGLD(ratings, preconditioner="arrow"), 60, 1, 8)
     with pytest.raises(ValueError, match="needs a model of more than 512 parameters .* Use preconditioner='auto'"):
         mcmc.run(KEY, *rows(3000, 30, 20), 30, 20)
+
+
+def chained(user, y, num_users=600):
+    """Effects of which two meet in one row, which no sample of the rows has."""
+    scale = numpyro.sample("scale", dist.LogNormal(-1.0, 1.0))
+    with numpyro.plate("users", num_users):
+        effect = numpyro.sample("effect", dist.Normal(0.0, scale))
+    with numpyro.plate("rows", len(y), subsample_size=20) as i:
+        both = effect[user[i]] + jnp.where(i == len(y) - 1, effect[0], 0.0)
+        numpyro.sample("y", dist.Normal(both, 1.0), obs=y[i])
+
+
+def test_where_all_rows_refuse_what_a_sample_accepts_warmup_takes_first_order():
+    user = np.arange(24_000) % 600
+    y = np.cos(np.arange(24_000.0))
+    assert ControlVariates().hessian_units(ModelTarget(chained, (jnp.asarray(user), jnp.asarray(y))), 601) is not None
+    mcmc = vectorized(SGLD(chained), 200, 20, 8)
+    mcmc.run(KEY, jnp.asarray(user), jnp.asarray(y))
+    state = mcmc.last_state
+    assert state.learned.reference.hessian is None
+    assert float(state.learned.measurements.noise) >= 0
+    assert np.isfinite(mcmc.get_samples()["effect"]).all() and int(state.num_flagged_updates) < 100
 
 
 def effects(user, y):
