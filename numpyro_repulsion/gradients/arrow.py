@@ -363,14 +363,12 @@ def _sample_products(target, number):
     for name, (size, batch) in target.plates.items():
         count = min(size, max(batch, number))
         rows[name] = jnp.asarray(np.arange(count) * size // count)
-    # Options of the compiler are those of outermost programs.
-    run = compiled(products, target, None if isinstance(jnp.zeros(()), jax.core.Tracer) else quickly())
+    run = compiled(products, target, quickly())
 
     def evaluate(directions):
         # One program for directions of similar numbers.
         padded = np.zeros((1 << (len(directions) - 1).bit_length(), len(flat)), flat.dtype)
         padded[: len(directions)] = directions
-        with jax.ensure_compile_time_eval():
-            return np.asarray(run(rows, jnp.asarray(padded)))[: len(directions)]
+        return np.asarray(run(rows, jnp.asarray(padded)))[: len(directions)]
 
     return evaluate

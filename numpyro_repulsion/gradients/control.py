@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 import itertools
 import math
 
@@ -18,7 +17,7 @@ import numpy as np
 from numpyro_repulsion.checks import integer, keep
 from numpyro_repulsion.gradients.arrow import DENSE, Arrow, Units, find_units
 from numpyro_repulsion.gradients.minibatch import Reference, Subsampled
-from numpyro_repulsion.gradients.target import Target, Wrapped
+from numpyro_repulsion.gradients.target import Target, Wrapped, compiled
 from numpyro_repulsion.rounding import unrounded
 
 
@@ -110,11 +109,13 @@ class ControlVariates(Subsampled):
     def _has_second_derivatives(self, target):
         position, unravel = ravel_pytree({name: jnp.zeros(x.shape, x.dtype) for name, x in target.prototype.items()})
         particle = jnp.concatenate((position, position, position, jnp.ones(3, position.dtype)))
-        expansion = partial(
-            _Expansion(target, unravel).potential_energy, indices=target.first_rows, key=jax.random.key(0)
-        )
+
+        def gradient(target, particle):
+            expansion = _Expansion(target, unravel)
+            return jax.grad(expansion.potential_energy)(particle, target.first_rows, jax.random.key(0))
+
         try:
-            jax.eval_shape(jax.grad(expansion), particle)
+            jax.eval_shape(compiled(gradient, target), particle)
         except (TypeError, NotImplementedError) as error:
             if self.order is None:
                 return False
