@@ -27,6 +27,7 @@ from numpyro_repulsion import (
     SGNHT,
     SVGD,
     SVRG,
+    ControlVariates,
     FullData,
     Rows,
     Subsampled,
@@ -85,6 +86,15 @@ def hierarchical(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
 
 
+def many_effects(x, y):
+    """Whose Hessian is an arrow, of which control variates take all rows."""
+    table, group = x
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([D]).to_event(1))
+    effect = numpyro.sample("effect", dist.Normal(0, 1).expand([N]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=40) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=table[i] @ beta + effect[group[i]]), obs=y[i])
+
+
 @dataclasses.dataclass(frozen=True)
 class Own(Subsampled):
     """Rows drawn with replacement, which lie anywhere."""
@@ -113,7 +123,10 @@ CASES = {
     "own rows": (lambda: SGLD(regression, step_size=1e-3, gradient=Own()), 0),
     "dropout": (lambda: SGLD(with_dropout, step_size=1e-3), 0),
     "warmup": (lambda: SGLD(hierarchical), 60),
+    "arrow": (lambda: SGLD(many_effects, gradient=ControlVariates(order=2)), 60),
 }
+#: Cases whose covariates have a table and the group of each row.
+WITH_GROUPS = "awkward", "arrow"
 #: The runs of `make test`, by mesh; and the cases of which it compares gradients, which compile faster.
 QUICK = {"SGLDR": ["particles", "both"], "SGHMC": ["rows"], "groups": ["particles"]}
 GRADIENTS = ["SGLD", "SGHMC", "subsample", "awkward", "own rows", "dropout"]
@@ -141,7 +154,7 @@ def on(mesh, make, num_warmup, x=X, y=Y):
 
 def energies_and_gradients(name, mesh=None):
     """Those at a cloud, of the same minibatches, in one array ``(particles, 1 + parameters)``."""
-    x = (X, GROUP) if name == "awkward" else X
+    x = (X, GROUP) if name in WITH_GROUPS else X
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         bound = CASES[name][0]().bind((jax.tree.map(Rows, x), Rows(Y)))
         bound.gradient.share(bound.target)
@@ -253,7 +266,7 @@ def compare(names, arrays, facts):
     """Make the runs of these cases, on one device and on meshes."""
     for name in names:
         make, num_warmup = CASES[name]
-        x = (X, GROUP) if name == "awkward" else X
+        x = (X, GROUP) if name in WITH_GROUPS else X
         arrays[f"{name}/one"] = np.asarray(draws(make, num_warmup, jax.tree.map(Rows, x), Rows(Y)))
         for where in names[name]:
             found, spec = on(mesh_of(where), make, num_warmup, x)

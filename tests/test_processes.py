@@ -1,5 +1,6 @@
 """Runs of several processes: the draws of one, what they must agree on, and what happens when one of them ends."""
 
+from contextlib import ExitStack
 import json
 import os
 from pathlib import Path
@@ -39,10 +40,13 @@ def started(part, directory, processes=2, program=PROGRAM):
 
 def found_by(part, directory, processes=2):
     """What each process found, as arrays and facts."""
-    running = started(part, directory, processes)
-    for process in running:
-        _, errors = process.communicate(timeout=600)
-        assert process.returncode == 0, errors
+    with ExitStack() as stack:
+        running = [stack.enter_context(process) for process in started(part, directory, processes)]
+        for process in running:
+            stack.callback(process.kill)  # If another one fails, they would wait for it.
+        for process in running:
+            _, errors = process.communicate(timeout=600)
+            assert process.returncode == 0, errors
     found = []
     for number in range(processes):
         with np.load(directory / f"{part}-{processes}-{number}.npz") as arrays:
