@@ -1,17 +1,17 @@
-"""From how many rows on is ``SGLD`` faster than NUTS? Seconds until 400 effective draws of the worst mean or square.
+"""At how many rows does ``SGLD`` become faster than NUTS? CPU seconds until all means and squares have an ESS of 400.
 
 The study fits two logistic regressions: a plain one with 20 coefficients, and a hierarchical one with 5 coefficients
 and 50 group effects. `SGLD` and `SGHMC` run 20 particles on minibatches of 500 rows. NUTS runs 4 vectorized chains and
-ChEES-HMC 20, both on all rows; ChEES-HMC is left out if BlackJAX is not installed. All have 500 warmup iterations and
-default settings. After warmup, draws are made in equal parts until the smallest effective sample size over parameters,
-for means and for squared deviations, reaches 400; the sampling time is scaled to 400. This sample size is estimated
-from the draws, so it does not include the bias of the step. For that, the table shows the relative error of the
-coefficients' standard deviations (root mean square, plain regression, against Laplace's approximation).
+ChEES-HMC 20, both on all rows. All have 500 warmup iterations and default settings. After warmup, a run makes draws in
+equal parts until the ESS of every parameter's mean and of its squared deviation is 400 or more. The sampling time is
+then scaled to an ESS of exactly 400. The ESS is estimated from the draws, so it does not include the step-size bias. To
+show this bias, the table has the relative error of the coefficients' standard deviations (root mean square, plain
+regression, against Laplace's approximation).
 
-Each cell runs in its own process on one core, without a compilation cache. Times are CPU seconds of that process after
-the data are made. The first run includes compilation; the second run has another seed. After ten minutes a run
-finishes its part and stops. Its time is then extrapolated, which an asterisk marks, and there is no second run. A
-process that takes more than four hours is stopped.
+Each sampler, model and number of rows has its own process on one core, without a compilation cache. Times are CPU
+seconds of that process after the data are made. The first run includes compilation; the second run is compiled, and
+has another seed. After ten minutes a run makes no further part, and there is no second run. An asterisk marks a time
+that is extrapolated from an ESS below 400. A process that takes more than four hours is stopped.
 
     python -m benchmarks.studies.crossover [--again]
 """

@@ -1,14 +1,14 @@
-"""Current samplers by one measure: ESS of the worst of means, squares and quantiles, bias included.
+"""How do current samplers compare on small posteriors? ESS of the worst of means, squares and quantiles, bias included.
 
-Each sampler makes six runs from its own starts. For each parameter there are four averages over all draws of a run: of
-the parameter, of its square around the reference's mean, and the shares below the reference's 5% quantile and above its
-95% quantile. Their mean squared error over parameters and runs, in units of the variance of one draw, is 1 / n for n
-independent draws; this n is the ESS. If the reference is a sample, its known variance is subtracted; "over" means that
-the ESS exceeds the reference's draws. The least of the four counts.
+Each sampler makes six runs with different seeds. For each parameter, a run gives four averages over all its draws:
+the mean, the mean square around the reference's mean, and the shares of draws below the reference's 5% quantile and
+above its 95% quantile. Their mean squared error over parameters and runs, in units of the variance of one draw, is
+1 / n for n independent draws; this n is the ESS. If the reference is a sample, its known variance is subtracted; "over"
+means that the ESS exceeds the number of reference draws. The study ranks samplers by the least of the four ESS.
 
-Gradients are those of all rows for one chain, with warmup and tuning. Seconds are process time on one core of the
-median run, compiled before. nutpie calls a compiled gradient from Python at each step, so its seconds are mostly
-Python's.
+A gradient is one of all rows for one chain; those of warmup and tuning count too. Seconds are process time of the
+median run on one core, without compilation. nutpie calls a compiled gradient from Python at each step, so its seconds
+are mostly Python's.
 
     NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.measure [--again]
 """
