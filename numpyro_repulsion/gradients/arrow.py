@@ -194,7 +194,11 @@ class Arrow:
         return self.times(jnp.eye(self.units.dimension, dtype=self.rest.dtype))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("rest", "cross", "blocks", "variances"), meta_fields=("units",))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("rest", "cross", "blocks", "inverses", "variances"),
+    meta_fields=("units",),
+)
 @dataclass(frozen=True)
 class ArrowRoot:
     r"""S with ``S Sᵀ = H⁻¹`` for an arrow H, which has the same shape: units follow the globals.
@@ -206,6 +210,7 @@ class ArrowRoot:
     - **rest** - C, lower triangular, ``(g, g)``.
     - **cross** - W, ``(n, k, g)``.
     - **blocks** - those of L, lower triangular, ``(n, k, k)``.
+    - **inverses** - those of the blocks, ``(n, k, k)``.
     - **variances** - the diagonal of ``S Sᵀ``, ``(d,)``, whose computation costs more than an update.
     - **units** - which entries belong to the units.
     """
@@ -213,6 +218,7 @@ class ArrowRoot:
     rest: Any
     cross: Any
     blocks: Any
+    inverses: Any
     variances: Any
     units: Units
 
@@ -222,7 +228,7 @@ class ArrowRoot:
         zero = Arrow.zeros(units, dtype)
         g, k = units.num_globals, units.size
         blocks, ones = zero.blocks + jnp.eye(k, dtype=dtype), jnp.ones(units.dimension, dtype)
-        return ArrowRoot(jnp.eye(g, dtype=dtype), zero.cross, blocks, ones, units)
+        return ArrowRoot(jnp.eye(g, dtype=dtype), zero.cross, blocks, blocks, ones, units)
 
     @staticmethod
     def of(curvature: Arrow, root: Callable[[np.ndarray], np.ndarray]) -> ArrowRoot:
@@ -243,7 +249,7 @@ class ArrowRoot:
     def _with_variances(rest, cross, blocks, units):
         across = matmul(cross.reshape(-1, len(rest)), rest)
         own = (blocks**2).sum(-1) + (across**2).sum(-1).reshape(cross.shape[:2])
-        return ArrowRoot(rest, cross, blocks, units.join((rest**2).sum(-1), own), units)
+        return ArrowRoot(rest, cross, blocks, np.linalg.inv(blocks), units.join((rest**2).sum(-1), own), units)
 
     def scaled(self, factor: Float[np.ndarray, " d"]) -> ArrowRoot:
         """Return S times a diagonal, ``(d,)``."""
@@ -259,7 +265,7 @@ class ArrowRoot:
     def solve(self, x: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return ``S⁻¹ x``."""
         rest, own = self.units.split(x)
-        own = _by_unit(_inverses(self.blocks), own + self._across(rest, own))
+        own = _by_unit(self.inverses, own + self._across(rest, own))
         return self.units.join(self._solved(rest, transposed=False), own)
 
     def transposed_times(self, gradient: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
@@ -271,7 +277,7 @@ class ArrowRoot:
     def transposed_solve(self, gradient: Float[AnyArray, "*particles d"]) -> Float[AnyArray, "*particles d"]:
         """Return ``S⁻ᵀ ∇``."""
         rest, own = self.units.split(gradient)
-        own = _by_unit(xp.swapaxes(_inverses(self.blocks), 1, 2), own)
+        own = _by_unit(xp.swapaxes(self.inverses, 1, 2), own)
         return self.units.join(self._solved(rest, transposed=True) + self._back(own), own)
 
     def _across(self, rest, own):
@@ -294,10 +300,6 @@ def _by_unit(blocks, x):
     if blocks.shape[-1] == 1:
         return x * blocks[..., 0]
     return (blocks * x[..., None, :]).sum(-1)
-
-
-def _inverses(blocks):
-    return 1.0 / blocks if blocks.shape[-1] == 1 else namespace(blocks).linalg.inv(blocks)
 
 
 def find_units(target: Target, dimension: int) -> Units | None:

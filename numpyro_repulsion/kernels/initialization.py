@@ -97,7 +97,9 @@ def start(
         change = first_scale(flat, gradient, plan.scale, units)
     else:
         change = _given_preconditioner(kernel.scale, flat)
-    u, whitened_energy, gradient = map(grouped, (change.whiten(flat), energy, change.whiten_gradient(gradient)))
+    # All else is zero or one as yet; of products with constant zeros, XLA makes NaN on some CPUs.
+    own = change._replace(vectors=None, stretch=None, root=None)
+    u, whitened_energy, gradient = map(grouped, (own.whiten(flat), energy, own.whiten_gradient(gradient)))
     if kernel.interaction.learns_bandwidth:
         bandwidth = median_bandwidth(u)
     else:
