@@ -281,8 +281,8 @@ class BoundSampler:
         """Return the units of the Hessian of control variates, found once; ``None`` without a Hessian."""
         if "units" not in self.known:
             dimension = sum(int(np.prod(site.shape)) for site in self.target.prototype.values())
-            # What is made here once must leave nothing in a program around it; `jax.ensure_compile_time_eval` would take
-            # the axes of a mesh from programs that are compiled here.
+            # What is made here once must leave nothing in a program around it. `jax.ensure_compile_time_eval` would
+            # take the axes of a mesh from programs that are compiled here.
             with jax.core.eval_context():
                 self.known["units"] = self.gradient.hessian_units(self.target, dimension)
         return self.known["units"]

@@ -277,14 +277,14 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: 
         return jnp.sum((reference.gradient - slope + (reference.hessian.times(offset) - bend(offset)) / 2.0) * offset)
 
     is_centered = target.base is not target
+    _, of_cloud = jax.linearize(lambda v: jax.vmap(jax.grad(of_prior))(u + v).mean(0), jnp.zeros_like(u[0]))
+    if is_centered:
+        # The expansion of the likelihood about the reference, in coordinates about the mean of the particles.
+        _, of_rows = jax.linearize(jax.grad(of_likelihood), u.mean(0))
 
     def product(i):
         v = units.probe(i).astype(u.dtype)
-        mean = jax.vmap(lambda u: jax.jvp(jax.grad(of_prior), (u,), (v,))[1])(u).mean(0)
-        if not is_centered:
-            return mean - bend(v * change.scale) * change.scale
-        # The expansion of the likelihood about the reference, in coordinates about the mean of the particles.
-        return mean + jax.jvp(jax.grad(of_likelihood), (u.mean(0),), (v,))[1]
+        return of_cloud(v) + (of_rows(v) if is_centered else -bend(v * change.scale) * change.scale)
 
     probes = jnp.arange(units.num_globals + units.size)
     found = Arrow.of_products(units, lax.map(product, probes, batch_size=min(16, len(probes))))
