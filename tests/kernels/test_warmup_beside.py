@@ -18,6 +18,7 @@ from numpyro_repulsion import SGLD, SGLDR, run_in_pieces
 from numpyro_repulsion.checkpointing import directory, identity
 from numpyro_repulsion.checkpointing.directory import Directory
 from numpyro_repulsion.kernels import bound, programs
+from numpyro_repulsion.gradients.target import quickly
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
 
 KEYS, Y = random.split(random.key(0), 6), 2.0 + random.normal(random.key(1), (40,))
@@ -137,6 +138,14 @@ def test_options_follow_from_shapes():
     assert compiler_options(few, 1000, 20, 2)["xla_backend_optimization_level"] == 0
     assert "xla_backend_optimization_level" not in compiler_options(few, 100_000_000, 20, 2)
     assert compiler_options(many, 1000, 20, 2) == compiler_options(few, 1000, 20, 2)  # minibatches have 8 rows
+
+
+def test_options_are_the_same_if_a_program_asks_first():
+    # As of runs in pieces, which trace their programs first; a run that resumes must compile the same ones.
+    outside, within = quickly(), []
+    quickly.cache_clear()
+    jax.make_jaxpr(lambda: within.append(quickly()))()
+    assert within == [outside]
 
 
 def test_programs_of_forgotten_kernels_are_dropped(monkeypatch):
