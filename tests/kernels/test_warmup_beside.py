@@ -17,8 +17,8 @@ from benchmarks.harness.house import equations
 from numpyro_repulsion import SGLD, SGLDR, run_in_pieces
 from numpyro_repulsion.checkpointing import directory, identity
 from numpyro_repulsion.checkpointing.directory import Directory
-from numpyro_repulsion.kernels import bound, programs
 from numpyro_repulsion.gradients.target import quickly
+from numpyro_repulsion.kernels import bound, programs
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
 
 KEYS, Y = random.split(random.key(0), 6), 2.0 + random.normal(random.key(1), (40,))
