@@ -23,7 +23,7 @@ help:
 	@echo "make bench-NAME      one study: benchmarks/studies/NAME.py"
 	@echo "make bench-pages     write docs/benchmarks and the index of benchmarks/README.md from stored rows"
 	@echo "make house           print the size of the package, tests and benchmarks, and what one update walks through"
-	@echo "make release         build dist/, and try the wheel in fresh environments, with the oldest versions and the newest"
+	@echo "make release         build dist/, and try wheel and source in fresh environments, with the oldest versions and the newest"
 	@echo "make hooks           install the pre-commit hooks"
 
 $(BIN)/python:
@@ -110,7 +110,7 @@ bench-%: $(VENV)/.with-bench
 release: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
 	rm -rf dist && $(BIN)/python -m build --outdir dist .
-	.ci/release dist/*.whl
+	.ci/release dist/*
 
 hooks: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit

@@ -52,8 +52,11 @@ html_theme = "furo"
 html_title = "numpyro-repulsion"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+# The default for dark mode underlines modules, as if they were links.
+pygments_dark_style = "a11y-dark"
 # MathJax in one file, from the package that ships it, so formulas need no network. Without the package, its CDN.
 MATHJAX = "tex-svg.js"
+mathjax3_config = {"svg": {"scale": 0.9}}  # capitals as high as those of the text
 mathjax = importlib.util.find_spec("sphinx-mathjax-offline")
 if mathjax:
     mathjax_path = MATHJAX

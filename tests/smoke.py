@@ -50,8 +50,10 @@ def main() -> None:
     if "plots" in sys.argv[1:]:
         import matplotlib
 
+        from numpyro_repulsion.plots import plot_particles
+
         matplotlib.use("Agg")
-        numpyro_repulsion.plots.plot_particles(mcmc, pair=[0, 1])
+        plot_particles(mcmc, pair=[0, 1])
     print(f"Python {sys.version.split()[0]}, ArviZ {arviz.__version__}, JAX {jax.__version__}: works.")
 
 

@@ -38,7 +38,8 @@ def dots(ax, labels, values, errors=None, color=BLUE, texts=()):
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="y", color="0.93")
     for x, height, text in zip(values, y, texts, strict=False):
-        ax.annotate(text, (x, height), (9, 0), textcoords="offset points", va="center", fontsize=8, color="0.3")
+        shown = ax.annotate(text, (x, height), (9, 0), textcoords="offset points", va="center", fontsize=8, color="0.3")
+        shown.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
 
 
 def gaussian():
@@ -303,11 +304,16 @@ def collection():
             ax.plot([row["mean"] for row in mine], [row["sd"] for row in mine], "o", color=face, ms=4)
             for row in mine if flagged else ():
                 name = row["posterior"].replace(" regression", "").replace(" of one hundred", "")
-                shift, side = {"horseshoe": ((-6, -3), "right"), "local level": ((6, 2), "left")}.get(
-                    name, ((0, 7), "center")
-                )
+                shift, side = {
+                    "horseshoe": ((-6, -3), "right"),
+                    "banana": ((5, 3), "left"),
+                    "local level": ((24, -16), "left"),
+                }.get(name, ((0, 7), "center"))
                 place = row["mean"], row["sd"]
-                ax.annotate(name, place, shift, textcoords="offset points", ha=side, color=ORANGE, fontsize=8)
+                line = {"arrowstyle": "-", "color": ORANGE, "lw": 0.8} if name == "local level" else None
+                ax.annotate(
+                    name, place, shift, textcoords="offset points", ha=side, color=ORANGE, fontsize=8, arrowprops=line
+                )
         ax.set(xscale="log", yscale="log", xlim=(4e-3, 0.5), ylim=(2.5e-3, 3), xlabel="largest error of a mean, sd")
         ax.set_title(f"{kernel}, 49 posteriors")
     axes[0].set_ylabel("largest relative error of an sd")
