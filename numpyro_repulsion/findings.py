@@ -145,7 +145,7 @@ class Diagnosis(tuple[Finding, ...]):
         text = f"<p>{escape(self.headline)}</p>" * bool(self.headline) + "<p>No problems found.</p>" * (not self)
         if not len(self):
             return text
-        left, colors = 'style="text-align: left"', {"note": "#33659c", "warning": "#b7791f", "error": "#b3261e"}
+        left, colors = 'style="text-align: left"', {"note": "#3f7cc0", "warning": "#aa6c10", "error": "#d9453c"}
         rows = ""
         for finding in self:
             figure = "" if finding.figure is None else f"{finding.figure:.3g}"

@@ -182,4 +182,3 @@ def reference(name: str) -> dict[str, np.ndarray]:
         return {}
     with np.load(path) as stored:
         return dict(stored)
-

@@ -82,11 +82,19 @@ def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
     return 20.0 * jnp.sqrt(jnp.sum(variances))
 
 
-def coordinate_limit(variance: Float[Array, ""], dimension: int, is_warmup: bool = False) -> Float[Array, ""]:
-    """Return the size at which single coordinates of noisy gradients are clipped, for the variance expected of one; it
-    is smaller in warmup, whose steps are longer."""
-    usual = 10.0 + LIMIT_PER_DOUBLING * max(0.0, math.log2(dimension / 8))
-    return (6.0 if is_warmup else usual) * jnp.sqrt(variance)
+def coordinate_limit(noise: Float[Array, ""], dimension: int, is_warmup: bool = False) -> Float[Array, ""]:
+    """Return the size at which single coordinates of whitened gradients are clipped; it is smaller in warmup, whose
+    steps are longer.
+
+    Exact gradients have a variance of 1 at most. Where noise is small, as with control variates of second order, a
+    gradient of 10 is that of the neck of a funnel.
+
+    :param noise: the variance of the noise expected of one coordinate.
+    """
+    size = jnp.sqrt(1.0 + noise)
+    if is_warmup:
+        return 6.0 * size
+    return 10.0 * size + LIMIT_PER_DOUBLING * max(0.0, math.log2(dimension / 8)) * jnp.sqrt(noise)
 
 
 def clip(

@@ -130,8 +130,7 @@ class WarmupIteration(Iteration):
         limit = None
         if self.plan.scale is not None and self.plan.measures and warmup.scales.moments is not None:
             if self.plan.noise:
-                # Whitened by the curvature, exact gradients have a variance of 1 at most.
-                limit = coordinate_limit(1.0 + jnp.asarray(noise), warmup.moments.position.shape[-1], is_warmup)
+                limit = coordinate_limit(jnp.asarray(noise), warmup.moments.position.shape[-1], is_warmup)
             else:
                 # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
                 limit = length_limit(jnp.fmax(warmup.moments.variances(), 1.0))

@@ -1,0 +1,127 @@
+"""Models with hundreds to thousands of effects: are the scales right, and what does it cost?
+
+With default settings, `MCMC(kernel(model), 500, 500, num_chains=20)` runs beside NUTS on all rows (4 vectorized chains,
+300 + 300 iterations, ended after ten minutes) and NumPyro's SVI with minibatches (20,000 steps of Adam). Errors of
+scales are those of posterior means of their logarithms, in posterior standard deviations of the reference; the sds of
+effects are relative to the reference's. ESS and R-hat are the worst of all scales and of up to 100 entries of each
+other site. Seconds are processor time of the whole run, with compilation.
+
+    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.many_effects [--again]
+"""
+
+from functools import partial
+import time
+
+import jax
+from jax import random
+import numpy as np
+
+from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+from numpyro.infer import NUTS, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoNormal
+import numpyro.optim
+
+from benchmarks.harness.apart import apart
+from benchmarks.harness.runs import vectorized
+from benchmarks.harness.store import Record, run, table
+from benchmarks.problems import effects
+from numpyro_repulsion import SGHMC, SGLD, diagnose, to_inference_data
+from numpyro_repulsion.gradients import all_rows
+
+KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
+GUIDES = {"AutoNormal": AutoNormal, "AutoLowRank": AutoLowRankMultivariateNormal}
+#: Those that are measured with three seeds, and beside others.
+SMALL = ("flights", "ratings", "item response", "slopes", "visits", "counts")
+SEEDS, LIMIT, MOST = 3, 600.0, 100
+
+
+def scores(problem: effects.ManyEffects, name: str, draws: dict) -> dict:
+    """Errors against the reference, R-hat and ESS of draws ``(chain, draw, ...)``."""
+    known, row, mixing = effects.reference(name), {"scales": {}, "others": {}}, []
+    for site in problem.sites:
+        x = np.asarray(draws[site], float)
+        x = x.reshape(*x.shape[:2], -1)
+        x = np.log(x) if site in problem.scales else x
+        some = x[..., np.unique(np.linspace(0, x.shape[-1] - 1, MOST).astype(int))]
+        some = some[..., some.std((0, 1)) > 1e-9]
+        if x.shape[0] > 1:
+            mixing.append((split_gelman_rubin(some), effective_sample_size(some)))
+        if known:
+            mean, sd = (known[f"{site} {what}"].astype(float) for what in ("mean", "sd"))
+            free = sd > 1e-6
+            off, wide = (x.mean((0, 1)) - mean)[free] / sd[free], x.std((0, 1))[free] / sd[free]
+            if site in problem.scales:
+                row["scales"][site] = float(off[np.abs(off).argmax()])
+            elif site in problem.effects:
+                row["others"][site] = [float(np.abs(off).max()), float(wide.mean())]
+    if mixing:
+        rhat, ess = (np.concatenate(x) for x in zip(*mixing, strict=True))
+        row |= {"rhat": float(rhat.max()), "ess": float(ess.min()), "ess 5%": float(np.quantile(ess, 0.05))}
+    return row
+
+
+def ours(name: str, kernel: str, seed: int) -> dict:
+    problem, began = effects.PROBLEMS[name](), time.process_time()
+    mcmc = vectorized(KERNELS[kernel](problem.model), 500, 500, 20)
+    mcmc.run(random.key(seed), **problem.data)
+    jax.block_until_ready(mcmc.get_samples())
+    row = {"name": name, "method": kernel, "seed": seed, "seconds": time.process_time() - began}
+    attrs = to_inference_data(mcmc).posterior.attrs
+    row |= {key: attrs[key] for key in ("control_variates", "step_size")}
+    row["findings"] = [finding.name for finding in diagnose(mcmc)]
+    return row | scores(problem, name, mcmc.get_samples(group_by_chain=True))
+
+
+def nuts(name: str) -> dict:
+    problem, began = effects.PROBLEMS[name](), time.process_time()
+    mcmc = vectorized(NUTS(all_rows(problem.model)), 300, 300, 4)
+    mcmc.run(random.key(0), **problem.data)
+    jax.block_until_ready(mcmc.get_samples())
+    row = {"name": name, "method": "NUTS", "seed": 0, "seconds": time.process_time() - began}
+    return row | scores(problem, name, mcmc.get_samples(group_by_chain=True))
+
+
+def svi(name: str, guide: str) -> dict:
+    problem, began = effects.PROBLEMS[name](), time.process_time()
+    fitted = GUIDES[guide](problem.model)
+    found = SVI(problem.model, fitted, numpyro.optim.Adam(0.01), Trace_ELBO()).run(
+        random.key(0), 20_000, progress_bar=False, **problem.data
+    )
+    draws = fitted.sample_posterior(random.key(1), found.params, sample_shape=(1000,))
+    row = {"name": name, "method": guide, "seed": 0, "seconds": time.process_time() - began}
+    return row | scores(problem, name, {site: draws[site][None] for site in problem.sites})
+
+
+def measure(record: Record) -> None:
+    here = __spec__.name if __spec__ is not None else "benchmarks.studies.many_effects"
+    for seed in range(SEEDS):
+        for name in SMALL:
+            for kernel in KERNELS:
+                record.row(f"{name} / {kernel} / {seed}", partial(ours, name, kernel, seed))
+    for name in SMALL:
+        record.row(f"{name} / NUTS", lambda name=name: apart(here, "nuts", LIMIT, name=name) | {"name": name})
+        for guide in GUIDES:
+            record.row(f"{name} / {guide}", lambda name=name, g=guide: apart(here, "svi", LIMIT, name=name, guide=g))
+
+
+def tables(record: Record) -> str:
+    lines = []
+    for key, row in record.rows.items():
+        if "failed" in row:
+            name, method = key.split(" / ")
+            lines.append([name, method, "", *[""] * 7, row["failed"]])
+            continue
+        worst = max(row["scales"].items(), key=lambda x: abs(x[1]), default=("", np.nan))
+        wide = min(row["others"].items(), key=lambda x: -abs(x[1][1] - 1.0), default=("", (np.nan, np.nan)))
+        cells = [row["name"], f"`{row['method']}`", str(row["seed"]), row.get("control_variates") or ""]
+        cells += [f"{row['seconds']:.0f}", f"{worst[1]:+.2f} ({worst[0]})", f"{wide[1][1]:.3f} ({wide[0]})"]
+        cells += [f"{row[what]:{form}}" if what in row else "" for what, form in (("rhat", ".2f"), ("ess", ".0f"))]
+        cells += [f"{row['ess'] / row['seconds']:.1f}" if "ess" in row else ""]
+        lines.append([*cells, ", ".join(row.get("findings", []))])
+    head = ["posterior", "method", "seed", "control variates", "CPU s", "largest error of a log scale, sd"]
+    head += ["sds of effects, ratio", "R-hat", "ESS", "ESS per CPU s", "findings"]
+    return table(head, lines)
+
+
+if __name__ == "__main__":
+    run(__doc__, "many_effects", measure, tables)
