@@ -86,15 +86,13 @@ def coordinate_limit(noise: Float[Array, ""], dimension: int, is_warmup: bool = 
     """Return the size at which single coordinates of whitened gradients are clipped; it is smaller in warmup, whose
     steps are longer.
 
-    Exact gradients have a variance of 1 at most. Where noise is small, as with control variates of second order, a
-    gradient of 10 is that of the neck of a funnel.
+    Exact gradients have a variance of 1 at most. Where there is hardly any noise, as with control variates of second
+    order, a gradient of 10 is that of the neck of a funnel.
 
     :param noise: the variance of the noise expected of one coordinate.
     """
-    size = jnp.sqrt(1.0 + noise)
-    if is_warmup:
-        return 6.0 * size
-    return 10.0 * size + LIMIT_PER_DOUBLING * max(0.0, math.log2(dimension / 8)) * jnp.sqrt(noise)
+    tails = LIMIT_PER_DOUBLING * max(0.0, math.log2(dimension / 8)) * jnp.minimum(10.0 * noise, 1.0)
+    return (6.0 if is_warmup else 10.0 + tails) * jnp.sqrt(1.0 + noise)
 
 
 def clip(
