@@ -19,6 +19,7 @@ PAGES = {
     "coverage": "Interval coverage",
     "collection": "Accuracy on 49 posteriors",
     "second_order": "Bias with minibatches",
+    "many_effects": "Thousands of effects",
     "real": "Real data",
     "real_peers": "Real data: other samplers",
     "peers": "Other libraries on 100,000 rows",
