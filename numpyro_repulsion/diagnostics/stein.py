@@ -107,7 +107,7 @@ def scores(
         >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR, ksd, scores
-        >>> mcmc = MCMC(SGLDR(lambda: numpyro.sample("rate", dist.Gamma(5, 1)), step_size=0.02), num_warmup=50,
+        >>> mcmc = MCMC(SGLDR(lambda: numpyro.sample("rate", dist.Gamma(5, 1))), num_warmup=50,
         ...             num_samples=100, num_chains=6, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0))
         >>> bool(ksd(*scores(mcmc)) < 0.3)
