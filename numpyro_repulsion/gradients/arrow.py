@@ -238,7 +238,7 @@ class ArrowRoot:
         """
         rest, cross, blocks = (np.asarray(x, np.float64) for x in (curvature.rest, curvature.cross, curvature.blocks))
         if blocks.shape[-1] == 1:
-            own = np.maximum(np.abs(blocks), np.finfo(np.float32).tiny) ** -0.5
+            own = np.where(blocks == 0, 1.0, np.abs(blocks)) ** -0.5
         else:
             own = np.stack([root(block) for block in blocks])
         across = matmul(own, matmul(np.swapaxes(own, 1, 2), cross))

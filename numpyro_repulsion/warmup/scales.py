@@ -142,7 +142,9 @@ def _arrow(rng, window, warmup, cloud, sampler):
     else:
         # So far the root is the identity, by which products would cost most.
         found = sampler.mean_curvature(*scaled(change._replace(root=None)))
-        change = change._replace(root=ArrowRoot.of(found, whitening))
+        # Not with a particle so far off that its curvature overflows.
+        if all(np.isfinite(x).all() for x in (found.rest, found.cross, found.blocks)):
+            change = change._replace(root=ArrowRoot.of(found, whitening))
         if sampler.plan.step_size is not None and window.is_at(FREEZE):
             trial, y = scaled(change)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
