@@ -189,6 +189,18 @@ def test_a_model_without_such_effects_cannot_have_an_arrow():
         mcmc.run(KEY, *rows(3000, 30, 20), 30, 20)
 
 
+def test_starts_are_whitened_without_the_root(monkeypatch):
+    # Which is the identity yet: of its zeros, as constants of a program, XLA made NaN on some CPUs.
+    def refuse(*_):
+        raise AssertionError
+
+    args = (*rows(3000), 600, 20)
+    for name in ("solve", "transposed_times"):
+        monkeypatch.setattr(ArrowRoot, name, refuse)
+    begun = SGLD(ratings).start(random.split(random.key(0), 4), 100, None, args, {})
+    assert begun.warmup.scales.preconditioner.kind == "arrow" and np.isfinite(begun.cloud.z).all()
+
+
 def chained(user, y, num_users=600):
     """Effects of which two meet in one row, which no sample of the rows has."""
     scale = numpyro.sample("scale", dist.LogNormal(-1.0, 1.0))

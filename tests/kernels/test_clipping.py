@@ -34,7 +34,7 @@ def test_coordinates_of_many_noisy_parameters_may_be_longer(dimension, noise, li
     sizes = limit * jnp.array([0.99, 1.01])
     gradient = jnp.zeros((1, 2, dimension)).at[0, :, 0].set(-sizes)
     clipped, flags = clip_coordinates(gradient, coordinate_limit(noise, dimension))
-    np.testing.assert_allclose(clipped[0, :, 0], [-0.99 * limit, -limit], rtol=1e-3)
+    np.testing.assert_allclose(clipped[0, :, 0], [-0.99 * limit, -limit], rtol=1e-6)
     assert flags.tolist() == [[False, True]] and (clipped[..., 1:] == 0).all()
     in_warmup, flags = clip_coordinates(gradient, coordinate_limit(noise, dimension, True))
     np.testing.assert_allclose(in_warmup[0, :, 0], -6.0 * (1.0 + noise) ** 0.5, rtol=1e-6)
