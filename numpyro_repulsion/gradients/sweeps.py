@@ -7,7 +7,7 @@ import functools
 import math
 
 import jax
-from jax import lax
+from jax import lax, random
 import jax.numpy as jnp
 from jaxtyping import Array, Integer
 import numpy as np
@@ -49,7 +49,7 @@ class Sweeps(ControlVariates):
 
     *Cost.* As for :class:`~numpyro_repulsion.Subsampled`. The row of each place in an order is computed from the
     number of the update by a small cipher, so nothing of size N is stored, and stored runs continue in their order.
-    Starts, arrival and what warmup measures use independent minibatches.
+    Starts, arrival and what warmup measures use independent minibatches, each from an order of its own.
 
     :param shared: whether the particles of an ensemble share an order. Cheaper and, unlike independent shared
         minibatches, still precise for means.
@@ -109,6 +109,17 @@ class Sweeps(ControlVariates):
                     "row of each plate, but not every pair of rows: use gradient=ControlVariates() or Subsampled(), "
                     "or subsample only one of the plates."
                 )
+
+    def rows(self, key, target, shape):
+        # Not from strata, as elsewhere: where the order of the rows matters, those hide noise that sweeps have.
+        lead = shape[:1] if self.shared else shape
+        indices = {}
+        for i, (name, (size, batch)) in enumerate(target.plates.items()):
+            start, tag = random.bits(random.fold_in(key, i), (2, *lead, 1), jnp.uint32)
+            place, _ = _advance(start % np.uint32(size), jnp.arange(batch, dtype=jnp.uint32), size)
+            row = in_order(place, jnp.broadcast_to(tag, place.shape), size, 1 if batch == size else self.block_size)
+            indices[name] = row.astype(jnp.int32)
+        return indices, len(lead)
 
     def sweep_length(self, target):
         return max(-(-size // batch) for size, batch in target.plates.values())
