@@ -203,12 +203,15 @@ def hessian_and_noise(
 
 
 def mean_diagonal(rng: Generator, u: np.ndarray, gradients: Gradients) -> np.ndarray:
-    """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, from products with random signs."""
-    total = np.zeros(u.shape[-1], u.dtype)
-    for _ in range(NUM_PROBES):
-        number, probe = minibatch(rng), signs(rng, u.shape, u.dtype)
+    """Return the diagonal of the mean Hessian over particles ``(G, L, d)``, from products with unit vectors, or with
+    random signs where these are more than `NUM_PROBES`."""
+    dimension = u.shape[-1]
+    total, exact = np.zeros(dimension, u.dtype), dimension <= NUM_PROBES
+    for i in range(dimension if exact else NUM_PROBES):
+        number = minibatch(rng)
+        probe = np.eye(dimension, dtype=u.dtype)[i] if exact else signs(rng, u.shape, u.dtype)
         plus, minus = gradients((number, u + side * WIDTH * probe, 0) for side in (1.0, -1.0))
-        total += particle_mean(probe * (plus - minus)) / (2.0 * WIDTH * NUM_PROBES)
+        total += particle_mean(probe * (plus - minus)) / (2.0 * WIDTH * (1 if exact else NUM_PROBES))
     return total
 
 
