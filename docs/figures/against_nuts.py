@@ -7,23 +7,18 @@ Writes ``docs/_static/against-nuts.png``, and prints the seconds of the run and 
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import perf_counter
 
 from jax import random
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from style import BLUE, GREY, save
 
 from numpyro.infer import MCMC
 
 from benchmarks.problems.real import PROBLEMS, flights_rows, reference
 from numpyro_repulsion import SGLD, summary
 
-OUTPUT = Path(__file__).parents[1] / "_static" / "against-nuts.png"
-GREY, BLUE = "#8a8a8a", "#0072B2"
 PANELS = {"hour": "scheduled hour of departure", "month": "month", "carrier": "airline"}
 
 
@@ -34,7 +29,8 @@ def levels(group):
     return [str(level) for level in np.unique(flights.dropna(subset=["arr_delay", "dep_delay"])[group].to_numpy())]
 
 
-def main():
+def run():
+    """The draws of ``SGLD`` by site."""
     flights = PROBLEMS["flights"]()
     began = perf_counter()
     mcmc = MCMC(
@@ -55,8 +51,14 @@ def main():
         mean = np.abs(values.mean(0) - exact[name]["mean"]) / exact[name]["sd"]
         sd = np.abs(values.std(0) / exact[name]["sd"] - 1)
         print(f"{name}: means within {mean.max():.3f} sd, sds within {sd.max():.1%}")
+    return draws
+
+
+def draw(draws):
+    """Draw the effects of three groups, by both samplers."""
+    exact = reference("flights")
     widths = [len(exact[group]["mean"]) for group in PANELS]
-    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.9), sharey=True, width_ratios=widths, layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.9), sharey=True, width_ratios=widths)
     for axis, (group, label) in zip(axes, PANELS.items(), strict=True):
         place = np.arange(len(exact[group]["mean"]))
         axis.axhline(0, color="0.85", lw=0.8, zorder=0)
@@ -65,14 +67,17 @@ def main():
             (0.17, draws[group].mean(0), draws[group].std(0), BLUE),
         ):
             axis.errorbar(place + shift, mean, 2 * sd, fmt="o", ms=3.2, lw=1.6, color=color)
-        axis.set_xticks(place, levels(group), fontsize=7.5, rotation=90 if group == "carrier" else 0)
+        # Numbers at every third tick, because those at neighboring ticks would touch.
+        named = [(at, name) for at, name in enumerate(levels(group)) if group == "carrier" or int(name) % 3 == 0]
+        axis.set_xticks(*zip(*named, strict=True), rotation=90 if group == "carrier" else 0)
+        axis.set_xticks(place, minor=True)
         axis.set_xlabel(label)
-        axis.spines[["top", "right"]].set_visible(False)
+    figure.align_xlabels()
     axes[0].set_ylabel("effect on the log odds\nof a late arrival")
     for y, text, color in ((0.13, "NUTS, all rows", GREY), (0.04, "SGLD, 500 rows per update", BLUE)):
         axes[0].text(0.36, y, text, color=color, transform=axes[0].transAxes, fontweight="bold", fontsize=8.5)
-    figure.savefig(OUTPUT, dpi=200)
+    save(figure, "against-nuts.png")
 
 
 if __name__ == "__main__":
-    main()
+    draw(run())

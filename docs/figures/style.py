@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+import sys
 
 import matplotlib
 
@@ -18,6 +19,8 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "
 INK, GREY = "#333333", "#8a8a8a"
 
 plt.style.use(DOCS / "style.mplstyle")
+# Scripts import the package `benchmarks`, not `benchmarks.py` beside them.
+sys.path.insert(0, str(DOCS.parent))
 
 
 def save(drawn, name, **settings):
