@@ -390,10 +390,10 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
         # Half the distance over which gradients are compared: a fifth of that of one update.
         width, rng = 0.2 * np.sqrt(step_size), np.random.default_rng(0)
         curvature, noise, isotropic = estimate_curvature(rng, u, width, gradients, orders=[0])
-        if not plan.noise:
+        if not plan.is_noisy:
             noise = isotropic = np.zeros_like(noise)
         one = Measurements.empty(1, len(curvature), u.dtype).add(curvature, noise, isotropic, steepness)
-        largest = one.typical_curvature, one.largest_curvature, one.typical_steepness
+        largest = one.high_curvature, one.largest_curvature, one.typical_steepness
         known = Measured(*largest, one.mean_noise[0], one.mean_isotropic_noise[0], np.inf, UNKNOWN, UNKNOWN)
     shared, both = bound_of(mcmc).gradient.shared, (known.noise, known.isotropic_noise)
     with np.errstate(all="ignore"):
@@ -428,7 +428,7 @@ def _predict_fall(mcmc, levels):
     before, after = (predict_bias(mcmc, is_other, k)[0] for k in (levels - 1, levels))
     if not 0.0 < before < MAX_PREDICTED:
         return 0.5, 0.0
-    return 0.5 if bound_of(mcmc).plan().noise else min(max(after / before, 0.25), 0.5), before
+    return 0.5 if bound_of(mcmc).plan().is_noisy else min(max(after / before, 0.25), 0.5), before
 
 
 def _step_in_use(mcmc):

@@ -5,8 +5,8 @@ import jax
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.kernels import ParticleState
-from numpyro_repulsion.kernels.learning import iterations_of
-from numpyro_repulsion.kernels.warming import Frozen
+from numpyro_repulsion.kernels.warmup_host import iterations_of
+from numpyro_repulsion.kernels.warmup_programs import Frozen
 
 
 def vectorized(

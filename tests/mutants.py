@@ -99,7 +99,7 @@ median rule without log L | interactions/radial.py | test_interactions | median
 +h = jnp.median(pairs)
 
 a lost key split: minibatch and noise from one key | kernels/iteration.py | test_dynamics | key or hand
--random.split(key) if self.plan.noise else (key, key)
+-random.split(key) if self.plan.is_noisy else (key, key)
 +(key, key)
 
 the same key in every update | kernels/iteration.py | test_dynamics | key or hand
@@ -151,8 +151,8 @@ control variates in a centering without its volume | gradients/control.py | test
 +return energy, pull((gradient, jnp.zeros_like(volume)))[0]
 
 momenta never turn back with minibatches | kernels/iteration.py | test_turning | minibatches
--if not self.plan.noise or is_nearly_exact:
-+if not self.plan.noise:
+-if not self.plan.is_noisy or is_nearly_exact:
++if not self.plan.is_noisy:
 
 the shift of a scale without the information on it | report.py | test_groups | many
 -np.sum(1.0 - shares) / np.sqrt(information))
@@ -170,13 +170,13 @@ references of other data kept | kernels/iteration.py | test_svrg | other_data
 -is_stale = ~reference.posterior_id.any() | is_other
 +is_stale = ~reference.posterior_id.any()
 
-a bandwidth that follows the cloud while the step settles | kernels/warming.py | test_kernels test_warmup | freezes or tuned or bandwidth
+a bandwidth that follows the cloud while the step settles | kernels/warmup_programs.py | test_kernels test_warmup | freezes or tuned or bandwidth
 -lax.cond(window.is_adapting, rule, lambda _: warmup.bandwidth, cloud.z)
 +rule(cloud.z)
 
 scales not frozen for the last part of warmup | warmup/scales.py | test_kernels | freezes
--if plan.scale is None or not window.is_adapting:
-+if plan.scale is None:
+-if plan.kind is None or not window.is_adapting:
++if plan.kind is None:
 
 a learner that sees the wrong window: from its beginning on | warmup/windows.py | test_warmup | groups_share or windows
 -(0.5 if ends <= ARRIVED else 0.25)

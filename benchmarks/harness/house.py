@@ -22,7 +22,7 @@ import numpyro.distributions as dist
 from benchmarks.harness.store import ROOT, table
 import numpyro_repulsion
 from numpyro_repulsion import SGLDR
-from numpyro_repulsion.kernels.warming import Frozen
+from numpyro_repulsion.kernels.warmup_programs import Frozen
 
 PACKAGE = ROOT / "numpyro_repulsion"
 ROWS, DIMENSION, BATCH, PARTICLES = 200, 3, 20, 20

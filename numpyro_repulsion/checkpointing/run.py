@@ -19,7 +19,6 @@ from numpyro_repulsion.checkpointing.directory import Directory, plan
 from numpyro_repulsion.checkpointing.identity import identify, trace
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.kernels import bound_of, kernel_of
-from numpyro_repulsion.kernels.learning import iterations_of
 from numpyro_repulsion.kernels.mcmc import (
     arguments,
     collected_fields,
@@ -32,7 +31,8 @@ from numpyro_repulsion.kernels.mcmc import (
 from numpyro_repulsion.kernels.programs import unweakened
 from numpyro_repulsion.kernels.requirements import require_agreement
 from numpyro_repulsion.kernels.state import check_chains
-from numpyro_repulsion.kernels.warming import Frozen, Warming
+from numpyro_repulsion.kernels.warmup_host import iterations_of
+from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.processes import here, must_stop
 

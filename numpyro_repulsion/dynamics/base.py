@@ -25,7 +25,7 @@ Tree = TypeVar("Tree")
 class Cloud(NamedTuple):
     """The particles and their gradients; the first axes of every array are the particle axes ``(..., L)``.
 
-    - **z** - positions, ``(..., L, d)``.
+    - **z** - positions, ``(..., L, d)``: within kernels and warmup the whitened ones, u.
     - **potential_energy** - U at the positions, ``(..., L)``.
     - **gradient** - ∇U at the positions, ``(..., L, d)``.
     - **memory** - further variables of the dynamics: a tuple of arrays ``(..., L, m)``, with any m.
@@ -88,11 +88,6 @@ class Dynamics:
             f"{type(self).__name__} does not define `step_error`, so warmup cannot adapt its step size: "
             "give `step_size`, or return a StepError from `step_error`."
         )
-
-    @property
-    def carries(self) -> str:
-        """The contents of the memory, in words. A state can only continue with dynamics whose contents are the same."""
-        return f"the memory of {type(self).__name__}"
 
     def check(self, cloud: Cloud) -> None:
         """Raise ``ValueError`` for starts ``(G, L, d)`` that this dynamics cannot move."""

@@ -98,12 +98,6 @@ class Descent(Dynamics):
             "`step_size`."
         )
 
-    @property
-    def carries(self):
-        # The structure identifies it, because optimizers are functions without a useful name.
-        state = jax.eval_shape(self.optimizer.init, np.zeros(1, np.float32))
-        return f"the state of an optimizer, {jax.tree.structure(state)}".replace("PyTreeDef", "")
-
     def init(self, key, z, energy_and_grad, couple):
         memory = [x.reshape(*z.shape[:-1], -1) for x in jax.tree.leaves(_each(self.optimizer.init, z)(z))]
         energy, gradient = energy_and_grad(z)

@@ -94,10 +94,6 @@ class Overdamped(Dynamics):
             return False
         return is_identity or self.integrator == "lm"
 
-    @property
-    def carries(self):
-        return "noise that the next update averages with its own"
-
     def step_error(self, coupling):
         is_second_order = coupling.is_identity and self.averages_noise(True)
         # With any other K the bias of averaged noise is smaller than that of Euler's step, which bounds it.

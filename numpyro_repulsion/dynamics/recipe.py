@@ -106,10 +106,6 @@ class Recipe(Dynamics):
             "dynamics=Recipe(D, Q), step_size=1e-3)."
         )
 
-    @property
-    def carries(self):
-        return "extra coordinates of Recipe(D, Q)"
-
     def init(self, key, z, energy_and_grad, couple):
         self._require_identity(couple(z))
         memory: tuple[Shaped[Array, "*particles _"], ...] = ()

@@ -34,10 +34,6 @@ class _Momenta(Dynamics):
         """Whether an update is symmetric and so second order."""
         return coupling.is_identity
 
-    def _white(self, key, z, coupling):
-        """Return standard normal noise, balanced if the interaction balances it."""
-        return normal(key, z.shape, z.dtype) if coupling.white is None else coupling.white(key)
-
     def step_error(self, coupling):
         if jnp.ndim(coupling.diagonal):
             # The drift by K m then distorts volumes, a first-order bias without a known bound.
@@ -167,10 +163,6 @@ class Underdamped(_Momenta):
     def is_sampler(self):
         return self.temperature > 0.0
 
-    @property
-    def carries(self):
-        return "momenta"
-
     def hamiltonian(self, cloud):
         if self.kinetic is None:
             return super().hamiltonian(cloud)
@@ -180,7 +172,7 @@ class Underdamped(_Momenta):
         return super().kinetic_temperature(memory) if self.kinetic is None else None
 
     def init(self, key, z, energy_and_grad, couple):
-        white = self._white(key, z, couple(z))
+        white = couple(z).white_noise(key, z)
         if self.kinetic is None or not self.is_sampler:
             m = self.temperature**0.5 * white
         else:
@@ -194,12 +186,12 @@ class Underdamped(_Momenta):
         if self._splits(coupling):
             m = m - step_size / 2 * cloud.gradient
             z = cloud.z + step_size / 2 * m
-            m = self._rub(self._white(key, cloud.z, coupling), m, step_size)
+            m = self._rub(coupling.white_noise(key, cloud.z), m, step_size)
             z = z + step_size / 2 * m
             energy, gradient = energy_and_grad(z)
             return Cloud(z, energy, gradient, (m - step_size / 2 * gradient,))
         kick = step_size / 2 * thermal_drift(coupling, cloud.gradient, self.temperature)
-        m = self._rub(self._white(key, cloud.z, coupling), m + kick, step_size) + kick
+        m = self._rub(coupling.white_noise(key, cloud.z), m + kick, step_size) + kick
         z = cloud.z + step_size * coupling.apply(m if self.kinetic is None else self.kinetic.velocity(m))
         energy, gradient = energy_and_grad(z)
         return Cloud(z, energy, gradient, (m,))
@@ -291,10 +283,6 @@ class Thermostat(_Momenta):
     def _inertia(self, dimension):
         return max(1.0, 10.0 / dimension) if self.inertia is None else self.inertia
 
-    @property
-    def carries(self):
-        return "momenta and a friction for each particle"
-
     def step_error(self, coupling):
         error = super().step_error(coupling)
         if not (coupling.is_identity and isinstance(error, MomentumError)):
@@ -303,7 +291,7 @@ class Thermostat(_Momenta):
 
     def init(self, key, z, energy_and_grad, couple):
         momentum_key, friction_key = random.split(key)
-        m = self.temperature**0.5 * self._white(momentum_key, z, couple(z))
+        m = self.temperature**0.5 * couple(z).white_noise(momentum_key, z)
         spread = (self.temperature / (self._inertia(z.shape[-1]) * z.shape[-1])) ** 0.5
         ζ = self.friction + spread * normal(friction_key, (*z.shape[:-1], 1), z.dtype)
         energy, gradient = energy_and_grad(z)
@@ -318,7 +306,7 @@ class Thermostat(_Momenta):
     def step(self, key, cloud, energy_and_grad, couple, step_size):
         coupling = couple(cloud.z)
         m, ζ = cloud.memory
-        white = self._white(key, cloud.z, coupling)
+        white = coupling.white_noise(key, cloud.z)
         if self._splits(coupling):
             m = m - step_size / 2 * cloud.gradient
             z = cloud.z + step_size / 2 * m

@@ -21,7 +21,7 @@ from numpyro_repulsion.gradients.minibatch import (
 from numpyro_repulsion.gradients.posterior import ModelTarget, likelihood_energies
 from numpyro_repulsion.gradients.structure import check_values, influenced
 from numpyro_repulsion.gradients.sweeps import Sweeps
-from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled, quickly
+from numpyro_repulsion.gradients.target import FunctionTarget, Particle, Target, compiled, is_traced, quickly
 
 __all__ = [
     "SVRG",
@@ -51,6 +51,7 @@ __all__ = [
     "is_finite_on_all_rows",
     "sites_not_finite",
     "likelihood_energies",
+    "is_traced",
     "quickly",
     "ravel_cloud",
     "rows_to_compare",

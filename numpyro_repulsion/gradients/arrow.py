@@ -189,10 +189,6 @@ class Arrow:
         cross, blocks = self.cross * own[..., None] * rest, self.blocks * own[..., None] * own[:, None]
         return Arrow(self.rest * rest[:, None] * rest, cross, blocks, self.units)
 
-    def to_dense(self) -> Float[AnyArray, "d d"]:
-        """Return the matrix, ``(d, d)``."""
-        return self.times(jnp.eye(self.units.dimension, dtype=self.rest.dtype))
-
 
 @partial(
     jax.tree_util.register_dataclass,

@@ -44,7 +44,7 @@ from numpyro_repulsion.gradients.structure import (
     point,
     rows_outside,
 )
-from numpyro_repulsion.gradients.target import Indices, Particle, Target, compiled, quickly
+from numpyro_repulsion.gradients.target import Indices, Particle, Target, compiled, is_traced, quickly
 from numpyro_repulsion.rounding import unrounded
 from numpyro_repulsion.rows import host_rows
 
@@ -171,8 +171,7 @@ class ModelTarget(Target):
             self.usage = self._abstract_usage()
         else:
             # Inside of a program, what is run here must have values; outside, this would hide constant indices.
-            is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-            with jax.ensure_compile_time_eval() if is_traced else nullcontext():
+            with jax.ensure_compile_time_eval() if is_traced() else nullcontext():
                 # First, because a host has no rows beyond the end.
                 check_indices(self)
                 self._probe(watch)

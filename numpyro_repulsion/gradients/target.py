@@ -141,6 +141,11 @@ def quickly() -> dict[str, Any]:
     return found
 
 
+def is_traced() -> bool:
+    """Return whether the caller is being traced, by ``jax.jit`` or another transformation around it."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
 def compiled(function: Callable, target: Target, options: dict | None = None) -> Callable:
     """Return the compiled function ``(*given) -> function(target, *given)``.
 

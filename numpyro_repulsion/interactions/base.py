@@ -70,6 +70,10 @@ class Coupling(NamedTuple):
         """Return the coupling ``K = I`` with this noise."""
         return Coupling(lambda x: x, 0.0, white, 1.0, is_identity=True, white=white)
 
+    def white_noise(self, key: jax.Array, u: Float[Array, "*particles d"]) -> Float[Array, "*particles d"]:
+        """Return standard normal noise for particles, balanced if the interaction balances it."""
+        return normal(key, u.shape, u.dtype) if self.white is None else self.white(key)
+
     @staticmethod
     def of_figures(
         bound: Float[AnyArray, ""] | float, diagonal: Float[AnyArray, "*particles"] | float, is_identity: bool

@@ -301,12 +301,9 @@ class Scheduled(Wrapping):
             )
         w = jnp.asarray(self.now, u.dtype)
 
-        def white(key):
-            return normal(key, u.shape, u.dtype) if coupling.white is None else coupling.white(key)
-
         def draw(key):
             common_key, own_key = random.split(key)
-            return jnp.sqrt(w) * coupling.draw(common_key) + jnp.sqrt(1.0 - w) * white(own_key)
+            return jnp.sqrt(w) * coupling.draw(common_key) + jnp.sqrt(1.0 - w) * coupling.white_noise(own_key, u)
 
         return coupling._replace(
             apply=lambda x: w * coupling.apply(x) + (1.0 - w) * x,

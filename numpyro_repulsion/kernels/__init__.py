@@ -2,7 +2,9 @@
 
 from numpyro_repulsion.kernels.base import ParticleKernel
 from numpyro_repulsion.kernels.halving import halved_series
-from numpyro_repulsion.kernels.host import (
+from numpyro_repulsion.kernels.mcmc import arguments
+from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
+from numpyro_repulsion.kernels.runs import (
     bound_of,
     chosen_draws,
     coupling_of,
@@ -16,8 +18,6 @@ from numpyro_repulsion.kernels.host import (
     require_draws,
     share_flagged,
 )
-from numpyro_repulsion.kernels.mcmc import arguments
-from numpyro_repulsion.kernels.presets import SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SGNHTR, SVGD
 from numpyro_repulsion.kernels.state import ParticleState
 
 __all__ = [

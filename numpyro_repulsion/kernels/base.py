@@ -21,9 +21,9 @@ from numpyro.util import identity, is_prng_key, not_jax_tracer
 from numpyro_repulsion.checks import integer, is_auto
 from numpyro_repulsion.dynamics import Cloud, Dynamics, Overdamped
 from numpyro_repulsion.findings import MAX_FLAGGED, Diagnosis, Finding, flagged_updates
-from numpyro_repulsion.gradients import Gradient, compiled, ravel_cloud
+from numpyro_repulsion.gradients import Gradient, compiled, is_traced, ravel_cloud
 from numpyro_repulsion.interactions import Balanced, Coupling, Interaction
-from numpyro_repulsion.kernels import initialization, learning, warming
+from numpyro_repulsion.kernels import initialization, warmup_host, warmup_programs
 from numpyro_repulsion.kernels.bound import (
     Binder,
     BoundSampler,
@@ -34,7 +34,7 @@ from numpyro_repulsion.kernels.bound import (
 )
 from numpyro_repulsion.kernels.iteration import Iteration, Keys
 from numpyro_repulsion.kernels.mcmc import arguments, calling_mcmc, collects_warmup
-from numpyro_repulsion.kernels.programs import Programs, compiler_options, is_traced
+from numpyro_repulsion.kernels.programs import Programs, compiler_options
 from numpyro_repulsion.kernels.requirements import (
     can_jump,
     check_data,
@@ -57,7 +57,7 @@ from numpyro_repulsion.kernels.state import (
     row_seed,
     sampler_positions,
 )
-from numpyro_repulsion.kernels.warming import Frozen, Warming
+from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.moves import Move
 from numpyro_repulsion.schedules import BiasBudget
@@ -208,14 +208,14 @@ class ParticleKernel(Settings, MCMCKernel):
         """
         bound = self.bind(args, kwargs)
         if isinstance(state, Warming):
-            return warming.relabeled(state, bound.posterior_id(state.prototype))
+            return warmup_programs.relabeled(state, bound.posterior_id(state.prototype))
         reference = state.learned.reference
-        data = None if reference is None else bound.posterior_id()
-        if reference is None or data is None or np.array_equal(reference.posterior_id, data):
+        posterior_id = None if reference is None else bound.posterior_id()
+        if reference is None or posterior_id is None or np.array_equal(reference.posterior_id, posterior_id):
             return state
         if reference.age is not None:
             # Each particle renews its own.
-            new = reference._replace(posterior_id=jnp.asarray(data), age=-jnp.ones_like(reference.age))
+            new = reference._replace(posterior_id=jnp.asarray(posterior_id), age=-jnp.ones_like(reference.age))
         else:
             iteration, _ = self.parts(state, args, kwargs)
             position = jnp.asarray(reference.position)
@@ -225,7 +225,7 @@ class ParticleKernel(Settings, MCMCKernel):
                 on = replace(iteration, bound=replace(iteration.bound, target=target), posterior_id=None)
                 return on.evaluate_reference(random.key(0), reference._replace(position=position), size)
 
-            new = compiled(evaluate, bound.target)(position)._replace(posterior_id=jnp.asarray(data))
+            new = compiled(evaluate, bound.target)(position)._replace(posterior_id=jnp.asarray(posterior_id))
         return state._replace(learned=state.learned._replace(reference=new))
 
     def get_diagnostics_str(self, state):
@@ -321,10 +321,10 @@ class ParticleKernel(Settings, MCMCKernel):
                 iteration=0,
                 is_single=is_single,
             )
-        data = None
+        posterior_id = None
         if num_warmup > 0 or bound.gradient.has_reference:
-            data = bound.posterior_id(init_params)
-            data = np.zeros(4, np.uint32) if data is None else data
+            posterior_id = bound.posterior_id(init_params)
+            posterior_id = np.zeros(4, np.uint32) if posterior_id is None else posterior_id
         options = compiler_options(bound, 1, size, 1)
         with hinting(self.model, model_args, model_kwargs or {}):
             begun = self._programs(
@@ -333,7 +333,7 @@ class ParticleKernel(Settings, MCMCKernel):
                 (num_warmup, how, bound.hessian_units()),
                 rng_key,
                 init_params,
-                data,
+                posterior_id,
                 options=options,
             )
         if not_jax_tracer(begun.cloud.z):
@@ -353,7 +353,7 @@ class ParticleKernel(Settings, MCMCKernel):
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
         options = compiler_options(bound, num_warmup * self.num_steps, shape[0] * shape[1], shape[2])
         with hinting(self.model, args, kwargs or {}):
-            return learning.warm(bound, self._programs, options, state, number)
+            return warmup_host.warm(bound, self._programs, options, state, number)
 
     def freeze(self, state: Warming, args, kwargs, is_single: bool, iteration: int, skips_warmup: bool = False):
         """Return the state from which draws are made, with all that a warmup learned.
@@ -363,16 +363,20 @@ class ParticleKernel(Settings, MCMCKernel):
         """
         with hinting(self.model, args, kwargs or {}):
             how = Frozen(
-                warming.what_is_on(self.bind(args, kwargs), state.warmup), True, skips_warmup, iteration, is_single
+                warmup_programs.what_is_on(self.bind(args, kwargs), state.warmup),
+                True,
+                skips_warmup,
+                iteration,
+                is_single,
             )
             return self.frozen_as(how, state, args, kwargs)
 
     def frozen_as(self, how: Frozen, state: Warming, args, kwargs) -> ParticleState:
         """Return a state for which it is known what is on, also for the shapes of a warmup."""
         bound, shape = self.bind(args, kwargs), state.cloud.z.shape
-        judged = learning.judge(bound, bound.plan(state.warmup.preconditioner.kind), state)
+        judged = warmup_host.judge(bound, bound.plan(state.warmup.preconditioner.kind), state)
         options = compiler_options(bound, 1, shape[0] * shape[1], shape[2])
-        return self._programs(warming.freeze, bound, how, state, judged, options=options)
+        return self._programs(warmup_programs.freeze, bound, how, state, judged, options=options)
 
     def sample(self, state, model_args, model_kwargs):
         """Make one MCMC iteration: ``num_steps`` updates of all particles."""
@@ -385,7 +389,7 @@ class ParticleKernel(Settings, MCMCKernel):
         )
 
     def _sample(self, given, model_args, model_kwargs):
-        # At both ends, so that the loops of callers leave the state there.
+        # At both ends, so that the loops of callers leave the state on these devices.
         state = place_everywhere(given.with_particle_axis())
         iteration, cloud = self.parts(state, model_args, model_kwargs)
         learned, is_counted = iteration.with_references(cloud, state.learned), True
@@ -414,15 +418,15 @@ class ParticleKernel(Settings, MCMCKernel):
         """Return the iteration for a state, and its particles in whitened coordinates, ``(G, L, d)``."""
         state = state.with_particle_axis()
         bound = self.bind(args, kwargs)
-        data = None if state.learned.reference is None else bound.posterior_id()
-        bound = bound.within(state.num_updates)
+        posterior_id = None if state.learned.reference is None else bound.posterior_id()
+        bound = bound.behind_barrier()
         plan = bound.plan(state.learned.preconditioner.kind)
         check_state(state, self, bound.target, bound.gradient)
         _, unravel = ravel_cloud(state.z)
         flat, energy = sampler_positions(state)
         cloud = Cloud(state.learned.preconditioner.whiten(flat), energy, state.gradient, state.memory)
         cloud = jax.tree.map(lambda x: x.reshape(self.num_ensembles, -1, *x.shape[1:]), cloud)
-        iteration = Iteration(bound, plan, unravel, row_seed(state), data, self.schedule)
+        iteration = Iteration(bound, plan, unravel, row_seed(state), posterior_id, self.schedule)
         return iteration, iteration.layout(cloud.z).place(cloud)
 
     def postprocess_fn(self, args, kwargs):

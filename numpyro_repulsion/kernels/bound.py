@@ -28,6 +28,7 @@ from numpyro_repulsion.gradients import (
     Subsampled,
     Target,
     Units,
+    is_traced,
 )
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.moves import Basins, Move
@@ -287,14 +288,14 @@ class BoundSampler:
                 self.known["units"] = self.gradient.hessian_units(self.target, dimension)
         return self.known["units"]
 
-    def within(self, number: jax.Array) -> BoundSampler:
-        """Return the same for use in the program that has this number, with large arguments behind a barrier.
+    def behind_barrier(self) -> BoundSampler:
+        """Return the same for use in a program that is being traced, with large arguments behind a barrier.
 
         NumPyro makes arguments constants of its programs, and XLA copies constants into each loop and branch that uses
         them: of 400 MB it made 9 GB, and took twice as long. What a barrier returns is no constant. Arguments whose
         values the model needs stay as they are.
         """
-        if not isinstance(number, jax.core.Tracer):
+        if not is_traced():
             return self
         large = {}
         for place, leaf in enumerate(jax.tree.leaves((self.target.args, self.target.kwargs))):
@@ -329,24 +330,24 @@ class BoundSampler:
         """Return what a warmup would learn.
 
         :param automatic: the kind of scales of ``preconditioner="auto"``, which the start of a run chooses, and which
-            the preconditioner has from then on. Nothing but the entry ``scale`` of the plan depends on it.
+            the preconditioner has from then on. Nothing but the entry ``kind`` of the plan depends on it.
         """
         kernel, is_noisy = self.kernel, self.gradient.is_noisy(self.target)
         rule = kernel.step_size if isinstance(kernel.step_size, BiasBudget) else None
-        scale = kernel.scale if isinstance(kernel.scale, str) else None
-        if scale == "auto":
+        kind = kernel.scale if isinstance(kernel.scale, str) else None
+        if kind == "auto":
             # A given step is that of plain SGLD.
-            scale = None if rule is None else automatic
+            kind = None if rule is None else automatic
         return WarmupPlan(
-            step_size=rule,
-            scale=scale,
-            bandwidth=kernel.interaction.learns_bandwidth,
-            reference=self.gradient.has_reference,
+            rule=rule,
+            kind=kind,
+            learns_bandwidth=kernel.interaction.learns_bandwidth,
+            has_reference=self.gradient.has_reference,
             epoch=self.gradient.epoch_length(self.target, kernel.num_steps),
             sweep=self.gradient.sweep_length(self.target),
             late=most_late_iterations(self.target.plates, kernel.num_steps),
-            noise=is_noisy,
-            jumps=kernel.moves is not None,
+            is_noisy=is_noisy,
+            has_moves=kernel.moves is not None,
         )
 
 

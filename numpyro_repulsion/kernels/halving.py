@@ -17,7 +17,6 @@ from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.interactions import Antithetic, Balanced, Interaction
 from numpyro_repulsion.kernels.iteration import Iteration
 from numpyro_repulsion.kernels.mcmc import arguments
-from numpyro_repulsion.noise import normal
 from numpyro_repulsion.warmup import Learned
 
 #: Numbers ``(G, L, m)`` of the particles of a cloud.
@@ -35,13 +34,10 @@ class _Summed(Interaction):
     def couple(self, u, bandwidth=None):
         coupling = self.interaction.couple(u, bandwidth)
 
-        def white(key):
-            return normal(key, u.shape, u.dtype) if coupling.white is None else coupling.white(key)
-
         def summed(draw):
             return lambda key: sum(map(draw, random.split(key))) / 2**0.5
 
-        return coupling._replace(draw=summed(coupling.draw), white=summed(white))
+        return coupling._replace(draw=summed(coupling.draw), white=summed(lambda key: coupling.white_noise(key, u)))
 
 
 def halved_series(

@@ -28,7 +28,7 @@ from numpyro_repulsion.gradients import (
 from numpyro_repulsion.interactions import median_bandwidth
 from numpyro_repulsion.kernels.bound import BoundSampler, automatic_scale
 from numpyro_repulsion.kernels.state import ParticleState, last_word
-from numpyro_repulsion.kernels.warming import Frozen, Warming, freeze
+from numpyro_repulsion.kernels.warmup_programs import Frozen, Warming, freeze
 from numpyro_repulsion.layout import place_particles
 from numpyro_repulsion.starts import JointStrategy
 from numpyro_repulsion.warmup import MIN_PARTICLES, Preconditioner, WarmupState, first_scale
@@ -53,13 +53,13 @@ def start(
     settings: tuple[int, Frozen | None, Units | None],
     rng_key: jax.Array,
     init_params: Particle | None,
-    data: Any,
+    posterior_id: Any,
 ) -> Start:
     """Start particles, each with a key.
 
     :param settings: the number of iterations of warmup; how to freeze the start at once, if there is nothing to learn;
         and the units of the Hessian, if there is one; static.
-    :param data: what tells the posterior from others, or ``None``.
+    :param posterior_id: what tells the posterior from others, or ``None``.
     """
     (num_warmup, how, units), kernel, target = settings, bound.kernel, bound.target
     size = rng_key.shape[0]
@@ -87,14 +87,14 @@ def start(
     is_arrow = units is not None and units.sites
     automatic = "arrow" if is_arrow else automatic_scale(flat.shape[1], size, num_warmup, kernel.num_steps, is_noisy)
     plan = bound.plan(automatic)
-    if plan.scale == "arrow" and not is_arrow:
+    if plan.kind == "arrow" and not is_arrow:
         raise ValueError(
             "preconditioner='arrow' needs a model of more than 512 parameters with subsampled plates and control "
             "variates of second order, in which one group of effects has a block-diagonal Hessian beside at most 1,024 "
             "other parameters; no such group was found. Use preconditioner='auto'."
         )
-    if num_warmup > 0 and plan.scale is not None:
-        change = first_scale(flat, gradient, plan.scale, units)
+    if num_warmup > 0 and plan.kind is not None:
+        change = first_scale(flat, gradient, plan.kind, units)
     else:
         change = _given_preconditioner(kernel.scale, flat)
     # All else is zero or one as yet; of products with constant zeros, XLA makes NaN on some CPUs.
@@ -109,14 +109,14 @@ def start(
     )
     jumps = None
     if num_warmup > 0 and bound.moves is not None and size >= bound.moves.min_particles:
-        jumps = bound.moves.start(cloud, num_warmup, plan.scale == "dense")
+        jumps = bound.moves.start(cloud, num_warmup, plan.kind == "dense")
     first = 1e-3 if kernel.schedule is None else kernel.schedule(0)
-    learns = num_warmup > 0 and kernel.reparam is not None and plan.step_size is not None and plan.scale is not None
-    suits = size >= MIN_PARTICLES and kernel.dynamics.is_sampler and not plan.jumps and plan.epoch is None
+    learns = num_warmup > 0 and kernel.reparam is not None and plan.rule is not None and plan.kind is not None
+    suits = size >= MIN_PARTICLES and kernel.dynamics.is_sampler and not plan.has_moves and plan.epoch is None
     has_hierarchies = bool(target.location_scale or target.num_products)
     centering = Centering.none(target, u.shape[2], u.dtype) if learns and suits and has_hierarchies else None
     warmup = WarmupState.start(num_warmup, change, first, bandwidth, cloud, plan, jumps, centering, units)
-    warmup = warmup._replace(posterior_id=data)
+    warmup = warmup._replace(posterior_id=posterior_id)
     if num_warmup > 0:
         # At the largest |U| its terms hardly cancel, so rounding errors are small compared with it.
         position = flat[jnp.argmax(jnp.abs(energy))]

@@ -2,19 +2,23 @@
 
 `ParticleKernel.sample` makes one iteration in this order:
 
-1. Check the state, whiten the positions, and split the random key.
-2. Renew each particle's own reference (``SVRG``), if its epoch is over.
-3. With ``moves``, or if warmup found several basins, one jump.
-4. ``num_steps`` updates. Each update
+1. Check the state and whiten the positions (`ParticleKernel.parts`).
+2. Renew each particle's own reference (``SVRG``), if its epoch is over (`with_references`). Split the random key.
+3. With ``moves``, or if warmup found several basins, one jump (`begin`).
+4. ``num_steps`` updates (`move`). Each update (`advance`)
 
-   a. flags particles whose gradient had to be clipped because it was far too long,
-   b. steps by the dynamics, with a new minibatch,
-   c. turns particles back that gain far too much energy, if they have momenta and exact gradients, and flags them,
+   a. flags particles whose gradient, evaluated at the end of the update before, is at the limit of its length,
+   b. steps by the dynamics, along that gradient; at the new positions it evaluates the next one, on a new minibatch,
+      and clips it,
+   c. turns particles back that gain far too much energy, if they have momenta and hardly noisy gradients, and flags
+      them,
    d. rejects a proposal that is not finite: the particle stays where it was, and is flagged.
 
-5. Return the new state, with positions in the coordinates of the model.
+5. Return the new state, with positions in the coordinates of the model (`ParticleState.of`).
 
-Nothing here learns: warmup (``warming.py``) is over when the first state is made.
+Positions have three names: u whitened, ``y = c + S u`` in the coordinates of a centering, and z in those of the model.
+
+Nothing here learns: warmup (``warmup_programs.py``) is over when the first state is made.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 import math
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import lax, random
@@ -70,8 +74,8 @@ class Progress(NamedTuple):
 
 #: Noise of parameters that few rows inform has exponential tails: of 1,000 random intercepts, one exceeds 10 times its
 #: expected size in 6 % of the updates, but 20 times in 0.06 % (tests/kernels/test_clipping.py); and more often where
-#: that size, which is measured on a few minibatches, is too small. For half of it this factor, for each doubling of the
-#: number of coordinates beyond eight, is twice that of the tails.
+#: that size, which is measured on a few minibatches, is too small. The limit, in units of that size, is 10 plus this
+#: factor for each doubling of the number of coordinates beyond eight; tails need half of the factor.
 LIMIT_PER_DOUBLING = 2.8
 #: A clipped gradient is recognized by reaching the limit, but for rounding.
 AT_LIMIT = 1.0 - 1e-4
@@ -173,8 +177,8 @@ class Iteration:
         def energy_and_grad(key, u, order=None):
             used = reference if reference is None or order is None else reference._replace(order=order)
             layout = self.layout(u)
-            z = layout.place_particles(change.to_positions(u))
-            found = layout.place_particles(gradient.energy_and_grad(key, target, self.unravel, z, used))
+            y = layout.place_particles(change.to_positions(u))
+            found = layout.place_particles(gradient.energy_and_grad(key, target, self.unravel, y, used))
             energy, slope = layout.place(found)
             return energy, change.whiten_gradient(slope)
 
@@ -186,8 +190,8 @@ class Iteration:
         """Return the reference with U and ∇U over all rows at its position, and ∇²U if it has one."""
         new = evaluate_reference(key, self.bound.target, self.unravel, reference, num_particles, with_hessian)
         # What the host said. Where it said nothing, any words say that there is a reference.
-        data = jnp.maximum(reference.posterior_id, 1) if self.posterior_id is None else self.posterior_id
-        return new._replace(posterior_id=jnp.asarray(data, jnp.uint32))
+        known = jnp.maximum(reference.posterior_id, 1) if self.posterior_id is None else self.posterior_id
+        return new._replace(posterior_id=jnp.asarray(known, jnp.uint32))
 
     def step_size(self, learned: Learned, num_updates: jax.Array) -> jax.Array:
         """Return ε of the next update."""
@@ -206,7 +210,7 @@ class Iteration:
         if state is None or moves is None or key is None:
             return now, learned
         energy_and_grad = self.energy_and_grad(learned)
-        is_stratified = self.plan.jumps and not (self.interaction.interacts or self.dynamics.interacts)
+        is_stratified = self.plan.has_moves and not (self.interaction.interacts or self.dynamics.interacts)
 
         def jump():
             # Particles jump only by gradients of all rows, which need no key.
@@ -238,7 +242,7 @@ class Iteration:
     def noise_and_gradient_keys(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return keys for noise and gradient; the same if the gradient is not random, because a split takes a tenth of
         a second to compile."""
-        first, second = random.split(key) if self.plan.noise else (key, key)
+        first, second = random.split(key) if self.plan.is_noisy else (key, key)
         return first, second
 
     def _update(self, key, now, learned):
@@ -275,7 +279,7 @@ class Iteration:
             self.step_size(learned, now.num_updates),
         )
         turns = jnp.zeros_like(is_clipped)
-        if not self.plan.noise or is_nearly_exact:
+        if not self.plan.is_noisy or is_nearly_exact:
             proposal, turns = turn_back(cloud, proposal, self.dynamics, now.has_turned)
         cloud, is_rejected = reject_nonfinite(cloud, self.layout(cloud.z).place(proposal))
         flagged = now.flagged + (is_rejected | turns | is_clipped)
@@ -301,17 +305,17 @@ class Iteration:
             return learned._replace(reference=reference._replace(potential_energy=energy))
         is_stale = ~reference.posterior_id.any() | is_other | (reference.age < 0)
         due = is_stale | (reference.age >= self.plan.epoch)
-        return learned._replace(reference=self.renewed(due, cloud, learned, reference, is_stale))
+        return learned._replace(reference=self.renewed(due, cloud, learned, is_stale))
 
     def renewed(
         self,
         due: Bool[Array, ""],
         cloud: Cloud,
         learned: Learned | WarmupState | Coordinates,
-        reference: Reference,
         is_stale: Bool[Array, ""],
     ) -> Reference:
         """Move each particle's reference to its current position, if that is due."""
+        reference: Any = learned.reference
 
         def renew():
             here = reference._replace(position=self.recover(learned, cloud.z).z)
@@ -329,4 +333,4 @@ class Iteration:
         limit = learned.gradient_limit
         if limit is None:
             return gradient, jnp.zeros(gradient.shape[:-1], bool)
-        return clip_coordinates(gradient, limit) if self.plan.noise else clip(gradient, limit)
+        return clip_coordinates(gradient, limit) if self.plan.is_noisy else clip(gradient, limit)

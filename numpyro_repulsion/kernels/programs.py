@@ -13,18 +13,13 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_repulsion.gradients import Gradient, Target, quickly
+from numpyro_repulsion.gradients import Gradient, Target, is_traced, quickly
 from numpyro_repulsion.kernels.bound import BoundSampler, Settings
 from numpyro_repulsion.layout import place_everywhere
 
 #: How many of the kernels in use last keep their programs. JAX and NumPyro keep every kernel that has run, and XLA
 #: takes hundreds of memory maps for its programs, of which Linux allows a process 65,530.
 NUM_KEPT = 8
-
-
-def is_traced() -> bool:
-    """Return whether the caller is being traced, by ``jax.jit`` or another transformation around it."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def compiler_options(bound: BoundSampler, num_updates: int, num_particles: int, dimension: int) -> dict[str, Any]:

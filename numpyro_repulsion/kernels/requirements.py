@@ -16,7 +16,7 @@ from numpyro.util import not_jax_tracer
 from numpyro_repulsion.checks import device_memory
 from numpyro_repulsion.digests import digest, words
 from numpyro_repulsion.dynamics import Dynamics
-from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target, check_rows
+from numpyro_repulsion.gradients import Gradient, ModelTarget, Particle, Sweeps, Target, check_rows, is_traced
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import Settings
 from numpyro_repulsion.kernels.mcmc import jits_arguments
@@ -64,7 +64,7 @@ def require_agreement(
     :param more: what else decides which programs run; without it, the progress bar does.
     """
     # While a program is traced, all values are; run_in_pieces then has asked before.
-    if not are_several() or isinstance(jnp.zeros(()), jax.core.Tracer):
+    if not are_several() or is_traced():
         return
     # First what decides which values are compared, and how: a checksum of parts needs all processes.
     leaves = jax.tree.leaves_with_path((args, kwargs or {}), is_leaf=lambda leaf: isinstance(leaf, Rows))

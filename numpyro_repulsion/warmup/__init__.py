@@ -3,25 +3,25 @@
 ``docs/warmup.md`` describes its three parts, arrival, adaptation and settling, and shows when each learner acts. A
 learner is a function of the state and the cloud, called at the end of each window (``windows.py``), on arrays of the
 host; it does nothing if the run does not need what it learns (``WarmupPlan``). The sums that it needs grow in the
-programs between (``kernels/warming.py``). Each writes its own part of ``WarmupState``:
+programs between (``kernels/warmup_programs.py``). In calling order:
 
 ===================  =============  =======================================  =========================================
 learner              file           reads                                    writes
 ===================  =============  =======================================  =========================================
-update_symptoms      learned.py     positions, gradients, scales             symptoms
+update_symptoms      learned.py     its sums                                 symptoms
 update_arrival       arrival.py     energies, gradients                      arrival; positions of lost particles
 update_centering     scales.py      curvature of hierarchical sites          scales; the cloud in the new coordinates
 update_reference     step_size.py   moments of the scales, or positions      reference
 update_scales        scales.py      positions, gradients; or curvature and   scales; the cloud in the new coordinates
                                     noise (curvature.py)
 update_bandwidth     bandwidth.py   positions, bias of the step              bandwidth
-update_step_size     step_size.py   curvature and noise (curvature.py), and  step; whether the reference is in use
-                                    what the other learners wrote
+update_step_size     step_size.py   curvature and noise (curvature.py), and  step; the order of control variates in
+                                    what the other learners wrote            use; the memory of the dynamics
 update_prolongation  arrival.py     the noise with and without control       arrival, scales, reference; the cloud in
                                     variates                                 the new coordinates
 ===================  =============  =======================================  =========================================
 
-The kernels add learners of jumps (``kernels/learning.py``). Everything that warmup learned is constant afterwards
+The kernels add learners of jumps (``kernels/warmup_host.py``). Everything that warmup learned is constant afterwards
 (``learned.py``); only jumps are still counted, and each particle's own reference (``SVRG``) renewed after every epoch.
 """
 
@@ -38,8 +38,8 @@ from numpyro_repulsion.warmup.curvature import (
     UNKNOWN,
     Gradients,
     Measurements,
+    draw_seed,
     estimate_curvature,
-    minibatch,
     summarize_curvature,
 )
 from numpyro_repulsion.warmup.learned import (
@@ -103,7 +103,7 @@ __all__ = [
     "first_scale",
     "inverse_root",
     "measure_steepness",
-    "minibatch",
+    "draw_seed",
     "most_late_iterations",
     "shrink",
     "summarize_curvature",

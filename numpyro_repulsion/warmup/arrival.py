@@ -97,12 +97,14 @@ def update_arrival(rng: Generator, window: Window, warmup: WarmupState, cloud: C
         # Before the hierarchical sites are centered otherwise, coordinates are those of the model.
         arrival = arrival._replace(halfway=warmup.scales.preconditioner.to_positions(cloud.z))
     # After the arrival, particles can be recognized as lost only if the gradient noise has been measured.
-    if window.finds_lost and (window.was_arrival or (plan.noise and plan.measures)):
+    if window.finds_lost and (window.was_arrival or (plan.is_noisy and plan.measures)):
         lost = _lost(warmup, cloud, sampler)
+        # From the end of the arrival on, lost particles stay where they are, and measurements leave them out.
         if window.may_rescue:
             arrival, cloud = _rescued(rng, window, arrival, cloud, lost)
         arrival = arrival._replace(lost=lost & (not window.may_rescue))
-    if arrival.adam is None and plan.scale is not None:
+    if arrival.adam is None and plan.kind is not None:
+        # In the scales just learned, variances are about 1, and no step of Metropolis should be longer.
         arrival = arrival._replace(step_size=np.clip(arrival.step_size, math.exp(-12.0), 1.0))
     return warmup._replace(arrival=arrival), cloud
 

@@ -99,16 +99,16 @@ def best_bandwidth(
 def update_bandwidth(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Update the bandwidth: by the rule, or, once the scales are frozen, to the average of the best ones so far.
 
-    Until then it also follows the rule in every iteration (``kernels/warming.py``): a cloud may shrink by a large
-    factor while it moves. With an old bandwidth, all particles would be neighbors, and the step would be too long for
-    the largest eigenvalue of such a K.
+    Until then it also follows the rule in every iteration (``kernels/warmup_programs.py``): a cloud may shrink by a
+    large factor while it moves. With an old bandwidth, all particles would be neighbors, and the step would be too long
+    for the largest eigenvalue of such a K.
     """
     plan = sampler.plan
-    if not plan.bandwidth or (plan.arrives and not window.has_arrived):
+    if not plan.learns_bandwidth or (plan.arrives and not window.has_arrived):
         return warmup, cloud
     bandwidth = rule = sampler.bandwidth_of(cloud.z)
     if sampler.tunes_bandwidth and window.num_settled > 0:
-        tolerance = (plan.step_size or BiasBudget()).tolerance_for(False)
+        tolerance = (plan.rule or BiasBudget()).tolerance_for(False)
         # If a short run raised the step beyond the bias budget, stability limits the step; a wide K would shorten it.
         best = rule if warmup.step.is_raised else sampler.best_bandwidth(cloud.z, rule, tolerance)
         # A geometric mean, because one cloud of twenty determines its best only within a factor of about two.

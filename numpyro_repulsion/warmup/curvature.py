@@ -56,7 +56,7 @@ class Measurements(NamedTuple):
         return Measurements(np.asarray(row + 1), *arrays)
 
     @property
-    def typical_curvature(self) -> float:
+    def high_curvature(self) -> float:
         """The curvature that one particle in ten exceeds; 0 if unknown."""
         known = self.curvature[self.curvature >= 0]
         return np.quantile(known, 0.9) if known.size else known.sum()
@@ -104,7 +104,7 @@ def summarize_curvature(
         x * (coupling.bound / np.mean(coupling.diagonal) if shared else 1.0) / temperature for x in noise
     )
     # The mean curvature in a direction is at least 1 / variance, even if the measurements missed it.
-    curvature = np.maximum(measurements.typical_curvature, 1.0 / spread)
+    curvature = np.maximum(measurements.high_curvature, 1.0 / spread)
     largest = np.maximum(measurements.largest_curvature, curvature)
     steepness = temperature * measurements.typical_steepness
     return CurvatureStats(curvature, largest, largest_noise, steepness, sweep, isotropic_noise)
@@ -124,13 +124,13 @@ NUM_PROBES, POWER_ITERATIONS = 20, 8
 #: on fewer that have that many numbers, because the gradients of all power iterations are kept.
 LARGE, NUM_KEPT = 1_000_000, 4
 
-#: The gradients ``(G, L, d)`` for each case ``(number, point, order)``: the number of a minibatch, the particles,
+#: The gradients ``(G, L, d)`` for each case ``(seed, point, order)``: the seed of a minibatch, the particles,
 #: and the order of the control variates.
 Gradients = Callable[[Iterable[tuple[int, np.ndarray, int]]], Iterator[np.ndarray]]
 
 
-def minibatch(rng: Generator) -> int:
-    """Return a random number of a minibatch."""
+def draw_seed(rng: Generator) -> int:
+    """Return a random seed of a minibatch."""
     return int(rng.integers(2**32))
 
 
@@ -166,9 +166,9 @@ def estimate_curvature(
     every = -(-u.shape[1] // kept)
     seen: list[list[np.ndarray]] = []
     for _ in range(POWER_ITERATIONS):
-        number, offset = minibatch(rng), distance * direction
-        sides = [(number, u + side * offset, orders[0]) for side in (1.0, -1.0)]
-        plus, minus, *other = gradients([*sides, *((number, u, order) for order in orders[1:])])
+        seed, offset = draw_seed(rng), distance * direction
+        sides = [(seed, u + side * offset, orders[0]) for side in (1.0, -1.0)]
+        plus, minus, *other = gradients([*sides, *((seed, u, order) for order in orders[1:])])
         product = (plus - minus) / (2.0 * distance)
         size = np.linalg.norm(product, axis=-1, keepdims=True)
         usable = np.isfinite(size) & (size > 0)
@@ -181,24 +181,25 @@ def estimate_curvature(
 
 
 def hessian_and_noise(
-    rng: Generator, u: np.ndarray, gradients: Gradients, number: int, noise_number: int, order: int
+    rng: Generator, u: np.ndarray, gradients: Gradients, num_minibatches: int, num_pairs: int, order: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean Hessian of U and the covariance of the minibatch noise over particles ``(G, L, d)``.
 
-    :param number: the number of minibatches for the Hessian. All columns use the same ones, because only then do the
+    :param num_minibatches: how many give the Hessian. All columns use the same ones, because only then do the
         errors of small eigenvalues stay relative to them.
-    :param noise_number: the number of pairs of minibatches for the noise, which comes from their differences.
+    :param num_pairs: how many pairs of minibatches give the noise, by their differences.
     :param order: that of the control variates of the gradients whose noise is measured.
     """
     dimension = u.shape[-1]
     hessian, covariance = np.zeros((2, dimension, dimension), u.dtype)
-    for _ in range(number):
-        hessian += np.stack(list(_products(u, np.eye(dimension, dtype=u.dtype), gradients, minibatch(rng)))) / number
-    found = gradients((minibatch(rng), u, order) for _ in range(2 * noise_number))
+    for _ in range(num_minibatches):
+        columns = _products(u, np.eye(dimension, dtype=u.dtype), gradients, draw_seed(rng))
+        hessian += np.stack(list(columns)) / num_minibatches
+    found = gradients((draw_seed(rng), u, order) for _ in range(2 * num_pairs))
     for one in found:
         noise = (one - next(found)).reshape(-1, dimension)
         noise = np.where(np.isfinite(noise).all(-1, keepdims=True), noise, 0.0)
-        covariance += matmul(noise.T, noise) / (2.0 * len(noise) * noise_number)
+        covariance += matmul(noise.T, noise) / (2.0 * len(noise) * num_pairs)
     return (hessian + hessian.T) / 2.0, covariance
 
 
@@ -208,37 +209,37 @@ def mean_diagonal(rng: Generator, u: np.ndarray, gradients: Gradients) -> np.nda
     dimension = u.shape[-1]
     total, exact = np.zeros(dimension, u.dtype), dimension <= NUM_PROBES
     for i in range(dimension if exact else NUM_PROBES):
-        number = minibatch(rng)
+        seed = draw_seed(rng)
         probe = np.eye(dimension, dtype=u.dtype)[i] if exact else signs(rng, u.shape, u.dtype)
-        plus, minus = gradients((number, u + side * WIDTH * probe, 0) for side in (1.0, -1.0))
+        plus, minus = gradients((seed, u + side * WIDTH * probe, 0) for side in (1.0, -1.0))
         total += particle_mean(probe * (plus - minus)) / (2.0 * WIDTH * (1 if exact else NUM_PROBES))
     return total
 
 
-def mean_product(u: np.ndarray, direction: np.ndarray, gradients: Gradients, numbers: Sequence[int]) -> np.ndarray:
+def mean_product(u: np.ndarray, direction: np.ndarray, gradients: Gradients, seeds: Sequence[int]) -> np.ndarray:
     """Return the product of the mean Hessian over particles ``(G, L, d)`` with a unit vector, ``(d,)``.
 
-    :param numbers: those of the minibatches. The same give one symmetric matrix for all directions.
+    :param seeds: those of the minibatches. The same give one symmetric matrix for all directions.
     """
-    return sum(next(_products(u, direction[None], gradients, number)) for number in numbers) / len(numbers)
+    return sum(next(_products(u, direction[None], gradients, seed)) for seed in seeds) / len(seeds)
 
 
-def noise_by_coordinate(rng: Generator, u: np.ndarray, gradients: Gradients, number: int, order: int) -> np.ndarray:
+def noise_by_coordinate(rng: Generator, u: np.ndarray, gradients: Gradients, num_pairs: int, order: int) -> np.ndarray:
     """Return the variance of the minibatch noise in each coordinate, pooled over particles ``(G, L, d)``.
 
-    :param number: the number of pairs of minibatches whose differences give it.
+    :param num_pairs: how many pairs of minibatches give it, by their differences.
     :param order: that of the control variates.
     """
     total = np.zeros(u.shape[-1])
-    found = gradients((minibatch(rng), u, order) for _ in range(2 * number))
+    found = gradients((draw_seed(rng), u, order) for _ in range(2 * num_pairs))
     for one in found:
-        total += particle_mean((one - next(found)) ** 2) / (2.0 * number)
+        total += particle_mean((one - next(found)) ** 2) / (2.0 * num_pairs)
     return total.astype(u.dtype)
 
 
-def _products(u, directions, gradients, number):
+def _products(u, directions, gradients, seed):
     """Yield the product of the mean Hessian on a minibatch with each unit vector, ``(d,)``."""
-    cases = ((number, u + side * WIDTH * v, 0) for v in directions for side in (1.0, -1.0))
+    cases = ((seed, u + side * WIDTH * v, 0) for v in directions for side in (1.0, -1.0))
     found = gradients(cases)
     for plus in found:
         yield particle_mean(plus - next(found)) / (2.0 * WIDTH)

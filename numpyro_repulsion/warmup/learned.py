@@ -177,7 +177,7 @@ class WarmupDiagnosis(NamedTuple):
 class Measured(NamedTuple):
     """What warmup measured since the scales last changed; scalars.
 
-    - **typical_curvature**, **largest_curvature** - the curvature that one particle in ten exceeds, and the largest.
+    - **high_curvature**, **largest_curvature** - the curvature that one particle in ten exceeds, and the largest.
     - **typical_steepness** - how fast Γ changes.
     - **noise**, **isotropic_noise** - the variance of the gradient in use: the largest in any direction, and the mean.
     - **spread** - the largest variance of the positions in any direction, in units of the temperature.
@@ -185,7 +185,7 @@ class Measured(NamedTuple):
       the mean over directions; negative if unknown.
     """
 
-    typical_curvature: float
+    high_curvature: float
     largest_curvature: float
     typical_steepness: float
     noise: float
@@ -199,7 +199,7 @@ class Measured(NamedTuple):
         """Return what a warmup measured."""
         known = warmup.measurements
         return Measured(
-            known.typical_curvature,
+            known.high_curvature,
             known.largest_curvature,
             known.typical_steepness,
             warmup.noise,
@@ -232,9 +232,9 @@ class Learned(NamedTuple):
       if their usual size is unknown.
     - **reference** - the reference points of control variates.
     - **jumps** - the state of the kernel's ``moves``, or of jumps that switched themselves on.
-    - **measured** - the entries of :class:`Measured`, ``(8,)``; ``None`` if nothing was measured.
-    - **diagnosis** - the entries of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, ``(14,)``, negative where
-      unknown; ``None`` likewise.
+    - **measured** - the entries of :class:`Measured`, as one array, because each leaf of a state costs time in every
+      iteration; ``None`` if nothing was measured.
+    - **diagnosis** - likewise those of :class:`~numpyro_repulsion.warmup.WarmupDiagnosis`, negative where unknown.
     - **posterior_id** - the identity of the data and the model, four words; zeros where it is unknown.
     - **data_fingerprint** - a start of the warmup, flat and unconstrained, followed by U there on a few rows,
       ``(d + 1,)``, which tells whether a run on data with another identity has other data; ``None`` without a warmup.
@@ -306,7 +306,7 @@ class Learned(NamedTuple):
 def update_symptoms(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """While settling, update the direction of largest variance, from the sums over the window."""
     # Minibatches need shorter steps and so a longer last window, or slow particles look like particles in other basins.
-    is_short = sampler.plan.noise and window.num_settled > 4 and not window.is_last
+    is_short = sampler.plan.is_noisy and window.num_settled > 4 and not window.is_last
     if warmup.symptoms is None or window.is_adapting or is_short:
         return warmup, cloud
     return warmup._replace(symptoms=warmup.symptoms.next_window(sampler.dynamics.temperature or 1.0)), cloud
@@ -317,26 +317,26 @@ def diagnose_warmup(
     rule: BiasBudget | None,
     dynamics: Dynamics,
     is_jumping: bool | None = None,
-    needs_reference: bool = True,
+    is_swept: bool = False,
 ) -> WarmupDiagnosis:
     """Diagnose the run at the end of warmup.
 
     :param rule: how the step size was measured; with a given step (``None``), only control variates and jumps are
         diagnosed.
     :param is_jumping: whether jumps by ``moves`` are in use; ``None`` without ``moves``.
-    :param needs_reference: whether a gradient with control variates has none of the other ways to reduce noise.
+    :param is_swept: whether the gradient passes through all rows in turn, which reduces noise without references.
     """
     reference, is_prolonged, unknown = warmup.reference, bool(warmup.arrival.is_prolonged), np.nan
     found = WarmupDiagnosis(
-        control_variates_off=reference is not None and needs_reference and not reference.order,
+        control_variates_off=reference is not None and not is_swept and not reference.order,
         jumps_off=is_jumping is not None and not is_jumping,
         is_prolonged=is_prolonged,
-        thermostat_helps=needs_reference and dynamics.is_sampler and not dynamics.absorbs_noise,
+        thermostat_helps=not is_swept and dynamics.is_sampler and not dynamics.absorbs_noise,
     )
     symptoms = warmup.symptoms
     if rule is None or symptoms is None:
         return found
-    curvature, step = warmup.measurements.typical_curvature, warmup.step
+    curvature, step = warmup.measurements.high_curvature, warmup.step
     widest = symptoms.widest
     is_sampler, is_dense = dynamics.is_sampler, warmup.moments.position_scatter.ndim == 2
     # If particles jump, the updates need not cross the spread over all modes.

@@ -13,10 +13,10 @@ from numpyro_repulsion.gradients import ArrowRoot
 from numpyro_repulsion.rounding import cholesky, eigh
 from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import (
+    draw_seed,
     hessian_and_noise,
     mean_diagonal,
     mean_product,
-    minibatch,
     noise_by_coordinate,
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
@@ -34,12 +34,12 @@ MIN_SPREAD = 0.3
 def update_scales(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
     """Until the scales are frozen, whiten the coordinates."""
     plan = sampler.plan
-    if plan.scale is None or not window.is_adapting:
+    if plan.kind is None or not window.is_adapting:
         return warmup, cloud
-    if plan.noise or (plan.scale == "low_rank" and window.has_arrived):
-        if plan.noise and not window.whitens:
+    if plan.is_noisy or (plan.kind == "low_rank" and window.has_arrived):
+        if plan.is_noisy and not window.whitens:
             return warmup, cloud
-        adapt = {"low_rank": _low_rank, "arrow": _arrow}.get(plan.scale, _whitened)
+        adapt = {"low_rank": _low_rank, "arrow": _arrow}.get(plan.kind, _whitened)
         found, moved = adapt(rng, window, warmup, cloud, sampler)
         return found._replace(arrival=found.arrival.restarted(moved.z)), moved
     return _changed(warmup, cloud, warmup.moments.to_preconditioner(window.uses_correlations))
@@ -53,12 +53,12 @@ def _whitened(rng, window, warmup, cloud, sampler):
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
     dimension, weight = cloud.z.shape[-1], window.curvature_weight
     # In the scales so far, the mean of the earlier curvatures is one.
-    if sampler.plan.scale != "dense":
+    if sampler.plan.kind != "dense":
         found = mean_diagonal(rng, measured, sampler.gradients(warmup))
         scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     # The noise limits the step, and matters for the last scales only.
-    measures_step = sampler.plan.step_size is not None
+    measures_step = sampler.plan.rule is not None
     groups, particles = cloud.potential_energy.shape
     num_independent = groups if sampler.shares_minibatches else groups * particles
     num_updates = window.timetable.num_warmup * sampler.num_steps
@@ -67,9 +67,9 @@ def _whitened(rng, window, warmup, cloud, sampler):
     if window.is_prolonged:
         hessian, covariance = np.diag(mean_diagonal(rng, measured, gradients)), np.zeros((dimension, dimension))
     else:
-        number = _num_minibatches(dimension, cloud, sampler)
-        noise_number = num_pairs if measures_step and window.is_at(FREEZE) else 0
-        hessian, covariance = hessian_and_noise(rng, measured, gradients, number, noise_number, warmup.order)
+        number = _num_for_curvature(dimension, cloud, sampler)
+        num_pairs_now = num_pairs if measures_step and window.is_at(FREEZE) else 0
+        hessian, covariance = hessian_and_noise(rng, measured, gradients, number, num_pairs_now, warmup.order)
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if measures_step:
         further, factor = shrink_noisy_directions(
@@ -103,23 +103,20 @@ def _low_rank(rng, window, warmup, cloud, sampler):
         # Directions of a network differ from particle to particle, and cost hundreds of gradients of the cloud.
         vectors, values = np.zeros_like(old.vectors), np.ones_like(old.stretch)
     else:
-        number = _num_minibatches(y.shape[-1], cloud, sampler, rank)
-        gradients, numbers = sampler.gradients(plain), [minibatch(rng) for _ in range(number)]
+        number = _num_for_curvature(y.shape[-1], cloud, sampler, rank)
+        gradients, seeds = sampler.gradients(plain), [draw_seed(rng) for _ in range(number)]
 
         def product(v):
             known = unit * v
             known = unit * (known + old.vectors @ (excess * (old.vectors.T @ known)))
-            return weight * mean_product(y, v, gradients, numbers) + (1.0 - weight) * known
+            return weight * mean_product(y, v, gradients, seeds) + (1.0 - weight) * known
 
         vectors, values = extremes(wide_direction(rng, y), product, rank)
     center = old.to_positions(warmup.moments.position)
     change = Preconditioner(scale, center, vectors, values**-0.5 - 1.0)
     cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
-    # Variances along coordinates do not determine those along the new directions, which are about one.
-    known = warmup.moments
-    scatter, mean = np.full_like(known.position_scatter, known.number), np.zeros_like(known.position)
-    moments = Moments(known.number, mean, mean, scatter, scatter)
-    return warmup._replace(scales=warmup.scales._replace(preconditioner=change, moments=moments)), cloud
+    scales = warmup.scales._replace(preconditioner=change, moments=_unit_moments(warmup.moments))
+    return warmup._replace(scales=scales), cloud
 
 
 def _arrow(rng, window, warmup, cloud, sampler):
@@ -145,7 +142,7 @@ def _arrow(rng, window, warmup, cloud, sampler):
         # Not with a particle so far off that its curvature overflows.
         if all(np.isfinite(x).all() for x in (found.rest, found.cross, found.blocks)):
             change = change._replace(root=ArrowRoot.of(found, whitening))
-        if sampler.plan.step_size is not None and window.is_at(FREEZE):
+        if sampler.plan.rule is not None and window.is_at(FREEZE):
             trial, y = scaled(change)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
@@ -153,13 +150,17 @@ def _arrow(rng, window, warmup, cloud, sampler):
             factors /= factors.min()
             factor = factors.max()
             change = change._replace(root=change.root.scaled(factors**-0.5))
-    # The scales so far do not tell the spread along the new directions, which is about one.
-    known = warmup.moments
-    scatter, mean = np.full_like(known.position_scatter, known.number), np.zeros_like(known.position)
-    moments = Moments(known.number, mean, mean, scatter, scatter)
     cloud = cloud._replace(z=change.whiten(positions), gradient=change.whiten_gradient(slope))
+    moments = _unit_moments(warmup.moments)
     scales = warmup.scales._replace(preconditioner=change, moments=moments, noise_shrinkage=factor)
     return warmup._replace(scales=scales), cloud
+
+
+def _unit_moments(moments):
+    """Return moments in new scales: variances along coordinates do not determine those along the new directions, which
+    are about one."""
+    scatter, mean = np.full_like(moments.position_scatter, moments.number), np.zeros_like(moments.position)
+    return Moments(moments.number, mean, mean, scatter, scatter)
 
 
 def wide_direction(rng: Generator, y: np.ndarray) -> np.ndarray:
@@ -186,17 +187,17 @@ def _spread(window, warmup):
     return np.where(np.isfinite(spread) & (spread > 0), spread, 1.0)
 
 
-def _num_minibatches(dimension, cloud, sampler, rank=None):
+def _num_for_curvature(dimension, cloud, sampler, rank=None):
     """Return on how many minibatches of each particle to measure the curvature."""
     groups, particles = cloud.potential_energy.shape
     rows = sampler.minibatch_size * groups * (1 if sampler.shares_minibatches else particles)
-    return num_minibatches(dimension, rows if sampler.plan.noise else 0, rank)
+    return num_for_curvature(dimension, rows if sampler.plan.is_noisy else 0, rank)
 
 
 def _allowed_noise(warmup, cloud, sampler):
     """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
     error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
-    curvature = np.maximum(warmup.measurements.typical_curvature, 1.0)
+    curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
     tolerance = sampler.plan.tolerance(error, warmup.order)
 
     def longest(curvature, noise):
@@ -219,7 +220,7 @@ def _changed(warmup, cloud, change):
     return warmup._replace(scales=scales), cloud
 
 
-def num_minibatches(dimension: int, rows: int, rank: int | None = None) -> int:
+def num_for_curvature(dimension: int, rows: int, rank: int | None = None) -> int:
     """Return on how many minibatches of each particle to measure the curvature.
 
     :param rows: the number of rows in one minibatch of all particles, 0 if all rows are used.
@@ -354,7 +355,7 @@ def update_centering(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if not is_other and np.array_equal(centering.powers, known.powers) and np.array_equal(centering.bases, known.bases):
         return warmup, cloud
     new, moved = _rescaled(warmup, sampler.to_coordinates(centering, found), centering)
-    energy, gradient = sampler.energy_and_grad(new, minibatch(rng), moved)
+    energy, gradient = sampler.energy_and_grad(new, draw_seed(rng), moved)
     if not all(np.isfinite(x).all() for x in (moved, energy, gradient)):
         return warmup, cloud
     moments = jax.tree.map(np.zeros_like, warmup.moments).add(*(x.reshape(-1, x.shape[-1]) for x in (moved, gradient)))

@@ -25,23 +25,24 @@ from numpyro_repulsion.warmup.windows import SETTLING_ENDS, Window
 class WarmupPlan(NamedTuple):
     """What a warmup learns; static.
 
-    - **step_size** - the rule that measures the step size; ``None`` if the user gave a step size.
-    - **scale** - ``"diagonal"``, ``"dense"``, ``"low_rank"`` or ``"arrow"``; ``None`` if scales are not learned.
-    - **bandwidth** - whether the interaction learns a bandwidth.
-    - **reference** - whether the gradient has control variates.
-    - **noise** - whether gradients are noisy.
-    - **jumps** - whether the kernel has ``moves``.
+    - **rule** - that measures the step size; ``None`` if the user gave a step size.
+    - **kind** - of the preconditioner, ``"diagonal"``, ``"dense"``, ``"low_rank"`` or ``"arrow"``; ``None`` if scales
+      are not learned.
+    - **learns_bandwidth** - whether the interaction learns a bandwidth.
+    - **has_reference** - whether the gradient has control variates.
+    - **is_noisy** - whether gradients are noisy.
+    - **has_moves** - whether the user gave ``moves``; those that warmup takes by itself do not count.
     - **epoch** - after how many updates each particle's own reference is renewed; ``None`` without such references.
     - **sweep** - how many updates pass through all rows once; ``None`` if minibatches are independent.
     - **late** - how many iterations the second half of a prolonged arrival has at most.
     """
 
-    step_size: BiasBudget | None
-    scale: str | None
-    bandwidth: bool
-    reference: bool
-    noise: bool = False
-    jumps: bool = False
+    rule: BiasBudget | None
+    kind: str | None
+    learns_bandwidth: bool
+    has_reference: bool
+    is_noisy: bool = False
+    has_moves: bool = False
     epoch: int | None = None
     sweep: int | None = None
     late: int | None = None
@@ -49,21 +50,21 @@ class WarmupPlan(NamedTuple):
     @property
     def arrives(self) -> bool:
         """Whether particles first move with step sizes of their own: if the step size or the scales are learned."""
-        return self.step_size is not None or self.scale is not None
+        return self.rule is not None or self.kind is not None
 
     @property
     def learns(self) -> bool:
         """Whether there is anything to learn."""
-        return self.arrives or self.bandwidth or self.reference or self.jumps
+        return self.arrives or self.learns_bandwidth or self.has_reference or self.has_moves
 
     def tolerance(self, error: StepError, order: int) -> float:
         """Return δ of the bias budget, for control variates of an order; 0 for none."""
-        return (self.step_size or BiasBudget()).tolerance_for(error.is_second_order and (order == 2 or not self.noise))
+        return (self.rule or BiasBudget()).tolerance_for(error.is_second_order and (order == 2 or not self.is_noisy))
 
     @property
     def measures(self) -> bool:
         """Whether warmup measures curvature and gradient noise."""
-        return self.step_size is not None or self.reference
+        return self.rule is not None or self.has_reference
 
 
 @runtime_checkable
@@ -81,7 +82,8 @@ class ScalesState(NamedTuple):
     """The scales in use, and the moments that they are learned from.
 
     - **preconditioner** - the linear change of variables.
-    - **moments** - moments of the cloud in the current window; ``None`` without a warmup.
+    - **moments** - moments of the cloud since a time within the window, or of the settling part since 70 % of the
+      warmup (``BEGINNINGS`` in ``windows.py``); ``None`` without a warmup.
     - **noise_shrinkage** - the largest factor by which the variance of a noisy direction exceeds 1 in whitened
       coordinates.
     - **centering** - how the entries of a particle are centered; ``None`` if all are as the model has them. This change
@@ -120,14 +122,14 @@ class ArrivalState(NamedTuple):
     def start(u: Float[AnyArray, "*particles d"], scales: ScalesState, plan: WarmupPlan, arrives: bool) -> ArrivalState:
         """Return the state for particles ``(G, L, d)`` at their starts."""
         lost = jnp.zeros(u.shape[:2], bool)
-        if not (arrives and plan.noise):
+        if not (arrives and plan.is_noisy):
             surroundings = Surroundings.empty(u.shape, u.dtype) if arrives else None
             return ArrivalState(jnp.full(u.shape[:2], 0.05, u.dtype), lost, surroundings)
         # A single particle has no spread, and first scales from its gradient, which may be anything.
         adam = Adam.start(u, 1.0 / scales.preconditioner.lengths())
         state = ArrivalState(first_rates(u.shape, u.dtype), lost, None, adam)
         # Control variates tell whether to prolong it; where each particle has its own, they remove noise anywhere.
-        if not (plan.measures and plan.reference and plan.scale is not None and plan.epoch is None):
+        if not (plan.measures and plan.has_reference and plan.kind is not None and plan.epoch is None):
             return state
         spread = adam.unit * scales.preconditioner.lengths()
         return state._replace(spread=spread, halfway=u, is_prolonged=jnp.zeros((), bool))
@@ -183,7 +185,7 @@ class StepState(NamedTuple):
 
 
 class WarmupState(NamedTuple):
-    """What warmup has learned so far, and the sums it learns from; one part for each learner.
+    """What warmup has learned so far, and the sums it learns from.
 
     It ends with the warmup; :class:`~numpyro_repulsion.warmup.Learned` is what remains of it.
 
@@ -287,11 +289,11 @@ class WarmupState(NamedTuple):
         reference = None
         if plan.epoch is not None:
             reference = Reference.none(shape, dtype, order=int(not (learns and plan.arrives)))
-        elif learns and plan.reference:
+        elif learns and plan.has_reference:
             reference = Reference.none(dimension, dtype, units=units)
         scales = ScalesState(
             preconditioner,
-            Moments.empty(dimension, dtype, plan.scale == "dense") if learns else None,
+            Moments.empty(dimension, dtype, plan.kind == "dense") if learns else None,
             jnp.ones((), dtype),
             centering,
         )
@@ -303,7 +305,7 @@ class WarmupState(NamedTuple):
             step=StepState.start(step_size, particles, dtype, learns),
             bandwidth=bandwidth,
             reference=reference,
-            symptoms=Symptoms.empty(particles, dimension, dtype) if learns and plan.step_size else None,
+            symptoms=Symptoms.empty(particles, dimension, dtype) if learns and plan.rule else None,
             jumps=jumps,
         )
 
@@ -350,8 +352,8 @@ class Sampler(Protocol):
     def gradients(self, warmup: WarmupState) -> Gradients:
         """Return the function for gradients in whitened coordinates."""
 
-    def energy_and_grad(self, warmup: WarmupState, number: int, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return U and ∇U on the minibatch of a number."""
+    def energy_and_grad(self, warmup: WarmupState, seed: int, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return U and ∇U on the minibatch of a seed."""
 
     def energy_on_common_rows(self, warmup: WarmupState, u: np.ndarray) -> np.ndarray:
         """Return the potential energies of all particles on the same rows, ``(G, L)``."""

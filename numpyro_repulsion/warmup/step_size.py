@@ -33,7 +33,7 @@ def _has_hessian(window, reference, sampler):
     """Return whether a reference has its Hessian at the end of this window."""
     # A dense one costs a pass over the rows for each parameter, and noise limits the steps until the last anyway. That
     # of an arrow costs less, and gives the scales.
-    is_due = window.is_at(FREEZE) or sampler.plan.scale == "arrow"
+    is_due = window.is_at(FREEZE) or sampler.plan.kind == "arrow"
     return reference.hessian is not None and (is_due or not window.is_adapting)
 
 
@@ -45,7 +45,7 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if not sampler.plan.measures or not window.has_arrived:
         return warmup, cloud
     found = _measured(rng, window, warmup, cloud, sampler)
-    if sampler.plan.step_size is None:
+    if sampler.plan.rule is None:
         return found, cloud
     found = _with_step_size(window, found, cloud, sampler)
     return found, sampler.settled(cloud, found.step.size, found.isotropic_noise)
@@ -54,16 +54,16 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
 def _measured(rng, window, warmup, cloud, sampler):
     """Add a measurement, and use control variates only if they do not add noise."""
     plan = sampler.plan
-    width = WIDTH if plan.scale else WIDTH * np.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
+    width = WIDTH if plan.kind else WIDTH * np.sqrt(warmup.arrival.step_size if plan.arrives else warmup.step.size)
     # Curvature and noise around a particle that has run away may be a million times that around the others.
     measured = rescue(rng, cloud.z, warmup.arrival.lost)
     orders = [0]
-    if plan.reference:
+    if plan.has_reference:
         has_hessian = _has_hessian(window, warmup.reference, sampler) and warmup.reference.hessian.is_known
         in_use = int(warmup.reference.order)
         orders = [in_use, *(order for order in range(2 + has_hessian) if order != in_use)]
     curvature, noise, isotropic = estimate_curvature(rng, measured, width, sampler.gradients(warmup), orders)
-    if not plan.noise:
+    if not plan.is_noisy:
         # Without minibatches, midpoints differ only by the third derivatives of U.
         noise = isotropic = np.zeros_like(noise)
     known = warmup.measurements
@@ -71,7 +71,7 @@ def _measured(rng, window, warmup, cloud, sampler):
         known = type(known)(np.zeros_like(known.number), *(np.full_like(x, UNKNOWN) for x in known[1:]))
     known = known.add(curvature, noise, isotropic, sampler.steepness(cloud.z, warmup.bandwidth))
     warmup = warmup._replace(step=warmup.step._replace(measurements=known))
-    if plan.reference:
+    if plan.has_reference:
         order = np.asarray(_best_order(warmup, cloud, sampler, orders), np.int32)
         warmup = warmup._replace(reference=warmup.reference._replace(order=order))
     return warmup
@@ -81,7 +81,7 @@ def _best_order(warmup, cloud, sampler, orders):
     """Return the best order of control variates: by the noise; in sweeps by the step, because each costs gradients."""
     plan, dynamics = sampler.plan, sampler.dynamics
     known = warmup.step.measurements
-    if plan.sweep is None or plan.step_size is None:
+    if plan.sweep is None or plan.rule is None:
         # Of equal ones the highest.
         return min(sorted(orders, reverse=True), key=lambda order: known.mean_noise[order])
     coupling, spread = sampler.couple(cloud.z, warmup.bandwidth), warmup.spread(dynamics)
@@ -107,9 +107,9 @@ def _with_step_size(window, warmup, cloud, sampler):
     spread = warmup.spread(dynamics)
     noise = window.annealed_share * warmup.noise, window.annealed_share * warmup.isotropic_noise
     # Whitened by the mean curvature, some direction has one of 1, even if lost particles make the spread huge.
-    widest = np.minimum(spread, 1.0) if plan.noise and plan.scale is not None else spread
+    widest = np.minimum(spread, 1.0) if plan.is_noisy and plan.kind is not None else spread
     stats = _stats(warmup, noise, widest, coupling, sampler)
-    rule = plan.step_size
+    rule = plan.rule
     error = dynamics.step_error(coupling)
     tolerance = plan.tolerance(error, warmup.order)
     num_updates = float(warmup.arrival.step_size.size * sampler.num_steps * window.timetable.num_warmup)
@@ -117,18 +117,18 @@ def _with_step_size(window, warmup, cloud, sampler):
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
     # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too
     # wide, which would make the run look short.
-    gains_none = warmup.has_basins or (window.is_adapting and plan.noise)
+    gains_none = warmup.has_basins or (window.is_adapting and plan.is_noisy)
     # Networks keep apart too, and gain by longer steps all the same (below).
     if warmup.symptoms is not None and not window.is_prolonged:
         gains_none |= bool(warmup.symptoms.widest.may_have_basins)
     gained = draws_per_step
-    if plan.noise and plan.scale is not None:
+    if plan.is_noisy and plan.kind is not None:
         typical = np.median(warmup.moments.variances()) / (dynamics.temperature or 1.0)
         if window.is_prolonged:
             # Most of the spread of networks is between modes, which no step crosses.
             typical = np.minimum(typical, 1.0)
         gained = num_updates * error.relaxation_rate(typical) / 2.0
-    may_be_raised = dynamics.is_sampler and not plan.jumps and not gains_none
+    may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
     step_size = rule.step_size(
         max_step_for_bias=error.max_step_for_bias(tolerance, stats),
         # Half the limit of stability at typical particles.

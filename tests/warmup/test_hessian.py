@@ -7,7 +7,7 @@ from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.curvature import NUM_PROBES, WIDTH, hessian_and_noise, mean_diagonal, mean_product, signs
 from numpyro_repulsion.warmup.scales import (
     extremes,
-    num_minibatches,
+    num_for_curvature,
     num_noise_pairs,
     shrink_noisy_directions,
     whitening,
@@ -216,8 +216,8 @@ def test_what_has_not_converged_is_left_out():
 
 
 def test_how_much_is_measured():
-    assert num_minibatches(167, 10_000) == 4 and num_minibatches(5, 1) == 200 and num_minibatches(900, 10) == 1
-    assert num_minibatches(4000, 10_000, rank=40) == 8 and num_minibatches(100, 0) == 1
+    assert num_for_curvature(167, 10_000) == 4 and num_for_curvature(5, 1) == 200 and num_for_curvature(900, 10) == 1
+    assert num_for_curvature(4000, 10_000, rank=40) == 8 and num_for_curvature(100, 0) == 1
     assert num_noise_pairs(100, 20, 1, 1000) == 15 and num_noise_pairs(1, 20, 1, 1000) == 1
     assert num_noise_pairs(10_000, 2, 1, 1000) == 100
     # All rows are met several times, if the warmup is long.

@@ -16,7 +16,7 @@ import numpyro.distributions as dist
 from benchmarks.problems.targets import bayesian_neural_network as network
 from numpyro_repulsion import SGLD, SGLDR, SGNHT, SVRG, BiasBudget, Subsampled
 from numpyro_repulsion.dynamics import Cloud
-from numpyro_repulsion.kernels import warming
+from numpyro_repulsion.kernels import warmup_programs
 from numpyro_repulsion.warmup import Timetable, WarmupPlan, WarmupState, Window, arrival, first_scale, scales, step_size
 from numpyro_repulsion.warmup.windows import ARRIVED, FIRST_WHITENED
 
@@ -113,7 +113,7 @@ APART = 100.0 * np.arange(PARTICLES)
 def test_when_an_arrival_is_prolonged(scale, noise, energies, is_prolonged):
     rng, dtype = np.random.default_rng(0), np.float32
     z, halfway = rng.standard_normal((2, 1, PARTICLES, 3)).astype(dtype)
-    plan = WarmupPlan(BiasBudget(), scale, False, True, noise=True)
+    plan = WarmupPlan(BiasBudget(), scale, False, True, is_noisy=True)
     cloud = Cloud(z, np.zeros(z.shape[:2], dtype), np.ones_like(z), ())
     change = first_scale(jnp.asarray(z[0]), jnp.asarray(z[0]), scale)
     warmup = jax.device_get(WarmupState.start(100, change, 1e-3, jnp.zeros(()), cloud, plan))
@@ -165,7 +165,7 @@ def test_particles_follow_the_direction_of_svgd_only_while_their_arrival_is_prol
         return sites(kernel, state, X, Y, **kwargs)
 
     def along_gradients():
-        monkeypatch.setattr(warming, "svgd_direction", lambda u, gradient: gradient)
+        monkeypatch.setattr(warmup_programs, "svgd_direction", lambda u, gradient: gradient)
 
     def network_kernel():
         return SGNHT(network, preconditioner="diagonal")

@@ -35,7 +35,7 @@ from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, Overdamp
 from numpyro_repulsion.dynamics.step_error import EulerError
 from numpyro_repulsion.interactions import Coupling, Laplacian, RandomFeatures, RandomGroups, base
 from numpyro_repulsion.kernels.bound import automatic_scale
-from numpyro_repulsion.kernels.learning import HostSampler, iterations_of
+from numpyro_repulsion.kernels.warmup_host import HostSampler, iterations_of
 from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Timetable, Window, curvature
 from numpyro_repulsion.warmup.adam import Surroundings
 from numpyro_repulsion.warmup.arrival import arrive, left_behind, most_late_iterations, rescue, update_arrival
@@ -186,12 +186,12 @@ def test_scales_by_the_number_of_parameters(dimension, is_noisy, expected):
 
 def test_measurements_pool_clouds():
     pool = jax.device_get(Measurements.empty(3, 10, jnp.float32))
-    assert pool.typical_curvature == 0.0 and pool.largest_curvature == 0.0
+    assert pool.high_curvature == 0.0 and pool.largest_curvature == 0.0
     pool = pool.add(np.arange(10.0), np.array([4.0, 1.0, -1.0]), np.array([2.0, 0.5, -1.0]), 3.0)
     second = np.where(np.arange(10) == 0, np.nan, np.arange(10.0, 20.0))
     pool = pool.add(second, np.array([2.0, 3.0, 0.5]), np.array([1.0, 0.5, 0.2]), 4.0)
     values = [*range(10), *range(11, 20)]
-    assert pool.typical_curvature == pytest.approx(np.quantile(values, 0.9))
+    assert pool.high_curvature == pytest.approx(np.quantile(values, 0.9))
     assert pool.largest_curvature == 19.0
     assert pool.mean_noise.tolist() == [3.0, 2.0, 0.5]
     np.testing.assert_allclose(pool.mean_isotropic_noise, [1.5, 0.5, 0.2])
@@ -477,7 +477,7 @@ def test_bias_at_the_step_of_the_budget_is_the_tolerance(dynamics, bound):
 def test_automatic_tolerance_is_small_where_nothing_is_of_first_order(dynamics, noise, order, tolerance):
     plan, error = WarmupPlan(BiasBudget(), None, False, True, noise), dynamics.step_error(coupling(1.0))
     assert plan.tolerance(error, order) == tolerance
-    assert plan._replace(step_size=BiasBudget(0.2)).tolerance(error, order) == 0.2
+    assert plan._replace(rule=BiasBudget(0.2)).tolerance(error, order) == 0.2
 
 
 def test_bias_of_euler_is_that_of_its_recursion():
@@ -511,7 +511,7 @@ class Sampler(NamedTuple):
 
 def tune(gradients, u, has_noise=False, **fields):
     """What is known of the step at the end of a warmup, given the gradients of cases."""
-    plan = WarmupPlan(BiasBudget(0.1, min_draws=0.0), None, False, reference=has_noise, noise=has_noise)
+    plan = WarmupPlan(BiasBudget(0.1, min_draws=0.0), None, False, has_reference=has_noise, is_noisy=has_noise)
     cloud = Cloud(u, np.zeros(u.shape[:2], np.float32), next(iter(gradients([(0, u, 0)]))), ())
     warmup = WarmupState.start(100, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan)
     moments = warmup.moments.add(*(x.reshape(-1, x.shape[-1]) for x in (cloud.z, cloud.gradient)))
@@ -760,7 +760,7 @@ class Energies(NamedTuple):
 def test_lost_particles_move_to_others_but_not_where_they_would_coincide(ends, moves, coincide):
     # At the end of the arrival, after 50 of 200 iterations, copies must part again before repulsion begins.
     u = random.normal(random.key(0), (1, 10, 3))
-    plan = WarmupPlan(BiasBudget(), None, False, False, noise=True)
+    plan = WarmupPlan(BiasBudget(), None, False, False, is_noisy=True)
     cloud = Cloud(u, jnp.zeros(u.shape[:2]), jnp.zeros_like(u), ())
     warmup, cloud = jax.device_get(
         (WarmupState.start(200, Preconditioner(), 1e-3, jnp.asarray(jnp.nan), cloud, plan), cloud)

@@ -1,14 +1,17 @@
 """Programs of a warmup: iterations that move the cloud, measurements that learners ask for, and its end.
 
-One iteration does this:
+While particles arrive, one iteration (`approach`) makes ``num_steps`` updates of each particle by itself, of
+Metropolis, or of noisy Adam with minibatches. If the arrival is prolonged, particles descend together, along the
+direction of SVGD.
 
-1. Each particle's own reference (``SVRG``) is renewed if its epoch is over.
-2. While particles arrive: ``num_steps`` updates of each particle by itself, of Metropolis, or of noisy Adam with
-   minibatches. If the arrival is prolonged, particles descend together, along the direction of SVGD.
-3. Otherwise: the updates of the sampler (``iteration.py``), with what is learned so far.
-4. The sums grow that learners need at the end of the window, and the count of iterations.
+Afterwards, one iteration (`travel`)
 
-``learning.py`` calls them, window by window.
+1. renews each particle's own reference (``SVRG``), if its epoch is over or a measurement is near,
+2. makes a jump, if there are jumps, and the updates of the sampler (``iteration.py``), with what is learned so far,
+3. sets the bandwidth by its rule while scales are adapted, and then adds to the sums of the symptoms.
+
+Both add to the moments of the window and to what the moves record, and count the iteration. ``warmup_host.py`` calls
+these programs, window by window.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from numpyro_repulsion.warmup import (
     Preconditioner,
     WarmupState,
     arrive,
-    best_bandwidth,
+    best_bandwidth as _best_bandwidth,
     descend,
     measure_steepness,
     svgd_direction,
@@ -95,11 +98,11 @@ class WarmupIteration(Iteration):
     def travel(self, state: Warming, window: WindowInfo) -> Warming:
         """Make one iteration of the sampler."""
         rng_key, keys = Keys.of(state.rng_key, self.num_steps, True)
-        warmup = self._with_references(window, state.cloud, state.warmup)
+        warmup = self._with_window_references(window, state.cloud, state.warmup)
         progress, learned = self.move(keys, state.cloud, self.learned(warmup, window.noise), state.num_updates)
         cloud, bandwidth, symptoms = progress.cloud, warmup.bandwidth, warmup.symptoms
         warmup = warmup._replace(jumps=learned.jumps, reference=learned.reference)
-        if self.plan.bandwidth:
+        if self.plan.learns_bandwidth:
             rule = self.interaction.learn_bandwidth
             bandwidth = lax.cond(window.is_adapting, rule, lambda _: warmup.bandwidth, cloud.z)
         if symptoms is not None:
@@ -128,8 +131,8 @@ class WarmupIteration(Iteration):
     def learned(self, warmup: WarmupState, noise: Any, is_warmup: bool = True) -> Learned:
         """Return what is learned so far, for updates of the sampler."""
         limit = None
-        if self.plan.scale is not None and self.plan.measures and warmup.scales.moments is not None:
-            if self.plan.noise:
+        if self.plan.kind is not None and self.plan.measures and warmup.scales.moments is not None:
+            if self.plan.is_noisy:
                 limit = coordinate_limit(jnp.asarray(noise), warmup.moments.position.shape[-1], is_warmup)
             else:
                 # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
@@ -162,7 +165,7 @@ class WarmupIteration(Iteration):
         )
         return position, arrival._replace(step_size=rates, adam=adam)
 
-    def _with_references(self, window, cloud, warmup):
+    def _with_window_references(self, window, cloud, warmup):
         """Renew each particle's own reference, if its epoch is over or a measurement is near."""
         reference = warmup.reference
         if reference is None or self.plan.epoch is None:
@@ -172,19 +175,20 @@ class WarmupIteration(Iteration):
         is_middle = window.ends - warmup.iteration == (self.plan.epoch // self.num_steps + 1) // 2
         is_new = ~reference.posterior_id.any()
         due = is_new | is_middle | (reference.age >= self.plan.epoch)
-        return warmup._replace(reference=self.renewed(due, cloud, warmup, reference, is_new))
+        return warmup._replace(reference=self.renewed(due, cloud, warmup, is_new))
 
 
-def _at(bound, where, prototype, row_seed=None, data=None):
-    """Return the iteration at what warmup has learned; for measurements, without a seed and data."""
-    bound = bound.within(jax.tree.leaves(prototype)[0])
+def _at(bound, where, prototype, row_seed=None, posterior_id=None):
+    """Return the iteration at what warmup has learned; for measurements, without a seed and an identity."""
+    bound = bound.behind_barrier()
     plan = bound.plan(where.preconditioner.kind)
-    return WarmupIteration(bound, plan, ravel_cloud(prototype)[1], row_seed, data, bound.kernel.schedule)
+    return WarmupIteration(bound, plan, ravel_cloud(prototype)[1], row_seed, posterior_id, bound.kernel.schedule)
 
 
 def _iteration(bound, state):
-    data = None if state.warmup.posterior_id is None else jnp.maximum(state.warmup.posterior_id, 1)
-    return _at(bound, state.warmup, state.prototype, state.row_seed, data)
+    known = state.warmup.posterior_id
+    known = None if known is None else jnp.maximum(known, 1)
+    return _at(bound, state.warmup, state.prototype, state.row_seed, known)
 
 
 def _iterate(bound, step, state, number):
@@ -209,21 +213,21 @@ def travel(
 
 
 def gradients(
-    bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, key, numbers, points, orders, number
+    bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, key, seeds, points, orders, count
 ) -> Any:
-    """Return U and ∇U, ``(n, G, L)`` and ``(n, G, L, d)``, at the first ones of some points, by the numbers of their
+    """Return U and ∇U, ``(n, G, L)`` and ``(n, G, L, d)``, at the first ones of some points, by the seeds of their
     minibatches and the orders of control variates."""
     energy_and_grad = _at(bound, where, prototype).energy_and_grad(where)
 
     def evaluate(i, found):
-        new = energy_and_grad(random.fold_in(key, numbers[i]), points[i], orders[i])
+        new = energy_and_grad(random.fold_in(key, seeds[i]), points[i], orders[i])
         return jax.tree.map(lambda x, y: x.at[i].set(y), found, new)
 
     # A loop, so that the gradient is compiled once.
-    return lax.fori_loop(0, number, evaluate, (jnp.zeros_like(points[..., 0]), jnp.zeros_like(points)))
+    return lax.fori_loop(0, count, evaluate, (jnp.zeros_like(points[..., 0]), jnp.zeros_like(points)))
 
 
-def common_energies(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u) -> Any:
+def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, prototype: Particle, u) -> Any:
     """Return U at all particles on the same rows, with the same randomness, ``(G, L)``."""
     iteration = _at(bound, where, prototype)
     target, unravel = iteration.target(where), iteration.unravel
@@ -231,7 +235,7 @@ def common_energies(bound: BoundSampler, _: None, where: Coordinates, prototype:
     return one(where.preconditioner.to_positions(u))
 
 
-def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | None, prototype: Particle, y) -> Any:
+def energy_to_compare(bound: BoundSampler, _: None, centering: Centering | None, prototype: Particle, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
     iteration = _at(bound, where := Coordinates(Preconditioner(), centering, None), prototype)
     particles, rows = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1])), rows_to_compare(iteration.bound.target)
@@ -239,17 +243,17 @@ def energies_to_compare(bound: BoundSampler, _: None, centering: Centering | Non
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
-def reference_at(
+def evaluate_reference(
     bound: BoundSampler,
     settings: tuple[int, bool],
     where: Coordinates,
     prototype: Particle,
     reference: Reference,
     key,
-    number,
+    seed,
 ) -> Any:
     """Return the reference at its position, in whitened coordinates, with U and ∇U over all rows."""
-    iteration, key = _at(bound, where, prototype), random.fold_in(key, number)
+    iteration, key = _at(bound, where, prototype), random.fold_in(key, seed)
     moved = reference._replace(position=iteration.recover(where, reference.position).z)
     return iteration.evaluate_reference(key, moved, *settings)
 
@@ -308,23 +312,23 @@ def to_coordinates(
     return _at(bound, where, prototype).centered(centering).to_coordinates(found)
 
 
-def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, number) -> Any:
+def couple(bound: BoundSampler, _: None, u, bandwidth, is_new, key, seed) -> Any:
     """Return the bandwidth, by the rule if it is new, and the bound and the diagonal of K, how steep Γ is along the
-    random directions of a number, and whether K is the identity."""
+    random directions of a seed, and whether K is the identity."""
     interaction = bound.kernel.interaction
     if interaction.learns_bandwidth:
         bandwidth = lax.cond(is_new, interaction.learn_bandwidth, lambda _: bandwidth, u)
     coupling = interaction.couple(u, bandwidth)
-    steepness = measure_steepness(random.fold_in(key, number), interaction, u, bandwidth)
+    steepness = measure_steepness(random.fold_in(key, seed), interaction, u, bandwidth)
     return bandwidth, coupling.bound, coupling.diagonal, steepness, coupling.is_identity
 
 
-def tuned_bandwidth(bound: BoundSampler, tolerance: float, u, rule) -> Any:
+def best_bandwidth(bound: BoundSampler, tolerance: float, u, rule) -> Any:
     """Return the bandwidth that speeds up averages over the cloud most."""
-    return best_bandwidth(bound.kernel.interaction, u, rule, tolerance)
+    return _best_bandwidth(bound.kernel.interaction, u, rule, tolerance)
 
 
-def settle(bound: BoundSampler, _: None, cloud: Cloud, step_size, noise) -> Any:
+def settled(bound: BoundSampler, _: None, cloud: Cloud, step_size, noise) -> Any:
     """Return the cloud with what its dynamics carries adapted to a step."""
     return bound.kernel.dynamics.settled(cloud, step_size, noise)
 
@@ -360,8 +364,8 @@ class Judged(NamedTuple):
     """What the host says of a warmup at its end."""
 
     noise: Float[AnyArray, ""]  # the variance of the gradient noise
-    measured: Float[AnyArray, 8] | None  # the entries of `Measured`
-    diagnosis: Float[AnyArray, 14] | None  # those of `WarmupDiagnosis`
+    measured: Float[AnyArray, " _"] | None  # the entries of `Measured`
+    diagnosis: Float[AnyArray, " _"] | None  # those of `WarmupDiagnosis`
 
 
 def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | None) -> ParticleState:

@@ -18,10 +18,10 @@ from numpy.random import Generator, Philox, SeedSequence
 from numpyro_repulsion.dynamics import Dynamics
 from numpyro_repulsion.gradients import Sweeps
 from numpyro_repulsion.interactions import Coupling
-from numpyro_repulsion.kernels import warming
+from numpyro_repulsion.kernels import warmup_programs
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.programs import Programs, compiler_options
-from numpyro_repulsion.kernels.warming import Judged, Warming, WindowInfo, what_is_on
+from numpyro_repulsion.kernels.warmup_programs import Judged, Warming, WindowInfo, what_is_on
 from numpyro_repulsion.processes import are_several
 from numpyro_repulsion.warmup import (
     ARRIVED,
@@ -38,7 +38,7 @@ from numpyro_repulsion.warmup import (
     WarmupState,
     Window,
     diagnose_warmup,
-    minibatch,
+    draw_seed,
 )
 
 
@@ -107,8 +107,8 @@ class HostSampler:
 
     def _couple(self, u, bandwidth, is_new=False):
         # Each window measures along directions of its own.
-        number = np.uint32(int(self.state.warmup.iteration))
-        return self._run(warming.couple, None, u, bandwidth, np.bool_(is_new), self.state.rng_key, number)
+        seed = np.uint32(int(self.state.warmup.iteration))
+        return self._run(warmup_programs.couple, None, u, bandwidth, np.bool_(is_new), self.state.rng_key, seed)
 
     def couple(self, u, bandwidth):
         _, bound, diagonal, _, is_identity = self._couple(u, bandwidth)
@@ -121,13 +121,13 @@ class HostSampler:
         return self._couple(u, self.state.warmup.bandwidth, is_new=True)[0]
 
     def best_bandwidth(self, u, rule, tolerance):
-        return self._run(warming.tuned_bandwidth, tolerance, u, rule)
+        return self._run(warmup_programs.best_bandwidth, tolerance, u, rule)
 
     def gradients(self, warmup):
         return lambda cases: (gradient for _, gradient in self._evaluated(warmup, cases))
 
-    def energy_and_grad(self, warmup, number, u):
-        return next(self._evaluated(warmup, [(number, u, 0)]))
+    def energy_and_grad(self, warmup, seed, u):
+        return next(self._evaluated(warmup, [(seed, u, 0)]))
 
     def _evaluated(self, warmup, cases):
         """Yield U and ∇U for each case of :data:`~numpyro_repulsion.warmup.Gradients`, by one program."""
@@ -135,38 +135,38 @@ class HostSampler:
         # So many points at once, and fewer where these have more numbers in all.
         most = int(np.clip(2**16 // u.size, 4, 64))
         while some := list(itertools.islice(cases, most)):
-            numbers, orders = np.zeros(most, np.uint32), np.zeros(most, np.int32)
+            seeds, orders = np.zeros(most, np.uint32), np.zeros(most, np.int32)
             points, count = np.zeros((most, *u.shape), u.dtype), len(some)
             for i, case in enumerate(some):
-                numbers[i], points[i], orders[i] = case
-            rest = self.state.rng_key, numbers, points, orders, np.int32(count)
+                seeds[i], points[i], orders[i] = case
+            rest = self.state.rng_key, seeds, points, orders, np.int32(count)
             # A warmup evaluates about 500 gradients of the cloud for its measurements.
-            found = self._run(warming.gradients, None, *where, *rest, num_gradients=500)
+            found = self._run(warmup_programs.gradients, None, *where, *rest, num_gradients=500)
             yield from zip(*(x[:count] for x in found), strict=True)
 
     def energy_on_common_rows(self, warmup, u):
-        return self._run(warming.common_energies, None, *self._coordinates(warmup), u)
+        return self._run(warmup_programs.energy_on_common_rows, None, *self._coordinates(warmup), u)
 
     def energy_to_compare(self, centering, y):
-        return self._run(warming.energies_to_compare, None, centering, self.state.prototype, y)
+        return self._run(warmup_programs.energy_to_compare, None, centering, self.state.prototype, y)
 
     def recover(self, warmup, u, learns):
-        return self._run(warming.recover, MIN_SPREAD if learns else None, *self._coordinates(warmup), u)
+        return self._run(warmup_programs.recover, MIN_SPREAD if learns else None, *self._coordinates(warmup), u)
 
     def to_coordinates(self, centering, found):
-        return self._run(warming.to_coordinates, None, *self._coordinates(self.state.warmup), centering, found)
+        return self._run(warmup_programs.to_coordinates, None, *self._coordinates(self.state.warmup), centering, found)
 
     def evaluate_reference(self, rng, warmup, reference, with_hessian):
-        size, number = self.state.cloud.potential_energy.size, np.uint32(minibatch(rng))
+        size, seed = self.state.cloud.potential_energy.size, np.uint32(draw_seed(rng))
         where = self._coordinates(warmup._replace(reference=None))
         passes = reference.hessian.units.num_probes * self.num_minibatches // size if with_hessian else 0
         found = self._run(
-            warming.reference_at,
+            warmup_programs.evaluate_reference,
             (size, with_hessian),
             *where,
             reference,
             self.state.rng_key,
-            number,
+            seed,
             num_gradients=passes,
         )
         # What the host said of the data. Where it said nothing, any words say that there is a reference.
@@ -175,12 +175,12 @@ class HostSampler:
     def mean_curvature(self, warmup, u):
         units = warmup.reference.hessian.units
         number = units.num_globals + units.size
-        return self._run(warming.mean_curvature, None, *self._coordinates(warmup), u, num_gradients=number)
+        return self._run(warmup_programs.mean_curvature, None, *self._coordinates(warmup), u, num_gradients=number)
 
     def settled(self, cloud, step_size, noise):
         if type(self.dynamics).settled is Dynamics.settled:
             return cloud
-        return self._run(warming.settle, None, cloud, step_size, noise)
+        return self._run(warmup_programs.settled, None, cloud, step_size, noise)
 
 
 def _like(given: Any, new: Any) -> Any:
@@ -194,7 +194,7 @@ def _timetable(plan: WarmupPlan, warmup: WarmupState) -> Timetable:
 
 def info_of(plan: WarmupPlan, timetable: Timetable, warmup: WarmupState, iteration: int) -> WindowInfo:
     """Return what the iteration after so many others needs to know of its window."""
-    noise = warmup._replace(step=jax.device_get(warmup.step)).noise if plan.noise and plan.measures else 0.0
+    noise = warmup._replace(step=jax.device_get(warmup.step)).noise if plan.is_noisy and plan.measures else 0.0
     begins, ends = map(np.int32, timetable.half_of_arrival(iteration))
     return WindowInfo(
         np.int32(timetable.next_end(iteration)),
@@ -215,7 +215,7 @@ def warm(bound: BoundSampler, programs: Programs, options: dict[str, Any], state
         if timetable.is_beginning(done):
             state = _without_sums(state, plan.arrives and timetable.is_arriving(done))
         stop = min(last, timetable.next_stop(done))
-        step = warming.approach if plan.arrives and timetable.is_arriving(done) else warming.travel
+        step = warmup_programs.approach if plan.arrives and timetable.is_arriving(done) else warmup_programs.travel
         info = info_of(plan, timetable, state.warmup, done)
         state = programs(step, bound, None, state, info, np.int32(stop - done), options=options)
         done = stop
@@ -228,7 +228,7 @@ def iterations_of(bound: BoundSampler, state: Warming) -> list[Callable[[Warming
     """Return the functions of the iterations of a warmup: while particles arrive, and afterwards."""
     plan, whole = bound.plan(state.warmup.preconditioner.kind), np.int32(0)
     info = WindowInfo(whole, whole, (whole, whole), np.False_, np.zeros((), state.warmup.step.size.dtype))
-    steps = (warming.approach, warming.travel) if plan.arrives else (warming.travel,)
+    steps = (warmup_programs.approach, warmup_programs.travel) if plan.arrives else (warmup_programs.travel,)
     return [partial(step, bound, None, window=info, number=1) for step in steps]
 
 
@@ -272,7 +272,7 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
     """Return what the host says of a warmup at its end."""
     kernel, like = bound.kernel, state.warmup.step.size
     if isinstance(like, (jax.core.Tracer, jax.ShapeDtypeStruct)):
-        is_judged, one = plan.measures or plan.jumps, np.zeros((), like.dtype)
+        is_judged, one = plan.measures or plan.has_moves, np.zeros((), like.dtype)
         numbers = (np.zeros(len(names._fields), like.dtype) for names in (Measured, WarmupDiagnosis))
         return Judged(one, *(numbers if is_judged else (None, None)))
     warmup = jax.device_get(state.warmup)
@@ -283,9 +283,9 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
 
     with np.errstate(all="ignore"):
         noise = np.asarray(warmup.noise, like.dtype)
-        if not (plan.measures or plan.jumps):
+        if not (plan.measures or plan.has_moves):
             return Judged(noise, None, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]
-        needs_reference = not isinstance(kernel.gradient, Sweeps)
-        problems = diagnose_warmup(warmup, plan.step_size, kernel.dynamics, is_jumping, needs_reference)
+        is_swept = isinstance(kernel.gradient, Sweeps)
+        problems = diagnose_warmup(warmup, plan.rule, kernel.dynamics, is_jumping, is_swept)
         return Judged(noise, packed(Measured.of(warmup, kernel.dynamics)), packed(problems))
