@@ -82,7 +82,7 @@ def test_energies_do_not_depend_on_the_size(of, args, monkeypatch):
     sampler, z = SGLD(of).bind(args), {"beta": jnp.ones(3), "level": jnp.arange(4.0)}
 
     def energy(number):
-        return sampler.within(number).target.potential_energy(z, {"rows": 7 * jnp.arange(20)}, random.key(0))
+        return sampler.behind_barrier().target.potential_energy(z, {"rows": 7 * jnp.arange(20)}, random.key(0))
 
     monkeypatch.setattr(bound, "LARGE_BYTES", 1)
     shielded = jax.jit(energy)(0)
