@@ -49,6 +49,9 @@ mypy: $(VENV)/.with-test
 # half of the files each, so that what a file prepares is made once, and then take over from each other.
 DISTRIBUTED := -n $(WORKERS) --dist worksteal
 
+# With a worker on each core, threads of BLAS would wait for each other, spinning: it made dense solves ten times slower.
+test test-full: export OPENBLAS_NUM_THREADS := 1
+
 # The tests compile more than they compute, so `make test` spares the optimizer, and the newer emitters of fusions, where
 # XLA knows that flag (it aborts at one it does not know); `make test-full` compiles as users do, but for the thousand
 # small programs of fuzzing.
