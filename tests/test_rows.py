@@ -404,10 +404,10 @@ def in_pieces(directory, killed=False):
 
         def kill(*_):
             count.append(0)
-            if len(count) == 3:
+            if len(count) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        kernel.warn = kill
+        kernel.warn_of_flagged = kill
     run_in_pieces(mcmc, random.key(0), Rows(x), Rows(y), piece_size=10, directory=f"{directory}/run")
     return np.asarray(mcmc.get_samples()["beta"])
 
