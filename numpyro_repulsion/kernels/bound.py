@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from numpyro.handlers import seed, trace
 
 from numpyro_repulsion.digests import digest, digest_of_program
-from numpyro_repulsion.dynamics import Dynamics
+from numpyro_repulsion.dynamics import Dynamics, UnknownError
 from numpyro_repulsion.gradients import (
     ControlVariates,
     FullData,
@@ -30,7 +30,7 @@ from numpyro_repulsion.gradients import (
     Units,
     is_traced,
 )
-from numpyro_repulsion.interactions import Interaction
+from numpyro_repulsion.interactions import Coupling, Interaction
 from numpyro_repulsion.moves import Basins, Move
 from numpyro_repulsion.processes import is_spread
 from numpyro_repulsion.rows import Rows
@@ -81,11 +81,9 @@ def step_schedule(
         if isinstance(schedule, Cyclical):
             schedule.check(num_steps)
         return step_size, schedule
-    if dynamics.default_step is not None:
-        raise ValueError(
-            "A bias budget does not apply to an optimizer: give a learning rate, such as step_size=0.01, or omit "
-            f"`step_size`; got {step_size!r}."
-        )
+    error = dynamics.step_error(Coupling.of_figures(1.0, 1.0, True))
+    if isinstance(error, UnknownError):
+        raise ValueError(error.reason)
     return step_size, None
 
 

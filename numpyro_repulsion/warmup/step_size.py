@@ -112,8 +112,8 @@ def _with_step_size(window, warmup, cloud, sampler):
     rule = plan.rule
     error = dynamics.step_error(coupling)
     tolerance = plan.tolerance(error, warmup.order)
-    num_updates = float(warmup.arrival.step_size.size * sampler.num_steps * window.timetable.num_warmup)
-    draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
+    num_particle_updates = float(cloud.potential_energy.size * sampler.num_steps * window.timetable.num_warmup)
+    draws_per_step = num_particle_updates * error.relaxation_rate(spread) / 2.0
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
     # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too
     # wide, which would make the run look short.
@@ -127,7 +127,7 @@ def _with_step_size(window, warmup, cloud, sampler):
         if window.is_prolonged:
             # Most of the spread of networks is between modes, which no step crosses.
             typical = np.minimum(typical, 1.0)
-        gained = num_updates * error.relaxation_rate(typical) / 2.0
+        gained = num_particle_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
     step_size = rule.step_size(
         max_step_for_bias=error.max_step_for_bias(tolerance, stats),

@@ -144,7 +144,7 @@ class Window(NamedTuple):
     @property
     def finds_lost(self) -> bool:
         """Whether lost particles are looked for: from the third window on."""
-        return self.timetable.at(0.04) < self.ends < self.timetable.num_warmup
+        return self.timetable.at(ARRIVAL_ENDS[1]) < self.ends < self.timetable.num_warmup
 
     @property
     def may_rescue(self) -> bool:
@@ -159,7 +159,7 @@ class Window(NamedTuple):
     @property
     def uses_correlations(self) -> bool:
         """Whether it also changes correlations: from the second window on."""
-        return self.ends > self.timetable.at(0.02)
+        return self.ends > self.timetable.at(ARRIVAL_ENDS[0])
 
     @property
     def moves_references(self) -> bool:
