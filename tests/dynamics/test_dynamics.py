@@ -12,7 +12,6 @@ import pytest
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import RBF, SGLD, SGLDR, Balanced, Independent, Subsampled, step_bias
 from numpyro_repulsion.dynamics import (
