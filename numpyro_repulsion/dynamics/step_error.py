@@ -33,7 +33,7 @@ class CurvatureStats(NamedTuple):
 
 
 class StepError:
-    """Base class: how much a step ε distorts the stationary distribution, given an interaction.
+    """Base class (no exception): how much a step ε distorts the stationary distribution, given an interaction.
 
     Warmup measures the step size through these methods. A dynamics returns an instance from
     :meth:`Dynamics.step_error <numpyro_repulsion.dynamics.Dynamics.step_error>`; a subclass defines all but

@@ -50,6 +50,11 @@ class Reference(NamedTuple):
     age: Integer[AnyArray, ""] = None
     hessian: Arrow | None = None
 
+    @property
+    def is_of_second_order(self) -> bool:
+        """Whether gradients are corrected to second order, after warmup; in warmup, which compares orders, false."""
+        return self.order is None and self.hessian is not None
+
     @staticmethod
     def none(shape: int | tuple[int, ...], dtype, order: int = 0, units: Units | None = None) -> Reference:
         """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``.

@@ -258,10 +258,8 @@ class Iteration:
     ) -> Progress:
         """Make one update with the interaction of this update."""
         energy_and_grad = self.energy_and_grad(learned, now.num_updates)
-        # References have an order only in warmup, which compares orders, and takes the second where it leaves hardly
-        # any noise in energies either.
-        reference = learned.reference
-        is_nearly_exact = reference is not None and reference.order is None and reference.hessian is not None
+        # Second order leaves hardly any noise in energies either.
+        is_nearly_exact = learned.reference is not None and learned.reference.is_of_second_order
 
         # Once more, because scales and other data change the limits.
         gradient, is_clipped = self._clipped(now.cloud.gradient, learned)

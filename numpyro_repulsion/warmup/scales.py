@@ -58,7 +58,7 @@ def _whitened(rng, window, warmup, cloud, sampler):
         scale = whitening(weight * found + (1.0 - weight))
         return _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
     # The noise limits the step, and matters for the last scales only.
-    measures_step = sampler.plan.rule is not None
+    measures_noise = sampler.plan.rule is not None and window.is_at(FREEZE)
     groups, particles = cloud.potential_energy.shape
     num_independent = groups if sampler.shares_minibatches else groups * particles
     num_updates = window.timetable.num_warmup * sampler.num_steps
@@ -67,11 +67,10 @@ def _whitened(rng, window, warmup, cloud, sampler):
     if window.is_prolonged:
         hessian, covariance = np.diag(mean_diagonal(rng, measured, gradients)), np.zeros((dimension, dimension))
     else:
-        number = _num_for_curvature(dimension, cloud, sampler)
-        num_pairs_now = num_pairs if measures_step and window.is_at(FREEZE) else 0
-        hessian, covariance = hessian_and_noise(rng, measured, gradients, number, num_pairs_now, warmup.order)
+        numbers = _num_for_curvature(dimension, cloud, sampler), num_pairs * measures_noise
+        hessian, covariance = hessian_and_noise(rng, measured, gradients, *numbers, warmup.order)
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
-    if measures_step:
+    if covariance.any():
         further, factor = shrink_noisy_directions(
             scale.T @ covariance @ scale, num_pairs * num_independent, _allowed_noise(warmup, cloud, sampler)
         )
