@@ -389,10 +389,10 @@ def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) ->
 
         # Half the distance over which gradients are compared: a fifth of that of one update.
         width, rng = 0.2 * np.sqrt(step_size), np.random.default_rng(0)
-        curvature, noise, isotropic = estimate_curvature(rng, u, width, gradients, orders=[0])
+        curvature, noise = estimate_curvature(rng, u, width, gradients, orders=[0])
         if not plan.is_noisy:
-            noise = isotropic = np.zeros_like(noise)
-        one = Measurements.empty(1, len(curvature), u.dtype).add(curvature, noise, isotropic, steepness)
+            noise = np.zeros_like(noise)
+        one = Measurements.empty(1, len(curvature), u.dtype).add(curvature, noise, steepness)
         largest = one.high_curvature, one.largest_curvature, one.typical_steepness
         known = Measured(*largest, one.mean_noise[0], one.mean_isotropic_noise[0], np.inf, UNKNOWN, UNKNOWN)
     shared, both = bound_of(mcmc).gradient.shared, (known.noise, known.isotropic_noise)

@@ -282,10 +282,12 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
         return np.where(np.isnan(found), np.asarray(UNKNOWN, like.dtype), found)
 
     with np.errstate(all="ignore"):
-        noise = np.asarray(warmup.noise, like.dtype)
+        extreme = np.zeros((), like.dtype)
+        if plan.measures:
+            extreme = np.asarray(warmup.measurements.mean_extreme_noise[warmup.order], like.dtype)
         if not (plan.measures or plan.has_moves):
-            return Judged(noise, None, None)
+            return Judged(extreme, None, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]
         is_swept = isinstance(kernel.gradient, Sweeps)
         problems = diagnose_warmup(warmup, plan.rule, kernel.dynamics, is_jumping, is_swept)
-        return Judged(noise, packed(Measured.of(warmup, kernel.dynamics)), packed(problems))
+        return Judged(extreme, packed(Measured.of(warmup, kernel.dynamics)), packed(problems))

@@ -37,7 +37,7 @@ from numpyro_repulsion.gradients import (
     rows_to_compare,
 )
 from numpyro_repulsion.kernels.bound import BoundSampler
-from numpyro_repulsion.kernels.iteration import Iteration, Keys, coordinate_limit, length_limit
+from numpyro_repulsion.kernels.iteration import Iteration, Keys, coordinate_limit, length_limit, warmup_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
 from numpyro_repulsion.layout import place_everywhere
 from numpyro_repulsion.rounding import AnyArray
@@ -129,11 +129,14 @@ class WarmupIteration(Iteration):
         )
 
     def learned(self, warmup: WarmupState, noise: Any, is_warmup: bool = True) -> Learned:
-        """Return what is learned so far, for updates of the sampler."""
+        """Return what is learned so far, for updates of the sampler.
+
+        :param noise: the variance of the gradient noise in warmup, and its extremes afterwards.
+        """
         limit = None
         if self.plan.kind is not None and self.plan.measures and warmup.scales.moments is not None:
             if self.plan.is_noisy:
-                limit = coordinate_limit(jnp.asarray(noise), warmup.moments.position.shape[-1], is_warmup)
+                limit = warmup_limit(noise) if is_warmup else coordinate_limit(noise)
             else:
                 # Whitened positions and gradients have equal variances: 1 for a Gaussian, far more if modes lie apart.
                 limit = length_limit(jnp.fmax(warmup.moments.variances(), 1.0))
@@ -363,7 +366,7 @@ class Frozen(NamedTuple):
 class Judged(NamedTuple):
     """What the host says of a warmup at its end."""
 
-    noise: Float[AnyArray, ""]  # the variance of the gradient noise
+    extreme_noise: Float[AnyArray, ""]  # as in `Measurements`
     measured: Float[AnyArray, " _"] | None  # the entries of `Measured`
     diagnosis: Float[AnyArray, " _"] | None  # those of `WarmupDiagnosis`
 
@@ -374,7 +377,7 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | No
     if judged is None:
         limited, judged = Learned.of(warmup, None), Judged(np.zeros(()), None, None)
     else:
-        limited = iteration.learned(warmup, judged.noise, is_warmup=False)
+        limited = iteration.learned(warmup, judged.extreme_noise, is_warmup=False)
     cloud = place_everywhere(state.cloud)
     found = ParticleState.of(
         iteration,

@@ -28,6 +28,8 @@ class Measurements(NamedTuple):
     - **noise** - the largest variance of the gradient in any direction, by the order of control variates,
       ``(rows, 3)``.
     - **isotropic_noise** - the mean of that variance over all directions, ``(rows, 3)``.
+    - **extreme_noise** - by how much one gradient in ten deviates from its mean, or more, in the coordinate where it
+      deviates most, ``(rows, 3)``.
     - **steepness** - how fast Γ changes, ``(rows,)``.
 
     Unknown or non-finite numbers are negative.
@@ -37,21 +39,23 @@ class Measurements(NamedTuple):
     curvature: Float[AnyArray, "_ _"]
     noise: Float[AnyArray, "_ _"]
     isotropic_noise: Float[AnyArray, "_ _"]
+    extreme_noise: Float[AnyArray, "_ _"]
     steepness: Float[AnyArray, " _"]
 
     @staticmethod
     def empty(rows: int, particles: int, dtype) -> Measurements:
         """Return no measurements, with room for ``rows`` clouds."""
-        shapes = ((particles,), (NUM_ORDERS,), (NUM_ORDERS,), ())
+        shapes = ((particles,), *3 * ((NUM_ORDERS,),), ())
         return Measurements(jnp.zeros((), jnp.int32), *(jnp.full((rows, *shape), UNKNOWN, dtype) for shape in shapes))
 
-    def add(
-        self, curvature: np.ndarray, noise: np.ndarray, isotropic_noise: np.ndarray, steepness: float
-    ) -> Measurements:
-        """Return the measurements with one more cloud."""
+    def add(self, curvature: np.ndarray, noise: np.ndarray, steepness: float) -> Measurements:
+        """Return the measurements with one more cloud.
+
+        :param noise: the largest, the mean and the extremes, ``(3, 3)``.
+        """
         row = min(int(self.number), len(self.curvature) - 1)
         arrays = [np.array(known) for known in self[1:]]
-        for known, new in zip(arrays, (curvature, noise, isotropic_noise, steepness), strict=True):
+        for known, new in zip(arrays, (curvature, *noise, steepness), strict=True):
             known[row] = new
         return Measurements(np.asarray(row + 1), *arrays)
 
@@ -70,6 +74,11 @@ class Measurements(NamedTuple):
     def mean_noise(self) -> np.ndarray:
         """The mean gradient noise by the order of control variates, ``(3,)``."""
         return _mean_of_known(self.noise)
+
+    @property
+    def mean_extreme_noise(self) -> np.ndarray:
+        """The mean of the extremes of the noise by the order of control variates, ``(3,)``."""
+        return _mean_of_known(self.extreme_noise)
 
     @property
     def mean_isotropic_noise(self) -> np.ndarray:
@@ -147,7 +156,7 @@ def particle_mean(x: np.ndarray) -> np.ndarray:
 
 def estimate_curvature(
     rng: Generator, u: np.ndarray, width: np.ndarray | float, gradients: Gradients, orders: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
     Both sides of a difference use the same minibatch, and each iteration uses another one. So midpoints differ between
@@ -157,8 +166,8 @@ def estimate_curvature(
     :param width: half the distance over which gradients are compared, ``(G, L)`` or a scalar.
     :param orders: those of the control variates: the one in use, and others whose noise is measured too.
     :return: the largest absolute curvature at each particle, ``(G L,)``, negative where it is not finite; and the
-        largest variance of the gradient in any direction, pooled over the particles, for each order of control
-        variates, ``(3,)``; and the mean of that variance over all directions, ``(3,)``; negative where unknown.
+        noise of the gradient for each order of control variates, ``(3, 3)``, negative where unknown: its largest
+        variance in any direction, the mean of that over all directions, and its extremes, pooled over the particles.
     """
     distance = np.broadcast_to(np.asarray(width, u.dtype), u.shape[:-1])[..., None]
     direction = signs(rng, u.shape, u.dtype) / np.asarray(u.shape[-1] ** 0.5, u.dtype)
@@ -174,10 +183,10 @@ def estimate_curvature(
         usable = np.isfinite(size) & (size > 0)
         direction = np.where(usable, product / np.where(usable, size, 1.0), direction)
         seen.append([x[:, ::every] for x in ((plus + minus) / 2.0, *other)])
-    noise = np.full((2, NUM_ORDERS), UNKNOWN, u.dtype)
+    noise = np.full((3, NUM_ORDERS), UNKNOWN, u.dtype)
     for order, x in zip(orders, zip(*seen, strict=True), strict=True):
         noise[:, order] = _variances(rng, np.stack(x))
-    return np.where(np.isfinite(size), size, UNKNOWN).ravel(), *noise
+    return np.where(np.isfinite(size), size, UNKNOWN).ravel(), noise
 
 
 def hessian_and_noise(
@@ -246,7 +255,8 @@ def _products(u, directions, gradients, seed):
 
 
 def _variances(rng, gradients):
-    """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, and the mean."""
+    """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, the mean, and what
+    the farthest coordinate of one in ten deviates."""
     # One half of the times gives the direction of the largest and the other half the variance along it, because the
     # largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large.
     times, dimension = len(gradients) // 2, gradients.shape[-1]
@@ -258,7 +268,8 @@ def _variances(rng, gradients):
     rows = halves.shape[1] * (times - 1) / times
     directions = [_widest(rng, half) for half in halves]
     along = [matmul(half, direction) for half, direction in zip(halves, directions[::-1], strict=True)]
-    return np.square(along).sum(1).mean() / rows, np.square(halves).sum(1).mean() / rows
+    farthest = np.quantile(np.abs(halves).max(-1), 0.9) * (times / max(times - 1, 1)) ** 0.5
+    return np.square(along).sum(1).mean() / rows, np.square(halves).sum(1).mean() / rows, farthest
 
 
 def _widest(rng, rows):

@@ -62,14 +62,14 @@ def _measured(rng, window, warmup, cloud, sampler):
         has_hessian = _has_hessian(window, warmup.reference, sampler) and warmup.reference.hessian.is_known
         in_use = int(warmup.reference.order)
         orders = [in_use, *(order for order in range(2 + has_hessian) if order != in_use)]
-    curvature, noise, isotropic = estimate_curvature(rng, measured, width, sampler.gradients(warmup), orders)
+    curvature, noise = estimate_curvature(rng, measured, width, sampler.gradients(warmup), orders)
     if not plan.is_noisy:
         # Without minibatches, midpoints differ only by the third derivatives of U.
-        noise = isotropic = np.zeros_like(noise)
+        noise = np.zeros_like(noise)
     known = warmup.measurements
     if window.is_adapting:
         known = type(known)(np.zeros_like(known.number), *(np.full_like(x, UNKNOWN) for x in known[1:]))
-    known = known.add(curvature, noise, isotropic, sampler.steepness(cloud.z, warmup.bandwidth))
+    known = known.add(curvature, noise, sampler.steepness(cloud.z, warmup.bandwidth))
     warmup = warmup._replace(step=warmup.step._replace(measurements=known))
     if plan.has_reference:
         order = np.asarray(_best_order(warmup, cloud, sampler, orders), np.int32)

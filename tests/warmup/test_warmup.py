@@ -72,7 +72,7 @@ def linear(matrix):
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_curvature_is_the_largest_eigenvalue(scale):
     u, gradients = numbers(0, (2, 5, 3)) / np.float32(scale**0.5), linear(scale * PRECISION)
-    found, noise, _ = estimate_curvature(generator(), u, 0.2 / scale**0.5, gradients, [0])
+    found, (noise, *_) = estimate_curvature(generator(), u, 0.2 / scale**0.5, gradients, [0])
     # Eight iterations from a random direction, the best of ten: (4.2 / 9.7)^8 is well below 1 %.
     assert found.shape == (10,)
     np.testing.assert_allclose(found.max(), scale * LARGEST, rtol=0.02)
@@ -90,7 +90,7 @@ def test_curvature_is_absolute_and_leaves_out_what_is_not_finite():
             gradient[:, 2] = np.nan
             yield gradient
 
-    found, noise, _ = estimate_curvature(generator(), u, 0.2, broken, [0])
+    found, (noise, *_) = estimate_curvature(generator(), u, 0.2, broken, [0])
     assert (found < 0).tolist() == [False, False, True, False, False, False]
     assert found.max() == exact and np.isfinite(noise).all()
 
@@ -104,7 +104,7 @@ def test_noise_is_the_largest_variance_of_the_gradient(orders):
         for number, u, order in cases:
             yield u @ np.asarray(PRECISION) + (0.5 if order else 1.0) * numbers(number, u.shape) @ root.T
 
-    _, found, mean = estimate_curvature(generator(), numbers(0, (2, 20, 3)), 0.2, noisy, orders)
+    _, (found, mean, _) = estimate_curvature(generator(), numbers(0, (2, 20, 3)), 0.2, noisy, orders)
     assert found[2] == mean[2] == UNKNOWN
     found, mean = found[:2], mean[:2]
     exact = np.linalg.eigvalsh(root @ root.T)[-1] * np.array([1.0, 0.25])
@@ -125,11 +125,14 @@ def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
         return (numbers(number, u.shape) for number, u, _ in cases)
 
     u = np.zeros((1, 20, 200), np.float32)
-    _, found, mean = estimate_curvature(generator(), u, 0.2, noisy, [0])
+    _, (found, mean, extreme) = estimate_curvature(generator(), u, 0.2, noisy, [0])
     # Three degrees of freedom for each particle in each half, along a direction from the other half.
     degrees = 2 * 3 * (curvature.NUM_KEPT if is_large else 20)
     assert abs(found[0] - 1) < 4.5 * (2 / degrees) ** 0.5
     assert abs(mean[0] - 1) < 4.5 * (2 / (degrees * 200)) ** 0.5
+    # Of the largest of 200 normal numbers, one in ten exceeds 3.46, where its density is 0.36.
+    number = 2 * 4 * (curvature.NUM_KEPT if is_large else 20)
+    assert abs(extreme[0] - 3.46) < 4.5 * (0.09 / number) ** 0.5 / 0.36
 
 
 @pytest.mark.slow
@@ -187,14 +190,15 @@ def test_scales_by_the_number_of_parameters(dimension, is_noisy, expected):
 def test_measurements_pool_clouds():
     pool = jax.device_get(Measurements.empty(3, 10, jnp.float32))
     assert pool.high_curvature == 0.0 and pool.largest_curvature == 0.0
-    pool = pool.add(np.arange(10.0), np.array([4.0, 1.0, -1.0]), np.array([2.0, 0.5, -1.0]), 3.0)
+    pool = pool.add(np.arange(10.0), np.array([[4.0, 1.0, -1.0], [2.0, 0.5, -1.0], [9.0, 5.0, -1.0]]), 3.0)
     second = np.where(np.arange(10) == 0, np.nan, np.arange(10.0, 20.0))
-    pool = pool.add(second, np.array([2.0, 3.0, 0.5]), np.array([1.0, 0.5, 0.2]), 4.0)
+    pool = pool.add(second, np.array([[2.0, 3.0, 0.5], [1.0, 0.5, 0.2], [7.0, 7.0, 3.0]]), 4.0)
     values = [*range(10), *range(11, 20)]
     assert pool.high_curvature == pytest.approx(np.quantile(values, 0.9))
     assert pool.largest_curvature == 19.0
     assert pool.mean_noise.tolist() == [3.0, 2.0, 0.5]
     np.testing.assert_allclose(pool.mean_isotropic_noise, [1.5, 0.5, 0.2])
+    assert pool.mean_extreme_noise.tolist() == [8.0, 6.0, 3.0]
     assert pool.typical_steepness == pytest.approx(12.5**0.5)
 
 
