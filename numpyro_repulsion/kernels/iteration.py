@@ -71,9 +71,9 @@ class Progress(NamedTuple):
     has_turned: Bool[Array, "*particles"]  # which particles were turned back in the last update
 
 
-#: Noise of parameters that few rows inform has long tails: of 1,000 random intercepts, one exceeds 10 times its expected
-#: size in 6 % of the updates, and 20 times in 0.06 % (tests/kernels/test_clipping.py). Gradients may have so many times
-#: what the farthest coordinate of one in ten deviates, beside what exact gradients have.
+#: Noise of parameters that few rows inform has long tails: of 1,000 random intercepts, one exceeds 10 times its
+#: expected size in 6 % of the updates, and 20 times in 0.06 % (tests/kernels/test_clipping.py). Gradients may have so
+#: many times what the farthest coordinate of one in ten deviates, beside what exact gradients have.
 EXTREMES = 3.0
 #: A clipped gradient is recognized by reaching the limit, but for rounding.
 AT_LIMIT = 1.0 - 1e-4
