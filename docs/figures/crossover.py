@@ -51,8 +51,12 @@ def main():
     panels[0].legend(lines, ["compiled", "first run", "extrapolated"], loc="upper left")
     figure.draw_without_rendering()
     for axes, labels in ends.items():
-        below = -1e9
+        below, last = -1e9, max(end[0] for end, *_ in labels)
         for end, name, color in sorted(labels, key=lambda label: label[0][1]):
+            if end[0] < last:
+                # Other curves go on to the right of it.
+                axes.annotate(name, end, (-7, 3), textcoords="offset points", ha="right", color=color)
+                continue
             height = axes.transData.transform(end)[1]
             below = max(height, below + 13)
             shift = (6, (below - height) * 72 / figure.dpi)
