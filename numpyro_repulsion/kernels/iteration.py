@@ -46,6 +46,7 @@ from numpyro_repulsion.gradients import (
 from numpyro_repulsion.interactions import Interaction
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.layout import Layout
+from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.warmup import Coordinates, Learned, WarmupPlan, WarmupState
 
 
@@ -84,7 +85,7 @@ def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
     return 20.0 * jnp.sqrt(jnp.sum(variances))
 
 
-def coordinate_limit(extreme_noise: Float[Array, ""]) -> Float[Array, ""]:
+def coordinate_limit(extreme_noise: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
     """Return the size at which single coordinates of whitened gradients are clipped.
 
     Exact gradients have a variance of 1 at most. Where there is hardly any noise, as with control variates of second
@@ -95,7 +96,7 @@ def coordinate_limit(extreme_noise: Float[Array, ""]) -> Float[Array, ""]:
     return 10.0 + EXTREMES * extreme_noise
 
 
-def warmup_limit(noise: Float[Array, ""]) -> Float[Array, ""]:
+def warmup_limit(noise: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
     """Return that size in warmup, where steps are longer, for the largest variance of the noise in any direction."""
     return 6.0 * jnp.sqrt(1.0 + noise)
 
