@@ -8,7 +8,13 @@ from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud
 from numpyro_repulsion.warmup.arrival import rescue
-from numpyro_repulsion.warmup.curvature import UNKNOWN, WIDTH, estimate_curvature, summarize_curvature
+from numpyro_repulsion.warmup.curvature import (
+    UNKNOWN,
+    WIDTH,
+    estimate_curvature,
+    noise_by_coordinate,
+    summarize_curvature,
+)
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
@@ -26,7 +32,20 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
         # Over all rows it is not an arrow. NaN would be in corrections of first order too, even times 0.
         nothing = jax.tree.map(np.zeros_like, found.hessian)
         found = found._replace(hessian=nothing, order=np.asarray(1, np.int32))
-    return warmup._replace(reference=found), cloud
+    warmup = warmup._replace(reference=found)
+    if window.is_at(FREEZE):
+        # The scales, which are next, shrink directions for the noise of the order that is used from now on. Between two
+        # modes, that of second order may be hundreds of times the plain one.
+        warmup = warmup._replace(reference=found._replace(order=_least_noisy(rng, warmup, cloud, sampler)))
+    return warmup, cloud
+
+
+def _least_noisy(rng, warmup, cloud, sampler):
+    """Return the order of control variates with the least mean noise; of equal ones the highest."""
+    points, gradients = rescue(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
+    orders = range(int(warmup.reference.order), -1, -1)
+    noise = [noise_by_coordinate(rng, points, gradients, 4, order).mean() for order in orders]
+    return np.asarray(orders[int(np.argmin(noise))], np.int32)
 
 
 def _has_hessian(window, reference, sampler):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import math
 import tracemalloc
+from types import SimpleNamespace
 from typing import NamedTuple
 import warnings
 
@@ -36,7 +37,7 @@ from numpyro_repulsion.dynamics.step_error import EulerError
 from numpyro_repulsion.interactions import Coupling, Laplacian, RandomFeatures, RandomGroups, base
 from numpyro_repulsion.kernels.bound import automatic_scale
 from numpyro_repulsion.kernels.warmup_host import HostSampler, iterations_of
-from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Timetable, Window, curvature
+from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Timetable, Window, curvature, step_size
 from numpyro_repulsion.warmup.adam import Surroundings
 from numpyro_repulsion.warmup.arrival import arrive, left_behind, most_late_iterations, rescue, update_arrival
 from numpyro_repulsion.warmup.bandwidth import measure_steepness
@@ -1219,3 +1220,13 @@ def test_long_gradients_are_cut_and_counted():
     assert int(after.num_flagged_updates) >= 1
     # 20 standard deviations of a gradient, times the step, and noise.
     assert abs(after.z[2, 0] - starts[2, 0]) < 10.0
+
+
+@pytest.mark.parametrize(("sizes", "best"), [((1, 2, 3), 0), ((2, 1, 3), 1), ((2, 1, 0.5), 2), ((0, 0, 0), 2)])
+def test_scales_are_shrunk_for_the_order_with_the_least_noise(sizes, best):
+    def noisy(cases):
+        return (sizes[order] * numbers(seed, u.shape) for seed, u, order in cases)
+
+    warmup = SimpleNamespace(reference=SimpleNamespace(order=2), arrival=SimpleNamespace(lost=np.zeros((1, 20), bool)))
+    cloud, sampler = SimpleNamespace(z=numbers(0, (1, 20, 5))), SimpleNamespace(gradients=lambda _: noisy)
+    assert step_size._least_noisy(generator(), warmup, cloud, sampler) == best
