@@ -36,14 +36,15 @@ def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud:
     if window.is_at(FREEZE):
         # The scales, which are next, shrink directions for the noise of the order that is used from now on. Between two
         # modes, that of second order may be hundreds of times the plain one.
-        warmup = warmup._replace(reference=found._replace(order=_least_noisy(rng, warmup, cloud, sampler)))
+        order = least_noisy_order(rng, int(found.order), warmup, cloud, sampler)
+        warmup = warmup._replace(reference=found._replace(order=order))
     return warmup, cloud
 
 
-def _least_noisy(rng, warmup, cloud, sampler):
-    """Return the order of control variates with the least mean noise; of equal ones the highest."""
+def least_noisy_order(rng: Generator, highest: int, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> np.ndarray:
+    """Return the order of control variates, up to the highest, with the least mean noise; of equal ones the last."""
     points, gradients = rescue(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
-    orders = range(int(warmup.reference.order), -1, -1)
+    orders = range(highest, -1, -1)
     noise = [noise_by_coordinate(rng, points, gradients, 4, order).mean() for order in orders]
     return np.asarray(orders[int(np.argmin(noise))], np.int32)
 

@@ -37,7 +37,7 @@ from numpyro_repulsion.dynamics.step_error import EulerError
 from numpyro_repulsion.interactions import Coupling, Laplacian, RandomFeatures, RandomGroups, base
 from numpyro_repulsion.kernels.bound import automatic_scale
 from numpyro_repulsion.kernels.warmup_host import HostSampler, iterations_of
-from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Timetable, Window, curvature, step_size
+from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Timetable, Window, curvature
 from numpyro_repulsion.warmup.adam import Surroundings
 from numpyro_repulsion.warmup.arrival import arrive, left_behind, most_late_iterations, rescue, update_arrival
 from numpyro_repulsion.warmup.bandwidth import measure_steepness
@@ -45,7 +45,7 @@ from numpyro_repulsion.warmup.curvature import UNKNOWN, estimate_curvature
 from numpyro_repulsion.warmup.learned import WarmupDiagnosis, diagnose_warmup
 from numpyro_repulsion.warmup.preconditioner import first_scale
 from numpyro_repulsion.warmup.state import ArrivalState, WarmupPlan, WarmupState
-from numpyro_repulsion.warmup.step_size import update_step_size
+from numpyro_repulsion.warmup.step_size import least_noisy_order, update_step_size
 from numpyro_repulsion.warmup.symptoms import Symptoms
 
 PRECISION = jnp.array([[9.0, 2.0, 0.0], [2.0, 4.0, 0.5], [0.0, 0.5, 0.01]])
@@ -1227,6 +1227,6 @@ def test_scales_are_shrunk_for_the_order_with_the_least_noise(sizes, best):
     def noisy(cases):
         return (sizes[order] * numbers(seed, u.shape) for seed, u, order in cases)
 
-    warmup = SimpleNamespace(reference=SimpleNamespace(order=2), arrival=SimpleNamespace(lost=np.zeros((1, 20), bool)))
+    warmup = SimpleNamespace(arrival=SimpleNamespace(lost=np.zeros((1, 20), bool)))
     cloud, sampler = SimpleNamespace(z=numbers(0, (1, 20, 5))), SimpleNamespace(gradients=lambda _: noisy)
-    assert step_size._least_noisy(generator(), warmup, cloud, sampler) == best
+    assert least_noisy_order(generator(), 2, warmup, cloud, sampler) == best
