@@ -200,12 +200,8 @@ def funnel(dimension):
 @pytest.mark.slow
 @pytest.mark.parametrize("dimension", [10, 100, 500])
 def test_centered_funnels_are_flagged(dimension):
-    found = list(warmed_up(funnel, dimension, seeds=range(20), reparam=None))
-    # Slow particles also look like several basins, or curvature varies too much for any step: no run is silent. If 19
-    # of 20 runs are called funnels on average, fewer than 17 are with a probability of 0.016.
-    others = ("several_basins", "varying_curvature")
-    assert all("as in a funnel" in words or any(name in words for name in others) for words in found)
-    assert sum("as in a funnel" in words for words in found) >= 17
+    found = warmed_up(funnel, dimension, seeds=range(20), reparam=None)
+    assert all("as in a funnel" in words for words in found)
 
 
 @pytest.mark.slow
