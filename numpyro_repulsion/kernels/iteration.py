@@ -74,7 +74,7 @@ class Progress(NamedTuple):
 
 #: Noise of parameters that few rows inform has long tails: of 1,000 random intercepts, one exceeds 10 times its
 #: expected size in 6 % of the updates, and 20 times in 0.06 % (tests/kernels/test_clipping.py). Gradients may have so
-#: many times what the farthest coordinate of one in ten deviates, beside what exact gradients have.
+#: many times what one in ten exceeds.
 EXTREMES = 3.0
 #: A clipped gradient is recognized by reaching the limit, but for rounding.
 AT_LIMIT = 1.0 - 1e-4
@@ -85,15 +85,15 @@ def length_limit(variances: Float[Array, " d"]) -> Float[Array, ""]:
     return 20.0 * jnp.sqrt(jnp.sum(variances))
 
 
-def coordinate_limit(extreme_noise: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
+def coordinate_limit(extreme_gradient: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
     """Return the size at which single coordinates of whitened gradients are clipped.
 
-    Exact gradients have a variance of 1 at most. Where there is hardly any noise, as with control variates of second
-    order, a gradient of 10 is that of the neck of a funnel.
+    Where there is hardly any noise, as with control variates of second order, a gradient of 10 is that of the neck of a
+    funnel.
 
-    :param extreme_noise: what the farthest coordinate of one gradient in ten deviates from its mean.
+    :param extreme_gradient: the largest coordinate that one gradient in ten exceeds.
     """
-    return 10.0 + EXTREMES * extreme_noise
+    return jnp.maximum(10.0, EXTREMES * extreme_gradient)
 
 
 def warmup_limit(noise: Float[AnyArray, ""]) -> Float[AnyArray, ""]:

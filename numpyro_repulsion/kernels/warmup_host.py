@@ -284,7 +284,7 @@ def judge(bound: BoundSampler, plan: WarmupPlan, state: Warming) -> Judged:
     with np.errstate(all="ignore"):
         extreme = np.zeros((), like.dtype)
         if plan.measures:
-            extreme = np.asarray(warmup.measurements.mean_extreme_noise[warmup.order], like.dtype)
+            extreme = np.asarray(warmup.measurements.mean_extreme_gradient[warmup.order], like.dtype)
         if not (plan.measures or plan.has_moves):
             return Judged(extreme, None, None)
         is_jumping = None if kernel.moves is None else what_is_on(bound, warmup)[1]

@@ -366,7 +366,7 @@ class Frozen(NamedTuple):
 class Judged(NamedTuple):
     """What the host says of a warmup at its end."""
 
-    extreme_noise: Float[AnyArray, ""]  # as in `Measurements`
+    extreme_gradient: Float[AnyArray, ""]  # as in `Measurements`
     measured: Float[AnyArray, " _"] | None  # the entries of `Measured`
     diagnosis: Float[AnyArray, " _"] | None  # those of `WarmupDiagnosis`
 
@@ -377,7 +377,7 @@ def freeze(bound: BoundSampler, how: Frozen, state: Warming, judged: Judged | No
     if judged is None:
         limited, judged = Learned.of(warmup, None), Judged(np.zeros(()), None, None)
     else:
-        limited = iteration.learned(warmup, judged.extreme_noise, is_warmup=False)
+        limited = iteration.learned(warmup, judged.extreme_gradient, is_warmup=False)
     cloud = place_everywhere(state.cloud)
     found = ParticleState.of(
         iteration,

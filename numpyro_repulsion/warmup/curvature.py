@@ -28,8 +28,7 @@ class Measurements(NamedTuple):
     - **noise** - the largest variance of the gradient in any direction, by the order of control variates,
       ``(rows, 3)``.
     - **isotropic_noise** - the mean of that variance over all directions, ``(rows, 3)``.
-    - **extreme_noise** - by how much one gradient in ten deviates from its mean, or more, in the coordinate where it
-      deviates most, ``(rows, 3)``.
+    - **extreme_gradient** - the largest coordinate that one gradient in ten exceeds, ``(rows, 3)``.
     - **steepness** - how fast Γ changes, ``(rows,)``.
 
     Unknown or non-finite numbers are negative.
@@ -39,7 +38,7 @@ class Measurements(NamedTuple):
     curvature: Float[AnyArray, "_ _"]
     noise: Float[AnyArray, "_ _"]
     isotropic_noise: Float[AnyArray, "_ _"]
-    extreme_noise: Float[AnyArray, "_ _"]
+    extreme_gradient: Float[AnyArray, "_ _"]
     steepness: Float[AnyArray, " _"]
 
     @staticmethod
@@ -51,7 +50,7 @@ class Measurements(NamedTuple):
     def add(self, curvature: np.ndarray, noise: np.ndarray, steepness: float) -> Measurements:
         """Return the measurements with one more cloud.
 
-        :param noise: the largest, the mean and the extremes, ``(3, 3)``.
+        :param noise: the largest and the mean variance, and the extremes of the gradient, ``(3, 3)``.
         """
         row = min(int(self.number), len(self.curvature) - 1)
         arrays = [np.array(known) for known in self[1:]]
@@ -76,9 +75,9 @@ class Measurements(NamedTuple):
         return _mean_of_known(self.noise)
 
     @property
-    def mean_extreme_noise(self) -> np.ndarray:
-        """The mean of the extremes of the noise by the order of control variates, ``(3,)``."""
-        return _mean_of_known(self.extreme_noise)
+    def mean_extreme_gradient(self) -> np.ndarray:
+        """The mean of the extremes of the gradient by the order of control variates, ``(3,)``."""
+        return _mean_of_known(self.extreme_gradient)
 
     @property
     def mean_isotropic_noise(self) -> np.ndarray:
@@ -155,7 +154,7 @@ def particle_mean(x: np.ndarray) -> np.ndarray:
 
 
 def estimate_curvature(
-    rng: Generator, u: np.ndarray, width: np.ndarray | float, gradients: Gradients, orders: Sequence[int]
+    rng: Generator, u: np.ndarray, width: np.ndarray | float, gradients: Gradients, orders: Sequence[int], mixes: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
@@ -165,9 +164,12 @@ def estimate_curvature(
     :param u: particles, ``(G, L, d)``.
     :param width: half the distance over which gradients are compared, ``(G, L)`` or a scalar.
     :param orders: those of the control variates: the one in use, and others whose noise is measured too.
+    :param mixes: whether the particles visit the same places. Noise in directions that a single particle has is then
+        that of a moment; otherwise, as in modes of a network, it stays.
     :return: the largest absolute curvature at each particle, ``(G L,)``, negative where it is not finite; and the
         noise of the gradient for each order of control variates, ``(3, 3)``, negative where unknown: its largest
-        variance in any direction, the mean of that over all directions, and its extremes, pooled over the particles.
+        variance in any direction, the mean of that over all directions, and the largest coordinate that one gradient in
+        ten exceeds, pooled over the particles.
     """
     distance = np.broadcast_to(np.asarray(width, u.dtype), u.shape[:-1])[..., None]
     direction = signs(rng, u.shape, u.dtype) / np.asarray(u.shape[-1] ** 0.5, u.dtype)
@@ -185,7 +187,7 @@ def estimate_curvature(
         seen.append([x[:, ::every] for x in ((plus + minus) / 2.0, *other)])
     noise = np.full((3, NUM_ORDERS), UNKNOWN, u.dtype)
     for order, x in zip(orders, zip(*seen, strict=True), strict=True):
-        noise[:, order] = _variances(rng, np.stack(x))
+        noise[:, order] = _variances(rng, np.stack(x), mixes)
     return np.where(np.isfinite(size), size, UNKNOWN).ravel(), noise
 
 
@@ -254,22 +256,26 @@ def _products(u, directions, gradients, seed):
         yield particle_mean(plus - next(found)) / (2.0 * WIDTH)
 
 
-def _variances(rng, gradients):
-    """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, the mean, and what
-    the farthest coordinate of one in ten deviates."""
-    # One half of the times gives the direction of the largest and the other half the variance along it, because the
-    # largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large.
+def _variances(rng, gradients, mixes):
+    """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, and the mean; and
+    what the farthest coordinate of one gradient in ten reaches."""
     times, dimension = len(gradients) // 2, gradients.shape[-1]
+    known = np.where(np.isfinite(gradients).all(-1, keepdims=True), gradients, 0.0)
+    known = known.reshape(2, times, -1, dimension)
     # Subtract the mean of each half: a common mean would correlate the halves negatively.
-    halves = gradients.reshape(2, times, -1, dimension)
-    deviations = halves - halves.mean(1, keepdims=True)
-    deviations = np.where(np.isfinite(deviations).all(-1, keepdims=True), deviations, 0.0)
-    halves = deviations.reshape(2, -1, dimension)
-    rows = halves.shape[1] * (times - 1) / times
-    directions = [_widest(rng, half) for half in halves]
-    along = [matmul(half, direction) for half, direction in zip(halves, directions[::-1], strict=True)]
-    farthest = np.quantile(np.abs(halves).max(-1), 0.9) * (times / max(times - 1, 1)) ** 0.5
-    return np.square(along).sum(1).mean() / rows, np.square(halves).sum(1).mean() / rows, farthest
+    deviations = known - known.mean(1, keepdims=True)
+    rows, middle = 2 * known.shape[2] * (times - 1), known.shape[2] // 2
+    # Half of the minibatches and half of the particles give the direction of the largest, the others the variance
+    # along it. The largest eigenvalue of a covariance estimated from fewer rows than dimensions would be far too large,
+    # and of thousands of coordinates some are noisy just where one particle is.
+    sides = (slice(middle), slice(middle, None)) if mixes and middle else (slice(None),)
+    largest = 0.0
+    for half, other_half in ((0, 1), (1, 0)):
+        for side, other_side in zip(sides, sides[::-1], strict=True):
+            direction = _widest(rng, deviations[half, :, side].reshape(-1, dimension))
+            along = matmul(deviations[other_half, :, other_side].reshape(-1, dimension), direction)
+            largest += np.square(along).sum() / rows
+    return largest, np.square(deviations).sum() / (rows * dimension), np.quantile(np.abs(known).max(-1), 0.9)
 
 
 def _widest(rng, rows):

@@ -234,6 +234,11 @@ class WarmupState(NamedTuple):
         return bool(found or (self.jumps is not None and self.jumps.tally[0] > 0))
 
     @property
+    def may_have_basins(self) -> bool:
+        """Whether particles are in several basins, or keep apart and no force is seen to pull them together."""
+        return self.has_basins or bool(self.symptoms is not None and self.symptoms.widest.may_have_basins)
+
+    @property
     def moments(self) -> Moments:
         """The moments of the cloud in the current window; only a state with a warmup has them."""
         if self.scales.moments is None:

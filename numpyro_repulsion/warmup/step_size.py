@@ -82,7 +82,8 @@ def _measured(rng, window, warmup, cloud, sampler):
         has_hessian = _has_hessian(window, warmup.reference, sampler) and warmup.reference.hessian.is_known
         in_use = int(warmup.reference.order)
         orders = [in_use, *(order for order in range(2 + has_hessian) if order != in_use)]
-    curvature, noise = estimate_curvature(rng, measured, width, sampler.gradients(warmup), orders)
+    keeps_apart = window.is_prolonged or warmup.may_have_basins
+    curvature, noise = estimate_curvature(rng, measured, width, sampler.gradients(warmup), orders, not keeps_apart)
     if not plan.is_noisy:
         # Without minibatches, midpoints differ only by the third derivatives of U.
         noise = np.zeros_like(noise)
@@ -137,10 +138,9 @@ def _with_step_size(window, warmup, cloud, sampler):
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
     # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too
     # wide, which would make the run look short.
-    gains_none = warmup.has_basins or (window.is_adapting and plan.is_noisy)
     # Networks keep apart too, and gain by longer steps all the same (below).
-    if warmup.symptoms is not None and not window.is_prolonged:
-        gains_none |= bool(warmup.symptoms.widest.may_have_basins)
+    keeps_apart = warmup.has_basins if window.is_prolonged else warmup.may_have_basins
+    gains_none = keeps_apart or (window.is_adapting and plan.is_noisy)
     gained = draws_per_step
     if plan.is_noisy and plan.kind is not None:
         typical = np.median(warmup.moments.variances()) / (dynamics.temperature or 1.0)

@@ -127,13 +127,28 @@ def test_noise_is_not_overestimated_in_many_dimensions(is_large, monkeypatch):
 
     u = np.zeros((1, 20, 200), np.float32)
     _, (found, mean, extreme) = estimate_curvature(generator(), u, 0.2, noisy, [0])
-    # Three degrees of freedom for each particle in each half, along a direction from the other half.
+    # Three degrees of freedom for each particle in each half, along a direction from others.
     degrees = 2 * 3 * (curvature.NUM_KEPT if is_large else 20)
     assert abs(found[0] - 1) < 4.5 * (2 / degrees) ** 0.5
     assert abs(mean[0] - 1) < 4.5 * (2 / (degrees * 200)) ** 0.5
     # Of the largest of 200 normal numbers, one in ten exceeds 3.46, where its density is 0.36.
     number = 2 * 4 * (curvature.NUM_KEPT if is_large else 20)
     assert abs(extreme[0] - 3.46) < 4.5 * (0.09 / number) ** 0.5 / 0.36
+
+
+def test_noise_of_one_particle_is_not_that_of_the_cloud():
+    # Each particle is where one coordinate of its own is noisy. Pooled over the 20, it has a variance of 5 there.
+    own = np.ones((20, 200), np.float32)
+    own[np.arange(20), np.arange(20)] = 10.0
+
+    def noise(particles, **kwargs):
+        u = np.zeros((1, particles, 200), np.float32)
+        gradients = lambda cases: (own[:particles] * numbers(number, u.shape) for number, *_ in cases)
+        return estimate_curvature(generator(), u, 0.2, gradients, [0], **kwargs)[1][0, 0]
+
+    assert abs(noise(20) - 1) < 4.5 * (2 / 120) ** 0.5
+    # Where they keep apart, it stays; that of a single one cannot be told apart.
+    assert noise(20, mixes=False) > 2 and noise(1) > 10
 
 
 @pytest.mark.slow
@@ -199,7 +214,7 @@ def test_measurements_pool_clouds():
     assert pool.largest_curvature == 19.0
     assert pool.mean_noise.tolist() == [3.0, 2.0, 0.5]
     np.testing.assert_allclose(pool.mean_isotropic_noise, [1.5, 0.5, 0.2])
-    assert pool.mean_extreme_noise.tolist() == [8.0, 6.0, 3.0]
+    assert pool.mean_extreme_gradient.tolist() == [8.0, 6.0, 3.0]
     assert pool.typical_steepness == pytest.approx(12.5**0.5)
 
 
