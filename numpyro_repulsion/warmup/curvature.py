@@ -236,15 +236,18 @@ def mean_product(u: np.ndarray, direction: np.ndarray, gradients: Gradients, see
 
 
 def noise_by_coordinate(rng: Generator, u: np.ndarray, gradients: Gradients, num_pairs: int, order: int) -> np.ndarray:
-    """Return the variance of the minibatch noise in each coordinate, pooled over particles ``(G, L, d)``.
+    """Return the variance of the minibatch noise in each coordinate, pooled over each half of the particles
+    ``(G, L, d)``, as ``(2, d)``; a single particle is in both.
 
     :param num_pairs: how many pairs of minibatches give it, by their differences.
     :param order: that of the control variates.
     """
-    total = np.zeros(u.shape[-1])
+    total = np.zeros((2, u.shape[-1]))
     found = gradients((draw_seed(rng), u, order) for _ in range(2 * num_pairs))
     for one in found:
-        total += particle_mean((one - next(found)) ** 2) / (2.0 * num_pairs)
+        squared = ((one - next(found)) ** 2).reshape(1, -1, u.shape[-1])
+        halves = (squared[:, ::2], squared[:, 1::2]) if squared.shape[1] > 1 else (squared, squared)
+        total += np.stack([particle_mean(half) for half in halves]) / (2.0 * num_pairs)
     return total.astype(u.dtype)
 
 

@@ -145,7 +145,8 @@ def _arrow(rng, window, warmup, cloud, sampler):
             trial, y = scaled(change)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
-            factors = np.maximum(noise / _allowed_noise(warmup, cloud, sampler), 1.0)
+            allowed = _allowed_noise(warmup, cloud, sampler)
+            factors = _pooled(np.maximum(noise / allowed, 1.0), change.root.units)
             factors /= factors.min()
             factor = factors.max()
             change = change._replace(root=change.root.scaled(factors**-0.5))
@@ -153,6 +154,24 @@ def _arrow(rng, window, warmup, cloud, sampler):
     moments = _unit_moments(warmup.moments)
     scales = warmup.scales._replace(preconditioner=change, moments=moments, noise_shrinkage=factor)
     return warmup._replace(scales=scales), cloud
+
+
+def _pooled(halves, units):
+    """Return factors for the coordinates from those of two halves of the particles, ``(2, d)``.
+
+    Of thousands of units some are noisy only because one particle is far from the reference there. A unit's factor is its
+    own as far as the halves agree on which units are noisy, and otherwise that of all units.
+    """
+    rest, own = units.split(halves)
+    logs = np.log(own)
+    deviations = logs - logs.mean(1, keepdims=True)
+    scale = np.sqrt(np.square(deviations).sum(1).prod(0))
+    agreement = np.maximum((deviations[0] * deviations[1]).sum(0) / np.where(scale > 0, scale, 1.0), 0.0)
+    mean = own.mean(0)
+    center = np.log(mean).mean(0)
+    # By the formula of Spearman and Brown, from the reliability of one half to that of both.
+    pooled = np.exp(center + 2.0 * agreement / (1.0 + agreement) * (np.log(mean) - center))
+    return units.join(rest.mean(0), pooled * mean.mean(0) / pooled.mean(0))
 
 
 def _unit_moments(moments):
