@@ -146,7 +146,7 @@ def _arrow(rng, window, warmup, cloud, sampler):
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
             allowed = _allowed_noise(warmup, cloud, sampler)
-            factors = _pooled(np.maximum(noise / allowed, 1.0), change.root.units)
+            factors = pooled_factors(np.maximum(noise / allowed, 1.0), change.root.units)
             factors /= factors.min()
             factor = factors.max()
             change = change._replace(root=change.root.scaled(factors**-0.5))
@@ -156,7 +156,7 @@ def _arrow(rng, window, warmup, cloud, sampler):
     return warmup._replace(scales=scales), cloud
 
 
-def _pooled(halves, units):
+def pooled_factors(halves, units):
     """Return factors for the coordinates from those of two halves of the particles, ``(2, d)``.
 
     Of thousands of units some are noisy only because one particle is far from the reference there. A unit's factor is its

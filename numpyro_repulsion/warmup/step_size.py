@@ -11,12 +11,17 @@ from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import (
     UNKNOWN,
     WIDTH,
+    collective_shift,
     estimate_curvature,
     noise_by_coordinate,
     summarize_curvature,
 )
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
+
+
+#: By how many of its standard deviations the bias of many effects may move their scale.
+MAX_SHIFT = 0.1
 
 
 def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
@@ -67,7 +72,7 @@ def update_step_size(rng: Generator, window: Window, warmup: WarmupState, cloud:
     found = _measured(rng, window, warmup, cloud, sampler)
     if sampler.plan.rule is None:
         return found, cloud
-    found = _with_step_size(window, found, cloud, sampler)
+    found = _with_step_size(rng, window, found, cloud, sampler)
     return found, sampler.settled(cloud, found.step.size, found.isotropic_noise)
 
 
@@ -121,7 +126,20 @@ def _stats(warmup, noise, spread, coupling, sampler):
     return summarize_curvature(warmup.measurements, noise, spread, coupling, sampler.dynamics, shared, plan.sweep)
 
 
-def _with_step_size(window, warmup, cloud, sampler):
+def _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats):
+    """Return the step whose bias in thousands of effects does not add up to a shift of their scale; else infinity."""
+    if window.is_adapting or sampler.plan.kind != "arrow":
+        return np.inf
+    points, sds = rescue(rng, cloud.z, warmup.arrival.lost), np.sqrt(warmup.moments.variances())
+    shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), sampler.gradients(warmup))
+    tolerance = sampler.plan.tolerance(error, warmup.order)
+    if tolerance * shift <= MAX_SHIFT:
+        return np.inf
+    # All of them have the mean noise, rather than the largest.
+    return error.max_step_for_bias(MAX_SHIFT / shift, stats._replace(noise=stats.isotropic_noise))
+
+
+def _with_step_size(rng, window, warmup, cloud, sampler):
     """Set the step size by the rule, and its expected bias and effective draws."""
     plan, dynamics = sampler.plan, sampler.dynamics
     coupling = sampler.couple(cloud.z, warmup.bandwidth)
@@ -150,7 +168,10 @@ def _with_step_size(window, warmup, cloud, sampler):
         gained = num_particle_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
     step_size = rule.step_size(
-        max_step_for_bias=error.max_step_for_bias(tolerance, stats),
+        max_step_for_bias=np.minimum(
+            error.max_step_for_bias(tolerance, stats),
+            _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats),
+        ),
         # Half the limit of stability at typical particles.
         max_step_for_short_run=np.minimum(
             error.stability_limit(stats._replace(largest=stats.curvature)) / 2.0,

@@ -3,12 +3,22 @@
 import numpy as np
 import pytest
 
+from numpyro_repulsion.gradients import Units
 from numpyro_repulsion.warmup import Preconditioner
-from numpyro_repulsion.warmup.curvature import NUM_PROBES, WIDTH, hessian_and_noise, mean_diagonal, mean_product, signs
+from numpyro_repulsion.warmup.curvature import (
+    NUM_PROBES,
+    WIDTH,
+    collective_shift,
+    hessian_and_noise,
+    mean_diagonal,
+    mean_product,
+    signs,
+)
 from numpyro_repulsion.warmup.scales import (
     extremes,
     num_for_curvature,
     num_noise_pairs,
+    pooled_factors,
     shrink_noisy_directions,
     whitening,
     wide_direction,
@@ -245,3 +255,42 @@ def test_a_flat_direction_among_thousands_is_found():
     assert abs(300.0 * value - 1.0) < 0.5 and alignment > 0.99
     # From a random direction, the same number of steps does not find it.
     assert flattest(signs(generator(2), (size,), np.float32))[0] > 2.0 / 300.0
+
+
+# Many effects
+
+
+@pytest.mark.parametrize("effects", [20, 4000])
+def test_inflations_of_effects_add_up_to_a_shift_of_their_scale(effects):
+    # log s and effects of variance v at s = 1: U = Σ x²/(2s²) + ..., in units of their standard deviations.
+    variance, sd = 0.6, 1.0 / effects**0.5
+
+    def gradient(number, u):
+        t, x = sd * u[..., :1], variance**0.5 * u[..., 1:]
+        noise = normal(number, (1, 1, 1))
+        by_scale = effects - (x**2).sum(-1, keepdims=True) * np.exp(-2.0 * t) + noise
+        return np.concatenate([sd * by_scale, variance**0.5 * (x * np.exp(-2.0 * t) + noise)], -1)
+
+    u, sds = np.zeros((1, 4, 1 + effects), np.float64), np.ones(1 + effects)
+    found = collective_shift(np.random.default_rng(0), u, sds, gradients_of(gradient))
+    assert found == pytest.approx(variance * effects * sd, rel=(2.0 * WIDTH * sd) ** 2)
+
+
+def test_factors_are_pooled_as_far_as_halves_disagree():
+    units = Units(2003, ((3, (2000,), 0),))
+    rng, own = np.random.default_rng(0), np.array([1.0, 5.0, 25.0])
+
+    def pooled(true, error):
+        halves = true * np.exp(error * rng.standard_normal((2, 2000)))
+        return pooled_factors(np.concatenate([np.stack([own, own]), halves], 1), units)
+
+    same, different = np.full(2000, 10.0), 10.0 * np.exp(rng.standard_normal(2000))
+    found = pooled(same, 1.0)
+    np.testing.assert_allclose(found[:3], own)
+    # Of unrelated halves the correlation is within 4.5 / √2000 of 0.
+    assert found[3:].std() / found[3:].mean() < 2 * 4.5 / 2000**0.5
+    assert found[3:].mean() == pytest.approx(10.0 * np.exp(0.5), rel=4.5 * ((np.e - 1.0) / 4000) ** 0.5)
+    np.testing.assert_allclose(pooled(different, 0.0)[3:], different)
+    # All by themselves would differ from the true ones by more.
+    found = np.log(pooled(different, 1.0)[3:])
+    assert (found - np.log(different)).std() < 0.95 * 0.5**0.5
