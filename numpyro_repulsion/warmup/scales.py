@@ -20,7 +20,7 @@ from numpyro_repulsion.warmup.curvature import (
     noise_by_coordinate,
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
-from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState, num_particle_updates
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 #: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
@@ -72,7 +72,7 @@ def _whitened(rng, window, warmup, cloud, sampler):
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if covariance.any():
         further, factor = shrink_noisy_directions(
-            scale.T @ covariance @ scale, num_pairs * num_independent, _allowed_noise(warmup, cloud, sampler)
+            scale.T @ covariance @ scale, num_pairs * num_independent, allowed_noise(window, warmup, cloud, sampler)[0]
         )
         scale = scale @ further
     warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
@@ -145,8 +145,8 @@ def _arrow(rng, window, warmup, cloud, sampler):
             trial, y = scaled(change)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
-            allowed = _allowed_noise(warmup, cloud, sampler)
-            factors = pooled_factors(np.maximum(noise / allowed, 1.0), change.root.units)
+            allowed, most = allowed_noise(window, warmup, cloud, sampler)
+            factors = np.minimum(pooled_factors(np.maximum(noise / allowed, 1.0), change.root.units), most)
             factors /= factors.min()
             factor = factors.max()
             change = change._replace(root=change.root.scaled(factors**-0.5))
@@ -212,9 +212,10 @@ def _num_for_curvature(dimension, cloud, sampler, rank=None):
     return num_for_curvature(dimension, rows if sampler.plan.is_noisy else 0, rank)
 
 
-def _allowed_noise(warmup, cloud, sampler):
-    """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
-    error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
+def allowed_noise(window, warmup, cloud, sampler):
+    """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows, and by
+    what factor a coordinate may be shrunk: to the least ESS of the rule, for a run as long as its warmup."""
+    error, rule = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth)), sampler.plan.rule
     curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
     tolerance = sampler.plan.tolerance(error, warmup.order)
 
@@ -226,7 +227,9 @@ def _allowed_noise(warmup, cloud, sampler):
     tiny = np.finfo(cloud.z.dtype).eps
     # The noise of second order grows with the fourth power of distances. With covariates of heavy tails it exceeded in
     # its largest direction by a factor of 3 what one cloud shows.
-    return longest(tiny, 1.0) / step_size / remaining / (3.0 if warmup.order == 2 else 1.0)
+    allowed = longest(tiny, 1.0) / step_size / remaining / (3.0 if warmup.order == 2 else 1.0)
+    draws = step_size * error.relaxation_rate(np.ones(())) * num_particle_updates(window, cloud, sampler) / 2.0
+    return allowed, np.maximum(draws / rule.min_draws, 1.0) if rule.min_draws else np.inf
 
 
 def _changed(warmup, cloud, change):

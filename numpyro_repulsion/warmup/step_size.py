@@ -16,7 +16,7 @@ from numpyro_repulsion.warmup.curvature import (
     noise_by_coordinate,
     summarize_curvature,
 )
-from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState, num_particle_updates
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 
@@ -151,8 +151,8 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     rule = plan.rule
     error = dynamics.step_error(coupling)
     tolerance = plan.tolerance(error, warmup.order)
-    num_particle_updates = float(cloud.potential_energy.size * sampler.num_steps * window.timetable.num_warmup)
-    draws_per_step = num_particle_updates * error.relaxation_rate(spread) / 2.0
+    num_updates = num_particle_updates(window, cloud, sampler)
+    draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
     # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too
     # wide, which would make the run look short.
@@ -165,7 +165,10 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         if window.is_prolonged:
             # Most of the spread of networks is between modes, which no step crosses.
             typical = np.minimum(typical, 1.0)
-        gained = num_particle_updates * error.relaxation_rate(typical) / 2.0
+        if plan.kind == "arrow":
+            # Noisy coordinates were shrunk as far as the least ESS allows, at this step.
+            typical = np.maximum(typical, warmup.scales.noise_shrinkage)
+        gained = num_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
     step_size = rule.step_size(
         max_step_for_bias=np.minimum(

@@ -1,9 +1,14 @@
 """Curvature and gradient noise over the cloud, and the scales that follow from them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from numpyro_repulsion import BiasBudget
+from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.gradients import Units
+from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.curvature import (
     NUM_PROBES,
@@ -15,6 +20,7 @@ from numpyro_repulsion.warmup.curvature import (
     signs,
 )
 from numpyro_repulsion.warmup.scales import (
+    allowed_noise,
     extremes,
     num_for_curvature,
     num_noise_pairs,
@@ -24,7 +30,7 @@ from numpyro_repulsion.warmup.scales import (
     wide_direction,
 )
 
-DIMENSION = 6
+DIMENSION, EULER = 6, Overdamped("euler")
 
 
 def gradients_of(gradient):
@@ -294,3 +300,23 @@ def test_factors_are_pooled_as_far_as_halves_disagree():
     # All by themselves would differ from the true ones by more.
     found = np.log(pooled(different, 1.0)[3:])
     assert (found - np.log(different)).std() < 0.95 * 0.5**0.5
+
+
+def test_coordinates_are_shrunk_as_far_as_the_least_ess_allows():
+    def limits(num_warmup, **rule):
+        """The allowed noise and the largest factor, for a curvature of 2 at most."""
+        window = SimpleNamespace(timetable=SimpleNamespace(num_warmup=num_warmup))
+        warmup = SimpleNamespace(bandwidth=0.0, measurements=SimpleNamespace(high_curvature=2.0), order=0)
+        cloud = SimpleNamespace(z=np.zeros((1, 20, 3), np.float32), potential_energy=np.zeros((1, 20)))
+        plan = SimpleNamespace(rule=BiasBudget(**rule), tolerance=lambda *_: 0.05, sweep=None)
+        coupling = Coupling(None, 0.0, None, 1.0, diagonal=1.0)
+        sampler = SimpleNamespace(dynamics=EULER, couple=lambda *_: coupling, plan=plan, num_steps=10)
+        return allowed_noise(window, warmup, cloud, sampler)
+
+    longest = 2 * 0.05 / 1.05 / 2.0
+    allowed, most = limits(1000)
+    assert allowed == pytest.approx(2 * 0.05 / 1.05 / longest)
+    # 200,000 updates of single particles, and a relaxation rate of 1.
+    assert most == pytest.approx(longest * 200_000 / 2 / 200)
+    assert limits(1000, min_draws=50.0)[1] == pytest.approx(4 * most) and limits(2000)[1] == pytest.approx(2 * most)
+    assert limits(10)[1] == 1.0 and limits(10, min_draws=0.0)[1] == np.inf
