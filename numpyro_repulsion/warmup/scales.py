@@ -72,7 +72,7 @@ def _whitened(rng, window, warmup, cloud, sampler):
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if covariance.any():
         further, factor = shrink_noisy_directions(
-            scale.T @ covariance @ scale, num_pairs * num_independent, allowed_noise(window, warmup, cloud, sampler)[0]
+            scale.T @ covariance @ scale, num_pairs * num_independent, *allowed_noise(window, warmup, cloud, sampler)
         )
         scale = scale @ further
     warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
@@ -320,7 +320,9 @@ def whitening(curvature: np.ndarray) -> np.ndarray:
     return _root(np.outer(unit, unit) * (vectors / values @ vectors.T), unit)
 
 
-def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: float) -> tuple[np.ndarray, float]:
+def shrink_noisy_directions(
+    covariance: np.ndarray, num_draws: int, allowed: float, most: float = np.inf
+) -> tuple[np.ndarray, float]:
     """Return S, lower triangular, that rescales noisy directions until their gradient noise is at most the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
@@ -329,6 +331,7 @@ def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: flo
     :param covariance: that of the gradient noise in whitened coordinates, ``(d, d)``.
     :param num_draws: the number of draws that it was estimated from.
     :param allowed: the largest variance tolerated at the longest stable step.
+    :param most: the largest factor by which a variance may grow.
     :return: S, and the largest factor by which a variance grows in the new coordinates.
     """
     values, vectors = eigh(covariance)
@@ -338,7 +341,7 @@ def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: flo
     spread = (num_draws + 1 - 2 / dimension) * (square - total**2 / dimension)
     share = min(1.0, ((1 - 2 / dimension) * square + total**2) / spread) if spread > 0 else 1.0
     values = (1.0 - share) * values + share * total / dimension
-    factor = np.maximum(values / allowed, 1.0)
+    factor = np.clip(values / allowed, 1.0, most)
     factor = factor / factor.min()
     return _root(vectors / factor @ vectors.T, np.ones_like(values)), factor.max()
 

@@ -165,9 +165,8 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         if window.is_prolonged:
             # Most of the spread of networks is between modes, which no step crosses.
             typical = np.minimum(typical, 1.0)
-        if plan.kind == "arrow":
-            # Noisy coordinates were shrunk as far as the least ESS allows, at this step.
-            typical = np.maximum(typical, warmup.scales.noise_shrinkage)
+        # Noisy coordinates were shrunk as far as the least ESS allows, at this step.
+        typical = np.maximum(typical, warmup.scales.noise_shrinkage)
         gained = num_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
     step_size = rule.step_size(
