@@ -165,14 +165,18 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         if window.is_prolonged:
             # Most of the spread of networks is between modes, which no step crosses.
             typical = np.minimum(typical, 1.0)
-        # Noisy coordinates were shrunk as far as the least ESS allows, at this step.
-        typical = np.maximum(typical, warmup.scales.noise_shrinkage)
         gained = num_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
+    longest = error.max_step_for_bias(tolerance, stats)
+    if may_be_raised and rule.min_draws:
+        # Noisy directions were shrunk as far as the least ESS allows, so that their bias, but of no others, exceeds the
+        # tolerance. It may be as large as the uncertainty of a variance from so many draws.
+        slowest = num_updates * error.relaxation_rate(warmup.scales.noise_shrinkage) / 2.0
+        uncertain = error.max_step_for_bias((2.0 / rule.min_draws) ** 0.5, stats)
+        longest = np.maximum(longest, np.minimum(rule.min_draws / slowest, uncertain))
     step_size = rule.step_size(
         max_step_for_bias=np.minimum(
-            error.max_step_for_bias(tolerance, stats),
-            _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats),
+            longest, _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats)
         ),
         # Half the limit of stability at typical particles.
         max_step_for_short_run=np.minimum(
