@@ -13,6 +13,8 @@ from typing import NamedTuple
 SEVERITIES = ("note", "warning", "error")
 #: Above this share of rejected updates and clipped gradients, the step-size bias is unknown.
 MAX_FLAGGED = 1e-3
+#: A scale that a small bias of many effects shifts by more of its standard deviations is named.
+MAX_SHIFT = 0.25
 #: A step that inflates variances by more is an error, however short the run is.
 LARGE_BIAS = 0.2
 

@@ -15,7 +15,15 @@ from numpyro.infer import MCMC
 from numpyro_repulsion.bias import MAX_PREDICTED, predict_bias
 from numpyro_repulsion.checks import boolean
 from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, ensemble_ess, ensemble_mcse, nested_rhat, why_unknown
-from numpyro_repulsion.findings import LARGE_BIAS, MAX_FLAGGED, Diagnosis, Finding, flagged_updates, from_json
+from numpyro_repulsion.findings import (
+    LARGE_BIAS,
+    MAX_FLAGGED,
+    MAX_SHIFT,
+    Diagnosis,
+    Finding,
+    flagged_updates,
+    from_json,
+)
 from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.kernels import kernel_of_run
 from numpyro_repulsion.tables import with_findings
@@ -26,8 +34,6 @@ _log = logging.getLogger(__name__)
 MIN_CORRELATION = 0.7
 #: Groups of at most so many levels hardly determine their scale.
 FEW_LEVELS = 5
-#: A scale that a small bias of many effects shifts by more of its standard deviations is named.
-MAX_SHIFT = 0.25
 
 #: Columns of ArviZ's summary that presume independent chains, and their replacements for interacting particles.
 OF_ENSEMBLES: dict[str, Callable] = {

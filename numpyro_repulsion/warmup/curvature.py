@@ -154,7 +154,12 @@ def particle_mean(x: np.ndarray) -> np.ndarray:
 
 
 def estimate_curvature(
-    rng: Generator, u: np.ndarray, width: np.ndarray | float, gradients: Gradients, orders: Sequence[int], mixes: bool = True
+    rng: Generator,
+    u: np.ndarray,
+    width: np.ndarray | float,
+    gradients: Gradients,
+    orders: Sequence[int],
+    mixes: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Estimate the curvature by power iteration on gradient differences, and the gradient noise from their midpoints.
 
@@ -252,20 +257,24 @@ def noise_by_coordinate(rng: Generator, u: np.ndarray, gradients: Gradients, num
 
 
 def collective_shift(
-    rng: Generator, u: np.ndarray, sds: np.ndarray, gradients: Gradients, num_minibatches: int = 2
+    rng: Generator, u: np.ndarray, sds: np.ndarray, noise: np.ndarray, gradients: Gradients, num_minibatches: int = 2
 ) -> np.ndarray:
-    """Return by how many of its standard deviations a mean moves for each unit of a relative inflation of all variances,
-    for the coordinate that moves most; less what may be chance.
+    """Return by how many of its standard deviations a mean moves for each unit of the mean inflation of variances by
+    noise, for the coordinate that moves most; less what may be chance.
 
-    The mean of coordinate j moves by ½ Σ Δᵢ ∂ⱼ Hᵢᵢ for inflations Δᵢ. For thousands of effects, which have the same
-    scale, these add up.
+    Inflations Δᵢ of the variances move the mean of coordinate j by ½ Σ Δᵢ ∂ⱼ Hᵢᵢ. For thousands of effects, which have
+    the same scale, these add up.
 
     :param u: particles, ``(G, L, d)``.
     :param sds: the standard deviations of the coordinates, ``(d,)``.
+    :param noise: the variances of the noise along them, to which the relative inflations are proportional, ``(d,)``.
     """
-    found = []
+    if not noise.any():
+        return np.zeros(())
+    # A single coordinate does not leave the region of the particles.
+    lengths, found = sds * np.minimum(np.sqrt(noise / noise.mean()), 1.0 / WIDTH), []
     for _ in range(num_minibatches):
-        seed, offset = draw_seed(rng), WIDTH * sds * signs(rng, u.shape, u.dtype)
+        seed, offset = draw_seed(rng), WIDTH * lengths * signs(rng, u.shape, u.dtype)
         plus, middle, minus = gradients([(seed, u + side * offset, 0) for side in (1.0, 0.0, -1.0)])
         found.append((plus - 2.0 * middle + minus) * sds / (2.0 * WIDTH**2))
     shifts = np.concatenate(found).reshape(-1, u.shape[-1]).astype(np.float64)

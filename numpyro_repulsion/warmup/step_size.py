@@ -7,6 +7,7 @@ import numpy as np
 from numpy.random import Generator
 
 from numpyro_repulsion.dynamics import Cloud
+from numpyro_repulsion.findings import MAX_SHIFT
 from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import (
     UNKNOWN,
@@ -21,7 +22,7 @@ from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 
 #: By how many of its standard deviations the bias of many effects may move their scale.
-MAX_SHIFT = 0.1
+SHIFT = 0.1
 
 
 def update_reference(rng: Generator, window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> Found:
@@ -126,17 +127,25 @@ def _stats(warmup, noise, spread, coupling, sampler):
     return summarize_curvature(warmup.measurements, noise, spread, coupling, sampler.dynamics, shared, plan.sweep)
 
 
-def _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats):
-    """Return the step whose bias in thousands of effects does not add up to a shift of their scale; else infinity."""
+def _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, needed):
+    """Return the step whose bias in thousands of effects does not add up to a shift of their scale; else infinity.
+
+    :param needed: the step that a short run needs, which may move the scale as far as no finding names it.
+    """
     if window.is_adapting or sampler.plan.kind != "arrow":
         return np.inf
-    points, sds = rescue(rng, cloud.z, warmup.arrival.lost), np.sqrt(warmup.moments.variances())
-    shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), sampler.gradients(warmup))
-    tolerance = sampler.plan.tolerance(error, warmup.order)
-    if tolerance * shift <= MAX_SHIFT:
+    points, gradients = rescue(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
+    noise, sds = (
+        noise_by_coordinate(rng, points, gradients, 4, warmup.order).mean(0),
+        np.sqrt(warmup.moments.variances()),
+    )
+    shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), noise, gradients)
+    if sampler.plan.tolerance(error, warmup.order) * shift <= SHIFT:
         return np.inf
-    # All of them have the mean noise, rather than the largest.
-    return error.max_step_for_bias(MAX_SHIFT / shift, stats._replace(noise=stats.isotropic_noise))
+    # Their bias is that of the mean noise.
+    of_all = stats._replace(noise=stats.isotropic_noise)
+    within, most = (error.max_step_for_bias(limit / shift, of_all) for limit in (SHIFT, MAX_SHIFT))
+    return np.maximum(within, np.minimum(needed, most))
 
 
 def _with_step_size(rng, window, warmup, cloud, sampler):
@@ -167,8 +176,9 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
             typical = np.minimum(typical, 1.0)
         gained = num_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
-    longest = error.max_step_for_bias(tolerance, stats)
+    longest, needed = error.max_step_for_bias(tolerance, stats), np.zeros(())
     if may_be_raised and rule.min_draws:
+        needed = rule.min_draws / draws_per_step
         # Noisy directions were shrunk as far as the least ESS allows, so that their bias, but of no others, exceeds the
         # tolerance. It may be as large as the uncertainty of a variance from so many draws.
         slowest = num_updates * error.relaxation_rate(warmup.scales.noise_shrinkage) / 2.0
@@ -176,7 +186,7 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         longest = np.maximum(longest, np.minimum(rule.min_draws / slowest, uncertain))
     step_size = rule.step_size(
         max_step_for_bias=np.minimum(
-            longest, _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats)
+            longest, _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, needed)
         ),
         # Half the limit of stability at typical particles.
         max_step_for_short_run=np.minimum(

@@ -27,7 +27,9 @@ def test_lengths_and_flags():
     assert clip(clipped, limit)[1].tolist() == [[False, True]]
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(coordinate_limit(5.0), 15.0), (coordinate_limit(0.5), 10.0), (warmup_limit(3.0), 12.0)])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(coordinate_limit(5.0), 15.0), (coordinate_limit(0.5), 10.0), (warmup_limit(3.0), 12.0)]
+)
 def test_noisy_coordinates_may_be_longer(limit, expected):
     sizes = expected * jnp.array([0.99, 1.01])
     gradient = jnp.zeros((1, 2, 5)).at[0, :, 0].set(-sizes)

@@ -278,8 +278,16 @@ def test_inflations_of_effects_add_up_to_a_shift_of_their_scale(effects):
         return np.concatenate([sd * by_scale, variance**0.5 * (x * np.exp(-2.0 * t) + noise)], -1)
 
     u, sds = np.zeros((1, 4, 1 + effects), np.float64), np.ones(1 + effects)
-    found = collective_shift(np.random.default_rng(0), u, sds, gradients_of(gradient))
-    assert found == pytest.approx(variance * effects * sd, rel=(2.0 * WIDTH * sd) ** 2)
+
+    def shift(noise):
+        return collective_shift(np.random.default_rng(0), u, sds, noise, gradients_of(gradient))
+
+    exact, rel = variance * effects * sd, (2.0 * WIDTH * sd) ** 2
+    assert shift(sds) == pytest.approx(exact * effects / (1 + effects), rel=rel + 1 / effects)
+    # Noise of the same mean in a quarter of the effects moves the scale as much, and noise of the scale itself does not.
+    quarter = np.where(np.arange(1 + effects) % 4 == 1, 1.0, 0.0)
+    assert shift(quarter) == pytest.approx(exact, rel=4 * rel + 2 / effects)
+    assert shift(1.0 - np.sign(np.arange(1 + effects))) < exact / 10 and shift(np.zeros(1 + effects)) == 0.0
 
 
 def test_factors_are_pooled_as_far_as_halves_disagree():
