@@ -159,8 +159,8 @@ def _arrow(rng, window, warmup, cloud, sampler):
 def pooled_factors(halves, units):
     """Return factors for the coordinates from those of two halves of the particles, ``(2, d)``.
 
-    Of thousands of units some are noisy only because one particle is far from the reference there. A unit's factor is its
-    own as far as the halves agree on which units are noisy, and otherwise that of all units.
+    Of thousands of units some are noisy only because one particle is far from the reference there. A unit's factor is
+    its own as far as the halves agree on which units are noisy, and otherwise that of all units.
     """
     rest, own = units.split(halves)
     logs = np.log(own)
@@ -213,8 +213,8 @@ def _num_for_curvature(dimension, cloud, sampler, rank=None):
 
 
 def allowed_noise(window, warmup, cloud, sampler):
-    """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows, and by
-    what factor a coordinate may be shrunk: to the least ESS of the rule, for a run as long as its warmup."""
+    """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows, and
+    by what factor a coordinate may be shrunk: to the least ESS of the rule, for a run as long as its warmup."""
     error, rule = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth)), sampler.plan.rule
     curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
     tolerance = sampler.plan.tolerance(error, warmup.order)

@@ -20,7 +20,6 @@ from numpyro_repulsion.warmup.curvature import (
 from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState, num_particle_updates
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
-
 #: By how many of its standard deviations the bias of many effects may move their scale.
 SHIFT = 0.1
 
