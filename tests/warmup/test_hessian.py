@@ -284,7 +284,7 @@ def test_inflations_of_effects_add_up_to_a_shift_of_their_scale(effects):
 
     exact, rel = variance * effects * sd, (2.0 * WIDTH * sd) ** 2
     assert shift(sds) == pytest.approx(exact * effects / (1 + effects), rel=rel + 1 / effects)
-    # Noise of the same mean in a quarter of the effects moves the scale as much, and noise of the scale itself does not.
+    # Noise of the same mean in a quarter of the effects moves the scale as much; noise of the scale itself does not.
     quarter = np.where(np.arange(1 + effects) % 4 == 1, 1.0, 0.0)
     assert shift(quarter) == pytest.approx(exact, rel=4 * rel + 2 / effects)
     assert shift(1.0 - np.sign(np.arange(1 + effects))) < exact / 10 and shift(np.zeros(1 + effects)) == 0.0

@@ -143,7 +143,10 @@ def test_noise_of_one_particle_is_not_that_of_the_cloud():
 
     def noise(particles, **kwargs):
         u = np.zeros((1, particles, 200), np.float32)
-        gradients = lambda cases: (own[:particles] * numbers(number, u.shape) for number, *_ in cases)
+
+        def gradients(cases):
+            return (own[:particles] * numbers(number, u.shape) for number, *_ in cases)
+
         return estimate_curvature(generator(), u, 0.2, gradients, [0], **kwargs)[1][0, 0]
 
     assert abs(noise(20) - 1) < 4.5 * (2 / 120) ** 0.5
