@@ -134,10 +134,8 @@ def _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, needed
     if window.is_adapting or sampler.plan.kind != "arrow":
         return np.inf
     points, gradients = rescue(rng, cloud.z, warmup.arrival.lost), sampler.gradients(warmup)
-    noise, sds = (
-        noise_by_coordinate(rng, points, gradients, 4, warmup.order).mean(0),
-        np.sqrt(warmup.moments.variances()),
-    )
+    noise = noise_by_coordinate(rng, points, gradients, 4, warmup.order).mean(0)
+    sds = np.sqrt(warmup.moments.variances())
     shift = collective_shift(rng, points, np.where(np.isfinite(sds), sds, 1.0), noise, gradients)
     if sampler.plan.tolerance(error, warmup.order) * shift <= SHIFT:
         return np.inf
