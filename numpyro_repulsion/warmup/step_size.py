@@ -175,12 +175,14 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
     longest, needed = error.max_step_for_bias(tolerance, stats), np.zeros(())
     if may_be_raised and rule.min_draws:
-        needed = rule.min_draws / draws_per_step
+        # Of n effective draws in all, R-hat of L particles is about √(1 + 2L/n): 1.05 for 20 of each.
+        needed = np.maximum(rule.min_draws, 20.0 * cloud.potential_energy.size) / draws_per_step
         # Noisy directions were shrunk as far as the least ESS allows, so that their bias, but of no others, exceeds the
         # tolerance. It may be as large as the uncertainty of a variance from so many draws.
         slowest = num_updates * error.relaxation_rate(warmup.scales.noise_shrinkage) / 2.0
-        uncertain = error.max_step_for_bias((2.0 / rule.min_draws) ** 0.5, stats)
-        longest = np.maximum(longest, np.minimum(rule.min_draws / slowest, uncertain))
+        uncertain = error.max_step_for_bias(max(rule.uncertainty, tolerance), stats)
+        of_curvature = error.max_step_for_bias(tolerance, stats._replace(noise=0.0 * stats.noise))
+        longest = np.maximum(longest, np.minimum(rule.min_draws / slowest, np.minimum(uncertain, of_curvature)))
     step_size = rule.step_size(
         max_step_for_bias=np.minimum(
             longest, _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, needed)
