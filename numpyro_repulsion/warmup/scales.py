@@ -231,6 +231,7 @@ class AllowedNoise(NamedTuple):
 
     @staticmethod
     def of(window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> AllowedNoise:
+        """Return that at the end of a window."""
         error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
         rule = sampler.plan.rule or BiasBudget()
         curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
