@@ -70,11 +70,6 @@ class BiasBudget:
             return 0.01 if is_second_order else 0.05
         return self.tolerance
 
-    @property
-    def uncertainty(self) -> float:
-        """The relative standard error of a variance from `min_draws` draws."""
-        return (2.0 / self.min_draws) ** 0.5 if self.min_draws else 0.0
-
     def step_size(
         self,
         max_step_for_bias: jax.Array,

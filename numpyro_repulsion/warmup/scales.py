@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ from numpy.random import Generator
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats
 from numpyro_repulsion.gradients import ArrowRoot
 from numpyro_repulsion.rounding import cholesky, eigh
-from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.arrival import rescue
 from numpyro_repulsion.warmup.curvature import (
     draw_seed,
@@ -22,7 +20,7 @@ from numpyro_repulsion.warmup.curvature import (
     noise_by_coordinate,
 )
 from numpyro_repulsion.warmup.preconditioner import Moments, Preconditioner, inverse_root
-from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState, num_particle_updates
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 #: The smallest curvature, relative to those along the coordinates; smaller ones are noise.
@@ -74,7 +72,7 @@ def _whitened(rng, window, warmup, cloud, sampler):
     scale, factor = whitening(weight * hessian + (1.0 - weight) * np.eye(dimension, dtype=hessian.dtype)), 1.0
     if covariance.any():
         further, factor = shrink_noisy_directions(
-            scale.T @ covariance @ scale, num_pairs * num_independent, AllowedNoise.of(window, warmup, cloud, sampler)
+            scale.T @ covariance @ scale, num_pairs * num_independent, _allowed_noise(warmup, cloud, sampler)
         )
         scale = scale @ further
     warmup, cloud = _changed(warmup, cloud, Preconditioner(scale, warmup.moments.position))
@@ -147,9 +145,8 @@ def _arrow(rng, window, warmup, cloud, sampler):
             trial, y = scaled(change)
             noise = noise_by_coordinate(rng, y, sampler.gradients(trial), 50, warmup.order)
             # Each noisy coordinate by itself takes shorter steps, rather than all.
-            allowed = AllowedNoise.of(window, warmup, cloud, sampler)
-            ratios = pooled_factors(np.maximum(noise / allowed.tolerated, 1.0), change.root.units)
-            factors = allowed.factors(ratios)
+            allowed = _allowed_noise(warmup, cloud, sampler)
+            factors = pooled_factors(np.maximum(noise / allowed, 1.0), change.root.units)
             factors /= factors.min()
             factor = factors.max()
             change = change._replace(root=change.root.scaled(factors**-0.5))
@@ -215,44 +212,22 @@ def _num_for_curvature(dimension, cloud, sampler, rank=None):
     return num_for_curvature(dimension, rows if sampler.plan.is_noisy else 0, rank)
 
 
-class AllowedNoise(NamedTuple):
-    """How much gradient noise a whitened coordinate may have.
+def _allowed_noise(warmup, cloud, sampler):
+    """Return the gradient noise whose bias is within the tolerance at the longest step that the curvature allows."""
+    error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
+    curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
+    tolerance = sampler.plan.tolerance(error, warmup.order)
 
-    - **tolerated** - the variance whose bias is within the tolerance at the longest step that the curvature allows.
-    - **most** - the factor by which coordinates with more may be shrunk: to the least ESS of the rule, for a run as
-      long as its warmup.
-    - **excess** - beyond that factor they may have so many times the tolerated noise: as much as makes the bias of a
-      variance the uncertainty of one from draws of that ESS.
-    """
+    def longest(curvature, noise):
+        return error.max_step_for_bias(tolerance, CurvatureStats(curvature, curvature, noise))
 
-    tolerated: float
-    most: float = np.inf
-    excess: float = 1.0
-
-    @staticmethod
-    def of(window: Window, warmup: WarmupState, cloud: Cloud, sampler: Sampler) -> AllowedNoise:
-        """Return that at the end of a window."""
-        error = sampler.dynamics.step_error(sampler.couple(cloud.z, warmup.bandwidth))
-        rule = sampler.plan.rule or BiasBudget()
-        curvature = np.maximum(warmup.measurements.high_curvature, 1.0)
-        tolerance = sampler.plan.tolerance(error, warmup.order)
-
-        def longest(curvature, noise):
-            return error.max_step_for_bias(tolerance, CurvatureStats(curvature, curvature, noise))
-
-        step_size = longest(curvature, 0.0)
-        remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
-        tiny = np.finfo(cloud.z.dtype).eps
-        # The noise of second order grows with the fourth power of distances. With covariates of heavy tails it exceeded
-        # in its largest direction by a factor of 3 what one cloud shows.
-        tolerated = longest(tiny, 1.0) / step_size / remaining / (3.0 if warmup.order == 2 else 1.0)
-        draws = step_size * error.relaxation_rate(np.ones(())) * num_particle_updates(window, cloud, sampler) / 2.0
-        most = np.maximum(draws / rule.min_draws, 1.0) if rule.min_draws else np.inf
-        return AllowedNoise(tolerated, most, max(rule.uncertainty / tolerance, 1.0))
-
-    def factors(self, ratio: np.ndarray) -> np.ndarray:
-        """Return by what factors variances grow, of coordinates whose noise is in this ratio to the tolerated one."""
-        return np.maximum(np.minimum(ratio, np.maximum(self.most, ratio / self.excess)), 1.0)
+    step_size = longest(curvature, 0.0)
+    remaining = error.remaining_noise(step_size, CurvatureStats(curvature, curvature, 1.0, 0.0, sampler.plan.sweep))
+    tiny = np.finfo(cloud.z.dtype).eps
+    # The noise of second order grows with the fourth power of distances. With covariates of heavy tails it exceeded in
+    # its largest direction by a factor of 3 what one cloud shows. Directions that are allowed more, so that a short run
+    # mixes, send particles far off, where they have still more.
+    return longest(tiny, 1.0) / step_size / remaining / (3.0 if warmup.order == 2 else 1.0)
 
 
 def _changed(warmup, cloud, change):
@@ -343,7 +318,7 @@ def whitening(curvature: np.ndarray) -> np.ndarray:
     return _root(np.outer(unit, unit) * (vectors / values @ vectors.T), unit)
 
 
-def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: AllowedNoise) -> tuple[np.ndarray, float]:
+def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: float) -> tuple[np.ndarray, float]:
     """Return S, lower triangular, that rescales noisy directions until their gradient noise is at most the allowed one.
 
     The bias of a step is largest along the direction with the most noise, and would limit the step of all. Only the
@@ -351,7 +326,7 @@ def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: All
 
     :param covariance: that of the gradient noise in whitened coordinates, ``(d, d)``.
     :param num_draws: the number of draws that it was estimated from.
-    :param allowed: the noise that needs no factor.
+    :param allowed: the largest variance tolerated at the longest stable step.
     :return: S, and the largest factor by which a variance grows in the new coordinates.
     """
     values, vectors = eigh(covariance)
@@ -361,7 +336,7 @@ def shrink_noisy_directions(covariance: np.ndarray, num_draws: int, allowed: All
     spread = (num_draws + 1 - 2 / dimension) * (square - total**2 / dimension)
     share = min(1.0, ((1 - 2 / dimension) * square + total**2) / spread) if spread > 0 else 1.0
     values = (1.0 - share) * values + share * total / dimension
-    factor = allowed.factors(values / allowed.tolerated)
+    factor = np.maximum(values / allowed, 1.0)
     factor = factor / factor.min()
     return _root(vectors / factor @ vectors.T, np.ones_like(values)), factor.max()
 

@@ -390,11 +390,6 @@ class Sampler(Protocol):
         """Return the cloud with what its dynamics carries adapted to a step."""
 
 
-def num_particle_updates(window: Window, cloud: Cloud, sampler: Sampler) -> float:
-    """Return how many updates of single particles a run as long as its warmup makes."""
-    return float(cloud.potential_energy.size * sampler.num_steps * window.timetable.num_warmup)
-
-
 Found = tuple[WarmupState, Cloud]
 #: ``(rng, window, warmup, cloud, sampler) -> (warmup, cloud)``, at the end of each window, on arrays of the host.
 Learner = Callable[[Generator, Window, WarmupState, Cloud, Sampler], Found]

@@ -17,7 +17,7 @@ from numpyro_repulsion.warmup.curvature import (
     noise_by_coordinate,
     summarize_curvature,
 )
-from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState, num_particle_updates
+from numpyro_repulsion.warmup.state import Found, Sampler, WarmupState
 from numpyro_repulsion.warmup.windows import FREEZE, Window
 
 #: By how many of its standard deviations the bias of many effects may move their scale.
@@ -157,8 +157,8 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
     rule = plan.rule
     error = dynamics.step_error(coupling)
     tolerance = plan.tolerance(error, warmup.order)
-    num_updates = num_particle_updates(window, cloud, sampler)
-    draws_per_step = num_updates * error.relaxation_rate(spread) / 2.0
+    num_particle_updates = float(cloud.potential_energy.size * sampler.num_steps * window.timetable.num_warmup)
+    draws_per_step = num_particle_updates * error.relaxation_rate(spread) / 2.0
     # Only jumps move particles between basins, so a longer step gains no draws there. With minibatches, a longer step
     # must gain draws in most coordinates, because its bias is in all of them; and a cloud that has just arrived is too
     # wide, which would make the run look short.
@@ -171,22 +171,13 @@ def _with_step_size(rng, window, warmup, cloud, sampler):
         if window.is_prolonged:
             # Most of the spread of networks is between modes, which no step crosses.
             typical = np.minimum(typical, 1.0)
-        gained = num_updates * error.relaxation_rate(typical) / 2.0
+        gained = num_particle_updates * error.relaxation_rate(typical) / 2.0
     may_be_raised = dynamics.is_sampler and not plan.has_moves and not gains_none
-    longest, needed = error.max_step_for_bias(tolerance, stats), np.zeros(())
-    if may_be_raised and rule.min_draws:
-        # Of n effective draws in all, R-hat of L particles is about √(1 + 2L/n): 1.05 for 20 of each.
-        needed = np.maximum(rule.min_draws, 20.0 * cloud.potential_energy.size) / draws_per_step
-        # Noisy directions were shrunk as far as the least ESS allows, so that their bias, but of no others, exceeds the
-        # tolerance. It may be as large as the uncertainty of a variance from so many draws.
-        slowest = num_updates * error.relaxation_rate(warmup.scales.noise_shrinkage) / 2.0
-        uncertain = error.max_step_for_bias(max(rule.uncertainty, tolerance), stats)
-        of_curvature = error.max_step_for_bias(tolerance, stats._replace(noise=0.0 * stats.noise))
-        longest = np.maximum(longest, np.minimum(rule.min_draws / slowest, np.minimum(uncertain, of_curvature)))
+    # Of n effective draws in all, R-hat of L particles is about √(1 + 2L/n): 1.05 for 20 of each.
+    draws = np.maximum(rule.min_draws, 20.0 * cloud.potential_energy.size) if may_be_raised and rule.min_draws else 0.0
+    sums = _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, draws / draws_per_step)
     step_size = rule.step_size(
-        max_step_for_bias=np.minimum(
-            longest, _max_step_for_sums(rng, window, warmup, cloud, sampler, error, stats, needed)
-        ),
+        max_step_for_bias=np.minimum(error.max_step_for_bias(tolerance, stats), sums),
         # Half the limit of stability at typical particles.
         max_step_for_short_run=np.minimum(
             error.stability_limit(stats._replace(largest=stats.curvature)) / 2.0,

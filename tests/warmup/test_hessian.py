@@ -1,14 +1,9 @@
 """Curvature and gradient noise over the cloud, and the scales that follow from them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from numpyro_repulsion import BiasBudget
-from numpyro_repulsion.dynamics import Overdamped
 from numpyro_repulsion.gradients import Units
-from numpyro_repulsion.interactions import Coupling
 from numpyro_repulsion.warmup import Preconditioner
 from numpyro_repulsion.warmup.curvature import (
     NUM_PROBES,
@@ -20,7 +15,6 @@ from numpyro_repulsion.warmup.curvature import (
     signs,
 )
 from numpyro_repulsion.warmup.scales import (
-    AllowedNoise,
     extremes,
     num_for_curvature,
     num_noise_pairs,
@@ -30,7 +24,7 @@ from numpyro_repulsion.warmup.scales import (
     wide_direction,
 )
 
-DIMENSION, EULER = 6, Overdamped("euler")
+DIMENSION = 6
 
 
 def gradients_of(gradient):
@@ -172,11 +166,11 @@ def test_the_noise_is_measured():
 def test_only_noisy_directions_are_shrunk():
     covariance = np.diag([0.1, 0.5, 2.0, 8.0])
     many = 10**7
-    scale, factor = shrink_noisy_directions(covariance, many, AllowedNoise(0.5))
+    scale, factor = shrink_noisy_directions(covariance, many, 0.5)
     np.testing.assert_allclose(np.diag(scale.T @ covariance @ scale), [0.1, 0.5, 0.5, 0.5], rtol=1e-5)
     np.testing.assert_allclose(factor, 16.0, rtol=1e-5)
     # Noise that is the same everywhere limits all directions alike.
-    scale, factor = shrink_noisy_directions(100.0 * np.eye(3), many, AllowedNoise(0.5))
+    scale, factor = shrink_noisy_directions(100.0 * np.eye(3), many, 0.5)
     np.testing.assert_allclose(scale, np.eye(3), rtol=1e-5)
     np.testing.assert_allclose(factor, 1.0, rtol=1e-5)
 
@@ -185,11 +179,11 @@ def test_equal_noise_known_from_few_draws_is_not_shrunk():
     dimension, number = 50, 160
     draws = 10.0 * normal(0, (number, dimension))
     covariance = draws.T @ draws / number
-    assert shrink_noisy_directions(covariance, 10**7, AllowedNoise(0.5))[1] > 5.0  # taken at its word
-    assert shrink_noisy_directions(covariance, number, AllowedNoise(0.5))[1] < 1.3
+    assert shrink_noisy_directions(covariance, 10**7, 0.5)[1] > 5.0  # taken at its word
+    assert shrink_noisy_directions(covariance, number, 0.5)[1] < 1.3
     # What stands out from it still is.
     draws[:, 0] *= 10.0
-    scale, factor = shrink_noisy_directions(draws.T @ draws / number, number, AllowedNoise(0.5))
+    scale, factor = shrink_noisy_directions(draws.T @ draws / number, number, 0.5)
     assert scale[0, 0] < 0.2 * np.diag(scale)[1:].min() and factor > 30.0
 
 
@@ -308,27 +302,3 @@ def test_factors_are_pooled_as_far_as_halves_disagree():
     # All by themselves would differ from the true ones by more.
     found = np.log(pooled(different, 1.0)[3:])
     assert (found - np.log(different)).std() < 0.95 * 0.5**0.5
-
-
-def test_coordinates_are_shrunk_as_far_as_the_least_ess_allows():
-    def allowed(num_warmup, **rule):
-        """The allowed noise for a curvature of 2 at most."""
-        window = SimpleNamespace(timetable=SimpleNamespace(num_warmup=num_warmup))
-        warmup = SimpleNamespace(bandwidth=0.0, measurements=SimpleNamespace(high_curvature=2.0), order=0)
-        cloud = SimpleNamespace(z=np.zeros((1, 20, 3), np.float32), potential_energy=np.zeros((1, 20)))
-        plan = SimpleNamespace(rule=BiasBudget(**rule), tolerance=lambda *_: 0.05, sweep=None)
-        coupling = Coupling(None, 0.0, None, 1.0, diagonal=1.0)
-        sampler = SimpleNamespace(dynamics=EULER, couple=lambda *_: coupling, plan=plan, num_steps=10)
-        return AllowedNoise.of(window, warmup, cloud, sampler)
-
-    longest, found = 2 * 0.05 / 1.05 / 2.0, allowed(1000)
-    assert found.tolerated == pytest.approx(2 * 0.05 / 1.05 / longest)
-    # 200,000 updates of single particles, and a relaxation rate of 1.
-    assert found.most == pytest.approx(longest * 200_000 / 2 / 200)
-    # A variance from 200 draws is uncertain by a tenth.
-    assert found.excess == pytest.approx(0.1 / 0.05)
-    assert allowed(1000, min_draws=50.0).most == pytest.approx(4 * found.most)
-    assert allowed(2000).most == pytest.approx(2 * found.most)
-    assert allowed(10).most == 1.0 and allowed(10, min_draws=0.0)[1:] == (np.inf, 1.0)
-    factors = AllowedNoise(0.5, most=10.0, excess=2.0).factors(np.array([0.1, 5.0, 15.0, 50.0]))
-    np.testing.assert_allclose(factors, [1.0, 5.0, 10.0, 25.0])
