@@ -296,8 +296,9 @@ def _variances(rng, gradients, mixes):
     """Return the variance of gradients ``(times, G, L, d)`` about each particle's mean: the largest, and the mean; and
     what the farthest coordinate of one gradient in ten reaches."""
     times, dimension = len(gradients) // 2, gradients.shape[-1]
-    known = np.where(np.isfinite(gradients).all(-1, keepdims=True), gradients, 0.0)
-    known = known.reshape(2, times, -1, dimension)
+    known = gradients.reshape(2, times, -1, dimension)
+    # A particle with gradients that are not finite has no noise, rather than that of zeros among the others.
+    known = np.where(np.isfinite(known).all((1, 3), keepdims=True), known, 0.0)
     # Subtract the mean of each half: a common mean would correlate the halves negatively.
     deviations = known - known.mean(1, keepdims=True)
     rows, middle = 2 * known.shape[2] * (times - 1), known.shape[2] // 2

@@ -95,6 +95,17 @@ def test_curvature_is_absolute_and_leaves_out_what_is_not_finite():
     assert (found < 0).tolist() == [False, False, True, False, False, False]
     assert found.max() == exact and np.isfinite(noise).all()
 
+    # Nor is there noise if a gradient is finite on some minibatches only.
+    minibatches = iter(range(100))
+
+    def sometimes(cases):
+        is_broken = next(minibatches) % 3 == 0
+        for gradient in linear(PRECISION)(cases):
+            gradient[:, 2] = np.nan if is_broken else gradient[:, 2]
+            yield gradient + 100.0
+
+    assert estimate_curvature(generator(), u, 0.2, sometimes, [0])[1][0, 0] < 1e-3
+
 
 @pytest.mark.parametrize("orders", [[0, 1], [1, 0]])
 def test_noise_is_the_largest_variance_of_the_gradient(orders):
