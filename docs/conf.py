@@ -31,6 +31,8 @@ os.environ.pop("MPLBACKEND", None)
 nb_execution_mode = "cache"
 nb_execution_cache_path = os.path.join(os.path.dirname(__file__), "_build", ".jupyter_cache")
 nb_execution_timeout = 600
+# Pages of these show the outputs that their notebooks store.
+nb_execution_excludepatterns = [f"{name}.ipynb" for name in os.environ.get("STORED_NOTEBOOKS", "").split()]
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 

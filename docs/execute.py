@@ -2,7 +2,8 @@
 
 Sphinx recognizes a notebook by its code, not by its path. Nothing is kept from one call to the next: the pages always
 show the outputs of the present code. With ``--store`` the notebooks get these outputs too, cleaned and small, and
-docs/_static/gallery one thumbnail for each notebook (see docs/stored_outputs.py).
+docs/_static/gallery one thumbnail for each notebook (see docs/stored_outputs.py). Notebooks that the environment variable
+STORED_NOTEBOOKS names are not executed, unless they are asked for; their pages show the outputs that they store.
 
     python docs/execute.py [--store] [names of notebooks ...]
 """
@@ -45,7 +46,8 @@ def main(names, *, stored=False):
     notebooks = sorted(NOTEBOOKS.glob("*.ipynb"))
     if unknown := set(names) - {path.stem for path in notebooks}:
         raise SystemExit(f"No notebook is called {', '.join(sorted(unknown))}.")
-    notebooks = [path for path in notebooks if not names or path.stem in names]
+    stored_already = os.environ.get("STORED_NOTEBOOKS", "").split()
+    notebooks = [path for path in notebooks if (path.stem in names if names else path.stem not in stored_already)]
     # Notebooks show their figures whatever backend the shell chose.
     os.environ.pop("MPLBACKEND", None)
     shutil.rmtree(CACHE, ignore_errors=True)

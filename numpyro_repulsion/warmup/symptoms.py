@@ -33,8 +33,8 @@ class Widest(NamedTuple):
     - **pull** - how fast mean gradients grow with the distance between particles, compared with those of one particle:
       1 in a common Gaussian basin, however slow particles are, and 0 in separate ones; plus errors.
     - **least_pull** - how fast mean gradients grow with that distance; less errors.
-    - **gap** - the largest distance between the means of neighboring particles, in units of the standard deviation of
-      one particle over time.
+    - **gap** - the largest distance between the means of neighboring particles, beyond that by chance in one wide basin,
+      in units of the standard deviation of one particle over time.
     """
 
     variance: Float[AnyArray, ""]
@@ -138,10 +138,7 @@ class Symptoms(NamedTuple):
         """Store the statistics of the window, and start the next one along a direction in which positions vary more."""
         p, squared, q, product = self.along / max(float(self.length), 1.0)
         own, variance = np.mean(squared - p**2), np.mean(squared) - np.mean(p) ** 2
-        # At least two particles on each side, because a single one may be in the neck of a funnel.
-        gaps = np.diff(np.sort(p))
-        gaps = gaps[1:-1] if len(p) > 3 else gaps
-        gap = gaps.max() if len(p) > 1 else np.zeros_like(variance)
+        gap = _gap(np.sort(p)) if len(p) > 1 else np.zeros_like(variance)
 
         def over(a, b):
             return np.where(b > 0, a / np.where(b > 0, b, 1.0), 0.0)
@@ -208,6 +205,16 @@ class Symptoms(NamedTuple):
     @property
     def _means(self):
         return self.powers / max(float(self.number), 1.0)
+
+
+def _gap(p):
+    """Return the largest gap between sorted positions, beyond that between as many in one wide basin."""
+    gaps = np.diff(p)
+    # At least two particles on each side, because a single one may be in the neck of a funnel.
+    inner = gaps[1:-1] if len(p) > 3 else gaps
+    # Of n distances between random points the largest is about log₂ n medians. Each particle may be in a basin of its own.
+    typical = np.median(gaps) if len(p) > 3 else 0.0
+    return np.maximum(typical, inner.max() - typical * np.log2(len(p)))
 
 
 def _num_blocks(dimension):
