@@ -21,6 +21,7 @@ from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_
 from numpyro.primitives import Messenger
 
 from numpyro_repulsion.gradients.all_rows import check_indices
+from numpyro_repulsion.gradients.local import Integrated, local_plates
 from numpyro_repulsion.gradients.location_scale import (
     Products,
     Translations,
@@ -459,6 +460,10 @@ class ModelTarget(Target):
 
         def unconstrained():
             sites.update(self._trace({}))
+            if plates := local_plates(sites):
+                self.model = Integrated(self.model, plates)
+                sites.clear()
+                sites.update(self._trace({}))
             self._classify(sites)
             return self._unconstrained(sites), {name: sites[name]["value"] for name in self.discrete}
 
