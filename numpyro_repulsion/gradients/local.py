@@ -1,0 +1,354 @@
+r"""Latent variables of single rows, integrated out of a model, so that its other sites keep their exact posterior.
+
+In a model with a latent variable :math:`u_r` of each row r of a subsampled plate,
+
+.. math::
+    p(\theta, u, y) = p(\theta) \prod_r p(u_r | \theta)\, p(y_r | u_r, \theta),
+
+a minibatch estimates the likelihood of :math:`\theta` from integrals over the latent variables of its own rows alone:
+
+.. math::
+    \log p(y | \theta) \approx \frac{N}{B} \sum_{r \in \text{batch}} \log \int p(u | \theta)\, p(y_r | u, \theta)\, du .
+
+Each integral is adaptive Gauss-Hermite quadrature: its points lie around the mode of the integrand, which Newton's
+method finds, in units of the curvature there. It is exact if row and latent variable are jointly Gaussian.
+
+**References:**
+
+1. *A note on Gauss-Hermite quadrature*, Q. Liu and D. A. Pierce, Biometrika 81, 1994
+2. *Approximations to the log-likelihood function in the nonlinear mixed-effects model*, J. C. Pinheiro and
+   D. M. Bates, Journal of Computational and Graphical Statistics 4, 1995
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Float
+import numpy as np
+
+import numpyro
+from numpyro.distributions import MaskedDistribution, biject_to
+from numpyro.distributions.util import sum_rightmost
+from numpyro.handlers import block, seed, substitute, trace
+from numpyro.infer.gibbs import subsample_plate_sizes
+from numpyro.primitives import _PYRO_STACK, Messenger
+
+from numpyro_repulsion.gradients.minibatch import TakesRows
+
+#: The number of points along each dimension, by the number of dimensions.
+NUM_POINTS = {1: 15, 2: 7, 3: 5}
+#: The longest step of Newton's method, in standard deviations of the curvature, and the largest number of steps.
+LONGEST, MAX_STEPS = 4.0, 50
+#: A mode is found once a step is shorter, in the same units.
+CLOSE = 1e-2
+
+#: ``u -> log p(u, y_r | θ)`` of each row r: from ``(B, k)`` to ``(B,)``.
+LogDensity = Callable[[Float[Array, "B k"]], Float[Array, " B"]]
+
+
+class LocalSite(NamedTuple):
+    """A latent site inside of a subsampled plate.
+
+    - **shape** - that of its unconstrained values, for the rows of one minibatch.
+    - **axis** - that of the plate.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+
+    def by_row(self, u: Array) -> Float[Array, "B k"]:
+        return jnp.moveaxis(u, self.axis, 0).reshape(self.shape[self.axis], -1)
+
+    def of_rows(self, u: Float[Array, "B k"]) -> Array:
+        rows, *rest = self.shape[self.axis], *self.shape[: self.axis], *self.shape[self.axis + 1 :]
+        return jnp.moveaxis(u.reshape(rows, *rest), 0, self.axis)
+
+
+def local_plates(sites: Mapping[str, dict]) -> frozenset[str]:
+    """Return the subsampled plates that contain continuous latent sites."""
+    plates = subsample_plate_sizes(sites)
+    return frozenset(
+        frame.name
+        for site in sites.values()
+        if site["type"] == "sample" and not site["is_observed"] and not site["fn"].support.is_discrete
+        for frame in site["cond_indep_stack"]
+        if frame.name in plates
+    )
+
+
+class _Outside(Messenger):
+    """Hides all sites inside of some plates, and records what is outside.
+
+    - **known** - the values of the sites outside, and the rows of all plates.
+    - **sizes** - the sizes of all plates.
+    - **plates** - the plates with hidden sites, by name.
+    - **latent** - the latent sites inside, by plate and name.
+    """
+
+    def __init__(self, plates: frozenset[str], fill: float = 0.0):
+        super().__init__(None)
+        self.names, self.fill = plates, fill
+        self.known: dict[str, Any] = {}
+        self.sizes: dict[str, int] = {}
+        self.plates: dict[str, numpyro.plate] = {}
+        self.latent: dict[str, dict[str, LocalSite]] = {}
+
+    def process_message(self, msg):
+        if msg["type"] == "prng_key":
+            raise ValueError(
+                f"The model draws random numbers by numpyro.prng_key(), and the latent sites {_sites(self.latent)} lie "
+                "inside of a subsampled plate: they cannot be integrated out of a random likelihood. Move them out of "
+                "the plate and index them, or drop `subsample_size`."
+            )
+        around = [frame for frame in msg.get("cond_indep_stack", ()) if frame.name in self.names]
+        if not around or msg["type"] not in ("sample", "deterministic"):
+            return
+        msg["stop"] = True
+        if msg["type"] == "deterministic":
+            return
+        frame, *others = around
+        _check_site(msg, frame.name, [*others, *self._other_subsampled(frame.name)])
+        if frame.name not in self.plates:
+            (self.plates[frame.name],) = (x for x in _plates() if x.name == frame.name)
+        if not msg["is_observed"]:
+            site = self.latent.setdefault(frame.name, {})[msg["name"]] = _local_site(msg, frame)
+            msg["value"] = biject_to(msg["fn"].support)(jnp.full(site.shape, self.fill, float))
+
+    def postprocess_message(self, msg):
+        if msg["type"] in ("sample", "param", "mutable", "plate") and not msg.get("stop"):
+            self.known[msg["name"]] = msg["value"]
+        if msg["type"] == "plate":
+            self.sizes[msg["name"]] = msg["args"][0]
+
+    @staticmethod
+    def _other_subsampled(name):
+        return [x for x in _plates() if x.name != name and x.subsample_size < x.size]
+
+
+def _plates():
+    return [handler for handler in _PYRO_STACK if isinstance(handler, numpyro.plate)]
+
+
+def _fixed(x):
+    # Rows stay the same objects, by which devices know them.
+    return lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+
+def _sites(latent):
+    return sorted(itertools.chain(*latent.values()))
+
+
+def _local_site(msg, frame):
+    fn = msg["fn"]
+    shape = jax.eval_shape(biject_to(fn.support).inv, jax.ShapeDtypeStruct(fn.shape(), jnp.result_type(float))).shape
+    return LocalSite(shape, len(fn.batch_shape) + frame.dim)
+
+
+def _check_site(msg, plate, others):
+    """Raise ``ValueError`` for a site inside of a plate with latent variables that cannot be integrated out."""
+    name, fn = msg["name"], msg["fn"]
+    if others:
+        raise ValueError(
+            f"The site '{name}' lies inside of the subsampled plates '{plate}' and '{others[0].name}', and the first has "
+            "latent variables of single rows: their integral is not one for each row. Move the latent sites out of the "
+            "plate and index them, or subsample only one of the plates."
+        )
+    if not msg["is_observed"] and fn.support.is_discrete:
+        raise ValueError(
+            f"The discrete latent site '{name}' lies inside of the subsampled plate '{plate}' beside continuous latent "
+            "sites, and particles integrate over one kind only. Marginalize it by hand "
+            "(numpyro.distributions.MixtureSameFamily), or drop `subsample_size`."
+        )
+
+
+class Integrated:
+    """A model without the latent sites inside of some subsampled plates, over which it integrates.
+
+    Each of these plates has one site, a factor with the logarithms of the integrals, in place of all of its own.
+    """
+
+    def __init__(self, model: Callable, plates: frozenset[str], num_points: Mapping[int, int] = NUM_POINTS):
+        self.model, self.plates, self.num_points = model, plates, num_points
+
+    def __call__(self, *args, **kwargs):
+        outside = _Outside(self.plates)
+        with outside:
+            self.model(*args, **kwargs)
+        for name, plate in outside.plates.items():
+            rows = Rowwise(self.model, args, kwargs, outside, name)
+            with plate:
+                found = log_integrals(rows.log_density(), rows.log_density(is_fixed=True), rows.start, self.num_points)
+                numpyro.factor(f"{name}_integrated", found.reshape(-1, *(1,) * (-plate.dim - 1)))
+
+
+class Rowwise:
+    """The rows of a minibatch, given all that a model has outside of their plate."""
+
+    def __init__(self, model, args, kwargs, outside, plate):
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.known, self.plate, self.latent = outside.known, outside.plates[plate], outside.latent.get(plate, {})
+        self.sizes, self.rows = outside.sizes, {name: outside.known[name] for name in outside.sizes}
+
+    @property
+    def start(self) -> Float[Array, "B k"]:
+        """Where Newton's method begins."""
+        return jnp.concatenate([x.by_row(jnp.zeros(x.shape)) for x in self.latent.values()], -1)
+
+    def split(self, u: Float[Array, "B k"]) -> dict[str, Array]:
+        """Return the values of the unconstrained sites."""
+        sizes = [math.prod(x.shape) // x.shape[x.axis] for x in self.latent.values()]
+        parts = jnp.split(u, np.cumsum(sizes)[:-1], -1)
+        return {name: site.of_rows(part) for (name, site), part in zip(self.latent.items(), parts, strict=True)}
+
+    def sites(self, u: Float[Array, "B k"], is_fixed: bool = False) -> dict[str, dict]:
+        """Return all sites of the model with some values of the latent ones.
+
+        :param is_fixed: whether derivatives take what is outside of the plate as constant.
+        """
+        values = self.split(u)
+        known = jax.tree.map(_fixed, self.known) if is_fixed else self.known
+
+        def to_support(site):
+            if site["type"] == "sample" and site["name"] in values:
+                return biject_to(site["fn"].support)(values[site["name"]])
+            return None
+
+        model = substitute(substitute(self.model, data=known), substitute_fn=to_support)
+        with block():
+            return trace(TakesRows(seed(model, random.key(0)), self.rows, self.sizes)).get_trace(*self.args, **self.kwargs)
+
+    def log_density(self, is_fixed: bool = False) -> LogDensity:
+        return lambda u: self._total(self.sites(u, is_fixed), self.split(u))
+
+    def _total(self, sites, values):
+        weight, total = self.plate.size / self.plate.subsample_size, 0.0
+        for name, site in sites.items():
+            if site["type"] != "sample" or not any(x.name == self.plate.name for x in site["cond_indep_stack"]):
+                continue
+            fn, value, dim = site["fn"], site["value"], self.plate.dim
+            found = fn.log_prob(value, site["intermediates"]) if site["intermediates"] else fn.log_prob(value)
+            # The plate multiplies by N / B, which belongs to the logarithm of the integral.
+            found = found if site["scale"] is None else found * (site["scale"] / weight)
+            if name in values:
+                transform, u = biject_to(fn.support), values[name]
+                volume = transform.log_abs_det_jacobian(u, value)
+                found = found + sum_rightmost(volume, volume.ndim - len(fn.batch_shape))
+                if isinstance(fn, MaskedDistribution):
+                    # What is masked has no density, and the integral needs some.
+                    some = -0.5 * sum_rightmost(u**2 + math.log(2 * math.pi), u.ndim - len(fn.batch_shape))
+                    found = jnp.where(fn._mask, found, some)
+            total = total + jnp.moveaxis(found, dim, 0).reshape(found.shape[dim], -1).sum(-1)
+        return total
+
+
+class Around(NamedTuple):
+    """The mode of each row's density, and its curvature ``L D Lᵀ`` there, with columns of L and entries of D."""
+
+    mode: Float[Array, "B k"]
+    lower: list[list[Float[Array, " B"]]]
+    pivots: Float[Array, "B k"]
+
+    def widened(self, x: Float[Array, "*points B k"]) -> Float[Array, "*points B k"]:
+        """Return ``L⁻ᵀ D^(−1/2) x``."""
+        return _backward(self.lower, x / jnp.sqrt(self.pivots))
+
+
+def log_integrals(
+    log_density: LogDensity, fixed: LogDensity, start: Float[Array, "B k"], num_points: Mapping[int, int] = NUM_POINTS
+) -> Float[Array, " B"]:
+    """Return the logarithm of the integral of each row's density.
+
+    :param fixed: the same function without derivatives with respect to anything but ``u``; points do not move then,
+        which leaves derivatives of the integral as exact as the integral.
+    :param start: where the search for modes begins.
+    """
+    dimension = start.shape[-1]
+    points, log_weights = gauss_hermite(dimension, num_points[dimension])
+    around = jax.tree.map(lax.stop_gradient, find_modes(fixed, lax.stop_gradient(start)))
+    nodes = around.mode + around.widened(jnp.asarray(points, start.dtype)[:, None])
+    values = jax.vmap(log_density)(nodes) + jnp.asarray(log_weights, start.dtype)[:, None]
+    return logsumexp(values, 0) - 0.5 * jnp.log(around.pivots).sum(-1)
+
+
+def gauss_hermite(dimension: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return points x ``(K, k)`` and log weights ``(K,)`` with ``Σ w f(x) ≈ ∫ f(x) dx`` for f near exp(−|x|²/2)."""
+    x, w = np.polynomial.hermite_e.hermegauss(number)
+    points = np.array(list(itertools.product(x, repeat=dimension)))
+    weights = np.array(list(itertools.product(np.log(w), repeat=dimension))).sum(-1)
+    return points, weights + 0.5 * (points**2).sum(-1)
+
+
+def find_modes(log_density: LogDensity, start: Float[Array, "B k"]) -> Around:
+    """Return the modes of all rows by Newton's method, with steps that are shortened where they lose density."""
+    dimension = start.shape[-1]
+
+    def expanded(u):
+        value = log_density(u)
+        slope = jax.grad(lambda u: log_density(u).sum())
+        columns = [jax.jvp(slope, (u,), (jnp.zeros_like(u).at[:, i].set(1.0),)) for i in range(dimension)]
+        curvature = [[-column[:, j] for j in range(dimension)] for _, column in columns]
+        lower, pivots = _decomposed(curvature)
+        return u, value, columns[0][0], lower, pivots
+
+    def step_of(found):
+        _, _, slope, lower, pivots = found
+        s = _forward(lower, slope) / jnp.sqrt(pivots)
+        length = jnp.linalg.norm(s, axis=-1)
+        return _backward(lower, s / jnp.sqrt(pivots)), length
+
+    def goes_on(state):
+        number, found, shortened = state
+        return (number < MAX_STEPS) & ((step_of(found)[1] * shortened > CLOSE).any())
+
+    def improve(state):
+        number, found, shortened = state
+        step, length = step_of(found)
+        factor = shortened * jnp.minimum(1.0, LONGEST / jnp.maximum(length, LONGEST))
+        new = expanded(found[0] + factor[:, None] * step)
+        rounding = 10 * jnp.finfo(start.dtype).eps * (1.0 + jnp.abs(found[1]))
+        is_better = new[1] >= found[1] - rounding
+        kept = jax.tree.map(lambda a, b: jnp.where(is_better[:, None] if a.ndim > 1 else is_better, a, b), new, found)
+        return number + 1, kept, jnp.where(is_better, jnp.minimum(2.0 * shortened, 1.0), shortened / 4.0)
+
+    begin = jnp.zeros((), int), expanded(start), jnp.ones(len(start), start.dtype)
+    _, (mode, _, _, lower, pivots), _ = lax.while_loop(goes_on, improve, begin)
+    return Around(mode, lower, pivots)
+
+
+def _decomposed(matrix):
+    """Return L below its diagonal and D of the matrices ``matrix[i][j]``, with D made positive."""
+    size = len(matrix)
+    lower = [[jnp.zeros_like(matrix[0][0])] * size for _ in range(size)]
+    pivots = []
+    for j in range(size):
+        pivot = matrix[j][j] - sum(lower[j][k] ** 2 * pivots[k] for k in range(j))
+        # As far from 0 as an exact one would be by rounding.
+        pivots.append(jnp.maximum(jnp.abs(pivot), 1e-6 * (1e-6 + jnp.abs(matrix[j][j]))))
+        for i in range(j + 1, size):
+            lower[i][j] = (matrix[i][j] - sum(lower[i][k] * lower[j][k] * pivots[k] for k in range(j))) / pivots[j]
+    return lower, jnp.stack(pivots, -1)
+
+
+def _forward(lower, x):
+    """Return ``L⁻¹ x``."""
+    found = []
+    for i in range(x.shape[-1]):
+        found.append(x[..., i] - sum(lower[i][k] * found[k] for k in range(i)))
+    return jnp.stack(found, -1)
+
+
+def _backward(lower, x):
+    """Return ``L⁻ᵀ x``."""
+    size = x.shape[-1]
+    found = [x[..., 0]] * size
+    for i in reversed(range(size)):
+        found[i] = x[..., i] - sum(lower[k][i] * found[k] for k in range(i + 1, size))
+    return jnp.stack(found, -1)
