@@ -44,7 +44,7 @@ from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro_repulsion.gradients.minibatch import TakesRows
 
 #: The number of points along each dimension, by the number of dimensions.
-NUM_POINTS = {1: 15, 2: 7, 3: 5}
+NUM_POINTS = {1: 21, 2: 5, 3: 3}
 #: The longest step of Newton's method, in standard deviations of the curvature, and the largest number of steps.
 LONGEST, MAX_STEPS = 4.0, 50
 #: A mode is found once a step is shorter, in the same units.
@@ -72,20 +72,22 @@ class LocalSite(NamedTuple):
         return jnp.moveaxis(u.reshape(rows, *rest), 0, self.axis)
 
 
-def local_plates(sites: Mapping[str, dict]) -> frozenset[str]:
-    """Return the subsampled plates that contain continuous latent sites."""
+def local_sites(sites: Mapping[str, dict]) -> dict[str, str]:
+    """Return the continuous latent sites inside of subsampled plates, with these plates."""
     plates = subsample_plate_sizes(sites)
-    return frozenset(
-        frame.name
-        for site in sites.values()
+    return {
+        name: frame.name
+        for name, site in sites.items()
         if site["type"] == "sample" and not site["is_observed"] and not site["fn"].support.is_discrete
         for frame in site["cond_indep_stack"]
         if frame.name in plates
-    )
+    }
 
 
-class _Outside(Messenger):
+class Outside(Messenger):
     """Hides all sites inside of some plates, and records what is outside.
+
+    The latent sites that it hides have the values of unconstrained coordinates ``fill``.
 
     - **known** - the values of the sites outside, and the rows of all plates.
     - **sizes** - the sizes of all plates.
@@ -93,8 +95,8 @@ class _Outside(Messenger):
     - **latent** - the latent sites inside, by plate and name.
     """
 
-    def __init__(self, plates: frozenset[str], fill: float = 0.0):
-        super().__init__(None)
+    def __init__(self, fn: Callable | None, plates: frozenset[str], fill: float | jax.Array = 0.0):
+        super().__init__(fn)
         self.names, self.fill = plates, fill
         self.known: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
@@ -120,7 +122,7 @@ class _Outside(Messenger):
             (self.plates[frame.name],) = (x for x in _plates() if x.name == frame.name)
         if not msg["is_observed"]:
             site = self.latent.setdefault(frame.name, {})[msg["name"]] = _local_site(msg, frame)
-            msg["value"] = biject_to(msg["fn"].support)(jnp.full(site.shape, self.fill, float))
+            msg["value"] = biject_to(msg["fn"].support)(jnp.full(site.shape, self.fill))
 
     def postprocess_message(self, msg):
         if msg["type"] in ("sample", "param", "mutable", "plate") and not msg.get("stop"):
@@ -146,6 +148,21 @@ def _sites(latent):
     return sorted(itertools.chain(*latent.values()))
 
 
+def _too_many(latent, plate, dimension):
+    """Return, in words, that there are too many latent variables of each row."""
+    imputed = [name.removesuffix("_unobserved") for name in latent if name.endswith("_unobserved")]
+    remedy = "Move them out of the plate and index them, or drop `subsample_size`."
+    if imputed:
+        remedy = (
+            f"Leave hidden entries out instead of imputing them, `with numpyro.handlers.mask(mask=mask[i]): "
+            f"numpyro.sample('{imputed[0]}', ..., obs=y[i])`: the posterior of the parameters is the same."
+        )
+    return (
+        f"The sites {sorted(latent)} inside of the subsampled plate '{plate}' have {dimension} latent variables for "
+        f"each row; particles integrate over 1 to {max(NUM_POINTS)}. {remedy}"
+    )
+
+
 def _local_site(msg, frame):
     fn = msg["fn"]
     shape = jax.eval_shape(biject_to(fn.support).inv, jax.ShapeDtypeStruct(fn.shape(), jnp.result_type(float))).shape
@@ -157,7 +174,7 @@ def _check_site(msg, plate, others):
     name, fn = msg["name"], msg["fn"]
     if others:
         raise ValueError(
-            f"The site '{name}' lies inside of the subsampled plates '{plate}' and '{others[0].name}', and the first has "
+            f"The site '{name}' lies inside of the subsampled plates '{plate}' and '{others[0].name}', and one has "
             "latent variables of single rows: their integral is not one for each row. Move the latent sites out of the "
             "plate and index them, or subsample only one of the plates."
         )
@@ -175,18 +192,32 @@ class Integrated:
     Each of these plates has one site, a factor with the logarithms of the integrals, in place of all of its own.
     """
 
+    #: About how many evaluations of the density of a row take as long as one integral and its gradient.
+    WORK = 50
+
     def __init__(self, model: Callable, plates: frozenset[str], num_points: Mapping[int, int] = NUM_POINTS):
         self.model, self.plates, self.num_points = model, plates, num_points
 
     def __call__(self, *args, **kwargs):
-        outside = _Outside(self.plates)
-        with outside:
-            self.model(*args, **kwargs)
-        for name, plate in outside.plates.items():
-            rows = Rowwise(self.model, args, kwargs, outside, name)
+        for plate, rows in self._rows(args, kwargs):
             with plate:
                 found = log_integrals(rows.log_density(), rows.log_density(is_fixed=True), rows.start, self.num_points)
-                numpyro.factor(f"{name}_integrated", found.reshape(-1, *(1,) * (-plate.dim - 1)))
+                numpyro.factor(f"{plate.name}_integrated", found.reshape(-1, *(1,) * (-plate.dim - 1)))
+
+    def draw(self, key: jax.Array, *args, **kwargs) -> dict[str, Array]:
+        """Return a draw of the latent sites, in their supports, given all that is outside of their plates."""
+        found = {}
+        for _, rows in self._rows(args, kwargs):
+            key, own_key = random.split(key)
+            sites = rows.sites(draw_rows(own_key, rows.log_density(), rows.start))
+            found |= {name: sites[name]["value"] for name in rows.latent}
+        return found
+
+    def _rows(self, args, kwargs):
+        outside = Outside(None, self.plates)
+        with outside:
+            self.model(*args, **kwargs)
+        return [(plate, Rowwise(self.model, args, kwargs, outside, name)) for name, plate in outside.plates.items()]
 
 
 class Rowwise:
@@ -196,11 +227,14 @@ class Rowwise:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.known, self.plate, self.latent = outside.known, outside.plates[plate], outside.latent.get(plate, {})
         self.sizes, self.rows = outside.sizes, {name: outside.known[name] for name in outside.sizes}
+        dimension = sum(math.prod(x.shape) // x.shape[x.axis] for x in self.latent.values())
+        if not 0 < dimension <= max(NUM_POINTS):
+            raise ValueError(_too_many(self.latent, plate, dimension))
 
     @property
     def start(self) -> Float[Array, "B k"]:
-        """Where Newton's method begins."""
-        return jnp.concatenate([x.by_row(jnp.zeros(x.shape)) for x in self.latent.values()], -1)
+        """Where Newton's method begins: not at 0, where log densities written with ``abs`` have wrong derivatives."""
+        return jnp.concatenate([x.by_row(jnp.full(x.shape, 0.1)) for x in self.latent.values()], -1)
 
     def split(self, u: Float[Array, "B k"]) -> dict[str, Array]:
         """Return the values of the unconstrained sites."""
@@ -223,7 +257,9 @@ class Rowwise:
 
         model = substitute(substitute(self.model, data=known), substitute_fn=to_support)
         with block():
-            return trace(TakesRows(seed(model, random.key(0)), self.rows, self.sizes)).get_trace(*self.args, **self.kwargs)
+            return trace(TakesRows(seed(model, random.key(0)), self.rows, self.sizes)).get_trace(
+                *self.args, **self.kwargs
+            )
 
     def log_density(self, is_fixed: bool = False) -> LogDensity:
         return lambda u: self._total(self.sites(u, is_fixed), self.split(u))
@@ -249,16 +285,19 @@ class Rowwise:
         return total
 
 
-class Around(NamedTuple):
-    """The mode of each row's density, and its curvature ``L D Lᵀ`` there, with columns of L and entries of D."""
+class Mode(NamedTuple):
+    """The mode of each row's density, and its width.
 
-    mode: Float[Array, "B k"]
-    lower: list[list[Float[Array, " B"]]]
-    pivots: Float[Array, "B k"]
+    - **position** - ``(B, k)``.
+    - **root** - F, upper triangular, with F Fᵀ the inverse of the curvature at the mode, ``(B, k, k)``.
+    """
 
-    def widened(self, x: Float[Array, "*points B k"]) -> Float[Array, "*points B k"]:
-        """Return ``L⁻ᵀ D^(−1/2) x``."""
-        return _backward(self.lower, x / jnp.sqrt(self.pivots))
+    position: Float[Array, "B k"]
+    root: Float[Array, "B k k"]
+
+    def at(self, x: Float[Array, "*points k"]) -> Float[Array, "*points B k"]:
+        """Return points x in units of the width about the mode."""
+        return self.position + jnp.einsum("bij,...j->...bi", self.root, x)
 
 
 def log_integrals(
@@ -270,24 +309,27 @@ def log_integrals(
         which leaves derivatives of the integral as exact as the integral.
     :param start: where the search for modes begins.
     """
-    dimension = start.shape[-1]
+    dimension, dtype = start.shape[-1], start.dtype
     points, log_weights = gauss_hermite(dimension, num_points[dimension])
-    around = jax.tree.map(lax.stop_gradient, find_modes(fixed, lax.stop_gradient(start)))
-    nodes = around.mode + around.widened(jnp.asarray(points, start.dtype)[:, None])
-    values = jax.vmap(log_density)(nodes) + jnp.asarray(log_weights, start.dtype)[:, None]
-    return logsumexp(values, 0) - 0.5 * jnp.log(around.pivots).sum(-1)
+    mode = jax.tree.map(lax.stop_gradient, find_modes(fixed, lax.stop_gradient(start)))
+    values = jax.vmap(log_density)(mode.at(jnp.asarray(points, dtype))) + jnp.asarray(log_weights, dtype)[:, None]
+    return logsumexp(values, 0) + jnp.log(jnp.diagonal(mode.root, axis1=1, axis2=2)).sum(-1)
 
 
 def gauss_hermite(dimension: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return points x ``(K, k)`` and log weights ``(K,)`` with ``Σ w f(x) ≈ ∫ f(x) dx`` for f near exp(−|x|²/2)."""
+    """Return points x ``(K, k)`` and log weights ``(K,)``: the sum of w f(x) is the integral of f, if f / exp(−|x|²/2)
+    is a polynomial of a degree below ``2 number`` in each coordinate."""
     x, w = np.polynomial.hermite_e.hermegauss(number)
     points = np.array(list(itertools.product(x, repeat=dimension)))
     weights = np.array(list(itertools.product(np.log(w), repeat=dimension))).sum(-1)
     return points, weights + 0.5 * (points**2).sum(-1)
 
 
-def find_modes(log_density: LogDensity, start: Float[Array, "B k"]) -> Around:
-    """Return the modes of all rows by Newton's method, with steps that are shortened where they lose density."""
+def find_modes(log_density: LogDensity, start: Float[Array, "B k"]) -> Mode:
+    """Return the mode of each row's density and the curvature there.
+
+    By Newton's method, with steps that are shortened where they lose density.
+    """
     dimension = start.shape[-1]
 
     def expanded(u):
@@ -298,29 +340,29 @@ def find_modes(log_density: LogDensity, start: Float[Array, "B k"]) -> Around:
         lower, pivots = _decomposed(curvature)
         return u, value, columns[0][0], lower, pivots
 
-    def step_of(found):
-        _, _, slope, lower, pivots = found
-        s = _forward(lower, slope) / jnp.sqrt(pivots)
-        length = jnp.linalg.norm(s, axis=-1)
-        return _backward(lower, s / jnp.sqrt(pivots)), length
-
     def goes_on(state):
-        number, found, shortened = state
-        return (number < MAX_STEPS) & ((step_of(found)[1] * shortened > CLOSE).any())
+        number, *_, is_found = state
+        return (number < MAX_STEPS) & ~is_found.all()
 
     def improve(state):
-        number, found, shortened = state
-        step, length = step_of(found)
+        number, found, shortened, is_found = state
+        u, value, slope, lower, pivots = found
+        s = _forward(lower, slope) / jnp.sqrt(pivots)
+        length = jnp.linalg.norm(s, axis=-1)
         factor = shortened * jnp.minimum(1.0, LONGEST / jnp.maximum(length, LONGEST))
-        new = expanded(found[0] + factor[:, None] * step)
-        rounding = 10 * jnp.finfo(start.dtype).eps * (1.0 + jnp.abs(found[1]))
-        is_better = new[1] >= found[1] - rounding
+        new = expanded(u + factor[:, None] * _backward(lower, s / jnp.sqrt(pivots)))
+        rounding = 10 * jnp.finfo(start.dtype).eps * (1.0 + jnp.abs(value))
+        # What a row has found must not depend on the others.
+        is_better = (new[1] >= value - rounding) & ~is_found
         kept = jax.tree.map(lambda a, b: jnp.where(is_better[:, None] if a.ndim > 1 else is_better, a, b), new, found)
-        return number + 1, kept, jnp.where(is_better, jnp.minimum(2.0 * shortened, 1.0), shortened / 4.0)
+        shortened = jnp.where(is_better, jnp.minimum(2.0 * shortened, 1.0), shortened / 4.0)
+        return number + 1, kept, shortened, is_found | (length < CLOSE) | (shortened < 1e-4)
 
-    begin = jnp.zeros((), int), expanded(start), jnp.ones(len(start), start.dtype)
-    _, (mode, _, _, lower, pivots), _ = lax.while_loop(goes_on, improve, begin)
-    return Around(mode, lower, pivots)
+    begin = jnp.zeros((), int), expanded(start), jnp.ones(len(start), start.dtype), jnp.zeros(len(start), bool)
+    _, (mode, _, _, lower, pivots), *_ = lax.while_loop(goes_on, improve, begin)
+    # F = L⁻ᵀ D^(−1/2), column by column.
+    columns = jnp.eye(dimension, dtype=start.dtype) / jnp.sqrt(pivots)[:, None]
+    return Mode(mode, jnp.stack([_backward(lower, columns[:, i]) for i in range(dimension)], -1))
 
 
 def _decomposed(matrix):
@@ -352,3 +394,17 @@ def _backward(lower, x):
     for i in reversed(range(size)):
         found[i] = x[..., i] - sum(lower[k][i] * found[k] for k in range(i + 1, size))
     return jnp.stack(found, -1)
+
+
+def draw_rows(
+    key: jax.Array, log_density: LogDensity, start: Float[Array, "B k"], number: int = 200
+) -> Float[Array, "B k"]:
+    """Return one draw from each row's density, by importance resampling of draws from Student's t about its mode."""
+    normal_key, scale_key, choice_key = random.split(key, 3)
+    mode, freedom = find_modes(log_density, start), 5.0
+    scale = jnp.sqrt(freedom / random.chisquare(scale_key, freedom, (number, len(start), 1), start.dtype))
+    x = scale * random.normal(normal_key, (number, *start.shape), start.dtype)
+    points = mode.position + jnp.einsum("bij,nbj->nbi", mode.root, x)
+    proposal = -0.5 * (freedom + start.shape[-1]) * jnp.log1p((x**2).sum(-1) / freedom)
+    chosen = random.categorical(choice_key, jax.vmap(log_density)(points) - proposal, 0)
+    return jnp.take_along_axis(points, chosen[None, :, None], 0)[0]

@@ -21,7 +21,7 @@ from numpyro.infer.util import compute_log_probs, constrain_fn, helpful_support_
 from numpyro.primitives import Messenger
 
 from numpyro_repulsion.gradients.all_rows import check_indices
-from numpyro_repulsion.gradients.local import Integrated, local_plates
+from numpyro_repulsion.gradients.local import Integrated, Outside, local_sites
 from numpyro_repulsion.gradients.location_scale import (
     Products,
     Translations,
@@ -42,6 +42,7 @@ from numpyro_repulsion.gradients.structure import (
     check_use,
     check_values,
     find_nan,
+    influenced,
     point,
     rows_outside,
 )
@@ -117,22 +118,24 @@ class ModelTarget(Target):
     The model is traced abstractly, without computation on the data, and checked here.
 
     - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
+    - **integrated** - the latent sites inside of subsampled plates, which are integrated out.
     - **deterministic**, **minibatched**, **summed_out** - the deterministic sites; those that use rows of subsampled
       plates; and those that depend on discrete sites.
     - **prototype** - the shapes of the continuous latent sites, unconstrained.
     - **subsampled** - by sample site, the subsampled plates that contain it.
     - **dims** - by site, the dimension of each plate.
 
-    :raises ValueError: for a model that cannot be sampled correctly: without a continuous latent site, or with such a
-        site inside a subsampled plate or with a prior that depends on its rows; with a discrete site that cannot be
-        summed over; with a site in a subsampled plate that does not use its rows, or one outside that uses them without
-        scaling; with more rows than the data have; or with two plates of the same name. Also for an array on disk that
-        would take a quarter of the memory of the device.
+    :raises ValueError: for a model that cannot be sampled correctly: without a continuous latent site, or with a prior
+        that depends on rows; with more than three latent variables for each row of a subsampled plate; with a discrete
+        site that cannot be summed over; with a site in a subsampled plate that does not use its rows, or one outside
+        that uses them without scaling; with more rows than the data have; or with two plates of the same name. Also for
+        an array on disk that would take a quarter of the memory of the device.
     """
 
     def __init__(self, model, args=(), kwargs=None):
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self.params: dict = {}
+        self.integrated: list[str] = []
         check_sizes(args, self.kwargs)
         # On a mesh the other devices would wait for one that cannot read its rows.
         if not jax.sharding.get_abstract_mesh().empty:
@@ -460,8 +463,8 @@ class ModelTarget(Target):
 
         def unconstrained():
             sites.update(self._trace({}))
-            if plates := local_plates(sites):
-                self.model = Integrated(self.model, plates)
+            if local := local_sites(sites):
+                self._integrate(local)
                 sites.clear()
                 sites.update(self._trace({}))
             self._classify(sites)
@@ -471,6 +474,31 @@ class ModelTarget(Target):
             self.prototype, self._discrete_shapes = jax.eval_shape(unconstrained)
         watch.check()
         return sites, watch
+
+    def _integrate(self, local):
+        """Integrate over latent sites inside of subsampled plates, and check that no site outside uses them.
+
+        :param local: ``{site: plate}``.
+        """
+        model, plates, names = self.model, frozenset(local.values()), []
+
+        def outside(fill):
+            self.model = Outside(model, plates, fill)
+            found = {
+                name: site for name, site in self._trace({}).items() if site["type"] in ("sample", "deterministic")
+            }
+            names[:] = found
+            return [x["fn"].log_prob(x["value"]) if x["type"] == "sample" else x["value"] for x in found.values()]
+
+        self.integrated, self.work = sorted(local), Integrated.WORK
+        for name, depends in zip(names, influenced(outside, jnp.zeros(())), strict=True):
+            if depends:
+                raise ValueError(
+                    f"The site '{name}' depends on the latent sites {sorted(local)} inside of a subsampled plate from "
+                    "outside of it, and a minibatch has those of its own rows only. Put it into the plate, or drop "
+                    "`subsample_size`."
+                )
+        self.model = Integrated(model, plates)
 
     def _classify(self, sites):
         """Classify the sites of the model, and raise ``ValueError`` for unsupported ones."""

@@ -34,7 +34,7 @@ def compiler_options(bound: BoundSampler, num_updates: int, num_particles: int, 
     batches = bound.gradient.batches(target)
     share = min((batches[name] / size for name, (size, _) in target.plates.items()), default=1.0)
     data = sum(int(np.size(leaf)) for leaf in jax.tree.leaves((target.args, dict(target.kwargs))))
-    entries = share * data + dimension * min(dimension, 100)
+    entries = target.work * share * data + dimension * min(dimension, 100)
     options = quickly()
     # So many operations take about as long in two runs without optimization as the optimizing takes: about 2e8 in a
     # probit regression, and 7e7 in a negative binomial one, which needs a log-gamma function for each row.

@@ -33,8 +33,8 @@ class Widest(NamedTuple):
     - **pull** - how fast mean gradients grow with the distance between particles, compared with those of one particle:
       1 in a common Gaussian basin, however slow particles are, and 0 in separate ones; plus errors.
     - **least_pull** - how fast mean gradients grow with that distance; less errors.
-    - **gap** - the largest distance between the means of neighboring particles, beyond that by chance in one wide basin,
-      in units of the standard deviation of one particle over time, at least that of both.
+    - **gap** - the largest distance between the means of neighboring particles, beyond that by chance in one wide
+      basin, in units of the standard deviation of one particle over time, at least that of both.
     """
 
     variance: Float[AnyArray, ""]
@@ -214,7 +214,8 @@ def _gap(p, sd):
     gaps = np.diff(p[order]) / np.maximum(sd[order][1:], sd[order][:-1])
     # At least two particles on each side, because a single one may be in the neck of a funnel.
     inner = gaps[1:-1] if len(p) > 3 else gaps
-    # Of n distances between random points the largest is about log₂ n medians. Each particle may be in a basin of its own.
+    # Of n distances between random points the largest is about log₂ n medians. But each particle may be in a basin of
+    # its own.
     typical = np.median(gaps) if len(p) > 3 else 0.0
     return np.maximum(typical, inner.max() - typical * np.log2(len(p)))
 
