@@ -15,6 +15,8 @@ SEVERITIES = ("note", "warning", "error")
 MAX_FLAGGED = 1e-3
 #: A scale that a small bias of many effects shifts by more of its standard deviations is named.
 MAX_SHIFT = 0.25
+#: Integrals over latent variables of rows that shift a mean by more of its standard deviations are named.
+MAX_INTEGRATION_SHIFT = 0.1
 #: A step that inflates variances by more is an error, however short the run is.
 LARGE_BIAS = 0.2
 
@@ -57,6 +59,7 @@ RULES = {
     "step_bias": _Rule(causes="flagged_updates"),
     "many_effects": _Rule(),
     "flagged_updates": _Rule(),
+    "row_integrals": _Rule(),
     "gradient_noise": _Rule(),
     "control_variates_off": _Rule(),
     "optimizer": _Rule(),

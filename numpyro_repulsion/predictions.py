@@ -330,6 +330,11 @@ def _site(target, site):
             f"The discrete latent sites {target.discrete} are summed over, and predictions need their values. Use "
             "numpyro.infer.Predictive(model, samples, infer_discrete=True)."
         )
+    if target.integrated:
+        raise ValueError(
+            f"The latent sites {target.integrated} of rows are integrated out, and predictions need their values. For "
+            "new rows use numpyro.infer.Predictive(model, samples), which draws them from their prior."
+        )
     known = [*target.observed, *target.deterministic, *target.minibatched]
     if site is None and len(target.observed) == 1:
         return target.observed[0]

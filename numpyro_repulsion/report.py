@@ -18,6 +18,7 @@ from numpyro_repulsion.diagnostics import KNOWN, MODES, SHORT, ensemble_ess, ens
 from numpyro_repulsion.findings import (
     LARGE_BIAS,
     MAX_FLAGGED,
+    MAX_INTEGRATION_SHIFT,
     MAX_SHIFT,
     Diagnosis,
     Finding,
@@ -26,6 +27,7 @@ from numpyro_repulsion.findings import (
 )
 from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.kernels import kernel_of_run
+from numpyro_repulsion.local_latents import integration_shifts
 from numpyro_repulsion.tables import with_findings
 
 _log = logging.getLogger(__name__)
@@ -198,6 +200,8 @@ def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
     elif not is_short:
         sd, found = _of_bias(run, attributes)
         findings += found + _of_draws(posterior)
+    if isinstance(run, MCMC):
+        findings += _of_integrals(run)
     return Diagnosis(findings, _headline(attributes, sd))
 
 
@@ -230,6 +234,20 @@ def _of_bias(run, attributes):
     message = f"The step size makes posterior sds {size}, mostly through {'minibatches' if by_noise else 'curvature'}."
     remedy = f"{remedy[:1].upper()}{remedy[1:]}."
     return None, [Finding("step_bias", "error" if is_large else "warning", figure, message, remedy)]
+
+
+def _of_integrals(mcmc):
+    """Return a finding about inexact integrals over latent variables of rows."""
+    shifts = integration_shifts(mcmc)
+    name = max(shifts, key=lambda name: shifts[name], default="")
+    if not shifts or shifts[name] <= MAX_INTEGRATION_SHIFT:
+        return []
+    message = (
+        f"The integrals over the latent variables of rows are inexact, and shift the posterior mean of {name} by about "
+        f"{shifts[name]:.2g} posterior sds."
+    )
+    remedy = "Move these sites out of the plate and index them, or drop `subsample_size`."
+    return [Finding("row_integrals", "warning", shifts[name], message, remedy)]
 
 
 def _of_strays(posterior):

@@ -35,7 +35,7 @@ from jaxtyping import Array, Float
 import numpy as np
 
 import numpyro
-from numpyro.distributions import MaskedDistribution, biject_to
+from numpyro.distributions import Delta, MaskedDistribution, biject_to
 from numpyro.distributions.util import sum_rightmost
 from numpyro.handlers import block, seed, substitute, trace
 from numpyro.infer.gibbs import subsample_plate_sizes
@@ -45,6 +45,8 @@ from numpyro_repulsion.gradients.minibatch import TakesRows
 
 #: The number of points along each dimension, by the number of dimensions.
 NUM_POINTS = {1: 21, 2: 5, 3: 3}
+#: Where Newton's method begins: not at 0, where log densities written with ``abs`` have wrong derivatives.
+START = 0.1
 #: The longest step of Newton's method, in standard deviations of the curvature, and the largest number of steps.
 LONGEST, MAX_STEPS = 4.0, 50
 #: A mode is found once a step is shorter, in the same units.
@@ -178,6 +180,10 @@ def _check_site(msg, plate, others):
             "latent variables of single rows: their integral is not one for each row. Move the latent sites out of the "
             "plate and index them, or subsample only one of the plates."
         )
+    if not msg["is_observed"] and isinstance(getattr(fn, "base_dist", fn), Delta):
+        raise ValueError(
+            f"Latent site '{name}' has a delta distribution; write `numpyro.deterministic('{name}', ...)`."
+        )
     if not msg["is_observed"] and fn.support.is_discrete:
         raise ValueError(
             f"The discrete latent site '{name}' lies inside of the subsampled plate '{plate}' beside continuous latent "
@@ -195,21 +201,28 @@ class Integrated:
     #: About how many evaluations of the density of a row take as long as one integral and its gradient.
     WORK = 50
 
-    def __init__(self, model: Callable, plates: frozenset[str], num_points: Mapping[int, int] = NUM_POINTS):
-        self.model, self.plates, self.num_points = model, plates, num_points
+    def __init__(
+        self,
+        model: Callable,
+        plates: frozenset[str],
+        num_points: Mapping[int, int] = NUM_POINTS,
+        start: float = START,
+    ):
+        self.model, self.plates, self.num_points, self.start = model, plates, num_points, start
 
     def __call__(self, *args, **kwargs):
         for plate, rows in self._rows(args, kwargs):
             with plate:
-                found = log_integrals(rows.log_density(), rows.log_density(is_fixed=True), rows.start, self.num_points)
+                start = rows.filled(self.start)
+                found = log_integrals(rows.log_density(), rows.log_density(is_fixed=True), start, self.num_points)
                 numpyro.factor(f"{plate.name}_integrated", found.reshape(-1, *(1,) * (-plate.dim - 1)))
 
     def draw(self, key: jax.Array, *args, **kwargs) -> dict[str, Array]:
         """Return a draw of the latent sites, in their supports, given all that is outside of their plates."""
-        found = {}
+        found: dict[str, Array] = {}
         for _, rows in self._rows(args, kwargs):
             key, own_key = random.split(key)
-            sites = rows.sites(draw_rows(own_key, rows.log_density(), rows.start))
+            sites = rows.sites(draw_rows(own_key, rows.log_density(), rows.filled(self.start)))
             found |= {name: sites[name]["value"] for name in rows.latent}
         return found
 
@@ -231,10 +244,9 @@ class Rowwise:
         if not 0 < dimension <= max(NUM_POINTS):
             raise ValueError(_too_many(self.latent, plate, dimension))
 
-    @property
-    def start(self) -> Float[Array, "B k"]:
-        """Where Newton's method begins: not at 0, where log densities written with ``abs`` have wrong derivatives."""
-        return jnp.concatenate([x.by_row(jnp.full(x.shape, 0.1)) for x in self.latent.values()], -1)
+    def filled(self, value: float) -> Float[Array, "B k"]:
+        """Return unconstrained coordinates that all have a value."""
+        return jnp.concatenate([x.by_row(jnp.full(x.shape, value)) for x in self.latent.values()], -1)
 
     def split(self, u: Float[Array, "B k"]) -> dict[str, Array]:
         """Return the values of the unconstrained sites."""
@@ -265,7 +277,7 @@ class Rowwise:
         return lambda u: self._total(self.sites(u, is_fixed), self.split(u))
 
     def _total(self, sites, values):
-        weight, total = self.plate.size / self.plate.subsample_size, 0.0
+        weight, total = self.plate.size / self.plate.subsample_size, jnp.zeros(())
         for name, site in sites.items():
             if site["type"] != "sample" or not any(x.name == self.plate.name for x in site["cond_indep_stack"]):
                 continue
@@ -369,7 +381,7 @@ def _decomposed(matrix):
     """Return L below its diagonal and D of the matrices ``matrix[i][j]``, with D made positive."""
     size = len(matrix)
     lower = [[jnp.zeros_like(matrix[0][0])] * size for _ in range(size)]
-    pivots = []
+    pivots: list[Array] = []
     for j in range(size):
         pivot = matrix[j][j] - sum(lower[j][k] ** 2 * pivots[k] for k in range(j))
         # As far from 0 as an exact one would be by rounding.
@@ -381,7 +393,7 @@ def _decomposed(matrix):
 
 def _forward(lower, x):
     """Return ``L⁻¹ x``."""
-    found = []
+    found: list[Array] = []
     for i in range(x.shape[-1]):
         found.append(x[..., i] - sum(lower[i][k] * found[k] for k in range(i)))
     return jnp.stack(found, -1)

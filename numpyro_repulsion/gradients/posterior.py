@@ -480,7 +480,8 @@ class ModelTarget(Target):
 
         :param local: ``{site: plate}``.
         """
-        model, plates, names = self.model, frozenset(local.values()), []
+        model, plates = self.model, frozenset(local.values())
+        names: list[str] = []
 
         def outside(fill):
             self.model = Outside(model, plates, fill)

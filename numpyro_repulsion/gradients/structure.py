@@ -125,20 +125,6 @@ def check_kinds(target: Any, latent: Mapping[str, dict]) -> None:
                 f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro's "
                 "transforms and densities do not support; leave the site out if it is empty."
             )
-        around = [plate for plate in target.dims[name] if plate in target.plates]
-        if around and (base := name.removesuffix("_unobserved")) != name and f"{base}_observed" in target.dims:
-            raise ValueError(
-                f"The site '{base}' has an `obs_mask` inside of the subsampled plate '{around[0]}', so NumPyro imputes "
-                "its hidden entries as latent variables of rows, and each minibatch would need others. Leave them out "
-                f"instead, `with numpyro.handlers.mask(mask=mask[i]): numpyro.sample('{base}', ..., obs=y[i])`: the "
-                "posterior of the parameters is the same. To impute them, drop `subsample_size`."
-            )
-        if around and name not in target.discrete:
-            raise ValueError(
-                f"Latent site '{name}' lies inside the subsampled plate '{around[0]}', where each minibatch would "
-                "need different latent variables. Move it out of the plate and index it, marginalize it, or drop "
-                "`subsample_size`."
-            )
     if not target.latent:
         raise ValueError(
             "The model has no continuous latent site, so there is nothing to sample; it needs at least one "

@@ -297,6 +297,12 @@ def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str
             f"The discrete latent sites {target.discrete} are summed over, and replicates need their values. Pass the "
             "draws of numpyro.infer.Predictive(model, samples, infer_discrete=True) as `posterior_predictive`."
         )
+    if target.integrated:
+        raise ValueError(
+            f"The latent sites {target.integrated} of rows are integrated out, and replicates need their values. Draw "
+            "them by numpyro_repulsion.local_latents.row_latents(mcmc), or draw new rows by "
+            "numpyro.infer.Predictive(model, samples), and pass its draws as `posterior_predictive`."
+        )
     names = [*target.observed, *_statistics(target)]
 
     def replicate(target, draw):

@@ -574,12 +574,6 @@ def test_observations_are_those_of_all_rows():
 # --- What is refused, and what is not. ---
 
 
-def local_latent():
-    with numpyro.plate("rows", 7, subsample_size=3) as i:
-        z = numpyro.sample("z", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(z, 1), obs=take(Y, i))
-
-
 def no_latent():
     numpyro.sample("y", dist.Normal(0, 1), obs=1.0)
 
@@ -610,13 +604,6 @@ def enumerated_beside_a_batch_without_a_plate():
     numpyro.sample("y", dist.Normal(z.sum() + c, 1), obs=1.0)
 
 
-def hidden_entries():
-    z = coefficients()
-    with numpyro.plate("rows", 7, subsample_size=3) as i:
-        fn = dist.Normal(take(X, i) @ z, 1)
-        numpyro.sample("y", fn, obs=take(Y, i), obs_mask=take(Y, i) > 0)
-
-
 def only_deterministic_looks():
     z = coefficients()
     with numpyro.plate("rows", 7, subsample_size=3) as i:
@@ -626,8 +613,6 @@ def only_deterministic_looks():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (local_latent, r"'z' lies inside the subsampled plate 'rows'.*Move it out"),
-        (hidden_entries, r"'y' has an `obs_mask` inside of the subsampled plate 'rows'.*handlers.mask"),
         (no_latent, r"no continuous latent site.*without `obs`"),
         (only_discrete, r"no continuous latent site.*'c'"),
         (delta, r"'copy' has a delta distribution.*numpyro.deterministic"),

@@ -674,11 +674,6 @@ def test_nan_that_the_model_masks_is_no_error(data):
 def test_unsupported_models_are_refused(data):
     y = data[1]
 
-    def local():
-        with numpyro.plate("rows", 40, subsample_size=8) as i:
-            x = numpyro.sample("x", dist.Normal(0, 1))
-            numpyro.sample("y", dist.Normal(x, 1), obs=y[i])
-
     def enumerated():
         p = numpyro.sample("p", dist.Beta(1, 1))
         k = numpyro.sample("k", dist.Bernoulli(p), infer={"enumerate": "parallel"})
@@ -694,7 +689,6 @@ def test_unsupported_models_are_refused(data):
         numpyro.sample("y", dist.Normal(0, 1), obs=0.0)
 
     for model, arguments, message in (
-        (local, (), "'x' lies inside the subsampled plate 'rows'.*drop `subsample_size`"),
         (enumerated, (), "'k' would be summed over.*subsampled plate.*rows.*Marginalize"),
         (sliced, (y[:8],), "'rows'.*same 8 of 40 rows.*obs=y\\[i\\]"),
         (nothing, (), "no continuous latent site"),

@@ -1,0 +1,312 @@
+"""Latent variables of rows: their integrals, the posterior of the other sites, their own draws, and what is refused."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+from jax.scipy.special import logsumexp
+from models import vectorized
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_repulsion import SGLD, diagnose, ensemble_mcse, predict, to_inference_data
+from numpyro_repulsion.gradients import ModelTarget
+from numpyro_repulsion.gradients.local import START, draw_rows, find_modes, log_integrals
+from numpyro_repulsion.local_latents import integration_shifts, row_latents
+
+KEYS = random.split(random.key(0), 4)
+NUM_ROWS, BATCH = 40, 8
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 3])
+def test_integrals_of_gaussian_rows_are_exact(dimension):
+    with jax.enable_x64(True):
+        root = random.normal(KEYS[0], (dimension, dimension))
+        mean, covariance = jnp.arange(dimension) - 1.0, root @ root.T + jnp.eye(dimension)
+        x, y = random.normal(KEYS[1], (4, 6, dimension)), 3.0 * random.normal(KEYS[2], (4, 6))
+
+        def log_density(u, sd):
+            likelihood = dist.Normal(jnp.einsum("bvk,bk->bv", x, u), sd).log_prob(y).sum(-1)
+            return dist.MultivariateNormal(mean, covariance).log_prob(u) + likelihood
+
+        def found(sd):
+            fixed = jax.lax.stop_gradient(sd)
+            start = jnp.full((4, dimension), START)
+            return log_integrals(lambda u: log_density(u, sd), lambda u: log_density(u, fixed), start)
+
+        def exact(sd):
+            noise = sd**2 * jnp.eye(6)
+            return jax.vmap(lambda x, y: dist.MultivariateNormal(x @ mean, x @ covariance @ x.T + noise).log_prob(y))(
+                x, y
+            )
+
+        for order in (lambda f: f, jax.jacobian, jax.hessian):
+            np.testing.assert_allclose(order(found)(0.7), order(exact)(0.7), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y"),
+    [
+        (lambda u: dist.Poisson(jnp.exp(u)), [0, 1, 50, 1000]),
+        (lambda u: dist.Bernoulli(logits=u), [0, 1]),
+        (lambda u: dist.Binomial(20, logits=u), [0, 10, 20]),
+    ],
+)
+@pytest.mark.parametrize("num_points", [21, 1])
+def test_integrals_of_other_rows_are_nearly_exact(likelihood, y, num_points):
+    with jax.enable_x64(True):
+        y = jnp.array(y)
+
+        def log_density(u, scale):
+            return dist.Normal(0.3, scale).log_prob(u[:, 0]) + likelihood(u[:, 0]).log_prob(y)
+
+        def found(scale):
+            fixed, start = jax.lax.stop_gradient(scale), jnp.full((len(y), 1), START)
+            return log_integrals(
+                lambda u: log_density(u, scale), lambda u: log_density(u, fixed), start, {1: num_points}
+            )
+
+        def exact(scale):
+            grid = jnp.linspace(-20.0, 20.0, 20001)
+            return logsumexp(jax.vmap(lambda u: log_density(jnp.full((len(y), 1), u), scale))(grid), 0)
+
+        # Per row, so of a million rows the mean of a parameter is off by less than 0.1 of its sds.
+        off = np.abs(np.asarray(jax.jacobian(found)(1.0)) - np.asarray(jax.jacobian(exact)(1.0))).max()
+        assert (off < 1e-4) == (num_points > 1)
+
+
+def gamma_poisson(y):
+    shape, rate = numpyro.sample("shape", dist.LogNormal(0, 1)), numpyro.sample("rate", dist.LogNormal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=BATCH) as i:
+        mean = numpyro.sample("mean", dist.Gamma(shape, rate))
+        numpyro.sample("y", dist.Poisson(mean), obs=y[i])
+
+
+def negative_binomial(y):
+    shape, rate = numpyro.sample("shape", dist.LogNormal(0, 1)), numpyro.sample("rate", dist.LogNormal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=BATCH) as i:
+        numpyro.sample("y", dist.GammaPoisson(shape, rate), obs=y[i])
+
+
+def visits(y):
+    """Two latent sites for each row, of which the data are a plate of their own."""
+    mean, scale = numpyro.sample("mean", dist.Normal(0, 2)), numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("rows", len(y), subsample_size=BATCH, dim=-2) as i:
+        level = numpyro.sample("level", dist.Normal(mean, scale))
+        slope = numpyro.sample("slope", dist.Normal(0, 0.5))
+        with numpyro.plate("visits", 3, dim=-1):
+            numpyro.sample("y", dist.Normal(level + slope * jnp.arange(3), 0.7), obs=y[i[:, 0] if i.ndim > 1 else i])
+
+
+def visits_by_hand(y):
+    mean, scale = numpyro.sample("mean", dist.Normal(0, 2)), numpyro.sample("scale", dist.HalfNormal(1))
+    at = jnp.arange(3.0)
+    covariance = scale**2 + 0.25 * at[:, None] * at + 0.49 * jnp.eye(3)
+    with numpyro.plate("rows", len(y), subsample_size=BATCH) as i:
+        numpyro.sample("y", dist.MultivariateNormal(jnp.full(3, mean), covariance), obs=y[i])
+
+
+def imputed(x, y):
+    mean, slope = numpyro.sample("mean", dist.Normal(0, 1)), numpyro.sample("slope", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=BATCH) as i:
+        seen = ~jnp.isnan(x[i])
+        z = numpyro.sample("x", dist.Normal(mean, 0.8), obs=jnp.where(seen, x[i], 0.0), obs_mask=seen)
+        numpyro.sample("y", dist.Normal(slope * z, 0.5), obs=y[i])
+
+
+def imputed_by_hand(x, y):
+    mean, slope = numpyro.sample("mean", dist.Normal(0, 1)), numpyro.sample("slope", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=BATCH) as i:
+        seen, z = ~jnp.isnan(x[i]), jnp.nan_to_num(x[i])
+        with numpyro.handlers.mask(mask=seen):
+            numpyro.sample("x", dist.Normal(mean, 0.8), obs=z)
+        sd = jnp.where(seen, 0.5, jnp.sqrt(0.25 + 0.64 * slope**2))
+        numpyro.sample("y", dist.Normal(slope * jnp.where(seen, z, mean), sd), obs=y[i])
+
+
+COUNTS = random.poisson(KEYS[0], 3.0 * random.gamma(KEYS[1], 2.0, (NUM_ROWS,)))
+SERIES = random.normal(KEYS[0], (NUM_ROWS, 3)) + random.normal(KEYS[1], (NUM_ROWS, 1))
+HOLES = np.where(np.arange(NUM_ROWS) % 3 == 0, np.nan, np.asarray(random.normal(KEYS[0], (NUM_ROWS,))))
+
+
+@pytest.mark.parametrize(
+    ("model", "by_hand", "data", "latent"),
+    [
+        (gamma_poisson, negative_binomial, (COUNTS,), ["mean"]),
+        (visits, visits_by_hand, (SERIES,), ["level", "slope"]),
+        (imputed, imputed_by_hand, (HOLES, random.normal(KEYS[1], (NUM_ROWS,))), ["x_unobserved"]),
+    ],
+)
+def test_energies_are_those_of_the_marginal_model(model, by_hand, data, latent):
+    target, other = ModelTarget(model, data), ModelTarget(by_hand, data)
+    assert target.integrated == latent and target.latent == other.latent and target.plates == other.plates
+    # The two densities may differ by a constant for each row.
+    rows = {"rows": jnp.array([0, 3, 4, 5, 7, 12, 30, 39])}
+    of = [jax.value_and_grad(lambda z, at=at: at.potential_energy(z, rows, random.key(0))) for at in (target, other)]
+    points = [{name: jnp.asarray(x) for name in target.latent} for x in (-0.5, 0.3, 0.8)]
+    found = [[at(z) for z in points] for at in of]
+    gradients = [[[float(g[name]) for name in target.latent] for _, g in each] for each in found]
+    np.testing.assert_allclose(*gradients, rtol=2e-3, atol=1e-2)
+    energies = np.array([[float(value) for value, _ in each] for each in found])
+    np.testing.assert_allclose(*np.diff(energies, axis=1), rtol=1e-3, atol=1e-2)
+
+
+def test_rows_are_drawn_from_their_distribution():
+    y, number = jnp.repeat(jnp.array([0, 4]), 2000), 2000
+
+    def log_density(u):
+        return dist.Gamma(2.0, 1.5).log_prob(jnp.exp(u[:, 0])) + u[:, 0] + dist.Poisson(jnp.exp(u[:, 0])).log_prob(y)
+
+    draws = np.exp(np.asarray(draw_rows(random.key(1), log_density, jnp.full((len(y), 1), START)), float))
+    for found, shape in zip(draws.reshape(2, number), (2.0, 6.0), strict=True):
+        mean, sd = shape / 2.5, shape**0.5 / 2.5
+        error = 4.5 * sd / number**0.5
+        assert abs(found.mean() - mean) < error
+        # The fourth moment of a gamma distribution gives the error of a variance.
+        assert abs(found.var() - sd**2) < error * sd * (2.0 + 6.0 / shape) ** 0.5
+        assert abs(found.mean() - 2.0 / 1.5) > error  # the prior's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_points", [21, 1])
+def test_a_poisson_lognormal_of_many_rows(num_points, monkeypatch):
+    monkeypatch.setattr("numpyro_repulsion.gradients.local.NUM_POINTS", {1: num_points})
+    size, truth = 50_000, {"mean": 0.5, "scale": 0.8}
+    y = random.poisson(KEYS[0], jnp.exp(truth["mean"] + truth["scale"] * random.normal(KEYS[1], (size,))))
+
+    def model(y):
+        mean, scale = numpyro.sample("mean", dist.Normal(0, 1)), numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("rows", len(y), subsample_size=500) as i:
+            u = numpyro.sample("u", dist.Normal(mean, scale))
+            numpyro.sample("y", dist.Poisson(jnp.exp(u)), obs=y[i])
+
+    mcmc = vectorized(SGLD(model), 300, 300, 20)
+    mcmc.run(random.key(2), y)
+    # Quadrature over all values of y, and Laplace's approximation to the posterior, which so many rows make exact.
+    with jax.enable_x64(True):
+        values, counts = np.unique(np.asarray(y), return_counts=True)
+        grid = jnp.linspace(-8.0, 8.0, 8001)
+
+        def energy(z):
+            prior = dist.Normal(z[0], jnp.exp(z[1])).log_prob(grid)
+            terms = logsumexp(prior + dist.Poisson(jnp.exp(grid)).log_prob(jnp.asarray(values)[:, None]), -1)
+            own = dist.Normal(0, 1).log_prob(z[0]) + dist.HalfNormal(1).log_prob(jnp.exp(z[1])) + z[1]
+            return -(terms * counts).sum() - own
+
+        z = jnp.array([0.5, np.log(0.8)])
+        for _ in range(10):
+            z = z - jnp.linalg.solve(jax.hessian(energy)(z), jax.grad(energy)(z))
+        sds = np.sqrt(np.diag(np.linalg.inv(jax.hessian(energy)(z))))
+    samples = mcmc.get_samples(group_by_chain=True)
+    draws = np.stack([np.asarray(samples["mean"], float), np.log(np.asarray(samples["scale"], float))], -1)
+    off = np.abs(draws.mean((0, 1)) - np.asarray(z)) / sds
+    error = 4.5 * np.asarray(ensemble_mcse(draws)) / sds
+    assert (off < error + 0.05).all() == (num_points > 1)
+    if num_points > 1:
+        assert (np.abs(draws.std((0, 1)) / sds - 1.0) < 0.03).all()
+        assert not diagnose(mcmc)
+
+
+def test_a_row_with_two_modes_is_named():
+    y = (1.0 + 1.5 * random.normal(KEYS[0], (2000,))) ** 2
+
+    def model(y, is_square):
+        mean = numpyro.sample("mean", dist.Normal(0, 3))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            u = numpyro.sample("u", dist.Normal(mean, 1.5))
+            numpyro.sample("y", dist.Normal(u**2 if is_square else u, 0.5), obs=y[i])
+
+    for is_square in (True, False):
+        mcmc = vectorized(SGLD(model), 50, 20, 8)
+        mcmc.run(random.key(0), y, is_square)
+        assert ("row_integrals" in diagnose(mcmc)) == is_square
+        assert (integration_shifts(mcmc)["mean"] > 0.1) == is_square
+
+
+def test_draws_of_rows_and_what_needs_them():
+    mcmc = vectorized(SGLD(gamma_poisson), 50, 50, 4)
+    mcmc.run(random.key(0), COUNTS)
+    assert set(mcmc.get_samples()) == {"shape", "rate"}
+    found = row_latents(mcmc, [0, 5, 5], num_draws=60)
+    assert found["mean"].shape == (60, 3) and (found["mean"] > 0).all()
+    assert row_latents(mcmc, num_draws=10)["mean"].shape == (10, NUM_ROWS)
+    for rows in ([NUM_ROWS], [-1], [0.5], []):
+        with pytest.raises(ValueError, match="integers from 0 to 39, rows of the plate 'rows'"):
+            row_latents(mcmc, rows)
+    data = to_inference_data(mcmc, log_likelihood=["rows_integrated"])
+    assert data["log_likelihood"]["rows_integrated"].shape == (4, 50, NUM_ROWS)
+    for call in (lambda: predict(mcmc, COUNTS), lambda: to_inference_data(mcmc, posterior_predictive=random.key(0))):
+        with pytest.raises(ValueError, match=r"\['mean'\] of rows are integrated out.*Predictive"):
+            call()
+    other = vectorized(SGLD(negative_binomial), 50, 50, 4)
+    other.run(random.key(0), COUNTS)
+    with pytest.raises(ValueError, match="no latent sites inside of a subsampled plate"):
+        row_latents(other)
+
+
+def rows(*inside):
+    """Return a model with sites in a subsampled plate."""
+
+    def model(y):
+        theta = numpyro.sample("theta", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=BATCH) as i:
+            u = numpyro.sample("u", dist.Normal(theta, 1))
+            for site in inside:
+                u = site(u)
+            numpyro.sample("y", dist.Normal(u, 1), obs=y[i])
+
+    return model
+
+
+def used_outside(y):
+    theta = numpyro.sample("theta", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=BATCH):
+        u = numpyro.sample("u", dist.Normal(theta, 1))
+    numpyro.sample("total", dist.Normal(u.sum(), 1), obs=0.0)
+
+
+def crossed(y):
+    theta = numpyro.sample("theta", dist.Normal(0, 1))
+    with numpyro.plate("columns", 6, subsample_size=2, dim=-1), numpyro.plate("rows", NUM_ROWS, subsample_size=BATCH):
+        numpyro.sample("u", dist.Normal(theta, 1))
+
+
+def mixing(y):
+    theta = numpyro.sample("theta", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=BATCH) as i:
+        u = numpyro.sample("u", dist.Normal(theta, 1))
+        numpyro.sample("y", dist.Normal(u - u.mean(), 1), obs=y[i])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            rows(lambda u: u + numpyro.sample("v", dist.Normal(0, 1).expand([4]).to_event(1)).sum(-1)),
+            r"\['u', 'v'\] inside of the subsampled plate 'rows' have 5 latent variables for each row.*1 to 3",
+        ),
+        (rows(lambda u: u + numpyro.sample("c", dist.Bernoulli(0.5))), "discrete latent site 'c'.*beside continuous"),
+        (rows(lambda u: u + numpyro.sample("d", dist.Delta(0.5))), "'d' has a delta distribution"),
+        (rows(lambda u: u + random.normal(numpyro.prng_key())), "cannot be integrated out of a random likelihood"),
+        (used_outside, r"'total' depends on the latent sites \['u'\].*Put it into the plate"),
+        (crossed, "'u' lies inside of the subsampled plates '(rows|columns)' and '(rows|columns)'"),
+        (mixing, "the density of a row depends on the other rows"),
+    ],
+)
+def test_what_cannot_be_integrated_is_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        ModelTarget(model, (SERIES[:, 0],))
+
+
+def test_modes_of_skewed_rows_are_found():
+    y = jnp.array([0, 0, 1000, 5])
+    mean = jnp.array([-30.0, 10.0, -3.0, 3.0])
+
+    def log_density(u):
+        return dist.Normal(mean, 2.0).log_prob(u[:, 0]) + dist.Poisson(jnp.exp(u[:, 0])).log_prob(y)
+
+    mode = find_modes(log_density, jnp.full((4, 1), START))
+    slope = jax.grad(lambda u: log_density(u).sum())(mode.position)
+    assert (np.abs(slope * mode.root[:, 0]) < 0.05).all()
