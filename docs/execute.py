@@ -2,8 +2,8 @@
 
 Sphinx recognizes a notebook by its code, not by its path. Nothing is kept from one call to the next: the pages always
 show the outputs of the present code. With ``--store`` the notebooks get these outputs too, cleaned and small, and
-docs/_static/gallery one thumbnail for each notebook (see docs/stored_outputs.py). Notebooks that the environment variable
-STORED_NOTEBOOKS names are not executed, unless they are asked for; their pages show the outputs that they store.
+docs/_static/gallery one thumbnail for each notebook (see docs/stored_outputs.py). Notebooks that the environment
+variable STORED_NOTEBOOKS names are executed only if they are asked for; their pages show the outputs that they store.
 
     python docs/execute.py [--store] [names of notebooks ...]
 """

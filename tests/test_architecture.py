@@ -71,11 +71,15 @@ ARROWS = {
         HOST | {"arviz", "xarray"},
         {"findings", "schedules", "gradients", "kernels", "diagnostics"},
     ),
+    "local_latents": (HOST, {"checks", "gradients", "inference_data", "kernels"}),
     # Nothing else imports it, the public face neither.
     "contrib": (HOST, {"checks", "diagnostics", "gradients", "inference_data", "kernels"}),
     "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels", "rows"}),
     "tables": ({"pandas"}, {"findings"}),
-    "report": (HOST | {"arviz"}, {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels", "tables"}),
+    "report": (
+        HOST | {"arviz"},
+        {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels", "local_latents", "tables"},
+    ),
     "plots": (
         HOST | {"matplotlib"},
         {"checks", "interactions", "gradients", "kernels", "diagnostics", "inference_data", "predictions"},

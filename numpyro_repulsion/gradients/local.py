@@ -42,6 +42,7 @@ from numpyro.infer.gibbs import subsample_plate_sizes
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_repulsion.gradients.minibatch import TakesRows
+from numpyro_repulsion.rounding import matmul
 
 #: The number of points along each dimension, by the number of dimensions.
 NUM_POINTS = {1: 21, 2: 5, 3: 3}
@@ -307,9 +308,9 @@ class Mode(NamedTuple):
     position: Float[Array, "B k"]
     root: Float[Array, "B k k"]
 
-    def at(self, x: Float[Array, "*points k"]) -> Float[Array, "*points B k"]:
-        """Return points x in units of the width about the mode."""
-        return self.position + jnp.einsum("bij,...j->...bi", self.root, x)
+    def at(self, x: Float[Array, "K _ k"]) -> Float[Array, "K B k"]:
+        """Return points x, in units of the width about the mode, for each row or for all."""
+        return self.position + matmul(self.root, x[..., None])[..., 0]
 
 
 def log_integrals(
@@ -324,7 +325,9 @@ def log_integrals(
     dimension, dtype = start.shape[-1], start.dtype
     points, log_weights = gauss_hermite(dimension, num_points[dimension])
     mode = jax.tree.map(lax.stop_gradient, find_modes(fixed, lax.stop_gradient(start)))
-    values = jax.vmap(log_density)(mode.at(jnp.asarray(points, dtype))) + jnp.asarray(log_weights, dtype)[:, None]
+    values = (
+        jax.vmap(log_density)(mode.at(jnp.asarray(points, dtype)[:, None])) + jnp.asarray(log_weights, dtype)[:, None]
+    )
     return logsumexp(values, 0) + jnp.log(jnp.diagonal(mode.root, axis1=1, axis2=2)).sum(-1)
 
 
@@ -416,7 +419,7 @@ def draw_rows(
     mode, freedom = find_modes(log_density, start), 5.0
     scale = jnp.sqrt(freedom / random.chisquare(scale_key, freedom, (number, len(start), 1), start.dtype))
     x = scale * random.normal(normal_key, (number, *start.shape), start.dtype)
-    points = mode.position + jnp.einsum("bij,nbj->nbi", mode.root, x)
+    points = mode.at(x)
     proposal = -0.5 * (freedom + start.shape[-1]) * jnp.log1p((x**2).sum(-1) / freedom)
     chosen = random.categorical(choice_key, jax.vmap(log_density)(points) - proposal, 0)
     return jnp.take_along_axis(points, chosen[None, :, None], 0)[0]
