@@ -75,6 +75,8 @@ class Gradient:
     shared: bool = False
     #: How many consecutive rows are drawn together.
     block_size: int = 1
+    #: Of how many particles gradients are evaluated at a time; ``None`` for all.
+    chunk_size: int | None = None
 
     def is_noisy(self, target: Target) -> bool:
         """Whether U and ∇U are estimates that differ from update to update; true unless a subclass knows better."""
@@ -186,9 +188,8 @@ class Gradient:
             return _on_shares(evaluate, target, z, indices, axes, keys)
         return self._evaluate(target, z, indices, keys, unravel, axes)
 
-    @staticmethod
     @unrounded()
-    def _evaluate(target, z, indices, keys, unravel, axes):
+    def _evaluate(self, target, z, indices, keys, unravel, axes):
         """Return ``(U, ∇U)`` on given rows, with a key for each particle where likelihoods are random."""
 
         def energy(flat, rows, key):
@@ -196,20 +197,45 @@ class Gradient:
 
         energy_and_grad, over = jax.value_and_grad(energy), 0 if target.is_random else None
         if axes == 1 and z.shape[0] > 1:
-            return jax.vmap(jax.vmap(energy_and_grad, (0, None, over)), (0, 0, over))(z, indices, keys)
+            of_group = partial(_over_particles, energy_and_grad, self.chunk_size, (0, None, over))
+            return jax.vmap(of_group, (0, 0, over))(z, indices, keys)
         # One flat axis of particles if the rows allow it, because an axis of length one slows matrix products down.
         count = z.shape[0] * z.shape[1]
         if axes:
             indices = jax.tree.map(lambda rows: rows[0] if axes == 1 else rows.reshape(count, *rows.shape[2:]), indices)
         keys = keys.reshape(count, *keys.shape[2:]) if target.is_random else keys
-        batched = jax.vmap(energy_and_grad, (0, 0 if axes == 2 else None, over))
-        value, gradient = batched(z.reshape(count, -1), indices, keys)
+        in_axes = 0, 0 if axes == 2 else None, over
+        value, gradient = _over_particles(
+            energy_and_grad, self.chunk_size, in_axes, z.reshape(count, -1), indices, keys
+        )
         return value.reshape(z.shape[:2]), gradient.reshape(z.shape)
+
+
+def _over_particles(function, chunk_size, in_axes, *given):
+    """Return what a function returns for all particles, of which so many are evaluated at a time."""
+    if chunk_size is None or chunk_size >= len(given[0]):
+        return jax.vmap(function, in_axes)(*given)
+
+    def of_one(own):
+        return function(
+            *(x if axis is None else own[k] for k, (x, axis) in enumerate(zip(given, in_axes, strict=True)))
+        )
+
+    own = {k: x for k, (x, axis) in enumerate(zip(given, in_axes, strict=True)) if axis is not None}
+    return lax.map(of_one, own, batch_size=chunk_size)
+
+
+def _check_chunk_size(gradient):
+    if gradient.chunk_size is not None:
+        keep(gradient, "chunk_size", integer, expected="None or a number of particles, an integer of 1 or more")
 
 
 @dataclass(frozen=True)
 class FullData(Gradient):
     """All rows in every update, including those of subsampled plates.
+
+    :param chunk_size: the number of particles whose gradients are evaluated at a time, as for
+        :class:`~numpyro_repulsion.Subsampled`.
 
     **Example**
 
@@ -218,6 +244,11 @@ class FullData(Gradient):
         >>> from numpyro_repulsion import FullData, SGLDR
         >>> kernel = SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1, gradient=FullData())
     """
+
+    chunk_size: int | None = field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self):
+        _check_chunk_size(self)
 
     @property
     def splits(self):
@@ -261,7 +292,10 @@ class Subsampled(Gradient):
         likely, and gradients are unbiased for any order of the rows. Similar neighbors add to the noise, however, so
         the rows must be in random order (shuffle them once). In sorted data the noise is far larger; warmup measures
         it and shortens the steps.
-    :raises ValueError: unless ``block_size`` is an integer of 1 or more.
+    :param chunk_size: the number of particles whose gradients are evaluated at a time: memory holds the intermediate
+        values of so many copies of the model. ``None`` evaluates all together, which is fastest for small models. Draws
+        depend on it by rounding only.
+    :raises ValueError: unless ``block_size`` and ``chunk_size`` are integers of 1 or more.
 
     **Example**
 
@@ -274,9 +308,11 @@ class Subsampled(Gradient):
 
     shared: bool = False
     block_size: int = field(default=1, kw_only=True)
+    chunk_size: int | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self):
         keep(self, "shared", boolean)
+        _check_chunk_size(self)
         keep(self, "block_size", integer, expected="a number of rows, an integer of 1 or more")
 
     @property
