@@ -22,7 +22,7 @@ method finds, in units of the curvature there. It is exact if row and latent var
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -55,6 +55,19 @@ CLOSE = 1e-2
 
 #: ``u -> log p(u, y_r | θ)`` of each row r: from ``(B, k)`` to ``(B,)``.
 LogDensity = Callable[[Float[Array, "B k"]], Float[Array, " B"]]
+
+
+class _Keys(Messenger):
+    """Gives a model the random keys that it got in another run."""
+
+    def __init__(self, fn: Callable, keys: Iterable[jax.Array]):
+        super().__init__(fn)
+        self._keys = iter(keys)
+
+    def process_message(self, msg):
+        if msg["type"] == "prng_key":
+            # NumPyro's `block` would let it pass.
+            msg["value"], msg["stop"] = next(self._keys), True
 
 
 class LocalSite(NamedTuple):
@@ -94,6 +107,7 @@ class Outside(Messenger):
 
     - **known** - the values of the sites outside, and the rows of all plates.
     - **sizes** - the sizes of all plates.
+    - **keys** - the random keys that the model asked for, in their order.
     - **plates** - the plates with hidden sites, by name.
     - **latent** - the latent sites inside, by plate and name.
     """
@@ -103,16 +117,11 @@ class Outside(Messenger):
         self.names, self.fill = plates, fill
         self.known: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
+        self.keys: list[jax.Array] = []
         self.plates: dict[str, numpyro.plate] = {}
         self.latent: dict[str, dict[str, LocalSite]] = {}
 
     def process_message(self, msg):
-        if msg["type"] == "prng_key":
-            raise ValueError(
-                f"The model draws random numbers by numpyro.prng_key(), and the latent sites {_sites(self.latent)} lie "
-                "inside of a subsampled plate: they cannot be integrated out of a random likelihood. Move them out of "
-                "the plate and index them, or drop `subsample_size`."
-            )
         around = [frame for frame in msg.get("cond_indep_stack", ()) if frame.name in self.names]
         if not around or msg["type"] not in ("sample", "deterministic"):
             return
@@ -130,6 +139,8 @@ class Outside(Messenger):
     def postprocess_message(self, msg):
         if msg["type"] in ("sample", "param", "mutable", "plate") and not msg.get("stop"):
             self.known[msg["name"]] = msg["value"]
+        if msg["type"] == "prng_key":
+            self.keys.append(msg["value"])
         if msg["type"] == "plate":
             self.sizes[msg["name"]] = msg["args"][0]
 
@@ -145,10 +156,6 @@ def _plates():
 def _fixed(x):
     # Rows stay the same objects, by which devices know them.
     return lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
-
-
-def _sites(latent):
-    return sorted(itertools.chain(*latent.values()))
 
 
 def _too_many(latent, plate, dimension):
@@ -238,7 +245,7 @@ class Rowwise:
     """The rows of a minibatch, given all that a model has outside of their plate."""
 
     def __init__(self, model, args, kwargs, outside, plate):
-        self.model, self.args, self.kwargs = model, args, kwargs
+        self.model, self.args, self.kwargs, self.keys = model, args, kwargs, outside.keys
         self.known, self.plate, self.latent = outside.known, outside.plates[plate], outside.latent.get(plate, {})
         self.sizes, self.rows = outside.sizes, {name: outside.known[name] for name in outside.sizes}
         dimension = sum(math.prod(x.shape) // x.shape[x.axis] for x in self.latent.values())
@@ -268,7 +275,7 @@ class Rowwise:
                 return biject_to(site["fn"].support)(values[site["name"]])
             return None
 
-        model = substitute(substitute(self.model, data=known), substitute_fn=to_support)
+        model = _Keys(substitute(substitute(self.model, data=known), substitute_fn=to_support), self.keys)
         with block():
             return trace(TakesRows(seed(model, random.key(0)), self.rows, self.sizes)).get_trace(
                 *self.args, **self.kwargs

@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, diagnose, ensemble_mcse, predict, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.gradients.local import START, draw_rows, find_modes, log_integrals
+from numpyro_repulsion.gradients.local import NUM_POINTS, START, draw_rows, find_modes, log_integrals
 from numpyro_repulsion.local_latents import integration_shifts, row_latents
 
 KEYS = random.split(random.key(0), 4)
@@ -172,7 +172,7 @@ def test_rows_are_drawn_from_their_distribution():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_points", [21, 1])
 def test_a_poisson_lognormal_of_many_rows(num_points, monkeypatch):
-    monkeypatch.setattr("numpyro_repulsion.gradients.local.NUM_POINTS", {1: num_points})
+    monkeypatch.setitem(NUM_POINTS, 1, num_points)
     size, truth = 50_000, {"mean": 0.5, "scale": 0.8}
     y = random.poisson(KEYS[0], jnp.exp(truth["mean"] + truth["scale"] * random.normal(KEYS[1], (size,))))
 
@@ -289,7 +289,6 @@ def mixing(y):
         ),
         (rows(lambda u: u + numpyro.sample("c", dist.Bernoulli(0.5))), "discrete latent site 'c'.*beside continuous"),
         (rows(lambda u: u + numpyro.sample("d", dist.Delta(0.5))), "'d' has a delta distribution"),
-        (rows(lambda u: u + random.normal(numpyro.prng_key())), "cannot be integrated out of a random likelihood"),
         (used_outside, r"'total' depends on the latent sites \['u'\].*Put it into the plate"),
         (crossed, "'u' lies inside of the subsampled plates '(rows|columns)' and '(rows|columns)'"),
         (mixing, "the density of a row depends on the other rows"),
@@ -298,6 +297,15 @@ def mixing(y):
 def test_what_cannot_be_integrated_is_refused(model, message):
     with pytest.raises(ValueError, match=message):
         ModelTarget(model, (SERIES[:, 0],))
+
+
+@pytest.mark.parametrize("is_random", [True, False])
+def test_a_random_likelihood_stays_random(is_random):
+    model = rows(lambda u: u + random.normal(numpyro.prng_key()) if is_random else u)
+    target = ModelTarget(model, (SERIES[:, 0],))
+    assert target.integrated == ["u"] and target.is_random == is_random
+    energies = [target.potential_energy({"theta": 0.3}, target.first_rows, random.key(seed)) for seed in (0, 0, 1)]
+    assert energies[0] == energies[1] and (energies[0] != energies[2]) == is_random
 
 
 def test_modes_of_skewed_rows_are_found():
