@@ -6,7 +6,8 @@ Base classes, rare parts and what functions return are in submodules: ``dynamics
 
 from numpyro_repulsion.bias import extrapolate, step_bias
 from numpyro_repulsion.checkpointing import load_draws, run_in_pieces
-from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat, scores, stein_control_variates
+from numpyro_repulsion.diagnostics import ensemble_ess, ensemble_mcse, ksd, nested_rhat, stein_control_variates
+from numpyro_repulsion.from_full import minibatch
 from numpyro_repulsion.gradients import SVRG, ControlVariates, FullData, Subsampled, Sweeps
 from numpyro_repulsion.inference_data import all_rows, to_inference_data
 from numpyro_repulsion.interactions import IMQ, RBF, Antithetic, Balanced, Independent
@@ -52,10 +53,10 @@ __all__ = [
     "init_from_idata",
     "ksd",
     "load_draws",
+    "minibatch",
     "nested_rhat",
     "predict",
     "run_in_pieces",
-    "scores",
     "stein_control_variates",
     "step_bias",
     "summary",
@@ -65,7 +66,7 @@ __all__ = [
 _NOW_IN = {
     "bias": "ExtrapolatedMeans StepBias",
     "contrib": "LearningCoefficient Localized llc",
-    "diagnostics": "ControlledMeans",
+    "diagnostics": "ControlledMeans scores",
     "dynamics": "Descent Dynamics Overdamped Recipe Relativistic Thermostat Underdamped",
     "findings": "Diagnosis Finding",
     "interactions": "Gram Interaction Laplacian Radial RandomFeatures RandomGroups Scheduled",

@@ -27,6 +27,7 @@ ARROWS = {
     "rounding": (MATHEMATICS | {"scipy"}, set()),
     "version": (set(), set()),
     "rows": (MATHEMATICS, {"digests", "layout", "processes"}),
+    "from_full": (HOST, {"checks", "rows"}),
     "processes": (MATHEMATICS, set()),
     "digests": (MATHEMATICS, set()),
     "layout": (MATHEMATICS, {"processes"}),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import numpyro_repulsion
-from numpyro_repulsion import RBF, Independent, Rows, all_rows
+from numpyro_repulsion import RBF, Independent, Rows, all_rows, minibatch
 from numpyro_repulsion.bias import ExtrapolatedMeans, StepBias
 from numpyro_repulsion.diagnostics import ControlledMeans
 from numpyro_repulsion.dynamics import Dynamics
@@ -23,7 +23,8 @@ from numpyro_repulsion.predictions import Predictions
 
 #: Bases, which users write subclasses of; jumps that switch themselves on; what functions return; handlers.
 NO_PARTS = {Dynamics, Gradient, Gram, Interaction, Move, ParticleKernel, Radial}
-NO_PARTS |= {Basins, ControlledMeans, Diagnosis, ExtrapolatedMeans, Finding, Predictions, Rows, StepBias, all_rows}
+NO_PARTS |= {Basins, ControlledMeans, Diagnosis, ExtrapolatedMeans, Finding, Predictions, Rows, StepBias}
+NO_PARTS |= {all_rows, minibatch}
 
 
 def subclasses(base):

@@ -106,7 +106,8 @@ def scores(
         >>> import numpyro
         >>> import numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
-        >>> from numpyro_repulsion import SGLDR, ksd, scores
+        >>> from numpyro_repulsion import SGLDR, ksd
+        >>> from numpyro_repulsion.diagnostics import scores
         >>> mcmc = MCMC(SGLDR(lambda: numpyro.sample("rate", dist.Gamma(5, 1))), num_warmup=50,
         ...             num_samples=100, num_chains=6, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0))

@@ -281,7 +281,7 @@ def evaluate_reference(
     :param with_hessian: whether its Hessian is evaluated too, if it has one.
     """
     position = reference.position
-    age = None if reference.age is None else jnp.zeros((), jnp.int32)
+    age = jax.tree.map(jnp.zeros_like, reference.age)
     if reference.hessian is not None and with_hessian:
         units = reference.hessian.units
         energy, gradient, products = full_gradient(key, target, unravel, position, size, units)

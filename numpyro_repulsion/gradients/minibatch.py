@@ -213,16 +213,10 @@ class Gradient:
 
 def _over_particles(function, chunk_size, in_axes, *given):
     """Return what a function returns for all particles, of which so many are evaluated at a time."""
-    if chunk_size is None or chunk_size >= len(given[0]):
+    if (chunk_size or len(given[0])) >= len(given[0]):
         return jax.vmap(function, in_axes)(*given)
-
-    def of_one(own):
-        return function(
-            *(x if axis is None else own[k] for k, (x, axis) in enumerate(zip(given, in_axes, strict=True)))
-        )
-
-    own = {k: x for k, (x, axis) in enumerate(zip(given, in_axes, strict=True)) if axis is not None}
-    return lax.map(of_one, own, batch_size=chunk_size)
+    own = {k: x for k, (x, axis) in enumerate(zip(given, in_axes, strict=True)) if axis == 0}
+    return lax.map(lambda x: function(*(x.get(k, y) for k, y in enumerate(given))), own, batch_size=chunk_size)
 
 
 def _check_chunk_size(gradient):

@@ -65,7 +65,7 @@ class _Weighted(Messenger):
 
 @unrounded()
 def _weighted_energy(target, z, rows, weights):
-    model = _Weighted(target.bind(rows, random.key(0)), weights)
+    model = _Weighted(target.bind(rows), weights)
     with any_number_of_rows():
         return potential_energy(model, target.args, target.kwargs, z)
 
@@ -246,9 +246,7 @@ class ModelTarget(Target):
     def prior_energy(self, z):
         hidden = [*self.observed, *self.factors, *self.discrete]
         with any_number_of_rows():
-            return potential_energy(
-                block(self.bind(self.first_rows, random.key(0)), hide=hidden), self.args, self.kwargs, z
-            )
+            return potential_energy(block(self.bind(self.first_rows), hide=hidden), self.args, self.kwargs, z)
 
     def _potential_energy(self, z, indices, key):
         model = self.bind(indices, key)
@@ -278,7 +276,7 @@ class ModelTarget(Target):
         weights = {name: size / len(indices.get(name, range(batch))) for name, (size, batch) in self.plates.items()}
         values = {}
         if self._groups:
-            values = constrain_fn(self.bind(indices, random.key(0)), self.args, self.kwargs, z)
+            values = constrain_fn(self.bind(indices), self.args, self.kwargs, z)
             values = {name: values[name] for name in self.latent}
         for group in self._groups:
             weight = math.prod(weights[name] for name in group)
@@ -348,7 +346,7 @@ class ModelTarget(Target):
                     return biject_to(site["fn"].support)(z[site["name"]])
             return None
 
-        model = substitute(self.bind(rows, random.key(0) if key is None else key), substitute_fn=to_support)
+        model = substitute(self.bind(rows, key), substitute_fn=to_support)
         with any_number_of_rows():
             densities, sites = compute_log_probs(model, self.args, self.kwargs, discrete, sum_log_prob=False)
         deterministic = {name: site["value"] for name, site in sites.items() if site["type"] == "deterministic"}
@@ -526,13 +524,14 @@ class ModelTarget(Target):
         self._enumeration_dim = min(frames, default=0) - 1
         self._groups = frozenset(self.subsampled.values()) - {frozenset()}
 
-    def bind(self, indices: Indices, key: jax.Array):
+    def bind(self, indices: Indices, key: jax.Array | None = None):
         """Return the model with the rows of its subsampled plates, and a key for random likelihoods."""
+        key = random.key(0) if key is None else key
         sizes = {name: size for name, (size, _) in self.plates.items()} if indices else {}
         return TakesRows(seed(substitute(self.model, data={**self.params, **indices}), key), indices, sizes)
 
     def _trace(self, indices, key=None, init_strategy=init_to_uniform, observed=True):
-        model = self.bind(indices, random.key(0) if key is None else key)
+        model = self.bind(indices, key)
         model = model if observed else uncondition(model)
         with any_number_of_rows():
             return trace(substitute(model, substitute_fn=init_strategy)).get_trace(*self.args, **self.kwargs)

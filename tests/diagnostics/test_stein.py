@@ -12,7 +12,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer.util import potential_energy
 
-from numpyro_repulsion import SGLD, SVGD, Independent, Subsampled, ksd, scores, stein_control_variates
+from numpyro_repulsion import SGLD, SVGD, Independent, Subsampled, ksd, stein_control_variates
+from numpyro_repulsion.diagnostics import scores
 from numpyro_repulsion.diagnostics.stein import _degree, _residuals, _variates
 from numpyro_repulsion.dynamics import Overdamped
 
