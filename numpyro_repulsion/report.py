@@ -27,7 +27,7 @@ from numpyro_repulsion.findings import (
 )
 from numpyro_repulsion.inference_data import to_inference_data
 from numpyro_repulsion.kernels import kernel_of_run
-from numpyro_repulsion.local_latents import integration_shifts
+from numpyro_repulsion.predictions import integration_shifts
 from numpyro_repulsion.tables import with_findings
 
 _log = logging.getLogger(__name__)

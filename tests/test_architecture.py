@@ -72,14 +72,13 @@ ARROWS = {
         HOST | {"arviz", "xarray"},
         {"findings", "schedules", "gradients", "kernels", "diagnostics"},
     ),
-    "local_latents": (HOST, {"checks", "gradients", "inference_data", "kernels"}),
     # Nothing else imports it, the public face neither.
     "contrib": (HOST, {"checks", "diagnostics", "gradients", "inference_data", "kernels"}),
     "predictions": (HOST, {"checks", "gradients", "inference_data", "kernels", "rows"}),
     "tables": ({"pandas"}, {"findings"}),
     "report": (
         HOST | {"arviz"},
-        {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels", "local_latents", "tables"},
+        {"bias", "checks", "diagnostics", "findings", "inference_data", "kernels", "predictions", "tables"},
     ),
     "plots": (
         HOST | {"matplotlib"},

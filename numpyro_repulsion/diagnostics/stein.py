@@ -84,7 +84,8 @@ def ksd(draws: jax.Array, scores: jax.Array, *, scale: float | jax.Array = 1.0, 
 def scores(
     mcmc: MCMC, *, num_draws: int = 1000, gradient: Gradient | None = None, rng_key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return draws of a run in unconstrained space and the score ``−∇U`` at each, the arguments of :func:`~numpyro_repulsion.ksd`.
+    """Return draws of a run in unconstrained space and the score ``−∇U`` at each, the arguments of
+    :func:`~numpyro_repulsion.ksd`.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package.
     :param num_draws: the number n of draws, evenly spread over particles and iterations; each costs one gradient. For

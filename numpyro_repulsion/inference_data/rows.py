@@ -300,7 +300,7 @@ def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str
     if target.integrated:
         raise ValueError(
             f"The latent sites {target.integrated} of rows are integrated out, and replicates need their values. Draw "
-            "them by numpyro_repulsion.local_latents.row_latents(mcmc), or draw new rows by "
+            "them by numpyro_repulsion.predictions.row_latents(mcmc), or draw new rows by "
             "numpyro.infer.Predictive(model, samples), and pass its draws as `posterior_predictive`."
         )
     names = [*target.observed, *_statistics(target)]

@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro_repulsion import SGLD, diagnose, ensemble_mcse, predict, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget
 from numpyro_repulsion.gradients.local import NUM_POINTS, START, draw_rows, find_modes, log_integrals
-from numpyro_repulsion.local_latents import integration_shifts, row_latents
+from numpyro_repulsion.predictions import integration_shifts, row_latents
 
 KEYS = random.split(random.key(0), 4)
 NUM_ROWS, BATCH = 40, 8
