@@ -416,11 +416,11 @@ def row_latents(
         >>> from numpyro_repulsion.predictions import row_latents
         >>> def model(counts):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 2))
-        ...     with numpyro.plate("rows", len(counts), subsample_size=50) as i:
+        ...     with numpyro.plate("rows", len(counts), subsample_size=20) as i:
         ...         rate = numpyro.sample("rate", dist.LogNormal(mean, 0.5))
         ...         numpyro.sample("counts", dist.Poisson(rate), obs=counts[i])
-        >>> counts = random.poisson(random.key(0), 3.0, (1000,))
-        >>> mcmc = MCMC(SGLD(model), num_warmup=100, num_samples=100, num_chains=10, chain_method="vectorized",
+        >>> counts = random.poisson(random.key(0), 3.0, (200,))
+        >>> mcmc = MCMC(SGLD(model), num_warmup=50, num_samples=50, num_chains=5, chain_method="vectorized",
         ...             progress_bar=False)
         >>> mcmc.run(random.key(1), counts)
         >>> sorted(mcmc.get_samples())

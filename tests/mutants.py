@@ -51,10 +51,8 @@ products as accelerators round them | rounding.py | test_rounding | iteration
 +return jnp.matmul(a, b) if
 
 derivatives as accelerators round them | gradients/minibatch.py | test_rounding | own_rule
--    @staticmethod
 -    @unrounded()
 -    def _evaluate(
-+    @staticmethod
 +    def _evaluate(
 
 functions of draws as accelerators round them | inference_data/rows.py | test_rounding | draws

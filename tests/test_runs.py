@@ -17,13 +17,13 @@ from numpyro_repulsion import (
     diagnose,
     extrapolate,
     predict,
-    scores,
     stein_control_variates,
     step_bias,
     summary,
     to_inference_data,
 )
 from numpyro_repulsion.contrib import llc
+from numpyro_repulsion.diagnostics import scores
 from numpyro_repulsion.plots import plot_particles
 
 OF_DRAWS = (scores, step_bias, to_inference_data)

@@ -153,7 +153,7 @@ class Symptoms(NamedTuple):
             explored=explored / temperature,
             pull=over(slope + ERRORS * over(error, np.sqrt(scatter)), over(explored, own)),
             least_pull=slope - ERRORS * over(error, np.sqrt(scatter)),
-            gap=np.where(np.isfinite(gap), gap, 0.0),
+            gap=gap,
         )
         total, image = self.images / max(float(self.length) * len(p), 1.0)
         image = image - total * np.mean(p)
@@ -211,7 +211,9 @@ def _gap(p, sd):
     """Return the largest gap between positions in units of their standard deviations, beyond that in one wide basin."""
     order = np.argsort(p)
     # In the mouth of a funnel particles are far apart, and move far.
-    gaps = np.diff(p[order]) / np.maximum(sd[order][1:], sd[order][:-1])
+    unit = np.maximum(sd[order][1:], sd[order][:-1])
+    # Particles that do not move have no unit.
+    gaps = np.where(unit > 0, np.diff(p[order]) / np.where(unit > 0, unit, 1.0), 0.0)
     # At least two particles on each side, because a single one may be in the neck of a funnel.
     inner = gaps[1:-1] if len(p) > 3 else gaps
     # Of n distances between random points the largest is about log₂ n medians. But each particle may be in a basin of

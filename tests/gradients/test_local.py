@@ -210,23 +210,23 @@ def test_a_poisson_lognormal_of_many_rows(num_points, monkeypatch):
 
 
 def test_a_row_with_two_modes_is_named():
-    y = (1.0 + 1.5 * random.normal(KEYS[0], (2000,))) ** 2
+    y = (1.0 + 1.5 * random.normal(KEYS[0], (400,))) ** 2
 
     def model(y, is_square):
         mean = numpyro.sample("mean", dist.Normal(0, 3))
-        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        with numpyro.plate("rows", len(y), subsample_size=20) as i:
             u = numpyro.sample("u", dist.Normal(mean, 1.5))
             numpyro.sample("y", dist.Normal(u**2 if is_square else u, 0.5), obs=y[i])
 
     for is_square in (True, False):
-        mcmc = vectorized(SGLD(model), 50, 20, 8)
+        mcmc = vectorized(SGLD(model, step_size=0.001), 0, 5, 4)
         mcmc.run(random.key(0), y, is_square)
         assert ("row_integrals" in diagnose(mcmc)) == is_square
         assert (integration_shifts(mcmc)["mean"] > 0.1) == is_square
 
 
 def test_draws_of_rows_and_what_needs_them():
-    mcmc = vectorized(SGLD(gamma_poisson), 50, 50, 4)
+    mcmc = vectorized(SGLD(gamma_poisson, step_size=0.001), 0, 20, 4)
     mcmc.run(random.key(0), COUNTS)
     assert set(mcmc.get_samples()) == {"shape", "rate"}
     found = row_latents(mcmc, [0, 5, 5], num_draws=60)
@@ -236,11 +236,11 @@ def test_draws_of_rows_and_what_needs_them():
         with pytest.raises(ValueError, match="integers from 0 to 39, rows of the plate 'rows'"):
             row_latents(mcmc, rows)
     data = to_inference_data(mcmc, log_likelihood=["rows_integrated"])
-    assert data["log_likelihood"]["rows_integrated"].shape == (4, 50, NUM_ROWS)
+    assert data["log_likelihood"]["rows_integrated"].shape == (4, 20, NUM_ROWS)
     for call in (lambda: predict(mcmc, COUNTS), lambda: to_inference_data(mcmc, posterior_predictive=random.key(0))):
         with pytest.raises(ValueError, match=r"\['mean'\] of rows are integrated out.*Predictive"):
             call()
-    other = vectorized(SGLD(negative_binomial), 50, 50, 4)
+    other = vectorized(SGLD(negative_binomial, step_size=0.001), 0, 5, 4)
     other.run(random.key(0), COUNTS)
     with pytest.raises(ValueError, match="no latent sites inside of a subsampled plate"):
         row_latents(other)

@@ -22,9 +22,9 @@ from numpyro_repulsion import (
     FullData,
     Rows,
     Subsampled,
-    scores,
     to_inference_data,
 )
+from numpyro_repulsion.diagnostics import scores
 from numpyro_repulsion.gradients import Gradient, ModelTarget, draw_indices, influenced, minibatch
 from numpyro_repulsion.gradients.control import full_gradient
 from numpyro_repulsion.kernels.bound import choose_gradient
