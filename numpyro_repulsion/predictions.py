@@ -420,8 +420,8 @@ def row_latents(
         ...         rate = numpyro.sample("rate", dist.LogNormal(mean, 0.5))
         ...         numpyro.sample("counts", dist.Poisson(rate), obs=counts[i])
         >>> counts = random.poisson(random.key(0), 3.0, (200,))
-        >>> mcmc = MCMC(SGLD(model), num_warmup=50, num_samples=50, num_chains=5, chain_method="vectorized",
-        ...             progress_bar=False)
+        >>> mcmc = MCMC(SGLD(model, step_size=0.001), num_warmup=50, num_samples=50, num_chains=5,
+        ...             chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(1), counts)
         >>> sorted(mcmc.get_samples())
         ['mean']
