@@ -34,7 +34,7 @@ class Widest(NamedTuple):
       1 in a common Gaussian basin, however slow particles are, and 0 in separate ones; plus errors.
     - **least_pull** - how fast mean gradients grow with that distance; less errors.
     - **gap** - the largest distance between the means of neighboring particles, beyond that by chance in one wide
-      basin, in units of the standard deviation of one particle over time, at least that of both.
+      basin, in units of the standard deviation of one particle over time.
     """
 
     variance: Float[AnyArray, ""]
@@ -138,7 +138,7 @@ class Symptoms(NamedTuple):
         """Store the statistics of the window, and start the next one along a direction in which positions vary more."""
         p, squared, q, product = self.along / max(float(self.length), 1.0)
         own, variance = np.mean(squared - p**2), np.mean(squared) - np.mean(p) ** 2
-        gap = _gap(p, np.sqrt(np.maximum(squared - p**2, own))) if len(p) > 1 else np.zeros_like(variance)
+        gap = _gap(np.sort(p)) if len(p) > 1 else np.zeros_like(variance)
 
         def over(a, b):
             return np.where(b > 0, a / np.where(b > 0, b, 1.0), 0.0)
@@ -153,7 +153,7 @@ class Symptoms(NamedTuple):
             explored=explored / temperature,
             pull=over(slope + ERRORS * over(error, np.sqrt(scatter)), over(explored, own)),
             least_pull=slope - ERRORS * over(error, np.sqrt(scatter)),
-            gap=gap,
+            gap=over(gap, np.sqrt(own)),
         )
         total, image = self.images / max(float(self.length) * len(p), 1.0)
         image = image - total * np.mean(p)
@@ -207,13 +207,9 @@ class Symptoms(NamedTuple):
         return self.powers / max(float(self.number), 1.0)
 
 
-def _gap(p, sd):
-    """Return the largest gap between positions in units of their standard deviations, beyond that in one wide basin."""
-    order = np.argsort(p)
-    # In the mouth of a funnel particles are far apart, and move far.
-    unit = np.maximum(sd[order][1:], sd[order][:-1])
-    # Particles that do not move have no unit.
-    gaps = np.where(unit > 0, np.diff(p[order]) / np.where(unit > 0, unit, 1.0), 0.0)
+def _gap(p):
+    """Return the largest gap between sorted positions, beyond that between as many in one wide basin."""
+    gaps = np.diff(p)
     # At least two particles on each side, because a single one may be in the neck of a funnel.
     inner = gaps[1:-1] if len(p) > 3 else gaps
     # Of n distances between random points the largest is about log₂ n medians. But each particle may be in a basin of
