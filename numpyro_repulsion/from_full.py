@@ -60,7 +60,8 @@ class minibatch:
     def __init__(self, model: Callable, subsample_size: int, *, plate: str | None = None):
         self.model, self.plate = model, plate
         self.subsample_size = integer("`subsample_size`", subsample_size)
-        update_wrapper(self, model)
+        # Its name and signature: attributes of a model that is an object would replace those above.
+        update_wrapper(self, model, updated=())
 
     def __call__(self, *args, **kwargs):
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Rows))

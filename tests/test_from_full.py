@@ -73,6 +73,21 @@ def test_rows_on_the_host_are_taken_too():
     np.testing.assert_allclose(target.potential_energy(z, rows, random.key(0)), expected, rtol=1e-5)
 
 
+def test_attributes_of_a_model_are_not_taken_for_its_own():
+    class Doubled:
+        def __init__(self):
+            self.model, self.subsample_size = full, 3
+
+        def __call__(self, x, group, y=None):
+            full(2.0 * x, group, y)
+
+    z, rows = {"w": jnp.ones(3), "effect": jnp.zeros(4)}, {"rows": jnp.array([1, 50])}
+    target = ModelTarget(minibatch(Doubled(), BATCH), (X, GROUP, Y))
+    expected = ModelTarget(by_hand, (2.0 * X, GROUP, Y)).potential_energy(z, rows, random.key(0))
+    assert target.plates == {"rows": (SIZE, BATCH)}
+    np.testing.assert_allclose(target.potential_energy(z, rows, random.key(0)), expected, rtol=1e-5)
+
+
 def test_few_rows_are_all_taken():
     assert not ModelTarget(minibatch(full, SIZE), (X, GROUP, Y)).plates
 
