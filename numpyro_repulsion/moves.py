@@ -382,8 +382,7 @@ class Basins(Archive):
     has_differences = False
 
     def learn(self, window, jumps, warmup, cloud, temperature):
-        is_due = window.is_at(self.span[1]) and warmup.symptoms is not None
-        if not is_due or not warmup.symptoms.widest.has_basins:
+        if not (window.is_at(self.span[1]) and warmup.has_basins):
             return jumps
         return self._fitted(jumps, warmup, cloud, temperature)._replace(kind=np.asarray(DENSITY, np.int32))
 

@@ -16,14 +16,11 @@ from numpyro_repulsion.rounding import AnyArray
 from numpyro_repulsion.schedules import BiasBudget
 from numpyro_repulsion.warmup.preconditioner import Preconditioner
 from numpyro_repulsion.warmup.state import Found, JumpsState, Sampler, WarmupState
-from numpyro_repulsion.warmup.symptoms import BASINS_SHARE
+from numpyro_repulsion.warmup.symptoms import BASINS_SHARE, MAX_DEPENDENCE
 from numpyro_repulsion.warmup.windows import Window
 
 #: With fewer iterations, warmup has too few draws to learn from.
 MIN_WARMUP = 50
-#: The dependence of squared gradients on a coordinate was 0.8 to 1.9 for funnels of 10 to 500 dimensions, and at most
-#: 0.3 elsewhere.
-MAX_DEPENDENCE = 0.5
 
 
 class WarmupDiagnosis(NamedTuple):

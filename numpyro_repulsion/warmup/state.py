@@ -229,7 +229,9 @@ class WarmupState(NamedTuple):
     @property
     def has_basins(self) -> bool:
         """Whether warmup found several basins, between which updates do not move, or particles jump."""
+        # In the mouth of a funnel few particles keep apart from the others.
         found = self.symptoms is not None and self.symptoms.widest.has_basins
+        found = found and (bool(self.arrival.is_prolonged) or not self.symptoms.has_funnel)
         # Once particles jump between basins, the symptoms disappear.
         return bool(found or (self.jumps is not None and self.jumps.tally[0] > 0))
 

@@ -15,8 +15,7 @@ import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD
 from numpyro_repulsion.warmup import Preconditioner
-from numpyro_repulsion.warmup.learned import MAX_DEPENDENCE
-from numpyro_repulsion.warmup.symptoms import MIN_TAIL_GRADIENT, Symptoms
+from numpyro_repulsion.warmup.symptoms import MAX_DEPENDENCE, MIN_TAIL_GRADIENT, Symptoms
 
 PARTICLES, ITERATIONS, WINDOW = 20, 200, 50
 
@@ -66,7 +65,23 @@ def funnel_energy(z):
 def test_a_funnel_is_seen_in_any_dimension(dimension, seed):
     v = 1.5 * normal(seed, 1)  # Particles reach a part of it only.
     x = normal(seed + 100, dimension - 1) * np.exp(v / 2)
-    assert seen(funnel_energy, np.concatenate((v, x), -1)).dependence > MAX_DEPENDENCE
+    found = seen(funnel_energy, np.concatenate((v, x), -1))
+    assert found.dependence > MAX_DEPENDENCE and found.has_funnel
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_basins_of_different_widths_are_not_a_funnel(seed):
+    # Gradients depend on where a particle is, but not on where it goes.
+    side = np.where(np.arange(PARTICLES) < 8, -20.0, 20.0)[:, None]
+    width = np.where(side > 0, 1.0, 0.02)
+    z = np.concatenate((side + normal(seed, 1), width * normal(seed + 100, 9)), -1)
+
+    def energy(z):
+        widths = jnp.where(z[0] > 0, 1.0, 0.02)
+        return (jnp.abs(z[0]) - 20.0) ** 2 / 2 + jnp.sum((z[1:] / widths) ** 2) / 2
+
+    found = seen(energy, z)
+    assert found.widest.has_basins and found.dependence > MAX_DEPENDENCE and not found.has_funnel
 
 
 def test_a_funnel_is_seen_through_dense_scales():
