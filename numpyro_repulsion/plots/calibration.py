@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_repulsion.checks import integer, number
-from numpyro_repulsion.plots.draws import COLORS, check_axes, new_axes
+from numpyro_repulsion.plots.draws import COLORS, axes, check_axes
 from numpyro_repulsion.predictions import Predictions
 
 KINDS = ("coverage", "pit", "reliability")
@@ -87,7 +87,7 @@ def plot_calibration(
         )
     # Before a figure is made.
     found = _reliability(predictions, bins) if has_classes else predictions.pit()
-    ax = new_axes((4.2, 4.2)) if ax is None else ax
+    ax = axes(ax, (4.2, 4.2))
     count = sum(artist.get_gid() == MARK for artist in ax.get_children())
     color = COLORS[count % len(COLORS)] if color is None else color
     width = NormalDist().inv_cdf((1.0 + prob) / 2.0)

@@ -40,8 +40,10 @@ def check_axes(ax: Any) -> None:
         raise TypeError(f"`ax` must be axes of matplotlib, such as from plt.subplots(); got {type(ax).__name__}.")
 
 
-def new_axes(size: tuple[float, float]) -> Any:
-    """Return axes in a figure of this size in inches."""
+def axes(ax: Any, size: tuple[float, float]) -> Any:
+    """Return the user's axes, or new ones in a figure of this size in inches."""
+    if ax is not None:
+        return ax
     ax = require_pyplot().subplots(figsize=size, layout="constrained")[1]
     ax.spines[["top", "right"]].set_visible(False)
     return ax

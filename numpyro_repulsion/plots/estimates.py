@@ -11,7 +11,7 @@ import numpy as np
 
 from numpyro_repulsion.checks import number
 from numpyro_repulsion.diagnostics import ensemble_mcse
-from numpyro_repulsion.plots.draws import COLORS, check_axes, evaluate, new_axes, numbers, read_draws
+from numpyro_repulsion.plots.draws import COLORS, axes, check_axes, evaluate, numbers, read_draws
 
 #: Marks the lines of estimates among the artists of the axes.
 MARK = "running estimate"
@@ -95,7 +95,7 @@ def plot_running_estimates(
         middle = running[0]
         half = NormalDist().inv_cdf((1.0 + prob) / 2.0) * _errors(found[0][1], draws.num_independent)
         low, high = middle - half, middle + half
-    ax = new_axes((6.0, 3.6)) if ax is None else ax
+    ax = axes(ax, (6.0, 3.6))
     if color is None:
         color = COLORS[sum(line.get_gid() == MARK for line in ax.lines) % len(COLORS)]
     ax.plot(x, middle, **{"color": color, "label": label, "gid": MARK, "linewidth": 1.5, "zorder": 3} | kwargs)

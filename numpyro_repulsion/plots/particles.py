@@ -11,10 +11,10 @@ import numpy as np
 from numpyro_repulsion.checks import integer
 from numpyro_repulsion.plots.draws import (
     COLORS,
+    axes,
     check_axes,
     evaluate,
     listed,
-    new_axes,
     numbers,
     read_draws,
     require_pyplot,
@@ -183,7 +183,7 @@ def _stage(draws, potential, pair, iterations, limits, levels, num_ensembles, co
     colors = _ensemble_colors(count, colors)
     is_one_variable = x_label.split("[")[0] == y_label.split("[")[0]
     window = _window(limits, points, ax, is_one_variable)
-    ax = new_axes((5.0, 5.0)) if ax is None else ax
+    ax = axes(ax, (5.0, 5.0))
     if potential is not None:
         _draw_contours(ax, potential, levels, window)
     ax.set(xlim=window[0], ylim=window[1], xlabel=x_label, ylabel=y_label)

@@ -229,11 +229,12 @@ class WarmupState(NamedTuple):
     @property
     def has_basins(self) -> bool:
         """Whether warmup found several basins, between which updates do not move, or particles jump."""
-        # In the mouth of a funnel few particles keep apart from the others.
-        found = self.symptoms is not None and self.symptoms.widest.has_basins
-        found = found and (bool(self.arrival.is_prolonged) or not self.symptoms.has_funnel)
         # Once particles jump between basins, the symptoms disappear.
-        return bool(found or (self.jumps is not None and self.jumps.tally[0] > 0))
+        if self.jumps is not None and self.jumps.tally[0] > 0:
+            return True
+        # In the mouth of a funnel few particles keep apart from the others.
+        symptoms, is_network = self.symptoms, bool(self.arrival.is_prolonged)
+        return symptoms is not None and bool(symptoms.widest.has_basins) and (is_network or not symptoms.has_funnel)
 
     @property
     def may_have_basins(self) -> bool:
