@@ -48,7 +48,7 @@ from numpyro_repulsion.rounding import matmul
 NUM_POINTS = {1: 21, 2: 5, 3: 3}
 #: Where Newton's method begins: not at 0, where log densities written with ``abs`` have wrong derivatives.
 START = 0.1
-#: The longest step of Newton's method, in standard deviations of the curvature, and the largest number of steps.
+#: The longest first step of Newton's method, in standard deviations of the curvature, and the largest number of steps.
 LONGEST, MAX_STEPS = 4.0, 50
 #: A mode is found once a step is shorter, in the same units.
 CLOSE = 1e-2
@@ -350,7 +350,8 @@ def gauss_hermite(dimension: int, number: int) -> tuple[np.ndarray, np.ndarray]:
 def find_modes(log_density: LogDensity, start: Float[Array, "B k"]) -> Mode:
     """Return the mode of each row's density and the curvature there.
 
-    By Newton's method, with steps that are shortened where they lose density.
+    By Newton's method, with steps of a limited length, which grows where they gain density and shrinks where they
+    lose it: a precise likelihood may lie thousands of standard deviations away.
     """
     dimension = start.shape[-1]
 
@@ -367,20 +368,21 @@ def find_modes(log_density: LogDensity, start: Float[Array, "B k"]) -> Mode:
         return (number < MAX_STEPS) & ~is_found.all()
 
     def improve(state):
-        number, found, shortened, is_found = state
+        number, found, longest, is_found = state
         u, value, slope, lower, pivots = found
         s = _forward(lower, slope) / jnp.sqrt(pivots)
         length = jnp.linalg.norm(s, axis=-1)
-        factor = shortened * jnp.minimum(1.0, LONGEST / jnp.maximum(length, LONGEST))
+        factor = longest / jnp.maximum(length, longest)
         new = expanded(u + factor[:, None] * _backward(lower, s / jnp.sqrt(pivots)))
         rounding = 10 * jnp.finfo(start.dtype).eps * (1.0 + jnp.abs(value))
         # What a row has found must not depend on the others.
         is_better = (new[1] >= value - rounding) & ~is_found
         kept = jax.tree.map(lambda a, b: jnp.where(is_better[:, None] if a.ndim > 1 else is_better, a, b), new, found)
-        shortened = jnp.where(is_better, jnp.minimum(2.0 * shortened, 1.0), shortened / 4.0)
-        return number + 1, kept, shortened, is_found | (length < CLOSE) | (shortened < 1e-4)
+        tried = jnp.minimum(length, longest)
+        longest = jnp.where(is_better, jnp.maximum(2.0 * tried, longest), tried / 4.0)
+        return number + 1, kept, longest, is_found | (length < CLOSE) | (longest < 1e-4)
 
-    begin = jnp.zeros((), int), expanded(start), jnp.ones(len(start), start.dtype), jnp.zeros(len(start), bool)
+    begin = jnp.zeros((), int), expanded(start), jnp.full(len(start), LONGEST, start.dtype), jnp.zeros(len(start), bool)
     _, (mode, _, _, lower, pivots), *_ = lax.while_loop(goes_on, improve, begin)
     # F = L⁻ᵀ D^(−1/2), column by column.
     columns = jnp.eye(dimension, dtype=start.dtype) / jnp.sqrt(pivots)[:, None]

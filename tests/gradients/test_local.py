@@ -77,6 +77,27 @@ def test_integrals_of_other_rows_are_nearly_exact(likelihood, y, num_points):
         assert (off < 1e-4) == (num_points > 1)
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "y", "width"),
+    [
+        (lambda u: dist.Normal(u, 1e-3), [-200.0, 0.0, 5.0], [1e-3] * 3),
+        (lambda u: dist.Poisson(jnp.exp(u)), [10, 10_000, 1_000_000], [0.3, 1e-2, 1e-3]),
+    ],
+)
+def test_modes_are_found_thousands_of_widths_away(likelihood, y, width):
+    with jax.enable_x64(True):
+        y = jnp.array(y)
+
+        def log_density(u):
+            return dist.Normal(0, 20).log_prob(u[:, 0]) + likelihood(u[:, 0]).log_prob(y)
+
+        mode = find_modes(log_density, jnp.full((len(y), 1), START))
+        slope = jax.grad(lambda u: log_density(u).sum())(mode.position)
+        np.testing.assert_allclose(mode.root[:, 0, 0], width, rtol=0.1)
+        # The slope, in widths, is the distance from the mode.
+        assert np.abs(slope * mode.root[:, 0]).max() < 0.05
+
+
 def gamma_poisson(y):
     shape, rate = numpyro.sample("shape", dist.LogNormal(0, 1)), numpyro.sample("rate", dist.LogNormal(0, 1))
     with numpyro.plate("rows", len(y), subsample_size=BATCH) as i:
