@@ -26,6 +26,7 @@ from numpyro_repulsion.gradients import ModelTarget, check_values, compiled
 from numpyro_repulsion.gradients.local import Integrated
 from numpyro_repulsion.gradients.structure import any_number_of_rows
 from numpyro_repulsion.inference_data import in_chunks, visible
+from numpyro_repulsion.inference_data.rows import row_latents_of, whole
 from numpyro_repulsion.kernels import bound_of, chosen_draws, kernel_of_run, latent_draws
 from numpyro_repulsion.kernels.bound import hinting
 
@@ -151,7 +152,8 @@ def predict(
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package.
     :param args: the arguments of the model, such as new covariates. Where they have observations of the site, the
-        result has their log likelihood. They are checked like those of a run.
+        result has their log likelihood. They are checked like those of a run. Latent variables of rows that the run
+        integrated out are drawn from their distribution given the other sites, as for new rows, without log likelihood.
     :param site: the name of an observed site, or of a deterministic one. ``None`` if the model observes a single site.
     :param num_draws: most draws to use, evenly spread over particles and iterations. For an optimizer of the cloud
         (:class:`~numpyro_repulsion.SVGD`) all come from its last cloud.
@@ -213,7 +215,8 @@ def predict(
         place, draw = numbered
         # The model takes keys from its own by splitting, so replicates need another.
         of_model, of_replicate = random.split(random.fold_in(key, place))
-        return _of_draw(target.sites(draw, of_model)[site], of_replicate, observed is not None)
+        has_density = observed is not None and not fitted.integrated
+        return _of_draw(target.sites(draw, of_model)[site], of_replicate, has_density)
 
     numbered = jnp.arange(len(next(iter(draws.values())))), draws
     remedy = "Lower `num_draws`, or pass the rows in parts"
@@ -342,11 +345,7 @@ def _site(target, site):
             f"The discrete latent sites {target.discrete} are summed over, and predictions need their values. Use "
             "numpyro.infer.Predictive(model, samples, infer_discrete=True)."
         )
-    if target.integrated:
-        raise ValueError(
-            f"The latent sites {target.integrated} of rows are integrated out, and predictions need their values. For "
-            "new rows use numpyro.infer.Predictive(model, samples), which draws them from their prior."
-        )
+    target = whole(target)
     known = [*target.observed, *target.deterministic, *target.minibatched]
     if site is None and len(target.observed) == 1:
         return target.observed[0]
@@ -446,7 +445,7 @@ def row_latents(
 
     def of_draw(target, numbered):
         number, draw = numbered
-        return _call(target, partial(target.model.draw, random.fold_in(key, number)), draw, indices)
+        return row_latents_of(target, random.fold_in(key, number), draw, indices)
 
     numbered = jnp.arange(len(next(iter(draws.values())))), draws
     what = f"Draws of {target.integrated}"
@@ -484,10 +483,3 @@ def _with_model(target, model):
     other = copy(target)
     other.model = model
     return other
-
-
-def _call(target, model, draw, rows):
-    """Return what a model returns, given values of its sites and the rows of its plates."""
-    bound = _with_model(target, model).bind(rows, random.key(0))
-    with any_number_of_rows():
-        return substitute(bound, data=draw)(*target.args, **target.kwargs)

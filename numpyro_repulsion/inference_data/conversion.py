@@ -25,6 +25,7 @@ from numpyro_repulsion.inference_data.rows import (
     map_draws,
     observe,
     pointwise,
+    whole,
 )
 from numpyro_repulsion.kernels import (
     ParticleKernel,
@@ -161,7 +162,8 @@ def to_inference_data(
     if log_likelihood is True or (log_likelihood is not False and len(log_likelihood)):
         wanted.add("log_likelihood")
     _require_model(wanted, target, latent, of_warmup)
-    observed, entries, failure = observe(target)
+    everything = target and whole(target)
+    observed, entries, failure = observe(everything)
     if failure:
         if wanted:
             raise ValueError(f"{', '.join(sorted(wanted))} cannot be computed: {failure}")
@@ -179,7 +181,7 @@ def to_inference_data(
         # One chain, whose draws are the particles.
         groups = {k: {name: np.swapaxes(value, 0, 1) for name, value in v.items()} for k, v in groups.items()}
     if "prior" in wanted:
-        groups["prior"], groups["prior_predictive"] = from_prior(target, prior, deterministic)
+        groups["prior"], groups["prior_predictive"] = from_prior(everything, prior, deterministic)
     elif prior is not None:
         # What the posterior has too, and predictions.
         of_prior = {*posterior, *(target.minibatched if target is not None else ())}
@@ -193,7 +195,7 @@ def to_inference_data(
     groups["predictions_constant_data"] = dict(predictions_constant_data or {})
     variables = [name for group in groups.values() for name in group]
     names = _safe_names([*variables, *(target.plate_sizes if target is not None else ())])
-    labels = _Labels(target, entries, names, coords, dims)
+    labels = _Labels(everything, entries, names, coords, dims)
     facts = _attributes(mcmc, kernel, target)
     of_chains = {"ensemble": facts["ensemble"]}
     if all_count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 import math
 from typing import Any
@@ -14,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro.distributions import Distribution, ExpandedDistribution, Independent, MaskedDistribution
+from numpyro.handlers import substitute
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_repulsion.gradients import ModelTarget, Target, compiled, influenced
+from numpyro_repulsion.gradients.structure import any_number_of_rows
 
 #: Results of more bytes raise `ValueError`.
 MAX_BYTES = 2**31
@@ -297,12 +300,19 @@ def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str
             f"The discrete latent sites {target.discrete} are summed over, and replicates need their values. Pass the "
             "draws of numpyro.infer.Predictive(model, samples, infer_discrete=True) as `posterior_predictive`."
         )
+    shape = next(iter(draws.values())).shape[:2]
+    numbers = jnp.arange(math.prod(shape)).reshape(shape)
     if target.integrated:
-        raise ValueError(
-            f"The latent sites {target.integrated} of rows are integrated out, and replicates need their values. Draw "
-            "them by numpyro_repulsion.predictions.row_latents(mcmc), or draw new rows by "
-            "numpyro.infer.Predictive(model, samples), and pass its draws as `posterior_predictive`."
-        )
+        rows = {name: jnp.arange(size) for name, (size, _) in target.plates.items()}
+        key, own_key = random.split(key)
+
+        def latents(target, draw):
+            number, values = draw
+            return row_latents_of(target, random.fold_in(own_key, number), values, rows)
+
+        what = f"posterior_predictive, with the latent sites {target.integrated} of rows,"
+        draws = draws | map_draws(latents, target, (numbers, draws), what, "Leave posterior_predictive=None")
+        target = whole(target)
     names = [*target.observed, *_statistics(target)]
 
     def replicate(target, draw):
@@ -310,10 +320,8 @@ def from_posterior(target: ModelTarget, key: jax.Array, draws: dict) -> dict[str
         sites = target.sites(values, random.fold_in(key, number), observed=False)
         return {name: sites[name]["value"] for name in names}
 
-    shape = next(iter(draws.values())).shape[:2]
-    numbered = jnp.arange(math.prod(shape)).reshape(shape), draws
     what = f"posterior_predictive for {sorted(names)}"
-    return map_draws(replicate, target, numbered, what, "Leave posterior_predictive=None")
+    return map_draws(replicate, target, (numbers, draws), what, "Leave posterior_predictive=None")
 
 
 def from_prior(target: ModelTarget, key: jax.Array, deterministic: bool) -> tuple[dict, dict]:
@@ -353,6 +361,23 @@ def by_draw(name: str, given: Mapping, shape: tuple[int, ...], is_sampler: bool 
             value = value.reshape(*shape, *value.shape[1:])
         found[site] = value if is_sampler else value[:, -1:]
     return found
+
+
+def whole(target: ModelTarget) -> ModelTarget:
+    """Return a posterior with latent sites in place of what is integrated out, and with all rows."""
+    if not target.integrated:
+        return target
+    found = ModelTarget(all_rows(substitute(target.model.model, data=target.params)), target.args, target.kwargs)
+    found.dims, found.events = target.dims | found.dims, target.events | found.events
+    return found
+
+
+def row_latents_of(target: ModelTarget, key: jax.Array, draw: dict, rows: dict) -> dict[str, jax.Array]:
+    """Return a draw of the latent sites that are integrated out, for these rows, given the others."""
+    other = copy(target)
+    other.model = partial(target.model.draw, key)
+    with any_number_of_rows():
+        return substitute(other.bind(rows, random.key(0)), data=draw)(*target.args, **target.kwargs)
 
 
 def _require_drawable(target, name):

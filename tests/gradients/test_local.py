@@ -258,13 +258,30 @@ def test_draws_of_rows_and_what_needs_them():
             row_latents(mcmc, rows)
     data = to_inference_data(mcmc, log_likelihood=["rows_integrated"])
     assert data["log_likelihood"]["rows_integrated"].shape == (4, 20, NUM_ROWS)
-    for call in (lambda: predict(mcmc, COUNTS), lambda: to_inference_data(mcmc, posterior_predictive=random.key(0))):
-        with pytest.raises(ValueError, match=r"\['mean'\] of rows are integrated out.*Predictive"):
-            call()
     other = vectorized(SGLD(negative_binomial, step_size=0.001), 0, 5, 4)
     other.run(random.key(0), COUNTS)
     with pytest.raises(ValueError, match="no latent sites inside of a subsampled plate"):
         row_latents(other)
+
+
+def test_replicates_of_rows_have_their_distribution_and_new_rows_that_of_the_population():
+    mcmc = vectorized(SGLD(gamma_poisson, step_size=1e-9), 0, 50, 20)
+    start = {name: jnp.full(20, jnp.log(x)) for name, x in (("shape", 2.0), ("rate", 0.5))}
+    mcmc.run(random.key(0), COUNTS, init_params=start)
+    data = to_inference_data(mcmc, log_likelihood=["rows_integrated"], posterior_predictive=random.key(1))
+    assert data["log_likelihood"]["rows_integrated"].dims == ("chain", "draw", "rows")
+    np.testing.assert_array_equal(data["observed_data"]["y"].values, COUNTS)
+    found = data["posterior_predictive"]["y"]
+    assert found.dims == ("chain", "draw", "rows")
+    # Gamma(2 + y, 0.5 + 1) given y, and Gamma(2, 0.5) without.
+    y = np.asarray(COUNTS)
+    new = predict(mcmc, COUNTS)
+    assert new.log_likelihood is None and (new.observed == y).all()
+    for draws, shape, rate in ((found.values.reshape(-1, NUM_ROWS), 2.0 + y, 1.5), (new.replicates, 2.0, 0.5)):
+        mean, sd = shape / rate, np.sqrt(shape / rate + shape / rate**2)
+        assert (np.abs(draws.mean(0) - mean) < 4.5 * sd / len(draws) ** 0.5).all()
+    prior = to_inference_data(mcmc, prior=random.key(2))
+    assert prior["prior"]["mean"].dims == prior["prior_predictive"]["y"].dims == ("chain", "draw", "rows")
 
 
 def rows(*inside):
