@@ -247,7 +247,8 @@ def _of_integrals(mcmc):
         f"{shifts[name]:.2g} posterior sds."
     )
     remedy = "Move these sites out of the plate and index them, or drop `subsample_size`."
-    return [Finding("row_integrals", "warning", shifts[name], message, remedy)]
+    severity = "error" if shifts[name] > 5 * MAX_INTEGRATION_SHIFT else "warning"
+    return [Finding("row_integrals", severity, shifts[name], message, remedy)]
 
 
 def _of_strays(posterior):

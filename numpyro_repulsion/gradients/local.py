@@ -10,14 +10,19 @@ a minibatch estimates the likelihood of :math:`\theta` from integrals over the l
 .. math::
     \log p(y | \theta) \approx \frac{N}{B} \sum_{r \in \text{batch}} \log \int p(u | \theta)\, p(y_r | u, \theta)\, du .
 
-Each integral is adaptive Gauss-Hermite quadrature: its points lie around the mode of the integrand, which Newton's
-method finds, in units of the curvature there. It is exact if row and latent variable are jointly Gaussian.
+Points lie around the mode of the integrand, which Newton's method finds. Of one latent variable they end where the
+integrand has all but vanished on either side, and the integral is a trapezoidal sum after the change of variables
+:math:`t \mapsto c t / (1 + q t)`, which takes -1, 0 and 1 to the ends and the mode: of smooth functions that vanish at
+both ends such sums converge faster than any power of the number of points, however skewed they are. Of two or three it
+is Gauss-Hermite quadrature, in units of the curvature at the mode. Both are exact, the sum to about 1e-8, if row and
+latent variables are jointly Gaussian.
 
 **References:**
 
 1. *A note on Gauss-Hermite quadrature*, Q. Liu and D. A. Pierce, Biometrika 81, 1994
 2. *Approximations to the log-likelihood function in the nonlinear mixed-effects model*, J. C. Pinheiro and
    D. M. Bates, Journal of Computational and Graphical Statistics 4, 1995
+3. *The exponentially convergent trapezoidal rule*, L. N. Trefethen and J. A. C. Weideman, SIAM Review 56, 2014
 """
 
 from __future__ import annotations
@@ -46,6 +51,9 @@ from numpyro_repulsion.rounding import matmul
 
 #: The number of points along each dimension, by the number of dimensions.
 NUM_POINTS = {1: 21, 2: 5, 3: 3}
+#: Points of a trapezoidal sum end where the log density is this much below its maximum, or after so many doublings of
+#: the distance at which a Gaussian density of the same curvature is.
+DROP, MOST_DOUBLINGS = 18.0, 5.0
 #: Where Newton's method begins: not at 0, where log densities written with ``abs`` have wrong derivatives.
 START = 0.1
 #: The longest first step of Newton's method, in standard deviations of the curvature, and the largest number of steps.
@@ -330,12 +338,38 @@ def log_integrals(
     :param start: where the search for modes begins.
     """
     dimension, dtype = start.shape[-1], start.dtype
-    points, log_weights = gauss_hermite(dimension, num_points[dimension])
-    mode = jax.tree.map(lax.stop_gradient, find_modes(fixed, lax.stop_gradient(start)))
-    values = (
-        jax.vmap(log_density)(mode.at(jnp.asarray(points, dtype)[:, None])) + jnp.asarray(log_weights, dtype)[:, None]
-    )
-    return logsumexp(values, 0) + jnp.log(jnp.diagonal(mode.root, axis1=1, axis2=2)).sum(-1)
+    mode, number = find_modes(fixed, lax.stop_gradient(start)), num_points[dimension]
+    if dimension == 1:
+        points, log_weights = trapezoid(fixed, mode, number)
+    else:
+        x, log_weights = (jnp.asarray(part, dtype)[:, None] for part in gauss_hermite(dimension, number))
+        points = mode.at(x)
+        log_weights = log_weights + jnp.log(jnp.diagonal(mode.root, axis1=1, axis2=2)).sum(-1)
+    points, log_weights = jax.tree.map(lax.stop_gradient, (points, log_weights))
+    return logsumexp(jax.vmap(log_density)(points) + log_weights, 0)
+
+
+def trapezoid(log_density: LogDensity, mode: Mode, number: int) -> tuple[Float[Array, "K B 1"], Float[Array, "K B"]]:
+    """Return points and log weights of a trapezoidal sum for each row's density."""
+    sides, highest = jnp.array([[-1.0], [1.0]], mode.root.dtype), log_density(mode.position)
+    gaussian = (2.0 * DROP) ** 0.5 * mode.root[:, 0, 0]
+
+    def halve(_, ends):
+        low, high = ends
+        middle = (low + high) / 2.0
+        values = jax.vmap(log_density)(mode.position + (sides * gaussian * 2.0**middle)[..., None])
+        # Where there is no number, there is no density.
+        is_beyond = ~(highest - values < DROP)
+        return jnp.where(is_beyond, low, middle), jnp.where(is_beyond, middle, high)
+
+    widest = jnp.full((2, len(gaussian)), MOST_DOUBLINGS, gaussian.dtype)
+    low, high = lax.fori_loop(0, 6, halve, (-widest, widest))
+    left, right = gaussian * 2.0 ** ((low + high) / 2.0)
+    scale, skew = 2.0 * left * right / (left + right), (left - right) / (left + right)
+    # Without the ends, where nothing is left.
+    t = jnp.asarray(np.linspace(-1.0, 1.0, number + 2)[1:-1, None], gaussian.dtype)
+    points = mode.position[:, 0] + scale * t / (1.0 + skew * t)
+    return points[..., None], jnp.log(2.0 / (number + 1) * scale / (1.0 + skew * t) ** 2)
 
 
 def gauss_hermite(dimension: int, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,6 +20,10 @@ KEYS = random.split(random.key(0), 4)
 NUM_ROWS, BATCH = 40, 8
 
 
+def normal(u, scale):
+    return dist.Normal(0.3, scale).log_prob(u)
+
+
 @pytest.mark.parametrize("dimension", [1, 2, 3])
 def test_integrals_of_gaussian_rows_are_exact(dimension):
     with jax.enable_x64(True):
@@ -43,24 +47,32 @@ def test_integrals_of_gaussian_rows_are_exact(dimension):
             )
 
         for order in (lambda f: f, jax.jacobian, jax.hessian):
-            np.testing.assert_allclose(order(found)(0.7), order(exact)(0.7), rtol=1e-9)
+            # The sum over one dimension ends at six sds, beyond which two derivatives leave 1e-6.
+            rtol = 1e-5 if dimension == 1 else 1e-9
+            np.testing.assert_allclose(order(found)(0.7), order(exact)(0.7), rtol=rtol)
 
 
 @pytest.mark.parametrize(
-    ("likelihood", "y"),
+    ("prior", "likelihood", "y"),
     [
-        (lambda u: dist.Poisson(jnp.exp(u)), [0, 1, 50, 1000]),
-        (lambda u: dist.Bernoulli(logits=u), [0, 1]),
-        (lambda u: dist.Binomial(20, logits=u), [0, 10, 20]),
+        (normal, lambda u: dist.Poisson(jnp.exp(u)), [0, 1, 50, 1000]),
+        (normal, lambda u: dist.Bernoulli(logits=u), [0, 1]),
+        (normal, lambda u: dist.Binomial(20, logits=u), [0, 10, 20]),
+        # The logarithm of a gamma variable, with a long tail on one side.
+        (
+            lambda u, scale: dist.Gamma(0.2 * scale, 1.0).log_prob(jnp.exp(u)) + u,
+            lambda u: dist.Poisson(jnp.exp(u)),
+            [0, 9],
+        ),
     ],
 )
 @pytest.mark.parametrize("num_points", [21, 1])
-def test_integrals_of_other_rows_are_nearly_exact(likelihood, y, num_points):
+def test_integrals_of_other_rows_are_nearly_exact(prior, likelihood, y, num_points):
     with jax.enable_x64(True):
         y = jnp.array(y)
 
         def log_density(u, scale):
-            return dist.Normal(0.3, scale).log_prob(u[:, 0]) + likelihood(u[:, 0]).log_prob(y)
+            return prior(u[:, 0], scale) + likelihood(u[:, 0]).log_prob(y)
 
         def found(scale):
             fixed, start = jax.lax.stop_gradient(scale), jnp.full((len(y), 1), START)
@@ -69,7 +81,7 @@ def test_integrals_of_other_rows_are_nearly_exact(likelihood, y, num_points):
             )
 
         def exact(scale):
-            grid = jnp.linspace(-20.0, 20.0, 20001)
+            grid = jnp.linspace(-150.0, 50.0, 100_001)
             return logsumexp(jax.vmap(lambda u: log_density(jnp.full((len(y), 1), u), scale))(grid), 0)
 
         # Per row, so of a million rows the mean of a parameter is off by less than 0.1 of its sds.
