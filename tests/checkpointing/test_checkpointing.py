@@ -13,7 +13,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
+from models import SIX, quadratic, vectorized
 import numpy as np
 import pytest
 
@@ -41,12 +41,6 @@ from numpyro_repulsion import (
     to_inference_data,
 )
 from numpyro_repulsion.checkpointing.directory import Directory, plan
-
-SIX = jnp.linspace(-2.0, 2.0, 12).reshape(6, 2)
-
-
-def quadratic(z):
-    return jnp.sum(z**2) / 2
 
 
 def regression(X, y, scale=1.0):
@@ -210,15 +204,6 @@ def test_results_are_those_of_a_run(begun):
     for name, value in draws.samples.items():
         assert np.array_equal(posterior[name], value) and not value.flags.writeable
     assert np.array_equal(np.load(path / "draws" / "beta.npy"), draws.samples["beta"])
-
-
-def test_warnings_are_said_once(tmp_path):
-    mcmc = make(plain(step_size=100.0), num_samples=40)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        run_in_pieces(mcmc, random.key(0), init_params=SIX, piece_size=5)
-    assert sum("diverging" in str(x.message) for x in said) == 1
-    assert int(mcmc.last_state.num_flagged_updates) > 0
 
 
 @pytest.mark.parametrize(
@@ -455,14 +440,6 @@ def test_full_disk(tmp_path, monkeypatch):
             assert "What was saved before is intact: the same call continues from there" in str(error.value)
         assert not list(tale.path.glob("*.part"))
         tale.go()
-
-
-def test_a_run_begun_elsewhere_is_mentioned(tmp_path):
-    Tale(tmp_path).go()
-    run = tmp_path / "run.json"
-    run.write_text(run.read_text().replace(jax.__version__, "0.0.1"))
-    with pytest.warns(UserWarning, match="began with a different jax"):
-        Tale(tmp_path).go()
 
 
 #: A process that ends by its own kill -9, at an operation on files.

@@ -118,10 +118,10 @@ def test_one_chain_has_no_particle_axis(make_key, every):
         assert after.z["mu"].shape == (2,) and after.diverging.shape == ()
 
 
-#: One in four here, and all in the full test.
+#: Two of them here, and all in the full test.
 @pytest.mark.parametrize(
     "interaction",
-    [x if i % 4 == 1 else pytest.param(x, marks=pytest.mark.slow) for i, x in enumerate(INTERACTIONS)],
+    [x if i % 8 == 1 else pytest.param(x, marks=pytest.mark.slow) for i, x in enumerate(INTERACTIONS)],
     ids=repr,
 )
 def test_iterations_move_all_particles_and_reproduce(interaction):
@@ -134,14 +134,6 @@ def test_iterations_move_all_particles_and_reproduce(interaction):
     assert (one.z["mu"] != state.z["mu"]).all() and (one.z["sigma"] != state.z["sigma"]).all()
     assert not np.array_equal(sample(one).z["mu"] - one.z["mu"], one.z["mu"] - state.z["mu"])
     assert int(one.num_updates) == 2 and int(sample(one).iteration) == 2
-
-
-def test_postprocessing_is_of_one_particle():
-    kernel = SGLDR(model, step_size=0.01)
-    state = kernel.init(random.split(random.key(0), 6), 0, None, (Y,), {})
-    one = kernel.postprocess_fn((Y,), {})(jax.tree.map(lambda x: x[0], state.z))
-    np.testing.assert_allclose(one["sigma"], jnp.exp(state.z["sigma"][0]), rtol=1e-6)
-    assert one["mu"].shape == (2,)
 
 
 def test_presets_differ_in_their_parts_alone():

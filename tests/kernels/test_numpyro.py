@@ -1,5 +1,7 @@
 """What NumPyro asks of its own kernels, asked of these: posteriors with known answers."""
 
+from itertools import product
+
 from catalogue import PRESETS, having
 import jax
 from jax import random
@@ -14,7 +16,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
-from numpyro_repulsion import SGLD, SVGD, BiasBudget, ensemble_mcse
+from numpyro_repulsion import SGLD, SGLDR, SVGD, BiasBudget, ensemble_mcse
 
 SAMPLERS = tuple(having(PRESETS, "sampler").values())
 REPELS = tuple(having(PRESETS, "repels").values())
@@ -127,16 +129,16 @@ def run(kernel, case, key):
     return draws, np.asarray(mean), np.asarray(sd)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", SAMPLERS)
-@pytest.mark.parametrize("case", CASES)
+#: Of every sampler on every case, those of `make test`.
+QUICK = [(SGLD, gaussian), (SGLDR, dirichlet_categorical)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in product(SAMPLERS, CASES)],
+)
 def test_posterior(kernel, case):
-    draws, mean, sd = run(kernel, case, random.key(2))
-    check(draws, mean, sd, kernel in REPELS)
-
-
-def test_posterior_of_a_gaussian():
-    check(*run(SGLD, gaussian, random.key(2)), False)
+    check(*run(kernel, case, random.key(2)), kernel in REPELS)
 
 
 def check(draws, mean, sd, repels):

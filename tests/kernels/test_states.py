@@ -7,7 +7,7 @@ import pickle
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized as make
+from models import SIX, quadratic, vectorized as make
 import numpy as np
 import pytest
 
@@ -18,12 +18,7 @@ from numpyro.infer import MCMC
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, SVRG, BiasBudget, ControlVariates, run_in_pieces
 from numpyro_repulsion.dynamics import Overdamped
 
-SIX = jnp.linspace(-2.0, 2.0, 12).reshape(6, 2)
 Y = jnp.linspace(-1.0, 1.0, 20)
-
-
-def quadratic(z):
-    return jnp.sum(z**2) / 2
 
 
 def rows(y):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from models import quadratic
 import numpy as np
 import pytest
 
@@ -30,10 +31,6 @@ COMPOSED = (
     RandomGroups(RBF("learned"), size=10),
     Scheduled(RBF("learned"), lambda count: 0.5),
 )
-
-
-def quadratic(z):
-    return jnp.sum(z**2) / 2
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -223,9 +220,10 @@ def test_draws_are_those_of_the_frozen_bandwidth_if_given(x64):
 
 def test_no_warmup_takes_the_median_rule():
     starts = random.normal(random.key(1), (6, 2))
-    kernel = SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=0.1)
-    state = kernel.init(random.split(random.key(0), 6), 0, starts, (), {})
-    np.testing.assert_allclose(state.bandwidth, median_bandwidth(starts), rtol=1e-5)
+    for interaction in (RBF(), LEARNED):
+        kernel = SGLDR(potential_fn=quadratic, interaction=interaction, step_size=0.1)
+        state = kernel.init(random.split(random.key(0), 6), 0, starts, (), {})
+        np.testing.assert_allclose(state.bandwidth, median_bandwidth(starts), rtol=1e-5)
     np.testing.assert_array_equal(jax.jit(lambda s: kernel.sample(s, (), {}))(state).bandwidth, state.bandwidth)
 
 

@@ -6,7 +6,7 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import vectorized
+from models import quadratic, vectorized
 import numpy as np
 import pytest
 
@@ -50,10 +50,6 @@ def seen(energy, draws, change=None, noise=0.0):
 
 def normal(seed, dimension):
     return np.random.default_rng(seed).standard_normal((ITERATIONS, PARTICLES, dimension))
-
-
-def quadratic(z):
-    return jnp.sum(z**2) / 2
 
 
 def funnel_energy(z):
