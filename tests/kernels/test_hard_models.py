@@ -20,12 +20,10 @@ from numpyro_repulsion.gradients import ModelTarget
 KEY = random.key(0)
 Y = np.linspace(-1.0, 1.0, 12, dtype=np.float32)
 
-pytestmark = [pytest.mark.filterwarnings("ignore:Continuous inference poorly handles circular")]
 
-
-def run(model, *args, kernel=SGLDR, step_size=1e-3, num_warmup=0, num_samples=4, num_chains=4, **kwargs):
-    mcmc = vectorized(kernel(model, step_size=step_size), num_warmup, num_samples, num_chains)
-    mcmc.run(KEY, *args, **kwargs)
+def run(model):
+    mcmc = vectorized(SGLDR(model, step_size=1e-3), 0, 4, 4)
+    mcmc.run(KEY)
     return mcmc
 
 

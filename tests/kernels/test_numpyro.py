@@ -33,22 +33,6 @@ def gaussian():
     return {"potential_fn": potential, "starts": random.normal(random.key(5), (20,))}, (), lambda z: z, 1.0, 0.5
 
 
-def correlated_gaussian():
-    root = jnp.tril(0.5 * jnp.fliplr(jnp.eye(5)) + 0.1 * jnp.exp(random.normal(random.key(0), (5, 5))))
-    covariance = root @ root.T + 1e-3 * jnp.eye(5)
-    precision = jnp.linalg.inv(covariance)
-
-    def potential(z):
-        return z @ precision @ z / 2
-
-    # Along each coordinate, and along the direction in which they are least.
-    _, vectors = np.linalg.eigh(covariance)
-    directions = np.concatenate([np.eye(5), vectors[:, :1].T])
-    sd = np.sqrt(np.einsum("ij,jk,ik->i", directions, covariance, directions))
-    starts = {"potential_fn": potential, "starts": random.normal(random.key(5), (20, 5))}
-    return starts, (), lambda z: z @ directions.T, np.zeros(6), sd
-
-
 def logistic_regression():
     X = random.normal(random.key(0), (500, 3))
     y = dist.Bernoulli(logits=X @ jnp.arange(1.0, 4.0)).sample(random.key(1))
@@ -112,7 +96,6 @@ def improper():
 
 CASES = (
     gaussian,
-    correlated_gaussian,
     logistic_regression,
     dirichlet_categorical,
     rare_binomial,
