@@ -129,7 +129,7 @@ CASES = {
 WITH_GROUPS = "awkward", "arrow"
 #: The runs of `make test`, by mesh; and the cases of which it compares gradients, which compile faster.
 QUICK = {"SGLDR": ["particles", "both"], "SGHMC": ["rows"], "groups": ["particles"]}
-GRADIENTS = ["SGLD", "SGHMC", "subsample", "awkward", "own rows", "dropout"]
+GRADIENTS = ["SGHMC", "subsample", "awkward", "own rows", "dropout"]
 #: Cases of many parameters that interact, of which each device has some.
 WIDE_CASES = {"SGLDR": SGLDR, "SGHMCR": SGHMCR}
 

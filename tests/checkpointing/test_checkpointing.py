@@ -99,16 +99,6 @@ def test_pieces_have_the_draws_of_a_thinned_run():
     )
 
 
-@pytest.mark.slow  # compiled as by users: programs of different lengths agree to the bit
-def test_pieces_are_one_run(begun):
-    whole = make(SGLDR(regression, step_size=1e-3, num_steps=2))
-    whole.run(random.key(0), *data(), extra_fields=("z.beta",))
-    assert_same(whole, begun[1])
-    assert list(whole.get_extra_fields()) == list(begun[1].get_extra_fields())
-    for x, y in zip(leaves(whole.get_samples()), leaves(begun[1].get_samples()), strict=True):
-        assert np.array_equal(x, y)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize(
@@ -152,21 +142,17 @@ def test_goes_on_from_a_stored_state_as_a_run_does():
     assert_same(whole, parts)
 
 
-def test_a_stored_state_of_orbax_goes_on(tmp_path):
+def test_a_state_that_orbax_stored_is_the_same(tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")
     for i, key in enumerate((random.key(0), random.PRNGKey(0))):
-        whole, first, second = make(plain(), 0, 40), make(plain(), 0, 20), make(plain(), 0, 20)
-        whole.run(key, init_params=SIX)
-        first.run(key, init_params=SIX)
+        state = plain().init(random.split(key, 6), 0, SIX, (), {})
         with checkpoint.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / str(i), first.last_state)
+            checkpointer.save(tmp_path / str(i), state)
         with checkpoint.StandardCheckpointer() as checkpointer:
             like = jax.eval_shape(lambda key=key: plain().init(random.split(key, 6), 0, SIX, (), {}))
-            state = checkpointer.restore(tmp_path / str(i), like)
-        second.post_warmup_state = state
-        second.run(jnp.repeat(state.rng_key[None], 6, 0))
-        got = jnp.concatenate([first.get_samples(True), second.get_samples(True)], 1)
-        assert np.array_equal(whole.get_samples(True), got)
+            found = checkpointer.restore(tmp_path / str(i), like)
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        assert all(map(np.array_equal, leaves(found), leaves(state)))
 
 
 # What users see
