@@ -40,20 +40,6 @@ def labels():
         numpyro.sample("y", mixture, obs=y)
 
 
-def contaminated(z, scale):
-    return dist.MixtureSameFamily(
-        dist.Categorical(probs=jnp.array([0.95, 0.05])), dist.Normal(z, jnp.array([scale, 10.0]))
-    )
-
-
-def conflict():
-    """Two measurements that contradict each other, either of which may be an outlier."""
-    z = numpyro.sample("z", dist.Normal(0, 10))
-    numpyro.sample("other", dist.Normal(z, 1))
-    numpyro.sample("y", contaminated(z, 0.3), obs=3.0)
-    numpyro.sample("x", contaminated(z, 0.4), obs=-3.0)
-
-
 def spike_and_slab():
     """A narrow normal beside a wide one."""
     both = dist.Normal(jnp.array([0.0, 5.0]), jnp.array([0.05, 1.0]))
@@ -61,21 +47,10 @@ def spike_and_slab():
     numpyro.sample("other", dist.Normal(0, 1).expand([2]).to_event(1))
 
 
-def weight_of_conflict():
-    z = np.linspace(-40.0, 40.0, 400_001)
-
-    def density(y, scale):
-        return sum(w * np.exp(-(((y - z) / s) ** 2) / 2) / s for w, s in ((0.95, scale), (0.05, 10.0)))
-
-    mass = np.exp(-(z**2) / 200) * density(3.0, 0.3) * density(-3.0, 0.4)
-    return mass[z < 0].sum() / mass.sum()
-
-
 #: By model: whether a draw is in the basin, and the basin's weight.
 BASINS = {
     oscillation: (lambda x: np.abs(x["frequency"] - 2.1) < 0.15, 1.0),
     labels: (lambda x: x["mean"][..., 0] < x["mean"][..., 1], 0.5),
-    conflict: (lambda x: x["z"] < 0, weight_of_conflict()),
     spike_and_slab: (lambda x: x["z"] < 1.0, 0.3),
 }
 

@@ -178,14 +178,6 @@ def test_who_is_tuned():
         LEARNED.couple(jnp.eye(2))
 
 
-@pytest.mark.parametrize("kind", [RBF, IMQ])
-def test_other_words_are_refused(kind):
-    with pytest.raises(ValueError, match=r"a positive, finite number, None \(a rule\) or 'learned'; got 'foo'"):
-        kind("foo")
-    with pytest.raises(ValueError, match=r"`bandwidth` must be a positive, finite number; got 'learned'"):
-        RandomFeatures("learned")
-
-
 def test_bandwidth_is_learned_and_frozen():
     kernel = SGLDR(potential_fn=quadratic, interaction=LEARNED, step_size=STRICT)
     state, found, rules = kernel.start(KEYS, 100, STARTS, (), {}), {}, {}

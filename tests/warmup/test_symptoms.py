@@ -263,17 +263,11 @@ def walk(y):
     numpyro.sample("y", dist.Poisson(rate).to_event(1), obs=y)
 
 
-def simplex(counts):
-    p = numpyro.sample("p", dist.Dirichlet(jnp.ones(len(counts))))
-    numpyro.sample("y", dist.Multinomial(int(np.sum(counts)), probs=p), obs=counts)
-
-
 rng = np.random.default_rng(1)
 WELL_BEHAVED = {
     "logistic regression of 100": (logistic, *regression(100, 2000)),
     "400 groups": (groups, jnp.asarray(rng.standard_normal((400, 1)) + rng.standard_normal((400, 10)))),
     "Poisson walk": (walk, jnp.asarray(rng.poisson(np.exp(1 + np.sin(np.linspace(0, 6, 200)))))),
-    "simplex": (simplex, rng.integers(5, 50, 150)),
 }
 
 
