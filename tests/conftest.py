@@ -151,7 +151,7 @@ def pretended():
         keys = random.split(random.key(num_samples), (num_chains, num_samples))
         fields = {"potential_energy": 1.0, "step_size": 0.1, "bandwidth": jnp.nan, "diverging": False}
         mcmc._args, mcmc._kwargs, mcmc._last_state = args, kwargs, state
-        mcmc._states = {"z": jax.vmap(jax.vmap(draw))(keys)}
+        mcmc._states = {"z": jax.jit(jax.vmap(jax.vmap(draw)))(keys)}
         mcmc._states |= {name: jnp.full(keys.shape, value) for name, value in fields.items()}
         return mcmc
 

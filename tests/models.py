@@ -1,12 +1,20 @@
-"""What tests of many rooms run: particles of a kernel, without a bar."""
+"""What tests of many rooms run: particles of a kernel, without a bar; and the energy of a standard normal."""
 
 import jax
+import jax.numpy as jnp
 
 from numpyro.infer import MCMC
 
 from numpyro_repulsion.kernels import ParticleState
 from numpyro_repulsion.kernels.warmup_host import iterations_of
 from numpyro_repulsion.kernels.warmup_programs import Frozen
+
+#: Starts of six particles.
+SIX = jnp.linspace(-2.0, 2.0, 12).reshape(6, 2)
+
+
+def quadratic(z):
+    return jnp.sum(z**2) / 2
 
 
 def vectorized(

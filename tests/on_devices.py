@@ -128,8 +128,8 @@ CASES = {
 #: Cases whose covariates have a table and the group of each row.
 WITH_GROUPS = "awkward", "arrow"
 #: The runs of `make test`, by mesh; and the cases of which it compares gradients, which compile faster.
-QUICK = {"SGLDR": ["particles", "both"], "SGHMC": ["rows"], "groups": ["particles"]}
-GRADIENTS = ["SGLD", "SGHMC", "subsample", "awkward", "own rows", "dropout"]
+QUICK = {"SGLDR": ["particles", "both"], "SGHMC": ["rows"]}
+GRADIENTS = ["SGHMC", "subsample", "awkward", "own rows", "dropout"]
 #: Cases of many parameters that interact, of which each device has some.
 WIDE_CASES = {"SGLDR": SGLDR, "SGHMCR": SGHMCR}
 
@@ -281,8 +281,7 @@ def meshes(name):
 
 
 #: All runs of `make test-full`, by mesh.
-SLOW = {name: meshes(name) for name in CASES if name not in ("SGLDR", "groups")}
-SLOW |= {"SGLDR": ["rows"], "groups": ["both", "rows"]}
+SLOW = {name: meshes(name) for name in CASES} | {"SGLDR": ["rows"]}
 
 
 def results(facts):

@@ -8,12 +8,10 @@ import subprocess
 import sys
 
 import jax
-from jax import random
 import numpy as np
-from on_devices import FAULTS, GRADIENTS, QUICK, SLOW, WIDE_CASES, N, X, Y, regression
+from on_devices import FAULTS, GRADIENTS, QUICK, SLOW, WIDE_CASES, N
 import pytest
 
-from numpyro_repulsion import SGLD
 from numpyro_repulsion.layout import Layout, check_mesh, num_devices
 
 #: Sums in another order round differently; draws have a spread of about 0.3.
@@ -115,12 +113,6 @@ def test_what_devices_send(quick):
 )
 def test_what_devices_cannot_share_is_refused(quick, case, words):
     assert re.search(words, quick["refused"][case], re.DOTALL), quick["refused"][case]
-
-
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="2 processes here"):
-        SGLD(regression, step_size=1e-3).init(random.split(random.key(0), 4), 0, None, (X, Y), {})
 
 
 def test_without_a_mesh_nothing_is_placed():

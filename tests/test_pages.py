@@ -74,31 +74,6 @@ def test_pairs_of_coming_from_run(number):
     assert "positions" in scope or abs(last.std((0, 1)) / 0.07 - 1).max() < 0.4
 
 
-def test_steps_and_frictions_of_other_packages():
-    """The published updates of other packages, with the same noise, at the settings that the page names."""
-    rows, step, friction, slope = 50, 0.01, 2.0, np.array([-30.0, -60.0])
-    lr, alpha = step * rows**0.5, friction / rows**0.5  # posteriors: sghmc
-    dt, share = step**2, friction * step  # SGMCMCJax: friction = alpha / sqrt(dt), step_size = sqrt(dt)
-    ours, posteriors, sgmcmc = [(np.ones(2), np.zeros(2)) for _ in range(3)]
-    plain, of_posteriors, of_psgld = (np.ones(2) for _ in range(3))
-    for noise in np.random.default_rng(0).standard_normal((100, 2)):
-        x, m = ours
-        ours = x + step * m, m + step * (slope * x - friction * m) + (2 * friction * step) ** 0.5 * noise
-        x, m = posteriors
-        posteriors = x + lr * m, m + lr * (slope * x / rows - alpha * m) + (2 * alpha * lr / rows) ** 0.5 * noise
-        x, v = sgmcmc
-        sgmcmc = x + v, v + dt * slope * x - share * v + (2 * share * dt) ** 0.5 * noise
-        plain = plain + dt * slope * plain + (2 * dt) ** 0.5 * noise
-        x, lr_of_sgld = of_posteriors, dt * rows
-        of_posteriors = x + lr_of_sgld * slope * x / rows + (2 * lr_of_sgld / rows) ** 0.5 * noise
-        x, twice = of_psgld, 2 * dt
-        of_psgld = x + twice / 2 * slope * x + twice**0.5 * noise
-    for other in (posteriors, sgmcmc):
-        np.testing.assert_allclose(other[0], ours[0])
-    for other in (of_posteriors, of_psgld):
-        np.testing.assert_allclose(other, plain)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_code_of_the_faq_runs():

@@ -10,10 +10,9 @@ import pytest
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import SGHMCR, SGLD, SGLDR, SGNHT, SVRG, Independent, Subsampled
+from numpyro_repulsion import SGHMCR, SGLD, SGLDR, SVRG, Independent, Subsampled
 from numpyro_repulsion.dynamics import Recipe
 from numpyro_repulsion.gradients import FunctionTarget
-from numpyro_repulsion.gradients.target import compiled
 from numpyro_repulsion.inference_data import map_draws
 from numpyro_repulsion.interactions import RandomFeatures
 
@@ -62,7 +61,6 @@ KERNELS = {
     "hierarchical": lambda: SGLD(hierarchical),
     "SVRG": lambda: SGLDR(logistic, gradient=SVRG(), preconditioner="dense"),
     "SGHMCR": lambda: SGHMCR(logistic, gradient=Subsampled()),
-    "SGNHT": lambda: SGNHT(logistic, gradient=Subsampled()),
     "features": lambda: SGLDR(logistic, interaction=RandomFeatures()),
     "recipe": lambda: SGLD(logistic, interaction=Independent(), dynamics=Recipe(two_parts), step_size=1e-3),
 }
@@ -121,11 +119,6 @@ def test_a_model_has_the_precision_that_the_user_sets():
     # Some of the products, forward and backward, are the model's.
     assert 0 < sum(not full(p) for p in found) < len(found) == len(others)
     assert all(map(full, others))
-
-
-def test_functions_of_a_posterior_have_full_precision():
-    look = compiled(lambda target, x: x @ x, FunctionTarget(jnp.sum))
-    assert full(*precisions(look, jnp.eye(2)))
 
 
 def test_rounded_products_are_seen():

@@ -43,12 +43,6 @@ def test_anything_but_a_run_of_this_package_is_refused(function):
         function(MCMC(NUTS(model), num_warmup=1, num_samples=1))
 
 
-def test_other_kernels_have_functions_of_their_own():
-    for function, instead in ((to_inference_data, "arviz.from_numpyro"), (summary, "arviz.summary")):
-        with pytest.raises(TypeError, match=f"For other kernels use {instead}."):
-            function(MCMC(NUTS(model), num_warmup=1, num_samples=1))
-
-
 @pytest.fixture(scope="module")
 def warmed():
     """Warmups without draws, and with them."""

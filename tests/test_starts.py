@@ -6,7 +6,6 @@ import warnings
 import arviz
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
 import numpy as np
 import pytest
 import xarray
@@ -16,7 +15,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
 
-from numpyro_repulsion import SGLD, SGLDR, init_around, init_from_guide, init_from_idata, to_inference_data
+from numpyro_repulsion import SGLDR, init_around, init_from_guide, init_from_idata, to_inference_data
 from numpyro_repulsion.starts import JointStrategy
 
 Y = np.random.default_rng(0).normal(3.0, 2.0, 100).astype(np.float32)
@@ -38,7 +37,7 @@ def starts(strategy, size=20, model=model):
 @pytest.fixture(scope="module")
 def fitted():
     guide = AutoMultivariateNormal(model)
-    found = SVI(model, guide, numpyro.optim.Adam(0.05), Trace_ELBO()).run(random.key(1), 1500, Y, progress_bar=False)
+    found = SVI(model, guide, numpyro.optim.Adam(0.05), Trace_ELBO()).run(random.key(1), 300, Y, progress_bar=False)
     return guide, found.params
 
 
@@ -132,20 +131,10 @@ def test_starts_are_around_values():
     assert np.ptp(z["sigma"]) > 0.5
 
 
-@pytest.mark.slow
-def test_a_run_from_a_guide_is_right(fitted):
-    guide, params = fitted
-    mcmc = vectorized(SGLD(model, init_strategy=init_from_guide(guide, params)), 200, 200, 10)
-    mcmc.run(random.key(3), Y)
-    mu = np.asarray(mcmc.get_samples()["mu"], float)
-    sd = Y.std() / len(Y) ** 0.5
-    assert abs(mu.mean() - Y.mean()) < 0.25 * sd and abs(mu.std() / sd - 1) < 0.25
-
-
 def test_other_kernels_take_them_and_their_draws_are_starts(fitted):
-    for strategy in (init_around({"mu": 3.0, "sigma": 2.0}), init_from_guide(*fitted)):
-        mcmc = MCMC(NUTS(model, init_strategy=strategy), num_warmup=5, num_samples=20, progress_bar=False)
-        mcmc.run(random.key(0), Y)
+    kernel = NUTS(model, init_strategy=init_from_guide(*fitted))
+    mcmc = MCMC(kernel, num_warmup=5, num_samples=20, progress_bar=False)
+    mcmc.run(random.key(0), Y)
     z, draws = starts(init_from_idata(arviz.from_numpyro(mcmc))), np.asarray(mcmc.get_samples()["mu"])
     assert all(np.isclose(value, draws, rtol=1e-5).any() for value in z["mu"])
 

@@ -39,15 +39,10 @@ def test_text_and_html_show_the_run_the_findings_and_all_columns(table):
         assert table._repr_html_() is None
 
 
-def test_all_else_is_a_data_frame(table, tmp_path):
+def test_all_else_is_a_data_frame(table):
     assert isinstance(table, pd.DataFrame) and table.to_string() == plain().to_string()
     pd.testing.assert_frame_equal(pd.DataFrame(table), plain())
-    assert type(pd.DataFrame(table)) is pd.DataFrame and "not_mixed" not in str(pd.DataFrame(table))
-    assert type(table["mean"]) is pd.Series and list(table.columns) == COLUMNS
-    assert table.loc["a_rather_long_name[1]", "mean"] == 10.0
-    table.to_csv(tmp_path / "table.csv")
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table.csv", index_col=0), plain())
-    assert "not_mixed" not in table.to_html() + table.to_csv()
+    assert "not_mixed" not in str(pd.DataFrame(table)) + table.to_html() + table.to_csv()
 
 
 def test_parts_keep_the_findings(table):

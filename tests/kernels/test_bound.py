@@ -90,13 +90,6 @@ def test_energies_do_not_depend_on_the_size(of, args, monkeypatch):
     np.testing.assert_allclose(shielded, energy(0), rtol=1e-5)
 
 
-def test_models_that_need_values_keep_them(monkeypatch):
-    monkeypatch.setattr(bound, "LARGE_BYTES", 1)
-    found = users_of_constants(SGLD(asks_for_values), (X, GROUP, Y))
-    # Of `group`, that is; the others are behind the barrier.
-    assert {"optimization_barrier"} < set(found)
-
-
 def test_only_the_arrays_whose_values_are_needed_are_constants(monkeypatch):
     monkeypatch.setattr(bound, "LARGE_BYTES", 1)
     target = SGLD(asks_for_values).bind((X, GROUP, Y))

@@ -103,12 +103,3 @@ def test_runs_of_every_kind(kernel, settings):
 def test_nan_of_a_model_is_caught(kernel, starts):
     with pytest.raises(FloatingPointError, match="nan"):
         make(kernel, num_warmup=0).run(random.key(0), init_params=starts)
-
-
-def test_nan_of_a_deterministic_site_is_caught():
-    def bad():
-        x = numpyro.sample("x", dist.Normal(0, 1))
-        numpyro.deterministic("y", jnp.log(-1.0 - x**2))
-
-    with pytest.raises(FloatingPointError, match="nan"):
-        make(SGLD(bad, step_size=0.1, num_steps=1), num_warmup=0).run(random.key(0))

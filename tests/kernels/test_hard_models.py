@@ -11,12 +11,8 @@ import numpy as np
 import pytest
 
 import numpyro
-from numpyro import handlers
-from numpyro.contrib.control_flow import cond, scan
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.infer import init_to_uniform
-from numpyro.infer.util import initialize_model
 
 from numpyro_repulsion import SGLD, SGLDR
 from numpyro_repulsion.gradients import ModelTarget
@@ -24,79 +20,16 @@ from numpyro_repulsion.gradients import ModelTarget
 KEY = random.key(0)
 Y = np.linspace(-1.0, 1.0, 12, dtype=np.float32)
 
-pytestmark = [pytest.mark.filterwarnings("ignore:Continuous inference poorly handles circular")]
 
-
-def run(model, *args, kernel=SGLDR, step_size=1e-3, num_warmup=0, num_samples=4, num_chains=4, **kwargs):
-    mcmc = vectorized(kernel(model, step_size=step_size), num_warmup, num_samples, num_chains)
-    mcmc.run(KEY, *args, **kwargs)
+def run(model):
+    mcmc = vectorized(SGLDR(model, step_size=1e-3), 0, 4, 4)
+    mcmc.run(KEY)
     return mcmc
 
 
 def location(y=Y):
     z = numpyro.sample("z", dist.Normal(0, 1))
     numpyro.sample("y", dist.Normal(z, 1), obs=y)
-
-
-# Supports and handlers: the energy is NumPyro's.
-
-
-def many_supports():
-    numpyro.sample("interval", dist.Uniform(-1, 3))
-    numpyro.sample("simplex", dist.Dirichlet(jnp.ones(3)))
-    numpyro.sample("cholesky", dist.LKJCholesky(3, 2.0))
-    numpyro.sample("correlation", dist.LKJ(3, 2.0))
-    numpyro.sample("scatter", dist.Wishart(5.0, jnp.eye(2)))
-    numpyro.sample("circular", dist.VonMises(0.0, 2.0))
-    numpyro.sample("zero_sum", dist.ZeroSumNormal(1.0, (4,)))
-    numpyro.sample("truncated", dist.TruncatedNormal(0, 1, low=0.5))
-    base = dist.Normal(0, 1).expand([3]).to_event(1)
-    numpyro.sample("ordered", dist.TransformedDistribution(base, dist.transforms.OrderedTransform()))
-    numpyro.sample("mixture", dist.MixtureSameFamily(dist.Categorical(jnp.ones(2) / 2), dist.Normal(jnp.zeros(2), 1)))
-    numpyro.sample("positive", dist.ImproperUniform(constraints.positive, (), ()))
-    numpyro.factor("tail", -1.0)
-
-
-def many_handlers():
-    z = numpyro.sample("z", dist.Normal(0, numpyro.param("scale", 1.5, constraint=constraints.positive)))
-    with handlers.scale(scale=0.5), handlers.mask(mask=jnp.asarray(Y) > 0):
-        numpyro.sample("half", dist.Normal(z, 1), obs=jnp.asarray(Y))
-    with handlers.scope(prefix="inner"):
-        numpyro.sample("z", dist.Normal(z, 1))
-    numpyro.sample("point", dist.Delta(0.0, log_density=-(z**2)), obs=0.0)
-    numpyro.sample("nothing", dist.Normal(z, 1), obs=jnp.zeros(0))
-    numpyro.sample("no_numbers", dist.Normal(0, 1).expand([0]).to_event(1))
-    with numpyro.plate("outer", 3):
-        w = numpyro.sample("w", dist.Normal(z, 1))
-        with numpyro.plate("inner", 4):
-            numpyro.sample("y", dist.Normal(w, 1), obs=jnp.asarray(Y).reshape(4, 3))
-
-    def walk(x, y):
-        x = numpyro.sample("x", dist.Normal(0.9 * x, 1))
-        numpyro.sample("walk", dist.Normal(x, 1), obs=y)
-        return x, x
-
-    scan(walk, z, jnp.asarray(Y))
-    cond(
-        jnp.array(True),
-        lambda _: numpyro.sample("branch", dist.Normal(0, 1)),
-        lambda _: numpyro.sample("branch", dist.Normal(1, 1)),
-        None,
-    )
-    return {"z": z, "words": "of no use"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [many_supports, many_handlers])
-def test_energy_is_that_of_numpyro(model):
-    target = ModelTarget(model)
-    z = target.draw(random.key(1), init_to_uniform)
-    host = initialize_model(random.key(2), model, validate_grad=False)
-    assert jax.tree.map(jnp.shape, z) == jax.tree.map(jnp.shape, host.param_info.z)
-    given, expected = (
-        jax.jit(jax.value_and_grad(f))(z) for f in (lambda z: target.potential_energy(z, {}, KEY), host.potential_fn)
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), given, expected)
 
 
 # Data.
@@ -156,13 +89,6 @@ def raises(message):
 def test_latent_sites_without_elements():
     with raises(r"latent sites \['w'\] have no elements"):
         ModelTarget(lambda: numpyro.sample("w", dist.Normal(0, 1).expand([0]).to_event(1)))
-
-
-def test_scalar_particles():
-    mcmc = vectorized(SGLDR(potential_fn=lambda z: z["a"] ** 2 / 2, step_size=0.05), 0, 5, 4)
-    mcmc.run(KEY, init_params={"a": jnp.arange(4.0)})
-    assert mcmc.get_samples(group_by_chain=True)["a"].shape == (4, 5)
-    assert np.isfinite(mcmc.get_samples()["a"]).all()
 
 
 # Priors that are no laws.

@@ -1,5 +1,7 @@
 """What NumPyro asks of its own kernels, asked of these: posteriors with known answers."""
 
+from itertools import product
+
 from catalogue import PRESETS, having
 import jax
 from jax import random
@@ -14,7 +16,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
-from numpyro_repulsion import SGLD, SVGD, BiasBudget, ensemble_mcse
+from numpyro_repulsion import SGLD, SGLDR, SVGD, BiasBudget, ensemble_mcse
 
 SAMPLERS = tuple(having(PRESETS, "sampler").values())
 REPELS = tuple(having(PRESETS, "repels").values())
@@ -29,22 +31,6 @@ def gaussian():
         return jnp.sum(((z - 1.0) / 0.5) ** 2) / 2
 
     return {"potential_fn": potential, "starts": random.normal(random.key(5), (20,))}, (), lambda z: z, 1.0, 0.5
-
-
-def correlated_gaussian():
-    root = jnp.tril(0.5 * jnp.fliplr(jnp.eye(5)) + 0.1 * jnp.exp(random.normal(random.key(0), (5, 5))))
-    covariance = root @ root.T + 1e-3 * jnp.eye(5)
-    precision = jnp.linalg.inv(covariance)
-
-    def potential(z):
-        return z @ precision @ z / 2
-
-    # Along each coordinate, and along the direction in which they are least.
-    _, vectors = np.linalg.eigh(covariance)
-    directions = np.concatenate([np.eye(5), vectors[:, :1].T])
-    sd = np.sqrt(np.einsum("ij,jk,ik->i", directions, covariance, directions))
-    starts = {"potential_fn": potential, "starts": random.normal(random.key(5), (20, 5))}
-    return starts, (), lambda z: z @ directions.T, np.zeros(6), sd
 
 
 def logistic_regression():
@@ -110,7 +96,6 @@ def improper():
 
 CASES = (
     gaussian,
-    correlated_gaussian,
     logistic_regression,
     dirichlet_categorical,
     rare_binomial,
@@ -127,16 +112,16 @@ def run(kernel, case, key):
     return draws, np.asarray(mean), np.asarray(sd)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", SAMPLERS)
-@pytest.mark.parametrize("case", CASES)
+#: Of every sampler on every case, those of `make test`.
+QUICK = [(SGLD, gaussian), (SGLDR, dirichlet_categorical)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in product(SAMPLERS, CASES)],
+)
 def test_posterior(kernel, case):
-    draws, mean, sd = run(kernel, case, random.key(2))
-    check(draws, mean, sd, kernel in REPELS)
-
-
-def test_posterior_of_a_gaussian():
-    check(*run(SGLD, gaussian, random.key(2)), False)
+    check(*run(kernel, case, random.key(2)), kernel in REPELS)
 
 
 def check(draws, mean, sd, repels):

@@ -61,14 +61,6 @@ def test_plain_is_sgld_as_published():
     assert (draws.var() * precision - 1) * (draws.size / 2) ** 0.5 > 9.0
 
 
-def test_arguments_are_in_the_help():
-    documented = SGHMC.__doc__
-    assert (
-        documented.index(":param model:") < documented.index(":param init_strategy:") < documented.index("References")
-    )
-    assert documented.count(":param step_size:") == 1
-
-
 @pytest.mark.parametrize(
     ("kernel", "step_size", "smaller"),
     [(SGLD, "auto", 0.002), (SGHMC, "auto", 0.002), (SGLDR, "auto", 0.01), (SGLD, BiasBudget(0.1), 0.02)],

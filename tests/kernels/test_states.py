@@ -7,7 +7,7 @@ import pickle
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized as make
+from models import SIX, programs_of, quadratic, vectorized as make
 import numpy as np
 import pytest
 
@@ -18,12 +18,7 @@ from numpyro.infer import MCMC
 from numpyro_repulsion import SGHMC, SGLD, SGLDR, SGNHT, SVRG, BiasBudget, ControlVariates, run_in_pieces
 from numpyro_repulsion.dynamics import Overdamped
 
-SIX = jnp.linspace(-2.0, 2.0, 12).reshape(6, 2)
 Y = jnp.linspace(-1.0, 1.0, 20)
-
-
-def quadratic(z):
-    return jnp.sum(z**2) / 2
 
 
 def rows(y):
@@ -36,9 +31,18 @@ def sgld(step_size=0.1, kernel=SGLD, **kwargs):
     return kernel(potential_fn=quadratic, step_size=step_size, **kwargs)
 
 
+KEYS = random.split(random.key(0), 6)
+
+
+def shapes_of(kernel, *args, starts=None):
+    """A state after warmup, without its numbers."""
+    num_warmup = 100 if isinstance(kernel.step_size, BiasBudget) else 0
+    return programs_of(kernel, KEYS, num_warmup, *args, init_params=starts)[-1][1]
+
+
 @pytest.fixture(scope="module")
 def state_of():
-    """The state of a kernel after its start, by a name."""
+    """The state of a kernel after warmup, by a name."""
     kernels = {
         "lm": sgld(),
         "rbf": sgld(kernel=SGLDR),
@@ -46,13 +50,7 @@ def state_of():
         "dense": sgld(preconditioner=np.array([1.0, 4.0])),
         "measured": SGLD(potential_fn=quadratic),
     }
-    keys = random.split(random.key(0), 6)
-
-    @cache
-    def build(name):
-        return kernels[name].init(keys, 100 if name == "measured" else 0, SIX, (), {})
-
-    return build
+    return cache(lambda name: shapes_of(kernels[name], starts=SIX))
 
 
 def abstractly(kernel, state, *args):
@@ -97,8 +95,7 @@ def test_states_that_go_on(name, kernel, state_of):
 
 
 def test_gradients_of_stored_states():
-    keys = random.split(random.key(0), 6)
-    state = SGLD(rows, step_size=0.01).init(keys, 0, None, (Y,), {})
+    state = shapes_of(SGLD(rows, step_size=0.01), Y)
     abstractly(SGLD(rows, step_size=0.01, gradient=ControlVariates()), state, Y)  # the default
     with pytest.raises(ValueError, match="gradient=ControlVariates.* and is now gradient=SVRG"):
         abstractly(SGLD(rows, step_size=0.01, gradient=SVRG()), state, Y)
@@ -108,7 +105,7 @@ def test_a_state_of_another_model():
     def other():
         numpyro.sample("nu", dist.Normal(0, 1).expand([2]).to_event(1))
 
-    state = SGLD(rows, step_size=0.01).init(random.split(random.key(0), 6), 0, None, (Y,), {})
+    state = shapes_of(SGLD(rows, step_size=0.01), Y)
     with pytest.raises(ValueError, match=r"The state has the sites \{'mu': \(6, 2\)\}, and this model has \{'nu'"):
         abstractly(SGLD(other, step_size=0.01), state)
 
@@ -141,8 +138,8 @@ def test_the_advice_is_right():
     assert abs(np.var(run.get_samples()) - 1.0) < 0.1
 
 
-def test_origins_survive(state_of):
-    state = state_of("momenta")
+def test_origins_survive():
+    state = sgld(kernel=SGHMC).init(KEYS, 0, SIX, (), {})
     for again in (
         pickle.loads(pickle.dumps(state)),
         copy.deepcopy(state),
@@ -160,8 +157,8 @@ def test_origins_survive(state_of):
 @pytest.fixture(scope="module")
 def stored():
     """States of six particles and of one chain."""
-    kernel, keys = sgld(), random.split(random.key(0), 6)
-    return {1: kernel.init(keys[0], 0, SIX[0], (), {}), 6: kernel.init(keys, 0, SIX, (), {})}
+    kernel = sgld()
+    return {1: kernel.init(KEYS[0], 0, SIX[0], (), {}), 6: kernel.init(KEYS, 0, SIX, (), {})}
 
 
 @pytest.mark.parametrize("run", [MCMC.run, run_in_pieces])
@@ -182,21 +179,21 @@ def test_states_of_other_chains(run, number, num_chains, words, stored):
 
 def test_a_state_in_the_midst_of_its_warmup():
     mcmc = make(sgld())
-    mcmc.post_warmup_state = sgld().init(random.split(random.key(0), 6), 30, SIX, (), {})
+    mcmc.post_warmup_state = sgld().init(KEYS, 30, SIX, (), {})
     with pytest.raises(ValueError, match="after 0 of 30 iterations of warmup"):
         mcmc.run(random.key(1))
 
 
 def test_precision_of_states():
-    kernel, keys = SGLD(rows, step_size=0.01), random.split(random.key(0), 6)
-    single = kernel.init(keys, 0, None, (Y,), {})
+    kernel = SGLD(rows, step_size=0.01)
+    single = kernel.init(KEYS, 0, None, (Y,), {})
     with jax.enable_x64(True):
-        double = SGLD(rows, step_size=0.01).init(keys, 0, None, (Y,), {})
+        double = SGLD(rows, step_size=0.01).init(KEYS, 0, None, (Y,), {})
         abstractly(kernel, double, Y)
         with pytest.raises(ValueError, match=r"in float32, and this run in float64: set .*jax_enable_x64', False"):
             abstractly(kernel, single, Y)
-        double_z = sgld().init(keys, 0, np.asarray(SIX, float), (), {})
-        abstractly(sgld(), sgld().init(keys, 0, SIX, (), {}))  # starts of single precision
+        double_z = sgld().init(KEYS, 0, np.asarray(SIX, float), (), {})
+        abstractly(sgld(), sgld().init(KEYS, 0, SIX, (), {}))  # starts of single precision
     abstractly(kernel, single, Y)
     with pytest.raises(ValueError, match=r"in float64, and this run in float32: set .*jax_enable_x64', True"):
         abstractly(kernel, double, Y)

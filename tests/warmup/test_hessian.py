@@ -14,15 +14,7 @@ from numpyro_repulsion.warmup.curvature import (
     mean_product,
     signs,
 )
-from numpyro_repulsion.warmup.scales import (
-    extremes,
-    num_for_curvature,
-    num_noise_pairs,
-    pooled_factors,
-    shrink_noisy_directions,
-    whitening,
-    wide_direction,
-)
+from numpyro_repulsion.warmup.scales import extremes, pooled_factors, shrink_noisy_directions, whitening, wide_direction
 
 DIMENSION = 6
 
@@ -223,15 +215,6 @@ def test_what_has_not_converged_is_left_out():
     residual = np.linalg.norm(hessian @ found - found * values, axis=0)
     assert (residual <= 0.35 * np.sqrt(values)).all()
     assert ((values == 1) == (np.linalg.norm(found, axis=0) == 0)).all()
-
-
-def test_how_much_is_measured():
-    assert num_for_curvature(167, 10_000) == 4 and num_for_curvature(5, 1) == 200 and num_for_curvature(900, 10) == 1
-    assert num_for_curvature(4000, 10_000, rank=40) == 8 and num_for_curvature(100, 0) == 1
-    assert num_noise_pairs(100, 20, 1, 1000) == 15 and num_noise_pairs(1, 20, 1, 1000) == 1
-    assert num_noise_pairs(10_000, 2, 1, 1000) == 100
-    # All rows are met several times, if the warmup is long.
-    assert num_noise_pairs(20, 20, 100, 10_000) == 100 and num_noise_pairs(20, 20, 100, 1000) == 10
 
 
 def test_a_flat_direction_among_thousands_is_found():

@@ -43,7 +43,7 @@ def run(kernel, num=400, seed=0, subsample_size=50):
 
 
 def test_nothing_set_is_exact_for_many_correlated_rows():
-    mcmc, standard = run(SGLD(regression))
+    mcmc, standard = run(SGLD(regression), num=200)
     means = standard.mean((0, 1))
     assert np.sqrt(np.mean(means**2)) < 0.1
     # The budget of the step is 5 % of a variance.

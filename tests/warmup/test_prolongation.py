@@ -137,7 +137,8 @@ def test_when_an_arrival_is_prolonged(scale, noise, energies, is_prolonged):
 
 @pytest.mark.parametrize("settings", [{"gradient": Subsampled()}, {"gradient": SVRG()}, {"step_size": 1e-5}])
 def test_without_a_common_reference_nothing_can_be_told(settings):
-    state, _ = after(SGLD(network, **settings), 0, hidden=5)
+    kernel, kwargs = SGLD(network, **settings), {"subsample_size": BATCH, "hidden": 5}
+    state = jax.eval_shape(lambda: kernel.start(random.split(random.key(2), PARTICLES), 100, None, (X, Y), kwargs))
     assert state.warmup.arrival.is_prolonged is None
 
 

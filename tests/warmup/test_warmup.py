@@ -28,14 +28,11 @@ from numpyro_repulsion import (
     ControlVariates,
     Independent,
     Subsampled,
-    diagnose,
     ensemble_mcse,
-    to_inference_data,
 )
 from numpyro_repulsion.dynamics import Cloud, CurvatureStats, Dynamics, Overdamped, Thermostat, Underdamped
 from numpyro_repulsion.dynamics.step_error import EulerError
 from numpyro_repulsion.interactions import Coupling, Laplacian, RandomFeatures, RandomGroups, base
-from numpyro_repulsion.kernels.bound import automatic_scale
 from numpyro_repulsion.kernels.warmup_host import HostSampler, iterations_of
 from numpyro_repulsion.warmup import Measurements, Moments, Preconditioner, Timetable, Window, curvature
 from numpyro_repulsion.warmup.adam import Surroundings
@@ -201,20 +198,6 @@ def test_memory_of_measurements_on_large_clouds(is_large, monkeypatch):
     clouds = tracemalloc.get_traced_memory()[1] / u.nbytes
     tracemalloc.stop()
     assert (clouds < 20) == is_large, clouds
-
-
-@pytest.mark.parametrize(
-    "dimension, is_noisy, expected",
-    [
-        (512, False, "dense"),
-        (513, False, "low_rank"),
-        (200, True, "low_rank"),
-        (1_000_000, True, "low_rank"),
-        (1_000_001, True, "diagonal"),
-    ],
-)
-def test_scales_by_the_number_of_parameters(dimension, is_noisy, expected):
-    assert automatic_scale(dimension, 20, 1000, 1, is_noisy) == expected
 
 
 def test_measurements_pool_clouds():
@@ -639,11 +622,6 @@ def test_a_prolonged_arrival_passes_through_the_rows_at_most_500_times():
     assert most_late_iterations({}, num_steps=10) is None
 
 
-def test_noise_counts_by_and_by():
-    shares = [Window(Timetable(100), n).annealed_share for n in (25, 29, 30, 39, 40, 59, 60, 100)]
-    assert shares == [0.1, 0.1, 0.15, 0.15, 0.3, 0.3, 1, 1]
-
-
 @pytest.mark.parametrize("num_warmup", [*range(1, 12), 50, 51, 99, 1000, 100_000, 600_000, 2_000_000_000])
 def test_every_warmup_ends_with_a_measurement(num_warmup):
     timetable = Timetable(num_warmup)
@@ -662,8 +640,8 @@ def test_particles_arrive_whatever_the_scale(scale):
     def update(carry, key):
         return arrive(key, *carry, energy_and_grad), None
 
-    u = 30.0 * random.normal(random.key(0), (1, 2000, 2))
-    start = ((u, *energy_and_grad(u)), jnp.full((1, 2000), 0.05))
+    u = 30.0 * random.normal(random.key(0), (1, 500, 2))
+    start = ((u, *energy_and_grad(u)), jnp.full((1, 500), 0.05))
     run = jax.jit(lambda start: lax.scan(update, start, random.split(random.key(1), 1500))[0])
     (u, energy, gradient), step_size = run(start)
     standard = np.asarray(u / scale - 3.0).ravel()
@@ -1041,25 +1019,6 @@ def expectations(kernel, *args, num_warmup=1000, num_samples=30, num_chains=20, 
     return " ".join(map(str, kernel.findings(mcmc.last_state))), mcmc
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", [SGLD, SGLDR])
-@pytest.mark.parametrize("seed", range(6))
-def test_funnel_is_flagged_and_its_reparameterization_is_not(kernel, seed):
-    y, sd = jnp.array([28.0, 8, -3, 7, -1, 1, 18, 12]), jnp.array([15.0, 10, 16, 11, 9, 11, 10, 18])
-
-    def schools(is_centered):
-        mu, tau = numpyro.sample("mu", dist.Normal(0, 5)), numpyro.sample("tau", dist.HalfCauchy(5))
-        with numpyro.plate("school", 8):
-            one = numpyro.sample("one", dist.Normal(mu, tau) if is_centered else dist.Normal(0, 1))
-            numpyro.sample("y", dist.Normal(one if is_centered else mu + tau * one, sd), obs=y)
-
-    words, mcmc = expectations(kernel(schools, reparam=None), True, seed=seed)
-    # Said again where the results are.
-    assert "reparam" in words and "funnel" in diagnose(to_inference_data(mcmc))
-    assert "funnel" not in expectations(kernel(schools), True, seed=seed)[0]
-    assert expectations(kernel(schools), False, seed=seed)[0] == ""
-
-
 def test_a_short_warmup_is_announced():
     with pytest.warns(UserWarning, match="num_warmup=20 is too short"):
         jax.eval_shape(lambda: SGLD(noisy_mean).start(random.split(random.key(0), 6), 20, None, (jnp.zeros(9), 2), {}))
@@ -1146,28 +1105,14 @@ def test_minibatches_with_control_variates_give_the_posterior():
     assert (of_variance > 9.0).any()
 
 
-def test_groups_share_what_is_learned_and_nothing_else():
-    # Whatever happens to one group after the freeze, the other does not see it.
-    def energy(z):
-        return jnp.sum(z**2) / 2 + jnp.sum(z**4) / 8
-
-    kernel = SGLDR(potential_fn=energy, num_ensembles=2)
+def test_groups_share_what_is_learned():
+    kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, num_ensembles=2)
     starts = random.normal(random.key(1), (12, 2))
     keys = random.split(random.key(0), 12)
     warmup = warmed(kernel, keys, 60, 60, init_params=starts).warmup
     assert warmup.arrival.step_size.shape == (2, 6) and warmup.step.size.shape == ()
-    # The moments are of all 12 particles: from 69 on, at every iteration.
+    # The moments are of all 12 particles, at every iteration of the last part.
     assert warmup.moments.number == 12 * (60 - int(0.7 * 60))
-    state = kernel.init(keys, 60, starts)
-
-    @jax.jit
-    def draws(z):
-        moved = kernel.sample(state._replace(z=z), (), {}).z
-        return moved
-
-    whole, disturbed = (np.asarray(draws(z)) for z in (state.z, state.z.at[6:].add(0.1)))
-    np.testing.assert_array_equal(whole[:6], disturbed[:6])
-    assert (whole[6:] != disturbed[6:]).all()
 
 
 @pytest.mark.parametrize("preconditioner", ["auto", pytest.param(None, marks=pytest.mark.slow)])
