@@ -30,6 +30,18 @@ def oscillation():
     numpyro.sample("y", dist.Normal(amplitude * jnp.cos(frequency * t + phase), 0.5).to_event(1), obs=y)
 
 
+def damped():
+    """A damped oscillator, with basins of too low and too high a frequency."""
+    t = jnp.linspace(0.0, 8.0, 50)
+    y = 3.0 * jnp.exp(-0.3 * t) * jnp.sin(3.0 * t) + 0.3 * random.normal(random.key(4), (50,))
+    amplitude = numpyro.sample("amplitude", dist.HalfNormal(5))
+    frequency = numpyro.sample("frequency", dist.LogNormal(0.7, 0.5))
+    damping = numpyro.sample("damping", dist.HalfNormal(1))
+    noise = numpyro.sample("noise", dist.HalfNormal(1))
+    wave = amplitude * jnp.exp(-damping * t) * jnp.sin(frequency * t)
+    numpyro.sample("y", dist.Normal(wave, noise).to_event(1), obs=y)
+
+
 def labels():
     """A mixture of two normals whose labels may be exchanged."""
     mean = numpyro.sample("mean", dist.Normal(0, 5).expand([2]).to_event(1))
@@ -40,6 +52,33 @@ def labels():
         numpyro.sample("y", mixture, obs=y)
 
 
+def regressions():
+    """A mixture of two regressions."""
+    x = random.normal(random.key(7), (150,))
+    first = random.bernoulli(random.key(8), 0.5, (150,))
+    y = jnp.where(first, 1.0 + 2.0 * x, -1.0 - x) + 0.5 * random.normal(random.key(9), (150,))
+    intercept = numpyro.sample("intercept", dist.Normal(0, 3).expand([2]).to_event(1))
+    slope = numpyro.sample("slope", dist.Normal(0, 3).expand([2]).to_event(1))
+    noise = numpyro.sample("noise", dist.HalfNormal(1))
+    lines = dist.Normal(intercept + x[:, None] * slope, noise)
+    with numpyro.plate("row", 150):
+        numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones((150, 2)) / 2), lines), obs=y)
+
+
+def contaminated(z, scale):
+    return dist.MixtureSameFamily(
+        dist.Categorical(probs=jnp.array([0.95, 0.05])), dist.Normal(z, jnp.array([scale, 10.0]))
+    )
+
+
+def conflict():
+    """Two measurements that contradict each other, either of which may be an outlier."""
+    z = numpyro.sample("z", dist.Normal(0, 10))
+    numpyro.sample("other", dist.Normal(z, 1))
+    numpyro.sample("y", contaminated(z, 0.3), obs=3.0)
+    numpyro.sample("x", contaminated(z, 0.4), obs=-3.0)
+
+
 def spike_and_slab():
     """A narrow normal beside a wide one."""
     both = dist.Normal(jnp.array([0.0, 5.0]), jnp.array([0.05, 1.0]))
@@ -47,10 +86,23 @@ def spike_and_slab():
     numpyro.sample("other", dist.Normal(0, 1).expand([2]).to_event(1))
 
 
+def weight_of_conflict():
+    z = np.linspace(-40.0, 40.0, 400_001)
+
+    def density(y, scale):
+        return sum(w * np.exp(-(((y - z) / s) ** 2) / 2) / s for w, s in ((0.95, scale), (0.05, 10.0)))
+
+    mass = np.exp(-(z**2) / 200) * density(3.0, 0.3) * density(-3.0, 0.4)
+    return mass[z < 0].sum() / mass.sum()
+
+
 #: By model: whether a draw is in the basin, and the basin's weight.
 BASINS = {
     oscillation: (lambda x: np.abs(x["frequency"] - 2.1) < 0.15, 1.0),
+    damped: (lambda x: np.abs(x["frequency"] - 3.0) < 0.15, 1.0),
     labels: (lambda x: x["mean"][..., 0] < x["mean"][..., 1], 0.5),
+    regressions: (lambda x: x["slope"][..., 0] < x["slope"][..., 1], 0.5),
+    conflict: (lambda x: x["z"] < 0, weight_of_conflict()),
     spike_and_slab: (lambda x: x["z"] < 1.0, 0.3),
 }
 
@@ -117,11 +169,6 @@ def test_a_single_basin_is_left_alone():
     assert states[0].learned.jumps is None
 
 
-def begun(kernel, *args):
-    """The state before warmup, without its numbers."""
-    return jax.eval_shape(lambda: kernel.start(random.split(random.key(0), 4), 100, None, args, {}))
-
-
 @pytest.mark.parametrize(
     ("kernel", "settings"),
     [
@@ -132,13 +179,13 @@ def begun(kernel, *args):
     ],
 )
 def test_where_jumps_would_not_be_exact_or_are_not_wanted_there_are_none(kernel, settings):
-    state = begun(kernel(labels, **settings))
+    state = kernel(labels, **settings).start(random.split(random.key(0), 4), 100, None, (), {})
     assert not hasattr(state, "warmup") or state.warmup.jumps is None
 
 
 def test_momenta_and_kernels_with_other_dynamics_may_jump():
     for kernel in (SGNHT(labels), SGLDR(labels, dynamics=Overdamped("euler"))):
-        assert begun(kernel).warmup.jumps is not None
+        assert kernel.start(random.split(random.key(0), 4), 100, None, (), {}).warmup.jumps is not None
 
 
 def test_minibatches_do_not_jump():
@@ -147,7 +194,7 @@ def test_minibatches_do_not_jump():
         with numpyro.plate("rows", len(y), subsample_size=5) as i:
             numpyro.sample("y", dist.Normal(z**2, 1), obs=y[i])
 
-    assert begun(SGLD(model), jnp.arange(20.0)).warmup.jumps is None
+    assert SGLD(model).start(random.split(random.key(0), 4), 100, None, (jnp.arange(20.0),), {}).warmup.jumps is None
 
 
 def test_a_kernel_that_never_jumps_does_not_go_on_jumping(spiked):
@@ -168,3 +215,8 @@ def test_jumps_that_nobody_asked_for_take_little_memory():
         return len(state.components)
 
     assert [size(dimension) for dimension in (3, 1000, 100_000)] == [1024, 1024, 32]
+
+
+def test_true_is_no_kind_of_move():
+    with pytest.raises(TypeError, match="`moves` must be an instance such as Archive"):
+        SGLD(labels, moves=True)

@@ -6,7 +6,7 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import quadratic, vectorized
+from models import vectorized
 import numpy as np
 import pytest
 
@@ -50,6 +50,10 @@ def seen(energy, draws, change=None, noise=0.0):
 
 def normal(seed, dimension):
     return np.random.default_rng(seed).standard_normal((ITERATIONS, PARTICLES, dimension))
+
+
+def quadratic(z):
+    return jnp.sum(z**2) / 2
 
 
 def funnel_energy(z):
@@ -221,6 +225,14 @@ def test_funnels_that_warmup_straightens_are_not_flagged(dimension):
     assert not any("funnel" in words for words in warmed_up(funnel, dimension, seeds=range(5)))
 
 
+@pytest.mark.slow
+def test_heavy_tails_are_flagged():
+    def model():
+        numpyro.sample("z", dist.Cauchy(0, 1).expand([3]).to_event(1))
+
+    assert all("heavy tails" in words for words in warmed_up(model, seeds=range(20)))
+
+
 def autoregression(dimension, correlation=0.98):
     index = np.arange(dimension)
     covariance = correlation ** np.abs(index[:, None] - index)
@@ -263,11 +275,18 @@ def walk(y):
     numpyro.sample("y", dist.Poisson(rate).to_event(1), obs=y)
 
 
+def simplex(counts):
+    p = numpyro.sample("p", dist.Dirichlet(jnp.ones(len(counts))))
+    numpyro.sample("y", dist.Multinomial(int(np.sum(counts)), probs=p), obs=counts)
+
+
 rng = np.random.default_rng(1)
 WELL_BEHAVED = {
     "logistic regression of 100": (logistic, *regression(100, 2000)),
+    "autoregression of 200": (autoregression, 200),
     "400 groups": (groups, jnp.asarray(rng.standard_normal((400, 1)) + rng.standard_normal((400, 10)))),
     "Poisson walk": (walk, jnp.asarray(rng.poisson(np.exp(1 + np.sin(np.linspace(0, 6, 200)))))),
+    "simplex": (simplex, rng.integers(5, 50, 150)),
 }
 
 
