@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from enumerated import means
 import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
@@ -163,19 +164,8 @@ def test_of_an_arrow_the_corrected_gradient_is_unbiased_by_enumeration():
 
     np.testing.assert_allclose(dense(reference.hessian), jax.hessian(energy)(point), atol=2e-4)
 
-    class Given(ControlVariates):
-        def rows(self, key, target, shape):
-            return {"rows": jnp.broadcast_to(self.chosen, (*shape, 2))}, 2
-
-    @jax.jit
-    def corrected(chosen, reference):
-        gradient = Given()
-        object.__setattr__(gradient, "chosen", chosen)
-        return gradient.energy_and_grad(KEY, target, unravel, z[None, None], reference)[1][0, 0]
-
     def mean(reference):
-        batches = [jnp.array([i, j]) for i in range(3) for j in range(3, 6)]
-        return np.mean([np.asarray(corrected(batch, reference), float) for batch in batches], 0)
+        return means(ControlVariates, target, unravel, z[None], reference)[1][0]
 
     expected = np.asarray(jax.grad(energy)(z))
     np.testing.assert_allclose(mean(reference), expected, rtol=1e-4, atol=2e-4)
