@@ -57,12 +57,6 @@ def test_data_that_are_used_whole_are_named():
     with pytest.raises(ValueError, match=r"log density of 'y' \(row 30, 399 of the plate 'rows' of size 400\)"):
         init(model_of(family, batch=None), jnp.asarray(y))
 
-    def without_a_plate(y):
-        numpyro.sample("y", dist.LogNormal(numpyro.sample("b", dist.Normal(0, 1)), 1), obs=y)
-
-    with pytest.raises(ValueError, match=r"log density of 'y' \(entry 2 of 400\)"):
-        init(without_a_plate, jnp.asarray(outcomes(-1, 2)))
-
 
 def test_starts_that_meet_the_rows_name_them_too():
     family, _ = FAULTS["a size below zero"]
