@@ -89,16 +89,12 @@ def ratio_score(found, expected):
     return (ratio - 1) / (2 / (len(found) - 1)) ** 0.5
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_the_truth_is_what_the_means_do(noise):
-    x = autoregression(random.key(0), noise)
-    assert abs(ratio_score(x.mean((0, 1)), NOISES[noise] / WORTH)) < LIMIT
-
-
 @pytest.mark.parametrize("method", ["mean", pytest.param("bulk", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noise", NOISES)
 def test_interacting_particles_are_worth_what_their_mean_says(noise, method):
     x, expected = autoregression(random.key(1), noise), WORTH / NOISES[noise]
+    # The truth is what the means do.
+    assert abs(ratio_score(x.mean((0, 1)), 1 / expected)) < LIMIT
 
     def agrees(found, limit):
         # Estimated times of series as short as this are a few hundredths too short, and normal scores bend.
@@ -193,9 +189,7 @@ def grid(cases, times, seed, draws=300, replicas=150, methods=("mean", "bulk")):
 
 def test_standard_errors_are_right_wherever_there_are_some():
     """From a tenth of an autocorrelation time in the run to a hundred."""
-    share = grid(
-        [case for case in GRID if case[1] in (2, 20)], (0.1, 1.0, 6.7, 20.0, 100.0), 0, replicas=120, methods=["mean"]
-    )
+    share = grid([case for case in GRID if case[1] in (2, 20)], (0.1, 6.7, 100.0), 0, replicas=120, methods=["mean"])
     for (_, size, groups, time, _), found in share.items():
         if time <= 1.0:
             assert found < 0.03
@@ -204,11 +198,9 @@ def test_standard_errors_are_right_wherever_there_are_some():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("case", GRID, ids=lambda case: f"{case[0].__name__} {case[1]} {case[2]}")
-def test_standard_errors_are_right_wherever_there_are_some_in_full(case, seed):
-    times = (0.1, 0.3, 1.0, 3.0, 5.0, 6.7, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)
-    grid([case], times, seed, draws=400, replicas=400)
+def test_standard_errors_are_right_wherever_there_are_some_in_full(case):
+    grid([case], (0.1, 0.3, 1.0, 3.0, 5.0, 6.7, 10.0, 20.0, 50.0, 100.0), 1, draws=400, replicas=400)
 
 
 @pytest.mark.slow
@@ -423,24 +415,18 @@ def test_data_say_whether_particles_are_independent(mcmc):
         assert coupling(kernel) == expected
 
 
-def test_an_optimizer_has_no_worth():
-    mcmc = run(
-        SVGD(potential_fn=lambda z: jnp.sum(z**2), step_size=0.1),
-        num_samples=5,
-        num_chains=4,
-        init_params=random.normal(random.key(1), (4, 2)),
-    )
+def test_an_optimizer_has_no_worth(pretended):
+    data = to_inference_data(pretended(lambda: numpyro.sample("z", dist.Normal(0, 1)), kernel=SVGD))
     for function in (ensemble_ess, ensemble_mcse, nested_rhat):
         with pytest.raises(ValueError, match="SVGD is an optimizer"):
-            function(to_inference_data(mcmc))
+            function(data)
 
 
 @pytest.fixture(scope="module")
 def mcmc():
     from benchmarks.problems.targets import gaussian
 
-    mcmc = run(SGLD(gaussian, step_size=0.3, num_ensembles=2), num_warmup=10, num_samples=100, num_chains=8)
-    return mcmc
+    return run(SGLD(gaussian, step_size=0.3, num_ensembles=2), num_warmup=10, num_samples=100, num_chains=8)
 
 
 @pytest.mark.parametrize(

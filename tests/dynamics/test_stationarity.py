@@ -335,17 +335,13 @@ LONG = {
 }
 
 
-#: Those whose noise, K or momenta enter in a way of their own; the others are variations.
+#: Those whose noise or momenta enter in a way of their own; the others are variations, or one update tells.
 DISTINCT = {
-    "SGLDR, sum",
     "SGLDR, RBF, averaged",
     "SGLD, balanced, averaged",
-    "SGLDR, Laplacian",
-    "SGLDR, random features",
     "SGLDR, groups",
     "SGHMC, relativistic",
     "SGHMCR, RBF",
-    "SGNHT, independent",
     "SGNHTR, RBF",
 }
 
