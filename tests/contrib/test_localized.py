@@ -228,7 +228,6 @@ def test_discrete_sites():
         ({"mu": np.array([np.nan, 0.0])}, {}, ValueError, "value of 'mu'.*not finite"),
         ({}, {}, ValueError, "`center` is empty"),
         (CENTER, {"strength": 0.0}, ValueError, "`strength` must be a positive, finite number; got 0.0"),
-        (CENTER, {"strength": -1}, ValueError, "`strength` must be a positive"),
         (CENTER, {"inverse_temperature": 0}, ValueError, "`inverse_temperature` must be a positive"),
         (CENTER, {"factors": "f"}, TypeError, "Write \\['f'\\]"),
         (CENTER | {"nu": 1.0}, {}, ValueError, "names \\['nu'\\], which are not latent sites.*It has \\['mu', 'sigma'"),

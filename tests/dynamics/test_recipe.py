@@ -220,7 +220,6 @@ def identity(x):
         (lambda: draws(Recipe(identity), step_size=None), ValueError, "cannot adapt the step size of.*; give `step_"),
         (lambda: Recipe(3), TypeError, "`D` must be a function"),
         (lambda: Recipe(identity, 3), TypeError, "`Q` must be a function"),
-        (lambda: Recipe(identity, extra=-1), ValueError, "`extra` must be a number of coordinates"),
         (lambda: Recipe(identity, temperature=0.0), ValueError, "`temperature` must be a positive"),
     ],
 )

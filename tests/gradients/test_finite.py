@@ -40,7 +40,6 @@ def model_of(family, batch=BATCH):
 FAULTS = {
     "a label beyond the last class": (lambda b: dist.Categorical(logits=b), outcomes(7, 30, 399, typical=1, dtype=int)),
     "a size below zero": (lambda b: dist.LogNormal(b[0], 1), outcomes(-1, 30, 399)),
-    "an infinite value": (lambda b: dist.Normal(b[0], 1), outcomes(np.inf, 30, 399)),
 }
 
 

@@ -24,8 +24,6 @@ from numpyro.infer.util import initialize_model
 
 from numpyro_repulsion import SGLD
 from numpyro_repulsion.gradients import (
-    SVRG,
-    ControlVariates,
     FullData,
     Gradient,
     ModelTarget,
@@ -33,7 +31,6 @@ from numpyro_repulsion.gradients import (
     draw_indices,
     is_finite_on_all_rows,
     likelihood_energies,
-    ravel_cloud,
     rows_to_compare,
 )
 
@@ -74,10 +71,6 @@ def test_a_batch_of_all_rows_has_each_once():
 def test_blocks_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="plate 'rows' with subsample_size=6. Use block_size=2"):
         draw_indices(KEY, {"rows": (9, 6)}, (), 4)
-    for kind in (Subsampled, ControlVariates, SVRG):
-        for bad in (0, -1, 2.0, True, "3", None):
-            with pytest.raises(ValueError, match="`block_size` must be a number of rows"):
-                kind(block_size=bad)
 
 
 def test_blocks_of_a_huge_plate_go_round():
@@ -313,14 +306,6 @@ def test_precision_follows_the_particles_in_64_bit(x64):
         assert energy.dtype == slope.dtype == dtype
 
 
-def test_ravel_cloud_goes_there_and_back():
-    z = {"b": random.normal(KEY, (4, 2, 3)), "a": random.normal(KEY, (4,))}
-    flat, unravel = ravel_cloud(z)
-    assert flat.shape == (4, 7)
-    np.testing.assert_array_equal(flat[:, 0], z["a"])  # sites by name
-    jax.tree.map(np.testing.assert_array_equal, jax.vmap(unravel)(flat), z)
-
-
 def test_randomness_in_the_likelihood_is_fresh():
     def model():
         z = numpyro.sample("z", dist.Normal(0, 1))
@@ -469,12 +454,6 @@ def delta():
     numpyro.sample("copy", dist.Delta(z))
 
 
-def sliced_beforehand():
-    z = coefficients()
-    with numpyro.plate("rows", 7, subsample_size=3):
-        numpyro.sample("y", dist.Normal(X[:3] @ z, 1), obs=Y[:3])
-
-
 def constrained_nothing():
     coefficients()
     numpyro.sample("none", dist.Beta(2.0, 2.0).expand([0]))
@@ -498,7 +477,6 @@ def only_deterministic_looks():
         (no_latent, r"no continuous latent site.*without `obs`"),
         (only_discrete, r"no continuous latent site.*'c'"),
         (delta, r"'copy' has a delta distribution.*numpyro.deterministic"),
-        (sliced_beforehand, r"'rows' draws.*same 3 of 7 rows.*obs=y\[i\]"),
         (only_deterministic_looks, "'rows' draws"),
         (constrained_nothing, r"'none' has shape \(0,\) and so no elements.*leave the site out"),
         (

@@ -1,7 +1,5 @@
 """References of each particle's own: when they are renewed, and that gradients corrected by them are right."""
 
-import warnings
-
 from enumerated import BATCHES, means
 import jax
 from jax import lax, random
@@ -9,6 +7,7 @@ import jax.numpy as jnp
 from models import one_by_one, vectorized
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 import numpyro.distributions as dist
@@ -230,13 +229,11 @@ def test_long_run_fails_without_correction_or_with_that_of_other_data():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_far_modes_come_out_in_their_own_size():
     # Each of two modes has a standard deviation many times smaller than the distance to the other.
     kernel = SGLD(two_modes, gradient=SVRG(), step_size=BiasBudget(0.05, min_draws=0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mcmc = vectorized(kernel, 400, 400, 20)
-        mcmc.run(random.key(0), Y)
+    mcmc = run(kernel, Y, num_warmup=400, num_samples=400, num_chains=20)
     grid = np.linspace(1.0, 2.0, 20_001)
     energy = 200 * (grid**2 - float(Y.mean())) ** 2 + grid**2 / 18
     weight = np.exp(energy.min() - energy)
@@ -251,12 +248,6 @@ def test_far_modes_come_out_in_their_own_size():
 
 
 # --- What is refused. ---
-
-
-def test_epochs_are_whole_numbers_of_updates():
-    for epoch in (0, -1, 2.0, True, "20"):
-        with pytest.raises(ValueError, match="`epoch` must be None or a number of updates"):
-            SVRG(epoch=epoch)
 
 
 def test_models_without_minibatches_or_with_random_likelihoods_are_refused():

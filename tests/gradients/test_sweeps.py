@@ -322,8 +322,6 @@ def test_plates_that_meet_are_refused():
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="`control_variates` must be True or False"):
         Sweeps(control_variates="no")
-    with pytest.raises(ValueError, match="needs a model with a subsampled plate"):
-        run(SGLD(lambda y: numpyro.sample("z", dist.Normal(0, 1)), step_size=0.1, gradient=Sweeps()), Y)
 
 
 def test_rows_outside_their_plate_need_sweeps_without_references():

@@ -164,9 +164,8 @@ def test_kernels_not_known_to_be_positive_definite_are_tested(u):
 
 
 def test_wrong_settings_are_refused(u):
-    for kwargs in ({"bandwidth": -1.0}, {"num_features": 0}, {"weight": 1.0}):
-        with pytest.raises(ValueError, match=next(iter(kwargs))):
-            RandomFeatures(**kwargs)
+    with pytest.raises(ValueError, match="weight"):
+        RandomFeatures(weight=1.0)
     with pytest.raises(ValueError, match="`size` must be an integer, 2 or more"):
         RandomGroups(RBF(), size=1)
     with pytest.raises(TypeError, match="takes an interaction with a Gram matrix"):
