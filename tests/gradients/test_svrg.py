@@ -170,14 +170,6 @@ def test_a_reference_without_a_finite_gradient_is_not_taken():
     assert reference.position[0, 1, 0] == before.position[0, 1, 0]
 
 
-def test_a_single_chain_has_a_reference():
-    kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
-    state = kernel.init(random.key(0), 0, None, (Y,), {})
-    after = jax.jit(lambda state: kernel.sample(state, (Y,), {}))(state)
-    assert after.z["theta"].shape == () and after.learned.reference.position.shape == (1, 1, 1)
-    np.testing.assert_array_equal(after.learned.reference.position[0, 0, 0], state.z["theta"])
-
-
 # --- The law. ---
 
 
@@ -245,20 +237,3 @@ def test_far_modes_come_out_in_their_own_size():
     assert (abs(error.mean()) - 0.05) / (error.std(ddof=1) / 20**0.5) < 4.5
     # Gradients are long here, but none is cut.
     assert mcmc.last_state.learned.reference is not None and int(mcmc.last_state.num_flagged_updates) == 0
-
-
-# --- What is refused. ---
-
-
-def test_models_without_minibatches_or_with_random_likelihoods_are_refused():
-    def noisy(y):
-        two_modes(y)
-        numpyro.factor("noise", random.normal(numpyro.prng_key()))
-
-    def start(model):
-        return SGLD(model, step_size=0.1, gradient=SVRG()).init(random.split(KEY, 4), 10, None, (Y,), {})
-
-    with pytest.raises(ValueError, match="needs a model with a subsampled plate"):
-        start(lambda y: two_modes(y, None))
-    with pytest.raises(ValueError, match="random .*prng_key.*Subsampled"):
-        start(noisy)
