@@ -42,17 +42,17 @@ def localized(model, center, beta=BETA, kernel=SGLD):
     return kernel(local, init_strategy=init_around(center, scale=0.05))
 
 
-def exact(strength=1.0, beta=BETA, center=BEST):
+def exact(strength=1.0):
     """β (E[n L] − n L(w*)) of `regular`, by the mean and covariance of its local posterior."""
     x, y = np.asarray(X, float), np.asarray(Y, float)
-    precision = (0.01 + strength) * np.eye(D) + beta * x.T @ x
-    mean = np.linalg.solve(precision, strength * center + beta * x.T @ y)
+    precision = (0.01 + strength) * np.eye(D) + BETA * x.T @ x
+    mean = np.linalg.solve(precision, strength * BEST + BETA * x.T @ y)
     gram, covariance = x.T @ x, np.linalg.inv(precision)
 
     def loss(w):
         return ((y - x @ w) ** 2).sum() / 2
 
-    return beta * (loss(mean) + np.trace(gram @ covariance) / 2 - loss(center))
+    return BETA * (loss(mean) + np.trace(gram @ covariance) / 2 - loss(BEST))
 
 
 @pytest.fixture(scope="module")

@@ -236,16 +236,11 @@ def repelling(groups, size, draws, dim, bandwidth, step_size, num_steps):
     return np.moveaxis(x, 0, 2).reshape(size, draws, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size, bandwidth, step_size, num_steps",
-    [
-        pytest.param(20, 1.5, 0.05, 10, marks=pytest.mark.slow),
-        # Particles hardly get about here, and their average does.
-        (20, 3.0, 0.02, 10),
-        pytest.param(5, 1.5, 0.1, 5, marks=pytest.mark.slow),
-        pytest.param(20, 1.5, 0.05, 1, marks=pytest.mark.slow),
-        pytest.param(50, 1.0, 0.02, 5, marks=pytest.mark.slow),
-    ],
+    # With the first, particles hardly get about, and their average does.
+    [(20, 3.0, 0.02, 10), (20, 1.5, 0.05, 10), (5, 1.5, 0.1, 5), (20, 1.5, 0.05, 1), (50, 1.0, 0.02, 5)],
 )
 def test_standard_errors_of_particles_that_repel(size, bandwidth, step_size, num_steps):
     x = repelling(60, size, 300, 2, bandwidth, step_size, num_steps)

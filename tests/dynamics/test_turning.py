@@ -47,8 +47,9 @@ def model(y):
     numpyro.sample("y", dist.Normal(mu, 1.0).expand([len(y)]).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kernel", [SGHMC, pytest.param(SGNHT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel", [SGHMC, SGNHT])
 def test_a_run_goes_on_on_other_data(kernel):
     y = random.normal(random.key(3), (100,))
     mcmc = run(kernel(model), y, num_warmup=300, num_samples=200, num_chains=8)

@@ -19,7 +19,6 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_repulsion import SGLDR, Subsampled, to_inference_data
 from numpyro_repulsion.gradients import ModelTarget
-from numpyro_repulsion.gradients.control import full_gradient
 
 pytest.importorskip("funsor")
 
@@ -194,16 +193,6 @@ def test_every_minibatch_has_the_energy_and_gradient_of_sums_by_hand(x64, name):
     average, full = jax.tree.map(lambda x: x.mean(0), given), energy_and_grad(target)(z, target.all_rows)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10), average, full)
     assert ravel_pytree(jax.tree.map(lambda x: x.std(0), given))[0].max() > 1e-2
-
-
-def test_the_gradient_over_all_rows_by_chunks(x64):
-    target = ModelTarget(two_plates)
-    z = target.draw(random.key(1), init_to_uniform)
-    flat, unravel = ravel_pytree(z)
-    energy, gradient = full_gradient(KEY, target, unravel, flat, 2)
-    expected, slope = energy_and_grad(target)(z, target.all_rows)
-    np.testing.assert_allclose(energy, expected, rtol=1e-10)
-    np.testing.assert_allclose(gradient, ravel_pytree(slope)[0], rtol=1e-9)
 
 
 # Refused, and the remedy.

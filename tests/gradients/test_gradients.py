@@ -25,11 +25,11 @@ from numpyro.infer.util import initialize_model
 from numpyro_repulsion import SGLD
 from numpyro_repulsion.gradients import (
     FullData,
+    FunctionTarget,
     Gradient,
     ModelTarget,
     Subsampled,
     draw_indices,
-    is_finite_on_all_rows,
     likelihood_energies,
     rows_to_compare,
 )
@@ -270,6 +270,9 @@ def test_minibatches_are_fresh_for_each_key_and_the_same_for_the_same_key():
         (Subsampled(shared=True), (2, 3)),
         (Subsampled(shared=True), (1, 3)),
         (FullData(), (2, 3)),
+        (Subsampled(chunk_size=4), (2, 3)),
+        (Subsampled(shared=True, chunk_size=2), (2, 3)),
+        (FullData(chunk_size=4), (2, 3)),
     ],
 )
 def test_force_is_the_gradient_at_each_particle(x64, gradient, shape):
@@ -283,6 +286,25 @@ def test_force_is_the_gradient_at_each_particle(x64, gradient, shape):
         expected, gradient_there = alone({"z": z[place]}, rows)
         np.testing.assert_allclose(energy[place], expected, rtol=1e-12)
         np.testing.assert_allclose(slope[place], gradient_there["z"], rtol=1e-12)
+
+
+def test_memory_is_that_of_a_chunk():
+    def wide(z):
+        return jnp.sum(jnp.sin(z[0] * jnp.arange(4096)) ** 2)
+
+    def largest(size):
+        target, gradient = FunctionTarget(wide), FullData(chunk_size=size)
+        program = jax.jit(lambda z: gradient.energy_and_grad(KEY, target, lambda flat: flat, z))
+        return program.lower(jnp.zeros((1, 64, 1))).compile().memory_analysis().temp_size_in_bytes
+
+    assert largest(4) < 0.2 * largest(None)
+
+
+@pytest.mark.parametrize("size", [0, 2.5, "4"])
+def test_a_size_of_chunks_is_checked(size):
+    for gradient in (FullData, Subsampled):
+        with pytest.raises((ValueError, TypeError), match="`chunk_size`.*None or a number of particles"):
+            gradient(chunk_size=size)
 
 
 def abstract_force(gradient, key, dtype=None):
@@ -501,53 +523,6 @@ def test_data_whose_rows_are_all_equal_are_no_reason_to_refuse():
         assert ModelTarget(model, (y,)).plates == {"rows": (7, 3)}
         # Under `jit` the rows are unknown as well.
         jax.jit(lambda y: ModelTarget(model, (y,)).potential_energy({"z": 0.1}, {"rows": jnp.arange(3)}, KEY))(y)
-
-
-AT = {"z": jnp.float32(0.3)}
-
-
-def with_holes(y, batch=2, mask=False):
-    z = numpyro.sample("z", dist.Normal(0, 1))
-    with numpyro.plate("rows", 7, subsample_size=batch) as i:
-        rows = y[i]
-        seen = ~jnp.isnan(rows) if mask else True
-        with handlers.mask(mask=seen):
-            numpyro.sample("y", dist.Normal(z, 1), obs=jnp.where(seen, rows, 0.0) if mask else rows)
-
-
-def test_nan_is_found_and_named():
-    y = jnp.asarray(Y).at[jnp.array([5, 6])].set(jnp.nan)
-    target = ModelTarget(with_holes, (y,))
-    (argument, site) = target.find_nan()
-    assert argument.startswith("2 in") and "args[0]" in argument
-    assert site == "2 in the observed site 'y'"
-    (argument, _) = ModelTarget(with_holes, (), {"y": y}).find_nan()
-    assert "'y'" in argument and "kwargs" in argument
-    assert not is_finite_on_all_rows(target, AT)
-    assert is_finite_on_all_rows(ModelTarget(with_holes, (y,), {"mask": True}), AT)
-    # Captured data, and those without NaN.
-    assert ModelTarget(lambda: with_holes(y)).find_nan() == ["2 in the observed site 'y'"]
-    target = ModelTarget(with_holes, (jnp.asarray(Y),))
-    assert target.find_nan() == [] and is_finite_on_all_rows(target, AT)
-    assert ModelTarget(positive).find_nan() == []  # integers
-
-
-def with_missing_covariates(x, mask):
-    slope = numpyro.sample("z", dist.Normal(0, 1))
-    with numpyro.plate("rows", 7, subsample_size=2) as i, handlers.mask(mask=~jnp.isnan(x[i]) if mask else True):
-        numpyro.sample("y", dist.Bernoulli(logits=slope * x[i]), obs=jnp.zeros(7)[i])
-
-
-@pytest.mark.parametrize("mask", [False, True])
-def test_nan_is_found_behind_a_likelihood_that_hides_it(mask):
-    x = jnp.ones(7).at[3].set(jnp.nan)
-    target = ModelTarget(with_missing_covariates, (x, mask))
-    energy, gradient = jax.jit(
-        jax.value_and_grad(lambda z: target.potential_energy({"z": z}, {"rows": jnp.array([3])}, KEY))
-    )(0.5)
-    assert jnp.isfinite(energy) and jnp.isnan(gradient)
-    assert not is_finite_on_all_rows(target, AT)
-    assert is_finite_on_all_rows(ModelTarget(with_missing_covariates, (jnp.ones(7), mask)), AT)
 
 
 class Every(Gradient):

@@ -261,6 +261,7 @@ def test_draws_of_all_sites_are_needed_and_room_for_results(pretended, monkeypat
         to_inference_data(mcmc, log_likelihood=True)
 
 
+@pytest.mark.slow
 def test_loo_of_a_gaussian(pretended):
     mcmc = pretended(conjugate, jnp.asarray(Y), num_samples=500)
     mean, sd = Y.sum() / (ROWS + 1), (ROWS + 1) ** -0.5

@@ -94,13 +94,6 @@ def test_a_coupling_applies_K_and_repels_by_its_divergence(x64, name):
         assert jnp.ndim(interaction.couple(clouds, BANDWIDTH).diagonal) == (2 if interaction.diagonal_varies else 0)
 
 
-def test_repulsion_repels(x64):
-    u = jnp.array([[0.0], [1.0]])
-    for interaction in (RBF(1.0), IMQ(1.0), Laplace(1.0)):
-        left, right = interaction.couple(u).repulsion
-        assert left < 0 < right
-
-
 def test_rbf_and_imq_are_what_they_say(x64):
     x, y = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
     assert float(RBF(3.0).evaluate(x, y)) == pytest.approx(np.exp(-4.25 / 3))
@@ -432,6 +425,7 @@ def test_antithetic_noise_makes_no_array_of_all_pairs(size):
     assert program.memory_analysis().temp_size_in_bytes < 8 * u.nbytes
 
 
+@pytest.mark.slow
 def test_antithetic_noise_makes_averages_of_squares_precise():
     """Twenty particles at N(0, I) in three dimensions: a fifth of the variance of independent noise, by theory less."""
     dynamics, step_size = Overdamped("lm"), 0.05

@@ -66,6 +66,7 @@ def test_groups_are_blocks(u):
     assert (seen.sum(1) == 3).all() and (seen @ seen == 3 * seen).all()
 
 
+@pytest.mark.slow
 def test_warmup_learns_what_they_need():
     kernel = SGLDR(potential_fn=quadratic, interaction=RandomFeatures())
     mcmc = run(kernel, num_chains=60, num_warmup=60, num_samples=200)
