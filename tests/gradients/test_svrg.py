@@ -31,10 +31,10 @@ def mean_of(y, batch=20):
         numpyro.sample("y", dist.StudentT(5.0, mu, 1.0), obs=y[i])
 
 
-def anchors(kernel, number, num_warmup=0, y=Y, state=None, size=6):
+def anchors(kernel, number, y=Y, state=None):
     """The states of an iteration after another, as one; and the last."""
     if state is None:
-        state = kernel.init(random.split(random.key(0), size), num_warmup, None, (y,), {})
+        state = kernel.init(random.split(random.key(0), 6), 0, None, (y,), {})
 
     def iterate(state, _):
         state = kernel.sample(state, (y,), {})
