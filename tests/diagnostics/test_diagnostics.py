@@ -212,20 +212,6 @@ def test_standard_errors_of_spread_and_quantiles(noise, method):
         assert share[noise.__name__, size, 1, 100.0, method] > 0.9
 
 
-def without_floor(x):
-    """The control: the average over particles as a single series, and nothing else."""
-    means = x.mean(0)
-    halves = np.stack((means[: len(means) // 2], means[-(len(means) // 2) :]))
-    return (halves.var((0, 1), ddof=1) / effective_sample_size(halves)) ** 0.5
-
-
-def test_the_series_of_averages_alone_would_not_do():
-    for time, least in ((0.1, 8.0), (1.0, 3.0), (6.7, 1.3)):
-        tau = 300 / time
-        x = autoregression(random.key(0), sized(independent, 100, 20), draws=300, rho=(tau - 1) / (tau + 1))
-        assert np.mean((x.mean((0, 1)) / without_floor(x)) ** 2) ** 0.5 > least
-
-
 def repelling(groups, size, draws, dim, bandwidth, step_size, num_steps):
     """Draws of a normal distribution, ``(size, draws, repeats)``: ensembles and coordinates repeat each other."""
     kernel = SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=step_size, interaction=RBF(bandwidth),
