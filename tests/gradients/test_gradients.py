@@ -63,11 +63,6 @@ def test_draws_follow_the_law_by_which_rows_are_equally_likely(size, batch, bloc
     assert stats.chisquare(observed, counts / counts.sum() * number).pvalue > 1e-6
 
 
-def test_a_batch_of_all_rows_has_each_once():
-    for block in (1, 3, 4):
-        assert draw_indices(KEY, {"rows": (9, 9)}, (), block)["rows"].tolist() == list(range(9))
-
-
 def test_blocks_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="plate 'rows' with subsample_size=6. Use block_size=2"):
         draw_indices(KEY, {"rows": (9, 6)}, (), 4)

@@ -208,7 +208,7 @@ def test_a_poisson_lognormal_of_many_rows(num_points, monkeypatch):
         assert not diagnose(mcmc)
 
 
-def test_a_row_with_two_modes_is_named(pretended):
+def test_a_row_with_two_modes_is_named():
     y = (1.0 + 1.5 * random.normal(KEYS[0], (400,))) ** 2
 
     def model(y, is_square):
@@ -218,7 +218,7 @@ def test_a_row_with_two_modes_is_named(pretended):
             numpyro.sample("y", dist.Normal(u**2 if is_square else u, 0.5), obs=y[i])
 
     for is_square in (True, False):
-        mcmc = pretended(model, y, is_square)
+        mcmc = run(SGLD(model, step_size=0.001), y, is_square, num_samples=5, num_chains=4)
         assert ("row_integrals" in diagnose(mcmc)) == is_square
         assert (integration_shifts(mcmc)["mean"] > 0.1) == is_square
 
