@@ -322,16 +322,3 @@ def test_plates_that_meet_are_refused():
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="`control_variates` must be True or False"):
         Sweeps(control_variates="no")
-
-
-def test_rows_outside_their_plate_need_sweeps_without_references():
-    def outside(y):
-        mu = numpyro.sample("mu", dist.Normal(0.0, 10.0))
-        with numpyro.plate("rows", SIZE, subsample_size=BATCH) as i:
-            batch = y[i]
-        numpyro.factor("y", SIZE / BATCH * dist.Normal(mu, 1.0).log_prob(batch).sum())
-
-    with pytest.raises(ValueError, match="also uses other numbers of rows"):
-        run(SGLD(outside, step_size=1e-5, gradient=Sweeps()), Y)
-    mcmc = run(SGLD(outside, step_size=1e-5, gradient=Sweeps(control_variates=False)), Y, num_samples=2)
-    assert np.isfinite(mcmc.get_samples()["mu"]).all()

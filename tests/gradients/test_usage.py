@@ -22,6 +22,7 @@ from numpyro_repulsion import (
     FullData,
     Rows,
     Subsampled,
+    Sweeps,
     to_inference_data,
 )
 from numpyro_repulsion.diagnostics import scores
@@ -394,10 +395,10 @@ def test_rows_outside_of_their_plate_leave_plain_minibatches(model, expected):
     target = ModelTarget(model)
     assert target.rows_outside == expected
     assert choose_gradient("auto", target) == Subsampled()
-    for gradient in (Subsampled(shared=True), Subsampled(block_size=2)):
+    for gradient in (Subsampled(shared=True), Subsampled(block_size=2), Sweeps(control_variates=False)):
         assert choose_gradient(gradient, target) is gradient
     (name, (plate,)), *_ = expected.items()
-    for gradient in (ControlVariates(), SVRG(), FullData(), OwnGradient()):
+    for gradient in (ControlVariates(), SVRG(), FullData(), Sweeps(), OwnGradient()):
         with pytest.raises(ValueError, match=rf"'{name}' uses rows.*'{plate}'.*into the plate.*=Subsampled\(\)"):
             choose_gradient(gradient, target)
 

@@ -338,6 +338,8 @@ def test_functions_of_a_draw(mcmc, data):
 def test_ensembles_that_are_balanced_are_one(pretended):
     kernel = partial(SGLDR, interaction=Balanced(RBF(1.0)), num_ensembles=2)
     mcmc = pretended(lambda: numpyro.sample("z", dist.Normal(0, 1)), kernel=kernel, num_samples=400)
+    draws = mcmc._states["z"]["z"]
+    mcmc._states["z"]["z"] = draws.at[2:].set(-0.9 * draws[:2])
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["z"], float)
     assert ensemble_mcse(draws) != pytest.approx(ensemble_mcse(draws, 2), rel=0.01)
     for source in (mcmc, to_inference_data(mcmc)):
