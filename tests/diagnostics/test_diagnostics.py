@@ -129,7 +129,9 @@ def antithetic_draws():
     return np.asarray(found, float).swapaxes(1, 2)
 
 
-@pytest.mark.parametrize(("method", "estimate"), [("mean", np.mean), ("sd", np.std)])
+@pytest.mark.parametrize(
+    ("method", "estimate"), [("mean", np.mean), pytest.param("sd", np.std, marks=pytest.mark.slow)]
+)
 def test_errors_of_antithetic_noise_are_those_of_its_averages(method, estimate):
     runs = antithetic_draws()
     values = np.stack([estimate(x, axis=(0, 1)) for x in runs])

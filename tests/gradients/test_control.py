@@ -328,10 +328,10 @@ def is_same(one, other):
     return jax.tree.all(jax.tree.map(np.array_equal, one, other))
 
 
-FEWER = pytest.param("fewer arguments", marks=pytest.mark.slow)
+MORE = [pytest.param(given, marks=pytest.mark.slow) for given in ("fewer arguments", "a closure")]
 
 
-@pytest.mark.parametrize("given", ["arguments", FEWER, "inputs of the program", "a closure"])
+@pytest.mark.parametrize("given", ["arguments", "inputs of the program", *MORE])
 def test_one_other_row_is_recognized(given):
     y = random.normal(random.key(1), (400,))
     # In no minibatch of evenly spread rows.

@@ -139,6 +139,7 @@ def test_other_data_renew_all_references():
     ) == 40
 
 
+@pytest.mark.slow
 def test_other_data_that_are_inputs_of_the_program_renew_references_once():
     mcmc = vectorized(
         SGLD(mean_of, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=1000)), 0, 3, 6, jit_model_args=True

@@ -59,7 +59,12 @@ def applied(coupling, shape):
     return coupling.apply(jnp.broadcast_to(jnp.eye(shape[-2]), (*shape[:-1], shape[-2])))
 
 
-@pytest.mark.parametrize("name", PARTS)
+#: In the full test alone: others have these in them.
+WITHIN = {"rbf, learned", "imq", "radial of a user", "scaled", "sum", "laplacian"}
+WITHIN |= {"random features without a weight", "groups of another kernel"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in WITHIN)) for x in PARTS])
 def test_a_coupling_applies_K_and_repels_by_its_divergence(x64, name):
     """Of two groups: symmetric, positive semidefinite, below the bound, and apart from each other."""
     interaction = PARTS[name]
