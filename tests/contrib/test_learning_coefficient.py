@@ -1,22 +1,19 @@
 """Local learning coefficients against those that are known, and what is refused."""
 
-from functools import partial
 import itertools
 import math
-import warnings
 
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
-from numpyro_repulsion import SGLD, SGNHT, SVGD, BiasBudget, init_around
-from numpyro_repulsion.contrib import LearningCoefficient, Localized, llc
+from numpyro_repulsion import SGLD, SGNHT, init_around
+from numpyro_repulsion.contrib import Localized, llc
 from numpyro_repulsion.dynamics import Overdamped
 
 pytestmark = [pytest.mark.filterwarnings("ignore:num_warmup")]
@@ -40,33 +37,27 @@ def regular(x, y):
         numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
 
 
-def run(kernel, *args, key=2, num_warmup=300, num_samples=400, num_chains=8, **settings):
-    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains, **settings)
-    mcmc.run(random.key(key), *args)
-    return mcmc
+def localized(model, center, beta=BETA, kernel=SGLD):
+    local = Localized(model, center=center, strength=1.0, inverse_temperature=beta)
+    return kernel(local, init_strategy=init_around(center, scale=0.05))
 
 
-def localized(model, center, strength=1.0, beta=BETA, kernel=SGLD, scale=0.05):
-    local = Localized(model, center=center, strength=strength, inverse_temperature=beta)
-    return kernel(local, init_strategy=init_around(center, scale=scale))
-
-
-def exact(strength=1.0, beta=BETA, center=BEST):
+def exact(strength=1.0):
     """β (E[n L] − n L(w*)) of `regular`, by the mean and covariance of its local posterior."""
     x, y = np.asarray(X, float), np.asarray(Y, float)
-    precision = (0.01 + strength) * np.eye(D) + beta * x.T @ x
-    mean = np.linalg.solve(precision, strength * center + beta * x.T @ y)
+    precision = (0.01 + strength) * np.eye(D) + BETA * x.T @ x
+    mean = np.linalg.solve(precision, strength * BEST + BETA * x.T @ y)
     gram, covariance = x.T @ x, np.linalg.inv(precision)
 
     def loss(w):
         return ((y - x @ w) ** 2).sum() / 2
 
-    return beta * (loss(mean) + np.trace(gram @ covariance) / 2 - loss(center))
+    return BETA * (loss(mean) + np.trace(gram @ covariance) / 2 - loss(BEST))
 
 
 @pytest.fixture(scope="module")
 def fitted():
-    return run(localized(regular, {"w": BEST}), X, Y)
+    return run(localized(regular, {"w": BEST}), X, Y, key=2, num_warmup=300, num_samples=400, num_chains=8)
 
 
 def test_a_regular_model_has_half_its_parameters(fitted):
@@ -79,9 +70,7 @@ def test_a_regular_model_has_half_its_parameters(fitted):
 
 
 def test_losses_are_those_of_all_rows(fitted):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = llc(fitted, num_draws=100)
+    found = llc(fitted, num_draws=100)
     draws = np.asarray(fitted.get_samples(group_by_chain=True)["w"], float)
     draws = draws[:, np.linspace(0, 399, 12).round().astype(int)].reshape(-1, D)
     density = dist.Normal(np.asarray(X, float) @ draws.T, 1).log_prob(np.asarray(Y, float)[:, None])
@@ -92,15 +81,13 @@ def test_losses_are_those_of_all_rows(fitted):
     np.testing.assert_allclose(found.value, BETA * (found.loss - found.loss_at_center), rtol=1e-5)
     assert repr(found).startswith("LearningCoefficient(") and "n = 400, β = 0.167" in repr(found)
 
-    text = repr(LearningCoefficient(2.0, math.nan, math.nan, 10, 0.5, 1.0, 2.0, 40))
-    assert text == "LearningCoefficient(2 ± an unknown error; n = 10, β = 0.5, 40 draws)"
-
 
 @pytest.mark.slow
 def test_errors_are_those_of_repeated_runs():
     """Over seeds, deviations divided by the standard error have about unit variance."""
     kernel = localized(regular, {"w": BEST})
-    found = [llc(run(kernel, X, Y, key=key, num_warmup=150, num_samples=150)) for key in range(12)]
+    setting = {"num_warmup": 150, "num_samples": 150, "num_chains": 8}
+    found = [llc(run(kernel, X, Y, key=key, **setting)) for key in range(12)]
     values, errors = np.array([(x.value, x.mcse) for x in found]).T
     ratio = values.var(ddof=1) / np.mean(errors**2)
     # Chi-square with 11 degrees of freedom, over 11, is in these bounds but for once in a thousand.
@@ -143,7 +130,7 @@ def test_weights_of_sites_count(pretended):
 
 #: λ by width and rank: Aoyagi (2024), Neural Networks 172; theorem 1 in appendix J of Lau et al. (2023). For two layers
 #: of weights also Aoyagi and Watanabe (2005), Neural Networks 18, theorem 1.
-KNOWN = {((2, 5, 2), 2): 2.0, ((3, 2, 6), 1): 5.0, ((3, 2, 6), 2): 7.0, ((4, 4, 4, 4), 2): 7.5, ((4, 4, 4, 4), 0): 5.5}
+KNOWN = {((3, 2, 6), 1): 5.0, ((3, 2, 6), 2): 7.0, ((4, 4, 4, 4), 2): 7.5, ((4, 4, 4, 4), 0): 5.5}
 
 
 def teacher(widths, rank):
@@ -175,30 +162,15 @@ def data(widths, rank, n):
     return x, y
 
 
-def estimate(widths, rank, kernel=SGLD, n=20_000, strength=1.0, num_warmup=500, num_samples=500, num_chains=10):
-    x, y = data(widths, rank, n)
-    made = localized(network, teacher(widths, rank), strength, 1 / math.log(n), kernel)
-    return llc(run(made, widths, x, y, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains))
-
-
-@pytest.mark.slow
-def test_a_wide_linear_network_has_the_coefficient_of_its_matrix():
-    """Of 20 parameters, as many count as its matrix has entries."""
-    widths, rank = (2, 5, 2), 2
-    # The shorter step that `diagnose` advises here: at the default one, some seeds clip a twentieth of the updates.
-    careful = partial(SGLD, step_size=BiasBudget(0.01, min_draws=0))
-    found = estimate(widths, rank, careful, n=5000, num_warmup=200, num_samples=200)
-    assert abs(found.value - 2.0) < 0.1 * 2.0 + 2 * found.mcse
-    # The control: that of a regular model.
-    assert abs(found.value - 10.0) > 0.1 * 10.0 + 2 * found.mcse
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [SGLD, SGNHT])
 @pytest.mark.parametrize(("widths", "rank", "other"), [((3, 2, 6), 1, 2), ((4, 4, 4, 4), 2, 0)])
 def test_linear_networks_have_the_coefficient_of_the_theorem(kernel, widths, rank, other):
     """With nothing set: reduced-rank regression, and three layers of weights."""
-    found = estimate(widths, rank, kernel, num_warmup=1000, num_samples=1000)
+    n = 20_000
+    made = localized(network, teacher(widths, rank), 1 / math.log(n), kernel)
+    args = widths, *data(widths, rank, n)
+    found = llc(run(made, *args, key=2, num_warmup=1000, num_samples=1000, num_chains=10))
     known = KNOWN[widths, rank]
     # In the valleys of such a posterior particles mix slowly, so that the error may be unknown.
     error = np.nan_to_num(found.mcse)
@@ -212,29 +184,17 @@ def test_linear_networks_have_the_coefficient_of_the_theorem(kernel, widths, ran
 
 
 def test_what_is_no_local_posterior_is_refused(pretended):
-    with pytest.raises(TypeError, match="llc takes a numpyro.infer.MCMC"):
-        llc(None)
-    with pytest.raises(ValueError, match="no draws yet"):
-        llc(MCMC(localized(regular, {"w": BEST}), num_warmup=1, num_samples=1))
     with pytest.raises(ValueError, match="llc needs a run of the local posterior: SGLD\\(Localized"):
         llc(pretended(regular, X, Y))
     with pytest.raises(ValueError, match="does not temper the likelihood.*inverse_temperature=1 / math.log"):
         llc(pretended(Localized(regular, center={"w": BEST}, strength=1.0), X, Y))
     local = at({"w": BEST})
-    with pytest.raises(ValueError, match="SVGD is an optimizer, so"):
-        mcmc = pretended(local, X, Y)
-        mcmc.sampler = SVGD(local, step_size=0.1)
-        llc(mcmc)
     with pytest.raises(ValueError, match="temperature=2.0"):
         mcmc = pretended(local, X, Y)
         mcmc.sampler = SGLD(local, step_size=0.1, dynamics=Overdamped(temperature=2.0))
         llc(mcmc)
     with pytest.raises(ValueError, match="`num_draws` must be an integer"):
         llc(pretended(local, X, Y), num_draws=0)
-    mcmc = pretended(local, X, Y)
-    mcmc._last_state = mcmc.last_state._replace(num_warmup=mcmc.last_state.iteration)
-    with pytest.raises(ValueError, match="draws of warmup"):
-        llc(mcmc)
 
     def two(y):
         a = numpyro.sample("a", dist.Normal(0, 1))

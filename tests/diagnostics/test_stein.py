@@ -15,7 +15,6 @@ from numpyro.infer.util import potential_energy
 from numpyro_repulsion import SGLD, SVGD, Independent, Subsampled, ksd, stein_control_variates
 from numpyro_repulsion.diagnostics import scores
 from numpyro_repulsion.diagnostics.stein import _degree, _residuals, _variates
-from numpyro_repulsion.dynamics import Overdamped
 
 RNG = np.random.default_rng(0)
 #: z1 is the logarithm of a Gamma(5) variable, z2 normal with mean z1^2 / 4: skewed and curved.
@@ -128,10 +127,6 @@ def test_a_run(mcmc):
         error = np.hypot(found.mcse[name], found.plain_mcse[name])
         assert (np.abs(found.mean[name] - found.plain_mean[name]) < 4 * error).all(), name
         assert (found.mcse[name] < found.plain_mcse[name] / 2).all(), name
-    fewer = stein_control_variates(mcmc, num_draws=400)
-    assert fewer.num_draws == 400
-    error = np.hypot(fewer.mcse["beta"], found.mcse["beta"])
-    assert (np.abs(fewer.mean["beta"] - found.mean["beta"]) < 4 * error).all()
 
 
 def test_a_function_of_draws(mcmc):
@@ -167,16 +162,8 @@ def test_scores_are_gradients_of_the_full_potential(mcmc):
     assert error.min() > 0 and np.abs(difference.mean(0) / error).max() < 4.5
 
 
-def test_a_discrepancy_tells_a_long_step_and_an_optimizer_has_its_last_cloud():
-    given = {"num_samples": 100, "num_chains": 8, "init_params": random.normal(random.key(1), (8, 2))}
-
-    def quadratic(z):
-        return jnp.sum(z**2) / 2
-
-    good, bad = (run(SGLD(potential_fn=quadratic, step_size=step, dynamics=Overdamped("euler")), **given)
-                 for step in (0.1, 1.2))  # fmt: skip
-    assert ksd(*scores(good)) < 0.1 < ksd(*scores(bad))
-    mcmc = run(SVGD(potential_fn=quadratic, step_size=0.1), **given | {"num_samples": 5})
+def test_scores_of_an_optimizer_are_those_of_its_last_cloud():
+    mcmc = run(SVGD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.1), num_samples=5)
     z, found = scores(mcmc)
     np.testing.assert_allclose(z, mcmc.last_state.z, rtol=1e-6)
     np.testing.assert_allclose(found, -z, rtol=1e-6)
@@ -228,8 +215,6 @@ def test_misuse_is_refused(mcmc, pretended):
             function(short)
     with pytest.raises(ValueError, match="'quadratic', 'squares', 'linear' or None; got 'cubic'"):
         stein_control_variates(mcmc, degree="cubic")
-    with pytest.raises(ValueError, match="too few"):
-        stein_control_variates(mcmc, num_draws=8, degree="quadratic")
     x = np.asarray(random.normal(random.key(0), (4, 10)))
     for call, words in (
         (lambda: ksd(x, x[:, :3]), r"must both be of shape \(n, d\)"),

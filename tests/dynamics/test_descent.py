@@ -15,7 +15,8 @@ from numpyro_repulsion import RBF, SGLD, SVGD, Archive, BiasBudget, Independent,
 from numpyro_repulsion.dynamics import Descent, Overdamped, reject_nonfinite
 
 ADAGRAD = optax.chain(optax.scale_by_rss(), optax.ema(0.9, debias=False))
-OPTIMIZERS = {"Adam": optax.scale_by_adam(), "Adagrad": ADAGRAD, "clipped": optax.clip_by_global_norm(0.3)}
+OPTIMIZERS = {"none": optax.identity(), "Adam": optax.scale_by_adam(), "Adagrad": ADAGRAD,
+              "clipped": optax.clip_by_global_norm(0.3)}  # fmt: skip
 
 
 def potential(z):
@@ -31,19 +32,10 @@ def starts():
 
 
 def run(optimizer, starts, num_samples=20, step_size=0.02, num_warmup=4, **settings):
-    settings = {"dynamics": Descent(optimizer) if optimizer else "auto", "step_size": step_size} | settings
-    mcmc = vectorized(SVGD(potential_fn=potential, **settings), num_warmup, num_samples, len(starts))
+    kernel = SVGD(potential_fn=potential, dynamics=Descent(optimizer), step_size=step_size, **settings)
+    mcmc = vectorized(kernel, num_warmup, num_samples, len(starts))
     mcmc.run(random.key(1), init_params=starts)
     return mcmc
-
-
-def test_without_a_transformation_it_is_svgd_bit_for_bit(starts):
-    plain, same, other = (
-        run(optimizer, starts, num_ensembles=2).last_state.z
-        for optimizer in (None, optax.identity(), optax.scale_by_adam())
-    )
-    assert np.array_equal(plain, same)
-    assert not np.allclose(plain, other, atol=1e-3)
 
 
 def test_particles_that_are_alone_follow_the_optimizer(starts):
@@ -149,7 +141,5 @@ def test_what_is_refused(make, error, words):
         make()
 
 
-def test_without_a_step_size_the_rate_is_the_documented_one(starts):
-    kept, given, other = (run(ADAGRAD, starts, step_size=rate).last_state for rate in (None, 0.05, 0.06))
-    assert np.array_equal(kept.z, given.z) and not np.array_equal(kept.z, other.z)
-    assert (kept.step_size == np.float32(0.05)).all()
+def test_without_a_step_size_the_rate_is_the_documented_one():
+    assert SVGD(potential_fn=potential, dynamics=Descent(ADAGRAD)).schedule(7) == np.float32(0.05)

@@ -6,14 +6,14 @@ from functools import partial
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import vectorized
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_repulsion import RBF, SGLD, SGLDR, Balanced, Independent, Subsampled, step_bias
+from numpyro_repulsion import RBF, SGLD, SGLDR, Balanced, Independent, Subsampled
 from numpyro_repulsion.dynamics import (
     Cloud,
     CurvatureStats,
@@ -35,33 +35,26 @@ energy_and_grad = jnp.vectorize(jax.value_and_grad(potential), signature="(d)->(
 EULER = Overdamped(integrator="euler")
 
 
-def run(kernel, starts, num_samples=20, key=None):
-    mcmc = vectorized(kernel, 0, num_samples, len(starts))
-    mcmc.run(random.key(1) if key is None else key, init_params=starts)
-    return mcmc
-
-
 @pytest.fixture
 def starts():
     return random.normal(random.key(0), (6, 3))
 
 
-@pytest.mark.parametrize("dynamics", [EULER, Overdamped()])
-def test_sgldr_without_interaction_is_sgld_bit_for_bit(starts, dynamics):
-    setting = {"potential_fn": potential, "step_size": 0.05, "interaction": Independent(), "dynamics": dynamics}
-    sgld, sgldr = (run(kernel(**setting), starts).get_samples(group_by_chain=True) for kernel in (SGLD, SGLDR))
+def test_sgldr_without_interaction_is_sgld_bit_for_bit(starts):
+    def draws(kernel, interaction):
+        mcmc = run(kernel(potential_fn=potential, step_size=0.05, interaction=interaction), key=1, init_params=starts)
+        return mcmc.get_samples(group_by_chain=True)
+
+    sgld, sgldr = draws(SGLD, Independent()), draws(SGLDR, Independent())
     assert np.array_equal(sgld, sgldr)
-    with_rbf = run(SGLDR(**setting | {"interaction": RBF(), "dynamics": "auto"}), starts).get_samples(
-        group_by_chain=True
-    )
-    assert not np.allclose(sgld, with_rbf)
+    assert not np.allclose(sgld, draws(SGLDR, RBF()))
 
 
 def test_sgld_is_a_langevin_loop_written_by_hand(starts):
     step_size, num_steps = 0.05, 4
     setting = {"step_size": step_size, "num_steps": num_steps, "interaction": Independent(), "dynamics": EULER}
     kernel = SGLD(potential_fn=potential, **setting)
-    mcmc = run(kernel, starts, num_samples=3)
+    mcmc = run(kernel, key=1, num_samples=3, init_params=starts)
     state = kernel.init(random.split(random.key(1), 6), 0, starts, (), {})
 
     @jax.jit
@@ -103,17 +96,6 @@ def test_noise_and_minibatch_have_keys_of_their_own(starts):
     np.testing.assert_allclose(after.gradient, slope[0], rtol=1e-4, atol=1e-4)
 
 
-def test_bandwidth_toward_zero_is_independent_euler(starts):
-    def draws(interaction):
-        kernel = SGLDR(potential_fn=potential, step_size=0.05, interaction=interaction, dynamics=EULER)
-        return run(kernel, starts).get_samples(group_by_chain=True)
-
-    independent = draws(Independent())
-    differences = [np.abs(draws(RBF(h, nugget=1e-9)) - independent).max() for h in (1.0, 0.1, 1e-8)]
-    assert differences[0] > 0.1
-    assert differences[2] < 1e-5
-
-
 def test_svgd_direction_is_the_textbook_one(starts):
     # φ(x) = Σ_j k(x_j, x) ∇log π(x_j) + ∇_{x_j} k(x_j, x), by automatic differentiation, one particle at a time.
     h = 1.7
@@ -128,18 +110,6 @@ def test_svgd_direction_is_the_textbook_one(starts):
     cloud = dynamics.init(random.key(0), starts, energy_and_grad, couple)
     moved = dynamics.step(random.key(1), cloud, energy_and_grad, couple, 0.1).z
     np.testing.assert_allclose(moved, starts + 0.1 * jax.vmap(direction)(starts), rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("interaction", [RBF(2.0), Balanced()])
-def test_groups_move_as_they_would_alone(starts, interaction):
-    clouds = jnp.stack([starts, starts + 1.0])
-    dynamics = Overdamped(noise=False)
-
-    def step(z):
-        cloud = dynamics.init(random.key(0), z, energy_and_grad, interaction.couple)
-        return dynamics.step(random.key(1), cloud, energy_and_grad, interaction.couple, 0.1).z
-
-    np.testing.assert_allclose(step(clouds), jnp.stack([step(clouds[0]), step(clouds[1])]), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +135,7 @@ def test_a_diverging_particle_does_not_infect_the_others(interaction):
 
     starts = random.normal(random.key(0), (8, 2)).clip(-1.5, 1.5).at[3].set(jnp.array([2.99, 0.0]))
     kernel = SGLDR(potential_fn=energy, step_size=0.05, interaction=interaction, num_steps=1)
-    mcmc = run(kernel, starts, num_samples=300)
+    mcmc = run(kernel, key=1, num_samples=300, num_chains=8, init_params=starts)
     draws = mcmc.get_samples(group_by_chain=True)
     diverging = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["diverging"])
     assert np.isfinite(draws).all() and (draws[..., 0] <= 3.0).all()
@@ -177,31 +147,10 @@ def test_a_diverging_particle_does_not_infect_the_others(interaction):
     assert int(mcmc.last_state.num_flagged_updates) == diverging.sum()
 
 
-def test_a_runaway_particle_is_decoupled_from_the_others():
-    # Half of a pair of clouds has one particle at the edge of float32; the seven others move as if it were elsewhere.
-    near = random.normal(random.key(0), (8, 2)).at[3].set(jnp.array([1e6, 0.0]))
-    far = near.at[3].set(jnp.array([1e25, 0.0]))
-    others = jnp.array([0, 1, 2, 4, 5, 6, 7])
-
-    def step(z):
-        def couple(u):
-            return RBF().couple(u, 2.0)
-
-        dynamics = Overdamped(noise=False)
-        cloud = dynamics.init(random.key(0), z, energy_and_grad, couple)
-        return dynamics.step(random.key(1), cloud._replace(gradient=jnp.ones_like(z)), energy_and_grad, couple, 0.1).z
-
-    assert np.array_equal(step(near)[others], step(far)[others])
-
-
 SETTINGS = [
     (lambda: Overdamped(integrator="baoab"), "Overdamped: `integrator` must be None, 'euler' or 'lm'; got 'baoab'"),
-    *((lambda T=T: Overdamped(temperature=T), "Overdamped: `temperature`") for T in (-1.0, float("nan"), "hot")),
     (lambda: Underdamped(friction=0.0), "`friction` must be a positive, finite number; got 0.0"),
-    (lambda: Underdamped(temperature=-1.0), "`temperature` must be a finite number, 0 or above"),
     (lambda: Underdamped(kinetic="relativistic"), r"must be None or Relativistic\(speed=...\)"),
-    (lambda: Relativistic(speed=float("inf")), "`speed` must be a positive, finite number"),
-    (lambda: Thermostat(inertia=-2.0), "`inertia` must be a positive, finite number"),
     (lambda: Thermostat(temperature=0.0), "`temperature` must be a positive, finite number"),
 ]
 
@@ -310,15 +259,16 @@ def test_bias_has_the_order_of_the_integrator(dynamics, order):
     assert slope == pytest.approx(order, abs=0.1)
 
 
-def test_splitting_is_exact_for_positions_on_a_gaussian():
+def test_splitting_and_averaged_noise_are_exact_for_positions_on_a_gaussian():
     with jax.enable_x64(True):
-        assert stationary_covariance(Underdamped(), 0.9)[0, 0] == pytest.approx(1.0, abs=1e-12)
+        for dynamics in (Underdamped(), Overdamped()):
+            assert stationary_covariance(dynamics, 0.9)[0, 0] == pytest.approx(1.0, abs=1e-12)
 
 
-@partial(jax.jit, static_argnums=range(6))
-def _long_means(dynamics, interaction, functions, updates, replicas, size, step_size, noise):
+@partial(jax.jit, static_argnums=range(4))
+def _long_means(dynamics, interaction, functions, size, step_size, noise):
     key = random.key(0)
-    z = random.normal(key, (replicas, size, 2))
+    z = random.normal(key, (200, size, 2))
     cloud = dynamics.init(random.fold_in(key, 1), z, gaussian_force, interaction.couple)
 
     def update(cloud, key):
@@ -329,16 +279,15 @@ def _long_means(dynamics, interaction, functions, updates, replicas, size, step_
             return energy, gradient + noise * random.normal(noise_key, z.shape)
 
         cloud = dynamics.step(step_key, cloud, noisy, interaction.couple, step_size)
-        return cloud, jnp.stack([f(cloud).reshape(replicas, -1).mean(1) for f in functions])
+        return cloud, jnp.stack([f(cloud).reshape(200, -1).mean(1) for f in functions])
 
-    return lax.scan(update, cloud, random.split(random.fold_in(key, 2), updates))[1].mean(0)
+    return lax.scan(update, cloud, random.split(random.fold_in(key, 2), 4000))[1].mean(0)
 
 
-def long_means(dynamics, interaction, functions, *, step_size, updates=4000, replicas=200, size=4, noise=0.0):
-    """Time averages of functions of a cloud, one for each replica, from exact draws of N(0, I)."""
-    how = dynamics, interaction, functions, updates, replicas, size
-    means = np.asarray(_long_means(*how, step_size, jnp.asarray(noise)), float)
-    return means.mean(1), means.std(1, ddof=1) / replicas**0.5
+def long_means(dynamics, interaction, functions, *, step_size, size=4, noise=0.0):
+    """Time averages of functions of a cloud and their errors, over replicas from exact draws of N(0, I)."""
+    means = np.asarray(_long_means(dynamics, interaction, functions, size, step_size, jnp.asarray(noise)), float)
+    return means.mean(1), means.std(1, ddof=1) / 200**0.5
 
 
 def gaussian_force(z):
@@ -470,26 +419,9 @@ def test_without_temperature_particles_descend(dynamics):
     np.testing.assert_allclose(cloud.z, 0.0, atol=1e-4)
 
 
-class Fast(Dynamics):
-    """A valid sampler of the posterior whose clock runs eight times faster than that of Euler's method."""
-
-    def init(self, key, z, energy_and_grad, couple):
-        return Cloud(z, *energy_and_grad(z))
-
-    def step(self, key, cloud, energy_and_grad, couple, step_size):
-        z = cloud.z - 8 * step_size * cloud.gradient
-        z = z + jnp.sqrt(16 * step_size) * random.normal(key, z.shape, z.dtype)
-        return Cloud(z, *energy_and_grad(z))
-
-
 def test_the_step_of_an_unknown_dynamics_is_not_measured():
-    with pytest.raises(ValueError, match="Fast does not define `.*give `step_size`"):
-        SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, dynamics=Fast())
+    class Unknown(Dynamics):
+        pass
 
-
-def test_the_bias_of_an_unknown_dynamics_is_not_predicted(starts):
-    settings = {"potential_fn": lambda z: jnp.sum(z**2) / 2, "interaction": Independent(), "step_size": 0.01}
-    unknown = step_bias(run(SGLD(dynamics=Fast(), **settings), starts))
-    assert np.isnan(unknown.predicted) and "unknown amount" in str(unknown)
-    known = step_bias(run(SGLD(dynamics=EULER, **settings), starts))
-    assert 0 < known.predicted < 0.02
+    with pytest.raises(ValueError, match="Unknown does not define `.*give `step_size`"):
+        SGLD(potential_fn=potential, dynamics=Unknown())

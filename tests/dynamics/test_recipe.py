@@ -5,9 +5,9 @@ from catalogue import having
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import vectorized
 import numpy as np
 import pytest
+from results import run
 
 from numpyro_repulsion import IMQ, RBF, SGLD, SGLDR, Independent
 from numpyro_repulsion.dynamics import (
@@ -178,10 +178,10 @@ def test_one_step_is_that_of_the_built_in_dynamics():
     assert np.abs(one - cloud.z).min() > 1e-3
 
 
-def run(recipe, kernel=SGLD, num_samples=400, **kwargs):
-    setting = {"step_size": 0.05, "dynamics": recipe, "num_steps": 5} | kwargs
-    mcmc = vectorized(kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, **setting), 20, num_samples, 8)
-    mcmc.run(random.key(0), init_params=random.normal(random.key(1), (8, 2)))
+def draws(recipe, kernel=SGLD, **kwargs):
+    setting = {"step_size": 0.05, "dynamics": recipe, "num_steps": 10} | kwargs
+    kernel = kernel(potential_fn=lambda z: jnp.sum(z**2) / 2, **setting)
+    mcmc = run(kernel, num_warmup=20, num_samples=1600, num_chains=8)
     return np.asarray(mcmc.get_samples(group_by_chain=True), float)
 
 
@@ -190,7 +190,7 @@ def test_state_dependent_diffusion_keeps_the_posterior():
         return jnp.diag(1.0 / (1.0 + x.ravel() ** 2))
 
     def variance(recipe):
-        squares = (run(recipe, num_steps=10, num_samples=1600) ** 2).mean((1, 2))
+        squares = (draws(recipe) ** 2).mean((1, 2))
         return squares.mean(), squares.std(ddof=1) / len(squares) ** 0.5
 
     mean, error = variance(Recipe(D))
@@ -212,15 +212,14 @@ def identity(x):
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: run(Recipe(lambda x: -jnp.eye(x.size))), ValueError, "semidefinite; its smallest eigenvalue is -1"),
-        (lambda: run(Recipe(lambda x: jnp.tri(x.size))), ValueError, "`D` must be symmetric; D - D.T has entries up"),
-        (lambda: run(Recipe(lambda x: jnp.eye(2))), ValueError, r"of shape \(16, 16\); got shape \(2, 2\)"),
-        (lambda: run(Recipe(identity, identity)), ValueError, r"`Q` must be skew-symmetric; Q \+ Q.T has entries up"),
-        (lambda: run(Recipe(identity), SGLDR), ValueError, "contains the interaction in D and Q"),
-        (lambda: run(Recipe(identity), step_size=None), ValueError, "cannot adapt the step size of.*; give `step_"),
+        (lambda: draws(Recipe(lambda x: -jnp.eye(x.size))), ValueError, "semidefinite; its smallest eigenvalue is -1"),
+        (lambda: draws(Recipe(lambda x: jnp.tri(x.size))), ValueError, "`D` must be symmetric; D - D.T has entries up"),
+        (lambda: draws(Recipe(lambda x: jnp.eye(2))), ValueError, r"of shape \(16, 16\); got shape \(2, 2\)"),
+        (lambda: draws(Recipe(identity, identity)), ValueError, r"`Q` must be skew-symmetric; Q \+ Q.T has entries up"),
+        (lambda: draws(Recipe(identity), SGLDR), ValueError, "contains the interaction in D and Q"),
+        (lambda: draws(Recipe(identity), step_size=None), ValueError, "cannot adapt the step size of.*; give `step_"),
         (lambda: Recipe(3), TypeError, "`D` must be a function"),
         (lambda: Recipe(identity, 3), TypeError, "`Q` must be a function"),
-        (lambda: Recipe(identity, extra=-1), ValueError, "`extra` must be a number of coordinates"),
         (lambda: Recipe(identity, temperature=0.0), ValueError, "`temperature` must be a positive"),
     ],
 )

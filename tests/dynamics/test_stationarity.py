@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_repulsion import IMQ, RBF, Antithetic, Balanced, Independent
+from numpyro_repulsion import RBF, Antithetic, Balanced, Independent
 from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.interactions import RandomFeatures, RandomGroups, Scheduled, median_bandwidth
 
@@ -186,7 +186,7 @@ def test_generator_identity(law, interaction, seed):
     ("wrap", "interaction"),
     [
         (without_repulsion, GRAM["sum, wide"]),
-        (without_repulsion, GRAM["laplacian, wide"]),
+        pytest.param(without_repulsion, GRAM["laplacian, wide"], marks=pytest.mark.slow),
         (with_repulsion_flipped, GRAM["sum, wide"]),
         (with_nugget_in_noise_only, RBF(2.0, nugget=0.3)),
         (with_unscaled_repulsion, GRAM["scheduled, half"]),
@@ -240,7 +240,7 @@ def step_scores(law, interaction, dynamics, functions, wrap=None, seed=0, draws=
 ONE_PARTICLE_FUNCTIONS = {"‖z₁‖²": lambda z: z[0] @ z[0], "Σ cos": lambda z: jnp.sum(jnp.cos(z[0]))}
 
 
-@pytest.mark.parametrize(("law", "interaction", "seed"), laws_and(GRAM, CORE))
+@pytest.mark.parametrize(("law", "interaction", "seed"), laws_and(GRAM, {"sum, wide", "rbf, large nugget"}))
 def test_one_step_of_sgldr(law, interaction, seed):
     scores = step_scores(LAWS[law], GRAM[interaction], Overdamped(), JOINT_FUNCTIONS, seed=seed)
     assert max(map(abs, scores.values())) < LIMIT, scores
@@ -270,7 +270,7 @@ def test_one_step_of_svgd_is_not_stationary():
 # 3. The long run
 
 
-def long_run(law, interaction, dynamics, *, step_size, updates, size, replicas, seed=0, wrap=None, temperature=None):
+def long_run(law, interaction, dynamics, *, step_size, updates, size, replicas, seed=0, wrap=None):
     """Time averages of the law's moments, one per replica, each from exact draws."""
     energy_and_grad = force_of(law)
 
@@ -303,11 +303,8 @@ def extrapolated_scores(law, *args, step_size, updates, seed=0, **kwargs):
 
 
 SAMPLERS = {
-    "SGLDR, RBF": (RBF(2.0), Overdamped()),
-    "SGLDR, IMQ": (IMQ(1.0), Overdamped()),
     "SGLDR, sum": (GRAM["sum, wide"], Overdamped()),
     "SGLDR, RBF, averaged": (RBF(2.0), Overdamped("lm")),
-    "SGLDR, IMQ, averaged": (IMQ(1.0), Overdamped("lm")),
     "SGLD, independent": (Independent(), Overdamped("euler")),
     "SGLD, balanced": (Balanced(), Overdamped("euler")),
     "SGLD, independent, averaged": (Independent(), Overdamped("lm")),
@@ -325,7 +322,6 @@ SAMPLERS = {
     "SGHMCR, Laplacian": (GRAM["laplacian, wide"], Underdamped()),
     "SGHMC, relativistic": (Independent(), Underdamped(kinetic=Relativistic(2.0))),
     "SGHMCR, RBF": (RBF(2.0), Underdamped()),
-    "SGHMCR, IMQ": (IMQ(1.0), Underdamped(friction=2.0)),
     "SGHMCR, sum, relativistic": (GRAM["sum, wide"], Underdamped(kinetic=Relativistic(2.0))),
     "SGHMCR, scheduled": (Scheduled(RBF(2.0), wave), Underdamped()),
     "SGNHT, independent": (Independent(), Thermostat()),
@@ -339,17 +335,13 @@ LONG = {
 }
 
 
-#: Those whose noise, K or momenta enter in a way of their own; the others are variations.
+#: Those whose noise or momenta enter in a way of their own; the others are variations, or one update tells.
 DISTINCT = {
-    "SGLDR, sum",
     "SGLDR, RBF, averaged",
     "SGLD, balanced, averaged",
-    "SGLDR, Laplacian",
-    "SGLDR, random features",
     "SGLDR, groups",
     "SGHMC, relativistic",
     "SGHMCR, RBF",
-    "SGNHT, independent",
     "SGNHTR, RBF",
 }
 
@@ -437,30 +429,14 @@ def test_averaged_noise_must_not_anticipate():
     assert not max(map(abs, scores.values())) <= 2 * LIMIT, scores
 
 
-def test_svgd_loses_spread():
-    moments = long_run(GAUSSIAN, RBF(2.0), Overdamped(noise=False), **LONG["gaussian"])
-    assert z_score(moments["E x²"], 1.0) < -2 * LIMIT
-
-
-@pytest.mark.parametrize(("interaction", "temperature"), [(RBF(2.0), 0.25), (Independent(), 2.0)])
-def test_temperature_scales_the_variance(interaction, temperature):
-    dynamics = Overdamped("euler", temperature=temperature)
+def test_temperature_scales_the_variance():
+    T = 0.25
     law = GAUSSIAN._replace(
-        draw=lambda key, shape: temperature**0.5 * _gaussian_draw(key, shape),
-        moments={name: (f, temperature * mean) for name, (f, mean) in GAUSSIAN.moments.items()},
+        draw=lambda key, shape: T**0.5 * _gaussian_draw(key, shape),
+        moments={name: (f, T * mean) for name, (f, mean) in GAUSSIAN.moments.items()},
     )
-    scores = extrapolated_scores(law, interaction, dynamics, **LONG["gaussian"])
+    scores = extrapolated_scores(law, RBF(2.0), Overdamped("euler", temperature=T), **LONG["gaussian"])
     assert max(map(abs, scores.values())) < LIMIT, scores
-
-
-def test_leimkuhler_matthews_has_bias_of_second_order():
-    # On a Gaussian of curvature λ Euler's variance is 1/(1 − ελ/2), LM's is exact.
-    setting = {"step_size": 0.5, "updates": 2000, "size": 6, "replicas": 100}
-    euler = long_run(GAUSSIAN, Independent(), Overdamped("euler"), **setting)["E x²"]
-    averaged = long_run(GAUSSIAN, Independent(), Overdamped("lm"), **setting)["E x²"]
-    assert abs(z_score(euler, 1 / (1 - 0.25))) < LIMIT
-    assert abs(z_score(averaged, 1.0)) < LIMIT
-    assert abs(z_score(euler, 1.0)) > 2 * LIMIT
 
 
 # 4. Balanced and antithetic noise: one particle's law over time is that of independent noise

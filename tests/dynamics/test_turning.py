@@ -1,15 +1,13 @@
 """Particles with momenta that gain far too much energy turn back."""
 
-import warnings
-
 from jax import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGHMC, SGNHT, ControlVariates, Independent
 from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped, turn_back
@@ -44,29 +42,22 @@ def test_dynamics_without_momenta_do_not_turn():
     assert not turned.any() and isinstance(found, Cloud) and (found.z == proposal.z).all()
 
 
-def run(kernel, *args, mcmc=None, seed=0, **settings):
-    settings = {"num_warmup": 300, "num_samples": 200, "num_chains": 8} | settings
-    if mcmc is None:
-        mcmc = MCMC(kernel, chain_method="vectorized", progress_bar=False, **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mcmc.run(random.key(seed), *args)
-    return mcmc
-
-
 def model(y):
     mu = numpyro.sample("mu", dist.Normal(0.0, 10.0))
     numpyro.sample("y", dist.Normal(mu, 1.0).expand([len(y)]).to_event(1), obs=y)
 
 
-@pytest.mark.parametrize("kernel", [SGHMC, pytest.param(SGNHT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kernel", [SGHMC, SGNHT])
 def test_a_run_goes_on_on_other_data(kernel):
     y = random.normal(random.key(3), (100,))
-    mcmc = run(kernel(model), y)
+    mcmc = run(kernel(model), y, num_warmup=300, num_samples=200, num_chains=8)
     assert mcmc.last_state.num_flagged_updates == 0  # ordinary updates never gain as much
     mcmc.post_warmup_state = mcmc.last_state
     other = 1.8 * y + 0.3
-    draws = np.asarray(run(None, other, mcmc=mcmc, seed=1).get_samples(group_by_chain=True)["mu"], float)
+    mcmc.run(random.key(1), other)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float)
     assert all(len(np.unique(particle)) > 150 for particle in draws)
     expected = float(other.sum() / (100 + 0.01))
     assert abs(draws[:, 50:].mean() - expected) < 0.05  # half of a posterior standard deviation
@@ -78,12 +69,12 @@ def in_minibatches(y):
         numpyro.sample("y", dist.Normal(mu, 1.0), obs=y[i])
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("order", "turns"), [(2, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_with_minibatches_they_turn_where_energies_are_hardly_noisy(order, turns):
     y = random.normal(random.key(3), (100,))
     kernel = SGHMC(in_minibatches, gradient=ControlVariates(order=order), num_steps=1)
-    mcmc = run(kernel, y, num_samples=1)
-    state = mcmc.last_state
+    state = run(kernel, y, num_warmup=300, num_samples=1, num_chains=8).last_state
     # As if it came from a place with so much less energy.
     after = kernel.sample(state._replace(potential_energy=state.potential_energy.at[0].add(-1e3)), (y,), {})
     assert (abs(after.z["mu"][0] - state.z["mu"][0]) < 1e-6) == turns

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+from enumerated import means
 import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-from models import vectorized
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 import numpyro.distributions as dist
@@ -163,19 +164,8 @@ def test_of_an_arrow_the_corrected_gradient_is_unbiased_by_enumeration():
 
     np.testing.assert_allclose(dense(reference.hessian), jax.hessian(energy)(point), atol=2e-4)
 
-    class Given(ControlVariates):
-        def rows(self, key, target, shape):
-            return {"rows": jnp.broadcast_to(self.chosen, (*shape, 2))}, 2
-
-    @jax.jit
-    def corrected(chosen, reference):
-        gradient = Given()
-        object.__setattr__(gradient, "chosen", chosen)
-        return gradient.energy_and_grad(KEY, target, unravel, z[None, None], reference)[1][0, 0]
-
     def mean(reference):
-        batches = [jnp.array([i, j]) for i in range(3) for j in range(3, 6)]
-        return np.mean([np.asarray(corrected(batch, reference), float) for batch in batches], 0)
+        return means(ControlVariates, target, unravel, z[None], reference)[1][0]
 
     expected = np.asarray(jax.grad(energy)(z))
     np.testing.assert_allclose(mean(reference), expected, rtol=1e-4, atol=2e-4)
@@ -184,9 +174,8 @@ def test_of_an_arrow_the_corrected_gradient_is_unbiased_by_enumeration():
 
 
 def test_a_model_without_such_effects_cannot_have_an_arrow():
-    mcmc = vectorized(SGLD(ratings, preconditioner="arrow"), 60, 1, 8)
     with pytest.raises(ValueError, match="needs a model of more than 512 parameters .* Use preconditioner='auto'"):
-        mcmc.run(KEY, *rows(3000, 30, 20), 30, 20)
+        run(SGLD(ratings, preconditioner="arrow"), *rows(3000, 30, 20), 30, 20, num_warmup=60)
 
 
 def test_starts_are_whitened_without_the_root(monkeypatch):
@@ -215,8 +204,7 @@ def test_where_all_rows_refuse_what_a_sample_accepts_warmup_takes_first_order():
     user = np.arange(24_000) % 600
     y = np.cos(np.arange(24_000.0))
     assert ControlVariates().hessian_units(ModelTarget(chained, (jnp.asarray(user), jnp.asarray(y))), 601) is not None
-    mcmc = vectorized(SGLD(chained), 200, 20, 8)
-    mcmc.run(KEY, jnp.asarray(user), jnp.asarray(y))
+    mcmc = run(SGLD(chained), jnp.asarray(user), jnp.asarray(y), num_warmup=100, num_chains=8)
     state = mcmc.last_state
     assert state.learned.reference.hessian is None
     assert float(state.learned.measurements.noise) >= 0
@@ -245,8 +233,8 @@ def test_the_scale_of_many_effects_is_that_of_quadrature():
     sd = np.sqrt(weight @ (log_scale - expected) ** 2)
     errors = {}
     for order in (None, 1):
-        mcmc = vectorized(SGLD(effects, gradient=ControlVariates(order=order)), 400, 1000, 20)
-        mcmc.run(KEY, jnp.asarray(user), jnp.asarray(y))
+        kernel, data = SGLD(effects, gradient=ControlVariates(order=order)), map(jnp.asarray, (user, y))
+        mcmc = run(kernel, *data, num_warmup=400, num_samples=1000, num_chains=20)
         assert (mcmc.last_state.learned.preconditioner.kind == "arrow") == (order is None)
         errors[order] = (np.log(mcmc.get_samples()["scale"]).mean() - expected) / sd
     # A tenth of a standard deviation is what the finding `many_effects` tolerates; first order is off by 0.3.

@@ -142,7 +142,6 @@ def by_sample_shape(y):
 HANDLED = {
     "scope": lambda: numpyro.handlers.scope(schools, prefix="a"),
     "what is exposed": lambda: numpyro.handlers.block(schools, expose=["tau", "inner/theta", "groups", "rows", "y"]),
-    "names hidden": lambda: numpyro.handlers.block(schools, hide_fn=lambda site: "_" in str(site.get("name"))),
     "sample shape": lambda: by_sample_shape,
 }
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import numpyro
+from numpyro import handlers
 import numpyro.distributions as dist
 
 from numpyro_repulsion import SGLD, Rows
@@ -40,7 +41,6 @@ def model_of(family, batch=BATCH):
 FAULTS = {
     "a label beyond the last class": (lambda b: dist.Categorical(logits=b), outcomes(7, 30, 399, typical=1, dtype=int)),
     "a size below zero": (lambda b: dist.LogNormal(b[0], 1), outcomes(-1, 30, 399)),
-    "an infinite value": (lambda b: dist.Normal(b[0], 1), outcomes(np.inf, 30, 399)),
 }
 
 
@@ -56,12 +56,6 @@ def test_data_that_are_used_whole_are_named():
     family, y = FAULTS["a label beyond the last class"]
     with pytest.raises(ValueError, match=r"log density of 'y' \(row 30, 399 of the plate 'rows' of size 400\)"):
         init(model_of(family, batch=None), jnp.asarray(y))
-
-    def without_a_plate(y):
-        numpyro.sample("y", dist.LogNormal(numpyro.sample("b", dist.Normal(0, 1)), 1), obs=y)
-
-    with pytest.raises(ValueError, match=r"log density of 'y' \(entry 2 of 400\)"):
-        init(without_a_plate, jnp.asarray(outcomes(-1, 2)))
 
 
 def test_starts_that_meet_the_rows_name_them_too():
@@ -94,6 +88,54 @@ def test_missing_values_are_said_with_their_rows():
 
     with pytest.raises(ValueError, match=r"NaN: 1 in the model's args\[0\]. The log density .* 'y' \(row 7 of"):
         init(model, jnp.asarray(outcomes(np.nan, 7)), jnp.asarray(X))
+
+
+AT = {"z": jnp.float32(0.3)}
+
+
+def with_holes(y, batch=2, mask=False):
+    z = numpyro.sample("z", dist.Normal(0, 1))
+    with numpyro.plate("rows", 7, subsample_size=batch) as i:
+        rows = y[i]
+        seen = ~jnp.isnan(rows) if mask else True
+        with handlers.mask(mask=seen):
+            numpyro.sample("y", dist.Normal(z, 1), obs=jnp.where(seen, rows, 0.0) if mask else rows)
+
+
+def test_nan_is_found_and_named():
+    y = jnp.asarray(X[:7]).at[jnp.array([5, 6])].set(jnp.nan)
+    target = ModelTarget(with_holes, (y,))
+    (argument, site) = target.find_nan()
+    assert argument.startswith("2 in") and "args[0]" in argument
+    assert site == "2 in the observed site 'y'"
+    (argument, _) = ModelTarget(with_holes, (), {"y": y}).find_nan()
+    assert "'y'" in argument and "kwargs" in argument
+    assert not is_finite_on_all_rows(target, AT)
+    assert is_finite_on_all_rows(ModelTarget(with_holes, (y,), {"mask": True}), AT)
+    # Captured data, and those without NaN.
+    assert ModelTarget(lambda: with_holes(y)).find_nan() == ["2 in the observed site 'y'"]
+    target = ModelTarget(with_holes, (jnp.asarray(X[:7]),))
+    assert target.find_nan() == [] and is_finite_on_all_rows(target, AT)
+    labels, y = FAULTS["a label beyond the last class"]
+    assert ModelTarget(model_of(labels), (jnp.asarray(y),)).find_nan() == []  # integers
+
+
+def with_missing_covariates(x, mask):
+    slope = numpyro.sample("z", dist.Normal(0, 1))
+    with numpyro.plate("rows", 7, subsample_size=2) as i, handlers.mask(mask=~jnp.isnan(x[i]) if mask else True):
+        numpyro.sample("y", dist.Bernoulli(logits=slope * x[i]), obs=jnp.zeros(7)[i])
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_nan_is_found_behind_a_likelihood_that_hides_it(mask):
+    x = jnp.ones(7).at[3].set(jnp.nan)
+    target = ModelTarget(with_missing_covariates, (x, mask))
+    energy, gradient = jax.jit(
+        jax.value_and_grad(lambda z: target.potential_energy({"z": z}, {"rows": jnp.array([3])}, random.key(0)))
+    )(0.5)
+    assert jnp.isfinite(energy) and jnp.isnan(gradient)
+    assert not is_finite_on_all_rows(target, AT)
+    assert is_finite_on_all_rows(ModelTarget(with_missing_covariates, (jnp.ones(7), mask)), AT)
 
 
 def test_plates_that_do_not_meet_are_told_apart():

@@ -4,9 +4,9 @@ import jax
 from jax import random
 import jax.numpy as jnp
 from jax.scipy.special import logsumexp
-from models import vectorized
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 import numpyro.distributions as dist
@@ -215,8 +215,7 @@ def test_a_poisson_lognormal_of_many_rows(num_points, monkeypatch):
             u = numpyro.sample("u", dist.Normal(mean, scale))
             numpyro.sample("y", dist.Poisson(jnp.exp(u)), obs=y[i])
 
-    mcmc = vectorized(SGLD(model), 300, 300, 20)
-    mcmc.run(random.key(2), y)
+    mcmc = run(SGLD(model), y, key=2, num_warmup=300, num_samples=300, num_chains=20)
     # Quadrature over all values of y, and Laplace's approximation to the posterior, which so many rows make exact.
     with jax.enable_x64(True):
         values, counts = np.unique(np.asarray(y), return_counts=True)
@@ -252,15 +251,13 @@ def test_a_row_with_two_modes_is_named():
             numpyro.sample("y", dist.Normal(u**2 if is_square else u, 0.5), obs=y[i])
 
     for is_square in (True, False):
-        mcmc = vectorized(SGLD(model, step_size=0.001), 0, 5, 4)
-        mcmc.run(random.key(0), y, is_square)
+        mcmc = run(SGLD(model, step_size=0.001), y, is_square, num_samples=5, num_chains=4)
         assert ("row_integrals" in diagnose(mcmc)) == is_square
         assert (integration_shifts(mcmc)["mean"] > 0.1) == is_square
 
 
-def test_draws_of_rows_and_what_needs_them():
-    mcmc = vectorized(SGLD(gamma_poisson, step_size=0.001), 0, 20, 4)
-    mcmc.run(random.key(0), COUNTS)
+def test_draws_of_rows_and_what_needs_them(pretended):
+    mcmc = pretended(gamma_poisson, COUNTS, num_samples=20)
     assert set(mcmc.get_samples()) == {"shape", "rate"}
     found = row_latents(mcmc, [0, 5, 5], num_draws=60)
     assert found["mean"].shape == (60, 3) and (found["mean"] > 0).all()
@@ -270,10 +267,8 @@ def test_draws_of_rows_and_what_needs_them():
             row_latents(mcmc, rows)
     data = to_inference_data(mcmc, log_likelihood=["rows_integrated"])
     assert data["log_likelihood"]["rows_integrated"].shape == (4, 20, NUM_ROWS)
-    other = vectorized(SGLD(negative_binomial, step_size=0.001), 0, 5, 4)
-    other.run(random.key(0), COUNTS)
     with pytest.raises(ValueError, match="no latent sites inside of a subsampled plate"):
-        row_latents(other)
+        row_latents(pretended(negative_binomial, COUNTS))
 
 
 def test_replicates_of_rows_have_their_distribution_and_new_rows_that_of_the_population():

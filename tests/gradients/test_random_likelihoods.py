@@ -6,9 +6,9 @@ x_t = a x_{t−1} + 0.5 ε_t, y_t = x_t + 0.7 η_t, with unknown a ~ N(0, 0.5²)
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import vectorized
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 from numpyro.contrib.control_flow import scan
@@ -80,14 +80,13 @@ def test_posterior_with_an_ensemble_kalman_filter(kernel, size):
     keys = random.split(random.key(1), 4000)
     mean, sd = moments(jax.jit(lambda a: jax.vmap(lambda key: ensemble_kalman(a, key, size))(keys).mean()))
 
-    def run(**arguments):
-        mcmc = vectorized(kernel(model), 400, 2000, 20)
-        mcmc.run(random.key(0), size=size, **arguments)
+    def figures(*fixed):
+        mcmc = run(kernel(model), *fixed, num_warmup=400, num_samples=2000, num_chains=20, size=size)
         draws = mcmc.get_samples(group_by_chain=True)["a"]
         return float(draws.mean()), float(draws.std()), ensemble_mcse(draws), ensemble_mcse(draws, method="sd")
 
     tolerance = BiasBudget().tolerance_for(False)
-    found, spread, error, error_of_spread = run()
+    found, spread, error, error_of_spread = figures()
     # The law itself has the error of its 4000 keys, 1.4 / sqrt(4000) in the gradient at 16 members.
     known = 1.4 * (16 / size) ** 0.5 / len(keys) ** 0.5 * sd**2
     assert abs(found - mean) < 4.5 * (error**2 + known**2) ** 0.5 + tolerance / 2 * sd
@@ -99,7 +98,7 @@ def test_posterior_with_an_ensemble_kalman_filter(kernel, size):
         assert abs(found - exact_mean) < 4.5 * error + (tolerance / 2 + 0.02) * exact_sd
     else:
         # The control: the same key in every update gives the posterior of one draw of the noise.
-        frozen, _, error, _ = run(fixed=0)
+        frozen, _, error, _ = figures(0)
         assert abs(frozen - mean) > 9 * (error**2 + known**2) ** 0.5 + tolerance / 2 * sd
 
 

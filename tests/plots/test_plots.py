@@ -1,5 +1,6 @@
 """The data that plots show, and not only that something is drawn."""
 
+from functools import partial
 from statistics import NormalDist
 import sys
 
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 from models import vectorized
 import numpy as np
 import pytest
+from results import run
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import NUTS
 
 from numpyro_repulsion import RBF, SGLDR, SVGD, Balanced, ensemble_mcse, to_inference_data
 from numpyro_repulsion.plots import animate_particles, plot_particles, plot_running_estimates
@@ -39,15 +41,9 @@ def model():
         numpyro.sample("beta", dist.Normal(0, jnp.array([1.0, 10.0, 100.0])))
 
 
-def run(kernel, num_samples=12, num_chains=6, num_warmup=0, thinning=1, **kwargs):
-    mcmc = vectorized(kernel, num_warmup, num_samples, num_chains, thinning=thinning)
-    mcmc.run(random.key(0), **kwargs)
-    return mcmc
-
-
 @pytest.fixture(scope="module")
 def mcmc():
-    return run(SGLDR(model, step_size=0.1, num_ensembles=2), thinning=2)
+    return run(SGLDR(model, step_size=0.1, num_ensembles=2), num_samples=12, thinning=2)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +53,7 @@ def data(mcmc):
 
 @pytest.fixture(scope="module")
 def svgd():
-    kernel = SVGD(potential_fn=lambda z: z @ z / 2, step_size=0.1)
-    return run(kernel, init_params=random.normal(random.key(1), (6, 2)))
+    return run(SVGD(potential_fn=lambda z: z @ z / 2, step_size=0.1), num_samples=12)
 
 
 def dots(ax):
@@ -165,7 +160,8 @@ def test_an_optimizer_has_a_path_and_its_data_the_last_cloud(svgd):
 
 @pytest.mark.slow
 def test_chains_of_other_kernels_are_ensembles():
-    mcmc = run(NUTS(lambda: numpyro.sample("z", dist.Normal(jnp.zeros(2), 1).to_event(1))), 5, 3, 5)
+    mcmc = vectorized(NUTS(lambda: numpyro.sample("z", dist.Normal(jnp.zeros(2), 1).to_event(1))), 5, 5, 3)
+    mcmc.run(random.key(0))
     assert len(dots(plot_particles(mcmc))[0]) == 3
 
 
@@ -208,8 +204,6 @@ def test_particles_that_are_nowhere_do_not_frame_the_picture():
         (DRAWS[:, :0], {}, ValueError, r"not empty; got \(6, 0, 2\).*x\[:, None\]"),
         (DRAWS[:, -1], {}, ValueError, "have 1: name two"),
         (THREE["a"], {}, ValueError, r"have 3: name two by `pair`, of 'z\[0\]'.*by their numbers"),
-        (THREE, {"pair": ("a", "a[0]")}, ValueError, r"no coordinate 'a'; name one, such as 'a\[0\]'"),
-        (THREE, {"pair": ("b", "a[0]")}, ValueError, r"no coordinate 'b'; name one, such as 'a\[0\]'"),
         (THREE, {"pair": ("a[0]", "a[3]")}, ValueError, r"no coordinate 'a\[3\]'; name one, such as 'a\[0\]'"),
         ({"a": DRAWS, "b": DRAWS}, {"pair": (0, 1)}, ValueError, "several variables"),
         ({"a": DRAWS, "b": DRAWS[:4]}, {}, ValueError, "same number of particles and of draws"),
@@ -222,8 +216,6 @@ def test_particles_that_are_nowhere_do_not_frame_the_picture():
         (DRAWS, {"iterations": []}, ValueError, "choose at least one of 30 draws"),
         (DRAWS, {"iterations": 3, "trajectories": True}, ValueError, "two draws or more"),
         (DRAWS, {"num_ensembles": 4}, ValueError, "must divide the number of particles; got 4 for 6"),
-        (DRAWS, {"num_ensembles": 0}, ValueError, "1 or more"),
-        (DRAWS, {"limits": (1, 0)}, ValueError, "`limits` must be"),
         (DRAWS, {"limits": (0, np.inf)}, ValueError, "`limits` must be"),
         (DRAWS, {"potential": 3}, TypeError, "function of one point"),
         (DRAWS, {"potential": lambda z: z}, ValueError, "must return a scalar"),
@@ -239,10 +231,7 @@ def test_bad_input_is_refused(draws, options, error, message):
 
 
 @pytest.mark.parametrize("draw", [plot_particles, animate_particles, plot_running_estimates])
-def test_a_run_and_matplotlib_are_needed(draw, monkeypatch):
-    mcmc = MCMC(SGLDR(model), num_warmup=1, num_samples=1, num_chains=2, chain_method="vectorized")
-    with pytest.raises(ValueError, match="call mcmc.run"):
-        draw(mcmc)
+def test_matplotlib_is_needed(draw, monkeypatch):
     for name in ("matplotlib", "matplotlib.pyplot"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match='extra "plots"'):
@@ -346,21 +335,23 @@ def test_functions_of_a_draw(mcmc, data):
     assert ax.get_ylabel() == "running mean"
 
 
-def test_ensembles_that_are_balanced_are_one():
-    kernel = SGLDR(potential_fn=lambda z: z**2 / 2, step_size=0.1, interaction=Balanced(RBF(1.0)), num_ensembles=3)
-    mcmc = run(kernel, num_samples=400, init_params=jnp.linspace(-1.0, 1.0, 6))
-    draws = np.asarray(mcmc.get_samples(group_by_chain=True), float)
-    assert ensemble_mcse(draws) != pytest.approx(ensemble_mcse(draws, 3), rel=0.01)
+def test_ensembles_that_are_balanced_are_one(pretended):
+    kernel = partial(SGLDR, interaction=Balanced(RBF(1.0)), num_ensembles=2)
+    mcmc = pretended(lambda: numpyro.sample("z", dist.Normal(0, 1)), kernel=kernel, num_samples=400)
+    draws = mcmc._states["z"]["z"]
+    mcmc._states["z"]["z"] = draws.at[2:].set(-0.9 * draws[:2])
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["z"], float)
+    assert ensemble_mcse(draws) != pytest.approx(ensemble_mcse(draws, 2), rel=0.01)
     for source in (mcmc, to_inference_data(mcmc)):
         _, low, high = band(plot_running_estimates(source))
         assert high[-1] - low[-1] == pytest.approx(2 * NormalDist().inv_cdf(0.95) * ensemble_mcse(draws), rel=1e-4)
 
 
-@pytest.mark.parametrize("times", [60.0, np.linspace(2.0, 60.0, 30)])
-def test_times(times):
-    ax = plot_running_estimates(DRAWS, 0, times=times)
-    np.testing.assert_allclose(ax.lines[0].get_xdata(), np.linspace(2.0, 60.0, 30))
-    assert ax.get_xlabel() == "seconds" and ax.get_xlim() == (0, 60)
+def test_times():
+    for times in (60.0, np.linspace(2.0, 60.0, 30)):
+        ax = plot_running_estimates(DRAWS, 0, times=times)
+        np.testing.assert_allclose(ax.lines[0].get_xdata(), np.linspace(2.0, 60.0, 30))
+        assert ax.get_xlabel() == "seconds" and ax.get_xlim() == (0, 60)
 
 
 @pytest.mark.parametrize(
@@ -373,9 +364,7 @@ def test_times(times):
         (DRAWS, {"estimand": 0, "prob": 90}, ValueError, "between 0 and 1; got 90"),
         (DRAWS, {"estimand": 0, "truth": "exact"}, ValueError, "finite number; got 'exact'"),
         (DRAWS, {"estimand": 0, "times": "now"}, ValueError, "`times` must be"),
-        (DRAWS, {"estimand": 0, "times": -1.0}, ValueError, "`times` must be"),
         (DRAWS, {"estimand": 0, "times": np.ones(30)}, ValueError, "increasing"),
-        (DRAWS, {"estimand": 0, "times": np.arange(5)}, ValueError, r"\(30,\) increasing"),
     ],
 )
 def test_bad_estimates_are_refused(runs, options, error, message):
