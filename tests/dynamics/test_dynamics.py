@@ -50,6 +50,16 @@ def test_sgldr_without_interaction_is_sgld_bit_for_bit(starts):
     assert not np.allclose(sgld, draws(SGLDR, RBF()))
 
 
+def test_bandwidth_toward_zero_is_independent_euler(starts):
+    def draws(interaction):
+        kernel = SGLDR(potential_fn=potential, step_size=0.05, interaction=interaction, dynamics=EULER)
+        return run(kernel, key=1, init_params=starts).get_samples(group_by_chain=True)
+
+    independent = draws(Independent())
+    near, far = (np.abs(draws(RBF(h, nugget=1e-9)) - independent).max() for h in (1e-8, 1.0))
+    assert near < 1e-5 and far > 0.1
+
+
 def test_sgld_is_a_langevin_loop_written_by_hand(starts):
     step_size, num_steps = 0.05, 4
     setting = {"step_size": step_size, "num_steps": num_steps, "interaction": Independent(), "dynamics": EULER}

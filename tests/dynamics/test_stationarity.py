@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_repulsion import RBF, Antithetic, Balanced, Independent
+from numpyro_repulsion import IMQ, RBF, Antithetic, Balanced, Independent
 from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped
 from numpyro_repulsion.interactions import RandomFeatures, RandomGroups, Scheduled, median_bandwidth
 
@@ -304,6 +304,8 @@ def extrapolated_scores(law, *args, step_size, updates, seed=0, **kwargs):
 
 SAMPLERS = {
     "SGLDR, sum": (GRAM["sum, wide"], Overdamped()),
+    "SGLDR, RBF": (RBF(2.0), Overdamped()),
+    "SGLDR, IMQ": (IMQ(1.0), Overdamped()),
     "SGLDR, RBF, averaged": (RBF(2.0), Overdamped("lm")),
     "SGLD, independent": (Independent(), Overdamped("euler")),
     "SGLD, balanced": (Balanced(), Overdamped("euler")),
@@ -322,6 +324,7 @@ SAMPLERS = {
     "SGHMCR, Laplacian": (GRAM["laplacian, wide"], Underdamped()),
     "SGHMC, relativistic": (Independent(), Underdamped(kinetic=Relativistic(2.0))),
     "SGHMCR, RBF": (RBF(2.0), Underdamped()),
+    "SGHMCR, IMQ": (IMQ(1.0), Underdamped(friction=2.0)),
     "SGHMCR, sum, relativistic": (GRAM["sum, wide"], Underdamped(kinetic=Relativistic(2.0))),
     "SGHMCR, scheduled": (Scheduled(RBF(2.0), wave), Underdamped()),
     "SGNHT, independent": (Independent(), Thermostat()),
@@ -337,6 +340,7 @@ LONG = {
 
 #: Those whose noise or momenta enter in a way of their own; the others are variations, or one update tells.
 DISTINCT = {
+    "SGLDR, RBF",
     "SGLDR, RBF, averaged",
     "SGLD, balanced, averaged",
     "SGLDR, groups",
@@ -429,13 +433,21 @@ def test_averaged_noise_must_not_anticipate():
     assert not max(map(abs, scores.values())) <= 2 * LIMIT, scores
 
 
-def test_temperature_scales_the_variance():
-    T = 0.25
+@pytest.mark.slow
+def test_svgd_loses_spread():
+    moments = long_run(GAUSSIAN, RBF(2.0), Overdamped(noise=False), **LONG["gaussian"])
+    assert z_score(moments["E x²"], 1.0) < -2 * LIMIT
+
+
+@pytest.mark.parametrize(
+    ("interaction", "T"), [(RBF(2.0), 0.25), pytest.param(Independent(), 2.0, marks=pytest.mark.slow)]
+)
+def test_temperature_scales_the_variance(interaction, T):
     law = GAUSSIAN._replace(
         draw=lambda key, shape: T**0.5 * _gaussian_draw(key, shape),
         moments={name: (f, T * mean) for name, (f, mean) in GAUSSIAN.moments.items()},
     )
-    scores = extrapolated_scores(law, RBF(2.0), Overdamped("euler", temperature=T), **LONG["gaussian"])
+    scores = extrapolated_scores(law, interaction, Overdamped("euler", temperature=T), **LONG["gaussian"])
     assert max(map(abs, scores.values())) < LIMIT, scores
 
 

@@ -272,9 +272,8 @@ def test_draws_of_rows_and_what_needs_them(pretended):
 
 
 def test_replicates_of_rows_have_their_distribution_and_new_rows_that_of_the_population():
-    mcmc = vectorized(SGLD(gamma_poisson, step_size=1e-9), 0, 50, 20)
     start = {name: jnp.full(20, jnp.log(x)) for name, x in (("shape", 2.0), ("rate", 0.5))}
-    mcmc.run(random.key(0), COUNTS, init_params=start)
+    mcmc = run(SGLD(gamma_poisson, step_size=1e-9), COUNTS, num_samples=50, num_chains=20, init_params=start)
     data = to_inference_data(mcmc, log_likelihood=["rows_integrated"], posterior_predictive=random.key(1))
     assert data["log_likelihood"]["rows_integrated"].dims == ("chain", "draw", "rows")
     np.testing.assert_array_equal(data["observed_data"]["y"].values, COUNTS)
