@@ -12,8 +12,6 @@ Each sampler, model and number of rows has its own process on one core, without 
 seconds of that process after the data are made. The first run includes compilation; the second run is compiled, and
 has another seed. After ten minutes a run makes no further part, and there is no second run. An asterisk marks a time
 that is extrapolated from an ESS below 400. A process that takes more than four hours is stopped.
-
-    python -m benchmarks.studies.crossover [--again]
 """
 
 from importlib.util import find_spec
@@ -34,7 +32,7 @@ from numpyro.infer.util import initialize_model
 
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.problems.logistic_100k import data, reference
 from benchmarks.problems.targets import logistic_regression, normals
 from numpyro_repulsion import SGHMC, SGLD, ensemble_ess
@@ -164,10 +162,9 @@ def measure(record: Record) -> None:
                 if not SAMPLERS[name][0] and not find_spec("blackjax"):
                     print(f"{model} {rows} {name}: not run, for BlackJAX is not installed", flush=True)
                     continue
+                there = __name__, "measure_here", KILLED, {"JAX_ENABLE_COMPILATION_CACHE": "false"}
                 cell = {"model": model, "rows": rows, "name": name}
-                there = ("benchmarks.studies.crossover", "measure_here", KILLED)
-                quiet = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-                record.row(f"{model} {rows} {name}", lambda a=there, c=cell, e=quiet: c | apart(*a, e, **c))
+                record.row(f"{model} {rows} {name}", lambda a=there, c=cell: c | apart(*a, **c))
 
 
 def tables(record: Record) -> str:
@@ -186,7 +183,3 @@ def tables(record: Record) -> str:
     missing = [name for name in SAMPLERS if record.rows and not record.select(name=name)]
     note = f"\n\nNot run, for it is not installed: {', '.join(missing)}." if missing else ""
     return table(head, lines) + note
-
-
-if __name__ == "__main__":
-    run(__doc__, "crossover", measure, tables)

@@ -5,8 +5,6 @@ with the highest log-likelihood on a fifth of the training rows, after a fit to 
 Samplers keep every tenth update of the last half. Kernels with default settings have 1,600 updates of warmup, keep
 every tenth of 400, and also measure curvature and noise, which the table of costs counts. ± is a standard error over
 splits.
-
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.networks [--again]
 """
 
 from collections.abc import Iterable
@@ -17,7 +15,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness.runs import mean_and_error
-from benchmarks.harness.store import HERE, Record, plain, pm, run, table
+from benchmarks.harness.store import HERE, Record, plain, pm, table
 from benchmarks.methods.networks import COUNTED, METHODS, SHOWN, UCI, UPDATES, Fits, gradients, one
 
 #: Evaluates the model for each pair of points, so that a step is fitted in minutes.
@@ -165,7 +163,3 @@ def tables(record: Record) -> str:
     parts |= {"Differences on the same splits": differences_table(record), "Coverage": calibration_table(record)}
     parts["Costs"] = costs_table(record)
     return "\n\n".join(f"**{title}**\n\n{part}" for title, part in parts.items())
-
-
-if __name__ == "__main__":
-    run(__doc__, "networks", measure, tables)

@@ -8,15 +8,13 @@ Errors are those of [real data](real.md). The ESS is that of the slowest mean an
 the reference's mean. A gradient is one of all rows for one chain; for minibatches, the rows evaluated over all rows.
 The total includes warmup, tuning and searches. nutpie has its own default settings; it and Laplace compute in double
 precision. Our rows show the worst of three seeds. `flights_aircraft` has no reference.
-
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.real_peers [--again]
 """
 
 from functools import partial
 import statistics
 
 from benchmarks.harness.apart import apart
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.problems import real
 
 METHODS = "benchmarks.methods.real_peers"
@@ -128,7 +126,3 @@ def tables(record: Record) -> str:
         rows = stored(record, name)
         lines += [line(name, row) for row in (*rows, *record.select(problem=name)) if "sampler" in row]
     return table(HEAD, lines)
-
-
-if __name__ == "__main__":
-    run(__doc__, "real_peers", measure, tables)

@@ -9,8 +9,6 @@
   1.9 GB for everything but mapped files (`RLIMIT_DATA`). The run is interrupted in its middle and started again.
 - *First runs.* The same regression with more rows: seconds of a run of 300 + 300 iterations, ten updates each,
   compilation included, and the peak memory of its process, which contains the data once.
-
-    python -m benchmarks.studies.scale [--again]
 """
 
 import functools
@@ -34,7 +32,7 @@ import numpy as np
 
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import in_turns, through_mcmc, vectorized
-from benchmarks.harness.store import ROOT, Record, run, table
+from benchmarks.harness.store import ROOT, Record, table
 from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, ControlVariates, Rows, Subsampled, run_in_pieces
 from numpyro_repulsion.interactions import RandomFeatures
@@ -153,14 +151,15 @@ def large() -> dict:
         written(stream(*LARGE[:2]), *LARGE[:2], folder)
         converted = time.perf_counter() - began
         call = f"from benchmarks.studies.scale import fit_large; fit_large({folder!r}, {num_samples})"
+        again = functools.partial(apart, __name__, "fit_large", 7200, folder=folder, num_samples=num_samples)
         with subprocess.Popen([sys.executable, "-c", call], cwd=ROOT) as child:
             # Two states are saved: the run is past its second piece.
             while child.poll() is None and not (Path(folder) / "run" / "state-1.npz").exists():
                 time.sleep(0.2)
             child.send_signal(signal.SIGKILL)
-        resumed = apart("benchmarks.studies.scale", "fit_large", 7200, folder=folder, num_samples=num_samples)
+        resumed = again()
         (Path(folder) / "run").rename(Path(folder) / "killed")
-        whole = apart("benchmarks.studies.scale", "fit_large", 7200, folder=folder, num_samples=num_samples)
+        whole = again()
     return whole | {"converted": converted, "rows": LARGE[0], "is_same": resumed["digest"] == whole["digest"]}
 
 
@@ -185,7 +184,7 @@ def measure(record: Record) -> None:
     record.row("rates", rates)
     if jax.default_backend() != "cpu":
         return  # What follows is about virtual devices and disks.
-    call = functools.partial(apart, "benchmarks.studies.scale")
+    call = functools.partial(apart, __name__)
     for name in SENT:
         record.row(f"sent {name}", functools.partial(call, "sent", 600, name=name))
     record.row("large", large)
@@ -224,7 +223,3 @@ def tables(record: Record) -> str:
             lines.append([f"{number:,}", f"{number * 51 * 4 / 1e6:.0f}", *cells])
         parts.append(table(["rows", "MB", *(f"{name}: s · GiB at the peak" for name in FIRST.values())], lines))
     return "\n\n".join(parts)
-
-
-if __name__ == "__main__":
-    run(__doc__, "scale", measure, tables)
