@@ -28,8 +28,6 @@ from numpyro_repulsion.gradients import all_rows
 
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
 GUIDES = {"AutoNormal": AutoNormal, "AutoLowRank": AutoLowRankMultivariateNormal}
-#: Those that are measured with three seeds, and beside others.
-SMALL = ("flights", "ratings", "item response", "slopes", "visits", "counts")
 SEEDS, LIMIT, MOST = 3, 600.0, 100
 
 
@@ -92,10 +90,10 @@ def svi(name: str, guide: str) -> dict:
 
 def measure(record: Record) -> None:
     for seed in range(SEEDS):
-        for name in SMALL:
+        for name in effects.PROBLEMS:
             for kernel in KERNELS:
                 record.row(f"{name} / {kernel} / {seed}", partial(ours, name, kernel, seed))
-    for name in SMALL:
+    for name in effects.PROBLEMS:
         record.row(f"{name} / NUTS", lambda name=name: apart(__name__, "nuts", LIMIT, name=name) | {"name": name})
         for guide in GUIDES:
             record.row(f"{name} / {guide}", partial(apart, __name__, "svi", LIMIT, name=name, guide=guide))

@@ -101,13 +101,7 @@ def tables(record: Record) -> str:
         ratios = [row["ratios"][name] for row in rows] if other else []
         cells = (f"**{ratio:.2f}**" if target and ratio > target else f"{ratio:.2f}" for ratio in ratios)
         over = f"{', '.join(cells)} of {other}" if other else ""
-        lines.append(
-            [
-                name.replace("balanced", "zero-sum"),
-                ", ".join(f"{row['microseconds'][name]:.0f}" for row in rows),
-                over,
-                str(target or ""),
-            ]
-        )
+        times = ", ".join(f"{row['microseconds'][name]:.0f}" for row in rows)
+        lines.append([name.replace("balanced", "zero-sum"), times, over, str(target or "")])
     runs = ", ".join(name.removeprefix("run ") for name in record.rows)
     return table(["", f"µs per update, run {runs}", f"ratio, run {runs}", "target"], lines)

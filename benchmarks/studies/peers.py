@@ -180,17 +180,8 @@ def accuracy_table(record):
         name = f"{row['sampler']}{', ' if row['setting'] else ''}{row['setting']}"
         cells = [row["run"], str(row["repeats"]), pm(row["seconds"], row["seconds_se"], 1), *errors]
         lines.append([name, *cells, *(_rate(row, key) for key in ("a_second", "average_a_second"))])
-    head = (
-        "sampler",
-        "run",
-        "runs",
-        "seconds",
-        "error of a mean, sd",
-        "error of an sd",
-        "ESS/s, worst mean",
-        "ESS/s, all means",
-    )
-    return table(head, lines)
+    head = ["sampler", "run", "runs", "seconds", "error of a mean, sd", "error of an sd"]
+    return table([*head, "ESS/s, worst mean", "ESS/s, all means"], lines)
 
 
 def _rate(row, key):

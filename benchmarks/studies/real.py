@@ -31,15 +31,5 @@ def tables(record: Record) -> str:
         cells = [row["problem"], row["kernel"], str(row["seed"]), str(row["parameters"]), f"{row['seconds']:.0f}"]
         cells += [f"{row[what][0]:.{digits}f} ({row[what][1]})" for what, digits in (("rhat", 2), ("ess", 0))]
         lines.append([*cells, *map(worst, ("mean", "sd", "few mean", "few sd")), ", ".join(row["findings"])])
-    head = [
-        "posterior",
-        "kernel",
-        "seed",
-        "d",
-        "seconds",
-        "R-hat",
-        "least ESS",
-        "error of a mean, sd",
-        "error of an sd",
-    ]
-    return table([*head, "of a mean, few levels", "of an sd, few levels", "findings"], lines)
+    head = ["posterior", "kernel", "seed", "d", "seconds", "R-hat", "least ESS", "error of a mean, sd"]
+    return table([*head, "error of an sd", "of a mean, few levels", "of an sd, few levels", "findings"], lines)

@@ -30,13 +30,13 @@ KERNELS = ("SGLD", "SGHMC")
 SHORTER = [
     (f"`{kernel}`, 250 + 250", "counted", {"kernel": kernel, "iterations": 250}, "nothing") for kernel in KERNELS
 ]
+ESS = ("ess", "ess_square")
 #: By how long they take; of which posterior, by which samplers.
 PEERS = {
     **dict.fromkeys(("survival", "wine", "volatility"), (LAPLACE, DIAGONAL, LOW_RANK, NUTS)),
     **dict.fromkeys(("kin8nm", "bikes"), (LAPLACE, NUTS, DIAGONAL, LOW_RANK)),
     **dict.fromkeys(("protein", "flights", "flights_noncentered"), (LAPLACE, NUTS)),
     "flights_aircraft": (NUTS,),
-    # An update takes twenty Cholesky factors of 400 rows.
     "gp_classification": (LAPLACE, DIAGONAL, LOW_RANK, NUTS, *SHORTER),
 }
 
@@ -105,24 +105,11 @@ def line(name, row):
     return [*cells, what]
 
 
-ESS = ("ess", "ess_square")
-HEAD = (
-    *("posterior", "sampler", "d", "seconds", "error of a mean, sd", "error of an sd"),
-    *(
-        "of a mean, few levels",
-        "of an sd, few levels",
-        "R-hat",
-        "least ESS",
-        "least ESS of squares",
-        "gradients in all",
-    ),
-    *("ESS per 1,000 gradients", "you supply, besides the model", "remark"),
-)
-
-
 def tables(record: Record) -> str:
     lines = []
     for name in real.PROBLEMS:
         rows = stored(record, name)
         lines += [line(name, row) for row in (*rows, *record.select(problem=name)) if "sampler" in row]
-    return table(HEAD, lines)
+    head = ["posterior", "sampler", "d", "seconds", "error of a mean, sd", "error of an sd", "of a mean, few levels"]
+    head += ["of an sd, few levels", "R-hat", "least ESS", "least ESS of squares", "gradients in all"]
+    return table([*head, "ESS per 1,000 gradients", "you supply, besides the model", "remark"], lines)

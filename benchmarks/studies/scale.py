@@ -204,18 +204,11 @@ def tables(record: Record) -> str:
     if (row := record.rows.get("large")) is not None:
         lines = [[name, f"{record.rows[f'sent {name}']['kilobytes']:.1f}"] for name in SENT]
         parts.append(table(["over four devices", "kB sent to each in an update"], lines))
-        head = [
-            "rows",
-            "GB",
-            "GB allowed",
-            "s to write",
-            "s to fit",
-            "largest distance of a mean from the truth, sd",
-            "after a restart",
-        ]
+        head = ["rows", "GB", "GB allowed", "s to write", "s to fit", "largest distance of a mean from the truth, sd"]
         cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}", f"{row['converted']:.0f}"]
         cells += [f"{row['seconds']:.0f}", f"{row['worst_z']:.2f}"]
-        parts.append(table(head, [[*cells, "the same draws" if row["is_same"] else "**other draws**"]]))
+        cells.append("the same draws" if row["is_same"] else "**other draws**")
+        parts.append(table([*head, "after a restart"], [cells]))
         lines = []
         for number in FIRST_ROWS:
             rows = [record.rows.get(f"first run {source} {number}", {}) for source in FIRST]
