@@ -22,7 +22,7 @@ from numpyro.handlers import reparam
 from numpyro.infer import NUTS, init_to_median
 from numpyro.infer.reparam import LocScaleReparam
 
-from benchmarks.harness.runs import vectorized
+from benchmarks.harness.runs import flat, vectorized
 from benchmarks.harness.store import Record, table
 from benchmarks.problems.collection import COLLECTION
 from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, data_folder, known
@@ -50,11 +50,6 @@ def problem(name: str) -> tuple:
         return *COLLECTION[name](), {}, {}
     posterior = known(name)
     return posterior.model, posterior.args, posterior.kwargs, posterior.all_rows
-
-
-def flat(draws: dict) -> np.ndarray:
-    """All scalars ``(chain, draw, scalar)``, by the names of sites."""
-    return np.concatenate([np.asarray(draws[s], float).reshape(*draws[s].shape[:2], -1) for s in sorted(draws)], 2)
 
 
 def referred(name: str) -> dict:
