@@ -9,6 +9,7 @@ splits.
 
 from collections.abc import Iterable
 from functools import partial
+import itertools
 import json
 
 import jax
@@ -38,20 +39,14 @@ PAIRS = (
 
 
 def measure(record: Record) -> None:
-    # In an order that makes the first ones useful.
-    parts = ((0, 5), (5, 20))
-    splits = [(name, k) for first, last in parts for name in UCI for k in range(first, min(last, UCI[name]))]
-    fits, current = Fits(), None
-    for name in dict(splits):
+    for name in UCI:
         for label in COUNTED:
             record.row(f"{name} / gradients of {label}", partial(gradients, name, label))
-    todo = [(name, number, label) for name, number in splits for label in METHODS if label != SLOW]
-    todo += [(name, number, SLOW) for name, number in splits if number < SLOW_SPLITS.get(name, 0)]
-    for name, number, label in todo:
-        if name != current:
-            fits, current = Fits(), name
-            jax.clear_caches()
-        record.row(f"{name} / {number} / {label}", partial(one, fits, name, number, label))
+        fits = Fits()
+        for number, label in itertools.product(range(UCI[name]), METHODS):
+            if label != SLOW or number < SLOW_SPLITS[name]:
+                record.row(f"{name} / {number} / {label}", partial(one, fits, name, number, label))
+        jax.clear_caches()
 
 
 def values(record: Record, name: str, label: str, measure: str) -> dict[int, float | None]:

@@ -54,12 +54,12 @@ def stream(num_rows, num_covariates, size=100_000):
         yield {"x": x, "y": rng.random(len(x)) < 1 / (1 + np.exp(-x @ beta))}
 
 
-def written(batches, num_rows, num_covariates, folder) -> dict[str, Rows]:
-    """Write batches as files, whose rows are in random order already, and open them."""
+def written(num_rows, num_covariates, folder) -> dict[str, Rows]:
+    """Write a stream as files, whose rows are in random order already, and open them."""
     shapes = {"x": (np.float32, (num_rows, num_covariates)), "y": (bool, (num_rows,))}
     files = {name: np.lib.format.open_memmap(f"{folder}/{name}.npy", "w+", *kind) for name, kind in shapes.items()}
     first = 0
-    for batch in batches:
+    for batch in stream(num_rows, num_covariates):
         for name, file in files.items():
             file[first : first + len(batch[name])] = batch[name]
         first += len(batch["y"])
@@ -75,7 +75,7 @@ def rates() -> dict:
     num_rows, num_updates, rounds = 200_000, 200, 9
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        on_disk = written(stream(num_rows, 50), num_rows, 50, folder)
+        on_disk = written(num_rows, 50, folder)
         host = {name: np.asarray(rows.source) for name, rows in on_disk.items()}
         device = {name: jnp.asarray(array) for name, array in host.items()}
         rows = ({name: Rows(array) for name, array in arrays.items()} for arrays in (device, host))
@@ -148,7 +148,7 @@ def large() -> dict:
     num_samples = 500
     with tempfile.TemporaryDirectory(dir=os.environ.get("NUMPYRO_REPULSION_SCRATCH")) as folder:
         began = time.perf_counter()
-        written(stream(*LARGE[:2]), *LARGE[:2], folder)
+        written(*LARGE[:2], folder)
         converted = time.perf_counter() - began
         call = f"from benchmarks.studies.scale import fit_large; fit_large({folder!r}, {num_samples})"
         again = functools.partial(apart, __name__, "fit_large", 7200, folder=folder, num_samples=num_samples)
