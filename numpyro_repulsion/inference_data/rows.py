@@ -356,7 +356,6 @@ def by_draw(name: str, given: Mapping, shape: tuple[int, ...], is_sampler: bool 
 
 
 def _require_drawable(target, name):
-    """Raise ``ValueError`` for a model whose observed sites cannot be drawn."""
     sites: dict = {}
     jax.eval_shape(lambda: sites.update(target.sites({})) or 0)
     if inside := [site for site in target.observed if sites[site].get("_control_flow_done")]:
