@@ -91,7 +91,7 @@ figures: $(VENV)/.with-docs
 measured: $(VENV)/.with-demo
 	$(BIN)/python docs/measured.py
 
-STUDY = $(BIN)/python -m benchmarks.studies.$(subst -,_,$(1))
+STUDY = $(BIN)/python -m benchmarks $(subst -,_,$(1))
 PAGE := $(BIN)/python -m benchmarks.harness.page
 
 bench: $(VENV)/.with-bench

@@ -1,1 +1,1 @@
-"""Benchmarks, outside the wheel: ``README.md`` lists them, and each runs as ``python -m benchmarks.studies.NAME``."""
+"""Benchmarks, outside the wheel: ``README.md`` lists them, and each runs as ``python -m benchmarks NAME``."""

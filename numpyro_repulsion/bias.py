@@ -47,14 +47,12 @@ class StepBias(NamedTuple):
     """The bias that the step size adds to a run, relative to variances: 0.1 makes a posterior sd 5 % too wide.
 
     - **step_size** - the ε in use; for a schedule, the longest step that made a draw.
-    - **predicted** - the largest inflation of a variance, from step size, curvature and gradient noise. It is
-      conservative, because it is that of the stiffest direction. NaN where there is no estimate:
-      :class:`~numpyro_repulsion.dynamics.Recipe`, and momenta with a K_ii that depends on the particles.
+    - **predicted** - the largest inflation of a variance, that of the stiffest direction, from step size, curvature and
+      gradient noise. NaN where there is no estimate: :class:`~numpyro_repulsion.dynamics.Recipe`, and momenta with a
+      K_ii that depends on the particles.
     - **predicted_noise** - the inflation from gradient noise alone.
-    - **observed** - the mean of ``observed_by_parameter``. This and all fields below are ``None`` unless a segment was
-      run.
-    - **observed_error** - its standard error; NaN if the segment is too short to estimate it, as for
-      :func:`~numpyro_repulsion.ensemble_mcse`.
+    - **observed** - the mean of ``observed_by_parameter``. This and all fields below are ``None`` without a segment.
+    - **observed_error** - its standard error; NaN as for :func:`~numpyro_repulsion.ensemble_mcse`.
     - **observed_by_parameter** - ``E[(z − E z) ∂U/∂z] / T − 1`` for each unconstrained parameter, in the structure of
       one particle; for sites that warmup centered partly, in the coordinates in which they move. It is 0 for the
       posterior; for a Gaussian it is the relative inflation of the variance. It is negative for a cloud that is too
@@ -112,16 +110,15 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     - from the variances of another cloud, which the same noise moves with half the step. The two clouds stay close, so
       that the difference of their variances is far more precise than each of them, unless particles repel each other.
 
-    Segments run only if ``num_samples`` is above 0. All estimates are relative to variances at the temperature T of the
-    dynamics. For a schedule, all three are for the longest step that made a draw.
+    All are relative to variances at the temperature T of the dynamics. For a schedule they are for the longest step
+    that made a draw.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package; it does not change.
     :param rng_key: the key of the segments; ``None`` continues with the run's own.
-    :param num_samples: iterations in the segment with the same step. Half as many go before, in which the cloud with
-        half the step finds its own distribution; it makes twice as many updates. In all, that costs as much as 4.5
-        times as many iterations of the run. Standard errors of the observed bias are about ``sqrt(2 / ESS)`` of the
-        segment, and it is too low by about ``1 / ESS``; those of the fall by half the step are far smaller, but for
-        particles that repel each other.
+    :param num_samples: iterations in the segment with the same step; 0 for none. Half as many go before, in which the
+        cloud with half the step finds its own distribution; that costs 4.5 times as much as iterations of the run.
+        Standard errors of the observed bias are about ``sqrt(2 / ESS)`` of the segment, and it is too low by about
+        ``1 / ESS``; those of the fall by half the step are far smaller, but for particles that repel each other.
     :return: see :class:`~numpyro_repulsion.bias.StepBias`.
     :raises TypeError: if ``mcmc`` is not an ``MCMC`` with a kernel of this package.
     :raises ValueError: before the run, for an optimizer (SVGD), or if ``num_samples`` is neither 0 nor 8 or more.
@@ -135,11 +132,10 @@ def step_bias(mcmc: MCMC, rng_key: jax.Array | None = None, *, num_samples: int 
     .. doctest::
 
         >>> from jax import random
-        >>> import jax.numpy as jnp
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLD, step_bias
         >>> from numpyro_repulsion.dynamics import Overdamped
-        >>> mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.2, dynamics=Overdamped("euler")),
+        >>> mcmc = MCMC(SGLD(potential_fn=lambda z: z @ z / 2, step_size=0.2, dynamics=Overdamped("euler")),
         ...             num_warmup=0, num_samples=100, num_chains=10, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 3)))
         >>> f"{step_bias(mcmc).predicted:.3f}"  # ε/2 / (1 − ε/2)
@@ -189,9 +185,8 @@ class ExtrapolatedMeans(NamedTuple):
     """Posterior means extrapolated to ε = 0; :func:`~numpyro_repulsion.extrapolate` returns it.
 
     - **mean** - the means, as a pytree like the values of the function.
-    - **mcse** - their standard errors: those of draws and of the shift, and how much of the bias the shift may
-      leave: half the predicted bias of variances times the shift. NaN where one of them is unknown, because there are
-      too few iterations.
+    - **mcse** - their standard errors: those of draws and of the shift, and what the shift may leave of the bias, half
+      the predicted bias of variances times the shift. NaN where there are too few iterations for one of them.
     - **plain_mean**, **plain_mcse** - the same of the run's draws alone.
     - **shift**, **shift_mcse** - what was added to ``plain_mean``, and its standard error: the estimated bias of the
       step size, with the opposite sign.
@@ -240,11 +235,9 @@ def extrapolate(
     order of the integrator and the curvature predict, 1/4 to 1/2. What remains with minibatches is of second order;
     without, it is small where the prediction is good. More levels leave less.
 
-    What no step size causes is not removed: particles that have not converged, or clipped gradients.
-
-    Particles that repel each other do not stay close if the same noise moves them, so for them ``shift_mcse`` is large
-    (for the same precision as without repulsion, ten to a hundred times as many iterations). Draws with half the step
-    are then as good.
+    What no step size causes is not removed: particles that have not converged, or clipped gradients. Particles that
+    repel each other do not stay close if the same noise moves them: for the same ``shift_mcse`` they need ten to a
+    hundred times as many iterations, and draws with half the step are as good.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package that samples; it does not change.
     :param function: of one draw, ``{site: value}`` with the constrained and deterministic sites; returns a pytree of
@@ -372,8 +365,8 @@ def _num_values(function, draws):
 def predict_bias(mcmc: MCMC, is_other: bool | None = None, halvings: int = 0) -> tuple[float, float]:
     """Return the predicted relative inflation of variances for the step in use, and that from gradient noise alone.
 
-    :param is_other: whether the run has other data than its warmup, so that warmup's measurements do not count;
-        ``None`` finds out.
+    :param is_other: whether the run has other data than its warmup, whose measurements then do not count; ``None``
+        finds out.
     """
     is_other = has_other_data(mcmc) if is_other is None else is_other
     kernel, state, target = mcmc.sampler, mcmc.last_state, bound_of(mcmc).target

@@ -99,9 +99,8 @@ class Finding(NamedTuple):
 class Diagnosis(tuple[Finding, ...]):
     """The findings about a run, a tuple, worst first; :func:`~numpyro_repulsion.diagnose` returns one.
 
-    It is true if any finding is a warning or an error. ``"funnel" in diagnosis`` tests for a name. Each name occurs
-    once. A finding that another one explains better is left out, and the remedy of a symptom refers to its cause.
-    ``print`` shows one finding per line, and notebooks show a table.
+    It is true if any finding is a warning or an error. ``"funnel" in diagnosis`` tests for a name, which occurs once. A
+    finding that another one explains better is left out, and the remedy of a symptom refers to its cause.
 
     :param findings: in any order.
     :param headline: one line on what was run, for ``print``.
@@ -178,14 +177,12 @@ def flagged_updates(count: int, share: float, remedy: str, is_measured: bool = F
     part = f" ({100 * share:.{3 if share > 0.095 else 2}g}% of all updates)" if share > 0 else ""
     words = f"{count} updates{part} were" if count > 1 else f"1 update{part} was"
     message = f"{words} rejected as not finite, reversed after a large gain of energy, or used a clipped gradient"
-    remedy = f"{remedy[:1].upper()}{remedy[1:]}, or reparameterize."
+    severity, remedy = "warning", f"{remedy[:1].upper()}{remedy[1:]}, or reparameterize."
     if share > MAX_FLAGGED:
-        return Finding(
-            "flagged_updates", "error", float(count), f"{message}, so the step-size bias is unknown.", remedy
-        )
-    if is_measured and share > 0:
-        return Finding("flagged_updates", "note", float(count), f"{message}.", "The effect on estimates is negligible.")
-    return Finding("flagged_updates", "warning", float(count), f"{message}.", remedy)
+        severity, message = "error", f"{message}, so the step-size bias is unknown"
+    elif is_measured and share > 0:
+        severity, remedy = "note", "The effect on estimates is negligible."
+    return Finding("flagged_updates", severity, float(count), f"{message}.", remedy)
 
 
 def to_json(findings: Iterable[Finding]) -> str:
@@ -199,8 +196,7 @@ def from_json(text: str) -> list[Finding]:
 
 
 def _place(finding: Finding) -> tuple[int, int]:
-    order = list(RULES)
-    return -_level(finding), order.index(finding.name) if finding.name in order else len(order)
+    return -_level(finding), [*RULES, finding.name].index(finding.name)
 
 
 def _level(finding: Finding) -> int:

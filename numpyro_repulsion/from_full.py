@@ -75,7 +75,10 @@ class minibatch:
                 "arguments, or write `subsample_size` and the index into the model."
             )
         rows = numpyro.plate(name, size, subsample_size=self.subsample_size)
-        taken = [_rows_of(leaf, rows._indices) if yes else leaf for leaf, yes in zip(leaves, has_rows, strict=True)]
+        taken = [
+            (leaf if isinstance(leaf, Rows) else jnp.asarray(leaf))[rows._indices] if yes else leaf
+            for leaf, yes in zip(leaves, has_rows, strict=True)
+        ]
         args, kwargs = jax.tree.unflatten(structure, taken)
         with _Subsampled(rows):
             return self.model(*args, **kwargs)
@@ -112,10 +115,6 @@ class minibatch:
         if batch not in (None, size):
             raise ValueError(f"minibatch: the plate '{name}' is subsampled already. Pass the model itself.")
         return name, size
-
-
-def _rows_of(leaf, indices):
-    return leaf[indices] if isinstance(leaf, Rows) else jnp.asarray(leaf)[indices]
 
 
 class _Subsampled(Messenger):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 import inspect
 from typing import Any
 
@@ -17,14 +16,12 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro.handlers import substitute
 from numpyro.infer import MCMC
-from numpyro.infer.util import potential_energy as numpyro_energy
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_repulsion.checks import integer, number
 from numpyro_repulsion.gradients import ModelTarget, check_values, compiled
 from numpyro_repulsion.gradients.local import Integrated
-from numpyro_repulsion.gradients.structure import any_number_of_rows
 from numpyro_repulsion.inference_data import in_chunks, visible
 from numpyro_repulsion.inference_data.rows import row_latents_of, whole
 from numpyro_repulsion.kernels import bound_of, chosen_draws, kernel_of_run, latent_draws
@@ -147,13 +144,12 @@ def predict(
 ) -> Predictions:
     """Return predictions of a site of the model for the given data.
 
-    The draws are computed in chunks, and only the replicates of all draws are kept, so networks and thousands of rows
-    fit into memory.
+    Only the replicates of all draws are kept, so networks and thousands of rows fit into memory.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package.
-    :param args: the arguments of the model, such as new covariates. Where they have observations of the site, the
-        result has their log likelihood. They are checked like those of a run. Latent variables of rows that the run
-        integrated out are drawn from their distribution given the other sites, as for new rows, without log likelihood.
+    :param args: the arguments of the model, such as new covariates, checked like those of a run. Where they have
+        observations of the site, the result has their log likelihood. Latent variables of rows that the run integrated
+        out are drawn from their distribution given the other sites, as for new rows, without log likelihood.
     :param site: the name of an observed site, or of a deterministic one. ``None`` if the model observes a single site.
     :param num_draws: most draws to use, evenly spread over particles and iterations. For an optimizer of the cloud
         (:class:`~numpyro_repulsion.SVGD`) all come from its last cloud.
@@ -459,24 +455,21 @@ def integration_shifts(mcmc: MCMC) -> dict[str, float]:
     A gradient of U that is off by g everywhere shifts a coordinate with variance s² by s² g. The mean of g over some
     particles comes from integrals with more points on some rows of each plate. It is empty without such integrals.
     """
-    target: Any = bound_of(mcmc).target if mcmc.sampler.model is not None else None
-    if target is None or not target.integrated:
+    target: Any = bound_of(mcmc).target
+    if not isinstance(target, ModelTarget) or not target.integrated:
         return {}
     rows = {name: jnp.asarray(np.arange(NUM_ROWS) * size // NUM_ROWS) for name, (size, _) in target.plates.items()}
     finer = Integrated(target.model.model, target.model.plates, MORE_POINTS, OTHER_START)
 
     def difference(target, z):
-        gradients = [jax.vmap(jax.grad(partial(_energy, at, rows)))(z) for at in (target, _with_model(target, finer))]
-        return jax.tree.map(lambda a, b: (a - b).mean(0), *gradients)
+        def gradient(target):
+            return jax.vmap(jax.grad(target._potential_energy), (0, None, None))(z, rows, random.key(0))
+
+        return jax.tree.map(lambda a, b: (a - b).mean(0), gradient(target), gradient(_with_model(target, finer)))
 
     z = mcmc.last_state.z
     off = compiled(difference, target)(jax.tree.map(lambda x: x[:NUM_PARTICLES], z))
     return {name: float(np.max(np.abs(np.asarray(off[name])) * np.std(np.asarray(z[name]), 0))) for name in off}
-
-
-def _energy(target, rows, z):
-    with any_number_of_rows():
-        return numpyro_energy(target.bind(rows, random.key(0)), target.args, target.kwargs, z)
 
 
 def _with_model(target, model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 import logging
 from typing import Any, NamedTuple
@@ -50,19 +51,16 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
     """Return ArviZ's summary of a run as a table that shows what was run and the problems found, worst first.
 
     ``print(summary(mcmc))``, or the last line of a notebook's cell, shows one line about the run, the findings of
-    :func:`~numpyro_repulsion.diagnose` for the variables, chains and draws in the table, and then the table. The table
-    is a pandas DataFrame in all other respects; its attribute ``diagnosis`` has the findings, and ``to_string()`` is
-    the text without them. If a finding is a warning or an error, the logger ``numpyro_repulsion.report`` names it in
-    one line on stderr, so a script that never shows the table does not hide it.
+    :func:`~numpyro_repulsion.diagnose` for the variables, chains and draws in the table, and then the table. Otherwise
+    it is a pandas DataFrame; its attribute ``diagnosis`` has the findings, and ``to_string()`` is the text without
+    them. The logger ``numpyro_repulsion.report`` names warnings and errors in one line on stderr.
 
     Effective sample sizes and standard errors are those for interacting particles,
     :func:`~numpyro_repulsion.ensemble_ess` and :func:`~numpyro_repulsion.ensemble_mcse`, instead of ArviZ's for
     independent chains. ``ess_mean`` takes the place of ArviZ's ``ess_bulk``: the number of independent draws whose mean
     would be as precise. It exceeds the number of draws if noise cancels between particles, as by default. ``r_hat``
-    compares particles; runs of several ensembles also have a column ``nested_r_hat``.
-
-    For an optimizer (:class:`~numpyro_repulsion.SVGD`) the table describes the last positions of the particles, without
-    the columns that need draws of a sampler.
+    compares particles; runs of several ensembles also have a column ``nested_r_hat``. For an optimizer
+    (:class:`~numpyro_repulsion.SVGD`) the table describes the last positions of the particles, without these columns.
 
     :param run: an ``MCMC`` that has run with a kernel of this package, or its result from :func:`to_inference_data`.
     :param exclude_diverged: whether to leave out particles that diverged or stand still, the chains with the coordinate
@@ -78,10 +76,9 @@ def summary(run, *, exclude_diverged: bool = False, **kwargs):
     .. doctest::
 
         >>> from jax import random
-        >>> import jax.numpy as jnp
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLDR, summary
-        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.05), num_warmup=10, num_samples=500,
+        >>> mcmc = MCMC(SGLDR(potential_fn=lambda z: z @ z / 2, step_size=0.05), num_warmup=10, num_samples=500,
         ...             num_chains=10, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 2)))
         >>> table = summary(mcmc)
@@ -141,10 +138,9 @@ def diagnose(run) -> Diagnosis:
     .. doctest::
 
         >>> from jax import random
-        >>> import jax.numpy as jnp
         >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLD, diagnose
-        >>> mcmc = MCMC(SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, step_size=0.001), num_warmup=0, num_samples=100,
+        >>> mcmc = MCMC(SGLD(potential_fn=lambda z: z @ z / 2, step_size=0.001), num_warmup=0, num_samples=100,
         ...             num_chains=10, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (10, 2)))
         >>> found = diagnose(mcmc)
@@ -158,10 +154,7 @@ def diagnose(run) -> Diagnosis:
 
 
 def _data_of(run, who):
-    """Return the inference data of a run, and the dataset of its posterior.
-
-    :param who: the name of the public function, for the message.
-    """
+    """Return the inference data of a run, and the dataset of its posterior, for a public function of that name."""
     data = run
     if isinstance(run, MCMC):
         instead = " For other kernels use arviz.summary." if who == "summary" else ""
@@ -170,25 +163,21 @@ def _data_of(run, who):
             # About groups of inference data that a table does not show.
             warnings.filterwarnings("ignore", ".*depend on latent sites, so they are not data")
             data = to_inference_data(run)
-    try:
+    with suppress(KeyError, TypeError, AttributeError, IndexError):
         posterior = data["posterior"]
-        is_ours = posterior.attrs.get("inference_library") == "numpyro_repulsion"
-    except (KeyError, TypeError, AttributeError, IndexError):
-        is_ours = False
-    if not is_ours:
-        raise TypeError(f"`{who}` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
-    return data, getattr(posterior, "dataset", posterior)
+        if posterior.attrs.get("inference_library") == "numpyro_repulsion":
+            return data, getattr(posterior, "dataset", posterior)
+    raise TypeError(f"`{who}` takes an MCMC run or the result of to_inference_data; got {type(run).__name__}.")
 
 
 def diagnosis_of(run: Any, posterior: Any) -> Diagnosis:
-    """Return the diagnosis of the draws in a dataset, by its attributes; the bias of a given step by an ``MCMC``."""
+    """Return the diagnosis of the draws in a dataset; of an ``MCMC`` with what its state tells beyond them."""
     attributes = posterior.attrs
     findings = from_json(attributes["findings"])
     is_short = any(finding.name == "short_run" for finding in findings)
     if flagged := int(attributes["num_flagged_updates"]):
-        is_measured = attributes["step_size_measured"] == "true"
-        share, remedy = float(attributes["share_flagged"]), attributes["remedy"]
-        findings.append(flagged_updates(flagged, share, remedy, is_measured))
+        is_measured, remedy = attributes["step_size_measured"] == "true", attributes["remedy"]
+        findings.append(flagged_updates(flagged, float(attributes["share_flagged"]), remedy, is_measured))
     findings += _of_strays(posterior) + _of_widths(posterior)
     sd = None
     if attributes["is_sampler"] != "true":
@@ -237,9 +226,8 @@ def _of_bias(run, attributes):
 
 
 def _of_integrals(mcmc):
-    """Return a finding about inexact integrals over latent variables of rows."""
     shifts = integration_shifts(mcmc)
-    name = max(shifts, key=lambda name: shifts[name], default="")
+    name = max(shifts, key=shifts.__getitem__, default="")
     if not shifts or shifts[name] <= MAX_INTEGRATION_SHIFT:
         return []
     message = (
@@ -252,25 +240,22 @@ def _of_integrals(mcmc):
 
 
 def _of_strays(posterior):
-    """Return a finding about particles that have left the others or stand still."""
     if not (diverged := _diverged(posterior)).any():
         return []
     names = np.atleast_1d(posterior["chain"].values)[diverged]
     some = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
-    message = (
-        f"{len(names)} of {diverged.size} particles (chain {some}) diverged to much higher potential energy or "
-        "stopped moving. All results include them."
-    )
-    remedy = "Exclude them by summary(..., exclude_diverged=True), and run again with a smaller step size."
+    message = f"{len(names)} of {diverged.size} particles (chain {some}) "
     if diverged.mean() > 0.25:
-        message = (
-            f"{len(names)} of {diverged.size} particles (chain {some}) are, or were in the run, at much higher "
-            "potential energy than the others: they have not reached the posterior, or have left it. All results "
-            "include them."
+        message += (
+            "are, or were in the run, at much higher potential energy than the others: they have not reached the "
+            "posterior, or have left it. All results include them."
         )
         remedy = (
             "Raise `num_warmup`, or start closer to the posterior, for example with init_from_guide(guide, params)."
         )
+    else:
+        message += "diverged to much higher potential energy or stopped moving. All results include them."
+        remedy = "Exclude them by summary(..., exclude_diverged=True), and run again with a smaller step size."
     if diverged.all():
         message = (
             f"All {diverged.size} particles have stopped moving, are not finite, or still descend from much higher "
@@ -291,7 +276,6 @@ def _diverged(posterior):
 
 
 def _of_widths(posterior):
-    """Return a finding about particles that stay in wider surroundings, which make up for their higher energy."""
     if not (wide := int(posterior.attrs.get("num_wide", 0))):
         return []
     message = (
@@ -408,8 +392,10 @@ def _shifted_scales(posterior, pairs):
     shifts = {}
     for pair in pairs:
         if pair.correlation > 0.0 and pair.levels > FEW_LEVELS and inflation > 0.0:
-            shares = 1.0 - _variances(posterior[pair.effects]) / np.mean(_flat(posterior[pair.scale]) ** 2)
-            shares = np.clip(shares, 0.0, 1.0)
+            x = _flat(posterior[pair.effects])
+            # About the mean of all effects, which has a location of its own.
+            variances = np.var(x - x.mean(-1, keepdims=True), 0)
+            shares = np.clip(1.0 - variances / np.mean(_flat(posterior[pair.scale]) ** 2), 0.0, 1.0)
             information = 2.0 * np.sum(shares**2)
             if information > 1.0:
                 shifts[pair] = float(inflation * np.sum(1.0 - shares) / np.sqrt(information))
@@ -429,12 +415,6 @@ def _shifted_scales(posterior, pairs):
 
 def _flat(x):
     return np.asarray(x.values, float).reshape(-1, *x.shape[2:])
-
-
-def _variances(x):
-    """Return the variances of effects about their mean over all of them, which has a location of its own."""
-    x = _flat(x)
-    return np.var(x - x.mean(-1, keepdims=True), 0)
 
 
 def _pairs(posterior):
@@ -487,8 +467,7 @@ def _kept(posterior, coords):
         return coords
     asked = posterior["chain"].sel(chain=coords["chain"]) if "chain" in coords else posterior["chain"]
     kept = set(posterior["chain"].values[~diverged].tolist())
-    chosen = [chain for chain in np.atleast_1d(asked.values).tolist() if chain in kept]
-    if not chosen:
+    if not (chosen := [chain for chain in np.atleast_1d(asked.values).tolist() if chain in kept]):
         raise ValueError(
             "exclude_diverged=True leaves no particles: all of them diverged or stopped moving. Run again with a "
             "smaller step size."
@@ -497,13 +476,10 @@ def _kept(posterior, coords):
 
 
 def _part(posterior, variables, coords):
-    """Return the part of the posterior that the table covers."""
     posterior = posterior[list(dict.fromkeys(variables))]
-    chosen = {name: x for name, x in coords.items() if name in posterior.dims}
     # A single chain or draw keeps its axis.
-    posterior = posterior.sel(
-        {name: [x] if name in ("chain", "draw") and np.isscalar(x) else x for name, x in chosen.items()}
-    )
+    kept = {name: [x] if name in ("chain", "draw") and np.isscalar(x) else x for name, x in coords.items()}
+    posterior = posterior.sel({name: x for name, x in kept.items() if name in posterior.dims})
     if "chain" in coords:
         # Only some particles of each ensemble may be left; how many is unknown.
         posterior = posterior.assign_attrs(num_independent=1, num_ensembles=1)
@@ -526,15 +502,11 @@ def _put_ensembles_in(table, variables, posterior, round_to):
         values = np.concatenate([np.ravel(found[variable]) for variable in dict.fromkeys(variables)])
         digits = ".0f" if name.startswith("ess") else ".2f" if "r_hat" in name else ".2g"
         text = [f"{x:{digits}}" for x in values]
-        if is_text:
-            table[name] = text
-        elif shown:
-            table[name] = values
+        if shown and not is_text:
             shown[name] = dict(zip(table.index, text, strict=True))
         elif isinstance(round_to, int):
-            table[name] = values.round(0 if name.startswith("ess") else round_to)
-        else:
-            table[name] = values
+            values = values.round(0 if name.startswith("ess") else round_to)
+        table[name] = text if is_text else values
     # It is no bulk ESS of ArviZ.
     table.columns = ["ess_mean" if name == "ess_bulk" else name for name in table.columns]
     if shown and "ess_bulk" in shown:

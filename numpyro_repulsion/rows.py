@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from functools import reduce
 import hashlib
@@ -106,51 +106,42 @@ class Shards:
     - **array** - all shares, ``(R * length, ...)``, each on its device.
     """
 
-    array: Any
+    def __init__(self, rows: Rows, mesh: jax.sharding.Mesh, block_size: int):
+        self._total, self._count = len(rows), mesh.shape[ROWS]
+        self.mesh, self.block_size = mesh, block_size
+        self._first = np.array([k * self._total // self._count for k in range(self._count)])
+        self._end = np.append(self._first[1:], self._total)
+        self.array: Any = self._read(rows) if rows.is_on_host else self._extended(rows.source)
 
-    def __init__(self, total: int, mesh: jax.sharding.Mesh, block_size: int):
-        count = mesh.shape[ROWS]
-        self.mesh, self.block_size, self._total = mesh, block_size, total
-        self._first = np.array([k * total // count for k in range(count)])
-        self._end = np.append(self._first[1:], total)
+    def _read(self, rows):
+        """Return the shares of rows on the host."""
         # The last stratum of a share reaches into the next share, where R does not divide N, and so does a block.
-        self._length = -(-total // count) + block_size
-
-    @staticmethod
-    def read(read: Callable, shape: tuple[int, ...], mesh: jax.sharding.Mesh, block_size: int) -> Shards:
-        """Return the shares of rows on the host, of which all have this shape."""
-        found = Shards(shape[0], mesh, block_size)
-        length, shares = found._length, {}
+        length, shares = -(-self._total // self._count) + self.block_size, {}
 
         def share(index):
-            start = int(found._first[(index[0].start or 0) // length])
+            start = int(self._first[(index[0].start or 0) // length])
             if start not in shares:  # Devices for other particles have the same.
-                shares[start] = read((start + np.arange(length)) % shape[0])
+                shares[start] = rows.fetch((start + np.arange(length)) % self._total)
             return shares[start]
 
-        whole = mesh.shape[ROWS] * length, *shape[1:]
-        found.array = jax.make_array_from_callback(whole, NamedSharding(mesh, PartitionSpec(ROWS)), share)
-        return found
+        whole = self._count * length, *rows.shape[1:]
+        return jax.make_array_from_callback(whole, NamedSharding(self.mesh, PartitionSpec(ROWS)), share)
 
-    @staticmethod
-    def of_array(array: jax.Array, mesh: jax.sharding.Mesh, block_size: int) -> Shards:
+    def _extended(self, array):
         """Return the shares of an array whose rows lie on the devices of several processes."""
-        count, found = mesh.shape[ROWS], Shards(len(array), mesh, block_size)
-        if len(array) % count:
+        if self._total % self._count:
             raise ValueError(
-                f"The {len(array)} rows of an array cannot be shared equally by {count} devices. Give a multiple of "
-                f"{count} rows, or Rows of a file that all processes read."
+                f"The {self._total} rows of an array cannot be shared equally by {self._count} devices. Give a "
+                f"multiple of {self._count} rows, or Rows of a file that all processes read."
             )
 
         def extended(own):
             # The first rows of the next share.
-            places = [((k + 1) % count, k) for k in range(count)]
-            return jnp.concatenate([own, lax.ppermute(own[:block_size], ROWS, places)])
+            places = [((k + 1) % self._count, k) for k in range(self._count)]
+            return jnp.concatenate([own, lax.ppermute(own[: self.block_size], ROWS, places)])
 
         specs = PartitionSpec(ROWS)
-        extend = jax.shard_map(extended, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
-        found.array = jax.jit(extend)(array)
-        return found
+        return jax.jit(jax.shard_map(extended, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False))(array)
 
     def local(self, array: Any, rows: Any) -> jax.Array:
         """Return rows of the part of a minibatch that lies in the share of the device; inside of ``shard_map``."""
@@ -203,11 +194,9 @@ class Rows:
         mcmc.run(random.key(0), x, y)
 
     A run reads all rows when it starts, to look for those without a density, and in warmup, for control variates.
-    Single rows at random places of a disk are slow, about a hundred times slower than blocks of a hundred. If the data
-    exceed memory, shuffle them once, and read blocks: ``gradient=ControlVariates(block_size=100)``. The page on large
-    data has a recipe.
-
-    A program that reads rows of the host is not kept in JAX's persistent compilation cache.
+    Single rows at random places of a disk are about a hundred times slower than blocks of a hundred. If the data exceed
+    memory, shuffle them once, and read blocks: ``gradient=ControlVariates(block_size=100)``. The page on large data has
+    a recipe. A program that reads rows of the host is not kept in JAX's persistent compilation cache.
 
     :param source: an array on disk (``np.load(..., mmap_mode="r")``, HDF5, Zarr), or in memory (NumPy or JAX; the
         latter stays on its device). It needs ``shape``, ``dtype`` and rows by an array of integers. It must not change
@@ -361,10 +350,7 @@ class Rows:
             )
         known = self._shards
         if known is None or known.mesh != mesh or known.block_size < block_size:
-            if self.is_on_host:
-                self._shards = Shards.read(self.fetch, self.shape, mesh, block_size)
-            else:
-                self._shards = Shards.of_array(self.source, mesh, block_size)
+            self._shards = Shards(self, mesh, block_size)
 
     def shards(self) -> Shards | None:
         """Return the shares on the devices of the mesh in use, if there are any."""

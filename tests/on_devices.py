@@ -203,9 +203,9 @@ def fault(owner, attribute, wrong):
         setattr(owner, attribute, known)
 
 
-def share_without_blocks(self, total, mesh, block_size):
+def share_without_blocks(self, rows, mesh, block_size):
     """Shares that end with the last row of their last stratum, where blocks still begin."""
-    INIT(self, total, mesh, 1)
+    INIT(self, rows, mesh, 1)
 
 
 def row_of_any_share(self, array, rows):

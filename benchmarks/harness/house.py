@@ -52,10 +52,9 @@ def sizes() -> dict[str, Any]:
     """What is counted without running anything."""
     package, texts = lengths(PACKAGE), [path.read_text() for path in PACKAGE.rglob("*.py")]
     longest = max(package, key=lambda name: package[name])
-    statements = (statement for text in texts for statement in ast.parse(text).body)
-    assigned = (s for s in statements if isinstance(s, ast.Assign | ast.AnnAssign))
-    targets = (target for s in assigned for target in (s.targets if isinstance(s, ast.Assign) else [s.target]))
-    names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    assigned = (s for text in texts for s in ast.parse(text).body if isinstance(s, ast.Assign | ast.AnnAssign))
+    nodes = (node for s in assigned for node in ast.walk(s) if isinstance(node, ast.Name))
+    names = [node.id for node in nodes if isinstance(node.ctx, ast.Store)]
     return {
         "lines of the package": sum(package.values()),
         "files of the package": len(package),

@@ -41,10 +41,8 @@ def folded(tables: str, stem: str) -> str:
 def section(name: str, platform: str = "cpu") -> tuple[str, str, str]:
     """One study: its question and how it was measured, its tables, and where they come from."""
     module, record = importlib.import_module(f"benchmarks.studies.{name}"), Record(name, platform=platform)
-    # The last paragraph is the command line.
-    how = module.__doc__.strip().split("\n\n")[:-1]
     origin = f"`benchmarks/studies/{name}.py`; {record.origin()}"
-    return "\n\n".join(how), module.tables(record) if record.rows else "", origin
+    return module.__doc__.strip(), module.tables(record) if record.rows else "", origin
 
 
 def write(name: str) -> None:

@@ -49,6 +49,11 @@ def repeats(make: Callable[[Any], Any], *, start: Callable | None = None, **sett
     return run
 
 
+def flat(draws: Mapping[str, Any]) -> np.ndarray:
+    """All scalars ``(chain, draw, scalar)``, by the names of sites."""
+    return np.concatenate([np.asarray(draws[s], float).reshape(*draws[s].shape[:2], -1) for s in sorted(draws)], 2)
+
+
 def mean_and_error(values: Any) -> tuple[float, float]:
     """The mean over repeats, and its standard error; NaN of none, and the error of one."""
     values = np.asarray(list(values), float)

@@ -1,11 +1,10 @@
-"""What studies share: the command line, the JSON of their rows, and tables.
+"""What studies share: the JSON of their rows, and tables.
 
 A study is a module with ``measure(record)``, which asks :meth:`Record.row` for one row after another, and
 ``tables(record)``, which returns Markdown. ``docs/figures/benchmarks.py`` draws its figure. A row in the JSON is not
 measured again unless you ask for it, so you can stop and continue a run of hours.
 """
 
-import argparse
 from collections.abc import Callable, Iterable
 import datetime
 import json
@@ -14,7 +13,6 @@ import pathlib
 import platform
 import re
 from typing import Any
-import warnings
 
 import jax
 
@@ -71,17 +69,6 @@ class Record:
         versions = ", ".join(f"{name} {version}" for name, version in self.provenance["versions"].items())
         parts = [" to ".join(dict.fromkeys((dates[0], dates[-1]))), self.provenance["machine"] + held * (alone > 0)]
         return "; ".join([*parts, versions]) + "."
-
-
-def run(doc: str, name: str, measure: Callable, tables: Callable) -> None:
-    """A study's command line: measures, prints the tables, leaves JSON."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", action="store_true", help="begin anew, without the rows in the JSON")
-    record = Record(name, parser.parse_args().again, jax.default_backend())
-    # What a sampler warns of is none of a study's rows, which ask `diagnose`.
-    warnings.simplefilter("ignore")
-    measure(record)
-    print(f"\n{tables(record)}\n\n{record.origin()}")
 
 
 def plain(name: str) -> str:

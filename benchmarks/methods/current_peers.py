@@ -103,28 +103,33 @@ class Flat:
         return jax.jit(partial(lax.map, lambda x: self.constrain(self.unravel(x)), batch_size=1000))(positions)
 
 
+def run_chees(log_density: Callable, keys: Any, starts: jax.Array, warmup: int, draws: int) -> tuple:
+    """ChEES-HMC with a diagonal metric: positions ``(draw, chain, d)``, and gradients of warmup and of draws.
+
+    ``keys`` are those of warmup and of draws, ``starts`` are ``(chain, d)``.
+    """
+    chains = len(starts)
+    adaptation = blackjax.chees_adaptation(log_density, chains, mass_matrix_estimation="diagonal")
+    (states, found), tuning = adaptation.run(keys[0], starts, 0.1, optax.adam(0.05), warmup)
+    step = jax.vmap(blackjax.dynamic_hmc(log_density, **found).step)
+
+    def iterate(states, key):
+        states, info = step(random.split(key, chains), states)
+        return states, (states.position, info.num_integration_steps)
+
+    _, (positions, steps) = lax.scan(iterate, states, random.split(keys[1], draws))
+    return positions, tuning.info.num_integration_steps.sum(), steps.sum()
+
+
 def chees(problem: Problem) -> Callable:
-    """ChEES-HMC with a diagonal metric, as many chains as we have particles."""
+    """As many chains as we have particles."""
     flat = problem.density()
-
-    @jax.jit
-    def program(key, starts):
-        warmup_key, key = random.split(key)
-        warmup = blackjax.chees_adaptation(flat.log_density, MANY, mass_matrix_estimation="diagonal")
-        (states, parameters), info = warmup.run(warmup_key, starts, 0.1, optax.adam(0.05), WARMUP)
-        step = jax.vmap(blackjax.dynamic_hmc(flat.log_density, **parameters).step)
-
-        def iterate(states, key):
-            states, info = step(random.split(key, MANY), states)
-            return states, (states.position, info.num_integration_steps)
-
-        _, (positions, steps) = lax.scan(iterate, states, random.split(key, DRAWS))
-        return positions, steps.sum() + info.info.num_integration_steps.sum()
+    program = jax.jit(lambda key, starts: run_chees(flat.log_density, random.split(key), starts, WARMUP, DRAWS))
 
     def run(seed):
         start_key, key = random.split(random.key(seed))
-        positions, gradients = program(key, flat.starts(start_key, MANY))
-        return problem.scalars(flat.sites(positions.reshape(-1, flat.dimension))), float(gradients)
+        positions, *gradients = program(key, flat.starts(start_key, MANY))
+        return problem.scalars(flat.sites(positions.reshape(-1, flat.dimension))), float(sum(gradients))
 
     return run
 

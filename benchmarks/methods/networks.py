@@ -19,7 +19,7 @@ from numpyro.contrib.einstein import SVGD as NumPyroSVGD, RBFKernel
 from numpyro.optim import Adagrad, Adam
 
 from benchmarks.harness.runs import vectorized, warmup_gradients
-from benchmarks.problems.posteriordb import data_folder
+from benchmarks.problems.posteriordb import stored
 from benchmarks.problems.targets import bayesian_neural_network as network, relu_network
 from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, SGNHT, SVGD, SVRG, Independent, Subsampled
 from numpyro_repulsion.dynamics import Descent, Overdamped
@@ -238,15 +238,10 @@ class Split(NamedTuple):
     unit: float
 
 
-def load(name: str, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Covariates, responses and the test rows of one split."""
-    stored = np.load(data_folder() / "uci" / f"{name}.npz")
-    return stored["X"].astype(float), stored["y"].astype(float), stored[f"test_{number}"]
-
-
 def split(name: str, number: int, validation: bool = False) -> Split:
     """One split; for validation its training rows alone, in an order by the split's number, the last fifth scored."""
-    X, y, test = load(name, number)
+    archive = stored("uci", name)
+    X, y, test = archive["X"].astype(float), archive["y"].astype(float), archive[f"test_{number}"]
     train = np.setdiff1d(np.arange(len(X)), test)
     if validation:
         # The sets lie sorted in part, and the last rows of such a one would be another law.

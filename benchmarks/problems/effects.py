@@ -33,8 +33,6 @@ class ManyEffects(NamedTuple):
     scales: tuple[str, ...]
     effects: tuple[str, ...]
     others: tuple[str, ...] = ()
-    #: Rows that the model has not seen, of the same names.
-    held_out: dict[str, jax.Array] | None = None
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -49,11 +47,10 @@ def bernoulli(rng: np.random.Generator, logits: np.ndarray) -> np.ndarray:
     return (rng.random(len(logits)) < 1 / (1 + np.exp(-logits))).astype(np.float32)
 
 
-def ratings(users: int = 3000, items: int = 1000, n: int = 100_000, held_out: int = 0) -> ManyEffects:
+def ratings(users: int = 3000, items: int = 1000, n: int = 100_000) -> ManyEffects:
     """Ratings of items by users, some much busier than others; all three scales are unknown."""
     rng = np.random.default_rng(0)
     busy, popular = rng.gamma(1.0, size=users) + 0.05, rng.gamma(0.5, size=items) + 0.02
-    n += held_out
     u, i = rng.choice(users, n, p=busy / busy.sum()), rng.choice(items, n, p=popular / popular.sum())
     user, item = 0.4 * rng.standard_normal(users), 0.6 * rng.standard_normal(items)
     y = 3.5 + user[u] + item[i] + 0.9 * rng.standard_normal(n)
@@ -65,9 +62,8 @@ def ratings(users: int = 3000, items: int = 1000, n: int = 100_000, held_out: in
         with numpyro.plate("rows", len(y), subsample_size=BATCH) as r:
             numpyro.sample("y", dist.Normal(mean + user[u[r]] + item[i[r]], sigma), obs=y[r])
 
-    known, new = (as_jax(u=u[part], i=i[part], y=y[part]) for part in (slice(n - held_out), slice(n - held_out, n)))
     scales = ("s_user", "s_item", "sigma")
-    return ManyEffects(model, known, scales, ("user", "item"), ("mean",), new if held_out else None)
+    return ManyEffects(model, as_jax(u=u, i=i, y=y), scales, ("user", "item"), ("mean",))
 
 
 def responses(persons: int = 2000, items: int = 100, share: float = 0.3) -> ManyEffects:
@@ -170,8 +166,6 @@ PROBLEMS: dict[str, Callable[[], ManyEffects]] = {
     "slopes": slopes,
     "visits": visits,
     "counts": counts,
-    "ratings, 2 million": partial(ratings, 20_000, 5_000, 2_000_000, 100_000),
-    "item response, 20,000": partial(responses, 20_000, 60),
 }
 
 

@@ -110,14 +110,21 @@ def data_folder():
     return pathlib.Path(folder) if folder else None
 
 
+def stored(folder: str, name: str) -> Any:
+    """An archive in the data folder."""
+    if (where := data_folder()) is None:
+        raise SystemExit(f"{name} lies in a folder that the environment variable NUMPYRO_REPULSION_DATA must name.")
+    return np.load(where / folder / f"{name}.npz")
+
+
 def posteriordb(name: str) -> Posterior:
     """A posterior of posteriordb, with its reference draws."""
     model, arguments = POSTERIORDB[name]
-    stored = np.load(data_folder() / "posteriordb" / f"{name}.npz")
-    args = arguments({key[5:]: stored[key] for key in stored.files if key.startswith("data_")})
+    archive = stored("posteriordb", name)
+    args = arguments({key[5:]: archive[key] for key in archive.files if key.startswith("data_")})
     args = tuple(jnp.asarray(a, float) if isinstance(a, np.ndarray) else a for a in args)
-    draws = stored["draws"].reshape(-1, stored["draws"].shape[-1]).astype(float)
-    names = [str(parameter).split("[")[0] for parameter in stored["parameters"]]
+    draws = archive["draws"].reshape(-1, archive["draws"].shape[-1]).astype(float)
+    names = [str(parameter).split("[")[0] for parameter in archive["parameters"]]
     known = {site: draws[:, [name == site for name in names]] for site in dict.fromkeys(names)}
     return Posterior(model, args, draws=known)
 

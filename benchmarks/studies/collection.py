@@ -7,8 +7,6 @@ posterior standard deviations, and of a standard deviation, relative. z is the l
 errors of both runs together; the value in brackets bounds the largest of so many normal numbers in 95 of 100 cases.
 *Right* is a mean within 0.1 sd and an sd within 10%. Both kernels run in single precision, `SGLD` in double precision
 too.
-
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.collection [--again]
 """
 
 from functools import cache, partial
@@ -24,8 +22,8 @@ from numpyro.handlers import reparam
 from numpyro.infer import NUTS, init_to_median
 from numpyro.infer.reparam import LocScaleReparam
 
-from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.runs import flat, vectorized
+from benchmarks.harness.store import Record, table
 from benchmarks.problems.collection import COLLECTION
 from benchmarks.problems.posteriordb import MADE_HERE, POSTERIORDB, data_folder, known
 from numpyro_repulsion import SGHMC, SGLD, diagnose, ensemble_mcse
@@ -52,11 +50,6 @@ def problem(name: str) -> tuple:
         return *COLLECTION[name](), {}, {}
     posterior = known(name)
     return posterior.model, posterior.args, posterior.kwargs, posterior.all_rows
-
-
-def flat(draws: dict) -> np.ndarray:
-    """All scalars ``(chain, draw, scalar)``, by the names of sites."""
-    return np.concatenate([np.asarray(draws[s], float).reshape(*draws[s].shape[:2], -1) for s in sorted(draws)], 2)
 
 
 def referred(name: str) -> dict:
@@ -154,7 +147,3 @@ def tables(record: Record) -> str:
     head = ["kernel", "posterior", "scalars", "error of a mean, sd", "error of an sd", "z (95% bound)"]
     parts += ["**All posteriors**", table([*head, "errors of `diagnose` (warnings)"], lines)]
     return "\n\n".join(parts)
-
-
-if __name__ == "__main__":
-    run(__doc__, "collection", measure, tables)

@@ -8,8 +8,6 @@ standard error over data sets, of the mean over a model's parameters.
 z-scores compare a posterior mean with that of a long NUTS run on the first 30 data sets of each model, in units of
 `ensemble_mcse` and NUTS's own error: their root mean square should be 1. *Flagged* means that `diagnose` finds an
 error.
-
-    python -m benchmarks.studies.coverage [--again]
 """
 
 from functools import partial
@@ -23,7 +21,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import mean_and_error, vectorized
-from benchmarks.harness.store import Record, pm, run, table
+from benchmarks.harness.store import Record, pm, table
 from benchmarks.problems.simulated import problems
 from numpyro_repulsion import SGHMC, SGLDR, diagnose, ensemble_mcse
 
@@ -76,13 +74,11 @@ def reference(name: str) -> dict:
 
 
 def measure(record: Record) -> None:
-    for first in range(0, NUMBER, AT_ONCE):
-        for name in problems(ROWS):
-            for kernel in (kernel for kernel in KERNELS if first < NUMBERS[kernel]):
+    for name in problems(ROWS):
+        record.row(f"{name} / NUTS", partial(reference, name))
+        for kernel, number in NUMBERS.items():
+            for first in range(0, number, AT_ONCE):
                 record.row(f"{name} / {kernel} / {first}", partial(batch, name, kernel, first))
-                jax.clear_caches()
-            if first == 0:
-                record.row(f"{name} / NUTS", partial(reference, name))
                 jax.clear_caches()
 
 
@@ -116,7 +112,3 @@ def tables(record: Record) -> str:
     head = ["model", "kernel", "data sets", "coverage of 50%, %", "of 90%, %", "of 90%, not flagged, %", "flagged"]
     head += ["p, ranks uniform", "z-scores, root mean square", "above 3, %", "no error given, %"]
     return table(head, lines)
-
-
-if __name__ == "__main__":
-    run(__doc__, "coverage", measure, tables)

@@ -12,8 +12,6 @@ Each sampler, model and number of rows has its own process on one core, without 
 seconds of that process after the data are made. The first run includes compilation; the second run is compiled, and
 has another seed. After ten minutes a run makes no further part, and there is no second run. An asterisk marks a time
 that is extrapolated from an ESS below 400. A process that takes more than four hours is stopped.
-
-    python -m benchmarks.studies.crossover [--again]
 """
 
 from importlib.util import find_spec
@@ -22,7 +20,7 @@ import time
 
 import arviz
 import jax
-from jax import lax, random
+from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
@@ -33,8 +31,8 @@ from numpyro.infer import NUTS
 from numpyro.infer.util import initialize_model
 
 from benchmarks.harness.apart import apart
-from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.runs import flat, vectorized
+from benchmarks.harness.store import Record, table
 from benchmarks.problems.logistic_100k import data, reference
 from benchmarks.problems.targets import logistic_regression, normals
 from numpyro_repulsion import SGHMC, SGLD, ensemble_ess
@@ -69,12 +67,8 @@ def problem(model: str, rows: int) -> tuple:
 
 def effective(draws: dict, ours: bool) -> list[float]:
     """The least effective sample size of a mean and of a squared deviation; 0 if it cannot be told yet."""
-    flat = np.concatenate([np.asarray(x).reshape(*x.shape[:2], -1) for x in draws.values()], -1)
-    if ours:
-        found = [ensemble_ess(flat, method=method) for method in ("mean", "sd")]
-    else:
-        found = [[arviz.ess(x, method=method) for x in np.moveaxis(flat, -1, 0)] for method in ("mean", "sd")]
-    return [float(np.nan_to_num(np.asarray(x)).min()) for x in found]
+    ess, scalars = ensemble_ess if ours else arviz.ess, np.moveaxis(flat(draws), -1, 0)
+    return [float(np.nan_to_num([ess(x, method=method) for x in scalars]).min()) for method in ("mean", "sd")]
 
 
 def through_mcmc(name: str, density, args: tuple):
@@ -104,8 +98,7 @@ def through_mcmc(name: str, density, args: tuple):
 
 def through_blackjax(name: str, density, args: tuple):
     """As `through_mcmc`, but one program of all; its seconds are split as its gradients are."""
-    import blackjax
-    import optax
+    from benchmarks.methods.current_peers import run_chees
 
     _, chains, part = SAMPLERS[name]
     given = {"model_args": args, "dynamic_args": True, "validate_grad": False}
@@ -114,19 +107,9 @@ def through_blackjax(name: str, density, args: tuple):
 
     @jax.jit
     def program(key, starts, args):
-        def log_density(x):
-            return -info.potential_fn(*args)(unravel(x))
-
-        warmup = blackjax.chees_adaptation(log_density, chains, mass_matrix_estimation="diagonal")
-        (states, found), tuning = warmup.run(key, starts, 0.1, optax.adam(0.05), WARMUP)
-        step = jax.vmap(blackjax.dynamic_hmc(log_density, **found).step)
-
-        def iterate(states, key):
-            states, info = step(random.split(key, chains), states)
-            return states, (states.position, info.num_integration_steps)
-
-        _, (x, steps) = lax.scan(iterate, states, random.split(random.fold_in(key, 1), part))
-        return jax.vmap(jax.vmap(unravel))(x.swapaxes(0, 1)), tuning.info.num_integration_steps.sum(), steps.sum()
+        keys = key, random.fold_in(key, 1)
+        x, *steps = run_chees(lambda x: -info.potential_fn(*args)(unravel(x)), keys, starts, WARMUP, part)
+        return jax.vmap(jax.vmap(unravel))(x.swapaxes(0, 1)), *steps
 
     def once(seed):
         began = time.process_time()
@@ -164,10 +147,9 @@ def measure(record: Record) -> None:
                 if not SAMPLERS[name][0] and not find_spec("blackjax"):
                     print(f"{model} {rows} {name}: not run, for BlackJAX is not installed", flush=True)
                     continue
+                there = __name__, "measure_here", KILLED, {"JAX_ENABLE_COMPILATION_CACHE": "false"}
                 cell = {"model": model, "rows": rows, "name": name}
-                there = ("benchmarks.studies.crossover", "measure_here", KILLED)
-                quiet = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-                record.row(f"{model} {rows} {name}", lambda a=there, c=cell, e=quiet: c | apart(*a, e, **c))
+                record.row(f"{model} {rows} {name}", lambda a=there, c=cell: c | apart(*a, **c))
 
 
 def tables(record: Record) -> str:
@@ -186,7 +168,3 @@ def tables(record: Record) -> str:
     missing = [name for name in SAMPLERS if record.rows and not record.select(name=name)]
     note = f"\n\nNot run, for it is not installed: {', '.join(missing)}." if missing else ""
     return table(head, lines) + note
-
-
-if __name__ == "__main__":
-    run(__doc__, "crossover", measure, tables)

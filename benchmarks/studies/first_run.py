@@ -4,8 +4,6 @@ Each run has 100 + 100 iterations, with 20 particles or 4 vectorized chains of N
 own process, on one core, without a cache of compiled programs. The first run is measured in CPU seconds of the whole
 process, from the import to the draws; all other seconds are wall-clock time. A stored first run finds an earlier
 process's programs in JAX's persistent compilation cache. Values are medians over three processes.
-
-    python -m benchmarks.studies.first_run [--again]
 """
 
 from functools import partial
@@ -25,7 +23,7 @@ from numpyro.infer import NUTS
 
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.problems.posteriordb import eight_schools
 from benchmarks.problems.targets import bayesian_neural_network, logistic_regression
 from numpyro_repulsion import SGLD, SGLDR
@@ -98,7 +96,7 @@ def measure_here(problem: str, name: str) -> dict:
 
 def timed(problem: str, name: str) -> dict:
     """A row: medians over processes without a cache, and a first run with the programs of an earlier process."""
-    measured = partial(apart, "benchmarks.studies.first_run", "measure_here", 1200, problem=problem, name=name)
+    measured = partial(apart, __name__, "measure_here", 1200, problem=problem, name=name)
     rows = [measured({"JAX_ENABLE_COMPILATION_CACHE": "false"}) for _ in range(3)]
     with tempfile.TemporaryDirectory() as folder:
         cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -126,7 +124,3 @@ def tables(record: Record) -> str:
     head = ["model", "kernel", "first run / NUTS's", "first run, CPU s", "second run, s", "second run without a bar, s"]
     head.append("stored first run, s")
     return table(head, lines)
-
-
-if __name__ == "__main__":
-    run(__doc__, "first_run", measure, tables)

@@ -3,8 +3,6 @@
 The particles start from N((3, 3), I/4) and make 200 updates. The paper estimates the mean and the two standard
 deviations, and does not say from which particles. Here they come once from the last six particles and once from the
 last hundred iterations. The bandwidth is the median rule on the starting particles, or the one that is given.
-
-    python -m benchmarks.studies.gaussian [--again]
 """
 
 from functools import partial
@@ -13,7 +11,7 @@ from jax import random
 import numpy as np
 
 from benchmarks.harness.runs import mean_and_error, repeats
-from benchmarks.harness.store import Record, plain, pm, run, table
+from benchmarks.harness.store import Record, plain, pm, table
 from benchmarks.problems.targets import gaussian
 from numpyro_repulsion import RBF, SGLD, SGLDR, SVGD, Independent
 from numpyro_repulsion.dynamics import Overdamped
@@ -71,7 +69,3 @@ def tables(record: Record) -> str:
     lines += [["the paper", plain(name), *(f"{value:.2f}" for value in values)] for name, values in PAPER.items()]
     head = ("from", "sampler", "mean: 0", "σ of x: 1", "σ of y: 1")
     return table(head, lines) + f"\n\nStep {STEP}, means and standard errors over {REPEATS} repeats."
-
-
-if __name__ == "__main__":
-    run(__doc__, "gaussian", measure, tables)

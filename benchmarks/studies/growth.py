@@ -3,8 +3,6 @@
 Logistic regression, each particle on its own minibatches; one of the four numbers varies. Whole runs of 200 updates
 through `MCMC` are compiled first. Exponents are slopes of a line through the logarithms of the upper half of the sizes.
 Memory is what XLA allocates for the program in addition to its arguments and results.
-
-    python -m benchmarks.studies.growth [--again]
 """
 
 from functools import partial
@@ -16,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.runs import in_turns, vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR
 from numpyro_repulsion.interactions import RandomFeatures
@@ -93,7 +91,3 @@ def tables(record: Record) -> str:
     fixed = ", ".join(f"{size:,} {NAMES[name]}" for name, size in BASE.items())
     sections.append(f"Values that do not vary: {fixed}.")
     return "\n\n".join(sections)
-
-
-if __name__ == "__main__":
-    run(__doc__, "growth", measure, tables)

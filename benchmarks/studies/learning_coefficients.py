@@ -4,8 +4,6 @@
 teacher, a prior of standard deviation 10, and inverse temperature 1 / log n. Ten particles make 1,000 iterations of
 warmup and as many draws of ten updates. The theorem's value holds as n goes to infinity; the value for this posterior
 comes from NUTS on all rows (two chains of 2,000 draws).
-
-    python -m benchmarks.studies.learning_coefficients [--again]
 """
 
 from functools import partial, reduce
@@ -24,7 +22,7 @@ import numpyro.distributions as dist
 from numpyro.infer import NUTS, init_to_value
 
 from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from numpyro_repulsion import SGHMC, SGLD, SGNHT, init_around
 from numpyro_repulsion.contrib import Localized, llc
 
@@ -136,7 +134,3 @@ def tables(record: Record) -> str:
         known = coefficient(widths, rank)
         lines.append(["-".join(map(str, widths)), str(rank), f"{half:g}", f"{known:g}", *cells])
     return table(["widths", "rank", "d/2", "theorem", "NUTS, all rows", *KERNELS], lines)
-
-
-if __name__ == "__main__":
-    run(__doc__, "learning_coefficients", measure, tables)

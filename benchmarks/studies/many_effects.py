@@ -5,8 +5,6 @@ With default settings, `MCMC(kernel(model), 500, 500, num_chains=20)` runs besid
 scales are those of posterior means of their logarithms, in posterior standard deviations of the reference; the sds of
 effects are relative to the reference's. ESS and R-hat are the worst of all scales and of up to 100 entries of each
 other site. Seconds are processor time of the whole run, with compilation.
-
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.many_effects [--again]
 """
 
 from functools import partial
@@ -23,15 +21,13 @@ import numpyro.optim
 
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.problems import effects
 from numpyro_repulsion import SGHMC, SGLD, diagnose, to_inference_data
 from numpyro_repulsion.gradients import all_rows
 
 KERNELS = {"SGLD": SGLD, "SGHMC": SGHMC}
 GUIDES = {"AutoNormal": AutoNormal, "AutoLowRank": AutoLowRankMultivariateNormal}
-#: Those that are measured with three seeds, and beside others.
-SMALL = ("flights", "ratings", "item response", "slopes", "visits", "counts")
 SEEDS, LIMIT, MOST = 3, 600.0, 100
 
 
@@ -93,15 +89,14 @@ def svi(name: str, guide: str) -> dict:
 
 
 def measure(record: Record) -> None:
-    here = __spec__.name if __spec__ is not None else "benchmarks.studies.many_effects"
     for seed in range(SEEDS):
-        for name in SMALL:
+        for name in effects.PROBLEMS:
             for kernel in KERNELS:
                 record.row(f"{name} / {kernel} / {seed}", partial(ours, name, kernel, seed))
-    for name in SMALL:
-        record.row(f"{name} / NUTS", lambda name=name: apart(here, "nuts", LIMIT, name=name) | {"name": name})
+    for name in effects.PROBLEMS:
+        record.row(f"{name} / NUTS", lambda name=name: apart(__name__, "nuts", LIMIT, name=name) | {"name": name})
         for guide in GUIDES:
-            record.row(f"{name} / {guide}", lambda name=name, g=guide: apart(here, "svi", LIMIT, name=name, guide=g))
+            record.row(f"{name} / {guide}", partial(apart, __name__, "svi", LIMIT, name=name, guide=guide))
 
 
 def tables(record: Record) -> str:
@@ -121,7 +116,3 @@ def tables(record: Record) -> str:
     head = ["posterior", "method", "seed", "control variates", "CPU s", "largest error of a log scale, sd"]
     head += ["sds of effects, ratio", "R-hat", "ESS", "ESS per CPU s", "findings"]
     return table(head, lines)
-
-
-if __name__ == "__main__":
-    run(__doc__, "many_effects", measure, tables)

@@ -9,8 +9,6 @@ means that the ESS exceeds the number of reference draws. The study ranks sample
 A gradient is one of all rows for one chain; those of warmup and tuning count too. Seconds are process time of the
 median run on one core, without compilation. nutpie calls a compiled gradient from Python at each step, so its seconds
 are mostly Python's.
-
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.measure [--again]
 """
 
 from functools import cache, partial
@@ -24,7 +22,7 @@ from scipy.stats import norm
 from numpyro.infer import NUTS
 
 from benchmarks.harness.runs import vectorized
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.methods.current_peers import METHODS, Problem, counted, ours
 from benchmarks.problems.posteriordb import POSTERIORDB, data_folder, known
 
@@ -143,7 +141,3 @@ def tables(record: Record) -> str:
     head = ["posterior", "sampler", "least ESS (of what)", "ESS of each, with the error of the reference"]
     head += ["ESS per 1,000 gradients", "gradients", "ESS per second, compiled", "seconds: to compile · of a run"]
     return "**All samplers and posteriors**\n\n" + table([*head, "you supply, besides the model"], lines)
-
-
-if __name__ == "__main__":
-    run(__doc__, "measure", measure, tables)

@@ -8,8 +8,6 @@ Errors are mean absolute errors over 200 repeats (for two coordinates, their mea
 the mean squared error of E X, bias included; the nominal ESS is NumPyro's estimate, which treats particles as
 independent chains. The energy distance is measured from the exact distribution. Inflation is the variance within the
 modes over its exact value; for the exponentials it is that of the logarithm. SVGD's result is its last particles.
-
-    python -m benchmarks.studies.mixtures [--again]
 """
 
 from functools import partial
@@ -25,7 +23,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import AIES, ESS, NUTS, init_to_uniform
 
 from benchmarks.harness.runs import mean_and_error, repeats
-from benchmarks.harness.store import Record, plain, pm, run, table
+from benchmarks.harness.store import Record, plain, pm, table
 from benchmarks.problems.targets import exponential_mixture, gaussian_mixture
 from numpyro_repulsion import RBF, SGHMC, SGHMCR, SGLD, SGLDR, SVGD, Archive, Independent
 from numpyro_repulsion.dynamics import Overdamped
@@ -239,7 +237,3 @@ def settings_of(row):
 def cell(row, name):
     lost = f" ({row['not_finite']} not finite)" if row["not_finite"] and name == "mean_error" else ""
     return pm(*row[name], 4 if name == "distance" else 3) + lost if name in row else f"not finite{lost}"
-
-
-if __name__ == "__main__":
-    run(__doc__, "mixtures", measure, tables)

@@ -5,19 +5,18 @@ with the highest log-likelihood on a fifth of the training rows, after a fit to 
 Samplers keep every tenth update of the last half. Kernels with default settings have 1,600 updates of warmup, keep
 every tenth of 400, and also measure curvature and noise, which the table of costs counts. ± is a standard error over
 splits.
-
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.networks [--again]
 """
 
 from collections.abc import Iterable
 from functools import partial
+import itertools
 import json
 
 import jax
 import numpy as np
 
 from benchmarks.harness.runs import mean_and_error
-from benchmarks.harness.store import HERE, Record, plain, pm, run, table
+from benchmarks.harness.store import HERE, Record, plain, pm, table
 from benchmarks.methods.networks import COUNTED, METHODS, SHOWN, UCI, UPDATES, Fits, gradients, one
 
 #: Evaluates the model for each pair of points, so that a step is fitted in minutes.
@@ -40,20 +39,14 @@ PAIRS = (
 
 
 def measure(record: Record) -> None:
-    # In an order that makes the first ones useful.
-    parts = ((0, 5), (5, 20))
-    splits = [(name, k) for first, last in parts for name in UCI for k in range(first, min(last, UCI[name]))]
-    fits, current = Fits(), None
-    for name in dict(splits):
+    for name in UCI:
         for label in COUNTED:
             record.row(f"{name} / gradients of {label}", partial(gradients, name, label))
-    todo = [(name, number, label) for name, number in splits for label in METHODS if label != SLOW]
-    todo += [(name, number, SLOW) for name, number in splits if number < SLOW_SPLITS.get(name, 0)]
-    for name, number, label in todo:
-        if name != current:
-            fits, current = Fits(), name
-            jax.clear_caches()
-        record.row(f"{name} / {number} / {label}", partial(one, fits, name, number, label))
+        fits = Fits()
+        for number, label in itertools.product(range(UCI[name]), METHODS):
+            if label != SLOW or number < SLOW_SPLITS[name]:
+                record.row(f"{name} / {number} / {label}", partial(one, fits, name, number, label))
+        jax.clear_caches()
 
 
 def values(record: Record, name: str, label: str, measure: str) -> dict[int, float | None]:
@@ -165,7 +158,3 @@ def tables(record: Record) -> str:
     parts |= {"Differences on the same splits": differences_table(record), "Coverage": calibration_table(record)}
     parts["Costs"] = costs_table(record)
     return "\n\n".join(f"**{title}**\n\n{part}" for title, part in parts.items())
-
-
-if __name__ == "__main__":
-    run(__doc__, "networks", measure, tables)

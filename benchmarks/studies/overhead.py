@@ -4,8 +4,6 @@ The network has 50 hidden units and 13 inputs; there are 455 rows, a minibatch o
 updates for each kept draw. The bare loop is a `lax.scan` of the vmapped gradient of NumPyro's potential with the same
 minibatches and independent noise. Times are medians over rounds in which the programs run in turn, in one process,
 after compilation; a ratio is the median of the rounds' ratios. All of it is done three times.
-
-    python -m benchmarks.studies.overhead [--again]
 """
 
 from functools import partial
@@ -20,7 +18,7 @@ from numpyro.handlers import substitute
 from numpyro.infer.util import initialize_model
 
 from benchmarks.harness.runs import in_turns, through_mcmc
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.problems.targets import bayesian_neural_network
 from numpyro_repulsion import RBF, SGLD, SGLDR, Independent
 from numpyro_repulsion.dynamics import Overdamped
@@ -103,17 +101,7 @@ def tables(record: Record) -> str:
         ratios = [row["ratios"][name] for row in rows] if other else []
         cells = (f"**{ratio:.2f}**" if target and ratio > target else f"{ratio:.2f}" for ratio in ratios)
         over = f"{', '.join(cells)} of {other}" if other else ""
-        lines.append(
-            [
-                name.replace("balanced", "zero-sum"),
-                ", ".join(f"{row['microseconds'][name]:.0f}" for row in rows),
-                over,
-                str(target or ""),
-            ]
-        )
+        times = ", ".join(f"{row['microseconds'][name]:.0f}" for row in rows)
+        lines.append([name.replace("balanced", "zero-sum"), times, over, str(target or "")])
     runs = ", ".join(name.removeprefix("run ") for name in record.rows)
     return table(["", f"µs per update, run {runs}", f"ratio, run {runs}", "target"], lines)
-
-
-if __name__ == "__main__":
-    run(__doc__, "overhead", measure, tables)

@@ -11,8 +11,6 @@ are. It is not given if standard deviations are wrong by more than 5%, because c
 mean best. The reference is a Laplace approximation corrected for the third derivative; importance sampling agrees
 within 0.003 sd. BlackJAX's SGHMC takes ten gradients on one minibatch per step. SteinVI evaluates the model for every
 pair of particles. HMCECS runs one chain. SGMCMCJax and jax-sgmc cannot be imported beside a current JAX.
-
-    python -m benchmarks.studies.peers [--again]
 """
 
 from functools import partial
@@ -24,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.runs import in_turns, middle, through_mcmc
-from benchmarks.harness.store import pm, run, table
+from benchmarks.harness.store import pm, table
 from benchmarks.methods import logistic_peers as peers
 from benchmarks.methods.logistic_peers import AT_ZERO, INNER, SAMPLERS, gradient
 from benchmarks.problems import logistic_100k as large
@@ -182,17 +180,8 @@ def accuracy_table(record):
         name = f"{row['sampler']}{', ' if row['setting'] else ''}{row['setting']}"
         cells = [row["run"], str(row["repeats"]), pm(row["seconds"], row["seconds_se"], 1), *errors]
         lines.append([name, *cells, *(_rate(row, key) for key in ("a_second", "average_a_second"))])
-    head = (
-        "sampler",
-        "run",
-        "runs",
-        "seconds",
-        "error of a mean, sd",
-        "error of an sd",
-        "ESS/s, worst mean",
-        "ESS/s, all means",
-    )
-    return table(head, lines)
+    head = ["sampler", "run", "runs", "seconds", "error of a mean, sd", "error of an sd"]
+    return table([*head, "ESS/s, worst mean", "ESS/s, all means"], lines)
 
 
 def _rate(row, key):
@@ -201,7 +190,3 @@ def _rate(row, key):
         return "sds are wrong"
     digits = 0 if row[key] >= 10 else 1
     return f"{row[key]:,.{digits}f} ± {row[f'{key}_se']:,.{digits}f}"
-
-
-if __name__ == "__main__":
-    run(__doc__, "peers", measure, tables)

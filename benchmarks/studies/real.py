@@ -4,13 +4,11 @@ Errors are measured against long NUTS runs: the largest error of a mean in poste
 relative error of a standard deviation, the largest R-hat and the lowest ESS of any scalar, and the findings of
 `diagnose`. Seconds are those of the whole run, compilation included. References come from equivalent models,
 reparameterized by hand.
-
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.real [--again]
 """
 
 from functools import partial
 
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.methods.real_peers import OURS, ours
 from benchmarks.problems import real
 
@@ -33,19 +31,5 @@ def tables(record: Record) -> str:
         cells = [row["problem"], row["kernel"], str(row["seed"]), str(row["parameters"]), f"{row['seconds']:.0f}"]
         cells += [f"{row[what][0]:.{digits}f} ({row[what][1]})" for what, digits in (("rhat", 2), ("ess", 0))]
         lines.append([*cells, *map(worst, ("mean", "sd", "few mean", "few sd")), ", ".join(row["findings"])])
-    head = [
-        "posterior",
-        "kernel",
-        "seed",
-        "d",
-        "seconds",
-        "R-hat",
-        "least ESS",
-        "error of a mean, sd",
-        "error of an sd",
-    ]
-    return table([*head, "of a mean, few levels", "of an sd, few levels", "findings"], lines)
-
-
-if __name__ == "__main__":
-    run(__doc__, "real", measure, tables)
+    head = ["posterior", "kernel", "seed", "d", "seconds", "R-hat", "least ESS", "error of a mean, sd"]
+    return table([*head, "error of an sd", "of a mean, few levels", "of an sd, few levels", "findings"], lines)

@@ -8,15 +8,13 @@ Errors are those of [real data](real.md). The ESS is that of the slowest mean an
 the reference's mean. A gradient is one of all rows for one chain; for minibatches, the rows evaluated over all rows.
 The total includes warmup, tuning and searches. nutpie has its own default settings; it and Laplace compute in double
 precision. Our rows show the worst of three seeds. `flights_aircraft` has no reference.
-
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.real_peers [--again]
 """
 
 from functools import partial
 import statistics
 
 from benchmarks.harness.apart import apart
-from benchmarks.harness.store import Record, run, table
+from benchmarks.harness.store import Record, table
 from benchmarks.problems import real
 
 METHODS = "benchmarks.methods.real_peers"
@@ -32,13 +30,13 @@ KERNELS = ("SGLD", "SGHMC")
 SHORTER = [
     (f"`{kernel}`, 250 + 250", "counted", {"kernel": kernel, "iterations": 250}, "nothing") for kernel in KERNELS
 ]
+ESS = ("ess", "ess_square")
 #: By how long they take; of which posterior, by which samplers.
 PEERS = {
     **dict.fromkeys(("survival", "wine", "volatility"), (LAPLACE, DIAGONAL, LOW_RANK, NUTS)),
     **dict.fromkeys(("kin8nm", "bikes"), (LAPLACE, NUTS, DIAGONAL, LOW_RANK)),
     **dict.fromkeys(("protein", "flights", "flights_noncentered"), (LAPLACE, NUTS)),
     "flights_aircraft": (NUTS,),
-    # An update takes twenty Cholesky factors of 400 rows.
     "gp_classification": (LAPLACE, DIAGONAL, LOW_RANK, NUTS, *SHORTER),
 }
 
@@ -107,28 +105,11 @@ def line(name, row):
     return [*cells, what]
 
 
-ESS = ("ess", "ess_square")
-HEAD = (
-    *("posterior", "sampler", "d", "seconds", "error of a mean, sd", "error of an sd"),
-    *(
-        "of a mean, few levels",
-        "of an sd, few levels",
-        "R-hat",
-        "least ESS",
-        "least ESS of squares",
-        "gradients in all",
-    ),
-    *("ESS per 1,000 gradients", "you supply, besides the model", "remark"),
-)
-
-
 def tables(record: Record) -> str:
     lines = []
     for name in real.PROBLEMS:
         rows = stored(record, name)
         lines += [line(name, row) for row in (*rows, *record.select(problem=name)) if "sampler" in row]
-    return table(HEAD, lines)
-
-
-if __name__ == "__main__":
-    run(__doc__, "real_peers", measure, tables)
+    head = ["posterior", "sampler", "d", "seconds", "error of a mean, sd", "error of an sd", "of a mean, few levels"]
+    head += ["of an sd, few levels", "R-hat", "least ESS", "least ESS of squares", "gradients in all"]
+    return table([*head, "ESS per 1,000 gradients", "you supply, besides the model", "remark"], lines)

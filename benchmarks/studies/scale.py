@@ -9,8 +9,6 @@
   1.9 GB for everything but mapped files (`RLIMIT_DATA`). The run is interrupted in its middle and started again.
 - *First runs.* The same regression with more rows: seconds of a run of 300 + 300 iterations, ten updates each,
   compilation included, and the peak memory of its process, which contains the data once.
-
-    python -m benchmarks.studies.scale [--again]
 """
 
 import functools
@@ -34,7 +32,7 @@ import numpy as np
 
 from benchmarks.harness.apart import apart
 from benchmarks.harness.runs import in_turns, through_mcmc, vectorized
-from benchmarks.harness.store import ROOT, Record, run, table
+from benchmarks.harness.store import ROOT, Record, table
 from benchmarks.problems.targets import logistic_regression
 from numpyro_repulsion import RBF, SGHMCR, SGLD, SGLDR, SVGD, ControlVariates, Rows, Subsampled, run_in_pieces
 from numpyro_repulsion.interactions import RandomFeatures
@@ -56,12 +54,12 @@ def stream(num_rows, num_covariates, size=100_000):
         yield {"x": x, "y": rng.random(len(x)) < 1 / (1 + np.exp(-x @ beta))}
 
 
-def written(batches, num_rows, num_covariates, folder) -> dict[str, Rows]:
-    """Write batches as files, whose rows are in random order already, and open them."""
+def written(num_rows, num_covariates, folder) -> dict[str, Rows]:
+    """Write a stream as files, whose rows are in random order already, and open them."""
     shapes = {"x": (np.float32, (num_rows, num_covariates)), "y": (bool, (num_rows,))}
     files = {name: np.lib.format.open_memmap(f"{folder}/{name}.npy", "w+", *kind) for name, kind in shapes.items()}
     first = 0
-    for batch in batches:
+    for batch in stream(num_rows, num_covariates):
         for name, file in files.items():
             file[first : first + len(batch[name])] = batch[name]
         first += len(batch["y"])
@@ -77,7 +75,7 @@ def rates() -> dict:
     num_rows, num_updates, rounds = 200_000, 200, 9
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        on_disk = written(stream(num_rows, 50), num_rows, 50, folder)
+        on_disk = written(num_rows, 50, folder)
         host = {name: np.asarray(rows.source) for name, rows in on_disk.items()}
         device = {name: jnp.asarray(array) for name, array in host.items()}
         rows = ({name: Rows(array) for name, array in arrays.items()} for arrays in (device, host))
@@ -150,17 +148,18 @@ def large() -> dict:
     num_samples = 500
     with tempfile.TemporaryDirectory(dir=os.environ.get("NUMPYRO_REPULSION_SCRATCH")) as folder:
         began = time.perf_counter()
-        written(stream(*LARGE[:2]), *LARGE[:2], folder)
+        written(*LARGE[:2], folder)
         converted = time.perf_counter() - began
         call = f"from benchmarks.studies.scale import fit_large; fit_large({folder!r}, {num_samples})"
+        again = functools.partial(apart, __name__, "fit_large", 7200, folder=folder, num_samples=num_samples)
         with subprocess.Popen([sys.executable, "-c", call], cwd=ROOT) as child:
             # Two states are saved: the run is past its second piece.
             while child.poll() is None and not (Path(folder) / "run" / "state-1.npz").exists():
                 time.sleep(0.2)
             child.send_signal(signal.SIGKILL)
-        resumed = apart("benchmarks.studies.scale", "fit_large", 7200, folder=folder, num_samples=num_samples)
+        resumed = again()
         (Path(folder) / "run").rename(Path(folder) / "killed")
-        whole = apart("benchmarks.studies.scale", "fit_large", 7200, folder=folder, num_samples=num_samples)
+        whole = again()
     return whole | {"converted": converted, "rows": LARGE[0], "is_same": resumed["digest"] == whole["digest"]}
 
 
@@ -185,7 +184,7 @@ def measure(record: Record) -> None:
     record.row("rates", rates)
     if jax.default_backend() != "cpu":
         return  # What follows is about virtual devices and disks.
-    call = functools.partial(apart, "benchmarks.studies.scale")
+    call = functools.partial(apart, __name__)
     for name in SENT:
         record.row(f"sent {name}", functools.partial(call, "sent", 600, name=name))
     record.row("large", large)
@@ -205,18 +204,11 @@ def tables(record: Record) -> str:
     if (row := record.rows.get("large")) is not None:
         lines = [[name, f"{record.rows[f'sent {name}']['kilobytes']:.1f}"] for name in SENT]
         parts.append(table(["over four devices", "kB sent to each in an update"], lines))
-        head = [
-            "rows",
-            "GB",
-            "GB allowed",
-            "s to write",
-            "s to fit",
-            "largest distance of a mean from the truth, sd",
-            "after a restart",
-        ]
+        head = ["rows", "GB", "GB allowed", "s to write", "s to fit", "largest distance of a mean from the truth, sd"]
         cells = [f"{row['rows']:,}", f"{row['gigabytes']:.1f}", f"{LARGE[2] / 1e9:.1f}", f"{row['converted']:.0f}"]
         cells += [f"{row['seconds']:.0f}", f"{row['worst_z']:.2f}"]
-        parts.append(table(head, [[*cells, "the same draws" if row["is_same"] else "**other draws**"]]))
+        cells.append("the same draws" if row["is_same"] else "**other draws**")
+        parts.append(table([*head, "after a restart"], [cells]))
         lines = []
         for number in FIRST_ROWS:
             rows = [record.rows.get(f"first run {source} {number}", {}) for source in FIRST]
@@ -224,7 +216,3 @@ def tables(record: Record) -> str:
             lines.append([f"{number:,}", f"{number * 51 * 4 / 1e6:.0f}", *cells])
         parts.append(table(["rows", "MB", *(f"{name}: s · GiB at the peak" for name in FIRST.values())], lines))
     return "\n\n".join(parts)
-
-
-if __name__ == "__main__":
-    run(__doc__, "scale", measure, tables)

@@ -5,8 +5,6 @@ chain start from its last state. The reference takes all rows, in double precisi
 of the mode and its curvature, weighted by the posterior. The error of its variances is that of twenty parts. All values
 are for unconstrained coordinates, relative to the posterior's variances; ± is a standard error over the runs. The
 largest of d biases that are 0 would be about two to three of their errors.
-
-    NUMPYRO_REPULSION_DATA=... python -m benchmarks.studies.second_order [--again]
 """
 
 from functools import cache, partial
@@ -22,7 +20,7 @@ from scipy.optimize import minimize
 from numpyro.infer.util import initialize_model, unconstrain_fn
 
 from benchmarks.harness.runs import in_turns, vectorized
-from benchmarks.harness.store import Record, pm, run, table
+from benchmarks.harness.store import Record, pm, table
 from benchmarks.problems import real, simulated
 from benchmarks.problems.real import Problem
 from benchmarks.problems.targets import logistic_regression
@@ -170,7 +168,3 @@ def tables(record: Record) -> str:
     head += ["largest bias of a variance", "largest error of a mean, sd", "error of the reference"]
     parts = [table(head, lines)] + [table(["d", "first order, µs", "second order, µs", "ratio"], costs)] * bool(costs)
     return "\n\n".join(parts)
-
-
-if __name__ == "__main__":
-    run(__doc__, "second_order", measure, tables)

@@ -34,13 +34,12 @@ class Localized(Messenger):
     .. math::
         \varphi(w)\, \exp\!\Big(\beta\, \ell(w) - \frac{\gamma}{2} \lVert z(w) - z(w^*) \rVert^2\Big)
 
-    in which z are the unconstrained coordinates of the sites in ``center``: for sites of real numbers the sites
-    themselves, for others ``biject_to(support).inv`` of their values. The tether is one more factor of the model, named
-    ``"tether"``, outside of all plates, so it counts once for any minibatch. The prior stays: where the tether alone is
-    to hold the parameters, give them a wide one.
+    in which z are the unconstrained coordinates of the sites in ``center``, ``biject_to(support).inv`` of their values.
+    The tether is one more factor of the model, named ``"tether"``, outside of all plates, so it counts once for any
+    minibatch. The prior stays: where the tether alone is to hold the parameters, give them a wide one.
 
-    It works with all kernels of this package and with those of NumPyro. Particles start where ``init_strategy`` puts
-    them, by default at draws from the prior: ``init_around(center)`` starts them near the center.
+    It works with all kernels of this package and with those of NumPyro. ``init_strategy=init_around(center)`` starts
+    particles near the center.
 
     :param fn: a model; without one the result is a decorator.
     :param center: w*, a dictionary of latent sites with values in their supports. Sites that it leaves out have no
@@ -118,7 +117,7 @@ class Localized(Messenger):
         super().__init__(fn)
 
     def _forget(self):
-        """Forget what one run of the model has shown: supports of latent sites, values in `center`, and factors."""
+        #: What one run of the model shows: supports of latent sites, values in `center`, and factors.
         self._latent: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._found: set[str] = set()
@@ -178,7 +177,6 @@ class Localized(Messenger):
             self._values[name] = msg["value"]
 
     def _check_latent(self, name, fn):
-        """Raise ``ValueError`` for discrete sites that have no place in a local posterior."""
         if not fn.support.is_discrete:
             return
         if name in self.center:
@@ -297,15 +295,14 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
         \hat\lambda = \beta \big( \mathbb E[n L_n(w)] - n L_n(w^*) \big), \qquad
         n L_n(w) = -\sum_{i=1}^n \log p(y_i \mid x_i, w),
 
-    with the mean over the draws of a run of ``Localized(model, center=w*, strength=γ, inverse_temperature=β)``. Center,
-    β and data are those of the run. Twice λ̂ is an effective number of parameters: d/2 for a regular model with d
-    parameters, and less where directions do not change the likelihood. Losses are those of all rows, whatever
-    minibatches the run used, relative to the center entry by entry, so that single precision suffices.
+    with the mean over the draws of a run of ``Localized(model, center=w*, strength=γ, inverse_temperature=β)``. Twice
+    λ̂ is an effective number of parameters: d for a regular model with d parameters, and less where directions do not
+    change the likelihood. Losses are those of all rows, whatever minibatches the run used, relative to the center entry
+    by entry, so that single precision suffices.
 
     The usual choice is ``β = 1 / log(n)``. The center should be a minimum of the loss: trained to the end, without
-    early stopping. Both the prior and the tether hold parameters that the data leave free, so λ̂ falls if they are
-    narrow; a wide prior and a few strengths show how much. Even without Monte Carlo error λ̂ differs from the learning
-    coefficient by terms that vanish like ``1 / log(n)``.
+    early stopping. Prior and tether hold parameters that the data leave free, so narrow ones lower λ̂: a wide prior and
+    a few strengths show by how much. It also differs from the learning coefficient by terms of order ``1 / log(n)``.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package and a model that is :class:`Localized` at values
         of all its latent sites, with an ``inverse_temperature``.
@@ -353,7 +350,9 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
     """
     kernel = kernel_of_run(mcmc, "llc")
     num_draws = integer("`num_draws`", num_draws)
-    local, target = _localized(kernel.model, bound_of(mcmc).target)
+    local: Any = kernel.model
+    target: Any = bound_of(mcmc).target
+    _check_localized(local, target)
     if kernel.dynamics.temperature != 1:
         raise ValueError(
             f"The dynamics has temperature={kernel.dynamics.temperature}, which tempers the tether as well as the "
@@ -407,8 +406,7 @@ def llc(mcmc: MCMC, *, num_draws: int = 4000) -> LearningCoefficient:
     )
 
 
-def _localized(model, target):
-    """Return the model of a run as one that is localized at all of its sites, and its posterior, or raise an error."""
+def _check_localized(model, target):
     if not isinstance(model, Localized) or not isinstance(target, ModelTarget):
         raise ValueError(
             "llc needs a run of the local posterior: SGLD(Localized(model, center=..., strength=1.0, "
@@ -430,7 +428,6 @@ def _localized(model, target):
             "hand for minibatches of `subsample_size` rows, so the likelihood over all rows is unknown. Put them into "
             "the plates."
         )
-    return model, target
 
 
 def _terms(target, values, key=None):

@@ -24,9 +24,9 @@ def ensemble_ess(
 ) -> Any:
     r"""Return the effective sample size: how many independent draws the draws of interacting particles are worth.
 
-    Particles of one ensemble are not independent chains. So neither the sum of their effective sample sizes nor any
-    other statistic of single particles tells how precise an average over all of them is. The average of f over the L
-    particles at each iteration, :math:`\bar f_t`, is a single series, and its mean has the error of any series:
+    Particles of one ensemble are not independent chains, so no statistic of single particles tells how precise an
+    average over all of them is. The average of f over the L particles at each iteration, :math:`\bar f_t`, is a single
+    series, and its mean has the error of any series:
 
     .. math::
         \mathrm{ESS} = \frac{\operatorname{Var} f}{\mathrm{MCSE}^2}, \qquad
@@ -37,14 +37,14 @@ def ensemble_ess(
     independent particles; with balanced noise it may far exceed the number of draws, and with shared minibatches it is
     far smaller. Several ensembles add up, and the variance of their means counts too.
 
-    S(0) comes from the lowest frequencies of the averages (discrete cosines, so that a drift counts), those well below
-    the frequency at which single particles decorrelate. The autocorrelation time of a particle is estimated from all
-    particles together, about their common mean, so that particles that have not explored the whole distribution count
-    as slow. The result is NaN if the draws do not determine it: if the run is shorter than 5 autocorrelation times of a
-    particle; if particles lie further apart than their own paths explain, as in separate modes; or if fewer than 10
-    squares are left to estimate S(0) from, so a single ensemble needs about 25 autocorrelation times.
-    :func:`~numpyro_repulsion.summary` says which. Inference data of particles that repel each other need less: these
-    particles are independent at any one time, so it is enough that their average varies as much as that implies.
+    S(0) comes from the lowest frequencies of the averages (discrete cosines, so that a drift counts), well below that
+    at which single particles decorrelate. The autocorrelation time of a particle is estimated from all particles
+    together, about their common mean, so that those that have not explored the whole distribution count as slow. The
+    result is NaN if the run is shorter than 5 autocorrelation times of a particle; if particles lie further apart than
+    their own paths explain, as in separate modes; or if fewer than 10 squares are left to estimate S(0) from, so a
+    single ensemble needs about 25 autocorrelation times. :func:`~numpyro_repulsion.summary` says which. Inference data
+    of particles that repel each other need less: these are independent at any one time, so it is enough that their
+    average varies as much as that implies.
 
     :param draws: an array ``(chains, draws, ...)``, a dictionary of such, or inference data (ArviZ) with a
         ``posterior``.
@@ -105,8 +105,7 @@ def ensemble_ess(
 def ensemble_mcse(draws: Any, num_ensembles: int | None = None, *, method: str = "mean") -> Any:
     """Return the standard error of the mean over all draws of interacting particles: ``sd / sqrt(ESS)``.
 
-    It allows for its own uncertainty, so that errors divided by it have about unit variance: for a single ensemble and
-    few autocorrelation times it is a tenth or two larger than the root of the best estimate of its square.
+    It allows for its own uncertainty, so that errors divided by it have about unit variance.
 
     :param draws: as for :func:`ensemble_ess`.
     :param num_ensembles: as for :func:`ensemble_ess`.
@@ -144,10 +143,9 @@ def nested_rhat(draws: Any, num_ensembles: int | None = None, *, method: str = "
         \hat R = \sqrt{1 + B / W}
 
     B is the variance of the ensembles' means. W is the mean over ensembles of the variance within: the variance between
-    its particles' means, plus the mean variance of each particle over time. Particles of an ensemble may interact,
-    because ensembles do not. The method presumes that the particles of an ensemble start at one point; particles that
-    stay where they started pass it, so check the plain R-hat of particles too. The numbers are those of
-    ``arviz_stats.rhat_nested``, which ArviZ 0.x lacks.
+    its particles' means, plus the mean variance of each particle over time. Particles of an ensemble may interact. If
+    all stay where they started, at one point for each ensemble, it does not show, so check the plain R-hat of particles
+    too. The numbers are those of ``arviz_stats.rhat_nested``, which ArviZ 0.x lacks.
 
     :param draws: as for :func:`ensemble_ess`.
     :param num_ensembles: as for :func:`ensemble_ess`; two or more.

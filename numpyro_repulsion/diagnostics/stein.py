@@ -31,8 +31,7 @@ def ksd(draws: jax.Array, scores: jax.Array, *, scale: float | jax.Array = 1.0, 
 
     It needs no normalizing constant and no exact draws. It detects bias and lack of convergence alike, but not wrong
     weights of distant modes. For n independent draws from π it is about :math:`n^{-1/2}` times its value for one draw.
-    Rows are processed one at a time, so no array of shape ``(n, n)`` is formed. Scores from minibatches add the
-    variance of their noise.
+    No array of shape ``(n, n)`` is formed. Scores from minibatches add the variance of their noise.
 
     :param draws: ``(n, d)``, in the unconstrained space of the scores.
     :param scores: ``(n, d)``.
@@ -184,10 +183,9 @@ def stein_control_variates(
 
     The mean of :math:`\mathcal A P` over the posterior is 0 for any polynomial P of the unconstrained parameters. Its
     coefficients are those of the regression of f on :math:`\mathcal A P`, found on one half of the draws and used on
-    the other, and vice versa, so that the estimate has no bias from fitting. For a Gaussian posterior means and
-    variances are exact with a quadratic P, whatever the draws. For others the variance of f falls to that of what P
-    does not explain. As the identity is that of the posterior, part of the bias of a step size is removed too; a mean
-    that differs from the plain one by many standard errors shows that bias.
+    the other, so that the estimate has no bias from fitting. For a Gaussian posterior means and variances are exact
+    with a quadratic P, whatever the draws; for others the variance of f falls to that of what P does not explain. Part
+    of the bias of a step size is removed too; a mean that differs from the plain one by many standard errors shows it.
 
     :param mcmc: an ``MCMC`` that has run with a kernel of this package that samples.
     :param function: of one draw, ``{site: value}`` with the constrained and deterministic sites; returns a pytree of

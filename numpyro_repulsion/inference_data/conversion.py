@@ -73,12 +73,10 @@ def to_inference_data(
 
     Dimensions are named after plates, and after ``infer={"event_dims": [...]}`` of a site. Chains have the coordinates
     ``ensemble``, and ``diverged_chains``: whether a particle has left the others or stands still. Attributes name the
-    algorithm, its settings, and the ensemble of each chain. In site names "." replaces "/". If a mask hides a part of
-    an observed site, for all draws alike, the site is flattened to its visible entries along ``<site>_entry``, whose
-    coordinates are positions in the flattened site.
-
-    For an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) only the last cloud is a result: it becomes one
-    chain whose draws are the particles.
+    algorithm and its settings. In site names "." replaces "/". If a mask hides a part of an observed site, for all
+    draws alike, the site is flattened to its visible entries along ``<site>_entry``, whose coordinates are positions in
+    the flattened site. Of an optimizer of the cloud (:class:`~numpyro_repulsion.SVGD`) only the last cloud is a result:
+    one chain, whose draws are the particles.
 
     Between ``mcmc.warmup(..., collect_warmup=True)`` and ``mcmc.run`` the draws are those of warmup, in the groups
     ``warmup_posterior`` and ``warmup_sample_stats``. ``mcmc.run`` drops them: convert before it, and pass the result as

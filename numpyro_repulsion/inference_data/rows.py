@@ -381,7 +381,6 @@ def row_latents_of(target: ModelTarget, key: jax.Array, draw: dict, rows: dict) 
 
 
 def _require_drawable(target, name):
-    """Raise ``ValueError`` for a model whose observed sites cannot be drawn."""
     sites: dict = {}
     jax.eval_shape(lambda: sites.update(target.sites({})) or 0)
     if inside := [site for site in target.observed if sites[site].get("_control_flow_done")]:

@@ -124,12 +124,8 @@ class Draws(NamedTuple):
                 f"A coordinate is named by a label such as 'beta[0]' or, if there is one variable, by its number; "
                 f"got {label!r}."
             )
-        columns = (value.reshape(*value.shape[:2], -1) for value in self.values.values())
-        for column in columns:
-            if number < column.shape[2]:
-                break
-            number -= column.shape[2]
-        return column[..., number], label
+        name, place = [(name, i) for name, value in self.values.items() for i in range(value[0, 0].size)][number]
+        return self.values[name].reshape(self.num_particles, self.num_draws, -1)[..., place], label
 
 
 def read_draws(source: Any, num_ensembles: int | None = None) -> Draws:

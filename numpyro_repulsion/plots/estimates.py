@@ -35,9 +35,8 @@ def plot_running_estimates(
     For several runs, repeats of each other, the line is the median at each time, and the band holds the share ``prob``
     of them (between interpolated quantiles). For a single run the line is its estimate, and the band is as many
     standard errors wide as would hold that share of a Gaussian, from :func:`~numpyro_repulsion.ensemble_mcse` for the
-    draws so far. It starts where these are known, and does not include bias from the step size or from the start.
-
-    Call the function again with the same axes to compare kernels.
+    draws so far, where known; it leaves out bias from the step size or from the start. Call the function again with the
+    same axes to compare kernels.
 
     :param runs: a run: an array ``(particles, draws, ...)`` or a dictionary of such, an ``MCMC`` that has run, or
         inference data (ArviZ). Or a list of runs with equally many draws.

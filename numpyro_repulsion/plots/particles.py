@@ -118,9 +118,8 @@ def animate_particles(
 ) -> Any:
     """Return an animation, one frame of :func:`~numpyro_repulsion.plots.plot_particles` for each draw.
 
-    Notebooks show ``animation.to_jshtml()``; ``animation.save("cloud.gif", writer="pillow")`` needs nothing beyond
-    matplotlib. Keep the animation in a variable until it is saved or shown. Arguments that are not listed are those of
-    :func:`plot_particles`.
+    Notebooks show ``animation.to_jshtml()``; ``animation.save("cloud.gif", writer="pillow")`` needs matplotlib alone.
+    Keep it in a variable until it is saved or shown. Arguments that are not listed are those of :func:`plot_particles`.
 
     :param iterations: the draws, one for each frame: a slice such as ``slice(0, 200, 2)``, or a sequence of numbers.
         ``None`` is all.
@@ -300,8 +299,7 @@ def _dots(ax, points, number, color, label, settings):
 
 
 def _add_legend(ax, labels):
-    """Add a legend of ensembles if the palette has enough colors for them."""
-    if 1 < len(labels) <= len(COLORS):
+    if 1 < len(labels) <= len(COLORS):  # The palette has enough colors.
         legend = ax.legend(fontsize="small", edgecolor="none", framealpha=0.9)
         for handle in legend.legend_handles:
             handle.set(alpha=1.0, sizes=[32])
