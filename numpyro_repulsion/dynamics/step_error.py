@@ -40,10 +40,8 @@ class StepError:
     `remaining_noise` and `is_second_order`.
     """
 
-    @property
-    def is_second_order(self) -> bool:
-        """Whether the bias from curvature is of second order in ε."""
-        return False
+    #: Whether the bias from curvature is of second order in ε.
+    is_second_order: bool = False
 
     def bias(self, step_size: Float[AnyArray, ""], stats: CurvatureStats) -> Float[AnyArray, ""]:
         """Return the expected relative inflation of variances by a step; NaN if unknown."""
@@ -176,20 +174,16 @@ class MomentumError(EulerError):
     """Dynamics with momenta: a bias of second order in ε if an update is symmetric.
 
     - **friction** - C.
-    - **is_symmetric** - whether an update is symmetric.
+    - **is_second_order** - whether an update is symmetric.
     """
 
     friction: float
-    is_symmetric: bool
-
-    @property
-    def is_second_order(self):
-        return self.is_symmetric
+    is_second_order: bool
 
     def bias(self, step_size, stats):
         bound = self.coupling.bound
         square = step_size**2 / 2.0 * stats.curvature * bound**2
-        curved = _of_second_order(square) if self.is_symmetric else square
+        curved = _of_second_order(square) if self.is_second_order else square
         change = step_size * stats.steepness
         # Above the stability limit, measured variances were several times too large.
         dense = xp.where(change > 1.0, 1e3, change**2 / 10.0)
@@ -203,7 +197,7 @@ class MomentumError(EulerError):
     def max_step_for_bias(self, tolerance, stats):
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature. The
         # first-order integrator gets a third of that step.
-        limit = _longest_of_second_order(tolerance) if self.is_symmetric else tolerance
+        limit = _longest_of_second_order(tolerance) if self.is_second_order else tolerance
         curved = self.from_overdamped_step(_over(limit, stats.curvature)) / self.coupling.bound
         # An empirical value, the same as for overdamped dynamics although the step is one of time.
         dense = _over((10.0 * tolerance) ** 0.5, stats.steepness)
@@ -232,7 +226,7 @@ class MomentumError(EulerError):
         # update is symmetric, this is exact on a Gaussian of curvature λ.
         noise = self.coupling.bound * xp.mean(self.coupling.diagonal) * self.remaining_noise(step_size, stats)
         heat = step_size * noise / (2.0 * self.friction)
-        if not self.is_symmetric:
+        if not self.is_second_order:
             return heat
         half = self.friction * step_size / 2.0
         return heat * half / xp.tanh(half) / xp.maximum(1.0 - step_size**2 / 4.0 * stats.curvature, 1e-3)

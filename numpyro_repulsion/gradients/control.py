@@ -85,10 +85,6 @@ class ControlVariates(Subsampled):
             raise ValueError(f"ControlVariates: `order` must be 1, 2 or None (the better one); got {self.order!r}.")
 
     @property
-    def keeps_subsample_size(self):
-        return False  # The reference uses all rows, in pieces that fit into memory.
-
-    @property
     def has_reference(self):
         return True
 

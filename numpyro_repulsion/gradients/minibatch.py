@@ -78,6 +78,10 @@ class Gradient:
     #: Of how many particles gradients are evaluated at a time; ``None`` for all.
     chunk_size: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None:
+            keep(self, "chunk_size", integer, expected="None or a number of particles, an integer of 1 or more")
+
     def is_noisy(self, target: Target) -> bool:
         """Whether U and ∇U are estimates that differ from update to update; true unless a subclass knows better."""
         return True
@@ -85,7 +89,7 @@ class Gradient:
     @property
     def splits(self) -> bool:
         """Whether equal parts of a minibatch come from equal parts of the plate, so that devices can share its rows."""
-        return False
+        return type(self).rows in (FullData.rows, Subsampled.rows)  # Other rows may come from anywhere.
 
     @property
     def keeps_subsample_size(self) -> bool:
@@ -112,11 +116,6 @@ class Gradient:
         """
         return self
 
-    @property
-    def depends_on_updates(self) -> bool:
-        """Whether the gradient of an update depends on how many were done before."""
-        return type(self).at is not Gradient.at
-
     def sweep_length(self, target: Target) -> int | None:
         """Return the number of updates that pass through all rows once; ``None`` for independent minibatches."""
         return None
@@ -141,12 +140,45 @@ class Gradient:
         return {name: batch for name, (_, batch) in target.plates.items()}
 
     def share(self, target: Target) -> None:
-        """Put rows of the model on the devices for rows of the mesh of ``jax.set_mesh``, if it has any.
+        """Put the `Rows` of a model on the devices for rows of the mesh of ``jax.set_mesh``, if any, each its share.
 
-        :raises ValueError: for minibatches that these devices cannot share.
+        :raises ValueError: for minibatches that the devices cannot share equally, and sites whose terms would be
+            missing.
         """
-        if num_devices(ROWS) > 1:
-            _share(target, self.batches(target) if self.splits else None, self.block_size)
+        count = num_devices(ROWS)
+        if count == 1:
+            return
+        found = host_rows((target.args, target.kwargs))
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:
+            found = []  # While a program is traced, they are there already.
+        for rows in found:
+            rows.share(mesh, self.block_size)
+        if not self.splits:
+            return
+        for group in target.crossed_plates():
+            if len(group) > 1:
+                raise ValueError(
+                    f"A site uses rows of all the plates {group}, so devices that divide these rows would omit pairs "
+                    f"of rows. Use a mesh without the axis '{ROWS}', or subsample only one of the plates."
+                )
+        if target.rows_outside:
+            raise ValueError(
+                f"The sites {list(target.rows_outside)} use rows of a subsampled plate outside of it, scaled by hand "
+                f"for whole minibatches. Put them into the plate, or use a mesh without the axis '{ROWS}'."
+            )
+        for name, batch in self.batches(target).items():
+            is_all = batch == target.plates[name][0]
+            per = count * (1 if is_all else self.block_size)
+            if batch % per:
+                remedy = f"a mesh without the axis '{ROWS}', or minibatches"
+                if not is_all:
+                    remedy = f"a multiple of {per}, as in subsample_size={max(1, batch // per) * per}"
+                raise ValueError(
+                    f"The {batch} rows in a minibatch of the plate {name!r} cannot be shared equally by the {count} "
+                    f"devices of the axis '{ROWS}'. Use {remedy}."
+                )
 
     def epoch_length(self, target: Target, num_steps: int) -> int | None:
         """Return the number of updates, in whole iterations of ``num_steps``, after which each particle renews its
@@ -219,11 +251,6 @@ def _over_particles(function, chunk_size, in_axes, *given):
     return lax.map(lambda x: function(*(x.get(k, y) for k, y in enumerate(given))), own, batch_size=chunk_size)
 
 
-def _check_chunk_size(gradient):
-    if gradient.chunk_size is not None:
-        keep(gradient, "chunk_size", integer, expected="None or a number of particles, an integer of 1 or more")
-
-
 @dataclass(frozen=True)
 class FullData(Gradient):
     """All rows in every update, including those of subsampled plates.
@@ -240,13 +267,6 @@ class FullData(Gradient):
     """
 
     chunk_size: int | None = field(default=None, kw_only=True, repr=False)
-
-    def __post_init__(self):
-        _check_chunk_size(self)
-
-    @property
-    def splits(self):
-        return type(self).rows is FullData.rows
 
     def batches(self, target):
         return {name: size for name, (size, _) in target.plates.items()}
@@ -305,18 +325,13 @@ class Subsampled(Gradient):
     chunk_size: int | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self):
+        super().__post_init__()
         keep(self, "shared", boolean)
-        _check_chunk_size(self)
         keep(self, "block_size", integer, expected="a number of rows, an integer of 1 or more")
 
     @property
     def keeps_subsample_size(self):
-        return True
-
-    @property
-    def splits(self):
-        # Rows that a subclass draws may come from anywhere.
-        return type(self).rows is Subsampled.rows
+        return not self.has_reference  # That uses all rows, in pieces that fit into memory.
 
     def rows(self, key, target, shape):
         shape = shape[:1] if self.shared else shape
@@ -461,47 +476,6 @@ class Share(Rows):
         return cls(rows, shards, children[0])
 
 
-def _share(target: Target, batches: Mapping[str, int] | None, block_size: int) -> None:
-    """Put the `Rows` of a model on the devices for rows of the mesh of ``jax.set_mesh``, each its share.
-
-    :param batches: the number of rows in a minibatch of each plate, if the devices share these too.
-    :param block_size: the number of consecutive rows drawn together.
-    :raises ValueError: for minibatches that the devices cannot share equally, and sites whose terms would be missing.
-    """
-    found = host_rows((target.args, target.kwargs))
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:
-        found = []  # While a program is traced, they are there already.
-    for rows in found:
-        rows.share(mesh, block_size)
-    if batches is None:
-        return
-    for group in target.crossed_plates():
-        if len(group) > 1:
-            raise ValueError(
-                f"A site uses rows of all the plates {group}, so devices that divide these rows would omit pairs of "
-                f"rows. Use a mesh without the axis '{ROWS}', or subsample only one of the plates."
-            )
-    if target.rows_outside:
-        raise ValueError(
-            f"The sites {list(target.rows_outside)} use rows of a subsampled plate outside of it, scaled by hand for "
-            f"whole minibatches. Put them into the plate, or use a mesh without the axis '{ROWS}'."
-        )
-    count = num_devices(ROWS)
-    for name, batch in batches.items():
-        is_all = batch == target.plates[name][0]
-        per = count * (1 if is_all else block_size)
-        if batch % per:
-            remedy = f"a mesh without the axis '{ROWS}', or minibatches"
-            if not is_all:
-                remedy = f"a multiple of {per}, as in subsample_size={max(1, batch // per) * per}"
-            raise ValueError(
-                f"The {batch} rows in a minibatch of the plate {name!r} cannot be shared equally by the {count} "
-                f"devices of the axis '{ROWS}'. Use {remedy}."
-            )
-
-
 def _on_shares(
     evaluate: Callable, target: Target, z: Float[Array, "*particles d"], indices: Indices, axes: int, keys: jax.Array
 ) -> tuple[Float[Array, "*particles"], Float[Array, "*particles d"]]:
@@ -509,10 +483,6 @@ def _on_shares(
 
     A minibatch has a row, or a block of rows, from each of strata in order, so that equal parts of it lie in the shares
     of the devices; the estimates of parts have the mean of that of the whole.
-
-    :param evaluate: ``(target, z, indices, keys) -> (U, ∇U)``.
-    :param axes: how many axes of the cloud ``(G, L, d)`` each array of indices begins with.
-    :param keys: one for each particle, ``(G, L)``, or a single one.
     """
     size, count, dimension = z.shape
     spec = Layout.of((size, count, dimension), interacts=False).particles or ()

@@ -89,16 +89,8 @@ class Sweeps(ControlVariates):
         keep(self, "control_variates", boolean)
 
     @property
-    def splits(self):
-        return False  # The rows of a minibatch come from anywhere.
-
-    @property
     def has_reference(self):
         return self.control_variates
-
-    @property
-    def keeps_subsample_size(self):
-        return not self.control_variates
 
     def check_rows(self, target):
         super().check_rows(target)

@@ -134,8 +134,8 @@ class Interaction:
         return self
 
     def learn_bandwidth(self, u: Float[Array, "*particles d"]) -> Float[Array, ""]:
-        """Return the bandwidth for particles ``(G, L, d)``; NaN if the interaction has none to learn."""
-        return jnp.asarray(jnp.nan, u.dtype)
+        """Return the bandwidth for particles ``(G, L, d)``, if the interaction learns one."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement `learn_bandwidth`.")
 
     def couple(self, u: Float[Array, "*particles d"], bandwidth: Float[Array, ""] | float | None = None) -> Coupling:
         """Return the coupling of the cloud.
@@ -146,10 +146,11 @@ class Interaction:
         raise NotImplementedError(f"{type(self).__name__} does not implement `couple`.")
 
     def __add__(self, other):
-        return Sum.of(self) + other
+        return Sum(Sum.of(self).terms + Sum.of(other).terms)
 
     def __rmul__(self, weight):
-        return weight * Sum.of(self)
+        weight = positive("Sum: `weight`", weight)
+        return Sum(tuple((weight * w, term) for w, term in Sum.of(self).terms))
 
     __mul__ = __rmul__
 
@@ -280,17 +281,14 @@ class Gram(Interaction):
         stays near five. The bandwidth is at least 0.1 of a coordinate's variance: many particles in few dimensions have
         more than four neighbors, because repulsion between nearest neighbors would need shorter steps.
         """
-        if not self.learns_bandwidth:
-            return super().learn_bandwidth(u)
         size = u.shape[-2]
-        target = min(4.0 / (size - 1), 0.25)
 
         def mean_similarity(h):
             gram = lax.map(lambda v: self.similarity(v, h), u)
             diagonal = jnp.trace(gram, axis1=-2, axis2=-1)
             return jnp.mean((gram.sum((-2, -1)) - diagonal) / diagonal) / (size - 1)
 
-        return bisect_bandwidth(mean_similarity, u, target)
+        return bisect_bandwidth(mean_similarity, u, min(4.0 / (size - 1), 0.25))
 
     def couple(self, u, bandwidth=None, white=None):
         white = white or (lambda key: normal(key, u.shape, u.dtype))
@@ -365,17 +363,6 @@ class Sum(Gram):
     def gram(self, u, bandwidth):
         parts = [(weight, term.gram(u, bandwidth)) for weight, term in self.terms]
         return sum(weight * gram for weight, (gram, _) in parts), sum(weight * gamma for weight, (_, gamma) in parts)
-
-    def __add__(self, other):
-        if not isinstance(other, Interaction):
-            return NotImplemented
-        return Sum(self.terms + Sum.of(other).terms)
-
-    def __rmul__(self, weight):
-        weight = positive("Sum: `weight`", weight)
-        return Sum(tuple((weight * w, term) for w, term in self.terms))
-
-    __mul__ = __rmul__
 
     def __repr__(self):
         return " + ".join(f"{weight:g} * {term!r}" for weight, term in self.terms)

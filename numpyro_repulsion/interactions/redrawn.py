@@ -80,9 +80,6 @@ class RandomFeatures(Interaction):
         return replace(self, key=key)
 
     def learn_bandwidth(self, u):
-        if not self.learns_bandwidth:
-            return super().learn_bandwidth(u)
-
         def mean_similarity(h):
             cosines, sines = self._features(u, h)
             total = (cosines.sum(-2) ** 2 + sines.sum(-2) ** 2).sum(-1)
