@@ -180,9 +180,6 @@ class Arrow:
             matmul(rest, cross.T).reshape(own.shape) + _by_unit(self.blocks, own),
         )
 
-    def __add__(self, other: Arrow) -> Arrow:
-        return jax.tree.map(lambda a, b: a + b, self, other)
-
     def scaled(self, scale: Float[AnyArray, " d"]) -> Arrow:
         """Return ``S H S`` for a diagonal S, ``(d,)``."""
         rest, own = self.units.split(scale)

@@ -288,19 +288,8 @@ class Subsampled(Gradient):
 
     :param shared: whether the particles of an ensemble share a minibatch. By default each has its own: a shared
         minibatch gives all particles the same gradient noise, which averaging over particles does not remove, and which
-        repulsion accumulates over neighbors. Measured on N(0, I₂) with 20 particles, RBF bandwidth 2, step size 0.02
-        and gradient noise of variance 4 (the exact values are 1 and 1):
-
-        ==================  =================  =======================================
-        ..                  marginal variance  20 × variance of the ensemble's mean
-        ==================  =================  =======================================
-        SGLD, shared        1.05               1.83
-        SGLD, own           1.05               1.04
-        SGLDR, shared       1.23               7.48
-        SGLDR, own          1.03               1.39
-        ==================  =================  =======================================
-
-        A shared minibatch is cheaper: one gather and one matrix product for all particles.
+        repulsion accumulates over neighbors (:ref:`measured <whose-minibatch>`). It is cheaper: one gather and one
+        matrix product for all particles.
     :param block_size: the number of consecutive rows drawn together; it must divide each ``subsample_size``. Memory is
         read in lines, so long blocks are fetched several times faster if there are many rows. All rows stay equally
         likely, and gradients are unbiased for any order of the rows. Similar neighbors add to the noise, however, so

@@ -35,20 +35,18 @@ from numpyro_repulsion.gradients.structure import (
     Watch,
     abstract_usage,
     any_number_of_rows,
+    arrays,
     check_enumeration,
     check_kinds,
-    check_latent,
     check_sites,
-    check_use,
     check_values,
-    find_nan,
     influenced,
     point,
     rows_outside,
 )
 from numpyro_repulsion.gradients.target import Indices, Particle, Target, compiled, is_traced, quickly
 from numpyro_repulsion.rounding import unrounded
-from numpyro_repulsion.rows import host_rows
+from numpyro_repulsion.rows import count_nan, host_rows
 
 
 class _Weighted(Messenger):
@@ -172,7 +170,7 @@ class ModelTarget(Target):
             raise ValueError(f"The latent sites {self.latent} have no elements. Give one a shape without 0.")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves):
             # The values of the data are unknown.
-            self.usage = self._abstract_usage()
+            self.usage = abstract_usage(self)
         else:
             # Inside of a program, what is run here must have values; outside, this would hide constant indices.
             with jax.ensure_compile_time_eval() if is_traced() else nullcontext():
@@ -199,7 +197,7 @@ class ModelTarget(Target):
     def _share_traces(self):
         """Compile functions so that the model runs only once for each shape of their arguments."""
         self._energy = compiled(ModelTarget._potential_energy, self)
-        self._evaluate = compiled(ModelTarget._evaluation, self)
+        self.evaluate = compiled(ModelTarget._evaluation, self)
         self._constrained = compiled(ModelTarget._constrained_values, self)
         self.centered_energy = compiled(centered_energy, self)
         self.recovered = compiled(recovered, self)
@@ -293,13 +291,13 @@ class ModelTarget(Target):
         return self._constrained(z)
 
     def _constrained_values(self, z):
-        nothing = jax.tree.map(lambda site: jnp.zeros(site.shape, site.dtype), self._discrete_shapes)
-        _, latent, deterministic = self._evaluate(self.first_rows, nothing, z)
+        nothing = jax.tree.map(lambda site: jnp.zeros(site.shape, site.dtype), self.discrete_shapes)
+        _, latent, deterministic = self.evaluate(self.first_rows, nothing, z)
         return latent | {name: deterministic[name] for name in self.deterministic}
 
     def log_densities(self, z: dict, rows: Mapping = MappingProxyType({})) -> dict[str, jax.Array]:
         """Return the log density of each site at one particle, on the first rows of each plate, or on given ones."""
-        return self._evaluate({**self.first_rows, **rows}, {}, z)[0]
+        return self.evaluate({**self.first_rows, **rows}, {}, z)[0]
 
     def plates_of(self, name: str) -> list[str]:
         """Return the subsampled plates whose rows a site uses."""
@@ -352,14 +350,11 @@ class ModelTarget(Target):
         deterministic = {name: site["value"] for name, site in sites.items() if site["type"] == "deterministic"}
         return densities, {name: sites[name]["value"] for name in self.latent}, deterministic
 
-    def _abstract_usage(self):
-        return abstract_usage(self._evaluate, self.first_rows, self._discrete_shapes, self.prototype)
-
     def _probe(self, watch):
         """Find how the sites of the model depend on rows, discrete sites and the key, and check that it is right."""
-        taken, shapes = self.plates, self._discrete_shapes
+        taken, shapes = self.plates, self.discrete_shapes
         if not (taken or shapes):
-            self.usage = self._abstract_usage()
+            self.usage = abstract_usage(self)
             if not self.usage.random:
                 return
         if any(batch == 1 < size for size, batch in taken.values()):
@@ -368,7 +363,7 @@ class ModelTarget(Target):
             wider = {name: self._with_rows(name, site, two) for name, site in shapes.items()}
             with suppress(TypeError, ValueError):
                 rows = {name: jnp.arange(batch) for name, (_, batch) in two.items()}
-                jax.eval_shape(self._evaluate, rows, wider, self.prototype)
+                jax.eval_shape(self.evaluate, rows, wider, self.prototype)
                 taken, shapes = two, wider
 
         def runs(target, cases):
@@ -389,16 +384,12 @@ class ModelTarget(Target):
                 "would be drawn anew in every update. Hide only sites that have values, as in "
                 "block(substitute(model, data=values), hide=[...])."
             )
-        check_latent(self)
-        if unseen := self.plates.keys() - set().union(*(usage.rows[name] for name in self.subsampled)):
-            # Data whose rows are all alike, or a plate that the likelihood does not use.
-            check_use(self, unseen, self._abstract_usage())
         check_sites(self, probes)
 
     def at_point(self, z: dict | int, rows: Mapping) -> dict[str, jax.Array]:
         """Return the densities and deterministic values at a point, by site; ``z`` may be the number of a point."""
         z = z if isinstance(z, dict) else point(z, self.prototype)
-        nothing = {name: jnp.zeros(x.shape, x.dtype) for name, x in self._discrete_shapes.items()}
+        nothing = {name: jnp.zeros(x.shape, x.dtype) for name, x in self.discrete_shapes.items()}
         densities, _, deterministic = self._evaluation(rows, nothing, z)
         arrays = {name: x for name, x in deterministic.items() if isinstance(x, jax.Array)}
         return densities | arrays
@@ -439,7 +430,8 @@ class ModelTarget(Target):
         if not host_rows((self.args, self.kwargs)):
             with suppress(TypeError, ValueError):  # A model that works for its own number of rows only.
                 observations = compiled(ModelTarget.observations, self)()
-        return find_nan(self.args, self.kwargs, observations)
+        found = [(count_nan(array), where) for where, array in arrays(self.args, self.kwargs, observations)]
+        return [f"{count} in {where}" for count, where in found if count]
 
     def unconstrain(self, x):
         return self._unconstrained(self._trace(self.first_rows, init_strategy=lambda site=None: x.get(site["name"])))
@@ -469,7 +461,7 @@ class ModelTarget(Target):
             return self._unconstrained(sites), {name: sites[name]["value"] for name in self.discrete}
 
         with watch:
-            self.prototype, self._discrete_shapes = jax.eval_shape(unconstrained)
+            self.prototype, self.discrete_shapes = jax.eval_shape(unconstrained)
         watch.check()
         return sites, watch
 

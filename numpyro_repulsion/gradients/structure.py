@@ -21,7 +21,7 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro.util import not_jax_tracer
 
-from numpyro_repulsion.rows import Rows, count_nan, losses
+from numpyro_repulsion.rows import Rows, losses
 
 
 class Watch(Messenger):
@@ -139,12 +139,6 @@ def _may_be_empty(distribution):
     return support is constraints.real or is_whole
 
 
-def find_nan(args: tuple, kwargs: Mapping, observations: Mapping[str, Any]) -> list[str]:
-    """Return, in words, where the arguments and observed sites of a model contain NaN."""
-    found = [(count_nan(array), where) for where, array in _arrays(args, kwargs, observations)]
-    return [f"{count} in {where}" for count, where in found if count]
-
-
 def check_values(
     args: tuple = (), kwargs: Mapping = {}, observations: Mapping[str, Any] = {}, of_rows: bool = False
 ) -> None:
@@ -152,12 +146,12 @@ def check_values(
 
     :param of_rows: whether to read all `Rows`, and not to look at arrays in memory.
     """
-    for where, array in _arrays(args, kwargs, observations):
+    for where, array in arrays(args, kwargs, observations):
         if isinstance(array, Rows) == of_rows and (lost := losses(array)):
             raise ValueError(f"{where[0].upper()}{where[1:]} {lost}")
 
 
-def _arrays(args, kwargs, observations):
+def arrays(args, kwargs, observations):
     """Yield the arrays of a model, and where they are, in words."""
     leaves = jax.tree.leaves_with_path({"args": args, "kwargs": dict(kwargs)}, is_leaf=lambda x: isinstance(x, Rows))
     named = [(f"the model's {path[0].key}{jax.tree_util.keystr(path[1:])}", leaf) for path, leaf in leaves]
@@ -290,17 +284,17 @@ def point(number: jax.Array | int, prototype: Mapping[str, jax.ShapeDtypeStruct]
     }
 
 
-def abstract_usage(evaluate: Callable, rows: Mapping, discrete: Mapping, z: Mapping) -> Usage:
-    """Return the usage by the structure of a program ``(rows, discrete, z, key) -> dictionaries by site``."""
-    given = {"rows ": rows, "discrete ": discrete}
+def abstract_usage(target: Any) -> Usage:
+    """Return the usage by the structure of the program of a posterior."""
+    given = {"rows ": target.first_rows, "discrete ": target.discrete_shapes}
 
     def run(z, key, **inputs):
         parts = ({name: inputs[kind + name] for name in part} for kind, part in given.items())
-        return evaluate(*parts, z, key)
+        return target.evaluate(*parts, z, key)
 
     inputs = {kind + name: x for kind, part in given.items() for name, x in part.items()}
     found: dict = {}
-    for part in eval_provenance(run, **inputs, z=z, key=jax.random.key(0)):
+    for part in eval_provenance(run, **inputs, z=target.prototype, key=jax.random.key(0)):
         for name, causes in part.items():
             found[name] = found.get(name, frozenset()).union(*_sets(causes))
 
@@ -323,28 +317,6 @@ def _sets(causes):
 # --- What may depend on what. ---
 
 
-def check_latent(target: Any) -> None:
-    """Raise ``ValueError`` for priors that depend on the minibatch."""
-    for name in target.latent:
-        if seen := sorted(target.usage.rows[name]):
-            raise ValueError(
-                f"The prior of the latent site '{name}' depends on the rows of the subsampled plate '{seen[0]}': every "
-                "minibatch would have a different prior. Compute what the prior needs from the whole data, outside "
-                "the plate, or drop `subsample_size`."
-            )
-
-
-def check_use(target: Any, plates: set[str], usage: Usage) -> None:
-    """Raise ``ValueError`` for those of some subsampled plates whose rows no site uses."""
-    for plate in sorted(plates):
-        if not any(plate in usage.rows[name] for name in target.subsampled):
-            size, batch = target.plates[plate]
-            raise ValueError(
-                f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every update "
-                f"would use the same {batch} of {size} rows. {_remedy(plate, size, batch)}"
-            )
-
-
 def _remedy(plate, size, batch):
     return (
         f"Pass the whole data to the model and take the rows inside the plate: `with numpyro.plate('{plate}', "
@@ -353,7 +325,24 @@ def _remedy(plate, size, batch):
 
 
 def check_sites(target: Any, probes: Probes) -> None:
-    """Raise ``ValueError`` for sites whose minibatches do not add up to all rows."""
+    """Raise ``ValueError`` for priors that use rows, plates without use, and minibatches that do not add up."""
+    for name in target.latent:
+        if seen := sorted(target.usage.rows[name]):
+            raise ValueError(
+                f"The prior of the latent site '{name}' depends on the rows of the subsampled plate '{seen[0]}': every "
+                "minibatch would have a different prior. Compute what the prior needs from the whole data, outside "
+                "the plate, or drop `subsample_size`."
+            )
+    # Of data whose rows are all alike no probe tells more.
+    unseen = target.plates.keys() - set().union(*(target.usage.rows[name] for name in target.subsampled))
+    used = abstract_usage(target).rows if unseen else {}
+    for plate in sorted(unseen):
+        if not any(plate in used[name] for name in target.subsampled):
+            size, batch = target.plates[plate]
+            raise ValueError(
+                f"The likelihood does not depend on which rows the subsampled plate '{plate}' draws: every update "
+                f"would use the same {batch} of {size} rows. {_remedy(plate, size, batch)}"
+            )
     for plate in target.plates:
         for name, own in target.subsampled.items():
             if plate in own:

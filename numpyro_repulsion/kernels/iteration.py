@@ -33,7 +33,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 import numpy as np
 
-from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select, turn_back
+from numpyro_repulsion.dynamics import Cloud, Dynamics, reject_nonfinite, select
+from numpyro_repulsion.dynamics.base import turn_back
 from numpyro_repulsion.gradients import (
     CenteredTarget,
     Centering,

@@ -34,8 +34,8 @@ from numpyro_repulsion.gradients import (
     fingerprint,
     likelihood_energies,
     ravel_cloud,
-    rows_to_compare,
 )
+from numpyro_repulsion.gradients.minibatch import rows_to_compare
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.iteration import Iteration, Keys, coordinate_limit, length_limit, warmup_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
@@ -294,7 +294,7 @@ def mean_curvature(bound: BoundSampler, _: None, where: Coordinates, prototype: 
 
     probes = jnp.arange(units.num_globals + units.size)
     found = Arrow.of_products(units, lax.map(product, probes, batch_size=min(16, len(probes))))
-    return found if is_centered else found + reference.hessian.scaled(change.scale)
+    return found if is_centered else jax.tree.map(jnp.add, found, reference.hessian.scaled(change.scale))
 
 
 def recover(bound: BoundSampler, min_spread: float | None, where: Coordinates, prototype: Particle, u) -> Any:

@@ -12,7 +12,8 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_repulsion import SGHMC, SGNHT, ControlVariates, Independent
-from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped, turn_back
+from numpyro_repulsion.dynamics import Cloud, Overdamped, Relativistic, Thermostat, Underdamped
+from numpyro_repulsion.dynamics.base import turn_back
 
 MOMENTA = [Underdamped(), Underdamped(kinetic=Relativistic(2.0)), Thermostat()]
 

@@ -36,8 +36,8 @@ from numpyro_repulsion.gradients import (
     is_finite_on_all_rows,
     likelihood_energies,
     ravel_cloud,
-    rows_to_compare,
 )
+from numpyro_repulsion.gradients.minibatch import rows_to_compare
 
 KEY = random.key(0)
 
