@@ -49,17 +49,9 @@ class Overdamped(Dynamics):
 
     .. doctest::
 
-        >>> from jax import random
-        >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import RBF
+        >>> from numpyro_repulsion import SGLDR
         >>> from numpyro_repulsion.dynamics import Overdamped
-        >>> def energy_and_grad(z):
-        ...     return 0.5 * jnp.sum(z**2, -1), z
-        >>> z = random.normal(random.key(0), (6, 2))
-        >>> dynamics, couple = Overdamped(), RBF(bandwidth=2.0).couple
-        >>> cloud = dynamics.init(random.key(1), z, energy_and_grad, couple)
-        >>> dynamics.step(random.key(2), cloud, energy_and_grad, couple, 0.1).z.shape
-        (6, 2)
+        >>> kernel = SGLDR(potential_fn=lambda z: z**2 / 2, dynamics=Overdamped("lm"))
     """
 
     integrator: str | None = None

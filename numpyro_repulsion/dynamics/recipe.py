@@ -69,19 +69,12 @@ class Recipe(Dynamics):
 
     .. doctest::
 
-        >>> from jax import random
         >>> import jax.numpy as jnp
-        >>> from numpyro.infer import MCMC
         >>> from numpyro_repulsion import SGLD
         >>> from numpyro_repulsion.dynamics import Recipe
         >>> def D(x):  # each particle slower where it is far out
         ...     return jnp.diag(1.0 / (1.0 + x.ravel() ** 2))
         >>> kernel = SGLD(potential_fn=lambda z: jnp.sum(z**2) / 2, dynamics=Recipe(D), step_size=0.1)
-        >>> mcmc = MCMC(kernel, num_warmup=0, num_samples=100, num_chains=4, chain_method="vectorized",
-        ...             progress_bar=False)
-        >>> mcmc.run(random.key(0), init_params=random.normal(random.key(1), (4, 2)))
-        >>> mcmc.get_samples().shape
-        (400, 2)
     """
 
     D: Callable[[Float[Array, "n d"]], Float[Array, "_ _"]]

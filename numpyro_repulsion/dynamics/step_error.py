@@ -114,10 +114,11 @@ class EulerError(StepError):
         return xp.maximum(curved, (step_size * stats.steepness) ** 2 / 10.0)
 
     def remaining_noise(self, step_size, stats):
-        if stats.sweep is None:
-            return stats.noise
-        passed = step_size * xp.mean(self.coupling.diagonal) * stats.curvature * (stats.sweep + 1.0)
-        return stats.noise * xp.minimum(1.0, passed / 3.0)
+        return stats.noise if stats.sweep is None else stats.noise * xp.minimum(1.0, self._passed(step_size, stats))
+
+    def _passed(self, step_size, stats):
+        # How far the fastest direction goes in a sweep.
+        return step_size * xp.mean(self.coupling.diagonal) * stats.curvature * (stats.sweep + 1.0) / 3.0
 
     def max_step_for_bias(self, tolerance, stats):
         # A step ε inflates the variance along a direction of curvature λ by about ελ/2; gradient noise of variance V
@@ -189,10 +190,8 @@ class MomentumError(EulerError):
         dense = xp.where(change > 1.0, 1e3, change**2 / 10.0)
         return xp.maximum(xp.maximum(self._warming(step_size, stats), curved), dense)
 
-    def remaining_noise(self, step_size, stats):
-        if stats.sweep is None:
-            return stats.noise
-        return stats.noise * xp.minimum(1.0, step_size**2 * self._passed(stats) / 12.0)
+    def _passed(self, step_size, stats):
+        return step_size**2 * (self.coupling.bound**2 * stats.curvature * (stats.sweep + 1.0) ** 2) / 12.0
 
     def max_step_for_bias(self, tolerance, stats):
         # BAOAB at high friction is averaged overdamped dynamics at ε²/2, with the same bias from curvature. The
@@ -216,10 +215,6 @@ class MomentumError(EulerError):
 
     def from_overdamped_step(self, step_size):
         return xp.sqrt(2.0 * step_size)
-
-    def _passed(self, stats):
-        # The square of the phase that the fastest direction passes through in a sweep, for a step of 1.
-        return self.coupling.bound**2 * stats.curvature * (stats.sweep + 1.0) ** 2
 
     def _warming(self, step_size, stats):
         # The kick multiplies gradient noise by K and the injected noise is white, so the diagonal of K² matters. If an

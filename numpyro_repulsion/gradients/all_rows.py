@@ -350,23 +350,26 @@ def sites_not_finite(target: Target, z: Particle, *, doubtful: bool = False) -> 
     :param doubtful: whether to leave out rows with finite densities at draws from the prior or around zero: there the
         particles have had bad luck.
     """
-    with jax.debug_nans(False):
-        return [] if isinstance(target, FunctionTarget) else _sites_not_finite(target, z, doubtful)
-
-
-def _sites_not_finite(target, z, doubtful):
-    # Sums over discrete sites have no parts.
-    names = {"": [*target.plates]} if target.discrete else {name: target.plates_of(name) for name in target.events}
-    found = []
-    for name, plates in names.items():
-        if plates and (rows := _rows_not_finite(target, name, plates, z, doubtful)):
-            found.append(f"'{name}' ({rows})" if name else rows)
-    if target.discrete or found or doubtful:
+    found: list[str] = []
+    if isinstance(target, FunctionTarget):
         return found
-    densities = compiled(lambda target, z: jax.vmap(target.log_densities)(z), target, quickly())(z)
-    for name, value in densities.items():
-        if (bad := ~np.isfinite(np.asarray(value)).any(0)).any():
-            where = "" if names[name] else _places(target, bad, target.dims[name], {})
+    model: Any = target
+    # Equal rows do not show in the usage.
+    used = {name: model.usage.rows[name] | around for name, around in model.subsampled.items()}
+    names = {name: [plate for plate in model.plates if plate in plates] for name, plates in used.items()}
+    if model.discrete:  # Sums over them have no parts.
+        names = {"": [*model.plates]}
+    with jax.debug_nans(False):
+        for name, plates in names.items():
+            if plates and (rows := _rows_not_finite(model, name, plates, z, doubtful)):
+                found.append(f"'{name}' ({rows})" if name else rows)
+        if model.discrete or found or doubtful:
+            return found
+        run = compiled(lambda target, z, rows: jax.vmap(target.at_point, (0, None))(z, rows), model, quickly())
+        values = run(z, model.first_rows)
+    for name, plates in names.items():
+        if (bad := ~np.isfinite(np.asarray(values[name])).any(0)).any():
+            where = "" if plates else _places(model, bad, model.dims[name], {})
             found.append(f"'{name}'" + (f" ({where})" if where else ""))
     return found
 
@@ -382,7 +385,7 @@ def _rows_not_finite(target, name, plates, z, doubtful):
 
     def density(target, z, rows):
         # With a name of no site, of all.
-        return jnp.sum(target.log_densities(z, rows)[name]) if name else target.potential_energy(z, rows, random.key(0))
+        return jnp.sum(target.at_point(z, rows)[name]) if name else target.potential_energy(z, rows, random.key(0))
 
     def look(target, z, chosen):
         def each(chosen):

@@ -55,6 +55,7 @@ class Products:
     :param others: sites that are in coordinates of their own already.
 
     - **pairs** - the names of an effect and a scale, to each of which a power belongs.
+    - **sites** - the names of all effects and scales.
     """
 
     def __init__(self, target: Any, sites: Mapping[str, dict], others: Collection[str]):
@@ -80,6 +81,7 @@ class Products:
         # An effect of one product that is the scale of another would be in coordinates that depend on each other.
         scaled = {effect for effect, _ in pairs}
         self.pairs = [(effect, scale) for effect, scale in pairs if scale not in scaled]
+        self.sites = {name for pair in self.pairs for name in pair}
 
     def log_scales(self, z: Particle, powers: jax.Array) -> dict[str, jax.Array]:
         """Return the logarithm of the scale of each effect, of its shape, at a particle with these powers."""
@@ -88,11 +90,6 @@ class Products:
             part = power * self._logarithms[scale](z[scale])
             found[effect] = jnp.broadcast_to(part + found.get(effect, 0.0), z[effect].shape)
         return found
-
-    @property
-    def sites(self) -> set[str]:
-        """The names of all effects and scales of products."""
-        return {name for pair in self.pairs for name in pair}
 
     def powers(self, particles: Particle, gradients: Particle) -> jax.Array:
         """Return the power of each pair.

@@ -290,11 +290,9 @@ class Subsampled(Gradient):
         minibatch gives all particles the same gradient noise, which averaging over particles does not remove, and which
         repulsion accumulates over neighbors (:ref:`measured <whose-minibatch>`). It is cheaper: one gather and one
         matrix product for all particles.
-    :param block_size: the number of consecutive rows drawn together; it must divide each ``subsample_size``. Memory is
-        read in lines, so long blocks are fetched several times faster if there are many rows. All rows stay equally
-        likely, and gradients are unbiased for any order of the rows. Similar neighbors add to the noise, however, so
-        the rows must be in random order (shuffle them once). In sorted data the noise is far larger; warmup measures
-        it and shortens the steps.
+    :param block_size: the number of consecutive rows drawn together; it must divide each ``subsample_size``. Of many
+        rows, long blocks are fetched several times faster. Gradients are unbiased for any order of the rows, but
+        similar neighbors add to the noise, so shuffle the rows once; in sorted data steps are far shorter.
     :param chunk_size: the number of particles whose gradients are evaluated at a time: memory holds the intermediate
         values of so many copies of the model. ``None`` evaluates all together, which is fastest for small models. Draws
         depend on it by rounding only.
@@ -371,16 +369,6 @@ def ravel_cloud(z: Particle) -> tuple[Float[Array, "L d"], Callable]:
     """Return a pytree of arrays ``(L, ...)`` as an array ``(L, d)``, and the inverse for one particle ``(d,)``."""
     _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], z))
     return jax.vmap(lambda particle: ravel_pytree(particle)[0])(z), unravel
-
-
-def rows_to_compare(target: Target) -> Indices:
-    """Return up to 1,000 rows of each plate, spread evenly over it, in minibatches ``(m, B)``."""
-    counts = [min(size, 1000) // batch for size, batch in target.plates.values()]
-    number = max(1, min(counts, default=1))
-    return {
-        name: jnp.asarray((np.arange(number * batch) * size // (number * batch)).reshape(number, batch))
-        for name, (size, batch) in target.plates.items()
-    }
 
 
 # --- Data that are no arrays in memory, or that several devices share. ---

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
 import math
-from types import MappingProxyType
 
 import jax
 from jax import lax, random
@@ -68,13 +67,17 @@ def _weighted_energy(target, z, rows, weights):
         return potential_energy(model, target.args, target.kwargs, z)
 
 
-def likelihood_energies(target: Target, particles: Particle, rows: Indices) -> jax.Array:
-    """Return U without the priors, estimated from some rows, at particles with leaves ``(n, ...)``; ``(n,)``.
+def likelihood_energies(target: Target, particles: Particle) -> jax.Array:
+    """Return U without the priors (but with, if discrete sites are summed out), from up to 1,000 rows of each plate.
 
-    If discrete sites are summed out, the priors count too.
-
-    :param rows: minibatches of each plate, ``(m, B)``, that are evaluated one after another.
+    :param particles: with leaves ``(n, ...)``; the result is ``(n,)``.
     """
+    # Minibatches that are evaluated one after another, with rows spread evenly.
+    number = max(1, min((min(size, 1000) // batch for size, batch in target.plates.values()), default=1))
+    rows = {
+        name: jnp.asarray((np.arange(number * batch) * size // (number * batch)).reshape(number, batch))
+        for name, (size, batch) in target.plates.items()
+    }
 
     def energy(z, rows):
         if not isinstance(target, ModelTarget) or target.discrete:
@@ -84,9 +87,7 @@ def likelihood_energies(target: Target, particles: Particle, rows: Indices) -> j
     def total(sums, rows):
         return sums + jax.vmap(energy, (0, None))(particles, rows), None
 
-    (number,) = {len(found) for found in rows.values()}
-    count = len(jax.tree.leaves(particles)[0])
-    first = jnp.zeros(count, jnp.result_type(float))
+    first = jnp.zeros(len(jax.tree.leaves(particles)[0]), jnp.result_type(float))
     return lax.scan(total, first, rows)[0] / number
 
 
@@ -294,16 +295,6 @@ class ModelTarget(Target):
         nothing = jax.tree.map(lambda site: jnp.zeros(site.shape, site.dtype), self.discrete_shapes)
         _, latent, deterministic = self.evaluate(self.first_rows, nothing, z)
         return latent | {name: deterministic[name] for name in self.deterministic}
-
-    def log_densities(self, z: dict, rows: Mapping = MappingProxyType({})) -> dict[str, jax.Array]:
-        """Return the log density of each site at one particle, on the first rows of each plate, or on given ones."""
-        return self.evaluate({**self.first_rows, **rows}, {}, z)[0]
-
-    def plates_of(self, name: str) -> list[str]:
-        """Return the subsampled plates whose rows a site uses."""
-        # Equal rows do not show.
-        used = {*self.usage.rows.get(name, ()), *self.subsampled.get(name, ())}
-        return [plate for plate in self.plates if plate in used]
 
     def minibatched_values(self, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the deterministic sites that use subsampled rows, over all rows, given latent values in supports."""

@@ -71,14 +71,8 @@ class Sweeps(ControlVariates):
 
     .. doctest::
 
-        >>> import jax.numpy as jnp
-        >>> import numpyro, numpyro.distributions as dist
-        >>> from numpyro_repulsion import SGLD, Sweeps
-        >>> def model(y):
-        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
-        ...     with numpyro.plate("rows", len(y), subsample_size=20) as i:
-        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-        >>> SGLD(model, gradient=Sweeps()).gradient
+        >>> from numpyro_repulsion import Sweeps
+        >>> Sweeps()
         Sweeps(shared=False, block_size=1, order=None, control_variates=True)
     """
 
@@ -107,11 +101,16 @@ class Sweeps(ControlVariates):
         lead = shape[:1] if self.shared else shape
         indices = {}
         for i, (name, (size, batch)) in enumerate(target.plates.items()):
-            start, tag = random.bits(random.fold_in(key, i), (2, *lead, 1), jnp.uint32)
-            place, _ = _advance(start % np.uint32(size), jnp.arange(batch, dtype=jnp.uint32), size)
-            row = in_order(place, jnp.broadcast_to(tag, place.shape), size, 1 if batch == size else self.block_size)
-            indices[name] = row.astype(jnp.int32)
+            place, tag = self._places(key, i, math.prod(lead), size, batch)
+            row = in_order(place, tag, size, 1 if batch == size else self.block_size)
+            indices[name] = row.astype(jnp.int32).reshape(*lead, batch)
         return indices, len(lead)
+
+    def _places(self, key, i, number, size, batch):
+        """Return places in orders of the plate i, ``(number, batch)``, and what chooses the order of each."""
+        start, tag = random.bits(random.fold_in(key, i), (2, number, 1), jnp.uint32)
+        place, _ = _advance(start % np.uint32(size), jnp.arange(batch, dtype=jnp.uint32), size)
+        return place, jnp.broadcast_to(tag, place.shape)
 
     def sweep_length(self, target):
         return max(-(-size // batch) for size, batch in target.plates.values())
@@ -128,26 +127,18 @@ class _Update(Sweeps):
     num_updates: Integer[Array, ""] = field(kw_only=True)
     seed: Integer[Array, ""] = field(kw_only=True)
 
-    def rows(self, key, target, shape):
-        lead = shape[:1] if self.shared else shape
-        count, number = jnp.asarray(self.num_updates, jnp.uint32), math.prod(lead)
-        particle = jnp.arange(number, dtype=jnp.uint32)
-        indices = {}
-        for i, (name, (size, batch)) in enumerate(target.plates.items()):
-            # Batches follow each other in a sequence of places 0, ..., N-1, N-1, ..., 0 for each order. Particles begin
-            # at different places, so that their biases within a sweep cancel in means over particles.
-            period = 2 * size
-            sweep, place = divide_product(count, 2**31 - 1, batch, period)
-            start = np.arange(number, dtype=np.int64) * period // number
-            place, is_next = _advance(place, jnp.asarray(start, jnp.uint32), period)
-            sweep = sweep + is_next
-            place, is_next = _advance(place[:, None], jnp.arange(batch, dtype=jnp.uint32), period)
-            tags = [_mix(_mix(_mix(self.seed + np.uint32(i)) + particle) + sweep + np.uint32(j)) for j in (0, 1)]
-            tag = jnp.where(is_next, tags[1][:, None], tags[0][:, None])
-            place = jnp.where(place < size, place, np.uint32(period - 1) - place)
-            row = in_order(place, tag, size, 1 if batch == size else self.block_size)
-            indices[name] = row.astype(jnp.int32).reshape(*lead, batch)
-        return indices, len(lead)
+    def _places(self, key, i, number, size, batch):
+        # Batches follow each other in a sequence of places 0, ..., N-1, N-1, ..., 0 for each order. Particles begin at
+        # different places, so that their biases within a sweep cancel in means over particles.
+        period, particle = 2 * size, jnp.arange(number, dtype=jnp.uint32)
+        sweep, place = divide_product(jnp.asarray(self.num_updates, jnp.uint32), 2**31 - 1, batch, period)
+        start = np.arange(number, dtype=np.int64) * period // number
+        place, is_next = _advance(place, jnp.asarray(start, jnp.uint32), period)
+        sweep = sweep + is_next
+        place, is_next = _advance(place[:, None], jnp.arange(batch, dtype=jnp.uint32), period)
+        tags = [_mix(_mix(_mix(self.seed + np.uint32(i)) + particle) + sweep + np.uint32(j)) for j in (0, 1)]
+        tag = jnp.where(is_next, tags[1][:, None], tags[0][:, None])
+        return jnp.where(place < size, place, np.uint32(period - 1) - place), tag
 
 
 def divide_product(count: jax.Array, limit: int, factor: int, divisor: int) -> tuple[jax.Array, jax.Array]:

@@ -92,10 +92,10 @@ class Antithetic(Interaction):
     ξ_i is therefore N(0, I), and each particle is *exactly* the Markov chain it would be under :class:`Independent`. As
     with :class:`Balanced`, the joint distribution is not a product: at any one time the particles are correlated.
 
-    As with balanced noise, the noises sum to zero, which makes the ensemble average precise. Besides, neighbors have
-    nearly the same coordinate, and the sum of all squared noises hardly varies. So the averages of functions of one
-    whitened coordinate are precise, if they are smooth; products of two coordinates gain nothing. The gain grows with
-    the number of particles and falls with the length of the step. More than 127 particles are paired in blocks of 64.
+    The noises sum to zero as there. Besides, neighbors have nearly the same coordinate, and the sum of all squared
+    noises hardly varies, so averages of smooth functions of one whitened coordinate are precise; products of two gain
+    nothing. The gain grows with the number of particles and falls with the length of the step. More than 127 particles
+    are paired in blocks of 64.
 
     Averages over 500 updates of size 0.1 (20 particles, ``U = Σ z²/2 + z⁴/80`` in three dimensions, noise averaged over
     two updates) were worth, by their variance over 400 runs, 368,838 independent draws for E z (balanced 254,124,

@@ -95,8 +95,7 @@ class Interaction:
 
         >>> import jax.numpy as jnp
         >>> from jax import random
-        >>> from numpyro_repulsion.interactions import Interaction
-        >>> from numpyro_repulsion.interactions import Coupling
+        >>> from numpyro_repulsion.interactions import Coupling, Interaction
 
         >>> class HalfSpeed(Interaction):  # K = I / 2
         ...     def couple(self, u, bandwidth=None):
@@ -189,21 +188,10 @@ class Wrapping(Interaction):
     def _inner(self) -> Any:
         return Independent() if self.interaction is None else self.interaction
 
-    @property
-    def bandwidth(self):
-        return getattr(self._inner, "bandwidth", None)
-
-    @property
-    def learns_bandwidth(self):
-        return self._inner.learns_bandwidth
-
-    @property
-    def tunes_bandwidth(self):
-        return self._inner.tunes_bandwidth
-
-    @property
-    def positive_definite(self):
-        return self._inner.positive_definite
+    bandwidth = property(lambda self: getattr(self._inner, "bandwidth", None))
+    learns_bandwidth = property(lambda self: self._inner.learns_bandwidth)
+    tunes_bandwidth = property(lambda self: self._inner.tunes_bandwidth)
+    positive_definite = property(lambda self: self._inner.positive_definite)
 
     def learn_bandwidth(self, u):
         return self._inner.learn_bandwidth(u)
@@ -341,21 +329,10 @@ class Sum(Gram):
         given = {getattr(term, "bandwidth", None) for _, term in self.terms} - {None}
         return given.pop() if len(given) == 1 else None
 
-    @property
-    def positive_definite(self):
-        return all(term.positive_definite for _, term in self.terms)
-
-    @property
-    def learns_bandwidth(self):
-        return any(term.learns_bandwidth for _, term in self.terms)
-
-    @property
-    def tunes_bandwidth(self):
-        return any(term.tunes_bandwidth for _, term in self.terms)
-
-    @property
-    def diagonal_varies(self):
-        return any(term.diagonal_varies for _, term in self.terms)
+    positive_definite = property(lambda self: all(term.positive_definite for _, term in self.terms))
+    learns_bandwidth = property(lambda self: any(term.learns_bandwidth for _, term in self.terms))
+    tunes_bandwidth = property(lambda self: any(term.tunes_bandwidth for _, term in self.terms))
+    diagonal_varies = property(lambda self: any(term.diagonal_varies for _, term in self.terms))
 
     def similarity(self, u, bandwidth):
         return sum(weight * term.similarity(u, bandwidth) for weight, term in self.terms)

@@ -127,10 +127,8 @@ class RBF(Radial):
 class IMQ(Radial):
     r"""The inverse multiquadric, :math:`k(x, y) = (1 + \lVert x - y\rVert^2 / h)^{-1/2}`: long-range repulsion.
 
-    :param bandwidth: h, in squared units of the (preconditioned) parameters; ``None`` sets it in warmup by a rule, and
-        ``"learned"`` by its measured gain, as for :class:`RBF`.
-    :param nugget: added to the diagonal of K, in both drift and noise.
-    :raises ValueError: unless both are positive and finite, or the bandwidth is ``None`` or ``"learned"``.
+    :param bandwidth: h, as for :class:`RBF`, and so is ``nugget``.
+    :raises ValueError: as for :class:`RBF`.
 
     **References:**
 

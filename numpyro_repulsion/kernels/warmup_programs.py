@@ -35,7 +35,6 @@ from numpyro_repulsion.gradients import (
     likelihood_energies,
     ravel_cloud,
 )
-from numpyro_repulsion.gradients.minibatch import rows_to_compare
 from numpyro_repulsion.kernels.bound import BoundSampler
 from numpyro_repulsion.kernels.iteration import Iteration, Keys, coordinate_limit, length_limit, warmup_limit
 from numpyro_repulsion.kernels.state import Origin, ParticleState, map_particles
@@ -241,8 +240,8 @@ def energy_on_common_rows(bound: BoundSampler, _: None, where: Coordinates, prot
 def energy_to_compare(bound: BoundSampler, _: None, centering: Centering | None, prototype: Particle, y) -> Any:
     """Return energies of the likelihood alone, on the same rows for all, of particles in these coordinates."""
     iteration = _at(bound, where := Coordinates(Preconditioner(), centering, None), prototype)
-    particles, rows = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1])), rows_to_compare(iteration.bound.target)
-    energies = likelihood_energies(iteration.target(where), particles, rows)
+    particles = jax.vmap(iteration.unravel)(y.reshape(-1, y.shape[-1]))
+    energies = likelihood_energies(iteration.target(where), particles)
     return energies.reshape(y.shape[:-1]).astype(y.dtype)
 
 
