@@ -67,20 +67,16 @@ class Dynamics:
 
     #: T: the stationary distribution is ``∏_i exp(−U(z_i) / T)``.
     temperature: float = 1.0
+    #: Whether successive clouds are draws. If not, the result of a run is its last cloud.
+    is_sampler: bool = True
     #: Whether D and Q couple the particles without an interaction.
     interacts: ClassVar[bool] = False
     #: Whether the noise of successive gradients may be correlated, as in :class:`~numpyro_repulsion.Sweeps`.
     allows_sweeps: ClassVar[bool] = True
     #: Whether momenta give off the heat of gradient noise, if it is alike in all directions.
     absorbs_noise: ClassVar[bool] = False
-
     #: The step size of an optimizer, unless it is given: its steps have no bias that warmup could measure.
     default_step: ClassVar[float | None] = None
-
-    @property
-    def is_sampler(self) -> bool:
-        """Whether successive clouds are draws. If not, the result of a run is its last cloud."""
-        return True
 
     def step_error(self, coupling: Coupling) -> StepError:
         """Return how much a step distorts the stationary distribution, given a coupling; unknown by default."""

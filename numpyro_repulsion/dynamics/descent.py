@@ -61,10 +61,7 @@ class Descent(Dynamics):
     optimizer: Any
 
     default_step = 0.05
-
-    @property
-    def is_sampler(self):
-        return False
+    is_sampler = False
 
     def __post_init__(self):
         if not all(callable(getattr(self.optimizer, name, None)) for name in ("init", "update")):

@@ -64,9 +64,7 @@ class Overdamped(Dynamics):
         keep(self, "temperature", positive, or_zero=True)
         keep(self, "noise", boolean)
 
-    @property
-    def is_sampler(self):
-        return self.noise and self.temperature > 0.0
+    is_sampler = property(lambda self: self.noise and self.temperature > 0.0)
 
     def averages_noise(self, is_identity: bool) -> bool:
         """Whether noise is averaged over two updates, given whether ``K = I``."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from numpyro_repulsion.checks import integer, keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
-from numpyro_repulsion.dynamics.step_error import UnknownError
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import einsum, matmul
 
@@ -44,10 +43,9 @@ class Recipe(Dynamics):
     is computed by automatic differentiation. As ε → 0 the stationary distribution is ``exp(−H / T)`` for all D and Q;
     Euler's bias is first order.
 
-    It costs ``n³`` in time and memory. It is meant for research and teaching, and as the reference in tests of the
-    other dynamics. D and Q contain the interaction, so the kernel's ``interaction`` must be ``Independent()`` or
-    ``Balanced()``, and noise is never balanced. ``step_size`` must be given. Positions are whitened if a
-    ``preconditioner`` is given or learned.
+    It costs ``n³`` in time and memory: for research and teaching. D and Q contain the interaction, so the kernel's
+    ``interaction`` must be ``Independent()`` or ``Balanced()``, and noise is never balanced. ``step_size`` must be
+    given. Positions are whitened if a ``preconditioner`` is given or learned.
 
     :param D: ``x -> (n, n)``.
     :param Q: ``x -> (n, n)``; ``None`` is zero.
@@ -92,12 +90,6 @@ class Recipe(Dynamics):
                 raise TypeError(f"Recipe: `{name}` must be a function; got {value!r}.")
         keep(self, "extra", integer, least=0, expected="a number of coordinates, an integer of 0 or more")
         keep(self, "temperature", positive)
-
-    def step_error(self, coupling):
-        return UnknownError(
-            "Warmup cannot adapt the step size of Recipe(D, Q); give `step_size`, as in SGLD(model, "
-            "dynamics=Recipe(D, Q), step_size=1e-3)."
-        )
 
     def init(self, key, z, energy_and_grad, couple):
         self._require_identity(couple(z))

@@ -150,9 +150,7 @@ class Underdamped(_Momenta):
         if self.kinetic is not None and not isinstance(self.kinetic, Relativistic):
             raise TypeError(f"Underdamped: `kinetic` must be None or Relativistic(speed=...); got {self.kinetic!r}.")
 
-    @property
-    def is_sampler(self):
-        return self.temperature > 0.0
+    is_sampler = property(lambda self: self.temperature > 0.0)
 
     def hamiltonian(self, cloud):
         if self.kinetic is None:

@@ -77,9 +77,7 @@ def check_indices(target: Any) -> None:
 
 def _minibatches(target, pairs):
     """Return by plate the first rows of minibatches, ``(T,)``, that cover all rows, and all pairs of plates that meet.
-
-    All plates go on together, and begin again where they are shorter.
-    """
+    Plates go on together; shorter ones begin again."""
     found: dict = {}
     for group in target.crossed_plates() if pairs else [[name] for name in target.plates]:
         first = [np.minimum(np.arange(0, n, batch), n - batch) for n, batch in (target.plates[name] for name in group)]
@@ -115,11 +113,8 @@ def _differ(one, other):
 
 
 def _places(target: Any, where: np.ndarray, dims: Mapping[str, int], rows: Mapping) -> str:
-    """Return in words for which rows of plates the entries of a site are marked; without plates, which entries.
-
-    :param dims: the dimension of each plate.
-    :param rows: the numbers of the rows of a plate; without them they are counted.
-    """
+    """Return in words for which rows of plates, of these dimensions, the entries of a site are marked; without plates,
+    which entries. The rows of a plate have these numbers, or are counted."""
     found = []
     for plate, dim in dims.items():
         if where.ndim >= -dim and (where.shape[dim] == len(rows[plate]) if plate in rows else where.shape[dim] > 1):
@@ -150,10 +145,8 @@ class _Moved:
 
 
 def _check_negative(target, lengths):
-    """Raise ``ValueError`` for negative integers in the arguments that count from the end of an axis.
-
-    Such an index is known by its effect: with the length of the axis added, nothing changes.
-    """
+    """Raise ``ValueError`` for negative integers in the arguments that count from the end of an axis: nothing changes
+    with its length added."""
     given = {"args": target.args, "kwargs": dict(target.kwargs)}
     paths, structure = jax.tree.flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Rows))
     for number, (path, leaf) in enumerate(paths):
@@ -288,10 +281,8 @@ def _apply(jaxpr, equation, given, fill, lengths):
 
 
 def _index(name, params, given):
-    """Return the indices ``(..., k)`` of a primitive that takes entries, by axis the last that exists and its length.
-
-    The last part is the axes of the result that are no axes of the indices. ``None`` where the model states what to do.
-    """
+    """Return the indices ``(..., k)`` of a primitive that takes entries, by axis the last that exists and its length,
+    and the axes of the result that are no axes of the indices; ``None`` where the model states what to do."""
     position = None
     if name == "gather":
         numbers, sizes, mode = params["dimension_numbers"], params["slice_sizes"], str(params["mode"])

@@ -76,15 +76,12 @@ class ControlVariates(Subsampled):
     """
 
     order: int | None = field(default=None, kw_only=True)
+    has_reference = True
 
     def __post_init__(self):
         super().__post_init__()
         if self.order not in (None, 1, 2):
             raise ValueError(f"ControlVariates: `order` must be 1, 2 or None (the better one); got {self.order!r}.")
-
-    @property
-    def has_reference(self):
-        return True
 
     def hessian_units(self, target, dimension):
         """Return the units of the Hessian over all rows, which warmup computes if that is asked for or costs little.

@@ -81,9 +81,6 @@ class LocalSite(NamedTuple):
     shape: tuple[int, ...]
     axis: int
 
-    def by_row(self, u: Array) -> Float[Array, "B k"]:
-        return jnp.moveaxis(u, self.axis, 0).reshape(self.shape[self.axis], -1)
-
     def of_rows(self, u: Float[Array, "B k"]) -> Array:
         rows, *rest = self.shape[self.axis], *self.shape[: self.axis], *self.shape[self.axis + 1 :]
         return jnp.moveaxis(u.reshape(rows, *rest), 0, self.axis)
@@ -244,7 +241,8 @@ class Rowwise:
 
     def filled(self, value: float) -> Float[Array, "B k"]:
         """Return unconstrained coordinates that all have a value."""
-        return jnp.concatenate([x.by_row(jnp.full(x.shape, value)) for x in self.latent.values()], -1)
+        site = next(iter(self.latent.values()))
+        return jnp.full((site.shape[site.axis], sum(self.widths)), value)
 
     def split(self, u: Float[Array, "B k"]) -> dict[str, Array]:
         """Return the values of the unconstrained sites."""
@@ -406,12 +404,10 @@ def _backward(lower, x):
     return jnp.stack(found, -1)
 
 
-def draw_rows(
-    key: jax.Array, log_density: LogDensity, start: Float[Array, "B k"], number: int = 200
-) -> Float[Array, "B k"]:
-    """Return one draw from each row's density, by importance resampling of draws from Student's t about its mode."""
+def draw_rows(key: jax.Array, log_density: LogDensity, start: Float[Array, "B k"]) -> Float[Array, "B k"]:
+    """Return one draw from each row's density, of 200 draws from Student's t about its mode, chosen by importance."""
     normal_key, scale_key, choice_key = random.split(key, 3)
-    mode, freedom = find_modes(log_density, start), 5.0
+    mode, freedom, number = find_modes(log_density, start), 5.0, 200
     scale = jnp.sqrt(freedom / random.chisquare(scale_key, freedom, (number, len(start), 1), start.dtype))
     x = scale * random.normal(normal_key, (number, *start.shape), start.dtype)
     points = mode.at(x)

@@ -92,21 +92,14 @@ class Products:
         return found
 
     def powers(self, particles: Particle, gradients: Particle) -> jax.Array:
-        """Return the power of each pair.
-
-        :param particles: some particles, with leaves ``(n, ...)``.
-        :param gradients: ∇U without the priors of `sites` there.
-        """
+        """Return the power of each pair from particles with leaves ``(n, ...)``, and ∇U without priors of `sites`."""
         found = [jnp.zeros(())] * len(self.pairs)
         for scale in dict.fromkeys(scale for _, scale in self.pairs):
             numbers = [i for i, pair in enumerate(self.pairs) if pair[1] == scale]
             u, slope = particles[scale], gradients[scale]
             speed = jax.vmap(jax.grad(lambda u, log=self._logarithms[scale]: log(u).sum()))(u)
-            columns = []
-            for i in numbers:
-                effect = self.pairs[i][0]
-                product = particles[effect] * gradients[effect]
-                columns.append(jax.vmap(_summed_to)(product, u).ravel())
+            effects = (self.pairs[i][0] for i in numbers)
+            columns = [jax.vmap(_summed_to)(particles[x] * gradients[x], u).ravel() for x in effects]
             for i, power in zip(numbers, _fitted(jnp.stack(columns, 1), (slope / speed).ravel()), strict=True):
                 found[i] = power
         return jnp.stack(found)
@@ -178,8 +171,7 @@ def _fitted(columns, target):
 
 def _summed_to(x, like):
     """Return the sums of x over the axes along which ``like`` would be repeated to its shape."""
-    (summed,) = jax.vjp(lambda like: jnp.broadcast_to(like, x.shape), like)[1](x)
-    return summed
+    return jax.vjp(lambda like: jnp.broadcast_to(like, x.shape), like)[1](x)[0]
 
 
 def _fits(small, large):
@@ -196,10 +188,8 @@ def base_support(support: Any) -> Any:
 
 
 def _logarithm(support, shape):
-    """Return the function from unconstrained values to logarithms of positive ones; ``None`` for a site without these.
-
-    A single real number may be a logarithm itself.
-    """
+    """Return the function from unconstrained values to logarithms of positive ones, such as a real number itself;
+    ``None`` for a site without these."""
     if (base := base_support(support)) is constraints.real:
         return (lambda u: u) if np.prod(shape) == 1 else None
     # A bound may depend on other sites, and the transform with it.
@@ -267,12 +257,12 @@ class Translations:
     def bases(self, gradient: jax.Array, scale: jax.Array, min_spread: float) -> jax.Array:
         """Return the entry that is the base of each group, ``(g,)``; -1 for a group without one.
 
-        Where the scale is known well, the coordinates of the model do as well. An entry with a prior narrower than that
-        of the mean of the effects would not let this mean vary.
+        An entry with a prior narrower than that of the mean of the effects would not let this mean vary.
 
         :param gradient: ∇U without priors at some particles, with respect to their centered form, ``(n, d)``.
         :param scale: the scale of each entry there; 1 for what is no effect.
-        :param min_spread: the smallest standard deviation of log s for which a group gets a base.
+        :param min_spread: the smallest standard deviation of log s for which a group gets a base: where the scale is
+            known well, the coordinates of the model do as well.
         """
         total, log_scale = self.sums(gradient), self.means(jnp.log(scale))
         residual = jnp.sum((gradient[:, None] - total[:, :, None]) ** 2, 0)

@@ -50,11 +50,6 @@ class Reference(NamedTuple):
     age: Integer[AnyArray, ""] = None
     hessian: Arrow | None = None
 
-    @property
-    def is_of_second_order(self) -> bool:
-        """Whether gradients are corrected to second order, after warmup; in warmup, which compares orders, false."""
-        return self.order is None and self.hessian is not None
-
     @staticmethod
     def none(shape: int | tuple[int, ...], dtype, order: int = 0, units: Units | None = None) -> Reference:
         """Return an empty reference for positions of a shape ``(d,)`` or ``(G, L, d)``.
@@ -77,6 +72,10 @@ class Gradient:
     block_size: int = 1
     #: Of how many particles gradients are evaluated at a time; ``None`` for all.
     chunk_size: int | None = None
+    #: Whether all its minibatches have exactly ``subsample_size`` rows.
+    keeps_subsample_size: bool = False
+    #: Whether it corrects gradients at reference points, with gradients over all rows there.
+    has_reference: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None:
@@ -90,16 +89,6 @@ class Gradient:
     def splits(self) -> bool:
         """Whether equal parts of a minibatch come from equal parts of the plate, so that devices can share its rows."""
         return type(self).rows in (FullData.rows, Subsampled.rows)  # Other rows may come from anywhere.
-
-    @property
-    def keeps_subsample_size(self) -> bool:
-        """Whether all its minibatches have exactly ``subsample_size`` rows."""
-        return False
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether it corrects gradients at reference points, with gradients over all rows there."""
-        return False
 
     def hessian_units(self, target: Target, dimension: int) -> Units | None:
         """Return the units of the Hessian over all rows at a reference point, for so many parameters.
@@ -316,9 +305,8 @@ class Subsampled(Gradient):
         keep(self, "shared", boolean)
         keep(self, "block_size", integer, expected="a number of rows, an integer of 1 or more")
 
-    @property
-    def keeps_subsample_size(self):
-        return not self.has_reference  # That uses all rows, in pieces that fit into memory.
+    # A reference uses all rows, in pieces that fit into memory.
+    keeps_subsample_size = property(lambda self: not self.has_reference)
 
     def rows(self, key, target, shape):
         shape = shape[:1] if self.shared else shape

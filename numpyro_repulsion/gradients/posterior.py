@@ -93,11 +93,9 @@ def likelihood_energies(target: Target, particles: Particle) -> jax.Array:
 
 @unrounded()
 def likelihood_gradients(target: ModelTarget, particles: Particle, without: Sequence[set[str]]) -> list[Particle]:
-    """Return the gradients of U without the priors of some sites, at particles with leaves ``(n, ...)``.
+    """Return the gradients of U at particles with leaves ``(n, ...)``, without the priors of each set of sites.
 
     Minibatches consist of rows at equal distances.
-
-    :param without: sets of latent sites. For each, the result has the gradients without their priors.
     """
     rows = {name: jnp.arange(batch) * (size // batch) for name, (size, batch) in target.plates.items()}
     names = sorted(target.latent)
@@ -114,8 +112,6 @@ def likelihood_gradients(target: ModelTarget, particles: Particle, without: Sequ
 class ModelTarget(Target):
     """The posterior of a NumPyro model given its arguments.
 
-    The model is traced abstractly, without computation on the data, and checked here.
-
     - **latent**, **discrete** - the continuous latent sites, and those that are summed out.
     - **integrated** - the latent sites inside of subsampled plates, which are integrated out.
     - **deterministic**, **minibatched**, **summed_out** - the deterministic sites; those that use rows of subsampled
@@ -124,11 +120,8 @@ class ModelTarget(Target):
     - **subsampled** - by sample site, the subsampled plates that contain it.
     - **dims** - by site, the dimension of each plate.
 
-    :raises ValueError: for a model that cannot be sampled correctly: without a continuous latent site, or with a prior
-        that depends on rows; with more than three latent variables for each row of a subsampled plate; with a discrete
-        site that cannot be summed over; with a site in a subsampled plate that does not use its rows, or one outside
-        that uses them without scaling; with more rows than the data have; or with two plates of the same name. Also for
-        an array on disk that would take a quarter of the memory of the device.
+    :raises ValueError: for a model that cannot be sampled correctly, and for data that JAX would change or that would
+        take a quarter of the memory of the device.
     """
 
     def __init__(self, model, args=(), kwargs=None):
@@ -457,10 +450,7 @@ class ModelTarget(Target):
         return sites, watch
 
     def _integrate(self, local):
-        """Integrate over latent sites inside of subsampled plates, and check that no site outside uses them.
-
-        :param local: ``{site: plate}``.
-        """
+        """Integrate over latent sites inside of subsampled plates, ``{site: plate}``; no site outside may use them."""
         model, plates = self.model, frozenset(local.values())
         names: list[str] = []
 

@@ -208,8 +208,7 @@ class Probes:
 
     :param run: ``(cases) -> (densities, values)``, each a dictionary of arrays with a leading axis of cases. Densities
         come entry by entry; of values, the latent sites in their supports and the deterministic sites, one number.
-    :param plates: ``{plate: (size, rows taken)}`` of the subsampled plates.
-    :param discrete: the discrete sites.
+    :param plates: ``{plate: (size, rows taken)}``.
     """
 
     def __init__(self, run: Callable, plates: Mapping[str, tuple[int, int]], discrete: list[str]):

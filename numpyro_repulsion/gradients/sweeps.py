@@ -28,11 +28,10 @@ class Sweeps(ControlVariates):
     .. math::
         \nabla U_{B_1}, \dots, \nabla U_{B_M}, \nabla U_{B_M}, \dots, \nabla U_{B_1},
 
-    and then those of another order. The noise of a minibatch is the gradient's deviation from that over all rows, and
-    these deviations sum to zero over a sweep, so they hardly move a particle that is slower than a sweep. In a sweep
-    of M updates with steps ε, along a direction of curvature λ, the bias of variances from noise of variance V is
-    ``(εV/2) min(1, ελ(M+1)/3)`` for overdamped dynamics (of second order in ε, where independent minibatches have
-    ``εV/2``) and ``(εV/2C) min(1, ε²λ(M+1)²/12)`` with momenta and friction C. By these formulas the step for a bias
+    and then those of another order. The noise of minibatches sums to zero over a sweep, so it hardly moves a particle
+    that is slower than a sweep. In a sweep of M updates with steps ε, along a direction of curvature λ, the bias of
+    variances from noise of variance V is ``(εV/2) min(1, ελ(M+1)/3)`` for overdamped dynamics (where independent
+    minibatches have ``εV/2``) and ``(εV/2C) min(1, ε²λ(M+1)²/12)`` with momenta and friction C. So the step for a bias
     of 5 % is about 5 times as long for ``SGLD`` and 10 times for ``SGHMC`` where a model fits its data. With balanced
     noise, means gain most.
 
@@ -47,9 +46,9 @@ class Sweeps(ControlVariates):
     variates, and uses them if a step can then be more than twice as long, because they cost two gradients.
     A thermostat (``SGNHT``) would treat the noise within a sweep as heat, so `Sweeps` raises ``ValueError`` for it.
 
-    *Cost.* As for :class:`~numpyro_repulsion.Subsampled`. The row of each place in an order is computed from the
-    number of the update by a small cipher, so nothing of size N is stored, and stored runs continue in their order.
-    Starts, arrival and what warmup measures use independent minibatches, each from an order of its own.
+    *Cost.* As for :class:`~numpyro_repulsion.Subsampled`. Rows are computed from the number of the update by a small
+    cipher, so nothing of size N is stored, and stored runs continue in their order. Until particles have arrived, and
+    for what warmup measures, minibatches are independent.
 
     :param shared: whether the particles of an ensemble share an order. Cheaper and, unlike independent shared
         minibatches, still precise for means.
@@ -82,9 +81,7 @@ class Sweeps(ControlVariates):
         super().__post_init__()
         keep(self, "control_variates", boolean)
 
-    @property
-    def has_reference(self):
-        return self.control_variates
+    has_reference = property(lambda self: self.control_variates)
 
     def check_rows(self, target):
         super().check_rows(target)

@@ -150,11 +150,9 @@ def is_traced() -> bool:
 
 
 def compiled(function: Callable, target: Target, options: dict | None = None) -> Callable:
-    """Return the compiled function ``(*given) -> function(target, *given)``.
+    """Return the compiled function ``(*given) -> function(target, *given)``, by these options of the compiler.
 
     The arguments of the model are constants of the program, but for arrays of which no process has the whole.
-
-    :param options: those of the compiler.
     """
     leaves, structure = jax.tree.flatten((target.args, target.kwargs))
     spread = {number: leaf for number, leaf in enumerate(leaves) if is_spread(leaf)}

@@ -1,7 +1,5 @@
 """Noise that sums to zero over particles, over groups of particles, or over pairs of neighbors."""
 
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -52,11 +50,7 @@ class Balanced(Wrapping):
                 f"Balanced(RBF()); got {self.interaction!r}. For K = I write Balanced()."
             )
 
-    @property
-    def interacts(self):
-        return self.interaction is not None
-
-    balances_ensembles = interacts
+    interacts = balances_ensembles = property(lambda self: self.interaction is not None)
 
     def couple(self, u, bandwidth=None):
         def white(key):

@@ -1,8 +1,5 @@
 """The coupling of a cloud, and interactions with a Gram matrix."""
 
-# Of flags, subclasses make constants and properties.
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -129,7 +126,6 @@ class Interaction:
         :param key: a PRNG key if the interaction is redrawn, otherwise ``None``.
         :param count: the number of updates done before.
         """
-        del key, count
         return self
 
     def learn_bandwidth(self, u: Float[Array, "*particles d"]) -> Float[Array, ""]:

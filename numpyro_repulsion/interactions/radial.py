@@ -1,7 +1,5 @@
 """Kernels of the distance between particles, computed by two matrix products, and the median bandwidth rule."""
 
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -52,13 +50,8 @@ class Radial(Gram):
             keep(self, "bandwidth", number, expected=expected, accepts=lambda x: x > 0.0)
         keep(self, "nugget", positive)
 
-    @property
-    def learns_bandwidth(self):
-        return self.bandwidth is None or self.tunes_bandwidth
-
-    @property
-    def tunes_bandwidth(self):
-        return isinstance(self.bandwidth, str)
+    learns_bandwidth = property(lambda self: self.bandwidth is None or self.tunes_bandwidth)
+    tunes_bandwidth = property(lambda self: isinstance(self.bandwidth, str))
 
     def profile(self, s: jax.Array) -> jax.Array:
         """Return φ, elementwise."""
@@ -191,15 +184,14 @@ class Laplacian(Wrapping, Gram):
         \Gamma_i = 2 b \sum_{l \ne i} \nabla_{u_i} k(u_i, u_l)
 
     The quadratic form of K is :math:`\|x\|^2 + b \sum_{i < j} k_{ij} (x_i - x_j)^2`, so K is positive definite for any
-    ``k >= 0``. The mean of neighbors moves as it would without interaction, and their differences move faster. With
-    :class:`~numpyro_repulsion.RBF` as K it is the other way round: there neighbors get similar noise, here opposite
-    noise. As for any K, the stationary distribution is ``∏_i π(u_i)`` as ε → 0. Γ *attracts*, because k falls with the
-    distance, and exactly compensates for the noise, which drives neighbors apart faster.
+    ``k >= 0``. The mean of neighbors moves as it would without interaction, and their differences move faster: with
+    :class:`~numpyro_repulsion.RBF` as K neighbors get similar noise, here opposite noise. As for any K, the stationary
+    distribution is ``∏_i π(u_i)`` as ε → 0. Γ *attracts*, and exactly compensates for the noise, which drives neighbors
+    apart faster.
 
-    The bandwidth is learned by the rule of k. In more than a few dimensions each particle then has about four
-    neighbors, ``K_ii`` is about ``1 + 4b`` on average, and a measured step is shorter by that factor. With momenta
-    ``step_size`` must be given, and be short: in five dimensions, with b = 1 and 20 particles, variances are 20 % too
-    large at ε = 0.01 and 10 % at 0.005.
+    The bandwidth is learned by the rule of k. With about four neighbors ``K_ii`` is about ``1 + 4b``, and a measured
+    step is shorter by that factor. With momenta ``step_size`` must be given, and be short: in five dimensions, with
+    b = 1 and 20 particles, variances are 20 % too large at ε = 0.01 and 10 % at 0.005.
 
     :param interaction: k, for each pair of particles: a :class:`~numpyro_repulsion.interactions.Radial` kernel that is
         never negative, or a sum of such kernels. Its nugget does not enter K.

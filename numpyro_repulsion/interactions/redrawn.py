@@ -1,7 +1,5 @@
 """Interactions that change with the update: redrawn at a cost linear in the number of particles, or scheduled."""
 
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -72,9 +70,7 @@ class RandomFeatures(Interaction):
         if self.weight is not None:
             keep(self, "weight", number, expected="a number between 0 and 1", accepts=lambda x: 0.0 < x < 1.0)
 
-    @property
-    def learns_bandwidth(self):
-        return self.bandwidth is None
+    learns_bandwidth = property(lambda self: self.bandwidth is None)
 
     def at(self, key, count):
         return replace(self, key=key)
