@@ -89,10 +89,8 @@ class Dynamics:
         """Raise ``ValueError`` for starts ``(G, L, d)`` that this dynamics cannot move."""
 
     def allows_jumps(self, interacts: bool) -> bool:
-        """Whether jumps of single particles between updates leave the stationary distribution as it is.
-
-        :param interacts: whether K depends on the particles.
-        """
+        """Whether jumps of single particles between updates leave the stationary distribution as it is, given whether
+        K depends on the particles."""
         return self.is_sampler
 
     def jumped(self, cloud: Cloud, which: Bool[Array, "*particles"]) -> Cloud:
@@ -100,10 +98,8 @@ class Dynamics:
         return cloud
 
     def settled(self, cloud: Cloud, step_size: Float[Array, ""], noise: Float[Array, ""]) -> Cloud:
-        """Return the cloud with its memory adapted to another step and to other scales; unchanged by default.
-
-        :param noise: the mean variance of the gradient over all directions.
-        """
+        """Return the cloud with its memory adapted to another step and to other scales; unchanged by default. The noise
+        is the mean variance of the gradient over all directions."""
         return cloud
 
     def hamiltonian(self, cloud: Cloud) -> Float[Array, "*particles"] | None:

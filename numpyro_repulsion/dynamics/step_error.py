@@ -53,10 +53,7 @@ class StepError:
         return self.bias(step_size, stats._replace(curvature=flat, noise=stats.isotropic_noise))
 
     def remaining_noise(self, step_size: Float[AnyArray, ""], stats: CurvatureStats) -> Float[AnyArray, ""]:
-        """Return the variance of independent minibatches with the same bias; V by default.
-
-        The noise of successive minibatches of a sweep partly cancels.
-        """
+        """Return the variance of independent minibatches with the same bias: V, and less in a sweep."""
         return stats.noise
 
     def max_step_for_bias(self, tolerance: float, stats: CurvatureStats) -> Float[AnyArray, ""]:
@@ -84,12 +81,9 @@ class StepError:
 
 @dataclass(frozen=True)
 class UnknownError(StepError):
-    """The error of a dynamics for which none is known, so that ``step_size`` must be given.
+    """The error of a dynamics for which none is known, so that ``step_size`` must be given."""
 
-    - **reason** - the message of the ``ValueError`` that any attempt to measure a step raises.
-    """
-
-    reason: str
+    reason: str  # the message of the ``ValueError`` that any attempt to measure a step raises
 
     def bias(self, step_size, stats):
         return xp.full_like(step_size, float("nan"))

@@ -91,10 +91,8 @@ class Gradient:
         return type(self).rows in (FullData.rows, Subsampled.rows)  # Other rows may come from anywhere.
 
     def hessian_units(self, target: Target, dimension: int) -> Units | None:
-        """Return the units of the Hessian over all rows at a reference point, for so many parameters.
-
-        ``None`` if it does not correct gradients by it. Without sites of units, the Hessian is dense.
-        """
+        """Return the units of the Hessian over all rows at a reference point, for so many parameters; ``None`` if it
+        does not correct gradients by it."""
         return None
 
     def at(self, num_updates: Integer[Array, ""], seed: Integer[Array, ""]) -> Gradient:
@@ -110,11 +108,8 @@ class Gradient:
         return None
 
     def check_rows(self, target: Target) -> None:
-        """Raise ``ValueError`` for models of which this gradient would sample another posterior.
-
-        :raises ValueError: for a site that uses rows of a subsampled plate from outside, scaled by hand with a factor
-            that is only right for minibatches of ``subsample_size`` rows.
-        """
+        """Raise ``ValueError`` for models of which this gradient would sample another posterior: here with a site that
+        uses rows of a subsampled plate from outside, scaled by hand for minibatches of ``subsample_size`` rows."""
         if target.rows_outside and not self.keeps_subsample_size:
             name, plates = next(iter(target.rows_outside.items()))
             raise ValueError(
@@ -131,8 +126,7 @@ class Gradient:
     def share(self, target: Target) -> None:
         """Put the `Rows` of a model on the devices for rows of the mesh of ``jax.set_mesh``, if any, each its share.
 
-        :raises ValueError: for minibatches that the devices cannot share equally, and sites whose terms would be
-            missing.
+        :raises ValueError: for minibatches that the devices cannot share.
         """
         count = num_devices(ROWS)
         if count == 1:
@@ -244,8 +238,7 @@ def _over_particles(function, chunk_size, in_axes, *given):
 class FullData(Gradient):
     """All rows in every update, including those of subsampled plates.
 
-    :param chunk_size: the number of particles whose gradients are evaluated at a time, as for
-        :class:`~numpyro_repulsion.Subsampled`.
+    :param chunk_size: as for :class:`~numpyro_repulsion.Subsampled`.
 
     **Example**
 

@@ -250,11 +250,10 @@ class ModelTarget(Target):
     def _enumerated_energy(self, model, z, indices):
         r"""Return U at one particle, summed over the values of discrete latent sites.
 
-        NumPyro multiplies the log density of each site by N / B for a minibatch of B of the N rows of its plate, and
-        then sums over discrete values. For values of single rows the sum over rows must come last, and the factor with
-        it: :math:`-\frac{N}{B} \sum_{i \in \text{batch}} \log \sum_c p(c) p(y_i | c)`. So sites are processed plate
-        by plate without the factor, and the result is multiplied by it. No sum has terms of different plates, which
-        `check_enumeration` ensures.
+        NumPyro multiplies the log density of each site by N / B, and then sums over discrete values. For values of
+        single rows the sum over rows must come last, and the factor with it: :math:`-\frac{N}{B} \sum_{i \in
+        \text{batch}} \log \sum_c p(c) p(y_i | c)`. So sites are processed plate by plate without the factor, and the
+        result is multiplied by it. No sum has terms of different plates, which `check_enumeration` ensures.
         """
         from numpyro.contrib.funsor import config_enumerate, enum, log_density
 
@@ -266,10 +265,8 @@ class ModelTarget(Target):
 
         energy = potential_energy(only(frozenset(), enumerated()), self.args, self.kwargs, z, enum=True)
         weights = {name: size / len(indices.get(name, range(batch))) for name, (size, batch) in self.plates.items()}
-        values = {}
-        if self._groups:
-            values = constrain_fn(self.bind(indices), self.args, self.kwargs, z)
-            values = {name: values[name] for name in self.latent}
+        values = constrain_fn(self.bind(indices), self.args, self.kwargs, z) if self._groups else {}
+        values = {name: x for name, x in values.items() if name in self.latent}
         for group in self._groups:
             weight = math.prod(weights[name] for name in group)
             known = scale(substitute(enumerated(), data=values), scale=1.0 / weight)
