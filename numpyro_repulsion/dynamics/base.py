@@ -152,9 +152,8 @@ def turn_back(
     reversed, and goes back about the way it came. In equilibrium one update gains so much energy with a probability
     of about one in a million or less, so the stationary distribution is the same to within that.
 
-    :param has_turned: which particles were turned back in the update before, ``(..., L)``. They go on now: where every
-        update gains energy they could never leave, and the energy stored with a particle may be that of other data.
-    :return: the new cloud, and which particles were turned back, ``(..., L)``.
+    Those that were turned back in the update before, ``(..., L)``, go on now: where every update gains energy they
+    could never leave, and the energy stored with a particle may be that of other data. Which turn is returned too.
     """
     before, after = dynamics.hamiltonian(cloud), dynamics.hamiltonian(proposal)
     if before is None or after is None:

@@ -32,8 +32,7 @@ class Descent(Dynamics):
     average directions too: ``optax.chain(optax.scale_by_rss(0.0), optax.ema(0.9, debias=False))`` takes the steps of
     NumPyro's Adagrad. Every particle has separate accumulators, which an update that is rejected does not change.
 
-    On a few hundred rows a network that descends for long becomes certain of these rows, or useless, where the density
-    of weights near 0 is highest; nothing stops the run.
+    On a few hundred rows a network that descends for long becomes certain of these rows, or useless.
 
     :param optimizer: an object with the optax interface: ``init(params)`` and ``update(gradient, state, params)`` for
         one particle ``(d,)``.

@@ -116,8 +116,8 @@ class Recipe(Dynamics):
         """Return ``−(D + Q) ∇H + TΓ`` for one ensemble ``(L, d + a)`` and ``slope``, ∇H there, of the same shape."""
 
         def matrix(flat):
-            x_ = flat.reshape(x.shape)
-            return self._symmetric(x_) if self.Q is None else self._symmetric(x_) + _skew(self.Q, x_)
+            D = _matrix(self.D, flat.reshape(x.shape), 1.0)
+            return D if self.Q is None else D + _matrix(self.Q, flat.reshape(x.shape), -1.0)
 
         divergence = jnp.trace(jax.jacfwd(matrix)(x.ravel()), axis1=1, axis2=2)
         return (self.temperature * divergence - matmul(matrix(x.ravel()), slope.ravel())).reshape(x.shape)
@@ -141,13 +141,9 @@ class Recipe(Dynamics):
                         f"Recipe: `D` must be positive semidefinite; its smallest eigenvalue is {smallest:.2g}."
                     )
 
-    def _symmetric(self, x):
-        D = jnp.asarray(self.D(x), x.dtype)
-        return _unless(jnp.abs(D - D.T).max() > _ROUNDING * jnp.abs(D).max(), D)
-
     def _root(self, x):
         # A singular D has no Cholesky factor.
-        values, vectors = jnp.linalg.eigh(self._symmetric(x))
+        values, vectors = jnp.linalg.eigh(_matrix(self.D, x, 1.0))
         values = _unless(values[0] < -_ROUNDING * jnp.abs(values).max(), values)
         return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
 
@@ -159,6 +155,7 @@ class Recipe(Dynamics):
             )
 
 
-def _skew(function, x):
-    Q = jnp.asarray(function(x), x.dtype)
-    return _unless(jnp.abs(Q + Q.T).max() > _ROUNDING * jnp.abs(Q).max(), Q)
+def _matrix(function, x, sign):
+    """Return a matrix that equals its transpose times a sign."""
+    found = jnp.asarray(function(x), x.dtype)
+    return _unless(jnp.abs(found - sign * found.T).max() > _ROUNDING * jnp.abs(found).max(), found)

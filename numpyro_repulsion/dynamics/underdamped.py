@@ -107,11 +107,10 @@ class Underdamped(_Momenta):
     ε → 0 the stationary distribution is ``∏_i exp(−U(z_i) / T) × N(m_i; 0, T I)``. The noise is white for any K, so no
     Cholesky factor is needed. With ``K = I`` this is SGHMC.
 
-    If ``K = I``, an update is BAOAB (half a kick, half a drift, friction and noise for a whole step, half a drift, half
-    a kick), with a bias of second order in ε. Otherwise it is half a kick, friction and noise, half a kick, and a drift
-    by ``K m``, of first order if K depends on the positions. Friction and noise are exact for any ε. Minibatch noise of
-    variance V heats the momenta by ``εV / (2C)`` of T, for long steps by more, times the mean diagonal of K²: unlike in
-    :class:`~numpyro_repulsion.dynamics.Overdamped`, the injected noise does not grow with K.
+    If ``K = I``, an update is BAOAB (half a kick, half a drift, friction and noise, half a drift, half a kick), with a
+    bias of second order in ε. Otherwise it is half a kick, friction and noise, half a kick, and a drift by ``K m``, of
+    first order if K depends on the positions. Friction and noise are exact for any ε. Minibatch noise of variance V
+    heats the momenta by ``εV / (2C)`` of T, for long steps by more, times the mean diagonal of K².
 
     ``step_size`` is a time step: ε moves a particle about as far as a step ``ε²/2`` of
     :class:`~numpyro_repulsion.dynamics.Overdamped`.
@@ -254,10 +253,8 @@ class Thermostat(_Momenta):
         return max(1.0, 10.0 / dimension) if self.inertia is None else self.inertia
 
     def step_error(self, coupling):
-        error = super().step_error(coupling)
-        if not (coupling.is_identity and isinstance(error, MomentumError)):
-            return error
-        return ThermostatError(coupling, self.friction, self._splits(coupling))
+        is_plain = self._splits(coupling)
+        return ThermostatError(coupling, self.friction, True) if is_plain else super().step_error(coupling)
 
     def init(self, key, z, energy_and_grad, couple):
         momentum_key, friction_key = random.split(key)

@@ -147,26 +147,6 @@ class Outside(Messenger):
             self.sizes[msg["name"]] = msg["args"][0]
 
 
-def _fixed(x):
-    # Rows stay the same objects, by which devices know them.
-    return lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
-
-
-def _too_many(latent, plate, dimension):
-    """Return, in words, that there are too many latent variables of each row."""
-    imputed = [name.removesuffix("_unobserved") for name in latent if name.endswith("_unobserved")]
-    remedy = "Move them out of the plate and index them, or drop `subsample_size`."
-    if imputed:
-        remedy = (
-            f"Leave hidden entries out instead of imputing them, `with numpyro.handlers.mask(mask=mask[i]): "
-            f"numpyro.sample('{imputed[0]}', ..., obs=y[i])`: the posterior of the parameters is the same."
-        )
-    return (
-        f"The sites {sorted(latent)} inside of the subsampled plate '{plate}' have {dimension} latent variables for "
-        f"each row; particles integrate over 1 to {max(NUM_POINTS)}. {remedy}"
-    )
-
-
 def _check_site(msg, plate, others):
     """Raise ``ValueError`` for a site inside of a plate with latent variables that cannot be integrated out."""
     name, fn = msg["name"], msg["fn"]
@@ -229,6 +209,11 @@ class Integrated:
         return [(plate, Rowwise(run, outside, name)) for name, plate in outside.plates.items()]
 
 
+def _fixed(x):
+    # Rows stay the same objects, by which devices know them.
+    return lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+
 class Rowwise:
     """The rows of a minibatch, given all that a model has outside of their plate."""
 
@@ -236,8 +221,19 @@ class Rowwise:
         self.run, self.outside, self.plate = run, outside, outside.plates[plate]
         self.latent = outside.latent.get(plate, {})
         self.widths = [math.prod(x.shape) // x.shape[x.axis] for x in self.latent.values()]
-        if not 0 < sum(self.widths) <= max(NUM_POINTS):
-            raise ValueError(_too_many(self.latent, plate, sum(self.widths)))
+        if 0 < sum(self.widths) <= max(NUM_POINTS):
+            return
+        imputed = [name.removesuffix("_unobserved") for name in self.latent if name.endswith("_unobserved")]
+        remedy = "Move them out of the plate and index them, or drop `subsample_size`."
+        if imputed:
+            remedy = (
+                f"Leave hidden entries out instead of imputing them, `with numpyro.handlers.mask(mask=mask[i]): "
+                f"numpyro.sample('{imputed[0]}', ..., obs=y[i])`: the posterior of the parameters is the same."
+            )
+        raise ValueError(
+            f"The sites {sorted(self.latent)} inside of the subsampled plate '{plate}' have {sum(self.widths)} latent "
+            f"variables for each row; particles integrate over 1 to {max(NUM_POINTS)}. {remedy}"
+        )
 
     def filled(self, value: float) -> Float[Array, "B k"]:
         """Return unconstrained coordinates that all have a value."""

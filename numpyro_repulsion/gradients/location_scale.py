@@ -46,11 +46,10 @@ class _Use(NamedTuple):
 class Products:
     """Products of latent effects z and scales s in a model, as in non-centered models written by hand.
 
-    A model may be written with ``x = s z`` and a prior of z that does not depend on s. Where the likelihood depends on
-    z and s through x alone, it satisfies ``∂L/∂log s = z·∂L/∂z``, and likewise with ``p z`` for ``x = s^p z``. So
-    p can be estimated from gradients at some particles; it is 0 where the model has no such product. As x is then
-    centered by a share c, its coordinate is ``y = s^c z``. This is a change of variables for any p, so the posterior
-    never depends on it.
+    A model may be written with ``x = s^p z`` and a prior of z that does not depend on s. Where the likelihood depends
+    on z and s through x alone, it satisfies ``∂L/∂log s = p z·∂L/∂z``, so p can be estimated from gradients at some
+    particles; it is 0 where the model has no such product. As x is then centered by a share c, its coordinate is
+    ``y = s^{pc} z``. This is a change of variables for any p, so the posterior never depends on it.
 
     :param others: sites that are in coordinates of their own already.
 

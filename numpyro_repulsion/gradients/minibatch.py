@@ -390,8 +390,8 @@ def check_sizes(args: tuple, kwargs: Mapping) -> None:
     for leaf in jax.tree.leaves((args, dict(kwargs))):
         if isinstance(leaf, np.memmap) and leaf.nbytes > (memory := device_memory()) / 4:
             raise ValueError(
-                f"An argument of the model is an array on disk of {_gigabytes(leaf)}, and would be copied to a device "
-                f"with {memory / 2**30:.1f} GiB. Pass numpyro_repulsion.Rows(array) to leave it on disk."
+                f"An argument of the model is an array on disk of {leaf.nbytes / 2**30:.1f} GiB, and would be copied "
+                f"to a device with {memory / 2**30:.1f} GiB. Pass numpyro_repulsion.Rows(array) to leave it on disk."
             )
 
 
@@ -400,13 +400,10 @@ def check_rows(args: tuple, kwargs: Mapping) -> None:
     for rows in host_rows((args, dict(kwargs))):
         if rows.nbytes > (memory := device_memory()) / 4:
             raise ValueError(
-                f"Each update would read all of {rows!r}, {_gigabytes(rows)}, to a device with {memory / 2**30:.1f} "
-                "GiB. Give the plate a `subsample_size`, such as 500, and do not use gradient=FullData()."
+                f"Each update would read all of {rows!r}, {rows.nbytes / 2**30:.1f} GiB, to a device with "
+                f"{memory / 2**30:.1f} GiB. Give the plate a `subsample_size`, such as 500, and do not use "
+                "gradient=FullData()."
             )
-
-
-def _gigabytes(array):
-    return f"{array.nbytes / 2**30:.1f} GiB"
 
 
 @jax.tree_util.register_pytree_node_class

@@ -31,7 +31,7 @@ class Watch(Messenger):
     """
 
     def __init__(self):
-        super().__init__(None)
+        super().__init__()
         self.blocks, self._depth = False, 0
         self._plates: dict[str, tuple[int, int]] = {}
         self._hidden_plates: list[str] = []
@@ -120,7 +120,10 @@ def check_kinds(target: Any, latent: Mapping[str, dict]) -> None:
             raise ValueError(
                 f"Latent site '{name}' has a delta distribution; write `numpyro.deterministic('{name}', ...)`."
             )
-        if 0 in site["fn"].shape() and not _may_be_empty(site["fn"]):
+        support, is_empty = site["fn"].support, 0 in site["fn"].shape()
+        # NumPyro's transforms and densities support some values without elements.
+        is_whole = 0 not in site["fn"].batch_shape and getattr(support, "base_constraint", None) is constraints.real
+        if is_empty and not (is_whole or support is constraints.real):
             raise ValueError(
                 f"Latent site '{name}' has shape {site['fn'].shape()} and so no elements, which NumPyro's "
                 "transforms and densities do not support; leave the site out if it is empty."
@@ -130,13 +133,6 @@ def check_kinds(target: Any, latent: Mapping[str, dict]) -> None:
             "The model has no continuous latent site, so there is nothing to sample; it needs at least one "
             f"`numpyro.sample` statement without `obs`. Discrete latent sites: {target.discrete or 'none'}."
         )
-
-
-def _may_be_empty(distribution):
-    """Whether NumPyro's transforms and densities support values without elements."""
-    support = distribution.support
-    is_whole = 0 not in distribution.batch_shape and getattr(support, "base_constraint", None) is constraints.real
-    return support is constraints.real or is_whole
 
 
 def check_values(

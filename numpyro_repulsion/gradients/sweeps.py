@@ -42,9 +42,8 @@ class Sweeps(ControlVariates):
     a K that depends on the particles.
 
     *When to use it.* In long runs without a useful reference point: likelihoods for which control variates add noise.
-    Networks in short runs gain nothing, because their step is limited by curvature. Warmup also measures control
-    variates, and uses them if a step can then be more than twice as long, because they cost two gradients.
-    A thermostat (``SGNHT``) would treat the noise within a sweep as heat, so `Sweeps` raises ``ValueError`` for it.
+    Networks in short runs gain nothing. Warmup also measures control variates, and uses them if a step can then be more
+    than twice as long, because they cost two gradients.
 
     *Cost.* As for :class:`~numpyro_repulsion.Subsampled`. Rows are computed from the number of the update by a small
     cipher, so nothing of size N is stored, and stored runs continue in their order. Until particles have arrived, and
@@ -56,8 +55,8 @@ class Sweeps(ControlVariates):
         for :class:`~numpyro_repulsion.Subsampled`. Orders are of blocks, so a large file is read in long pieces.
     :param control_variates: whether warmup may correct the gradients at a reference point. Without them every gradient
         is of ``subsample_size`` rows, as random likelihoods and sites that use rows from outside their plate require.
-    :raises ValueError: for a thermostat, or a model in which subsampled plates meet in a site: minibatches of each of
-        them would pass through their rows, but not through all pairs.
+    :raises ValueError: for a thermostat (``SGNHT``), which would treat the noise within a sweep as heat, or a model in
+        which subsampled plates meet in a site: minibatches of each would pass through its rows, but not all pairs.
 
     **References:**
 

@@ -24,7 +24,6 @@ Indices = dict[str, Integer[Array, "... _"]]
 class Target:
     """A posterior: the potential energy ``U(z) = −log π(z) + const`` of one unconstrained particle.
 
-    - **args**, **kwargs** - the arguments of the model.
     - **prototype** - the shapes of the unconstrained sites of one particle; empty for functions.
     - **plates** - ``{name: (size, subsample_size)}`` of the subsampled plates.
     - **rows_outside** - the observed sites and factors that use rows of subsampled plates from outside, with these

@@ -87,9 +87,7 @@ class RBF(Radial):
     :param bandwidth: h, in squared units of the (preconditioned) parameters; frozen after warmup. ``None`` sets it in
         warmup by a rule: each particle has about four neighbors, or h is 0.1 of a coordinate's variance if that is
         larger. ``"learned"`` takes the h that promises the most draws for each gradient on the clouds of warmup (see
-        :ref:`repulsion <learned-bandwidth>`). With twenty particles and the default bias budget this is the h of
-        the rule; with ``BiasBudget(0.01)`` it is wider, which makes means more precise and may make deviations less
-        precise. With a warmup of 0 both use the median rule on the starts.
+        :ref:`repulsion <learned-bandwidth>`). With a warmup of 0 both use the median rule on the starts.
     :param nugget: added to the diagonal of K, in both drift and noise.
     :raises ValueError: unless both are positive and finite, or the bandwidth is ``None`` or ``"learned"``.
 
