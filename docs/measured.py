@@ -128,7 +128,7 @@ def balanced_noise():
 
 
 def averaged_noise():
-    """Euler's noise against that averaged over two updates, with repulsion: the table of Overdamped's docstring."""
+    """Euler's noise against that averaged over two updates, with repulsion: the numbers of Overdamped's docstring."""
     rows = []
     for dimension in (2, 5, 10):
         h = float(RBF().learn_bandwidth(random.normal(random.key(5), (1, PARTICLES, dimension))))

@@ -22,8 +22,7 @@ class Overdamped(Dynamics):
     ``D = K(Z) ⊗ I``, ``Q = 0``, ``Γ_i = Σ_j ∇_{z_j} K_ij``. As ε → 0 the stationary distribution is
     ``∏_i exp(−U(z_i) / T)``; for ``T = 1`` these are L independent draws from the posterior
     (:class:`~numpyro_repulsion.Balanced` noise keeps the distribution of each particle, but the joint distribution is
-    not a product). With ``K = I`` this is parallel SGLD. There is no factor ``1/L``: the paper's step is ``L`` times
-    ours.
+    not a product). With ``K = I`` this is parallel SGLD. The paper's step is ``L`` times ours.
 
     :param integrator: ``"euler"`` is the equation above. ``"lm"`` (Leimkuhler & Matthews) replaces the noise
         ``C_t ξ_t`` by ``(C_t ξ_t + C_{t−1} ξ_{t−1}) / 2``, at no cost. For ``K = I`` this makes the bias of the

@@ -200,11 +200,10 @@ class Wrapping(Interaction):
 class Gram(Interaction):
     """Base class of interactions with a Gram matrix: ``K_ij = k(u_i, u_j) + nugget · 1{i = j}``.
 
-    A subclass defines :meth:`evaluate`, the kernel for one pair of points. This class applies it to a cloud, computes Γ
-    by automatic differentiation and tests on the starting cloud that K is positive definite. The nugget is part of K:
-    it enters the drift *and* the noise and therefore causes no bias. It keeps the Cholesky factor finite if particles
-    are close, L is large or the bandwidth is wide. Such interactions can be multiplied by positive weights and added:
-    ``0.9 * RBF() + 0.1 * Independent()``.
+    A subclass defines :meth:`evaluate`, the kernel for one pair of points. Γ comes from automatic differentiation, and
+    the starting cloud tells whether K is positive definite. The nugget, in the drift *and* the noise, causes no bias
+    and keeps the Cholesky factor finite if particles are close, L is large or the bandwidth is wide. Such interactions
+    can be multiplied by positive weights and added: ``0.9 * RBF() + 0.1 * Independent()``.
 
     **Example**
 
