@@ -320,14 +320,11 @@ def find_units(target: Target, dimension: int) -> Units | None:
             if trial.disagreement(product(trial.probes(trial.num_globals))) < TOLERANCE:
                 units = trial
         found.append(units)
-    return min((units for units in found if _is_affordable(units, target)), key=lambda x: x.num_globals, default=None)
-
-
-def _is_affordable(units, target):
-    rows = sum(size for size, _ in target.plates.values())
-    number = units.num_globals
-    is_small = number <= min(1024, units.dimension // 2) and number * units.dimension <= MOST_NUMBERS
-    return is_small and rows * (number + units.size) <= 2e8
+    # The largest number of globals that is affordable, and by the number of rows for each probe.
+    most = min(1024, dimension // 2, MOST_NUMBERS // dimension)
+    num_probes = 2e8 / max(1, sum(size for size, _ in target.plates.values()))
+    affordable = (x for x in found if x.num_globals <= most and x.num_globals + x.size <= num_probes)
+    return min(affordable, key=lambda x: x.num_globals, default=None)
 
 
 def _is_refused(units, product):

@@ -232,7 +232,7 @@ class Translations:
 
     def __init__(self, target: Any, sites: Mapping[str, dict], pairs: list[tuple[str, str]]):
         shapes = {name: site.shape for name, site in target.prototype.items()}
-        scales = {name: causes.scale for name, causes in target.location_scale.items() if not causes.location}
+        scales = {name: scale for name, (location, scale) in target.location_scale.items() if not location}
         for effect, scale in pairs:
             scales[effect] = scales.get(effect, frozenset()) | {scale}
         # A scale must not depend on effects that move with their mean, nor on the base.
@@ -301,15 +301,9 @@ def _variance(fn):
 # --- Sites with a location and a scale. ---
 
 
-class Causes(NamedTuple):
-    """The latent sites that the location and the scale of a site's prior depend on."""
-
-    location: frozenset[str]
-    scale: frozenset[str]
-
-
-def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, Causes]:
-    """Return the latent sites of a model with a location, and a scale that depends on other latent sites.
+def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, list[frozenset[str]]]:
+    """Return the latent sites of a model with a location, and a scale that depends on other latent sites; with the
+    sites that the two depend on.
 
     A site with a weight, by ``numpyro.handlers.scale``, is left out: the volume of its coordinates has none.
     """
@@ -330,8 +324,8 @@ def location_scale_sites(target: Any, sites: Mapping[str, dict]) -> dict[str, Ca
     with suppress(AssertionError, KeyError, TypeError, ValueError):  # Such a model keeps its own coordinates.
         # A site may have the name of a parameter of `eval_provenance`.
         causes = eval_provenance(priors, **{f"_{name}": x for name, x in target.prototype.items()})
-        found = {name: Causes(*(frozenset(x[1:] for x in own) for own in both)) for name, both in causes.items()}
-        return {name: found[name] for name in sorted(found) if found[name].scale}
+        found = {name: [frozenset(x[1:] for x in own) for own in causes[name]] for name in sorted(causes)}
+        return {name: both for name, both in found.items() if both[1]}
     return {}
 
 

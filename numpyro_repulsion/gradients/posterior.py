@@ -176,7 +176,13 @@ class ModelTarget(Target):
         scales = {name: _weight(sites[name]) for name in (*self.observed, *self.factors)}
         self.rows_outside = rows_outside(self, scales)
         if self.discrete:
-            self._try_to_sum()
+            try:
+                jax.eval_shape(self.potential_energy, self.prototype, self.first_rows, random.key(0))
+            except (KeyError, ValueError) as error:  # Funsor must know every batch dimension.
+                raise ValueError(
+                    f"The discrete latent sites {self.discrete} cannot be summed over ({error}). Every batch dimension "
+                    "of a sample site must belong to a numpyro.plate, or be made part of the event by `.to_event(...)`."
+                ) from error
         deterministic = [name for name, site in sites.items() if site["type"] == "deterministic"]
         self.summed_out = [name for name in deterministic if self.usage.discrete[name]]
         deterministic = [name for name in deterministic if name not in self.summed_out]
@@ -305,16 +311,6 @@ class ModelTarget(Target):
             if len(met) > 1:
                 groups = [group for group in groups if group not in met] + [set().union(*met)]
         return [sorted(group) for group in groups]
-
-    def _try_to_sum(self):
-        """Raise ``ValueError`` if funsor, which must know every batch dimension, cannot sum over the discrete sites."""
-        try:
-            jax.eval_shape(self.potential_energy, self.prototype, self.first_rows, random.key(0))
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"The discrete latent sites {self.discrete} cannot be summed over ({error}). Every batch dimension of "
-                "a sample site must belong to a numpyro.plate, or be made part of the event by `.to_event(...)`."
-            ) from error
 
     def _evaluation(self, rows, discrete, z, key=None):
         """Return by site: log densities, entry by entry; latent values in their supports; deterministic values."""
