@@ -363,7 +363,7 @@ def far_modes():
 
 
 def opposed_noise():
-    """ESS of averages by the kind of noise: the tables of Antithetic's docstring and of the note on noise."""
+    """ESS of averages by the kind of noise: numbers of Antithetic's docstring, and the table of the note on noise."""
     functions = {
         "E z": lambda z: z,
         "E z²": lambda z: z**2,

@@ -47,9 +47,7 @@ class Dynamics:
 
     .. doctest::
 
-        >>> from jax import random
-        >>> import jax.numpy as jnp
-        >>> from numpyro_repulsion import Independent
+        >>> from numpyro_repulsion import SVGD
         >>> from numpyro_repulsion.dynamics import Cloud, Dynamics
         >>> class Flow(Dynamics):  # D = 0
         ...     is_sampler = False
@@ -58,11 +56,7 @@ class Dynamics:
         ...     def step(self, key, cloud, energy_and_grad, couple, step_size):
         ...         z = cloud.z - step_size * couple(cloud.z).apply(cloud.gradient)
         ...         return Cloud(z, *energy_and_grad(z))
-
-        >>> energy_and_grad, couple = lambda z: (0.5 * jnp.sum(z**2, -1), z), Independent().couple
-        >>> cloud = Flow().init(random.key(0), jnp.ones((2, 1)), energy_and_grad, couple)
-        >>> Flow().step(random.key(1), cloud, energy_and_grad, couple, 0.5).z.tolist()
-        [[0.5], [0.5]]
+        >>> kernel = SVGD(potential_fn=lambda z: z**2 / 2, dynamics=Flow(), step_size=0.1)
     """
 
     #: T: the stationary distribution is ``∏_i exp(−U(z_i) / T)``.
