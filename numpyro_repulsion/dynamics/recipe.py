@@ -13,6 +13,7 @@ import numpy as np
 
 from numpyro_repulsion.checks import integer, keep, positive
 from numpyro_repulsion.dynamics.base import Cloud, Dynamics
+from numpyro_repulsion.dynamics.step_error import UnknownError
 from numpyro_repulsion.noise import normal
 from numpyro_repulsion.rounding import einsum, matmul
 
@@ -90,6 +91,12 @@ class Recipe(Dynamics):
                 raise TypeError(f"Recipe: `{name}` must be a function; got {value!r}.")
         keep(self, "extra", integer, least=0, expected="a number of coordinates, an integer of 0 or more")
         keep(self, "temperature", positive)
+
+    def step_error(self, coupling):
+        return UnknownError(
+            "Warmup cannot adapt the step size of Recipe(D, Q); give `step_size`, as in SGLD(model, "
+            "dynamics=Recipe(D, Q), step_size=1e-3)."
+        )
 
     def init(self, key, z, energy_and_grad, couple):
         self._require_identity(couple(z))
